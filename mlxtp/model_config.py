@@ -26,7 +26,7 @@ DIVIDED_BY_MLX_LM = frozenset(
      "prism_hadamard_qwen35", "qwen2", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "solar_open",
      "step3p5")
 )  # fmt: skip
-#: Families that `engine/families/` divides. A test compares this with its table.
+#: Families that `engine/families.py` divides. A test compares this with its table.
 DIVIDED_HERE = frozenset(
     ("cohere2", "dots1", "ernie4_5_moe", "exaone4", "gemma3", "gemma3_text", "gemma4", "gemma4_text",
      "granite", "granitemoe", "kimi_vl", "llama4", "llama4_text", "mistral3", "mixtral", "nemotron_h",

@@ -212,7 +212,7 @@ FAMILIES_HEAD = """# Families
 A family is what a model's `config.json` calls `model_type`. These can be shared by several Macs:
 
 - **tensor**: each rank has a part of each layer. `mlx-lm`: it divides the layers itself. `mlxtp`: mlx-lm has no way, and
-  `mlxtp/engine/families/` has one. Sizes have to divide by the number of ranks ([placement.md](placement.md)).
+  `mlxtp/engine/families.py` has one. Sizes have to divide by the number of ranks ([placement.md](placement.md)).
 - **pipeline**: each rank has whole layers.
 - **caches**: the kind of its KV caches, in the second table. **reused**: where a later prompt can begin with them. **drafts**: whether
   several tokens are guessed ahead (speculation). `MTP head`: that of the model proposes some, where its files have one.

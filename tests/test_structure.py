@@ -93,7 +93,7 @@ COLLECTIVES = frozenset(
 
 
 CUTS: Mapping[str, frozenset[str]] = {
-    "mlxtp.engine.families.parts": frozenset(
+    "mlxtp.engine.families": frozenset(
         f"mlx.nn.layers.distributed.{name}" for name in ("shard_inplace", "shard_linear")
     )
 }

@@ -23,7 +23,7 @@ from mlx.utils import tree_flatten
 from ..errors import Code, GroupError, ModelError
 from ..model_config import PIPELINE_FAMILIES
 from ..wire.messages import PromptBatch, PromptTokens, StepToken
-from .families.parts import change
+from .families import change
 from .group import Group, LoneGroup, RingGroup, uncounted
 from .sampler import Chosen
 from .sharding import EMBEDDINGS, HEADS, ShardedEmbedding, Vocabulary, shard

@@ -1,0 +1,323 @@
+"""Division of layers among ranks, for families without a `shard` in mlx-lm: one small function each.
+
+Each part of a layer is divided in mlx-lm's way: a projection into more numbers by its rows, one back from
+them by its columns, and one sum of all ranks' results behind it. Shapes of weights are [out, in], and
+[experts, out, in] for the experts of a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+from mlx.nn.layers.distributed import shard_inplace, shard_linear
+from mlx.utils import tree_map
+
+from .group import Group
+
+# --- parts of layers ------------------------------------------------------------------------------------
+
+_HEADS = ("n_heads", "num_heads", "num_attention_heads")
+_KV_HEADS = ("n_kv_heads", "num_key_value_heads")
+_GATED = ("gate_proj", "up_proj")
+
+
+def attention(part: Any, group: Group) -> None:
+    """Divide an attention by heads. If there are fewer KV heads than ranks, several ranks have the same one.
+
+    Projections that a layer lacks, because it reads another one's keys or takes keys as values, are left out.
+    """
+    heads, kv_heads = (next(name for name in names if hasattr(part, name)) for names in (_HEADS, _KV_HEADS))
+    count = getattr(part, kv_heads)
+    for name in ("k_proj", "v_proj"):
+        if name in part:
+            copy_heads(part[name], count, group)
+    into = [name for name in ("q_proj", "k_proj", "v_proj") if name in part]
+    projections(part, group, into, "o_proj")
+    setattr(part, heads, getattr(part, heads) // group.size)
+    setattr(part, kv_heads, max(1, count // group.size))
+
+
+def copy_heads(module: Any, heads: int, group: Group) -> None:
+    """Repeat each of a module's `heads` as often as ranks have the same one; its rows are by heads."""
+    if group.size <= heads:
+        return
+
+    def repeated(weight: mx.array) -> mx.array:
+        by_heads = weight.reshape(heads, -1, *weight.shape[1:])
+        return mx.repeat(by_heads, group.size // heads, axis=0).reshape(-1, *weight.shape[1:])
+
+    module.update(tree_map(repeated, module.parameters()))
+
+
+def projections(part: Any, group: Group, into: Sequence[str] = _GATED, back: str = "down_proj") -> None:
+    """Divide projections `into` more numbers and one `back`, which sums up; by default those of an MLP."""
+    for name in into:
+        part[name] = shard_linear(part[name], "all-to-sharded", group=group.handle)
+    part[back] = shard_linear(part[back], "sharded-to-all", group=group.handle)
+
+
+def experts(part: Any, group: Group, into: Sequence[str] = _GATED, back: str = "down_proj") -> None:
+    """Divide every expert by its width, in place. Their results have to be added up: see `summed`."""
+    for name in into:
+        shard_inplace(part[name], "all-to-sharded", group=group.handle)
+    shard_inplace(part[back], "sharded-to-all", group=group.handle)
+    share_bias(part[back], group)
+
+
+def share_bias(module: Any, group: Group) -> None:
+    """Divide the bias of a module whose results are added up, so that the sum has it once."""
+    if "bias" in module:
+        module.bias = module.bias / group.size
+
+
+def summed(part: Any, group: Group) -> None:
+    """Make `part` return the sum of all ranks' results."""
+    whole = type(part).__call__
+
+    def call(module: Any, *args: Any, **kwargs: Any) -> mx.array:
+        return group.total(whole(module, *args, **kwargs))
+
+    change(part, call)
+
+
+def own_rows(array: mx.array, group: Group) -> mx.array:
+    """Return this rank's equal part of the first axis."""
+    return mx.contiguous(mx.split(array, group.size)[group.rank])
+
+
+def shard_segments(module: Any, axis: int, segments: Sequence[int], group: Group) -> None:
+    """Divide each segment, along `axis` of all weights, in place. They begin at 0 and at `segments`."""
+    shard_inplace(module, lambda _path, _weight: (axis, list(segments)), group=group.handle)
+
+
+class SharedNorm(nn.Module):  # type: ignore[misc]  # mlx is untyped here
+    """RMS norm over numbers of which each rank has an equal part, `weight` for its own. One small sum."""
+
+    def __init__(self, norm: Any, group: Group) -> None:
+        super().__init__()
+        self.weight = own_rows(norm.weight, group)
+        self._eps, self._group = norm.eps, group
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Norm this rank's numbers, [.., share] of any type -> the same shape and type."""
+        wide = x.astype(mx.float32)
+        squares = self._group.total(wide.square().sum(axis=-1, keepdims=True))
+        mean = squares / (x.shape[-1] * self._group.size)
+        return (wide * mx.rsqrt(mean + self._eps) * self.weight).astype(x.dtype)
+
+
+def change(module: Any, call: Callable[..., Any], **methods: Callable[..., Any]) -> None:
+    """Make `call` what the module does when it is called, and replace methods of it."""
+    kind = type(module)
+    module.__class__ = type(
+        kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__, **methods}
+    )
+
+
+# --- families like Llama: cohere2, exaone4, gemma3, granite, olmo2, olmo3, seed_oss ---------------------
+
+
+def divide_dense(model: Any, group: Group) -> None:
+    """Divide attentions by heads and MLPs by their width.
+
+    The norms of queries and keys are over one head each, but in olmo2 and olmo3 over all heads.
+    """
+    for layer in model.layers:
+        part = layer.self_attn
+        if _over_all_heads(part):
+            copy_heads(part.k_norm, part.k_norm.weight.size // part.head_dim, group)
+            part.q_norm, part.k_norm = SharedNorm(part.q_norm, group), SharedNorm(part.k_norm, group)
+        attention(part, group)
+        projections(layer.mlp, group)
+
+
+def _over_all_heads(part: Any) -> bool:
+    return "q_norm" in part and part.q_norm.weight.size == part.q_proj.weight.shape[0]
+
+
+# --- an attention and experts: dots1, ernie4_5_moe, granitemoe, mixtral ---------------------------------
+
+
+def divide_experts(model: Any, group: Group) -> None:
+    """Divide attentions by heads, MLPs and each expert by their width. Every rank has the whole routers."""
+    for layer in model.layers:
+        attention(layer.self_attn, group)
+        part = layer.block_sparse_moe if "block_sparse_moe" in layer else layer.mlp
+        routed = next((part[name] for name in ("switch_mlp", "experts") if name in part), None)
+        if routed is None:
+            projections(part, group)
+            continue
+        experts(routed, group)
+        if "shared_experts" in part:
+            experts(part.shared_experts, group)
+        summed(part, group)
+
+
+# --- Gemma 4 --------------------------------------------------------------------------------------------
+
+
+def divide_gemma4(model: Any, group: Group) -> None:
+    """Divide attentions by heads, MLPs and each expert by their width.
+
+    MLP and experts have norms of their own behind them, so each is added up. Every rank has the whole
+    routers, and whole embeddings and projections of the input of single layers (E2B, E4B).
+    """
+    for layer in model.layers:
+        attention(layer.self_attn, group)
+        projections(layer.mlp, group)
+        if layer.enable_moe:
+            experts(layer.experts.switch_glu, group)
+            summed(layer.experts, group)
+
+
+# --- Llama 4 --------------------------------------------------------------------------------------------
+
+
+def divide_llama4(model: Any, group: Group) -> None:
+    """Divide attentions by heads, MLPs and each expert by their width. Every rank has the whole routers."""
+    for layer in model.layers:
+        attention(layer.self_attn, group)
+        part = layer.feed_forward
+        if "experts" in part:
+            experts(part.experts, group)
+            experts(part.shared_expert, group)
+            summed(part, group)
+        else:
+            projections(part, group)
+
+
+# --- Nemotron-H: a layer is a Mamba mixer, an attention, an MLP or experts ------------------------------
+
+
+def divide_nemotron_h(model: Any, group: Group) -> None:
+    """Divide Mamba mixers by groups of heads, attentions by heads, MLPs and each expert by their width."""
+    for layer in model.layers:
+        part = layer.mixer
+        if layer.block_type == "M":
+            _mamba(part, group)
+        elif layer.block_type == "*":
+            attention(part, group)
+        elif layer.block_type == "-":
+            projections(part, group, ("up_proj",))
+        else:
+            _experts(part, group)
+
+
+def _mamba(part: Any, group: Group) -> None:
+    """Divide by groups: the heads of a group share one B and one C, and are normed together.
+
+    The input projection has gates, inputs, all B, all C and the steps of all heads, one after the other.
+    """
+    inner, states = part.intermediate_size, part.n_groups * part.ssm_state_size
+    convolved = (inner, inner + states)
+    ends = (inner, *(inner + end for end in convolved), inner + part.conv_dim)
+    shard_segments(part.in_proj, 0, ends, group)
+    shard_segments(part.conv1d, 0, convolved, group)
+    part.conv1d.groups //= group.size
+    for name in ("dt_bias", "A_log", "D"):
+        part[name] = own_rows(part[name], group)
+    part.norm.weight = own_rows(part.norm.weight, group)
+    projections(part, group, (), "out_proj")
+    for name in ("num_heads", "intermediate_size", "n_groups", "conv_dim"):
+        setattr(part, name, getattr(part, name) // group.size)
+
+
+def _experts(part: Any, group: Group) -> None:
+    """Divide each expert by its width. Projections to and from a smaller size are on every rank whole."""
+    experts(part.switch_mlp, group, ("fc1",), "fc2")
+    if "fc2_latent_proj" in part:
+        share_bias(part.fc2_latent_proj, group)
+    if "shared_experts" in part:
+        experts(part.shared_experts, group, ("up_proj",))
+    summed(part, group)
+
+
+# --- Qwen3-Next: gated linear attention in most layers --------------------------------------------------
+
+
+def divide_qwen3_next(model: Any, group: Group) -> None:
+    """Divide both kinds of attention by heads, MLPs and each expert by their width."""
+    for layer in model.layers:
+        if layer.is_linear:
+            _linear(layer.linear_attn, group)
+        else:
+            attention(layer.self_attn, group)
+        if "switch_mlp" in layer.mlp:
+            layer.mlp.sharding_group = group.handle  # it adds up by itself
+            experts(layer.mlp.switch_mlp, group)
+            experts(layer.mlp.shared_expert, group)
+        else:
+            projections(layer.mlp, group)
+
+
+def _linear(part: Any, group: Group) -> None:
+    """Divide by key heads. Each has its queries, keys, values and gates in one run of rows.
+
+    The convolution has the queries of all heads first, then all keys, then all values.
+    """
+    projections(part, group, ("in_proj_qkvz", "in_proj_ba"), "out_proj")
+    shard_segments(part.conv1d, 0, (part.key_dim, 2 * part.key_dim), group)
+    part.conv1d.groups //= group.size
+    for name in ("dt_bias", "A_log"):
+        part[name] = own_rows(part[name], group)
+    for name in ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim"):
+        setattr(part, name, getattr(part, name) // group.size)
+
+
+# --- text parts of models that also see, of families that mlx-lm divides --------------------------------
+
+
+def divide_language_model(model: Any, group: Group) -> None:
+    """Divide the language model as its own family is divided."""
+    model.language_model.shard(group.handle)
+
+
+def divide_deepseek(model: Any, group: Group) -> None:
+    """Divide a language model whose class has DeepSeek V3's layers and no `shard`."""
+    from mlx_lm.models.deepseek_v3 import Model
+
+    Model.shard(model.language_model, group.handle)
+
+
+# --- the table ------------------------------------------------------------------------------------------
+
+#: A model and the group of ranks; divides the layers in place. Nothing is evaluated, and no collective runs.
+Divide = Callable[[Any, Group], None]
+
+#: By mlx-lm's names of families. Their sizes are checked before, see `model_config.dimensions_of`.
+DIVIDE: Mapping[str, Divide] = {
+    "cohere2": divide_dense,
+    "dots1": divide_experts,
+    "ernie4_5_moe": divide_experts,
+    "exaone4": divide_dense,
+    "gemma3": divide_dense,
+    "gemma3_text": divide_dense,
+    "gemma4": divide_gemma4,
+    "gemma4_text": divide_gemma4,
+    "granite": divide_dense,
+    "granitemoe": divide_experts,
+    "kimi_vl": divide_deepseek,
+    "llama4": divide_llama4,
+    "llama4_text": divide_llama4,
+    "mistral3": divide_language_model,
+    "mixtral": divide_experts,
+    "nemotron_h": divide_nemotron_h,
+    "olmo2": divide_dense,
+    "olmo3": divide_dense,
+    "qwen3_next": divide_qwen3_next,
+    "qwen3_vl": divide_language_model,
+    "qwen3_vl_moe": divide_language_model,
+    "seed_oss": divide_dense,
+}
+
+
+def divide_layers(model: Any, group: Group) -> None:
+    """Divide the layers of `model` among the ranks, by mlx-lm's `shard` or the family's function here."""
+    family = type(model).__module__.rpartition(".")[2]
+    if family in DIVIDE:
+        DIVIDE[family](model, group)
+    else:
+        model.shard(group.handle)

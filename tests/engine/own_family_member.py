@@ -19,6 +19,7 @@ from mlxtp.engine import kv_cache
 from mlxtp.engine.batch import Bucket, CacheKind, ForwardShape, MergedBatch, SlotBatch, in_parts
 from mlxtp.engine.group import CollectiveCounter, form
 from mlxtp.engine.loader import ModelShare, load, run_alone
+from mlxtp.engine.recurrent import StateView
 
 from .vocabulary_member import first, reads_own_bytes
 
@@ -72,9 +73,12 @@ def forwards(loaded: ModelShare, counter: CollectiveCounter) -> tuple[dict[str, 
         part.reserve(max(at) + 1)
         view = min(kv_cache.view(max(at) + 1), part.shape[1])
         shape = ForwardShape(*ForwardShape.arrays(mx.array(at, dtype=mx.int32), 1, view))
-        layers = kind.views(part.arrays, shape)
-        local = vocabulary.forward(model, tokens, layers)
-        part.arrays = [array for layer in layers for array in layer.arrays]
+        views = kind.views(part.arrays, shape)
+        states = [StateView(layer) for layer in (part.states.kept if part.states is not None else ())]
+        local = vocabulary.forward(model, tokens, kind.beside(views, states))
+        part.arrays = [array for each in views for array in each.arrays]
+        if part.states is not None:
+            part.states.fed(at, 1, [each.kept for each in states])
         return [local]
 
     for step in range(STEPS):

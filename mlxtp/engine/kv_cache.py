@@ -503,6 +503,8 @@ class KVCacheManager:
         if others := tuple([other for other in freed if other not in (uid, move.source)]):
             self.moves.append(EvictKept(others))
         save = 0 if uid in freed else uid
+        if save and self._arranges:
+            self._lay_out()  # its room may be what rows have to grow
         take = move.take or move.source in freed
         return replace(move, save=save, take=take, covers=self._prefixes.covered(save))
 

@@ -249,6 +249,8 @@ class Ranks:
         """Kept caches that have no arrays of their own, each with the one whose arrays it shares."""
         self.forwards: dict[int, int] = {}
         self.request_of: dict[int, int] = {}
+        self.least: dict[int, int] = {}
+        """Tokens of each sequence that its cache cannot be cut below, if it cannot be cut anywhere."""
         self._inside: dict[int, int] = {}
         """The token in each row's graph, which its next forward feeds."""
 
@@ -392,9 +394,11 @@ class Ranks:
         for uid, position, width in zip_longest(step.rows, step.positions, step.widths, fillvalue=0):
             contents = self.contents[uid]
             assert position <= len(contents)
+            assert not self.whole or position >= self.least.get(uid, 0)
             del contents[position:]
             fed = step.tokens[at : at + width] or (self._inside[uid],)
             at += width
+            self.least[uid] = position + (len(fed) == 1)
             self.forwards[uid] += 1
             for token in fed:
                 contents.append(token)
@@ -436,7 +440,7 @@ class Ranks:
         assert stop.forwards == self.forwards[stop.uid]
         assert stop.keep <= len(contents)
         if stop.keep:
-            assert not self.whole or stop.keep == len(contents), "a cut checkpoint"
+            assert not self.whole or stop.keep >= self.least.get(stop.uid, len(contents)), "a cut checkpoint"
             self._keep(stop.uid, contents[: stop.keep], self.request_of[stop.uid], stop.covers)
 
     def _arrange(self, rooms: tuple[int, ...], lanes: tuple[int, ...]) -> None:
@@ -541,9 +545,9 @@ class Simulation:
             kv_tokens=kv_tokens,
             row_tokens=row_tokens,
             drafts="auto" if drafts else "off",
-            together=together,
+            together=0 if whole else together,
             run_ahead=run_ahead,
-            **policy | ({"wide": False} if whole else {}),
+            **{"wide": not whole, **policy},
         )
         shortest = SHORTEST_CHECKPOINT if whole else SHORTEST_HIT
         kept = (

@@ -1567,11 +1567,16 @@ STORM: Course = [
     ("add", 30, 12, (), frozenset({2, 3}), True, False),
     ("cancel", 1),
 ]
+ROOMY: Course = [
+    ("add", prompt, answer, (), None, False, False)
+    for prompt, answer in ((26, 12), (LONG[:132], 4), ((*LONG[:155], 2, 2, 2, 2, 2, 2), 1))
+]
+"""A copy of a prompt's beginning is saved while the rows that run have much room to grow."""
 ALIKE: Course = [("add", LONG, 40, (), None, False, False)] * 8
 
 
 def play(set_up: dict[str, Any], course: Course, disk: Disk | None = None) -> Simulation:
-    drafts = set_up["drafts"] and set_up["wide"] and not set_up["whole"]
+    drafts = set_up["drafts"] and set_up["wide"]
     simulation = Simulation(**{**set_up, "drafts": drafts}, disk=disk)
     for event in course:
         match event:
@@ -1609,6 +1614,9 @@ def play(set_up: dict[str, Any], course: Course, disk: Disk | None = None) -> Si
 @given(set_ups, courses)
 @example(PLAIN, STORM)
 @example({**PLAIN, "prefixes": True, "kv_tokens": 768, "drafts": True, "max_rows": 5}, ALIKE)
+@example(
+    {**PLAIN, "prefill_chunk": 27, "chunk_beside": 27, "max_rows": 3, "whole": True, "kv_tokens": 768}, ROOMY
+)
 def test_every_request_gets_its_own_answer_and_ends_exactly_once(
     set_up: dict[str, Any], course: Course
 ) -> None:
@@ -1639,7 +1647,7 @@ tight = st.fixed_dictionaries(
         "max_rows": st.just(5),
         "run_ahead": st.integers(0, 1),
         "together": st.sampled_from((0, 512)),
-        "wide": st.just(True),
+        "wide": st.booleans(),
         "drafts": st.booleans(),
         "prefixes": st.booleans(),
         "whole": st.booleans(),

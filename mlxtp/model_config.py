@@ -60,7 +60,7 @@ _NEXT_N = "model.layers.{}."  # behind the model's own layers, whose number it h
 #: Where the tensors of an MTP head begin, by the family. Only the first head of several is used.
 MTP_PLACES = {
     "deepseek_v3": _NEXT_N, "glm4_moe": _NEXT_N, "glm4_moe_lite": _NEXT_N, "llama": _NEXT_N,
-    "mimo": "model.mtp_layers.0.",
+    "mimo": "model.mtp_layers.0.", "qwen3_5": "mtp.", "qwen3_5_moe": "mtp.", "qwen3_next": "mtp.",
 }  # fmt: skip
 
 
@@ -89,6 +89,10 @@ _FILLED_IN: Mapping[str, Config] = {
 }
 
 
+#: Fields for the number of layers in an MTP head.
+MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+
+
 def family(config: Config) -> str:
     """Return mlx-lm's name of the family; empty if the configuration has none."""
     name = str(config.get("model_type", ""))
@@ -97,9 +101,18 @@ def family(config: Config) -> str:
 
 def mtp_place(config: Config) -> str:
     """Return what names of an MTP head's tensors begin with; empty for a model without a head."""
-    if not number(config, "num_nextn_predict_layers"):
-        return ""
-    return MTP_PLACES.get(family(config), "").format(number(config, "num_hidden_layers"))
+    text, place = text_config(config), MTP_PLACES.get(family(config), "")
+    named = number(text, *MTP_LAYERS) or family(config) == "qwen3_next"  # whose configuration does not say
+    return place.format(number(text, "num_hidden_layers")) if named else ""
+
+
+def name_in_head(name: str, place: str) -> str:
+    """Return a tensor's name in an MTP head at `mtp_place`; empty for tensors elsewhere.
+
+    Conversions of models that also see put the language model's name before it.
+    """
+    name = name.removeprefix("language_model.")
+    return name.removeprefix(place) if name.startswith(place) else ""
 
 
 def text_config(config: Config) -> Config:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import Code, ModelError
-from .model_config import Config, mtp_place
+from .model_config import Config, mtp_place, name_in_head
 
 TIKTOKEN_FILE = "tiktoken.model"
 MAX_CONFIG_BYTES = 8 << 20  #: of config.json; those with a quantization for each layer have 2 MiB
@@ -229,14 +229,14 @@ def has_mtp_head(folder: Path, config: Config) -> bool:
         return True
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        return any(name.startswith(place) for name in json.loads(text_of(index))["weight_map"])
+        return any(name_in_head(name, place) for name in json.loads(text_of(index))["weight_map"])
     whole = folder / "model.safetensors"
     if not whole.is_file():
         return False
     with whole.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = file.read(min(size, MAX_TEXT_BYTES))
-    return f'"{place}'.encode() in header
+    return any(f'"{before}{place}'.encode() in header for before in ("", "language_model."))
 
 
 def fingerprint(folder: Path) -> str:

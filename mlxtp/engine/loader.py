@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -23,6 +24,7 @@ from ..model_files import MAX_CONFIG_BYTES, text_of, token_count
 from .group import Group, alone, uncounted
 from .mlx_compat import code_of
 from .pipeline import Stage, StageVocabulary, check_family, cut_into_stage
+from .recurrent import STATE, recurrent_layers
 from .sharding import (
     ShardedEmbedding,
     ShardedHead,
@@ -392,7 +394,7 @@ def load(
         with _unkept():
             tensors = Folder(folder)
             stored = tensors.untouched(_weights(model)) if parts > 1 else {}
-            head = read_head(folder, config) if _cuttable(model) else None
+            head = read_head(folder, config) if _goes_back(model, split) else None
             vocabulary = (
                 cut_into_stage(model, group, split, _vocabulary(config), embeds=head is not None)
                 if split
@@ -425,11 +427,18 @@ def load(
     )
 
 
-def _cuttable(model: Any) -> bool:
-    """Return True if a KV cache of the model is cut by its length alone, as that of an MTP head is."""
+def _goes_back(model: Any, split: Sequence[int]) -> bool:
+    """Return True if caches of the model go back behind wrong drafts, beside that of an MTP head."""
     from mlx_lm.models.cache import KVCache
 
-    return all(type(cache) is KVCache for cache in make_cache(model))
+    caches = make_cache(model)
+    plain = [type(cache) is KVCache for cache in caches]
+    states = sum(type(cache).__name__ == STATE for cache in caches)
+    if not states:
+        return all(plain)
+    ends = list(accumulate(reversed(split), initial=0)) if split else [0, len(caches)]
+    stages = all(any(plain[first:end]) for first, end in pairwise(ends))
+    return stages and sum(plain) + states == len(caches) and bool(recurrent_layers(model, states))
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ import mlx.core as mx
 from mlx import nn
 
 from ..errors import ModelError
-from ..model_config import Config, family, mtp_place
+from ..model_config import Config, family, mtp_place, name_in_head, table
 from ..model_files import MTP_FILE
 from .batch import LayerView
 from .loader import MLX_LM_RAISES, brief, read_header
@@ -38,14 +38,18 @@ class Names:
     hidden_norm: str
     projection: str
     norm: str
+    layer: str = ""  # before the names of the layer's parts
     hidden_first: bool = False  # in the input of the projection; else the embedding comes first
+    less_one: bool = False  # weights of norms are stored so, except in conversions
 
 
 _NEXT_N = Names("enorm", "hnorm", "eh_proj", "shared_head.norm")
+_QWEN = Names("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", layer="layers.0.", less_one=True)
 #: Heads by mlx-lm's name of the family. Their projection's input is ordered as in vLLM (`deepseek_mtp.py`,
-#: `glm4_moe_mtp.py`, `mimo_mtp.py`) and transformers (`modular_glm4_moe.py`). All heads get hidden states
-#: behind the final norm, and their own output behind theirs, as in vLLM. More drafts were right with that for
-#: DeepSeek R1 (ROCm/ATOM #1764), GLM-5 (vLLM #46075, #47448) and Qwen3.5 (llama.cpp #24025).
+#: `glm4_moe_mtp.py`, `mimo_mtp.py`, `qwen3_next_mtp.py`) and transformers (`modular_glm4_moe.py`). All heads
+#: get hidden states behind the final norm, and their own output behind theirs, as in vLLM. More drafts were
+#: right with that for DeepSeek R1 (ROCm/ATOM #1764), GLM-5 (vLLM #46075, #47448) and Qwen3.5 (llama.cpp
+#: #24025, Rapid-MLX #3371).
 FAMILIES: Mapping[str, Names] = {
     "deepseek_v3": _NEXT_N,
     "glm4_moe": _NEXT_N,
@@ -58,13 +62,16 @@ FAMILIES: Mapping[str, Names] = {
         "final_layernorm",
         hidden_first=True,
     ),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_next"), _QWEN),
 }
-#: Makes a family's model one with the layer of the head as its only one.
 _ONE_LAYER: Config = {
     "num_hidden_layers": 1,
     "first_k_dense_replace": 0,
     "moe_layer_freq": 1,
     "layer_types": ["full_attention"],
+    "full_attention_interval": 1,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
 }
 _ONLY_LAYER = "model.layers.0."
 _NOT_USED = ("embed_tokens.", "shared_head.head.")  # copies of the model's own
@@ -171,7 +178,7 @@ def read_head(folder: Path, config: Config) -> MtpHead | None:
         place = mtp_place(config)
         if not place or not _has_head(folder, place):
             return None
-        head = _read(folder, FAMILIES[family(config)], place)
+        head = _read(folder, config, place)
     except (*MLX_LM_RAISES, ModelError) as error:
         sys.stderr.write(f"{folder.name} is served without its MTP head: {brief(error)}\n")
         sys.stderr.flush()
@@ -181,20 +188,29 @@ def read_head(folder: Path, config: Config) -> MtpHead | None:
 
 def _has_head(folder: Path, place: str) -> bool:
     files = [*folder.glob("model*.safetensors"), *folder.glob(MTP_FILE)]
-    return any(tensor.name.startswith(place) for path in files for tensor in read_header(path))
+    return any(name_in_head(tensor.name, place) for path in files for tensor in read_header(path))
 
 
-def _read(folder: Path, names: Names, place: str) -> MtpHead:
+def one_layer(config: Config) -> Config:
+    """Return what makes a family's model one with the layer of its head as the only one."""
+    text = table(config, "text_config")
+    return {**_ONE_LAYER, "text_config": {**text, **_ONE_LAYER}} if text else _ONE_LAYER
+
+
+def _read(folder: Path, config: Config, place: str) -> MtpHead:
     """Load the head by mlx-lm, which quantizes it and turns its tensors into those of its layer."""
     from mlx_lm.utils import load_model
+
+    names = FAMILIES[family(config)]
 
     def classes(config: Config) -> tuple[Any, Any]:
         module: Any = import_module(f"mlx_lm.models.{family(config)}")
 
         def make(args: Any) -> MtpHead:
             model = module.Model(args)
+            sizes = getattr(model, "language_model", model).args
             head = MtpHead(
-                model.layers[0], args.hidden_size, args.rms_norm_eps, hidden_first=names.hidden_first
+                model.layers[0], sizes.hidden_size, sizes.rms_norm_eps, hidden_first=names.hidden_first
             )
             head.sanitize = lambda weights: _own_weights(weights, folder, names, place, model)
             return head
@@ -206,7 +222,7 @@ def _read(folder: Path, names: Names, place: str) -> MtpHead:
         folder,
         lazy=True,
         strict=True,
-        model_config=_ONE_LAYER,
+        model_config=one_layer(config),
         get_model_classes=classes,
         trust_remote_code=False,
     )
@@ -220,11 +236,13 @@ def _own_weights(
     """Return the weights of the head among those of a folder, by their names in MtpHead."""
     if (beside := folder / MTP_FILE).is_file():
         weights = {**weights, **cast("dict[str, mx.array]", mx.load(str(beside)))}
+    parts = [(name_in_head(name, place), weight) for name, weight in weights.items()]
     own = {
-        _ONLY_LAYER + name.removeprefix(place): weight
-        for name, weight in weights.items()
-        if name.startswith(place) and not name.removeprefix(place).startswith(_NOT_USED)
+        _ONLY_LAYER + part.removeprefix(names.layer): weight
+        for part, weight in parts
+        if part and not part.startswith(_NOT_USED)
     }
+    norms = _factors(own, names) if names.less_one else {}
     known = {
         names.embedding_norm: "embedding_norm",
         names.hidden_norm: "hidden_norm",
@@ -232,7 +250,21 @@ def _own_weights(
         names.norm: "norm",
     }
     found = {}
-    for name, weight in model.sanitize(own).items():
-        module, _, kind = name.removeprefix(_ONLY_LAYER).rpartition(".")
+    sanitized = model.sanitize({name: own[name] for name in own.keys() - norms.keys()})
+    for name, weight in {**sanitized, **norms}.items():
+        module, _, kind = name.removeprefix("language_model.").removeprefix(_ONLY_LAYER).rpartition(".")
         found[f"{known.get(module, f'layer.{module}')}.{kind}"] = weight
     return found
+
+
+def _factors(weights: Mapping[str, mx.array], names: Names) -> dict[str, mx.array]:
+    """Return the weights of norms as factors, which are stored less 1 but in conversions.
+
+    Those before the projection are small either way (omlx #3750). They are taken to be as the layer's are.
+    """
+    norms = {name: weight for name, weight in weights.items() if "norm" in name}
+    small = {_ONLY_LAYER + name + ".weight" for name in (names.embedding_norm, names.hidden_norm)}
+    less = {name for name in norms.keys() - small if cast("float", norms[name].mean().item()) < 0.5}
+    if any(".layers.0.self_attn." in name for name in less):
+        less |= small
+    return {name: weight + 1 if name in less else weight for name, weight in norms.items()}

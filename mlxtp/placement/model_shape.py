@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 
 from ..model_config import (
     KEEPS_MLP_WHOLE,
+    MTP_LAYERS,
     PIPELINE_FAMILIES,
     TENSOR_FAMILIES,
     Config,
@@ -157,7 +158,6 @@ _KERNELS = {
 _QK_NORM = frozenset({"qwen3", "qwen3_moe", "glm4_moe", "minimax", "exaone_moe", "step3p5"})
 #: Families that sum over the ranks for the norms of queries and keys too.
 _NORM_SUMS = frozenset({"minimax", "olmo2", "olmo3"})
-_MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,7 +391,7 @@ def shape_of(
         last += PartShape(table_bytes)
     output_bytes = int(scale * embedding.count * stored.bytes_each("embedding" if tied else "head"))
     head = None
-    if number(text, *_MTP_LAYERS):
+    if mtp_place(config) or number(text, *MTP_LAYERS):
         joins = 2 * hidden(text) ** 2
         joining = int(scale * joins * stored.bytes_each("mtp"))
         head = each_layer[-1] + PartShape(joining, joining, joins, _KERNELS["draft"])

@@ -12,7 +12,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes, load_model
 
-from mlxtp.engine.mtp_head import _ONE_LAYER, FAMILIES
+from mlxtp.engine.mtp_head import FAMILIES, one_layer
 from mlxtp.model_config import mtp_place
 from mlxtp.model_files import MTP_FILE
 
@@ -43,9 +43,11 @@ def add_head(folder: Path, *prompts: Sequence[int], file: str = MTP_FILE, length
         f"{names.hidden_norm}.weight": mx.ones(fitted.shape[1]),
         f"{names.norm}.weight": mx.ones(fitted.shape[1]),
         f"{names.projection}.weight": mx.array(fitted.T.astype(np.float32)),
-        **_layer(config),
+        **{names.layer + name: weight for name, weight in _layer(config).items()},
     }
-    config = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    config = json.loads((folder / "config.json").read_text())
+    field = "mtp_num_hidden_layers" if names.less_one else "num_nextn_predict_layers"
+    config.get("text_config", config)[field] = 1
     place = mtp_place(config)
     head = {place + name: weight for name, weight in tensors.items()}
     path = folder / file
@@ -59,7 +61,7 @@ def add_head(folder: Path, *prompts: Sequence[int], file: str = MTP_FILE, length
 def _layer(config: dict[str, Any]) -> dict[str, mx.array]:
     kind, arguments = _get_classes(config)
     mx.random.seed(7)
-    layer = kind(arguments.from_dict({**config, **_ONE_LAYER})).layers[0]
+    layer = kind(arguments.from_dict({**config, **one_layer(config)})).layers[0]
     mild = ("o_proj.weight", "down_proj.weight")
     return {
         name: weight * (MILD if name.endswith(mild) else 1.0)

@@ -13,8 +13,10 @@ from mlxtp.api.backend import Request as Wanted
 from ..live_cluster import Cluster
 from ..reference import expected
 from .families import PIPELINE
+from .mtp_heads import add_head
 from .small_models import remember, write_model
 from .test_features_choice import assert_right, copying
+from .test_features_mtp import LONG
 
 pytestmark = pytest.mark.group
 
@@ -57,6 +59,28 @@ def test_drafts_of_a_lookup_change_no_token(cluster: Cluster, folder: Path) -> N
         ends = [outcome.whole() for outcome in outcomes]
         assert sum(end.accepted for end in ends) > 20
         assert sum(end.drafted - end.accepted for end in ends) > 3, "some were wrong"
+
+
+@pytest.fixture(scope="module")
+def headed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    fields = {**PIPELINE["qwen3_5"], "eos_token_id": [511]}
+    path = tmp_path_factory.mktemp("models") / "headed"
+    remember(write_model(path, model_type="qwen3_5", attentive=True, **fields))
+    return add_head(path, *(each.prompt for each in LONG[:3]))
+
+
+@pytest.mark.parametrize(
+    "how", ["two ranks", *(pytest.param(name, marks=pytest.mark.chaos) for name in ("pipeline", "lockstep"))]
+)
+def test_drafts_of_a_head_change_no_token(headed: Path, tmp_path: Path, how: str) -> None:
+    """Rows whose drafts are mostly right, and mostly wrong; the second turn begins with kept caches."""
+    with Cluster(tmp_path, model=headed, **SETTINGS[how]) as cluster:
+        for wanted, at_once in ((LONG[:3], 1), (LONG, 8)):
+            outcomes = cluster.ask_all(wanted, at_once)
+            assert_right(outcomes, wanted, headed)
+            ends = [outcome.whole() for outcome in outcomes]
+            assert min(end.accepted for end in ends[:3]) > 10, "the head was fitted to these"
+        assert sum(end.drafted - end.accepted for end in ends) > 10, "some were wrong"
 
 
 def test_a_conversation_goes_on_behind_drafts(cluster: Cluster, folder: Path) -> None:

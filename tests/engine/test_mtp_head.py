@@ -45,11 +45,11 @@ from mlxtp.wire.messages import (
 
 from . import families
 from .mtp_heads import add_head
-from .small_models import change_config, write_model
+from .small_models import change_config, remember, write_model
 
 PROMPT = (7, 8, 9, 10, 11, 12, 13, 14)
 OTHER = tuple(Random(3).randrange(6, 500) for _ in range(21))
-PLACES = {"mimo": "model.safetensors", "glm4_moe": "model.safetensors"}
+PLACES = dict.fromkeys(("mimo", "glm4_moe", "qwen3_5"), "model.safetensors")
 """Files of heads that are published in the model's own ones, and that mlx-lm drops whatever the layers."""
 
 
@@ -60,8 +60,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def folder(family: str) -> Path:
         if family not in made:
             made[family] = tmp_path_factory.mktemp("models") / family
-            changes = {"tie_word_embeddings": False, **families.FAMILIES.get(family, {})}
-            write_model(made[family], model_type=family, attentive=True, **changes)
+            sizes = {**families.PIPELINE, **families.FAMILIES}.get(family, {})
+            changes = {"tie_word_embeddings": False, **sizes}
+            remember(write_model(made[family], model_type=family, attentive=True, **changes))
             add_head(made[family], PROMPT, OTHER, file=PLACES.get(family, MTP_FILE))
         return made[family]
 
@@ -93,7 +94,8 @@ def whole(folder: Path, text: Sequence[int], count: int) -> tuple[list[int], lis
     """Return what the head proposes after `text`, without any cache, and its keys and values."""
     model, _ = load_model(folder)
     head, cache = loaded_from(folder).mtp_head, KVCache()
-    output = model.lm_head if hasattr(model, "lm_head") else model.model.embed_tokens.as_linear
+    inner = getattr(model, "language_model", model)
+    output = inner.lm_head if hasattr(inner, "lm_head") else model.model.embed_tokens.as_linear
     hidden = model.model(mx.array([text]))[:, :-1]
     head(hidden, model.model.embed_tokens(mx.array([text[1:]])), cache)
     known = list(text)
@@ -130,7 +132,11 @@ def plain(
     [
         ("llama", "winners"),
         ("llama", "logits"),
-        ("deepseek_v3", "winners"),
+        *((family, "winners") for family in ("deepseek_v3", "qwen3_5", "qwen3_next")),
+        *(
+            pytest.param(family, "logits", marks=pytest.mark.chaos)
+            for family in ("qwen3_5_moe", "qwen3_next")
+        ),
         pytest.param("deepseek_v3", "logits", marks=pytest.mark.chaos),
         *(pytest.param("mimo", how, marks=pytest.mark.chaos) for how in ("winners", "logits")),
         *(pytest.param("glm4_moe", how, marks=pytest.mark.chaos) for how in ("winners", "logits")),
@@ -286,12 +292,13 @@ def test_each_family_has_names_and_a_place() -> None:
     assert FAMILIES.keys() == MTP_PLACES.keys()
 
 
-@pytest.mark.parametrize("family", ["llama", "mimo"])
+@pytest.mark.parametrize("family", ["llama", "mimo", "qwen3_5"])
 def test_a_head_is_seen_without_mlx(folders: Any, tmp_path: Path, family: str) -> None:
     folder = folders(family)
     config = json.loads((folder / "config.json").read_text())
     assert has_mtp_head(folder, config)
-    assert not has_mtp_head(folder, config | {"num_nextn_predict_layers": 0})
+    none = {"num_nextn_predict_layers": 0, "mtp_num_hidden_layers": 0}
+    assert not has_mtp_head(folder, config | none | {"text_config": config.get("text_config", {}) | none})
     assert not has_mtp_head(write_model(tmp_path / "none", model_type=family), config)
 
 
@@ -392,6 +399,43 @@ def test_a_head_is_read_as_it_is_published(folders: Any, tmp_path: Path, family:
     )
     assert want.keys() == got.keys()
     assert all(mx.allclose(want[name], got[name]).item() for name in want)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
+@pytest.mark.parametrize("raw", ["", "layer", "all"])
+def test_a_head_of_qwen_is_read_as_it_is_published_or_converted(
+    folders: Any, tmp_path: Path, family: str, raw: str
+) -> None:
+    """Norms less one, all or those of the layer; experts as one or one by one; below the language model."""
+    shutil.copytree(folders(family), folder := tmp_path / family)
+    path = folder / PLACES.get(family, MTP_FILE)
+    stored = dict(mx.load(str(path)))
+    mx.eval(stored)
+    head = {name: stored.pop(name) for name in list(stored) if name.startswith("mtp.")}
+    small = {name for name in head if "pre_fc_norm" in name}
+    head |= {name: 0.4 * head[name] for name in small}
+    shutil.copytree(folder, like := tmp_path / "like")
+    mx.save_safetensors(str(like / path.name), {**stored, **head}, metadata={"format": "mlx"})
+    norms = [name for name in head if "norm" in name]
+    assert len(norms) == 7
+    less = norms if raw == "all" else small.union([n for n in norms if ".layers." in n]) if raw else ()
+    head |= {name: head[name] - 1 for name in less}
+    if raw:
+        experts = "mtp.layers.0.mlp.switch_mlp"
+        parts = {name: head.pop(name) for name in list(head) if name.startswith(experts)}
+        if family == "qwen3_5_moe":
+            both = [parts.pop(f"{experts}.{name}_proj.weight") for name in ("gate", "up")]
+            head["mtp.layers.0.mlp.experts.gate_up_proj"] = mx.concatenate(both, axis=-2)
+            head["mtp.layers.0.mlp.experts.down_proj"] = parts.pop(f"{experts}.down_proj.weight")
+        for name, weight in parts.items():
+            head |= {name.replace("switch_mlp", f"experts.{n}"): each for n, each in enumerate(weight)}
+    else:
+        head = {f"language_model.{name}": weight for name, weight in head.items()}
+    published = {name: mx.contiguous(weight) for name, weight in {**stored, **head}.items()}
+    mx.save_safetensors(str(path), published, metadata={"format": "mlx"})
+    want, got = (dict(tree_flatten(loaded_from(each).mtp_head.parameters())) for each in (like, folder))
+    assert want.keys() == got.keys()
+    assert all(mx.allclose(want[name], got[name], atol=1e-6).item() for name in want)
 
 
 def test_a_head_computes_in_its_model_s_types(folders: Any, tmp_path: Path) -> None:

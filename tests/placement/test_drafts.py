@@ -46,7 +46,8 @@ def step_s(shape: ModelShape, size: int, count: int, accepted: float = 0.5, **op
 
 def test_the_engine_proposes_as_many_and_knows_the_families_of_the_table() -> None:
     assert DRAFTS == PROPOSES
-    assert set(ACCEPTED) >= set(MTP_PLACES) - {"llama"}, "no model of that family has a published head"
+    unknown = {"llama", "qwen3_next"}  # no published head, and no published figure
+    assert set(ACCEPTED) >= set(MTP_PLACES) - unknown
 
 
 def test_the_page_has_the_table() -> None:
@@ -103,7 +104,7 @@ def test_a_family_of_which_nothing_is_published_has_a_marked_assumption_and_one_
     assert found is not None
     assert (found.accepted, found.published) == (ACCEPTED_UNKNOWN, False)
     assert speed(shape_of(LLAMA), macs(1), ALONE).drafts is None
-    assert speed(shape_of(KNOWN["qwen3.6-27b-4bit"]), macs(1), ALONE).drafts is None
+    assert speed(shape_of({**LLAMA, "model_type": "qwen3"}), macs(1), ALONE).drafts is None
 
 
 def test_a_head_in_the_files_is_no_expert_and_no_part_of_a_prompt() -> None:

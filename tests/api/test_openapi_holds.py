@@ -27,7 +27,7 @@ from .dialects.shapes import shape_of
 pytestmark = pytest.mark.slow
 
 HELLO = [{"role": "user", "content": "hello"}]
-EXAMPLES = 8
+EXAMPLES = 4
 ASKED: Mapping[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": HELLO},
     "/v1/completions": {"prompt": "hello"},

@@ -77,9 +77,8 @@ def test_ctrl_c_in_the_middle_of_an_answer(tmp_path: Path) -> None:
         assert_silent_at_ctrl_c(demo_)
 
 
-@pytest.mark.parametrize(
-    "process", [pytest.param(1, id="the rank", marks=pytest.mark.chaos), pytest.param(2, id="its spare")]
-)
+@pytest.mark.parametrize("process", [1, 2], ids=["the rank", "its spare"])
+@pytest.mark.chaos
 def test_ctrl_c_while_a_process_is_starting(tmp_path: Path, process: int) -> None:
     demo_ = demo_process(tmp_path)
     started: set[int] = set()

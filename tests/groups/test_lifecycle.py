@@ -334,7 +334,10 @@ def test_after_too_many_failures_it_waits_for_something_to_change(
     play(tmp_path, source, story)
 
 
-@pytest.mark.parametrize(("message", "code"), [("LoadShard", "out_of_memory"), ("Generate", "gpu_timeout")])
+@pytest.mark.parametrize(
+    ("message", "code"),
+    [("LoadShard", "out_of_memory"), pytest.param("Generate", "gpu_timeout", marks=pytest.mark.chaos)],
+)
 def test_groups_that_formed_and_failed_are_counted_although_other_plans_are_left(
     tmp_path: Path, source: ModelSource, monkeypatch: pytest.MonkeyPatch, message: str, code: str
 ) -> None:

@@ -69,6 +69,10 @@ class Guided:
     def foretells(self) -> bool:
         return len(self._matcher.forced(2)) > 1
 
+    @property
+    def draftable(self) -> int:
+        return self._room.unwatched(self._left)
+
     def accept(self, token: int) -> None:
         self._matcher.accept(token)
         self._left -= 1
@@ -323,6 +327,10 @@ class AnswerBudget:
     def watched(self, left: int) -> bool:
         """Return True where `fitting` may leave tokens out."""
         return left <= self._check_at
+
+    def unwatched(self, left: int) -> int:
+        """Return the number of tokens after `left` before `fitting` may leave tokens out."""
+        return max(left - self._check_at - 1, 0)
 
     def _continued(
         self, matcher: Matcher, left: int, found: tuple[int, ...] | None

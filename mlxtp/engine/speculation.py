@@ -250,6 +250,9 @@ class Speculation:
                 sources["mtp", 0] = min(limit, self._policy.mtp)
             if self._policy.drafter is not None and mode in ("auto", "draft"):
                 sources["draft", 0] = limit
+        if row.wants.guide is not None:
+            most = row.wants.guide.draftable
+            sources = {source: min(limit, most) for source, limit in sources.items() if most}
         return Options(sources, row.success, bool(row.in_flight))
 
     def _choice_of(self, row: SequenceState) -> Choice:

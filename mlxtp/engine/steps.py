@@ -196,6 +196,11 @@ class Guide(Protocol):
         """True where the next few tokens have no alternative, so that one forward can be fed all of them."""
         ...
 
+    @property
+    def draftable(self) -> int:
+        """Number of tokens that may be drafted now, as the text need not be complete soon after them."""
+        ...
+
     def accept(self, token: int) -> None:
         """Accept the next token. Raises MlxtpError when the grammar has no continuation."""
         ...

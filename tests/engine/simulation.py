@@ -119,6 +119,7 @@ class FakeGuide(Guide):
         self._ends = ends
         self._fails = fails
         self._cuts = cuts
+        self.most_drafted = 1 << 30
         self.accepted = 0
         self.prepared = 0
         """The index of the token that may be chosen under what was prepared last."""
@@ -132,6 +133,10 @@ class FakeGuide(Guide):
     @property
     def cut(self) -> bool:
         return self.accepted >= self._cuts
+
+    @property
+    def draftable(self) -> int:
+        return self.most_drafted
 
     @property
     def foretells(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,9 +16,10 @@ import mlx.core as mx
 
 from ..errors import Code, ModelError
 from . import kv_cache
-from .batch import CacheKind, Caches, ForwardShape, SlotBatch, arrays_of, cut
+from .batch import Bucket, CacheKind, Caches, ForwardShape, SlotBatch, arrays_of, cut
 from .group import LoneGroup
 from .loader import load, make_cache
+from .recurrent import StateView
 
 MAX_KEPT = 4  # ended sequences whose caches it keeps
 CACHES_SHARE = 8  # one part in so many of the room for KV caches
@@ -49,6 +51,9 @@ class DraftModel:
         self._model = loaded.model
         self._kinds = _kinds(self._model, folder.name)
         self._token_bytes = max(loaded.kv_token_bytes, 1)
+        self._padding = 1 if self._kinds.cuttable else FEW  # most places of a row for padding
+        #: States of a row, and those before its drafts.
+        self._row_bytes = 0 if self._kinds.cuttable else 2 * loaded.kv_row_bytes
         #: By row, the tokens in its cache: that of a row of the batch, or one that is still reading a prompt.
         self._fed: dict[int, list[int]] = {}
         self._reading: dict[int, Caches] = {}
@@ -94,8 +99,8 @@ class DraftModel:
         """Return the rows that there is room for, the shortest first: all get arrays of the longest."""
         fitting: dict[int, Sequence[int]] = {}
         for row, tokens in sorted(rows.items(), key=lambda item: len(item[1])):
-            size = kv_cache.roomy(len(tokens) + limit + 1)
-            if (len(fitting) + 1) * size * self._token_bytes > self._room_bytes:
+            size = kv_cache.roomy(len(tokens) + limit + self._padding)
+            if (len(fitting) + 1) * (size * self._token_bytes + self._row_bytes) > self._room_bytes:
                 break
             fitting[row] = tokens
         return fitting
@@ -115,7 +120,13 @@ class DraftModel:
         if row not in self._fed:
             self._fed[row], self._reading[row] = self._resume(tokens)
         fed = self._fed[row]
+        had = len(fed)
         del fed[min(_shared(fed, tokens), len(tokens) - 1) :]  # at least one token is left to feed
+        if len(fed) < had and not self._goes_back(row, len(fed)):
+            if row not in self._reading:
+                self._batch.leave(row, 0)
+            fed.clear()
+            self._reading[row] = self._kinds.new()
         if row not in self._reading:
             if len(tokens) - len(fed) <= FEW:
                 return True
@@ -125,16 +136,27 @@ class DraftModel:
             self._model(mx.array([chunk]), cache=caches)
             mx.eval(arrays_of(caches))
             fed += chunk
-        if len(fed) < len(tokens) - 1:
+        if len(fed) < len(tokens) - 1 or not (fed or self._kinds.cuttable):
             return False
         self._batch.join(row, self._reading.pop(row))
         return True
 
+    def _goes_back(self, row: int, length: int) -> bool:
+        """Return True if a row's caches can be cut to `length` tokens. States are as before the last ones."""
+        if self._kinds.cuttable or row in self._reading:
+            return self._kinds.cuttable
+        (bucket,) = self._batch.parts([row])
+        return bucket.states is not None and bucket.states.held[bucket.rows.index(row)] <= length
+
     def _drafts(self, rows: Mapping[int, Sequence[int]], limit: int) -> dict[int, tuple[int, ...]]:
-        """Return the drafts of all rows of the batch."""
-        batch = self._batch
+        """Return the drafts of all rows of the batch.
+
+        Tokens that are not read yet are padded on the left, or on the right where states are kept. These stay
+        as they are before the drafts, which are fed again when they were right.
+        """
+        batch, left = self._batch, self._kinds.cuttable
         longest = max([len(rows[row]) for row in batch.rows]) + limit
-        size = kv_cache.roomy(longest + 1)  # and a place for padding
+        size = kv_cache.roomy(longest + self._padding)
         if len(batch.buckets) > 1 or batch.buckets[0].shape != (len(batch.rows), size):
             batch.arrange([size] * len(batch.rows))
         (bucket,) = batch.buckets
@@ -142,23 +164,42 @@ class DraftModel:
         todo = [list(rows[row][len(self._fed[row]) :]) for row in bucket.rows]
         width, view = max(map(len, todo)), min(kv_cache.view(longest), size)
         starts = [end - len(new) for end, new in zip(ends, todo, strict=True)]
-        shape = ForwardShape.of_prompts(starts, ends, size, view)
-        tokens = mx.array([[0] * (width - len(new)) + new for new in todo])
-        places = []
+        last = mx.array([[[width if left else len(new)]] for new in todo]) - 1
+        if left:
+            shape = ForwardShape.of_prompts(starts, ends, size, view)
+            tokens = mx.array([[0] * (width - len(new)) + new for new in todo])
+        else:
+            shape = ForwardShape(*ForwardShape.arrays(mx.array(starts), width, view))
+            tokens = mx.array([new + [0] * (width - len(new)) for new in todo])
+        places, before = [], bucket.states
         for place in range(limit):
-            arrays, bucket.arrays = bucket.arrays, []
-            layers = self._kinds.views(arrays, shape)
-            del arrays  # no other owner: written in place
-            tokens = mx.argmax(self._model(tokens, cache=layers)[:, -1:], axis=-1)
-            bucket.arrays = [array for layer in layers for array in layer.arrays]
+            logits = self._forward(bucket, tokens, starts, shape)
+            tokens = mx.argmax(mx.take_along_axis(logits, last, axis=1), axis=-1)
+            if not place and bucket.states is not None:
+                before = replace(bucket.states)
             places.append(tokens)
-            at = mx.array([end + place for end in ends])
-            shape = ForwardShape(*ForwardShape.arrays(at, 1, view))
-        mx.eval(places, bucket.arrays)
+            starts, last = [end + place for end in ends], mx.zeros_like(last)
+            shape = ForwardShape(*ForwardShape.arrays(mx.array(starts), 1, view))
+        bucket.states = before
+        mx.eval(places, batch.arrays())
         found = cast("list[list[int]]", mx.concatenate(places, axis=1).tolist())
         for row, drafts in zip(bucket.rows, found, strict=True):
-            self._fed[row] = [*rows[row], *drafts[:-1]]
+            self._fed[row] = [*rows[row], *drafts[:-1]] if left else list(rows[row])
         return {row: tuple(drafts) for row, drafts in zip(bucket.rows, found, strict=True)}
+
+    def _forward(
+        self, bucket: Bucket, tokens: mx.array, starts: Sequence[int], shape: ForwardShape
+    ) -> mx.array:
+        """Feed `tokens` int32 [rows, width] behind the `starts` of rows; returns logits of all positions."""
+        arrays, bucket.arrays, states = bucket.arrays, [], bucket.states
+        views = [] if states is None else [StateView(kept, *states.stood(starts)) for kept in states.kept]
+        layers = self._kinds.beside(self._kinds.views(arrays, shape), views)
+        del arrays  # no other owner: written in place
+        logits: mx.array = self._model(tokens, cache=layers)
+        bucket.arrays = [array for layer in layers for array in layer.arrays]
+        if states is not None:
+            states.fed(starts, tokens.shape[1], [view.kept for view in views])
+        return logits
 
     def _resume(self, tokens: Sequence[int]) -> tuple[list[int], Caches]:
         """Take over the ended row that shares most with `tokens`, if that is at least half of it."""

@@ -16,9 +16,12 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..errors import Code, LinkError, MlxtpError, ProtocolError
-from .certificates import MemberCertificates, NodeIdentity, read_node
+
+if TYPE_CHECKING:  # a rank whose links are all of one Mac reads no certificate, whose import takes 0.05 s
+    from .certificates import NodeIdentity
 
 ALPN_CONTROL = "mlxtp-control"
 ALPN_REQUESTS = "mlxtp-requests"
@@ -104,6 +107,8 @@ def _context(side: int, alpns: Sequence[str]) -> ssl.SSLContext:
 
 
 def _load(context: ssl.SSLContext, credentials: Credentials) -> None:
+    from .certificates import MemberCertificates
+
     try:
         shown = MemberCertificates.from_pem(credentials.member.read_bytes())
         context.load_verify_locations(cadata=shown.authority + shown.former)
@@ -123,6 +128,8 @@ def peer_identity(secured: ssl.SSLObject | ssl.SSLSocket | TlsSocket) -> NodeIde
 
     Raises ProtocolError (NOT_AUTHENTIC) when the peer showed none, or one that names no node.
     """
+    from .certificates import read_node
+
     certificate = secured.getpeercert(True)
     if certificate is None:
         raise ProtocolError("the peer shows no certificate", Code.NOT_AUTHENTIC)

@@ -14,7 +14,8 @@ from ..live_cluster import Cluster
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-HEAVY = "[name for name in ('transformers', 'tokenizers', 'huggingface_hub') if name in sys.modules]"
+NAMES = ("transformers", "tokenizers", "huggingface_hub", "cryptography")
+HEAVY = f"[name for name in {NAMES} if name in sys.modules]"
 
 
 def run(code: str) -> str:
@@ -26,7 +27,8 @@ def run(code: str) -> str:
 
 
 def test_models_are_there_and_nothing_that_only_agents_need() -> None:
-    assert run(f"mlx_compat.import_mlx_lm(); import mlx_lm.models.llama; print({HEAVY})") == "[]"
+    code = "mlx_compat.import_mlx_lm(); import mlx_lm.models.llama; from mlxtp.engine import executor, worker"
+    assert run(f"{code}; print({HEAVY})") == "[]"
 
 
 def test_who_needs_them_later_gets_the_real_ones() -> None:

@@ -204,7 +204,8 @@ class Speculation:
         proposing_s = step.proposing_s + step.asked * costs.proposing_s("mtp", len(rows))
         if self._last and last and last[0] == len(rows):
             took_s = at_s - last[1]  # with what the host did between the steps
-            if (width or step.ahead or not self._policy.run_ahead) and not began:
+            ahead = step.ahead or not self._policy.run_ahead or all(row.sequence.wants.guide for row in rows)
+            if (width or ahead) and not began:
                 costs.took(len(rows), bucket(width), max(took_s - proposing_s, took_s / 2))
             if not forced:
                 self.use.took(took_s, costs.seconds(len(rows), 0) * tokens / len(rows))

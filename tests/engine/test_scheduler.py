@@ -503,12 +503,14 @@ def test_right_drafts_save_forwards(run_ahead: int) -> None:
     assert end.forwards == simulation.forwards_of(1) == 64 - end.accepted
 
 
-def test_drafts_whose_steps_cost_more_than_they_give_pause_where_time_may_decide() -> None:
+@pytest.mark.parametrize("guided", [False, True])
+def test_drafts_whose_steps_cost_more_than_they_give_pause_where_time_may_decide(guided: bool) -> None:
+    """Steps of a row with a grammar never run ahead, and yet are what its drafts have to beat."""
     says = tuple(token for verse in range(60) for token in (*VERSE, 100 + verse))
 
     def accepted(*, timed: bool) -> int:
         simulation = Simulation(drafts=True, slow_when_wide=True, timed=timed)
-        request = simulation.add(VERSE * 3, len(says), says)
+        request = simulation.add(VERSE * 3, len(says), says, guide=FakeGuide(says) if guided else None)
         simulation.drain()
         check_answer(request)
         return request.ends[0].accepted

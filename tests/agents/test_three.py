@@ -112,5 +112,5 @@ def test_who_waits_takes_part_when_another_leaves(three: tuple[Agent, Agent, Age
     assert {member["name"] for member in status["members"]} == {a.name, waiting.name}
     assert {member["rank"] for member in status["members"]} == {0, 1}
     # Who has left may come again, with the same node id.
-    working.start("--join", waiting.token())
+    working.start("--join", waiting.token(), *ONE_EACH)
     serving(a, waiting, working, ranks=2)

@@ -54,11 +54,10 @@ _WINDOWS_IN_SOME = frozenset(("llama", "ministral3", "mistral3", "step3p5"))
 _STATES = frozenset(
     ("baichuan_m1", "bailing_hybrid", "bailing_moe_linear", "bailing_moe_v3", "falcon_h1", "gear",
      "granitemoehybrid", "jamba", "kimi_k3", "kimi_linear", "lfm2", "lfm2_moe", "longcat_flash_ngram",
-     "mamba", "mamba2", "nemotron_h", "olmo_hybrid", "plamo2", "prism_hadamard_qwen35", "recurrent_gemma",
-     "rwkv7")
+     "mamba", "mamba2", "nemotron_h", "olmo_hybrid", "plamo2", "recurrent_gemma", "rwkv7")
 )  # fmt: skip
 #: Families whose states the engine takes back to a token before a step's last one.
-_FED_AGAIN = frozenset(("qwen3_5", "qwen3_5_moe", "qwen3_next"))
+_FED_AGAIN = frozenset(("prism_hadamard_qwen35", "qwen3_5", "qwen3_5_moe", "qwen3_next"))
 _LISTS = frozenset(("deepseek_v32", "glm_moe_dsa", "longcat_flash", "minimax_m3_vl"))
 _COMPRESSED = frozenset(("deepseek_v41",))
 _CHUNKS = frozenset(("llama4",))

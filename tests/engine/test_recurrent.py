@@ -41,9 +41,9 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 class Course:
     """Rows whose texts are known beforehand, with drafts that are right up to a random place."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
+    def __init__(self, folder: Path, seed: int = 0, *, compiled: bool = False) -> None:
         self.random = Random(seed)
-        self.runner: Runner = runner_of(folder)
+        self.runner: Runner = runner_of(folder, compiled=compiled)
         self.texts: dict[int, tuple[int, ...]] = {}  # whole ones, by uid
         self.known: dict[int, int] = {}  # tokens so far of those that run, in row order
         self._folder = folder
@@ -91,8 +91,8 @@ class Course:
 @pytest.mark.parametrize(
     ("family", "seed"),
     [
-        *(("qwen3_5", 0), ("qwen3_next", 1)),
-        *(pytest.param("qwen3_5_moe", seed, marks=pytest.mark.chaos) for seed in range(2)),
+        ("qwen3_5", 0),
+        *(pytest.param(name, 1, marks=pytest.mark.chaos) for name in ("qwen3_5_moe", "qwen3_next")),
         *(pytest.param(name, 2, marks=pytest.mark.chaos) for name in ("qwen3_5", "qwen3_next")),
     ],
 )
@@ -100,7 +100,7 @@ def test_rows_with_right_and_wrong_drafts_say_what_they_say_without(
     folder_of: Callable[[str], Path], family: str, seed: int
 ) -> None:
     """They come, go, are kept, started from and laid out elsewhere, also behind wrong drafts."""
-    course, uid = Course(folder_of(family), seed), 0
+    course, uid = Course(folder_of(family), seed, compiled=True), 0
     random, kept = course.random, dict[int, tuple[int, ...]]()
     for _ in range(45):
         over = [each for each, known in course.known.items() if known > len(course.texts[each]) - 8]
@@ -127,7 +127,7 @@ def test_a_row_is_kept_as_it_was_before_its_drafts_or_behind_any_of_them(
     folder_of: Callable[[str], Path],
 ) -> None:
     for stood in range(5):
-        course = Course(folder_of("qwen3_5"), 0)
+        course = Course(folder_of("qwen3_5"))
         course.begin(1, (7, 8, 9))
         text = course.texts[1]
         course.runner.step(StepToken((1,), (3,), (4,), text[3:7]))  # the rest are in flight
@@ -141,7 +141,7 @@ def test_a_row_is_kept_as_it_was_before_its_drafts_or_behind_any_of_them(
 
 
 def test_what_waits_is_little_beside_a_state(folder_of: Callable[[str], Path]) -> None:
-    course = Course(folder_of("qwen3_5"), 0)
+    course = Course(folder_of("qwen3_5"))
     course.begin(1, (7, 8, 9))
     before = course.runner.kv_bytes()
     course.runner.step(StepToken((1,), (3,), (4,), course.texts[1][3:7]))

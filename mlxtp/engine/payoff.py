@@ -1,17 +1,19 @@
 """Choice of who proposes drafts and how many: the most tokens a second, by measured costs and successes.
 
-`StepCosts` knows what a step costs by its width, `Acceptance` how often drafts are right, and `Account`
-bounds what trying may lose. `Choice` combines them for all rows of a step, which are padded to the widest.
+`StepCosts` knows what a step costs by its kind, and `Acceptance` how often drafts are right. `Choice`
+combines them for all rows of a step, which are padded to the widest, and bounds what trying may lose.
 Pure: seconds are passed in.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, combinations, pairwise
-from typing import Literal
+from math import inf
+from statistics import median_low
+from typing import Literal, NamedTuple
 
 Proposer = Literal["lookup", "mtp", "draft"]
 #: A proposer, and for a lookup how long its match is: success differs much between these.
@@ -57,7 +59,9 @@ class DraftUse:
             self.right_at[place] += 1
 
     def took(self, seconds: float, plain_s: float) -> None:
-        """Count the time of a step, and that of plain steps for as many tokens."""
+        """Count the time of a step, and that of plain steps for as many tokens, 0 if unknown."""
+        if not plain_s:
+            return
         self._took_s += seconds - self._took_s / RECENT_STEPS
         self._plain_s += plain_s - self._plain_s / RECENT_STEPS
 
@@ -65,97 +69,121 @@ class DraftUse:
 # --- costs -----------------------------------------------------------------------------------------------
 
 HELD = -1  #: in place of a number of drafts: a step without any, which waited for the token before it
-RECENT = 0.1  #: weight of the newest step in the averages; of the first few it is more
-MOST_SLOWER = 4.0  #: times the average that one step may count, because it may have compiled kernels
-FADE = 0.002  #: part of the way that averages of other widths go back to the guess, at each step
-FORGOTTEN = 0.01  #: part of their weight that they lose
+SAMPLES = 15  #: newest steps of a kind whose median is its cost
+FEW = 3  #: samples, beside fewer of which the guess counts, too
+MOST_SLOWER = 4.0  #: times its expected cost that one step may count, because it may have compiled kernels
 WIDER = 0.1  #: guess, while nothing is measured: cost of a further token of a step, in steps of one token
+NO_PROPOSERS: frozenset[Proposer] = frozenset()
+
+
+class Kind(NamedTuple):
+    """Kind of step: its rows, its longest draft, 0 for none, and the proposers that took time in it."""
+
+    rows: int
+    drafts: int
+    asks: frozenset[Proposer] = NO_PROPOSERS
 
 
 class StepCosts:
-    """Seconds of a step by its rows and its longest draft, 0 for a plain one that ran ahead.
+    """Costs of kinds of steps, in plain ones of as many rows: medians of measured steps, else guesses.
 
-    Guesses rest on `rehearsed` steps of one row, and on the number of tokens. Averages of steps in use
-    replace them. Without any time, costs are in plain steps.
+    A plain step has no drafts and waits for nothing. Guesses rest on `rehearsed` steps of one row.
     """
 
     def __init__(self) -> None:
-        self._alone: list[tuple[int, float]] = [(1, 1.0)]  # tokens of a step and its seconds, ascending
-        self._held = 1.0  # cost of a step that waits, in steps that run ahead
-        self._known: dict[tuple[int, int], float] = {}
-        self._counts: defaultdict[tuple[int, int], float] = defaultdict(float)
-        self._proposing_s: dict[Proposer, float] = {}
+        self._alone: list[tuple[int, float]] = [(1, 1.0)]  # tokens of a step and its cost, ascending
+        self._held = 1.0
+        self._proposing: dict[Proposer, float] = {}  # cost of one draft of each row
+        self._samples: defaultdict[Kind, deque[float]] = defaultdict(lambda: deque(maxlen=SAMPLES))
+        self._medians: dict[Kind, float] = {}
+        self._lacking: set[int] = set()  # numbers of rows that drafted before plain steps were measured
 
-    def rehearsed(self, ahead_s: float, waiting_s: Mapping[int, float]) -> None:
-        """Take measured steps of one row: one that ran ahead, and by their tokens those that waited."""
+    def rehearsed(
+        self, ahead_s: float, waiting_s: Mapping[int, float], proposing_s: Mapping[Proposer, float]
+    ) -> None:
+        """Take the seconds of steps of one row: of one that ran ahead, and by their tokens of those that
+        waited. `proposing_s`: of one draft by each proposer.
+        """
         most = 0.0
         self._alone = []
         for tokens, seconds in sorted(waiting_s.items()):
-            most = max(most, seconds)
+            most = max(most, seconds / waiting_s[1])
             self._alone.append((tokens, most))
         self._held = max(waiting_s[1] / ahead_s, 1.0)
+        self._proposing = {proposer: seconds / ahead_s for proposer, seconds in proposing_s.items()}
 
     def measured(self, rows: int) -> bool:
-        """Return True if costs of such steps are in seconds."""
-        return len(self._alone) > 1 or (rows, 0) in self._known
+        """Return True if anything was measured that tells what such steps cost."""
+        return len(self._alone) > 1 or self.plain_s(rows) > 0
 
-    def seconds(self, rows: int, drafts: int) -> float:
-        """Return the seconds of a step of `rows` rows whose longest draft has so many tokens."""
-        known = self._known.get((rows, drafts))
-        return self._guess(rows, drafts) if known is None else known
+    def comparable(self, rows: int) -> bool:
+        """Return False if plain steps are to be measured first, because all others are compared with them."""
+        return rows not in self._lacking
 
-    def hoped(self, rows: int, drafts: int) -> float:
-        """Return the same for a trial: what was never measured may cost less than guessed."""
-        seconds = self.seconds(rows, drafts)
-        if (rows, drafts) in self._known:
-            return seconds
-        return min(seconds, self.seconds(rows, 0) * (1 + WIDER * drafts))
+    def plain_s(self, rows: int) -> float:
+        """Return the seconds of a plain step, 0 while none was measured."""
+        return self._medians.get(Kind(rows, 0), 0.0)
 
-    def _guess(self, rows: int, drafts: int) -> float:
-        """Return the seconds by the nearest measured shorter draft, or by a plain step."""
-        if not drafts:
-            return self._known.get((rows, 0), self._tokens_s(rows) / self._held)
-        known = next((n for n in reversed(LENGTHS) if n < drafts and (rows, n) in self._known), 0)
-        beside = self._known[rows, known] if known else self.seconds(rows, 0) * self._held
-        return beside * self._tokens_s(rows * (1 + max(drafts, 0))) / self._tokens_s(rows * (1 + known))
+    def took(self, kind: Kind, seconds: float) -> None:
+        """Record a step. It counts where a few plain ones were measured before."""
+        plain = self._samples[Kind(kind.rows, 0)]
+        if kind.drafts and len(plain) < FEW:
+            self._lacking.add(kind.rows)
+            return
+        if kind.drafts:
+            seconds = min(seconds / self.plain_s(kind.rows), MOST_SLOWER * self.cost(kind))
+        samples = self._samples[kind]
+        samples.append(seconds)
+        guess = [self._guess(kind)] if kind.drafts and len(samples) < FEW else []
+        self._medians[kind] = median_low([*guess, *samples])
+        if len(plain) >= FEW:
+            self._lacking.discard(kind.rows)
 
-    def _tokens_s(self, tokens: int) -> float:
-        """Return the seconds of a step of so many tokens, from the nearest rehearsed ones."""
+    def renew(self, but: Kind) -> None:
+        """Have all steps of as many rows with drafts measured again, but for one kind."""
+        for kind in [kind for kind in self._medians if kind.rows == but.rows and kind.drafts > 0]:
+            if kind != but:
+                del self._medians[kind], self._samples[kind]
+
+    def cost(self, kind: Kind) -> float:
+        """Return the cost of a step in plain steps. One of a longer draft costs no less."""
+        rows, drafts, asks = kind
+        if drafts == 0:
+            return 1.0
+        known = self._medians.get(kind)
+        longer = [
+            self._medians.get(Kind(rows, length, asks), inf) for length in LENGTHS if length > drafts > 0
+        ]
+        return min([self._guess(kind) if known is None else known, *longer])
+
+    def hoped(self, kind: Kind) -> float:
+        """Return the same for a trial: such a step may cost less than it did, or than is guessed."""
+        return min(self.cost(kind), 1 + sum(map(self._proposes, kind.asks)) + WIDER * max(kind.drafts, 0))
+
+    def _guess(self, kind: Kind) -> float:
+        """Return the cost as it grows from the nearest measured shorter draft, or from a plain step."""
+        rows, drafts, asks = kind
+        lengths = [length for length in LENGTHS if Kind(rows, length, asks) in self._medians]
+        longer = next((length for length in lengths if length > drafts), 0)
+        shorter = next((length for length in reversed(lengths) if length < drafts), 0)
+        from_cost = self._medians[Kind(rows, shorter, asks)] if shorter else self._held
+        if longer and drafts > 0:
+            to_cost = self._medians[Kind(rows, longer, asks)]
+            return from_cost + (to_cost - from_cost) * (drafts - shorter) / (longer - shorter)
+        wider = self._tokens(rows * (1 + max(drafts, 0))) / self._tokens(rows * (1 + shorter))
+        proposing = sum(map(self._proposes, asks)) * (max(drafts, 1) - shorter)
+        return from_cost * wider + proposing
+
+    def _proposes(self, proposer: Proposer) -> float:
+        return self._proposing.get(proposer, 0.0)
+
+    def _tokens(self, tokens: int) -> float:
+        """Return the cost of a step of so many tokens, in those of one, from the nearest rehearsed ones."""
         if len(self._alone) == 1:
-            return self._alone[0][1] * (1 + WIDER * (tokens - 1))
+            return 1 + WIDER * (tokens - 1)
         at = next((i for i, (each, _) in enumerate(self._alone) if each >= tokens), len(self._alone) - 1)
-        (few, few_s), (many, many_s) = self._alone[max(at, 1) - 1], self._alone[max(at, 1)]
-        return few_s + (many_s - few_s) * (tokens - few) / (many - few)
-
-    def took(self, rows: int, drafts: int, seconds: float) -> None:
-        """Record a step. Averages of other widths slowly become guesses again, so that they are retried."""
-        usual = self.seconds(rows, drafts)
-        if not self.measured(rows):
-            if drafts:
-                return  # nothing to compare it with
-            usual = seconds
-        counts = self._counts
-        weight = max(RECENT, 1 / (2 + counts[rows, drafts]))
-        self._known[rows, drafts] = usual + weight * (min(seconds, MOST_SLOWER * usual) - usual)
-        counts[rows, drafts] += 1
-        for each, known in self._known.items():
-            if each[0] == rows and each[1] != drafts:
-                counts[each] *= 1 - FORGOTTEN
-                if each[1] > 0:
-                    self._known[each] = known + FADE * (self._guess(*each) - known)
-
-    def proposing_s(self, proposer: Proposer, rows: int) -> float:
-        """Return the seconds that a proposer takes for one draft of each of `rows` rows.
-
-        Those of an MTP head were rehearsed with one row, and grow as those of the model.
-        """
-        scale = self._tokens_s(rows) / self._tokens_s(1) if proposer == "mtp" else 1.0
-        return scale * self._proposing_s.get(proposer, 0.0)
-
-    def proposed(self, proposer: Proposer, seconds: float) -> None:
-        """Record the time of one draft of every row."""
-        usual = self._proposing_s.get(proposer, seconds)
-        self._proposing_s[proposer] = usual + RECENT * (min(seconds, MOST_SLOWER * usual) - usual)
+        (few, few_cost), (many, many_cost) = self._alone[max(at, 1) - 1], self._alone[max(at, 1)]
+        return few_cost + (many_cost - few_cost) * (tokens - few) / (many - few)
 
 
 # --- success ---------------------------------------------------------------------------------------------
@@ -214,39 +242,22 @@ def _place(index: int) -> int:
     return min(index.bit_length(), PLACES - 1)
 
 
-# --- what trying may cost ---------------------------------------------------------------------------------
-
-CREDIT_PER_STEP = 0.015  #: plain steps that each step may lose
-FIRST_CREDIT = 2.0
-MOST_CREDIT = 8.0
-
-
-class Account:
-    """Bound of what drafts may lose, in plain steps: 2 + 0.015 for each step, and what they gained.
-
-    At most 8 are kept, so that gains of the past do not pay for long losses.
-    """
-
-    def __init__(self) -> None:
-        self.credit = FIRST_CREDIT
-
-    def step(self, lost: float) -> None:
-        """Record a step that took `lost` plain steps longer than its tokens without drafts."""
-        self.credit = min(self.credit + CREDIT_PER_STEP - lost, MOST_CREDIT)
-
-
 # --- the choice ------------------------------------------------------------------------------------------
 
 HOPED = 0.85  #: success that a trial supposes
-TRIED = 4  #: most drafts of a trial
-LONGEST_TRIAL = 8  #: steps of a trial that passes; by then its success is known
-MOST_TRIED = 0.3  #: plain steps that a trial may lose before it fails
+TRIED = 2  #: most drafts of a trial
+LEAST_TRIAL, LONGEST_TRIAL = 4, 9  #: steps of a trial, after which success and cost are known
+MOST_TRIED = 1.5  #: plain steps that a trial may have lost when it goes on
 FIRST_PAUSE, LONGEST_PAUSE = 48, 512  #: steps between trials of a source; doubled until it is chosen
 BETTER = 1.06  #: times the tokens a second without drafts that begin drafts
-STILL_BETTER = 1.01  #: the same for drafts that go on
+STILL_BETTER = 1.0  #: the same for drafts that go on
 OTHER = 1.04  #: times the tokens a second of the last choice that another one must have
-AUDIT_STEPS = 512  #: steps with drafts after which the cost without is measured again
+FIRST_AUDIT, AUDIT_STEPS = 32, 512  #: steps with drafts after which other costs are measured again; doubled
 AUDITED = 3  #: plain steps then; the first ones do not run ahead
+
+CREDIT_PER_STEP = 0.015  #: plain steps that each step may lose
+FIRST_CREDIT, MOST_CREDIT = 3.0, 8.0
+LEAST_CREDIT = 1.0  #: with which drafts begin
 
 
 @dataclass(slots=True)
@@ -270,43 +281,39 @@ class Plan:
 
     rows: tuple[tuple[Source, int] | None, ...] = ()
     drafts: int = 0
-    asks: frozenset[Proposer] = frozenset()
+    asks: frozenset[Proposer] = NO_PROPOSERS
 
 
 NONE = Plan()
 
 
 @dataclass(slots=True)
-class _Trial:
+class _Pause:
     """Steps until a source is tried again, and the pause after the next trial."""
 
     left: int = 0
-    pause: int = FIRST_PAUSE
-    steps: int = 0
-    gained: float = 0.0
-
-    def report(self, gained: float) -> None:
-        """Record one step of a trial, which gave so many plain steps' tokens more than without."""
-        self.steps += 1
-        self.gained += gained
-        if self.gained >= -MOST_TRIED and self.steps < LONGEST_TRIAL:
-            return
-        self.left, self.steps, self.gained = self.pause, 0, 0.0
-        self.pause = min(2 * self.pause, LONGEST_PAUSE)
+    next: int = FIRST_PAUSE
 
 
 @dataclass(slots=True)
 class Choice:
-    """Choice for rows that step together, deterministic given what it was told."""
+    """Choice for rows that step together, deterministic given what it was told.
+
+    Drafts may lose 3 plain steps, 0.015 for each step, and what they gained. At most 8 are kept, so that
+    gains of the past do not pay for long losses.
+    """
 
     costs: StepCosts = field(default_factory=StepCosts)
-    _account: Account = field(default_factory=Account)
+    credit: float = FIRST_CREDIT
     _common: dict[Source, Acceptance] = field(default_factory=dict)
-    _trials: defaultdict[Source, _Trial] = field(default_factory=lambda: defaultdict(_Trial))
-    _tried: set[Source] = field(default_factory=set)  # since the last step that waited
+    _pauses: defaultdict[Source, _Pause] = field(default_factory=lambda: defaultdict(_Pause))
+    _tried: set[Source] = field(default_factory=set)  # on trial
+    _steps: int = 0  # of this trial
+    _given: float = 0.0  # tokens a row in these
     _bar: float = 1.0  # worth of what the trial stands for
     _last: Plan = NONE
     _drafted: int = 0  # steps with drafts since the last audit
+    _audit_at: int = FIRST_AUDIT
     _audit: int = 0  # plain steps left of this one
 
     def plan(self, options: Sequence[Options], rows: int, most: int) -> Plan:
@@ -316,26 +323,29 @@ class Choice:
 
     def _planned(self, options: Sequence[Options], rows: int, most: int) -> Plan:
         offered = {source for each in options for source in each.sources}
-        if most < 1 or not offered or self._audit or self._account.credit <= 0:
+        if most < 1 or not offered or self._audit or not self.costs.comparable(rows):
+            return NONE
+        if self._tried & offered:  # a trial goes on, because its first steps say little
+            return self._best(options, rows, min(most, TRIED), self._tried)[0]
+        if self.credit <= (0 if self._last.drafts else LEAST_CREDIT):
             return NONE
         best, worth = self._best(options, rows, most)
         if worth < (STILL_BETTER if self._last.drafts else BETTER):
             best, worth = NONE, 1.0
-        due = frozenset(each for each in offered if not self._trials[each].left) - _sources(best)
-        if due:
+        due = {each for each in offered if not self._pauses[each].left} - _sources(best)
+        if due and self.credit > LEAST_CREDIT:
             trial, hoped = self._best(options, rows, min(most, TRIED), due)
-            due &= _sources(trial)
-            risk = self._cost(rows, trial.drafts, trial.asks) - 1
-            if due and hoped > BETTER * worth and risk < self._account.credit:
-                self._tried |= due
-                self._bar = worth
+            if due & _sources(trial) and hoped > BETTER * worth:
+                self._tried = due & _sources(trial)
+                self._steps, self._given, self._bar = 0, 0.0, worth
+                self.costs.renew(Kind(rows, bucket(best.drafts), best.asks))
                 return trial
-        for source in _sources(best) - self._tried:
-            self._trials[source] = _Trial(FIRST_PAUSE)
+        for source in _sources(best):
+            self._pauses[source] = _Pause(FIRST_PAUSE)
         return best
 
     def _best(
-        self, options: Sequence[Options], rows: int, most: int, hoped: frozenset[Source] = frozenset()
+        self, options: Sequence[Options], rows: int, most: int, hoped: Collection[Source] = ()
     ) -> tuple[Plan, float]:
         """Return the best plan with drafts, and its tokens a second in those without. `hoped`: on trial."""
         gains = [
@@ -345,6 +355,7 @@ class Choice:
             }
             for each in options
         ]
+        cost = self.costs.hoped if hoped else self.costs.cost
         slow = {source[0] for each in gains for source in each} - {"lookup"}
         best, worth, found = NONE, 0.0, 0.0
         for asks in _subsets(slow):
@@ -352,19 +363,13 @@ class Choice:
                 plan, tokens = _plan(gains, length, asks)
                 if not plan.drafts:
                     continue
-                value = tokens / len(options) / self._cost(rows, plan.drafts, plan.asks, hopes=bool(hoped))
+                value = tokens / len(options) / cost(Kind(rows, bucket(plan.drafts), plan.asks))
                 same = (plan.drafts, plan.asks) == (self._last.drafts, self._last.asks)
                 if value * (OTHER if same else 1.0) > found:
                     best, worth, found = plan, value, value * (OTHER if same else 1.0)
         return best, worth
 
-    def _cost(self, rows: int, drafts: int, asks: frozenset[Proposer], *, hopes: bool = False) -> float:
-        """Return the cost of a step with drafts, in plain steps."""
-        proposing_s = sum(self.costs.proposing_s(each, rows) for each in asks) * drafts
-        step_s = (self.costs.hoped if hopes else self.costs.seconds)(rows, bucket(drafts))
-        return (step_s + proposing_s) / self.costs.seconds(rows, 0)
-
-    def _gains(self, source: Source, row: Options, limit: int, hoped: frozenset[Source]) -> list[float]:
+    def _gains(self, source: Source, row: Options, limit: int, hoped: Collection[Source]) -> list[float]:
         """Return how many drafts of a source will be right, by the number that is fed, from 0 to `limit`."""
         rates: Sequence[float] = [HOPED] * PLACES
         if source not in hoped:
@@ -386,7 +391,7 @@ class Choice:
             return most
         return max(
             [0, *_lengths(most)],
-            key=lambda length: (rows + length) / self.costs.seconds(rows, bucket(length)),
+            key=lambda length: (rows + length) / self.costs.cost(Kind(rows, bucket(length))),
         )
 
     def checked(self, success: dict[Source, Acceptance], source: Source, drafted: int, right: int) -> None:
@@ -394,28 +399,37 @@ class Choice:
         success.setdefault(source, Acceptance(MEMORY)).report(drafted, right)
         self._common.setdefault(source, Acceptance(COMMON_MEMORY)).report(drafted, right)
 
-    def step(
-        self, rows: int, tokens: int, drafts: int, proposing_s: float = 0.0, *, began: bool = False
-    ) -> None:
-        """Record a step that gave `tokens` tokens; `drafts` as in `StepCosts`.
+    def step(self, kind: Kind, tokens: int, seconds: float = 0.0, *, paid: bool = True) -> None:
+        """Record a step that gave `tokens` tokens, and its seconds, 0 where unknown.
 
-        `began`: an MTP head computed the first drafts in it, so no trial is judged by it.
+        `paid`: drafts were the reason of what it cost; forced tokens are not.
         """
-        cost = (self.costs.seconds(rows, bucket(drafts)) + proposing_s) / self.costs.seconds(rows, 0)
-        self._account.step(cost - tokens / rows if drafts or proposing_s else 0.0)
-        for source, trial in self._trials.items():
+        rows, drafts, _ = kind
+        if seconds:
+            self.costs.took(kind, seconds)
+        cost = self.costs.cost(kind)
+        lost = cost - tokens / rows if paid else 0.0
+        self.credit = min(self.credit + CREDIT_PER_STEP - lost, MOST_CREDIT)
+        for source, pause in self._pauses.items():
             if source not in self._tried:
-                trial.left = max(trial.left - 1, 0)
-            elif drafts and not began:
-                trial.report(tokens / rows - self._bar * cost)
-        if drafts and not began:
-            self._tried.clear()
-        if drafts > 0:
-            self._drafted += 1
-            if self._drafted >= AUDIT_STEPS:
-                self._drafted, self._audit = 0, AUDITED
-        else:
+                pause.left = max(pause.left - 1, 0)
+        if self._tried and drafts:
+            self._steps += 1
+            self._given += tokens / rows
+            lost = self._steps * self._bar * cost - self._given
+            if self._steps == LONGEST_TRIAL or (self._steps >= LEAST_TRIAL and lost > MOST_TRIED):
+                for source in self._tried:
+                    pause = self._pauses[source]
+                    pause.left, pause.next = pause.next, min(2 * pause.next, LONGEST_PAUSE)
+                self._tried.clear()
+        if drafts < 1:
             self._audit = max(self._audit - 1, 0)
+            return
+        self._drafted += 1
+        if self._drafted >= self._audit_at:
+            self._drafted, self._audit = 0, AUDITED
+            self._audit_at = min(2 * self._audit_at, AUDIT_STEPS)
+            self.costs.renew(kind)
 
 
 def _plan(

@@ -8,7 +8,18 @@ from dataclasses import dataclass
 
 from ..wire.messages import MAX_WIDTH
 from .lookup import Lookup
-from .payoff import HELD, Choice, DraftUse, Options, Source, bucket, source_of_match
+from .payoff import (
+    HELD,
+    NO_PROPOSERS,
+    Choice,
+    DraftUse,
+    Kind,
+    Options,
+    Proposer,
+    Source,
+    bucket,
+    source_of_match,
+)
 from .sequence import FedRow, SequenceState
 from .steps import Agreement, Decode, Move, Policy, Prefill, StopSequence
 
@@ -19,6 +30,11 @@ REHEARSALS, AHEAD = 4, 6  #: steps of each width, and of those that run ahead
 LEAST_LEFT = 8  #: tokens that a row still gets; fewer, as in a warm-up, would judge the MTP head by its costs
 LOOKED_UP = 32_768  # tokens of a prompt, from its end, that are searched for drafts
 
+_ASKS: Mapping[tuple[bool, bool], frozenset[Proposer]] = {
+    (False, False): NO_PROPOSERS, (True, False): frozenset(("draft",)),
+    (False, True): frozenset(("mtp",)), (True, True): frozenset(("draft", "mtp")),
+}  # fmt: skip
+
 Feed = tuple[tuple[int, ...], tuple[int, ...]]  # drafts and forced tokens
 
 
@@ -26,15 +42,18 @@ Feed = tuple[tuple[int, ...], tuple[int, ...]]  # drafts and forced tokens
 class _Step:
     """Step in flight.
 
-    `ahead`: it ran ahead. `waited`: for the tokens before it, because of drafts, perhaps refused ones.
-    `proposing_s`: seconds that its drafts took. `asked`: drafts that the MTP head computes in it, for the
-    next step.
+    `waited`: for the tokens before it, because of drafts, perhaps refused ones. `proposed`: a draft model ran
+    before it. `asked`: drafts that the MTP head computes in it, for the next step.
     """
 
-    ahead: bool
     waited: bool
-    proposing_s: float
+    proposed: bool
     asked: int
+
+    @property
+    def asks(self) -> frozenset[Proposer]:
+        """Proposers that took time in it."""
+        return _ASKS[self.proposed, self.asked > 0]
 
 
 class Speculation:
@@ -52,7 +71,7 @@ class Speculation:
         #: By request, until the next results: the source and the number of its drafts.
         self._plans: dict[int, tuple[Source, int]] | None = None
         self._steps: deque[_Step] = deque()
-        self._last: tuple[int, float] | None = None  # rows and time of the last result
+        self._last: tuple[Kind, float] | None = None  # kind and time of the last step
 
     def rehearsal(self, uid: int) -> Iterator[tuple[int, Move]]:
         """Return moves of one row that measure steps before any request, each with the tokens that it feeds.
@@ -77,14 +96,15 @@ class Speculation:
 
     def rehearsed(self, seconds: Mapping[int, float]) -> None:
         """Take the seconds of steps, as `rehearsal` names them."""
-        costs, drafter = self.choice.costs, self._policy.drafter
-        costs.rehearsed(seconds[0], {width: each for width, each in seconds.items() if width > 0})
+        proposing_s: dict[Proposer, float] = {}
         if WITH_HEAD in seconds:
-            costs.proposed("mtp", max(seconds[WITH_HEAD] - seconds[1], 0.0) / self._policy.mtp)
-        if drafter is not None:
+            proposing_s["mtp"] = max(seconds[WITH_HEAD] - seconds[1], 0.0) / self._policy.mtp
+        if (drafter := self._policy.drafter) is not None:
             drafter.propose({0: (0,) * REHEARSED}, 4)  # compiles kernels
             _, took_s = drafter.propose({0: (0,) * REHEARSED}, 4)
-            costs.proposed("draft", took_s / 4)
+            proposing_s["draft"] = took_s / 4
+        widths = {width: each for width, each in seconds.items() if width > 0}
+        self.choice.costs.rehearsed(seconds[0], widths, proposing_s)
 
     def join(self, sequence: SequenceState) -> None:
         """Prepare for a row whose prompt is complete."""
@@ -134,13 +154,12 @@ class Speculation:
                 of_head = max(of_head, min(number, row.wants.max_tokens - row.generated - 2))
             elif not row.forced:
                 asked[row.request], most = row.tokens, max(most, number)
-        proposing_s = 0.0
         if asked and self._policy.drafter is not None:
-            found, proposing_s = self._policy.drafter.propose(asked, most)
+            found, _ = self._policy.drafter.propose(asked, most)
             drafts |= {request: proposed[: plans[request][1]] for request, proposed in found.items()}
         feeds = [None if row.in_flight else _feed(row, drafts.get(row.request, ())) for row in rows]
         tried = bool(waited) or any(row.refused for row in known)
-        self._steps.append(_Step(not known, tried, proposing_s, of_head))
+        self._steps.append(_Step(tried, bool(asked), of_head))
         return feeds
 
     @property
@@ -183,7 +202,7 @@ class Speculation:
             choice.checked(sequence.success, sequence.source, drafted + sequence.refused, new - 1)
             self.use.checked(sequence.source[0], drafted, new - 1)
         if choice is not self.choice:
-            choice.step(1, new, drafted or (HELD if sequence.refused else 0))
+            choice.step(Kind(1, bucket(drafted or (HELD if sequence.refused else 0))), new)
         sequence.refused = False
 
     def record(self, rows: Sequence[FedRow], tokens: int, at_s: float, *, complete: bool) -> None:
@@ -192,26 +211,22 @@ class Speculation:
         `complete`: no row had ended meanwhile.
         """
         step, last = self._steps.popleft(), self._last
-        self._plans, self._last = None, (len(rows), at_s) if complete and at_s else None
         drafted, forced = max([len(row.drafts) for row in rows]), max([len(row.forced) for row in rows])
-        width, costs = max(drafted, forced), self.choice.costs
+        width = max(drafted, forced)
+        kind = Kind(len(rows), bucket(width or (HELD if step.waited or step.asks else 0)), step.asks)
+        self._plans, self._last = None, (kind, at_s) if complete and at_s else None
         self.use.steps += 1
         self.use.widths += 1 + width
         if not complete or not self._policy.timed:
             return
-        began = not width and step.asked > 0  # the head also caught up with earlier steps
-        width = width or (HELD if step.waited else 0)
-        proposing_s = step.proposing_s + step.asked * costs.proposing_s("mtp", len(rows))
-        if self._last and last and last[0] == len(rows):
-            took_s = at_s - last[1]  # with what the host did between the steps
-            ahead = step.ahead or not self._policy.run_ahead or all(row.sequence.wants.guide for row in rows)
-            if (width or ahead) and not began:
-                costs.took(len(rows), bucket(width), max(took_s - proposing_s, took_s / 2))
+        took_s = 0.0  # with what the host did between the steps
+        if self._last and last and last[0].rows == len(rows):
+            took_s = at_s - last[1]
             if not forced:
-                self.use.took(took_s, costs.seconds(len(rows), 0) * tokens / len(rows))
-        if step.proposing_s and drafted:
-            costs.proposed("draft", step.proposing_s / drafted)
-        self.choice.step(len(rows), tokens, 0 if forced else width, proposing_s, began=began)
+                self.use.took(took_s, self.choice.costs.plain_s(len(rows)) * tokens / len(rows))
+            if kind.drafts == 0 and last[0].drafts and self._policy.run_ahead:
+                took_s = 0.0  # it did not run ahead yet
+        self.choice.step(kind, tokens, took_s, paid=not forced)
 
     def prompted(self) -> None:
         """Record a forward over a prompt between two steps."""

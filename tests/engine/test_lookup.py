@@ -19,8 +19,10 @@ from mlxtp.engine.payoff import (
     WIDER,
     Acceptance,
     Choice,
+    Kind,
     Options,
     Source,
+    bucket,
     source_of_match,
 )
 
@@ -195,7 +197,7 @@ def decode(model: Model, prompt: Sequence[int], count: int, *, use_match: bool =
         run.lost += max(WIDER * len(draft) - accepted, 0)
         if draft:
             choice.checked(success, source, len(draft), accepted)
-        choice.step(1, len(fresh), len(draft) or (HELD if foretold else 0))
+        choice.step(Kind(1, bucket(len(draft) or (HELD if foretold else 0))), len(fresh))
     del run.tokens[count:]
     return run
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..wire.messages import RESTS
 from . import kv_cache
 from .batch import Bucket, CacheKind, ForwardShape, MergedBatch, in_parts
 from .group import CollectiveCounter
@@ -239,11 +240,15 @@ class ModelForwards:
             kept, states.kept = states.kept, []
         values = ((tokens, given, counts), shape, (arrays, kept))
         outcome: list[mx.array]
-        outcome, part.arrays, kept = self.graphs.run(key, (int(winners), waiting, drafts), values)
+        outcome, part.arrays, kept = self.graphs.run(
+            key, (int(winners), waiting, 0 if lags else drafts), values
+        )
         if states is not None:
             states.fed(positions, tokens.shape[1], kept)
-        if lags and winners:
-            self._lag(part, positions, outcome.pop(), outcome[1])
+        if winners and (lags or drafts == RESTS):
+            hidden = outcome.pop()
+            if drafts != RESTS:
+                self._lag(part, positions, hidden, outcome[1])
         return outcome
 
     def _follow(
@@ -251,6 +256,8 @@ class ModelForwards:
     ) -> list[mx.array]:
         assert isinstance(part, Bucket)
         hidden, following, chosen, *_ = step
+        if drafts == RESTS:
+            return []
         if _lags(chosen, drafts):
             self._lag(part, positions, hidden, following)
             return []
@@ -286,7 +293,7 @@ class ModelForwards:
         outcome = list(self._vocabulary.winners(local)) if winners else [local]
         if self.head is not None:
             hidden = self._vocabulary.hidden()
-            if winners and not _lags(tokens, drafts):
+            if winners and drafts != RESTS and not _lags(tokens, drafts):
                 chosen, following = outcome
                 step = ChosenStep(hidden, following, chosen, tokens, counts[0])
                 outcome += follow(self.head, self._vocabulary, step, layers[-1], drafts)
@@ -305,7 +312,7 @@ class ModelForwards:
 
 def _lags(tokens: mx.array, drafts: int) -> bool:
     """Return True for a step whose entries the MTP head may get later: one token a row, and no drafts."""
-    return tokens.shape[1] == 1 and not drafts
+    return tokens.shape[1] == 1 and drafts <= 0
 
 
 def _shape(

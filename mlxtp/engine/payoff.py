@@ -344,6 +344,11 @@ class Choice:
             self._pauses[source] = _Pause(FIRST_PAUSE)
         return best
 
+    def rests(self, source: Source) -> bool:
+        """Return True for a source that failed in several trials and will not be tried soon."""
+        pause = self._pauses.get(source)
+        return pause is not None and pause.next > 2 * FIRST_PAUSE and pause.left > LONGEST_TRIAL
+
     def _best(
         self, options: Sequence[Options], rows: int, most: int, hoped: Collection[Source] = ()
     ) -> tuple[Plan, float]:

@@ -294,7 +294,7 @@ class Runner:
         given = given if received.given is None else received.given
         greedy = frame.exchange == "winners" and self._vocabulary.chooses
         drafts = frame.drafts if self._vocabulary.chooses else 0
-        if drafts and self._model.head is None:
+        if drafts > 0 and self._model.head is None:
             raise GroupError("a step with drafts, but this rank has no MTP head", Code.DESYNC)
         inputs = StepInputs(tokens, given, widths)
         parts, at = self._batch.parts(rows), frame.positions

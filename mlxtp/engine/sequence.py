@@ -85,6 +85,7 @@ class SequenceState:
     stopped: bool = False
     lookup: Lookup | None = None
     proposed: tuple[int, ...] = ()  # by the MTP head, after the tokens that are known
+    headless: bool = False  # the MTP head lacks entries of its cache
     success: dict[Source, Acceptance] = field(default_factory=dict)  # of its drafts
     choice: Choice | None = None  # where it has one of its own
     source: Source | None = None  # of its last drafts

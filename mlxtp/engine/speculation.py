@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..wire.messages import MAX_WIDTH
+from ..wire.messages import MAX_WIDTH, RESTS
 from .lookup import Lookup
 from .payoff import (
     HELD,
@@ -26,6 +26,7 @@ from .steps import Agreement, Decode, Move, Policy, Prefill, StopSequence
 REHEARSED = 32  #: tokens of the prompt in the rehearsal
 REHEARSED_WIDTHS = (1, 2, 4, 8)  #: tokens of its steps
 WITH_HEAD, NO_STEP = -1, -2
+HEAD: Source = ("mtp", 0)
 REHEARSALS, AHEAD = 4, 6  #: steps of each width, and of those that run ahead
 LEAST_LEFT = 8  #: tokens that a row still gets; fewer, as in a warm-up, would judge the MTP head by its costs
 LOOKED_UP = 32_768  # tokens of a prompt, from its end, that are searched for drafts
@@ -43,7 +44,7 @@ class _Step:
     """Step in flight.
 
     `waited`: for the tokens before it, because of drafts, perhaps refused ones. `proposed`: a draft model ran
-    before it. `asked`: drafts that the MTP head computes in it, for the next step.
+    before it. `asked`: drafts that the MTP head computes in it, for the next step, or RESTS.
     """
 
     waited: bool
@@ -159,12 +160,16 @@ class Speculation:
             drafts |= {request: proposed[: plans[request][1]] for request, proposed in found.items()}
         feeds = [None if row.in_flight else _feed(row, drafts.get(row.request, ())) for row in rows]
         tried = bool(waited) or any(row.refused for row in known)
+        if self._policy.mtp and not of_head and self.choice.rests(HEAD):
+            of_head = RESTS
+            for row in rows:
+                row.headless = True
         self._steps.append(_Step(tried, bool(asked), of_head))
         return feeds
 
     @property
     def asked(self) -> int:
-        """Number of drafts that the MTP head is to compute in the newest step."""
+        """Number of drafts that the MTP head is to compute in the newest step, or RESTS."""
         return self._steps[-1].asked
 
     def first(self, rows: Sequence[SequenceState]) -> int:
@@ -262,8 +267,9 @@ class Speculation:
             mode = self._policy.drafts
             if row.lookup.matched and mode in ("auto", "lookup"):
                 sources[source_of_match(row.lookup.matched)] = limit
-            if self._policy.mtp and mode in ("auto", "mtp") and limit >= LEAST_LEFT:
-                sources["mtp", 0] = min(limit, self._policy.mtp)
+            has_head = self._policy.mtp and not row.headless
+            if has_head and mode in ("auto", "mtp") and limit >= LEAST_LEFT:
+                sources[HEAD] = min(limit, self._policy.mtp)
             if self._policy.drafter is not None and mode in ("auto", "draft"):
                 sources["draft", 0] = limit
         if row.wants.guide is not None:

@@ -46,6 +46,7 @@ MAX_PROMPTS = 16  #: prompts in one forward
 MAX_PLACES = 2  #: positions of a prompt that a request names
 MAX_WIDTH = 64  #: tokens that one row may feed in one step
 MAX_DRAFTS = 16  #: tokens that an MTP head proposes for a row in one step
+RESTS = -1  #: in place of a number of drafts: the MTP head gets no entries of a step
 DIGEST_BYTES = 16  #: of the tokens that a block on disk and all before it hold
 MAX_BLOCKS = 1 << 16  #: blocks on disk that one sequence starts from
 MAX_ROOM = 2 * MAX_CONTEXT  #: tokens for which one row has room
@@ -342,7 +343,8 @@ class StepToken(Message):
     vocabulary, "logits" when they gather the whole. `agreement`: "verify" when every rank chooses alike and
     digests are compared, "broadcast" when rank 0's choice is summed into every rank's graph.
 
-    `drafts`: tokens that the model's MTP head proposes after each row's last right token.
+    `drafts`: tokens that the model's MTP head proposes after each row's last right token; -1 where it rests,
+    and its caches get no entries.
     """
 
     TYPE: ClassVar[int] = 0x09
@@ -352,7 +354,7 @@ class StepToken(Message):
     tokens: tuple[int, ...] = _f(integers(0, 2**31 - 1, 0, MAX_FRAME_TOKENS), default=())
     exchange: str = _f(_exchange, default="winners")
     agreement: str = _f(_agreement, default="verify")
-    drafts: int = _f(integer(0, MAX_DRAFTS), default=0)
+    drafts: int = _f(integer(RESTS, MAX_DRAFTS), default=0)
 
 
 @dataclass(frozen=True, slots=True)

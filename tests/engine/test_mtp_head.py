@@ -33,6 +33,7 @@ from mlxtp.model_config import MTP_PLACES
 from mlxtp.model_files import MTP_FILE, has_mtp_head
 from mlxtp.wire.messages import (
     DIGEST_BYTES,
+    RESTS,
     FetchBlocks,
     Loaded,
     PromptBatch,
@@ -211,6 +212,25 @@ def test_steps_without_drafts_leave_no_holes(folders: Any, exchange: str) -> Non
         text.append(runner.step(plain(text, **how)).tokens.item())
     text, proposals = drafted(runner, 1, text, (), **how)
     assert_as_whole(runner, 1, folder, text, proposals)
+
+
+@pytest.mark.parametrize("exchange", ["winners", "logits"])
+def test_a_head_that_rests_gets_no_entries_and_changes_no_token(folders: Any, exchange: str) -> None:
+    folder, how = folders("llama"), {"exchange": exchange}
+    runs = []
+    for rests in (False, True):
+        runner = runner_of(folder)
+        text = [*PROMPT, runner.prefill(PromptTokens(1, 0, 8, PROMPT, **how)).tokens.item()]
+        asked: Any = {**how, "drafts": RESTS if rests else 0}
+        for _ in range(BEHIND + 2):
+            text.append(runner.step(plain(text, **asked)).tokens.item())
+        right = text[-1]
+        (chosen,) = runner.step(plain(text, (2,), (right, right), **asked)).tokens.tolist()
+        runs.append([*text, chosen[0]])
+        head = arrays_of(runner._batch.copy(1, len(text))[-1:])
+        assert [bool(mx.any(each[..., 8:, :]).item()) for each in head] == [not rests] * len(head)
+        assert all(bool(mx.any(each[..., :8, :]).item()) for each in head), "the prompt's stay"
+    assert runs[0] == runs[1]
 
 
 def test_a_kept_cache_has_the_head_s_entries(folders: Any) -> None:

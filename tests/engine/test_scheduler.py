@@ -30,7 +30,7 @@ from mlxtp.engine.steps import (
     StopSequence,
 )
 from mlxtp.errors import Code, MlxtpError
-from mlxtp.wire.messages import MAX_WIDTH, Sampling, Shaping
+from mlxtp.wire.messages import MAX_WIDTH, RESTS, Sampling, Shaping
 
 from .simulation import EOS, Disk, FakeGuide, Request, Simulation, next_move
 
@@ -619,6 +619,31 @@ def test_a_prompt_s_end_asks_the_mtp_head_for_the_first_draft(mode: Any, first: 
     group = scheduler.next()
     assert isinstance(group, PrefillTogether)
     assert group.drafts == first
+
+
+def test_a_useless_head_rests_until_another_request_is_due_to_try_it() -> None:
+    scheduler = Scheduler(Policy(frozenset(), drafts="mtp", mtp=3, run_ahead=0))
+    asked: list[int] = []
+
+    def answer(request: int, count: int) -> None:
+        scheduler.add(request, (7, 8, 9), SequenceParams(count))
+        while scheduler:
+            if isinstance(move := scheduler.next(), Decode):
+                asked.append(move.drafts)
+                width = sum(move.widths) or 1
+                scheduler.record((50,) * width, proposed=[(60,) * move.drafts] if move.drafts > 0 else ())
+            elif isinstance(move, Prefill):
+                asked.append(move.drafts)
+                scheduler.record((50,), proposed=[(60,)] if move.drafts else ())
+
+    answer(1, 1500)
+    first = asked.index(RESTS)
+    assert 50 < first < 600, "after a few trials"
+    assert set(asked[first:]) == {RESTS, 0}, "this row lacks entries from then on"
+    asked.clear()
+    answer(2, 100)
+    assert asked[0] == 1, "another row has them"
+    assert RESTS in asked
 
 
 class Parrot:

@@ -228,7 +228,9 @@ class Speculation:
         if self._last and last and last[0].rows == len(rows):
             took_s = at_s - last[1]
             if not forced:
-                self.use.took(took_s, self.choice.costs.plain_s(len(rows)) * tokens / len(rows))
+                plain = kind.drafts == last[0].drafts == 0  # late ones are no loss by drafts
+                usual_s = self.choice.costs.plain_s(len(rows)) * tokens / len(rows)
+                self.use.took(took_s, took_s if plain else usual_s)
             if kind.drafts == 0 and last[0].drafts and self._policy.run_ahead:
                 took_s = 0.0  # it did not run ahead yet
         self.choice.step(kind, tokens, took_s, paid=not forced)

@@ -679,6 +679,10 @@ class Simulation:
         uids = [uid for uid, of in self.ranks.request_of.items() if of == request]
         return sum(self.ranks.forwards[uid] for uid in uids)
 
+    def pause(self, seconds: float) -> None:
+        """Let other programs run."""
+        self._now_s += seconds
+
     def _settle(self, keep: int) -> None:
         while len(self._running) > keep:
             chosen = self._running.popleft()

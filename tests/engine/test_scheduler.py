@@ -518,6 +518,15 @@ def test_drafts_whose_steps_cost_more_than_they_give_pause_where_time_may_decide
     assert accepted(timed=True) < 0.6 * accepted(timed=False)
 
 
+@pytest.mark.parametrize("drafts", [False, True])
+def test_other_programs_that_slow_steps_are_no_loss_by_drafts(drafts: bool) -> None:
+    simulation = Simulation(drafts=drafts, slow_when_wide=True)
+    simulation.add(3, 200)
+    while simulation.tick() is not None:
+        simulation.pause(9.0 * (len(simulation.moves) % 7 == 0))
+    assert simulation.scheduler.speculation.use.gain == pytest.approx(1.0)
+
+
 @RUN_AHEAD
 def test_wrong_drafts_cost_few_forwards_and_no_token(run_ahead: int) -> None:
     simulation = Simulation(drafts=True, run_ahead=run_ahead)

@@ -24,7 +24,7 @@ from .recurrent import StateView
 MAX_KEPT = 4  # ended sequences whose caches it keeps
 CACHES_SHARE = 8  # one part in so many of the room for KV caches
 CHUNK = 512
-#: Tokens that a row may be fed together with others, all padded to the widest. More are read apart.
+#: Most tokens that a row is fed in a forward with others, all padded to the widest. More are read apart.
 FEW = 32
 
 
@@ -51,7 +51,6 @@ class DraftModel:
         self._model = loaded.model
         self._kinds = _kinds(self._model, folder.name)
         self._token_bytes = max(loaded.kv_token_bytes, 1)
-        self._padding = 1 if self._kinds.cuttable else FEW  # most places of a row for padding
         #: States of a row, and those before its drafts.
         self._row_bytes = 0 if self._kinds.cuttable else 2 * loaded.kv_row_bytes
         #: By row, the tokens in its cache: that of a row of the batch, or one that is still reading a prompt.
@@ -99,7 +98,7 @@ class DraftModel:
         """Return the rows that there is room for, the shortest first: all get arrays of the longest."""
         fitting: dict[int, Sequence[int]] = {}
         for row, tokens in sorted(rows.items(), key=lambda item: len(item[1])):
-            size = kv_cache.roomy(len(tokens) + limit + self._padding)
+            size = kv_cache.roomy(len(tokens) + limit + FEW)
             if (len(fitting) + 1) * (size * self._token_bytes + self._row_bytes) > self._room_bytes:
                 break
             fitting[row] = tokens
@@ -151,12 +150,12 @@ class DraftModel:
     def _drafts(self, rows: Mapping[int, Sequence[int]], limit: int) -> dict[int, tuple[int, ...]]:
         """Return the drafts of all rows of the batch.
 
-        Tokens that are not read yet are padded on the left, or on the right where states are kept. These stay
-        as they are before the drafts, which are fed again when they were right.
+        Tokens that are not read yet are padded on the right. Drafts overwrite what padding leaves behind them.
+        States stay as they are before the drafts, which are fed again when they were right.
         """
-        batch, left = self._batch, self._kinds.cuttable
+        batch = self._batch
         longest = max([len(rows[row]) for row in batch.rows]) + limit
-        size = kv_cache.roomy(longest + self._padding)
+        size = kv_cache.roomy(longest + FEW)
         if len(batch.buckets) > 1 or batch.buckets[0].shape != (len(batch.rows), size):
             batch.arrange([size] * len(batch.rows))
         (bucket,) = batch.buckets
@@ -164,33 +163,29 @@ class DraftModel:
         todo = [list(rows[row][len(self._fed[row]) :]) for row in bucket.rows]
         width, view = max(map(len, todo)), min(kv_cache.view(longest), size)
         starts = [end - len(new) for end, new in zip(ends, todo, strict=True)]
-        last = mx.array([[[width if left else len(new)]] for new in todo]) - 1
-        if left:
-            shape = ForwardShape.of_prompts(starts, ends, size, view)
-            tokens = mx.array([[0] * (width - len(new)) + new for new in todo])
-        else:
-            shape = ForwardShape(*ForwardShape.arrays(mx.array(starts), width, view))
-            tokens = mx.array([new + [0] * (width - len(new)) for new in todo])
+        last = mx.array([[[len(new) - 1]] for new in todo])
+        tokens = mx.array([new + [0] * (width - len(new)) for new in todo])
         places, before = [], bucket.states
         for place in range(limit):
-            logits = self._forward(bucket, tokens, starts, shape)
+            logits = self._forward(bucket, tokens, starts, view)
             tokens = mx.argmax(mx.take_along_axis(logits, last, axis=1), axis=-1)
             if not place and bucket.states is not None:
                 before = replace(bucket.states)
             places.append(tokens)
             starts, last = [end + place for end in ends], mx.zeros_like(last)
-            shape = ForwardShape(*ForwardShape.arrays(mx.array(starts), 1, view))
         bucket.states = before
         mx.eval(places, batch.arrays())
         found = cast("list[list[int]]", mx.concatenate(places, axis=1).tolist())
         for row, drafts in zip(bucket.rows, found, strict=True):
-            self._fed[row] = [*rows[row], *drafts[:-1]] if left else list(rows[row])
+            self._fed[row] = [*rows[row], *drafts[:-1]] if self._kinds.cuttable else list(rows[row])
         return {row: tuple(drafts) for row, drafts in zip(bucket.rows, found, strict=True)}
 
-    def _forward(
-        self, bucket: Bucket, tokens: mx.array, starts: Sequence[int], shape: ForwardShape
-    ) -> mx.array:
-        """Feed `tokens` int32 [rows, width] behind the `starts` of rows; returns logits of all positions."""
+    def _forward(self, bucket: Bucket, tokens: mx.array, starts: Sequence[int], view: int) -> mx.array:
+        """Feed `tokens` int32 [rows, width] behind the `starts` of rows; returns logits of all positions.
+
+        Attention reads the first `view` positions.
+        """
+        shape = ForwardShape(*ForwardShape.arrays(mx.array(list(starts)), tokens.shape[1], view))
         arrays, bucket.arrays, states = bucket.arrays, [], bucket.states
         views = [] if states is None else [StateView(kept, *states.stood(starts)) for kept in states.kept]
         layers = self._kinds.beside(self._kinds.views(arrays, shape), views)

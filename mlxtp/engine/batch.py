@@ -29,10 +29,7 @@ QUANTIZATION_GROUPS = (64, 32)
 
 WHOLE = (1 << 31) - 1  # more tokens than any sequence has
 
-KVCACHE_STEP = 256  # positions by which mlx-lm's own caches grow
-
 Caches = list[Any]  # one mlx-lm cache a layer, of one sequence
-
 
 #: Shape and type of the keys or values that a layer holds for a row without tokens.
 Empty = tuple[tuple[int, ...], mx.Dtype]

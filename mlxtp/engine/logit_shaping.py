@@ -126,15 +126,13 @@ class RequestShaping(LogitShaping):
         shaped = request.shaping != PLAIN or guide is not None
         if not shaped and request.logprobs < 0:
             return
-        eos = () if request.ignore_eos else self._eos
+        begun = len(request.tokens) - request.answered
         shaper = None
         if shaped:
-            begun = len(request.tokens) - request.answered
             prompt, answer = request.tokens[:begun], request.tokens[begun:]
+            eos = () if request.ignore_eos else self._eos
             shaper = Shaper(request.shaping, prompt, self._vocabulary, eos, answer)
-        self._orders[request.uid] = _Order(
-            shaper, guide, request.logprobs, len(request.tokens) - request.answered
-        )
+        self._orders[request.uid] = _Order(shaper, guide, request.logprobs, begun)
 
     def leave(self, request: int) -> None:
         """Remove a request that has ended."""

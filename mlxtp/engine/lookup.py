@@ -37,9 +37,6 @@ class Lookup:
             self._latest[gram] = end
         self._find()
 
-    def __len__(self) -> int:
-        return len(self._tokens)
-
     @property
     def matched(self) -> int:
         """Number of tokens before the draft's place that match the end; 0 without a place, at most 64."""

@@ -55,13 +55,7 @@ FAMILIES: Mapping[str, Names] = {
     "glm4_moe": _NEXT_N,
     "glm4_moe_lite": _NEXT_N,
     "llama": _NEXT_N,
-    "mimo": Names(
-        "token_layernorm",
-        "hidden_layernorm",
-        "input_proj",
-        "final_layernorm",
-        hidden_first=True,
-    ),
+    "mimo": Names("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm", hidden_first=True),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_next"), _QWEN),
 }
 _ONE_LAYER: Config = {
@@ -176,14 +170,11 @@ def read_head(folder: Path, config: Config) -> MtpHead | None:
     """
     try:
         place = mtp_place(config)
-        if not place or not _has_head(folder, place):
-            return None
-        head = _read(folder, config, place)
+        return _read(folder, config, place) if place and _has_head(folder, place) else None
     except (*MLX_LM_RAISES, ModelError) as error:
         sys.stderr.write(f"{folder.name} is served without its MTP head: {brief(error)}\n")
         sys.stderr.flush()
         return None
-    return head
 
 
 def _has_head(folder: Path, place: str) -> bool:

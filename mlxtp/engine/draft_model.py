@@ -1,7 +1,7 @@
 """Small model that proposes tokens, on rank 0 alone.
 
 It runs between steps on the same thread and stream as everything else, and enters no collective. Its
-proposals are checked like any draft, so they can change an answer's speed, never its text.
+proposals are checked like any draft. They can change an answer's speed, never its text.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class DraftModel:
     def _drafts(self, rows: Mapping[int, Sequence[int]], limit: int) -> dict[int, tuple[int, ...]]:
         """Return the drafts of all rows of the batch.
 
-        Tokens that are not read yet are padded on the right. Drafts overwrite what padding leaves behind them.
+        Tokens that are not read yet are padded on the right. Drafts overwrite what padding leaves there.
         States stay as they are before the drafts, which are fed again when they were right.
         """
         batch = self._batch

@@ -595,7 +595,7 @@ class KVCacheManager:
         return self.make_room()
 
     def _is_laid_out(self) -> bool:
-        """Return True if every row has room for its next step. Every step asks."""
+        """Return True if every row has room for its next step. Called before every step."""
         running = self._running
         if self._is_stale:
             return False

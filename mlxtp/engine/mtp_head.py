@@ -27,7 +27,7 @@ from .batch import LayerView
 from .loader import MLX_LM_RAISES, brief, read_header
 from .sharding import Vocabulary
 
-PROPOSES = 3  #: most tokens that a head is asked for in one step
+PROPOSES = 3  #: most tokens that a head proposes in one step
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,7 +113,7 @@ class StepCosts:
         self._proposing = {proposer: seconds / ahead_s for proposer, seconds in proposing_s.items()}
 
     def measured(self, rows: int) -> bool:
-        """Return True if anything was measured that tells what such steps cost."""
+        """Return True if the cost of such steps rests on any measurement."""
         return len(self._alone) > 1 or self.plain_s(rows) > 0
 
     def comparable(self, rows: int) -> bool:
@@ -297,7 +297,7 @@ class _Pause:
 
 @dataclass(slots=True)
 class Choice:
-    """Choice for rows that step together, deterministic given what it was told.
+    """Choice for rows that step together. The same reports and options give the same plans.
 
     Drafts may lose 3 plain steps, 0.015 for each step, and what they gained. At most 8 are kept, so that
     gains of the past do not pay for long losses.

@@ -1,9 +1,9 @@
 """Recurrent states of gated-delta layers, as in Qwen3-Next and Qwen3.5, and the way back behind wrong drafts.
 
 A state is of all tokens so far, and cannot be cut. So a step of several tokens leaves it as it was before
-them, and keeps what the recurrence was fed: a hundredth of a state for each token. The next step first feeds
+them, and keeps the inputs of the recurrence: a hundredth of a state for each token. The next step first feeds
 as many of them as were right, without the layers' other parts, and then its own. Nothing is copied, and no
-rank waits to learn how many those are: the position of the next step says it.
+rank waits to learn their number: it follows from the position of the next step.
 
 The same code of mlx-lm computes prompts, steps and what is fed again.
 """
@@ -57,7 +57,7 @@ class StateView:
             self.kept[0] = value
 
     def recur(self, update: Callable[..., Any], queries: mx.array, *fed: mx.array) -> Any:
-        """Call mlx-lm's `gated_delta_update` with the state. Returns what it does."""
+        """Call mlx-lm's `gated_delta_update` with the state, and return its results."""
         inputs, (*tokens, rate, bias) = self.kept[0], fed
         state = self.settled(update, rate, bias)
         found, after = update(queries, *fed, state)

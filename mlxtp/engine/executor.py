@@ -17,6 +17,7 @@ import psutil
 
 from ..errors import Code, GroupError, LocalProtocolError, MlxtpError
 from ..wire.messages import (
+    RESTS,
     Arrange,
     Bootstrap,
     CollectivesTimed,
@@ -412,7 +413,7 @@ def fed(frame: PromptTokens | PromptBatch | StepToken) -> int:
         case PromptBatch():
             where = (*frame.uids, *frame.totals, *frame.offsets, *frame.sources, frame.drafts)
         case StepToken():
-            where = (*frame.rows, *frame.positions, *frame.widths, frame.drafts)
+            where = (*frame.rows, *frame.positions, *frame.widths, frame.drafts - RESTS)
     return zlib.crc32(struct.pack(f"<{len(where)}I{len(frame.tokens)}i", *where, *frame.tokens))
 
 

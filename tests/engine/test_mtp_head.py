@@ -303,7 +303,7 @@ def test_right_drafts_are_counted_up_to_the_first_wrong_one_and_within_the_row()
 
 def test_ranks_that_propose_more_or_read_another_next_token_have_other_digests() -> None:
     step, prompt = StepToken((1,), (8,), drafts=1), PromptTokens(1, 0, 8, PROMPT[:4], following=PROMPT[4])
-    assert fed(step) != fed(replace(step, drafts=2))
+    assert len({fed(replace(step, drafts=drafts)) for drafts in (RESTS, 0, 2)}) == 3
     assert fed(prompt) != fed(replace(prompt, following=PROMPT[5]))
     assert fed(prompt) != fed(replace(prompt, drafts=1))
 

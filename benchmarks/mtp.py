@@ -11,17 +11,20 @@ from contextlib import AsyncExitStack
 
 from mlxtp.agent import Agent
 from mlxtp.api.backend import Request
+from mlxtp.engine.steps import GREEDY
+from mlxtp.wire.messages import Sampling
 
 from . import prompts
 from .decoded import Decoded
 from .delay import Delay
 from .errors import Unmeasured
-from .measures import Row, compare
+from .measures import Row, absolute, compare
 from .stage import Stage, decode, in_turn, require, text_of
 
 Task = Callable[[int], str]
 
 STREAMS = 8
+COUNTED, _COUNTING = "counting, steps per token with the MTP head", "counting, MTP head vs none"
 DELAY_S = 0.0005  #: Each way. Two ranks of a ring sum a few bytes in two steps, so a sum takes 1 ms more.
 _TOKENS = 120
 _WORDS = ("the", "small", "river", "finds", "a", "green", "door", "under", "old", "stones", "and", "sings")
@@ -40,10 +43,13 @@ async def measure(stage: Stage) -> list[Row]:
         Delay(file).set(DELAY_S)  # before the costs of widths are measured, at load
         slow = await pair(worker=(sys.executable, "-m", "benchmarks.delayed_worker", "all", str(file)))
         tasks: dict[str, Task] = {"counting": prompts.count, "prose-like text": sentences}
-        rows = [await _race(stage, agents, f"{name}, MTP head vs none", task) for name, task in tasks.items()]
-        rows.append(await _race(stage, agents, "8 mixed streams, MTP head vs none", mixed, STREAMS))
+        rows: list[Row] = []
         for name, task in tasks.items():
-            rows.append(await _race(stage, slow, f"{name}, MTP head vs none, 1 ms more a sum", task))
+            rows += await _race(stage, agents, f"{name}, MTP head vs none", task)
+        rows += await _race(stage, agents, "random text, MTP head vs none", sentences, temperature=2.0)
+        rows += await _race(stage, agents, "8 mixed streams, MTP head vs none", mixed, STREAMS)
+        for name, task in tasks.items():
+            rows += await _race(stage, slow, f"{name}, MTP head vs none, 1 ms more a sum", task)
         return rows
 
 
@@ -59,12 +65,24 @@ def mixed(number: int) -> str:
 
 
 async def _race(
-    stage: Stage, agents: tuple[Agent, Agent], name: str, task: Callable[[int], str], streams: int = 1
-) -> Row:
+    stage: Stage,
+    agents: tuple[Agent, Agent],
+    name: str,
+    task: Task,
+    streams: int = 1,
+    *,
+    temperature: float = 0.0,
+) -> list[Row]:
     columns: tuple[list[float], list[float]] = [], []
+    steps: list[float] = []
     for number in stage.rounds(name, full=7, quick=2):
         asked = [
-            Request(prompts.ids(text_of(agents[0]), task(number * streams + i)), _TOKENS)
+            Request(
+                prompts.ids(text_of(agents[0]), task(number * streams + i)),
+                _TOKENS,
+                Sampling(temperature, seed=number + 1) if temperature else GREEDY,
+                ignore_eos=temperature > 0,
+            )
             for i in range(streams)
         ]
         answers: dict[int, list[Decoded]] = {}
@@ -76,4 +94,5 @@ async def _race(
                 columns[which].append(sum(len(each.tokens) for each in answers[which]) / took_s)
         if [each.tokens for each in answers[0]] != [each.tokens for each in answers[1]]:
             raise Unmeasured(f"{name}: drafts changed the tokens of round {number}")
-    return compare(name, *columns)
+        steps += [each.times / len(each.tokens) for each in answers[0] if number]
+    return [compare(name, *columns), *([absolute(COUNTED, steps)] if name == _COUNTING else [])]

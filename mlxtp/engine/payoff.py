@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, combinations, pairwise
 from math import inf
-from statistics import median_low
+from statistics import fmean
 from typing import Literal, NamedTuple
 
 Proposer = Literal["lookup", "mtp", "draft"]
@@ -69,7 +69,7 @@ class DraftUse:
 # --- costs -----------------------------------------------------------------------------------------------
 
 HELD = -1  #: in place of a number of drafts: a step without any, which waited for the token before it
-SAMPLES = 15  #: newest steps of a kind whose median is its cost
+SAMPLES = 15  #: newest steps of a kind, of which the cost is a mean
 FEW = 3  #: samples, beside fewer of which the guess counts, too
 MOST_SLOWER = 4.0  #: times its expected cost that one step may count, because it may have compiled kernels
 WIDER = 0.1  #: guess, while nothing is measured: cost of a further token of a step, in steps of one token
@@ -85,7 +85,7 @@ class Kind(NamedTuple):
 
 
 class StepCosts:
-    """Costs of kinds of steps, in plain ones of as many rows: medians of measured steps, else guesses.
+    """Costs of kinds of steps, in plain ones of as many rows: means of measured steps, else guesses.
 
     A plain step has no drafts and waits for nothing. Guesses rest on `rehearsed` steps of one row.
     """
@@ -95,7 +95,7 @@ class StepCosts:
         self._held = 1.0
         self._proposing: dict[Proposer, float] = {}  # cost of one draft of each row
         self._samples: defaultdict[Kind, deque[float]] = defaultdict(lambda: deque(maxlen=SAMPLES))
-        self._medians: dict[Kind, float] = {}
+        self._means: dict[Kind, float] = {}
         self._lacking: set[int] = set()  # numbers of rows that drafted before plain steps were measured
 
     def rehearsed(
@@ -122,7 +122,7 @@ class StepCosts:
 
     def plain_s(self, rows: int) -> float:
         """Return the seconds of a plain step, 0 while none was measured."""
-        return self._medians.get(Kind(rows, 0), 0.0)
+        return self._means.get(Kind(rows, 0), 0.0)
 
     def took(self, kind: Kind, seconds: float) -> None:
         """Record a step. It counts where a few plain ones were measured before."""
@@ -135,25 +135,23 @@ class StepCosts:
         samples = self._samples[kind]
         samples.append(seconds)
         guess = [self._guess(kind)] if kind.drafts and len(samples) < FEW else []
-        self._medians[kind] = median_low([*guess, *samples])
+        self._means[kind] = _usual([*guess, *samples])
         if len(plain) >= FEW:
             self._lacking.discard(kind.rows)
 
     def renew(self, but: Kind) -> None:
         """Have all steps of as many rows with drafts measured again, but for one kind."""
-        for kind in [kind for kind in self._medians if kind.rows == but.rows and kind.drafts > 0]:
+        for kind in [kind for kind in self._means if kind.rows == but.rows and kind.drafts > 0]:
             if kind != but:
-                del self._medians[kind], self._samples[kind]
+                del self._means[kind], self._samples[kind]
 
     def cost(self, kind: Kind) -> float:
         """Return the cost of a step in plain steps. One of a longer draft costs no less."""
         rows, drafts, asks = kind
         if drafts == 0:
             return 1.0
-        known = self._medians.get(kind)
-        longer = [
-            self._medians.get(Kind(rows, length, asks), inf) for length in LENGTHS if length > drafts > 0
-        ]
+        known = self._means.get(kind)
+        longer = [self._means.get(Kind(rows, length, asks), inf) for length in LENGTHS if length > drafts > 0]
         return min([self._guess(kind) if known is None else known, *longer])
 
     def hoped(self, kind: Kind) -> float:
@@ -163,12 +161,12 @@ class StepCosts:
     def _guess(self, kind: Kind) -> float:
         """Return the cost as it grows from the nearest measured shorter draft, or from a plain step."""
         rows, drafts, asks = kind
-        lengths = [length for length in LENGTHS if Kind(rows, length, asks) in self._medians]
+        lengths = [length for length in LENGTHS if Kind(rows, length, asks) in self._means]
         longer = next((length for length in lengths if length > drafts), 0)
         shorter = next((length for length in reversed(lengths) if length < drafts), 0)
-        from_cost = self._medians[Kind(rows, shorter, asks)] if shorter else self._held
+        from_cost = self._means[Kind(rows, shorter, asks)] if shorter else self._held
         if longer and drafts > 0:
-            to_cost = self._medians[Kind(rows, longer, asks)]
+            to_cost = self._means[Kind(rows, longer, asks)]
             return from_cost + (to_cost - from_cost) * (drafts - shorter) / (longer - shorter)
         wider = self._tokens(rows * (1 + max(drafts, 0))) / self._tokens(rows * (1 + shorter))
         proposing = sum(map(self._proposes, asks)) * (max(drafts, 1) - shorter)
@@ -184,6 +182,13 @@ class StepCosts:
         at = next((i for i, (each, _) in enumerate(self._alone) if each >= tokens), len(self._alone) - 1)
         (few, few_cost), (many, many_cost) = self._alone[max(at, 1) - 1], self._alone[max(at, 1)]
         return few_cost + (many_cost - few_cost) * (tokens - few) / (many - few)
+
+
+def _usual(samples: Collection[float]) -> float:
+    """Return the mean without the largest fifth: plain steps that ran ahead may come two at a time."""
+    return (
+        fmean(sorted(samples)[: len(samples) - -(-len(samples) // 5)]) if len(samples) > 1 else min(samples)
+    )
 
 
 # --- success ---------------------------------------------------------------------------------------------
@@ -258,6 +263,7 @@ AUDITED = 3  #: plain steps then; the first ones do not run ahead
 CREDIT_PER_STEP = 0.015  #: plain steps that each step may lose
 FIRST_CREDIT, MOST_CREDIT = 3.0, 8.0
 LEAST_CREDIT = 1.0  #: with which drafts begin
+MOST_DEBT = -6.0  #: because a cost that is far too high is a wrong one
 
 
 @dataclass(slots=True)
@@ -414,7 +420,7 @@ class Choice:
             self.costs.took(kind, seconds)
         cost = self.costs.cost(kind)
         lost = cost - tokens / rows if paid else 0.0
-        self.credit = min(self.credit + CREDIT_PER_STEP - lost, MOST_CREDIT)
+        self.credit = max(min(self.credit + CREDIT_PER_STEP - lost, MOST_CREDIT), MOST_DEBT)
         for source, pause in self._pauses.items():
             if source not in self._tried:
                 pause.left = max(pause.left - 1, 0)

@@ -70,7 +70,7 @@ class DraftUse:
 
 HELD = -1  #: in place of a number of drafts: a step without any, which waited for the token before it
 SAMPLES = 15  #: newest steps of a kind, of which the cost is a mean
-FEW = 3  #: samples, beside fewer of which the guess counts, too
+FEW = 3  #: samples, beside fewer of which the guess counts, too; plain ones that others are compared with
 MOST_SLOWER = 4.0  #: times its expected cost that one step may count, because it may have compiled kernels
 WIDER = 0.1  #: guess, while nothing is measured: cost of a further token of a step, in steps of one token
 NO_PROPOSERS: frozenset[Proposer] = frozenset()
@@ -96,7 +96,7 @@ class StepCosts:
         self._proposing: dict[Proposer, float] = {}  # cost of one draft of each row
         self._samples: defaultdict[Kind, deque[float]] = defaultdict(lambda: deque(maxlen=SAMPLES))
         self._means: dict[Kind, float] = {}
-        self._lacking: set[int] = set()  # numbers of rows that drafted before plain steps were measured
+        self._lacking: set[int] = set()  # numbers of rows whose plain steps are to be measured first
 
     def rehearsed(
         self, ahead_s: float, waiting_s: Mapping[int, float], proposing_s: Mapping[Proposer, float]
@@ -140,9 +140,11 @@ class StepCosts:
             self._lacking.discard(kind.rows)
 
     def renew(self, but: Kind) -> None:
-        """Have all steps of as many rows with drafts measured again, but for one kind."""
-        for kind in [kind for kind in self._means if kind.rows == but.rows and kind.drafts > 0]:
-            if kind != but:
+        """Have all steps of as many rows measured again, plain ones first, but for one kind with drafts."""
+        for kind in [kind for kind in self._means if kind.rows == but.rows and kind.drafts >= 0]:
+            if not kind.drafts:
+                self._lacking.add(kind.rows)
+            if kind != but or not kind.drafts:
                 del self._means[kind], self._samples[kind]
 
     def cost(self, kind: Kind) -> float:
@@ -258,7 +260,6 @@ BETTER = 1.06  #: times the tokens a second without drafts that begin drafts
 STILL_BETTER = 1.0  #: the same for drafts that go on
 OTHER = 1.04  #: times the tokens a second of the last choice that another one must have
 FIRST_AUDIT, AUDIT_STEPS = 32, 512  #: steps with drafts after which other costs are measured again; doubled
-AUDITED = 3  #: plain steps then; the first ones do not run ahead
 
 CREDIT_PER_STEP = 0.015  #: plain steps that each step may lose
 FIRST_CREDIT, MOST_CREDIT = 3.0, 8.0
@@ -320,7 +321,6 @@ class Choice:
     _last: Plan = NONE
     _drafted: int = 0  # steps with drafts since the last audit
     _audit_at: int = FIRST_AUDIT
-    _audit: int = 0  # plain steps left of this one
 
     def plan(self, options: Sequence[Options], rows: int, most: int) -> Plan:
         """Choose for the next step of `rows` rows. `most`: longest draft that there is room for."""
@@ -329,7 +329,7 @@ class Choice:
 
     def _planned(self, options: Sequence[Options], rows: int, most: int) -> Plan:
         offered = {source for each in options for source in each.sources}
-        if most < 1 or not offered or self._audit or not self.costs.comparable(rows):
+        if most < 1 or not offered or not self.costs.comparable(rows):
             return NONE
         if self._tried & offered:  # a trial goes on, because its first steps say little
             return self._best(options, rows, min(most, TRIED), self._tried)[0]
@@ -345,7 +345,7 @@ class Choice:
                 self._tried = due & _sources(trial)
                 self._steps, self._given, self._bar = 0, 0.0, worth
                 self.costs.renew(Kind(rows, bucket(best.drafts), best.asks))
-                return trial
+                return trial if self.costs.comparable(rows) else NONE
         for source in _sources(best):
             self._pauses[source] = _Pause(FIRST_PAUSE)
         return best
@@ -433,13 +433,9 @@ class Choice:
                     pause = self._pauses[source]
                     pause.left, pause.next = pause.next, min(2 * pause.next, LONGEST_PAUSE)
                 self._tried.clear()
-        if drafts < 1:
-            self._audit = max(self._audit - 1, 0)
-            return
-        self._drafted += 1
-        if self._drafted >= self._audit_at:
-            self._drafted, self._audit = 0, AUDITED
-            self._audit_at = min(2 * self._audit_at, AUDIT_STEPS)
+        self._drafted += drafts > 0
+        if self._drafted == self._audit_at:
+            self._drafted, self._audit_at = 0, min(2 * self._audit_at, AUDIT_STEPS)
             self.costs.renew(kind)
 
 

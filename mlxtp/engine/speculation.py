@@ -109,7 +109,7 @@ class Speculation:
 
     def join(self, sequence: SequenceState) -> None:
         """Prepare for a row whose prompt is complete."""
-        self._plans = None
+        self._plans, sequence.headless = None, False
         may_draft = self._policy.wide and self._policy.drafts != "off"
         if may_draft and sequence.lookup is None:
             sequence.lookup = Lookup(sequence.tokens[-LOOKED_UP:])

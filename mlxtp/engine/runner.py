@@ -14,7 +14,7 @@ from operator import le
 import mlx.core as mx
 
 from ..errors import Code, GroupError
-from ..wire.messages import PromptBatch, PromptTokens, Sampling, StepToken
+from ..wire.messages import RESTS, PromptBatch, PromptTokens, Sampling, StepToken
 from . import kv_cache
 from .batch import (
     Batch,
@@ -310,11 +310,10 @@ class Runner:
                     known()
             finally:  # even if `known` raises, because the other ranks wait for the choice
                 chosen, scores = self._draw(logits, rows, widths, mx.array(at, dtype=mx.int32) + 1, frame)
-                if self._model.head is not None:
-                    embeddings = self._model.embedded(chosen)
-                    pairs = inputs.chose(found[1], embeddings, chosen)
+                if self._model.head is not None and drafts != RESTS:
+                    pairs = inputs.chose(found[1], self._model.embedded(chosen), chosen)
                     proposed = self._model.follow(parts, rows, at, pairs, drafts=drafts)
-                results = [*self._batch.arrays(rows), *([] if embeddings is None else [embeddings])]
+                results = self._batch.arrays(rows)
                 self.border.submit(self.forwards, received, chosen, scores, results, proposed)
         else:
             chosen, embeddings, *proposed = found

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 class Decoded:
     """Tokens, and tokens per second: `rate` after the first one, `whole_rate` from the request on.
 
-    `times`: how many different ones the tokens came at, which is one for each step.
+    `accepted` of the tokens were right drafts.
     """
 
     tokens: tuple[int, ...]
     rate: float
     whole_rate: float
-    times: int = 0
+    accepted: int = 0
 
     @classmethod
-    def timed(cls, tokens: Sequence[int], began: float, times: Sequence[float]) -> Decoded:
+    def timed(cls, tokens: Sequence[int], began: float, times: Sequence[float], accepted: int = 0) -> Decoded:
         """`times[i]` is when token i was there, in seconds; at least two tokens."""
         rate, whole_rate = (len(tokens) - 1) / (times[-1] - times[0]), len(tokens) / (times[-1] - began)
-        return cls(tuple(tokens), rate, whole_rate, len(set(times)))
+        return cls(tuple(tokens), rate, whole_rate, accepted)

@@ -94,5 +94,5 @@ async def _race(
                 columns[which].append(sum(len(each.tokens) for each in answers[which]) / took_s)
         if [each.tokens for each in answers[0]] != [each.tokens for each in answers[1]]:
             raise Unmeasured(f"{name}: drafts changed the tokens of round {number}")
-        steps += [each.times / len(each.tokens) for each in answers[0] if number]
+        steps += [1 - each.accepted / len(each.tokens) for each in answers[0] if number]
     return [compare(name, *columns), *([absolute(COUNTED, steps)] if name == _COUNTING else [])]

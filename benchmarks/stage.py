@@ -12,7 +12,7 @@ from typing import TypeVar
 from rich.console import Console
 
 from mlxtp.agent import Agent, running_agent
-from mlxtp.api.backend import Request, Tokens
+from mlxtp.api.backend import Request, StreamEnd, Tokens
 from mlxtp.config import EMBEDDED_MODEL, Settings, embedded_model_path
 from mlxtp.groups.ranks import WORKER
 from mlxtp.text.tokenizer import Text
@@ -163,12 +163,15 @@ async def decode(agent: Agent, request: Request) -> Decoded:
     """One request at the engine's pipe."""
     tokens: list[int] = []
     times: list[float] = []
+    accepted = 0
     began = time.perf_counter()
     answer = agent.parts.groups.shown.supervisor.gateway.generate(request)
     async for event in answer:
         if isinstance(event, Tokens):
             tokens += event.tokens
             times += [time.perf_counter()] * len(event.tokens)
+        elif isinstance(event, StreamEnd):
+            accepted = event.accepted
     if len(tokens) < 2:
         raise Unmeasured(f"{len(tokens)} tokens are too few to measure")
-    return Decoded.timed(tokens, began, times)
+    return Decoded.timed(tokens, began, times, accepted)

@@ -201,8 +201,8 @@ FIRST_RATE: Mapping[Source, float] = {
 }  # fmt: skip
 PLACES = 5  #: places of a draft that are told apart: the first, the second, two, four, and the rest
 MEMORY = 0.95  #: part of what was seen that still counts after the next report of a row
-COMMON_MEMORY = 0.99  #: the same for all rows together
-USUAL_WEIGHT = 8.0  #: reports that the success of all rows counts for in one of them
+COMMON_MEMORY = 0.97  #: the same for all rows together
+USUAL_WEIGHT = 5.0  #: reports that the success of all rows counts for in one of them
 FIRST_WEIGHT = 2.0  #: reports that FIRST_RATE counts for
 LIKELY = 0.05  #: least probability of a draft that is fed: it takes no time beside longer ones, but room
 

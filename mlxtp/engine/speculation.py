@@ -232,7 +232,7 @@ class Speculation:
                 usual_s = self.choice.costs.plain_s(len(rows)) * tokens / len(rows)
                 self.use.took(took_s, took_s if plain else usual_s)
             if kind.drafts == 0 and last[0].drafts and self._policy.run_ahead:
-                took_s = 0.0  # it did not run ahead yet
+                kind = Kind(len(rows), HELD)  # it did not run ahead yet, because of the drafts before it
         self.choice.step(kind, tokens, took_s, paid=not forced)
 
     def prompted(self) -> None:

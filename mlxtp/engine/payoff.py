@@ -257,6 +257,7 @@ LEAST_TRIAL, LONGEST_TRIAL = 4, 9  #: steps of a trial, after which success and 
 MOST_TRIED = 1.5  #: plain steps that a trial may have lost when it goes on
 FIRST_PAUSE, LONGEST_PAUSE = 48, 512  #: steps between trials of a source; doubled until it is chosen
 BETTER = 1.06  #: times the tokens a second without drafts that begin drafts
+SURE = 1.5  #: times the tokens a second without drafts that no wrong cost explains
 STILL_BETTER = 1.0  #: the same for drafts that go on
 OTHER = 1.04  #: times the tokens a second of the last choice that another one must have
 FIRST_AUDIT, AUDIT_STEPS = 32, 512  #: steps with drafts after which other costs are measured again; doubled
@@ -321,6 +322,7 @@ class Choice:
     _last: Plan = NONE
     _drafted: int = 0  # steps with drafts since the last audit
     _audit_at: int = FIRST_AUDIT
+    _sure: bool = False  # drafts give so much that only a late audit pays
 
     def plan(self, options: Sequence[Options], rows: int, most: int) -> Plan:
         """Choose for the next step of `rows` rows. `most`: longest draft that there is room for."""
@@ -331,11 +333,15 @@ class Choice:
         offered = {source for each in options for source in each.sources}
         if most < 1 or not offered or not self.costs.comparable(rows):
             return NONE
-        if self._tried & offered:  # a trial goes on, because its first steps say little
-            return self._best(options, rows, min(most, TRIED), self._tried)[0]
-        if self.credit <= (0 if self._last.drafts else LEAST_CREDIT):
-            return NONE
         best, worth = self._best(options, rows, most)
+        if self._tried & offered:  # a trial goes on, because its first steps say little
+            trial, hoped = self._best(options, rows, min(most, TRIED), self._tried)
+            if hoped > worth:
+                return trial
+            self._tried.clear()  # a long match was found meanwhile, say
+        self._sure = worth > SURE
+        if self.credit <= (0 if self._last.drafts else LEAST_CREDIT) and not self._sure:
+            return NONE
         if worth < (STILL_BETTER if self._last.drafts else BETTER):
             best, worth = NONE, 1.0
         due = {each for each in offered if not self._pauses[each].left} - _sources(best)
@@ -434,7 +440,7 @@ class Choice:
                     pause.left, pause.next = pause.next, min(2 * pause.next, LONGEST_PAUSE)
                 self._tried.clear()
         self._drafted += drafts > 0
-        if self._drafted == self._audit_at:
+        if self._drafted >= (AUDIT_STEPS if self._sure else self._audit_at):
             self._drafted, self._audit_at = 0, min(2 * self._audit_at, AUDIT_STEPS)
             self.costs.renew(kind)
 

@@ -222,6 +222,14 @@ def test_what_is_off_is_tried_rarely_and_again() -> None:
     assert tried[-1] > 2400
 
 
+def test_debts_hold_back_what_gains_little_and_not_what_surely_pays() -> None:
+    for success, waits in (((0.5, 0.2, 0.1, 0.1, 0.1), True), (WELL, False)):
+        played = World(CHEAP, {"mtp": 0.001}, [{HEAD: success}]).run(300)
+        played.choice.credit = -5.0
+        played.step()
+        assert bool(played.plans[-1].drafts) != waits
+
+
 def test_it_decides_alike_when_it_is_told_the_same() -> None:
     one, other = (World(CHEAP, {"mtp": 0.001}, [{HEAD: WELL}] * 3, noise=0.2, most=8) for _ in range(2))
     assert one.run(200).plans == other.run(200).plans

@@ -96,8 +96,7 @@ def test_a_rank_gives_its_memory_back_although_a_message_never_comes(tmp_path: P
 
 
 @pytest.mark.slow
-@pytest.mark.chaos
-@pytest.mark.parametrize("compared", [False, True])
+@pytest.mark.parametrize("compared", [False, pytest.param(True, marks=pytest.mark.chaos)])
 def test_after_forwards_alone_a_joint_one_compiles_no_kernel(tmp_path: Path, compared: bool) -> None:
     """Neither a prompt nor its traced steps. MLX's CPU backend compiles fused kernels as Metal does."""
     folder = write_model(tmp_path / "model")

@@ -370,7 +370,7 @@ def load(
     """Load this rank's share. Calls `progress` after the vocabulary and after each layer.
 
     `split` has the number of layers of each rank where each has whole ones, else it is empty. `read_head`
-    returns the model's MTP head, or None. Ranks that choose tokens have all of it.
+    returns the model's MTP head, or None. Ranks that choose tokens have all of it, and only they read it.
 
     Never leaves a model half-loaded. Raises ModelError that names the folder, or GroupError (OUT_OF_MEMORY,
     GPU_TIMEOUT) when the machine failed and not the model. No collective runs, so a rank may fail alone.
@@ -394,7 +394,8 @@ def load(
         with _unkept():
             tensors = Folder(folder)
             stored = tensors.untouched(_weights(model)) if parts > 1 else {}
-            head = read_head(folder, config) if _goes_back(model, split) else None
+            holds = not (split and group.rank) and _goes_back(model, split)
+            head = read_head(folder, config) if holds else None
             vocabulary = (
                 cut_into_stage(model, group, split, _vocabulary(config), embeds=head is not None)
                 if split
@@ -499,24 +500,34 @@ def _evaluate(
             if (share := own(weight, weights[weight])) is not weights[weight]:
                 weights[weight] = share
                 model.update(tree_unflatten([(weight, share)]))
-        looks: dict[str, mx.array] = {}
-        for batch in _batches(names, weights, ranks, room):
-            found = {weight: _look(weights[weight], weight) for weight in batch}
-            mx.eval([weights[weight] for weight in batch], list(found.values()))
-            looks |= {weight: look for weight, look in found.items() if look is not None}
+        for batch in read_numbers(f"{name}: ", names, weights, ranks, room):
             for weight in batch:
                 if _is_faster_by_columns(weights[weight]):
                     weights[weight] = _by_columns(weights[weight])
                     model.update(tree_unflatten([(weight, weights[weight])]))
-        bad = [weight.replace(".rows.", ".") for weight in _broken(looks)]
-        if bad:
-            raise ModelError(
-                f"{name}: {_tensors(len(bad))} NaN or infinite numbers: {', '.join(bad[:5])}",
-                Code.MODEL_INVALID,
-            )
         done.update(names)
         if prefix:
             progress()
+
+
+def read_numbers(
+    where: str, names: Iterable[str], weights: Mapping[str, mx.array], ranks: int = 1, room: int = 0
+) -> Iterator[list[str]]:
+    """Read weights, and yield the names of each batch that is in memory. `ranks` and `room` as in `_batches`.
+
+    Raises ModelError (MODEL_INVALID), after all are read, with `where` and the names of those that are not
+    numbers.
+    """
+    looks: dict[str, mx.array] = {}
+    for batch in _batches(names, weights, ranks, room):
+        found = {weight: _look(weights[weight], weight) for weight in batch}
+        mx.eval([weights[weight] for weight in batch], list(found.values()))
+        looks |= {weight: look for weight, look in found.items() if look is not None}
+        yield batch
+    if bad := [weight.replace(".rows.", ".") for weight in _broken(looks)]:
+        raise ModelError(
+            f"{where}{_tensors(len(bad))} NaN or infinite numbers: {', '.join(bad[:5])}", Code.MODEL_INVALID
+        )
 
 
 def _batches(

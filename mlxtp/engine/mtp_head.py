@@ -19,12 +19,14 @@ from typing import Any, cast
 
 import mlx.core as mx
 from mlx import nn
+from mlx.utils import tree_flatten
 
-from ..errors import ModelError
+from ..errors import Code, ModelError
 from ..model_config import Config, family, mtp_place, name_in_head, table
 from ..model_files import MTP_FILE
 from .batch import LayerView
-from .loader import MLX_LM_RAISES, brief, read_header
+from .loader import MLX_LM_RAISES, brief, read_header, read_numbers
+from .mlx_compat import code_of
 from .sharding import Vocabulary
 
 PROPOSES = 3  #: most tokens that a head proposes in one step
@@ -164,14 +166,22 @@ def accepted(fed: mx.array, chosen: mx.array, counts: mx.array) -> mx.array:
 
 
 def read_head(folder: Path, config: Config) -> MtpHead | None:
-    """Return the model's MTP head, whose weights are not read yet; None for a model without one.
+    """Read the model's MTP head; returns None for a model without one.
 
-    A head that is not complete, or has other shapes than its model, gives a line on standard error and None.
+    A head that is not complete, has other shapes than its model, or holds NaN or infinite numbers gives a
+    line on standard error and None. Raises one of `MLX_LM_RAISES` if the machine failed.
     """
     try:
         place = mtp_place(config)
-        return _read(folder, config, place) if place and _has_head(folder, place) else None
+        head = _read(folder, config, place) if place and _has_head(folder, place) else None
+        if head is not None:
+            weights = dict(tree_flatten(head.parameters()))
+            for _ in read_numbers("", weights, weights):
+                pass
+        return head
     except (*MLX_LM_RAISES, ModelError) as error:
+        if code_of(error, Code.MODEL_INVALID) is not Code.MODEL_INVALID:
+            raise
         sys.stderr.write(f"{folder.name} is served without its MTP head: {brief(error)}\n")
         sys.stderr.flush()
         return None

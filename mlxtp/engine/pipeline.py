@@ -345,7 +345,7 @@ def cut_into_stage(
 ) -> StageVocabulary:
     """Leave the layers of this rank in `model`. Evaluates nothing. `size` as in `shard`.
 
-    `embeds`: the rank that chooses tokens has an embedding as well.
+    `embeds`: this rank, which chooses tokens, has an embedding as well.
 
     Raises ModelError when the layers or the modules of the vocabulary are not as expected.
     """
@@ -354,7 +354,7 @@ def cut_into_stage(
     if whole.embedding is None:
         raise ModelError(f"{model.model_type}: no embedding was found", Code.MODEL_UNSUPPORTED)
     beside = None
-    if embeds and group.rank == 0:
+    if embeds:
         # Of its own where the stage drops the model's.
         beside = whole.embedding if whole.head is whole.embedding else deepcopy(whole.embedding)
     return StageVocabulary(whole, Stage(model, group.rank, split), beside)

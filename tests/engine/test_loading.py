@@ -12,10 +12,12 @@ import pytest
 
 from mlxtp.errors import Code, MlxtpError, ModelError
 from mlxtp.groups.health import ServingState
+from mlxtp.model_files import MTP_FILE
 from mlxtp.wire.messages import Loaded, LoadShard, Unload
 
 from ..live_cluster import Cluster, until
 from ..reference import TINY, answer, endless_prompt, prompt_ids, reference
+from .mtp_heads import add_head
 from .small_models import change_weights, split_weights, write_model
 
 pytestmark = pytest.mark.group
@@ -131,6 +133,23 @@ def test_each_rank_loads_from_the_folder_of_its_own_mac(group: Group, small: Pat
         with pytest.raises(ModelError, match=words) as refused:
             load(*paths)
         assert refused.value.detail.count("lacking: ") == 1
+
+
+def test_a_head_that_is_damaged_on_one_rank_is_used_by_none(
+    group: Group, small: Path, tmp_path: Path
+) -> None:
+    cluster = group.cluster
+    whole = add_head(shutil.copytree(small, tmp_path / "whole"), (7, 8, 9), length=9)
+    broken = shutil.copytree(whole, tmp_path / "broken")
+    head = {name: mx.full(weight.shape, mx.nan) for name, weight in mx.load(str(whole / MTP_FILE)).items()}
+    mx.save_safetensors(str(broken / MTP_FILE), head)
+    group.mislead(rank_1=broken)
+    assert "rank 1: its copy of the model has no MTP head" in refusal(group, whole).detail
+    cluster.load(broken)
+    ranks = cluster.supervisor.status.ranks
+    assert ranks is not None
+    until(lambda: all(pong.model for pong in ranks.watch.pongs.values()), "ranks with a model")
+    assert not any(pong.mtp for pong in ranks.watch.pongs.values())
 
 
 # --- refusals ---------------------------------------------------------------------------------------------

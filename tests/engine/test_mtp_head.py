@@ -342,6 +342,10 @@ def with_tensors(source: Path, folder: Path, **changes: mx.array | None) -> Path
         ({"eh_proj__weight": None}, "projection.weight"),
         ({"hnorm__weight": mx.ones(32)}, "hidden_norm.weight"),
         ({"strange__weight": mx.ones(3)}, "strange"),
+        (
+            {"hnorm__weight": mx.full(64, mx.nan)},
+            "1 tensor holds NaN or infinite numbers: hidden_norm.weight",
+        ),
     ],
 )
 def test_a_model_with_a_head_that_does_not_fit_is_served_without_it(
@@ -352,6 +356,38 @@ def test_a_model_with_a_head_that_does_not_fit_is_served_without_it(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("bad is served without its MTP head: ")
     assert says in line
+
+
+def test_only_the_rank_of_a_pipeline_that_chooses_reads_the_head(folders: Any, tmp_path: Path) -> None:
+    """Whether it holds numbers matters to no other rank, and shows on this one before the model is cut."""
+    bad = with_tensors(folders("llama"), tmp_path / "bad", hnorm__weight=mx.full(64, mx.inf))
+    for folder, heads in ((folders("llama"), [True, False]), (bad, [False, False])):
+        shares = [load(folder, _Place(rank), lambda: None, (1, 1), read_head) for rank in range(2)]
+        assert [share.mtp_head is not None for share in shares] == heads
+        assert [share.vocabulary.embedding is not None for share in shares] == [heads[0], True]
+
+
+class _Place(LoneGroup):
+    """The place of a rank of two."""
+
+    size = 2
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+
+def test_a_rank_without_memory_for_the_head_does_not_go_on_without_it(
+    folders: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks have it."""
+
+    def read(*_: Any) -> Any:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr("mlxtp.engine.mtp_head.read_numbers", read)
+    with pytest.raises(GroupError, match="no room") as error:
+        loaded_from(folders("llama"))
+    assert error.value.code is Code.OUT_OF_MEMORY
 
 
 def test_a_damaged_head_file_costs_the_head_alone(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -16,6 +17,7 @@ from ..cluster.assign import AssignView, WantedDeployment, assign, without_rdma
 from ..config import EMBEDDED_MODEL, embedded_model_path, expanded
 from ..errors import Code, ConfigError, ModelError, UserError
 from ..model_files import MTP_FILE, has_mtp_head
+from ..models.hub_cache import lacks
 from ..placement.candidates import Candidate
 from ..placement.cost_model import LONG_PROMPT, DraftedSpeed, SpeedEstimate, Workload, usable_bytes
 from ..placement.machines_file import read_machines
@@ -201,11 +203,18 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _has_head(path: Path, config: dict[str, Any]) -> bool:
-    """Return True for an MTP head among the weights; False where a folder has a configuration alone."""
+    """Return True for an MTP head among the weights; False where a folder has a configuration alone.
+
+    If all weights are there, ranks' own code looks at the head, and says on standard error what is wrong.
+    """
     try:
-        return has_mtp_head(path, config)
+        named = has_mtp_head(path, config)
     except (OSError, ValueError, LookupError, AttributeError):
         return False
+    if not named or path == embedded_model_path() or lacks(path):
+        return named
+    check = [sys.executable, "-m", "mlxtp.engine.mtp_head", str(path)]
+    return subprocess.run(check, stdout=subprocess.DEVNULL, check=False).returncode == 0
 
 
 def _weight_bytes(path: Path) -> int:

@@ -25,8 +25,8 @@ from ..errors import Code, ModelError
 from ..model_config import Config, family, mtp_place, name_in_head, table
 from ..model_files import MTP_FILE
 from .batch import LayerView
-from .loader import MLX_LM_RAISES, brief, read_header, read_numbers
-from .mlx_compat import code_of
+from .loader import MLX_LM_RAISES, brief, read_config, read_header, read_numbers
+from .mlx_compat import code_of, import_mlx_lm
 from .sharding import Vocabulary
 
 PROPOSES = 3  #: most tokens that a head proposes in one step
@@ -165,8 +165,8 @@ def accepted(fed: mx.array, chosen: mx.array, counts: mx.array) -> mx.array:
     return mx.cumprod(right.astype(mx.int32), axis=1).sum(axis=1)
 
 
-def read_head(folder: Path, config: Config) -> MtpHead | None:
-    """Read the model's MTP head; returns None for a model without one.
+def read_head(folder: Path, config: Config, *, numbers: bool = True) -> MtpHead | None:
+    """Read the model's MTP head; returns None for a model without one. Without `numbers`, reads no weights.
 
     A head that is not complete, has other shapes than its model, or holds NaN or infinite numbers gives a
     line on standard error and None. Raises one of `MLX_LM_RAISES` if the machine failed.
@@ -174,7 +174,7 @@ def read_head(folder: Path, config: Config) -> MtpHead | None:
     try:
         place = mtp_place(config)
         head = _read(folder, config, place) if place and _has_head(folder, place) else None
-        if head is not None:
+        if head is not None and numbers:
             weights = dict(tree_flatten(head.parameters()))
             for _ in read_numbers("", weights, weights):
                 pass
@@ -189,7 +189,8 @@ def read_head(folder: Path, config: Config) -> MtpHead | None:
 
 def _has_head(folder: Path, place: str) -> bool:
     files = [*folder.glob("model*.safetensors"), *folder.glob(MTP_FILE)]
-    return any(name_in_head(tensor.name, place) for path in files for tensor in read_header(path))
+    tensors = [tensor for path in files for tensor in read_header(path)]  # of all, as MLX reads all of them
+    return any(name_in_head(tensor.name, place) for tensor in tensors)
 
 
 def one_layer(config: Config) -> Config:
@@ -269,3 +270,15 @@ def _factors(weights: Mapping[str, mx.array], names: Names) -> dict[str, mx.arra
     if any(".layers.0.self_attn." in name for name in less):
         less |= small
     return {name: weight + 1 if name in less else weight for name, weight in norms.items()}
+
+
+def main() -> None:
+    """Exit with 0 if ranks would load an MTP head from the folder that is named, by names and shapes."""
+    folder = Path(sys.argv[1])
+    mx.set_default_device(mx.cpu)  # the GPU may serve others
+    import_mlx_lm()
+    sys.exit(read_head(folder, read_config(folder), numbers=False) is None)
+
+
+if __name__ == "__main__":
+    main()

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
@@ -19,6 +20,7 @@ from mlxtp.cli.main import app
 from mlxtp.config import resolve_settings
 from mlxtp.errors import ConfigError, ModelError, UserError
 from mlxtp.groups.placer import placement_options
+from mlxtp.model_files import MTP_FILE
 from mlxtp.placement.candidates import Candidate
 from mlxtp.placement.cost_model import AGENT, ALONE, BATCH, CHAT, JACCL_MESH, RING_THUNDERBOLT, Workload
 from mlxtp.placement.machines_file import read_machines
@@ -28,6 +30,8 @@ from mlxtp.placement.tables import KNOWN
 from mlxtp.placement.topology import MemberMachine
 from mlxtp.wire.cluster_messages import Deployment
 
+from ..engine.mtp_heads import add_head
+from ..engine.small_models import write_model
 from ..placement.made_up_macs import LLAMA, all_pairs, cabled, changed, mac, on_lan
 from ..placement.test_planner_properties import LOOP
 
@@ -293,6 +297,23 @@ def test_a_plan_says_what_drafts_would_bring_where_the_model_has_a_head() -> Non
     tiny = printed("tiny", desk(1))
     assert "0.60, an assumption: nothing is published of this family)\n" in tiny
     assert "MTP drafts: " in tiny or "MTP drafts would not pay: " in tiny
+
+
+@pytest.mark.slow
+def test_a_plan_counts_only_a_head_that_ranks_would_load(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = add_head(write_model(tmp_path / "small"), (7, 8, 9), length=9)
+    assert plan.read_shape(folder).mtp_kv_bytes
+    stored = {**mx.load(str(folder / MTP_FILE))}
+    mx.eval(stored)
+    name = "model.layers.2.eh_proj.weight"
+    for tensors in ({**stored, name: mx.ones((3, 3))}, {n: a for n, a in stored.items() if n != name}):
+        mx.save_safetensors(str(folder / MTP_FILE), tensors)
+        assert not plan.read_shape(folder).mtp_kv_bytes
+        assert "small is served without its MTP head: " in capfd.readouterr().err
+    (folder / "model.safetensors").unlink()
+    assert plan.read_shape(folder).mtp_kv_bytes, "what is not here yet is taken for whole"
 
 
 def test_json_of_a_refusal_has_no_choice() -> None:

@@ -26,7 +26,7 @@ from mlxtp.wire.messages import PromptTokens, StepToken
 
 from ..mlx_errors import OUT_OF_MEMORY
 
-FAULTS = ("another draw", "another position", "another proposal", "another token")
+FAULTS = ("another draw", "another position", "another proposal")
 MESSAGES = ("no message", "two messages", "messages exchanged", "a late message")
 CHOICES = ("another choice", "a choice skipped")
 LATE_S = 1.0
@@ -37,8 +37,6 @@ def err(is_ordered: Callable[[str], bool]) -> None:
     choose, launch = Sampler.choose, RankExecutor.launch
 
     def choose_else(sampler: Sampler, logits: mx.array, positions: mx.array) -> mx.array:
-        if is_ordered("another token"):
-            return mx.minimum(choose(sampler, logits, positions) + 1, logits.shape[-1] - 1)
         return choose(sampler, logits, positions + 1 if is_ordered("another draw") else positions)
 
     def launch_else(rank: RankExecutor, step: int, frame: PromptTokens | StepToken) -> Forward:

@@ -226,15 +226,15 @@ SLOW = Kind("json_schema", json.dumps({"type": "integer", "multipleOf": 999983})
     "name",
     [pytest.param(name, marks=() if name in ("schema", "explosive") else pytest.mark.chaos) for name in BAD],
 )
-def test_a_bad_grammar_is_refused_before_any_rank_hears_of_it(cluster: Cluster, name: str) -> None:
-    before = cluster.idle()
-    request = cluster.ask(BAD[name].wanted(QUESTION, Sampling()))
+def test_a_bad_grammar_is_refused_before_any_rank_hears_of_it(two_ranks: Cluster, name: str) -> None:
+    before = two_ranks.idle()
+    request = two_ranks.ask(BAD[name].wanted(QUESTION, Sampling()))
     with pytest.raises(RequestError) as refused:
         request.accepted()
     assert refused.value.status == 400
-    work = cluster.idle() - before
+    work = two_ranks.idle() - before
     assert set(work.forwards) == set(work.collectives) == {0}
-    assert cluster.complete(QUESTION, 40)[0] == answer(QUESTION, 40).tokens
+    assert two_ranks.complete(QUESTION, 40)[0] == answer(QUESTION, 40).tokens
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -90,8 +90,10 @@ class GivenUp:
 
 @dataclass(frozen=True, slots=True)
 class AssignView:
-    """All inputs of a decision. `wanted` is in the order of deployments; other orders do not count.
+    """All inputs of a decision. `wanted` is in the order of deployments.
 
+    Two Macs that were apart may both run one group. In `running` the first that suits its row counts, a ready
+    one before others. Other orders do not count.
     `owners`, by group: those of the decision before, which may have begun to form it.
     """
 
@@ -220,12 +222,12 @@ class _Facts:
         self.order = sorted(self.members, key=self._preference)
         self.place = {node: place for place, node in enumerate(self.order)}
         self.by_name = {wanted.row.name: wanted for wanted in view.wanted}
-        self.reports: dict[str, GroupReport] = {}  #: The best one of each group: two sides may have had it.
-        for each in sorted(view.running, key=lambda g: (not g.ready, -g.open_requests, g.ranks)):
-            if each.ranks and _name(each.group) in self.by_name:
-                self.reports.setdefault(each.group, each)
         self.need = cache(self._need)
         self.allowed = {name: self._allowed(wanted) for name, wanted in self.by_name.items()}
+        known = [each for each in view.running if each.ranks and _name(each.group) in self.by_name]
+        self.reports: dict[str, GroupReport] = {}  #: The best one of each group.
+        for each in sorted(known, key=lambda report: (not self._suits(report), not report.ready)):
+            self.reports.setdefault(each.group, each)
         self.groups = {name: self._groups(wanted) for name, wanted in self.by_name.items()}
         turns = (each for groups in self.groups.values() for each in enumerate(groups))
         #: Places of groups in the order in which they are seated: replicas come after all first groups.
@@ -258,8 +260,10 @@ class _Facts:
     def well(self, group: str) -> bool:
         """Return whether a group runs where its row allows it."""
         report, wanted = self.reports.get(group), self.by_name[_name(group)]
-        if report is None or self.given_up(wanted, group):
-            return False
+        return report is not None and not self.given_up(wanted, group) and self._suits(report)
+
+    def _suits(self, report: GroupReport) -> bool:
+        wanted = self.by_name[_name(report.group)]
         allowed = set(self.allowed[wanted.row.name]) >= set(report.ranks)
         return allowed and wanted.options.nodes in ("auto", "all", len(report.ranks))
 

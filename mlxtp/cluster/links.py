@@ -118,8 +118,9 @@ class PeerLinks:
     """All control links of this agent.
 
     Parts register handlers: `on` for messages of some types, `on_up` for new links, `on_lost` for nodes whose
-    last link has ended. Handlers run in the order of their registration. A handler that raises MlxtpError
-    ends the link whose message it was given.
+    last link has ended. Handlers run in the order of their registration, those of new links in reverse: the
+    node's own beat ends the greeting. A handler that raises MlxtpError ends the link whose message it was
+    given.
     """
 
     def __init__(self, node_id: str, hello: Callable[[], AgentHello], judge: Judge, gate: LinkGate) -> None:
@@ -175,7 +176,7 @@ class PeerLinks:
         if not self._gate.opened(link):
             self._links.pop(link.number, None)
             return False
-        for handler in self._on_up:
+        for handler in reversed(self._on_up):
             with contextlib.suppress(MlxtpError):  # the link has just ended, which its reader reports
                 handler(link)
         return True

@@ -148,15 +148,15 @@ class Gossip:
         self._short = short
         self._changed = changed
         links.on(self._received, Beat)
+        # A member with this beat has all reports of this node: it may decide.
+        links.on_up(lambda link: link.send(self._beat()))
 
     def beat(self) -> None:
         """Broadcast this node's beat."""
         self._links.broadcast(self._beat(short=self._short()))
 
     def greet(self, link: ControlLink) -> None:
-        """Send all of it over a new link."""
-        with contextlib.suppress(MlxtpError):
-            link.send(self._beat())
+        """Send all of it over a new link. The beat comes last."""
         self._send(link, desired=True, roster=True)
 
     def _beat(self, *, short: bool = False) -> Beat:

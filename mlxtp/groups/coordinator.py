@@ -27,6 +27,7 @@ from .owned_epoch import MIB
 log = logging.getLogger(__name__)
 
 REPEAT_S = 2.0  #: Seconds between two broadcasts of all assignments, for members that dropped one.
+STEADY_S = 3  #: Seconds that count for the present owner: ages are whole seconds, half a second old.
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,8 @@ class Coordinator:
         self._number = 0
         #: Ranks of each group's last epoch, by its owner and its id, as long as that owner reports it.
         self._ranks: dict[tuple[str, str], tuple[str, ...]] = {}
-        self._asked: object = None  #: What the last decision was made from.
+        #: What the last decision was made from; None after a new link, until that Mac's reports are there.
+        self._asked: object = None
         self._unserved: dict[str, float] = {}  #: Last time at which an unpinned deployment was on its way.
         node.links.on(self._received, GroupAssignment)
         node.links.on_up(self._greet)
@@ -111,7 +113,7 @@ class Coordinator:
         view = self._view(now)
         if view == self._asked:
             return
-        self._asked = view
+        again, self._asked = self._asked is None, view
         decision = assign(view)
         for name in decision.gives_way:
             log.info("%s gives way to another model", name)
@@ -119,15 +121,16 @@ class Coordinator:
         leaving = tuple(sorted(view.draining))
         enough = {name: Assignment(name, name.rpartition("#")[0], 0, "", ()) for name in self._groups.by_id}
         for each in (enough | {each.group: each for each in decision.assignments}).values():
-            self._assign(self._standing(each) if each.group in view.given_up else each, leaving)
+            standing = self._standing(each) if each.group in view.given_up else each
+            self._assign(standing, leaving, again=again)
 
     def _standing(self, decided: Assignment) -> Assignment:
         """Leave a group that is given up with its owner, which takes no room and may try again."""
         before = self._groups.known(decided.group).scope.assignment
         return decided if decided.owner else replace(decided, owner=before.owner, nodes=before.nodes)
 
-    def _assign(self, decided: Assignment, leaving: tuple[str, ...]) -> None:
-        """Broadcast an assignment, if it is another one than before."""
+    def _assign(self, decided: Assignment, leaving: tuple[str, ...], *, again: bool) -> None:
+        """Broadcast an assignment, if it is another one than before, or `again`."""
         scope = self._groups.known(decided.group).scope
         before, scope.assigned_in = scope.assignment, self._node.leadership.claim
         term = self._node.leadership.claim.term
@@ -149,8 +152,9 @@ class Coordinator:
             where = ", ".join(map(self._node.name_of, decided.nodes)) or nowhere
             if (before.owner, before.nodes) != (after.owner, after.nodes):
                 log.info("group %s is assigned to %s", decided.group, where)
-            self._node.links.broadcast(after)
             self._groups.assign(after)
+        if after.number and (after != before or again):
+            self._node.links.broadcast(after)
 
     # --- the view ------------------------------------------------------------------------------------
 
@@ -177,7 +181,7 @@ class Coordinator:
         return AssignView(
             members=tuple(members),
             wanted=tuple(self._wanted(row, turns.get(row.name, 0)) for row in rows),
-            running=tuple(_running(serving) for _, serving in self._kept(reports)),
+            running=tuple(_running(serving) for _, serving in self._longest_first(reports)),
             draining=leadership.draining,
             flapping=frozenset(node_id for node_id, until in leadership.flapping.items() if now < until),
             given_up=self._given_up(),
@@ -193,13 +197,16 @@ class Coordinator:
     def _owners(self) -> dict[str, str]:
         return {name: group.scope.assignment.owner for name, group in self._groups.by_id.items()}
 
-    def _kept(self, reports: list[tuple[str, Serving]]) -> list[tuple[str, Serving]]:
-        """Leave out reports of a group that its owner serves, too: two sides of a partition had it each."""
-        owner = self._owners()
-        settled = {each.group for node, each in reports if node == owner.get(each.group) and _ready(each)}
-        return [
-            (node, each) for node, each in reports if each.group not in settled or node == owner[each.group]
-        ]
+    def _longest_first(self, reports: list[tuple[str, Serving]]) -> list[tuple[str, Serving]]:
+        """Order reports by group. Of two owners of one, the one that has served it longer comes first."""
+        owners = self._owners()
+
+        def key(report: tuple[str, Serving]) -> tuple[str, int, str]:
+            owner, serving = report
+            present = owner == owners.get(serving.group)
+            return serving.group, -(serving.ready_s + STEADY_S * present), owner
+
+        return sorted(reports, key=key)
 
     def _reports(self) -> list[tuple[str, Serving]]:
         """Return the reports of groups with an epoch, or with one a moment ago, and their owners."""
@@ -260,16 +267,14 @@ class Coordinator:
     # --- messages ------------------------------------------------------------------------------------
 
     def _repeat(self) -> None:
-        if self._node.leadership.leading:
+        """Broadcast all assignments, unless a Mac has come whose groups the last decision did not know."""
+        if self._node.leadership.leading and self._asked is not None:
             for group in self._groups.by_id.values():
                 if group.scope.assignment.number:
                     self._node.links.broadcast(group.scope.assignment)
 
-    def _greet(self, link: ControlLink) -> None:
-        if self._node.leadership.leading:
-            for group in self._groups.by_id.values():
-                if group.scope.assignment.number:
-                    link.send(group.scope.assignment)
+    def _greet(self, _link: ControlLink) -> None:
+        self._asked = None
 
     def _received(self, link: ControlLink, message: GroupAssignment) -> None:
         """Take in an assignment of the present coordinator. Of two of its own the later one holds."""

@@ -104,6 +104,13 @@ class History:
         if state == "ready" and self._stories[-1].epoch == epoch:
             self.ready(now)
 
+    def served_s(self, clock: float) -> float:
+        """Return the seconds for which the running epoch has served; 0 before it does."""
+        story = self._running
+        if story is None or story.ready_s is None:
+            return 0.0
+        return max(clock - self._since - story.ready_s, 0.0)
+
     @property
     def stories(self) -> tuple[EpochStory, ...]:
         """Return the epochs, the newest first."""

@@ -107,6 +107,7 @@ class ServingReports:
             supervisor.gateway.deployments.unused_s(self._scope.group) if loaded else 0,
             checkpoints=info is not None and info.checkpoints,
             split=group.split if group is not None else (),
+            ready_s=int(supervisor.status.history.served_s(time.monotonic())),
         )
 
     def _nothing(self) -> Serving:

@@ -441,7 +441,8 @@ class Serving(Message):
     their first token. `speed` is in tokens per second, over the last seconds; `cached` counts tokens that the
     group keeps for later prompts. `idle_s` is the time since the last request in seconds, from 10 s on in
     steps of 10 s; 0 while one is open. `broken`: the model itself is at fault for a failure. `checkpoints` as
-    in Loaded. `split` has the layers of each rank of a pipeline, of which rank 0 has the last ones.
+    in Loaded. `split` has the layers of each rank of a pipeline, of which rank 0 has the last ones. `ready_s`
+    is the time for which the epoch has been ready, in seconds; 0 before.
     """
 
     TYPE: ClassVar[int] = 0x45
@@ -469,6 +470,7 @@ class Serving(Message):
     broken: bool = _f(boolean(), default=False)
     checkpoints: bool = _f(boolean(), default=False)
     split: tuple[int, ...] = _f(integers(1, MAX_LAYERS, 0, MAX_RANKS), default=())
+    ready_s: int = _f(integer(0, U32), default=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mlxtp.cluster.assign import AssignDecision, AssignView, GroupReport, WantedDeployment, assign
 from mlxtp.cluster.reconcile import GroupPlan, RunningEpoch, Wanted
+from mlxtp.groups.coordinator import STEADY_S
 from mlxtp.placement.cost_model import CHAT, rank_memory, usable_bytes
 from mlxtp.placement.model_shape import ModelShape
 from mlxtp.placement.planner import DEFAULT_CONTEXT, PlacementOptions, plan
@@ -18,7 +20,7 @@ from ..placement.made_up_macs import mac, on_lan
 from .simulated_rules import staying
 
 if TYPE_CHECKING:
-    from .simulated_node import Node
+    from .simulated_node import Node, Part
 
 
 class SeveralGroups:
@@ -43,7 +45,11 @@ class SeveralGroups:
         leadership, now = node.leadership, node.world.now
         rows = node.replica.deployments.live()
         here = [name for name, status in node.membership.statuses().items() if status.present]
-        running = [(group, each) for group in sorted(node.parts) for each in node.epochs(group)]
+        running = [
+            (group, each)
+            for group, part in sorted(node.parts.items())
+            for each in sorted(node.epochs(group), key=lambda each: ready_since(node, part, each))
+        ]
         told = tuple((group, each.ranks, each.ready, each.open_requests) for group, each in running)
         flapping = frozenset(name for name, until in leadership.flapping.items() if now < until)
         seen = (rows, tuple(here), told, leadership.draining, flapping)
@@ -131,6 +137,12 @@ class SeveralGroups:
             if not served and macs and plan(macs, self.models[row.model], "", self.options(row)).chosen:
                 return f"{row.name} is not served: {epochs}"
         return ""
+
+
+def ready_since(node: Node, part: Part, epoch: RunningEpoch) -> float:
+    """Return when an epoch became ready, some seconds earlier for that of the present owner."""
+    ready_at = node.world.ready_at.get((epoch.owner, epoch.number), math.inf)
+    return ready_at - STEADY_S * (epoch.owner == part.assigned.owner)
 
 
 def _name(group: str) -> str:

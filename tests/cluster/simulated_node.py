@@ -135,6 +135,8 @@ class Node:
         self.joined: dict[str, int] = {}
         """The last epoch of each owner that it took part in."""
         self.assignments = 0
+        self.met = False
+        """True from a new link until the next assignments."""
         self.ticks = 0
         self.open_requests = 0
         self.dialled: dict[str, float] = {}
@@ -156,8 +158,9 @@ class Node:
         self.links[number] = (wire, end, peer.id, peer.boot_id)
         self.send(number, self.report())
         self.send_table(number)
-        for message in (*self.replica.roster.messages(), *self.assigned()):
+        for message in self.replica.roster.messages():
             self.send(number, message)
+        self.met = True
         self.close_second_links(peer)
         self.step()
 
@@ -333,6 +336,7 @@ class Node:
         mine = part.running
         if self.running_process and mine and (mine.number, mine.owner) == (number, self.id):
             part.running = replace(mine, ready=True)
+            self.world.ready_at[self.id, number] = self.world.now
             for node_id in mine.ranks[1:]:
                 self.tell(node_id, Ready(part.group, number))
 
@@ -371,7 +375,9 @@ class Node:
             if after != before:
                 self.assignments += 1
                 part.assigned = replace(after, number=self.assignments)
+            if after != before or self.met:
                 self.broadcast(part.assigned)
+        self.met = False
 
     @property
     def may_leave(self) -> bool:
@@ -403,7 +409,8 @@ class Node:
             return
         self.step()
         self.ticks += 1
-        self.broadcast(self.report(), *(() if self.ticks % REPEAT_TICKS else self.assigned()))
+        repeats = not self.met and self.ticks % REPEAT_TICKS == 0
+        self.broadcast(self.report(), *(self.assigned() if repeats else ()))
         self.dial()
 
     def step(self) -> None:

@@ -83,6 +83,8 @@ class World:
         self.rule: Rule = rule or OneGroup()
         self.numbers = itertools.count(1)
         self.journals: dict[str, Journal] = {}
+        self.ready_at: dict[tuple[str, int], float] = {}
+        """When each epoch became ready, by its owner and number."""
         self._boots = itertools.count(1)
         self._delays = delay_s
         self._random = random.Random(seed)

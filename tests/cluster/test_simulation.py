@@ -731,3 +731,28 @@ def test_a_healthy_group_stays_while_other_macs_come_and_go(
                 world.drain(name)
             world.run(1.5)
     assert before <= running(world)
+
+
+@pytest.mark.parametrize("name", "abc")
+@pytest.mark.parametrize("apart_s", [0.0, 5.0])
+def test_a_mac_that_served_alone_after_its_start_ends_no_group_of_the_others(
+    name: str, apart_s: float
+) -> None:
+    """It takes all groups for lost, and claims a later term. It meets one of the others before the other."""
+    world = several(dict.fromkeys("abc", 64))
+    serve(world, "a", "middle", nodes="1")
+    serve(world, "b", "small", replicas=2, nodes="1")
+    world.run_until(world.complaint, within_s=10.0)
+    world.kill(name)
+    world.run_until(world.complaint, within_s=20.0)
+    before, (one, other) = running(world), sorted({*"abc"} - {name})
+    world.partition(one + other, name)
+    world.start(name)
+    world.run(15.0)
+    assert any(owner == name for owner, _ in running(world))
+    world.heal()
+    world.cut((name, other))
+    world.run(apart_s)
+    world.heal()
+    world.run_until(world.complaint, within_s=QUIET_S)
+    assert before <= running(world)

@@ -17,7 +17,7 @@ from mlxtp.models.inspect import ModelSource
 from mlxtp.wire.cluster_messages import Beat, GroupAssignment, ModelStatus, Serving
 
 from ..wire.members import Member
-from .one_node import CLOCK, FINGERPRINT, GROUP, MACHINE, A, B, FakeLink, Node, play
+from .one_node import CLOCK, FINGERPRINT, GROUP, MACHINE, A, B, FakeLink, Node, play, report
 
 
 def served(epoch: int, *ranks: str, group: str = GROUP) -> Serving:
@@ -75,9 +75,13 @@ def test_an_assignment_is_broadcast_once_for_each_change_and_again_to_a_new_link
         deploy(node, "other", a, keep_s=60)
         assert (len(assigned(a)), len(assigned(a, "other#0"))) == (2, 1), "no group is elsewhere now"
         b = node.meet(B)
-        assert (assigned(b), assigned(b, "other#0")) == ([second], [other])
         node.parts.coordinator._repeat()
-        assert assigned(a)[2:] == [second], "for a member that dropped it"
+        assert assigned(b) == [], "it has yet to report what it runs"
+        node.live(a, b)
+        assert (assigned(b), assigned(b, "other#0")) == ([second], [other])
+        assert assigned(a)[2:] == [second], "with it"
+        node.parts.coordinator._repeat()
+        assert assigned(a)[3:] == [second], "for a member that dropped it"
 
     play(tmp_path, member, story)
 
@@ -212,6 +216,38 @@ def test_an_owner_keeps_its_group_between_two_epochs(
         node.hear(a, replace(over, state="stopped"))
         node.live(a)
         assert runs() == []
+
+    play(tmp_path, member, story)
+
+
+@pytest.mark.parametrize(("ready_s", "owner"), [(100, B), (7, A)], ids=["longer", "as long"])
+def test_of_two_owners_of_a_group_the_one_that_has_served_it_longer_keeps_it(
+    tmp_path: Path, member: Member, weights: ModelSource, ready_s: int, owner: str
+) -> None:
+    """Two that were apart both formed it. Of equal ages the assigned one counts, or neither would rest."""
+
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        node.hear(a, replace(served(9, A), ready_s=5))
+        node.lead(weights)
+        assert assigned(a)[-1].owner == A
+        b = node.meet(B)
+        has(node, "tiny", b)
+        node.hear(b, report(MACHINE), replace(served(8, B), ready_s=ready_s))
+        node.live(a, b)
+        assert {assigned(link)[-1].owner for link in (a, b)} == {owner}
+
+    play(tmp_path, member, story)
+
+
+def test_a_greeting_ends_with_the_beat(tmp_path: Path, member: Member, weights: ModelSource) -> None:
+    """A coordinator decides once it has a member's beat: all reports of that member must be there then."""
+
+    async def story(node: Node) -> None:
+        node.lead(weights)
+        sent = [type(message) for message in node.meet(A).sent]
+        assert Serving in sent
+        assert (sent[-1], sent.count(Beat)) == (Beat, 1)
 
     play(tmp_path, member, story)
 

@@ -49,9 +49,12 @@ def test_a_failure_and_the_epoch_after_it() -> None:
     told.begins(1)
     told.history.reached("spawned", 0.4004)
     told.history.reached("formed", 1.5)
+    assert told.history.served_s(1.9) == 0.0
     told.ready(2.0)
+    assert told.history.served_s(7.5) == 5.5
     told.ends(30.0)
     told.begins(2, after=0.5)
+    assert told.history.served_s(told.clock + 1.0) == 0.0
     assert told.rows("epoch", "began", "ready_s", "lasted_s", "code", "reason") == [
         (2, 1032.5, None, None, None, None),
         (1, 1000.0, 2.0, 32.0, "rank_lost", "rank 1 is gone"),

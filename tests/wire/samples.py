@@ -163,6 +163,7 @@ _CONTROL_EXAMPLES: tuple[Message, ...] = (
     Serving(
         17, "ready", "", "ring", "ring over Ethernet", (NODE,), (12.5,), 3, "tiny", 2, 2048, 512, (2,),
         group="tiny#0", deployment="tiny", running=2, speed=30, cached=512, idle_s=20, broken=True,
+        ready_s=90,
     ),
     GroupAssignment("tiny#0", "tiny", 3, 2, NODE, (NODE,), "", 512, ("f" * 32,)),
     ReplicaLoad("tiny#0", 9000, 3, 500, b"12345678" * 2),

@@ -128,23 +128,6 @@ class ForwardShape:
         targets = positions[:, None] + mx.arange(width)[None]
         return [positions, targets, (mx.arange(view) <= targets[:, :, None])[:, None]]
 
-    @staticmethod
-    def of_prompts(offsets: Sequence[int], totals: Sequence[int], room: int, view: int) -> ForwardShape:
-        """Lay out prompts of different lengths, one a row, their last tokens in the last column.
-
-        Padding comes before a prompt's tokens. It writes to the row's last position, which no token has yet,
-        and may see the row's first one, so that it computes no NaN. No token sees it.
-        """
-        width = max(total - offset for offset, total in zip(offsets, totals, strict=True))
-        starts = [total - width for total in totals]
-        targets = [
-            [at if at >= offset else room - 1 for at in range(start, start + width)]
-            for start, offset in zip(starts, offsets, strict=True)
-        ]
-        sees = mx.array([[max(at, 0) for at in range(start, start + width)] for start in starts])
-        mask = (mx.arange(view) <= sees[:, :, None])[:, None]
-        return ForwardShape(mx.array(starts, dtype=mx.int32), mx.array(targets, dtype=mx.int32), mask)
-
     def write(self, kept: mx.array, new: mx.array) -> mx.array:
         """Write `new` [rows, KV heads, width, head size] into `kept`; returns the result."""
         if self._rows == 1 and kept.shape[0] == 1:

@@ -408,7 +408,7 @@ def fed(frame: PromptTokens | PromptBatch | StepToken) -> int:
     match frame:
         case PromptTokens():
             where = (
-                frame.uid, frame.offset, frame.source, frame.save, frame.following + 1, frame.drafts
+                frame.uid, frame.offset, frame.source, frame.save, frame.following, frame.drafts
             )  # fmt: skip
         case PromptBatch():
             where = (*frame.uids, *frame.totals, *frame.offsets, *frame.sources, frame.drafts)

@@ -20,6 +20,7 @@ from .group import CollectiveCounter
 from .loader import ModelShare
 from .mtp_head import ChosenStep, MtpHead, follow
 from .recurrent import StateView
+from .sharding import at_ends
 
 #: Traced graphs that are kept: one for each number of rows, size of the KV arrays and view of them.
 MAX_GRAPHS = 128
@@ -130,26 +131,34 @@ class ModelForwards:
         self._head_graphs = DecodeGraphs(self._head_body, counter, traces=traces)
 
     def read(
-        self, tokens: mx.array, caches: Sequence[Any], given: mx.array | None = None, following: int = -1
+        self,
+        tokens: mx.array,
+        caches: Sequence[Any],
+        given: mx.array | None = None,
+        *,
+        ends: mx.array,
+        following: int = 0,
     ) -> tuple[mx.array, Callable[[mx.array | None], mx.array | None]]:
-        """Queue a forward over prompts' `tokens` int32 [rows, length]; returns the logits of the last ones.
+        """Queue a forward over prompts' `tokens` int32 [rows, length]; returns the logits of those at `ends`.
 
-        `given`: hidden states of the stage before. Also returns what puts the prompts into the MTP head's
-        cache. It takes the embeddings [rows, 1, hidden] of the tokens behind them, or None where all have
-        `following` there, and returns the head's output at the last ones, [rows, 1, hidden].
+        `ends` int32 [rows] has the place of each row's last token. `given`: hidden states of the stage
+        before. Also returns what puts the prompts into the MTP head's cache. It takes the embeddings [rows,
+        1, hidden] of the tokens behind the last ones, or None where all have `following` there, and returns
+        the head's output at the last ones, of the same shape.
         """
-        head, forward = self.head, partial(self._vocabulary.forward, self._model, last_only=True)
+        head, forward = self.head, partial(self._vocabulary.forward, self._model, ends=ends)
         if head is None:
             return forward(tokens, list(caches), given=given), lambda _: None
-        known = tokens if following < 0 else mx.concatenate([tokens, mx.array([[following]])], axis=1)
-        embeddings = self.embedded(known)
-        own = embeddings[:, : tokens.shape[1]] if given is None else given
+        length, behind = tokens.shape[1], mx.full((tokens.shape[0], 1), following, dtype=mx.int32)
+        embeddings = self.embedded(mx.concatenate([tokens, behind], axis=1))
+        own = embeddings[:, :length] if given is None else given
         local = forward(tokens, list(caches[self._layers]), given=own)
-        hidden, behind = self._vocabulary.hidden(), embeddings[:, 1:]
+        hidden, known = self._vocabulary.hidden(), embeddings[:, 1:]
 
         def remember(last: mx.array | None) -> mx.array:
-            following = behind if last is None else mx.concatenate([behind, last], axis=1)
-            return head(hidden, following, caches[-1])[:, -1:]
+            is_last = (mx.arange(length) == ends[:, None])[:, :, None]
+            following = known if last is None else mx.where(is_last, last, known)
+            return at_ends(head(hidden, following, caches[-1]), ends)
 
         return local, remember
 

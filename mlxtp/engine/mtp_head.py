@@ -27,7 +27,7 @@ from ..model_files import MTP_FILE
 from .batch import LayerView
 from .loader import MLX_LM_RAISES, brief, read_config, read_header, read_numbers
 from .mlx_compat import code_of, import_mlx_lm
-from .sharding import Vocabulary
+from .sharding import Vocabulary, at_ends
 
 PROPOSES = 3  #: most tokens that a head proposes in one step
 
@@ -150,8 +150,7 @@ def follow(
     if not drafts:
         return []
     last = accepted(step.fed, step.chosen, step.counts)
-    newest = mx.take_along_axis(found, last[:, None, None], axis=1)
-    return [head.propose(vocabulary, newest, view.offset + last + 1, view, drafts)]
+    return [head.propose(vocabulary, at_ends(found, last), view.offset + last + 1, view, drafts)]
 
 
 def accepted(fed: mx.array, chosen: mx.array, counts: mx.array) -> mx.array:

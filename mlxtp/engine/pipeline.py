@@ -320,14 +320,14 @@ class StageVocabulary(Vocabulary):
         cache: list[Any],
         *,
         given: mx.array | None = None,
-        last_only: bool = False,
+        ends: mx.array | None = None,
     ) -> mx.array:
         """Run the own layers. `given`: embeddings, or the hidden states that the stage before has sent."""
         entrance = self.stage if self.chooses or self.embedding is None else self.embedding
         entrance.given = given
         try:
             if self.chooses:
-                return super().forward(model, tokens, cache, last_only=last_only)
+                return super().forward(model, tokens, cache, ends=ends)
             hidden: mx.array = model(tokens, cache=cache)
             return hidden
         finally:

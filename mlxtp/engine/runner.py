@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from operator import le
+from operator import le, sub
 
 import mlx.core as mx
 
@@ -222,8 +222,10 @@ class Runner:
         self._lengths[frame.uid] = range(end, end + 1)
         tokens = mx.array(frame.tokens, dtype=mx.int32)[None]
         received = self.border.expect(*tokens.shape)
-        following = -1 if end == frame.total else max(frame.following, 0)
-        local, remember = self._model.read(tokens, caches, received.given, following)
+        ends = mx.array([len(frame.tokens) - 1])
+        local, remember = self._model.read(
+            tokens, caches, received.given, ends=ends, following=frame.following
+        )
         if end < frame.total:
             remember(None)
             # Waiting for the caches alone leaves out the output head and the last layer's output, on every
@@ -257,13 +259,18 @@ class Runner:
         longest = max(frame.totals)
         room = kv_cache.capacity(longest + 1)  # and a place for padding
         bucket = batch.gather(frame.uids, room)
-        shape = ForwardShape.of_prompts(frame.offsets, frame.totals, room, min(kv_cache.view(longest), room))
+        widths = list(map(sub, frame.totals, frame.offsets))
+        positions, targets, mask = ForwardShape.arrays(
+            mx.array(frame.offsets, dtype=mx.int32), max(widths), min(kv_cache.view(longest), room)
+        )
+        shape = ForwardShape(positions, mx.minimum(targets, room - 1), mask)
         arrays, bucket.arrays = bucket.arrays, []
         layers = self._caches.views(arrays, shape)
         del arrays  # no other owner: written in place
-        tokens = _left_padded(frame)
+        tokens = padded(frame.tokens, widths, max(widths))
         received = self.border.expect(*tokens.shape)
-        local, remember = self._model.read(tokens, layers, received.given)
+        ends = mx.array(widths, dtype=mx.int32) - 1
+        local, remember = self._model.read(tokens, layers, received.given, ends=ends)
 
         def arrays_now() -> list[mx.array]:
             bucket.arrays = [array for layer in layers for array in layer.arrays]
@@ -331,7 +338,7 @@ class Runner:
         """
         caches = self._caches.new()
         zeros, chooses = mx.zeros((1, chunk), dtype=mx.int32), self._vocabulary.chooses
-        local, remember = self._model.read(zeros, caches)
+        local, remember = self._model.read(zeros, caches, ends=mx.array([chunk - 1]))
         token, embeddings = mx.zeros((1, 1), dtype=mx.int32), None
         if chooses:
             token, embeddings = self._vocabulary.winners(local)
@@ -534,16 +541,6 @@ def _order_without(row: int, rows: int) -> list[int]:
     if row < rows - 1:
         order[row] = rows - 1
     return order
-
-
-def _left_padded(frame: PromptBatch) -> mx.array:
-    """Return the prompts' tokens, int32 [prompts, longest], each one's last in the last column."""
-    rests = [total - offset for total, offset in zip(frame.totals, frame.offsets, strict=True)]
-    table, at = [], 0
-    for rest in rests:
-        table.append([0] * (max(rests) - rest) + list(frame.tokens[at : at + rest]))
-        at += rest
-    return mx.array(table, dtype=mx.int32)
 
 
 def _bytes(caches: Caches) -> int:

@@ -283,7 +283,7 @@ class Scheduler:
             _agreement(self._policy.agreement, (sequence,)),
             sequence.request,
             sequence.reused,
-            following=sequence.tokens[end] if end < sequence.prompt else -1,
+            following=sequence.tokens[end] if end < sequence.prompt else 0,
         )
 
     def _join(self, sequence: SequenceState) -> None:

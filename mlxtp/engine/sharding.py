@@ -122,6 +122,11 @@ HEADS = ("lm_head", "output")
 Cut = Callable[[mx.array, str, int, int], mx.array]
 
 
+def at_ends(x: mx.array, ends: mx.array) -> mx.array:
+    """Return one position of each row: [B, L, n], and int32 [B] -> [B, 1, n]."""
+    return mx.take_along_axis(x, ends[:, None, None], axis=1)
+
+
 def cut_rows(array: mx.array, _name: str, first: int, rows: int) -> mx.array:
     """Return `rows` rows of `array` from `first` on; lazily, and zeros beyond its end."""
     if (first, rows) == (0, array.shape[0]):
@@ -149,7 +154,7 @@ class ShardedEmbedding(nn.Module):  # type: ignore[misc]  # mlx is untyped here
         self._share = share
         self._group = group
         self.given: mx.array | None = None
-        self._last_only = False
+        self.ends: mx.array | None = None
         self.tap: Tap | None = None
 
     @property
@@ -181,7 +186,7 @@ class ShardedEmbedding(nn.Module):  # type: ignore[misc]  # mlx is untyped here
         """Act as the head of a model whose embedding is also its head, [.., L, hidden] -> [.., L, share]."""
         if self.tap is not None:
             self.tap.hidden = x
-        logits: mx.array = self.rows.as_linear(x[..., -1:, :] if self._last_only else x)
+        logits: mx.array = self.rows.as_linear(x if self.ends is None else at_ends(x, self.ends))
         return logits
 
 
@@ -191,7 +196,7 @@ class ShardedHead(nn.Module):  # type: ignore[misc]
     def __init__(self, rows: Any) -> None:
         super().__init__()
         self.rows = rows
-        self._last_only = False
+        self.ends: mx.array | None = None
         self.tap: Tap | None = None
 
     @property
@@ -201,10 +206,10 @@ class ShardedHead(nn.Module):  # type: ignore[misc]
         return weight
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Compute logits, [.., L, hidden] -> [.., L, share], or [.., 1, share] while `_last_only` is set."""
+        """Compute logits, [.., L, hidden] -> [.., L, share], or [.., 1, share] while `ends` is set."""
         if self.tap is not None:
             self.tap.hidden = x
-        logits: mx.array = self.rows(x[..., -1:, :] if self._last_only else x)
+        logits: mx.array = self.rows(x if self.ends is None else at_ends(x, self.ends))
         return logits
 
 
@@ -261,26 +266,28 @@ class Vocabulary:
         cache: list[Any],
         *,
         given: mx.array | None = None,
-        last_only: bool = False,
+        ends: mx.array | None = None,
     ) -> mx.array:
         """Run one forward: tokens [B, L] int32 -> this rank's logits [B, L, share], -inf for padding.
 
-        given      embeddings [B, L, hidden] of these tokens, so that no rank computes them; the tokens must
-                   still be right, because some models read them elsewhere, too
-        last_only  logits of the last position only: [B, 1, share]
+        given  embeddings [B, L, hidden] of these tokens, so that no rank computes them; the tokens must still
+               be right, because some models read them elsewhere, too
+        ends   int32 [B]: logits of only this position of each row, [B, 1, share]
         """
         if self.embedding is not None:
             self.embedding.given = given
         if self.head is not None:
-            self.head._last_only = last_only
+            self.head.ends = ends
         try:
             logits: mx.array = model(tokens, cache=cache)
         finally:
             if self.embedding is not None:
                 self.embedding.given = None
             if self.head is not None:
-                self.head._last_only = False
-        return self._without_padding(logits[:, -1:] if last_only else logits)
+                self.head.ends = None
+        if ends is not None and logits.shape[1] > 1:
+            logits = at_ends(logits, ends)
+        return self._without_padding(logits)
 
     def hidden(self) -> mx.array:
         """Take the hidden states [B, L, hidden] of the last forward's positions, behind the final norm."""

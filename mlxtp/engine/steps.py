@@ -39,7 +39,7 @@ class Prefill:
     cached: int = 0
     save: int = 0
     covers: tuple[int, ...] = ()
-    following: int = -1
+    following: int = 0
     drafts: int = 0
 
     @property

@@ -288,7 +288,7 @@ class PromptTokens(Message):
     with it. Later chunks have source 0. With `save`, each rank keeps a copy of the KV cache after this chunk
     under that uid; only a chunk that does not end the prompt has one. The kept caches in `covers` begin it.
     They share its arrays from then on. `following` is the prompt's token after this chunk, for an MTP head;
-    -1 for the last chunk. `drafts`: tokens that the head proposes after the first new one.
+    the last chunk has none. `drafts`: tokens that the head proposes after the first new one.
     """
 
     TYPE: ClassVar[int] = 0x08
@@ -303,7 +303,7 @@ class PromptTokens(Message):
     agreement: str = _f(_agreement, default="verify")
     save: int = _f(integer(0, U32), default=0)
     covers: tuple[int, ...] = _f(integers(1, U32, 0, MAX_ROWS), default=())
-    following: int = _f(integer(-1, 2**31 - 1), default=-1)
+    following: int = _f(integer(0, 2**31 - 1), default=0)
     drafts: int = _f(integer(0, 1), default=0)
 
 

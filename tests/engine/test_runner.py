@@ -20,7 +20,7 @@ from mlxtp.engine.runner import Runner
 from mlxtp.engine.sampler import Chooser, Chosen, LogitShaping
 from mlxtp.engine.telemetry import CacheUse
 from mlxtp.errors import Code, GroupError
-from mlxtp.wire.messages import PromptTokens, Sampling, StepToken
+from mlxtp.wire.messages import PromptBatch, PromptTokens, Sampling, StepToken
 
 from ..reference import reference
 from .families import FAMILIES
@@ -105,6 +105,22 @@ def test_rows_say_together_what_they_say_alone(tmp_path: Path, family: str) -> N
             said[uid].append(token)
     assert tuple(said[1]) == reference(PROMPT, 13, folder)
     assert tuple(said[2]) == reference(OTHER, 13, folder)
+
+
+def test_the_end_of_a_long_prompt_is_read_beside_a_whole_one(tmp_path: Path) -> None:
+    """Padded to the width of the other, it would be longer than its arrays."""
+    folder, random = write_model(tmp_path, attentive=True), Random(1)
+    long, short = (tuple(random.randrange(6, 512) for _ in range(count)) for count in (63, 50))
+    runner = runner_of(folder)
+    prefill(runner, 1, long[:60])
+    runner.stop(1, 60)
+    plain = (Sampling(), Sampling())
+    frame = PromptBatch((2, 3), (63, 50), (60, 0), (1, 0), (1, 0), (*long[60:], *short), plain)
+    said = tokens_of(runner.prefill_together(frame))
+    for i in range(12):
+        for row, new in zip(said, step(runner, {2: 63 + i, 3: 50 + i}), strict=True):
+            row.extend(new)
+    assert [tuple(row) for row in said] == [reference(each, 13, folder) for each in (long, short)]
 
 
 def test_steps_of_several_rows_are_traced_once_they_come_again(folder: Path, runner: Runner) -> None:

@@ -112,7 +112,7 @@ def test_the_parts_of_a_head_are_the_head_bit_for_bit(tied: bool, kind: str, siz
     assert {part.shape[-1] for part in parts} == {-(-size // ranks)}
     assert mx.array_equal(together(parts, size), expected)
     for head in heads:
-        head._last_only = True
+        head.ends = mx.array([1, 2])
     last = [head.as_linear(x) if tied else head(x) for head in heads]
     assert last[0].shape[:2] == (2, 1)
 
@@ -218,15 +218,16 @@ def test_given_embeddings_are_used_once_and_instead_of_the_tokens(tmp_path: Path
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_last_position_alone(tmp_path: Path, tied: bool) -> None:
+def test_one_position_of_each_row_alone(tmp_path: Path, tied: bool) -> None:
     alone = loaded(tmp_path / "model", tie_word_embeddings=tied)
     vocabulary, model = alone.vocabulary, alone.model
     tokens = mx.array([[3, 1, 4], [1, 5, 9]])
     full = vocabulary.forward(model, tokens, make_cache(model))
-    last = vocabulary.forward(model, tokens, make_cache(model), last_only=True)
+    ends = vocabulary.forward(model, tokens, make_cache(model), ends=mx.array([1, 2]))
     assert full.shape == (2, 3, 512)
-    assert last.shape == (2, 1, 512)
-    assert mx.allclose(last, full[:, -1:], atol=1e-5).item()
+    assert ends.shape == (2, 1, 512)
+    assert mx.allclose(ends[0, 0], full[0, 1], atol=1e-5).item()
+    assert mx.allclose(ends[1, 0], full[1, 2], atol=1e-5).item()
     assert vocabulary.forward(model, tokens, make_cache(model)).shape == full.shape
 
 
@@ -236,7 +237,7 @@ def test_a_forward_that_fails_leaves_nothing_set(tmp_path: Path) -> None:
     tokens = mx.array([[3, 1, 4]])
     expected = vocabulary.forward(model, tokens, make_cache(model))
     with pytest.raises(ValueError, match=r"rms_norm|shape|dimension"):
-        vocabulary.forward(model, tokens, make_cache(model), given=mx.zeros((1, 3, 7)), last_only=True)
+        vocabulary.forward(model, tokens, make_cache(model), given=mx.zeros((1, 3, 7)), ends=mx.array([2]))
     assert mx.array_equal(vocabulary.forward(model, tokens, make_cache(model)), expected)
 
 
@@ -245,7 +246,9 @@ def test_forwards_can_be_compiled(tmp_path: Path) -> None:
     vocabulary, model = alone.vocabulary, alone.model
 
     def step(tokens: mx.array, given: mx.array) -> tuple[mx.array, mx.array]:
-        local = vocabulary.forward(model, tokens, make_cache(model), given=given, last_only=True)
+        local = vocabulary.forward(
+            model, tokens, make_cache(model), given=given, ends=mx.zeros(2, dtype=mx.int32)
+        )
         return vocabulary.winners(local[:, -1])
 
     compiled = mx.compile(step)
@@ -298,7 +301,7 @@ def test_what_is_built_otherwise_runs_alone_as_it_is() -> None:
     vocabulary = shard(model, LoneGroup(), size=16)
     tokens = mx.array([[1, 2, 3]])
     assert (vocabulary.size, vocabulary.share, vocabulary.first) == (16, 16, 0)
-    last = vocabulary.forward(model, tokens, [], given=mx.zeros((1, 3, 5)), last_only=True)
+    last = vocabulary.forward(model, tokens, [], given=mx.zeros((1, 3, 5)), ends=mx.array([2]))
     assert mx.array_equal(last, model(tokens)[:, -1:])
     chosen, embeddings = vocabulary.winners(last[:, -1])
     assert chosen.tolist() == [last.argmax().item()]

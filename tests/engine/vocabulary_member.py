@@ -43,7 +43,7 @@ def run(loaded: ModelShare, counter: CollectiveCounter) -> tuple[dict[str, Any],
     collectives = []
     for step in range(1 + STEPS):
         before = counter.count
-        local = vocabulary.forward(model, x, cache, given=given, last_only=step == 2)
+        local = vocabulary.forward(model, x, cache, given=given, ends=mx.array([0, 0]) if step == 2 else None)
         forward, before = counter.count - before, counter.count
         if vocabulary.group.rank == 0:  # as for logprobs: own outputs must not change the order of sums
             mx.async_eval(local, [mx.logsumexp(local[row]) for row in range(2)])
@@ -122,7 +122,7 @@ def reads_own_bytes(loaded: ModelShare, folder: Path, group: Group) -> tuple[int
 def first(loaded: ModelShare) -> None:
     for width in (1, 8):
         tokens, cache = mx.zeros((1, width), dtype=mx.int32), make_cache(loaded.model)
-        mx.eval(loaded.vocabulary.forward(loaded.model, tokens, cache, last_only=True))
+        mx.eval(loaded.vocabulary.forward(loaded.model, tokens, cache, ends=mx.array([width - 1])))
 
 
 def attempt(folder: Path, group: Group, counter: CollectiveCounter) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -15,12 +15,12 @@ from mlxtp.wire.frames import (
     MAX_ITEMS,
     MAX_OBJECTS,
     MAX_OPENING_FRAME,
-    MESSAGES,
     RETIRED,
     field_codecs,
+    messages,
 )
 from mlxtp.wire.messages import PROTOCOL_VERSION
-from mlxtp.wire.protocol import TABLES, TERMINAL, LinkKind, LinkState, RequestFailed, Side
+from mlxtp.wire.protocol import TERMINAL, LinkKind, LinkState, RequestFailed, Side, table
 
 _WIDTH = 118
 
@@ -65,10 +65,10 @@ def _orders() -> Iterator[str]:
 
 def _moves(kind: LinkKind, state: LinkState, side: Side) -> Iterator[tuple[LinkState, list[str]]]:
     """Yield the legal messages by the state that follows; those that keep the state come last."""
-    if state in TERMINAL or state not in TABLES[kind]:
+    if state in TERMINAL or state not in table(kind):
         return
     found: dict[LinkState, list[str]] = defaultdict(list)
-    for message, end in TABLES[kind][state][side].items():
+    for message, end in table(kind)[state][side].items():
         found[end].append("Error with a uid" if message is RequestFailed else message.__name__)
     yield from sorted(found.items(), key=lambda item: (item[0] is state, list(LinkState).index(item[0])))
 
@@ -83,7 +83,7 @@ def _messages() -> Iterator[str]:
     retired = ", ".join(f"0x{number:02X}" for number in sorted(RETIRED))
     yield from _wrapped(f"{retired} named messages of earlier versions. They are not used again.")
     parts: dict[str, type[object]] = {}
-    for number, message in sorted(MESSAGES.items()):
+    for number, message in sorted(messages().items()):
         yield from ("", f"### 0x{number:02X} {message.__name__}", "")
         yield from _described(message)
         yield from _table(field_codecs(message))
@@ -119,7 +119,7 @@ def _parts_of(message: type[Message]) -> Iterator[type[object]]:
     for field in fields(message):  # type: ignore[arg-type]
         for word in str(field.type).replace("[", " ").replace("]", " ").replace(",", " ").split():
             part = getattr(module, word, None)
-            if hasattr(part, "__dataclass_fields__") and part not in MESSAGES.values():
+            if hasattr(part, "__dataclass_fields__") and part not in messages().values():
                 yield part
 
 

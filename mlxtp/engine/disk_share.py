@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 
 import mlx.core as mx
@@ -103,6 +102,8 @@ def open_store(
     bootstrap: Bootstrap, folder: Path, command: LoadShard, kinds: CacheKind, post: Callable[[object], None]
 ) -> BlockStore | None:
     """Return the store of this rank's share of the model in `folder`; None if it keeps none."""
+    import mlx_lm
+
     if not (bootstrap.disk_folder and bootstrap.disk_bytes and bootstrap.prefix_cache and kinds.reusable):
         return None
     about: dict[str, object] = {
@@ -123,7 +124,8 @@ def open_store(
         "weights": weights,
         "caches": [type(cache).__name__ for cache in leaves(kinds.new())],
         "device": str(mx.default_device()),
-        **{package: version(package) for package in ("mlx", "mlx-lm")},
+        "mlx": mx.__version__,  # type: ignore[attr-defined]
+        "mlx-lm": mlx_lm.__version__,
     }
     layout = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
     return BlockStore(Path(bootstrap.disk_folder), layout, about, bootstrap.disk_bytes, post)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
-import psutil
 
 from ..errors import Code, GroupError, LocalProtocolError, MlxtpError
 from ..wire.messages import (
@@ -434,4 +433,6 @@ def kv_room_bytes(ranks_here: int) -> int:
     if mx.metal.is_available():
         limit = int(mx.device_info()["max_recommended_working_set_size"])
         return max(limit - mx.get_active_memory(), 0) * 3 // 4
+    import psutil
+
     return psutil.virtual_memory().available * 3 // 4 // ranks_here

@@ -10,51 +10,65 @@ anything large.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import fields
+from functools import cache
 from typing import Any, Final, NamedTuple, TypeVar
 
 import msgpack
 
 from ..errors import Code, LocalProtocolError, RemoteProtocolError
-from .cluster_messages import CONTROL_MESSAGES
 from .codecs import U63, FieldCodec, Message, Wire
 from .messages import RANK_MESSAGES, Ack, StepToken
-from .peer_messages import COPY_MESSAGES, JOIN_MESSAGES
 
 # --- table of all messages by their number, which also packs and checks their bodies ---------------------
 
 M = TypeVar("M", bound=Message)
 
-MESSAGES: dict[int, type[Message]] = {
-    message.TYPE: message for message in (*RANK_MESSAGES, *CONTROL_MESSAGES, *JOIN_MESSAGES, *COPY_MESSAGES)
-}
-assert len(MESSAGES) == sum(map(len, (RANK_MESSAGES, CONTROL_MESSAGES, JOIN_MESSAGES, COPY_MESSAGES))), (
-    "two messages with one number"
-)
+_OF_RANKS: dict[int, type[Message]] = {message.TYPE: message for message in RANK_MESSAGES}
+
+
+@cache
+def messages() -> dict[int, type[Message]]:
+    """Return all messages by number. A rank is sent none of agents, so it never imports their 52 classes."""
+    from .cluster_messages import CONTROL_MESSAGES
+    from .peer_messages import COPY_MESSAGES, JOIN_MESSAGES
+
+    every = (*RANK_MESSAGES, *CONTROL_MESSAGES, *JOIN_MESSAGES, *COPY_MESSAGES)
+    by_number = {message.TYPE: message for message in every}
+    assert len(by_number) == len(every), "two messages with one number"
+    return by_number
+
 
 #: Numbers of messages of earlier versions, which are not used again.
 RETIRED = frozenset({0x15, 0x17, 0x4C, 0x4D, 0x4E, 0x4F, 0x50, 0x52, 0x53})
 
-_CODECS: dict[type[Message], tuple[tuple[str, FieldCodec], ...]] = {
-    message: tuple((f.name, f.metadata["codec"]) for f in fields(message))  # type: ignore[arg-type]
-    for message in MESSAGES.values()
-}
-_PACK = {
-    message: tuple((name, codec.to_wire) for name, codec in codecs) for message, codecs in _CODECS.items()
-}
-_CHECK = {
-    message: tuple((name, codec.from_wire) for name, codec in codecs) for message, codecs in _CODECS.items()
-}
-#: Setters of a message's slots. The `__init__` of a frozen dataclass takes twice as long.
-_FILL = {
-    message: tuple((getattr(message, name).__set__, name, codec.from_wire) for name, codec in codecs)
-    for message, codecs in _CODECS.items()
-}
+
+V = TypeVar("V")
+
+
+class _ByMessage(dict[type[Message], V]):
+    """A value for each type of message, made when it is first needed."""
+
+    def __init__(self, make: Callable[[type[Message]], V]) -> None:
+        self._make = make
+
+    def __missing__(self, message: type[Message]) -> V:
+        value = self[message] = self._make(message)
+        return value
 
 
 def field_codecs(message: type[Message]) -> tuple[tuple[str, FieldCodec], ...]:
     """Return names and codecs of a message's fields, in order."""
-    return _CODECS[message]
+    return tuple((f.name, f.metadata["codec"]) for f in fields(message))  # type: ignore[arg-type]
+
+
+_PACK = _ByMessage(lambda message: tuple((name, codec.to_wire) for name, codec in field_codecs(message)))
+_CHECK = _ByMessage(lambda message: tuple((name, codec.from_wire) for name, codec in field_codecs(message)))
+#: Setters of a message's slots. The `__init__` of a frozen dataclass takes twice as long.
+_FILL = _ByMessage(
+    lambda message: tuple((getattr(message, name).__set__, name, check) for name, check in _CHECK[message])
+)
 
 
 def to_body(message: Message) -> dict[str, Wire]:
@@ -207,7 +221,7 @@ def _decode(payload: bytearray, limit: int) -> Frame:
         raise _malformed("type, epoch and seq must be whole numbers")
     if not (0 <= epoch <= U63 and 0 <= seq <= U63):
         raise _malformed("type, epoch and seq must be whole numbers")
-    message_type = MESSAGES.get(number)
+    message_type = _OF_RANKS.get(number) or messages().get(number)
     if message_type is None:
         raise RemoteProtocolError(f"no message has type {number:#04x}", Code.UNKNOWN_TYPE)
     return Frame(from_body(message_type, body), epoch, seq)

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from enum import Enum
+from functools import cache
 
-from .cluster_messages import BOTH_WAYS, AgentHello
 from .messages import (
     Accepted,
     Ack,
@@ -61,7 +61,6 @@ from .messages import (
     Unload,
     Welcome,
 )
-from .peer_messages import JoinGrant, JoinOffer, JoinRefusal, JoinRequest
 
 
 class Side(Enum):
@@ -280,16 +279,6 @@ _VOICE: tuple[Transition, ...] = tuple(
 )
 
 
-_JOINING: tuple[Transition, ...] = (
-    (LinkState.NEW, _UPPER, JoinOffer, LinkState.OFFERED),
-    (LinkState.OFFERED, _LOWER, JoinRequest, LinkState.ASKED),
-    (LinkState.ASKED, _UPPER, JoinGrant, LinkState.CLOSED),
-    (LinkState.ASKED, _UPPER, JoinRefusal, LinkState.CLOSED),
-    (LinkState.ASKED, _UPPER, Error, LinkState.CLOSED),
-    (LinkState.OFFERED, _UPPER, Error, LinkState.FAILED),  # the offer is no longer valid
-)
-
-
 def _states(rows: Iterable[Transition]) -> frozenset[LinkState]:
     return frozenset(state for start, _, _, end in rows for state in (start, end)) - TERMINAL
 
@@ -340,19 +329,6 @@ def _table(rows: tuple[Transition, ...]) -> Table:
     return table
 
 
-#: Both ends of an open link may send the same messages.
-_CONTROL: tuple[Transition, ...] = (
-    (LinkState.NEW, _LOWER, AgentHello, LinkState.GREETED),
-    (LinkState.GREETED, _UPPER, AgentHello, LinkState.OPEN),
-    (LinkState.GREETED, _UPPER, Error, LinkState.CLOSED),  # refused
-)
-
-_CONTROL_END: tuple[Transition, ...] = tuple(
-    (LinkState.OPEN, side, message, end)
-    for side in Side
-    for message, end in ((SessionEnd, LinkState.CLOSED), (Error, LinkState.FAILED))
-)
-
 _REQUESTS_LINK: tuple[Transition, ...] = (
     (LinkState.NEW, _LOWER, Hello, LinkState.GREETED),
     (LinkState.GREETED, _UPPER, Welcome, LinkState.OPEN),
@@ -366,18 +342,49 @@ _REQUESTS_LINK: tuple[Transition, ...] = (
 )
 
 
-def _control(rows: tuple[Transition, ...]) -> Table:
+def _control() -> Table:
+    """Both ends of an open link may send the same messages."""
+    from .cluster_messages import BOTH_WAYS, AgentHello
+
+    rows: tuple[Transition, ...] = (
+        (LinkState.NEW, _LOWER, AgentHello, LinkState.GREETED),
+        (LinkState.GREETED, _UPPER, AgentHello, LinkState.OPEN),
+        (LinkState.GREETED, _UPPER, Error, LinkState.CLOSED),  # refused
+    )
+    ends = ((SessionEnd, LinkState.CLOSED), (Error, LinkState.FAILED))
+    end = tuple((LinkState.OPEN, side, message, state) for side in Side for message, state in ends)
     both = tuple(row for side in Side for row in _anywhere(rows, side, *BOTH_WAYS))
-    return _table((*rows, *both, *_CONTROL_END))
+    return _table((*rows, *both, *end))
 
 
-TABLES: dict[LinkKind, Table] = {
-    LinkKind.PIPE: _pipe(_GREETING + _PIPE_START + _ROUNDS),
-    LinkKind.PIPE_LEADER: _pipe(
-        _GREETING + _PIPE_START + _LIFE + _ROUNDS_OF_LEADER + _REQUESTS + _VOICE, Cancel
-    ),
-    LinkKind.DECODE: _decode(_GREETING + _DECODE_START + _LIFE + _DECODING + _FETCHED + _CANARY),
-    LinkKind.CONTROL: _control(_CONTROL),
-    LinkKind.REQUESTS: _table(_REQUESTS_LINK),
-    LinkKind.JOIN: _table(_JOINING),
-}
+def _join() -> Table:
+    from .peer_messages import JoinGrant, JoinOffer, JoinRefusal, JoinRequest
+
+    rows: tuple[Transition, ...] = (
+        (LinkState.NEW, _UPPER, JoinOffer, LinkState.OFFERED),
+        (LinkState.OFFERED, _LOWER, JoinRequest, LinkState.ASKED),
+        (LinkState.ASKED, _UPPER, JoinGrant, LinkState.CLOSED),
+        (LinkState.ASKED, _UPPER, JoinRefusal, LinkState.CLOSED),
+        (LinkState.ASKED, _UPPER, Error, LinkState.CLOSED),
+        (LinkState.OFFERED, _UPPER, Error, LinkState.FAILED),  # the offer is no longer valid
+    )
+    return _table(rows)
+
+
+@cache
+def table(kind: LinkKind) -> Table:
+    """Return the legal moves on links of a kind. Only links between agents import the messages of agents."""
+    match kind:
+        case LinkKind.PIPE:
+            return _pipe(_GREETING + _PIPE_START + _ROUNDS)
+        case LinkKind.PIPE_LEADER:
+            leads = _LIFE + _ROUNDS_OF_LEADER + _REQUESTS + _VOICE
+            return _pipe(_GREETING + _PIPE_START + leads, Cancel)
+        case LinkKind.DECODE:
+            return _decode(_GREETING + _DECODE_START + _LIFE + _DECODING + _FETCHED + _CANARY)
+        case LinkKind.CONTROL:
+            return _control()
+        case LinkKind.REQUESTS:
+            return _table(_REQUESTS_LINK)
+        case LinkKind.JOIN:
+            return _join()

@@ -47,7 +47,7 @@ from .messages import (
     TimeCollectives,
     Unload,
 )
-from .protocol import OPENING, TABLES, TERMINAL, LinkKind, LinkState, Moves, RequestFailed, Side
+from .protocol import OPENING, TERMINAL, LinkKind, LinkState, Moves, RequestFailed, Side, table
 
 __all__ = ["LinkKind", "LinkState", "Received", "Session", "Side"]
 
@@ -631,7 +631,7 @@ class Session:
 
     def _enter(self, state: LinkState) -> None:
         self._state = state
-        moves = TABLES[self.link][state]
+        moves = table(self.link)[state]
         self._sendable = moves[self.side]
         self._receivable = moves[self._peer]
         if state not in OPENING:

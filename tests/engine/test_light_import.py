@@ -1,4 +1,4 @@
-"""Ranks import mlx-lm without transformers and the Hub; code that needs these later gets the real ones."""
+"""Ranks import neither transformers and the Hub nor messages of agents; later code gets the real ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..live_cluster import Cluster
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-NAMES = ("transformers", "tokenizers", "huggingface_hub", "cryptography")
+NAMES = ("transformers", "tokenizers", "huggingface_hub", "cryptography", "mlxtp.wire.cluster_messages")
 HEAVY = f"[name for name in {NAMES} if name in sys.modules]"
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import msgpack
 
 from mlxtp.errors import LocalProtocolError, MlxtpError, RemoteProtocolError
-from mlxtp.wire.frames import MESSAGES, from_body, to_body
+from mlxtp.wire.frames import from_body, messages, to_body
 from mlxtp.wire.messages import Message, Shutdown
-from mlxtp.wire.protocol import TABLES, LinkKind, LinkState, RequestFailed, Side
+from mlxtp.wire.protocol import LinkKind, LinkState, RequestFailed, Side, table
 from mlxtp.wire.session import Session
 
 from ..wire.samples import EXAMPLES
@@ -28,13 +28,13 @@ def _states(link: LinkKind) -> list[LinkState]:
             return False
         return True
 
-    return list(filter(reachable, TABLES[link]))
+    return list(filter(reachable, table(link)))
 
 
 def _kinds(link: LinkKind) -> list[type[Message]]:
     """Return the messages that may travel on it at some time, and one that may not."""
-    may = {kind for moves in TABLES[link].values() for side in moves.values() for kind in side}
-    alien = next(kind for _, kind in sorted(MESSAGES.items()) if kind not in may)
+    may = {kind for moves in table(link).values() for side in moves.values() for kind in side}
+    alien = next(kind for _, kind in sorted(messages().items()) if kind not in may)
     return [*sorted(may, key=lambda kind: kind.__name__), alien]
 
 
@@ -64,7 +64,7 @@ def told_anything(link: LinkKind) -> Callable[[bytes], None]:
             body = _body(kind, how, next(story, 0) if how & _CHANGED else 0)
             number = example(kind).TYPE
             if how & _OURS:
-                message = from_body(MESSAGES[number], body)
+                message = from_body(messages()[number], body)
                 try:
                     end.send(message)
                 except LocalProtocolError:

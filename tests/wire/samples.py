@@ -53,7 +53,7 @@ from mlxtp.wire.cluster_messages import (
     TokenWanted,
     Trip,
 )
-from mlxtp.wire.frames import MESSAGES
+from mlxtp.wire.frames import messages
 from mlxtp.wire.messages import (
     DIGEST_BYTES,
     MAX_BIASES,
@@ -248,7 +248,7 @@ EXAMPLES: dict[type[Message], Message] = {
         FileHeld(1 << 40),
     )
 }
-assert set(EXAMPLES) == set(MESSAGES.values())
+assert set(EXAMPLES) == set(messages().values())
 
 
 def _ints(low: int, high: int, min_items: int, max_items: int) -> st.SearchStrategy[tuple[int, ...]]:
@@ -613,7 +613,7 @@ _STRATEGIES |= {
 }  # fmt: skip
 
 MESSAGE: st.SearchStrategy[Message] = st.one_of(
-    *(_STRATEGIES.get(message, st.builds(message)) for message in MESSAGES.values())
+    *(_STRATEGIES.get(message, st.builds(message)) for message in messages().values())
 )
 """Any message with any values its fields allow."""
 

@@ -15,16 +15,16 @@ from mlxtp.wire.messages import (
     Prefilled,
     ScoredDelta,
 )
-from mlxtp.wire.protocol import TABLES, TERMINAL, LinkKind, LinkState, RequestFailed, Side
+from mlxtp.wire.protocol import TERMINAL, LinkKind, LinkState, RequestFailed, Side, table
 
 from .walk import path_to
 
 VOICE: set[type[Message]] = {Accepted, Prefilled, Delta, ScoredDelta, Finished, RequestFailed}
-EVERYWHERE = [(link, state) for link in LinkKind for state in LinkState if state in TABLES[link]]
+EVERYWHERE = [(link, state) for link in LinkKind for state in LinkState if state in table(link)]
 
 
 def senders(link: LinkKind, message: type[Message]) -> set[Side]:
-    return {side for moves in TABLES[link].values() for side in Side if message in moves[side]}
+    return {side for moves in table(link).values() for side in Side if message in moves[side]}
 
 
 def test_only_rank_0_has_a_voice() -> None:
@@ -41,20 +41,20 @@ def test_only_rank_0_has_a_voice() -> None:
 @pytest.mark.parametrize(("link", "state"), EVERYWHERE)
 def test_every_state_is_reached_and_can_end(link: LinkKind, state: LinkState) -> None:
     path_to(link, state)
-    assert state in TERMINAL or any(TABLES[link][state].values())
+    assert state in TERMINAL or any(table(link)[state].values())
 
 
 @pytest.mark.parametrize(("link", "state"), EVERYWHERE)
 def test_messages_that_cross_lead_both_ends_to_the_same_state(link: LinkKind, state: LinkState) -> None:
-    table = TABLES[link]
-    for command, commanded in table[state][Side.UPPER].items():
-        for answer, answered in table[state][Side.LOWER].items():
+    moves = table(link)
+    for command, commanded in moves[state][Side.UPPER].items():
+        for answer, answered in moves[state][Side.LOWER].items():
             if link is LinkKind.DECODE and answer is Ack and commanded is not state:
                 continue  # the ledger forbids a command while an Ack may be on its way
             # An end that has spoken its last word discards what was on its way; the other one hears it.
             if answered not in TERMINAL:
-                assert command in table[answered][Side.UPPER], (command, answer)
+                assert command in moves[answered][Side.UPPER], (command, answer)
             if commanded not in TERMINAL:
-                assert answer in table[commanded][Side.LOWER], (command, answer)
+                assert answer in moves[commanded][Side.LOWER], (command, answer)
             if not {answered, commanded} & TERMINAL:
-                assert table[answered][Side.UPPER][command] is table[commanded][Side.LOWER][answer]
+                assert moves[answered][Side.UPPER][command] is moves[commanded][Side.LOWER][answer]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxtp.errors import Code, LinkError, LocalProtocolError, RemoteProtocolError
-from mlxtp.wire.frames import MESSAGES, encode
+from mlxtp.wire.frames import encode, messages
 from mlxtp.wire.messages import (
     Accepted,
     Ack,
@@ -48,14 +48,14 @@ from mlxtp.wire.messages import (
     TimeCollectives,
     Unload,
 )
-from mlxtp.wire.protocol import TABLES, TERMINAL, RequestFailed
+from mlxtp.wire.protocol import TERMINAL, RequestFailed, table
 from mlxtp.wire.session import DecodeLedger, LinkKind, LinkState, PipeLedger, Received, Session, Side
 
 from .samples import EXAMPLES, MESSAGE
 from .walk import EPOCH, USUAL, Pair, example, pair_in, path_to, requests, sequences
 
-EVERYWHERE = [(link, state) for link in LinkKind for state in LinkState if state in TABLES[link]]
-KINDS: list[type[Message]] = [*MESSAGES.values(), RequestFailed]
+EVERYWHERE = [(link, state) for link in LinkKind for state in LinkState if state in table(link)]
+KINDS: list[type[Message]] = [*messages().values(), RequestFailed]
 
 
 def say(name: str) -> Message:
@@ -269,7 +269,7 @@ def test_shutdown_of_a_busy_rank_gets_both_replies(state: LinkState, reply: str,
 @pytest.mark.parametrize(("link", "state"), EVERYWHERE)
 def test_every_legal_move_leads_where_the_table_says(link: LinkKind, state: LinkState) -> None:
     for side in Side:
-        for kind, end in TABLES[link][state][side].items():
+        for kind, end in table(link)[state][side].items():
             if kind is FetchedBlocks and state is not LinkState.LOADED:
                 continue  # the way here led past no FetchBlocks; the next test has it
             pair = pair_in(link, state)
@@ -324,7 +324,7 @@ def legal(pair: Pair, kind: type[Message]) -> Message:
 def test_every_illegal_move_is_refused_at_both_ends(link: LinkKind, state: LinkState) -> None:
     for side in Side:
         for kind in KINDS:
-            if kind not in TABLES[link][state][side]:
+            if kind not in table(link)[state][side]:
                 refuse_to_send(link, state, side, example(kind))
                 refuse_to_receive(link, state, side, example(kind))
 
@@ -550,7 +550,7 @@ def test_lawful_ends_never_accuse_each_other(link: LinkKind, seed: int) -> None:
 
 
 def anything_legal(rng: random.Random, end: Session) -> Message | None:
-    kinds = list(TABLES[end.link][end.state][end.side])
+    kinds = list(table(end.link)[end.state][end.side])
     rng.shuffle(kinds)
     for kind in kinds:
         rare = kind in (Error, Shutdown, SessionEnd) and rng.random() < 0.9

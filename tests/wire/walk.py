@@ -8,7 +8,7 @@ from functools import cache
 
 from mlxtp.errors import Code
 from mlxtp.wire.messages import Ack, Error, Generate, Message, PromptTokens
-from mlxtp.wire.protocol import TABLES, LinkKind, LinkState, RequestFailed, Side
+from mlxtp.wire.protocol import LinkKind, LinkState, RequestFailed, Side, table
 from mlxtp.wire.session import DecodeLedger, Received, RequestLedger, Session
 
 from .samples import EXAMPLES
@@ -77,7 +77,7 @@ def _ways(link: LinkKind, start: LinkState) -> dict[LinkState, list[Move]]:
     waiting = deque([start])
     while waiting:
         state = waiting.popleft()
-        for side, moves in TABLES[link][state].items():
+        for side, moves in table(link)[state].items():
             for kind, end in moves.items():
                 if end not in ways:
                     ways[end] = [*ways[state], (side, kind)]
@@ -104,7 +104,7 @@ def pair_in(link: LinkKind, target: LinkState) -> Pair:
 def start_uid_1(pair: Pair) -> None:
     """Start one request, or one sequence with its prompt complete."""
     link, state = pair.upper.link, pair.upper.state
-    if state is USUAL.get(link, LinkState.LOADED) and Generate in TABLES[link][state][Side.UPPER]:
+    if state is USUAL.get(link, LinkState.LOADED) and Generate in table(link)[state][Side.UPPER]:
         pair.up(Generate(1, (5, 6), 10))
     elif state is LinkState.LOADED:
         pair.up(PromptTokens(1, 0, 2, (5, 6)))

@@ -188,7 +188,8 @@ def test_what_a_plan_counts_with_is_in_its_help() -> None:
 
 IMPORTED = """
 import atexit, sys
-heavy = {"starlette", "uvicorn", "zeroconf", "transformers", "huggingface_hub", "cryptography", "msgpack"}
+heavy = {"asyncio", "cryptography", "huggingface_hub", "msgpack", "psutil", "starlette", "transformers",
+    "uvicorn", "zeroconf"}
 loaded = lambda: heavy & {name.partition(".")[0] for name in sys.modules}
 atexit.register(lambda: print(*sorted(loaded()), file=sys.stderr))
 sys.argv = ["mlxtp", *sys.argv[1:]]

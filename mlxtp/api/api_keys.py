@@ -15,7 +15,6 @@ the hash of each key. A crash loses those of the last half minute.
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import hashlib
 import hmac
@@ -282,6 +281,8 @@ class KeyRing:
 
     async def keep(self) -> None:
         """Write the counts now and then, until it is cancelled, and then for the last time."""
+        import asyncio
+
         try:
             while True:
                 await asyncio.sleep(SAVE_S)

@@ -8,7 +8,6 @@ import platform
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -53,6 +52,8 @@ def _system() -> str:
 
 def _needed() -> list[str]:
     """Return the packages that pyproject.toml requires; none where mlxtp is not installed."""
+    from importlib.metadata import PackageNotFoundError, requires
+
     try:
         wanted = [each for each in requires("mlxtp") or () if "extra ==" not in each]
     except PackageNotFoundError:
@@ -61,6 +62,8 @@ def _needed() -> list[str]:
 
 
 def _installed(name: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version(name)
     except PackageNotFoundError:

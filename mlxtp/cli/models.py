@@ -5,7 +5,6 @@ A running agent downloads, so that its cluster does so once; without an agent th
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import sys
 import time
@@ -208,6 +207,8 @@ def _by_agent(
 
 def _by_itself(model: str, as_json: bool) -> Mapping[str, Any]:
     """Download in this process. Raises ModelError."""
+    import asyncio
+
     from ..models.download import download
 
     repo, revision = hub_name(model)

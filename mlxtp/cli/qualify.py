@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import psutil
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -298,6 +297,8 @@ def links(bed: Bed, idle_s: float) -> Iterator[Row]:
 
 def kill(bed: Bed) -> list[Row]:
     """Kill the rank on this Mac under streams. They must go on, with not one token changed."""
+    import psutil
+
     bed.say("streams while a rank is killed")
     before = psutil.virtual_memory().available
     epoch = group_of(bed)["epoch"]

@@ -3,7 +3,7 @@
 `SlotBatch` holds the caches of rows of like lengths in one array a layer, with a length for each row.
 Joining, leaving and rolling back touch one row, and a forward may feed rows several tokens. It takes
 sequences whose layers all use mlx-lm's `KVCache` or `QuantizedKVCache`, or states that `recurrent` knows.
-`MergedBatch` uses mlx-lm's own batched caches for every other kind (rotating, other recurrent ones), one
+`MergedBatch` uses mlx-lm's own batched caches for every other kind (rotating, unknown states), one
 token a row and step. Both are the same on every rank, because the same frames drive them.
 """
 
@@ -22,7 +22,7 @@ from ..errors import Code, ModelError
 from .kv_cache import SMALLEST, capacity, roomy
 from .loader import leaves, make_cache, unrun_arrays
 from .pipeline import Stage
-from .recurrent import STATE, States, StateView, recurrent_layers, states_of
+from .recurrent import STATE, Recurrence, States, StateView, recurrent_layers, states_of
 
 #: Numbers that share a scale, the best first. A head's keys and values must divide by it.
 QUANTIZATION_GROUPS = (64, 32)
@@ -201,22 +201,27 @@ class SlotBatch:
     """
 
     def __init__(
-        self, empty: Sequence[Empty], caches_of: Callable[[list[mx.array], int, States | None], Caches]
+        self,
+        empty: Sequence[Empty],
+        caches_of: Callable[[list[mx.array], int, States | None], Caches],
+        recurrence: Recurrence | None = None,
     ) -> None:
         self.rows: list[int] = []
         self.buckets: list[Bucket] = []
         self._empty = empty
         self._caches_of = caches_of
+        self._recurrence = recurrence
 
     def join(self, uid: int, caches: Caches) -> None:
         self.rows.append(uid)
-        growing = [cache for cache in caches if not _is_state(cache)]
+        growing = [cache for cache in leaves(caches) if not _is_state(cache)]
         if growing[0].keys is None:
             arrays = [mx.zeros(shape, dtype=dtype) for shape, dtype in self._empty]
         else:
             arrays = [array for cache in growing for array in _arrays_of(cache)]
-        states = [cache for cache in caches if _is_state(cache)]
-        bucket = Bucket([uid], arrays, states=states_of(states, growing[0].offset) if states else None)
+        bucket, held = Bucket([uid], arrays), [cache for cache in leaves(caches) if _is_state(cache)]
+        if held and self._recurrence is not None:
+            bucket.states = states_of(self._recurrence, held, growing[0].offset)
         self.buckets.append(bucket)
 
     def leave(self, uid: int, keep: int) -> Caches | None:
@@ -492,6 +497,8 @@ def snapshot(caches: Caches, length: int) -> Caches:
     for cache in leaves(copies):
         if type(cache) is RotatingKVCache and cache.keys is not None:
             cache.keys, cache.values = mx.contiguous(cache.keys), mx.contiguous(cache.values)
+        elif _is_state(cache):  # inputs of convolutions, which mlx-lm cuts out of those of a whole chunk
+            cache.cache = [mx.contiguous(array) for array in cache.cache]
     return copies
 
 
@@ -573,11 +580,12 @@ class CacheKind:
         inside = {type(cache).__name__ for cache in leaves(new)}
         alone = any(type(module).__name__ == _ONE_OFFSET for module in model.modules())
         self._own = make_cache(model)
-        recurrent = recurrent_layers(model, sum(map(_is_state, new)))
-        self._recurrent = [layer for layer in recurrent if "A_log" in layer]  # those of this stage
+        #: Kind of its recurrent layers, if these go back, and those of this stage.
+        self.recurrence, self._recurrent = recurrent_layers(model, sum(map(_is_state, leaves(new))))
         counting = stage is None or stage.counting
+        recurrent = self.recurrence is not None
         uniform = (
-            kinds == {"KVCache", STATE} and counting if recurrent else len(kinds) == 1 and kinds <= _PLAIN
+            inside == {"KVCache", STATE} and counting if recurrent else len(kinds) == 1 and kinds <= _PLAIN
         )
         self.slots = uniform and not alone
         self.batches = self.slots or (all(hasattr(cache, "merge") for cache in new) and not alone)
@@ -588,16 +596,15 @@ class CacheKind:
 
     def empty_batch(self) -> Batch:
         if self.slots:
-            return SlotBatch(self._empty, self.caches_of)
+            return SlotBatch(self._empty, self.caches_of, self.recurrence)
         return LaneBatch() if self._staged else MergedBatch()
 
     def caches_of(self, arrays: list[mx.array], length: int, states: States | None) -> Caches:
         """Return the caches of a sequence of `length` tokens that is in these arrays of a SlotBatch."""
         caches = self.new()
         if states is not None:
-            found = iter(states.caches(length, self._recurrent))
-            caches = [next(found) if _is_state(cache) else cache for cache in caches]
-        for layer, cache in enumerate([cache for cache in caches if not _is_state(cache)]):
+            states.fill([cache for cache in leaves(caches) if _is_state(cache)], self._recurrent, length)
+        for layer, cache in enumerate([cache for cache in leaves(caches) if not _is_state(cache)]):
             own = arrays[layer * self.parts : (layer + 1) * self.parts]
             # Of quantized numbers a layer has three arrays for its keys, and three for its values.
             cache.keys, cache.values = (own[:3], own[3:]) if self._kv_bits else own
@@ -616,7 +623,13 @@ class CacheKind:
         if not states:
             return views
         growing, recurrent = iter(views), iter(states)
-        return [next(recurrent) if _is_state(cache) else next(growing) for cache in self._own]
+
+        def view(cache: Any) -> Any:
+            if hasattr(cache, "caches"):
+                return [view(each) for each in cache.caches]
+            return next(recurrent) if _is_state(cache) else next(growing)
+
+        return [view(cache) for cache in self._own]
 
     def reserve(self, caches: Caches, offset: int, total: int) -> None:
         """Have caches of `offset` tokens grow once, to the room of a prompt of `total` tokens.
@@ -625,7 +638,7 @@ class CacheKind:
         """
         if not self.slots:
             return
-        for cache in [cache for cache in caches if not _is_state(cache)]:
+        for cache in [cache for cache in leaves(caches) if not _is_state(cache)]:
             if cache.keys is not None and _arrays_of(cache)[0].shape[2] < total:
                 _only_first(cache, offset)
             cache.step = capacity(total) - offset
@@ -635,7 +648,9 @@ class CacheKind:
         caches = self.new()
         try:
             unrun_arrays(self.model, caches)
-            arrays = [array for cache in caches if not _is_state(cache) for array in _arrays_of(cache)]
+            arrays = [
+                array for cache in leaves(caches) if not _is_state(cache) for array in _arrays_of(cache)
+            ]
         except (AttributeError, TypeError, ValueError) as error:
             if not self._kv_bits:
                 raise

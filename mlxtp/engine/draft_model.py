@@ -19,7 +19,7 @@ from . import kv_cache
 from .batch import Bucket, CacheKind, Caches, ForwardShape, SlotBatch, arrays_of, cut
 from .group import LoneGroup
 from .loader import load, make_cache
-from .recurrent import StateView
+from .recurrent import views_of
 
 MAX_KEPT = 4  # ended sequences whose caches it keeps
 CACHES_SHARE = 8  # one part in so many of the room for KV caches
@@ -187,13 +187,14 @@ class DraftModel:
         """
         shape = ForwardShape(*ForwardShape.arrays(mx.array(list(starts)), tokens.shape[1], view))
         arrays, bucket.arrays, states = bucket.arrays, [], bucket.states
-        views = [] if states is None else [StateView(kept, *states.stood(starts)) for kept in states.kept]
-        layers = self._kinds.beside(self._kinds.views(arrays, shape), views)
+        growing = self._kinds.views(arrays, shape)
+        recurrent = [] if states is None else views_of(states.kind, states.kept, states.stood(starts))
+        layers = self._kinds.beside(growing, recurrent)
         del arrays  # no other owner: written in place
         logits: mx.array = self._model(tokens, cache=layers)
-        bucket.arrays = [array for layer in layers for array in layer.arrays]
+        bucket.arrays = [array for view in growing for array in view.arrays]
         if states is not None:
-            states.fed(starts, tokens.shape[1], [view.kept for view in views])
+            states.fed(starts, tokens.shape[1], [view.kept for view in recurrent])
         return logits
 
     def _resume(self, tokens: Sequence[int]) -> tuple[list[int], Caches]:

@@ -19,7 +19,7 @@ from .batch import Bucket, CacheKind, ForwardShape, MergedBatch, in_parts
 from .group import CollectiveCounter
 from .loader import ModelShare
 from .mtp_head import ChosenStep, MtpHead, follow
-from .recurrent import StateView
+from .recurrent import views_of
 from .sharding import at_ends
 
 #: Traced graphs that are kept: one for each number of rows, size of the KV arrays and view of them.
@@ -293,10 +293,9 @@ class ModelForwards:
         """
         tokens, given, counts = inputs
         arrays, kept = caches
-        states = [StateView(layer, *shape[3:]) for layer in kept]
-        layers = self._caches.beside(
-            self._caches.views(arrays, ForwardShape(shape[0], shape[1], shape[2])), states
-        )
+        states = views_of(self._caches.recurrence, kept, shape[3:])
+        views = self._caches.views(arrays, ForwardShape(shape[0], shape[1], shape[2]))
+        layers = self._caches.beside(views, states)
         embeddings = given[0] if given else None
         local = self._vocabulary.forward(self._model, tokens, layers[self._layers], given=embeddings)
         outcome = list(self._vocabulary.winners(local)) if winners else [local]
@@ -308,7 +307,7 @@ class ModelForwards:
                 outcome += follow(self.head, self._vocabulary, step, layers[-1], drafts)
             else:
                 outcome.append(hidden)
-        return outcome, [array for layer in layers for array in layer.arrays], [each.kept for each in states]
+        return outcome, [array for view in views for array in view.arrays], [each.kept for each in states]
 
     def _head_body(
         self, drafts: int, step: list[mx.array], shape: list[mx.array], arrays: list[mx.array]

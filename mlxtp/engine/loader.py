@@ -439,7 +439,7 @@ def _goes_back(model: Any, split: Sequence[int]) -> bool:
         return all(plain)
     ends = list(accumulate(reversed(split), initial=0)) if split else [0, len(caches)]
     stages = all(any(plain[first:end]) for first, end in pairwise(ends))
-    return stages and sum(plain) + states == len(caches) and bool(recurrent_layers(model, states))
+    return stages and sum(plain) + states == len(caches) and bool(recurrent_layers(model, states)[1])
 
 
 @contextlib.contextmanager

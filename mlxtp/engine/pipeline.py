@@ -92,7 +92,7 @@ class Stage:
         spans = [(sum(split[each + 1 :]), sum(split[each:])) for each in range(self.ranks)]
         owned = [self._owned(facts, *span) for span in spans]
         self._own = owned[rank]
-        self.counting = all(any(_counts(self._empty[number]) for number in each) for each in owned)
+        self.counting = all(any(_counts_inside(self._empty[number]) for number in each) for each in owned)
         self._check(facts)
         self._stand_ins = [self._stand_in(number) for number in range(len(self._empty))]
         self.hidden, self.dtype = facts[0].hidden.shape[-1], facts[0].hidden.dtype
@@ -272,6 +272,10 @@ def _kind(cache: Any) -> tuple[Any, ...]:
 
 def _counts(cache: Any) -> bool:
     return hasattr(cache, "offset") and hasattr(cache, "make_mask")
+
+
+def _counts_inside(cache: Any) -> bool:
+    return any(map(_counts, getattr(cache, "caches", (cache,))))
 
 
 def _is(path: str, names: Iterable[str]) -> bool:

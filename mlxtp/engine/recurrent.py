@@ -1,42 +1,142 @@
-"""Recurrent states of gated-delta layers, as in Qwen3-Next and Qwen3.5, and the way back behind wrong drafts.
+"""Recurrent layers, as in Qwen3.5, Nemotron-H or LFM2, and their way back behind wrong drafts.
 
 A state is of all tokens so far, and cannot be cut. So a step of several tokens leaves it as it was before
 them, and keeps the inputs of the recurrence: a hundredth of a state for each token. The next step first feeds
-as many of them as were right, without the layers' other parts, and then its own. Nothing is copied, and no
-rank waits to learn their number: it follows from the position of the next step.
+as many of them as were right, without the layers' other parts, and then its own. Convolutions keep all their
+inputs, and the next step takes those before what was wrong. Nothing is copied, and no rank waits to learn
+their number: it follows from the position of the next step.
 
 The same code of mlx-lm computes prompts, steps and what is fed again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import cache, partial, wraps
-from importlib import import_module
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, reduce, wraps
+from inspect import signature
+from sys import modules
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 STATE = "ArraysCache"  #: mlx-lm's cache of such a layer
-#: mlx-lm's layers whose states are kept here, by their modules. Other modules use the same ones.
-_LAYERS = {"qwen3_5": "GatedDeltaNet", "qwen3_next": "Qwen3NextGatedDeltaNet"}
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrence:
+    """Kind of mlx-lm's recurrent layers, by names in its code. Their caches have convolutions, then a state.
+
+    inputs     for each convolution the attribute with one more than the inputs that it holds
+    update     function of the module, or method, that computes the recurrence; "" for convolutions alone
+    taken      its arguments of each token, [rows, tokens, ...], that change the state
+    read       those which do not, each with one of `taken` of its shape
+    constants  its further arguments, attributes of a layer or as a function has them
+    together   it takes several tokens and a mask, with the bits of one token after the other
+    """
+
+    inputs: tuple[str, ...] = ("conv_kernel_size",)
+    update: str = ""
+    taken: tuple[str, ...] = ()
+    read: tuple[tuple[str, str], ...] = ()
+    constants: tuple[str, ...] | Callable[[Any], dict[str, Any]] = ()
+    together: bool = False
+
+    @property
+    def size(self) -> int:
+        """Number of arrays in mlx-lm's cache."""
+        return len(self.inputs) + bool(self.update)
+
+    def further(self, layer: Any) -> dict[str, Any]:
+        """Return the further arguments of `update` for a layer."""
+        if callable(self.constants):
+            return self.constants(layer)
+        return {name: getattr(layer, name) for name in self.constants}
+
+    def run(self, update: Callable[..., Any], given: dict[str, Any], stands: mx.array | None = None) -> Any:
+        """Return results and state of `update`.
+
+        Tokens that do not stand, by bool [rows, tokens], leave the state of a row as it is, bit for bit.
+        """
+        count = given[self.taken[0]].shape[1]
+        if self.together and stands is not None:
+            return update(**{**given, "mask": stands})
+        if self.together or (count == 1 and stands is None):
+            return update(**given)
+        results, state = [], given["state"]
+        each = [*self.taken, *[name for name, _ in self.read]]
+        for at in range(count):
+            own = {name: given[name][:, at : at + 1] for name in each}
+            found, after = update(**{**given, **own, "state": state})
+            if stands is not None:
+                after = mx.where(stands[:, at].reshape(-1, *[1] * (after.ndim - 1)), after, state)
+            results.append(found)
+            state = after
+        return mx.concatenate(results, axis=1), state
+
+
+_DELTAS = Recurrence(
+    update="gated_delta_update",
+    taken=("k", "v", "a", "b"),
+    read=(("q", "k"),),
+    constants=("A_log", "dt_bias"),
+    together=True,
+)
+_MAMBA = Recurrence(
+    update="ssm_update",
+    taken=("hidden_states", "B", "dt"),
+    read=(("C", "B"),),
+    constants=("A_log", "D", "dt_bias", "time_step_limit"),
+)
+_SHORT = Recurrence(inputs=("L_cache",))
+_KIMI = replace(
+    _DELTAS,
+    inputs=("q_conv.kernel_size", "k_conv.kernel_size", "v_conv.kernel_size"),
+    constants=lambda layer: {
+        "A_log": layer.A_log.reshape(-1, 1),
+        "dt_bias": layer.dt_bias.reshape(-1, layer.head_dim),
+        "lower_bound": getattr(layer, "lower_bound", None),
+    },
+)
+#: By module and class. Modules of further families use the same ones.
+_KINDS: Mapping[str, Recurrence] = {
+    "bailing_moe_v3.BailingKDA": replace(_KIMI, inputs=("conv_kernel_size",) * 3),
+    "falcon_h1.FalconH1Mixer": _MAMBA,
+    "granitemoehybrid.GraniteMoeHybridMamba2Mixer": _MAMBA,
+    "jamba.JambaMambaMixer": Recurrence(
+        update="ssm_step", taken=("x",), constants=lambda layer: {"self": layer, "A": -mx.exp(layer.A_log)}
+    ),
+    "kimi_linear.KimiDeltaAttention": _KIMI,
+    "lfm2.ShortConv": _SHORT,
+    "lfm2_moe.ShortConv": _SHORT,
+    "nemotron_h.NemotronHMamba2Mixer": _MAMBA,
+    "qwen3_5.GatedDeltaNet": _DELTAS,
+    "qwen3_next.Qwen3NextGatedDeltaNet": _DELTAS,
+}
 
 
 class StateView:
     """View that a layer has of the rows' states during one forward, in place of mlx-lm's `ArraysCache`.
 
-    `kept`: the last inputs of its convolution [rows, inputs, channels], and the state of its recurrence.
-    After a step of several tokens, its keys, values and gates come behind, each [rows, tokens, ...].
-    The first `stood` of each row, int32 [rows], are fed again. Without these, `stood` is None.
+    `kept`: the last inputs of each convolution [rows, inputs, channels], and the state of the recurrence.
+    After a step of several tokens, their arguments of the recurrence come behind, each [rows, tokens, ...].
+    The first `stood` of each row, int32 [rows], are fed again, and `stands` has each of them, bool
+    [rows, tokens]. Without these, both are None.
     """
 
-    arrays: Sequence[mx.array] = ()  # that grow with each token
     lengths = left_padding = None
 
-    def __init__(self, kept: list[mx.array], stood: mx.array | None = None) -> None:
+    def __init__(
+        self,
+        kind: Recurrence,
+        kept: list[mx.array],
+        stood: mx.array | None = None,
+        stands: mx.array | None = None,
+    ) -> None:
         self.kept = list(kept)
-        self._stood = stood
+        self._kind, self._convolutions = kind, len(kind.inputs)
+        self._stood, self._stands = stood, stands
 
     def make_mask(self, _count: int) -> None:
         return None
@@ -44,33 +144,56 @@ class StateView:
     def advance(self, _count: int) -> None:
         return None
 
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.__getitem__, range(self._kind.size))
+
     def __getitem__(self, index: int) -> Any:
-        """Return the inputs of the convolution before this step, or this object for `recur`."""
-        inputs = self.kept[0]
-        if index or self._stood is None:
-            return self if index else inputs
-        places = self._stood[:, None] + mx.arange(inputs.shape[1] - self.kept[2].shape[1])
+        """Return the inputs of a convolution before this step, or this object for `recur`."""
+        if index == self._convolutions:
+            return self
+        inputs = self.kept[index]
+        if self._stood is None or self._stands is None:
+            return inputs
+        places = self._stood[:, None] + mx.arange(inputs.shape[1] - self._stands.shape[1])
         return mx.take_along_axis(inputs, places[..., None], axis=1)
 
     def __setitem__(self, index: int, value: Any) -> None:
-        if not index:
-            self.kept[0] = value
+        if index < self._convolutions:
+            self.kept[index] = value
 
-    def recur(self, update: Callable[..., Any], queries: mx.array, *fed: mx.array) -> Any:
-        """Call mlx-lm's `gated_delta_update` with the state, and return its results."""
-        inputs, (*tokens, rate, bias) = self.kept[0], fed
-        state = self.settled(update, rate, bias)
-        found, after = update(queries, *fed, state)
-        self.kept = [inputs, after] if queries.shape[1] == 1 else [inputs, state, *tokens]
+    def recur(self, update: Callable[..., Any], given: dict[str, Any]) -> Any:
+        """Call mlx-lm's `update` with the arguments that are `given` and the state; return its results."""
+        state = self.settled(update, given)
+        found, after = self._kind.run(update, {**given, "state": state})
+        tokens = [given[name] for name in self._kind.taken]
+        now = [after] if tokens[0].shape[1] == 1 else [state, *tokens]
+        self.kept = [*self.kept[: self._convolutions], *now]
         return found, self
 
-    def settled(self, update: Callable[..., Any], rate: mx.array, bias: mx.array) -> mx.array:
-        """Return the state of what stood."""
-        _, state, *tokens = self.kept
-        if self._stood is not None:
-            stands = mx.arange(tokens[0].shape[1]) < self._stood[:, None]
-            _, state = update(tokens[0], *tokens, rate, bias, state, stands)
-        return state
+    def settled(self, update: Callable[..., Any], given: dict[str, Any]) -> mx.array:
+        """Return the state of what stood. `given`: the constants, among other arguments or not."""
+        state, *tokens = self.kept[self._convolutions :]
+        if self._stands is None:
+            return state
+        again = {**given, **dict(zip(self._kind.taken, tokens, strict=True)), "state": state}
+        again |= {name: again[like] for name, like in self._kind.read}
+        settled: mx.array = self._kind.run(update, again, self._stands)[1]
+        return settled
+
+    def arrays_of(self, layer: Any) -> list[mx.array]:
+        """Return the arrays of mlx-lm's cache of this layer."""
+        inputs = [self[at] for at in range(self._convolutions)]
+        if not self._kind.update:
+            return inputs
+        update = getattr(_owner(type(layer), self._kind.update), self._kind.update)
+        return [*inputs, self.settled(update, self._kind.further(layer))]
+
+
+def views_of(
+    kind: Recurrence | None, kept: list[list[mx.array]], stood: Sequence[mx.array] = ()
+) -> list[StateView]:
+    """Return the views of a model's recurrent layers, if there are any. `stood`: as from `States.stood`."""
+    return [] if kind is None else [StateView(kind, layer, *stood) for layer in kept]
 
 
 @dataclass(slots=True)
@@ -81,6 +204,7 @@ class States:
     `waiting`: how many more were fed to each row, of which only some may stand.
     """
 
+    kind: Recurrence
     kept: list[list[mx.array]]
     held: list[int]
     waiting: int = 0
@@ -90,11 +214,15 @@ class States:
         return [array for layer in self.kept for array in layer]
 
     def stood(self, lengths: Iterable[int]) -> list[mx.array]:
-        """Return how many of the tokens that wait stand for rows of these lengths; nothing if none wait."""
+        """Return how many of the tokens that wait stand for rows of these lengths, and which of them do.
+
+        Returns nothing if none wait.
+        """
         if not self.waiting:
             return []
         pairs = zip(lengths, self.held, strict=True)
-        return [mx.array([length - held for length, held in pairs], dtype=mx.int32)]
+        stood = mx.array([length - held for length, held in pairs], dtype=mx.int32)
+        return [stood, mx.arange(self.waiting) < stood[:, None]]
 
     def fed(self, lengths: Sequence[int], width: int, kept: list[list[mx.array]]) -> None:
         """Take the states of a step of `width` tokens behind these lengths."""
@@ -105,92 +233,112 @@ class States:
         """Return the states of some rows."""
         chosen = mx.array(list(rows))
         kept = [[array[chosen] for array in layer] for layer in self.kept]
-        return States(kept, [self.held[row] for row in rows], self.waiting)
+        return replace(self, kept=kept, held=[self.held[row] for row in rows])
 
     def beside(self, other: States) -> States:
         """Return the states of these rows and of others behind them."""
         waiting = max(self.waiting, other.waiting)
         layers = zip(self._padded(other, waiting), other._padded(self, waiting), strict=True)
         kept = [[mx.concatenate(list(both)) for both in zip(*each, strict=True)] for each in layers]
-        return States(kept, self.held + other.held, waiting)
+        return States(self.kind, kept, self.held + other.held, waiting)
 
     def _padded(self, like: States, waiting: int) -> list[list[mx.array]]:
         """Return the states with room for `waiting` tokens of which more than there are never stand."""
         more = waiting - self.waiting
         if not more:
             return self.kept
-        found = []
-        for (inputs, state, *tokens), (_, _, *others) in zip(self.kept, like.kept, strict=True):
-            none = [mx.zeros((len(self.held), 0, *other.shape[2:]), other.dtype) for other in others]
-            longer = [
-                mx.pad(array, [(0, 0), (0, more), *[(0, 0)] * (array.ndim - 2)])
-                for array in (inputs, *(tokens or none))
-            ]
-            found.append([longer[0], state, *longer[1:]])
+
+        def longer(array: mx.array) -> mx.array:
+            return mx.pad(array, [(0, 0), (0, more), *[(0, 0)] * (array.ndim - 2)])
+
+        found, inputs, size = [], len(self.kind.inputs), self.kind.size
+        for layer, others in zip(self.kept, like.kept, strict=True):
+            none = [mx.zeros((len(self.held), 0, *other.shape[2:]), other.dtype) for other in others[size:]]
+            tokens = layer[size:] or none
+            found.append([*map(longer, layer[:inputs]), *layer[inputs:size], *map(longer, tokens)])
         return found
 
-    def caches(self, length: int, layers: Sequence[Any]) -> list[Any]:
-        """Return mlx-lm's caches of the only row here, which has `length` tokens, for these layers."""
-        from mlx_lm.models.cache import ArraysCache
-        from mlx_lm.models.gated_delta import gated_delta_update
-
-        stood = next(iter(self.stood([length])), None)
-        caches = []
-        for kept, layer in zip(self.kept, layers, strict=True):
-            view, found = StateView(kept, stood), ArraysCache(2)
-            found.cache = [view[0], view.settled(gated_delta_update, layer.A_log, layer.dt_bias)]
-            caches.append(found)
-        return caches
+    def fill(self, caches: Sequence[Any], layers: Sequence[Any], length: int) -> None:
+        """Put the states of the only row, which has `length` tokens, into mlx-lm's caches of `layers`."""
+        views = views_of(self.kind, self.kept, self.stood([length]))
+        for found, layer, view in zip(caches, layers, views, strict=True):
+            found.cache = view.arrays_of(layer)
 
 
-def states_of(caches: Sequence[Any], length: int) -> States:
+def states_of(kind: Recurrence, caches: Sequence[Any], length: int) -> States:
     """Return the states of one sequence of `length` tokens from mlx-lm's caches."""
-    return States([list(cache.cache) for cache in caches], [length])
+    return States(kind, [list(cache.cache) for cache in caches], [length])
 
 
-def recurrent_layers(model: Any, states: int) -> list[Any]:
-    """Return the layers of a model of so many recurrent ones whose states are kept here; none if not all are.
+def recurrent_layers(model: Any, states: int) -> tuple[Recurrence | None, list[Any]]:
+    """Return the kind of a model's recurrent layers, and those that have weights; None if not all are known.
 
-    mlx-lm's code of such layers takes a `StateView` from then on. A stage has other stages' layers, too.
+    `states`: their number. A stage has other stages' layers, too. mlx-lm's code takes a `StateView` from
+    then on.
     """
-    parts = [getattr(layer, "linear_attn", None) for layer in model.layers] if states else []
-    found = [part for part in parts if part is not None and isinstance(part, _taught())]
-    return found if len(found) == states else []
+    parts = [part for layer in model.layers if states for part in layer.children().values()]
+    known = [(part, *found) for part in parts if (found := _known(type(part)))]
+    if not known or len(known) != states:
+        return None, []
+    for _, layer_class, kind in known:
+        _teach(layer_class, kind)
+    return known[0][2], [part for part, *_ in known if tree_flatten(part.parameters())]
+
+
+def _known(kind: type) -> tuple[type, Recurrence] | None:
+    """Return mlx-lm's class of a recurrent layer, of which `kind` may be a changed one, and its kind."""
+    for base in reversed(kind.__mro__):
+        if found := _KINDS.get(f"{base.__module__.rpartition('.')[2]}.{base.__name__}"):
+            return base, found
+    return None
 
 
 @cache
-def _taught() -> tuple[type, ...]:
-    """Have mlx-lm's layers take a `StateView`; returns their classes."""
-    kinds = []
-    for name, kind in _LAYERS.items():
-        module = import_module(f"mlx_lm.models.{name}")
-        module.gated_delta_update = _taking_views(module.gated_delta_update)  # type: ignore[attr-defined]
-        kinds.append(getattr(module, kind))
-        kinds[-1].__call__ = _keeping_inputs(kinds[-1].__call__)
-    return tuple(kinds)
+def _teach(layer_class: type, kind: Recurrence) -> None:
+    """Have mlx-lm's code of a class of layers take a `StateView`."""
+    if kind.update:
+        owner = _owner(layer_class, kind.update)
+        setattr(owner, kind.update, _taking_views(getattr(owner, kind.update)))
+    whole: Any = layer_class
+    whole.__call__ = _keeping_inputs(whole.__call__, kind.inputs)
+
+
+def _owner(layer_class: type, update: str) -> Any:
+    """Return the class of a layer, or its module, by which of both has `update`."""
+    return layer_class if hasattr(layer_class, update) else modules[layer_class.__module__]
 
 
 def _taking_views(update: Callable[..., Any]) -> Callable[..., Any]:
+    names = list(signature(update).parameters)
+
     @wraps(update)
-    def taking(q: mx.array, *fed: Any, **how: Any) -> Any:
-        *arrays, state, _ = fed
-        if isinstance(state, StateView):
-            return state.recur(partial(update, **how), q, *arrays)
-        return update(q, *fed, **how)
+    def taking(*args: Any, **named: Any) -> Any:
+        given = {**dict(zip(names, args, strict=False)), **named}
+        state = given.get("state")
+        return state.recur(update, given) if isinstance(state, StateView) else update(*args, **named)
 
     return taking
 
 
-def _keeping_inputs(call: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """Return a layer's call that leaves all inputs of its convolution in a StateView, not just the last."""
+def _keeping_inputs(call: Callable[..., mx.array], inputs: Sequence[str]) -> Callable[..., mx.array]:
+    """Return a layer's call that leaves all inputs of its convolutions in a StateView, not just the last."""
+
+    def keep_more(layer: Any, count: int) -> None:
+        for path in inputs:
+            *parts, name = path.split(".")
+            part = reduce(getattr, parts, layer)
+            setattr(part, name, getattr(part, name) + count)  # which only says how many are kept
 
     @wraps(call)
-    def keeping(layer: Any, inputs: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-        more = inputs.shape[1] if isinstance(cache, StateView) and inputs.shape[1] > 1 else 0
-        layer.conv_kernel_size += more  # which only says how many are kept
+    def keeping(layer: Any, *args: Any, **named: Any) -> mx.array:
+        given = (*args, *named.values())
+        count = given[0].shape[1]
+        if count == 1 or not any(isinstance(each, StateView) for each in given):
+            return call(layer, *args, **named)
+        keep_more(layer, count)
         try:
-            return call(layer, inputs, mask, cache)
+            return call(layer, *args, **named)
         finally:
-            layer.conv_kernel_size -= more
+            keep_more(layer, -count)
 
     return keeping

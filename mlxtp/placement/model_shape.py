@@ -52,12 +52,14 @@ _WINDOWS = frozenset(
 _WINDOWS_IN_SOME = frozenset(("llama", "ministral3", "mistral3", "step3p5"))
 #: Families with recurrent states, some of them beside windows.
 _STATES = frozenset(
-    ("baichuan_m1", "bailing_hybrid", "bailing_moe_linear", "bailing_moe_v3", "falcon_h1", "gear",
-     "granitemoehybrid", "jamba", "kimi_k3", "kimi_linear", "lfm2", "lfm2_moe", "longcat_flash_ngram",
-     "mamba", "mamba2", "nemotron_h", "olmo_hybrid", "plamo2", "recurrent_gemma", "rwkv7")
+    ("baichuan_m1", "bailing_hybrid", "bailing_moe_linear", "gear", "kimi_k3", "longcat_flash_ngram", "mamba",
+     "mamba2", "olmo_hybrid", "plamo2", "recurrent_gemma", "rwkv7")
 )  # fmt: skip
 #: Families whose states the engine takes back to a token before a step's last one.
-_FED_AGAIN = frozenset(("prism_hadamard_qwen35", "qwen3_5", "qwen3_5_moe", "qwen3_next"))
+_FED_AGAIN = frozenset(
+    ("bailing_moe_v3", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe",
+     "nemotron_h", "prism_hadamard_qwen35", "qwen3_5", "qwen3_5_moe", "qwen3_next")
+)  # fmt: skip
 _LISTS = frozenset(("deepseek_v32", "glm_moe_dsa", "longcat_flash", "minimax_m3_vl"))
 _COMPRESSED = frozenset(("deepseek_v41",))
 _CHUNKS = frozenset(("llama4",))
@@ -89,7 +91,7 @@ STATES = CacheTraits(
     "recurrent states", cuttable=False, off=_NOT_WIDE, why="a state cannot be rolled back to fewer tokens"
 )
 FED_AGAIN = CacheTraits(
-    "recurrent states, of gated deltas",
+    "recurrent states, fed again",
     cuttable=False,
     off="several prompts in one forward, quantized KV",
     why="a state holds all tokens so far; only those of the last step are fed to it again",

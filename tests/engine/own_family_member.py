@@ -19,7 +19,7 @@ from mlxtp.engine import kv_cache
 from mlxtp.engine.batch import Bucket, CacheKind, ForwardShape, MergedBatch, SlotBatch, in_parts
 from mlxtp.engine.group import CollectiveCounter, form
 from mlxtp.engine.loader import ModelShare, load, run_alone
-from mlxtp.engine.recurrent import StateView
+from mlxtp.engine.recurrent import views_of
 
 from .vocabulary_member import first, reads_own_bytes
 
@@ -74,7 +74,7 @@ def forwards(loaded: ModelShare, counter: CollectiveCounter) -> tuple[dict[str, 
         view = min(kv_cache.view(max(at) + 1), part.shape[1])
         shape = ForwardShape(*ForwardShape.arrays(mx.array(at, dtype=mx.int32), 1, view))
         views = kind.views(part.arrays, shape)
-        states = [StateView(layer) for layer in (part.states.kept if part.states is not None else ())]
+        states = views_of(kind.recurrence, part.states.kept if part.states is not None else [])
         local = vocabulary.forward(model, tokens, kind.beside(views, states))
         part.arrays = [array for each in views for array in each.arrays]
         if part.states is not None:

@@ -118,7 +118,7 @@ def change_weights(folder: Path, **changes: mx.array | None) -> None:
 
 
 def remember(folder: Path) -> Path:
-    """Have the states of gated deltas hold tokens that are far back, as those of trained models do."""
+    """Have recurrent states hold tokens that are far back, as those of trained models do."""
     path = folder / "model.safetensors"
     weights = mx.load(str(path))
     mx.eval(weights)

@@ -14,7 +14,7 @@ from mlxtp.engine.draft_model import CHUNK, DraftModel
 from mlxtp.wire.messages import Loaded
 
 from ..reference import reference
-from .families import FAMILIES
+from .families import FAMILIES, PIPELINE
 from .small_models import remember, write_model
 
 PROMPT = [n % 500 for n in range(2 * CHUNK + 100)]
@@ -47,11 +47,16 @@ def test_it_reads_one_chunk_of_a_long_prompt_each_time(drafter: DraftModel, fold
     assert proposed(drafter, PROMPT, 3) == reference(tuple(PROMPT), 3, folder)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "qwen3_5", *(pytest.param(name, marks=pytest.mark.chaos) for name in ("lfm2", "nemotron_h"))],
+)
 def test_rows_together_get_what_each_would_get_alone(folder: Path, tmp_path: Path, family: str) -> None:
     """Rows join, leave and come back; some drafts were right, some answers have outrun the drafts."""
     if family != "llama":
-        folder = remember(write_model(tmp_path, model_type=family, attentive=True, **FAMILIES[family]))
+        folder = remember(
+            write_model(tmp_path, model_type=family, attentive=True, **{**PIPELINE, **FAMILIES}[family])
+        )
     rng = random.Random(5)
     together, alone = DraftModel(folder, 512), DraftModel(folder, 512)
     rows = {row: [rng.randrange(512) for _ in range(rng.choice([1, 3, 40, 90]))] for row in range(5)}

@@ -2,46 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from mlxtp.api.backend import Request as Wanted
 
 from ..live_cluster import Cluster
 from ..reference import expected
-from .families import PIPELINE
+from .families import OWN, PIPELINE
 from .mtp_heads import add_head
-from .small_models import remember, write_model
+from .small_models import change_weights, remember, write_model
 from .test_features_choice import assert_right, copying
 from .test_features_mtp import LONG
 
 pytestmark = pytest.mark.group
 
-SETTINGS = {
+SETTINGS: Mapping[str, dict[str, Any]] = {
     "two ranks": {},
     "pipeline": {"parallel": "pipeline", "split": "2,2"},
     "lockstep": {"run_ahead": 0, "compiled": False, "agreement": "broadcast"},
+    "six layers": {"parallel": "pipeline", "split": "3,3"},
+    "a stage without states": {"parallel": "pipeline", "split": "1,3"},
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    fields = {**PIPELINE["qwen3_next"], "eos_token_id": [511], "max_position_embeddings": 2048}
-    path = tmp_path_factory.mktemp("models") / "small"
-    return remember(write_model(path, model_type="qwen3_next", **fields))
+PLACES = (
+    ("nemotron_h", "two ranks"),
+    ("nemotron_h", "six layers"),
+    ("nemotron_h", "lockstep"),
+    *(("qwen3_next", how) for how in ("two ranks", "pipeline", "lockstep")),
+    ("granitemoehybrid", "a stage without states"),
+    *((family, "pipeline") for family in ("lfm2", "kimi_linear", "falcon_h1")),
+)
+"""Families and settings, the first in every run of tests."""
 
 
 @pytest.fixture(
     scope="module",
-    params=["two ranks", *(pytest.param(name, marks=pytest.mark.chaos) for name in ("pipeline", "lockstep"))],
+    params=[pytest.param(place, marks=[pytest.mark.chaos] if at else []) for at, place in enumerate(PLACES)],
+    ids="-".join,
 )
+def place(request: pytest.FixtureRequest) -> tuple[str, str]:
+    found: tuple[str, str] = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(place: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    family, _ = place
+    fields = {**PIPELINE, **OWN}[family]
+    path = tmp_path_factory.mktemp("models") / "small"
+    fields = {**fields, "eos_token_id": [511], "max_position_embeddings": 2048}
+    remember(write_model(path, model_type=family, **fields))
+    if family == "nemotron_h":  # else it never says the same again
+        table = mx.load(str(path / "model.safetensors"))["backbone.embeddings.weight"]
+        change_weights(path, lm_head__weight=table, backbone__embeddings__weight=1.5 * table)
+    return path
+
+
+@pytest.fixture(scope="module")
 def cluster(
-    request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory
+    place: tuple[str, str], folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Cluster]:
-    with Cluster(tmp_path_factory.mktemp("home"), model=folder, **SETTINGS[request.param]) as cluster:
+    _, how = place
+    with Cluster(tmp_path_factory.mktemp("home"), model=folder, **SETTINGS[how]) as cluster:
         yield cluster
 
 

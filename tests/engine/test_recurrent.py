@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from inspect import signature
 from pathlib import Path
 from random import Random
 
+import mlx.core as mx
 import pytest
+from mlx_lm.models.cache import ArraysCache
 from mlx_lm.utils import load_model
 
 from mlxtp.engine.batch import CacheKind
-from mlxtp.engine.recurrent import recurrent_layers
+from mlxtp.engine.recurrent import recurrent_layers, states_of, views_of
 from mlxtp.engine.runner import Runner
 from mlxtp.errors import GroupError
 from mlxtp.wire.messages import PromptTokens, StepToken
@@ -21,6 +24,11 @@ from .small_models import remember, write_model
 from .test_runner import runner_of
 
 LENGTH = 60
+KINDS = (
+    *("bailing_moe_v3", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe"),
+    *("nemotron_h", "qwen3_5"),
+)
+"""Families that go back, one for each of mlx-lm's classes of recurrent layers."""
 SIZES = {**PIPELINE, **FAMILIES}
 
 
@@ -77,29 +85,33 @@ class Course:
             assert tuple(row[:count]) == self.texts[uid][known : known + count]
             self.known[uid] += count
 
+    def held(self, uid: int) -> tuple[int, ...]:
+        """Return the tokens that a row's caches have."""
+        return self.texts[uid][: self.known[uid] - 1]
+
     def stop(self, uid: int, *, keep: bool) -> tuple[int, ...]:
         """Return the tokens that are kept."""
-        held = self.known[uid] - 1
-        self.runner.stop(uid, held if keep else 0)
+        held = self.held(uid)
+        self.runner.stop(uid, len(held) if keep else 0)
         order = list(self.known)
         order[order.index(uid)] = order[-1]
         order.pop()
         self.known = {other: self.known[other] for other in order if other != uid}
-        return self.texts[uid][:held] if keep else ()
+        return held if keep else ()
 
 
 @pytest.mark.parametrize(
     ("family", "seed"),
     [
-        ("qwen3_5", 0),
-        *(pytest.param(name, 1, marks=pytest.mark.chaos) for name in ("qwen3_5_moe", "qwen3_next")),
-        *(pytest.param(name, 2, marks=pytest.mark.chaos) for name in ("qwen3_5", "qwen3_next")),
+        *((name, 0) for name in ("qwen3_5", "nemotron_h", "lfm2")),
+        *(pytest.param(name, 1, marks=pytest.mark.chaos) for name in (*KINDS, "qwen3_5_moe", "qwen3_next")),
+        *(pytest.param(name, 2, marks=pytest.mark.chaos) for name in (*KINDS, "qwen3_next")),
     ],
 )
 def test_rows_with_right_and_wrong_drafts_say_what_they_say_without(
     folder_of: Callable[[str], Path], family: str, seed: int
 ) -> None:
-    """They come, go, are kept, started from and laid out elsewhere, also behind wrong drafts."""
+    """They come, go, are kept, copied, started from and laid out elsewhere, also behind wrong drafts."""
     course, uid = Course(folder_of(family), seed, compiled=True), 0
     random, kept = course.random, dict[int, tuple[int, ...]]()
     for _ in range(45):
@@ -107,11 +119,12 @@ def test_rows_with_right_and_wrong_drafts_say_what_they_say_without(
         if len(course.known) < 4 and (not course.known or random.random() < 0.4):
             uid += 1
             prompt, source = tuple(random.randrange(6, 500) for _ in range(random.choice((3, 40)))), 0
-            if kept and random.random() < 0.6:
-                source = random.choice(list(kept))
-                prompt = (*kept[source], *prompt)
-            course.begin(uid, prompt, source, len(kept.get(source, ())))
-        elif over or (course.known and random.random() < 0.1):
+            held = kept | {other: course.held(other) for other in course.known}
+            if held and random.random() < 0.6:
+                source = random.choice(list(held))
+                prompt = (*held[source], *prompt)
+            course.begin(uid, prompt, source, len(held.get(source, ())))
+        elif over or (course.known and random.random() < 0.15):
             leaving = random.choice(over or list(course.known))
             if tokens := course.stop(leaving, keep=random.random() < 0.7):
                 kept[leaving] = tokens
@@ -123,11 +136,46 @@ def test_rows_with_right_and_wrong_drafts_say_what_they_say_without(
     assert kept
 
 
+@pytest.mark.parametrize("family", KINDS)
+def test_a_layer_goes_back_to_any_token_of_a_step(folder_of: Callable[[str], Path], family: str) -> None:
+    """Rows of which no draft stands, some stand, and all; the first keeps its state bit for bit."""
+    model, _ = load_model(folder_of(family))
+    caches = CacheKind(model)
+    kind, layer = caches.recurrence, caches._recurrent[0]
+    assert kind is not None
+    masked = {"mask": None} if "mask" in signature(type(layer).__call__).parameters else {}
+    tokens = mx.random.normal((4, 12, 64), key=mx.random.key(1))
+    plain, found = ArraysCache(kind.size), ArraysCache(kind.size)
+    layer(tokens[:, :6], cache=plain, **masked)
+    begun = [mx.array(array) for array in plain.cache]
+    states = states_of(kind, [plain], 6)
+    states.held = [6] * 4
+    (view,) = views_of(kind, states.kept)
+    layer(tokens[:, 6:10], cache=view, **masked)
+    states.fed([6] * 4, 4, [view.kept])
+    for row, stood in enumerate((0, 1, 3, 4)):
+        states.rows([row]).fill([found], [layer], 6 + stood)
+        expected = [array[row : row + 1] for array in begun]
+        if stood:
+            alone = ArraysCache(kind.size)
+            alone.cache = expected
+            for at in range(6, 6 + stood):
+                layer(tokens[row : row + 1, at : at + 1], cache=alone, **masked)
+            expected = alone.cache
+        within = 1e-5 if stood else 0.0
+        assert all(
+            mx.allclose(a, b, rtol=within, atol=within) for a, b in zip(found.cache, expected, strict=True)
+        )
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3_5", *(pytest.param(name, marks=pytest.mark.chaos) for name in KINDS[:-1])]
+)
 def test_a_row_is_kept_as_it_was_before_its_drafts_or_behind_any_of_them(
-    folder_of: Callable[[str], Path],
+    folder_of: Callable[[str], Path], family: str
 ) -> None:
     for stood in range(5):
-        course = Course(folder_of("qwen3_5"))
+        course = Course(folder_of(family))
         course.begin(1, (7, 8, 9))
         text = course.texts[1]
         course.runner.step(StepToken((1,), (3,), (4,), text[3:7]))  # the rest are in flight
@@ -151,7 +199,8 @@ def test_what_waits_is_little_beside_a_state(folder_of: Callable[[str], Path]) -
 
 
 def test_states_of_other_layers_are_left_to_mlx_lm(tmp_path: Path) -> None:
-    model, _ = load_model(write_model(tmp_path, model_type="lfm2", **PIPELINE["lfm2"]))
+    fields = PIPELINE["bailing_moe_linear"]
+    model, _ = load_model(write_model(tmp_path, model_type="bailing_moe_linear", **fields))
     kind = CacheKind(model)
-    assert not recurrent_layers(model, 2)
+    assert recurrent_layers(model, 2) == (None, [])
     assert not kind.slots

@@ -25,6 +25,7 @@ Task = Callable[[int], str]
 
 STREAMS = 8
 COUNTED, _COUNTING = "counting, steps per token with the MTP head", "counting, MTP head vs none"
+RIGHT, _RUNS = "words in runs, right drafts", "words in runs, MTP head vs none, 1 ms more a sum"
 DELAY_S = 0.0005  #: Each way. Two ranks of a ring sum a few bytes in two steps, so a sum takes 1 ms more.
 _TOKENS = 120
 _WORDS = ("the", "small", "river", "finds", "a", "green", "door", "under", "old", "stones", "and", "sings")
@@ -48,15 +49,23 @@ async def measure(stage: Stage) -> list[Row]:
             rows += await _race(stage, agents, f"{name}, MTP head vs none", task)
         rows += await _race(stage, agents, "random text, MTP head vs none", sentences, temperature=2.0)
         rows += await _race(stage, agents, "8 mixed streams, MTP head vs none", mixed, STREAMS)
-        for name, task in tasks.items():
-            rows += await _race(stage, slow, f"{name}, MTP head vs none, 1 ms more a sum", task)
-        return rows
+        rows += await _race(stage, slow, "counting, MTP head vs none, 1 ms more a sum", prompts.count)
+        return [*rows, *await _race(stage, slow, _RUNS, runs)]
 
 
 def sentences(number: int) -> str:
     """A task whose answer is like prose, random by its number."""
     draw = random.Random(number)
     return f"Repeat exactly: {' '.join(draw.choices(_WORDS, k=18))}."
+
+
+def runs(number: int) -> str:
+    """A task whose answer is three words in runs, random by its number: the head is right within a run."""
+    draw = random.Random(number)
+    told = ["the"]
+    while len(told) < 20:
+        told.append(draw.choice(("the", "river", "finds")) if draw.random() < 0.17 else told[-1])
+    return f"Repeat exactly: {' '.join(told)}."
 
 
 def mixed(number: int) -> str:
@@ -75,6 +84,7 @@ async def _race(
 ) -> list[Row]:
     columns: tuple[list[float], list[float]] = [], []
     steps: list[float] = []
+    right: list[float] = []
     for number in stage.rounds(name, full=7, quick=2):
         asked = [
             Request(
@@ -95,4 +105,6 @@ async def _race(
         if [each.tokens for each in answers[0]] != [each.tokens for each in answers[1]]:
             raise Unmeasured(f"{name}: drafts changed the tokens of round {number}")
         steps += [1 - each.accepted / len(each.tokens) for each in answers[0] if number]
-    return [compare(name, *columns), *([absolute(COUNTED, steps)] if name == _COUNTING else [])]
+        right += [100 * each.accepted / max(each.drafted, 1) for each in answers[0] if number]
+    more = [absolute(COUNTED, steps)] if name == _COUNTING else []
+    return [compare(name, *columns), *more, *([absolute(RIGHT, right)] if name == _RUNS else [])]

@@ -163,7 +163,7 @@ async def decode(agent: Agent, request: Request) -> Decoded:
     """One request at the engine's pipe."""
     tokens: list[int] = []
     times: list[float] = []
-    accepted = 0
+    accepted = drafted = 0
     began = time.perf_counter()
     answer = agent.parts.groups.shown.supervisor.gateway.generate(request)
     async for event in answer:
@@ -171,7 +171,7 @@ async def decode(agent: Agent, request: Request) -> Decoded:
             tokens += event.tokens
             times += [time.perf_counter()] * len(event.tokens)
         elif isinstance(event, StreamEnd):
-            accepted = event.accepted
+            accepted, drafted = event.accepted, event.drafted
     if len(tokens) < 2:
         raise Unmeasured(f"{len(tokens)} tokens are too few to measure")
-    return Decoded.timed(tokens, began, times, accepted)
+    return Decoded.timed(tokens, began, times, accepted, drafted)

@@ -56,7 +56,7 @@ def _shown(answer: Mapping[str, Any]) -> list[Any]:
     kind = escape(joined(answer)) if model else ""
     epoch = f"   epoch {answer['epoch']}" if answer["epoch"] else ""
     lines: list[Any] = [f"[bold {colour}]{state}[/]{model}{how}{kind}{epoch}"]
-    if answer["reason"] and state != "ready":
+    if answer["reason"] not in ("", answer.get("problem")) and state != "ready":
         lines.append(_indented(answer["reason"]))
     if answer.get("problem"):
         lines.append(_indented(answer["problem"], "red"))
@@ -301,7 +301,7 @@ def picture(
     parts += [_state(snapshot, now), _speed(snapshot)]
     nodes = snapshot["nodes"]
     told = {node.get(name) for node in nodes for name in ("model_problem", "model_progress")}  # with its name
-    for name, style in (("reason", ""), ("waiting", "yellow"), ("problem", "red")):
+    for name, style in (("problem", "red"), ("reason", ""), ("waiting", "yellow")):
         if (words := snapshot[name]) and words not in told and not (name == "reason" and snapshot["ready"]):
             parts.append(Text(f"  {words}", style))
             told.add(words)

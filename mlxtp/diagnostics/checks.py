@@ -365,9 +365,8 @@ def of_serving(facts: MachineFacts) -> Iterator[Finding]:
     elif facts.model.wanted and agent.waiting:
         yield warning(f"{facts.model.wanted} is not served: {agent.waiting}", "mlxtp status")
     else:
-        yield info(
-            f"{agent.state}" + (f": {agent.reason or agent.waiting}" if agent.reason or agent.waiting else "")
-        )
+        why = agent.reason or agent.waiting
+        yield info(agent.state + (f": {why}" if why not in ("", agent.problem_of_cluster) else ""))
     for sentence in agent.left_out:
         yield warning(sentence, "fix what it names: it is tried again as soon as cables or ports change")
     if agent.proof:

@@ -85,7 +85,8 @@ class GroupScope:
     def why_not(self) -> str:
         """Reason why the group has no owner."""
         if self.row is None:
-            return NOTHING_WANTED if not self.group else f"{self.deployment} was unloaded"
+            nothing = self._node.introduction.problem or NOTHING_WANTED
+            return f"{self.deployment} was unloaded" if self.group else nothing
         if not self.assignment.number:
             return "it has yet to be assigned to a Mac"
         return self.assignment.why or f"{self.deployment} has enough other groups"

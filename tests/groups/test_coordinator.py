@@ -13,6 +13,7 @@ from mlxtp.cluster.node import BEAT_S, ClusterNode
 from mlxtp.cluster.reconcile import Wait
 from mlxtp.groups import group as group_module
 from mlxtp.groups.lifecycle import Supervisor
+from mlxtp.groups.placer import NOTHING_WANTED
 from mlxtp.models.inspect import ModelSource
 from mlxtp.wire.cluster_messages import Beat, GroupAssignment, ModelStatus, Serving
 
@@ -120,6 +121,24 @@ def test_a_group_that_is_given_up_keeps_its_owner_and_takes_no_room(
         deploy(node, "third", a, nodes="1")
         assert assigned(a, "third#0")[-1].nodes == (A,), "not beside the one that serves here"
         assert assigned(a, "broken#0")[-1].owner == A
+
+    play(tmp_path, member, story)
+
+
+def test_a_mac_that_is_refused_has_that_as_its_reason_for_serving_nothing(
+    tmp_path: Path, member: Member
+) -> None:
+    """It knows no deployment: `mlxtp serve` on it would not be the remedy."""
+
+    async def story(node: Node) -> None:
+        reasons = []
+        for problem in ("kv_bits differs", ""):
+            node.parts.node.introduction.problem = problem
+            node.tick()
+            reason = node.group.supervisor.status.reason
+            assert reason is not None
+            reasons.append((reason.detail, node.group.waiting))
+        assert reasons == [("kv_bits differs",) * 2, (NOTHING_WANTED,) * 2]
 
     play(tmp_path, member, story)
 

@@ -81,7 +81,7 @@ function troubles(now) {
   for (const [words, name] of macs) names.set(words, [...(names.get(words) ?? []), name]);
   const said = by("state").textContent;
   const rows = [...names].filter(([words]) => !said.includes(words)).map(([words, all]) => `${all.join(", ")}: ${words}`);
-  update(by("troubles"), [now.problem, ...rows].filter(Boolean).map((words) => el("li", { class: "trouble" }, words)).concat((now.coming ?? []).filter((line) => !now.transfers.some(({ model }) => line.includes(model.split("@")[0]))).map((line) => el("li", {}, line))));
+  update(by("troubles"), [said.includes(now.problem) ? "" : now.problem, ...rows].filter(Boolean).map((words) => el("li", { class: "trouble" }, words)).concat((now.coming ?? []).filter((line) => !now.transfers.some(({ model }) => line.includes(model.split("@")[0]))).map((line) => el("li", {}, line))));
 }
 
 // --- the same in words ------------------------------------------------------------------------------------

@@ -112,16 +112,16 @@ class Stage:
         body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 50} | fields
         return httpx.post(f"{self.url}{path}", json=body, headers=headers, timeout=WAIT_S)
 
-    def scrape(self) -> Scraped:
-        answer = httpx.get(f"{self.url}/metrics", timeout=WAIT_S)
+    def scrape(self, **headers: str) -> Scraped:
+        answer = httpx.get(f"{self.url}/metrics", headers=headers, timeout=WAIT_S)
         assert answer.status_code == 200
         assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
         return Scraped(answer.text)
 
-    def until(self, condition: Callable[[Scraped], bool]) -> Scraped:
-        """Scrape until that is so: what follows an answer may come a moment after its last byte."""
+    def until(self, condition: Callable[[Scraped], bool], **headers: str) -> Scraped:
+        """Scrape until that is so. A sequence is counted before its last byte, an HTTP request after it."""
         ends_at = time.monotonic() + WAIT_S
-        while not condition(found := self.scrape()):
+        while not condition(found := self.scrape(**headers)):
             assert time.monotonic() < ends_at, found.text
         return found
 
@@ -369,7 +369,7 @@ def test_a_stop_string_ends_an_answer_like_an_end_token(stage: Stage, stream: bo
 def test_a_stream_that_fails_is_an_error_with_its_code(stage: Stage) -> None:
     stage.says("hello", lambda uid: Error(Code.OUT_OF_MEMORY, "no memory", uid))
     assert Code.OUT_OF_MEMORY in stage.ask(stream=True).text
-    found = stage.until(lambda found: bool(found.finished()))
+    found = stage.until(lambda found: bool(found("mlxtp_http_requests_total", **chat(200))))
     assert found.finished() == {"error": 1}
     assert found("mlxtp_requests_failed_total", path=CHAT, code="out_of_memory") == 1
     assert found.labels("mlxtp_requests_refused_total", "code") == set()
@@ -379,7 +379,7 @@ def test_a_request_that_fails_before_its_answer_counts_as_refused(stage: Stage) 
     stage.says("hello", lambda uid: Error(Code.OUT_OF_MEMORY, "no memory", uid))
     status = stage.ask().status_code
     assert status >= 500
-    found = stage.until(lambda found: bool(found.finished()))
+    found = stage.until(lambda found: bool(found("mlxtp_http_requests_total", **chat(status))))
     assert found.finished() == {"error": 1}
     assert found("mlxtp_requests_refused_total", path=CHAT, code="out_of_memory") == 1
     assert found("mlxtp_http_requests_total", **chat(status)) == 1
@@ -392,7 +392,7 @@ def test_several_answers_are_several_sequences_of_one_request(
     count = stage.says("hello wide")
     with caplog.at_level(logging.INFO, "mlxtp"):
         stage.ask(n=3)
-        found = stage.until(lambda found: sum(found.finished().values()) == 3)
+        found = stage.until(lambda found: bool(found("mlxtp_http_requests_total", **chat(200))))
     assert found.finished() == {"stop": 3}
     assert found("mlxtp_http_requests_total", **chat(200)) == 1
     prompt = len(stage.desk.asked[0].tokens)
@@ -477,12 +477,22 @@ def test_unknown_paths_and_methods_share_one_label(stage: Stage) -> None:
             client.request(f"BREW{number}", "/health")
             client.get(f"/v1/models/nobody/{number}")
     assert httpx.get(f"{stage.url}{CHAT}").status_code == 405
-    found = stage.scrape()
-    assert found("mlxtp_http_requests_total", method="GET", path=OTHER, status="404") == 40
-    assert found("mlxtp_http_requests_total", method=OTHER, path="/health", status="405") == 40
-    assert found("mlxtp_http_requests_total", method="GET", path=CHAT, status="405") == 1
-    assert found("mlxtp_http_requests_total", method="GET", path="/v1/models/{id:path}", status="404") == 40
-    assert len([key for key in found.samples if key[0] == "mlxtp_http_requests_total"]) == 4
+    wanted = {
+        ("GET", OTHER, "404"): 40,
+        (OTHER, "/health", "405"): 40,
+        ("GET", CHAT, "405"): 1,
+        ("GET", "/v1/models/{id:path}", "404"): 40,
+    }
+
+    def counts(found: Scraped) -> dict[tuple[str, ...], float]:
+        rows = [(dict(key), value) for (name, key), value in found.samples.items() if "http_requests" in name]
+        labels = ("method", "path", "status")
+        return {
+            tuple(key[label] for label in labels): value for key, value in rows if key["path"] != "/metrics"
+        }
+
+    found = stage.until(lambda found: sum(counts(found).values()) == sum(wanted.values()))
+    assert counts(found) == wanted
 
 
 def test_metrics_are_for_those_who_may_ask_this_host(stage: Stage) -> None:
@@ -602,7 +612,7 @@ def test_whose_key_it_was_and_which_was_none_is_known(
         assert stage.ask(headers=good).status_code == 200
         assert stage.ask(headers={"authorization": "Bearer mlxtp-nobody"}).status_code == 401
         assert httpx.get(f"{stage.url}/metrics").status_code == 401
-        found = Scraped(httpx.get(f"{stage.url}/metrics", headers=good).text)
+        found = stage.until(lambda found: bool(found("mlxtp_http_requests_total", **chat(401))), **good)
     assert found("mlxtp_requests_refused_total", path=CHAT, code="invalid_api_key") == 1
     assert found("mlxtp_http_requests_total", **chat(401)) == 1
     assert key not in found.text

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from .interrupts import ending_at_once
+from .imports import importing
 
 
 def main() -> None:
     """Entry point of the `mlxtp` command. Until the command is imported, Ctrl-C ends the process silently."""
-    with ending_at_once():
+    with importing():
         from .cli.main import main as run
     run()
 

@@ -221,7 +221,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "placement": frozenset({"chunks", "errors", "model_config", "wire"}),
     "discovery": frozenset({"background"}),
     "identity": frozenset({"audit", "background", "config", "discovery", "errors", "wire"}),
-    "text": frozenset({"errors", "model_files"}),
+    "text": frozenset({"errors", "imports", "model_files"}),
     "api": frozenset(
         {
             "admission_counter",
@@ -323,7 +323,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
             "wire",
         }
     ),
-    "interrupts": frozenset(),
+    "imports": frozenset(),
     "cli": frozenset(
         {
             "",
@@ -337,7 +337,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
             "errors",
             "groups",
             "identity",
-            "interrupts",
+            "imports",
             "logs",
             "model_files",
             "models",
@@ -349,7 +349,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
             "wire",
         }
     ),
-    "__main__": frozenset({"cli", "interrupts"}),
+    "__main__": frozenset({"cli", "imports"}),
     "": frozenset(),
 }
 """For each part of the package, the parts it may know; the package itself, with its version, is ""."""

@@ -17,7 +17,7 @@ import typer
 from .. import __version__
 from ..config import Settings, resolve_join, resolve_settings
 from ..errors import ConfigError, Exit, GroupError, MlxtpError
-from ..interrupts import ending_at_once
+from ..imports import importing
 from ..settings import unknown_variables
 from . import (
     about,
@@ -112,7 +112,7 @@ def demo_command(
     """Try mlxtp on this machine alone: start, send one prompt, show timings, serve until Ctrl-C."""
     if as_json and not once:
         raise typer.BadParameter("--json goes with --once")
-    with ending_at_once():
+    with importing():
         from ..logs import PrintableLines
         from . import demo
     with TemporaryDirectory(prefix="mlxtp-demo-") as folder:  # for a user who names no home
@@ -255,7 +255,7 @@ def _settings(flags: Mapping[str, object], defaults: Mapping[str, object] | None
 
 def _run(work: Coroutine[Any, Any, Any], interrupted: int = 0) -> Any:
     """Run to the end or until a signal. Either way everything is shut down in order."""
-    with ending_at_once():
+    with importing():
         import asyncio
 
         from ..agent import stopped_by_signal

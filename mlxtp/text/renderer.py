@@ -11,7 +11,6 @@ MLX.
 from __future__ import annotations
 
 import array
-import asyncio
 import contextlib
 import importlib.util
 import json
@@ -32,9 +31,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from pydantic_core import to_json
-
 from ..errors import Code, MlxtpError, ModelError, RequestError, is_library_error
+from ..imports import importing
 from ..model_files import TIKTOKEN_FILE, table, tokenizer_json, tokenizer_settings
 from ..wire.rank_process import without_secrets
 from .json_limits import SHORT
@@ -69,6 +67,8 @@ class WorkerQueue:
 
     async def run(self, work: Callable[[], T]) -> T:
         """Return the result of `work`. Raises as `work` does, and RequestError 503."""
+        import asyncio  # in the agent alone
+
         working = self._pool.submit(copy_context().run, work)
         waiting = asyncio.wrap_future(working)
         try:
@@ -391,6 +391,8 @@ class SandboxedRenderer:
 
 def _json(work: list[Any]) -> bytes:
     """Return JSON. pydantic is faster, but blocks other threads meanwhile and refuses half characters."""
+    from pydantic_core import to_json  # in the agent alone
+
     try:
         return to_json(work, inf_nan_mode="constants")
     except ValueError:
@@ -649,8 +651,9 @@ def main(arguments: list[str]) -> None:
     with contextlib.suppress(ConnectionError):
         signal.setitimer(signal.ITIMER_PROF, START_CPU_S)
         try:
-            import_tokenizers()
-            writer = LocalRenderer.load(Path(arguments[1]))
+            with importing():
+                import_tokenizers()
+                writer = LocalRenderer.load(Path(arguments[1]))
             reply = b"t" + json.dumps(asdict(writer.facts)).encode()
         except MlxtpError as error:
             _send(link, _error(error))

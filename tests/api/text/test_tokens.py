@@ -177,7 +177,9 @@ def test_a_models_own_code_is_never_run(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_http_side_computes_nothing_and_starts_quickly(loaded: dict[str, Loaded]) -> None:
     code = (
-        "import sys; import mlxtp.api.app, mlxtp.api.server\n"
+        "import sys; import mlxtp.text.renderer\n"
+        "assert not {'asyncio', 'pydantic_core', 'psutil'} & set(sys.modules)\n"
+        "import mlxtp.api.app, mlxtp.api.server\n"
         "assert 'transformers' not in sys.modules and 'tokenizers' not in sys.modules\n"
         "from pathlib import Path; from mlxtp.text.tokenizer import Text\n"
         "Text.load(Path(sys.argv[1])).encoded('x', special=True)\n"

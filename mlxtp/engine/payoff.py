@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import chain, combinations, pairwise
 from math import inf
 from statistics import fmean
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 Proposer = Literal["lookup", "mtp", "draft"]
 #: A proposer, and for a lookup how long its match is: success differs much between these.
@@ -323,6 +323,7 @@ class Choice:
     _drafted: int = 0  # steps with drafts since the last audit
     _audit_at: int = FIRST_AUDIT
     _sure: bool = False  # drafts give so much that only a late audit pays
+    _weighed: dict[frozenset[Source], tuple[Any, tuple[Plan, float]]] = field(default_factory=dict)
 
     def plan(self, options: Sequence[Options], rows: int, most: int) -> Plan:
         """Choose for the next step of `rows` rows. `most`: longest draft that there is room for."""
@@ -351,6 +352,7 @@ class Choice:
                 self._tried = due & _sources(trial)
                 self._steps, self._given, self._bar = 0, 0.0, worth
                 self.costs.renew(Kind(rows, bucket(best.drafts), best.asks))
+                self._weighed.clear()
                 return trial if self.costs.comparable(rows) else NONE
         for source in _sources(best):
             self._pauses[source] = _Pause(FIRST_PAUSE)
@@ -364,7 +366,20 @@ class Choice:
     def _best(
         self, options: Sequence[Options], rows: int, most: int, hoped: Collection[Source] = ()
     ) -> tuple[Plan, float]:
-        """Return the best plan with drafts, and its tokens a second in those without. `hoped`: on trial."""
+        """Return the best plan with drafts, and its tokens a second in those without. `hoped`: on trial.
+
+        Plain steps change nothing about it, so it is weighed once for many of them.
+        """
+        offered = [(dict(each.sources), each.success, each.ahead) for each in options]
+        asked = offered, rows, most, self._last.drafts, self._last.asks
+        known = self._weighed.get(key := frozenset(hoped))
+        if known is None or known[0] != asked:
+            self._weighed[key] = known = asked, self._weigh(options, rows, most, hoped)
+        return known[1]
+
+    def _weigh(
+        self, options: Sequence[Options], rows: int, most: int, hoped: Collection[Source]
+    ) -> tuple[Plan, float]:
         gains = [
             {
                 source: self._gains(source, each, min(limit, most), hoped)
@@ -413,6 +428,7 @@ class Choice:
 
     def checked(self, success: dict[Source, Acceptance], source: Source, drafted: int, right: int) -> None:
         """Record that the first `right` drafts of a row were right; `success` as in `Options`."""
+        self._weighed.clear()
         success.setdefault(source, Acceptance(MEMORY)).report(drafted, right)
         self._common.setdefault(source, Acceptance(COMMON_MEMORY)).report(drafted, right)
 
@@ -422,6 +438,8 @@ class Choice:
         `paid`: drafts were the reason of what it cost; forced tokens are not.
         """
         rows, drafts, _ = kind
+        if drafts:
+            self._weighed.clear()
         if seconds:
             self.costs.took(kind, seconds)
         cost = self.costs.cost(kind)

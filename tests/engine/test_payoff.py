@@ -15,8 +15,11 @@ from hypothesis import strategies as st
 
 from mlxtp.engine.payoff import (
     AUDIT_STEPS,
+    CREDIT_PER_STEP,
+    FIRST_CREDIT,
     HELD,
     LENGTHS,
+    MOST_DEBT,
     PLACES,
     Choice,
     Kind,
@@ -180,7 +183,8 @@ def test_never_much_slower_than_none(
     played.random.seed(seed)
     played.run(400)
     lost = played.seconds / played.cost(rows, 0) - played.tokens / rows
-    assert lost < 8 + 0.015 * 400, "what is allowed, and a trial of three steps that nothing came of"
+    allowed = FIRST_CREDIT + 400 * CREDIT_PER_STEP - MOST_DEBT
+    assert lost < allowed + 3, "what is allowed, with the debt of a trial and bad luck in its drafts"
 
 
 def test_a_text_that_changes_is_followed() -> None:
@@ -233,6 +237,35 @@ def test_debts_hold_back_what_gains_little_and_not_what_surely_pays() -> None:
 def test_it_decides_alike_when_it_is_told_the_same() -> None:
     one, other = (World(CHEAP, {"mtp": 0.001}, [{HEAD: WELL}] * 3, noise=0.2, most=8) for _ in range(2))
     assert one.run(200).plans == other.run(200).plans
+
+
+class Forgetful(Choice):
+    """One that weighs drafts before each step, also where nothing changed."""
+
+    def plan(self, options: Sequence[Options], rows: int, most: int) -> Plan:
+        self._weighed.clear()
+        return Choice.plan(self, options, rows, most)
+
+
+@pytest.mark.parametrize("success", [WELL, BADLY, (0.5, 0.5, 0.4, 0.4, 0.3)])
+def test_what_was_weighed_holds_only_while_nothing_changes(success: Sequence[float]) -> None:
+    rows = [{HEAD: success, ("lookup", 1): BADLY}, {HEAD: BADLY}]
+    plans = [
+        World(costs(0.1, 0.3), {"mtp": 0.001}, [dict(row) for row in rows], 0.2, 3, choice=choice)
+        .run(250)
+        .plans
+        for choice in (Choice(), Forgetful())
+    ]
+    assert plans[0] == plans[1]
+    assert len({plan.drafts for plan in plans[0]}) > 1
+
+
+def test_success_that_is_told_between_plain_steps_is_weighed() -> None:
+    world = World(costs(0.1), {}, [{("lookup", 0): BADLY}]).run(200)
+    assert not world.choice.plan(world.options, 1, 16).drafts
+    for _ in range(30):  # tokens that a lookup foretold while it waited
+        world.choice.checked(world.options[0].success, ("lookup", 0), 1, 1)
+    assert world.choice.plan(world.options, 1, 16).drafts
 
 
 def test_the_cost_without_drafts_is_measured_again_now_and_then() -> None:

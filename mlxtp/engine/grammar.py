@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from ..errors import Code, MlxtpError, ModelError, RequestError, is_library_error
 from ..model_files import tokenizer_json
-from ..wire.messages import MAX_GRAMMAR
+from ..wire.codecs import MAX_GRAMMAR
 from ..wire.rank_process import without_secrets
 
 if TYPE_CHECKING:

@@ -236,6 +236,8 @@ def joined(max_items: int, max_chars: int) -> FieldCodec:
 
 U32 = 2**32 - 1
 U63 = 2**63 - 1
+#: Characters of one grammar or schema: with four bytes each, a quarter of the largest frame.
+MAX_GRAMMAR = 1 << 19
 
 
 def holding(codec: FieldCodec, **default: Any) -> Any:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..errors import Code
+from .codecs import MAX_GRAMMAR as MAX_GRAMMAR
 from .codecs import U32 as U32
 from .codecs import U63 as U63
 from .codecs import Message as Message
@@ -56,8 +57,6 @@ MAX_GROUP_ID = 1008  #: Characters of a group's id: its deployment's name, "#" a
 MAX_STRIKES = 9  #: failed epochs that one request may have been part of
 
 MAX_BIASES = 1024
-#: Characters of one grammar or schema: with four bytes each, a quarter of the largest frame.
-MAX_GRAMMAR = 1 << 19
 MAX_TOP_LOGPROBS = 20
 MAX_ROUND_BYTES = 1 << 16  #: Bytes of one rank in one round of the side channel; JACCL sends a few hundred.
 MAX_ROUNDS = 1024

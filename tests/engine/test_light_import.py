@@ -31,6 +31,11 @@ def test_models_are_there_and_nothing_that_only_agents_need() -> None:
     assert run(f"{code}; print({HEAVY})") == "[]"
 
 
+def test_a_process_that_compiles_grammars_has_neither_messages_nor_mlx() -> None:
+    loaded = "{'mlxtp.wire.messages', 'mlx', 'asyncio'} & set(sys.modules)"
+    assert run(f"from mlxtp.engine import grammar; print({loaded})") == "set()"
+
+
 def test_who_needs_them_later_gets_the_real_ones() -> None:
     code = """
 mlx_compat.import_mlx_lm()

@@ -20,7 +20,8 @@ from asyncio.sslproto import SSLProtocol
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import Context
-from typing import Any
+from functools import partial
+from typing import Any, cast
 from urllib.parse import unquote
 
 import h11
@@ -68,7 +69,7 @@ class HttpConnection(H11Protocol):
         self._counts = False  # True while it counts as one of its address
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        super().connection_made(cast(asyncio.Transport, _Writable(transport)))
         address = address_of(self)
         if self.admitted.admit(address):
             # at once, as more connections may arrive in this iteration of the event loop
@@ -164,6 +165,25 @@ class HttpConnection(H11Protocol):
     def _cut(self, why: str) -> None:
         log.info("closing the connection of the client at %s, which %s", self.client, why)
         self.transport.abort()
+
+
+class _Writable:
+    """A transport to which nothing is written once its connection is closing.
+
+    uvicorn notices that in a later iteration of the event loop; a burst of parts goes out within one.
+    """
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self.write = partial(_write_unless_closing, transport)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
+def _write_unless_closing(transport: asyncio.Transport, data: bytes) -> None:
+    if not transport.is_closing():
+        transport.write(data)
 
 
 def connection_class(stall_s: float, request_s: float) -> type[HttpConnection]:

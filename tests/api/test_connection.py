@@ -8,11 +8,13 @@ import json
 import logging
 import socket
 import ssl
+import struct
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from time import monotonic
 
 import pytest
+from starlette.types import Receive, Scope, Send
 
 from mlxtp.api import request_body
 from mlxtp.api import server as http_server
@@ -22,6 +24,7 @@ from mlxtp.api.endpoint import here_and_now, own_tls
 from mlxtp.api.request_context import current
 from mlxtp.api.request_metrics import RequestMetrics
 from mlxtp.api.server import bind, serve
+from mlxtp.api.streaming import PARTS_AT_ONCE
 
 from .conftest import BYTE_LEVEL, WAIT_S, FakeBackend, Loaded, forever, says, then
 
@@ -195,6 +198,35 @@ def test_slow_is_not_deaf(backend: FakeBackend, monkeypatch: pytest.MonkeyPatch)
         assert received.endswith(b"}")
 
     play(story, backend, stall_s=5 * SOON_S)
+
+
+def test_nothing_is_written_to_a_client_that_left_within_a_burst(caplog: pytest.LogCaptureFixture) -> None:
+    """Steps that come together are sent in one go, before the server can see that a client has left.
+
+    asyncio logs a warning for each but the first few.
+    """
+
+    async def story() -> None:
+        sock, stop, asked = bind("127.0.0.1", 0), asyncio.Event(), asyncio.Event()
+
+        async def app(_scope: Scope, _receive: Receive, send: Send) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            client.close()  # at once, by a reset
+            for _ in range(PARTS_AT_ONCE):
+                await send({"type": "http.response.body", "body": b"part", "more_body": True})
+            asked.set()
+
+        serving = asyncio.create_task(serve(app, sock, stop, grace_s=1))
+        client = socket.create_connection(sock.getsockname())
+        client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        async with asyncio.timeout(WAIT_S):
+            await asked.wait()
+        stop.set()
+        await serving
+
+    asyncio.run(story())
+    assert [record.message for record in caplog.records if record.name == "asyncio"] == []
 
 
 # --- requests ---------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from mlxtp.api.backend import Request as Wanted
 
 from ..live_cluster import Cluster
 from ..reference import expected
-from .families import OWN, PIPELINE
+from .families import FOUR, OWN, PIPELINE
 from .mtp_heads import add_head
 from .small_models import change_weights, remember, write_model
 from .test_features_choice import assert_right, copying
@@ -55,7 +55,7 @@ def folder(place: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> 
     family, _ = place
     fields = {**PIPELINE, **OWN}[family]
     path = tmp_path_factory.mktemp("models") / "small"
-    fields = {**fields, "eos_token_id": [511], "max_position_embeddings": 2048}
+    fields = {**FOUR, **fields, "eos_token_id": [511], "max_position_embeddings": 2048}
     remember(write_model(path, model_type=family, **fields))
     if family == "nemotron_h":  # else it never says the same again
         table = mx.load(str(path / "model.safetensors"))["backbone.embeddings.weight"]

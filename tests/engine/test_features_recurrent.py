@@ -11,13 +11,14 @@ import mlx.core as mx
 import pytest
 
 from mlxtp.api.backend import Request as Wanted
+from mlxtp.api.backend import Shaping
 
 from ..live_cluster import Cluster
 from ..reference import expected
 from .families import FOUR, OWN, PIPELINE
 from .mtp_heads import add_head
 from .small_models import change_weights, remember, write_model
-from .test_features_choice import assert_right, copying
+from .test_features_choice import assert_right, copying, prompt
 from .test_features_mtp import LONG
 
 pytestmark = pytest.mark.group
@@ -86,6 +87,19 @@ def test_drafts_of_a_lookup_change_no_token(cluster: Cluster, folder: Path) -> N
         ends = [outcome.whole() for outcome in outcomes]
         assert sum(end.accepted for end in ends) > 20
         assert sum(end.drafted - end.accepted for end in ends) > 3, "some were wrong"
+
+
+@pytest.mark.chaos
+def test_forced_tokens_change_nothing_and_save_forwards(cluster: Cluster, folder: Path) -> None:
+    """Alone, and beside rows that draft."""
+    shaping = Shaping(grammar_kind="regex", grammar="hello there, [a-z]{2} and good evening to the [a-z]{2}!")
+    guided = [Wanted(prompt(seed), 60, shaping=shaping) for seed in (1, 2)]
+    wanted = [*guided, *copying(folder)[:3]]
+    right = [expected(each, folder).tokens for each in wanted]
+    before = cluster.idle()
+    assert cluster.ask_all(guided[:1], 1)[0].tokens == right[0]
+    assert (cluster.idle() - before).forwards[0] < len(right[0]) - 10
+    assert [outcome.tokens for outcome in cluster.ask_all(wanted, 5)] == right
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,11 @@ from random import Random
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import ArraysCache
+from mlx_lm.models.ssm import ssm_update
 from mlx_lm.utils import load_model
 
 from mlxtp.engine.batch import CacheKind
-from mlxtp.engine.recurrent import recurrent_layers, states_of, views_of
+from mlxtp.engine.recurrent import _KINDS, recurrent_layers, states_of, views_of
 from mlxtp.engine.runner import Runner
 from mlxtp.errors import GroupError
 from mlxtp.wire.messages import PromptTokens, StepToken
@@ -166,6 +167,25 @@ def test_a_layer_goes_back_to_any_token_of_a_step(folder_of: Callable[[str], Pat
         assert all(
             mx.allclose(a, b, rtol=within, atol=within) for a, b in zip(found.cache, expected, strict=True)
         )
+
+
+def test_what_stands_is_fed_again_with_the_bits_of_plain_steps() -> None:
+    """By mlx-lm's recurrence of Mamba 2, whose scan of several tokens has other bits."""
+    shapes = {"hidden_states": (2, 5, 4, 16), "B": (2, 5, 2, 16), "C": (2, 5, 2, 16), "dt": (2, 5, 4)}
+    each = {name: mx.random.normal(shape, key=mx.random.key(1)) for name, shape in shapes.items()}
+    layer = {"A_log": mx.zeros(4), "D": mx.ones(4), "dt_bias": mx.zeros(4), "time_step_limit": (0.001, 100.0)}
+    state = begun = mx.random.normal((2, 4, 16, 16), key=mx.random.key(2))
+    results = []
+    for at in range(5):
+        own = {name: array[:, at : at + 1] for name, array in each.items()}
+        found, after = ssm_update(**own, **layer, state=state)
+        state = mx.concatenate([after[:1], begun[1:]]) if at < 3 else state
+        results.append(found[:1])
+    kind = _KINDS["nemotron_h.NemotronHMamba2Mixer"]
+    given = {**each, **layer, "state": begun}
+    stands = mx.arange(5) < mx.array([[3], [0]])
+    assert mx.array_equal(kind.run(ssm_update, given, stands)[1], state)
+    assert mx.array_equal(kind.run(ssm_update, given)[0][:1, :3], mx.concatenate(results[:3], axis=1))
 
 
 @pytest.mark.parametrize(

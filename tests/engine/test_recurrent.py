@@ -22,7 +22,7 @@ from mlxtp.wire.messages import PromptTokens, StepToken
 from ..reference import reference
 from .families import FAMILIES, PIPELINE
 from .small_models import remember, write_model
-from .test_runner import runner_of
+from .test_runner import active_bytes, runner_of
 
 LENGTH = 60
 KINDS = (
@@ -216,6 +216,17 @@ def test_what_waits_is_little_beside_a_state(folder_of: Callable[[str], Path]) -
     assert 0 < course.runner.kv_bytes() - before < before / 4
     course.runner.step(StepToken((1,), (7,), (1,), course.texts[1][7:8]))
     assert course.runner.kv_bytes() == before
+
+
+def test_a_copy_holds_no_more_than_is_counted(folder_of: Callable[[str], Path]) -> None:
+    """mlx-lm cuts the last inputs of a convolution out of those of a whole chunk, which they keep alive."""
+    runner = runner_of(folder_of("lfm2"))
+    runner.prefill(PromptTokens(1, 0, 1001, (7,) * 1000, save=9))
+    runner.prefill(PromptTokens(1, 1000, 1001, (7,))).tokens.item()
+    runner.stop(1, 0)
+    counted, held = runner.kept.size_bytes, active_bytes()
+    runner.evict((9,))
+    assert counted <= held - active_bytes() < 1.1 * counted
 
 
 def test_states_of_other_layers_are_left_to_mlx_lm(tmp_path: Path) -> None:

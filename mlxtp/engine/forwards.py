@@ -13,7 +13,6 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..wire.messages import RESTS
 from . import kv_cache
 from .batch import Bucket, CacheKind, ForwardShape, MergedBatch, in_parts
 from .group import CollectiveCounter
@@ -38,7 +37,7 @@ Key = tuple[ShapeKey, tuple[int, ...]]
 class DecodeGraphs:
     """Traced graphs of decode steps by shape and kind. `body` takes the numbers of a kind and the inputs.
 
-    The last number of a kind is that of drafts. For one row building a graph costs as much as running it.
+    For one row building a graph costs as much as running it.
     """
 
     def __init__(self, body: Callable[..., Any], counter: CollectiveCounter, *, traces: bool) -> None:
@@ -53,15 +52,9 @@ class DecodeGraphs:
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def run(self, shape: ShapeKey, kind: tuple[int, ...], inputs: tuple[Any, ...]) -> Any:
-        """Run the body, by a traced graph if this shape comes again.
-
-        A row alone gets drafts of an MTP head in few lengths. Other steps of several tokens have many shapes,
-        for which no graph pays.
-        """
-        rows, *_, width = shape
-        is_regular = width == 1 or (rows == 1 and kind[-1] > 0)
-        if self._traces and is_regular and self._comes_again((shape, kind)):
+    def run(self, shape: ShapeKey, kind: tuple[int, ...], inputs: tuple[Any, ...], *, again: bool) -> Any:
+        """Run the body, by a traced graph if this shape comes again. `again`: it may, being one of few."""
+        if self._traces and again and self._comes_again((shape, kind)):
             return self._replay((shape, kind), inputs)
         return self._body(*kind, *inputs)
 
@@ -179,11 +172,9 @@ class ModelForwards:
     ) -> list[mx.array]:
         """Return this rank's share of the logits [rows, width, share]; or its winners: tokens, embeddings.
 
-        With an MTP head, hidden states [rows, width, hidden] come behind the logits. Behind winners come the
-        head's proposals, int32 [rows, drafts], if it is to make any.
+        With an MTP head, hidden states [rows, width, hidden] come behind them. Makes room for its `drafts`.
         """
-        given = [] if inputs.given is None else [inputs.given]
-        arrays = [inputs.tokens, *given, *([] if self.head is None else [inputs.counts])]
+        arrays = [inputs.tokens, *([] if inputs.given is None else [inputs.given])]
         forward = partial(self._step, winners=winners, drafts=drafts)
         return in_parts(parts, rows, arrays, positions, forward=forward)
 
@@ -196,7 +187,10 @@ class ModelForwards:
         *,
         drafts: int,
     ) -> list[mx.array]:
-        """Run the MTP head after a choice from all logits; returns its proposals, if it is to make any."""
+        """Run the MTP head after a choice; returns its proposals, int32 [rows, drafts], if it makes any.
+
+        The entries of a step without them, of one token a row, may wait for those of later ones.
+        """
         arrays = [step.hidden, step.following, step.chosen, step.fed, step.counts]
         return in_parts(parts, rows, arrays, positions, forward=partial(self._follow, drafts=drafts))
 
@@ -231,14 +225,10 @@ class ModelForwards:
         drafts: int,
     ) -> list[mx.array]:
         tokens, given = inputs[0], inputs[1:]
-        counts = [] if self.head is None else [given.pop()]
         if isinstance(part, MergedBatch):
             known = given[0] if given else None
             local = self._vocabulary.forward(self._model, tokens, part.caches, given=known)
             return list(self._vocabulary.winners(local)) if winners else [local]
-        lags = self.head is not None and _lags(tokens, drafts)
-        if not lags:
-            self.catch_up([part])
         key, shape = _shape(part, positions, tokens.shape[1], drafts)
         if not given and self._vocabulary.embedding is not None:
             given = [self._vocabulary.embedding(tokens)]
@@ -247,34 +237,29 @@ class ModelForwards:
         if states is not None:
             shape, waiting = [*shape, *states.stood(positions)], states.waiting
             kept, states.kept = states.kept, []
-        values = ((tokens, given, counts), shape, (arrays, kept))
+        values = ((tokens, given), shape, (arrays, kept))
         outcome: list[mx.array]
         outcome, part.arrays, kept = self.graphs.run(
-            key, (int(winners), waiting, 0 if lags else drafts), values
+            key, (int(winners), waiting), values, again=_again(key, drafts)
         )
         if states is not None:
             states.fed(positions, tokens.shape[1], kept)
-        if winners and (lags or drafts == RESTS):
-            hidden = outcome.pop()
-            if drafts != RESTS:
-                self._lag(part, positions, hidden, outcome[1])
         return outcome
 
     def _follow(
         self, part: Bucket | MergedBatch, step: list[mx.array], positions: tuple[int, ...], *, drafts: int
     ) -> list[mx.array]:
         assert isinstance(part, Bucket)
-        hidden, following, chosen, *_ = step
-        if drafts == RESTS:
-            return []
-        if _lags(chosen, drafts):
+        hidden, following, *_ = step
+        if hidden.shape[1] == 1 and not drafts:
             self._lag(part, positions, hidden, following)
             return []
-        key, shape = _shape(part, positions, step[0].shape[1], drafts)
+        self.catch_up([part])
+        key, shape = _shape(part, positions, hidden.shape[1], drafts)
         rest, own = part.arrays[: -self._caches.parts], part.arrays[-self._caches.parts :]
         part.arrays = rest
         outcome: list[mx.array]
-        outcome, own = self._head_graphs.run(key, (drafts,), (step, shape, own))
+        outcome, own = self._head_graphs.run(key, (drafts,), (step, shape, own), again=_again(key, drafts))
         part.arrays = [*rest, *own]
         return outcome
 
@@ -282,8 +267,7 @@ class ModelForwards:
         self,
         winners: int,
         _waiting: int,
-        drafts: int,
-        inputs: tuple[mx.array, list[mx.array], list[mx.array]],
+        inputs: tuple[mx.array, list[mx.array]],
         shape: list[mx.array],
         caches: tuple[list[mx.array], list[list[mx.array]]],
     ) -> tuple[list[mx.array], list[mx.array], list[list[mx.array]]]:
@@ -291,7 +275,7 @@ class ModelForwards:
 
         Returns what `step` does, and both after it.
         """
-        tokens, given, counts = inputs
+        tokens, given = inputs
         arrays, kept = caches
         states = views_of(self._caches.recurrence, kept, shape[3:])
         views = self._caches.views(arrays, ForwardShape(shape[0], shape[1], shape[2]))
@@ -300,13 +284,7 @@ class ModelForwards:
         local = self._vocabulary.forward(self._model, tokens, layers[self._layers], given=embeddings)
         outcome = list(self._vocabulary.winners(local)) if winners else [local]
         if self.head is not None:
-            hidden = self._vocabulary.hidden()
-            if winners and drafts != RESTS and not _lags(tokens, drafts):
-                chosen, following = outcome
-                step = ChosenStep(hidden, following, chosen, tokens, counts[0])
-                outcome += follow(self.head, self._vocabulary, step, layers[-1], drafts)
-            else:
-                outcome.append(hidden)
+            outcome.append(self._vocabulary.hidden())
         return outcome, [array for view in views for array in view.arrays], [each.kept for each in states]
 
     def _head_body(
@@ -318,9 +296,13 @@ class ModelForwards:
         return follow(self.head, self._vocabulary, ChosenStep(*step), view, drafts), view.arrays
 
 
-def _lags(tokens: mx.array, drafts: int) -> bool:
-    """Return True for a step whose entries the MTP head may get later: one token a row, and no drafts."""
-    return tokens.shape[1] == 1 and drafts <= 0
+def _again(key: ShapeKey, drafts: int) -> bool:
+    """Return True for a step of few shapes: of one token a row, or of a row alone with drafts of an MTP head.
+
+    Other steps of several tokens have many, for which no graph pays.
+    """
+    rows, *_, width = key
+    return width == 1 or (rows == 1 and drafts > 0)
 
 
 def _shape(

@@ -305,30 +305,31 @@ class Runner:
             raise GroupError("a step with drafts, but this rank has no MTP head", Code.DESYNC)
         inputs = StepInputs(tokens, given, widths)
         parts, at = self._batch.parts(rows), frame.positions
-        found = self._model.step(parts, rows, at, inputs, winners=greedy, drafts=drafts)
-        scores: Scores = {}
-        embeddings: mx.array | None = None
-        proposed: list[mx.array] = []
-        if not greedy:
-            logits = self._vocabulary.gather(found[0])
-            try:
-                if known is not None:
-                    mx.async_eval(logits, *self._batch.arrays())
-                    known()
-            finally:  # even if `known` raises, because the other ranks wait for the choice
-                chosen, scores = self._draw(logits, rows, widths, mx.array(at, dtype=mx.int32) + 1, frame)
-                if self._model.head is not None and drafts != RESTS:
-                    pairs = inputs.chose(found[1], self._model.embedded(chosen), chosen)
-                    proposed = self._model.follow(parts, rows, at, pairs, drafts=drafts)
-                results = self._batch.arrays(rows)
-                self.border.submit(self.forwards, received, chosen, scores, results, proposed)
-        else:
-            chosen, embeddings, *proposed = found
-            if frame.agreement == "broadcast":
+        found = self._model.step(parts, rows, at, inputs, winners=greedy, drafts=max(drafts, 0))
+
+        def end(chosen: mx.array, embeddings: mx.array | None, scores: Scores) -> Chosen:
+            proposed: list[mx.array] = []
+            if self._model.head is not None and drafts != RESTS:
+                following = self._model.embedded(chosen) if embeddings is None else embeddings
+                pairs = inputs.chose(found[-1], following, chosen)
+                proposed = self._model.follow(parts, rows, at, pairs, drafts=drafts)
+            if greedy and frame.agreement == "broadcast":
                 chosen, embeddings = self._chooser.agree(chosen), None
             self.border.submit(self.forwards, received, chosen, scores, self._batch.arrays(rows), proposed)
-        outcome = Chosen(chosen, rows, widths, scores, self.forwards, tokens, *proposed)
-        self._inputs.chose(outcome, embeddings)
+            outcome = Chosen(chosen, rows, widths, scores, self.forwards, tokens, *proposed)
+            self._inputs.chose(outcome, embeddings)
+            return outcome
+
+        if greedy:
+            return end(found[0], found[1], {})
+        logits = self._vocabulary.gather(found[0])
+        try:
+            if known is not None:
+                mx.async_eval(logits, *self._batch.arrays())
+                known()
+        finally:  # even if `known` raises, because the other ranks wait for the choice
+            chosen, scores = self._draw(logits, rows, widths, mx.array(at, dtype=mx.int32) + 1, frame)
+            outcome = end(chosen, None, scores)
         return outcome
 
     def first_forwards(self, chunk: int) -> None:
@@ -346,9 +347,11 @@ class Runner:
         mx.eval(local, token, arrays_of(caches))
         self._batch.join(1, caches)
         inputs = StepInputs(token, embeddings if self.border.stage is None else None, (1,))
-        drafts = int(self._model.head is not None)
-        parts = self._batch.parts((1,))
+        parts, drafts = self._batch.parts((1,)), int(self._model.head is not None)
         found = self._model.step(parts, (1,), (chunk,), inputs, winners=chooses, drafts=drafts)
+        if drafts:
+            pairs = inputs.chose(found[2], found[1], found[0])
+            found += self._model.follow(parts, (1,), (chunk,), pairs, drafts=drafts)
         mx.eval(found, self._batch.arrays())
 
     # --- sequences -----------------------------------------------------------------------------------

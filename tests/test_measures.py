@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FILES = {path.relative_to(ROOT): path.read_text() for path in sorted((ROOT / "mlxtp").rglob("*.py"))}
 
-MOST_LINES = 72_100
+MOST_LINES = 72_200
 MOST_METHODS = 20
 MOST_ATTRIBUTES = 15
 MOST_FILES_OF_A_METHOD = 8
@@ -177,7 +177,7 @@ CALLED_BY_OTHERS = frozenset(
         "on_broken_pipe",  # rich's console
         "seekable",  # a file for safetensors
         "truncate",  # a file for huggingface-hub
-        "make_mask", "update_and_fetch",  # mlx-lm's models, of a cache
+        "keys_and_values", "make_mask", "update_and_fetch",  # mlx-lm's models, of a cache
         "field_codecs",  # scripts/wire_reference.py, from which docs/wire.md comes
     }
 )  # fmt: skip

@@ -2,9 +2,12 @@
 
 `SlotBatch` holds the caches of rows of like lengths in one array a layer, with a length for each row.
 Joining, leaving and rolling back touch one row, and a forward may feed rows several tokens. It takes
-sequences whose layers all use mlx-lm's `KVCache` or `QuantizedKVCache`, or states that `recurrent` knows.
-`MergedBatch` uses mlx-lm's own batched caches for every other kind (rotating, unknown states), one
-token a row and step. Both are the same on every rank, because the same frames drive them.
+sequences whose layers use mlx-lm's `KVCache`, `QuantizedKVCache` or `RotatingKVCache`, or states that
+`recurrent` knows. `MergedBatch` uses mlx-lm's own batched caches for every other kind, one token a row and
+step. Both are the same on every rank, because the same frames drive them.
+
+A layer with a window of tokens has a *ring*: the token at position p is in slot p mod the number of slots.
+These are more than the window by the widest step. So what wrong drafts leave there is outside every window.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 
 from ..errors import Code, ModelError
-from .kv_cache import SMALLEST, capacity, roomy
+from .kv_cache import SMALLEST, capacity, ring, roomy
 from .loader import leaves, make_cache, unrun_arrays
 from .pipeline import Stage
 from .recurrent import STATE, Recurrence, States, StateView, recurrent_layers, states_of
@@ -31,8 +34,8 @@ WHOLE = (1 << 31) - 1  # more tokens than any sequence has
 
 Caches = list[Any]  # one mlx-lm cache a layer, of one sequence
 
-#: Shape and type of the keys or values that a layer holds for a row without tokens.
-Empty = tuple[tuple[int, ...], mx.Dtype]
+#: Shape and type of the keys or values that a layer holds for a row without tokens, and the most slots.
+Empty = tuple[tuple[int, ...], mx.Dtype, int]
 
 
 class Batch(Protocol):
@@ -91,6 +94,10 @@ class LayerView:
         self.arrays = [write(kept, each) for kept, each in zip(self.arrays, new, strict=True)]
         return [read(array) for array in self.arrays]
 
+    def keys_and_values(self) -> Any:
+        """Return what is there, for a layer that reads the keys and values of another."""
+        return [self._forward.read(array) for array in self.arrays]
+
     def make_mask(self, count: int, window_size: int | None = None, **_: object) -> mx.array:
         return self._forward.mask(window_size)
 
@@ -112,26 +119,35 @@ class QuantizedView(LayerView):
 class ForwardShape:
     """Rows and positions of one forward over a Bucket, shared by its layers.
 
-    `positions` int32 [rows]: where each row's first new token goes. `targets` int32 [rows, width]: where
-    each of them goes. `mask` bool [rows, 1, width, view]: each new token sees its row up to itself.
+    `positions` int32 [rows]: of each row's first new token. `targets` int32 [rows, width]: where each of
+    them goes. `mask` bool [rows, 1, width, view]: each new token sees its row up to itself. `rings`: targets
+    and mask in each kind of ring.
     """
 
-    def __init__(self, positions: mx.array, targets: mx.array, mask: mx.array) -> None:
+    def __init__(self, positions: mx.array, targets: mx.array, mask: mx.array, *rings: mx.array) -> None:
         self.positions = positions
+        self._starts: mx.array | None = positions  # of what a row writes in one piece
         self._targets = targets
         self._mask = mask
         self._rows, _, _, self.view = mask.shape
+        self.rings = [RingShape(positions, *rings[at : at + 2]) for at in range(0, len(rings), 2)]
 
     @staticmethod
-    def arrays(positions: mx.array, width: int, view: int) -> list[mx.array]:
-        """Return the constructor's arguments."""
+    def arrays(
+        positions: mx.array, width: int, view: int, rings: Sequence[tuple[int, int]] = ()
+    ) -> list[mx.array]:
+        """Return the constructor's arguments. `rings`: window and slots of each kind."""
         targets = positions[:, None] + mx.arange(width)[None]
-        return [positions, targets, (mx.arange(view) <= targets[:, :, None])[:, None]]
+        shape = [positions, targets, (mx.arange(view) <= targets[:, :, None])[:, None]]
+        for window, slots in rings:
+            ages = (targets[:, :, None] - mx.arange(min(view, slots))) % slots
+            shape += [targets % slots, (ages < mx.minimum(targets + 1, window)[:, :, None])[:, None]]
+        return shape
 
     def write(self, kept: mx.array, new: mx.array) -> mx.array:
         """Write `new` [rows, KV heads, width, head size] into `kept`; returns the result."""
-        if self._rows == 1 and kept.shape[0] == 1:
-            return mx.slice_update(kept, new, self.positions, axes=(2,))
+        if self._rows == 1 and kept.shape[0] == 1 and self._starts is not None:
+            return mx.slice_update(kept, new, self._starts, axes=(2,))
         rows = mx.arange(self._rows)[:, None, None]
         heads = mx.arange(new.shape[1])[None, :, None]
         kept[rows, heads, self._targets[:, None]] = new
@@ -147,30 +163,45 @@ class ForwardShape:
         return self._mask & (mx.arange(self.view) > self._targets[:, None, :, None] - window)
 
 
+class RingShape(ForwardShape):
+    """The same for layers with a window, whose slots are rings. `mask`: what is in the window, by its age."""
+
+    def __init__(self, positions: mx.array, targets: mx.array, mask: mx.array) -> None:
+        super().__init__(positions, targets, mask)
+        self._starts = targets[:, 0] if targets.shape[1] == 1 else None
+
+    def mask(self, window: int | None) -> mx.array:
+        return self._mask
+
+
 @dataclass(eq=False, slots=True)
 class Bucket:
     """Rows in arrays of one size: those of the first layer, of the second, and so on.
 
-    Each is [slots, KV heads, capacity, ...], first of a layer's keys, then of its values. `behind` has what
+    Each is [slots, KV heads, capacity, ...], first of a layer's keys, then of its values. Capacity is `room`,
+    or for a ring that has fewer slots, its `most`, which there is one of for each array. `behind` has what
     the arrays of an MTP head lack: positions, hidden states and embeddings of each of the last steps.
     `states`: those of recurrent layers, if there are any.
     """
 
     rows: list[int]
     arrays: list[mx.array]
+    room: int
+    most: Sequence[int]
     behind: list[tuple[tuple[int, ...], mx.array, mx.array]] = field(default_factory=list)
     states: States | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
         """Slots and capacity."""
-        return self.arrays[0].shape[0], self.arrays[0].shape[2]
+        return self.arrays[0].shape[0], self.room
 
     def reserve(self, length: int) -> None:
         """Make room for rows of `length` tokens."""
         held, room = self.shape
         if room < length:
-            self.arrays = _resized(self.arrays, held, roomy(length))
+            self.room = roomy(length)
+            self.arrays = _resized(self.arrays, held, self.room, self.most)
 
     def part(self, uid: int, length: int) -> list[mx.array]:
         """Return a row's first `length` tokens, in arrays that are shared if they have just that room."""
@@ -209,19 +240,28 @@ class SlotBatch:
         self.rows: list[int] = []
         self.buckets: list[Bucket] = []
         self._empty = empty
+        self._most = [most for *_, most in empty]
         self._caches_of = caches_of
         self._recurrence = recurrence
 
     def join(self, uid: int, caches: Caches) -> None:
         self.rows.append(uid)
         growing = [cache for cache in leaves(caches) if not _is_state(cache)]
+        length, room = growing[0].offset, SMALLEST
         if growing[0].keys is None:
-            arrays = [mx.zeros(shape, dtype=dtype) for shape, dtype in self._empty]
+            arrays = [mx.zeros(shape, dtype=dtype) for shape, dtype, _ in self._empty]
         else:
-            arrays = [array for cache in growing for array in _arrays_of(cache)]
-        bucket, held = Bucket([uid], arrays), [cache for cache in leaves(caches) if _is_state(cache)]
+            whole = [_arrays_of(cache)[0].shape[2] for cache in growing if not _is_window(cache)]
+            room = whole[0] if whole else capacity(length)
+            arrays = [
+                array
+                for cache in growing
+                for array in (_rings_of(cache, room) if _is_window(cache) else _arrays_of(cache))
+            ]
+        bucket = Bucket([uid], arrays, room, self._most)
+        held = [cache for cache in leaves(caches) if _is_state(cache)]
         if held and self._recurrence is not None:
-            bucket.states = states_of(self._recurrence, held, growing[0].offset)
+            bucket.states = states_of(self._recurrence, held, length)
         self.buckets.append(bucket)
 
     def leave(self, uid: int, keep: int) -> Caches | None:
@@ -290,7 +330,7 @@ class SlotBatch:
         if len(stay) < len(base.rows):
             arrays = [array[mx.array(stay)] for array in arrays]
         rows = [base.rows[row] for row in stay]
-        arrays, states = _resized(arrays, held, room), base.states
+        arrays, states = _resized(arrays, held, room, self._most), base.states
         if states is not None and len(stay) < len(base.rows):
             states = states.rows(stay)
         for uid in uids:
@@ -300,7 +340,7 @@ class SlotBatch:
                 if states is not None and bucket.states is not None:
                     states = states.beside(bucket.states.rows([bucket.rows.index(uid)]))
                 rows.append(uid)
-        return Bucket(rows, arrays, states=states)
+        return Bucket(rows, arrays, room, self._most, states=states)
 
 
 def _placed(arrays: list[mx.array], new: list[mx.array], row: int) -> list[mx.array]:
@@ -309,16 +349,45 @@ def _placed(arrays: list[mx.array], new: list[mx.array], row: int) -> list[mx.ar
     return [mx.slice_update(kept, each, mx.array([row]), axes=(0,)) for kept, each in pairs]
 
 
-def _resized(arrays: list[mx.array], held: int, room: int) -> list[mx.array]:
-    if arrays[0].shape[0] == held and arrays[0].shape[2] == room:
-        return arrays
-    parts = [array[:held, :, :room] for array in arrays]
-    more = [(0, held - parts[0].shape[0]), (0, 0), (0, room - parts[0].shape[2]), (0, 0)]
-    return [mx.contiguous(mx.pad(part, more)) for part in parts]
+def _resized(arrays: list[mx.array], held: int, room: int, most: Sequence[int]) -> list[mx.array]:
+    """Return arrays of `held` slots, each with `room`, or the `most` of a ring.
+
+    A ring with fewer slots than that has no position beyond them.
+    """
+    return [_sized(array, held, min(room, each)) for array, each in zip(arrays, most, strict=True)]
+
+
+def _sized(array: mx.array, held: int, room: int) -> mx.array:
+    if array.shape[0] == held and array.shape[2] == room:
+        return array
+    part = array[:held, :, :room]
+    return mx.contiguous(mx.pad(part, [(0, held - part.shape[0]), (0, 0), (0, room - part.shape[2]), (0, 0)]))
+
+
+def _rings_of(cache: Any, room: int) -> list[mx.array]:
+    """Return the keys and values of one of mlx-lm's windows as rings of a bucket of this room."""
+    *arrays, length, _, window, end = cache.state  # the newest token is before `end`
+    count, slots = min(length, window), min(room, ring(window))
+    tokens = [mx.roll(array, -end, 2)[:, :, -count:] for array in arrays]
+    padded = [mx.pad(each, [(0, 0), (0, 0), (0, slots - count), (0, 0)]) for each in tokens]
+    return [mx.contiguous(mx.roll(each, (length - count) % slots, 2)) for each in padded]
+
+
+def _fill_window(cache: Any, rings: Sequence[mx.array], length: int) -> None:
+    """Put what one of mlx-lm's windows has after `length` tokens into it, from rings of a row."""
+    count = min(length, cache.max_size)
+    keys, values = (
+        mx.contiguous(mx.roll(each, -((length - count) % each.shape[2]), 2)[:, :, :count]) for each in rings
+    )
+    cache.state = keys, values, length, 0, cache.max_size, count
 
 
 def _is_state(cache: Any) -> bool:
     return type(cache).__name__ == STATE
+
+
+def _is_window(cache: Any) -> bool:
+    return type(cache).__name__ == _WINDOW and not cache.keep
 
 
 def _arrays_of(cache: Any) -> list[mx.array]:
@@ -547,8 +616,9 @@ def cut(caches: Caches, length: int) -> Caches:
 
 #: mlx-lm's caches that hold the keys and values of every token, so that they can be cut anywhere.
 _PLAIN = frozenset({"KVCache", "QuantizedKVCache"})
+_WINDOW = "RotatingKVCache"
 #: Those whose copies are independent: the plain ones, windows of tokens, and states of fixed size.
-_COPIED = _PLAIN | {STATE, "ChunkedKVCache", "LayerCache", "RotatingKVCache"}
+_COPIED = _PLAIN | {STATE, "ChunkedKVCache", "LayerCache", _WINDOW}
 #: Those of them that grow with each token and cannot be cut.
 _GROWING = frozenset({"LayerCache"})
 #: mlx-lm's rotary embedding that compares a position with the model's context, so all rows must share one.
@@ -573,10 +643,10 @@ class CacheKind:
         self._kv_bits = kv_bits
         self.parts = 6 if kv_bits else 2  # arrays of a layer's keys and values
         self._staged = stage is not None
-        self._all = make_cache(model) if stage is None else stage.all_caches()
-        self.group_size = self._find_group_size() if kv_bits else 0
-        new = self._quantized(self._all)
-        kinds = {type(cache).__name__ for cache in new}
+        every = make_cache(model) if stage is None else stage.all_caches()
+        self.group_size = self._find_group_size(every) if kv_bits else 0
+        new = self._quantized(every)
+        kinds = {"KVCache" if _is_window(cache) else type(cache).__name__ for cache in new}
         inside = {type(cache).__name__ for cache in leaves(new)}
         alone = any(type(module).__name__ == _ONE_OFFSET for module in model.modules())
         self._own = make_cache(model)
@@ -587,6 +657,9 @@ class CacheKind:
         uniform = (
             inside == {"KVCache", STATE} and counting if recurrent else len(kinds) == 1 and kinds <= _PLAIN
         )
+        own = [cache for cache in leaves(self._own) if not _is_state(cache)]
+        #: The window of each of this rank's layers that grow; 0 for those without.
+        self._windows = [cache.max_size if _is_window(cache) else 0 for cache in own]
         self.slots = uniform and not alone
         self.batches = self.slots or (all(hasattr(cache, "merge") for cache in new) and not alone)
         self.cuttable = inside <= _PLAIN
@@ -606,17 +679,31 @@ class CacheKind:
             states.fill([cache for cache in leaves(caches) if _is_state(cache)], self._recurrent, length)
         for layer, cache in enumerate([cache for cache in leaves(caches) if not _is_state(cache)]):
             own = arrays[layer * self.parts : (layer + 1) * self.parts]
+            if _is_window(cache):
+                _fill_window(cache, own, length)
+                continue
             # Of quantized numbers a layer has three arrays for its keys, and three for its values.
             cache.keys, cache.values = (own[:3], own[3:]) if self._kv_bits else own
             cache.offset = length
         return caches
 
     def views(self, arrays: list[mx.array], forward: ForwardShape) -> list[LayerView]:
-        """Return the layers' views of a bucket's arrays, or of some layers' arrays."""
+        """Return the layers' views of a bucket's arrays, or of the last layers' arrays."""
         layers = [arrays[at : at + self.parts] for at in range(0, len(arrays), self.parts)]
         if not self._kv_bits:
-            return [LayerView(own, forward) for own in layers]
+            shapes = {0: forward, **dict(zip(self.windows, forward.rings, strict=False))}
+            windows = self._windows[-len(layers) :]
+            return [LayerView(own, shapes[each]) for own, each in zip(layers, windows, strict=True)]
         return [QuantizedView(own, forward, self.group_size, self._kv_bits) for own in layers]
+
+    @property
+    def windows(self) -> list[int]:
+        """The windows of this rank's layers, each once."""
+        return sorted(set(self._windows) - {0})
+
+    def rings(self, room: int) -> list[tuple[int, int]]:
+        """Return window and slots of each kind of ring in a bucket of this room."""
+        return [(window, min(room, ring(window))) for window in self.windows]
 
     def beside(self, views: list[LayerView], states: list[StateView]) -> list[Any]:
         """Return views of all layers in their order, of those that grow and of recurrent ones."""
@@ -638,7 +725,7 @@ class CacheKind:
         """
         if not self.slots:
             return
-        for cache in [cache for cache in leaves(caches) if not _is_state(cache)]:
+        for cache in [cache for cache in leaves(caches) if type(cache).__name__ in _PLAIN]:
             if cache.keys is not None and _arrays_of(cache)[0].shape[2] < total:
                 _only_first(cache, offset)
             cache.step = capacity(total) - offset
@@ -648,14 +735,20 @@ class CacheKind:
         caches = self.new()
         try:
             unrun_arrays(self.model, caches)
-            arrays = [
-                array for cache in leaves(caches) if not _is_state(cache) for array in _arrays_of(cache)
-            ]
+            growing = [cache for cache in leaves(caches) if not _is_state(cache)]
+            arrays = [(array, cache) for cache in growing for array in _arrays_of(cache)]
         except (AttributeError, TypeError, ValueError) as error:
             if not self._kv_bits:
                 raise
             raise self._refusal("this model's attention cannot read quantized keys and values") from error
-        return [((1, array.shape[1], SMALLEST, array.shape[3]), array.dtype) for array in arrays]
+        return [
+            (
+                (1, array.shape[1], SMALLEST, array.shape[3]),
+                array.dtype,
+                ring(cache.max_size) if _is_window(cache) else WHOLE,
+            )
+            for array, cache in arrays
+        ]
 
     def new(self) -> Caches:
         """Return empty caches for one sequence."""
@@ -666,12 +759,12 @@ class CacheKind:
             return caches
         return [cache.to_quantized(group_size=self.group_size, bits=self._kv_bits) for cache in caches]
 
-    def _find_group_size(self) -> int:
+    def _find_group_size(self, every: Caches) -> int:
         """Return the group size, from the shapes of a forward that is built and never run."""
         from mlx_lm.models.cache import KVCache
 
-        if not all(type(cache) is KVCache for cache in self._all):
-            kinds = ", ".join(sorted({type(cache).__name__ for cache in self._all}))
+        if not all(type(cache) is KVCache for cache in every):
+            kinds = ", ".join(sorted({type(cache).__name__ for cache in every}))
             raise self._refusal(f"this model's caches ({kinds}) cannot be quantized")
         caches = make_cache(self.model)
         heads = {array.shape[-1] for array in unrun_arrays(self.model, caches)}

@@ -229,7 +229,7 @@ class ModelForwards:
             known = given[0] if given else None
             local = self._vocabulary.forward(self._model, tokens, part.caches, given=known)
             return list(self._vocabulary.winners(local)) if winners else [local]
-        key, shape = _shape(part, positions, tokens.shape[1], drafts)
+        key, shape = _shape(part, positions, tokens.shape[1], drafts, self._caches)
         if not given and self._vocabulary.embedding is not None:
             given = [self._vocabulary.embedding(tokens)]
         arrays, part.arrays = part.arrays, []  # no other owner: written in place
@@ -277,8 +277,9 @@ class ModelForwards:
         """
         tokens, given = inputs
         arrays, kept = caches
-        states = views_of(self._caches.recurrence, kept, shape[3:])
-        views = self._caches.views(arrays, ForwardShape(shape[0], shape[1], shape[2]))
+        size = 3 + 2 * len(self._caches.windows)
+        states = views_of(self._caches.recurrence, kept, shape[size:])
+        views = self._caches.views(arrays, ForwardShape(*shape[:size]))
         layers = self._caches.beside(views, states)
         embeddings = given[0] if given else None
         local = self._vocabulary.forward(self._model, tokens, layers[self._layers], given=embeddings)
@@ -306,16 +307,18 @@ def _again(key: ShapeKey, drafts: int) -> bool:
 
 
 def _shape(
-    bucket: Bucket, positions: tuple[int, ...], width: int, drafts: int
+    bucket: Bucket, positions: tuple[int, ...], width: int, drafts: int, kinds: CacheKind | None = None
 ) -> tuple[ShapeKey, list[mx.array]]:
     """Make room for a step that feeds `width` tokens a row, and for the MTP head's further proposals.
 
-    Returns the step's key, and the arrays of its ForwardShape. These are made outside of graphs, which would
-    compile kernels for such small steps of arithmetic.
+    `kinds`: of the model's caches; None where only the head's are used. Returns the step's key, and the
+    arrays of its ForwardShape. These are made outside of graphs, which would compile kernels for such small
+    steps of arithmetic.
     """
     longest = max(positions) + width + max(drafts - 1, 0)
     bucket.reserve(longest)
     held, room = bucket.shape
     view = min(kv_cache.view(longest), room)
-    shape = ForwardShape.arrays(mx.array(positions, dtype=mx.int32), width, view)
+    rings = () if kinds is None else kinds.rings(room)
+    shape = ForwardShape.arrays(mx.array(positions, dtype=mx.int32), width, view, rings)
     return (len(positions), held, room, view, width), shape

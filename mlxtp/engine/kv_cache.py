@@ -53,6 +53,14 @@ def fitting(room: int) -> int:
     return room // step * step
 
 
+def ring(window: int) -> int:
+    """Return the most slots of a layer that keeps a window of so many tokens.
+
+    A step writes up to MAX_WIDTH tokens. The window of the first of them has slots beside those of the rest.
+    """
+    return -(-(window + MAX_WIDTH - 1) // SMALLEST) * SMALLEST
+
+
 def slots(rows: int) -> int:
     """Return the rows to allocate for `rows` sequences that decode together: a power of two."""
     return 1 << max(rows - 1, 0).bit_length()
@@ -621,13 +629,13 @@ class KVCacheManager:
         # Several that are computed together share arrays, with a place for padding.
         own += [capacity(longest + (len(joining) > 1))] * len(joining)
         kept = self._prefixes.positions if self._prefixes is not None else 0
-        left = self.kv_tokens - kept - sum(own) - self._row_tokens * (len(running) + len(own))
+        left = self.kv_tokens - kept - sum(own) - self._row_tokens * len(own)
         lengths = _lengths(running)
         ways = laned_layouts(lengths, _lanes(running))
-        slots = next((slots for slots in ways if _room_of(slots) <= left), None)
+        slots = next((slots for slots in ways if _room_of(slots, self._row_tokens) <= left), None)
         if slots is None:
             return False
-        held, needed = _room_of(self._slots), _room_of(slots)
+        held, needed = [_room_of(each, self._row_tokens) for each in (self._slots, slots)]
         self._is_stale = False
         fits = all(length <= sequence.room for length, sequence in zip(lengths, running, strict=True))
         if fits and held <= left and (joining or held <= 2 * needed):
@@ -663,7 +671,7 @@ class KVCacheManager:
         lengths = _lengths(rows)
         kept = self._prefixes.positions if self._prefixes is not None else 0
         if self._arranges:
-            return _room_of(laned_layouts(lengths, _lanes(rows))[-1]) + self._row_tokens * len(rows) + kept
+            return _room_of(laned_layouts(lengths, _lanes(rows))[-1], self._row_tokens) + kept
         # A prompt has its own cache until it runs, unless no other sequence does.
         own = [capacity(sequence.prompt) for sequence in [*started, *joining]] if len(rows) > 1 else []
         return batch_tokens(lengths) + sum(own) + self._row_tokens * (len(rows) + len(own)) + kept
@@ -673,8 +681,8 @@ class KVCacheManager:
         return [*rows, *(sequence for sequence in joining if sequence not in rows)]
 
 
-def _room_of(slots: Slots) -> int:
-    return sum([room for room, _ in slots])
+def _room_of(slots: Slots, row_tokens: int) -> int:
+    return sum([room + row_tokens for room, _ in slots])
 
 
 def _lanes(rows: Sequence[SequenceState]) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from ..errors import Code, GroupError, MlxtpError, ModelError
 from ..model_config import Config, text_config
 from ..model_files import MAX_CONFIG_BYTES, text_of, token_count
 from .group import Group, alone, uncounted
+from .kv_cache import ring
 from .mlx_compat import code_of
 from .pipeline import Stage, StageVocabulary, check_family, cut_into_stage
 from .recurrent import STATE, recurrent_layers
@@ -430,10 +431,10 @@ def load(
 
 def _goes_back(model: Any, split: Sequence[int]) -> bool:
     """Return True if caches of the model go back behind wrong drafts, beside that of an MTP head."""
-    from mlx_lm.models.cache import KVCache
+    from mlx_lm.models.cache import KVCache, RotatingKVCache
 
     caches = make_cache(model)
-    plain = [type(cache) is KVCache for cache in caches]
+    plain = [type(cache) in (KVCache, RotatingKVCache) for cache in caches]
     states = sum(type(cache).__name__ == STATE for cache in caches)
     if not states:
         return all(plain)
@@ -604,8 +605,10 @@ def kv_sizes(model: Any) -> tuple[int, int]:
     for shorter, longer in zip(*map(leaves, caches), strict=True):
         small, large = (sum(array.nbytes for array in _arrays([cache])) for cache in (shorter, longer))
         growth = (large - small) // (many - few)
-        if window := getattr(shorter, "max_size", 0) or getattr(shorter, "chunk_size", 0):
-            per_row += growth * window  # a first forward leaves more
+        if window := getattr(shorter, "max_size", 0):
+            per_row += growth * ring(window)  # a first forward leaves more
+        elif window := getattr(shorter, "chunk_size", 0):
+            per_row += growth * window
         else:
             per_token += growth
             per_row += small - growth * few

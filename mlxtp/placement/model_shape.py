@@ -84,8 +84,12 @@ PLAIN = CacheTraits("keys and values")
 LISTS = CacheTraits(
     "keys and values, with an index", off=_NOT_WIDE, why="rows of a batch cannot roll back one by one"
 )
+_NOT_MANY = "several prompts in one forward, quantized KV"
 WINDOWS = CacheTraits(
-    "windows of tokens", cuttable=False, off=_NOT_WIDE, why="what a window has dropped cannot come back"
+    "windows of tokens",
+    cuttable=False,
+    off=_NOT_MANY,
+    why="a prompt is computed in mlx-lm's own window, which has one sequence and no quantized numbers",
 )
 STATES = CacheTraits(
     "recurrent states", cuttable=False, off=_NOT_WIDE, why="a state cannot be rolled back to fewer tokens"
@@ -93,7 +97,7 @@ STATES = CacheTraits(
 FED_AGAIN = CacheTraits(
     "recurrent states, fed again",
     cuttable=False,
-    off="several prompts in one forward, quantized KV",
+    off=_NOT_MANY,
     why="a state holds all tokens so far; only those of the last step are fed to it again",
 )
 COMPRESSED = CacheTraits(

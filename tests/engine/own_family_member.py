@@ -72,7 +72,8 @@ def forwards(loaded: ModelShare, counter: CollectiveCounter) -> tuple[dict[str, 
             return [vocabulary.forward(model, tokens, part.caches)]
         part.reserve(max(at) + 1)
         view = min(kv_cache.view(max(at) + 1), part.shape[1])
-        shape = ForwardShape(*ForwardShape.arrays(mx.array(at, dtype=mx.int32), 1, view))
+        rings = kind.rings(part.room)
+        shape = ForwardShape(*ForwardShape.arrays(mx.array(at, dtype=mx.int32), 1, view, rings))
         views = kind.views(part.arrays, shape)
         states = views_of(kind.recurrence, part.states.kept if part.states is not None else [])
         local = vocabulary.forward(model, tokens, kind.beside(views, states))

@@ -468,7 +468,12 @@ class Ranks:
         """Positions of all KV caches: of arrays as they are, or where mlx-lm has them as they grow."""
         own = self.kept.keys() - self.within.keys()
         kept = sum(kv_cache.capacity(len(self.kept[uid])) for uid in own)
-        fixed = self.row_tokens * (len(self.kept) + len(self.prefilling) + len(self.rows))
+        rows = (
+            len(self.slots) + sum(uid not in self.rooms for uid in self.rows)
+            if self.arranges
+            else len(self.rows)
+        )
+        fixed = self.row_tokens * (len(self.kept) + len(self.prefilling) + rows)
         if self.arranges:
             return fixed + kept + sum(room for room, _ in self.slots) + sum(self.own.values())
         prompts = sum(kv_cache.capacity(total) for total in self.prefilling.values())

@@ -39,4 +39,4 @@ def test_the_engine_finds_the_same_in_a_model(family: str, tmp_path: Path) -> No
     model, _ = load_model(write_model(tmp_path, model_type=family, **config))
     found, expected = CacheKind(model), traits_of(family, config.get("layer_types"))
     assert (found.cuttable, found.batches) == (expected.cuttable, ALONE not in expected.off)
-    assert found.slots == (expected in (PLAIN, FED_AGAIN)) == ("drafts" not in expected.off)
+    assert found.slots == (expected in (PLAIN, FED_AGAIN, WINDOWS)) == ("drafts" not in expected.off)

@@ -20,7 +20,7 @@ EXTRAS ?= dev
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # For what starts hundreds of processes, so that none compiles what another has compiled.
-MANY := PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX="$(CURDIR)/$(VENV)/bytecode" $(BIN)/python
+MANY := PYTHONDONTWRITEBYTECODE= $(BIN)/python
 # What `make chaos` runs: the folders of faults, and files with cases that it alone runs.
 FAULTS := tests/chaos tests/agents tests/soak tests/test_cli.py tests/test_oracle.py tests/test_tiny_model.py \
   tests/api/test_mutated_bodies.py tests/api/test_published.py tests/api/text/test_contained.py \

@@ -111,6 +111,11 @@ _KINDS: Mapping[str, Recurrence] = {
     "lfm2.ShortConv": _SHORT,
     "lfm2_moe.ShortConv": _SHORT,
     "nemotron_h.NemotronHMamba2Mixer": _MAMBA,
+    "olmo_hybrid.GatedDeltaNet": replace(
+        _DELTAS,
+        inputs=("conv_kernel_size",) * 3,
+        constants=("A_log", "dt_bias", "allow_neg_eigval"),
+    ),
     "qwen3_5.GatedDeltaNet": _DELTAS,
     "qwen3_next.Qwen3NextGatedDeltaNet": _DELTAS,
 }

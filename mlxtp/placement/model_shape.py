@@ -53,12 +53,12 @@ _WINDOWS_IN_SOME = frozenset(("llama", "ministral3", "mistral3", "step3p5"))
 #: Families with recurrent states, some of them beside windows.
 _STATES = frozenset(
     ("baichuan_m1", "bailing_hybrid", "bailing_moe_linear", "gear", "kimi_k3", "longcat_flash_ngram", "mamba",
-     "mamba2", "olmo_hybrid", "plamo2", "recurrent_gemma", "rwkv7")
+     "mamba2", "plamo2", "recurrent_gemma", "rwkv7")
 )  # fmt: skip
 #: Families whose states the engine takes back to a token before a step's last one.
 _FED_AGAIN = frozenset(
     ("bailing_moe_v3", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe",
-     "nemotron_h", "prism_hadamard_qwen35", "qwen3_5", "qwen3_5_moe", "qwen3_next")
+     "nemotron_h", "olmo_hybrid", "prism_hadamard_qwen35", "qwen3_5", "qwen3_5_moe", "qwen3_next")
 )  # fmt: skip
 _LISTS = frozenset(("deepseek_v32", "glm_moe_dsa", "longcat_flash", "minimax_m3_vl"))
 _COMPRESSED = frozenset(("deepseek_v41",))

@@ -27,10 +27,21 @@ from .test_runner import active_bytes, runner_of
 LENGTH = 60
 KINDS = (
     *("bailing_moe_v3", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe"),
-    *("nemotron_h", "qwen3_5"),
+    *("nemotron_h", "olmo_hybrid", "qwen3_5"),
 )
 """Families that go back, one for each of mlx-lm's classes of recurrent layers."""
-SIZES = {**PIPELINE, **FAMILIES}
+OLMO = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "linear_allow_neg_eigval": True,
+    "attention_bias": False,
+}
+SIZES = {**PIPELINE, **FAMILIES, "olmo_hybrid": OLMO}
 
 
 @pytest.fixture(scope="module")

@@ -239,6 +239,39 @@ def test_two_users_serve_on_two_sides_of_a_partition_that_heals(desk: Desk) -> N
 
 
 @pytest.mark.chaos
+def test_a_mac_that_started_alone_ends_no_group_of_the_others(desk: Desk) -> None:
+    """Its links take longer than its own groups. Streams at the others go on."""
+    desk.only("tiny", replicas="2")
+    desk.agents[0].post("serve", model=desk.model("twin"), nodes="1")
+    desk.ready("twin", 1)
+    late = desk.owner("tiny", 1)
+    others = tuple(each for each in desk.agents if each is not late)
+    one = others[0]
+    late.kill()
+    desk.ready("tiny", 2, *others)
+    desk.ready("twin", 1, *others)
+
+    def lives() -> list[tuple[str, str, int]]:
+        groups = [*desk.groups(one, "tiny"), *desk.groups(one, "twin")]
+        return [(group["id"], group["owner"], group["epoch"]) for group in groups]
+
+    before, expected = lives(), undisturbed(one)
+    desk.net.partition([host for host in desk.net.hosts if host is not late.host])
+    late.start()
+    for name in ("tiny", "twin"):
+        desk.ready(name, 1, late)
+    with asking(*others, streams=4) as answers:
+        desk.net.heal()
+        wait(lambda: late.member(one).get("state") == "alive", "they have met", *desk.agents)
+        wait(lambda: not rank_processes(late.home), "its own groups end", *desk.agents)
+        time.sleep(3.0)  # until more would have ended
+    assert lives() == before
+    assert set(answers) == {expected}
+    for name, count in (("tiny", 2), ("twin", 1)):
+        desk.ready(name, count)
+
+
+@pytest.mark.chaos
 def test_the_coordinator_is_killed_while_it_assigns(desk: Desk) -> None:
     desk.only(desk.model("good"))
     for round_ in range(3):

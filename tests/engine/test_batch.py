@@ -374,6 +374,47 @@ def test_what_wrong_drafts_leave_in_a_ring_is_in_no_window(tmp_path: Path, width
         said += more[:1]
 
 
+GEMMA3N = {
+    "model_type": "gemma3n_text",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "sliding_window": 60,
+    "num_kv_shared_layers": 2,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size_per_layer_input": 8,
+    "altup_active_idx": 0,
+    "altup_correct_scale": True,
+    "altup_num_inputs": 2,
+    "laurel_rank": 8,
+    "rope_theta": 10000.0,
+    "rope_local_base_freq": 10000.0,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "final_logit_softcapping": 30.0,
+    "query_pre_attn_scalar": 16.0,
+    "altup_coef_clip": 120.0,
+    "activation_sparsity_pattern": [0.0] * 6,
+}
+
+
+def test_a_layer_may_read_the_ring_of_another(tmp_path: Path) -> None:
+    model, _ = load_model(write_model(tmp_path, model_type="gemma3n", attentive=True, text_config=GEMMA3N))
+    kind, random = CacheKind(model), Random(8)
+    batch, said = kind.empty_batch(), some_tokens(random, 150)
+    assert isinstance(batch, SlotBatch)
+    batch.join(1, prefilled(model, said))
+    for width in (1, 5, 40):
+        fed = some_tokens(random, width)
+        got = forward(kind, batch, [fed], [len(said)])
+        assert_same(got[0], model(mx.array([fed]), cache=prefilled(model, said))[0])
+        said += fed[: width // 2 + 1]
+
+
 # --- the other kinds --------------------------------------------------------------------------------------
 
 

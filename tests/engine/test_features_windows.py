@@ -29,7 +29,7 @@ WINDOW = 60
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "two ranks": {"ranks": 2},
     "pipeline": {"parallel": "pipeline", "split": "2,2"},
-    "stages of one kind": {"parallel": "pipeline", "split": "1,1,1,1"},
+    "stages of one kind": {"ranks": 4, "parallel": "pipeline", "split": "1,1,1,1"},
     "lockstep": {"ranks": 2, "run_ahead": 0, "compiled": False, "agreement": "broadcast"},
     "alone": {"ranks": 1},
 }

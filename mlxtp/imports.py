@@ -14,7 +14,7 @@ def importing() -> Iterator[None]:
 
     The system ends the process: a module being imported could catch or print an exception. A process in the
     background still ignores Ctrl-C. Collections would find nothing, and take a tenth of the start of an
-    agent. Later ones pass by all that is there at the end of the context.
+    agent. Later ones skip all that is there at the end of the context.
     """
     heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if heeded:

@@ -69,7 +69,7 @@ class HttpConnection(H11Protocol):
         self._counts = False  # True while it counts as one of its address
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(cast(asyncio.Transport, _Writable(transport)))
+        super().connection_made(cast(asyncio.Transport, _GuardedTransport(transport)))
         address = address_of(self)
         if self.admitted.admit(address):
             # at once, as more connections may arrive in this iteration of the event loop
@@ -167,7 +167,7 @@ class HttpConnection(H11Protocol):
         self.transport.abort()
 
 
-class _Writable:
+class _GuardedTransport:
     """A transport to which nothing is written once its connection is closing.
 
     uvicorn notices that in a later iteration of the event loop; a burst of parts goes out within one.

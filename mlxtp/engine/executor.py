@@ -406,9 +406,7 @@ def fed(frame: PromptTokens | PromptBatch | StepToken) -> int:
     where: tuple[int, ...]
     match frame:
         case PromptTokens():
-            where = (
-                frame.uid, frame.offset, frame.source, frame.save, frame.following, frame.drafts
-            )  # fmt: skip
+            where = (frame.uid, frame.offset, frame.source, frame.save, frame.following, frame.drafts)
         case PromptBatch():
             where = (*frame.uids, *frame.totals, *frame.offsets, *frame.sources, frame.drafts)
         case StepToken():

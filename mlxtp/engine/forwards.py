@@ -24,9 +24,8 @@ from .sharding import at_ends
 #: Traced graphs that are kept: one for each number of rows, size of the KV arrays and view of them.
 MAX_GRAPHS = 128
 MAX_SHAPES = 1024
-BEHIND = (
-    32  #: steps without drafts whose entries an MTP head gets together, because one by one they cost much
-)
+#: Steps without drafts whose entries an MTP head gets together, because one by one they cost much.
+BEHIND = 32
 STEPS_BEFORE_TRACE = 3  #: of several rows; few enough that warming up compiles the kernels
 
 #: Rows, slots and capacity of their arrays, view, and width.
@@ -136,7 +135,7 @@ class ModelForwards:
 
         `ends` int32 [rows] has the place of each row's last token. `given`: hidden states of the stage
         before. Also returns what puts the prompts into the MTP head's cache. It takes the embeddings [rows,
-        1, hidden] of the tokens behind the last ones, or None where all have `following` there, and returns
+        1, hidden] of the tokens behind the last ones, or None where all have `following` there. It returns
         the head's output at the last ones, of the same shape.
         """
         head, forward = self.head, partial(self._vocabulary.forward, self._model, ends=ends)
@@ -293,7 +292,7 @@ class ModelForwards:
     ) -> tuple[list[mx.array], list[mx.array]]:
         """Run the MTP head alone. Returns its proposals, and its KV arrays after it."""
         assert self.head is not None
-        (view,) = self._caches.views(arrays, ForwardShape(shape[0], shape[1], shape[2]))
+        (view,) = self._caches.views(arrays, ForwardShape(*shape))
         return follow(self.head, self._vocabulary, ChosenStep(*step), view, drafts), view.arrays
 
 

@@ -56,7 +56,7 @@ def fitting(room: int) -> int:
 def ring(window: int) -> int:
     """Return the most slots of a layer that keeps a window of so many tokens.
 
-    A step writes up to MAX_WIDTH tokens. The window of the first of them has slots beside those of the rest.
+    A step writes up to MAX_WIDTH tokens. The slots of the others are beside the window of the first.
     """
     return -(-(window + MAX_WIDTH - 1) // SMALLEST) * SMALLEST
 

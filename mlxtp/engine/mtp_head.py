@@ -167,8 +167,8 @@ def accepted(fed: mx.array, chosen: mx.array, counts: mx.array) -> mx.array:
 def read_head(folder: Path, config: Config, *, numbers: bool = True) -> MtpHead | None:
     """Read the model's MTP head; returns None for a model without one. Without `numbers`, reads no weights.
 
-    A head that is not complete, has other shapes than its model, or holds NaN or infinite numbers gives a
-    line on standard error and None. Raises one of `MLX_LM_RAISES` if the machine failed.
+    A head that is not complete, has other shapes than its model, or holds NaN or infinite numbers is left
+    out, with a line on standard error. Raises one of `MLX_LM_RAISES` if the machine failed.
     """
     try:
         place = mtp_place(config)

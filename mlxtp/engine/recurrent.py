@@ -1,7 +1,7 @@
 """Recurrent layers, as in Qwen3.5, Nemotron-H or LFM2, and their way back behind wrong drafts.
 
 A state is of all tokens so far, and cannot be cut. So a step of several tokens leaves it as it was before
-them, and keeps the inputs of the recurrence: a hundredth of a state for each token. The next step first feeds
+them. It keeps the inputs of the recurrence: a hundredth of a state for each token. The next step first feeds
 as many of them as were right, without the layers' other parts, and then its own. Convolutions keep all their
 inputs, and the next step takes those before what was wrong. Nothing is copied, and no rank waits to learn
 their number: it follows from the position of the next step.
@@ -59,10 +59,10 @@ class Recurrence:
 
         Tokens that do not stand, by bool [rows, tokens], leave the state of a row as it is, bit for bit.
         """
-        count = given[self.taken[0]].shape[1]
-        if self.together and stands is not None:
+        if self.together:
             return update(**{**given, "mask": stands})
-        if self.together or (count == 1 and stands is None):
+        count = given[self.taken[0]].shape[1]
+        if count == 1 and stands is None:
             return update(**given)
         results, state = [], given["state"]
         each = [*self.taken, *[name for name, _ in self.read]]

@@ -85,8 +85,9 @@ class GroupScope:
     def why_not(self) -> str:
         """Reason why the group has no owner."""
         if self.row is None:
-            nothing = self._node.introduction.problem or NOTHING_WANTED
-            return f"{self.deployment} was unloaded" if self.group else nothing
+            if self.group:
+                return f"{self.deployment} was unloaded"
+            return self._node.introduction.problem or NOTHING_WANTED
         if not self.assignment.number:
             return "it has yet to be assigned to a Mac"
         return self.assignment.why or f"{self.deployment} has enough other groups"

@@ -24,6 +24,7 @@ from .messages import RANK_MESSAGES, Ack, StepToken
 # --- table of all messages by their number, which also packs and checks their bodies ---------------------
 
 M = TypeVar("M", bound=Message)
+V = TypeVar("V")
 
 _OF_RANKS: dict[int, type[Message]] = {message.TYPE: message for message in RANK_MESSAGES}
 
@@ -42,9 +43,6 @@ def messages() -> dict[int, type[Message]]:
 
 #: Numbers of messages of earlier versions, which are not used again.
 RETIRED = frozenset({0x15, 0x17, 0x4C, 0x4D, 0x4E, 0x4F, 0x50, 0x52, 0x53})
-
-
-V = TypeVar("V")
 
 
 class _ByMessage(dict[type[Message], V]):

@@ -343,7 +343,7 @@ _REQUESTS_LINK: tuple[Transition, ...] = (
 
 
 def _control() -> Table:
-    """Both ends of an open link may send the same messages."""
+    """Return the moves on links between agents, both ends of which may send the same once they are open."""
     from .cluster_messages import BOTH_WAYS, AgentHello
 
     rows: tuple[Transition, ...] = (

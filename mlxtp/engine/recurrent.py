@@ -24,6 +24,10 @@ from mlx.utils import tree_flatten
 STATE = "ArraysCache"  #: mlx-lm's cache of such a layer
 
 
+def _attributes(*names: str) -> Callable[[Any], dict[str, Any]]:
+    return lambda layer: {name: getattr(layer, name) for name in names}
+
+
 @dataclass(frozen=True, slots=True)
 class Recurrence:
     """Kind of mlx-lm's recurrent layers, by names in its code. Their caches have convolutions, then a state.
@@ -32,7 +36,7 @@ class Recurrence:
     update     function of the module, or method, that computes the recurrence; "" for convolutions alone
     taken      its arguments of each token, [rows, tokens, ...], that change the state
     read       those which do not, each with one of `taken` of its shape
-    constants  its further arguments, attributes of a layer or as a function has them
+    constants  function that returns its further arguments for a layer
     together   it takes several tokens and a mask, with the bits of one token after the other
     """
 
@@ -40,19 +44,13 @@ class Recurrence:
     update: str = ""
     taken: tuple[str, ...] = ()
     read: tuple[tuple[str, str], ...] = ()
-    constants: tuple[str, ...] | Callable[[Any], dict[str, Any]] = ()
+    constants: Callable[[Any], dict[str, Any]] = lambda _: {}
     together: bool = False
 
     @property
     def size(self) -> int:
         """Number of arrays in mlx-lm's cache."""
         return len(self.inputs) + bool(self.update)
-
-    def further(self, layer: Any) -> dict[str, Any]:
-        """Return the further arguments of `update` for a layer."""
-        if callable(self.constants):
-            return self.constants(layer)
-        return {name: getattr(layer, name) for name in self.constants}
 
     def run(self, update: Callable[..., Any], given: dict[str, Any], stands: mx.array | None = None) -> Any:
         """Return results and state of `update`.
@@ -80,14 +78,14 @@ _DELTAS = Recurrence(
     update="gated_delta_update",
     taken=("k", "v", "a", "b"),
     read=(("q", "k"),),
-    constants=("A_log", "dt_bias"),
+    constants=_attributes("A_log", "dt_bias"),
     together=True,
 )
 _MAMBA = Recurrence(
     update="ssm_update",
     taken=("hidden_states", "B", "dt"),
     read=(("C", "B"),),
-    constants=("A_log", "D", "dt_bias", "time_step_limit"),
+    constants=_attributes("A_log", "D", "dt_bias", "time_step_limit"),
 )
 _SHORT = Recurrence(inputs=("L_cache",))
 _KIMI = replace(
@@ -114,7 +112,7 @@ _KINDS: Mapping[str, Recurrence] = {
     "olmo_hybrid.GatedDeltaNet": replace(
         _DELTAS,
         inputs=("conv_kernel_size",) * 3,
-        constants=("A_log", "dt_bias", "allow_neg_eigval"),
+        constants=_attributes("A_log", "dt_bias", "allow_neg_eigval"),
     ),
     "qwen3_5.GatedDeltaNet": _DELTAS,
     "qwen3_next.Qwen3NextGatedDeltaNet": _DELTAS,
@@ -191,7 +189,7 @@ class StateView:
         if not self._kind.update:
             return inputs
         update = getattr(_owner(type(layer), self._kind.update), self._kind.update)
-        return [*inputs, self.settled(update, self._kind.further(layer))]
+        return [*inputs, self.settled(update, self._kind.constants(layer))]
 
 
 def views_of(

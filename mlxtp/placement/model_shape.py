@@ -92,7 +92,7 @@ WINDOWS = CacheTraits(
     why="a prompt is computed in mlx-lm's own window, which has one sequence and no quantized numbers",
 )
 STATES = CacheTraits(
-    "recurrent states", cuttable=False, off=_NOT_WIDE, why="a state cannot be rolled back to fewer tokens"
+    "recurrent states", cuttable=False, off=_NOT_WIDE, why="mlxtp cannot roll these states back"
 )
 FED_AGAIN = CacheTraits(
     "recurrent states, fed again",

@@ -99,13 +99,10 @@ class StepInputs:
     given: mx.array | None
     widths: tuple[int, ...]
 
-    @property
-    def counts(self) -> mx.array:
-        return mx.array(self.widths, dtype=mx.int32)
-
     def chose(self, hidden: mx.array, following: mx.array, chosen: mx.array) -> ChosenStep:
         """Return the step behind a choice, with its fields as there."""
-        return ChosenStep(hidden, following, chosen, self.tokens, self.counts)
+        counts = mx.array(self.widths, dtype=mx.int32)
+        return ChosenStep(hidden, following, chosen, self.tokens, counts)
 
 
 class ModelForwards:

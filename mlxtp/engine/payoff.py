@@ -323,6 +323,7 @@ class Choice:
     _drafted: int = 0  # steps with drafts since the last audit
     _audit_at: int = FIRST_AUDIT
     _sure: bool = False  # drafts give so much that only a late audit pays
+    #: By the sources on trial, what was weighed last, and the result.
     _weighed: dict[frozenset[Source], tuple[Any, tuple[Plan, float]]] = field(default_factory=dict)
 
     def plan(self, options: Sequence[Options], rows: int, most: int) -> Plan:

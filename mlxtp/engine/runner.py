@@ -257,12 +257,13 @@ class Runner:
             )
         self._count(frame.uids)
         longest = max(frame.totals)
-        room = kv_cache.capacity(longest + 1)  # and a place for padding
+        room = kv_cache.capacity(longest + 1)  # the last place is for padding
         bucket = batch.gather(frame.uids, room)
         widths = list(map(sub, frame.totals, frame.offsets))
         positions, targets, mask = ForwardShape.arrays(
             mx.array(frame.offsets, dtype=mx.int32), max(widths), min(kv_cache.view(longest), room)
         )
+        # Padding behind the room goes to the last place. Later tokens overwrite all of it.
         shape = ForwardShape(positions, mx.minimum(targets, room - 1), mask)
         arrays, bucket.arrays = bucket.arrays, []
         layers = self._caches.views(arrays, shape)

@@ -6,8 +6,9 @@ sequences whose layers use mlx-lm's `KVCache`, `QuantizedKVCache` or `RotatingKV
 `recurrent` knows. `MergedBatch` uses mlx-lm's own batched caches for every other kind, one token a row and
 step. Both are the same on every rank, because the same frames drive them.
 
-A layer with a window of tokens has a *ring*: the token at position p is in slot p mod the number of slots.
-These are more than the window by the widest step. So what wrong drafts leave there is outside every window.
+A layer with a window of tokens has a ring buffer (*ring*): the token at position p is in slot p mod the
+number of slots. These are more than the window by the widest step. So what wrong drafts leave there is
+outside every window.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 
 from ..errors import Code, ModelError
-from .kv_cache import SMALLEST, capacity, ring, roomy
+from .kv_cache import SMALLEST, capacity, ring_slots, roomy
 from .loader import leaves, make_cache, unrun_arrays
 from .pipeline import Stage
 from .recurrent import STATE, Recurrence, States, StateView, recurrent_layers, states_of
@@ -367,7 +368,7 @@ def _sized(array: mx.array, held: int, room: int) -> mx.array:
 def _rings_of(cache: Any, room: int) -> list[mx.array]:
     """Return the keys and values of one of mlx-lm's windows as rings of a bucket of this room."""
     *arrays, length, _, window, end = cache.state  # the newest token is before `end`
-    count, slots = min(length, window), min(room, ring(window))
+    count, slots = min(length, window), min(room, ring_slots(window))
     tokens = [mx.roll(array, -end, 2)[:, :, -count:] for array in arrays]
     padded = [mx.pad(each, [(0, 0), (0, 0), (0, slots - count), (0, 0)]) for each in tokens]
     return [mx.contiguous(mx.roll(each, (length - count) % slots, 2)) for each in padded]
@@ -703,7 +704,7 @@ class CacheKind:
 
     def rings(self, room: int) -> list[tuple[int, int]]:
         """Return window and slots of each kind of ring in a bucket of this room."""
-        return [(window, min(room, ring(window))) for window in self.windows]
+        return [(window, min(room, ring_slots(window))) for window in self.windows]
 
     def beside(self, views: list[LayerView], states: list[StateView]) -> list[Any]:
         """Return views of all layers in their order, of those that grow and of recurrent ones."""
@@ -745,7 +746,7 @@ class CacheKind:
             (
                 (1, array.shape[1], SMALLEST, array.shape[3]),
                 array.dtype,
-                ring(cache.max_size) if _is_window(cache) else WHOLE,
+                ring_slots(cache.max_size) if _is_window(cache) else WHOLE,
             )
             for array, cache in arrays
         ]

@@ -53,7 +53,7 @@ def fitting(room: int) -> int:
     return room // step * step
 
 
-def ring(window: int) -> int:
+def ring_slots(window: int) -> int:
     """Return the most slots of a layer that keeps a window of so many tokens.
 
     A step writes up to MAX_WIDTH tokens. The slots of the others are beside the window of the first.

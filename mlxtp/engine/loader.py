@@ -22,7 +22,7 @@ from ..errors import Code, GroupError, MlxtpError, ModelError
 from ..model_config import Config, text_config
 from ..model_files import MAX_CONFIG_BYTES, text_of, token_count
 from .group import Group, alone, uncounted
-from .kv_cache import ring
+from .kv_cache import ring_slots
 from .mlx_compat import code_of
 from .pipeline import Stage, StageVocabulary, check_family, cut_into_stage
 from .recurrent import STATE, recurrent_layers
@@ -606,7 +606,7 @@ def kv_sizes(model: Any) -> tuple[int, int]:
         small, large = (sum(array.nbytes for array in _arrays([cache])) for cache in (shorter, longer))
         growth = (large - small) // (many - few)
         if window := getattr(shorter, "max_size", 0):
-            per_row += growth * ring(window)  # a first forward leaves more
+            per_row += growth * ring_slots(window)  # a first forward leaves more
         elif window := getattr(shorter, "chunk_size", 0):
             per_row += growth * window
         else:

@@ -31,7 +31,7 @@ _OF_RANKS: dict[int, type[Message]] = {message.TYPE: message for message in RANK
 
 @cache
 def messages() -> dict[int, type[Message]]:
-    """Return all messages by number. A rank is sent none of agents, so it never imports their 52 classes."""
+    """Return all messages by number. A rank gets none of agents, so it never imports those."""
     from .cluster_messages import CONTROL_MESSAGES
     from .peer_messages import COPY_MESSAGES, JOIN_MESSAGES
 

@@ -287,7 +287,7 @@ class PromptTokens(Message):
     with it. Later chunks have source 0. With `save`, each rank keeps a copy of the KV cache after this chunk
     under that uid; only a chunk that does not end the prompt has one. The kept caches in `covers` begin it.
     They share its arrays from then on. `following` is the prompt's token after this chunk, for an MTP head;
-    the last chunk has none. `drafts`: tokens that the head proposes after the first new one.
+    0 in the last chunk. `drafts`: tokens that the head proposes after the first new one.
     """
 
     TYPE: ClassVar[int] = 0x08

@@ -565,6 +565,8 @@ class KVCacheManager:
         covers: tuple[int, ...] = ()
         evicted: tuple[int, ...] = ()
         held = min(held, len(sequence.tokens))
+        if self.keeps_whole and sequence.in_flight > 1:
+            held = 0  # it has tokens beyond the known ones, to which it cannot be cut
         if self._prefixes is not None:
             self._prefixes.unshare(sequence.uid)
             if reason != "preempt" and held:

@@ -1268,6 +1268,17 @@ def test_equal_prompts_at_once_are_computed_once_though_none_can_be_cut(run_ahea
     check_answers(simulation)
 
 
+@pytest.mark.parametrize(("ticks", "kept"), [(90, 124), (91, 0)])
+def test_a_cancelled_answer_keeps_no_cache_that_would_have_to_be_cut(ticks: int, kept: int) -> None:
+    """In a pipeline a row may have two steps in flight. What the second one is fed is not known yet."""
+    simulation = Simulation(whole=True, stages=2)
+    simulation.add(80, 120)
+    simulation.ticks(ticks)
+    simulation.cancel(1)
+    simulation.drain()
+    assert [move.keep for move in simulation.moves if isinstance(move, StopSequence)] == [kept]
+
+
 def test_places_that_save_little_are_left_out() -> None:
     simulation = Simulation(whole=True, prefill_chunk=512)
     simulation.add(LONG, 40, places=(20, 51))

@@ -564,9 +564,9 @@ class KVCacheManager:
         sequence.room = 0
         covers: tuple[int, ...] = ()
         evicted: tuple[int, ...] = ()
-        held = min(held, len(sequence.tokens))
-        if self.keeps_whole and sequence.in_flight > 1:
-            held = 0  # it has tokens beyond the known ones, to which it cannot be cut
+        known = len(sequence.tokens)
+        # With steps in flight, a cache that goes beyond the known tokens cannot always be cut to them.
+        held = 0 if held > known and sequence.in_flight and self.keeps_whole else min(held, known)
         if self._prefixes is not None:
             self._prefixes.unshare(sequence.uid)
             if reason != "preempt" and held:

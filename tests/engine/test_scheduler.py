@@ -1279,6 +1279,18 @@ def test_a_cancelled_answer_keeps_no_cache_that_would_have_to_be_cut(ticks: int,
     assert [move.keep for move in simulation.moves if isinstance(move, StopSequence)] == [kept]
 
 
+def test_a_grammar_that_refuses_a_forced_token_beside_others_leaves_no_cache_that_would_have_to_be_cut() -> (
+    None
+):
+    """Its next step is in flight by then."""
+    simulation = Simulation(whole=True, wide=True)
+    simulation.add(60, 100)
+    guide = FakeGuide((7,) * 100, frozenset(range(40, 50)), fails=44)
+    simulation.add(60, 100, (7,) * 100, guide=guide)
+    simulation.drain()
+    assert [move.keep for move in simulation.moves if isinstance(move, StopSequence)] == [0, 159]
+
+
 def test_places_that_save_little_are_left_out() -> None:
     simulation = Simulation(whole=True, prefill_chunk=512)
     simulation.add(LONG, 40, places=(20, 51))

@@ -156,8 +156,9 @@ class RequestShaping(LogitShaping):
         order = self._sequences.get(uid)
         if order is None or order.shaper is None:
             return logits
-        masks = None if order.guide is None else order.guide.masks
         own = 1 + len(order.ahead)  # the others are padding
+        # A grammar that has just ended with forced tokens still has their masks. That choice never leaves.
+        masks = None if order.guide is None else order.guide.masks[-own:]
         shaped = order.shaper.apply(logits[:own], generated=order.generated, mask=masks, ahead=order.ahead)
         return shaped if own == len(logits) else mx.concatenate([shaped, logits[own:].astype(mx.float32)])
 

@@ -54,6 +54,19 @@ def guided(grammars: Grammars, kind: str, text: str, left: int = 1000) -> Guided
     return Guided(grammars.compile(kind, text).matcher(), VOCABULARY, left)
 
 
+def test_a_step_beyond_an_end_of_forced_tokens_has_logits_of_its_own_width(grammars: Grammars) -> None:
+    """It is queued before the forced tokens are known, so that other rows run ahead."""
+    guide = guided(grammars, "regex", "abc")
+    desk = desk_for(Shaping(grammar_kind="regex"), guide)
+    forced = guide.forced(8)
+    assert forced
+    desk.feeds(SEQUENCE, len(PROMPT) + 1 + len(forced))
+    for token in forced:
+        guide.accept(token)
+    assert guide.finished
+    assert desk.shape(SEQUENCE, logits(1)).shape == (1, VOCABULARY)
+
+
 def test_a_mask_leaves_what_the_grammar_allows(grammars: Grammars) -> None:
     guide = guided(grammars, "regex", "[ab]")
     (first,) = allowed(desk_for(Shaping(grammar_kind="regex"), guide).shape(SEQUENCE, logits(1)))

@@ -311,8 +311,8 @@ class Runner:
         def end(chosen: mx.array, embeddings: mx.array | None, scores: Scores) -> Chosen:
             proposed: list[mx.array] = []
             if self._model.head is not None and drafts != RESTS:
-                following = self._model.embedded(chosen) if embeddings is None else embeddings
-                pairs = inputs.chose(found[-1], following, chosen)
+                embeddings = self._model.embedded(chosen) if embeddings is None else embeddings
+                pairs = inputs.chose(found[-1], embeddings, chosen)
                 proposed = self._model.follow(parts, rows, at, pairs, drafts=drafts)
             if greedy and frame.agreement == "broadcast":
                 chosen, embeddings = self._chooser.agree(chosen), None

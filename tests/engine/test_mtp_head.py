@@ -215,6 +215,21 @@ def test_steps_without_drafts_leave_no_holes(folders: Any, exchange: str) -> Non
 
 
 @pytest.mark.parametrize("exchange", ["winners", "logits"])
+def test_a_token_is_embedded_once(folders: Any, exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the head and the next step alike: on several ranks, each time takes a sum of all of them."""
+    runner, how = runner_of(folders("llama")), {"exchange": exchange}
+    text = [*PROMPT, runner.prefill(PromptTokens(1, 0, 8, PROMPT, **how)).tokens.item()]
+    text.append(runner.step(plain(text, **how)).tokens.item())  # traced
+    embedded: list[mx.array] = []
+    kind: Any = type(runner._vocabulary.embedding)
+    call = kind.__call__
+    monkeypatch.setattr(kind, "__call__", lambda own, tokens: embedded.append(tokens) or call(own, tokens))
+    for _ in range(5):
+        text.append(runner.step(plain(text, **how)).tokens.item())
+    assert len(embedded) == (5 if exchange == "logits" else 0), "those of winners come with them"
+
+
+@pytest.mark.parametrize("exchange", ["winners", "logits"])
 def test_a_head_that_rests_gets_no_entries_and_changes_no_token(folders: Any, exchange: str) -> None:
     folder, how = folders("llama"), {"exchange": exchange}
     runs = []

@@ -72,7 +72,8 @@ class Speculation:
         #: By request, until the next results: the source and the number of its drafts.
         self._plans: dict[int, tuple[Source, int]] | None = None
         self._steps: deque[_Step] = deque()
-        self._last: tuple[Kind, float] | None = None  # kind and time of the last step
+        #: Kind and time of the last step, and whether another one was on its way then.
+        self._last: tuple[Kind, float, bool] | None = None
 
     def rehearsal(self, uid: int) -> Iterator[tuple[int, Move]]:
         """Return moves of one row that measure steps before any request, each with the tokens that it feeds.
@@ -219,20 +220,21 @@ class Speculation:
         drafted, forced = max([len(row.drafts) for row in rows]), max([len(row.forced) for row in rows])
         width = max(drafted, forced)
         kind = Kind(len(rows), bucket(width or (HELD if step.waited or step.asks else 0)), step.asks)
-        self._plans, self._last = None, (kind, at_s) if complete and at_s else None
+        self._plans, self._last = None, (kind, at_s, bool(self._steps)) if complete and at_s else None
         self.use.steps += 1
         self.use.widths += 1 + width
         if not complete or not self._policy.timed:
             return
         took_s = 0.0  # with what the host did between the steps
         if self._last and last and last[0].rows == len(rows):
-            took_s = at_s - last[1]
-            if not forced:
-                plain = kind.drafts == last[0].drafts == 0  # late ones are no loss by drafts
+            took_s, plain = at_s - last[1], kind.drafts == last[0].drafts == 0
+            if not forced:  # late plain steps are no loss by drafts
                 usual_s = self.choice.costs.plain_s(len(rows)) * tokens / len(rows)
                 self.use.took(took_s, took_s if plain else usual_s)
             if kind.drafts == 0 and last[0].drafts and self._policy.run_ahead:
                 kind = Kind(len(rows), HELD)  # it did not run ahead yet, because of the drafts before it
+            elif plain and self._last[2] != last[2]:
+                took_s = 0.0  # the last one that ran ahead: the host was late with the result before it
         self.choice.step(kind, tokens, took_s, paid=not forced)
 
     def prompted(self) -> None:

@@ -1918,3 +1918,21 @@ def test_the_same_calls_give_the_same_moves(chunk: int, requests: list[tuple[int
         return simulation.moves
 
     assert run() == run()
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+def test_the_last_step_that_ran_ahead_is_no_measure_of_a_plain_one(run_ahead: int) -> None:
+    """Rank 0 queues no step behind it, so its result is seen early after the one before."""
+    scheduler = Scheduler(Policy(frozenset(), drafts="mtp", run_ahead=run_ahead))  # without a head
+    scheduler.add(1, (7, 8, 9), SequenceParams(9))
+    on_its_way, at_s = 0, 1.0
+    while scheduler:
+        move = next_move(scheduler) if on_its_way <= run_ahead else None
+        if isinstance(move, Prefill | Decode):
+            on_its_way += 1
+            continue
+        if move is None and on_its_way:
+            on_its_way -= 1
+            at_s += 0.01 if on_its_way or not run_ahead else 0.001
+            scheduler.record((50,), at_s=at_s)
+    assert scheduler.speculation.choice.costs.plain_s(1) == pytest.approx(0.01)

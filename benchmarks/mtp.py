@@ -85,7 +85,7 @@ async def _race(
     columns: tuple[list[float], list[float]] = [], []
     steps: list[float] = []
     right: list[float] = []
-    for number in stage.rounds(name, full=7, quick=2):
+    for number in stage.rounds(name, full=15, quick=2):
         asked = [
             Request(
                 prompts.ids(text_of(agents[0]), task(number * streams + i)),

@@ -362,7 +362,9 @@ class Choice:
     def rests(self, source: Source) -> bool:
         """Return True for a source that failed in several trials and will not be tried soon."""
         pause = self._pauses.get(source)
-        return pause is not None and pause.next > 2 * FIRST_PAUSE and pause.left > LONGEST_TRIAL
+        if pause is None or pause.next <= 2 * FIRST_PAUSE:
+            return False
+        return pause.left > LONGEST_TRIAL or self.credit <= LEAST_CREDIT
 
     def _best(
         self, options: Sequence[Options], rows: int, most: int, hoped: Collection[Source] = ()

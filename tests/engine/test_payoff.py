@@ -18,6 +18,7 @@ from mlxtp.engine.payoff import (
     CREDIT_PER_STEP,
     FIRST_CREDIT,
     HELD,
+    LEAST_CREDIT,
     LENGTHS,
     MOST_DEBT,
     PLACES,
@@ -237,6 +238,14 @@ def test_debts_hold_back_what_gains_little_and_not_what_surely_pays() -> None:
 def test_it_decides_alike_when_it_is_told_the_same() -> None:
     one, other = (World(CHEAP, {"mtp": 0.001}, [{HEAD: WELL}] * 3, noise=0.2, most=8) for _ in range(2))
     assert one.run(200).plans == other.run(200).plans
+
+
+def test_a_source_rests_while_no_trial_is_affordable() -> None:
+    """Its pause may be over by then: an MTP head would get entries that no trial reads."""
+    choice = World(costs(0.6, 0.5), {"mtp": 0.002}, [{HEAD: BADLY}]).run(600).choice
+    assert choice.rests(HEAD), "its pause is over, but its trials have cost too much"
+    choice.credit = LEAST_CREDIT + 0.1
+    assert not choice.rests(HEAD)
 
 
 class Forgetful(Choice):

@@ -200,7 +200,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "errors": frozenset(),
     "values": frozenset({"errors"}),
     "background": frozenset({"errors"}),
-    "chunks": frozenset(),
+    "chunks": frozenset({"wire"}),
     "sandbox": frozenset({"errors"}),
     "settings": frozenset({"values"}),
     "config": frozenset({"errors", "settings", "values"}),

@@ -22,8 +22,9 @@ from typing import Any, Protocol
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 
+from ..chunks import ring_slots
 from ..errors import Code, ModelError
-from .kv_cache import SMALLEST, capacity, ring_slots, roomy
+from .kv_cache import SMALLEST, capacity, roomy
 from .loader import leaves, make_cache, unrun_arrays
 from .pipeline import Stage
 from .recurrent import STATE, Recurrence, States, StateView, recurrent_layers, states_of

@@ -53,14 +53,6 @@ def fitting(room: int) -> int:
     return room // step * step
 
 
-def ring_slots(window: int) -> int:
-    """Return the most slots of a layer that keeps a window of so many tokens.
-
-    A step writes up to MAX_WIDTH tokens. The slots of the others are beside the window of the first.
-    """
-    return -(-(window + MAX_WIDTH - 1) // SMALLEST) * SMALLEST
-
-
 def slots(rows: int) -> int:
     """Return the rows to allocate for `rows` sequences that decode together: a power of two."""
     return 1 << max(rows - 1, 0).bit_length()

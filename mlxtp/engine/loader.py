@@ -18,11 +18,11 @@ from typing import Any, BinaryIO, cast
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
+from ..chunks import ring_slots
 from ..errors import Code, GroupError, MlxtpError, ModelError
 from ..model_config import Config, text_config
 from ..model_files import MAX_CONFIG_BYTES, text_of, token_count
 from .group import Group, alone, uncounted
-from .kv_cache import ring_slots
 from .mlx_compat import code_of
 from .pipeline import Stage, StageVocabulary, check_family, cut_into_stage
 from .recurrent import STATE, recurrent_layers

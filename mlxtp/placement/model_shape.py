@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
+from ..chunks import ring_slots
 from ..model_config import (
     KEEPS_MLP_WHOLE,
     MTP_LAYERS,
@@ -200,7 +201,7 @@ class ModelShape:
     mlp_bytes         weights of dense MLPs, which some families keep whole where they do not divide
     token_weights     number of weights that a token is multiplied by
     kv_token_bytes    bytes of one more token in the KV caches, over all layers
-    kv_window_bytes   the part of these in layers that keep a `window`, the last so many tokens
+    kv_window_bytes   the part of these in layers with a window, which have slots for `window` tokens at most
     kv_divides        whether ranks share these; a compressed cache is on every rank
     collectives       sums and gathers over the ranks for one token
     kernels           GPU kernels started one after the other for one token
@@ -339,7 +340,8 @@ def shape_of(
     known, mixers = family(config), mixers_of(text)
     caches = traits_of(known, text.get("layer_types"))
     cached = [numbers * (kv_bits / 8 + 4 / 64 if kv_bits else plain) for numbers in cached_numbers(text)]
-    window = number(text, "sliding_window") if caches == WINDOWS and sliding_layers(text) else 0
+    slides = caches == WINDOWS and sliding_layers(text)
+    window = ring_slots(number(text, "sliding_window")) if slides else 0
 
     dense = sum(part.count * stored.bytes_each(part.role) for part in parts if part.role == "mlp")
     sliding = sliding_layers(text) if window else ()

@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import _get_classes
 
+from mlxtp.chunks import ring_slots
 from mlxtp.engine.group import LoneGroup
 from mlxtp.engine.loader import kv_sizes, load
 from mlxtp.engine.mtp_head import read_head
@@ -81,13 +82,13 @@ def test_caches_grow_as_counted(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["gpt_oss", "exaone_moe"])
 @pytest.mark.parametrize("tokens", [5, 8, 9, 1000])
-def test_a_window_counts_its_own_tokens(family: str, tokens: int) -> None:
+def test_a_window_counts_its_own_slots(family: str, tokens: int) -> None:
     config = {**config_of(family), "layer_types": ["sliding_attention", "full_attention"], "dtype": "float32"}
     per_token, of_windows = kv_sizes(model_of(config))
-    window = config["sliding_window"]
-    expected = per_token * tokens + of_windows * min(tokens, window) // window
+    slots = ring_slots(config["sliding_window"])
+    expected = per_token * tokens + of_windows * min(tokens, slots) // slots
     assert shape_of(config).rank_kv(1, tokens) == expected
-    assert 0 < of_windows < per_token * window * 2
+    assert 0 < of_windows < per_token * slots * 2
 
 
 def test_of_experts_a_token_meets_those_it_is_sent_to() -> None:

@@ -267,9 +267,10 @@ class RankTelemetry:
     def pong(self) -> Pong:
         import mlx.core as mx
 
+        since = self._since  # read before the time, because the main thread may begin a phase meanwhile
         return Pong(
             phase=self.phase,
-            phase_s=time.monotonic() - self._since,
+            phase_s=time.monotonic() - since,
             in_flight=self.in_flight,
             step=self.step,
             forwards=self.forwards,

@@ -83,3 +83,18 @@ def test_a_step_that_waits_behind_a_chunk_is_not_what_runs() -> None:
     status.settled(9.5)
     status.launched("decode", 1, 10.0)
     assert status.expected_us == pytest.approx(500_000), "the time behind the chunk is not its own"
+
+
+def test_a_phase_that_begins_while_a_pong_is_made_took_no_negative_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The reader thread makes it beside the main thread. A rank that sent such a time ended."""
+    status = RankTelemetry()
+
+    def now() -> float:
+        status._since = 1e6
+        return 2e5
+
+    status._since = 1e5
+    monkeypatch.setattr("mlxtp.engine.telemetry.time.monotonic", now)
+    assert status.pong().phase_s == 1e5

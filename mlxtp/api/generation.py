@@ -21,11 +21,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ..errors import Code, MlxtpError, RequestError
+from ..text.answers import ReadingPlan, StopFinder
+from ..text.calls import CallReader
 from ..text.conversation import Conversation, GenerationRequest, characters
-from ..text.reasoning import ReadingPlan, StopFinder
 from ..text.replay import AnswerRecord, Beginning, CompleteAnswer
 from ..text.tokenizer import Name, Text
-from ..text.tool_calls import CallReader
 from ..text.transcript import AnswerEvent, Finish, Transcript, WholeAnswer
 from . import sampling as settings
 from .adapter import About, Dialect, Json, Operation, error_status, in_words_of
@@ -93,7 +93,7 @@ class _PreparedRequest:
         if format_ is None:
             return ReadingPlan(markup, self.thinking)
         calls = CallReader(format_, prompt.tools, forced, self._most_calls())
-        return ReadingPlan(markup.with_calls(format_), self.thinking, calls, forced, self.held.dropped)
+        return ReadingPlan(markup, self.thinking, calls, forced, self.held.dropped)
 
     def _most_calls(self) -> int:
         prompt = self.about.ask.prompt

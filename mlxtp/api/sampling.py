@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import RequestError
+from ..text.call_style import CallStyle, Separators
+from ..text.calls import CallFormat
 from ..text.conversation import (
     AUTO,
     NONE,
@@ -22,8 +24,8 @@ from ..text.conversation import (
     GenerationRequest,
     tool_json,
 )
+from ..text.markups import JSON_CALLS
 from ..text.tokenizer import Text
-from ..text.tool_calls import JSON_CALLS, CallStyle, Separators, ToolFormat
 from ..text.tool_grammar import (
     JSON_STYLE,
     answer_grammar,
@@ -176,7 +178,7 @@ class Guidance:
     """
 
     grammar: tuple[str, str] = ("", "")
-    calls: ToolFormat | None = None
+    calls: CallFormat | None = None
     forced: bool = False
     banned: tuple[int, ...] = ()
     dropped: bool = False

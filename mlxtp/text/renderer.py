@@ -220,6 +220,7 @@ class LocalRenderer:
             plain = [dict(message) for message in messages]
             if self._module is not None:
                 known = {name: options[name] for name in ("enable_thinking",) if name in options}
+                known |= {"tools": list(tools)} if tools else {}
                 return str(self._module(plain, add_generation_prompt=prompting, **known))
             return str(
                 self._tokenizer.apply_chat_template(

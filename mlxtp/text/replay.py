@@ -24,7 +24,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from ..errors import RequestError
-from .conversation import Call, ChatMessage, Conversation, numbered, template_options, tool_json
+from .chat_template import numbered, template_options
+from .conversation import Call, ChatMessage, Conversation, tool_json
 from .transcript import CallArguments, CallBegan, ContentDelta, Finish, ReasoningDelta
 
 if TYPE_CHECKING:

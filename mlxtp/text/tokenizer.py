@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import codecs
-import contextlib
 import json
 import re
 import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
 
 from ..errors import Code, ModelError, RequestError, is_library_error
-from .conversation import (
-    ChatMessage,
-    Conversation,
-    plainer_messages,
+from .call_style import CallStyle, answer_prefix, call_style
+from .chat_template import (
+    REFUSED,
+    TemplateTraits,
+    left_out,
+    plainer,
     template_messages,
     template_options,
-    tool_json,
+    traits_of,
 )
-from .reasoning import call_format, thinking_markup
+from .conversation import ChatMessage, Conversation, tool_json
+from .markups import JSON_CALLS, call_format, thought_markup
 from .renderer import Renderer, RendererFacts, SandboxedRenderer, WorkerQueue, broken
-from .tool_calls import JSON_CALLS, CallStyle, answer_prefix, call_style, tool_format
 
 _PROBE = " Hello,  world's end . \n\té 日本語 😀👩‍👧 e\u0301 x"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
@@ -81,15 +83,30 @@ class Text:
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         #: In characters: `n` tokens make at most `n` times as many.
         self.longest_token = max(map(len, vocabulary))
-        own = call_format(facts.template, vocabulary) if "tools" in facts.template else None
+        self.markup = thought_markup(facts.template, vocabulary)
+        own = call_format(facts.template, vocabulary)
+        self._traits = self._learned(own is not None)
         #: True if the chat template supports tools in a format that can be read.
-        self.knows_tools = own is not None
-        self.markup = thinking_markup(vocabulary)
-        #: format of this model's tool calls
-        self.tool_calls = JSON_CALLS if own is None else tool_format(own)
+        self.knows_tools = self._traits.tools
+        #: format of this model's tool calls, and that of tools in words if the template lists none
+        self.tool_calls = JSON_CALLS if own is None else own if self.knows_tools else own.beside(JSON_CALLS)
         both = (facts.tokenizer + facts.template).encode(errors="surrogatepass")
         #: Equal for equal tokenizers and templates.
         self.identity = blake2b(both, digest_size=16).hexdigest()
+
+    def _learned(self, reads_calls: bool) -> TemplateTraits:
+        """Return what the chat template can do; that it does all of it if that takes too long to find out."""
+        if not self.has_chat_template:
+            return TemplateTraits()
+
+        def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
+            return self._writer.render(messages, tools, {}, prompting=True)
+
+        try:
+            traits = traits_of(render, self.markup.think)
+        except RequestError:
+            traits = TemplateTraits()
+        return replace(traits, tools=traits.tools and reads_calls)
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -122,8 +139,8 @@ class Text:
     def rendered(self, conversation: Conversation, prompting: bool = True, exact: bool = False) -> str:
         """Return a conversation as the chat template writes it; `prompting` adds the beginning of an answer.
 
-        Where the template refuses the messages, they are written in a plainer form, unless `exact`.
-        Raises RequestError when there is no template or the template refuses all forms.
+        Where the template refuses the messages or leaves one out, they are written in a plainer form, unless
+        `exact`. Raises RequestError when there is no template, or it writes no form of them whole.
         """
         if not self.has_chat_template:
             raise RequestError(
@@ -132,17 +149,24 @@ class Text:
                 Code.NOT_SUPPORTED,
                 param="messages",
             )
-        messages = template_messages(conversation, self.knows_tools)
-        tools = [tool_json(tool) for tool in conversation.tools] if self.knows_tools else []
-        options = template_options(conversation)
-        try:
-            return self._writer.render(messages, tools, options, prompting=prompting)
-        except RequestError as error:
-            last = exact or error.status == 504
-            for plainer in () if last else plainer_messages(conversation, self.knows_tools):
-                with contextlib.suppress(RequestError):
-                    return self._writer.render(plainer, tools, options, prompting=prompting)
-            raise
+        options, think = template_options(conversation), self.markup.think
+        refusal: RequestError | None = None
+        for traits in [self._traits] if exact else plainer(self._traits):
+            messages = template_messages(
+                conversation, traits, self.tool_calls.written, prompting=prompting, think=think
+            )
+            tools = [tool_json(tool) for tool in conversation.tools] if traits.tools else []
+            try:
+                prompt = self._writer.render(messages, tools, options, prompting=prompting)
+                if not prompting or not (lacks := left_out(prompt, messages, tools)):
+                    return prompt
+                raise RequestError(f"the model's chat template leaves out {lacks}", param="messages")
+            except RequestError as error:
+                if error.status != REFUSED:
+                    raise
+                refusal = refusal or error
+        assert refusal is not None
+        raise refusal
 
     def stamp(self) -> str:
         """Return text that stands for the time in prompts; empty where the template writes none."""

@@ -9,7 +9,8 @@ from typing import Any
 from urllib.parse import unquote
 
 from ..errors import RequestError
-from .tool_calls import CallStyle, Separators, ToolFormat
+from .call_style import CallStyle, Separators
+from .calls import CallFormat
 
 # --- JSON schemas -----------------------------------------------------------------------------------------
 
@@ -200,7 +201,7 @@ def call_grammar(
 
 
 def marked_call_grammar(
-    format_: ToolFormat, tokens: Collection[tuple[str, int]], otherwise: tuple[str, str]
+    format_: CallFormat, tokens: Collection[tuple[str, int]], otherwise: tuple[str, str]
 ) -> str:
     """Return a Lark grammar for any text between the markers of a call, or for `otherwise`.
 

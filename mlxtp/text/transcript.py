@@ -14,9 +14,9 @@ from types import MappingProxyType
 from typing import Literal
 
 from .conversation import Call, StreamEnd, TokenScore
-from .reasoning import AnswerPart, PartKind, ReadingPlan, ReasoningParser, StopFinder
+from .answers import AnswerParser, AnswerPart, PartKind, ReadingPlan, StopFinder
+from .calls import CallText
 from .tokenizer import Detokenizer
-from .tool_calls import CallText
 
 # --- events -----------------------------------------------------------------------------------------------
 
@@ -118,7 +118,7 @@ class Transcript:
     ) -> None:
         self._detokenizer = detokenizer
         self._finder = finder
-        self._channels = None if plan is None else ReasoningParser(plan, finder)
+        self._channels = None if plan is None else AnswerParser(plan, finder)
         self._scored = scored
         self._choice = choice
         self._specials = specials

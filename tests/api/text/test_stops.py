@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxtp.text.reasoning import StopFinder
+from mlxtp.text.answers import StopFinder
 
 pytestmark = pytest.mark.slow
 

@@ -7,8 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxtp.api.backend import TokenScore
-from mlxtp.text.reasoning import Markup, ReadingPlan, StopFinder
-from mlxtp.text.tool_calls import JSON_CALLS, CallReader
+from mlxtp.text.answers import ReadingPlan, StopFinder
+from mlxtp.text.calls import CallReader
+from mlxtp.text.conversation import Tool
+from mlxtp.text.markups import JSON_CALLS, Markup
 from mlxtp.text.transcript import (
     AnswerEvent,
     CallArguments,
@@ -219,7 +221,7 @@ def test_scores_wait_for_a_marker_and_none_is_lost() -> None:
 
 
 def test_one_call_is_enough_where_one_is_wanted() -> None:
-    plan = ReadingPlan(THINKS.with_calls(JSON_CALLS), calls=CallReader(JSON_CALLS, ()))
+    plan = ReadingPlan(THINKS, calls=CallReader(JSON_CALLS, (Tool("add"),)))
     pieces = [f"<tool_call>{CALL}</tool_call>"] * 2
     transcript = Transcript(Pieces(pieces), plan=plan, most_calls=1)
     began, arguments = transcript.push((0, 1))
@@ -229,14 +231,14 @@ def test_one_call_is_enough_where_one_is_wanted() -> None:
 
 
 def test_a_stop_string_does_not_reach_across_a_call() -> None:
-    plan = ReadingPlan(THINKS.with_calls(JSON_CALLS), calls=CallReader(JSON_CALLS, ()))
+    plan = ReadingPlan(THINKS, calls=CallReader(JSON_CALLS, (Tool("add"),)))
     said = read(["a", f"<tool_call>{CALL}</tool_call>", "bcdef"], plan, ["ab"])
     assert "".join(event.text for event in said if isinstance(event, ContentDelta)) == "abcdef"
 
 
 @pytest.mark.parametrize("stop", ["\n\n", "b\n", "b \n"])
 def test_a_stop_string_ends_the_answer_with_its_last_blank(stop: str) -> None:
-    plan = ReadingPlan(THINKS.with_calls(JSON_CALLS), calls=CallReader(JSON_CALLS, ()))
+    plan = ReadingPlan(THINKS, calls=CallReader(JSON_CALLS, (Tool("add"),)))
     text = f"a {stop}"
     transcript = Transcript(Pieces(text), StopFinder([stop]), plan=plan)
     events = transcript.push(range(len(text)))

@@ -1,22 +1,21 @@
-"""Streaming parser that separates a model's reasoning, text and calls. Pure.
+"""Streaming parser that separates a model's thoughts, text and calls. Pure.
 
-A model marks its thoughts and its tool calls with markers of its own, which are read off its chat template
-and vocabulary. The families' markers are those of mlx-lm's `tokenizer_utils` (0.32.2); Llama and gpt-oss are
-added. Markers may come in any pieces; text that could be the beginning of one waits. Special tokens are not
-shown, but count where a marker or a call is written with them. Stop strings count in the shown text of the
-answer.
+Markers may come in any pieces; text that could be the beginning of one waits. Special tokens are not shown,
+but count where a marker or a call is written with them. Stop strings count in the shown text of the answer.
 """
 
 from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
 
-from .tool_calls import CallReader, CallText, ToolFormat
+from .calls import CallReader, CallText, ReaderState, TextPiece
+from .markups import Markup
 
 # --- stop strings -----------------------------------------------------------------------------------------
 
@@ -101,68 +100,9 @@ class StopFinder:
             self._match[state] = self._match[state] or self._match[self._fallback[state]]
 
 
-# --- markers ----------------------------------------------------------------------------------------------
+# --- headers of gpt-oss -----------------------------------------------------------------------------------
 
-
-_THINK = (
-    ("<think>", "</think>"),
-    ("<longcat_think>", "</longcat_think>"),
-    ("<|think:start|>", "<|think:end|>"),
-)
-_XTML = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
-_HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|call|>")
 _RECIPIENT = re.compile(r"(?:^|\s)to=([^\s<]+)")
-
-#: Formats in the order of the search; one needs all of the texts of any of its groups.
-_CALLS: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
-    ("minimax_m2", (("<minimax:tool_call>",),)),
-    ("gemma4", (("<|tool_call>", "<tool_call|>"),)),
-    ("function_gemma", (("<start_function_call>",),)),
-    ("longcat", (("<longcat_tool_call>",),)),
-    ("glm47", (("<arg_key>",),)),
-    ("pythonic", (("<|tool_list_start|>",), ("<|tool_call_start|>",))),
-    ("qwen3_coder", (("<tool_call>\\n<function=",), ("<tool_call>\n<function=",))),
-    ("kimi_k2", (("<|tool_calls_section_begin|>",),)),
-    ("minicpm5", (('<function name="', '<param name="'),)),
-    ("mistral", (("[TOOL_CALLS]",),)),
-    ("muse_spark", (("<atem:function_calls>",),)),
-    ("json_tools", (("<tool_call>",),)),
-    ("llama", (('"parameters": dictionary of argument name',), ("<|python_tag|>",))),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Markup:
-    """Markers of a model. `think`: those before and after a thought. `call`: the same of a call, or empty.
-
-    `headers`: special tokens that begin the header of a message. `header_end` ends it. Clients never see
-    headers.
-    """
-
-    think: tuple[str, str] | None = None
-    call: tuple[str, str] = ("", "")
-    bare_calls: bool = False
-    headers: tuple[str, ...] = ()
-    header_end: str = ""
-
-    def with_calls(self, format_: ToolFormat) -> Markup:
-        """Return the same for an answer in which calls are looked for."""
-        return replace(self, call=(format_.start, format_.end), bare_calls=format_.bare)
-
-
-def thinking_markup(vocabulary: Container[str]) -> Markup:
-    """Return the markers of thoughts; none for a model that does not think aloud."""
-    for start, end in _THINK:
-        if start in vocabulary and end in vocabulary:
-            return Markup((start, end))
-    if "<|channel>" in vocabulary and "<channel|>" in vocabulary:
-        return Markup(("<|channel>thought", "<channel|>"))
-    if all(token in vocabulary for token in _XTML):
-        return Markup(("<|open|>think<|sep|>", "<|close|>think<|sep|>"))
-    if all(token in vocabulary for token in _HARMONY):
-        think = ("<|channel|>analysis<|message|>", "<|end|>")
-        return Markup(think, headers=("<|start|>", "<|channel|>"), header_end="<|message|>")
-    return Markup()
 
 
 class Address(NamedTuple):
@@ -185,20 +125,6 @@ def address_of(header: str) -> Address:
 def opens_header(text: str) -> bool | None:
     """Return True if the first words continue the header that the prompt began; None if not clear yet."""
     return None if len(text) < len("to=") and "to=".startswith(text) else text.startswith("to=")
-
-
-def call_format(template: str, vocabulary: Container[str]) -> str | None:
-    """Return the name of the model's call format, or None if neither template nor vocabulary shows one."""
-    for name, groups in _CALLS:
-        if any(all(text in template for text in group) for group in groups):
-            return name
-    if all(token in vocabulary for token in _XTML):
-        return "kimi_k3"
-    if all(token in vocabulary for token in _HARMONY):
-        return "harmony"
-    if "<|tool_call_start|>" in vocabulary and "<|tool_call_end|>" in vocabulary:
-        return "pythonic"
-    return None
 
 
 # --- the parser -------------------------------------------------------------------------------------------
@@ -239,7 +165,11 @@ class ReadingPlan:
     dropped: bool = False
 
 
-class ReasoningParser:
+LONG_TEXT = 4000  #: characters
+MOST_LONG_TEXTS = 8  #: so many long texts that only began like calls; then no more are looked for
+
+
+class AnswerParser:
     """Parser of one answer, up to the first of the stop strings that `stops` finds in its text.
 
     White space around markers belongs to none of the channels.
@@ -250,25 +180,33 @@ class ReasoningParser:
         self._reader = plan.calls
         self._dropped = plan.dropped
         self._shown = _ShownParts(stops, plan.dropped)
+        self._finders: dict[PartKind, StopFinder] = {}
         #: Length of the pieces that the finder holds, and whether they are special tokens.
         self._pieces: deque[tuple[int, bool]] = deque()
-        self._finder = StopFinder(())
-        #: Decides whether the first words open a header or a call; None once that is decided.
-        self._opens = self._opening() if not plan.thinking and not plan.forced else None
-        self._beginning = _Held()  #: first words, held until `_opens` decides
+        self._unread: deque[TextPiece] = deque()
+        self._beginning = _Held()  #: first words of gpt-oss, which may continue the header of its prompt
         self._first_words = ""  #: the same without the white space before them
+        self._opens_header = bool(plan.markup.headers) and not plan.thinking and not plan.forced
         self._leading = _Held()  #: white space at the beginning, shown if text comes after it
         self._bare = False  #: The next text is shown without the white space before it.
         self._spoken = False  #: Text came since the beginning, the last call or the last header.
+        self._answered = False  #: There is text of the answer, or a call.
         self._header = _Held()
-        self._opened = ""  #: Text before the call that is read: white space and its marker.
-        kind = PartKind.CALL if plan.forced else PartKind.THOUGHT if plan.thinking else PartKind.SAID
-        self._enter(kind, after_marker=kind is PartKind.THOUGHT)
+        self._opened = ""  #: white space before the calls that are read
+        self._doubted: _DoubtedCalls | None = None
+        self._last_resort: list[CallText] = []  #: calls in a thought that ended with them
+        self._long_texts = 0  #: long texts that began like calls and were none
+        self._enter(PartKind.THOUGHT if plan.thinking else PartKind.SAID, after_marker=plan.thinking)
+        if not plan.thinking:
+            self._begin_bare()
 
     @property
     def held(self) -> int:
         """Number of characters that wait for further text."""
-        return self._finder.held + len(self._beginning) + len(self._leading) + self._shown.held
+        held = self._finder.held + len(self._beginning) + len(self._leading) + self._shown.held
+        if self._doubted is not None:
+            return held + len(self._doubted.text)
+        return held + (self._reader.held if self._reader is not None and self._kind is PartKind.CALL else 0)
 
     @property
     def thinking(self) -> bool:
@@ -282,6 +220,8 @@ class ReasoningParser:
 
     def push(self, text: str, special: bool = False) -> Iterator[AnswerPart]:
         """Yield the parts that are certain now. `special`: this is one special token."""
+        if not text:
+            return
         yield from self._shown.pass_on(self._begin(text, special))
 
     def finish(self, cut: bool) -> Iterator[AnswerPart]:
@@ -289,125 +229,235 @@ class ReasoningParser:
         yield from self._shown.pass_on(self._rest(cut))
         yield from self._shown.finish()
 
-    def _opening(self) -> Callable[[str], bool | None] | None:
-        if self._markup.headers:
-            return opens_header
-        return self._reader.opens if self._reader is not None and self._markup.bare_calls else None
-
     def _begin(self, text: str, special: bool) -> Iterator[AnswerPart]:
-        """Hold the first words until their kind is clear, because they may show it without a marker."""
-        if self._opens is None or (special and not len(self._beginning)):
-            yield from self._read(text, special)
+        """Hold the first words of gpt-oss until their kind is clear, because they may continue a header."""
+        if not self._opens_header or (special and not len(self._beginning)):
+            self._opens_header = False
+            yield from self._read((text, special))
             return
         if special:
             yield from self._decide(False)
-            yield from self._read(text, special)
+            yield from self._read((text, special))
             return
         self._beginning.add(text)
         self._first_words = (self._first_words + text).lstrip()
-        opens = self._opens(self._first_words) if self._first_words else None
+        opens = opens_header(self._first_words) if self._first_words else None
         if opens is not None:
             yield from self._decide(opens)
 
     def _decide(self, opens: bool) -> Iterator[AnswerPart]:
-        self._opens = None
+        self._opens_header = False
         if opens:
-            self._enter(PartKind.HEADER if self._markup.headers else PartKind.CALL)
-        yield from self._read(self._beginning.take(), False)
+            self._enter(PartKind.HEADER)
+        yield from self._read((self._beginning.take(), False))
 
-    def _read(self, text: str, special: bool) -> Iterator[AnswerPart]:
+    def _read(self, *pieces: TextPiece) -> Iterator[AnswerPart]:
+        self._unread.extend(pieces)
+        while self._unread:
+            text, special = self._unread.popleft()
+            if self._kind is PartKind.CALL:
+                assert self._reader is not None
+                yield from self._called(self._reader.push(text, special))
+            elif self._doubted is not None:
+                yield from self._doubt(self._doubted, text, special)
+            else:
+                yield from self._find(text, special)
+
+    def _find(self, text: str, special: bool) -> Iterator[AnswerPart]:
+        """Read text up to the next marker."""
         self._pieces.append((len(text), special))
-        while True:
-            certain = self._finder.push(text)
-            yield from self._show(self._take(len(certain)), certain)
-            if not self._finder.found:
-                return
-            text, marker = self._finder.rest, self._finder.match
-            yield from self._pass(self._take(len(marker)), marker)
+        certain = self._finder.push(text)
+        yield from self._show(self._take(len(certain)), certain)
+        if self._finder.found:
+            rest, marker = self._finder.rest, self._finder.match
+            pieces = self._take(len(marker))
+            self._return(_cut(self._take(len(rest)), rest))
+            yield from self._pass(pieces, marker)
+
+    def _return(self, pieces: Sequence[TextPiece]) -> None:
+        """Put pieces back, to be read next."""
+        self._unread.extendleft(reversed(pieces))
 
     def _rest(self, cut: bool) -> Iterator[AnswerPart]:
         if len(self._beginning):
             yield from self._decide(False)
+        while self._kind is PartKind.CALL or self._doubted is not None:
+            if self._doubted is not None:
+                yield from self._end_doubt(self._doubted, cut)
+            else:
+                assert self._reader is not None
+                yield from self._called(self._reader.finish(cut))
+            yield from self._read()
         rest = self._finder.finish()
         pieces = self._take(len(rest))
         if not (cut and len(rest) > 1):  # the budget cut a marker, not words; "<" alone may be words
             yield from self._show(pieces, rest)
-        if self._kind is PartKind.CALL:
-            yield from self._close_call(cut)
-        elif self._kind is PartKind.SAID and (space := self._leading.take()):
+        if self._kind is PartKind.SAID and (space := self._leading.take()):
             yield AnswerPart(PartKind.SAID, space)
         elif self._kind is PartKind.HEADER and not cut and (words := self._header.take().strip()):
             yield AnswerPart(PartKind.SAID, words)
+        if not cut and not self._answered:  # the client has nothing else to go on
+            yield from (AnswerPart(PartKind.CALL, call=call) for call in self._last_resort)
 
     def _enter(self, kind: PartKind, after_marker: bool = True) -> None:
         self._kind = kind
         self._leading.take()
         self._bare = after_marker
-        self._finder = StopFinder(self._markers(kind))
+        if kind not in self._finders:
+            self._finders[kind] = StopFinder(self._markers(kind))
+        self._finder = copy(self._finders[kind])
 
     def _markers(self, kind: PartKind) -> list[str]:
-        think, call = self._markup.think, self._markup.call
-        if kind is PartKind.CALL:
-            return [call[1]] if call[1] and self._reader is not None and not self._reader.forced else []
-        if kind is PartKind.THOUGHT:
-            return [think[1]] if think is not None else []
+        think = self._markup.think
         if kind is PartKind.HEADER:
             return [self._markup.header_end]
-        if self._markup.headers:
+        if kind is PartKind.SAID and self._markup.headers:
             return [*self._markup.headers]
-        markers = [think[0]] if think is not None else []
-        return [*markers, call[0]] if self._reader is not None and call[0] else markers
+        if kind is PartKind.THOUGHT:
+            found = [think[1]] if think is not None else []
+        else:
+            found = [*([think[0]] if think is not None else []), *self._markup.wrappers]
+        reads = self._reader is not None and not self._markup.headers and self._long_texts < MOST_LONG_TEXTS
+        return [*found, *self._reader.markers] if self._reader is not None and reads else found
 
     def _pass(self, pieces: list[tuple[int, bool]], marker: str) -> Iterator[AnswerPart]:
-        self._opens = None
-        if self._kind is PartKind.CALL and self._reader is not None and self._reader.quoted:
-            yield from self._word(marker)  # it stands in an argument
-        elif self._kind is PartKind.CALL:
-            rest = list(self._close_call(cut=False))
-            self._spoken = False
-            yield from rest
-            self._enter(PartKind.SAID, after_marker=all(part.call is not None for part in rest))
-        elif self._kind is PartKind.THOUGHT:
-            self._enter(PartKind.SAID)
+        """Go on behind a marker."""
+        special = all(special for _, special in pieces)
+        opens, closes = self._markup.think or ("", "")
+        if self._kind is PartKind.THOUGHT and marker == closes:
+            self._end_thought()
+        elif self._kind is PartKind.THOUGHT and self._reader is not None:
+            self._doubted = _DoubtedCalls(self._reader.another(), closes, "" if special else marker)
+            yield from self._doubt_more(self._doubted, self._doubted.reader.begin(marker, special))
         elif self._markup.headers:
-            if not all(special for _, special in pieces):  # written in letters
+            if not special:  # written in letters
                 yield from self._word(marker)
             elif self._kind is PartKind.HEADER:
                 yield from self._address()
             else:
                 self._spoken = False
                 self._enter(PartKind.HEADER)
-        elif self._markup.think is not None and marker == self._markup.think[0]:
-            if self._spoken:  # a model thinks before it speaks
-                yield from self._word(marker)
-            else:
-                self._enter(PartKind.THOUGHT)
+        elif marker == opens and not self._spoken:  # a model thinks before it speaks
+            self._enter(PartKind.THOUGHT)
+        elif marker == opens:
+            yield from self._word(marker)
+        elif marker in self._markup.wrappers:
+            self._enter(PartKind.SAID, after_marker=not self._spoken)
+            yield AnswerPart(PartKind.HEADER)
         else:
-            self._opened = self._leading.take() + marker
-            self._enter(PartKind.CALL)
+            yield from self._begin_calls(marker, special)
 
-    def _word(self, marker: str) -> Iterator[AnswerPart]:
+    def _end_thought(self) -> None:
+        self._enter(PartKind.SAID)
+        self._begin_bare()
+
+    def _word(self, marker: str, special: bool = False) -> Iterator[AnswerPart]:
         """Yield a marker that is none, but text like any other."""
-        self._finder = StopFinder(self._markers(self._kind))
-        yield from self._show([(len(marker), False)], marker)
+        self._finder = copy(self._finders[self._kind])
+        yield from self._show([(len(marker), special)], marker)
 
     def _address(self) -> Iterator[AnswerPart]:
         """Enter the kind that a complete header announces: a call, a thought, or text."""
         address = address_of(self._header.take())
-        if address.recipient and self._reader is not None:
-            self._opened = self._markup.call[0]
-            self._enter(PartKind.CALL)
-            name = f"{address.recipient}{self._markup.header_end}"
-            yield from self._show([(len(name), False)], name)
+        self._enter(PartKind.THOUGHT if address.thought else PartKind.SAID)
+        name = address.recipient.removeprefix("functions.")
+        if self._reader is not None and self._reader.offers(name):
+            yield from self._begin_calls(self._reader.format.start, True)
+            yield from self._read((f"{name}{self._markup.header_end}", False))
+
+    # --- calls
+
+    def _begin_bare(self) -> None:
+        """Read calls at the beginning of an answer, where they may stand without a marker."""
+        if self._reader is not None and (self._reader.forced or self._reader.format.bare):
+            for _ in self._begin_calls("", False):
+                raise AssertionError("nothing was read yet")
+
+    def _begin_calls(self, marker: str, special: bool) -> Iterator[AnswerPart]:
+        assert self._reader is not None
+        self._opened = self._leading.take()
+        self._kind = PartKind.CALL
+        yield from self._called(self._reader.begin(marker, special))
+
+    def _called(self, pieces: Iterable[CallText | str]) -> Iterator[AnswerPart]:
+        """Yield what the reader of calls found. Text that is no call after all becomes text of the answer."""
+        reader = self._reader
+        assert reader is not None
+        for piece in pieces:
+            self._answered = True
+            if isinstance(piece, CallText):
+                yield AnswerPart(PartKind.CALL, call=piece)
+            elif not self._dropped:
+                yield AnswerPart(PartKind.SAID, piece)
+        if reader.state is ReaderState.CLOSED:
+            self._spoken = False
+            self._enter(PartKind.SAID)
+            self._return(reader.rest)
+        elif reader.state is ReaderState.REFUSED:
+            rest = self._counted(reader.rest)
+            self._enter(PartKind.SAID, self._bare)
+            self._leading.add(self._opened)
+            if reader.marker and rest:
+                yield from self._word(*rest.pop(0))
+            self._return(rest)
+
+    def _counted(self, refused: Sequence[TextPiece]) -> list[TextPiece]:
+        """Count a long text that began like a call, so that reading such texts again stays linear."""
+        if sum(len(text) for text, _ in refused) > LONG_TEXT:
+            self._long_texts += 1
+            if self._long_texts == MOST_LONG_TEXTS:
+                self._finders.clear()
+        return list(refused)
+
+    def _doubt(self, doubted: _DoubtedCalls, text: str, special: bool) -> Iterator[AnswerPart]:
+        """Read calls within a thought, which counts as a thought if it goes on behind them."""
+        ends, certain = special and text == doubted.closes, "" if special else doubted.finder.push(text)
+        if ends or doubted.finder.found:
+            ends = True
+            self._return([(doubted.closes, special), *([(doubted.finder.rest, False)] if not special else [])])
+        doubted.text += certain
+        if special and not ends:
+            certain = text
+        if certain:
+            yield from self._doubt_more(doubted, doubted.reader.push(certain, special))
+        if ends and self._doubted is doubted:
+            if not doubted.reader.reads:
+                doubted.take(doubted.reader.finish(cut=False))
+                self._last_resort = doubted.calls
+            yield from self._no_doubt(doubted.text)
+
+    def _doubt_more(
+        self, doubted: _DoubtedCalls, pieces: Iterable[CallText | str]
+    ) -> Iterator[AnswerPart]:
+        doubted.take(pieces)
+        reader = doubted.reader
+        if reader.state is ReaderState.CLOSED:
+            yield from self._no_doubt(doubted.text + doubted.finder.finish())
+        elif reader.state is ReaderState.REFUSED:
+            (marker, special), *rest = self._counted(reader.rest)
+            yield from self._no_doubt("" if special else marker)
+            self._return(rest)
+
+    def _no_doubt(self, text: str) -> Iterator[AnswerPart]:
+        """Go on in the thought behind this text of it."""
+        self._doubted = None
+        self._enter(PartKind.THOUGHT, self._bare)
+        yield from self._show([(len(text), False)], text)
+
+    def _end_doubt(self, doubted: _DoubtedCalls, cut: bool) -> Iterator[AnswerPart]:
+        """Yield the calls with which a thought, and the answer, ended."""
+        assert self._reader is not None
+        doubted.take(doubted.reader.finish(cut))
+        if doubted.reader.complete and not self._answered:
+            self._answered, self._doubted = True, None
+            self._reader.complete += doubted.reader.complete
+            yield from (AnswerPart(PartKind.CALL, call=call) for call in doubted.calls)
         else:
-            self._enter(PartKind.THOUGHT if address.thought else PartKind.SAID)
+            yield from self._no_doubt(doubted.text + doubted.finder.finish())
+
+    # --- what is shown
 
     def _show(self, pieces: list[tuple[int, bool]], text: str) -> Iterator[AnswerPart]:
-        if self._kind is PartKind.CALL:
-            assert self._reader is not None
-            for call in self._reader.push(text):
-                yield AnswerPart(PartKind.CALL, call=call)
-            return
         if any(special for _, special in pieces):
             text = _without_special(pieces, text, " " if self._kind is PartKind.HEADER else "")
         if self._kind is PartKind.HEADER:
@@ -420,22 +470,9 @@ class ReasoningParser:
             self._leading.add(text)
             text = self._leading.take() if text.strip() else ""
         if text:
-            self._spoken = self._spoken or self._kind is PartKind.SAID
+            said = self._kind is PartKind.SAID
+            self._spoken, self._answered = self._spoken or said, self._answered or said
             yield AnswerPart(self._kind, text)
-
-    def _close_call(self, cut: bool) -> Iterator[AnswerPart]:
-        """Close a call.
-
-        Text that is no call after all becomes text of the answer, so that nothing is lost.
-        """
-        assert self._reader is not None
-        calls, raw = self._reader.close(cut)
-        for call in calls:
-            yield AnswerPart(PartKind.CALL, call=call)
-        if raw and not (cut and self._dropped):
-            end = "" if cut or not self._opened else self._markup.call[1]
-            yield AnswerPart(PartKind.SAID, raw if self._reader.began else f"{self._opened}{raw}{end}")
-        self._opened, self._reader.began = "", False
 
     def _take(self, count: int) -> list[tuple[int, bool]]:
         """Return the next `count` characters of the pushed text, as pieces."""
@@ -448,6 +485,23 @@ class ReasoningParser:
             taken.append((length, special))
             count -= length
         return taken
+
+
+@dataclass(slots=True)
+class _DoubtedCalls:
+    """Calls in a thought, and their text. `closes` ends the thought."""
+
+    reader: CallReader
+    closes: str
+    text: str
+    finder: StopFinder = field(init=False)
+    calls: list[CallText] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.finder = StopFinder((self.closes,))
+
+    def take(self, pieces: Iterable[CallText | str]) -> None:
+        self.calls += [piece for piece in pieces if isinstance(piece, CallText)]
 
 
 class _ShownParts:
@@ -530,8 +584,13 @@ class _Held:
 
 
 def _without_special(pieces: list[tuple[int, bool]], text: str, instead: str) -> str:
-    kept, at = [], 0
+    return "".join([instead if special else piece for piece, special in _cut(pieces, text)])
+
+
+def _cut(pieces: Sequence[tuple[int, bool]], text: str) -> list[TextPiece]:
+    """Return the text in pieces of these lengths."""
+    cut, at = [], 0
     for length, special in pieces:
-        kept.append(instead if special else text[at : at + length])
+        cut.append((text[at : at + length], special))
         at += length
-    return "".join(kept)
+    return cut

@@ -1,0 +1,139 @@
+"""Values of arguments that a model wrote as plain text, with the types that a tool's schema gives them. Pure."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import unquote
+
+from .json_mender import PYTHON_QUOTES, mended
+
+_MOST_STEPS = 8  # of references and combinations, one inside another
+_COMBINATIONS = ("anyOf", "oneOf", "allOf")
+_OTHER_NAMES = {
+    "str": "string", "text": "string", "varchar": "string", "char": "string",
+    "int": "integer", "long": "integer", "float": "number", "double": "number", "bool": "boolean",
+    "dict": "object", "map": "object", "list": "array", "tuple": "array", "arr": "array", "none": "null",
+}  # fmt: skip
+_TYPES = frozenset({"string", "integer", "number", "boolean", "object", "array", "null"})
+
+Schema = Mapping[str, Any]
+
+
+def types_of(schema: object, root: Schema, steps: int = _MOST_STEPS) -> frozenset[str]:
+    """Return the types that a schema allows; empty where it allows any. `root` holds what it refers to."""
+    if not isinstance(schema, Mapping) or not steps:
+        return frozenset()
+    if isinstance(reference := schema.get("$ref"), str):
+        return types_of(_referred(reference, root), root, steps - 1)
+    found = _named(schema.get("type"))
+    if not found and isinstance(values := schema.get("enum"), list) and values:
+        found = frozenset(map(_type_of, values))
+    if not found and "const" in schema:
+        found = frozenset({_type_of(schema["const"])})
+    for key in _COMBINATIONS:
+        if not found and isinstance(parts := schema.get(key), list) and parts:
+            each = [types_of(part, root, steps - 1) for part in parts]
+            known = [types for types in each if types]
+            if key == "allOf":
+                found = frozenset.intersection(*known) if known else found
+            elif len(known) == len(each):
+                found = frozenset().union(*known)
+    if not found and isinstance(schema.get("properties"), Mapping):
+        found = frozenset({"object"})
+    if not found and isinstance(schema.get("items"), Mapping):
+        found = frozenset({"array"})
+    return found | {"null"} if found and schema.get("nullable") is True else found
+
+
+def property_types(parameters: Schema, name: str) -> frozenset[str] | None:
+    """Return the types of a tool's argument; None where its schema does not describe it."""
+    properties = parameters.get("properties")
+    if isinstance(properties, Mapping) and name in properties:
+        return types_of(properties[name], parameters)
+    if isinstance(more := parameters.get("additionalProperties"), Mapping) and more:
+        return types_of(more, parameters)
+    return None
+
+
+def typed(text: str, types: frozenset[str] | None, *, guess: bool = False) -> object:
+    """Return the value that a model wrote without quotes.
+
+    A string stays as it is. Where the schema leaves several types, the most specific one that fits is taken.
+    Text of no fitting type stays text, so that the client sees the mistake. Without a type, `null` and, if the
+    schema describes the argument, objects and lists are JSON; with `guess`, all that can be.
+    """
+    bare = text.strip()
+    if types == {"string"}:
+        return text
+    value = _literal(bare)
+    if not bare and types and "string" not in types and (empty := types & {"object", "array"}):
+        return {} if "object" in empty else []
+    if not types:
+        guessed = guess or value is None or (types is not None and isinstance(value, dict | list))
+        return value if guessed and value is not _NO_LITERAL else text
+    if value is _NO_LITERAL:
+        return text
+    kind = _type_of(value)
+    if kind == "number" and isinstance(value, float) and value.is_integer() and "number" not in types:
+        kind, value = "integer", int(value)
+    if kind in types or (kind == "integer" and "number" in types):
+        return value
+    return text
+
+
+class _NoLiteral:
+    """Mark of a text that is no literal."""
+
+
+_NO_LITERAL = _NoLiteral()
+_WORDS: Mapping[str, object] = {
+    "true": True, "false": False, "True": True, "False": False, "null": None, "None": None,
+}  # fmt: skip
+
+
+def _literal(text: str) -> object:
+    """Return the value of a text in JSON or Python; `_NO_LITERAL` for anything but numbers and containers."""
+    if text in _WORDS:
+        return _WORDS[text]
+    try:
+        value = json.loads(mended(text, PYTHON_QUOTES) if text[:1] in ("{", "[") else text)
+    except (ValueError, RecursionError):
+        return _NO_LITERAL
+    whole = isinstance(value, int | dict | list) or (isinstance(value, float) and math.isfinite(value))
+    return value if whole else _NO_LITERAL
+
+
+def _referred(reference: str, root: Schema) -> object:
+    found: object = root
+    for part in unquote(reference).lstrip("#").split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found
+
+
+def _named(given: object) -> frozenset[str]:
+    names = [given] if isinstance(given, str) else given if isinstance(given, list) else []
+    plain = [str(name).strip().lower() for name in names]
+    found = {_OTHER_NAMES.get(name, name) for name in plain}
+    return frozenset(found) if found <= _TYPES else frozenset()
+
+
+def _type_of(value: object) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case int():
+            return "integer"
+        case float():
+            return "number"
+        case str():
+            return "string"
+        case list():
+            return "array"
+        case _:
+            return "object"

@@ -1,0 +1,122 @@
+"""Style in which a chat template writes calls, found by probing it. Pure.
+
+A call that a grammar forces is written in this style, so that the next turn's prompt repeats its tokens and
+the prefix cache holds them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from ..errors import RequestError
+from .calls import CallFormat
+from .conversation import Call, ChatMessage, Conversation, Tool
+
+#: Write a conversation; True adds the beginning of the answer. Raises RequestError.
+Render = Callable[[Conversation, bool], str]
+
+_NAME, _ID, _TEXT = "probe_name", "probeid00", "probe text"
+_KEYS = ("probe_a", "probe_c")
+_VALUES = ("probe_b", "probe_d")
+_USER = ChatMessage("user", "probe user")
+_OBJECT = re.compile(r'\{"probe_a"(\s*:\s*)"probe_b"(\s*,\s*)"probe_c"\1"probe_d"\}')
+_TOOL = Tool(
+    _NAME,
+    "",
+    {"type": "object", "properties": {key: {"type": "string"} for key in _KEYS}, "required": list(_KEYS)},
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Separators:
+    """Text between two items of JSON, and between a key and its value."""
+
+    item: str = ", "
+    key: str = ": "
+
+
+@dataclass(frozen=True, slots=True)
+class CallStyle:
+    """Style of a call in the template: `before`, its name, `between`, its arguments, `after`.
+
+    The arguments are a JSON object. With `field`, each of them instead stands between texts of its own:
+    `field[0]` key `field[1]` value `field[2]`; a string stands there without quotes.
+    """
+
+    before: str
+    between: str
+    after: str
+    separators: Separators = Separators()
+    field: tuple[str, str, str] | None = None
+
+
+def answer_prefix(render: Render) -> str:
+    """Return the text that the template writes before an answer, such as a channel of gpt-oss."""
+    prompt, written = _written(render, ChatMessage("assistant", _TEXT), ())
+    start, end = len(prompt), written.rfind(_TEXT)
+    return written[start:end] if written.startswith(prompt) and end > start else ""
+
+
+def call_style(render: Render, format_: CallFormat, ends: Iterable[str]) -> CallStyle | None:
+    """Return the style of the template's calls; None where a grammar cannot follow it.
+
+    `ends` are the tokens that end an answer. A call that carries its id cannot be followed, nor one whose
+    arguments come before its name.
+    """
+    arguments = '{"probe_a": "probe_b", "probe_c": "probe_d"}'
+    try:
+        prompt, written = _written(
+            render, ChatMessage("assistant", "", calls=(Call(_ID, _NAME, arguments),)), (_TOOL,)
+        )
+    except RequestError:
+        return None
+    start = (
+        len(prompt) if written.startswith(prompt) else written.rfind(format_.start, 0, written.rfind(_NAME))
+    )
+    if start < 0 or not format_.start:
+        return None
+    call = written[start:]
+    call = call[
+        : min((at for end in ends if end and (at := call.find(end)) >= 0), default=len(call))
+    ].rstrip()
+    before, name, rest = call.partition(_NAME)
+    if not name or _ID in call or _NAME in rest:
+        return None
+    if (found := _OBJECT.search(rest)) is not None:
+        separators = Separators(item=found[2], key=found[1])
+        return CallStyle(before, rest[: found.start()], rest[found.end() :], separators)
+    return _by_fields(before, rest)
+
+
+def _by_fields(before: str, rest: str) -> CallStyle | None:
+    """Return the style of calls whose arguments stand one by one, as in XML; None if it is no such style."""
+    marks = [rest.find(mark) for mark in (_KEYS[0], _VALUES[0], _KEYS[1], _VALUES[1])]
+    if marks[0] < 0 or marks != sorted(marks) or '"' in rest:
+        return None
+    ends = [at + len(_KEYS[0]) for at in marks]  # all marks are of one length
+    to_first, inside, to_second, after = (
+        rest[begin:end]
+        for begin, end in zip([0, *ends[:2], ends[3]], [marks[0], marks[1], marks[2], len(rest)], strict=True)
+    )
+    opening = _common_end(to_first, to_second)
+    closing = to_second.removesuffix(opening)
+    if not opening or not inside or not closing or not after.startswith(closing):
+        return None
+    between = to_first.removesuffix(opening)
+    return CallStyle(before, between, after.removeprefix(closing), field=(opening, inside, closing))
+
+
+def _common_end(one: str, other: str) -> str:
+    length = 0
+    while length < min(len(one), len(other)) and one[-1 - length] == other[-1 - length]:
+        length += 1
+    return one[len(one) - length :]
+
+
+def _written(render: Render, answer: ChatMessage, tools: tuple[Tool, ...]) -> tuple[str, str]:
+    """Return the prompt for an answer, and the conversation with the answer in it."""
+    asked = Conversation((_USER,), tools, thinking=False)
+    answered = Conversation((_USER, answer), tools, thinking=False)
+    return render(asked, True), render(answered, False)

@@ -1,0 +1,549 @@
+"""Conversations in the form that a model's chat template can write whole. Pure.
+
+Templates refuse or drop what their makers did not think of: a second system message, two messages of the user
+in a row, tools, calls in the history. What a template can do is found once, by rendering short conversations
+of words that stand nowhere else (`traits_of`). `template_messages` then writes each conversation so that
+nothing is lost, and `left_out` checks the prompt.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count, groupby
+from typing import Any
+
+from ..errors import RequestError
+from .conversation import Call, ChatMessage, Conversation, Tool, tool_json
+
+Json = dict[str, Any]
+#: Write messages, with tools, and the beginning of an answer. Raises RequestError.
+TemplateRender = Callable[[Sequence[Json], Sequence[Json]], str]
+WriteCall = Callable[[str, Mapping[str, Any]], str]  #: of a tool's name and its arguments
+
+
+REFUSED = 400  #: the status of a template's refusal
+THOUGHT_PARTS = "parts"  #: Thoughts are a part of the content.
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateTraits:
+    """What a chat template writes whole.
+
+    `parts`: content has to be a list of parts. `system`: a system message at the beginning; `systems`:
+    several there; `later_systems`: others further on. `neighbours`: two messages of one role in a row.
+    `first_assistant`, `last_assistant`: a conversation that begins or ends with the assistant. `no_user`: one
+    without a message of the user. `words_behind_results`: a message of the user behind a tool's result.
+    `tools`: their descriptions, and `tools_alone` even without a system message. `calls`: those of the
+    assistant. `arguments_as_text`: their arguments have to be JSON text. `short_ids`: ids have to be of nine
+    digits. `several_calls`: in one message. `words_beside_calls`: in one message. `thoughts`: the field of a
+    message with calls that holds its thoughts, or empty; `thoughts_beside_words`: even if it has text. `markers`: the marker that ends a thought, in the
+    assistant's text; `markers_of_users`: in others.
+    """
+
+    parts: bool = False
+    system: bool = True
+    systems: bool = True
+    later_systems: bool = True
+    neighbours: bool = True
+    first_assistant: bool = True
+    last_assistant: bool = True
+    no_user: bool = True
+    words_behind_results: bool = True
+    tools: bool = False
+    tools_alone: bool = True
+    calls: bool = True
+    arguments_as_text: bool = False
+    short_ids: bool = False
+    several_calls: bool = True
+    words_beside_calls: bool = True
+    thoughts: str = "reasoning_content"
+    thoughts_beside_words: bool = True
+    markers: bool = True
+    markers_of_users: bool = True
+
+
+# --- messages for a template ------------------------------------------------------------------------------
+
+
+#: Describes tools to a model whose template does not, and requests calls in the format of Hermes and Qwen.
+_TOOLS_IN_WORDS = """You can call functions to help with the user's request. These exist, one JSON object a line:
+<tools>
+{tools}
+</tools>
+
+To call one, write its name and its arguments as a JSON object between these tags, and nothing else:
+<tool_call>
+{{"name": <name>, "arguments": <object>}}
+</tool_call>"""
+_THINK = ("<think>", "</think>")  # which templates know whose models have other markers
+_SYSTEM_MARK = "[System message]\n"
+_NO_WORDS = ""  # of a user who is missing at the beginning
+_GO_ON = "Continue."  # of one who is missing at the end
+_BRIDGE = "OK."  # of an assistant who is missing between a tool's result and the user
+
+
+def template_messages(
+    conversation: Conversation,
+    traits: TemplateTraits,
+    write_call: WriteCall,
+    *,
+    prompting: bool = True,
+    think: tuple[str, str] | None = None,
+) -> list[Json]:
+    """Return the messages of a conversation for a template with these traits.
+
+    `write_call` writes calls in the model's format, for templates that do not. `think` are the markers of the model's thoughts.
+    """
+    turns = [_thoughts_apart(turn, think) for turn in conversation.messages]
+    turns = _matched(turns, renumber=traits.short_ids, lost=_result_in_words)
+    if not traits.tools:
+        turns = [_result_in_words(turn) if turn.role == "tool" else turn for turn in turns]
+        turns = _with_tools([_calls_in_words(turn, _hermes_call) for turn in turns], conversation.tools)
+    elif not traits.calls:
+        turns = [_calls_in_words(turn, write_call) for turn in turns]
+    elif not traits.several_calls:
+        turns = _one_at_a_time(turns)
+    if not traits.words_beside_calls:
+        turns = [part for turn in turns for part in _words_apart(turn, traits.neighbours)]
+    turns = _with_systems(turns, traits, bool(conversation.tools) and not traits.tools_alone)
+    if not traits.neighbours:
+        said = [turn for turn in turns if turn.text or turn.calls or turn.role != "assistant"]
+        turns = _joined(said)
+    turns = _with_missing(turns, traits, prompting)
+    turns = [_without_marker(turn, traits, (think or _THINK)[1]) for turn in turns]
+    return [_message(turn, traits) for turn in turns]
+
+
+def plainer(traits: TemplateTraits) -> Iterator[TemplateTraits]:
+    """Yield the traits, and then fewer ones, for a conversation that the template does not write whole.
+
+    The last are those of user and assistant in turns, with everything else in words.
+    """
+    yield traits
+    yield replace(traits, thoughts="")
+    turns = replace(
+        traits,
+        system=False,
+        systems=False,
+        later_systems=False,
+        neighbours=False,
+        first_assistant=False,
+        last_assistant=False,
+        no_user=False,
+        words_behind_results=False,
+        several_calls=False,
+        thoughts="",
+        markers=False,
+        markers_of_users=False,
+    )
+    yield turns
+    yield replace(turns, tools=False)
+
+
+def template_options(conversation: Conversation) -> Json:
+    """Return further variables for the template, which ignores those that it does not know."""
+    options = dict(conversation.template_options)
+    if conversation.thinking is not None:
+        options |= {"enable_thinking": conversation.thinking, "thinking": conversation.thinking}
+    return options
+
+
+def _message(turn: ChatMessage, traits: TemplateTraits) -> Json:
+    content: object = [{"type": "text", "text": turn.text}] if traits.parts else turn.text
+    message: Json = {"role": turn.role, "content": content}
+    if turn.reasoning and turn.text and turn.calls and not traits.thoughts_beside_words:
+        pass
+    elif turn.reasoning and traits.thoughts == THOUGHT_PARTS:
+        message["content"] = [
+            {"type": "thinking", "thinking": turn.reasoning},
+            *([{"type": "text", "text": turn.text}] if turn.text else []),
+        ]
+    elif turn.reasoning and traits.thoughts:
+        message[traits.thoughts] = turn.reasoning
+    if turn.calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+            for call, arguments in ((call, _object(call.arguments)) for call in turn.calls)
+        ]
+        for each in message["tool_calls"] if traits.arguments_as_text else ():
+            each["function"]["arguments"] = json.dumps(each["function"]["arguments"], ensure_ascii=False)
+    if turn.role == "tool":
+        message |= {"tool_call_id": turn.call_id, "name": turn.name}
+    return message
+
+
+def _object(arguments: str) -> Mapping[str, Any]:
+    """Return arguments as the object that templates take. Text that is no object stays visible."""
+    try:
+        value = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {"arguments": arguments}
+
+
+def _thoughts_apart(turn: ChatMessage, think: tuple[str, str] | None) -> ChatMessage:
+    """Take thoughts out of the assistant's text, where clients leave them that do not know the markers."""
+    if turn.role != "assistant" or think is None or not turn.text.lstrip().startswith(think[0]):
+        return turn
+    thought, closes, text = turn.text.lstrip().removeprefix(think[0]).partition(think[1])
+    return replace(turn, text=text.lstrip(), reasoning=turn.reasoning or thought.strip()) if closes else turn
+
+
+def _without_marker(turn: ChatMessage, traits: TemplateTraits, marker: str) -> ChatMessage:
+    """Put a blank into the marker that ends thoughts, at which the template would cut the text."""
+    keeps = traits.markers if turn.role == "assistant" else traits.markers_of_users
+    return turn if keeps else replace(turn, text=turn.text.replace(marker, f"{marker[0]} {marker[1:]}"))
+
+
+# --- tools and calls ----------------------------------------------------------------------------------------
+
+
+def numbered(turns: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Give calls new ids in their order, of nine digits, because Mistral's templates take no others."""
+    return _matched(turns, renumber=True)
+
+
+def _matched(
+    turns: Sequence[ChatMessage],
+    renumber: bool = False,
+    lost: Callable[[ChatMessage], ChatMessage] = lambda turn: turn,
+) -> list[ChatMessage]:
+    """Give results of tools the names of their calls: each answers the first open call with its id.
+
+    A model that writes its ids itself may use one twice. A result whose call is `lost` becomes what that
+    returns.
+    """
+    matched: list[ChatMessage] = []
+    numbers, open_ = count(1), dict[str, list[Call]]()
+    for turn in turns:
+        calls: list[Call] = []
+        latest: dict[str, list[Call]] = {}
+        for call in turn.calls:
+            calls.append(replace(call, id=f"{next(numbers):09}") if renumber else call)
+            latest.setdefault(call.id, []).append(calls[-1])
+        open_ |= latest
+        found = replace(turn, calls=tuple(calls))
+        if turn.role == "tool" and open_.get(turn.call_id):
+            answered = open_[turn.call_id].pop(0)
+            found = replace(turn, call_id=answered.id, name=answered.name)
+        elif turn.role == "tool":
+            found = lost(turn)
+        matched.append(found)
+    return matched
+
+
+def _one_at_a_time(turns: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Put each call in a turn of its own, with its result behind it, because Llama 3 requires it.
+
+    No two calls have the same id.
+    """
+    answers = {turn.call_id: turn for turn in turns if turn.role == "tool"}
+    apart: list[ChatMessage] = []
+    for turn in turns:
+        if turn.role == "tool":
+            apart += [turn] if answers.pop(turn.call_id, None) is not None else []
+        elif not turn.calls:
+            apart.append(turn)
+        else:
+            first, *others = turn.calls
+            apart.append(replace(turn, calls=(first,)))
+            for call in (first, *others):
+                if call is not first:
+                    apart.append(ChatMessage("assistant", "", calls=(call,)))
+                if (answer := answers.pop(call.id, None)) is not None:
+                    apart.append(answer)
+    return apart
+
+
+def _words_apart(turn: ChatMessage, neighbours: bool) -> list[ChatMessage]:
+    """Put the words beside calls in a message of their own. Between two that may not follow, the user speaks."""
+    if not turn.calls or not turn.text:
+        return [turn]
+    between = [] if neighbours else [ChatMessage("user", _GO_ON)]
+    return [ChatMessage("assistant", turn.text), *between, replace(turn, text="")]
+
+
+def _result_in_words(turn: ChatMessage) -> ChatMessage:
+    return ChatMessage("user", f"<tool_response>\n{turn.text}\n</tool_response>")
+
+
+def _calls_in_words(turn: ChatMessage, write_call: WriteCall) -> ChatMessage:
+    calls = [write_call(call.name, _object(call.arguments)) for call in turn.calls]
+    return replace(turn, text="\n".join([*filter(None, [turn.text]), *calls]), calls=())
+
+
+def _hermes_call(name: str, arguments: Mapping[str, Any]) -> str:
+    call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+    return f"<tool_call>\n{call}\n</tool_call>"
+
+
+def _with_tools(turns: Sequence[ChatMessage], tools: Sequence[Tool]) -> list[ChatMessage]:
+    """Join results of several tools in one message of the user, and put the tools in the system message."""
+    joined: list[ChatMessage] = []
+    for turn in turns:
+        if joined and turn.role == "user" and turn.text.startswith("<tool_response>"):
+            last = joined[-1]
+            if last.role == "user" and last.text.startswith("<tool_response>"):
+                joined[-1] = ChatMessage("user", f"{last.text}\n{turn.text}")
+                continue
+        joined.append(turn)
+    if not tools:
+        return joined
+    listed = "\n".join(json.dumps(tool_json(tool), ensure_ascii=False) for tool in tools)
+    told = _TOOLS_IN_WORDS.format(tools=listed)
+    if joined and joined[0].role == "system":
+        return [ChatMessage("system", f"{joined[0].text}\n\n{told}"), *joined[1:]]
+    return [ChatMessage("system", told), *joined]
+
+
+# --- roles --------------------------------------------------------------------------------------------------
+
+
+def _with_systems(
+    turns: Sequence[ChatMessage], traits: TemplateTraits, needed: bool
+) -> list[ChatMessage]:
+    """Merge the system messages at the beginning. Others, and all for some templates, become the user's."""
+    start = next((i for i, turn in enumerate(turns) if turn.role != "system"), len(turns))
+    first, later = list(turns[:start]), list(turns[start:])
+    if not traits.systems and len(first) > 1:
+        first = _joined(first)
+    if needed and not first and traits.system:
+        first = [ChatMessage("system", "")]
+    if not traits.system:
+        first = [replace(turn, role="user") for turn in first]
+    if not traits.later_systems:
+        later = [
+            ChatMessage("user", f"{_SYSTEM_MARK}{turn.text}") if turn.role == "system" else turn
+            for turn in later
+        ]
+    return [*first, *later]
+
+
+def _joined(turns: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Join neighbours of one role, except results of tools."""
+    joined: list[ChatMessage] = []
+    for role, group in groupby(turns, key=lambda turn: turn.role):
+        run = list(group)
+        if role == "tool" or len(run) == 1:
+            joined += run
+        else:
+            texts, thoughts = [turn.text for turn in run], [turn.reasoning for turn in run]
+            calls = tuple([call for turn in run for call in turn.calls])
+            joined.append(
+                ChatMessage(role, "\n\n".join(filter(None, texts)), "\n".join(filter(None, thoughts)), calls)
+            )
+    return joined
+
+
+def _with_missing(
+    turns: Sequence[ChatMessage], traits: TemplateTraits, prompting: bool
+) -> list[ChatMessage]:
+    """Add the messages that the template wants between others, or at an end."""
+    made: list[ChatMessage] = []
+    for before, turn in zip([None, *turns], turns, strict=False):
+        begins = before is None or before.role == "system"
+        if turn.role == "assistant" and begins and not traits.first_assistant:
+            made.append(ChatMessage("user", _NO_WORDS))
+        called = before is not None and (before.role == "tool" or bool(before.calls))
+        if turn.role == "user" and called and not traits.words_behind_results:
+            made.append(ChatMessage("assistant", _BRIDGE))
+        made.append(turn)
+    if not traits.no_user and not any(turn.role == "user" for turn in made):
+        made.append(ChatMessage("user", _NO_WORDS))
+    if prompting and made and made[-1].role == "assistant" and not traits.last_assistant:
+        made.append(ChatMessage("user", _GO_ON))
+    return made
+
+
+# --- what a template can do ---------------------------------------------------------------------------------
+
+
+_PROBE_TOOL = Tool(
+    "zq_tool",
+    "zqdescription",
+    {"type": "object", "properties": {"zq_key": {"type": "string"}}, "required": ["zq_key"]},
+)
+_THOUGHT_FIELDS = ("reasoning_content", "thinking", "reasoning", THOUGHT_PARTS)
+_SYSTEM, _SYSTEM_2 = ChatMessage("system", "zqsystema"), ChatMessage("system", "zqsystemb")
+_USER, _USER_2 = ChatMessage("user", "zqusera"), ChatMessage("user", "zquserb")
+_SAID, _SAID_2 = ChatMessage("assistant", "zqsaida"), ChatMessage("assistant", "zqsaidb")
+_CALL = Call("call_zq0000000001", "zq_tool", '{"zq_key": "zqvaluea"}')
+_CALL_2 = Call("call_zq0000000002", "zq_tool", '{"zq_key": "zqvalueb"}')
+_CALLED = ChatMessage("assistant", "", calls=(_CALL,))
+_RESULT = ChatMessage("tool", "zqresulta", call_id=_CALL.id, name="zq_tool")
+_RESULT_2 = ChatMessage("tool", "zqresultb", call_id=_CALL_2.id, name="zq_tool")
+
+
+class _TemplateProbe:
+    """Renders conversations of words that stand nowhere else, with the traits that are known so far."""
+
+    def __init__(self, render: TemplateRender) -> None:
+        self._render = render
+        self.traits = TemplateTraits()
+
+    def learn(self, **traits: Any) -> None:
+        self.traits = replace(self.traits, **traits)
+
+    def prompt(self, *turns: ChatMessage, tools: bool = False) -> str:
+        """Return the prompt; empty where the template refuses the conversation."""
+        traits = self.traits
+        if traits.short_ids:
+            turns = tuple(_matched(turns, renumber=True))
+        try:
+            offered = [tool_json(_PROBE_TOOL)] if tools else []
+            return self._render([_message(turn, traits) for turn in turns], offered)
+        except RequestError as error:
+            if error.status != REFUSED:
+                raise
+            return ""
+
+    def shows(self, *turns: ChatMessage, words: Sequence[str] = (), tools: bool = False) -> bool:
+        """Return True if the prompt has the words in their order; those of the turns if none are given."""
+        prompt, at = self.prompt(*turns, tools=tools), 0
+        if _prints_python(prompt):
+            return False
+        for word in words or [turn.text for turn in turns if turn.text]:
+            if (at := prompt.find(word, at)) < 0:
+                return False
+        return True
+
+    def _contains(self, *turns: ChatMessage, words: Sequence[str], tools: bool = True) -> bool:
+        prompt = self.prompt(*turns, tools=tools)
+        return all(word in prompt for word in words)
+
+    def messages(self) -> None:
+        if not self.shows(_USER):
+            self.learn(parts=True)
+            self.learn(parts=self.shows(_USER))
+        system = self.shows(_SYSTEM, _USER) or self._contains(
+            _SYSTEM, _USER, words=(_SYSTEM.text, _USER.text), tools=False
+        )
+        self.learn(
+            system=system,
+            systems=system and self.shows(_SYSTEM, _SYSTEM_2, _USER),
+            later_systems=system and self.shows(_SYSTEM, _USER, _SAID, _SYSTEM_2, _USER_2),
+            neighbours=self.shows(_USER, _USER_2) and self.shows(_USER, _SAID, _SAID_2, _USER_2),
+            first_assistant=self.shows(_SAID, _USER),
+            last_assistant=self.shows(_USER, _SAID),
+            no_user=system and self.shows(_SYSTEM),
+        )
+
+    def tools(self) -> None:
+        words = ("zq_tool", "zqdescription", "zq_key", _USER.text)
+        alone = self._contains(_USER, words=words)
+        with_system = self._contains(_SYSTEM, _USER, words=(*words, _SYSTEM.text)) or not self.traits.system
+        self.learn(tools=with_system and (alone or self.traits.system), tools_alone=alone)
+
+    def calls(self) -> None:
+        for as_text, short in ((False, False), (True, False), (False, True), (True, True)):
+            self.learn(arguments_as_text=as_text, short_ids=short)
+            prompt = self.prompt(_USER, _CALLED, _RESULT, tools=True)
+            called = prompt.partition(_USER.text)[2]
+            if "zqvaluea" in called.partition(_RESULT.text)[0] and not _prints_python(prompt):
+                break
+        else:
+            self.learn(calls=False, arguments_as_text=False, short_ids=False)
+            self.learn(tools=self.shows(_USER, _SAID, _RESULT, tools=True))
+            return
+        if not self.shows(_USER, _CALLED, _RESULT, words=("zq_tool", "zqvaluea", _RESULT.text), tools=True):
+            self.learn(tools=False)
+            return
+        both = replace(_CALLED, calls=(_CALL, _CALL_2))
+        words = ("zqvaluea", "zqvalueb", _RESULT.text, _RESULT_2.text)
+        beside = replace(_CALLED, text=_SAID.text)
+        self.learn(
+            several_calls=self._contains(_USER, both, _RESULT, _RESULT_2, words=words),
+            words_beside_calls=self._contains(_USER, beside, _RESULT, words=(_SAID.text, "zqvaluea")),
+            words_behind_results=self.shows(_USER, _CALLED, _RESULT, _USER_2, tools=True),
+        )
+        thinks = replace(_CALLED, reasoning="zqthought")
+        for name in _THOUGHT_FIELDS:
+            self.learn(thoughts=name)
+            if self.shows(_USER, thinks, _RESULT, words=("zqthought", "zqvaluea"), tools=True):
+                both = replace(thinks, text=_SAID.text)
+                words = (_SAID.text, "zqvaluea", "zqthought")
+                self.learn(thoughts_beside_words=self._contains(_USER, both, _RESULT, words=words))
+                return
+        self.learn(thoughts="")
+
+
+def _prints_python(prompt: str) -> bool:
+    """Return True if the template wrote a list or object where it takes a text."""
+    return any(f"'{key}': '" in prompt for key in ("zq_key", "type"))
+
+
+def traits_of(render: TemplateRender, think: tuple[str, str] | None = None) -> TemplateTraits:
+    """Return what a chat template writes whole. `think` are the markers of the model's thoughts.
+
+    Renders some twenty short conversations. Raises RequestError where that fails, not where one is refused.
+    """
+    probe = _TemplateProbe(render)
+    probe.messages()
+    probe.tools()
+    if probe.traits.tools:
+        probe.calls()
+    said = ChatMessage("assistant", f"zqleft {(think or _THINK)[1]} zqright")
+    probe.learn(markers=probe.shows(_USER, said, _USER_2))
+    return probe.traits
+
+
+# --- the check ----------------------------------------------------------------------------------------------
+
+
+def left_out(prompt: str, messages: Sequence[Json], tools: Sequence[Json]) -> str:
+    """Return what the prompt lacks of messages and tools, in words; empty if it has all, in order.
+
+    White space around a text does not count, nor do the words with which a model's maker lets users control
+    its thoughts. A template may write a text as a string in JSON.
+    """
+    at = 0
+    for message in messages:
+        for what, text in _contents(message):
+            place = _place(prompt, text.strip(), at)
+            if place < 0:
+                return f"{what} that begins with {text.strip()[:60]!r}"
+            at = max(at, place)
+    for tool in tools:
+        if (name := tool["function"]["name"]) not in prompt:
+            return f"the tool {name!r}"
+    return ""
+
+
+#: Words that switch thoughts on and off, and markers of thoughts: templates take them out of a text.
+_CONTROLS = re.compile(r"</?think>|/no_think|/think")
+_WHOSE = {
+    "system": "the system message", "user": "the user's message", "assistant": "the assistant's message",
+    "tool": "the result of a tool",
+}  # fmt: skip
+
+
+def _contents(message: Json) -> Iterator[tuple[str, str]]:
+    content = message["content"]
+    texts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
+    yield from ((_WHOSE[message["role"]], text) for text in texts)
+    yield from (("the call", call["function"]["name"]) for call in message.get("tool_calls", ()))
+
+
+def _place(prompt: str, text: str, at: int) -> int:
+    """Return the end of a text in the prompt, from `at` on if it stands there; -1 if it stands nowhere."""
+    for written in _forms(text):
+        place = prompt.find(written, at)
+        place = prompt.find(written) if place < 0 else place
+        if place >= 0:
+            return place + len(written)
+    parts = [part.strip() for part in _CONTROLS.split(text)]
+    if len(parts) < 2:
+        return -1
+    for part in filter(None, parts):
+        if (at := _place(prompt, part, at)) < 0:
+            return -1
+    return at
+
+
+def _forms(text: str) -> Iterator[str]:
+    yield text
+    yield json.dumps(text, ensure_ascii=False)[1:-1]
+    yield json.dumps(text)[1:-1]

@@ -1,0 +1,352 @@
+"""Valid JSON made of what models write in its place, piece by piece. Pure.
+
+A model leaves newlines in strings, forgets quotes, commas and brackets, or writes Python. Families write
+objects in forms of their own: `key=value` in parentheses, or keys and strings in other quotes. All of that
+comes out as JSON. Valid JSON comes out letter by letter.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from enum import Enum, auto
+
+#: Quotes whose strings have no escapes, and end only with the same quote.
+PLAIN_QUOTES = ('<|"|>', "<escape>")
+JSON_QUOTES = ('"', "'")
+PYTHON_QUOTES = ('"""', "'''", '"', "'")
+
+_LONGEST_WORD = 256  # characters that wait for the end of a number, a word or a key without quotes
+_LETTERS = re.compile(r'[^"\'\\\x00-\x1f]+')
+_BLANKS = re.compile(r"\s*")
+_WORD = re.compile(r"[^,\[\](){}\n]+")
+_KEY = re.compile(r"""[^\s"'<,\[\](){}:=][^"<,\[\](){}:=\n]*(?=[:=])""")
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
+_NUMBER_BEFORE = re.compile(rf"{_NUMBER.pattern}(?=\s+[\"'])")  # where a comma is missing
+_NUMBER_OF_PYTHON = re.compile(r"[+-]?(?:[1-9][0-9_]*|0)?\.?[0-9]+(?:[eE][+-]?[0-9]+)?|[+-]?[1-9][0-9_]*\.?")
+_WORDS = {
+    "true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null",
+    "nan": "null", "NaN": "null", "Infinity": "null", "-Infinity": "null", "undefined": "null",
+}  # fmt: skip
+_ESCAPES = frozenset('"\\/bfnrt')
+_CLOSERS = {"{": "}", "[": "]", "(": ")"}
+_END = {"{": "}", "[": "]", "(": "}"}  # in JSON
+
+
+class _Expect(Enum):
+    VALUE = auto()
+    KEY = auto()
+    COLON = auto()
+    NEXT = auto()  # a comma, or the end of the container
+
+
+class JsonMender:
+    """Reader of one container, from its opening bracket to its end.
+
+    A `(` at the beginning opens an object whose keys need no quotes. `quotes`: those that open strings, the
+    longest of a common beginning first. `stops`: texts that end the container wherever no string is open.
+    `pause`: it pauses before an object that is the value of one of these keys at the top.
+    """
+
+    def __init__(
+        self,
+        quotes: Sequence[str] = JSON_QUOTES,
+        stops: Sequence[str] = (),
+        pause: Sequence[str] = (),
+    ) -> None:
+        self.done = False
+        self.paused = False
+        self.broken = False  #: Text was left out, or guessed, because no JSON could hold it.
+        self.rest = ""  #: text after the end, or after the pause
+        self._quotes = quotes
+        self._stops = stops
+        self._pause = pause
+        self._open: list[str] = []
+        self._expect = _Expect.VALUE
+        self._quote = ""  # of the open string
+        self._is_key = False
+        self._key: list[str] = []  # pieces of the latest key at the top
+        self._comma = ""  # with the blanks after it; it is written once something follows
+        self._held = ""
+
+    def push(self, text: str, final: bool = False) -> str:
+        """Return the JSON that is certain now. `final`: no text follows."""
+        text, at = self._held + text, 0
+        made: list[str] = []
+        while at < len(text) and not (self.done or self.paused):
+            read = self._in_string if self._quote else self._between
+            if (after := read(text, at, made, final)) < 0:
+                break
+            at = after
+        if self.done or self.paused:
+            self.rest, self._held = text[at:], ""
+        else:
+            self._held = text[at:]
+        return "".join(made)
+
+    def resume(self) -> str:
+        """Go on behind the value before which it paused, and return what stands for that."""
+        self.paused = False
+        self._expect = _Expect.NEXT
+        return "null"
+
+    def close(self) -> str:
+        """Return the rest of the JSON, with the brackets that are missing."""
+        if self.done:
+            return ""
+        made = [self.push("", final=True)]
+        if self.done:
+            return made[0]
+        if self._quote:
+            self._end_string(made)
+        made += self._missing_value()
+        while self._open:
+            made.append(_END[self._open.pop()])
+        self.done = True
+        return "".join(made)
+
+    # Each of the following reads from `at` on and returns where it stopped; -1 to wait for more text.
+
+    def _in_string(self, text: str, at: int, made: list[str], final: bool) -> int:
+        quote = self._quote
+        if quote in PLAIN_QUOTES:
+            end = text.find(quote, at)
+            safe = end if end >= 0 else len(text) if final else max(at, len(text) - len(quote) + 1)
+            self._letters(json.dumps(text[at:safe], ensure_ascii=False)[1:-1], made)
+            if end >= 0:
+                self._end_string(made)
+                return end + len(quote)
+            return safe if safe > at else -1
+        if letters := _LETTERS.match(text, at):
+            self._letters(letters[0], made)
+            return letters.end()
+        if text[at] == "\\":
+            return self._escape(text, at, made, final)
+        if text.startswith(quote, at):
+            ends = self._ends_string(text, at + len(quote), final)
+            if ends is None:
+                return -1
+            if ends:
+                self._end_string(made)
+                return at + len(quote)
+        elif not final and quote.startswith(text[at:]):
+            return -1
+        sign = text[at]
+        self._letters(sign if sign == "'" else json.dumps(sign)[1:-1], made)
+        return at + 1
+
+    def _escape(self, text: str, at: int, made: list[str], final: bool) -> int:
+        wanted = 6 if text.startswith("u", at + 1) else 4 if text.startswith("x", at + 1) else 2
+        if len(text) < at + wanted and not final:
+            return -1
+        sign, digits = text[at + 1 : at + 2], text[at + 2 : at + wanted]
+        if wanted > 2 and len(digits) == wanted - 2 and all(each in _HEX for each in digits):
+            self._letters(f"\\u{digits:0>4}", made)
+            return at + wanted
+        if sign in _ESCAPES and sign:
+            self._letters(f"\\{sign}", made)
+            return at + 2
+        if sign == "'":
+            self._letters("'", made)
+            return at + 2
+        self._letters("\\\\", made)  # no escape: a path, or a regular expression
+        return at + 1
+
+    def _ends_string(self, text: str, at: int, final: bool) -> bool | None:
+        """Return whether a quote before `at` ends the string; None if that is not clear yet.
+
+        It does where JSON can go on behind it. Otherwise the model forgot to escape it.
+        """
+        at = _blanks(text, at)
+        if at == len(text):
+            return True if final else None
+        if self._is_key:
+            return text[at] in ":=,})"
+        if text[at] in "}])" or any(text.startswith(stop, at) for stop in self._stops):
+            return True
+        if text[at] != ",":
+            return None if not final and self._may_stop(text, at) else False
+        at = _blanks(text, at + 1)
+        if at == len(text):
+            return True if final else None
+        if self._open[-1] == "[":
+            return True
+        bare = self._open[-1] == "(" or any(quote in PLAIN_QUOTES for quote in self._quotes)
+        return text[at] in "}),\"'<" or (bare and (text[at].isalpha() or text[at] == "_"))
+
+    def _between(self, text: str, at: int, made: list[str], final: bool) -> int:
+        sign = text[at]
+        if sign.isspace():
+            end = _blanks(text, at)
+            blanks = "".join(each if each in " \t\r\n" else " " for each in text[at:end])
+            if self._comma:
+                self._comma += blanks
+            else:
+                made.append(blanks)
+            return end
+        if self._open:
+            if any(text.startswith(stop, at) for stop in self._stops):
+                made += self._missing_value()
+                made += [_END[each] for each in reversed(self._open)]
+                self._open, self.done = [], True
+                return at
+            if not final and self._may_stop(text, at):
+                return -1
+        if sign in "}])":
+            return self._end_container(sign, at, made)
+        if self._expect is _Expect.COLON:
+            return self._colon(text, at, made)
+        if self._expect is _Expect.NEXT:
+            return self._next(text, at)
+        if (quote := self._opening_quote(text, at, final)) is None:
+            return -1
+        if quote:
+            self._begin('"', made)
+            self._quote, self._is_key = quote, self._expect is _Expect.KEY
+            if self._is_key and len(self._open) == 1:
+                self._key = []
+            return at + len(quote)
+        if self._expect is _Expect.KEY:
+            return self._bare_key(text, at, made, final)
+        if sign in "{[(":
+            return self._begin_container(sign, at, made)
+        return self._word(text, at, made, final)
+
+    def _opening_quote(self, text: str, at: int, final: bool) -> str | None:
+        """Return the quote at this place, or ""; None if that is not clear yet."""
+        for quote in self._quotes:
+            if text.startswith(quote, at):
+                return quote
+            if not final and quote.startswith(text[at:]):
+                return None
+        return ""
+
+    def _begin_container(self, sign: str, at: int, made: list[str]) -> int:
+        if sign == "{" and len(self._open) == 1 and "".join(self._key) in self._pause:
+            self.paused = True
+            return at
+        if sign == "(" and self._open:
+            sign = "["  # a tuple of Python
+        self._open.append(sign)
+        self._expect = _Expect.VALUE if sign == "[" else _Expect.KEY
+        self._begin("[" if sign == "[" else "{", made)
+        return at + 1
+
+    def _end_container(self, sign: str, at: int, made: list[str]) -> int:
+        ends = [i for i, each in enumerate(self._open) if _CLOSERS[each] == sign or (each, sign) == ("[", ")")]
+        if not ends:
+            self.broken = True
+            return at + 1
+        made += self._missing_value()
+        while len(self._open) > ends[-1]:
+            self.broken = self.broken or len(self._open) > ends[-1] + 1
+            made.append(_END[self._open.pop()])
+        self._expect = _Expect.NEXT
+        self.done = not self._open
+        return at + 1
+
+    def _missing_value(self) -> list[str]:
+        """Return what is missing before the end of a container. A comma before it is left out."""
+        self._comma = ""
+        if self._expect is _Expect.COLON:
+            self.broken = True
+            return [": null"]
+        return ["null"] if self._expect is _Expect.VALUE and self._open and self._open[-1] != "[" else []
+
+    def _colon(self, text: str, at: int, made: list[str]) -> int:
+        self._expect = _Expect.VALUE
+        if text[at] in ":=":
+            made.append(":")
+            return at + 1
+        self.broken = True
+        if text[at] == ",":
+            made.append(": null")
+            self._expect = _Expect.NEXT
+        else:
+            made.append(":")
+        return at
+
+    def _next(self, text: str, at: int) -> int:
+        self._comma = ","
+        self._expect = _Expect.VALUE if self._open[-1] == "[" else _Expect.KEY
+        return at + (text[at] == ",")
+
+    def _begin(self, sign: str, made: list[str]) -> None:
+        """Begin a key or a value."""
+        made += [self._comma, sign]
+        self._comma = ""
+
+    def _bare_key(self, text: str, at: int, made: list[str], final: bool) -> int:
+        if key := _KEY.match(text, at):
+            word = key[0].strip()
+            if len(self._open) == 1:
+                self._key = [word]
+            self._begin(json.dumps(word, ensure_ascii=False), made)
+            self._expect = _Expect.COLON
+            return key.end()
+        if text[at] not in ",:=" and not final and len(text) - at < _LONGEST_WORD and _KEY.match(f"{text}:", at):
+            return -1
+        self.broken = self.broken or text[at] != ","
+        return at + 1
+
+    def _word(self, text: str, at: int, made: list[str], final: bool) -> int:
+        word = _NUMBER_BEFORE.match(text, at) or _WORD.match(text, at)
+        if word is None:
+            if text[at] == "," and self._open[-1] != "[":  # a value that is missing
+                made.append("null")
+                self._expect = _Expect.NEXT
+                return at
+            self.broken = self.broken or text[at] != ","
+            return at + 1
+        if word.end() == len(text) and not final and len(word[0]) < _LONGEST_WORD:
+            return -1
+        end = word.end()
+        for stop in self._stops:
+            if (found := text.find(stop, at, end)) > 0:
+                end = found
+        self._begin(_json_word(text[at:end].strip()), made)
+        self._expect = _Expect.NEXT
+        return end
+
+    def _may_stop(self, text: str, at: int) -> bool:
+        return any(stop.startswith(text[at:]) for stop in self._stops)
+
+    def _letters(self, letters: str, made: list[str]) -> None:
+        made.append(letters)
+        if self._is_key and len(self._open) == 1:
+            self._key.append(letters)
+
+    def _end_string(self, made: list[str]) -> None:
+        made.append('"')
+        self._quote = ""
+        self._expect = _Expect.COLON if self._is_key else _Expect.NEXT
+
+
+_HEX = frozenset("0123456789abcdefABCDEF")
+
+
+def _blanks(text: str, at: int) -> int:
+    found = _BLANKS.match(text, at)
+    assert found is not None
+    return found.end()
+
+
+def _json_word(word: str) -> str:
+    """Return a value without quotes as JSON: a number, one of the words that JSON has, or a string."""
+    if _NUMBER.fullmatch(word):
+        return word
+    if word in _WORDS:
+        return _WORDS[word]
+    if _NUMBER_OF_PYTHON.fullmatch(word) and not word.lstrip("+-").startswith("0"):
+        number = float(word.replace("_", ""))
+        return json.dumps(int(number) if number.is_integer() and "." not in word else number)
+    return json.dumps(word, ensure_ascii=False)
+
+
+def mended(text: str, quotes: Sequence[str] = JSON_QUOTES) -> str:
+    """Return a container as JSON; empty if there is more than that, or something had to be guessed."""
+    mender = JsonMender(quotes)
+    made = mender.push(text)
+    made += mender.close()
+    return "" if mender.broken or mender.rest.strip() else made

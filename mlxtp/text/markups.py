@@ -1,0 +1,443 @@
+"""Markup of the model families: how each marks its thoughts, and how it writes calls. Pure.
+
+A row is chosen by what the chat template and the vocabulary show, never by a model's name. `docs/api.md` has
+the table. To add a family, add a row; `tests/api/text/test_markups.py` reads back what each row shows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+
+from .calls import CallFormat, CallSyntax, JsonSyntax, NamedSyntax, TaggedSyntax
+from .json_mender import PYTHON_QUOTES
+
+# --- thoughts ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Markup:
+    """Markers of a model. `think`: those before and after a thought. `wrappers` around the answer are dropped.
+
+    `headers`: special tokens that begin the header of a message. `header_end` ends it. Clients never see
+    headers.
+    """
+
+    think: tuple[str, str] | None = None
+    wrappers: tuple[str, ...] = ()
+    headers: tuple[str, ...] = ()
+    header_end: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ThoughtRow:
+    """One markup of thoughts. `tokens` in the vocabulary show it, or all of `texts` in the template."""
+
+    families: str
+    markup: Markup
+    tokens: tuple[str, ...] = ()
+    texts: tuple[str, ...] = ()
+
+
+def _tags(families: str, opens: str, closes: str, *wrappers: str) -> ThoughtRow:
+    return ThoughtRow(families, Markup((opens, closes), wrappers), (opens, closes), (opens, closes))
+
+
+_HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|call|>")
+_XTML = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
+
+THOUGHTS: Sequence[ThoughtRow] = (
+    ThoughtRow(
+        "gpt-oss",
+        Markup(
+            ("<|channel|>analysis<|message|>", "<|end|>"),
+            headers=("<|start|>", "<|channel|>"),
+            header_end="<|message|>",
+        ),
+        _HARMONY,
+    ),
+    ThoughtRow(
+        "Kimi K3",
+        Markup(
+            ("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+            ("<|open|>response<|sep|>", "<|close|>response<|sep|>"),
+        ),
+        _XTML,
+    ),
+    ThoughtRow("Gemma 4", Markup(("<|channel>thought", "<channel|>")), ("<|channel>", "<channel|>")),
+    _tags("Seed-OSS", "<seed:think>", "</seed:think>"),
+    _tags("Command A and R7B", "<|START_THINKING|>", "<|END_THINKING|>"),
+    _tags("Magistral, Ministral 3", "[THINK]", "[/THINK]"),
+    _tags("MiniMax M3", "<mm:think>", "</mm:think>"),
+    _tags("LongCat", "<longcat_think>", "</longcat_think>"),
+    _tags("Apertus", "<|inner_prefix|>", "<|inner_suffix|>"),
+    _tags("Hunyuan", "<think>", "</think>", "<answer>", "</answer>"),
+    _tags("other `<think>` models: Qwen, DeepSeek, GLM, Kimi K2, MiniMax M2, Nemotron, …", "<think>", "</think>"),
+    _tags("Solar Open", "<|think:start|>", "<|think:end|>"),
+    _tags("EXAONE Deep", "<thought>", "</thought>"),
+)
+
+
+def thought_markup(template: str, vocabulary: Container[str]) -> Markup:
+    """Return the markers of thoughts; none for a model that does not think aloud."""
+    for row in THOUGHTS:
+        if all(wrapper in template for wrapper in row.markup.wrappers) or row.tokens == _XTML:
+            shown = row.tokens and all(token in vocabulary for token in row.tokens)
+            if shown or (row.texts and all(text in template for text in row.texts)):
+                return row.markup
+    return Markup()
+
+
+# --- calls ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class CallRow:
+    """One markup of calls. It is shown by all of any group of `texts` in the template, or by all `tokens`.
+
+    `example` calls the tool `add` with `a` 1 and `b` "two", as a template writes it.
+    """
+
+    families: str
+    format: CallFormat
+    example: str
+    texts: tuple[tuple[str, ...], ...] = ()
+    tokens: tuple[str, ...] = ()
+
+
+_JSON = JsonSyntax()
+_PYTHON = NamedSyntax(("{}(",), opening="(", quotes=PYTHON_QUOTES)
+_QWEN_XML = TaggedSyntax(
+    ("<function={}>", '<function="{}">', '<function name="{}">'),
+    ("<parameter",),
+    "</function>",
+    re.compile(r"<parameter(?:=|\s+name\s*=\s*)(?P<key>[^>\n]+)>"),
+    "</parameter>",
+    framed=True,
+)
+
+
+def _invoke(name: str, guess: bool = False, mark: str = "", space: str = "") -> TaggedSyntax:
+    """Return the syntax of `<invoke name="…">`, whose tags may have a `mark` before and a name `space`."""
+    opens, closes = f"{mark}<{space}", f"{mark}</{space}"
+    value = rf'{re.escape(opens)}parameter\s+name=(?P<key>"[^"]*"|[^\s>]+)(?:\s+string="(?P<type>[^"]*)")?[^>]*>'
+    return TaggedSyntax(
+        (f'{opens}invoke name="{{}}">', f"{opens}invoke name={{}}>"),
+        (f"{opens}parameter",),
+        f"{closes}invoke>",
+        re.compile(value),
+        f"{closes}parameter>",
+        guess=guess,
+    )
+
+
+def _pairs(prefix: str = "") -> TaggedSyntax:
+    """Return the syntax of GLM: a key and a value in tags of their own."""
+    key = f"{prefix}arg_key"
+    return TaggedSyntax(
+        ("{}",),
+        (f"<{key}>",),
+        f"</{prefix}tool_call>",
+        re.compile(rf"<{key}>(?P<key>[^<]*)</{key}>(?:\s*<{prefix}arg_value>)?"),
+        f"</{prefix}arg_value>",
+        gap="",
+        guess=True,
+    )
+
+
+def _in(name: str, start: str, end: str, *syntaxes: CallSyntax, **more: object) -> CallFormat:
+    return CallFormat(name, (start,), (end,) if end else (), syntaxes, **more)  # type: ignore[arg-type]
+
+
+_M3 = "]<]minimax[>["
+_DSML = "｜DSML｜"
+
+#: Format of Hermes and Qwen, also requested from models without a format of their own.
+JSON_CALLS = _in(
+    "json", "<tool_call>", "</tool_call>", _JSON, _QWEN_XML, direct=('{"name": "', '{"name":"'), streams=True
+)
+
+CALLS: Sequence[CallRow] = (
+    CallRow(
+        "MiniMax M3",
+        _in(
+            "minimax_m3",
+            f"{_M3}<tool_call>",
+            f"{_M3}</tool_call>",
+            TaggedSyntax(
+                (f'{_M3}<invoke name="{{}}">',),
+                (f"{_M3}<",),
+                f"{_M3}</invoke>",
+                re.compile(rf"{re.escape(_M3)}<(?P<key>[^<>/\s]+)>"),
+                f"{_M3}</{{}}>",
+                gap="",
+                nested=True,
+            ),
+            direct=(f"{_M3}<invoke name=",),
+        ),
+        f'{_M3}<tool_call>\n{_M3}<invoke name="add">{_M3}<a>1{_M3}</a>{_M3}<b>two{_M3}</b>{_M3}</invoke>\n'
+        f"{_M3}</tool_call>",
+        ((_M3,),),
+        (_M3,),
+    ),
+    CallRow(
+        "MiniMax M2",
+        _in(
+            "minimax_m2", "<minimax:tool_call>", "</minimax:tool_call>", _invoke("m2"), _JSON,
+            direct=("<invoke name=",),
+        ),
+        '<minimax:tool_call>\n<invoke name="add">\n<parameter name="a">1</parameter>\n'
+        '<parameter name="b">two</parameter>\n</invoke>\n</minimax:tool_call>',
+        (("<minimax:tool_call>",),),
+    ),
+    CallRow(
+        "DeepSeek V3.2",
+        _in(
+            "deepseek_v32",
+            f"<{_DSML}function_calls>",
+            f"</{_DSML}function_calls>",
+            _invoke("dsml", space=_DSML),
+            direct=(f"<{_DSML}invoke name=",),
+        ),
+        f'<{_DSML}function_calls>\n<{_DSML}invoke name="add">\n<{_DSML}parameter name="a" string="false">1'
+        f'</{_DSML}parameter>\n<{_DSML}parameter name="b" string="true">two</{_DSML}parameter>\n'
+        f"</{_DSML}invoke>\n</{_DSML}function_calls>",
+        ((f"<{_DSML}function_calls>",), (f"{_DSML}function_calls",)),
+        (_DSML,),
+    ),
+    CallRow(
+        "DeepSeek V3, V3.1, R1",
+        CallFormat(
+            "deepseek",
+            ("<｜tool▁calls▁begin｜>", "<｜tool_calls_begin｜>"),
+            ("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "<｜tool_call_end｜>", "<｜tool_calls_end｜>"),
+            (
+                NamedSyntax(
+                    (
+                        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n",
+                        "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>",
+                    ),
+                    re.compile(r"\s*(?:```(?:json)?)?\s*"),
+                ),
+            ),
+            direct=("<｜tool▁call▁begin｜>",),
+        ),
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1, "b": "two"}<｜tool▁call▁end｜>'
+        "<｜tool▁calls▁end｜>",
+        (("<｜tool▁calls▁begin｜>",),),
+    ),
+    CallRow(
+        "Gemma 4",
+        _in(
+            "gemma4",
+            "<|tool_call>",
+            "<tool_call|>",
+            NamedSyntax(
+                ("call:{}{", "call:{}("), opening="{(", quotes=('<|"|>', '"', "'")
+            ),
+            direct=("call:{}{",),
+        ),
+        '<|tool_call>call:add{a:1,b:<|"|>two<|"|>}<tool_call|>',
+        (("<|tool_call>", "<tool_call|>"),),
+    ),
+    CallRow(
+        "FunctionGemma",
+        _in(
+            "function_gemma",
+            "<start_function_call>",
+            "<end_function_call>",
+            NamedSyntax(
+                ("call:{}{", "call:{}("), opening="{(", quotes=("<escape>", '"', "'")
+            ),
+        ),
+        "<start_function_call>call:add{a:1,b:<escape>two<escape>}<end_function_call>",
+        (("<start_function_call>",),),
+    ),
+    CallRow(
+        "LongCat",
+        _in("longcat", "<longcat_tool_call>", "</longcat_tool_call>", _pairs("longcat_"), _JSON),
+        "<longcat_tool_call>add\n<longcat_arg_key>a</longcat_arg_key>\n<longcat_arg_value>1"
+        "</longcat_arg_value>\n<longcat_arg_key>b</longcat_arg_key>\n<longcat_arg_value>two"
+        "</longcat_arg_value>\n</longcat_tool_call>",
+        (("<longcat_tool_call>",),),
+    ),
+    CallRow(
+        "GLM 4.5 to 5, Laguna",
+        _in(
+            "glm", "<tool_call>", "</tool_call>", _pairs(), _JSON,
+            direct=("{}<arg_key>", "{}\n<arg_key>"),
+        ),
+        "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>b</arg_key><arg_value>two"
+        "</arg_value></tool_call>",
+        (("<arg_key>",),),
+    ),
+    CallRow(
+        "LFM2",
+        _in("lfm2", "<|tool_call_start|>", "<|tool_call_end|>", _PYTHON, _JSON, bare="["),
+        "<|tool_call_start|>[add(a=1, b='two')]<|tool_call_end|>",
+        (("<|tool_list_start|>",), ("<|tool_call_start|>",)),
+        ("<|tool_call_start|>", "<|tool_call_end|>"),
+    ),
+    CallRow(
+        "Seed-OSS",
+        _in(
+            "seed_oss",
+            "<seed:tool_call>",
+            "</seed:tool_call>",
+            TaggedSyntax(
+                ("<function={}>",),
+                ("<parameter",),
+                "</function>",
+                re.compile(r"<parameter=(?P<key>[^>\n]+)>"),
+                "</parameter>",
+            ),
+            direct=("<function=",),
+        ),
+        "<seed:tool_call>\n<function=add>\n<parameter=a>1</parameter>\n<parameter=b>two</parameter>\n</function>\n"
+        "</seed:tool_call>",
+        (("<seed:tool_call>",),),
+    ),
+    CallRow(
+        "Qwen3-Coder, Qwen3.5, Nemotron 3, Step 3.5",
+        _in("qwen_xml", "<tool_call>", "</tool_call>", _QWEN_XML, _JSON, direct=("<function=",)),
+        "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\ntwo\n</parameter>\n"
+        "</function>\n</tool_call>",
+        (("<tool_call>\\n<function=",), ("<tool_call>\n<function=",)),
+    ),
+    CallRow(
+        "Kimi K2",
+        CallFormat(
+            "kimi_k2",
+            ("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>"),
+            ("<|tool_call_end|>", "<|tool_call_section_end|>", "<|tool_calls_section_end|>"),
+            (
+                NamedSyntax(
+                    (
+                        "<|tool_call_begin|>functions.{}:",
+                        "<|tool_call_begin|>{}:",
+                        "<|tool_call_begin|>functions.{}<|tool_call_argument_begin|>",
+                        "<|tool_call_begin|>{}<|tool_call_argument_begin|>",
+                    ),
+                    re.compile(r"\s*(?P<number>\d+)?\s*(?:<\|tool_call_argument_begin\|>)?"),
+                ),
+            ),
+            direct=("<|tool_call_begin|>",),
+            past="<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>ARGUMENTS<|tool_call_end|>",
+        ),
+        '<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>'
+        '{"a": 1, "b": "two"}<|tool_call_end|><|tool_calls_section_end|>',
+        (("<|tool_calls_section_begin|>",),),
+    ),
+    CallRow(
+        "MiniCPM5",
+        CallFormat(
+            "minicpm5",
+            (),
+            (),
+            (
+                TaggedSyntax(
+                    ('<function name="{}">', "<function name='{}'>", "<function name={}>"),
+                    ("<param",),
+                    "</function>",
+                    re.compile(r"<param\s+name\s*=\s*(?P<key>\"[^\"]*\"|'[^']*'|[^\s\"'<>]+)\s*>"),
+                    "</param>",
+                    gap="",
+                ),
+            ),
+            direct=("<function name=",),
+        ),
+        '<function name="add"><param name="a">1</param><param name="b">two</param></function>',
+        (('<function name="', '<param name="'),),
+    ),
+    CallRow(
+        "Mistral",
+        _in(
+            "mistral",
+            "[TOOL_CALLS]",
+            "",
+            NamedSyntax(("{}[ARGS]", "{}[CALL_ID]", "{}{"), re.compile(r"\s*(?:\w+\s*\[ARGS\])?\s*")),
+            _JSON,
+            direct=("{}[ARGS]",),
+        ),
+        '[TOOL_CALLS]add[ARGS]{"a": 1, "b": "two"}',
+        (("[TOOL_CALLS]",),),
+    ),
+    CallRow(
+        "Muse Spark",
+        _in(
+            "muse_spark",
+            "<atem:function_calls>",
+            "</atem:function_calls>",
+            _invoke("atem", guess=True, space="atem:"),
+            direct=("<atem:invoke name=",),
+        ),
+        '<atem:function_calls><atem:invoke name="add"><atem:parameter name="a">1</atem:parameter>'
+        '<atem:parameter name="b">two</atem:parameter></atem:invoke></atem:function_calls>',
+        (("<atem:function_calls>",),),
+    ),
+    CallRow(
+        "Command A and R7B",
+        _in("command", "<|START_ACTION|>", "<|END_ACTION|>", _JSON),
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "add", "parameters": {"a": 1, "b": "two"}}\n]'
+        "<|END_ACTION|>",
+        (("<|START_ACTION|>",),),
+    ),
+    CallRow(
+        "Kimi K3",
+        _in(
+            "kimi_k3",
+            "<|open|>tools<|sep|>",
+            "<|close|>tools<|sep|>",
+            TaggedSyntax(
+                ('<|open|>call tool="{}"',),
+                ("index=", "<|sep|>"),
+                "<|close|>call<|sep|>",
+                re.compile(
+                    r'<\|open\|>argument\s+key="(?P<key>[^"]*)"(?:\s+type="(?P<type>[^"]*)")?[^<]*<\|sep\|>'
+                ),
+                "<|close|>argument<|sep|>",
+                gap="",
+                before_values=re.compile(r'^\s*(?:index="[^"]*")?\s*(?:<\|sep\|>)?'),
+            ),
+        ),
+        '<|open|>tools<|sep|><|open|>call tool="add" index="1"<|sep|><|open|>argument key="a" type="number"<|sep|>1'
+        '<|close|>argument<|sep|><|open|>argument key="b" type="string"<|sep|>two<|close|>argument<|sep|>'
+        "<|close|>call<|sep|><|close|>tools<|sep|>",
+        tokens=_XTML,
+    ),
+    CallRow(
+        "gpt-oss",
+        _in(
+            "harmony",
+            "<|channel|>commentary to=",
+            "<|call|>",
+            NamedSyntax(("{}<|message|>",), re.compile(r"\s*")),
+        ),
+        '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1, "b": "two"}<|call|>',
+        tokens=_HARMONY,
+    ),
+    CallRow(
+        "Hermes, Qwen 2.5 and 3, and most others",
+        JSON_CALLS,
+        '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "two"}}\n</tool_call>',
+        (("<tool_call>",),),
+    ),
+    CallRow(
+        "Llama 3",
+        CallFormat("llama", ("<|python_tag|>",), ("<|eom_id|>",), (_JSON,), bare="{[", streams=True),
+        '{"name": "add", "parameters": {"a": 1, "b": "two"}}',
+        (('"parameters": dictionary of argument name',), ("<|python_tag|>",)),
+    ),
+)
+
+
+def call_format(template: str, vocabulary: Container[str]) -> CallFormat | None:
+    """Return the format of the model's calls, or None if neither template nor vocabulary shows one."""
+    for row in CALLS:
+        if any(all(text in template for text in group) for group in row.texts):
+            return row.format
+    for row in CALLS:
+        if row.tokens and all(token in vocabulary for token in row.tokens):
+            return row.format
+    return None

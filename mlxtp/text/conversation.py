@@ -40,11 +40,15 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """Function that the model may call. `parameters` is a JSON schema of an object; None takes nothing."""
+    """Function that the model may call. `parameters` is a JSON schema of an object; None takes nothing.
+
+    `aliases`: other names under which a model may call it.
+    """
 
     name: str
     description: str = ""
     parameters: Mapping[str, Any] | None = None
+    aliases: tuple[str, ...] = ()
 
 
 def tool_json(tool: Tool) -> dict[str, Any]:

@@ -201,9 +201,10 @@ class CompactionOutput:
 
     def json(self, status: str) -> Json:
         """Return the item. A summary that was cut off says so itself, since the item has no status."""
-        cut = "\n[cut off here]" if status == "incomplete" else ""
-        content = compaction_content(self._summary + cut) if status != "in_progress" else ""
-        return {"type": self.kind, "id": self.id, "encrypted_content": content}
+        summary = self._summary if status != "in_progress" else ""
+        if summary and status == "incomplete":
+            summary += "\n[cut off here]"
+        return {"type": self.kind, "id": self.id, "encrypted_content": compaction_content(summary)}
 
     @property
     def _summary(self) -> str:

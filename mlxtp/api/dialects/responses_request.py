@@ -239,9 +239,6 @@ class ResponsesAnswerOptions:
     users: Sequence[Json] = ()
 
 
-_TRIGGER = {"type": "compaction_trigger"}
-
-
 def parse_compact(body: bytes, store: ResponseStore, client: str) -> GenerationRequest:
     """Return the request for a new history, which is a conversation with a trigger. Raises RequestError."""
     request = parsed(ResponseRequest, body)
@@ -251,7 +248,7 @@ def parse_compact(body: bytes, store: ResponseStore, client: str) -> GenerationR
     elif given is None and request.previous_response_id is not None:
         given = []
     if isinstance(given, list):
-        given = [*given, _TRIGGER]
+        given = [*given, {"type": "compaction_trigger"}]
     ask = _ask(request.model_copy(update={"input": given, "stream": False}), store, client)
     return replace(ask, dialect=replace(ask.dialect, compacts="history"))
 
@@ -299,9 +296,10 @@ def _ask(request: ResponseRequest, store: ResponseStore, client: str) -> Generat
     ask = GenerationRequest(
         request.model, conversation, options, bool(request.stream), _user(request), wanted
     )
-    last = request.input[-1:] if isinstance(request.input, list) else ()
-    triggered = any(isinstance(each, dict) and each.get("type") == _TRIGGER["type"] for each in last)
-    return _compacting(ask, conversation, items) if triggered else ask
+    match request.input:
+        case [*_, {"type": "compaction_trigger"}]:
+            return _compacting(ask, conversation, items)
+    return ask
 
 
 def _compacting(
@@ -309,20 +307,20 @@ def _compacting(
 ) -> GenerationRequest:
     """Return the request for a summary of the conversation instead of its next answer.
 
-    The tools stay in the prompt, so that it begins like the one before it.
+    Tools and thoughts stay as they are, so that the prompt begins like the one before it.
     """
     messages = (*conversation.messages, ChatMessage("user", COMPACT))
     left = still_meant([*items, {"type": "compaction"}])[:-1]
     wanted: ResponsesAnswerOptions = ask.dialect
     return replace(
         ask,
-        prompt=replace(conversation, messages=messages, tool_choice=NONE, thinking=False),
+        prompt=replace(conversation, messages=messages, tool_choice=NONE),
         options=replace(ask.options, stop=(), format=None, logprobs=-1),
         dialect=replace(
             wanted,
             input=None if wanted.input is None else json_bytes(left),
             compacts="item",
-            users=users_of(left, len(wanted.input or json_bytes(items))),
+            users=users_of(left, len(json_bytes(items))),
         ),
     )
 

@@ -69,7 +69,7 @@ def test_a_new_history_has_the_users_words_and_a_summary(server: Server) -> None
     ]
     assert summary_of(body) == SUMMARY
     prompt = f"<s><|system|>be{TOLD.replace(COMPACT, '')}and why?<|user|>{COMPACT}"
-    assert prompts(server)[0].startswith(prompt + "+f=False")
+    assert prompts(server)[0].startswith(prompt + "+f<|assistant|>")
     assert body["usage"]["input_tokens"] == len(server.backend.request.prompt)
     assert body["usage"]["output_tokens"] == len(server.ids(SUMMARY))
     create(server, input=[*body["output"], user("go on")])
@@ -88,7 +88,7 @@ def test_the_library_compacts(server: Server) -> None:
 def test_a_trigger_makes_the_answer_a_summary(server: Server, stream: bool) -> None:
     body = triggered(server, stream, tools=[TOOL])
     assert summary_of(body) == SUMMARY
-    assert prompts(server)[0].startswith(f"<s>{TOLD}+f=False")
+    assert prompts(server)[0].startswith(f"<s>{TOLD}+f<|assistant|>")
     assert body["usage"]["output_tokens"] == len(server.ids(SUMMARY))
     create(server, input=[TALK[0], body["output"][0], user("go on")])
     go_on = f"<s><|user|>what is it?<|user|>{MARK}{SUMMARY}<|user|>go on<|assistant|>"
@@ -231,3 +231,15 @@ def test_a_summary_is_counted_as_it_is_asked(server: Server) -> None:
     asked = {"model": "tiny", "input": [*TALK, TRIGGER]}
     counted = http(server, asked, "/input_tokens").json()["input_tokens"]
     assert counted == post(server, **asked).json()["usage"]["input_tokens"]
+
+
+def test_the_prompt_of_a_summary_begins_with_the_answer_as_the_model_wrote_it(server: Server) -> None:
+    """With its thoughts, which the client leaves out: so the prefix cache holds all but the request."""
+    server.backend.scripts = [says(server.ids("<think>hm</think>it is 42"))]
+    create(server, input=TALK[:1])
+    triggered(server, False, [TALK[0], TALK[3]])
+    first, second = (request.prompt for request in server.backend.requests)
+    assert second[: len(first)] == first
+    assert (
+        prompts(server)[1].partition("<|assistant|>")[2].startswith("<think>hm</think>it is 42<|user|>Write")
+    )

@@ -14,9 +14,16 @@ from contextlib import asynccontextmanager, suppress
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationError,
+)
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from starlette.requests import Request
 
@@ -63,6 +70,14 @@ class _Range:
 def in_range(low: float, high: float) -> _Range:
     """Constrain a number in `Annotated` to `low` to `high`; NaN is outside."""
     return _Range(low, high)
+
+
+def _integral(value: object) -> object:
+    """Convert a whole float to int, since JSON has one kind of number: 40.0 is 40."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Integer = Annotated[int, BeforeValidator(_integral)]
 
 
 def parsed(schema: type[S], body: bytes) -> S:

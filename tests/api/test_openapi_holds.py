@@ -32,6 +32,7 @@ ASKED: Mapping[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": HELLO},
     "/v1/completions": {"prompt": "hello"},
     "/v1/responses": {"input": "hello"},
+    "/v1/responses/compact": {"input": "hello"},
     "/v1/responses/input_tokens": {"input": "hello"},
     "/v1/messages": {"messages": HELLO, "max_tokens": 5},
     "/v1/messages/count_tokens": {"messages": HELLO},

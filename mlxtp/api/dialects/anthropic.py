@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import groupby
@@ -46,9 +46,19 @@ from ...text.transcript import (
 from ..adapter import SSE, About, Json, Operation, error_status
 from ..backend import ModelInfo, StoredModelInfo
 from ..generation import Generation
-from ..request_body import Schema, checked, in_range, none_of, not_supported, parsed, shown
+from ..request_body import Integer, Schema, checked, in_range, none_of, not_supported, parsed, shown
 from ..request_context import current
-from .request_parts import MOST_TOKENS, log_left_out
+from .request_parts import (
+    MOST_TOKENS,
+    arguments_text,
+    content_text,
+    lines,
+    log_left_out,
+    newest,
+    part_text,
+    role_of,
+    thought_text,
+)
 
 _BILLING = "x-anthropic-billing-header:"
 _MOST_MESSAGES = 100_000  # as in the API
@@ -59,7 +69,7 @@ _MOST_MESSAGES = 100_000  # as in the API
 
 class AnthropicInputMessage(Schema):
     role: str
-    content: Any
+    content: Any = None
 
 
 class Metadata(Schema):
@@ -70,7 +80,7 @@ class Thinking(Schema):
     """`budget_tokens` is only checked: `max_tokens` alone bounds thoughts and answer together."""
 
     type: str
-    budget_tokens: Annotated[int, in_range(1, MOST_TOKENS)] | None = None
+    budget_tokens: Annotated[Integer, in_range(1, MOST_TOKENS)] | None = None
     display: str | None = None
 
 
@@ -83,7 +93,7 @@ class ToolChoice(Schema):
 class AnthropicTool(Schema):
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
-    input_schema: Json
+    input_schema: Json | None = None
 
 
 class OutputConfig(Schema):
@@ -102,7 +112,7 @@ class CountRequest(Schema):
         list[AnthropicInputMessage], Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True)
     ]
     model: str | None = None
-    system: Any = None
+    system: str | list[Any] | None = None
     tools: Annotated[list[Json], Field(fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
@@ -114,33 +124,13 @@ class CountRequest(Schema):
 class MessagesRequest(CountRequest):
     """The body of `POST /v1/messages`."""
 
-    max_tokens: Annotated[int, in_range(0, MOST_TOKENS)]
+    max_tokens: Annotated[Integer, in_range(0, MOST_TOKENS)]
     stream: bool | None = None
     stop_sequences: Annotated[list[str], Field(fail_fast=True)] | None = None
     temperature: Annotated[float, in_range(0, 1)] | None = None
     top_p: Annotated[float, in_range(0, 1)] | None = None
-    top_k: Annotated[int, in_range(0, MOST_TOKENS)] | None = None
+    top_k: Annotated[Integer, in_range(0, MOST_TOKENS)] | None = None
     metadata: Metadata | None = None
-
-
-class _Text(Schema):
-    text: str
-
-
-class _Thought(Schema):
-    thinking: str
-
-
-class _ToolUse(Schema):
-    id: str
-    name: str
-    input: Json
-
-
-class _ToolResult(Schema):
-    tool_use_id: str
-    content: Any = None
-    is_error: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,9 +270,18 @@ def _format(request: CountRequest) -> Json | None:
 def _turns(request: CountRequest) -> tuple[ChatMessage, ...]:
     """Return the turns. Join consecutive messages of one role, as many templates require."""
     called: dict[str, str] = {}
-    turns = [] if request.system is None else _system(request.system, "system")
-    for i, message in enumerate(request.messages):
-        turns += _message(message, f"messages[{i}]", called)
+    turns = _system(request.system or "")
+    messages, last = request.messages, len(request.messages) - 1
+    own = newest(["tool" if _results(message) else message.role for message in messages])
+    for i, message in enumerate(messages):
+        role, mark = role_of(message.role, f"messages[{i}].role", last=i == last)
+        if i == own:
+            text = content_text(message.content, f"messages[{i}].content", strict=True)
+            turns.append(ChatMessage("user", text))
+        else:
+            turns += _message(message, role, mark, called)
+    if not turns:
+        raise RequestError("messages has nothing but empty system messages", param="messages")
     joined: list[ChatMessage] = []
     for role, group in groupby(turns, key=lambda turn: turn.role):
         run = list(group)
@@ -290,118 +289,72 @@ def _turns(request: CountRequest) -> tuple[ChatMessage, ...]:
     return tuple(joined)
 
 
-def _message(message: AnthropicInputMessage, where: str, called: dict[str, str]) -> list[ChatMessage]:
-    """Return the turns of one message. `called` has the names of all calls so far, by id."""
-    content = f"{where}.content"
-    match message.role:
-        case "user":
-            return _user(_blocks(message.content, content), called)
-        case "assistant":
-            return [_assistant(_blocks(message.content, content), called)]
-        case "system":
-            return _system(message.content, content)
-    raise none_of(message.role, ("user", "assistant", "system"), f"{where}.role")
+def _message(
+    message: AnthropicInputMessage, role: Role, mark: str, called: dict[str, str]
+) -> list[ChatMessage]:
+    """Return the turns of one message. `called` has the names of all calls so far, by id.
+
+    Results of tools come first: they belong to the calls before.
+    """
+    if role == "system":
+        return _system(message.content)
+    results = [_result(block, called) for block in _results(message)]
+    if role == "assistant":
+        return [*results, _assistant(_blocks(message.content), called)]
+    text = lines([mark, _said(_blocks(message.content))])
+    return [*results, ChatMessage(role, text)] if text or not results else results
 
 
-Blocks = Sequence[tuple[str, Json, str]]  # type, block and its place in the request
-
-
-def _user(blocks: Blocks, called: Mapping[str, str]) -> list[ChatMessage]:
-    """Return the turns of a user's message. Results of tools come first: they belong to the calls before."""
-    results, texts = [], []
-    for kind, block, where in blocks:
-        if kind == "text":
-            texts.append(checked(_Text, block, where).text)
-        elif kind == "tool_result":
-            results.append(_result(checked(_ToolResult, block, where), where, called))
-        else:
-            raise _unfit(kind, where, "a user's message", "text, tool_result")
-    return [*results, ChatMessage("user", _joined(texts))] if texts or not results else results
-
-
-def _result(result: _ToolResult, where: str, called: Mapping[str, str]) -> ChatMessage:
-    id_ = result.tool_use_id
-    if id_ not in called:
-        raise RequestError(
-            f"{where}.tool_use_id: no tool_use block before it has the id {shown(id_)}",
-            param=f"{where}.tool_use_id",
-        )
-    content = "" if result.content is None else result.content
-    text = _joined(_texts(_blocks(content, f"{where}.content"), "a tool_result"))
-    if result.is_error:
+def _result(result: Json, called: Mapping[str, str]) -> ChatMessage:
+    """Return the result of a tool. The client may have cut its call away."""
+    text = content_text(result.get("content", ""))
+    if result.get("is_error"):
         text = f"Error: {text}"
-    return ChatMessage("tool", text, call_id=id_, name=called[id_])
+    call_id = str(result.get("tool_use_id") or "")
+    return ChatMessage("tool", text, call_id=call_id, name=called.get(call_id, ""))
 
 
-def _assistant(blocks: Blocks, called: dict[str, str]) -> ChatMessage:
-    texts, thoughts, calls = [], [], []
-    for kind, block, where in blocks:
-        if kind == "text":
-            texts.append(checked(_Text, block, where).text)
-        elif kind == "thinking":
-            thoughts.append(checked(_Thought, block, where).thinking)
-        elif kind == "tool_use":
-            use = checked(_ToolUse, block, where)
-            called[use.id] = use.name
-            calls.append(Call(use.id, use.name, json.dumps(use.input, ensure_ascii=False)))
-        elif kind != "redacted_thinking":  # only its maker can decrypt it
-            raise _unfit(kind, where, "an assistant's message", "text, thinking, redacted_thinking, tool_use")
-    return ChatMessage("assistant", _joined(texts), _joined(thoughts), tuple(calls))
+def _assistant(blocks: Sequence[Json], called: dict[str, str]) -> ChatMessage:
+    calls = [
+        Call(str(use.get("id") or ""), str(use.get("name") or ""), arguments_text(use.get("input")))
+        for use in blocks
+        if use.get("type") == "tool_use"
+    ]
+    called |= {call.id: call.name for call in calls}
+    thoughts = thought_text([block for block in blocks if block.get("type") == "thinking"])
+    return ChatMessage("assistant", _said(blocks), thoughts, tuple(calls))
 
 
-def _system(content: object, where: str) -> list[ChatMessage]:
+def _system(content: object) -> list[ChatMessage]:
     """Return a system prompt, unless it is empty, without Claude Code's first line.
 
     The hash in that line differs from request to request, so that no prompt would share a prefix with the one
     before.
     """
-    texts = _texts(_blocks(content, where), "a system prompt")
-    lasting = _joined(text.partition("\n")[2] if text.startswith(_BILLING) else text for text in texts)
+    texts = map(part_text, _blocks(content))
+    lasting = lines(text.partition("\n")[2] if text.startswith(_BILLING) else text for text in texts)
     return [ChatMessage("system", lasting)] if lasting else []
 
 
-def _texts(blocks: Blocks, whose: str) -> list[str]:
-    texts = []
-    for kind, block, where in blocks:
-        if kind != "text":
-            raise _unfit(kind, where, whose, "text")
-        texts.append(checked(_Text, block, where).text)
-    return texts
+def _blocks(content: object) -> list[Json]:
+    given = content if isinstance(content, list) else [content]
+    return [each if isinstance(each, dict) else {"type": "text", "text": part_text(each)} for each in given]
 
 
-def _blocks(content: object, where: str) -> Blocks:
-    if isinstance(content, str):
-        return [("text", {"text": content}, where)]
-    if not isinstance(content, list):
-        raise RequestError(
-            f"{where} should be a string or a list of blocks, got {shown(content)}", param=where
-        )
-    blocks = []
-    for i, block in enumerate(content):
-        if not isinstance(block, dict) or not isinstance(block.get("type"), str):
-            expected = '{"type": "text", "text": "..."}'
-            raise RequestError(
-                f"{where}[{i}] should be a block such as {expected}, got {shown(block)}",
-                param=f"{where}[{i}]",
-            )
-        blocks.append((block["type"], block, f"{where}[{i}]"))
-    return blocks
+def _results(message: AnthropicInputMessage) -> list[Json]:
+    """Return the results of tools in a message."""
+    return [block for block in _blocks(message.content) if block.get("type") == "tool_result"]
 
 
-def _joined(texts: Iterable[str]) -> str:
-    return "\n".join(text for text in texts if text)
+def _said(blocks: Sequence[Json]) -> str:
+    """Return the words in blocks, without calls and results."""
+    return lines(part_text(block) for block in blocks if block.get("type") not in ("tool_use", "tool_result"))
 
 
 def _together(role: Role, turns: Sequence[ChatMessage]) -> ChatMessage:
     calls = tuple(call for turn in turns for call in turn.calls)
     return ChatMessage(
-        role, _joined(turn.text for turn in turns), _joined(turn.reasoning for turn in turns), calls
-    )
-
-
-def _unfit(kind: str, where: str, whose: str, allowed: str) -> RequestError:
-    return not_supported(
-        f"{where}: blocks of type {shown(kind)} are not supported in {whose}, only {allowed}", where
+        role, lines(turn.text for turn in turns), lines(turn.reasoning for turn in turns), calls
     )
 
 

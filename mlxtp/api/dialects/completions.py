@@ -21,7 +21,7 @@ from ...text.conversation import GenerationRequest, Prompt
 from ...text.transcript import AnswerEvent, ContentDelta, Finish, Scored, WholeAnswer
 from ..adapter import SSE, About, Json, Operation
 from ..generation import MAX_CHOICES, Adapter, Generation, Handler
-from ..request_body import in_range, missing, not_supported, parsed, shown, wrong
+from ..request_body import Integer, in_range, missing, not_supported, parsed, shown, wrong
 from .openai import TOO_LONG, SseWriter, StreamOptions, bounded, finishes, head, sse, usage
 from .request_parts import MOST_TOKENS, Tuning
 
@@ -39,14 +39,14 @@ class CompletionRequest(Tuning):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Annotated[int, in_range(1, MAX_CHOICES)] | None = None
-    max_tokens: Annotated[int, in_range(1, MOST_TOKENS)] | None = None
+    n: Annotated[Integer, in_range(1, MAX_CHOICES)] | None = None
+    max_tokens: Annotated[Integer, in_range(1, MOST_TOKENS)] | None = None
     echo: bool | None = None
-    logprobs: Annotated[int, in_range(0, 5)] | None = None
+    logprobs: Annotated[Integer, in_range(0, 5)] | None = None
     response_format: Json | None = None
     user: Any = None
     # refused if set
-    best_of: int | None = None
+    best_of: Integer | None = None
     suffix: str | None = None
 
     @property

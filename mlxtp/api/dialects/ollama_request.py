@@ -1,8 +1,8 @@
 """The Ollama dialect: schema of a request, and its conversion to a `GenerationRequest`. Pure.
 
 The model decides how much context it has: `num_ctx` changes nothing. Unknown options are ignored. Fields that
-would change the answer and are not supported (images, a template, a suffix, tokens of an earlier answer) are
-refused. See docs/api.md.
+would change the answer and are not supported (new images, a template, a suffix, tokens of an earlier answer)
+are refused. See docs/api.md.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
+from pydantic import AfterValidator, Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
 from ...errors import RequestError
@@ -23,13 +23,22 @@ from ...text.conversation import (
     Conversation,
     GenerationOptions,
     GenerationRequest,
-    Role,
     Tool,
 )
 from ..adapter import Json
 from ..backend import ModelInfo
-from ..request_body import Schema, in_range, none_of, not_supported, parsed, shown
-from .request_parts import MOST_TOKENS
+from ..request_body import Integer, Schema, in_range, not_supported, parsed, shown
+from .request_parts import (
+    MOST_TOKENS,
+    arguments_text,
+    content_text,
+    lines,
+    newest,
+    role_of,
+    thought_text,
+)
+
+T = TypeVar("T")
 
 LATEST = ":latest"
 ThinkLevel = Literal["low", "medium", "high", "max"]
@@ -39,12 +48,7 @@ THINK_LEVELS: tuple[str, ...] = get_args(ThinkLevel)
 # --- schema of a request ----------------------------------------------------------------------------------
 
 
-def _integral(value: object) -> object:
-    """Convert a whole float to int, since JSON has one kind of number: 40.0 is 40."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _plain(value: Json) -> Json:
+def _plain(value: T) -> T:
     """Refuse numbers too large for a float, which the parser reads as infinity."""
     try:
         json.dumps(value, allow_nan=False)
@@ -98,7 +102,6 @@ def _format(value: object) -> Json | None:
     raise PydanticCustomError("format", 'should be "json" or a JSON schema (an object)')
 
 
-Integer = Annotated[int, BeforeValidator(_integral)]
 Object = Annotated[Json, AfterValidator(_plain)]
 
 
@@ -119,8 +122,8 @@ class OllamaOptions(Schema):
 
 
 class OllamaCalledFunction(Schema):
-    name: Annotated[str, Field(min_length=1)]
-    arguments: Object | None = None
+    name: str | None = None
+    arguments: Annotated[Any, AfterValidator(_plain)] = None
 
 
 class OllamaToolCall(Schema):
@@ -130,11 +133,12 @@ class OllamaToolCall(Schema):
 
 class OllamaMessage(Schema):
     role: str
-    content: str | None = None
-    thinking: str | None = None
-    images: Any = None
+    content: Any = None
+    thinking: Any = None
+    images: list[Any] | None = None
     tool_calls: Annotated[list[OllamaToolCall], Field(fail_fast=True)] | None = None
     tool_name: str | None = None
+    name: str | None = None  # the older name of tool_name
     tool_call_id: str | None = None
 
 
@@ -304,9 +308,6 @@ def _check_supported(body: OllamaGenerate) -> None:
         raise RequestError("think does nothing to a prompt that is used unchanged (raw)", param="think")
 
 
-_ROLES: dict[str, Role] = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-
-
 def _turns(messages: Sequence[OllamaMessage]) -> tuple[ChatMessage, ...]:
     """Return the turns. Calls without ids are numbered, and matched to results by name or order.
 
@@ -316,34 +317,37 @@ def _turns(messages: Sequence[OllamaMessage]) -> tuple[ChatMessage, ...]:
     turns: list[ChatMessage] = []
     unanswered: list[Call] = []
     count = 0
+    roles = [message.role.lower() for message in messages]
+    own = newest(roles)
     for i, message in enumerate(messages):
-        role = _role(message, f"messages[{i}]")
+        role, mark = role_of(roles[i], f"messages[{i}].role", last=i == len(messages) - 1)
+        text = lines([mark, _text(message, f"messages[{i}]", own=i == own)])
         calls: list[Call] = []
         for each in message.tool_calls or ():
-            arguments = json.dumps(each.function.arguments or {}, ensure_ascii=False)
-            calls.append(Call(each.id or f"call{count:05d}", each.function.name, arguments))
+            arguments = arguments_text(each.function.arguments)
+            calls.append(Call(each.id or f"call{count:05d}", each.function.name or "", arguments))
             count += 1
         if role == "tool":
             call = _answered(message, unanswered)
-            turns.append(ChatMessage(role, message.content or "", call_id=call.id, name=call.name))
+            turns.append(ChatMessage(role, text, call_id=call.id, name=call.name))
         else:
-            turns.append(ChatMessage(role, message.content or "", message.thinking or "", tuple(calls)))
+            turns.append(ChatMessage(role, text, thought_text(message.thinking), tuple(calls)))
             unanswered += calls
     return tuple(turns)
 
 
-def _role(message: OllamaMessage, where: str) -> Role:
-    if message.images:
+def _text(message: OllamaMessage, where: str, *, own: bool) -> str:
+    if message.images and own:
         raise not_supported(f"{where}.images is not supported: only text is understood", f"{where}.images")
-    role = _ROLES.get(message.role.lower())
-    if role is None:
-        raise none_of(message.role, _ROLES, f"{where}.role")
-    return role
+    images = [{"type": "image"}] * len(message.images or ())
+    content = "" if message.content is None else message.content
+    text = content_text(content, f"{where}.content", strict=own)
+    return lines([text, content_text(images)])
 
 
 def _answered(message: OllamaMessage, unanswered: list[Call]) -> Call:
     """Return the call that a "tool" message answers, and remove it from `unanswered`."""
-    id_, name = message.tool_call_id or "", message.tool_name or ""
+    id_, name = message.tool_call_id or "", message.tool_name or message.name or ""
     for call in unanswered:
         if (call.id == id_) if id_ else (name in ("", call.name)):
             unanswered.remove(call)

@@ -8,7 +8,7 @@ cluster's health.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
@@ -27,7 +27,6 @@ from ...text.conversation import (
     ChatMessage,
     Conversation,
     GenerationRequest,
-    Role,
 )
 from ...text.tokenizer import Name
 from ...text.transcript import (
@@ -43,31 +42,39 @@ from ...text.transcript import (
 from ..adapter import SSE, About, AnswerWriter, Json, Operation, error_body_of
 from ..backend import Health, ModelInfo, StoredModelInfo, StreamEnd
 from ..generation import MAX_CHOICES, Adapter, Generation
-from ..request_body import Schema, in_range, missing, none_of, not_supported, parsed, shown
+from ..request_body import Integer, Schema, in_range, missing, not_supported, parsed, shown
 from ..streaming import COMMENT
 from . import anthropic
 from .request_parts import (
     MOST_TOKENS,
+    THOUGHTS,
     ClientTool,
     TextReader,
     Tuning,
+    arguments_text,
+    content_text,
+    lines,
     log_left_out,
+    newest,
+    plain_choice,
+    role_of,
     text_arguments,
     text_of,
     text_parameters,
+    thought_text,
 )
 
 
 class Function(Schema):
-    """The function of a tool call."""
+    """The function of a tool call. A model may have written no name, and any arguments."""
 
-    name: str
-    arguments: str | Json | None = None
+    name: str | None = None
+    arguments: Any = None
 
 
 class CustomCallInput(Schema):
-    name: Annotated[str, Field(min_length=1)]
-    input: str
+    name: str | None = None
+    input: str | None = None
 
 
 class ToolCallInput(Schema):
@@ -81,11 +88,16 @@ class MessageInput(Schema):
     role: str
     content: Any = None
     name: str | None = None
-    reasoning_content: str | None = None
+    refusal: str | None = None
+    audio: Json | None = None
+    # thoughts, as different servers name them
+    reasoning_content: Any = None
     reasoning: Any = None
-    tool_calls: list[ToolCallInput] | None = None
+    reasoning_details: Any = None
+    thinking_blocks: Any = None
+    tool_calls: list[ToolCallInput | None] | None = None
     tool_call_id: str | None = None
-    function_call: Any = None
+    function_call: Function | None = None
 
 
 class ToolFunction(Schema):
@@ -120,14 +132,14 @@ class ChatRequest(Tuning):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Annotated[int, in_range(1, MAX_CHOICES)] | None = None
-    max_tokens: Annotated[int, in_range(1, MOST_TOKENS)] | None = None
-    max_completion_tokens: Annotated[int, in_range(1, MOST_TOKENS)] | None = None
+    n: Annotated[Integer, in_range(1, MAX_CHOICES)] | None = None
+    max_tokens: Annotated[Integer, in_range(1, MOST_TOKENS)] | None = None
+    max_completion_tokens: Annotated[Integer, in_range(1, MOST_TOKENS)] | None = None
     response_format: Json | None = None
     user: Any = None
     # scores of its tokens
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, in_range(0, 20)] | None = None
+    top_logprobs: Annotated[Integer, in_range(0, 20)] | None = None
     # tools, and thinking
     tools: Annotated[list[OfferedTool], Field(fail_fast=True)] | None = None
     tool_choice: str | Json | None = None
@@ -201,50 +213,63 @@ def turns(messages: Sequence[MessageInput]) -> tuple[ChatMessage, ...]:
     """Return a conversation's turns: `developer` becomes `system`, parts of text are joined."""
     found: list[ChatMessage] = []
     names: dict[str, str] = {}
+    own = newest([message.role for message in messages])
     for i, message in enumerate(messages):
         where = f"messages[{i}]"
-        role = _role(message.role, where)
-        if message.function_call:
-            raise not_supported(
-                f"{where}.function_call is the older form: send tool_calls", f"{where}.function_call"
-            )
-        calls = tuple(
-            _call(call, f"{where}.tool_calls[{j}]") for j, call in enumerate(message.tool_calls or ())
-        )
+        role, mark = role_of(message.role, f"{where}.role", last=message is messages[-1])
+        calls = tuple(_calls(message))
         if calls and role != "assistant":
             raise RequestError(
                 f"{where}.tool_calls: only the assistant calls tools, not role {shown(message.role)}",
                 param=f"{where}.tool_calls",
             )
-        if role == "tool" and message.tool_call_id is None:
-            raise missing(f"{where}.tool_call_id")
-        names |= {call.id: call.name for call in calls}
+        text = lines([mark, content_text(message.content, f"{where}.content", strict=i == own)])
         call_id = message.tool_call_id or ""
-        reasoning = message.reasoning_content or message.reasoning
-        found.append(
-            ChatMessage(
-                role,
-                _content(message, where),
-                reasoning if isinstance(reasoning, str) and role == "assistant" else "",
-                calls,
-                call_id if role == "tool" else "",
-                (message.name or names.get(call_id, "")) if role == "tool" else "",
-            )
-        )
+        match role:
+            case "assistant":
+                names |= {call.id: call.name for call in calls}
+                spoken = content_text({**message.audio, "type": "audio"}) if message.audio else ""
+                text = lines([text, message.refusal or "", spoken])
+                found.append(ChatMessage(role, text, _thoughts(message), calls))
+            case "tool":
+                name = message.name or names.get(call_id, "")
+                found.append(ChatMessage(role, text, call_id=call_id, name=name))
+            case _:
+                found.append(ChatMessage(role, text))
     return tuple(found)
+
+
+def _calls(message: MessageInput) -> Iterator[Call]:
+    """Yield the calls of a message, also one in the older form."""
+    for call in (*(message.tool_calls or ()), ToolCallInput(function=message.function_call)):
+        match call:
+            case ToolCallInput(id=id_, custom=CustomCallInput() as custom):
+                yield Call(id_ or "", custom.name or "", text_arguments(custom.input or ""))
+            case ToolCallInput(id=id_, function=function) if id_ or function:
+                name, given = (function.name, function.arguments) if function else (None, None)
+                yield Call(id_ or "", name or "", arguments_text(given))
+
+
+def _thoughts(message: MessageInput) -> str:
+    parts = message.content if isinstance(message.content, list) else ()
+    inside = [part for part in parts if isinstance(part, dict) and part.get("type") in THOUGHTS]
+    return thought_text(
+        message.reasoning_content,
+        message.reasoning,
+        message.reasoning_details,
+        message.thinking_blocks,
+        inside,
+    )
 
 
 def tool_choice(given: str | Mapping[str, Any] | None) -> str:
     """Return the choice in `Conversation`'s form. Raises RequestError."""
-    match given:
+    match plain_choice(given):
         case None:
             return AUTO
-        case "auto" | "none" | "required":
-            return {"auto": AUTO, "none": NONE, "required": REQUIRED}[given]
-        case {"type": "function", "function": {"name": str(name)}} | {
-            "type": "custom",
-            "custom": {"name": str(name)},
-        } if name not in ("", AUTO, NONE, REQUIRED):
+        case "auto" | "none" | "required" as word:
+            return {"auto": AUTO, "none": NONE, "required": REQUIRED}[word]
+        case {"type": "function" | "custom" as kind, **rest} if name := _chosen(rest.get(kind, rest)):
             return name
         case {"type": "allowed_tools"}:
             raise not_supported(
@@ -254,6 +279,13 @@ def tool_choice(given: str | Mapping[str, Any] | None) -> str:
         case other:
             expected = '"auto", "none", "required" or {"type": "function", "function": {"name": "..."}}'
             raise RequestError(f"tool_choice: expected {expected}, got {shown(other)}", param="tool_choice")
+
+
+def _chosen(given: object) -> str:
+    match given:
+        case {"name": str(name)} if name not in (AUTO, NONE, REQUIRED):
+            return name
+    return ""
 
 
 #: Variables that mlxtp sets in a template; clients may set the others.
@@ -286,33 +318,6 @@ def _check_supported(request: ChatRequest) -> None:
             raise not_supported(f"{name} {shown(getattr(request, name))} {why}", name)
 
 
-_ROLES: Mapping[str, Role] = {
-    "system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool",
-}  # fmt: skip
-
-
-def _role(role: str, where: str) -> Role:
-    if role == "function":
-        raise not_supported(f'{where}: role "function" is the older form: send role "tool"', f"{where}.role")
-    if role not in _ROLES:
-        raise none_of(role, _ROLES, f"{where}.role")
-    return _ROLES[role]
-
-
-def _call(call: ToolCallInput, where: str) -> Call:
-    if call.type == "custom" and call.custom is not None:
-        return Call(call.id or "", call.custom.name, text_arguments(call.custom.input))
-    if call.type not in (None, "function", "custom"):
-        raise not_supported(
-            f"{where}.type {shown(call.type)} is not supported, only function and custom", f"{where}.type"
-        )
-    if call.function is None:
-        raise missing(f"{where}.{call.type or 'function'}")
-    arguments = call.function.arguments
-    text = json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
-    return Call(call.id or "", call.function.name, text or "{}")
-
-
 def _tools(given: Sequence[OfferedTool]) -> list[ClientTool]:
     """Return the tools that a model may call; the provider's own are left out."""
     tools: list[ClientTool] = []
@@ -328,34 +333,6 @@ def _tools(given: Sequence[OfferedTool]) -> list[ClientTool]:
             case _:
                 log_left_out("tools", tool.type)
     return tools
-
-
-def _content(message: MessageInput, where: str) -> str:
-    where = f"{where}.content"
-    match message.content:
-        case str(text):
-            return text
-        case list(parts):
-            return "\n".join([_part(part, f"{where}[{i}]") for i, part in enumerate(parts)])
-        case None if message.role == "assistant":
-            return ""
-        case other:
-            raise RequestError(
-                f"{where}: expected a string or a list of text parts, got {shown(other)}", param=where
-            )
-
-
-def _part(part: object, where: str) -> str:
-    match part:
-        case {"type": "text", "text": str(text)}:
-            return text
-        case {"type": "refusal", "refusal": str(text)}:
-            return text
-        case {"type": str(kind)} if kind not in ("text", "refusal"):
-            raise not_supported(f"{where}: parts of type {kind!r} are not supported, only text", where)
-        case _:
-            expected = '{"type": "text", "text": "..."}'
-            raise RequestError(f"{where}: expected {expected}, got {shown(part)}", param=where)
 
 
 # --- answers ----------------------------------------------------------------------------------------------

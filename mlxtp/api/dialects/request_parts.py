@@ -1,4 +1,7 @@
-"""Parts of requests that several dialects share: settings of sampling and length, and tools.
+"""Parts of requests that all dialects share: settings, words of messages, and tools.
+
+A client sends its history again at every turn, and cannot take anything out of it. So history is never
+refused: what can be text becomes text, and a short note stands for the rest.
 
 Clients group functions in namespaces, offer tools that take plain text, and list tools that only their
 provider supports. A model gets functions under unique names. Pure, but for one log line for each kind of tool
@@ -10,8 +13,9 @@ from __future__ import annotations
 import json
 import logging
 import re
+from base64 import b64decode
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Any, Literal
@@ -19,8 +23,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from ...errors import RequestError
-from ...text.conversation import GenerationOptions, Tool
-from ..request_body import Schema, in_range, shown
+from ...text.conversation import REQUIRED, GenerationOptions, Role, Tool
+from ..request_body import Integer, Schema, in_range, none_of, not_supported, shown, wrong
 
 # --- settings ---------------------------------------------------------------------------------------------
 
@@ -31,16 +35,16 @@ MOST_TOKENS = 2**31 - 1
 class Tuning(Schema):
     """The settings. Those with an asterisk in `docs/api.md` are not in OpenAI's own API."""
 
-    min_tokens: Annotated[int, in_range(0, MOST_TOKENS)] | None = None
+    min_tokens: Annotated[Integer, in_range(0, MOST_TOKENS)] | None = None
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     temperature: Annotated[float, in_range(0, 2)] | None = None
     top_p: Annotated[float, in_range(0, 1)] | None = None
-    top_k: Annotated[int, in_range(-1, MOST_TOKENS)] | None = None
+    top_k: Annotated[Integer, in_range(-1, MOST_TOKENS)] | None = None
     min_p: Annotated[float, in_range(0, 1)] | None = None
     xtc_probability: Annotated[float, in_range(0, 1)] | None = None
     xtc_threshold: Annotated[float, in_range(0, 0.5)] | None = None
-    seed: int | None = None
+    seed: Integer | None = None
     presence_penalty: Annotated[float, in_range(-2, 2)] | None = None
     frequency_penalty: Annotated[float, in_range(-2, 2)] | None = None
     repetition_penalty: Annotated[float, in_range(0.01, 100)] | None = None
@@ -59,6 +63,198 @@ class Tuning(Schema):
 
 
 _SAME_NAMES = {*Tuning.model_fields} - {"stop"}  # as in `GenerationOptions`
+
+
+# --- messages ---------------------------------------------------------------------------------------------
+
+
+_ROLES: Mapping[str, Role] = {
+    "system": "system", "developer": "system", "user": "user", "assistant": "assistant",
+    "tool": "tool", "function": "tool", "ipython": "tool", "observation": "tool",
+}  # fmt: skip
+
+
+def role_of(name: str, where: str, *, last: bool) -> tuple[Role, str]:
+    """Return the role, and words that name an unknown one in history, which becomes the user's.
+
+    Raises RequestError for an unknown one in the last message: its sender can still mend it.
+    """
+    if last and name not in _ROLES:
+        raise none_of(name, _ROLES, where)
+    return (_ROLES[name], "") if name in _ROLES else ("user", f"[{name}]")
+
+
+def newest(roles: Sequence[str]) -> int:
+    """Return the index of the last message if it is the user's own, else -1.
+
+    Behind a tool's result it is the agent's: agents show what a tool returned in that way, too.
+    """
+    *_, before, last = ("", "", *roles)
+    return len(roles) - 1 if last == "user" and _ROLES.get(before) != "tool" else -1
+
+
+def content_text(content: object, where: str = "", *, strict: bool = False) -> str:
+    """Return the words of a message or of a tool's result, in any dialect.
+
+    `strict`: raise RequestError that names the place of what is no text, instead of a note.
+    """
+    return lines(content_texts(content, where, strict=strict))
+
+
+def content_texts(content: object, where: str = "", *, strict: bool = False) -> list[str]:
+    """Return the words of each part of a content. `strict` as in `content_text`."""
+    if isinstance(content, list) and (strict or _are_parts(content)):
+        return [part_text(part, f"{where}[{i}]", strict=strict) for i, part in enumerate(content)]
+    return [part_text(content, where, strict=strict)]
+
+
+def part_text(part: object, where: str = "", *, strict: bool = False) -> str:
+    """Return the words of one part of a content. `strict` as in `content_text`."""
+    if (text := _plain(part)) is not None:
+        return text
+    pieces = list(_pieces(part))
+    why = next((why for _, why in pieces if why), "") if strict else ""
+    if why == _ODD:
+        raise wrong(where, 'text or parts such as {"type": "text", "text": "..."}', part)
+    if why:
+        kind = shown(part["type"]) if isinstance(part, dict) else "this"
+        raise not_supported(f"{where}: a part of type {kind} is not supported: {why}", where)
+    return lines(text for text, _ in pieces)
+
+
+def lines(texts: Iterable[str]) -> str:
+    return "\n".join(filter(None, texts))
+
+
+def thought_text(*given: object) -> str:
+    """Return the words of the first of these thoughts that has any."""
+    return next(filter(None, map(_thought, given)), "")
+
+
+def arguments_text(given: object) -> str:
+    """Return a call's arguments as text. What a model wrote may be no JSON, or no object."""
+    text = given if isinstance(given, str) else "" if given is None else _json(given)
+    return text if text.strip() else "{}"
+
+
+_Piece = tuple[str, str]  # text, and why it is not what the client meant: it is a note, or odd
+_ODD = "odd"
+_MEDIA = {  # words in the names of types
+    "image": "image", "screenshot": "image", "audio": "audio", "video": "video", "resource_link": "",
+    "document": "document", "file": "document", "resource": "document",
+}  # fmt: skip
+_READS_NO = {"image": "images", "audio": "audio", "video": "videos", "document": "documents"}
+_TEXT_TYPE = re.compile("text/|json|xml|yaml|javascript|octet-stream")
+THOUGHTS = ("thinking", "reasoning")
+_UNSPOKEN = (  # parts without words; thoughts are read elsewhere, the others by their provider alone
+    *THOUGHTS, "redacted_thinking", "server_tool_use", "fallback", "tool_addition", "tool_removal",
+    "mcp_tool_listing",
+)  # fmt: skip
+_SPOKEN = (  # fields of other parts, in the order in which they are read
+    "title", "name", "tool_name", "url", "uri", "source", "refusal", "content", "input", "output",
+    "tool_references", "stdout", "stderr", "error_code",
+)  # fmt: skip
+_THOUGHT_FIELDS = (*THOUGHTS, "reasoning_content", "text", "content", "summary")
+SUMMARY = "[Summary of the conversation so far]"
+
+
+def _plain(value: object) -> str | None:
+    """Return a string, or that of a part of text; None for anything else."""
+    if isinstance(value, dict) and str(value.get("type") or "text").endswith("text"):
+        value = value.get("text")
+    return value if isinstance(value, str) else None
+
+
+def _pieces(value: object) -> Iterator[_Piece]:
+    if (text := _plain(value)) is not None:
+        yield text, ""
+        return
+    match value:
+        case [*parts] if _are_parts(parts):
+            for each in parts:
+                yield from _pieces(each)
+        case {"type": str(kind), **part}:
+            yield from _of_kind(kind, part)
+        case None:
+            yield "", _ODD
+        case _:
+            yield _json(value), _ODD
+
+
+def _are_parts(values: Sequence[object]) -> bool:
+    return all(isinstance(each, str | dict | None) for each in values)
+
+
+def _of_kind(kind: str, part: Mapping[Any, Any]) -> Iterator[_Piece]:
+    media = next((name for word, name in _MEDIA.items() if word in kind), "")
+    if kind.endswith("text"):
+        yield from _pieces(part.get("text", part.get("data", part.get("content"))))
+    elif kind == "compaction":
+        summary = content_text(part.get("content"))
+        yield f"{SUMMARY}\n{summary}" if summary else "", ""
+    elif media == "document":
+        yield from _document(part)
+    elif media:
+        text = part.get("transcript")
+        yield (text, "") if isinstance(text, str) else _note(media, _READS_NO[media])
+    elif kind not in _UNSPOKEN:
+        values = [part[name] for name in _SPOKEN if part.get(name) is not None]
+        for value in values:
+            yield from _pieces(value)
+        if not values:
+            yield _note(f"block of type {shown(kind)}", "such blocks")
+
+
+def _note(what: str, kinds: str) -> _Piece:
+    why = f"this model reads no {kinds}"
+    return f"[{what} left out: {why}]", why
+
+
+def _document(part: Mapping[Any, Any]) -> Iterator[_Piece]:
+    """Yield the title and the text of a document or a file; a note for one that is no text."""
+    for name in ("title", "context"):
+        if isinstance(part.get(name), str):
+            yield part[name], ""
+    match part.get("source") or part.get("file") or part.get("resource") or part:
+        case {"content": content}:
+            yield from _pieces(content)
+        case {"type": "text", "data": str(text)} | {"text": str(text)}:
+            yield text, ""
+        case {"data": str(data), **more} | {"file_data": str(data), **more} if text := _decoded(data, more):
+            yield text, ""
+        case _:
+            yield _note("document", "documents")
+
+
+def _decoded(data: str, about: Mapping[Any, Any]) -> str:
+    """Return the text of a file, which is plain, in base64 or in a data URL; empty for another file."""
+    kind = str(about.get("media_type") or about.get("mime_type") or "")
+    if data.startswith("data:"):
+        kind, _, data = data.partition(",")
+    if kind and not _TEXT_TYPE.search(kind):
+        return ""
+    try:
+        text = b64decode(re.sub("[\r\n]", "", data), validate=True).decode()
+    except UnicodeDecodeError:
+        return ""
+    except ValueError:
+        return data
+    return "" if text.startswith("%PDF") or "\0" in text else text
+
+
+def _thought(given: object) -> str:
+    match given:
+        case str(text):
+            return text
+        case [*parts]:
+            return lines(map(_thought, parts))
+        case {**fields}:
+            return thought_text(*[fields.get(name) for name in _THOUGHT_FIELDS])
+    return ""
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 # --- tools ------------------------------------------------------------------------------------------------
@@ -81,8 +277,9 @@ class ClientTool:
     where: str = ""
 
     def function(self, name: str) -> Tool:
-        """Return this tool as a function under the model's `name`."""
-        return Tool(name, self.description, self.parameters)
+        """Return this tool as a function under the model's `name`; models also write `namespace__name`."""
+        whole = joined(self.namespace, self.name)
+        return Tool(name, self.description, self.parameters, () if whole == name else (whole,))
 
 
 def unfold(tools: Sequence[ClientTool]) -> dict[str, ClientTool]:
@@ -103,13 +300,25 @@ def unfold(tools: Sequence[ClientTool]) -> dict[str, ClientTool]:
 
 
 def called(name: str, tools: Mapping[str, ClientTool]) -> ClientTool:
-    """Return the tool that a model calls by `name`. Models also write `namespace__name` for unique names."""
-    whole = (each for each in tools.values() if each.namespace and joined(each.namespace, each.name) == name)
+    """Return the tool that a model calls by `name`, its own or an alias."""
+    whole = (tool for known, tool in tools.items() if name in tool.function(known).aliases)
     return tools.get(name) or next(whole, ClientTool(name))
 
 
 def joined(namespace: str | None, name: str) -> str:
     return f"{namespace}__{name}" if namespace else name
+
+
+def plain_choice(given: object) -> object:
+    """Return a choice among tools, in any dialect's words, as a word or as `{"type", "name"}`."""
+    match given:
+        case "any" | {"type": "any" | "required"}:
+            return REQUIRED
+        case {"type": "auto" | "none" as word}:
+            return word
+        case {"type": "tool", **rest}:
+            return {**rest, "type": "function"}
+    return given
 
 
 # --- tools that take plain text ---------------------------------------------------------------------------

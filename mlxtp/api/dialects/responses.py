@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from ...errors import MlxtpError
+from ...errors import Code, MlxtpError
 from ...text.conversation import Call, GenerationRequest
 from ...text.transcript import (
     AnswerEvent,
@@ -31,8 +32,8 @@ from ..request_context import current
 from . import openai as answers
 from .openai import TOO_LONG, finishes, sse
 from .request_parts import ClientTool, TextReader, called
-from .responses_items import CALLS, call_item, object_in, search_call
-from .responses_request import ResponseRequest, ResponsesAnswerOptions, ResponseStore, parse
+from .responses_items import CALLS, call_item, compaction_content, object_in, search_call
+from .responses_request import ResponseRequest, ResponsesAnswerOptions, ResponseStore, parse, parse_compact
 
 # --- items of an answer -----------------------------------------------------------------------------------
 
@@ -170,6 +171,46 @@ class ToolCallOutput:
         return [{"type": f"{self._events}.{step}", "item_id": self.id} | fields] if self._events else []
 
 
+class CompactionOutput:
+    """A summary of the conversation as an item: the model's text, or its thoughts where it wrote no text."""
+
+    kind = "compaction"
+
+    def __init__(self, place: str) -> None:
+        self.id = f"cmp_{place}"
+        self._text: list[str] = []
+        self._thoughts: list[str] = []
+
+    def more(self, text: str) -> Json:
+        self._text.append(text)
+        return {"type": "response.compaction.compacting", "item_id": self.id}
+
+    def think(self, text: str) -> None:
+        self._thoughts.append(text)
+
+    def check(self) -> None:
+        """Raise MlxtpError where the model has written nothing: its client would lose the conversation."""
+        if not self._summary:
+            raise MlxtpError("the model wrote no summary; the conversation is as it was", Code.INTERNAL)
+
+    def opened(self) -> list[Json]:
+        return []
+
+    def closed(self) -> list[Json]:
+        return []
+
+    def json(self, status: str) -> Json:
+        """Return the item. A summary that was cut off says so itself, since the item has no status."""
+        summary = self._summary if status != "in_progress" else ""
+        if summary and status == "incomplete":
+            summary += "\n[cut off here]"
+        return {"type": self.kind, "id": self.id, "encrypted_content": compaction_content(summary)}
+
+    @property
+    def _summary(self) -> str:
+        return "".join(self._text).strip() or "".join(self._thoughts).strip()
+
+
 def tool_call(about: About, place: str, call_id: str, name: str) -> ToolCallOutput:
     """Return the item of a call. `name` is the model's; the item has the client's."""
     wanted: ResponsesAnswerOptions = about.ask.dialect
@@ -218,6 +259,15 @@ def items_of_whole(about: About, whole: WholeAnswer, finish: Finish) -> list[Jso
         made.more(call.arguments)
         items.append(made)
     return [item.json("completed") for item in items[:-1]] + [items[-1].json(status_of(finish))]
+
+
+def compaction_of_whole(about: About, whole: WholeAnswer, finish: Finish) -> list[Json]:
+    """Return the output of an answer that is a summary. Raises MlxtpError where there is none."""
+    made = CompactionOutput(place(about, 0))
+    made.more(whole.text)
+    made.think(whole.reasoning)
+    made.check()
+    return [made.json(status_of(finish))]
 
 
 def speaks(finish: Finish, thought: bool, called: bool) -> bool:
@@ -381,6 +431,26 @@ class ResponseWriter(AnswerWriter):
         return b"event: %b\n%b" % (event["type"].encode(), sse(numbered))
 
 
+class CompactionWriter(ResponseWriter):
+    """Writer of a summary as events. A response with a summary that was cut off is complete: see its item."""
+
+    def begin(self) -> bytes:
+        self._made = CompactionOutput(self._place())
+        return self._begin(self._made)
+
+    def write(self, event: AnswerEvent) -> bytes:
+        match event:
+            case ContentDelta(text=text) if text:
+                return self._sent(self._made.more(text))
+            case ReasoningDelta(text=text):
+                self._made.think(text)
+            case Finish():
+                self._made.check()
+                self._finish = replace(event, reason="stop")
+                return self._end(status_of(event))
+        return b""
+
+
 # --- the response -----------------------------------------------------------------------------------------
 
 
@@ -437,6 +507,19 @@ def response_body(
     }
 
 
+def history_body(about: About, output: Sequence[Json], finish: Finish) -> Json:
+    """Return a new history: the messages of the user that stay, and the summary in `output`."""
+    wanted: ResponsesAnswerOptions = about.ask.dialect
+    users = [{"id": f"msg_{place(about, i)}"} | item for i, item in enumerate(wanted.users, 1)]
+    return {
+        "id": f"resp_{about.id}",
+        "object": "response.compaction",
+        "created_at": int(about.created),
+        "output": [*users, *output],
+        "usage": _usage(about, finish),
+    }
+
+
 def _usage(about: About, finish: Finish) -> Json:
     """Return the counts of tokens. `cache_write_tokens` is 0, as writing to a cache costs nothing."""
     prompt, end = about.prompt_tokens[0], finish.end
@@ -463,6 +546,7 @@ def _text(value: object) -> str | None:
 
 
 PATH = "/v1/responses"
+COMPACT_PATH = f"{PATH}/compact"
 
 
 class Responses(Adapter):
@@ -478,6 +562,7 @@ class Responses(Adapter):
     media_type = SSE
     operations = (
         Operation("POST", PATH, "Answer a conversation", ResponseRequest, SSE),
+        Operation("POST", COMPACT_PATH, "Summarize a conversation", ResponseRequest),
         Operation(
             "POST",
             f"{PATH}/input_tokens",
@@ -495,30 +580,49 @@ class Responses(Adapter):
             # a short body may name a long conversation
             return await generation.answer(self, request, self._parse, slow=True)
 
+        async def compact(request: Request) -> Response:
+            return await generation.answer(self, request, self._parse_compact, slow=True)
+
         async def count(request: Request) -> Response:
             tokens = await generation.count(request, self._parse)
             return JSONResponse({"object": "response.input_tokens", "input_tokens": tokens})
 
         return [
             Route(path, generation.endpoint(self, handler), methods=["POST"])
-            for path, handler in ((PATH, create), (f"{PATH}/input_tokens", count))
+            for path, handler in ((PATH, create), (COMPACT_PATH, compact), (f"{PATH}/input_tokens", count))
         ]
 
     def whole(self, about: About, wholes: Sequence[WholeAnswer]) -> Json:
         [whole], [finish] = wholes, finishes(wholes)
-        output = items_of_whole(about, whole, finish)
+        wanted: ResponsesAnswerOptions = about.ask.dialect
+        if wanted.compacts:
+            output = compaction_of_whole(about, whole, finish)
+            finish = replace(finish, reason="stop")
+        else:
+            output = items_of_whole(about, whole, finish)
+        if wanted.compacts == "history":
+            return history_body(about, output, finish)
         response = response_body(about, status_of(finish), output, finish=finish, completed_at=self._clock())
         self._keep(about, response)
         return response
 
     def writer(self, about: About) -> ResponseWriter:
-        return ResponseWriter(about, lambda response: self._keep(about, response), self._clock)
+        kind = CompactionWriter if about.ask.dialect.compacts else ResponseWriter
+        return kind(about, lambda response: self._keep(about, response), self._clock)
 
     def _parse(self, body: bytes) -> GenerationRequest:
-        account = current()
-        return parse(body, self._store, account.key if account is not None else "")
+        return parse(body, self._store, _client())
+
+    def _parse_compact(self, body: bytes) -> GenerationRequest:
+        return parse_compact(body, self._store, _client())
 
     def _keep(self, about: About, response: Json) -> None:
         wanted: ResponsesAnswerOptions = about.ask.dialect
         if wanted.input is not None:
             self._store.put(wanted.client, response["id"], wanted.input, response["output"])
+
+
+def _client() -> str:
+    """Return the name of the current request's key."""
+    account = current()
+    return account.key if account is not None else ""

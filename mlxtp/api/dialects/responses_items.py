@@ -6,7 +6,8 @@ An item is checked once, on arrival. From then on it has the shape of this modul
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -16,17 +17,25 @@ from ...errors import RequestError
 from ...text.conversation import AUTO, NONE, REQUIRED, Call, ChatMessage
 from ...text.json_limits import check_extent
 from ..adapter import Json
-from ..request_body import Schema, check_finite, checked, missing, none_of, not_supported, shown, wrong
-from .request_parts import ClientTool, joined, log_left_out, text_arguments, text_parameters
+from ..request_body import Schema, check_finite, checked, missing, not_supported, shown, wrong
+from .request_parts import (
+    SUMMARY,
+    ClientTool,
+    arguments_text,
+    content_text,
+    content_texts,
+    joined,
+    log_left_out,
+    newest,
+    plain_choice,
+    role_of,
+    text_arguments,
+    text_parameters,
+    thought_text,
+)
 
-ROLES: dict[str, Literal["user", "system"]] = {"user": "user", "system": "system", "developer": "system"}
 CALLS = ("function_call", "custom_tool_call", "tool_search_call")
 OUTPUTS = ("function_call_output", "custom_tool_call_output", "tool_search_output")
-#: Endings of the kinds of items that only OpenAI's own servers make.
-_FOREIGN = (
-    "_call", "_call_output", "compaction", "compaction_trigger", "mcp_list_tools", "mcp_approval_request",
-    "mcp_approval_response", "program", "program_output", "agent_message", "ghost_snapshot",
-)  # fmt: skip
 
 
 class _Message(Schema):
@@ -34,45 +43,28 @@ class _Message(Schema):
     content: Any = None
 
 
-class _FunctionCall(Schema):
-    call_id: str
-    name: str
-    arguments: str
+class _Call(Schema):
+    """A call. A model may have written no name, and any arguments."""
+
+    call_id: str | None = None
+    id: str | None = None
+    name: str | None = None
+    arguments: Any = None
+    input: Any = None
     namespace: str | None = None
-    status: str | None = None
-
-
-class _CustomCall(Schema):
-    call_id: str
-    name: Annotated[str, Field(min_length=1)]
-    input: str
-    namespace: str | None = None
-    status: str | None = None
-
-
-class _SearchCall(Schema):
-    call_id: str
-    arguments: Json
     status: str | None = None
 
 
 class _CallOutput(Schema):
-    call_id: str
-    output: Any
-
-
-class _SearchOutput(Schema):
-    call_id: str
-    tools: list[Json]
+    call_id: str | None = None
+    id: str | None = None
+    name: str | None = None
+    output: Any = None
 
 
 class _MoreTools(Schema):
+    call_id: str | None = None
     tools: list[Json]
-
-
-class _Reasoning(Schema):
-    summary: list[Any] | None = None
-    content: list[Any] | None = None
 
 
 class _Reference(Schema):
@@ -90,87 +82,85 @@ def items_of(given: str | list[Any], find: Callable[[str, str], Json]) -> list[J
     if isinstance(given, str):
         return [_spoken("user", [given])]
     items: list[Json] = []
-    left_out: set[str] = set()  # calls, by their ids
+    own = newest([_speaker(each) for each in given])
     for i, each in enumerate(given):
         where = f"input[{i}]"
         if not isinstance(each, dict):
             raise wrong(where, "an item, an object", each)
-        kind, call_id = each.get("type"), each.get("call_id")
-        if _foreign(each):
-            log_left_out("items", str(kind))
-            left_out.add(str(call_id))
-        elif kind not in OUTPUTS or call_id is None or str(call_id) not in left_out:
-            items.append(_item(each, where, find))
+        match each.get("type", "message" if "role" in each else "item_reference"):
+            case "item_reference":
+                items.append(find(checked(_Reference, each, where).id, f"{where}.id"))
+            case "message":
+                items.append(_message(each, where, last=i == len(given) - 1, own=i == own))
+            case "compaction_trigger":
+                pass  # obeyed where it is the last one
+            case str(kind) if (item := _item(kind, each, where)) is not None:
+                items.append(item)
+            case str(kind):
+                log_left_out("items", kind)
+            case kind:
+                raise wrong(f"{where}.type", "a string", kind)
     return items
 
 
-def _foreign(item: Json) -> bool:
-    """Return True for an item that only its provider can read or run."""
-    match item.get("type"):
-        case "tool_search_call" | "tool_search_output":
-            return item.get("execution") == "server" or item.get("call_id") is None
-        case str(kind):
-            return kind not in _READ and kind.endswith(_FOREIGN)
-        case _:
-            return False
+def _speaker(item: object) -> str:
+    """Return the role of a message, or "tool" for a call's output."""
+    match item:
+        case {"type": str(kind)} if kind.endswith("_output"):
+            return "tool"
+        case {"role": str(role)}:
+            return role
+    return ""
 
 
-def _item(item: Json, where: str, find: Callable[[str, str], Json]) -> Json:
-    kind = item.get("type")
-    if kind is None:  # the two types that need not be named
-        kind = "message" if "role" in item else "item_reference"
-    match kind:
-        case str() if kind in _READ:
-            return _READ[kind](item, where)
-        case "item_reference":
-            return find(checked(_Reference, item, where).id, f"{where}.id")
-        case str():
-            known = ", ".join((*_READ, "item_reference"))
-            raise not_supported(
-                f"{where}: items of type {shown(kind)} are not supported, only {known}", f"{where}.type"
-            )
-        case _:
-            raise wrong(f"{where}.type", "a string", kind)
+def _item(kind: str, item: Json, where: str) -> Json | None:
+    """Return an item in the shape of this module; None for one that only its provider can read or run."""
+    has_id = item.get("call_id") is not None
+    if kind.startswith("tool_search_") and (item.get("execution") == "server" or not has_id):
+        return None
+    if kind not in _READ:  # a tool of the provider that the client ran, such as a shell, becomes a function
+        if kind.endswith("_call_output"):
+            given = item.get("output") or item.get("status")
+            return _call_output(item | {"type": "function_call_output", "output": given}, where)
+        if kind.endswith("_call") and has_id:
+            given = item.get("action", item.get("operation"))
+            name = kind.removesuffix("_call")
+            return _call(item | {"type": "function_call", "name": name, "arguments": given}, where)
+        return None
+    return _READ[kind](item, where)
 
 
-def _message(item: Json, where: str) -> Json:
+def _message(item: Json, where: str, *, last: bool, own: bool) -> Json:
+    """Return a message. `own`: the newest one, if it is the user's own."""
     message = checked(_Message, item, where)
-    texts = _texts(message.content, f"{where}.content")
-    if message.role != "assistant" and message.role not in ROLES:
-        raise none_of(message.role, (*ROLES, "assistant"), f"{where}.role")
-    return _spoken(message.role, texts)
+    role, mark = role_of(message.role, f"{where}.role", last=last)
+    texts = [mark, *content_texts(message.content, f"{where}.content", strict=own)]
+    if role == "tool":
+        return {"type": "function_call_output", "call_id": "", "output": _parts(texts)}
+    return _spoken(role, texts)
 
 
-def _spoken(role: str, texts: Sequence[str]) -> Json:
+def _spoken(role: str, texts: Iterable[str]) -> Json:
     return {"type": "message", "role": role, "content": _parts(texts)}
 
 
-def _parts(texts: Sequence[str]) -> list[Json]:
-    return [{"text": text} for text in texts]
+def _parts(texts: Iterable[str]) -> list[Json]:
+    return [{"text": text} for text in texts if text]
 
 
 def _call(item: Json, where: str) -> Json:
-    call = checked(_FunctionCall, item, where)
-    if not call.name:
-        raise wrong(f"{where}.name", "the name of a function", call.name)
-    arguments = call.arguments.strip() or "{}"
-    check_extent(arguments, where=f"{where}.arguments", param=f"{where}.arguments")
-    if call.status != "incomplete" and object_in(arguments) is None:
-        raise wrong(f"{where}.arguments", "the JSON text of an object", call.arguments)
-    called = Call(call.call_id, call.name, arguments)
-    return call_item("function_call", called, _status(call.status), call.namespace)
-
-
-def _custom_call(item: Json, where: str) -> Json:
-    custom = checked(_CustomCall, item, where)
-    call = Call(custom.call_id, custom.name, custom.input)
-    return call_item("custom_tool_call", call, _status(custom.status), custom.namespace)
-
-
-def _search_call(item: Json, where: str) -> Json:
-    search = checked(_SearchCall, item, where)
-    check_finite(search.arguments, f"{where}.arguments")
-    return search_call(search.call_id, search.arguments, _status(search.status))
+    call, kind = checked(_Call, item, where), item["type"]
+    if kind == "tool_search_call":
+        arguments = call.arguments if isinstance(call.arguments, dict) else {}
+        check_finite(arguments, f"{where}.arguments")
+        return search_call(call.call_id or "", arguments, _status(call.status))
+    if kind == "custom_tool_call":
+        text = content_text(call.input)
+    else:
+        text = arguments_text(call.arguments).strip()
+        check_extent(text, where=f"{where}.arguments", param=f"{where}.arguments")
+    made = Call(call.call_id or call.id or "", call.name or "", text)
+    return call_item(kind, made, _status(call.status), call.namespace)
 
 
 def _status(given: str | None) -> str:
@@ -200,67 +190,27 @@ def search_call(call_id: str, arguments: Json, status: str) -> Json:
     }
 
 
-def _search_output(item: Json, where: str) -> Json:
-    output = checked(_SearchOutput, item, where)
-    check_finite(output.tools, f"{where}.tools")
-    return {"type": "tool_search_output", "call_id": output.call_id, "tools": output.tools}
-
-
 def _more_tools(item: Json, where: str) -> Json:
     more = checked(_MoreTools, item, where)
     check_finite(more.tools, f"{where}.tools")
-    return {"type": "additional_tools", "tools": more.tools}
+    return {"type": item["type"], "call_id": more.call_id, "tools": more.tools}
 
 
 def _call_output(item: Json, where: str) -> Json:
-    """Return a call's output, with a note in place of images: a refusal would end the conversation."""
+    """Return a call's output. Its call may be cut away."""
     output = checked(_CallOutput, item, where)
-    given: Any = output.output
-    if isinstance(given, list):
-        given = [_NO_IMAGE if _is_image(part) else part for part in given]
-    if not isinstance(given, str):
-        given = _parts(_texts(given, f"{where}.output"))
-    return {"type": item["type"], "call_id": output.call_id, "output": given}
+    given = output.output if isinstance(output.output, str) else _parts(content_texts(output.output))
+    id_ = output.call_id or output.id or ""
+    return {"type": item["type"], "call_id": id_, "name": output.name or "", "output": given}
 
 
-_NO_IMAGE = {"type": "input_text", "text": "[an image, left out: this model reads only text]"}
-
-
-def _is_image(part: object) -> bool:
-    return isinstance(part, dict) and part.get("type") == "input_image"
-
-
-def _reasoning(item: Json, where: str) -> Json:
+def _reasoning(item: Json, _where: str) -> Json:
     """Return thoughts. Leave out `encrypted_content`, which only its maker can read."""
-    reasoning = checked(_Reasoning, item, where)
-    content = [_part(part, f"{where}.content[{i}]") for i, part in enumerate(reasoning.content or ())]
-    summary = [_part(part, f"{where}.summary[{i}]") for i, part in enumerate(reasoning.summary or ())]
-    return {"type": "reasoning", "summary": _parts(summary), "content": _parts(content)}
 
+    def parts(given: object) -> list[Json]:
+        return _parts(map(thought_text, given if isinstance(given, list) else [given]))
 
-def _texts(content: object, where: str) -> list[str]:
-    match content:
-        case str(text):
-            return [text]
-        case list(parts):
-            return [_part(part, f"{where}[{i}]") for i, part in enumerate(parts)]
-        case _:
-            raise wrong(where, "a string or a list of text parts", content)
-
-
-_TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
-
-
-def _part(part: object, where: str) -> str:
-    match part:
-        case {"type": str(kind), "text": str(text)} if kind in _TEXT_PARTS:
-            return text
-        case {"type": "refusal", "refusal": str(text)}:
-            return text
-        case {"type": str(kind)} if kind not in (*_TEXT_PARTS, "refusal"):
-            raise not_supported(f"{where}: parts of type {shown(kind)} are not supported, only text", where)
-        case _:
-            raise wrong(where, '{"type": "input_text", "text": "..."}', part)
+    return {"type": "reasoning", "summary": parts(item.get("summary")), "content": parts(item.get("content"))}
 
 
 def object_in(text: str) -> Json | None:
@@ -272,16 +222,85 @@ def object_in(text: str) -> Json | None:
     return found if isinstance(found, dict) else None
 
 
-_READ: Mapping[str, Callable[[Json, str], Json]] = {
-    "message": _message,
+# --- compactions ------------------------------------------------------------------------------------------
+
+
+_OURS = "mlxtp:"  # the beginning of the content of a compaction that was made here
+_OTHERS = ("user", "system", "developer")
+_LEAST_KEPT = 2000  # characters
+#: Request for a summary, the last words of a user.
+COMPACT = """Write a summary of the conversation so far. From now on you will see it in place of your own
+messages, of your calls and of their results; only messages of the user stay. Say what the user wants, what
+was decided and why, what was done and found out, and what remains to be done. Keep names, paths, commands,
+numbers and errors as they are. Call no tool. Write only the summary."""
+
+
+def compaction_content(summary: str) -> str:
+    """Return the content of a compaction: plain text in base64, not encrypted. Empty without a summary."""
+    return _OURS + b64encode(summary.encode(errors="replace")).decode() if summary else ""
+
+
+def _summary(content: object) -> str:
+    """Return the summary in a compaction; empty for one of another server, which only that can read."""
+    if not isinstance(content, str) or not content.startswith(_OURS):
+        return ""
+    try:
+        return b64decode(content.removeprefix(_OURS), validate=True).decode()
+    except ValueError:
+        return ""
+
+
+def _compaction(item: Json, _where: str) -> Json | None:
+    content = item.get("encrypted_content")
+    return {"type": "compaction", "encrypted_content": content} if _summary(content) else None
+
+
+def still_meant(items: Sequence[Json]) -> list[Json]:
+    """Return the items that a prompt is made of.
+
+    Before a compaction only the words of others count. A call that was cut off was never made, unless the
+    client answered it.
+    """
+    found: list[Json] = []
+    answered: set[str] = set()
+    compacted = False
+    for item in reversed(items):
+        if item["type"] in OUTPUTS:
+            answered.add(item["call_id"])
+        cut = item["type"] in CALLS and item["status"] == "incomplete" and item["call_id"] not in answered
+        if not cut and (not compacted or item.get("role") in _OTHERS):
+            found.append(item)
+        compacted |= item["type"] == "compaction"
+    return found[::-1]
+
+
+def users_of(items: Sequence[Json], size: int) -> list[Json]:
+    """Return messages of the user as a client keeps them: the newest, and others up to half of `size`
+    characters.
+    """
+    room, kept = max(size // 2, _LEAST_KEPT), list[Json]()
+    for item in reversed(items):
+        if item.get("role") == "user":
+            content = [{"type": "input_text", "text": part["text"]} for part in item["content"]]
+            room -= len(json.dumps(content))
+            if room < 0 and kept:
+                break
+            kept.append({"type": "message", "role": "user", "status": "completed", "content": content})
+    return kept[::-1]
+
+
+_READ: Mapping[str, Callable[[Json, str], Json | None]] = {
     "function_call": _call,
     "function_call_output": _call_output,
-    "custom_tool_call": _custom_call,
+    "custom_tool_call": _call,
     "custom_tool_call_output": _call_output,
-    "tool_search_call": _search_call,
-    "tool_search_output": _search_output,
+    "tool_search_call": _call,
+    "tool_search_output": _more_tools,
     "additional_tools": _more_tools,
     "reasoning": _reasoning,
+    "compaction": _compaction,
+    "compaction_summary": _compaction,
+    "context_compaction": _compaction,
 }
 
 
@@ -366,9 +385,9 @@ def _tool(given: Json, where: str, namespace: str | None) -> tuple[ClientTool, J
         tool = ClientTool(custom.name, custom.description or "", parameters, "custom", namespace, where)
         return tool, custom.model_dump()
     function = checked(_Function, given, where)
-    if function.parameters is not None and function.parameters.get("type", "object") != "object":
-        where += ".parameters.type"
-        raise wrong(where, 'a schema of an "object"', function.parameters["type"])
+    kind = (function.parameters or {}).get("type")
+    if kind not in (None, "object") and not (isinstance(kind, list) and "object" in kind):
+        raise wrong(f"{where}.parameters.type", 'a schema of an "object"', kind)
     description = function.description or ""
     tool = ClientTool(function.name, description, function.parameters, "function", namespace, where)
     return tool, function.model_dump()
@@ -395,7 +414,7 @@ def tools_of_items(items: Sequence[Json], known: int, offered: Sequence[ClientTo
 
 def tool_choice(given: object, tools: Tools) -> tuple[Tools, str]:
     """Return the offered tools, and the choice among them as in `Conversation`."""
-    match given:
+    match plain_choice(given):
         case None | "auto":
             return tools, AUTO
         case "none":
@@ -451,31 +470,28 @@ def _some(tools: Tools, where: str) -> Tools:
 
 def repeated_choice(given: Any) -> Json | str:
     """Return a checked choice without unknown fields."""
-    match given:
+    match plain_choice(given):
         case {"type": "function" | "custom" as kind, "name": name}:
             return {"type": kind, "name": name}
         case {"type": "allowed_tools", "mode": mode, "tools": allowed}:
             tools = [{"type": tool["type"], "name": tool["name"]} for tool in allowed]
             return {"type": "allowed_tools", "mode": mode, "tools": tools}
-        case _:
-            return str(given or AUTO)
+        case word:
+            return str(word or AUTO)
 
 
 # --- messages ---------------------------------------------------------------------------------------------
 
 
-def turns_of(
-    instructions: str | None, items: Sequence[Json], known: int, tools: Tools
-) -> tuple[ChatMessage, ...]:
-    """Return the conversation. The first `known` items are those of earlier answers.
+def turns_of(instructions: str | None, items: Sequence[Json], tools: Tools) -> tuple[ChatMessage, ...]:
+    """Return the conversation of items that are still meant.
 
     `tools` are by the model's names. Consecutive thoughts, text and calls of the assistant are one turn. So
-    are consecutive system messages: many templates take only one. A call that was cut off was never made.
-    Raises RequestError for a result whose call is not there.
+    are consecutive system messages: many templates take only one.
     """
     reader = _Reader(instructions, {(tool.namespace, tool.name): name for name, tool in tools.items()})
-    for i, item in enumerate(items):
-        reader.read(item, f"input[{i - known}]")
+    for item in items:
+        reader.read(item)
     reader.close()
     if not reader.turns:
         raise RequestError("input is empty, and there are no instructions", param="input")
@@ -483,13 +499,13 @@ def turns_of(
 
 
 def worth_keeping(items: Sequence[Json]) -> list[Json]:
-    """Return the items that make turns. Leave out calls that were cut off, and thoughts without an answer."""
+    """Return the items that make turns. Leave out thoughts without an answer."""
     found: list[Json] = []
     thoughts: list[Json] = []
     for item in items:
         if item["type"] == "reasoning":
             thoughts.append(item)
-        elif item.get("status") != "incomplete" or item["type"] not in CALLS:
+        else:
             if item["type"] in CALLS or item.get("role") == "assistant":
                 found += thoughts
             thoughts = []
@@ -512,15 +528,20 @@ class _Reader:
         self._names: dict[str, str] = {}  # names of called functions, by call id
         self._begin()
 
-    def read(self, item: Json, where: str) -> None:
+    def read(self, item: Json) -> None:
         match item["type"]:
             case kind if kind in CALLS:
-                self._read_call(item)
+                self._assistant(begins=False)
+                call = self._called(item)
+                self._names[call.id] = call.name
+                self._calls.append(call)
             case kind if kind in OUTPUTS:
                 self.close()
-                self._read_output(item, where)
+                self._read_output(item)
             case "additional_tools":
                 pass  # they are offered with the others
+            case "compaction":
+                self._read_message("user", f"{SUMMARY}\n{_summary(item['encrypted_content'])}")
             case "reasoning":
                 self._assistant(begins=True)
                 self._thoughts.append(_text(item["content"] or item["summary"]))
@@ -528,7 +549,7 @@ class _Reader:
                 self._assistant(begins=True)
                 self._said, self._text = True, _text(item["content"])
             case _:
-                self._read_message(ROLES[item["role"]], _text(item["content"]))
+                self._read_message(item["role"], _text(item["content"]))
 
     def close(self) -> None:
         """End a turn. Thoughts alone are dropped."""
@@ -551,13 +572,6 @@ class _Reader:
         if self._system or (begins and (self._said or self._calls)):
             self.close()
 
-    def _read_call(self, item: Json) -> None:
-        if item["status"] == "completed":
-            self._assistant(begins=False)
-            call = self._called(item)
-            self._names[call.id] = call.name
-            self._calls.append(call)
-
     def _called(self, item: Json) -> Call:
         """Return the call as the model wrote it, so that the prompt repeats the same text."""
         if item["type"] == "tool_search_call":
@@ -568,22 +582,18 @@ class _Reader:
             return Call(item["call_id"], name, text_arguments(item["input"]))
         return Call(item["call_id"], name, item["arguments"])
 
-    def _read_output(self, item: Json, where: str) -> None:
+    def _read_output(self, item: Json) -> None:
         call_id = item["call_id"]
-        if call_id not in self._names:
-            raise RequestError(
-                f"{where}.call_id: no call before this output has the call_id {shown(call_id)}",
-                param=f"{where}.call_id",
-            )
         if item["type"] == "tool_search_output":
-            found = read_tools(item["tools"], f"{where}.tools")[0]
+            found = read_tools(item["tools"], "tools")[0]
             names = [self._known[tool.namespace, tool.name] for tool in found]
             text = f"These tools can be called now: {', '.join(names) or 'none'}"
         else:
             text = item["output"] if isinstance(item["output"], str) else _text(item["output"])
-        self.turns.append(ChatMessage("tool", text, call_id=call_id, name=self._names[call_id]))
+        name = self._names.get(call_id) or item.get("name", "")
+        self.turns.append(ChatMessage("tool", text, call_id=call_id, name=name))
 
-    def _read_message(self, role: Literal["user", "system"], text: str) -> None:
+    def _read_message(self, role: str, text: str) -> None:
         if role == "user":
             self.close()
             self.turns.append(ChatMessage("user", text))

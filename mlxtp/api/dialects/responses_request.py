@@ -17,13 +17,14 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from ...errors import Code, RequestError
-from ...text.conversation import Conversation, GenerationRequest
+from ...text.conversation import NONE, ChatMessage, Conversation, GenerationRequest
 from ..adapter import Json
 from ..request_body import (
+    Integer,
     Schema,
     check_finite,
     in_range,
@@ -34,16 +35,19 @@ from ..request_body import (
     shown,
     wrong,
 )
-from .request_parts import MOST_TOKENS, Tuning, unfold
+from .request_parts import MOST_TOKENS, Tuning, log_left_out, unfold
 from .responses_items import (
+    COMPACT,
     Tools,
     items_of,
     pieces,
     read_tools,
     repeated_choice,
+    still_meant,
     tool_choice,
     tools_of_items,
     turns_of,
+    users_of,
     worth_keeping,
 )
 
@@ -189,15 +193,15 @@ class ResponseRequest(Tuning):
     previous_response_id: str | None = None
     store: bool | None = None
     stream: bool | None = None
-    max_output_tokens: Annotated[int, in_range(1, MOST_TOKENS)] | None = None
-    max_tool_calls: int | None = None
+    max_output_tokens: Annotated[Integer, in_range(1, MOST_TOKENS)] | None = None
+    max_tool_calls: Integer | None = None
     tools: list[Json] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     text: TextSettings | None = None
     reasoning: ReasoningSettings | None = None
     include: list[str] | None = None
-    top_logprobs: Annotated[int, in_range(0, 20)] | None = None
+    top_logprobs: Annotated[Integer, in_range(0, 20)] | None = None
     truncation: Literal["auto", "disabled"] | None = None
     metadata: dict[str, str] | None = None
     user: Any = None
@@ -207,8 +211,8 @@ class ResponseRequest(Tuning):
     background: bool | None = None
     conversation: Any = None
     prompt: Any = None
-    context_management: Any = None
     moderation: Any = None
+    context_management: Any = None  # changes nothing: no conversation is compacted unless the client says so
 
     @property
     def kept(self) -> bool:
@@ -220,7 +224,8 @@ class ResponsesAnswerOptions:
     """A checked request, for its answer, without unknown fields.
 
     `input` is a JSON list that includes the items of earlier answers; None where it is not to be kept.
-    `client`: name of its key. `tools` by the model's names.
+    `client`: name of its key. `tools` by the model's names. `compacts`: the answer is a summary of the
+    conversation, as an item of a response or, behind `users`, as a new history.
     """
 
     request: ResponseRequest
@@ -230,11 +235,30 @@ class ResponsesAnswerOptions:
     repeated_tools: Sequence[Json]
     tool_choice: Json | str
     format: Json
+    compacts: Literal["", "item", "history"] = ""
+    users: Sequence[Json] = ()
+
+
+def parse_compact(body: bytes, store: ResponseStore, client: str) -> GenerationRequest:
+    """Return the request for a new history, which is a conversation with a trigger. Raises RequestError."""
+    request = parsed(ResponseRequest, body)
+    given = request.input
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
+    elif given is None and request.previous_response_id is not None:
+        given = []
+    if isinstance(given, list):
+        given = [*given, {"type": "compaction_trigger"}]
+    ask = _ask(request.model_copy(update={"input": given, "stream": False}), store, client)
+    return replace(ask, dialect=replace(ask.dialect, compacts="history"))
 
 
 def parse(body: bytes, store: ResponseStore, client: str) -> GenerationRequest:
     """Return the request of a client. Raises RequestError that names the field, the reason and the value."""
-    request = parsed(ResponseRequest, body)
+    return _ask(parsed(ResponseRequest, body), store, client)
+
+
+def _ask(request: ResponseRequest, store: ResponseStore, client: str) -> GenerationRequest:
     _check_supported(request)
     _check_metadata(request.metadata or {})
     _check_finite(request)
@@ -245,9 +269,10 @@ def parse(body: bytes, store: ResponseStore, client: str) -> GenerationRequest:
     _check_count(sum(map(pieces, before)), sum(map(pieces, items[len(before) :])))
     given_tools, repeated = read_tools(request.tools or (), "tools")
     tools = unfold([*given_tools, *tools_of_items(items, len(before), given_tools)])
+    items = still_meant(items)
     offered, choice = tool_choice(request.tool_choice, tools)
     conversation = Conversation(
-        turns_of(request.instructions, items, len(before), tools),
+        turns_of(request.instructions, items, tools),
         tuple([tool.function(name) for name, tool in offered.items()]),
         choice,
         request.parallel_tool_calls is not False,
@@ -268,8 +293,35 @@ def parse(body: bytes, store: ResponseStore, client: str) -> GenerationRequest:
         repeated_choice(request.tool_choice),
         format_ or {"type": "text"},
     )
-    return GenerationRequest(
+    ask = GenerationRequest(
         request.model, conversation, options, bool(request.stream), _user(request), wanted
+    )
+    match request.input:
+        case [*_, {"type": "compaction_trigger"}]:
+            return _compacting(ask, conversation, items)
+    return ask
+
+
+def _compacting(
+    ask: GenerationRequest, conversation: Conversation, items: Sequence[Json]
+) -> GenerationRequest:
+    """Return the request for a summary of the conversation instead of its next answer.
+
+    Tools and thoughts stay as they are, so that the prompt begins like the one before it.
+    """
+    messages = (*conversation.messages, ChatMessage("user", COMPACT))
+    left = still_meant([*items, {"type": "compaction"}])[:-1]
+    wanted: ResponsesAnswerOptions = ask.dialect
+    return replace(
+        ask,
+        prompt=replace(conversation, messages=messages, tool_choice=NONE),
+        options=replace(ask.options, stop=(), format=None, logprobs=-1),
+        dialect=replace(
+            wanted,
+            input=None if wanted.input is None else json_bytes(left),
+            compacts="item",
+            users=users_of(left, len(json_bytes(items))),
+        ),
     )
 
 
@@ -281,15 +333,13 @@ def _check_supported(request: ResponseRequest) -> None:
             "send previous_response_id, or the whole conversation as input",
         ),
         ("prompt", bool(request.prompt), request.prompt, "no prompts are kept here; send instructions"),
-        (
-            "context_management", bool(request.context_management), request.context_management,
-            "nothing is left out of a conversation here; leave it out",
-        ),
         ("moderation", bool(request.moderation), request.moderation, "leave it out"),
     )  # fmt: skip
     for name, wanted, value, advice in wants:
         if wanted:
             raise not_supported(f"{name} {shown(value)} is not supported; {advice}", name)
+    if request.context_management:
+        log_left_out("context_management", "compaction")
 
 
 def _check_metadata(metadata: Mapping[str, str]) -> None:

@@ -89,8 +89,16 @@ class ReasoningItem(Shape):
     content: list[ReasoningText]
 
 
+class CompactionItem(Shape):
+    """A summary. Its content is empty while it is written."""
+
+    type: Literal["compaction"]
+    id: str
+    encrypted_content: str
+
+
 CallItem = FunctionCallItem | CustomCallItem | SearchCallItem
-OutputItem = Annotated[OutputMessage | CallItem | ReasoningItem, Field(discriminator="type")]
+OutputItem = Annotated[OutputMessage | CallItem | ReasoningItem | CompactionItem, Field(discriminator="type")]
 
 
 class ReasoningSaid(Shape):
@@ -166,6 +174,31 @@ class ResponseBody(Shape):
     usage: ResponseUsage | None
     user: str | None
     metadata: dict[str, str]
+
+
+class InputText(Shape):
+    type: Literal["input_text"]
+    text: str
+
+
+class KeptMessage(Shape):
+    """A message of the user in a new history."""
+
+    type: Literal["message"]
+    id: str
+    role: Literal["user"]
+    status: Literal["completed"]
+    content: list[InputText]
+
+
+class CompactedHistory(Shape):
+    """A new history: messages of the user, and a summary at the end."""
+
+    id: str
+    object: Literal["response.compaction"]
+    created_at: int
+    output: list[Annotated[KeptMessage | CompactionItem, Field(discriminator="type")]]
+    usage: ResponseUsage
 
 
 class InputTokens(Shape):

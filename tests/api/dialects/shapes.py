@@ -15,6 +15,7 @@ ANSWERS: Mapping[str, type[BaseModel]] = {
     "POST /v1/chat/completions": openai_shapes.ChatCompletion,
     "POST /v1/completions": completions_shapes.Completion,
     "POST /v1/responses": responses_shapes.ResponseBody,
+    "POST /v1/responses/compact": responses_shapes.CompactedHistory,
     "POST /v1/responses/input_tokens": responses_shapes.InputTokens,
     "POST /v1/messages": anthropic_shapes.AnthropicMessage,
     "POST /v1/messages/count_tokens": anthropic_shapes.TokenCount,

@@ -401,7 +401,7 @@ def test_a_stop_string_ends_the_answer(thinker: Server, stop: Any) -> None:
         ({"think": "hard"}, "think should be true, false or one of low, medium, high, max"),
         ({"format": "xml"}, 'format should be "json" or a JSON schema (an object), got "xml"'),
         ({"messages": [{"role": "robot", "content": "x"}]}, 'messages[0].role: "robot" is none of'),
-        ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content should be"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content: expected text or parts"),
         ({"messages": [*HELLO, {"role": "user", "images": ["aGk="]}]}, "messages[1].images is not supported"),
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name is missing"),
         ({"tools": [{"type": "web", "function": {"name": "a"}}]}, 'tools[0].type "web" is not supported'),

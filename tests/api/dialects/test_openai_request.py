@@ -171,7 +171,8 @@ def test_what_is_understood_but_not_done_is_never_passed_over(field: str, value:
             Code.BAD_REQUEST,
         ),
         ({"tool_choice": {"type": "function"}}, "tool_choice", Code.BAD_REQUEST),
-        ({"tool_choice": "any"}, "tool_choice", Code.BAD_REQUEST),
+        ({"tool_choice": "perhaps"}, "tool_choice", Code.BAD_REQUEST),
+        ({"tool_choice": {"type": "function", "name": "auto"}}, "tool_choice", Code.BAD_REQUEST),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", Code.NOT_SUPPORTED),
     ],
 )
@@ -212,14 +213,8 @@ def test_a_wrong_value_is_named(field: str, value: Any) -> None:
         ({"role": "user"}, "messages[0].content"),
         ({"role": "user", "content": None}, "messages[0].content"),
         ({"role": "user", "content": 5}, "messages[0].content"),
-        ({"role": "user", "content": ["x"]}, "messages[0].content[0]"),
+        ({"role": "user", "content": [5]}, "messages[0].content[0]"),
         ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0]"),
-        ({"role": "tool", "content": "x"}, "messages[0].tool_call_id"),
-        ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "messages[0].tool_calls[0].function"),
-        (
-            {"role": "assistant", "tool_calls": [{"id": "1", "type": "custom"}]},
-            "messages[0].tool_calls[0].custom",
-        ),
         (
             {"role": "user", "content": "x", "tool_calls": [{"function": {"name": "f"}}]},
             "messages[0].tool_calls",
@@ -229,21 +224,6 @@ def test_a_wrong_value_is_named(field: str, value: Any) -> None:
 def test_a_wrong_message_is_named(message: Any, param: str) -> None:
     error = refusal(messages=[message])
     assert (error.code, error.param) == (Code.BAD_REQUEST, param)
-
-
-@pytest.mark.parametrize(
-    ("message", "named"),
-    [
-        ({"role": "function", "content": "x", "name": "f"}, 'send role "tool"'),
-        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "'image_url'"),
-        ({"role": "assistant", "content": None, "function_call": {"name": "f"}}, "send tool_calls"),
-    ],
-)
-def test_a_message_that_asks_for_more_than_text(message: Any, named: str) -> None:
-    error = refusal(messages=[HELLO[0], message])
-    assert error.code == Code.NOT_SUPPORTED
-    assert named in error.detail
-    assert (error.param or "").startswith("messages[1]")
 
 
 @pytest.mark.parametrize(

@@ -96,8 +96,8 @@ def strict_response(body: Any) -> Response:
     if body["status"] in ("completed", "incomplete"):
         usage = body["usage"]
         assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
-        assert [item["status"] for item in body["output"][:-1]] == ["completed"] * (len(places) - 1)
-        assert body["output"][-1]["status"] == body["status"]
+        states = [item["status"] for item in body["output"] if item["type"] != "compaction"]
+        assert states == [*["completed"] * (len(places) - 1), body["status"]][: len(states)]
         assert body["completed_at"] >= body["created_at"]
     return response
 
@@ -145,7 +145,7 @@ def assert_places(events: list[dict[str, Any]]) -> None:
         if event["type"] == "response.output_item.added":
             assert open_ is None
             open_ = event["item"]
-            assert open_["status"] == "in_progress"
+            assert open_.get("status", "in_progress") == "in_progress"
         elif event["type"] == "response.output_item.done":
             assert open_ is not None
             assert event["item"]["id"] == open_["id"]
@@ -723,8 +723,6 @@ def test_a_conversation_has_an_end() -> None:
 
 
 FUNCTION: dict[str, Any] = {"type": "function", "name": "f"}
-CALLED: dict[str, Any] = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
-RESULT: dict[str, Any] = {"type": "function_call_output", "call_id": "1", "output": "x"}
 
 
 def says_part(kind: str) -> dict[str, Any]:
@@ -748,14 +746,8 @@ def says_part(kind: str) -> dict[str, Any]:
         ({"input": [says_part("input_image")]}, "input[0].content[0]", "input_image"),
         ({"input": [says_part("input_file")]}, "input[0].content[0]", "input_file"),
         ({"input": [says_part("input_text")]}, "input[0].content[0]", "input_text"),
-        ({"input": [{"type": "mesage"}]}, "input[0].type", "mesage"),
+        ({"input": [{"type": "mesage"}]}, "input", "empty"),
         ({"input": [{"type": 3}]}, "input[0].type", "got 3"),
-        ({"input": [CALLED | {"arguments": "[1]"}]}, "input[0].arguments", "[1]"),
-        ({"input": [CALLED | {"arguments": "{"}]}, "input[0].arguments", '"{"'),
-        ({"input": [CALLED | {"call_id": None}]}, "input[0].call_id", "got null"),
-        ({"input": [CALLED, RESULT | {"call_id": "2"}]}, "input[1].call_id", '"2"'),
-        ({"input": [CALLED, RESULT | {"output": [says_part("input_file")["content"][0]]}]},
-         "input[1].output[0]", "input_file"),
         ({"tools": [{"type": "function"}]}, "tools[0].name", "missing"),
         ({"tools": [{"name": "f"}]}, "tools[0].type", "missing"),
         ({"tools": [FUNCTION, FUNCTION]}, "tools[1].name", '"f"'),
@@ -769,7 +761,6 @@ def says_part(kind: str) -> dict[str, Any]:
         ({"background": True}, "background", "background true"),
         ({"conversation": "conv_1"}, "conversation", "conv_1"),
         ({"prompt": {"id": "pmpt_1"}}, "prompt", "pmpt_1"),
-        ({"context_management": [{"type": "compaction"}]}, "context_management", "compaction"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema", "JSON schema"),
         ({"text": {"format": {"type": "xml"}}}, "text.format", "xml"),
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort", "huge"),

@@ -124,7 +124,7 @@ AGENTS = ["close_agent", "resume_agent", "send_input", "spawn_agent", "wait_agen
         ),
         (
             "codex_image", [SHELL, "view_image", "close_agent", "add", "mcp__calc__exec_command"],
-            '!view_image{"path": "x.png"}<|tool|>[an image, left out: this model reads only text]',
+            '!view_image{"path": "x.png"}<|tool|>[image left out: this model reads no images]',
         ),
     ],
 )  # fmt: skip
@@ -261,16 +261,16 @@ def test_a_hosted_tool_cannot_be_chosen(agent: Server, choice: Any, param: str) 
     "item",
     [
         {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search"}},
-        {"type": "local_shell_call", "call_id": "c", "action": {"type": "exec", "command": ["ls"]}},
         {"type": "compaction", "encrypted_content": "x"},
         {"type": "image_generation_call", "id": "ig_1", "result": "x"},
         {"type": "tool_search_call", "execution": "server", "call_id": "c", "arguments": {}},
+        {"type": "tool_search_output", "execution": "server", "call_id": "c", "tools": []},
+        {"type": "configuration_update", "id": "c", "reasoning": {"effort": "low"}},
         {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x", "content": None},
     ],
 )
 def test_items_that_only_their_provider_reads_are_left_out(agent: Server, item: dict[str, Any]) -> None:
-    output = [{"type": "function_call_output", "call_id": "c", "output": "x"}] if "call_id" in item else []
-    create(agent, input=[{"role": "user", "content": "a"}, item, *output, {"role": "user", "content": "b"}])
+    create(agent, input=[{"role": "user", "content": "a"}, item, {"role": "user", "content": "b"}])
     assert prompts(agent) == ["<s><|user|>a<|user|>b<|assistant|>"]
 
 

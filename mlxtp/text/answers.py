@@ -118,8 +118,9 @@ def address_of(header: str) -> Address:
     The recipient stands in the role (`assistant to=functions.f commentary json`) or in the channel
     (`assistant commentary to=functions.f json`), which may be `analysis` as well.
     """
-    recipient = _RECIPIENT.search(header)
-    return Address(recipient[1] if recipient else "", "analysis" in header.split())
+    found = _RECIPIENT.search(header)
+    recipient = found[1] if found else ""
+    return Address(recipient, recipient == "self" or "analysis" in header.split())
 
 
 def opens_header(text: str) -> bool | None:
@@ -311,13 +312,11 @@ class AnswerParser:
         think = self._markup.think
         if kind is PartKind.HEADER:
             return [self._markup.header_end]
-        if kind is PartKind.SAID and self._markup.headers:
-            return [*self._markup.headers]
-        if kind is PartKind.THOUGHT:
-            found = [think[1]] if think is not None else []
-        else:
-            found = [*([think[0]] if think is not None else []), *self._markup.wrappers]
-        reads = self._reader is not None and not self._markup.headers and self._long_texts < MOST_LONG_TEXTS
+        found = [*(think or ()), *(self._markup.wrappers if kind is PartKind.SAID else ())]
+        if self._markup.headers:
+            found = [*self._markup.headers] if kind is PartKind.SAID else found[1:]
+        addressed = self._reader is None or self._reader.format.addressed
+        reads = not addressed and self._long_texts < MOST_LONG_TEXTS
         return [*found, *self._reader.markers] if self._reader is not None and reads else found
 
     def _pass(self, pieces: list[tuple[int, bool]], marker: str) -> Iterator[AnswerPart]:
@@ -326,10 +325,15 @@ class AnswerParser:
         opens, closes = self._markup.think or ("", "")
         if self._kind is PartKind.THOUGHT and marker == closes:
             self._end_thought()
+        elif self._kind is PartKind.THOUGHT and marker == opens:
+            if self._bare:  # at its beginning it is that of the prompt again
+                self._enter(PartKind.THOUGHT)
+            else:
+                yield from self._word(marker)
         elif self._kind is PartKind.THOUGHT and self._reader is not None:
             self._doubted = _DoubtedCalls(self._reader.another(), closes, "" if special else marker)
             yield from self._doubt_more(self._doubted, self._doubted.reader.begin(marker, special))
-        elif self._markup.headers:
+        elif self._markup.headers and marker in (*self._markup.headers, self._markup.header_end):
             if not special:  # written in letters
                 yield from self._word(marker)
             elif self._kind is PartKind.HEADER:
@@ -339,8 +343,10 @@ class AnswerParser:
                 self._enter(PartKind.HEADER)
         elif marker == opens and not self._spoken:  # a model thinks before it speaks
             self._enter(PartKind.THOUGHT)
-        elif marker == opens:
+        elif marker in (opens, closes) and self._answered:
             yield from self._word(marker)
+        elif marker == closes:  # of a thought that was left out
+            self._enter(PartKind.SAID)
         elif marker in self._markup.wrappers:
             self._enter(PartKind.SAID, after_marker=not self._spoken)
             yield AnswerPart(PartKind.HEADER)
@@ -361,8 +367,9 @@ class AnswerParser:
         address = address_of(self._header.take())
         self._enter(PartKind.THOUGHT if address.thought else PartKind.SAID)
         name = address.recipient.removeprefix("functions.")
-        if self._reader is not None and self._reader.offers(name):
-            yield from self._begin_calls(self._reader.format.start, True)
+        reader = self._reader
+        if reader is not None and reader.format.addressed and reader.offers(name):
+            yield from self._begin_calls(reader.format.start, True)
             yield from self._read((f"{name}{self._markup.header_end}", False))
 
     # --- calls

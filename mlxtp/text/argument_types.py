@@ -68,7 +68,7 @@ def typed(text: str, types: frozenset[str] | None, *, guess: bool = False) -> ob
     bare = text.strip()
     if types == {"string"}:
         return text
-    value = _literal(bare)
+    value = _literal(bare, mends=bool(types))
     if not bare and types and "string" not in types and (empty := types & {"object", "array"}):
         return {} if "object" in empty else []
     if not types:
@@ -94,12 +94,15 @@ _WORDS: Mapping[str, object] = {
 }  # fmt: skip
 
 
-def _literal(text: str) -> object:
-    """Return the value of a text in JSON or Python; `_NO_LITERAL` for anything but numbers and containers."""
+def _literal(text: str, mends: bool) -> object:
+    """Return the value of a text in JSON or Python; `_NO_LITERAL` for strings and what is neither.
+
+    Only with `mends` may objects and lists have mistakes.
+    """
     if text in _WORDS:
         return _WORDS[text]
     try:
-        value = json.loads(mended(text, PYTHON_QUOTES) if text[:1] in ("{", "[") else text)
+        value = json.loads(mended(text, PYTHON_QUOTES) if mends and text[:1] in ("{", "[") else text)
     except (ValueError, RecursionError):
         return _NO_LITERAL
     whole = isinstance(value, int | dict | list) or (isinstance(value, float) and math.isfinite(value))

@@ -22,7 +22,8 @@ from .conversation import Tool
 from .json_mender import JSON_QUOTES, JsonMender, mended
 
 _LONGEST_HEAD = 1000  # characters up to the name of a call's tool
-_BETWEEN = ";,[]}`"  # signs that may stand between two calls, beside white space
+_BETWEEN = ";,[]}"  # signs that may stand between two calls, beside white space
+_FENCES = ("```json", "```python", "```")  # of Markdown, around calls
 
 TextPiece = tuple[str, bool]  #: text, and True if it is one special token
 
@@ -117,13 +118,14 @@ class NamedSyntax(CallSyntax):
 
     A call begins with one of `before`, with `{}` for the name. Then `lead` may stand before the object, whose
     bracket is one of `opening`. `quotes` are those of its strings. A group `number` in `lead` makes the
-    call's id, as in Kimi's `functions.NAME:0`.
+    call's id, as in Kimi's `functions.NAME:0`. `wrapper` is the field of the object that holds the arguments.
     """
 
     before: tuple[str, ...]
     lead: re.Pattern[str] = re.compile(r"\s*")
     opening: str = "{"
     quotes: tuple[str, ...] = JSON_QUOTES
+    wrapper: str = ""
 
     def heads(self, name: str) -> Iterator[tuple[str, int]]:
         for before in self.before:
@@ -140,7 +142,8 @@ class TaggedSyntax(CallSyntax):
 
     A call begins with `before`, with `{}` for the tool's name, and one of `behind`; it ends with `end`.
     `opening` (with a group `key`, and perhaps `type`) and `closing` enclose a value; a `{}` in `closing` is
-    the key. `before_values` may stand before the first of them, and `gap` stands behind each. `framed`: one newline on each side of a value belongs to the tags.
+    the key. `before_values` may stand before the first of them, and `gap`, or any white space, stands behind
+    each. `framed`: one newline on each side of a value belongs to the tags.
     `nested`: objects and lists are written in tags, too. `guess` as in `typed`.
     """
 
@@ -149,7 +152,7 @@ class TaggedSyntax(CallSyntax):
     end: str
     opening: re.Pattern[str]
     closing: str
-    gap: str = "\n"
+    gap: str | None = "\n"
     before_values: re.Pattern[str] = re.compile(r"(?!)")
     framed: bool = False
     nested: bool = False
@@ -169,11 +172,11 @@ class TaggedSyntax(CallSyntax):
         """The closing of any key."""
         return re.compile(re.escape(self.closing).replace(r"\{\}", "[^<>]+"))
 
-    def written(self, text: str) -> bool:
-        """Return True if this text ends with a closing and white space as templates write them."""
-        text, closing = text.removesuffix(self.gap), self.closing.rpartition("{}")[2]
-        inside = text.removesuffix(closing)
-        return inside != text and text.endswith(closing) and (not self.framed or inside.endswith("\n"))
+    def closes(self, text: str) -> bool:
+        """Return True if this text ends with a closing as templates write it."""
+        closing = self.closing.rpartition("{}")[2]
+        inside = text.rstrip().removesuffix(closing)
+        return inside != text.rstrip() and (not self.framed or inside.endswith("\n"))
 
 
 def _compact(text: str) -> str:
@@ -310,7 +313,12 @@ class _NamedCall(CallBody):
         return ""
 
     def arguments(self) -> tuple[str, str]:
-        return ("".join(self._made), "") if self._mender is not None else ("{}", self._lead.strip())
+        if self._mender is None:
+            return "{}", self._lead.strip()
+        made = "".join(self._made)
+        if self._syntax.wrapper:
+            made = json.dumps(json.loads(made).get(self._syntax.wrapper, {}), ensure_ascii=False)
+        return made, ""
 
 
 class _TaggedCall(CallBody):
@@ -367,7 +375,7 @@ class _TaggedCall(CallBody):
             return
         self._open = max(0, self._open)
         inside = written.removesuffix(mark)
-        closes = self._syntax.written(inside) or not self._syntax.opening.search(inside)
+        closes = self._syntax.closes(inside) or not self._syntax.opening.search(inside)
         self.doubtful, self.rest = closes, rest
         self.sure = closes and self._open == 0 and mark == self._syntax.end
         self._own_end, self._own_open = (self._end, self._open) if closes else (-1, 0)
@@ -455,7 +463,7 @@ class _TaggedValues:
                 following = self._syntax.opening.match(text, behind)
                 if following is not None and not nested and _key(following) in missing:
                     return closed, start
-                if following is not None and not nested and text[start:behind] != self._syntax.gap:
+                if following is not None and self._syntax.gap not in (None, text[start:behind]):
                     following = None  # no template writes it so
                 if nested or behind == len(text) or following is not None:
                     if not depth:
@@ -534,6 +542,7 @@ class CallFormat:
     texts that begin a call without `starts`, with `{}` for a tool's name. A call of `JsonSyntax` then needs
     one of `ends` behind it. `bare`: an answer that begins with one of these signs may be a call, too.
     `streams`: arguments in JSON are passed on while they come. `past`: a call between `starts` and `ends`.
+    `id_mark` stands before an id that the model makes up. `addressed`: a call is a message to a tool.
     """
 
     name: str
@@ -544,6 +553,8 @@ class CallFormat:
     bare: str = ""
     streams: bool = False
     past: str = '{"name": "NAME", "arguments": ARGUMENTS}'
+    id_mark: str = ""
+    addressed: bool = False
 
     @property
     def start(self) -> str:
@@ -732,7 +743,8 @@ class CallReader:
         if self._first and (words or not cut):
             self._refuse()
         else:
-            self._close([] if self._first or cut or self._enough else self._pending)
+            fence = "".join([text for text, _ in self._pending]).strip() in _FENCES
+            self._close([] if self._first or cut or self._enough or fence else self._pending)
 
     @property
     def _needs_end(self) -> bool:
@@ -807,7 +819,7 @@ class CallReader:
                 return
             elif self._needs_end:
                 self._refuse()
-            elif body is not None and not body.done and not (body.sure and found is _Next.HEAD):
+            elif body is not None and not body.done and not (body.sure and self._ends_before(found)):
                 goes_on, self._raw, self._pending = self._raw, [], []
                 yield from self._feed("".join([piece for piece, _ in goes_on]), False)
             elif body is not None:
@@ -823,10 +835,16 @@ class CallReader:
                     self._raw = []
                 yield from self._feed(text[_place(text, at, length) :], False)
 
+    def _ends_before(self, found: _Next) -> bool:
+        """Return True if this cannot stand in a value: another call, or a special token of the model's own."""
+        return found is _Next.HEAD or self._pending[0][1]
+
     def _next(self, text: str) -> tuple[_Next, int, tuple[int, CallSyntax, str] | None]:
         """Return what follows, and where it begins: behind blanks, and behind the format's own markers."""
         between = "" if self._in_doubt else "[" if self._first else _BETWEEN
-        marks = self.format.starts
+        marks = (*self.format.starts, *filter(None, [self.format.id_mark]))
+        if not self._in_doubt:
+            marks = (*marks, *_FENCES)
         if not self._first or self._in_doubt:
             marks = (*self.format.ends, *marks)
         if self._first and not self.marker and not self.forced:
@@ -838,12 +856,15 @@ class CallReader:
             if text[at].isspace():
                 at += 1
                 continue
+            if any(len(mark) > len(text) - at and mark.startswith(text[at:]) for mark in marks):
+                return _Next.UNCLEAR, at, None
             if mark := next((mark for mark in marks if text.startswith(mark, at)), None):
                 self._ended = self._ended or mark in self.format.ends
-                at += len(mark)
+                behind = at + len(mark)
+                if mark == self.format.id_mark and (behind := text.find("<", behind)) < 0:
+                    return _Next.UNCLEAR, at, None
+                at = behind
                 continue
-            if any(mark.startswith(text[at:]) for mark in marks):
-                return _Next.UNCLEAR, at, None
             if text[at] in self._first_signs:
                 written = _compact(text[at : at + _LONGEST_HEAD + 1]).replace("'", '"')
                 if heads := [head for head in self._heads if written.startswith(head)]:

@@ -8,11 +8,12 @@ nothing is lost, and `left_out` checks the prompt.
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count, groupby
+from itertools import count, groupby, product
 from typing import Any
 
 from ..errors import RequestError
@@ -26,6 +27,9 @@ WriteCall = Callable[[str, Mapping[str, Any]], str]  #: of a tool's name and its
 
 REFUSED = 400  #: the status of a template's refusal
 THOUGHT_PARTS = "parts"  #: Thoughts are a part of the content.
+SHORT_IDS = "{number:09}"  #: Mistral's templates take no others.
+NAMED_IDS = "functions.{name}:{index}"  #: Kimi's templates write them in place of the tools' names.
+IDS = ("", SHORT_IDS, NAMED_IDS)  #: the client's own, or one of these
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +41,8 @@ class TemplateTraits:
     `first_assistant`, `last_assistant`: a conversation that begins or ends with the assistant. `no_user`: one
     without a message of the user. `words_behind_results`: a message of the user behind a tool's result.
     `tools`: their descriptions, and `tools_alone` even without a system message. `calls`: those of the
-    assistant. `arguments_as_text`: their arguments have to be JSON text. `short_ids`: ids have to be of nine
-    digits. `several_calls`: in one message. `words_beside_calls`: in one message. `thoughts`: the field of a
+    assistant. `arguments_as_text`: their arguments have to be JSON text. `ids`: how ids have to be, one of `IDS`.
+    `several_calls`: in one message. `words_beside_calls`: in one message. `thoughts`: the field of a
     message with calls that holds its thoughts, or empty; `thoughts_beside_words`: even if it has text. `markers`: the marker that ends a thought, in the
     assistant's text; `markers_of_users`: in others.
     """
@@ -56,7 +60,7 @@ class TemplateTraits:
     tools_alone: bool = True
     calls: bool = True
     arguments_as_text: bool = False
-    short_ids: bool = False
+    ids: str = ""
     several_calls: bool = True
     words_beside_calls: bool = True
     thoughts: str = "reasoning_content"
@@ -98,7 +102,7 @@ def template_messages(
     `write_call` writes calls in the model's format, for templates that do not. `think` are the markers of the model's thoughts.
     """
     turns = [_thoughts_apart(turn, think) for turn in conversation.messages]
-    turns = _matched(turns, renumber=traits.short_ids, lost=_result_in_words)
+    turns = _matched(turns, traits.ids, lost=_result_in_words)
     if not traits.tools:
         turns = [_result_in_words(turn) if turn.role == "tool" else turn for turn in turns]
         turns = _with_tools([_calls_in_words(turn, _hermes_call) for turn in turns], conversation.tools)
@@ -202,27 +206,29 @@ def _without_marker(turn: ChatMessage, traits: TemplateTraits, marker: str) -> C
 
 
 def numbered(turns: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Give calls new ids in their order, of nine digits, because Mistral's templates take no others."""
-    return _matched(turns, renumber=True)
+    """Give calls new ids in their order."""
+    return _matched(turns, SHORT_IDS)
 
 
 def _matched(
     turns: Sequence[ChatMessage],
-    renumber: bool = False,
+    ids: str = "",
     lost: Callable[[ChatMessage], ChatMessage] = lambda turn: turn,
 ) -> list[ChatMessage]:
     """Give results of tools the names of their calls: each answers the first open call with its id.
 
-    A model that writes its ids itself may use one twice. A result whose call is `lost` becomes what that
-    returns.
+    A model that writes its ids itself may use one twice. With `ids`, calls get new ones of that form. A result
+    whose call is `lost` becomes what that returns.
     """
     matched: list[ChatMessage] = []
-    numbers, open_ = count(1), dict[str, list[Call]]()
+    indices, open_ = count(), dict[str, list[Call]]()
     for turn in turns:
         calls: list[Call] = []
         latest: dict[str, list[Call]] = {}
         for call in turn.calls:
-            calls.append(replace(call, id=f"{next(numbers):09}") if renumber else call)
+            index = next(indices)
+            new = ids.format(number=index + 1, name=call.name, index=index) if ids else call.id
+            calls.append(replace(call, id=new))
             latest.setdefault(call.id, []).append(calls[-1])
         open_ |= latest
         found = replace(turn, calls=tuple(calls))
@@ -390,8 +396,7 @@ class _TemplateProbe:
     def prompt(self, *turns: ChatMessage, tools: bool = False) -> str:
         """Return the prompt; empty where the template refuses the conversation."""
         traits = self.traits
-        if traits.short_ids:
-            turns = tuple(_matched(turns, renumber=True))
+        turns = tuple(_matched(turns, traits.ids))
         try:
             offered = [tool_json(_PROBE_TOOL)] if tools else []
             return self._render([_message(turn, traits) for turn in turns], offered)
@@ -438,18 +443,14 @@ class _TemplateProbe:
         self.learn(tools=with_system and (alone or self.traits.system), tools_alone=alone)
 
     def calls(self) -> None:
-        for as_text, short in ((False, False), (True, False), (False, True), (True, True)):
-            self.learn(arguments_as_text=as_text, short_ids=short)
-            prompt = self.prompt(_USER, _CALLED, _RESULT, tools=True)
-            called = prompt.partition(_USER.text)[2]
-            if "zqvaluea" in called.partition(_RESULT.text)[0] and not _prints_python(prompt):
+        for ids, as_text in product(IDS, (False, True)):
+            self.learn(arguments_as_text=as_text, ids=ids)
+            words = (_USER.text, "zq_tool", "zqvaluea", _RESULT.text)
+            if self.shows(_USER, _CALLED, _RESULT, words=words, tools=True):
                 break
         else:
-            self.learn(calls=False, arguments_as_text=False, short_ids=False)
+            self.learn(calls=False, arguments_as_text=False, ids="")
             self.learn(tools=self.shows(_USER, _SAID, _RESULT, tools=True))
-            return
-        if not self.shows(_USER, _CALLED, _RESULT, words=("zq_tool", "zqvaluea", _RESULT.text), tools=True):
-            self.learn(tools=False)
             return
         both = replace(_CALLED, calls=(_CALL, _CALL_2))
         words = ("zqvaluea", "zqvalueb", _RESULT.text, _RESULT_2.text)
@@ -547,3 +548,4 @@ def _forms(text: str) -> Iterator[str]:
     yield text
     yield json.dumps(text, ensure_ascii=False)[1:-1]
     yield json.dumps(text)[1:-1]
+    yield html.escape(text).replace("&quot;", "&#34;").replace("&#x27;", "&#39;")  # as Jinja does it

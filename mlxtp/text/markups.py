@@ -32,19 +32,24 @@ class Markup:
 
 @dataclass(frozen=True, slots=True)
 class ThoughtRow:
-    """One markup of thoughts. `tokens` in the vocabulary show it, or all of `texts` in the template."""
+    """One markup of thoughts. All of `tokens` in the vocabulary show it, or all of `texts` in the template.
+
+    In either case the template has to have those `needed`.
+    """
 
     families: str
     markup: Markup
-    tokens: tuple[str, ...] = ()
+    tokens: tuple[str, ...]
     texts: tuple[str, ...] = ()
+    needed: tuple[str, ...] = ()
 
 
-def _tags(families: str, opens: str, closes: str, *wrappers: str) -> ThoughtRow:
-    return ThoughtRow(families, Markup((opens, closes), wrappers), (opens, closes), (opens, closes))
+def _tags(families: str, opens: str, closes: str, *wrappers: str, texts: tuple[str, ...] = ()) -> ThoughtRow:
+    return ThoughtRow(families, Markup((opens, closes), wrappers), (opens, closes), (opens, closes), texts)
 
 
 _HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|call|>")
+_ATEM = ("<|start|>", "<|message|>", "<|eom|>", "<|eot|>")
 _XTML = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
 
 THOUGHTS: Sequence[ThoughtRow] = (
@@ -56,6 +61,11 @@ THOUGHTS: Sequence[ThoughtRow] = (
             header_end="<|message|>",
         ),
         _HARMONY,
+    ),
+    ThoughtRow(
+        "Muse Spark",
+        Markup(("<|start|>assistant to=self<|message|>", "<|eom|>"), (), ("<|start|>",), "<|message|>"),
+        _ATEM,
     ),
     ThoughtRow(
         "Kimi K3",
@@ -71,21 +81,29 @@ THOUGHTS: Sequence[ThoughtRow] = (
     _tags("Magistral, Ministral 3", "[THINK]", "[/THINK]"),
     _tags("MiniMax M3", "<mm:think>", "</mm:think>"),
     _tags("LongCat", "<longcat_think>", "</longcat_think>"),
+    _tags("Hunyuan 3", "<think:opensource>", "</think:opensource>"),
     _tags("Apertus", "<|inner_prefix|>", "<|inner_suffix|>"),
-    _tags("Hunyuan", "<think>", "</think>", "<answer>", "</answer>"),
-    _tags("other `<think>` models: Qwen, DeepSeek, GLM, Kimi K2, MiniMax M2, Nemotron, …", "<think>", "</think>"),
-    _tags("Solar Open", "<|think:start|>", "<|think:end|>"),
+    _tags("Inkling", "<|content_thinking|>", "<|end_message|>"),
+    _tags("Solar Open", "<|think|>", "<|end|>", "<|begin|>assistant<|content|>", texts=("<|begin|>", "<|content|>")),
+    _tags("PLaMo 3", "<|plamo:begin_think:plamo|>", "<|plamo:end_think:plamo|>"),
+    _tags("Kimi-VL", "◁think▷", "◁/think▷"),
     _tags("EXAONE Deep", "<thought>", "</thought>"),
+    _tags("Granite 3.2", "Here is my thought process:", "Here is my response:"),
+    _tags("Apriel", "Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]", "[END FINAL RESPONSE]"),
+    _tags("Hunyuan, GLM-4.1V", "<think>", "</think>", "<answer>", "</answer>", texts=("<answer>",)),
+    _tags("Granite 3.3, ERNIE 4.5", "<think>", "</think>", "<response>", "</response>", texts=("<response>",)),
+    _tags("Qwen, DeepSeek, GLM, Kimi K2, MiniMax M2, Nemotron and most others", "<think>", "</think>"),
+    _tags("models whose vocabulary has these", "<|think:start|>", "<|think:end|>"),
 )
 
 
 def thought_markup(template: str, vocabulary: Container[str]) -> Markup:
     """Return the markers of thoughts; none for a model that does not think aloud."""
     for row in THOUGHTS:
-        if all(wrapper in template for wrapper in row.markup.wrappers) or row.tokens == _XTML:
-            shown = row.tokens and all(token in vocabulary for token in row.tokens)
-            if shown or (row.texts and all(text in template for text in row.texts)):
-                return row.markup
+        shown = all(token in vocabulary for token in row.tokens)
+        written = bool(row.texts) and all(text in template for text in row.texts)
+        if (shown or written) and all(text in template for text in row.needed):
+            return row.markup
     return Markup()
 
 
@@ -107,6 +125,7 @@ class CallRow:
 
 
 _JSON = JsonSyntax()
+_KEYED = JsonSyntax(keyed=True)
 _PYTHON = NamedSyntax(("{}(",), opening="(", quotes=PYTHON_QUOTES)
 _QWEN_XML = TaggedSyntax(
     ("<function={}>", '<function="{}">', '<function name="{}">'),
@@ -118,12 +137,12 @@ _QWEN_XML = TaggedSyntax(
 )
 
 
-def _invoke(name: str, guess: bool = False, mark: str = "", space: str = "") -> TaggedSyntax:
-    """Return the syntax of `<invoke name="…">`, whose tags may have a `mark` before and a name `space`."""
-    opens, closes = f"{mark}<{space}", f"{mark}</{space}"
+def _invoke(space: str = "", guess: bool = False, before: str = "") -> TaggedSyntax:
+    """Return the syntax of `<invoke name="…">`, whose tags begin with a name `space`."""
+    opens, closes = f"<{space}", f"</{space}"
     value = rf'{re.escape(opens)}parameter\s+name=(?P<key>"[^"]*"|[^\s>]+)(?:\s+string="(?P<type>[^"]*)")?[^>]*>'
     return TaggedSyntax(
-        (f'{opens}invoke name="{{}}">', f"{opens}invoke name={{}}>"),
+        (f'{before}{opens}invoke name="{{}}">', f"{before}{opens}invoke name={{}}>"),
         (f"{opens}parameter",),
         f"{closes}invoke>",
         re.compile(value),
@@ -132,30 +151,36 @@ def _invoke(name: str, guess: bool = False, mark: str = "", space: str = "") -> 
     )
 
 
-def _pairs(prefix: str = "") -> TaggedSyntax:
-    """Return the syntax of GLM: a key and a value in tags of their own."""
-    key = f"{prefix}arg_key"
+def _pairs(prefix: str = "", suffix: str = "", before: str = "{}") -> TaggedSyntax:
+    """Return the syntax of GLM: a key and a value in tags of their own, with a prefix or a suffix."""
+    key, value = f"{prefix}arg_key{suffix}", f"{prefix}arg_value{suffix}"
     return TaggedSyntax(
-        ("{}",),
+        (before,),
         (f"<{key}>",),
-        f"</{prefix}tool_call>",
-        re.compile(rf"<{key}>(?P<key>[^<]*)</{key}>(?:\s*<{prefix}arg_value>)?"),
-        f"</{prefix}arg_value>",
-        gap="",
+        f"</{prefix}tool_call{suffix}>",
+        re.compile(rf"<{key}>(?P<key>[^<]*)</{key}>(?:\s*<{value}>)?"),
+        f"</{value}>",
+        gap=None,
         guess=True,
     )
 
 
-def _in(name: str, start: str, end: str, *syntaxes: CallSyntax, **more: object) -> CallFormat:
-    return CallFormat(name, (start,), (end,) if end else (), syntaxes, **more)  # type: ignore[arg-type]
+def _in(name: str, start: str, end: str, *syntaxes: CallSyntax, direct: tuple[str, ...] = ()) -> CallFormat:
+    """Return the format of calls between one start and one end. A model may also write JSON there."""
+    return CallFormat(name, (start,), (end,) if end else (), tuple(dict.fromkeys((*syntaxes, _JSON))), direct)
 
 
 _M3 = "]<]minimax[>["
 _DSML = "｜DSML｜"
 
 #: Format of Hermes and Qwen, also requested from models without a format of their own.
-JSON_CALLS = _in(
-    "json", "<tool_call>", "</tool_call>", _JSON, _QWEN_XML, direct=('{"name": "', '{"name":"'), streams=True
+JSON_CALLS = CallFormat(
+    "json",
+    ("<tool_call>",),
+    ("</tool_call>",),
+    (_JSON, _QWEN_XML),
+    ('{"name": "', '{"name":"'),
+    streams=True,
 )
 
 CALLS: Sequence[CallRow] = (
@@ -171,7 +196,7 @@ CALLS: Sequence[CallRow] = (
                 f"{_M3}</invoke>",
                 re.compile(rf"{re.escape(_M3)}<(?P<key>[^<>/\s]+)>"),
                 f"{_M3}</{{}}>",
-                gap="",
+                gap=None,
                 nested=True,
             ),
             direct=(f"{_M3}<invoke name=",),
@@ -184,7 +209,7 @@ CALLS: Sequence[CallRow] = (
     CallRow(
         "MiniMax M2",
         _in(
-            "minimax_m2", "<minimax:tool_call>", "</minimax:tool_call>", _invoke("m2"), _JSON,
+            "minimax_m2", "<minimax:tool_call>", "</minimax:tool_call>", _invoke(),
             direct=("<invoke name=",),
         ),
         '<minimax:tool_call>\n<invoke name="add">\n<parameter name="a">1</parameter>\n'
@@ -192,18 +217,18 @@ CALLS: Sequence[CallRow] = (
         (("<minimax:tool_call>",),),
     ),
     CallRow(
-        "DeepSeek V3.2",
-        _in(
-            "deepseek_v32",
-            f"<{_DSML}function_calls>",
-            f"</{_DSML}function_calls>",
-            _invoke("dsml", space=_DSML),
-            direct=(f"<{_DSML}invoke name=",),
+        "DeepSeek V3.2, V4",
+        CallFormat(
+            "dsml",
+            (f"<{_DSML}function_calls>", f"<{_DSML}tool_calls>"),
+            (f"</{_DSML}function_calls>", f"</{_DSML}tool_calls>"),
+            (_invoke(_DSML), _JSON),
+            (f"<{_DSML}invoke name=",),
         ),
         f'<{_DSML}function_calls>\n<{_DSML}invoke name="add">\n<{_DSML}parameter name="a" string="false">1'
         f'</{_DSML}parameter>\n<{_DSML}parameter name="b" string="true">two</{_DSML}parameter>\n'
         f"</{_DSML}invoke>\n</{_DSML}function_calls>",
-        ((f"<{_DSML}function_calls>",), (f"{_DSML}function_calls",)),
+        (("DSML", "invoke name="),),
         (_DSML,),
     ),
     CallRow(
@@ -220,6 +245,7 @@ CALLS: Sequence[CallRow] = (
                     ),
                     re.compile(r"\s*(?:```(?:json)?)?\s*"),
                 ),
+                _JSON,
             ),
             direct=("<｜tool▁call▁begin｜>",),
         ),
@@ -256,7 +282,7 @@ CALLS: Sequence[CallRow] = (
     ),
     CallRow(
         "LongCat",
-        _in("longcat", "<longcat_tool_call>", "</longcat_tool_call>", _pairs("longcat_"), _JSON),
+        _in("longcat", "<longcat_tool_call>", "</longcat_tool_call>", _pairs("longcat_")),
         "<longcat_tool_call>add\n<longcat_arg_key>a</longcat_arg_key>\n<longcat_arg_value>1"
         "</longcat_arg_value>\n<longcat_arg_key>b</longcat_arg_key>\n<longcat_arg_value>two"
         "</longcat_arg_value>\n</longcat_tool_call>",
@@ -265,7 +291,7 @@ CALLS: Sequence[CallRow] = (
     CallRow(
         "GLM 4.5 to 5, Laguna",
         _in(
-            "glm", "<tool_call>", "</tool_call>", _pairs(), _JSON,
+            "glm", "<tool_call>", "</tool_call>", _pairs(),
             direct=("{}<arg_key>", "{}\n<arg_key>"),
         ),
         "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>b</arg_key><arg_value>two"
@@ -273,8 +299,8 @@ CALLS: Sequence[CallRow] = (
         (("<arg_key>",),),
     ),
     CallRow(
-        "LFM2",
-        _in("lfm2", "<|tool_call_start|>", "<|tool_call_end|>", _PYTHON, _JSON, bare="["),
+        "LFM2, MiniCPM 3",
+        CallFormat("lfm2", ("<|tool_call_start|>",), ("<|tool_call_end|>",), (_PYTHON, _JSON), bare="["),
         "<|tool_call_start|>[add(a=1, b='two')]<|tool_call_end|>",
         (("<|tool_list_start|>",), ("<|tool_call_start|>",)),
         ("<|tool_call_start|>", "<|tool_call_end|>"),
@@ -300,10 +326,10 @@ CALLS: Sequence[CallRow] = (
     ),
     CallRow(
         "Qwen3-Coder, Qwen3.5, Nemotron 3, Step 3.5",
-        _in("qwen_xml", "<tool_call>", "</tool_call>", _QWEN_XML, _JSON, direct=("<function=",)),
+        _in("qwen_xml", "<tool_call>", "</tool_call>", _QWEN_XML, direct=("<function=",)),
         "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\ntwo\n</parameter>\n"
         "</function>\n</tool_call>",
-        (("<tool_call>\\n<function=",), ("<tool_call>\n<function=",)),
+        (("<tool_call>", "<function="),),
     ),
     CallRow(
         "Kimi K2",
@@ -357,7 +383,6 @@ CALLS: Sequence[CallRow] = (
             "[TOOL_CALLS]",
             "",
             NamedSyntax(("{}[ARGS]", "{}[CALL_ID]", "{}{"), re.compile(r"\s*(?:\w+\s*\[ARGS\])?\s*")),
-            _JSON,
             direct=("{}[ARGS]",),
         ),
         '[TOOL_CALLS]add[ARGS]{"a": 1, "b": "two"}',
@@ -369,7 +394,7 @@ CALLS: Sequence[CallRow] = (
             "muse_spark",
             "<atem:function_calls>",
             "</atem:function_calls>",
-            _invoke("atem", guess=True, space="atem:"),
+            _invoke("atem:", guess=True),
             direct=("<atem:invoke name=",),
         ),
         '<atem:function_calls><atem:invoke name="add"><atem:parameter name="a">1</atem:parameter>'
@@ -382,6 +407,149 @@ CALLS: Sequence[CallRow] = (
         '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "add", "parameters": {"a": 1, "b": "two"}}\n]'
         "<|END_ACTION|>",
         (("<|START_ACTION|>",),),
+    ),
+    CallRow(
+        "Nemotron Nano 2, Llama Nemotron",
+        _in("nemotron", "<TOOLCALL>", "</TOOLCALL>"),
+        '<TOOLCALL>[{"name": "add", "arguments": {"a": 1, "b": "two"}}]</TOOLCALL>',
+        (("<TOOLCALL>",),),
+    ),
+    CallRow(
+        "Hunyuan 3",
+        CallFormat(
+            "hunyuan3",
+            ("<tool_calls:opensource>", "<tool_call:opensource>"),
+            ("</tool_calls:opensource>",),
+            (_pairs("", ":opensource", "{}<tool_sep:opensource>"), _JSON),
+        ),
+        "<tool_calls:opensource>\n<tool_call:opensource>add<tool_sep:opensource>\n<arg_key:opensource>a"
+        "</arg_key:opensource>\n<arg_value:opensource>1</arg_value:opensource>\n<arg_key:opensource>b"
+        "</arg_key:opensource>\n<arg_value:opensource>two</arg_value:opensource>\n</tool_call:opensource>\n"
+        "</tool_calls:opensource>",
+        (("<tool_sep:opensource>",),),
+        ("<tool_sep:opensource>",),
+    ),
+    CallRow(
+        "Hunyuan, Jamba, Apriel, MiniMax M1",
+        CallFormat(
+            "tool_calls",
+            ("<tool_calls>",),
+            ("</tool_call>", "</tool_calls>"),
+            (_JSON, NamedSyntax(("<tool_call>{}",), re.compile(r"\s*(?:```(?:json)?)?\s*"))),
+        ),
+        '<tool_calls>[{"name": "add", "arguments": {"a": 1, "b": "two"}}]</tool_calls>',
+        (("<tool_calls>",),),
+    ),
+    CallRow(
+        "Granite 3, Phi-4-mini",
+        CallFormat("tool_call", ("<|tool_call|>", "functools"), ("<|/tool_call|>",), (_JSON,)),
+        '<|tool_call|>[{"name": "add", "arguments": {"a": 1, "b": "two"}}]',
+        (("<|tool_call|>",), ("functools",)),
+        ("<|tool_call|>",),
+    ),
+    CallRow(
+        "Apertus",
+        CallFormat("apertus", ("<|tools_prefix|>",), ("<|tools_suffix|>",), (_KEYED, _JSON)),
+        '<|tools_prefix|>[{"add": {"a": 1, "b": "two"}}]<|tools_suffix|>',
+        (("<|tools_prefix|>",),),
+    ),
+    CallRow(
+        "OLMo 3",
+        _in("olmo3", "<function_calls>", "</function_calls>", _PYTHON),
+        "<function_calls>\nadd(a=1, b='two')\n</function_calls>",
+        (("<function_calls>",),),
+    ),
+    CallRow(
+        "InternLM 2",
+        _in("internlm", "<|action_start|><|plugin|>", "<|action_end|>"),
+        '<|action_start|><|plugin|>\n{"name": "add", "parameters": {"a": 1, "b": "two"}}<|action_end|>',
+        (("<|action_start|>",),),
+        ("<|action_start|>", "<|plugin|>"),
+    ),
+    CallRow(
+        "Solar Open",
+        CallFormat(
+            "solar",
+            ("<|tool_calls|>",),
+            ("<|tool_call:end|>", "<|calls|>"),
+            (NamedSyntax(("<|tool_call:name|>{}<|tool_call:args|>",)), _JSON),
+            id_mark="<|tool_call:begin|>",
+        ),
+        '<|tool_calls|><|tool_call:begin|>x1<|tool_call:name|>add<|tool_call:args|>{"a": 1, "b": "two"}'
+        "<|tool_call:end|><|calls|>",
+        (("<|tool_call:begin|>",),),
+    ),
+    CallRow(
+        "GigaChat 3",
+        _in("gigachat", "<|function_call|>", ""),
+        '<|function_call|>{"name": "add", "arguments": {"a": 1, "b": "two"}}',
+        (("<|function_call|>",),),
+    ),
+    CallRow(
+        "PLaMo 3",
+        CallFormat(
+            "plamo3",
+            ("<|plamo:begin_tool_requests:plamo|>",),
+            (
+                "<|plamo:end_tool_arguments:plamo|>",
+                "<|plamo:end_tool_request:plamo|>",
+                "<|plamo:end_tool_requests:plamo|>",
+            ),
+            (
+                NamedSyntax(
+                    (
+                        "<|plamo:begin_tool_request:plamo|><|plamo:begin_tool_name:plamo|>{}"
+                        "<|plamo:end_tool_name:plamo|><|plamo:begin_tool_arguments:plamo|>",
+                    ),
+                    re.compile(r"(?:<\|plamo:constrain\|>\w*<\|plamo:msg\|>)?\s*"),
+                ),
+                _JSON,
+            ),
+        ),
+        "<|plamo:begin_tool_requests:plamo|><|plamo:begin_tool_request:plamo|><|plamo:begin_tool_name:plamo|>add"
+        "<|plamo:end_tool_name:plamo|><|plamo:begin_tool_arguments:plamo|><|plamo:constrain|>json<|plamo:msg|>"
+        '{"a": 1, "b": "two"}<|plamo:end_tool_arguments:plamo|><|plamo:end_tool_request:plamo|>'
+        "<|plamo:end_tool_requests:plamo|>",
+        (("<|plamo:begin_tool_request",),),
+    ),
+    CallRow(
+        "Inkling",
+        CallFormat(
+            "inkling",
+            (),
+            ("<|end_message|>",),
+            (NamedSyntax(("{}<|content_invoke_tool_json|>",), wrapper="args"),),
+            ("{}<|content_invoke_tool_json|>",),
+        ),
+        '<|message_model|>add<|content_invoke_tool_json|>{"name":"add","args":{"a":1,"b":"two"}}<|end_message|>',
+        (("<|content_invoke_tool_json|>",),),
+        ("<|content_invoke_tool_json|>",),
+    ),
+    CallRow(
+        "dots",
+        _in("dots", "<dots_function_call>", "</dots_function_call>", _invoke(), direct=("<invoke name=",)),
+        '<dots_function_call>\n<invoke name="add">\n<parameter name="a">1</parameter>\n'
+        '<parameter name="b">two</parameter>\n</invoke>\n</dots_function_call>',
+        (("<dots_function_call>",),),
+    ),
+    CallRow(
+        "Step 3",
+        CallFormat(
+            "step3",
+            ("<｜tool_calls_begin｜>",),
+            ("<｜tool_call_end｜>", "<｜tool_calls_end｜>"),
+            (_invoke("steptml:", before="<｜tool_call_begin｜>function<｜tool_sep｜>"), _invoke("steptml:"), _JSON),
+        ),
+        '<｜tool_calls_begin｜>\n<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="add">\n'
+        '<steptml:parameter name="a">1</steptml:parameter>\n<steptml:parameter name="b">two'
+        "</steptml:parameter>\n</steptml:invoke><｜tool_call_end｜>\n<｜tool_calls_end｜>",
+        (("steptml",),),
+    ),
+    CallRow(
+        "Command R",
+        _in("command_r", "Action:", ""),
+        'Action:\n```json\n[{"tool_name": "add", "parameters": {"a": 1, "b": "two"}}]\n```',
+        (("Action:", "```json"),),
     ),
     CallRow(
         "Kimi K3",
@@ -408,11 +576,12 @@ CALLS: Sequence[CallRow] = (
     ),
     CallRow(
         "gpt-oss",
-        _in(
+        CallFormat(
             "harmony",
-            "<|channel|>commentary to=",
-            "<|call|>",
-            NamedSyntax(("{}<|message|>",), re.compile(r"\s*")),
+            ("<|channel|>commentary to=",),
+            ("<|call|>",),
+            (NamedSyntax(("{}<|message|>",)),),
+            addressed=True,
         ),
         '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1, "b": "two"}<|call|>',
         tokens=_HARMONY,
@@ -424,10 +593,17 @@ CALLS: Sequence[CallRow] = (
         (("<tool_call>",),),
     ),
     CallRow(
-        "Llama 3",
-        CallFormat("llama", ("<|python_tag|>",), ("<|eom_id|>",), (_JSON,), bare="{[", streams=True),
+        "Llama 3 and 4",
+        CallFormat(
+            "llama",
+            ("<|python_tag|>", "<|python_start|>", "<|python_end|>"),
+            ("<|eom_id|>",),
+            (_JSON, _PYTHON),
+            bare="{[",
+            streams=True,
+        ),
         '{"name": "add", "parameters": {"a": 1, "b": "two"}}',
-        (('"parameters": dictionary of argument name',), ("<|python_tag|>",)),
+        (('"parameters": dictionary of argument name',), ("<|python_tag|>",), ("<|python_start|>",)),
     ),
 )
 

@@ -85,9 +85,9 @@ class Text:
         self.longest_token = max(map(len, vocabulary))
         self.markup = thought_markup(facts.template, vocabulary)
         own = call_format(facts.template, vocabulary)
-        self._traits = self._learned(own is not None)
+        self.traits = self._learned(own is not None)
         #: True if the chat template supports tools in a format that can be read.
-        self.knows_tools = self._traits.tools
+        self.knows_tools = self.traits.tools
         #: format of this model's tool calls, and that of tools in words if the template lists none
         self.tool_calls = JSON_CALLS if own is None else own if self.knows_tools else own.beside(JSON_CALLS)
         both = (facts.tokenizer + facts.template).encode(errors="surrogatepass")
@@ -151,7 +151,7 @@ class Text:
             )
         options, think = template_options(conversation), self.markup.think
         refusal: RequestError | None = None
-        for traits in [self._traits] if exact else plainer(self._traits):
+        for traits in [self.traits] if exact else plainer(self.traits):
             messages = template_messages(
                 conversation, traits, self.tool_calls.written, prompting=prompting, think=think
             )

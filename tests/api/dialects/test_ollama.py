@@ -585,11 +585,11 @@ def test_a_function_is_called_and_its_result_answered(thinker: Server, client: o
 def test_calls_are_streamed_whole(thinker: Server, client: ollama.Client) -> None:
     text = f'so{CALL}<tool_call>{{"name": "now", "arguments": {{}}}}</tool_call>'
     thinker.backend.script = says([*thinker.ids(text), 1])
-    parts = list(client.chat(model="thinker", messages=HELLO, tools=[add], stream=True))
+    tools = [{"type": "function", "function": {"name": name}} for name in ("add", "now")]
+    parts = list(client.chat(model="thinker", messages=HELLO, tools=tools, stream=True))
     calls = [part.message.tool_calls[0].function for part in parts if part.message.tool_calls]
     assert [(call.name, call.arguments) for call in calls] == [("add", {"a": 1, "b": 2}), ("now", {})]
     assert "".join(part.message.content or "" for part in parts) == "so"
-    tools = [{"type": "function", "function": {"name": name}} for name in ("add", "now")]
     lines = streamed(thinker, "chat", ask(tools=tools))
     found = [call for line in lines for call in line.message.tool_calls or []]
     assert [call.function.index for call in found] == [0, 1]

@@ -57,11 +57,12 @@ def post(server: Server, **fields: Any) -> httpx.Response:
 
 
 def prompts(server: Server) -> list[str]:
-    """Return the model's prompts, in the order of the requests."""
-    return [
+    """Return the model's prompts behind the descriptions of tools, in the order of the requests."""
+    whole = [
         server.tokenizer.decode(request.prompt, skip_special_tokens=False)
         for request in server.backend.requests
     ]
+    return ["<s>" + prompt.partition("<s>")[2] for prompt in whole]
 
 
 # --- strict parsing ---------------------------------------------------------------------------------------

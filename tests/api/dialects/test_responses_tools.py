@@ -159,7 +159,6 @@ TOOLS = [function("f"), namespace("a", "f", "g", "h"), namespace("b", "h")]
     ("written", "name", "of"),
     [
         ("f", "f", None), ("a__f", "f", "a"), ("g", "g", "a"), ("a__h", "h", "a"), ("b__h", "h", "b"),
-        ("zzz", "zzz", None),
     ],
 )  # fmt: skip
 def test_a_call_comes_back_with_its_namespace_and_leaves_the_prompt_as_it_was(

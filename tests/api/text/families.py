@@ -38,6 +38,7 @@ def _invoke(mark: str, value: str, calls: Written) -> str:
 
 QUOTE = '<|"|>'
 PARAM = '<param name="KEY">VALUE</param>'
+HUNYUAN = "<arg_key:opensource>KEY</arg_key:opensource>\n<arg_value:opensource>VALUE</arg_value:opensource>"
 M3 = "]<]minimax[>["
 DSML = "｜DSML｜"
 
@@ -95,8 +96,8 @@ def _pairs(prefix: str, calls: Written) -> str:
     )
 
 
-def _python(value: object) -> str:
-    return repr(value)
+def _python_call(_: int, name: str, arguments: Arguments) -> str:
+    return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
 
 
 WRITERS: Mapping[str, Callable[[Written], str]] = {
@@ -108,11 +109,7 @@ WRITERS: Mapping[str, Callable[[Written], str]] = {
     "qwen_xml": lambda calls: _xml(True, calls),
     "seed_oss": lambda calls: _xml(False, calls, "seed:tool_call"),
     "lfm2": lambda calls: "<|tool_call_start|>["
-    + each(
-        calls,
-        lambda _, name, arguments: f"{name}({', '.join(f'{key}={each!r}' for key, each in arguments.items())})",
-        ", ",
-    )
+    + each(calls, _python_call, ", ")
     + "]<|tool_call_end|>",
     "kimi_k2": lambda calls: "<|tool_calls_section_begin|>"
     + each(
@@ -129,7 +126,7 @@ WRITERS: Mapping[str, Callable[[Written], str]] = {
         "",
     )
     + "<｜tool▁calls▁end｜>",
-    "deepseek_v32": lambda calls: f"<{DSML}function_calls>\n"
+    "dsml": lambda calls: f"<{DSML}function_calls>\n"
     + _invoke(DSML, f'<{DSML}parameter name="KEY" string="STRING">VALUE</{DSML}parameter>', calls)
     + f"\n</{DSML}function_calls>",
     "glm": lambda calls: _pairs("", calls),
@@ -181,4 +178,67 @@ WRITERS: Mapping[str, Callable[[Written], str]] = {
         f"{json.dumps(arguments, ensure_ascii=False)}<|call|>",
         "<|start|>assistant",
     ),
+    "nemotron": lambda calls: f"<TOOLCALL>[{each(calls, _json(), ', ')}]</TOOLCALL>",
+    "tool_calls": lambda calls: f"<tool_calls>[{each(calls, _json(), ', ')}]</tool_calls>",
+    "tool_call": lambda calls: f"<|tool_call|>[{each(calls, _json(), ', ')}]",
+    "gigachat": lambda calls: each(calls, lambda *call: f"<|function_call|>{_json()(*call)}", ""),
+    "internlm": lambda calls: each(
+        calls, lambda *call: f"<|action_start|><|plugin|>\n{_json('parameters')(*call)}<|action_end|>", ""
+    ),
+    "command_r": lambda calls: f"Action:\n```json\n[{each(calls, _json('parameters'), ', ')}]\n```",
+    "apertus": lambda calls: "<|tools_prefix|>["
+    + each(calls, lambda _, name, arguments: json.dumps({name: arguments}, ensure_ascii=False), ", ")
+    + "]<|tools_suffix|>",
+    "olmo3": lambda calls: f"<function_calls>\n{each(calls, _python_call)}\n</function_calls>",
+    "hunyuan3": lambda calls: "<tool_calls:opensource>\n"
+    + each(
+        calls,
+        lambda _, name, arguments: f"<tool_call:opensource>{name}<tool_sep:opensource>\n"
+        + "".join(f"{tagged({key: value}, HUNYUAN)}\n" for key, value in arguments.items())
+        + "</tool_call:opensource>",
+    )
+    + "\n</tool_calls:opensource>",
+    "solar": lambda calls: "<|tool_calls|>"
+    + each(
+        calls,
+        lambda index, name, arguments: f"<|tool_call:begin|>id{index}<|tool_call:name|>{name}<|tool_call:args|>"
+        f"{json.dumps(arguments)}<|tool_call:end|>",
+        "",
+    )
+    + "<|calls|>",
+    "plamo3": lambda calls: "<|plamo:begin_tool_requests:plamo|>"
+    + each(
+        calls,
+        lambda _, name, arguments: "<|plamo:begin_tool_request:plamo|><|plamo:begin_tool_name:plamo|>"
+        f"{name}<|plamo:end_tool_name:plamo|><|plamo:begin_tool_arguments:plamo|><|plamo:constrain|>json"
+        f"<|plamo:msg|>{json.dumps(arguments)}<|plamo:end_tool_arguments:plamo|><|plamo:end_tool_request:plamo|>",
+        "",
+    )
+    + "<|plamo:end_tool_requests:plamo|>",
+    "inkling": lambda calls: each(
+        calls,
+        lambda _, name, arguments: f"<|message_model|>{name}<|content_invoke_tool_json|>"
+        + json.dumps({"name": name, "args": arguments}, separators=(",", ":"))
+        + "<|end_message|>",
+        "",
+    ),
+    "dots": lambda calls: "<dots_function_call>\n"
+    + _invoke("", '<parameter name="KEY">VALUE</parameter>', calls)
+    + "\n</dots_function_call>",
+    "step3": lambda calls: "<｜tool_calls_begin｜>\n"
+    + each(
+        calls,
+        lambda *call: "<｜tool_call_begin｜>function<｜tool_sep｜>"
+        + _invoke("steptml:", '<steptml:parameter name="KEY">VALUE</steptml:parameter>', [call[1:]])
+        + "<｜tool_call_end｜>",
+    )
+    + "\n<｜tool_calls_end｜>",
+}
+
+#: Special tokens in those texts, which no text of an argument can have.
+SPECIALS: Mapping[str, Sequence[str]] = {
+    "harmony": ("<|start|>", "<|channel|>", "<|message|>", "<|call|>", "<|constrain|>"),
+    "kimi_k3": ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"),
+    "minimax_m3": (M3,),
+    "inkling": ("<|message_model|>", "<|content_invoke_tool_json|>", "<|end_message|>"),
 }

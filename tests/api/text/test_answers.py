@@ -59,10 +59,19 @@ def test_thoughts_of_each_markup(opens: str) -> None:
     markup = MARKUPS[opens]
     assert markup.think is not None
     _, closes = markup.think
-    before, after = markup.wrappers or ("", "")
-    specials = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>"] if markup.headers else []
-    said = "<|start|>assistant<|channel|>final<|message|>yes" if markup.headers else f"{before}\nyes{after}"
-    reads([(f"{opens}hm{closes}{said}", seen("yes", "hm"))], {"markup": markup}, specials)
+    before, after = (*markup.wrappers, "", "")[:2]
+    if markup.headers:
+        specials = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|eom|>", "<|eot|>")
+        final = "<|start|>assistant to=user<|channel|>final<|message|>yes"
+        reads([(f"{opens}hm{closes}{final}", seen("yes", "hm"))], {"markup": markup}, specials)
+        return
+    stories = [
+        (f"{opens}hm{closes}{before}\nyes{after}", seen("yes", "hm")),
+        (f"{closes}\nyes", seen("yes")),
+        (f"yes {opens} {closes}", seen(f"yes {opens} {closes}")),
+    ]
+    reads(stories, {"markup": markup})
+    reads([(f"{opens}\nhm{closes}yes", seen("yes", "hm"))], {"markup": markup, "thinking": True})
 
 
 def test_a_wrapper_of_the_answer_is_not_shown() -> None:
@@ -309,6 +318,24 @@ def test_gpt_oss_says_in_headers_what_comes() -> None:
     parts += [*letters.push("<|channel|>x<|message|>"), *letters.finish(False)]
     assert "".join(part.text for part in parts) == "<|channel|>x<|message|>"
     reads([("<|channel|>commentary to=functions.add " + ARGUMENTS, seen('{"a": 1}'))], {"markup": HARMONY}, SPECIALS)
+
+
+def test_muse_addresses_its_messages() -> None:
+    specials = ("<|start|>", "<|message|>", "<|eom|>", "<|eot|>")
+    call = (
+        '<atem:function_calls>\n<atem:invoke name="add">\n<atem:parameter name="a">1</atem:parameter>\n'
+        "</atem:invoke>\n</atem:function_calls>"
+    )
+    stories = [
+        (" to=user<|message|>yes<|eot|>", seen("yes")),
+        (" to=self<|message|>hm<|eom|><|start|>assistant to=user<|message|>yes<|eot|>", seen("yes", "hm")),
+        (
+            f" to=self<|message|>hm<|eom|><|start|>assistant to=add<|message|>{call}<|eom|>"
+            f"<|start|>assistant to=add<|message|>{call}<|eot|>",
+            seen("", "hm", [ADDED, ADDED]),
+        ),
+    ]
+    reads(stories, {"name": "muse_spark", "markup": MARKUPS["<|start|>assistant to=self<|message|>"]}, specials)
 
 
 # --- special tokens, limits, calls that must not come -------------------------------------------------------

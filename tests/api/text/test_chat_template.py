@@ -1,0 +1,412 @@
+"""Conversations as chat templates write them: nothing is lost, whatever a template refuses or drops."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken
+
+from mlxtp.errors import Code, RequestError
+from mlxtp.text.chat_template import TemplateTraits, left_out, template_messages, template_options
+from mlxtp.text.conversation import Call, ChatMessage, Conversation, Tool, characters, tool_json
+from mlxtp.text.renderer import LocalRenderer
+from mlxtp.text.tokenizer import Text
+
+from ..conftest import byte_level, save
+
+LOOK = Tool(
+    "look_up",
+    "Looks a word up.",
+    {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
+)
+ADD = Tool("add", "Adds", {"type": "object", "properties": {"a": {"type": "integer"}}})
+
+
+def system(text: str) -> ChatMessage:
+    return ChatMessage("system", text)
+
+
+def user(text: str) -> ChatMessage:
+    return ChatMessage("user", text)
+
+
+def said(text: str, *calls: Call, thought: str = "") -> ChatMessage:
+    return ChatMessage("assistant", text, thought, calls)
+
+
+def look(word: str, id_: str = "call_0123456789abcdef") -> Call:
+    return Call(id_, "look_up", json.dumps({"word": word}))
+
+
+def result(text: str, id_: str = "call_0123456789abcdef") -> ChatMessage:
+    return ChatMessage("tool", text, call_id=id_, name="look_up")
+
+
+# --- templates, each as small as the trait that it stands for ------------------------------------------------
+
+LISTS = "{% if tools %}# Tools\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}{% endif %}"
+XML = (
+    "{% for c in m.tool_calls or [] %}<tool_call>\n<function={{ c.function.name }}>\n"
+    "{% for k, v in c.function.arguments | items %}<parameter={{ k }}>\n{{ v if v is string else v | tojson }}\n"
+    "</parameter>\n{% endfor %}</function>\n</tool_call>{% endfor %}"
+)
+#: One system message, at the beginning, and a user's message.
+QWEN = (
+    LISTS + "{% set u = namespace(found=false) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set u.found = true %}{% endif %}{% endfor %}"
+    "{% if not u.found %}{{ raise_exception('No user query.') }}{% endif %}{% for m in messages %}"
+    "{% if m.role == 'system' and not loop.first %}{{ raise_exception('System comes first.') }}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}" + XML + "<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+#: User and assistant take turns; calls stand alone, with short ids; the last message is not the assistant's.
+MISTRAL = (
+    "{% set n = namespace(i=0) %}{% if messages[0].role == 'system' %}[SYSTEM_PROMPT]{{ messages[0].content }}"
+    "[/SYSTEM_PROMPT]{% set rest = messages[1:] %}{% else %}{% set rest = messages %}{% endif %}"
+    "{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}{% for m in rest %}"
+    "{% if m.role == 'user' or (m.role == 'assistant' and not m.tool_calls) %}"
+    "{% if (m.role == 'user') != (n.i % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% set n.i = n.i + 1 %}{% endif %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]"
+    "{% elif m.role == 'assistant' %}{% if m.tool_calls %}{% for c in m.tool_calls %}"
+    "{% if c.id | length != 9 %}{{ raise_exception('IDs of length 9') }}{% endif %}"
+    "[TOOL_CALLS]{{ c.function.name }}[CALL_ID]{{ c.id }}[ARGS]{{ c.function.arguments | tojson }}{% endfor %}</s>"
+    "{% else %}{% if loop.last %}{{ raise_exception('user or tool last') }}{% endif %}{{ m.content }}</s>{% endif %}"
+    "{% elif m.role == 'tool' %}[TOOL_RESULTS]{{ m.tool_call_id }}[TOOL_CONTENT]{{ m.content }}[/TOOL_RESULTS]"
+    "{% else %}{{ raise_exception('unknown role') }}{% endif %}{% endfor %}"
+)
+#: The first system message alone; one call in a message, whose thoughts are refused beside text.
+GPT_OSS = (
+    LISTS + "{% if messages[0].role == 'system' %}<|start|>developer<|message|>{{ messages[0].content }}<|end|>"
+    "{% endif %}{% for m in messages %}{% if m.role == 'user' %}<|start|>user<|message|>{{ m.content }}<|end|>"
+    "{% elif m.role == 'assistant' %}{% if m.tool_calls %}"
+    "{% if m.thinking and m.content %}{{ raise_exception('content or thinking') }}{% endif %}"
+    "{% if m.thinking or m.content %}<|start|>assistant<|channel|>analysis<|message|>"
+    "{{ m.thinking or m.content }}<|end|>{% endif %}{% set f = m.tool_calls[0].function %}"
+    "<|start|>assistant<|channel|>commentary to=functions.{{ f.name }} <|constrain|>json<|message|>"
+    "{{ f.arguments | tojson }}<|call|>{% else %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>"
+    "{% endif %}{% elif m.role == 'tool' %}{% if loop.first or messages[loop.index0 - 1].role not in ('assistant', 'tool')"
+    " %}{{ raise_exception('no call before the result') }}{% endif %}<|start|>functions<|message|>"
+    "{{ m.content | tojson }}<|end|>{% endif %}{% endfor %}"
+)
+#: No tools, and the last system message alone.
+R1 = (
+    "{% set ns = namespace(s='') %}{% for m in messages %}{% if m.role == 'system' %}{% set ns.s = m.content %}"
+    "{% endif %}{% endfor %}{{ ns.s }}{% for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}"
+    "{% elif m.role == 'assistant' %}<|Assistant|>{{ m.content.split('</think>')[-1] }}{% endif %}{% endfor %}"
+)
+#: Tools are listed, calls are not written.
+LFM2 = (
+    "{% set s = messages[0].content if messages[0].role == 'system' else '' %}"
+    "{% set rest = messages[1:] if messages[0].role == 'system' else messages %}<|im_start|>system\n{{ s }}"
+    "{% if tools %}List of tools: <|tool_list_start|>[{{ tools | tojson }}]<|tool_list_end|>{% endif %}<|im_end|>\n"
+    "{% for m in rest %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+)
+PARTS = (
+    "{% for m in messages %}{{ m.role | upper }}: {% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}"
+    "{% endif %}{% endfor %}\n{% endfor %}"
+)
+#: No system message, and turns.
+GEMMA = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}"
+)
+#: Calls by their ids alone.
+KIMI = (
+    LISTS + "{% for m in messages %}<|im_{{ m.role }}|>{% if m.role == 'tool' %}## Return of {{ m.tool_call_id }}\n"
+    "{% endif %}{{ m.content }}{% if m.tool_calls %}<|tool_calls_section_begin|>{% for c in m.tool_calls %}"
+    "<|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>{{ c.function.arguments | tojson }}<|tool_call_end|>"
+    "{% endfor %}<|tool_calls_section_end|>{% endif %}<|im_end|>{% endfor %}"
+)
+#: One call at once, without words; results as JSON; arguments have to be text.
+LLAMA = (
+    LISTS + "{# <|python_tag|> #}{% for m in messages %}<{{ m.role }}>{% if m.tool_calls %}"
+    "{% if m.tool_calls | length != 1 %}{{ raise_exception('single tool-calls at once!') }}{% endif %}"
+    '{% set f = m.tool_calls[0].function %}{"name": "{{ f.name }}", "parameters": {{ "" + f.arguments }}}'
+    "{% elif m.role == 'tool' %}{{ m.content | tojson }}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+#: A switch for thoughts in the texts, which it takes out of them.
+SMOL = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | replace('/no_think', '') | replace('/think', '')"
+    " | trim }}<|im_end|>\n{% endfor %}"
+)
+THINKS = ("<think>", "</think>")
+TEMPLATES: Mapping[str, tuple[str, Sequence[str], Sequence[str]]] = {
+    "qwen": (QWEN, ("<|im_start|>", "<|im_end|>"), (*THINKS, "<tool_call>", "</tool_call>")),
+    "mistral": (MISTRAL, ("[INST]", "[/INST]", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), ()),
+    "gpt-oss": (GPT_OSS, ("<|start|>", "<|channel|>", "<|message|>", "<|call|>", "<|end|>"), ()),
+    "r1": (R1, ("<|User|>", "<|Assistant|>"), THINKS),
+    "lfm2": (LFM2, ("<|tool_call_start|>", "<|tool_call_end|>"), ()),
+    "parts": (PARTS, (), ()),
+    "gemma": (GEMMA, (), ()),
+    "kimi": (KIMI, ("<|im_end|>",), ()),
+    "llama": (LLAMA, (), ()),
+    "smol": (SMOL, (), ()),
+}
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Text]:
+    made = {}
+    for name, (template, special, added) in TEMPLATES.items():
+        tokenizer = byte_level()
+        tokenizer.add_special_tokens(list(special))
+        tokenizer.add_tokens([AddedToken(each, normalized=False) for each in added])
+        made[name] = Text(LocalRenderer.load(save(tokenizer, tmp_path_factory.mktemp("model"), template)))
+    return made
+
+
+TRAITS: Mapping[str, Mapping[str, object]] = {
+    "qwen": {"systems": False, "later_systems": False, "no_user": False, "tools": True, "markers": False},
+    "mistral": {
+        "systems": False, "later_systems": False, "neighbours": False, "first_assistant": False,
+        "last_assistant": False, "words_behind_results": False, "tools": True, "ids": "{number:09}",
+        "words_beside_calls": False, "thoughts": "",
+    },
+    "gpt-oss": {
+        "systems": False, "later_systems": False, "tools": True, "several_calls": False,
+        "thoughts_beside_words": False,
+    },
+    "r1": {"systems": False, "later_systems": False, "tools_alone": False, "markers": False},
+    "lfm2": {"tools": True, "calls": False},
+    "parts": {"parts": True, "tools_alone": False},
+    "gemma": {
+        "system": False, "systems": False, "later_systems": False, "neighbours": False, "first_assistant": False,
+        "no_user": False, "tools_alone": False,
+    },
+    "kimi": {"tools": True, "ids": "functions.{name}:{index}", "thoughts": ""},
+    "llama": {
+        "tools": True, "arguments_as_text": True, "several_calls": False, "words_beside_calls": False, "thoughts": "",
+    },
+    "smol": {"tools_alone": False, "markers": False},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_what_a_template_can_do_is_found_by_trying(texts: dict[str, Text], name: str) -> None:
+    found = texts[name].traits
+    usual = TemplateTraits()
+    differs = {key: value for key in usual.__slots__ if (value := getattr(found, key)) != getattr(usual, key)}
+    assert differs == TRAITS[name]
+
+
+# --- conversations ------------------------------------------------------------------------------------------
+
+TWO = (said("A-ONE", look("ZEBRA", "c1"), look("LION", "c2")), result("R-ONE", "c1"), result("R-TWO", "c2"))
+CONVERSATIONS: Mapping[str, tuple[Sequence[ChatMessage], Sequence[Tool]]] = {
+    "two systems": ((system("S-ONE"), system("S-TWO"), user("U-ONE")), ()),
+    "a system behind words": ((system("S-ONE"), user("U-ONE"), said("A-ONE"), system("S-TWO"), user("U-TWO")), ()),
+    "a system behind a result": (
+        (system("S-ONE"), user("U-ONE"), said("", look("ZEBRA")), result("R-ONE"), system("S-TWO"), user("U-TWO")),
+        (LOOK,),
+    ),
+    "a system alone": ((system("S-ONE"),), ()),
+    "the user twice": ((system("S-ONE"), user("U-ONE"), user("U-TWO")), (LOOK,)),
+    "the assistant twice": ((user("U-ONE"), said("A-ONE"), said("A-TWO"), user("U-TWO")), ()),
+    "the assistant first": ((said("A-ONE"), user("U-ONE")), ()),
+    "the assistant last": ((user("U-ONE"), said("A-ONE")), ()),
+    "words behind a result": ((user("U-ONE"), said("", look("ZEBRA")), result("R-ONE"), user("U-TWO")), (LOOK,)),
+    "a system, tools and words beside calls": ((system("S-ONE"), user("U-ONE"), *TWO, said("A-TWO"), user("U-TWO")), (LOOK,)),
+    "thoughts": ((user("U-ONE"), said("A-ONE", look("ZEBRA"), thought="hm"), result("R-ONE")), (LOOK,)),
+    "calls without tools": ((user("U-ONE"), said("", look("ZEBRA")), result("R-ONE"), user("U-TWO")), ()),
+    "a result without a call": ((user("U-ONE"), result("R-ONE"), user("U-TWO")), (LOOK,)),
+    "a call without a result": ((user("U-ONE"), said("A-ONE", look("ZEBRA")), user("U-TWO")), (LOOK,)),
+    "arguments that are no JSON": (
+        (user("U-ONE"), said("", Call("c", "look_up", '{"word": ZEBRA')), result("", "c"), user("U-TWO")), (LOOK,),
+    ),
+    "an empty answer": ((system("S-ONE"), user("U-ONE"), said(""), user("U-TWO")), ()),
+    "markers in words": ((user("U-ONE </think>"), said("A-ONE </think> A-TWO"), user("U-TWO <think>")), ()),
+    "thoughts in words": ((user("U-ONE"), said("<think>hm</think>\n\nA-ONE"), user("U-TWO")), ()),
+    "signs of templates and JSON": ((system("S-ONE {{ x }} {% if %}"), user('U-ONE "q" \\n é <b>\n  x'), said("A-ONE\ttab"), user(" U-TWO ")), (LOOK,)),
+    "switches": ((system("S-ONE /no_think"), user("U-ONE /think")), ()),
+}  # fmt: skip
+_WORDS = ("S-ONE", "S-TWO", "U-ONE", "U-TWO", "A-ONE", "A-TWO", "R-ONE", "R-TWO", "ZEBRA", "LION")
+
+
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_every_text_is_in_the_prompt(texts: dict[str, Text], name: str, conversation: str) -> None:
+    turns, tools = CONVERSATIONS[conversation]
+    prompt = texts[name].rendered(Conversation(tuple(turns), tuple(tools)))
+    written = [turn.text + " ".join(call.arguments for call in turn.calls) for turn in turns]
+    for word in _WORDS:
+        assert (word in prompt) == any(word in text for text in written), prompt
+    at = -1
+    for turn in turns:  # system messages may move to the beginning
+        for word in (word for word in _WORDS if word in turn.text and turn.role != "system"):
+            assert prompt.find(word) > at, prompt
+            at = prompt.find(word)
+    for tool in tools:
+        assert tool.description in prompt
+
+
+def test_a_conversation_as_the_template_wants_it_is_left_alone(texts: dict[str, Text]) -> None:
+    turns = (system("S"), user("U"), said("A", look("Z"), thought="hm"), result("R"), said("B"), user("V"))
+    assert texts["qwen"].rendered(Conversation(turns, (LOOK,))) == (
+        f"# Tools\n{json.dumps(tool_json(LOOK))}\n<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n"
+        "<|im_start|>assistant\n<think>hm</think>A<tool_call>\n<function=look_up>\n<parameter=word>\nZ\n</parameter>\n"
+        "</function>\n</tool_call><|im_end|>\n<|im_start|>tool\nR<|im_end|>\n<|im_start|>assistant\nB<|im_end|>\n"
+        "<|im_start|>user\nV<|im_end|>\n<|im_start|>assistant\n<think>\n"
+    )
+
+
+MADE: Sequence[tuple[str, Sequence[ChatMessage], str]] = [
+    ("qwen", (system("S"), user("U"), system("T")), "user\nU<|im_end|>\n<|im_start|>user\n[System message]\nT<|im_end|>"),
+    ("qwen", (system("S"), system("T"), user("U")), "system\nS\n\nT<|im_end|>"),
+    ("qwen", (system("S"),), "system\nS<|im_end|>\n<|im_start|>user\n<|im_end|>"),
+    ("mistral", (user("U"), said("", look("Z")), result("R"), user("V")), "R[/TOOL_RESULTS]OK.</s>[INST]V[/INST]"),
+    ("mistral", (user("U"), said("", look("Z")), result("R")), "[CALL_ID]000000001[ARGS]"),
+    ("mistral", (user("U"), said("A")), "A</s>[INST]Continue.[/INST]"),
+    ("mistral", (said("A"), user("U")), "[INST][/INST]A</s>[INST]U[/INST]"),
+    ("gemma", (system("S"), user("U"), said("A"), system("T")), "<user>S\n\nYou can call functions"),
+    ("gemma", (system("S"), user("U"), said("A"), system("T")), "\n\nU<assistant>A<user>[System message]\nT"),
+    ("gpt-oss", (user("U"), *TWO), "<|call|><|start|>functions<|message|>\"R-ONE\"<|end|><|start|>assistant<|channel|>commentary"),
+    ("gpt-oss", (user("U"), said("", look("Z"), thought="hm"), result("R")), "analysis<|message|>hm<|end|>"),
+    ("kimi", (user("U"), *TWO), "<|tool_call_begin|>functions.look_up:1<|tool_call_argument_begin|>"),
+    ("kimi", (user("U"), *TWO), "## Return of functions.look_up:1\nR-TWO"),
+    ("lfm2", (user("U"), said("", look("Z")), result("R")), "<|tool_call_start|>[look_up(word='Z')]<|tool_call_end|><|im_end|>"),
+    ("llama", (user("U"), said("A", look("Z")), result("R")), '<assistant>A<assistant>{"name": "look_up", "parameters": {"word": "Z"}}<tool>"R"'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "turns", "expected"), MADE)
+def test_what_a_template_gets_instead(
+    texts: dict[str, Text], name: str, turns: Sequence[ChatMessage], expected: str
+) -> None:
+    assert expected in texts[name].rendered(Conversation(tuple(turns), (LOOK,)))
+
+
+def test_a_template_without_tools_is_told_in_words(texts: dict[str, Text]) -> None:
+    prompt = texts["r1"].rendered(Conversation((system("Be brief."), user("U"), *TWO), (LOOK,)))
+    assert prompt.startswith("Be brief.\n\nYou can call functions")
+    assert f"<tools>\n{json.dumps(tool_json(LOOK))}\n</tools>" in prompt
+    assert '{"name": <name>, "arguments": <object>}' in prompt
+    assert '<tool_call>\n{"name": "look_up", "arguments": {"word": "ZEBRA"}}\n</tool_call>' in prompt
+    assert "<|User|><tool_response>\nR-ONE\n</tool_response>\n<tool_response>\nR-TWO\n</tool_response>" in prompt
+
+
+# --- what cannot be written ---------------------------------------------------------------------------------
+
+
+def text_with(folder: Path, template: str) -> Text:
+    return Text(LocalRenderer.load(save(byte_level(), folder, template)))
+
+
+def test_a_text_that_no_form_shows_is_named(tmp_path: Path) -> None:
+    text = text_with(tmp_path, "{% for m in messages %}{{ m.content | replace('secret', '') }}{% endfor %}")
+    assert text.rendered(Conversation((user("hello"),))) == "hello"
+    with pytest.raises(RequestError, match="leaves out the user's message that begins with 'a secret word'") as caught:
+        text.rendered(Conversation((user("a secret word"),)))
+    assert (caught.value.status, caught.value.param) == (400, "messages")
+
+
+def test_what_the_template_refuses_in_every_form_is_refused_in_its_first_words(tmp_path: Path) -> None:
+    text = text_with(
+        tmp_path, "{% if 'x' in messages[0].content %}{{ raise_exception('no x') }}{% endif %}{{ messages[0].content }}"
+    )
+    with pytest.raises(RequestError, match="refuses these messages: no x"):
+        text.rendered(Conversation((user("x"),)))
+
+
+@pytest.mark.parametrize(("status", "least", "most"), [(400, 2, 9), (504, 1, 1)])
+def test_a_template_that_is_too_slow_is_not_rendered_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, least: int, most: int
+) -> None:
+    renderer, renders = LocalRenderer.load(save(byte_level(), tmp_path, GEMMA)), []
+    text = Text(renderer)
+
+    def render(*_: object, **__: object) -> str:
+        renders.append(status)
+        raise RequestError("no", Code.DEADLINE, status=status)
+
+    monkeypatch.setattr(renderer, "render", render)
+    with pytest.raises(RequestError):
+        text.rendered(Conversation((system("Be brief."), user("U"))))
+    assert least <= len(renders) <= most
+
+
+def test_a_template_that_fails_while_it_is_tried_is_taken_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renderer = LocalRenderer.load(save(byte_level(), tmp_path, GEMMA))
+
+    def render(*_: object, **__: object) -> str:
+        raise RequestError("slow", Code.DEADLINE, status=504)
+
+    monkeypatch.setattr(renderer, "render", render)
+    assert Text(renderer).traits == TemplateTraits()
+
+
+# --- the parts of it ----------------------------------------------------------------------------------------
+
+
+def plain(turns: Sequence[ChatMessage], **traits: Any) -> list[dict[str, Any]]:
+    traits = {"tools": True, **traits}
+    return template_messages(Conversation(tuple(turns), (ADD,)), TemplateTraits(**traits), lambda *_: "")
+
+
+def test_a_template_that_knows_tools_gets_calls_as_objects() -> None:
+    asked, answer, returned = plain((user("1 + 1?"), said("Let me see.", Call("c1", "add", '{"a": 1}'), thought="hm"), result("2", "c1")))
+    assert asked == {"role": "user", "content": "1 + 1?"}
+    assert answer["reasoning_content"] == "hm"
+    assert answer["tool_calls"] == [{"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
+    assert returned == {"role": "tool", "content": "2", "tool_call_id": "c1", "name": "add"}
+    (message,) = plain((said("", Call("c", "add", "[1")),))
+    assert message["tool_calls"][0]["function"]["arguments"] == {"arguments": "[1"}
+
+
+def test_results_find_their_calls_where_a_model_uses_an_id_twice() -> None:
+    turns = (
+        said("", Call("f:0", "add", "{}"), Call("f:0", "say", "{}")), result("1", "f:0"), result("2", "f:0"),
+        said("", Call("f:0", "say", "{}")), result("3", "f:0"), result("4", "nobodys"),
+    )  # fmt: skip
+    names = [(message["role"], message.get("name"), message["content"]) for message in plain(turns) if not message.get("tool_calls")]
+    assert names == [
+        ("tool", "add", "1"), ("tool", "say", "2"), ("tool", "say", "3"),
+        ("user", None, "<tool_response>\n4\n</tool_response>"),
+    ]  # fmt: skip
+
+
+def test_calls_at_once_are_told_one_by_one_where_the_template_takes_one() -> None:
+    turns = (
+        user("?"), said("", Call("c1", "add", "{}"), Call("c2", "say", "{}")), result("two", "c2"), result("one", "c1"),
+    )  # fmt: skip
+    messages = plain(turns, several_calls=False)
+    told = [[call["id"] for call in each.get("tool_calls", ())] or each["content"] for each in messages]
+    assert told == ["?", ["c1"], "one", ["c2"], "two"]
+
+
+def test_thinking_is_an_option_under_both_of_its_names() -> None:
+    assert template_options(Conversation(())) == {}
+    wish = Conversation((), thinking=False, template_options={"style": 1})
+    assert template_options(wish) == {"style": 1, "enable_thinking": False, "thinking": False}
+
+
+def test_how_long_a_conversation_is_counts_all_of_it() -> None:
+    turns = (user("1 + 1?"), said("Let me see.", Call("c1", "add", '{"a": 1}'), thought="hm"), result("2", "c1"))
+    assert characters(Conversation(turns)) == len("1 + 1?Let me see.hmadd") + len('{"a": 1}') + 1
+    assert characters(Conversation((), (ADD,))) == len(json.dumps(tool_json(ADD)))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "lacks"),
+    [
+        ("a b c", " b\n", False), ("a c", "b", True), ('"x\\ny"', "x\ny", False), ("&lt;b&gt; &#34;", '<b> "', False),
+        ("be brief", "be brief /no_think", False), ("b brief", "be /think brief", True), ('"\\u00e9"', "é", False), ("", "", False),
+    ],
+)  # fmt: skip
+def test_a_text_may_be_trimmed_or_escaped_but_not_missing(prompt: str, text: str, lacks: bool) -> None:
+    assert bool(left_out(prompt, [{"role": "user", "content": text}], [])) is lacks
+
+
+def test_calls_and_tools_are_missed_too() -> None:
+    message = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add"}}]}
+    assert left_out("x", [message], []) == "the call that begins with 'add'"
+    assert left_out("x", [], [tool_json(ADD)]) == "the tool 'add'"
+    assert left_out("add", [message], [tool_json(ADD)]) == ""

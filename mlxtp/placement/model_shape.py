@@ -64,6 +64,7 @@ _FED_AGAIN = frozenset(
 _LISTS = frozenset(("deepseek_v32", "glm_moe_dsa", "longcat_flash", "minimax_m3_vl"))
 _COMPRESSED = frozenset(("deepseek_v41",))
 _CHUNKS = frozenset(("llama4",))
+_WINDOW_SIZES = ("sliding_window", "sliding_window_size", "window_size", "attention_chunk_size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,9 +340,12 @@ def shape_of(
     experts, picked = experts_of(text)
     known, mixers = family(config), mixers_of(text)
     caches = traits_of(known, text.get("layer_types"))
-    cached = [numbers * (kv_bits / 8 + 4 / 64 if kv_bits else plain) for numbers in cached_numbers(text)]
-    slides = caches == WINDOWS and sliding_layers(text)
-    window = ring_slots(number(text, "sliding_window")) if slides else 0
+    number_bytes = kv_bits / 8 + 4 / 64 if kv_bits else plain
+    kept = cached_numbers(text, states=caches in (STATES, FED_AGAIN))
+    cached = [numbers * number_bytes for numbers in kept]
+    slides = caches in (WINDOWS, STATES, CHUNKS) and sliding_layers(text)
+    window = number(text, *_WINDOW_SIZES) if slides else 0
+    window = ring_slots(window) if window else 0
 
     dense = sum(part.count * stored.bytes_each(part.role) for part in parts if part.role == "mlp")
     sliding = sliding_layers(text) if window else ()

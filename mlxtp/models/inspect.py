@@ -23,7 +23,15 @@ from ..config import EMBEDDED_MODEL, embedded_model_path
 from ..errors import Code, ModelError
 from ..model_config import Config
 from ..model_config import family as family_of
-from ..model_files import MAX_CONFIG_BYTES, MTP_FILE, chat_refusal, has_mtp_head, text_of, tokenizer_settings
+from ..model_files import (
+    MAX_CONFIG_BYTES,
+    MTP_FILE,
+    chat_refusal,
+    has_mtp_head,
+    text_of,
+    tokenizer_settings,
+    weight_sizes,
+)
 from ..placement.model_shape import ModelShape, shape_of
 from ..short_names import near, stands_for
 from ..text.tokenizer import Text
@@ -276,15 +284,15 @@ def read_config(folder: Path) -> Config:
 def weight_bytes(folder: Path) -> int:
     """Return the bytes of a model's weight files; 0 if they are unreadable. Reads the disk."""
     try:
-        return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    except OSError:
+        return sum(weight_sizes(folder).values())
+    except (OSError, ValueError):
         return 0
 
 
 def shape_in(folder: Path, config: Config, name: str, kv_bits: int) -> ModelShape:
     """Return the shape of the model in this folder. Raises ModelError. Reads the disk."""
     try:
-        weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        weights = sum(weight_sizes(folder).values())
         mtp = has_mtp_head(folder, config)
     except (OSError, ValueError, LookupError, AttributeError) as error:
         raise ModelError(f"{folder} cannot be read any more: {error}") from None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import Code, ModelError
 from ..model_config import Config, number, table
@@ -166,32 +167,25 @@ def sliding_layers(config: Config) -> tuple[int, ...]:
 
 
 def layers_without_tokens(config: Config) -> tuple[int, ...]:
-    """Return the layers that keep a state, a convolution's inputs or nothing, by the first field that tells."""
+    """Return the layers whose caches keep no tokens, by the first field that lists or numbers the others."""
     total = layers(config)
-    linear = table(config, "linear_attn_config").get("kda_layers")
-    full = config.get("full_attn_idxs")
+    kda: Any = table(config, "linear_attn_config").get("kda_layers")
+    full: Any = config.get("full_attn_idxs")
     fields = ("layers_block_type", "layer_types", "block_types", "_block_types")
-    kinds = next((kinds for field in fields if isinstance(kinds := config.get(field), list) and kinds), None)
+    kinds = next((kinds for field in fields if isinstance(kinds := config.get(field), list) and kinds), [])
     period, group = number(config, "attn_layer_period"), number(config, "layer_group_size")
     step = number(config, "mamba_step") if config.get("mamba_enabled", True) else 0
-
-    def keeps(layer: int) -> bool:
-        if isinstance(linear, list):
-            return layer + 1 not in linear
-        if isinstance(full, list):
-            return layer in full
-        if kinds:
-            return kinds[layer % len(kinds)] not in _WITHOUT_TOKENS
-        if period:
-            return layer % period == number(config, "attn_layer_offset")
-        if group:
-            return (layer + 1) % group == 0 or layer >= total // group * group
-        if step:
-            return layer == total - 1 if total <= step // 2 else layer % step == step // 2
-        if number(config, "linear_num_value_heads"):
-            return (layer + 1) % (number(config, "full_attention_interval") or 4) == 0
-        return True
-
+    interval = number(config, "full_attention_interval") or 4
+    rules: tuple[tuple[object, Callable[[int], bool]], ...] = (
+        (isinstance(kda, list), lambda layer: layer + 1 not in kda),
+        (isinstance(full, list), lambda layer: layer in full),
+        (kinds, lambda layer: kinds[layer % len(kinds)] not in _WITHOUT_TOKENS),
+        (period, lambda layer: layer % period == number(config, "attn_layer_offset")),
+        (group, lambda layer: (layer + 1) % group == 0 or layer >= total // group * group),
+        (step, lambda layer: layer % step == step // 2 if total > step // 2 else layer == total - 1),
+        (number(config, "linear_num_value_heads"), lambda layer: (layer + 1) % interval == 0),
+    )
+    keeps = next((rule for named, rule in rules if named), lambda _layer: True)
     return mixing(config, "M-E") or tuple(layer for layer in range(total) if not keeps(layer))
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import Code, ModelError
-from .model_config import Config, mtp_place, name_in_head
+from .model_config import Config, mtp_place, name_in_head, quantizations
 
 TIKTOKEN_FILE = "tiktoken.model"
 MAX_CONFIG_BYTES = 8 << 20  #: of config.json; those with a quantization for each layer have 2 MiB
@@ -120,9 +120,17 @@ def token_count(folder: Path) -> int:
         return 0
 
 
-def table(path: Path) -> dict[str, Any]:
+def config_in(folder: Path) -> dict[str, Any]:
+    """Return config.json, with the quantization that ModelOpt writes beside it. Raises as `table`."""
+    config, beside = table(folder / "config.json", MAX_CONFIG_BYTES), folder / "hf_quant_config.json"
+    if not quantizations(config) and beside.is_file():
+        config["quantization_config"] = {"quant_method": "modelopt", **table(beside)}
+    return config
+
+
+def table(path: Path, most: int = MAX_TEXT_BYTES) -> dict[str, Any]:
     """Return the JSON object in a file. Raises OSError and ValueError."""
-    found = json.loads(text_of(path))
+    found = json.loads(text_of(path, most))
     if not isinstance(found, dict):
         raise ValueError(f"{path.name} is not a JSON object")
     return found

@@ -21,15 +21,14 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from ..chunks import ring_slots
 from ..errors import Code, GroupError, MlxtpError, ModelError
-from ..model_config import Config, text_config
+from ..model_config import Config, quantizations, text_config, unreadable
 from ..model_files import (
     INDEX,
     LFS,
-    MAX_CONFIG_BYTES,
+    config_in,
     indexed,
     lfs_pointer,
     stray_files,
-    text_of,
     token_count,
     weight_files,
 )
@@ -395,6 +394,8 @@ def load(
 
     maybe_set_recommended_wired_limit()  # keeps Metal from paging out the weights; elsewhere no effect
     config = read_config(folder)
+    if why := unreadable(config):
+        raise ModelError(f"{folder.name}: {why}", Code.MODEL_UNSUPPORTED)
     parts = 1 if split else group.size  # of each layer
     check_shardable(config, parts)
     check_divisible(config, parts)
@@ -402,7 +403,7 @@ def load(
         check_family(family_of(config))
     mx.reset_peak_memory()
     held = mx.get_active_memory()
-    model, config = _read_weights(folder)
+    model, config = _read_weights(folder, config)
     what = "cutting the model"
     try:
         with _unkept():
@@ -674,19 +675,16 @@ def read_config(folder: Path) -> Config:
     """Return the model's config.json. Raises ModelError when it is missing or is not JSON."""
     path = folder / "config.json"
     try:
-        config = json.loads(text_of(path, MAX_CONFIG_BYTES))
+        return config_in(folder)
     except FileNotFoundError:
         raise ModelError(
             f"{folder} holds no config.json, so it is not a model folder", Code.MODEL_NOT_FOUND
         ) from None
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read: {error}", Code.MODEL_INVALID) from None
-    if not isinstance(config, dict):
-        raise ModelError(f"{path} is not a JSON object", Code.MODEL_INVALID)
-    return config
 
 
-def _read_weights(folder: Path) -> tuple[Any, Config]:
+def _read_weights(folder: Path, config: Config) -> tuple[Any, Config]:
     """Load the whole model lazily: no weight is read before it is evaluated."""
     from mlx_lm.utils import load_model
 
@@ -694,7 +692,9 @@ def _read_weights(folder: Path) -> tuple[Any, Config]:
     _check_headers(folder)
     try:
         with as_mlx_lm_reads(folder) as alone:
-            model, config = load_model(alone, lazy=True, strict=True, trust_remote_code=False)
+            model, config = load_model(
+                alone, lazy=True, strict=True, model_config=quantizations(config), trust_remote_code=False
+            )
     except FileNotFoundError:
         raise ModelError(f"{folder} holds no model*.safetensors", Code.MODEL_NOT_FOUND) from None
     except SystemExit as error:  # mlx-lm's olmo raises this without a package that it needs

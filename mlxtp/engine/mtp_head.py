@@ -22,7 +22,7 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 from ..errors import Code, ModelError
-from ..model_config import Config, family, mtp_place, name_in_head, table
+from ..model_config import Config, family, mtp_place, name_in_head, quantizations, table
 from ..model_files import MTP_FILE, weight_files
 from .batch import LayerView
 from .loader import MLX_LM_RAISES, as_mlx_lm_reads, brief, read_config, read_header, read_numbers
@@ -224,7 +224,7 @@ def _read(folder: Path, config: Config, place: str) -> MtpHead:
             alone,
             lazy=True,
             strict=True,
-            model_config=one_layer(config),
+            model_config={**one_layer(config), **quantizations(config)},
             get_model_classes=classes,
             trust_remote_code=False,
         )

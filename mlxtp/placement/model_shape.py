@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
 from ..chunks import ring_slots
+from ..errors import Code, ModelError
 from ..model_config import (
     KEEPS_MLP_WHOLE,
     MTP_LAYERS,
@@ -15,11 +16,13 @@ from ..model_config import (
     Config,
     Dimensions,
     dimensions_of,
+    expands,
     family,
     mtp_place,
     number,
     quantization,
     text_config,
+    unreadable,
 )
 from ..wire.messages import MAX_RANKS as MAX_RANKS
 from .model_weights import (
@@ -329,8 +332,13 @@ def shape_of(
     `weight_bytes` is the size of its weights on disk; if it is unknown (0), the configuration implies the
     size. If both are known, the disk counts, and reading is scaled with it: configurations of mixed
     quantizations are rarely complete. `kv_bits` quantizes the KV cache (4 or 8). `mtp`: its files have an MTP
-    head. Raises ModelError (MODEL_INVALID) with the field that is missing or no number.
+    head. Raises ModelError: MODEL_INVALID with the field that is missing or no number, MODEL_UNSUPPORTED for
+    weights that mlx-lm cannot read.
     """
+    if why := unreadable(config):
+        raise ModelError(why, Code.MODEL_UNSUPPORTED)
+    if expands(config):
+        weight_bytes = 0
     text = text_config(config)
     parts = (*parts_of(text), *([mtp_head(text)] if mtp else []))
     plain = _DTYPE_BYTES.get(str(text.get("dtype") or text.get("torch_dtype")), 2.0)

@@ -97,11 +97,21 @@ def tokenizer_json(folder: Path) -> str:
 
 
 def tokenizer_settings(folder: Path) -> dict[str, Any]:
-    """Return tokenizer_config.json, with a chat template from a file of its own. Raises as `table`."""
-    settings = table(folder / "tokenizer_config.json")
+    """Return tokenizer_config.json, with a chat template from a file of its own. Raises as `table`.
+
+    A tokenizer's template comes before chat_template.json, which is of a processor of images.
+    """
+    path = folder / "tokenizer_config.json"
+    settings = table(path) if path.is_file() else {}
     if (path := folder / "chat_template.jinja").is_file():
         settings["chat_template"] = text_of(path)
+    elif not settings.get("chat_template") and (path := folder / "chat_template.json").is_file():
+        settings["chat_template"] = table(path).get("chat_template")
     return settings
+
+
+#: Files of tokenizer and chat template, from which `tokenizer_settings` reads.
+TEMPLATE_FILES = ("tokenizer_config.json", "chat_template.jinja", "chat_template.json")
 
 
 def token_count(folder: Path) -> int:
@@ -110,7 +120,7 @@ def token_count(folder: Path) -> int:
     try:
         if not path.is_file():
             return len(content_of(folder / TIKTOKEN_FILE).split()) // 2 + RESERVED
-        found, settings = table(path), table(folder / "tokenizer_config.json")
+        found, settings = table(path), tokenizer_settings(folder)
         vocabulary = found["model"]["vocab"]
         ids = set(vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary)))
         ids |= {token["id"] for token in found["added_tokens"]}
@@ -130,7 +140,10 @@ def config_in(folder: Path) -> dict[str, Any]:
 
 def table(path: Path, most: int = MAX_TEXT_BYTES) -> dict[str, Any]:
     """Return the JSON object in a file. Raises OSError and ValueError."""
-    found = json.loads(text_of(path, most))
+    try:
+        found = json.loads(text_of(path, most))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path.name} is no JSON: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{path.name} is not a JSON object")
     return found

@@ -239,6 +239,8 @@ def test_the_count_of_tokens_is_the_largest_id_plus_1(tmp_path: Path) -> None:
     content = json.loads((folder / "tokenizer.json").read_text())
     count = Tokenizer.from_str(json.dumps(content)).get_vocab_size()
     assert token_count(folder) == count
+    (folder / "tokenizer_config.json").unlink()
+    assert token_count(folder) == count
     (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": {"700": {}}}))
     assert token_count(folder) == 701
     content["added_tokens"].append({"id": 900, "content": "<x>"})

@@ -17,7 +17,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from ..errors import Code, ModelError, ProtocolError, is_disk_full
-from ..model_files import INDEX, TIKTOKEN_FILE, WEIGHTS, indexed, refusal, table
+from ..model_files import INDEX, TEMPLATE_FILES, TIKTOKEN_FILE, WEIGHTS, indexed, refusal, table
 from .hub_cache import Damaged, PartialFile, Repo
 from .manifest import (
     DEFAULT_REVISION,
@@ -138,7 +138,7 @@ def _check_tokenizer(manifest: Manifest) -> None:
     folder = fetch_some(manifest, ("config.json", "tokenizer_config.json"))
     with _understood(manifest.name, manifest.name):
         settings = table(folder / "tokenizer_config.json")
-        template = "chat_template" in settings or "chat_template.jinja" in paths
+        template = "chat_template" in settings or bool(paths & {*TEMPLATE_FILES[1:]})
         why = refusal(table(folder / "config.json"), settings, template=template)
     if why:
         raise ModelError(f"cannot get {manifest.name}: {why}", Code.MODEL_UNSUPPORTED)

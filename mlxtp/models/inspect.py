@@ -24,6 +24,7 @@ from ..model_config import Config
 from ..model_config import family as family_of
 from ..model_files import (
     MTP_FILE,
+    TEMPLATE_FILES,
     chat_refusal,
     config_in,
     has_mtp_head,
@@ -43,7 +44,6 @@ _WRITES_NO_TEXT = re.compile(
     r"(?:(?<!LMHead)Model|For(?:SequenceClassification|TokenClassification|MaskedLM|QuestionAnswering))$"
 )
 _CONFIG_FILES = ("config.json", "hf_quant_config.json")
-_TEMPLATE_FILES = ("tokenizer_config.json", "chat_template.jinja")
 #: Fields of tokenizer_config.json, of which one names a chat template of mlx-lm.
 _TEMPLATES = frozenset({"chat_template", "chat_template_type"})
 MOST = 200  #: Models listed for users, at most: a cache may hold anything.
@@ -218,7 +218,7 @@ def inspect(name: str, kv_bits: int = 0, *, ask_hub: bool = False) -> Servable:
         repo.check_room(manifest)
         config = read_config(hub_client.fetch_some(manifest, _CONFIG_FILES))
         check_servable(config)
-        _check_chats(config, lambda: hub_client.fetch_some(manifest, _TEMPLATE_FILES))
+        _check_chats(config, lambda: hub_client.fetch_some(manifest, TEMPLATE_FILES))
         weights = sum(file.size for file in manifest.files if file.path.endswith(".safetensors"))
         # A head in the model's own files is seen once they are here.
         mtp = any(file.path == MTP_FILE for file in manifest.files)

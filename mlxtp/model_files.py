@@ -106,7 +106,7 @@ def tokenizer_settings(folder: Path) -> dict[str, Any]:
     if (path := folder / "chat_template.jinja").is_file():
         settings["chat_template"] = text_of(path)
     elif not settings.get("chat_template") and (path := folder / "chat_template.json").is_file():
-        settings["chat_template"] = table(path).get("chat_template")
+        settings |= {name: told for name, told in table(path).items() if name == "chat_template"}
     return settings
 
 
@@ -175,10 +175,7 @@ def lfs_pointer(path: Path) -> str:
 
 def is_lfs_pointer(path: Path) -> bool:
     """Return True for a pointer of Git LFS. Raises OSError."""
-    if path.stat().st_size > _LFS_BYTES:
-        return False
-    with path.open("rb") as file:
-        return file.read(len(LFS)) == LFS
+    return path.stat().st_size <= _LFS_BYTES and path.read_bytes().startswith(LFS)
 
 
 def converted(ranks: bytes, settings: Mapping[str, Any]) -> str:

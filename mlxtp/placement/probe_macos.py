@@ -268,7 +268,9 @@ def parse_hardware_ports(text: str) -> Reading[HardwarePorts]:
     for name, _, value in _parted(text, ": "):
         if name == "Hardware Port":
             port = printable(value, 80)
-        elif name == "Device" and port and len(pairs) < MAX_LINKS:
+        elif name == "VLAN User Defined Name":
+            port = "VLAN"
+        elif name.startswith("Device") and port and len(pairs) < MAX_LINKS:
             pairs.append((port, printable(value, 40)))
             port = ""
     numbered = _THUNDERBOLT if any(_THUNDERBOLT.fullmatch(port) for port, _ in pairs) else _TRANSLATED
@@ -284,10 +286,13 @@ def _kind(port: str, device: str, thunderbolt: Iterable[str]) -> str:
         return "bridge"
     if port in ("Wi-Fi", "WLAN", "AirPort"):
         return "wifi"
-    return "ethernet" if device.startswith("en") and not _TETHER.search(port) else "other"
+    real = device.startswith(("en", "bond", "vlan")) and not _TETHER.search(port)
+    return "ethernet" if real else "other"
 
 
-_TETHER = re.compile("Bluetooth|iPhone|iPad")  # another device's connection, not a network of Macs
+_TETHER = re.compile(
+    "Bluetooth|iPhone|iPad|Android|RNDIS"
+)  # another device's connection, not a network of Macs
 _HEADER = re.compile(r"([\w.-]{1,40}): flags=[0-9a-f]{1,16}<([A-Z0-9_,]{0,400})>")
 _INET = re.compile(r"inet ([0-9.]{7,15})(?: --> [0-9.]{7,15})? netmask 0x([0-9a-f]{8})\b")
 #: What lies below a VLAN ("vlan: 22 parent interface: en0") or a bond ("bond interfaces: en4 en5").

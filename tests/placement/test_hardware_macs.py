@@ -210,6 +210,7 @@ DEVICES: dict[str, tuple[str, str, str]] = {
     "bond0": ("bond interfaces: en0 en1", "", "ethernet"),
     "bond1": ("bond key: 0x0001 interfaces: en0", "", "ethernet"),
     "bond2": ("bond interfaces: <none>", "", ""),
+    "bond3": ("", "bond3", "ethernet"),
 }
 
 
@@ -227,6 +228,15 @@ def test_what_lies_over_no_port_of_a_mac_is_not_offered(device: str, later: bool
     assert [each.kind for each in found.interfaces if each.name == device] == [kind] * bool(kind)
     (named,) = mac(outputs(MAX, **changed), "10.147.18.1").interfaces
     assert named.name == device
+
+
+def test_a_vlan_counts_that_is_listed_behind_the_ports() -> None:
+    listed = 'VLAN User Defined Name: Slot 9\nParent Device: en0\nDevice ("Hardware" Port): vlan0\nTag: 22\n'
+    link = f"vlan0: {FLAGS}\n\tinet 10.2.0.1 netmask 0xffffff00\n"
+    of = recorded(MAX)
+    found = machine(MAX, ifconfig=of["ifconfig"] + link, networksetup=of["networksetup"] + listed)
+    assert [each.kind for each in found.interfaces if each.name == "vlan0"] == ["ethernet"]
+    assert found.ports == machine(MAX).ports
 
 
 def test_a_vlan_may_lie_over_a_bond() -> None:

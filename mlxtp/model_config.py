@@ -140,9 +140,98 @@ def number(config: Config, *names: str) -> int:
     return 0
 
 
+# --- quantizations --------------------------------------------------------------------------------------
+
+_MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")  # of MLX
+_MXFP4: Config = {"bits": 4, "group_size": 32, "mode": "mxfp4"}
+#: Formats that others write: what mlx-lm makes of them, and the families of which it reads them; () for all.
+#: FP8 becomes plain weights, which are larger than their files. Tests load FP8, AWQ and packed integers.
+_FORMATS: Mapping[str, tuple[Config, tuple[str, ...]]] = {
+    "awq": ({"bits": 4, "group_size": 128}, ()),
+    "bitnet": ({"bits": 2}, ()),
+    "fp8": (
+        {},
+        ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "kimi_k25", "mimo_v2_flash", "minimax", "mistral4"),
+    ),
+    "mxfp4": (_MXFP4, ("gpt_oss",)),
+    "mxfp4-pack-quantized": (_MXFP4, ("kimi_k3",)),
+    "mxfp8": ({"bits": 8, "group_size": 32, "mode": "mxfp8"}, ("deepseek_v41", "minimax_m3_vl")),
+    "NVFP4": ({"bits": 4, "group_size": 16, "mode": "nvfp4"}, ("muse_spark",)),
+    "pack-quantized": ({"bits": 4, "group_size": 32}, ("deepseek_v3", "kimi_k25", "mistral4")),
+}
+_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
+
+
+def quantizations(config: Config) -> dict[str, Config]:
+    """Return `quantization`, which is MLX's, or else `quantization_config`, also of the language model alone.
+
+    Raises ModelError as `table`.
+    """
+    text = table(config, "text_config")
+    for name in ("quantization", "quantization_config"):
+        if found := table(config, name) or table(text, name):
+            return {name: found}
+    return {}
+
+
 def quantization(config: Config) -> Config:
-    """Return how the weights are quantized; empty for plain ones. Raises ModelError as `table`."""
-    return table(config, "quantization") or table(config, "quantization_config")
+    """Return the table of MLX for the loaded weights; empty for plain ones. Raises ModelError as `table`."""
+    told = next(iter(quantizations(config).values()), {})
+    if not (name := _format(told)):
+        return told
+    plain = [told.get("modules_to_not_convert"), told.get("ignore"), ["lm_head", "model.embed_tokens"]]
+    paths = [path for each in plain if isinstance(each, list) for path in each if isinstance(path, str)]
+    group = {"group_size": number(told, "group_size") or 128} if name == "awq" else {}
+    return {**_FORMATS.get(name, ({}, ()))[0], **group, **dict.fromkeys(paths, False)}
+
+
+def expands(config: Config) -> bool:
+    """Return whether mlx-lm makes larger weights of those on the disk. Raises ModelError as `table`."""
+    return _format(quantizations(config).get("quantization_config", {})) == "fp8"
+
+
+def unreadable(config: Config) -> str:
+    """Return why mlx-lm cannot read the weights as they are quantized; "" if it can.
+
+    Raises ModelError as `table`.
+    """
+    told = quantizations(config)
+    if mine := told.get("quantization"):
+        mode = mine.get("mode", "affine")
+        return "" if mode in _MODES else f"its weights are quantized in the mode {mode!r:.40}, unknown to MLX"
+    if not (other := told.get("quantization_config")):
+        return ""
+    name, text = _format(other), text_config(config)
+    known = family(text if family(config) == "mistral3" else config)
+    families = _FORMATS.get(name, ({}, ("",)))[1]
+    packed = (other.get("bits", 4), str(other.get("version", "gemm")).lower(), number(text, *_EXPERTS))
+    flaw = {
+        "awq": packed != (4, "gemm", 0),
+        "fp8": (other.get("weight_block_size") or [128, 128]) != [128, 128],
+    }
+    if not flaw.get(name) and (not families or known in families):
+        return ""
+    method = str(other.get("quant_method", "a method without a name"))
+    words = method if name in ("", method) else f"{method} ({name})"
+    return (
+        f"its weights are quantized by {words:.80}, which mlx-lm cannot read for the family {known!r}; use a "
+        "conversion for MLX, or the weights that are not quantized"
+    )
+
+
+def _format(told: Config) -> str:
+    """Return the format of the weights that `quantization_config` names; empty if it names no method."""
+    method = told.get("quant_method")
+    if method == "compressed-tensors":
+        return str(told.get("format"))
+    if method == "modelopt":
+        return str((table(told, "quantization") or told).get("quant_algo"))
+    if method == "fp8" and told.get("scale_fmt") == "ue8m0" and told.get("weight_block_size") == [32, 32]:
+        return "mxfp8"
+    return str(method or "")
+
+
+# --- sizes that ranks divide ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

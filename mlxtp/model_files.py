@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from .errors import Code, ModelError
-from .model_config import Config, mtp_place, name_in_head
+from .model_config import Config, mtp_place, name_in_head, quantizations
 
 TIKTOKEN_FILE = "tiktoken.model"
 MAX_CONFIG_BYTES = 8 << 20  #: of config.json; those with a quantization for each layer have 2 MiB
 MAX_TEXT_BYTES = 64 << 20  #: of any other file than weights; Gemma's tokenizer.json has 33 MiB
+LFS = b"version https://git-lfs.github.com/spec/"  #: What a pointer of Git LFS begins with.
+_LFS_BYTES = 1024  # of a pointer, at most
 RESERVED = 256  # special tokens behind those of the list; Kimi's `num_reserved_special_tokens`
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
@@ -95,11 +97,21 @@ def tokenizer_json(folder: Path) -> str:
 
 
 def tokenizer_settings(folder: Path) -> dict[str, Any]:
-    """Return tokenizer_config.json, with a chat template from a file of its own. Raises as `table`."""
-    settings = table(folder / "tokenizer_config.json")
+    """Return tokenizer_config.json, with a chat template from a file of its own. Raises as `table`.
+
+    A tokenizer's template comes before chat_template.json, which is of a processor of images.
+    """
+    path = folder / "tokenizer_config.json"
+    settings = table(path) if path.is_file() else {}
     if (path := folder / "chat_template.jinja").is_file():
         settings["chat_template"] = text_of(path)
+    elif not settings.get("chat_template") and (path := folder / "chat_template.json").is_file():
+        settings |= {name: told for name, told in table(path).items() if name == "chat_template"}
     return settings
+
+
+#: Files of tokenizer and chat template, from which `tokenizer_settings` reads.
+TEMPLATE_FILES = ("tokenizer_config.json", "chat_template.jinja", "chat_template.json")
 
 
 def token_count(folder: Path) -> int:
@@ -108,7 +120,7 @@ def token_count(folder: Path) -> int:
     try:
         if not path.is_file():
             return len(content_of(folder / TIKTOKEN_FILE).split()) // 2 + RESERVED
-        found, settings = table(path), table(folder / "tokenizer_config.json")
+        found, settings = table(path), tokenizer_settings(folder)
         vocabulary = found["model"]["vocab"]
         ids = set(vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary)))
         ids |= {token["id"] for token in found["added_tokens"]}
@@ -118,9 +130,20 @@ def token_count(folder: Path) -> int:
         return 0
 
 
-def table(path: Path) -> dict[str, Any]:
+def config_in(folder: Path) -> dict[str, Any]:
+    """Return config.json, with the quantization that ModelOpt writes beside it. Raises as `table`."""
+    config, beside = table(folder / "config.json", MAX_CONFIG_BYTES), folder / "hf_quant_config.json"
+    if not quantizations(config) and beside.is_file():
+        config["quantization_config"] = {"quant_method": "modelopt", **table(beside)}
+    return config
+
+
+def table(path: Path, most: int = MAX_TEXT_BYTES) -> dict[str, Any]:
     """Return the JSON object in a file. Raises OSError and ValueError."""
-    found = json.loads(text_of(path))
+    try:
+        found = json.loads(text_of(path, most))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path.name} is no JSON: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{path.name} is not a JSON object")
     return found
@@ -132,12 +155,27 @@ def text_of(path: Path, most: int = MAX_TEXT_BYTES) -> str:
 
 
 def content_of(path: Path, most: int = MAX_TEXT_BYTES) -> bytes:
-    """Return the content of a model's file. Raises OSError, and ValueError for more than models need."""
+    """Return the content of a model's file.
+
+    Raises OSError, and ValueError for more than models need, or a pointer of Git LFS.
+    """
     with path.open("rb") as file:
         found = file.read(most + 1)
     if len(found) > most:
         raise ValueError(f"{path.name} has more than {most >> 20} MiB, which no model needs")
+    if found.startswith(LFS):
+        raise ValueError(lfs_pointer(path))
     return found
+
+
+def lfs_pointer(path: Path) -> str:
+    """Return the words for a pointer of Git LFS in place of this file."""
+    return f"{path.name} is a pointer of Git LFS, not the file: run `git lfs pull`, or download it again"
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Return True for a pointer of Git LFS. Raises OSError."""
+    return path.stat().st_size <= _LFS_BYTES and path.read_bytes().startswith(LFS)
 
 
 def converted(ranks: bytes, settings: Mapping[str, Any]) -> str:
@@ -217,7 +255,41 @@ _SHOWN = _shown_bytes()
 # --- weights --------------------------------------------------------------------------------------------
 
 _SAMPLE_BYTES = 1 << 20
+WEIGHTS = "model*.safetensors"  #: All that mlx-lm reads.
 MTP_FILE = "mtp.safetensors"  #: for an MTP head that is not in the model's own files
+INDEX = "model.safetensors.index.json"
+
+
+def indexed(folder: Path) -> frozenset[str]:
+    """Return the names of the files that the index of the weights names; none without one.
+
+    Raises OSError, and ValueError for a damaged index.
+    """
+    if not (folder / INDEX).is_file():
+        return frozenset()
+    try:
+        return frozenset(map(str, table(folder / INDEX)["weight_map"].values()))
+    except (LookupError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{INDEX} names no files: {error!r}") from None
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files of a model's weights that are here: of `model*.safetensors`, those in the index.
+
+    Others beside an index are remains of another version. Raises OSError and ValueError as `indexed`.
+    """
+    named = indexed(folder)
+    return [path for path in sorted(folder.glob(WEIGHTS)) if not named or path.name in named]
+
+
+def stray_files(folder: Path) -> list[str]:
+    """Return the names of `model*.safetensors` that are no part of the model. Raises as `weight_files`."""
+    return sorted({path.name for path in folder.glob(WEIGHTS)} - {path.name for path in weight_files(folder)})
+
+
+def weight_sizes(folder: Path) -> dict[str, int]:
+    """Return the bytes of each file of a model's weights, its MTP head's too. Raises as `weight_files`."""
+    return {path.name: path.stat().st_size for path in (*weight_files(folder), *folder.glob(MTP_FILE))}
 
 
 def has_mtp_head(folder: Path, config: Config) -> bool:
@@ -227,7 +299,7 @@ def has_mtp_head(folder: Path, config: Config) -> bool:
         return False
     if (folder / MTP_FILE).is_file():
         return True
-    index = folder / "model.safetensors.index.json"
+    index = folder / INDEX
     if index.is_file():
         return any(name_in_head(name, place) for name in json.loads(text_of(index))["weight_map"])
     whole = folder / "model.safetensors"
@@ -244,14 +316,17 @@ def fingerprint(folder: Path) -> str:
 
     The beginning of each file holds the names and shapes of its tensors. Hashing all of a large model would
     take minutes. Its beginning, middle and end distinguish two models; they do not reveal a deliberate
-    forgery.
+    forgery. Raises OSError, and ModelError for a damaged index.
     """
     with (folder / "config.json").open("rb") as file:
         digest = hashlib.sha256(file.read(MAX_CONFIG_BYTES))
-    for path in sorted(folder.glob("*.safetensors")):
-        size = path.stat().st_size
-        digest.update(f"{path.name}:{size}".encode())
-        with path.open("rb") as file:
+    try:
+        sizes = weight_sizes(folder)
+    except ValueError as error:
+        raise ModelError(f"{folder}: {error}", Code.MODEL_INVALID) from None
+    for name, size in sizes.items():
+        digest.update(f"{name}:{size}".encode())
+        with (folder / name).open("rb") as file:
             for start in (0, max(size // 2, 0), max(size - _SAMPLE_BYTES, 0)):
                 file.seek(start)
                 digest.update(file.read(_SAMPLE_BYTES))

@@ -15,6 +15,7 @@ import pytest
 import regex
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
+from mlxtp.cli.planning import read_shape
 from mlxtp.config import embedded_model_path
 from mlxtp.engine import loader
 from mlxtp.engine.grammar import build, read_tokenizer
@@ -239,6 +240,8 @@ def test_the_count_of_tokens_is_the_largest_id_plus_1(tmp_path: Path) -> None:
     content = json.loads((folder / "tokenizer.json").read_text())
     count = Tokenizer.from_str(json.dumps(content)).get_vocab_size()
     assert token_count(folder) == count
+    (folder / "tokenizer_config.json").unlink()
+    assert token_count(folder) == count
     (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": {"700": {}}}))
     assert token_count(folder) == 701
     content["added_tokens"].append({"id": 900, "content": "<x>"})
@@ -260,6 +263,7 @@ def test_the_count_of_tokens_is_the_largest_id_plus_1(tmp_path: Path) -> None:
         ("kimi_k2", "", ""),
         ("kimi_k3", "", ""),
         ("kimi_k3", "chat_template.jinja", "kimi_k3 writes its chats with Python code"),
+        ("kimi_k3", "to chat_template.json", ""),
         ("qwen", "", "the tokenizer of the family 'qwen'"),
         ("kimi_k2", "tiktoken.model", "it has no tokenizer.json"),
     ],
@@ -269,6 +273,9 @@ def test_a_model_without_text_is_refused_before_a_download(
 ) -> None:
     folder = kimi(tmp_path / "model", family)
     files = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != lost}
+    if lost == "to chat_template.json":
+        template = files.pop("chat_template.jinja").decode()
+        files["chat_template.json"] = json.dumps({"chat_template": template}).encode()
     with running_hub() as there:
         put(there.url, tmp_path / "cache", monkeypatch)
         there.models["o/kimi"] = Model(files | {"model.safetensors": b"x" * 100})
@@ -309,6 +316,36 @@ def test_a_model_that_writes_chats_in_python_is_refused_before_its_weights_come(
             expected.enter_context(pytest.raises(ModelError, match=why))
         inspect.inspect("o/deepseek" if remote else str(folder), ask_hub=remote)
     assert "model.safetensors" not in there.models["o/deepseek"].sent
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        (
+            "config.json",
+            {"quant_method": "compressed-tensors", "format": "float-quantized"},
+            "float-quantized",
+        ),
+        ("config.json", {"quant_method": "exl2", "bits": 4.25}, "exl2"),
+        ("hf_quant_config.json", {"producer": {}, "quantization": {"quant_algo": "NVFP4"}}, "modelopt"),
+    ],
+)
+def test_a_quantization_that_cannot_be_read_is_refused_before_the_weights_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: dict[str, Any], words: str
+) -> None:
+    config = {**KNOWN["llama-3.1-8b-bf16"]}
+    files = {"config.json": config, "tokenizer.json": {}, "tokenizer_config.json": {}, name: content}
+    if name == "config.json":
+        files[name] = {**config, "quantization_config": content}
+    stored = {path: json.dumps(text).encode() for path, text in files.items()}
+    with running_hub() as there:
+        put(there.url, tmp_path / "cache", monkeypatch)
+        there.models["o/llama"] = Model(stored | {"model.safetensors": b"x" * 100})
+        with pytest.raises(ModelError, match=words):
+            inspect.inspect("o/llama", ask_hub=True)
+        with pytest.raises(ModelError, match=words):
+            read_shape(inspect.find_config("o/llama"))
+        assert "model.safetensors" not in there.models["o/llama"].sent
 
 
 def test_a_configuration_that_the_library_refuses_is_not_needed_for_text(tmp_path: Path) -> None:
@@ -422,7 +459,7 @@ def test_nor_in_the_places_where_models_are_looked_at(tmp_path: Path) -> None:
         tokenizer_json(tmp_path)
     assert token_count(tmp_path) == 0
     (tmp_path / "model.safetensors").write_bytes(b"")
-    assert lacks(tmp_path) == "files that can be read"
+    assert lacks(tmp_path).startswith("files that can be read (model.safetensors.index.json has more")
     (tmp_path / "tokenizer.json").unlink()
     large(tmp_path / "tiktoken.model", MAX_TEXT_BYTES + 1)
     assert token_count(tmp_path) == 0

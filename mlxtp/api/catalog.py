@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import Code, ModelError, RequestError
-from ..model_files import content_of, text_of
+from ..model_files import content_of, tokenizer_settings, weight_sizes
 from ..short_names import stands_for
 from ..text.tokenizer import Text
 from .backend import (
@@ -100,8 +100,8 @@ def _read_json(path: Path) -> Json:
 def _weights(folder: Path) -> dict[str, int]:
     """Return the bytes of each file of weights."""
     try:
-        return {path.name: path.stat().st_size for path in folder.glob("*.safetensors")}
-    except OSError:
+        return weight_sizes(folder)
+    except (OSError, ValueError):
         return {}
 
 
@@ -128,10 +128,10 @@ def _quantization(config: Json) -> str:
 
 def _template(folder: Path) -> str:
     try:
-        return text_of(folder / "chat_template.jinja")
-    except (OSError, ValueError):
-        template = _read_json(folder / "tokenizer_config.json").get("chat_template")
-        return template if isinstance(template, str) else ""
+        template = tokenizer_settings(folder).get("chat_template")
+    except (OSError, ValueError, RecursionError):
+        return ""
+    return template if isinstance(template, str) else ""
 
 
 # --- sampling defaults ------------------------------------------------------------------------------------

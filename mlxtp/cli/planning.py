@@ -16,8 +16,9 @@ from rich.markup import escape
 from ..cluster.assign import AssignView, WantedDeployment, assign, without_rdma
 from ..config import EMBEDDED_MODEL, embedded_model_path, expanded
 from ..errors import Code, ConfigError, ModelError, UserError
-from ..model_files import MTP_FILE, has_mtp_head
+from ..model_files import INDEX, MTP_FILE, has_mtp_head, weight_sizes
 from ..models.hub_cache import lacks
+from ..models.inspect import read_config
 from ..placement.candidates import Candidate
 from ..placement.cost_model import LONG_PROMPT, DraftedSpeed, SpeedEstimate, Workload, usable_bytes
 from ..placement.machines_file import read_machines
@@ -175,7 +176,7 @@ def read_shape(model: str | Path) -> ModelShape:
             f"{', '.join(sorted(KNOWN))}",
             Code.MODEL_NOT_FOUND,
         )
-    found = _read_object(config)
+    found = read_config(path) if path.is_dir() else _read_object(config)
     mtp = path.is_dir() and _has_head(path, found)
     return shape_of(found, name=path.name, weight_bytes=_weight_bytes(path), mtp=mtp)
 
@@ -202,7 +203,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     return found
 
 
-def _has_head(path: Path, config: dict[str, Any]) -> bool:
+def _has_head(path: Path, config: Mapping[str, Any]) -> bool:
     """Return True for an MTP head among the weights; False where a folder has a configuration alone.
 
     If all weights are there, ranks' own code looks at the head, and says on standard error what is wrong.
@@ -221,14 +222,13 @@ def _weight_bytes(path: Path) -> int:
     """Return the bytes of the weights in a folder, from their index if there is one; 0 without either."""
     if not path.is_dir():
         return 0
-    index = path / "model.safetensors.index.json"
     beside = sum(file.stat().st_size for file in path.glob(MTP_FILE))
-    if index.is_file():
-        metadata = _read_object(index).get("metadata")
+    if (path / INDEX).is_file():
+        metadata = _read_object(path / INDEX).get("metadata")
         total = metadata.get("total_size") if isinstance(metadata, dict) else None
         if isinstance(total, int) and total > 0:
             return total + beside
-    return sum(file.stat().st_size for file in path.glob("model*.safetensors")) + beside
+    return sum(weight_sizes(path).values())
 
 
 def to_json(made: Placement, shape: ModelShape) -> dict[str, Any]:

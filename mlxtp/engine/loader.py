@@ -13,6 +13,7 @@ from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO, cast
 
 import mlx.core as mx
@@ -20,8 +21,17 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from ..chunks import ring_slots
 from ..errors import Code, GroupError, MlxtpError, ModelError
-from ..model_config import Config, text_config
-from ..model_files import MAX_CONFIG_BYTES, text_of, token_count
+from ..model_config import Config, quantizations, text_config, unreadable
+from ..model_files import (
+    INDEX,
+    LFS,
+    config_in,
+    indexed,
+    lfs_pointer,
+    stray_files,
+    token_count,
+    weight_files,
+)
 from .group import Group, alone, uncounted
 from .mlx_compat import code_of
 from .pipeline import Stage, StageVocabulary, check_family, cut_into_stage
@@ -100,6 +110,10 @@ def read_header(path: Path) -> list[StoredTensor]:
     file_bytes = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(8)
+        if start == LFS[:8]:
+            raise ValueError(lfs_pointer(path))
+        if not start:
+            raise ValueError("it is empty")
         size = struct.unpack("<Q", start)[0] if len(start) == 8 else file_bytes
         if size > min(file_bytes - 8, MAX_HEADER_BYTES):
             raise ValueError(
@@ -186,9 +200,7 @@ class Folder:
 
     @cached_property
     def _stored(self) -> list[StoredTensor]:
-        return [
-            tensor for path in sorted(self._folder.glob("model*.safetensors")) for tensor in read_header(path)
-        ]
+        return [tensor for path in weight_files(self._folder) for tensor in read_header(path)]
 
 
 def share_of(stored: StoredTensor, array: mx.array, ranks: int) -> bool:
@@ -382,6 +394,8 @@ def load(
 
     maybe_set_recommended_wired_limit()  # keeps Metal from paging out the weights; elsewhere no effect
     config = read_config(folder)
+    if why := unreadable(config):
+        raise ModelError(f"{folder.name}: {why}", Code.MODEL_UNSUPPORTED)
     parts = 1 if split else group.size  # of each layer
     check_shardable(config, parts)
     check_divisible(config, parts)
@@ -389,7 +403,7 @@ def load(
         check_family(family_of(config))
     mx.reset_peak_memory()
     held = mx.get_active_memory()
-    model, config = _read_weights(folder)
+    model, config = _read_weights(folder, config)
     what = "cutting the model"
     try:
         with _unkept():
@@ -661,26 +675,26 @@ def read_config(folder: Path) -> Config:
     """Return the model's config.json. Raises ModelError when it is missing or is not JSON."""
     path = folder / "config.json"
     try:
-        config = json.loads(text_of(path, MAX_CONFIG_BYTES))
+        return config_in(folder)
     except FileNotFoundError:
         raise ModelError(
             f"{folder} holds no config.json, so it is not a model folder", Code.MODEL_NOT_FOUND
         ) from None
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read: {error}", Code.MODEL_INVALID) from None
-    if not isinstance(config, dict):
-        raise ModelError(f"{path} is not a JSON object", Code.MODEL_INVALID)
-    return config
 
 
-def _read_weights(folder: Path) -> tuple[Any, Config]:
+def _read_weights(folder: Path, config: Config) -> tuple[Any, Config]:
     """Load the whole model lazily: no weight is read before it is evaluated."""
     from mlx_lm.utils import load_model
 
     _check_shards_present(folder)
     _check_headers(folder)
     try:
-        model, config = load_model(folder, lazy=True, strict=True, trust_remote_code=False)
+        with as_mlx_lm_reads(folder) as alone:
+            model, config = load_model(
+                alone, lazy=True, strict=True, model_config=quantizations(config), trust_remote_code=False
+            )
     except FileNotFoundError:
         raise ModelError(f"{folder} holds no model*.safetensors", Code.MODEL_NOT_FOUND) from None
     except SystemExit as error:  # mlx-lm's olmo raises this without a package that it needs
@@ -689,6 +703,21 @@ def _read_weights(folder: Path) -> tuple[Any, Config]:
     except MLX_LM_RAISES as error:
         raise _failure(folder.name, error) from error
     return model, config
+
+
+@contextlib.contextmanager
+def as_mlx_lm_reads(folder: Path) -> Iterator[Path]:
+    """Yield a folder with the model's files alone, because mlx-lm reads stray files of weights, too.
+
+    MLX keeps the files open, so that their tensors can be read later.
+    """
+    if not stray_files(folder):
+        yield folder
+        return
+    with TemporaryDirectory() as found:
+        for path in (*folder.glob("*.json"), *weight_files(folder)):
+            (Path(found) / path.name).symlink_to(path.resolve())
+        yield Path(found)
 
 
 def _failure(what: str, error: Exception) -> MlxtpError:
@@ -707,13 +736,10 @@ def brief(error: Exception) -> str:
 
 def _check_shards_present(folder: Path) -> None:
     """Check every file that the index names. A missing one would otherwise surface as a list of tensors."""
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        return
     try:
-        files = set(json.loads(text_of(index))["weight_map"].values())
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise ModelError(f"{index} cannot be read: {error!r}", Code.MODEL_INVALID) from None
+        files = indexed(folder)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{folder / INDEX} cannot be read: {error}", Code.MODEL_INVALID) from None
     missing = sorted(name for name in files if not (folder / name).is_file())
     if missing:
         raise ModelError(
@@ -723,7 +749,7 @@ def _check_shards_present(folder: Path) -> None:
 
 def _check_headers(folder: Path) -> None:
     """Check the header of every weight file, because MLX trusts it. Raises ModelError."""
-    for path in sorted(folder.glob("model*.safetensors")):
+    for path in weight_files(folder):
         try:
             read_header(path)
         except (OSError, ValueError) as error:

@@ -22,10 +22,10 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 from ..errors import Code, ModelError
-from ..model_config import Config, family, mtp_place, name_in_head, table
-from ..model_files import MTP_FILE
+from ..model_config import Config, family, mtp_place, name_in_head, quantizations, table
+from ..model_files import MTP_FILE, weight_files
 from .batch import LayerView
-from .loader import MLX_LM_RAISES, brief, read_config, read_header, read_numbers
+from .loader import MLX_LM_RAISES, as_mlx_lm_reads, brief, read_config, read_header, read_numbers
 from .mlx_compat import code_of, import_mlx_lm
 from .sharding import Vocabulary, at_ends
 
@@ -187,7 +187,7 @@ def read_head(folder: Path, config: Config, *, numbers: bool = True) -> MtpHead 
 
 
 def _has_head(folder: Path, place: str) -> bool:
-    files = [*folder.glob("model*.safetensors"), *folder.glob(MTP_FILE)]
+    files = [*weight_files(folder), *folder.glob(MTP_FILE)]
     tensors = [tensor for path in files for tensor in read_header(path)]  # of all, as MLX reads all of them
     return any(name_in_head(tensor.name, place) for tensor in tensors)
 
@@ -219,14 +219,15 @@ def _read(folder: Path, config: Config, place: str) -> MtpHead:
         return make, module.ModelArgs
 
     head: MtpHead
-    head, _ = load_model(
-        folder,
-        lazy=True,
-        strict=True,
-        model_config=one_layer(config),
-        get_model_classes=classes,
-        trust_remote_code=False,
-    )
+    with as_mlx_lm_reads(folder) as alone:
+        head, _ = load_model(
+            alone,
+            lazy=True,
+            strict=True,
+            model_config={**one_layer(config), **quantizations(config)},
+            get_model_classes=classes,
+            trust_remote_code=False,
+        )
     del head.sanitize
     return head
 

@@ -30,7 +30,7 @@ from typing import IO
 
 from ..errors import Code, ModelError, why_not_written
 from ..identity.private_files import sync_folder, to_disk, write_whole
-from ..model_files import TIKTOKEN_FILE, table
+from ..model_files import TIKTOKEN_FILE, indexed, is_lfs_pointer, lfs_pointer, weight_files
 from .manifest import (
     Manifest,
     ModelFile,
@@ -86,16 +86,20 @@ def lacks(folder: Path) -> str:
         missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
         if (folder / TIKTOKEN_FILE).is_file() and (folder / "tokenizer_config.json").is_file():
             missing = [name for name in missing if name != "tokenizer.json"]  # made from these two
-        weights = {path.name for path in folder.glob("model*.safetensors") if path.is_file()}
-        indices = list(folder.glob("*.safetensors.index.json"))
-        wanted = {name for index in indices for name in table(index)["weight_map"].values()}
-    except (OSError, ValueError, RecursionError, LookupError, AttributeError):
+        weights = [path for path in weight_files(folder) if path.is_file()]
+        absent = [name for name in indexed(folder) if not (folder / name).is_file()]
+        pointers = [path for path in weights if is_lfs_pointer(path)]
+    except OSError:
         return "files that can be read"
-    shards = [match for match in map(_SHARD.fullmatch, weights) if match]
+    except ValueError as error:
+        return f"files that can be read ({error})"
+    shards = [match for path in weights if (match := _SHARD.fullmatch(path.name))]
     if not weights:
         missing.append("weights (model*.safetensors)")
-    elif not wanted <= weights or any(int(shard[2]) != len(shards) for shard in shards):
+    elif absent or any(int(shard[2]) != len(shards) for shard in shards):
         missing.append("some files of its weights")
+    elif pointers:
+        missing.append(f"its weights ({lfs_pointer(pointers[0])})")
     return " and ".join(missing)
 
 

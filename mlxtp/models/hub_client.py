@@ -12,11 +12,12 @@ import logging
 import re
 import threading
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 
 from ..errors import Code, ModelError, ProtocolError, is_disk_full
-from ..model_files import TIKTOKEN_FILE, refusal, table
+from ..model_files import INDEX, TEMPLATE_FILES, TIKTOKEN_FILE, WEIGHTS, indexed, refusal, table
 from .hub_cache import Damaged, PartialFile, Repo
 from .manifest import (
     DEFAULT_REVISION,
@@ -63,8 +64,9 @@ def look_up(name: str, revision: str) -> Manifest:
         if not any(file.path == "config.json" for file in found):
             raise ModelError(f"cannot get {name}: it has no config.json, so it is no model that MLX can run")
         if not any(file.path.endswith(".safetensors") for file in found):
-            raise ModelError(f"cannot get {name}: it has no weights in the safetensors format")
+            raise ModelError(f"cannot get {name}: it has no weights in the safetensors format ({WEIGHTS})")
         manifest = from_bytes(to_bytes(check(Manifest(name, info.sha or "", found))))
+    manifest = _without_strays(manifest)
     _check_tokenizer(manifest)
     if is_commit(revision) and manifest.revision != revision:
         raise ModelError(
@@ -73,6 +75,18 @@ def look_up(name: str, revision: str) -> Manifest:
             Code.MODEL_NOT_FOUND,
         )
     return manifest
+
+
+def _without_strays(manifest: Manifest) -> Manifest:
+    """Return it without files of weights that the index does not name, which is requested if names differ."""
+    weights = {file.path for file in manifest.files if fnmatch(file.path, WEIGHTS)}
+    alike = all(path.endswith(f"-of-{len(weights):05}.safetensors") for path in weights)
+    if len(weights) == 1 or alike or not any(file.path == INDEX for file in manifest.files):
+        return manifest
+    folder = fetch_some(manifest, (INDEX,))
+    with _understood(manifest.name, manifest.name):
+        strays = weights - indexed(folder)
+    return replace(manifest, files=tuple(file for file in manifest.files if file.path not in strays))
 
 
 def confirm(manifest: Manifest, refs: Iterable[str], known: Manifest | None) -> frozenset[str]:
@@ -124,7 +138,7 @@ def _check_tokenizer(manifest: Manifest) -> None:
     folder = fetch_some(manifest, ("config.json", "tokenizer_config.json"))
     with _understood(manifest.name, manifest.name):
         settings = table(folder / "tokenizer_config.json")
-        template = "chat_template" in settings or "chat_template.jinja" in paths
+        template = "chat_template" in settings or bool(paths & {*TEMPLATE_FILES[1:]})
         why = refusal(table(folder / "config.json"), settings, template=template)
     if why:
         raise ModelError(f"cannot get {manifest.name}: {why}", Code.MODEL_UNSUPPORTED)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
-import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,15 @@ from ..config import EMBEDDED_MODEL, embedded_model_path
 from ..errors import Code, ModelError
 from ..model_config import Config
 from ..model_config import family as family_of
-from ..model_files import MAX_CONFIG_BYTES, MTP_FILE, chat_refusal, has_mtp_head, text_of, tokenizer_settings
+from ..model_files import (
+    MTP_FILE,
+    TEMPLATE_FILES,
+    chat_refusal,
+    config_in,
+    has_mtp_head,
+    tokenizer_settings,
+    weight_sizes,
+)
 from ..placement.model_shape import ModelShape, shape_of
 from ..short_names import near, stands_for
 from ..text.tokenizer import Text
@@ -36,7 +43,7 @@ from .manifest import Manifest, split_name
 _WRITES_NO_TEXT = re.compile(
     r"(?:(?<!LMHead)Model|For(?:SequenceClassification|TokenClassification|MaskedLM|QuestionAnswering))$"
 )
-_TEMPLATE_FILES = ("tokenizer_config.json", "chat_template.jinja")
+_CONFIG_FILES = ("config.json", "hf_quant_config.json")
 #: Fields of tokenizer_config.json, of which one names a chat template of mlx-lm.
 _TEMPLATES = frozenset({"chat_template", "chat_template_type"})
 MOST = 200  #: Models listed for users, at most: a cache may hold anything.
@@ -209,9 +216,9 @@ def inspect(name: str, kv_bits: int = 0, *, ask_hub: bool = False) -> Servable:
         repo, revision = hub_name(name)
         manifest = hub_client.look_up(repo.name, revision)
         repo.check_room(manifest)
-        config = read_config(hub_client.fetch_some(manifest, ("config.json",)))
+        config = read_config(hub_client.fetch_some(manifest, _CONFIG_FILES))
         check_servable(config)
-        _check_chats(config, lambda: hub_client.fetch_some(manifest, _TEMPLATE_FILES))
+        _check_chats(config, lambda: hub_client.fetch_some(manifest, TEMPLATE_FILES))
         weights = sum(file.size for file in manifest.files if file.path.endswith(".safetensors"))
         # A head in the model's own files is seen once they are here.
         mtp = any(file.path == MTP_FILE for file in manifest.files)
@@ -234,7 +241,7 @@ def find_config(name: str) -> Path:
         return folder_of(name)
     repo, revision = hub_name(name)
     return repo.snapshot(revision) or hub_client.fetch_some(
-        hub_client.look_up(repo.name, revision), ("config.json", "*.index.json")
+        hub_client.look_up(repo.name, revision), (*_CONFIG_FILES, "*.index.json")
     )
 
 
@@ -265,26 +272,23 @@ def stored_name(name: str) -> str | None:
 def read_config(folder: Path) -> Config:
     """Return the configuration of the model in this folder. Raises ModelError. Reads the disk."""
     try:
-        config = json.loads(text_of(folder / "config.json", MAX_CONFIG_BYTES))
-        if not isinstance(config, dict):
-            raise ValueError("config.json holds no table")
+        return config_in(folder)
     except (OSError, ValueError, RecursionError) as error:  # its disk may have gone
         raise ModelError(f"{folder} cannot be read: {error}") from None
-    return config
 
 
 def weight_bytes(folder: Path) -> int:
     """Return the bytes of a model's weight files; 0 if they are unreadable. Reads the disk."""
     try:
-        return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    except OSError:
+        return sum(weight_sizes(folder).values())
+    except (OSError, ValueError):
         return 0
 
 
 def shape_in(folder: Path, config: Config, name: str, kv_bits: int) -> ModelShape:
     """Return the shape of the model in this folder. Raises ModelError. Reads the disk."""
     try:
-        weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        weights = sum(weight_sizes(folder).values())
         mtp = has_mtp_head(folder, config)
     except (OSError, ValueError, LookupError, AttributeError) as error:
         raise ModelError(f"{folder} cannot be read any more: {error}") from None

@@ -15,7 +15,7 @@ from ..cluster.links import ControlLink
 from ..cluster.node import ClusterNode
 from ..config import Settings
 from ..errors import Code, MlxtpError, ModelError
-from ..model_files import fingerprint
+from ..model_files import fingerprint, stray_files
 from ..placement.model_shape import ModelShape
 from ..wire.cluster_messages import ModelStatus
 from .inspect import (
@@ -124,7 +124,7 @@ class LocalModel:
     async def _compare(self) -> None:
         same = False
         if self.path is not None and not self.problem:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, ModelError):
                 same = await asyncio.to_thread(fingerprint, self.path) == self.fingerprint
         if not same:
             await self._find()
@@ -137,6 +137,8 @@ class LocalModel:
             self.path = await find_model(str(await self._transfers.get(model)) if fetched else model)
             self.fingerprint = await asyncio.to_thread(fingerprint, self.path)
             self.weight_bytes = await asyncio.to_thread(weight_bytes, self.path)
+            if strays := await asyncio.to_thread(stray_files, self.path):
+                log.warning("%s: not in its index, and so not read: %s", self.name, ", ".join(strays))
             self.problem = ""
             if is_hub_id(draft):
                 await self._transfers.get(draft)

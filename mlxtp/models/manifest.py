@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatch
 from typing import Any
 
-from ..model_files import MAX_CONFIG_BYTES, MAX_TEXT_BYTES, MTP_FILE
+from ..model_files import MAX_CONFIG_BYTES, MAX_TEXT_BYTES, MTP_FILE, WEIGHTS
 
 MAX_FILES = 4096
 MAX_FILE_BYTES = 1 << 43
@@ -88,15 +88,12 @@ def is_commit(revision: str) -> bool:
 def wanted(files: Iterable[ModelFile]) -> tuple[ModelFile, ...]:
     """Return the files that serving the model needs, small ones first.
 
-    Weights are the `model*.safetensors` and the `mtp.safetensors` of an MTP head, or all top-level
-    `*.safetensors` where no name begins with "model". Repositories often have the same weights a second time,
-    in another format or folder. Files whose names no snapshot here may have, such as `LICENSE (1).txt`, are
-    left out: serving needs none of them.
+    Weights are the `model*.safetensors` and the `mtp.safetensors` of an MTP head. Repositories often have the
+    same weights a second time, in another format or folder. Files whose names no snapshot here may have, such
+    as `LICENSE (1).txt`, are left out: serving needs none of them.
     """
     files = tuple(files)
-    plain = [each for each in files if "/" not in each.path and each.path.endswith(".safetensors")]
-    if any(each.path.startswith("model") for each in plain):
-        plain = [each for each in plain if each.path.startswith("model") or each.path == MTP_FILE]
+    plain = [each for each in files if any(_matches(each.path, name) for name in (WEIGHTS, MTP_FILE))]
     others = [each for each in files if any(_matches(each.path, pattern) for pattern in _WANTED)]
     most = {"config.json": MAX_CONFIG_BYTES}
     others = [

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
 from ..chunks import ring_slots
+from ..errors import Code, ModelError
 from ..model_config import (
     KEEPS_MLP_WHOLE,
     MTP_LAYERS,
@@ -15,11 +16,13 @@ from ..model_config import (
     Config,
     Dimensions,
     dimensions_of,
+    expands,
     family,
     mtp_place,
     number,
     quantization,
     text_config,
+    unreadable,
 )
 from ..wire.messages import MAX_RANKS as MAX_RANKS
 from .model_weights import (
@@ -64,6 +67,7 @@ _FED_AGAIN = frozenset(
 _LISTS = frozenset(("deepseek_v32", "glm_moe_dsa", "longcat_flash", "minimax_m3_vl"))
 _COMPRESSED = frozenset(("deepseek_v41",))
 _CHUNKS = frozenset(("llama4",))
+_WINDOW_SIZES = ("sliding_window", "sliding_window_size", "window_size", "attention_chunk_size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,8 +332,13 @@ def shape_of(
     `weight_bytes` is the size of its weights on disk; if it is unknown (0), the configuration implies the
     size. If both are known, the disk counts, and reading is scaled with it: configurations of mixed
     quantizations are rarely complete. `kv_bits` quantizes the KV cache (4 or 8). `mtp`: its files have an MTP
-    head. Raises ModelError (MODEL_INVALID) with the field that is missing or no number.
+    head. Raises ModelError: MODEL_INVALID with the field that is missing or no number, MODEL_UNSUPPORTED for
+    weights that mlx-lm cannot read.
     """
+    if why := unreadable(config):
+        raise ModelError(why, Code.MODEL_UNSUPPORTED)
+    if expands(config):
+        weight_bytes = 0
     text = text_config(config)
     parts = (*parts_of(text), *([mtp_head(text)] if mtp else []))
     plain = _DTYPE_BYTES.get(str(text.get("dtype") or text.get("torch_dtype")), 2.0)
@@ -339,9 +348,12 @@ def shape_of(
     experts, picked = experts_of(text)
     known, mixers = family(config), mixers_of(text)
     caches = traits_of(known, text.get("layer_types"))
-    cached = [numbers * (kv_bits / 8 + 4 / 64 if kv_bits else plain) for numbers in cached_numbers(text)]
-    slides = caches == WINDOWS and sliding_layers(text)
-    window = ring_slots(number(text, "sliding_window")) if slides else 0
+    number_bytes = kv_bits / 8 + 4 / 64 if kv_bits else plain
+    kept = cached_numbers(text, states=caches in (STATES, FED_AGAIN))
+    cached = [numbers * number_bytes for numbers in kept]
+    slides = caches in (WINDOWS, STATES, CHUNKS) and sliding_layers(text)
+    window = number(text, *_WINDOW_SIZES) if slides else 0
+    window = ring_slots(window) if window else 0
 
     dense = sum(part.count * stored.bytes_each(part.role) for part in parts if part.role == "mlp")
     sliding = sliding_layers(text) if window else ()

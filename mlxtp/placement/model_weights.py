@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import Code, ModelError
-from ..model_config import Config, number
+from ..model_config import Config, number, table
 from ..wire.messages import MAX_LAYERS
 
 # Families name the same things differently; the tables below have the names. Small weights that only
 # a few families have (norms, biases, convolutions) are left out: they are less than 2 % of any model.
 
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
-_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+_LAYERS = ("num_layers", "num_hidden_layers", "n_layer", "n_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads")
 _KV_HEADS = ("num_key_value_heads", "num_attention_groups")
 _DENSE = (
@@ -48,7 +49,9 @@ _GATED_ATTENTION = frozenset({"qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_
 _TWO_IN_ONE = frozenset({"longcat_flash", "longcat_flash_ngram"})
 _TWO_CACHES = _TWO_IN_ONE | {"iquestloopcoder"}
 #: Families that compress keys and values but keep them for each head.
-_EXPANDED_CACHE = frozenset({"deepseek_v2"})
+_EXPANDED_CACHE = frozenset({"deepseek_v2", "minicpm3", "youtu_llm"})
+#: Kinds of layers, as configurations list them, whose caches do not grow with the text.
+_WITHOUT_TOKENS = ("mamba", "linear_attention", "conv", "conv_mixer", "recurrent", "mlp", "moe")
 #: Families whose `shared_intermediate_size` is used; others only carry the field.
 _SHARED_AS_EXPERT = frozenset({"minimax_m3_vl", "minimax_m3_vl_text"})
 
@@ -99,7 +102,7 @@ def kv_heads(config: Config) -> int:
 
 
 def head_dim(config: Config) -> int:
-    return number(config, "head_dim") or hidden(config) // heads(config)
+    return number(config, "head_dim", "hidden_size_per_head") or hidden(config) // heads(config)
 
 
 def is_latent(config: Config) -> bool:
@@ -112,10 +115,11 @@ def keeps_latent(config: Config) -> bool:
     return is_latent(config) and config.get("model_type") not in _EXPANDED_CACHE
 
 
-def cached_numbers(config: Config) -> tuple[int, ...]:
+def cached_numbers(config: Config, *, states: bool = False) -> tuple[int, ...]:
     """Count the numbers that the KV caches of each layer keep of one token.
 
     A cache that keeps a window counts as long as that grows; one that does not grow counts nothing.
+    `states`: the family has recurrent states, so that fields that list its kinds of layers count.
     """
     total = layers(config)
     if is_gemma4(config):
@@ -128,28 +132,66 @@ def cached_numbers(config: Config) -> tuple[int, ...]:
     elif is_latent(config):
         numbers = kv_heads(config) * (number(config, "qk_nope_head_dim") + rope + _value_dim(config))
     else:
-        numbers = 2 * kv_heads(config) * head_dim(config)
-    numbers *= 2 if config.get("model_type") in _TWO_CACHES else 1
-    without = {*linear_layers(config), *mixing(config, "M-E")}
-    return tuple(0 if layer in without else numbers for layer in range(total))
+        numbers = kv_heads(config) * (head_dim(config) + _value_dim(config))
+    numbers *= 2 if config.get("model_type") in _TWO_CACHES else number(config, "num_loops") or 1
+    own = total - number(config, "num_kv_shared_layers")  # the last ones read the keys of others
+    kept = [0 if layer >= own else numbers for layer in range(total)]
+    if pairs := number(config, "swa_num_key_value_heads", "num_swa_key_value_heads"):
+        width = hidden(config) // (number(config, "num_swa_attention_heads") or heads(config))
+        width = number(config, "swa_head_dim") or width
+        for layer in sliding_layers(config):
+            kept[layer] = pairs * (width + (number(config, "swa_v_head_dim") or width))
+    sparse = {**config, **table(config, "sparse_attention_config")}
+    for layer in _of_kind(sparse, "sparse_attention_freq"):
+        kept[layer] += number(sparse, "sparse_index_dim", "index_head_dim")
+    for layer in layers_without_tokens(config) if states else ():
+        kept[layer] = 0
+    return tuple(kept)
 
 
 def sliding_layers(config: Config) -> tuple[int, ...]:
-    """Return the layers whose caches keep a window of tokens, as listed or by the pattern of their kinds."""
-    every = config.get("sliding_window_pattern")
-    if not isinstance(config.get("layer_types"), list) and isinstance(every, int) and every > 0:
-        return tuple(layer for layer in range(layers(config)) if (layer + 1) % every)
-    return _of_kind(config, "layer_types", "sliding_attention")
+    """Return the layers whose caches keep a window or a chunk of tokens, as listed or by their pattern."""
+    every, listed = config.get("sliding_window_pattern"), config.get("sliding_window_layers")
+    total = range(layers(config))
+    if isinstance(config.get("layer_types"), list):
+        return _of_kind(config, "layer_types", "sliding_attention", "chunked_attention")
+    if number(config, "attention_chunk_size"):
+        every = 4
+    if isinstance(every, str) and every:
+        return tuple(layer for layer in total if every[layer % len(every)] == "L")
+    if isinstance(every, int) and every > 0:
+        return tuple(layer for layer in total if (layer + 1) % every)
+    if isinstance(listed, list):
+        return tuple(layer for layer in total if layer in listed)
+    return _of_kind(config, "hybrid_layer_pattern", 1)
+
+
+def layers_without_tokens(config: Config) -> tuple[int, ...]:
+    """Return the layers whose caches keep no tokens, by the first field that lists or numbers the others."""
+    total = layers(config)
+    kda: Any = table(config, "linear_attn_config").get("kda_layers")
+    full: Any = config.get("full_attn_idxs")
+    fields = ("layers_block_type", "layer_types", "block_types", "_block_types")
+    kinds = next((kinds for field in fields if isinstance(kinds := config.get(field), list) and kinds), [])
+    period, group = number(config, "attn_layer_period"), number(config, "layer_group_size")
+    step = number(config, "mamba_step") if config.get("mamba_enabled", True) else 0
+    interval = number(config, "full_attention_interval") or 4
+    rules: tuple[tuple[object, Callable[[int], bool]], ...] = (
+        (isinstance(kda, list), lambda layer: layer + 1 not in kda),
+        (isinstance(full, list), lambda layer: layer in full),
+        (kinds, lambda layer: kinds[layer % len(kinds)] not in _WITHOUT_TOKENS),
+        (period, lambda layer: layer % period == number(config, "attn_layer_offset")),
+        (group, lambda layer: (layer + 1) % group == 0 or layer >= total // group * group),
+        (step, lambda layer: layer % step == step // 2 if total > step // 2 else layer == total - 1),
+        (number(config, "linear_num_value_heads"), lambda layer: (layer + 1) % interval == 0),
+    )
+    keeps = next((rule for named, rule in rules if named), lambda _layer: True)
+    return mixing(config, "M-E") or tuple(layer for layer in range(total) if not keeps(layer))
 
 
 def linear_layers(config: Config) -> tuple[int, ...]:
-    """Return the layers with linear attention, whose cache does not grow with the text."""
-    if not number(config, "linear_num_value_heads"):
-        return ()
-    if isinstance(config.get("layer_types"), list):
-        return _of_kind(config, "layer_types", "linear_attention")
-    every = number(config, "full_attention_interval") or 1
-    return tuple(layer for layer in range(layers(config)) if (layer + 1) % every)
+    """Return the layers with gated linear attention, which has weights of its own."""
+    return layers_without_tokens(config) if number(config, "linear_num_value_heads") else ()
 
 
 def _of_kind(config: Config, name: str, *kinds: object) -> tuple[int, ...]:
@@ -452,11 +494,8 @@ def stage_rules(config: Config) -> StageRules:
     if mixers := mixing(config, "M*"):
         return StageRules(keepers=mixers)
     if family in _COUNTED:
-        group = number(config, "layer_group_size") or 1
-        full = (
-            layer for layer in range(total) if (layer + 1) % group == 0 or layer >= total // group * group
-        )
-        return StageRules(keepers=tuple(full))
+        without = layers_without_tokens(config)
+        return StageRules(keepers=tuple(layer for layer in range(total) if layer not in without))
     return StageRules()
 
 

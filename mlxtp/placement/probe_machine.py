@@ -184,8 +184,7 @@ class _Network:
 
     def links_of(self, machine: Machine) -> list[NetworkDevice]:
         """Return all links with their kinds, those over Thunderbolt with the speed of their cables."""
-        kinds = {interface.name: interface.kind for interface in machine.interfaces}
-        kinds |= self.ports.value.kinds
+        kinds = self._kinds({interface.name: interface.kind for interface in machine.interfaces})
         cables = {port.interface: port.gbps * 1000 for port in machine.ports if port.gbps and port.interface}
         links = []
         for link in self.links.value:
@@ -193,8 +192,21 @@ class _Network:
             # A bridge is as slow as the slowest cable in it.
             held = [cables[member] for member in link.members if member in cables]
             mbps = link.mbps or cables.get(link.name, 0) or min(held, default=0)
-            links.append(replace(link, kind=kind, mbps=mbps))
+            portless = kind == "other" and not (self.ports.missing and link.name.startswith("en"))
+            links.append(replace(link, kind=kind, mbps=mbps, portless=portless))
         return links
+
+    def _kinds(self, before: Mapping[str, str]) -> dict[str, str]:
+        """Return the kinds of ports, `before` where macOS lists none, and of what holds nothing but ports."""
+        kinds = dict(self.ports.value.kinds or before)
+        for link in self.links.value * 2:  # a VLAN may lie over a bond
+            held = {kinds.get(member, "other") for member in link.members}
+            if held and not self.ports.missing:
+                bridges = link.kind == "bridge" and (
+                    held == {"thunderbolt"} or not self.ports.value.thunderbolt
+                )
+                kinds[link.name] = "other" if "other" in held else "bridge" if bridges else "ethernet"
+        return kinds
 
 
 # --- elsewhere --------------------------------------------------------------------------------------------

@@ -83,8 +83,9 @@ def count(value: object, high: int) -> int:
 
 # --- addresses at which another machine nearby may reach this one ----------------------------------------
 # kept        Ethernet, Wi-Fi, Thunderbolt and the Thunderbolt bridge, up or down, self-assigned addresses too
-# left out    links that lead elsewhere: point-to-point links (VPNs), and networks that exist inside this
-#             machine only (containers, virtual machines, Internet Sharing)
+# left out    links that lead elsewhere: point-to-point links (VPNs), phones, what neither is a port of a Mac
+#             nor lies over one (feth, tap), and networks that exist inside this machine only (containers,
+#             virtual machines, Internet Sharing)
 # loopback    only when nothing else is up
 # named       an address named with `--interface` counts in any case, and then no other does
 
@@ -99,7 +100,8 @@ class NetworkDevice:
 
     enabled   the owner's setting
     up        enabled, and with a peer at the other end of the cable
-    members   the devices that a bridge holds
+    portless  no port of this Mac, and not over one: an overlay, or a network of virtual machines
+    members   the devices that a bridge or a bond holds, or the one below a VLAN
     """
 
     name: str
@@ -110,6 +112,7 @@ class NetworkDevice:
     mbps: int = 0
     addresses: tuple[tuple[str, int], ...] = ()
     members: tuple[str, ...] = ()
+    portless: bool = False
 
 
 def ipv4(text: str) -> str:
@@ -155,7 +158,7 @@ _INWARD = re.compile(
 
 
 def _inward(link: NetworkDevice) -> bool:
-    return link.point_to_point or bool(_INWARD.fullmatch(link.name))
+    return link.point_to_point or link.portless or bool(_INWARD.fullmatch(link.name))
 
 
 def _usefulness(interface: Interface) -> tuple[bool, bool, str, str]:
@@ -265,7 +268,9 @@ def parse_hardware_ports(text: str) -> Reading[HardwarePorts]:
     for name, _, value in _parted(text, ": "):
         if name == "Hardware Port":
             port = printable(value, 80)
-        elif name == "Device" and port and len(pairs) < MAX_LINKS:
+        elif name == "VLAN User Defined Name":
+            port = "VLAN"
+        elif name.startswith("Device") and port and len(pairs) < MAX_LINKS:
             pairs.append((port, printable(value, 40)))
             port = ""
     numbered = _THUNDERBOLT if any(_THUNDERBOLT.fullmatch(port) for port, _ in pairs) else _TRANSLATED
@@ -281,11 +286,17 @@ def _kind(port: str, device: str, thunderbolt: Iterable[str]) -> str:
         return "bridge"
     if port in ("Wi-Fi", "WLAN", "AirPort"):
         return "wifi"
-    return "ethernet" if device.startswith("en") and "Bluetooth" not in port else "other"
+    real = device.startswith(("en", "bond", "vlan")) and not _TETHER.search(port)
+    return "ethernet" if real else "other"
 
 
+_TETHER = re.compile(
+    "Bluetooth|iPhone|iPad|Android|RNDIS"
+)  # another device's connection, not a network of Macs
 _HEADER = re.compile(r"([\w.-]{1,40}): flags=[0-9a-f]{1,16}<([A-Z0-9_,]{0,400})>")
 _INET = re.compile(r"inet ([0-9.]{7,15})(?: --> [0-9.]{7,15})? netmask 0x([0-9a-f]{8})\b")
+#: What lies below a VLAN ("vlan: 22 parent interface: en0") or a bond ("bond interfaces: en4 en5").
+_BELOW = re.compile(r"(?:vlan: \d+ parent interface|bond .{0,40}interfaces):(.*)", re.ASCII)
 _MEDIA = re.compile(r"(\d{1,6})(G?)base", re.ASCII | re.IGNORECASE)
 
 
@@ -315,8 +326,10 @@ def _link(header: re.Match[str], lines: list[str]) -> NetworkDevice:
             mbps = min(int(speed[1]) * (1000 if speed[2] else 1), MAX_MBPS)
         elif key == "status":
             active = value == "active"
-        elif key == "member" and len(members) < MAX_LINKS:
+        elif key == "member":
             members.append(value.partition(" ")[0])
+        elif found := _BELOW.match(line):
+            members += found[1].split()
     return NetworkDevice(
         name=name,
         kind="loopback" if "LOOPBACK" in flags else "bridge" if name.startswith("bridge") else "other",
@@ -325,7 +338,7 @@ def _link(header: re.Match[str], lines: list[str]) -> NetworkDevice:
         point_to_point="POINTOPOINT" in flags,
         mbps=mbps,
         addresses=tuple(addresses),
-        members=tuple(members),
+        members=tuple(members[:MAX_LINKS]),
     )
 
 

@@ -33,7 +33,14 @@ from typing import Any, Protocol, TypeVar
 
 from ..errors import Code, MlxtpError, ModelError, RequestError, is_library_error
 from ..imports import importing
-from ..model_files import TIKTOKEN_FILE, table, tokenizer_json, tokenizer_settings
+from ..model_files import (
+    TIKTOKEN_FILE,
+    is_lfs_pointer,
+    lfs_pointer,
+    table,
+    tokenizer_json,
+    tokenizer_settings,
+)
 from ..wire.rank_process import without_secrets
 from .json_limits import SHORT
 from .tokenizer_import import import_tokenizers
@@ -112,6 +119,7 @@ def template_module(name: str) -> ModuleRender | None:
 Json = Mapping[str, Any]
 
 _SHOWN = 200  # characters of another library's error
+_TEXTS = (".json", ".jinja", ".model", ".txt")  # endings of files of tokenizers and templates
 _SETTINGS = ("bos_token", "eos_token", "unk_token", "pad_token", "chat_template", "chat_template_type")
 
 
@@ -175,17 +183,22 @@ class LocalRenderer:
         """Read a model folder, which takes a second or more. Raises ModelError."""
         if not path.is_dir():
             raise ModelError(f"{path} is not a folder", Code.MODEL_NOT_FOUND)
+        for file in sorted(path.glob("*")):
+            if file.suffix in _TEXTS and file.is_file() and is_lfs_pointer(file):
+                raise ModelError(f"{path}: {lfs_pointer(file)}", Code.MODEL_INVALID)
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
         from tokenizers import Tokenizer
         from transformers import PreTrainedTokenizerFast
 
         try:
+            settings = tokenizer_settings(path)
             if (path / TIKTOKEN_FILE).is_file():
-                backend, settings = Tokenizer.from_str(tokenizer_json(path)), tokenizer_settings(path)
+                backend = Tokenizer.from_str(tokenizer_json(path))
                 options = {name: _plain(settings[name]) for name in _SETTINGS if name in settings}
                 tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=backend, **options)
             else:
-                tokenizer = _from_files(path)
+                tokenizer = _from_files(path, settings)
+            tokenizer.chat_template = _templates(tokenizer.chat_template or settings.get("chat_template"))
         except ModelError:
             raise
         except BaseException as error:
@@ -198,8 +211,8 @@ class LocalRenderer:
             ) from error
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             raise ModelError(f"{path} has no tokenizer.json; tokenizers written in Python are not supported")
-        if not (path / "tokenizer.json").is_file():
-            _check_added_tokens(tokenizer, path)
+        if "auto_map" in settings or not (path / "tokenizer.json").is_file():
+            _check_added_tokens(tokenizer, settings, path)
         return cls(tokenizer, _template_module(tokenizer, path))
 
     @property
@@ -234,6 +247,8 @@ class LocalRenderer:
         except MemoryError:
             raise too_large() from None
         except Exception as error:  # a template may raise anything
+            if type(error).__name__ == "TemplateSyntaxError":
+                raise broken(f"the template is not valid Jinja: {error}") from error
             raise RequestError(
                 f"the model's chat template refuses these messages: {error or type(error).__name__}",
                 param="messages",
@@ -271,22 +286,31 @@ def too_large() -> RequestError:
     return broken("these messages need more memory than its process may use")
 
 
-def _from_files(path: Path) -> Any:
-    """Return the library's tokenizer for a model folder. Raises as the library does.
+def _from_files(path: Path, settings: Json) -> Any:
+    """Return the library's tokenizer for a model folder with these settings. Raises as the library does.
 
-    Llama 4's config.json has a number where the library allows none. A tokenizer whose own files name its
-    class needs nothing from there.
+    The class that the files name may be unknown, Python code of the model, or one that splits text in its own
+    way, which need not be that of tokenizer.json. So that file alone counts, where it is.
     """
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    read = partial(AutoTokenizer.from_pretrained, path, local_files_only=True, trust_remote_code=False)
-    try:
-        return read()
-    except StrictDataclassError:
-        from transformers.configuration_utils import PreTrainedConfig
+    library = PreTrainedTokenizerFast if (path / "tokenizer.json").is_file() else AutoTokenizer
+    ends = {name: value for name, value in settings.items() if name.endswith("_token")}
+    plain = {name: _plain(value) for name, value in ends.items() if isinstance(value, Mapping)}
+    return library.from_pretrained(path, local_files_only=True, trust_remote_code=False, **plain)
 
-        return read(config=PreTrainedConfig())
+
+def _templates(found: Any) -> Any:
+    """Return a chat template, or several by name, the first of which is the default where none is called so.
+
+    Raises ValueError for what is no text.
+    """
+    if isinstance(found, list | tuple):
+        found = {each["name"]: each["template"] for each in found}
+    several = found if isinstance(found, Mapping) else {"default": found}
+    if not all(isinstance(text, str) for text in several.values() if text is not None):
+        raise ValueError("the chat template is no text")
+    return {"default": next(iter(several.values())), **found} if found and several is found else found
 
 
 def _plain(setting: Any) -> Any:
@@ -303,18 +327,18 @@ def _template_module(tokenizer: Any, path: Path) -> ModuleRender | None:
     return template_module(name) if isinstance(name, str) else None
 
 
-def _check_added_tokens(tokenizer: Any, path: Path) -> None:
-    """Raise ModelError if a tokenizer that the library made has other ids than tokenizer_config.json."""
+def _check_added_tokens(tokenizer: Any, settings: Json, path: Path) -> None:
+    """Raise ModelError if a tokenizer that is not the model's own has other ids than its settings say."""
     try:
-        added = table(path / "tokenizer_config.json").get("added_tokens_decoder", {})
+        added = settings.get("added_tokens_decoder", {})
         wanted = {int(id_): token["content"] for id_, token in added.items()}
-    except (OSError, ValueError, TypeError, LookupError, AttributeError):
+    except (ValueError, TypeError, LookupError, AttributeError):
         return  # nothing to compare with
     for id_, content in wanted.items():
         if (found := tokenizer.backend_tokenizer.token_to_id(content)) != id_:
             raise ModelError(
-                f"{path} has no tokenizer.json, and its other files make {content!r} token {found} instead "
-                f"of {id_}; use a conversion that has tokenizer.json",
+                f"{path}: its files make {content!r} token {found} instead of {id_}, and Python code of its "
+                "own is not run; use a conversion whose tokenizer.json serves",
                 Code.MODEL_UNSUPPORTED,
             )
 

@@ -614,3 +614,206 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 """Folder name -> what `write_model` takes, for other shapes of the same families."""
+
+
+# --- families that are counted, and run whole or not at all ------------------------------------------------
+
+OLMO_HYBRID: Mapping[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "linear_allow_neg_eigval": True,
+    "attention_bias": False,
+}
+RECURRENT_GEMMA: Mapping[str, Any] = {
+    **FOUR,
+    "head_dim": None,
+    "num_key_value_heads": 1,
+    "attention_bias": False,
+    "conv1d_width": 4,
+    "logits_soft_cap": 30.0,
+    "attention_window_size": 2048,
+}
+PLAMO2: Mapping[str, Any] = {
+    "head_dim": None,
+    "hidden_size_per_head": 32,
+    "mamba_num_heads": 4,
+    "mamba_d_state": 16,
+    "mamba_step": 2,
+}
+#: GPT-2's names of fields, instead of those that others share.
+GPT: Mapping[str, Any] = {
+    **dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")),
+    "head_dim": None,
+    "n_embd": 64,
+    "n_head": 4,
+    "n_layer": 2,
+    "n_positions": 512,
+    "layer_norm_epsilon": 1e-5,
+}
+_UNLISTED_LFM = {name: value for name, value in PIPELINE["lfm2"].items() if name != "layer_types"}
+_UNTOLD_QWEN = {name: value for name, value in QWEN3_5.items() if name != "full_attention_interval"}
+OTHERS: Mapping[str, Mapping[str, Any]] = {
+    "baichuan_m1": {
+        **FOUR,
+        "head_dim": None,
+        "conv_window": 2,
+        "sliding_window": 8,
+        "sliding_window_layers": [1, 3],
+        "num_swa_attention_heads": 2,
+        "num_swa_key_value_heads": 2,
+        "num_key_value_heads": 1,
+    },
+    "bailing_moe_v3-rest": {
+        "model_type": "bailing_moe_v3",
+        **PIPELINE["bailing_moe_v3"],
+        "num_hidden_layers": 9,
+        "layer_group_size": 4,
+    },
+    "exaone": {"num_hidden_layers": None, "num_layers": 4, "layer_norm_epsilon": 1e-5},
+    "gear": {
+        **FOUR,
+        "layer_types": ["conv_mixer", "sliding_attention", "conv_mixer", "full_attention"],
+        "sliding_window": 8,
+    },
+    "gemma3n": {
+        "text_config": {
+            **GEMMA,
+            "num_hidden_layers": 6,
+            "layer_types": [*WINDOWS, *WINDOWS[:2]],
+            "num_kv_shared_layers": 2,
+            "activation_sparsity_pattern": [0.0] * 6,
+            "altup_active_idx": 0,
+            "altup_coef_clip": 120.0,
+            "altup_correct_scale": True,
+            "altup_num_inputs": 2,
+            "final_logit_softcapping": 30.0,
+            "hidden_size_per_layer_input": 8,
+            "laurel_rank": 8,
+            "max_position_embeddings": 512,
+            "rms_norm_eps": 1e-5,
+            "rope_local_base_freq": 10000.0,
+            "rope_theta": 10000.0,
+            "vocab_size_per_layer_input": 512,
+        }
+    },
+    "gpt2": {**GPT, "n_ctx": 512},
+    "gpt_neox": {
+        "layer_norm_eps": 1e-5,
+        "num_key_value_heads": None,
+        "rotary_emb_base": 1e4,
+        "rotary_pct": 0.5,
+    },
+    "gptj": {**GPT, "rotary_dim": 8},
+    "granitemoehybrid-rare": {
+        "model_type": "granitemoehybrid",
+        **PIPELINE["granitemoehybrid"],
+        **FOUR,
+        "layer_types": ["mamba", "mamba", "attention", "mamba"],
+    },
+    "helium": {"attention_bias": False, "mlp_bias": False},
+    "jamba-listed": {
+        "model_type": "jamba",
+        **PIPELINE["jamba"],
+        **FOUR,
+        "layers_block_type": ["mamba", "mamba", "attention", "mamba"],
+    },
+    "jamba-rare": {
+        "model_type": "jamba",
+        **PIPELINE["jamba"],
+        "num_hidden_layers": 14,
+        "attn_layer_period": 14,
+        "attn_layer_offset": 7,
+    },
+    "kimi_k3": {
+        "text_config": {
+            **PIPELINE["kimi_linear"],
+            **FOUR,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_attention_heads": 4,
+            "activation_situ_beta": 1.0,
+            "activation_situ_linear_beta": 1.0,
+            "attn_res_block_size": 2,
+            "linear_attn_config": {
+                **PIPELINE["kimi_linear"]["linear_attn_config"],
+                "kda_layers": [1, 2, 4],
+                "gate_lower_bound": -5.0,
+            },
+        }
+    },
+    "lfm2-numbered": {"model_type": "lfm2", **FOUR, **_UNLISTED_LFM, "full_attn_idxs": [1]},
+    "minicpm3": {
+        **LATENT,
+        "dim_model_base": 32,
+        "head_dim": None,
+        "scale_depth": 1.4,
+        "scale_emb": 2.0,
+        "rope_scaling": {
+            "type": "longrope",
+            "long_factor": [1.0] * 8,
+            "short_factor": [1.0] * 8,
+            "original_max_position_embeddings": 512,
+        },
+    },
+    "mimo_v2_flash-wide": {
+        "model_type": "mimo_v2_flash",
+        **FOUR,
+        **PIPELINE["mimo_v2_flash"],
+        "sliding_window": 8,
+        "swa_num_key_value_heads": 4,
+        "head_dim": 24,
+        "swa_head_dim": 24,
+    },
+    "nanbeige": {"num_loops": 2},
+    "nanochat": {"head_dim": None, "num_key_value_heads": 4},
+    "nemotron_h-letters": {
+        "model_type": "nemotron_h",
+        **PIPELINE["nemotron_h"],
+        "hybrid_override_pattern": "M*-M",
+    },
+    "nemotron_h-words": {
+        "model_type": "nemotron_h",
+        **PIPELINE["nemotron_h"],
+        "hybrid_override_pattern": None,
+        "layers_block_type": ["mamba", "attention", "moe", "mlp"],
+    },
+    "olmo_hybrid": {**FOUR, **OLMO_HYBRID},
+    "olmo_hybrid-listed": {
+        "model_type": "olmo_hybrid",
+        **FOUR,
+        **OLMO_HYBRID,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    },
+    "phi3small": {
+        "dense_attention_every_n_layers": 2,
+        "ff_intermediate_size": 128,
+        "gegelu_limit": 20.0,
+        "head_dim": None,
+        "layer_norm_epsilon": 1e-5,
+    },
+    "pixtral": {"text_config": TEXT},
+    "plamo2": {**FOUR, **PLAMO2},
+    "plamo2-rare": {"model_type": "plamo2", "num_hidden_layers": 8, **PLAMO2, "mamba_step": 4},
+    "plamo2-without": {"model_type": "plamo2", **FOUR, **PLAMO2, "mamba_enabled": False},
+    "plamo3": {**FOUR, "sliding_window_pattern": 2, "window_size": 8},
+    "qwen": {"head_dim": None, "intermediate_size": 256, "kv_channels": 16, "num_key_value_heads": None},
+    "qwen2_vl": {"text_config": {**TEXT, "model_type": "qwen2"}},
+    "qwen3_5-untold": {"model_type": "qwen3_5", "text_config": {**_UNTOLD_QWEN, **FOUR}},
+    "recurrent_gemma": {**RECURRENT_GEMMA, "block_types": ["recurrent", "recurrent", "attention"]},
+    "recurrent_gemma-2b": {
+        "model_type": "recurrent_gemma",
+        **RECURRENT_GEMMA,
+        "_block_types": ["recurrent", "attention"],
+    },
+    "spark2_5": {
+        **FOUR,
+        "layer_types": WINDOWS,
+        "sliding_window": 8,
+        "rope_parameters": {kind: {"rope_theta": 1e4} for kind in set(WINDOWS)},
+    },
+    "talkie": {"num_key_value_heads": None},
+}
+"""Folder name -> what `write_model` takes, as above."""

@@ -10,15 +10,21 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx.utils import tree_flatten
 
 from mlxtp.config import embedded_model_path
 from mlxtp.engine import loader
 from mlxtp.engine.batch import CacheKind
 from mlxtp.engine.group import LoneGroup, alone
 from mlxtp.engine.loader import ModelShare, kv_sizes, leaves, load, make_cache, read_config
+from mlxtp.engine.mtp_head import read_head
 from mlxtp.errors import Code, ModelError
+from mlxtp.model_files import fingerprint, stray_files
+from mlxtp.models.hub_cache import lacks
+from mlxtp.models.inspect import weight_bytes
 
 from .families import FAMILIES
+from .mtp_heads import add_head
 from .small_models import change_config, change_weights, split_weights, write_config, write_model
 
 
@@ -65,6 +71,35 @@ def test_weights_in_several_files_are_the_same_model(folder: Path) -> None:
     mx.eval(whole)
     split_weights(folder, parts=3)
     assert mx.array_equal(whole, load_alone(folder).model(prompt))
+
+
+def copied(folder: Path, name: str) -> None:
+    """Leave an old file of weights under this name, of the same tensors with other numbers."""
+    weights = mx.load(str(next(folder.glob("model-00001*.safetensors"))))
+    old = {name: weight + 1 for name, weight in weights.items()}
+    mx.save_safetensors(str(folder / name), old, metadata={"format": "mlx"})
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model-00001-of-00002.safetensors"])
+@pytest.mark.parametrize("family", ["llama", "mimo"])
+def test_old_files_of_weights_beside_an_index_change_nothing(tmp_path: Path, family: str, name: str) -> None:
+    folder = write_model(tmp_path / "m", model_type=family)
+    if family == "mimo":
+        add_head(folder, (7, 8, 9), length=8)
+    prompt = mx.array([[3, 1, 4, 1, 5]])
+    split_weights(folder, parts=3)
+    before = load(folder, LoneGroup(), lambda: None, (), read_head)
+    counted, known = weight_bytes(folder), fingerprint(folder)
+    copied(folder, name)
+    copied(folder, "consolidated.safetensors")
+    found = load(folder, LoneGroup(), lambda: None, (), read_head)
+    assert mx.array_equal(before.model(prompt), found.model(prompt))
+    if family == "mimo":
+        weights, same = (dict(tree_flatten(each.mtp_head.parameters())) for each in (before, found))
+        assert weights
+        assert all(mx.array_equal(weight, same[name]) for name, weight in weights.items())
+    assert (weight_bytes(folder), fingerprint(folder), lacks(folder)) == (counted, known, "")
+    assert stray_files(folder) == [name]
 
 
 def test_one_end_token_may_be_a_plain_number(folder: Path) -> None:
@@ -299,6 +334,23 @@ def weights_empty(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"")
 
 
+def lfs(folder: Path, name: str) -> None:
+    (folder / name).write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 9\n")
+
+
+def pointers_of_lfs(folder: Path) -> None:
+    for path in split_weights(folder):
+        lfs(folder, path.name)
+
+
+def config_in_lfs(folder: Path) -> None:
+    lfs(folder, "config.json")
+
+
+def index_in_lfs(folder: Path) -> None:
+    lfs(folder, "model.safetensors.index.json")
+
+
 def weights_garbage(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", 1 << 60) + b"garbage" * 100)
 
@@ -389,10 +441,17 @@ def a_family_that_is_no_model(folder: Path) -> None:
         (without_weights, Code.MODEL_NOT_FOUND, ["no model*.safetensors"]),
         (a_file_of_the_index_is_missing, Code.MODEL_INVALID, ["lacks 1 of 3", "model-00002-of-00003"]),
         (index_cut_off, Code.MODEL_INVALID, ["index.json cannot be read"]),
+        (index_in_lfs, Code.MODEL_INVALID, ["index.json cannot be read", "pointer of Git LFS"]),
+        (config_in_lfs, Code.MODEL_INVALID, ["config.json is a pointer of Git LFS", "git lfs pull"]),
+        (
+            pointers_of_lfs,
+            Code.MODEL_INVALID,
+            ["model-00001-of-00002.safetensors is a pointer of Git LFS", "git lfs pull"],
+        ),
         (index_of_something_else, Code.MODEL_INVALID, ["index.json cannot be read"]),
         (weights_cut_off, Code.MODEL_INVALID, ["small"]),
         (weights_cut_off_early, Code.MODEL_INVALID, ["small"]),
-        (weights_empty, Code.MODEL_INVALID, ["small"]),
+        (weights_empty, Code.MODEL_INVALID, ["small", "model.safetensors is damaged: it is empty"]),
         (weights_garbage, Code.MODEL_INVALID, ["small"]),
         (a_shape_that_wraps_to_nothing, Code.MODEL_INVALID, ["model.safetensors is damaged", "norm.weight"]),
         (a_tensor_is_missing, Code.MODEL_INVALID, ["Missing 1", "model.layers.1.mlp.up_proj.weight"]),

@@ -101,6 +101,25 @@ def test_it_comes_in_the_layout_that_other_programs_read(hub: Hub, tmp_path: Pat
     assert len(hub.asked) == asked
 
 
+def test_old_files_of_weights_beside_an_index_do_not_come(hub: Hub) -> None:
+    model = hub.models[NAME]
+    of_index = json.dumps({"weight_map": {"a": BIG}}).encode()
+    strays = {f"model-0000{n}-of-00002.safetensors": b"old" for n in (1, 2)}
+    files = {name: body for name, body in with_weights(EXTRA).items() if name != "model.safetensors"}
+    files["model.safetensors.index.json"] = of_index
+    model.files = {**files, **strays, "model.safetensors": b"old", "consolidated.safetensors": b"twice"}
+    assert same(fetch().from_hub(), files)
+
+
+def test_weights_that_mlx_lm_does_not_read_are_named(hub: Hub) -> None:
+    model = hub.models[NAME]
+    model.files = {name: body for name, body in model.files.items() if not name.startswith("model")}
+    model.files = {**model.files, "consolidated.safetensors": b"w"}
+    del model.files["mtp.safetensors"]
+    with pytest.raises(ModelError, match=r"no weights in the safetensors format \(model\*\.safetensors\)"):
+        look_up(NAME, "main")
+
+
 def test_what_a_plan_has_fetched_is_no_model_and_not_in_the_way(hub: Hub) -> None:
     folder = find_config(NAME)
     assert {path.name for path in folder.iterdir()} == {"config.json"}

@@ -133,6 +133,25 @@ def test_a_model_is_there_for_a_rank_before_it_is_there_for_people(tmp_path: Pat
     play(tmp_path, story)
 
 
+def test_files_of_weights_that_are_not_read_are_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "one").mkdir()
+    for name in ("model-00001-of-00001", "model"):
+        (tmp_path / "one" / f"{name}.safetensors").write_bytes(b"x")
+    index = '{"weight_map": {"a": "model-00001-of-00001.safetensors"}}'
+    (tmp_path / "one" / "model.safetensors.index.json").write_text(index)
+
+    async def story(stage: Stage) -> None:
+        stage.want("one", 3)
+        await stage.has("one")
+        stage.want("one", 4)
+        await asyncio.sleep(0)
+
+    play(tmp_path, story)
+    assert caplog.messages == ["one: not in its index, and so not read: model.safetensors"]
+
+
 def test_a_newer_choice_of_the_same_model_finds_it_there(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         stage.want("one", 3)

@@ -32,7 +32,7 @@ def test_a_file_that_is_larger_than_models_need_is_not_wanted(path: str, most: i
     [
         (("consolidated", "model-1-of-1", "mtp"), ("model-1-of-1", "mtp")),
         (("consolidated", "model"), ("model",)),
-        (("mtp", "weights"), ("mtp", "weights")),
+        (("mtp", "adapters", "adapter_model", "weights"), ("mtp",)),
     ],
 )
 def test_a_head_in_a_file_of_its_own_is_wanted_with_its_model(

@@ -176,6 +176,15 @@ def test_weights_in_several_files_have_to_be_there_all(tmp_path: Path) -> None:
     assert not lacks(folder)
     weights_of(folder, one, two, "model-00003-of-00003.safetensors")
     assert lacks(folder)
+    weights_of(folder, one, two, "extra.safetensors")
+    assert lacks(folder) == "some files of its weights"
+    shutil.copy(folder / one, folder / "extra.safetensors")
+    assert not lacks(folder)
+    shutil.copy(folder / one, folder / "model-00001-of-00007.safetensors")
+    (folder / "consolidated.safetensors.index.json").write_text('{"weight_map": {"a": "consolidated-1.x"}}')
+    assert not lacks(folder), "remains of other versions"
+    (folder / two).write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 9\n")
+    assert "model-00002-of-00002.safetensors is a pointer of Git LFS" in lacks(folder)
 
 
 @pytest.mark.parametrize("index", ["[]", "{", "{}", '{"weight_map": 5}', "[" * 100_000, "\xff"])

@@ -185,6 +185,77 @@ def test_a_bridge_without_a_cable_is_up_all_the_same() -> None:
     assert machine(OLD_BOOK).bridge_up
 
 
+FLAGS = "flags=8843<UP,BROADCAST,RUNNING,SIMPLEX,MULTICAST> mtu 1500"
+#: Devices with an address: what ifconfig has below it, what networksetup has of it, and the kind that counts.
+DEVICES: dict[str, tuple[str, str, str]] = {
+    "feth4017": ("", "", ""),  # ZeroTier: Ethernet in software
+    "tap0": ("", "", ""),
+    "zt5u4uqk2n": ("", "", ""),
+    "vnic0": ("", "Parallels Shared Networking Adapter", ""),  # listed by old versions
+    "utun9": ("", "", ""),
+    "ap1": ("", "", ""),
+    "en9": ("", "", ""),  # of a phone, whose port macOS does not list
+    "en10": ("", "iPhone USB", ""),
+    "en11": ("", "Bluetooth PAN", ""),
+    "en12": ("", "USB 10/100/1G/2.5G LAN", "ethernet"),
+    "en13": ("", "Thunderbolt Ethernet Slot 1", "ethernet"),
+    "bridge1": ("member: en12 flags=3<LEARNING,DISCOVER>", "", ""),  # and no en12 here
+    "bridge2": ("member: en0 flags=3<LEARNING,DISCOVER>", "bridge2", "ethernet"),
+    "bridge3": ("member: en4 flags=3<LEARNING,DISCOVER>", "", "bridge"),
+    "bridge4": ("member: en0 flags=3<DISCOVER>\n\tmember: tap0 flags=3<DISCOVER>", "", ""),
+    "bridge101": ("member: vmenet0 flags=3<LEARNING,DISCOVER>", "", ""),
+    "bridge9": ("member: bridge9 flags=3<DISCOVER>", "", ""),
+    "vlan0": ("vlan: 22 parent interface: en0", "", "ethernet"),
+    "vlan1": ("vlan: 22 parent interface: feth0", "", ""),
+    "bond0": ("bond interfaces: en0 en1", "", "ethernet"),
+    "bond1": ("bond key: 0x0001 interfaces: en0", "", "ethernet"),
+    "bond2": ("bond interfaces: <none>", "", ""),
+    "bond3": ("", "bond3", "ethernet"),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("later", [False, True])
+def test_what_lies_over_no_port_of_a_mac_is_not_offered(device: str, later: bool) -> None:
+    below, port, kind = DEVICES[device]
+    link = f"{device}: {FLAGS}\n\tinet 10.147.18.1 netmask 0xffffff00\n\t{below}\n\tstatus: active\n"
+    listed = f"\nHardware Port: {port}\nDevice: {device}\nEthernet Address: 02:00:00:00:00:99\n"
+    changed = {
+        "ifconfig": recorded(MAX)["ifconfig"] + link,
+        "networksetup": recorded(MAX)["networksetup"] + listed * bool(port),
+    }
+    found = mac_again(machine(MAX), cheap(MAX, **changed)) if later else machine(MAX, **changed)
+    assert [each.kind for each in found.interfaces if each.name == device] == [kind] * bool(kind)
+    (named,) = mac(outputs(MAX, **changed), "10.147.18.1").interfaces
+    assert named.name == device
+
+
+def test_a_vlan_counts_that_is_listed_behind_the_ports() -> None:
+    listed = 'VLAN User Defined Name: Slot 9\nParent Device: en0\nDevice ("Hardware" Port): vlan0\nTag: 22\n'
+    link = f"vlan0: {FLAGS}\n\tinet 10.2.0.1 netmask 0xffffff00\n"
+    of = recorded(MAX)
+    found = machine(MAX, ifconfig=of["ifconfig"] + link, networksetup=of["networksetup"] + listed)
+    assert [each.kind for each in found.interfaces if each.name == "vlan0"] == ["ethernet"]
+    assert found.ports == machine(MAX).ports
+
+
+def test_a_vlan_may_lie_over_a_bond() -> None:
+    links = (
+        f"vlan0: {FLAGS}\n\tinet 10.2.0.1 netmask 0xffffff00\n\tvlan: 2 parent interface: bond0\n"
+        f"bond0: {FLAGS}\n\tbond interfaces: en0 en1\n"
+    )
+    found = machine(MAX, ifconfig=recorded(MAX)["ifconfig"] + links)
+    assert "vlan0" in [each.name for each in found.interfaces]
+
+
+def test_an_adapter_counts_while_macos_does_not_tell_its_ports() -> None:
+    adapters = "".join(
+        f"{name}: {FLAGS}\n\tinet 10.3.{n}.1 netmask 0xffffff00\n" for n, name in enumerate(("en9", "feth0"))
+    )
+    found = machine(MAX, networksetup=LATE, ifconfig=recorded(MAX)["ifconfig"] + adapters)
+    assert [each.name for each in found.interfaces] == ["en0", "en1", "en3", "en9"]
+
+
 def test_an_address_that_is_asked_for_is_the_only_one() -> None:
     found = mac(outputs(ULTRA), "127.0.0.1")
     assert found.interfaces == (Interface("lo0", "127.0.0.1", 8, "loopback", 0, True),)

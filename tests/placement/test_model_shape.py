@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mlx_lm.utils import MODEL_REMAPPING
 
 from mlxtp.engine.sharding import check_divisible
-from mlxtp.errors import ModelError
+from mlxtp.errors import Code, ModelError
 from mlxtp.model_config import ALSO_CALLED, DIVIDED_BY_MLX_LM, DIVIDED_HERE, text_config
 from mlxtp.placement.model_shape import MAX_RANKS, shape_of
 from mlxtp.placement.model_weights import parts_of
@@ -279,3 +279,78 @@ def test_embeddings_of_single_layers_are_whole_on_each_rank() -> None:
     assert table < gemma.whole_bytes < 1.1 * table
     assert gemma.rank_weights(2) > table
     assert gemma.token_whole_bytes < table / 4
+
+
+# --- quantizations ----------------------------------------------------------------------------------------
+
+CT = {"quant_method": "compressed-tensors"}
+REFUSED: dict[str, tuple[dict[str, object], str]] = {
+    "float-quantized": ({**CT, "format": "float-quantized"}, r"compressed-tensors \(float-quantized\)"),
+    "int-quantized": ({**CT, "format": "int-quantized"}, r"compressed-tensors \(int-quantized\)"),
+    "pack-quantized": ({**CT, "format": "pack-quantized"}, "pack-quantized"),
+    "nvfp4": ({**CT, "format": "nvfp4-pack-quantized"}, "nvfp4-pack-quantized"),
+    "without a format": (CT, "compressed-tensors"),
+    "FP8": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "by fp8, which"),
+    "FP8 by ModelOpt": ({"quant_method": "modelopt", "quant_algo": "FP8"}, r"modelopt \(FP8\)"),
+    "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+    "EXL2": ({"quant_method": "exl2", "bits": 4.25}, "exl2"),
+    "GPTQ": ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}, "gptq"),
+    "AWQ of 8 bits": ({"quant_method": "awq", "bits": 8}, "awq"),
+    "AWQ in another order": ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq"),
+    "no method": ({"bits": 4, "group_size": 64}, "a method without a name"),
+    **{name: ({"quant_method": name}, name) for name in ("hqq", "eetq", "torchao", "aqlm", "quark", "exl3")},
+}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_quantization_that_mlx_lm_cannot_read_is_named(name: str, nested: bool) -> None:
+    quantization, words = REFUSED[name]
+    of = {"quantization_config": quantization}
+    with pytest.raises(ModelError, match=words) as refused:
+        shape_of({**LLAMA, "text_config": of} if nested else {**LLAMA, **of})
+    assert refused.value.code is Code.MODEL_UNSUPPORTED
+    assert shape_of({**LLAMA, "quantization": {"bits": 4, "group_size": 64}, **of}).bits == 4, "converted"
+
+
+def test_a_mode_that_mlx_does_not_have_is_named() -> None:
+    with pytest.raises(ModelError, match="the mode 'turbo'"):
+        shape_of({**LLAMA, "quantization": {"bits": 4, "group_size": 64, "mode": "turbo"}})
+
+
+def test_awq_of_experts_is_refused() -> None:
+    experts = {**KNOWN["qwen3-235b-a22b-4bit"], "quantization": None}
+    with pytest.raises(ModelError, match="awq"):
+        shape_of({**experts, "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}})
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_what_is_not_converted_counts_whole(nested: bool) -> None:
+    """65 GB of files: openai/gpt-oss-120b, whose experts alone are in 4 bits."""
+    plain = [f"model.layers.*.{name}" for name in ("self_attn", "mlp.router")]
+    of = {"quant_method": "mxfp4", "modules_to_not_convert": [*plain, "model.embed_tokens", "lm_head"]}
+    config = {**KNOWN["gpt-oss-120b"], "quantization": None}
+    told = {"quantization_config": of}
+    found = shape_of({**config, "text_config": told} if nested else {**config, **told})
+    assert found.weight_bytes == pytest.approx(65.25e9, rel=0.01)
+    assert (found.bits, found.group) == (4, 32)
+
+
+def test_weights_that_become_larger_are_not_counted_as_on_the_disk() -> None:
+    of = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    config = {**KNOWN["deepseek-v3.1-4bit"], "quantization": None, "quantization_config": of}
+    assert shape_of(config, weight_bytes=688 * 10**9).weight_bytes == pytest.approx(2 * 671e9, rel=0.02)
+    packed = {
+        **config,
+        "quantization_config": {**CT, "format": "pack-quantized", "ignore": ["re:.*self_attn.*"]},
+    }
+    assert shape_of(packed, weight_bytes=9**12).weight_bytes == 9**12
+
+
+def test_the_size_of_packed_weights_follows_from_their_format() -> None:
+    sizes = {
+        name: shape_of({**LLAMA, "quantization_config": {"quant_method": name, "bits": 4}}).weight_bytes
+        for name in ("awq", "bitnet")
+    }
+    plain = shape_of(LLAMA).weight_bytes
+    assert 0.1 < sizes["bitnet"] / plain < sizes["awq"] / plain < 0.4

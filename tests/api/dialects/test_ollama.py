@@ -108,7 +108,7 @@ def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     (folder / "config.json").write_text(json.dumps(CONFIG))
     (folder / "model-1.safetensors").write_bytes(b"x" * 600)
     (folder / "model-2.safetensors").write_bytes(b"x" * 400)
-    index = {"metadata": {"total_size": 1000, "total_parameters": 8_030_261_248}}
+    index = {"metadata": {"total_size": 1000, "total_parameters": 8_030_261_248}, "weight_map": {}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     backend = Backend(Text(LocalRenderer.load(folder)), folder=folder)
     app = create_app(backend, max_body_bytes=300_000, keep_alive_s=0.5, retry_after_s=7)
@@ -824,7 +824,7 @@ def test_a_model_without_tools_or_thoughts(server: Server) -> None:
 
 
 def test_what_a_folder_does_not_tell_is_not_made_up(tmp_path: Path) -> None:
-    def card(config: Any = None, index: Any = None) -> Any:
+    def card(config: Any = None, index: Any = '{"weight_map": {}}') -> Any:
         for name, value in (("config.json", config), ("model.safetensors.index.json", index)):
             (tmp_path / name).write_text(value if isinstance(value, str) else json.dumps(value))
         return read_card(ModelInfo("m", (), tmp_path, 10, 0, (1,), 5))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 
 from mlxtp.config import embedded_model_path
 from mlxtp.errors import Code, ModelError, RequestError
@@ -169,9 +170,186 @@ def test_a_models_own_code_is_never_run(tmp_path: Path) -> None:
     config["auto_map"] = {"AutoTokenizer": ["own.Own", "own.Own"]}
     config["tokenizer_class"] = "Own"
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError):
-        Text(LocalRenderer.load(folder))
+    assert Text(LocalRenderer.load(folder)).encoded("hello", special=False)
     assert not (tmp_path / "ran").exists()
+    config["added_tokens_decoder"] = {"1": {"content": "hello"}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        ModelError, match=r"'hello' token .* instead of 1, and Python code of its own is not run"
+    ):
+        LocalRenderer.load(folder)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ModelError):
+        LocalRenderer.load(folder)
+    assert not (tmp_path / "ran").exists()
+
+
+def change(folder: Path, name: str, **fields: object) -> None:
+    """Set fields of a JSON file; one that becomes None is left out. A file that is not there is begun."""
+    path = folder / name
+    found = json.loads(path.read_text()) if path.is_file() else {}
+    found.update(fields)
+    path.write_text(json.dumps({field: value for field, value in found.items() if value is not None}))
+
+
+SPLIT = "a1b22c333 HELLO world １２ é  x\n\ny don't"
+
+
+def in_its_own_way(folder: Path) -> Path:
+    """Have tokenizer.json split and normalize text as no class of the library does."""
+    tokenizer = byte_level()
+    tokenizer.normalizer = normalizers.NFKC()
+    words = pre_tokenizers.Split(Regex(r"\s+|\w|\W+"), behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, tokenizer.pre_tokenizer])
+    return save(tokenizer, folder)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama", "brand_new", None])
+@pytest.mark.parametrize(
+    "settings_",
+    [
+        {"tokenizer_class": name}
+        for name in (
+            "Qwen2Tokenizer",
+            "GPT2Tokenizer",
+            "LlamaTokenizer",
+            "GemmaTokenizerFast",
+            "MistralCommonBackend",
+            "Own",
+            5,
+            None,
+        )
+    ]
+    + [
+        {"auto_map": named, "tokenizer_class": "Own"}
+        for named in ({"AutoTokenizer": ["own.Own", None]}, {"AutoTokenizer": "own.Own"}, ["own.Own", None])
+    ],
+    ids=str,
+)
+def test_a_tokenizer_json_counts_alone(
+    tmp_path: Path, settings_: dict[str, object], family: str | None
+) -> None:
+    folder = in_its_own_way(tmp_path)
+    wanted = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    change(folder, "tokenizer_config.json", **settings_)
+    change(folder, "config.json", model_type=family, auto_map={"AutoConfig": "own.Config"}, hidden_size=1.5)
+    text = Text(LocalRenderer.load(folder))
+    assert list(text.encoded(SPLIT, special=False)) == wanted.encode(SPLIT, add_special_tokens=False).ids
+    assert (text.eos, text.has_chat_template) == ((wanted.token_to_id("</s>"),), True)
+
+
+FLAGS = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
+
+
+@pytest.mark.parametrize("end", ["<|user|>", {"content": "<|user|>", **FLAGS}], ids=["text", "object"])
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_special_tokens_may_stand_beside(tmp_path: Path, file: str, end: object) -> None:
+    folder = save(byte_level(), tmp_path)
+    if file == "special_tokens_map.json":
+        (folder / "tokenizer_config.json").unlink()
+    change(folder, file, eos_token=end, bos_token="<s>")
+    text = Text(LocalRenderer.load(folder))
+    assert text.eos == (byte_level().token_to_id("<|user|>"),)
+
+
+def named(name: str, text: str) -> dict[str, str]:
+    return {"name": name, "template": text}
+
+
+#: Files of a model with chat templates, and what is written for a message, with tools too.
+TEMPLATES: dict[str, tuple[dict[str, object], str, str]] = {
+    "a processor's": ({"chat_template.json": {"chat_template": "N"}}, "N", "N"),
+    "several of a processor": ({"chat_template.json": {"chat_template": [named("default", "N")]}}, "N", "N"),
+    "of three files": (
+        {
+            "chat_template.jinja": "J",
+            "chat_template.json": {"chat_template": "N"},
+            "tokenizer_config.json": {"chat_template": "C"},
+        },
+        "J",
+        "J",
+    ),
+    "of two": (
+        {"chat_template.json": {"chat_template": "N"}, "tokenizer_config.json": {"chat_template": "C"}},
+        "C",
+        "C",
+    ),
+    "with one for tools": (
+        {"tokenizer_config.json": {"chat_template": [named("default", "C"), named("tool_use", "T")]}},
+        "C",
+        "T",
+    ),
+    "with one for tools in a folder": (
+        {"chat_template.jinja": "J", "additional_chat_templates/tool_use.jinja": "T"},
+        "J",
+        "T",
+    ),
+    "for tools alone": ({"tokenizer_config.json": {"chat_template": [named("tool_use", "T")]}}, "T", "T"),
+    "empty, beside": (
+        {"tokenizer_config.json": {"chat_template": ""}, "chat_template.json": {"chat_template": "N"}},
+        "N",
+        "N",
+    ),
+}
+
+
+def with_templates(folder: Path, files: dict[str, object]) -> Path:
+    save(byte_level(), folder, template=None)
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        if isinstance(content, dict):
+            change(folder, name, **content)
+        else:
+            (folder / name).write_text(str(content))
+    return folder
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_chat_template_is_found_in_any_of_its_files(tmp_path: Path, name: str) -> None:
+    files, written, with_tools = TEMPLATES[name]
+    renderer = LocalRenderer.load(with_templates(tmp_path, files))
+    tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
+    said = [{"role": "user", "content": "x"}]
+    assert renderer.render(said, [], {}, prompting=True) == written
+    assert renderer.render(said, [tool], {}, prompting=True) == with_tools
+    assert renderer.facts.renders
+    assert {*renderer.facts.template.split()} == {written, with_tools}
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ({"chat_template.json": "{"}, r"chat_template\.json is no JSON"),
+        ({"tokenizer_config.json": "{"}, r"tokenizer_config\.json is no JSON"),
+        ({"chat_template.json": {"chat_template": 5}}, "the chat template is no text"),
+        ({"tokenizer_config.json": {"chat_template": [named("default", "C"), 3]}}, "cannot be read"),
+        *(
+            (
+                {name: "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"},
+                f"{name} is a pointer of Git LFS",
+            )
+            for name in (
+                "tokenizer.json",
+                "tokenizer_config.json",
+                "tokenizer.model",
+                "tiktoken.model",
+                "chat_template.jinja",
+            )
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, files: dict[str, object], says: str) -> None:
+    with pytest.raises(ModelError, match=says):
+        LocalRenderer.load(with_templates(tmp_path, files))
+
+
+def test_a_template_that_is_no_jinja_is_the_models_fault(tmp_path: Path) -> None:
+    text = Text(LocalRenderer.load(save(byte_level(), tmp_path, template="{% for %}")))
+    with pytest.raises(
+        RequestError, match="the template is not valid Jinja: Expected an expression"
+    ) as caught:
+        chat_ids(text, [{"role": "user", "content": "hello"}])
+    assert (caught.value.code, caught.value.status) == (Code.MODEL_INVALID, 422)
 
 
 @pytest.mark.slow

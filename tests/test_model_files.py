@@ -363,6 +363,9 @@ def test_a_configuration_that_the_library_refuses_is_not_needed_for_text(tmp_pat
 # --- template modules -------------------------------------------------------------------------------------
 
 
+JINJA = "jinja{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
 def deepseek(folder: Path, template: str | None = None, **settings: object) -> Path:
     save(byte_level(), folder, template)
     found = json.loads((folder / "tokenizer_config.json").read_text())
@@ -374,9 +377,9 @@ def deepseek(folder: Path, template: str | None = None, **settings: object) -> P
     ("settings", "family", "begins"),
     [
         ({"chat_template_type": "deepseek_v32"}, "llama", "<｜begin▁of▁sentence｜>"),
-        ({"chat_template_type": "deepseek_v32", "template": "jinja"}, "llama", "<｜begin▁of▁sentence｜>"),
+        ({"chat_template_type": "deepseek_v32", "template": JINJA}, "llama", "<｜begin▁of▁sentence｜>"),
         ({}, "deepseek_v32", "<｜begin▁of▁sentence｜>"),
-        ({"template": "jinja"}, "deepseek_v32", "jinja"),
+        ({"template": JINJA}, "deepseek_v32", "jinja"),
     ],
 )
 def test_deepseek_chats_by_the_template_of_mlx_lm(

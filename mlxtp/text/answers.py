@@ -421,7 +421,9 @@ class AnswerParser:
         ends, certain = special and text == doubted.closes, "" if special else doubted.finder.push(text)
         if ends or doubted.finder.found:
             ends = True
-            self._return([(doubted.closes, special), *([(doubted.finder.rest, False)] if not special else [])])
+            self._return(
+                [(doubted.closes, special), *([(doubted.finder.rest, False)] if not special else [])]
+            )
         doubted.text += certain
         if special and not ends:
             certain = text
@@ -433,9 +435,7 @@ class AnswerParser:
                 self._last_resort = doubted.calls
             yield from self._no_doubt(doubted.text)
 
-    def _doubt_more(
-        self, doubted: _DoubtedCalls, pieces: Iterable[CallText | str]
-    ) -> Iterator[AnswerPart]:
+    def _doubt_more(self, doubted: _DoubtedCalls, pieces: Iterable[CallText | str]) -> Iterator[AnswerPart]:
         doubted.take(pieces)
         reader = doubted.reader
         if reader.state is ReaderState.CLOSED:

@@ -172,6 +172,11 @@ class TaggedSyntax(CallSyntax):
         """The closing of any key."""
         return re.compile(re.escape(self.closing).replace(r"\{\}", "[^<>]+"))
 
+    @cached_property
+    def tags(self) -> re.Pattern[str]:
+        """An opening or a closing. Only an opening has a `key`."""
+        return re.compile(f"{self.opening.pattern}|{self.closings.pattern}", self.opening.flags)
+
     def closes(self, text: str) -> bool:
         """Return True if this text ends with a closing as templates write it."""
         closing = self.closing.rpartition("{}")[2]
@@ -367,22 +372,36 @@ class _TaggedCall(CallBody):
         """Decide about the end that was just read, with `rest` behind it."""
         written = "".join(self._text)
         self._text = [written]
-        opened, closed = self._count(written)
-        self._open += opened - closed
-        if self._own_end >= 0 and self._open >= self._own_open:
-            if not self._own_open and opened + closed:
+        tagged, lowest = self._count(written)
+        if self._own_end >= 0 and lowest >= self._own_open:
+            if tagged and self._open == self._own_open == 0:
                 self._end_at(self._own_end, rest)
             return
-        self._open = max(0, self._open)
         inside = written.removesuffix(mark)
         closes = self._syntax.closes(inside) or not self._syntax.opening.search(inside)
+        closes = closes and not self._in_string(inside)
         self.doubtful, self.rest = closes, rest
         self.sure = closes and self._open == 0 and mark == self._syntax.end
         self._own_end, self._own_open = (self._end, self._open) if closes else (-1, 0)
 
-    def _count(self, written: str) -> tuple[int, int]:
-        new, self._seen = written[self._seen :], len(written)
-        return len(self._syntax.opening.findall(new)), len(self._syntax.closings.findall(new))
+    def _count(self, written: str) -> tuple[bool, int]:
+        """Count openings without a closing. Return whether new text has tags, and the lowest count in it."""
+        new = list(self._syntax.tags.finditer(written, self._seen))
+        self._seen, lowest = len(written), self._open
+        for tag in new:
+            lowest = min(lowest, self._open + (1 if tag["key"] else -1))
+            self._open = max(0, self._open + (1 if tag["key"] else -1))
+        return bool(new), lowest
+
+    def _in_string(self, written: str) -> bool:
+        """Return True if this ends in a string of a value that the schema wants in JSON."""
+        for opening in reversed(list(self._syntax.opening.finditer(written))):
+            if _is_json(self._schema, _key(opening)):
+                value = written[opening.end() :].lstrip()
+                mender = JsonMender()
+                mender.push(value if value.startswith(("{", "[")) else "{}")
+                return mender.in_string
+        return False
 
     def _end_at(self, end: int, rest: str = "") -> None:
         written = "".join(self._text)
@@ -391,10 +410,10 @@ class _TaggedCall(CallBody):
     def close(self) -> str:
         if self.done:
             return ""
-        opened, closed = self._count("".join(self._text))
+        _, lowest = self._count("".join(self._text))
         if self.doubtful:
             self._end_at(self._end, self.rest)
-        elif self._own_end >= 0 and self._open + opened - closed >= self._own_open:
+        elif self._own_end >= 0 and lowest >= self._own_open:
             self._end_at(self._own_end)
         else:
             self._end_at(self._end if self._end >= 0 else self._length)
@@ -407,7 +426,9 @@ class _TaggedCall(CallBody):
         found = _TaggedValues(self._syntax, self._schema).read(text)
         if not found and (at := text.find("{")) >= 0 and (whole := mended(text[at : text.rfind("}") + 1])):
             return whole, ""
-        return json.dumps(found, ensure_ascii=False), "" if found else self._syntax.before_values.sub("", text).strip()
+        return json.dumps(found, ensure_ascii=False), "" if found else self._syntax.before_values.sub(
+            "", text
+        ).strip()
 
     def _add(self, text: str) -> None:
         self._text.append(text)
@@ -446,8 +467,10 @@ class _TaggedValues:
         start, depth, last = opening.end(), 0, -1
         nested = self._syntax.nested
         closing = self._syntax.closing.replace("{}", _key(opening))
-        if (end := _end_of_json(text, start)) >= 0 and text.startswith(closing, _skip_blanks(text, end)):
-            return end, _skip_blanks(text, end) + len(closing)
+        if _is_json(self._schema, _key(opening)) and (end := _end_of_json(text, start)) >= 0:
+            end = _skip_blanks(text, end)
+            if text.startswith(closing, end):
+                return end, end + len(closing)
         while True:
             inner, closed = self._syntax.opening.search(text, start), text.find(closing, start)
             if inner is not None and (closed < 0 or inner.start() < closed):
@@ -501,6 +524,12 @@ class _TaggedValues:
         if found.keys() == {"item"}:
             return found["item"] if isinstance(found["item"], list) else [found["item"]]
         return found
+
+
+def _is_json(schema: Mapping[str, Any], key: str) -> bool:
+    """Return True if an argument can be an object or a list, and no text."""
+    types = property_types(schema, key) or frozenset()
+    return "string" not in types and bool(types & {"object", "array"})
 
 
 def _end_of_json(text: str, at: int) -> int:

@@ -308,9 +308,7 @@ def _with_tools(turns: Sequence[ChatMessage], tools: Sequence[Tool]) -> list[Cha
 # --- roles --------------------------------------------------------------------------------------------------
 
 
-def _with_systems(
-    turns: Sequence[ChatMessage], traits: TemplateTraits, needed: bool
-) -> list[ChatMessage]:
+def _with_systems(turns: Sequence[ChatMessage], traits: TemplateTraits, needed: bool) -> list[ChatMessage]:
     """Merge the system messages at the beginning. Others, and all for some templates, become the user's."""
     start = next((i for i, turn in enumerate(turns) if turn.role != "system"), len(turns))
     first, later = list(turns[:start]), list(turns[start:])
@@ -344,9 +342,7 @@ def _joined(turns: Sequence[ChatMessage]) -> list[ChatMessage]:
     return joined
 
 
-def _with_missing(
-    turns: Sequence[ChatMessage], traits: TemplateTraits, prompting: bool
-) -> list[ChatMessage]:
+def _with_missing(turns: Sequence[ChatMessage], traits: TemplateTraits, prompting: bool) -> list[ChatMessage]:
     """Add the messages that the template wants between others, or at an end."""
     made: list[ChatMessage] = []
     for before, turn in zip([None, *turns], turns, strict=False):

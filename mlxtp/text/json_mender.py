@@ -70,6 +70,10 @@ class JsonMender:
         self._comma = ""  # with the blanks after it; it is written once something follows
         self._held = ""
 
+    @property
+    def in_string(self) -> bool:
+        return bool(self._quote)
+
     def push(self, text: str, final: bool = False) -> str:
         """Return the JSON that is certain now. `final`: no text follows."""
         text, at = self._held + text, 0
@@ -234,7 +238,9 @@ class JsonMender:
         return at + 1
 
     def _end_container(self, sign: str, at: int, made: list[str]) -> int:
-        ends = [i for i, each in enumerate(self._open) if _CLOSERS[each] == sign or (each, sign) == ("[", ")")]
+        ends = [
+            i for i, each in enumerate(self._open) if _CLOSERS[each] == sign or (each, sign) == ("[", ")")
+        ]
         if not ends:
             self.broken = True
             return at + 1
@@ -285,7 +291,12 @@ class JsonMender:
             self._begin(json.dumps(word, ensure_ascii=False), made)
             self._expect = _Expect.COLON
             return key.end()
-        if text[at] not in ",:=" and not final and len(text) - at < _LONGEST_WORD and _KEY.match(f"{text}:", at):
+        if (
+            text[at] not in ",:="
+            and not final
+            and len(text) - at < _LONGEST_WORD
+            and _KEY.match(f"{text}:", at)
+        ):
             return -1
         self.broken = self.broken or text[at] != ","
         return at + 1

@@ -84,14 +84,22 @@ THOUGHTS: Sequence[ThoughtRow] = (
     _tags("Hunyuan 3", "<think:opensource>", "</think:opensource>"),
     _tags("Apertus", "<|inner_prefix|>", "<|inner_suffix|>"),
     _tags("Inkling", "<|content_thinking|>", "<|end_message|>"),
-    _tags("Solar Open", "<|think|>", "<|end|>", "<|begin|>assistant<|content|>", texts=("<|begin|>", "<|content|>")),
+    _tags(
+        "Solar Open",
+        "<|think|>",
+        "<|end|>",
+        "<|begin|>assistant<|content|>",
+        texts=("<|begin|>", "<|content|>"),
+    ),
     _tags("PLaMo 3", "<|plamo:begin_think:plamo|>", "<|plamo:end_think:plamo|>"),
     _tags("Kimi-VL", "◁think▷", "◁/think▷"),
     _tags("EXAONE Deep", "<thought>", "</thought>"),
     _tags("Granite 3.2", "Here is my thought process:", "Here is my response:"),
     _tags("Apriel", "Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]", "[END FINAL RESPONSE]"),
     _tags("Hunyuan, GLM-4.1V", "<think>", "</think>", "<answer>", "</answer>", texts=("<answer>",)),
-    _tags("Granite 3.3, ERNIE 4.5", "<think>", "</think>", "<response>", "</response>", texts=("<response>",)),
+    _tags(
+        "Granite 3.3, ERNIE 4.5", "<think>", "</think>", "<response>", "</response>", texts=("<response>",)
+    ),
     _tags("Qwen, DeepSeek, GLM, Kimi K2, MiniMax M2, Nemotron and most others", "<think>", "</think>"),
     _tags("models whose vocabulary has these", "<|think:start|>", "<|think:end|>"),
 )
@@ -140,7 +148,9 @@ _QWEN_XML = TaggedSyntax(
 def _invoke(space: str = "", guess: bool = False, before: str = "") -> TaggedSyntax:
     """Return the syntax of `<invoke name="…">`, whose tags begin with a name `space`."""
     opens, closes = f"<{space}", f"</{space}"
-    value = rf'{re.escape(opens)}parameter\s+name=(?P<key>"[^"]*"|[^\s>]+)(?:\s+string="(?P<type>[^"]*)")?[^>]*>'
+    value = (
+        rf'{re.escape(opens)}parameter\s+name=(?P<key>"[^"]*"|[^\s>]+)(?:\s+string="(?P<type>[^"]*)")?[^>]*>'
+    )
     return TaggedSyntax(
         (f'{before}{opens}invoke name="{{}}">', f"{before}{opens}invoke name={{}}>"),
         (f"{opens}parameter",),
@@ -209,7 +219,10 @@ CALLS: Sequence[CallRow] = (
     CallRow(
         "MiniMax M2",
         _in(
-            "minimax_m2", "<minimax:tool_call>", "</minimax:tool_call>", _invoke(),
+            "minimax_m2",
+            "<minimax:tool_call>",
+            "</minimax:tool_call>",
+            _invoke(),
             direct=("<invoke name=",),
         ),
         '<minimax:tool_call>\n<invoke name="add">\n<parameter name="a">1</parameter>\n'
@@ -259,9 +272,7 @@ CALLS: Sequence[CallRow] = (
             "gemma4",
             "<|tool_call>",
             "<tool_call|>",
-            NamedSyntax(
-                ("call:{}{", "call:{}("), opening="{(", quotes=('<|"|>', '"', "'")
-            ),
+            NamedSyntax(("call:{}{", "call:{}("), opening="{(", quotes=('<|"|>', '"', "'")),
             direct=("call:{}{",),
         ),
         '<|tool_call>call:add{a:1,b:<|"|>two<|"|>}<tool_call|>',
@@ -273,9 +284,7 @@ CALLS: Sequence[CallRow] = (
             "function_gemma",
             "<start_function_call>",
             "<end_function_call>",
-            NamedSyntax(
-                ("call:{}{", "call:{}("), opening="{(", quotes=("<escape>", '"', "'")
-            ),
+            NamedSyntax(("call:{}{", "call:{}("), opening="{(", quotes=("<escape>", '"', "'")),
         ),
         "<start_function_call>call:add{a:1,b:<escape>two<escape>}<end_function_call>",
         (("<start_function_call>",),),
@@ -291,7 +300,10 @@ CALLS: Sequence[CallRow] = (
     CallRow(
         "GLM 4.5 to 5, Laguna",
         _in(
-            "glm", "<tool_call>", "</tool_call>", _pairs(),
+            "glm",
+            "<tool_call>",
+            "</tool_call>",
+            _pairs(),
             direct=("{}<arg_key>", "{}\n<arg_key>"),
         ),
         "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>b</arg_key><arg_value>two"
@@ -351,7 +363,7 @@ CALLS: Sequence[CallRow] = (
             direct=("<|tool_call_begin|>",),
             past="<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>ARGUMENTS<|tool_call_end|>",
         ),
-        '<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>'
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>"
         '{"a": 1, "b": "two"}<|tool_call_end|><|tool_calls_section_end|>',
         (("<|tool_calls_section_begin|>",),),
     ),
@@ -538,7 +550,11 @@ CALLS: Sequence[CallRow] = (
             "step3",
             ("<｜tool_calls_begin｜>",),
             ("<｜tool_call_end｜>", "<｜tool_calls_end｜>"),
-            (_invoke("steptml:", before="<｜tool_call_begin｜>function<｜tool_sep｜>"), _invoke("steptml:"), _JSON),
+            (
+                _invoke("steptml:", before="<｜tool_call_begin｜>function<｜tool_sep｜>"),
+                _invoke("steptml:"),
+                _JSON,
+            ),
         ),
         '<｜tool_calls_begin｜>\n<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="add">\n'
         '<steptml:parameter name="a">1</steptml:parameter>\n<steptml:parameter name="b">two'

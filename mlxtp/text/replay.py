@@ -356,7 +356,7 @@ def replayed(
 def _marked(
     messages: Sequence[ChatMessage], place: Beginning, ids: Sequence[str], mark: str
 ) -> tuple[ChatMessage, ...] | None:
-    """Return the messages with `mark` as the answer's text and arguments, and its calls' ids as they were.
+    """Return the messages with `mark` as the answer's text or arguments, and its calls' ids as they were.
 
     Thoughts before it are left out.
     """
@@ -370,7 +370,7 @@ def _marked(
     after = [
         replace(turn, call_id=changed.get(turn.call_id, turn.call_id)) for turn in messages[place.stop :]
     ]
-    return (*before, ChatMessage("assistant", mark, calls=calls), *after)
+    return (*before, ChatMessage("assistant", "" if calls else mark, calls=calls), *after)
 
 
 def _behind_text(behind: str, written: str, shown: str) -> str | None:
@@ -392,11 +392,11 @@ def _behind_calls(behind: str, written: str, mark: str, ends: Sequence[str], cut
         after = behind.removeprefix('"}')
         return after.removeprefix(cut) if after != behind and after.startswith(cut) else None
     stop = min([at for end in ends if (at := behind.find(end)) >= 0], default=-1)
-    closing = behind[:stop].rstrip()
+    closing, written = behind[:stop].rstrip(), written.rstrip()
     if stop < 0:
         return None
-    if mark and mark not in ends:
-        complete = closing.count(mark) == 1 and closing.endswith(mark) and written.rstrip().endswith(mark)
+    if mark and mark not in ends and (mark in closing or written.endswith(mark)):
+        complete = closing.count(mark) == 1 and closing.endswith(mark) and written.endswith(mark)
     else:
         complete = not closing.strip(_BRACKETS)
     return behind[stop:] if complete else None

@@ -13,9 +13,9 @@ from itertools import groupby
 from types import MappingProxyType
 from typing import Literal
 
-from .conversation import Call, StreamEnd, TokenScore
 from .answers import AnswerParser, AnswerPart, PartKind, ReadingPlan, StopFinder
 from .calls import CallText
+from .conversation import Call, StreamEnd, TokenScore
 from .tokenizer import Detokenizer
 
 # --- events -----------------------------------------------------------------------------------------------

@@ -41,9 +41,8 @@ from mlxtp.text.tokenizer import Text
 
 SPECIAL = ["<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"]
 TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}"
-    "{% if m.role == 'assistant' and loop.first %}{{ raise_exception('the first word is the user\\'s') }}"
-    "{% endif %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+    "{{ bos_token }}{{ raise_exception('no mood is known') if mood is defined }}{% for m in messages %}"
+    "<|{{ m.role }}|>{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 BYTE_LEVEL, BYTE_FALLBACK, METASPACE = "byte_level", "byte_fallback", "metaspace"

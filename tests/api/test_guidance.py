@@ -13,10 +13,10 @@ from pydantic import BaseModel, Field, SecretStr
 from mlxtp.api.sampling import Guidance, guidance
 from mlxtp.engine.grammar import Grammars
 from mlxtp.errors import Code, MlxtpError, RequestError
+from mlxtp.text.call_style import Separators
 from mlxtp.text.conversation import ChatMessage, Conversation, GenerationOptions, GenerationRequest
 from mlxtp.text.renderer import LocalRenderer
 from mlxtp.text.tokenizer import Text
-from mlxtp.text.tool_calls import Separators
 from mlxtp.text.tool_grammar import guided_schema
 
 from ..reference import TINY, model_of

@@ -61,7 +61,9 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a model that thinks and calls tools."""
     tokenizer = byte_level()
     tokenizer.add_special_tokens(["<think>", "</think>"])
-    template = "{# <tool_call> #}{{ tools }}{{ messages[0].content }}<think>"
+    template = (
+        "{# <tool_call> #}{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% endfor %}<think>"
+    )
     folder = save(tokenizer, tmp_path_factory.mktemp("thinker"), template)
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "hidden_size": 64}))
     settings = {"do_sample": True, "temperature": 0.6}

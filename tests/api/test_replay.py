@@ -484,11 +484,12 @@ def test_count_tokens_counts_the_tokens_of_the_answer(server: Server) -> None:
 
 # --- other templates --------------------------------------------------------------------------------------
 
-NEXT_BEGINS = (
+LISTED = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
+NEXT_BEGINS = LISTED + (
     "{# <arg_key> #}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}"
     "<tool_call>{{ c.function.name }}{% for k, v in c.function.arguments.items() %}<arg_key>{{ k }}</arg_key>"
     "<arg_value>{{ v if v is string else v | tojson }}</arg_value>{% endfor %}</tool_call>{% endfor %}"
-    "{% endfor %}{{ '' if tools }}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 OTHER_END = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
@@ -500,11 +501,11 @@ TOOLS_LAST = (
     "{% endif %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}{# <tool_call> #}"
 )
-CALL_ALONE = (
+CALL_ALONE = LISTED + (
     '{# "parameters": dictionary of argument name #}{% for m in messages %}<|{{ m.role }}|>'
     '{% if m.tool_calls %}{% for c in m.tool_calls %}{"name": "{{ c.function.name }}", "parameters": '
     "{{ c.function.arguments | tojson }}}{% endfor %}{% else %}{{ m.content }}{% endif %}</s>{% endfor %}"
-    "{{ '' if tools }}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 WITHOUT_TOOLS = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"

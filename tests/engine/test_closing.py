@@ -13,8 +13,10 @@ from tokenizers import Tokenizer
 
 from mlxtp.engine.grammar import Grammars, Matcher
 from mlxtp.engine.logit_shaping import AnswerBudget, Guided
-from mlxtp.text.conversation import Tool, tool_json
-from mlxtp.text.tool_calls import CallStyle, tool_format
+from mlxtp.text.call_style import CallStyle
+from mlxtp.text.calls import CallReader, CallText
+from mlxtp.text.conversation import Tool
+from mlxtp.text.markups import CALLS
 from mlxtp.text.tool_grammar import call_grammar, marked_call_grammar
 
 from ..reference import TINY, model_of
@@ -83,7 +85,7 @@ def tool(required: int, *optional: str) -> Tool:
 
 
 WRITES = {"short": tool(2, "note"), "long": tool(12, "note", "mode", "owner", "group", "flags")}
-CODER = tool_format("qwen3_coder")
+CODER = next(row.format for row in CALLS if row.format.name == "qwen_xml")
 VALUE_END = ("</parameter>", 4)  # a token that ends a value, as in GLM
 CODER_STYLE = CallStyle(
     "<tool_call>\n<function=",
@@ -178,9 +180,14 @@ def test_a_call_with_plain_text_in_it_is_complete_within_its_budget(
             text = text.replace(TOKENIZER.id_to_token(VALUE_END[1]), VALUE_END[0])
         assert guide.finished
         assert guide.cut or chooses is not rambles
-        inner = text.removeprefix(CODER.start).removesuffix(CODER.end)
-        found: Any = CODER.parse(inner, [tool_json(WRITES[name])])
-        assert set(schema["required"]) <= set(found["arguments"])
+        reader = CallReader(CODER, [WRITES[name]])
+        pieces = [
+            *reader.begin(CODER.start),
+            *reader.push(text.removeprefix(CODER.start)),
+            *reader.finish(False),
+        ]
+        assert isinstance(pieces[1], CallText)
+        assert set(schema["required"]) <= set(json.loads(pieces[1].text))
 
 
 @pytest.mark.parametrize("name", MARKED)

@@ -39,17 +39,12 @@ from mlxtp.models import manifest as manifests
 from mlxtp.placement import measurements
 from mlxtp.placement.machines_file import read_machines
 from mlxtp.placement.probe_machine import mac
-from mlxtp.text.conversation import (
-    Conversation,
-    GenerationRequest,
-    Tool,
-    characters,
-    template_messages,
-    tool_json,
-)
-from mlxtp.text.reasoning import Markup, ReadingPlan, ReasoningParser, StopFinder
+from mlxtp.text.answers import AnswerParser, ReadingPlan, StopFinder
+from mlxtp.text.calls import CallReader
+from mlxtp.text.chat_template import TemplateTraits, plainer, template_messages
+from mlxtp.text.conversation import Conversation, GenerationRequest, Tool, characters, tool_json
+from mlxtp.text.markups import CALLS, JSON_CALLS, Markup
 from mlxtp.text.renderer import read_ids, read_text
-from mlxtp.text.tool_calls import CallReader, tool_format
 from mlxtp.text.tool_grammar import JSON_STYLE, call_grammar, checked_tools
 from mlxtp.wire import certificates, recording
 from mlxtp.wire.cluster_messages import FabricResult
@@ -58,6 +53,7 @@ from mlxtp.wire.messages import Generate
 from mlxtp.wire.peer_messages import JoinGrant, JoinOffer, JoinRequest
 from mlxtp.wire.protocol import LinkKind
 
+from ..api.text.test_families import check
 from ..placement.recorded_macs import MACS, outputs, over_the_wire, recorded
 from ..placement.test_hardware_garbage import PARSERS
 from ..wire.members import LASTING
@@ -262,8 +258,8 @@ def _asked(asked: GenerationRequest) -> None:
     shaping = settings.shaping(wish, _MODEL.vocabulary, grammar)
     stops = StopFinder(settings.stop_strings(wish.stop))
     catalog.check_may_fit(characters(conversation), 16, _MODEL)
-    for knows_tools in (True, False):
-        for message in template_messages(conversation, knows_tools):
+    for traits in plainer(TemplateTraits(tools=True)):
+        for message in template_messages(conversation, traits, JSON_CALLS.written):
             stops.push(message["content"].encode().decode())
     tokens = catalog.token_budget(wish.max_tokens, (5, 6), _MODEL)
     settings.check_min_tokens(shaping.min_tokens, tokens)
@@ -300,22 +296,15 @@ _CHATS = (
 )
 
 
-_FORMATS = tuple(
-    tool_format(name)
-    for name in (
-        "json_tools", "llama", "mistral", "qwen3_coder", "pythonic", "kimi_k2", "kimi_k3", "glm47", "gemma4",
-        "function_gemma", "longcat", "minimax_m2", "minicpm5", "muse_spark", "harmony",
-    )
-)  # fmt: skip
+_FORMATS = tuple(row.format for row in CALLS)
 _OFFERED = (Tool("f", "", {"type": "object", "properties": {"a": {"type": "integer"}, "b": {}}}),)
 
 
 def tool_output(data: bytes) -> None:
     """Output of a model that was offered tools: first the format, then text in pieces. Nothing is lost."""
     format_ = _FORMATS[data[0] % len(_FORMATS)] if data else _FORMATS[0]
-    markup = Markup(("<think>", "</think>")).with_calls(format_)
     reader = CallReader(format_, _OFFERED)
-    channels, parts = ReasoningParser(ReadingPlan(markup, calls=reader)), []
+    channels, parts = AnswerParser(ReadingPlan(Markup(("<think>", "</think>")), calls=reader)), []
     for piece in text(data[1:]).split("|||"):
         parts += channels.push(piece)
     parts += channels.finish(cut=bool(data) and data[0] >= 128)
@@ -324,19 +313,19 @@ def tool_output(data: bytes) -> None:
     assert reader.complete <= len(names)
     for name in names:
         name.encode()
+    for number in range(len(names)):
+        arguments = [part.call.text for part in parts if part.call is not None and part.call.index == number]
+        assert data[0] >= 128 or isinstance(json.loads("".join(arguments)), dict)
 
 
-_CALL_TEXTS = (
-    b'{"name": "f", "arguments": {"a": 1}}', b'f[ARGS]{"a": 1}', b"[f(a=1, b='x')]", b"call:f{a:1}",
-    b"<function=f><parameter=a>1</parameter></function>", b"f<arg_key>a</arg_key><arg_value>1</arg_value>",
-    b'<invoke name="f"><parameter name="a">1</parameter></invoke>', b'"f"><param name="a">1</param>',
-    b'<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>',
-)  # fmt: skip
 _CALLED = tuple(
-    bytes((number,)) + format_.start.encode() + each + format_.end.encode()
-    for number, format_ in enumerate(_FORMATS)
-    for each in _CALL_TEXTS
+    bytes((number,)) + row.example.replace("add", "f").encode() for number, row in enumerate(CALLS)
 )
+
+
+def calls_back(data: bytes) -> None:
+    """Calls as a family's template writes them, chosen by a number, come back as they were."""
+    check(_FORMATS[data[0] % len(_FORMATS)].name if data else "json", int.from_bytes(data[1:9]))
 
 
 def stops(data: bytes) -> None:
@@ -585,6 +574,7 @@ TARGETS: Mapping[str, Target] = {
         stops, (), (b"ab,b,abc\nxxa|b|c", b"abcd,bc\nxab|cx", b"aa,aab\naaa|aab", "é\né|x".encode())
     ),
     "tool_output": Target(tool_output, (), _CALLED),
+    "calls_back": Target(calls_back, (), tuple(bytes((number, 0)) for number in range(len(_FORMATS)))),
     "addresses": Target(addresses, (), (b"localhost:1", b"[::1]:80", b"http://a:1", b"10.0.0.1:52414")),
     "bonjour": Target(bonjour, (), (_announced(),)),
     "hardware": Target(hardware, (), _PRINTED),

@@ -22,7 +22,9 @@ def each(calls: Written, call: Callable[[int, str, Arguments], str], between: st
 def tagged(arguments: Arguments, value: str, between: str = "\n") -> str:
     """Return arguments, each with KEY, VALUE and STRING filled into `value`."""
     rows = [
-        value.replace("KEY", key).replace("STRING", str(isinstance(each, str)).lower()).replace("VALUE", plain(each))
+        value.replace("KEY", key)
+        .replace("STRING", str(isinstance(each, str)).lower())
+        .replace("VALUE", plain(each))
         for key, each in arguments.items()
     ]
     return between.join(rows)
@@ -91,7 +93,9 @@ def _pairs(prefix: str, calls: Written) -> str:
     value = f"<{prefix}arg_key>KEY</{prefix}arg_key><{prefix}arg_value>VALUE</{prefix}arg_value>"
     return each(
         calls,
-        lambda _, name, arguments: f"<{prefix}tool_call>{name}{tagged(arguments, value, '')}</{prefix}tool_call>",
+        lambda _, name, arguments: (
+            f"<{prefix}tool_call>{name}{tagged(arguments, value, '')}</{prefix}tool_call>"
+        ),
         "",
     )
 
@@ -104,31 +108,41 @@ WRITERS: Mapping[str, Callable[[Written], str]] = {
     "json": lambda calls: each(calls, lambda *call: f"<tool_call>\n{_json()(*call)}\n</tool_call>"),
     "llama": lambda calls: each(calls, _json("parameters"), "; "),
     "mistral": lambda calls: each(
-        calls, lambda _, name, arguments: f"[TOOL_CALLS]{name}[ARGS]{json.dumps(arguments, ensure_ascii=False)}", ""
+        calls,
+        lambda _, name, arguments: f"[TOOL_CALLS]{name}[ARGS]{json.dumps(arguments, ensure_ascii=False)}",
+        "",
     ),
     "qwen_xml": lambda calls: _xml(True, calls),
     "seed_oss": lambda calls: _xml(False, calls, "seed:tool_call"),
-    "lfm2": lambda calls: "<|tool_call_start|>["
-    + each(calls, _python_call, ", ")
-    + "]<|tool_call_end|>",
-    "kimi_k2": lambda calls: "<|tool_calls_section_begin|>"
-    + each(
-        calls,
-        lambda index, name, arguments: f"<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>"
-        f"{json.dumps(arguments)}<|tool_call_end|>",
-        "",
-    )
-    + "<|tool_calls_section_end|>",
-    "deepseek": lambda calls: "<｜tool▁calls▁begin｜>"
-    + each(
-        calls,
-        lambda _, name, arguments: f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{json.dumps(arguments)}<｜tool▁call▁end｜>",
-        "",
-    )
-    + "<｜tool▁calls▁end｜>",
-    "dsml": lambda calls: f"<{DSML}function_calls>\n"
-    + _invoke(DSML, f'<{DSML}parameter name="KEY" string="STRING">VALUE</{DSML}parameter>', calls)
-    + f"\n</{DSML}function_calls>",
+    "lfm2": lambda calls: "<|tool_call_start|>[" + each(calls, _python_call, ", ") + "]<|tool_call_end|>",
+    "kimi_k2": lambda calls: (
+        "<|tool_calls_section_begin|>"
+        + each(
+            calls,
+            lambda index, name, arguments: (
+                f"<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>"
+                f"{json.dumps(arguments)}<|tool_call_end|>"
+            ),
+            "",
+        )
+        + "<|tool_calls_section_end|>"
+    ),
+    "deepseek": lambda calls: (
+        "<｜tool▁calls▁begin｜>"
+        + each(
+            calls,
+            lambda _, name, arguments: (
+                f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{json.dumps(arguments)}<｜tool▁call▁end｜>"
+            ),
+            "",
+        )
+        + "<｜tool▁calls▁end｜>"
+    ),
+    "dsml": lambda calls: (
+        f"<{DSML}function_calls>\n"
+        + _invoke(DSML, f'<{DSML}parameter name="KEY" string="STRING">VALUE</{DSML}parameter>', calls)
+        + f"\n</{DSML}function_calls>"
+    ),
     "glm": lambda calls: _pairs("", calls),
     "longcat": lambda calls: _pairs("longcat_", calls),
     "gemma4": lambda calls: each(
@@ -136,46 +150,60 @@ WRITERS: Mapping[str, Callable[[Written], str]] = {
     ),
     "function_gemma": lambda calls: each(
         calls,
-        lambda _, name, arguments: f"<start_function_call>call:{name}{_gemma(arguments, '<escape>')}<end_function_call>",
+        lambda _, name, arguments: (
+            f"<start_function_call>call:{name}{_gemma(arguments, '<escape>')}<end_function_call>"
+        ),
         "",
     ),
-    "minimax_m2": lambda calls: "<minimax:tool_call>\n"
-    + _invoke("", '<parameter name="KEY">VALUE</parameter>', calls)
-    + "\n</minimax:tool_call>",
+    "minimax_m2": lambda calls: (
+        "<minimax:tool_call>\n"
+        + _invoke("", '<parameter name="KEY">VALUE</parameter>', calls)
+        + "\n</minimax:tool_call>"
+    ),
     "minimax_m3": _minimax_m3,
     "minicpm5": lambda calls: each(
         calls,
         lambda _, name, arguments: f'<function name="{name}">{tagged(arguments, PARAM, "")}</function>',
     ),
-    "muse_spark": lambda calls: "<atem:function_calls>\n"
-    + _invoke("atem:", '<atem:parameter name="KEY">VALUE</atem:parameter>', calls)
-    + "\n</atem:function_calls>",
-    "command": lambda calls: "<|START_ACTION|>[\n    "
-    + each(
-        calls,
-        lambda index, name, arguments: json.dumps(
-            {"tool_call_id": str(index), "tool_name": name, "parameters": arguments}, ensure_ascii=False
-        ),
-        ",\n    ",
-    )
-    + "\n]<|END_ACTION|>",
-    "kimi_k3": lambda calls: "<|open|>tools<|sep|>"
-    + each(
-        calls,
-        lambda index, name, arguments: f'<|open|>call tool="{name}" index="{index + 1}"<|sep|>'
-        + "".join(
-            f'<|open|>argument key="{key}" type="{"string" if isinstance(value, str) else "number"}"<|sep|>'
-            f"{plain(value)}<|close|>argument<|sep|>"
-            for key, value in arguments.items()
+    "muse_spark": lambda calls: (
+        "<atem:function_calls>\n"
+        + _invoke("atem:", '<atem:parameter name="KEY">VALUE</atem:parameter>', calls)
+        + "\n</atem:function_calls>"
+    ),
+    "command": lambda calls: (
+        "<|START_ACTION|>[\n    "
+        + each(
+            calls,
+            lambda index, name, arguments: json.dumps(
+                {"tool_call_id": str(index), "tool_name": name, "parameters": arguments}, ensure_ascii=False
+            ),
+            ",\n    ",
         )
-        + "<|close|>call<|sep|>",
-        "",
-    )
-    + "<|close|>tools<|sep|>",
+        + "\n]<|END_ACTION|>"
+    ),
+    "kimi_k3": lambda calls: (
+        "<|open|>tools<|sep|>"
+        + each(
+            calls,
+            lambda index, name, arguments: (
+                f'<|open|>call tool="{name}" index="{index + 1}"<|sep|>'
+                + "".join(
+                    f'<|open|>argument key="{key}" type="{"string" if isinstance(value, str) else "number"}"<|sep|>'
+                    f"{plain(value)}<|close|>argument<|sep|>"
+                    for key, value in arguments.items()
+                )
+                + "<|close|>call<|sep|>"
+            ),
+            "",
+        )
+        + "<|close|>tools<|sep|>"
+    ),
     "harmony": lambda calls: each(
         calls,
-        lambda _, name, arguments: f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
-        f"{json.dumps(arguments, ensure_ascii=False)}<|call|>",
+        lambda _, name, arguments: (
+            f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
+            f"{json.dumps(arguments, ensure_ascii=False)}<|call|>"
+        ),
         "<|start|>assistant",
     ),
     "nemotron": lambda calls: f"<TOOLCALL>[{each(calls, _json(), ', ')}]</TOOLCALL>",
@@ -186,53 +214,75 @@ WRITERS: Mapping[str, Callable[[Written], str]] = {
         calls, lambda *call: f"<|action_start|><|plugin|>\n{_json('parameters')(*call)}<|action_end|>", ""
     ),
     "command_r": lambda calls: f"Action:\n```json\n[{each(calls, _json('parameters'), ', ')}]\n```",
-    "apertus": lambda calls: "<|tools_prefix|>["
-    + each(calls, lambda _, name, arguments: json.dumps({name: arguments}, ensure_ascii=False), ", ")
-    + "]<|tools_suffix|>",
+    "apertus": lambda calls: (
+        "<|tools_prefix|>["
+        + each(calls, lambda _, name, arguments: json.dumps({name: arguments}, ensure_ascii=False), ", ")
+        + "]<|tools_suffix|>"
+    ),
     "olmo3": lambda calls: f"<function_calls>\n{each(calls, _python_call)}\n</function_calls>",
-    "hunyuan3": lambda calls: "<tool_calls:opensource>\n"
-    + each(
-        calls,
-        lambda _, name, arguments: f"<tool_call:opensource>{name}<tool_sep:opensource>\n"
-        + "".join(f"{tagged({key: value}, HUNYUAN)}\n" for key, value in arguments.items())
-        + "</tool_call:opensource>",
-    )
-    + "\n</tool_calls:opensource>",
-    "solar": lambda calls: "<|tool_calls|>"
-    + each(
-        calls,
-        lambda index, name, arguments: f"<|tool_call:begin|>id{index}<|tool_call:name|>{name}<|tool_call:args|>"
-        f"{json.dumps(arguments)}<|tool_call:end|>",
-        "",
-    )
-    + "<|calls|>",
-    "plamo3": lambda calls: "<|plamo:begin_tool_requests:plamo|>"
-    + each(
-        calls,
-        lambda _, name, arguments: "<|plamo:begin_tool_request:plamo|><|plamo:begin_tool_name:plamo|>"
-        f"{name}<|plamo:end_tool_name:plamo|><|plamo:begin_tool_arguments:plamo|><|plamo:constrain|>json"
-        f"<|plamo:msg|>{json.dumps(arguments)}<|plamo:end_tool_arguments:plamo|><|plamo:end_tool_request:plamo|>",
-        "",
-    )
-    + "<|plamo:end_tool_requests:plamo|>",
+    "hunyuan3": lambda calls: (
+        "<tool_calls:opensource>\n"
+        + each(
+            calls,
+            lambda _, name, arguments: (
+                f"<tool_call:opensource>{name}<tool_sep:opensource>\n"
+                + "".join(f"{tagged({key: value}, HUNYUAN)}\n" for key, value in arguments.items())
+                + "</tool_call:opensource>"
+            ),
+        )
+        + "\n</tool_calls:opensource>"
+    ),
+    "solar": lambda calls: (
+        "<|tool_calls|>"
+        + each(
+            calls,
+            lambda index, name, arguments: (
+                f"<|tool_call:begin|>id{index}<|tool_call:name|>{name}<|tool_call:args|>"
+                f"{json.dumps(arguments)}<|tool_call:end|>"
+            ),
+            "",
+        )
+        + "<|calls|>"
+    ),
+    "plamo3": lambda calls: (
+        "<|plamo:begin_tool_requests:plamo|>"
+        + each(
+            calls,
+            lambda _, name, arguments: (
+                "<|plamo:begin_tool_request:plamo|><|plamo:begin_tool_name:plamo|>"
+                f"{name}<|plamo:end_tool_name:plamo|><|plamo:begin_tool_arguments:plamo|><|plamo:constrain|>json"
+                f"<|plamo:msg|>{json.dumps(arguments)}<|plamo:end_tool_arguments:plamo|><|plamo:end_tool_request:plamo|>"
+            ),
+            "",
+        )
+        + "<|plamo:end_tool_requests:plamo|>"
+    ),
     "inkling": lambda calls: each(
         calls,
-        lambda _, name, arguments: f"<|message_model|>{name}<|content_invoke_tool_json|>"
-        + json.dumps({"name": name, "args": arguments}, separators=(",", ":"))
-        + "<|end_message|>",
+        lambda _, name, arguments: (
+            f"<|message_model|>{name}<|content_invoke_tool_json|>"
+            + json.dumps({"name": name, "args": arguments}, separators=(",", ":"))
+            + "<|end_message|>"
+        ),
         "",
     ),
-    "dots": lambda calls: "<dots_function_call>\n"
-    + _invoke("", '<parameter name="KEY">VALUE</parameter>', calls)
-    + "\n</dots_function_call>",
-    "step3": lambda calls: "<｜tool_calls_begin｜>\n"
-    + each(
-        calls,
-        lambda *call: "<｜tool_call_begin｜>function<｜tool_sep｜>"
-        + _invoke("steptml:", '<steptml:parameter name="KEY">VALUE</steptml:parameter>', [call[1:]])
-        + "<｜tool_call_end｜>",
-    )
-    + "\n<｜tool_calls_end｜>",
+    "dots": lambda calls: (
+        "<dots_function_call>\n"
+        + _invoke("", '<parameter name="KEY">VALUE</parameter>', calls)
+        + "\n</dots_function_call>"
+    ),
+    "step3": lambda calls: (
+        "<｜tool_calls_begin｜>\n"
+        + each(
+            calls,
+            lambda *call: (
+                "<｜tool_call_begin｜>function<｜tool_sep｜>"
+                + _invoke("steptml:", '<steptml:parameter name="KEY">VALUE</steptml:parameter>', [call[1:]])
+                + "<｜tool_call_end｜>"
+            ),
+        )
+        + "\n<｜tool_calls_end｜>"
+    ),
 }
 
 #: Special tokens in those texts, which no text of an argument can have.

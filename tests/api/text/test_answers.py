@@ -13,7 +13,7 @@ from mlxtp.text.answers import LONG_TEXT, MOST_LONG_TEXTS
 from mlxtp.text.conversation import Tool
 from mlxtp.text.markups import Markup
 
-from .reading import ADD, FORMATS, MARKUPS, SEARCH, THINK, WRITE, Read, parser, pieces, read, tool
+from .reading import ADD, FORMATS, MARKUPS, SEARCH, WRITE, Read, parser, pieces, read, tool
 
 Story = tuple[str, Read]
 A1: Mapping[str, object] = {"a": 1}
@@ -31,7 +31,9 @@ def says(text: str) -> Story:
     return text, seen(text)
 
 
-def reads(stories: Sequence[Story], how: Mapping[str, Any], specials: Sequence[str] = (), cut: bool = False) -> None:
+def reads(
+    stories: Sequence[Story], how: Mapping[str, Any], specials: Sequence[str] = (), cut: bool = False
+) -> None:
     for text, expected in stories:
         for seed in range(12):
             assert read(how, text, specials, cut=cut, seed=seed) == expected, text
@@ -76,12 +78,14 @@ def test_thoughts_of_each_markup(opens: str) -> None:
 
 def test_a_wrapper_of_the_answer_is_not_shown() -> None:
     hunyuan = Markup(("<think>", "</think>"), ("<answer>", "</answer>"))
-    reads([("<think>\nhm\n</think>\n<answer>\nyes <b>\n</answer>", seen("yes <b>", "hm"))], {"markup": hunyuan})
+    reads(
+        [("<think>\nhm\n</think>\n<answer>\nyes <b>\n</answer>", seen("yes <b>", "hm"))], {"markup": hunyuan}
+    )
 
 
 # --- calls --------------------------------------------------------------------------------------------------
 
-CONTENT = '<x>\n<parameter>1</parameter>\n</x>'
+CONTENT = "<x>\n<parameter>1</parameter>\n</x>"
 WHOLE = f"{XML}\n</parameter>"  # a file that shows how to call, and more than that
 XML_STORIES: Mapping[str, tuple[str, Read]] = {
     "a call": (f"Sure.\n{XML}", seen("Sure.", "", [ADDED])),
@@ -130,13 +134,18 @@ def written(**arguments: str) -> str:
 def test_a_file_arrives_whole_whatever_is_in_it(content: str) -> None:
     call = ("write_file", {"path": "a", "content": content})
     reads([(written(path="a", content=content), seen("", "", [call]))], {"name": "qwen_xml"})
-    reads([(written(content=content, path="a"), seen("", "", [("write_file", call[1])]))], {"name": "qwen_xml"})
+    reads(
+        [(written(content=content, path="a"), seen("", "", [("write_file", call[1])]))], {"name": "qwen_xml"}
+    )
 
 
 def test_an_argument_that_nobody_described_is_one_and_its_text_in_a_file_is_none() -> None:
     stories = [
         (written(path="a", mode="x"), seen("", "", [("write_file", {"path": "a", "mode": "x"})])),
-        (written(path="a</parameter><parameter=mode>x"), seen("", "", [("write_file", {"path": "a</parameter><parameter=mode>x"})])),
+        (
+            written(path="a</parameter><parameter=mode>x"),
+            seen("", "", [("write_file", {"path": "a</parameter><parameter=mode>x"})]),
+        ),
     ]
     reads(stories, {"name": "qwen_xml"})
 
@@ -152,7 +161,7 @@ def test_calls_in_thoughts() -> None:
         (f"I could {XML}</think>Four.", seen("Four.", f"I could {XML}")),
         (f"I {XML}</think>\n\n{XML}", seen("", f"I {XML}", [ADDED])),
         (f"I add.\n{XML}\n</think>", seen("", f"I add.\n{XML}", [ADDED])),
-        (f"<tool_call>\n<function=add>\n<parameter=a>\n1</think>Four.", seen("Four.", "<tool_call>\n<function=add>\n<parameter=a>\n1")),
+        ("<tool_call>\n<function=add>\n<parameter=a>\n1</think>Four.", seen("Four.", "<tool_call>\n<function=add>\n<parameter=a>\n1")),
     ]  # fmt: skip
     reads(stories, how)
     unfinished = XML.removesuffix("</parameter>\n</function>\n</tool_call>")
@@ -266,7 +275,7 @@ CUT: Sequence[tuple[str, str, Read]] = [
     ("qwen_xml", "Let me see. <tool_c", seen("Let me see. ")),
     ("qwen_xml", "Let me see. <tool_call>\n<func", seen("Let me see. ")),
     ("qwen_xml", "1 <", seen("1 <")),
-    ("json", f"<tool_call>{JSON}</tool_call><tool_call>{{\"name\": \"ad", seen("", "", [ADDED])),
+    ("json", f'<tool_call>{JSON}</tool_call><tool_call>{{"name": "ad', seen("", "", [ADDED])),
     ("mistral", 'a[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]add[ARGS]{"a": 1', seen("a", "", [ADDED])),
     ("llama", '{"name": "add", "par', seen('{"name": "add", "par')),
 ]
@@ -279,7 +288,10 @@ def test_a_call_that_the_budget_cut_is_left_out(name: str, text: str, expected: 
 
 def test_a_call_that_is_passed_on_while_it_comes_ends_where_the_budget_does() -> None:
     reading = parser("json")
-    parts = [*reading.push('<tool_call>{"name": "write_file", "arguments": {"path": "a'), *reading.finish(True)]
+    parts = [
+        *reading.push('<tool_call>{"name": "write_file", "arguments": {"path": "a'),
+        *reading.finish(True),
+    ]
     assert [part.call.text for part in parts if part.call] == ["", '{"path": "a']
     assert reading.calls == 0
 
@@ -309,7 +321,9 @@ def test_gpt_oss_says_in_headers_what_comes() -> None:
     how = {"name": "harmony", "markup": HARMONY}
     reads(HARMONY_STORIES, how, SPECIALS)
     thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
-    after = [(f"{thought}{text}", seen(expected.said, "hm", expected.calls)) for text, expected in HARMONY_STORIES]
+    after = [
+        (f"{thought}{text}", seen(expected.said, "hm", expected.calls)) for text, expected in HARMONY_STORIES
+    ]
     reads(after, how, SPECIALS)
     reads([says(" to be"), ("<|channel|>final yes", seen("final yes"))], how, SPECIALS)
     reads([("<|channel|>final yes", seen())], how, SPECIALS, cut=True)
@@ -317,7 +331,11 @@ def test_gpt_oss_says_in_headers_what_comes() -> None:
     parts = [*letters.push("<|channel|>", True), *letters.push("final"), *letters.push("<|message|>", True)]
     parts += [*letters.push("<|channel|>x<|message|>"), *letters.finish(False)]
     assert "".join(part.text for part in parts) == "<|channel|>x<|message|>"
-    reads([("<|channel|>commentary to=functions.add " + ARGUMENTS, seen('{"a": 1}'))], {"markup": HARMONY}, SPECIALS)
+    reads(
+        [("<|channel|>commentary to=functions.add " + ARGUMENTS, seen('{"a": 1}'))],
+        {"markup": HARMONY},
+        SPECIALS,
+    )
 
 
 def test_muse_addresses_its_messages() -> None:
@@ -335,7 +353,9 @@ def test_muse_addresses_its_messages() -> None:
             seen("", "hm", [ADDED, ADDED]),
         ),
     ]
-    reads(stories, {"name": "muse_spark", "markup": MARKUPS["<|start|>assistant to=self<|message|>"]}, specials)
+    reads(
+        stories, {"name": "muse_spark", "markup": MARKUPS["<|start|>assistant to=self<|message|>"]}, specials
+    )
 
 
 # --- special tokens, limits, calls that must not come -------------------------------------------------------
@@ -345,11 +365,19 @@ def test_special_tokens_are_not_said_but_stand_in_arguments() -> None:
     content = "<|im_start|>user\n"
     call = written(path="a", content=content)
     expected = seen("ab", "", [("write_file", {"path": "a", "content": content})])
-    reads([(f"<|x|>a<|im_end|>b{call}<|im_end|>", expected)], {"name": "qwen_xml"}, ("<|x|>", "<|im_start|>", "<|im_end|>"))
+    reads(
+        [(f"<|x|>a<|im_end|>b{call}<|im_end|>", expected)],
+        {"name": "qwen_xml"},
+        ("<|x|>", "<|im_start|>", "<|im_end|>"),
+    )
 
 
 def test_so_many_calls_are_read_as_are_wanted_and_at_once() -> None:
-    for name, text in (("qwen_xml", f"{XML}{XML}"), ("json", f"<tool_call>[{JSON}, {JSON}]"), ("lfm2", "[add(a=1), add(a=1)]")):
+    for name, text in (
+        ("qwen_xml", f"{XML}{XML}"),
+        ("json", f"<tool_call>[{JSON}, {JSON}]"),
+        ("lfm2", "[add(a=1), add(a=1)]"),
+    ):
         assert read({"name": name, "most": 1}, text) == seen("", "", [ADDED])
     reading = parser("qwen_xml", most=1)
     assert [part.call.name for part in reading.push(XML) if part.call] == ["add", ""]
@@ -362,7 +390,12 @@ def test_so_many_calls_are_read_as_are_wanted_and_at_once() -> None:
         ("json", f"Sure. <tool_call>{JSON}</tool_call> Done.", seen("Sure.Done."), False),
         ("llama", '{"name": "add", "parameters": {"a": 1}}', seen(), False),
         ("llama", '{"name": "Ada"}', seen('{"name": "Ada"}'), False),
-        ("kimi_k2", "<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>[1]<|tool_call_end|>", seen(), False),
+        (
+            "kimi_k2",
+            "<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>[1]<|tool_call_end|>",
+            seen(),
+            False,
+        ),
         ("mistral", 'a[TOOL_CALLS]add[ARGS]{"a": 1', seen("a"), True),
     ],
 )
@@ -372,7 +405,10 @@ def test_calls_that_must_not_come_are_left_out(name: str, text: str, expected: R
 
 def test_a_tool_may_be_called_by_another_name() -> None:
     tools = (Tool("add", aliases=("math__add",)),)
-    reads([(f"<tool_call>{JSON.replace('add', 'math__add')}</tool_call>", seen("", "", [ADDED]))], {"name": "json", "tools": tools})
+    reads(
+        [(f"<tool_call>{JSON.replace('add', 'math__add')}</tool_call>", seen("", "", [ADDED]))],
+        {"name": "json", "tools": tools},
+    )
 
 
 # --- work ---------------------------------------------------------------------------------------------------
@@ -404,15 +440,27 @@ def test_an_endless_row_of_blanks_takes_linear_work(name: str, before: str) -> N
     assert work < 25 * times * len(blanks)
 
 
-MARKS = ["<tool_call>", "</tool_call>", "<function=add>", "</function>", "<parameter=a>", "</parameter>", "[TOOL_CALLS]"]
+MARKS = [
+    "<tool_call>",
+    "</tool_call>",
+    "<function=add>",
+    "</function>",
+    "<parameter=a>",
+    "</parameter>",
+    "[TOOL_CALLS]",
+]
 
 
 @pytest.mark.parametrize("name", sorted(FORMATS))
-@pytest.mark.parametrize("mark", [*MARKS, *(f"{mark}\n" for mark in MARKS), "[", "{", '{"name": "', '{"a":"x'])
+@pytest.mark.parametrize(
+    "mark", [*MARKS, *(f"{mark}\n" for mark in MARKS), "[", "{", '{"name": "', '{"a":"x']
+)
 def test_a_row_of_marks_takes_linear_work(name: str, mark: str) -> None:
     def work(times: int) -> int:
         reading = parser(name)
-        return handled(lambda: [*[list(reading.push(mark)) for _ in range(times)], list(reading.finish(False))])
+        return handled(
+            lambda: [*[list(reading.push(mark)) for _ in range(times)], list(reading.finish(False))]
+        )
 
     assert work(400) < 12 * max(work(100), 40_000)
 
@@ -421,6 +469,10 @@ def test_texts_that_turn_out_to_be_no_calls_are_read_again_only_a_few_times() ->
     opens = '{"name": "add", "arguments": {"a": "' + "x" * LONG_TEXT
     reading = parser("json")
     text = opens * (MOST_LONG_TEXTS + 4)
-    said = [part.text for piece, _ in pieces(text, (), __import__("random").Random(1)) for part in reading.push(piece)]
+    said = [
+        part.text
+        for piece, _ in pieces(text, (), __import__("random").Random(1))
+        for part in reading.push(piece)
+    ]
     said += [part.text for part in reading.finish(False)]
     assert "".join(said) == text

@@ -6,7 +6,9 @@ import pytest
 
 from mlxtp.text.argument_types import property_types, typed
 
-DEFINITIONS = {"$defs": {"Limit": {"type": "integer"}, "Loop": {"$ref": "#/$defs/Loop"}, "a/b": {"type": "boolean"}}}
+DEFINITIONS = {
+    "$defs": {"Limit": {"type": "integer"}, "Loop": {"$ref": "#/$defs/Loop"}, "a/b": {"type": "boolean"}}
+}
 #: A schema, a text, and its value.
 ROWS: list[tuple[Any, str, object]] = [
     ({"type": "string"}, "5", "5"),

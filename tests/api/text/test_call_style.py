@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -13,6 +14,9 @@ from tokenizers import AddedToken
 
 from mlxtp.api.sampling import Guidance, guidance
 from mlxtp.engine.grammar import Grammars, Matcher, unpack
+from mlxtp.text.answers import AnswerParser, ReadingPlan
+from mlxtp.text.call_style import Separators
+from mlxtp.text.calls import CallReader
 from mlxtp.text.conversation import (
     AUTO,
     REQUIRED,
@@ -25,16 +29,17 @@ from mlxtp.text.conversation import (
 )
 from mlxtp.text.renderer import LocalRenderer
 from mlxtp.text.tokenizer import Text
-from mlxtp.text.tool_calls import Separators
 
 from ..conftest import byte_level, save
+from .reading import Read, collected, pieces
 
 pytestmark = pytest.mark.slow
 
-HEAD = (
+LISTED = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
+HEAD = LISTED + (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.tool_calls %}{% for c in m.tool_calls %}{% set f = c.function %}{{ CALL }}{% endfor %}"
-    "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}{{ '' if tools }}"
+    "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{{ THINK }}{% endif %}"
 )
 JSON_CALL = '<tool_call>\n{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}\n</tool_call>'
@@ -47,11 +52,11 @@ GLM_CALL = (
     "{{ v if v is string else v | tojson }}</arg_value>\n{% endfor %}</tool_call>"
 )
 GLM = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
-HARMONY = (
+HARMONY = LISTED + (
     "{% for m in messages %}{% if m.tool_calls %}{% set f = m.tool_calls[0].function %}<|start|>assistant"
     " to=functions.{{ f.name }}<|channel|>commentary json<|message|>{{ f.arguments | tojson }}<|call|>"
     "{% elif m.role == 'assistant' %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>"
-    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}{{ '' if tools }}"
+    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
 
@@ -203,18 +208,13 @@ def test_a_forced_call_is_read_back(name: str, tmp_path: Path) -> None:
     required = held(text, end, REQUIRED)
     assert required.calls is text.tool_calls
     assert not required.forced
-    call = written.partition(FAMILIES[name].end)[0]
-    for marker in (required.calls.start, required.calls.end):
-        call = call.replace(marker, "")
-    if name == "harmony":
-        call = call.replace(" to=", "").replace("<|channel|>commentary", "")
-    from mlxtp.text.conversation import tool_json
-
-    found: Any = required.calls.parse(call, [tool_json(tool) for tool in TOOLS])
-    (found,) = found if isinstance(found, list) else [found]
-    arguments = found.get("arguments", found.get("parameters"))
-    assert found["name"] == "write"
-    assert (json.loads(arguments) if isinstance(arguments, str) else arguments) == ARGUMENTS
+    reading, parts = AnswerParser(ReadingPlan(text.markup, calls=CallReader(required.calls, TOOLS))), []
+    for piece, special in pieces(
+        written.partition(FAMILIES[name].end)[0], FAMILIES[name].specials, Random(name)
+    ):
+        parts += reading.push(piece, special)
+    parts += reading.finish(cut=False)
+    assert collected(parts) == Read(calls=(("write", ARGUMENTS),))
 
 
 def test_a_call_with_its_id_in_it_is_forced_as_plain_json(tmp_path: Path) -> None:

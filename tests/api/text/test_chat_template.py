@@ -62,7 +62,9 @@ QWEN = (
     "{% if m.role == 'system' and not loop.first %}{{ raise_exception('System comes first.') }}{% endif %}"
     "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
     "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
-    "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}" + XML + "<|im_end|>\n{% endfor %}"
+    "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}"
+    + XML
+    + "<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
 )
 #: User and assistant take turns; calls stand alone, with short ids; the last message is not the assistant's.
@@ -82,7 +84,8 @@ MISTRAL = (
 )
 #: The first system message alone; one call in a message, whose thoughts are refused beside text.
 GPT_OSS = (
-    LISTS + "{% if messages[0].role == 'system' %}<|start|>developer<|message|>{{ messages[0].content }}<|end|>"
+    LISTS
+    + "{% if messages[0].role == 'system' %}<|start|>developer<|message|>{{ messages[0].content }}<|end|>"
     "{% endif %}{% for m in messages %}{% if m.role == 'user' %}<|start|>user<|message|>{{ m.content }}<|end|>"
     "{% elif m.role == 'assistant' %}{% if m.tool_calls %}"
     "{% if m.thinking and m.content %}{{ raise_exception('content or thinking') }}{% endif %}"
@@ -119,7 +122,8 @@ GEMMA = (
 )
 #: Calls by their ids alone.
 KIMI = (
-    LISTS + "{% for m in messages %}<|im_{{ m.role }}|>{% if m.role == 'tool' %}## Return of {{ m.tool_call_id }}\n"
+    LISTS
+    + "{% for m in messages %}<|im_{{ m.role }}|>{% if m.role == 'tool' %}## Return of {{ m.tool_call_id }}\n"
     "{% endif %}{{ m.content }}{% if m.tool_calls %}<|tool_calls_section_begin|>{% for c in m.tool_calls %}"
     "<|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>{{ c.function.arguments | tojson }}<|tool_call_end|>"
     "{% endfor %}<|tool_calls_section_end|>{% endif %}<|im_end|>{% endfor %}"
@@ -288,7 +292,9 @@ def test_a_template_without_tools_is_told_in_words(texts: dict[str, Text]) -> No
     assert f"<tools>\n{json.dumps(tool_json(LOOK))}\n</tools>" in prompt
     assert '{"name": <name>, "arguments": <object>}' in prompt
     assert '<tool_call>\n{"name": "look_up", "arguments": {"word": "ZEBRA"}}\n</tool_call>' in prompt
-    assert "<|User|><tool_response>\nR-ONE\n</tool_response>\n<tool_response>\nR-TWO\n</tool_response>" in prompt
+    assert (
+        "<|User|><tool_response>\nR-ONE\n</tool_response>\n<tool_response>\nR-TWO\n</tool_response>" in prompt
+    )
 
 
 # --- what cannot be written ---------------------------------------------------------------------------------
@@ -301,14 +307,17 @@ def text_with(folder: Path, template: str) -> Text:
 def test_a_text_that_no_form_shows_is_named(tmp_path: Path) -> None:
     text = text_with(tmp_path, "{% for m in messages %}{{ m.content | replace('secret', '') }}{% endfor %}")
     assert text.rendered(Conversation((user("hello"),))) == "hello"
-    with pytest.raises(RequestError, match="leaves out the user's message that begins with 'a secret word'") as caught:
+    with pytest.raises(
+        RequestError, match="leaves out the user's message that begins with 'a secret word'"
+    ) as caught:
         text.rendered(Conversation((user("a secret word"),)))
     assert (caught.value.status, caught.value.param) == (400, "messages")
 
 
 def test_what_the_template_refuses_in_every_form_is_refused_in_its_first_words(tmp_path: Path) -> None:
     text = text_with(
-        tmp_path, "{% if 'x' in messages[0].content %}{{ raise_exception('no x') }}{% endif %}{{ messages[0].content }}"
+        tmp_path,
+        "{% if 'x' in messages[0].content %}{{ raise_exception('no x') }}{% endif %}{{ messages[0].content }}",
     )
     with pytest.raises(RequestError, match="refuses these messages: no x"):
         text.rendered(Conversation((user("x"),)))
@@ -352,10 +361,14 @@ def plain(turns: Sequence[ChatMessage], **traits: Any) -> list[dict[str, Any]]:
 
 
 def test_a_template_that_knows_tools_gets_calls_as_objects() -> None:
-    asked, answer, returned = plain((user("1 + 1?"), said("Let me see.", Call("c1", "add", '{"a": 1}'), thought="hm"), result("2", "c1")))
+    asked, answer, returned = plain(
+        (user("1 + 1?"), said("Let me see.", Call("c1", "add", '{"a": 1}'), thought="hm"), result("2", "c1"))
+    )
     assert asked == {"role": "user", "content": "1 + 1?"}
     assert answer["reasoning_content"] == "hm"
-    assert answer["tool_calls"] == [{"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
+    assert answer["tool_calls"] == [
+        {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    ]
     assert returned == {"role": "tool", "content": "2", "tool_call_id": "c1", "name": "add"}
     (message,) = plain((said("", Call("c", "add", "[1")),))
     assert message["tool_calls"][0]["function"]["arguments"] == {"arguments": "[1"}
@@ -366,7 +379,11 @@ def test_results_find_their_calls_where_a_model_uses_an_id_twice() -> None:
         said("", Call("f:0", "add", "{}"), Call("f:0", "say", "{}")), result("1", "f:0"), result("2", "f:0"),
         said("", Call("f:0", "say", "{}")), result("3", "f:0"), result("4", "nobodys"),
     )  # fmt: skip
-    names = [(message["role"], message.get("name"), message["content"]) for message in plain(turns) if not message.get("tool_calls")]
+    names = [
+        (message["role"], message.get("name"), message["content"])
+        for message in plain(turns)
+        if not message.get("tool_calls")
+    ]
     assert names == [
         ("tool", "add", "1"), ("tool", "say", "2"), ("tool", "say", "3"),
         ("user", None, "<tool_response>\n4\n</tool_response>"),
@@ -389,7 +406,11 @@ def test_thinking_is_an_option_under_both_of_its_names() -> None:
 
 
 def test_how_long_a_conversation_is_counts_all_of_it() -> None:
-    turns = (user("1 + 1?"), said("Let me see.", Call("c1", "add", '{"a": 1}'), thought="hm"), result("2", "c1"))
+    turns = (
+        user("1 + 1?"),
+        said("Let me see.", Call("c1", "add", '{"a": 1}'), thought="hm"),
+        result("2", "c1"),
+    )
     assert characters(Conversation(turns)) == len("1 + 1?Let me see.hmadd") + len('{"a": 1}') + 1
     assert characters(Conversation((), (ADD,))) == len(json.dumps(tool_json(ADD)))
 

@@ -85,8 +85,8 @@ def test_it_writes_what_the_same_code_writes_in_this_process(
     assert text.eos == each.text.eos
     with pytest.raises(RequestError, match="half a character"):
         text.encoded("\ud800", special=True)
-    with pytest.raises(RequestError, match="first word is the user's"):
-        chat_ids(text, [{"role": "assistant", "content": "I"}])
+    with pytest.raises(RequestError, match="no mood is known"):
+        chat_ids(text, [{"role": "user", "content": "I"}], template_options={"mood": 1})
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from random import Random
 from typing import Any
@@ -24,15 +25,30 @@ WORDS = [
 ]  # fmt: skip
 
 
+def tagged(format_: CallFormat) -> list[TaggedSyntax]:
+    return [syntax for syntax in format_.syntaxes if isinstance(syntax, TaggedSyntax)]
+
+
 def words(format_: CallFormat, alone: bool) -> list[str]:
     """Return what texts of arguments are made of. Tags of values are among it where one call stands `alone`."""
+    if any(syntax.nested for syntax in tagged(format_)):  # where no schema says that text inside is not JSON
+        return [each for each in WORDS if each not in "[{"]
     if format_.name in SPECIALS:
         return WORDS
-    tags = [syntax for syntax in format_.syntaxes if isinstance(syntax, TaggedSyntax)]
     found = [*WORDS, *format_.starts, *format_.ends]
     if alone:
         return found
-    return [each for each in found if not any(tag.opening.search(each) or tag.closings.search(each) for tag in tags)]
+    return [each for each in found if not any(tag.tags.search(each) for tag in tagged(format_))]
+
+
+def ambiguous(format_: CallFormat, calls: Any) -> bool:
+    """Return True if a text closes itself, ends the call and opens a value: it is a call and other text as well."""
+    for syntax in tagged(format_):
+        ends = "|".join(map(re.escape, (syntax.end, *format_.ends)))
+        pattern = f"{syntax.closings.pattern}.*(?:{ends}).*{syntax.opening.pattern}"
+        if any(re.search(pattern, str(each), re.DOTALL) for _, given in calls for each in given.values()):
+            return True
+    return False
 
 
 def value(random: Random, letters: Sequence[str], kind: str, depth: int = 0) -> Any:
@@ -46,9 +62,14 @@ def value(random: Random, letters: Sequence[str], kind: str, depth: int = 0) -> 
         case "boolean":
             return random.random() < 0.5
         case "array":
-            return [value(random, letters, random.choice(TYPES[:5]), 1) for _ in range(random.randrange(1, 4))]
+            return [
+                value(random, letters, random.choice(TYPES[:5]), 1) for _ in range(random.randrange(1, 4))
+            ]
     kinds = ("string", "integer") if depth else ("string", "integer", "object")
-    return {key: value(random, letters, random.choice(kinds), 1) for key in random.sample("klm", random.randrange(1, 4))}
+    return {
+        key: value(random, letters, random.choice(kinds), 1)
+        for key in random.sample("klm", random.randrange(1, 4))
+    }
 
 
 def case(random: Random, format_: CallFormat) -> tuple[list[Tool], list[tuple[str, dict[str, Any]]]]:
@@ -59,20 +80,26 @@ def case(random: Random, format_: CallFormat) -> tuple[list[Tool], list[tuple[st
     ]
     count = random.randrange(1, 4)
     letters = words(format_, alone=count == 1)
-    calls = []
-    for _ in range(count):
-        chosen = random.choice(tools)
-        assert chosen.parameters is not None
-        described = chosen.parameters["properties"].items()
-        given = {key: value(random, letters, each["type"]) for key, each in described if random.random() < 0.8}
-        calls.append((chosen.name, given))
-    return tools, calls
+    while True:
+        calls = []
+        for chosen in random.choices(tools, k=count):
+            described = (chosen.parameters or {})["properties"].items()
+            given = {
+                key: value(random, letters, each["type"]) for key, each in described if random.random() < 0.8
+            }
+            calls.append((chosen.name, given))
+        if not ambiguous(format_, calls):
+            return tools, calls
 
 
 def check(name: str, seed: int) -> None:
     random = Random(f"{name} {seed}")
     tools, calls = case(random, FORMATS[name])
-    before = random.choice(("", "I will.\n", "Sure. ")) if not FORMATS[name].bare and not FORMATS[name].addressed else ""
+    before = (
+        random.choice(("", "I will.\n", "Sure. "))
+        if not FORMATS[name].bare and not FORMATS[name].addressed
+        else ""
+    )
     text = before + WRITERS[name](calls)
     markup = MARKUPS["<|channel|>analysis<|message|>"] if FORMATS[name].addressed else Markup()
     how = {"name": name, "tools": tools, "markup": markup}
@@ -109,7 +136,11 @@ def test_a_row_is_found_by_what_it_shows_and_reads_its_example(row: Any) -> None
         assert call_format("tools", row.tokens) is row.format
     markup = MARKUPS["<|channel|>analysis<|message|>"] if row.format.addressed else Markup()
     tools = (tool("add", a="integer", b="string"),)
-    found = read({"name": row.format.name, "tools": tools, "markup": markup}, row.example, SPECIALS.get(row.format.name, ()))
+    found = read(
+        {"name": row.format.name, "tools": tools, "markup": markup},
+        row.example,
+        SPECIALS.get(row.format.name, ()),
+    )
     assert found == Read("", "", (("add", {"a": 1, "b": "two"}),))
 
 

@@ -39,7 +39,9 @@ values = st.recursive(
 
 
 @quick
-@given(st.dictionaries(st.text(max_size=4), values, max_size=3), sizes, st.booleans(), st.sampled_from([None, 1]))
+@given(
+    st.dictionaries(st.text(max_size=4), values, max_size=3), sizes, st.booleans(), st.sampled_from([None, 1])
+)
 def test_json_comes_out_letter_by_letter_however_it_is_cut(
     value: dict[str, object], steps: list[int], ascii_: bool, indent: int | None
 ) -> None:
@@ -76,12 +78,24 @@ def test_what_a_model_forgot_is_mended(text: str) -> None:
     ("text", "quotes", "expected", "rest"),
     [
         ('(cmd="echo \\"a\\"\nls", n=1)]', PYTHON_QUOTES, '{"cmd":"echo \\"a\\"\\nls", "n":1}', "]"),
-        ("(a='x', b=[1, (2, 3)], c={'k': True})", PYTHON_QUOTES, '{"a":"x", "b":[1, [2, 3]], "c":{"k": true}}', ""),
+        (
+            "(a='x', b=[1, (2, 3)], c={'k': True})",
+            PYTHON_QUOTES,
+            '{"a":"x", "b":[1, [2, 3]], "c":{"k": true}}',
+            "",
+        ),
         ('(a="""say "hi\n"""")', PYTHON_QUOTES, '{"a":"say \\"hi\\n\\""}', ""),
-        ('{user-id:<|"|>7 "x" \\d<|"|>,l:[1,<|"|>y<|"|>]}!', GEMMA, '{"user-id":"7 \\"x\\" \\\\d","l":[1,"y"]}', "!"),
+        (
+            '{user-id:<|"|>7 "x" \\d<|"|>,l:[1,<|"|>y<|"|>]}!',
+            GEMMA,
+            '{"user-id":"7 \\"x\\" \\\\d","l":[1,"y"]}',
+            "!",
+        ),
     ],
 )
-def test_objects_in_the_forms_of_other_families(text: str, quotes: Sequence[str], expected: str, rest: str) -> None:
+def test_objects_in_the_forms_of_other_families(
+    text: str, quotes: Sequence[str], expected: str, rest: str
+) -> None:
     for seed in range(5):
         steps = Random(seed).choices(range(1, 5), k=60)
         assert mend(cut(text, steps), quotes) == (expected, rest, False)
@@ -97,7 +111,11 @@ def test_it_stops_where_a_call_ends_but_not_in_a_string() -> None:
 def test_it_pauses_before_the_object_of_a_key() -> None:
     mender = JsonMender(pause=("arguments",))
     made = mender.push('{"x": {"arguments": {}}, "arguments": {"a": 1}, "id": "i"}')
-    assert (made, mender.paused, mender.rest) == ('{"x": {"arguments": {}}, "arguments": ', True, '{"a": 1}, "id": "i"}')
+    assert (made, mender.paused, mender.rest) == (
+        '{"x": {"arguments": {}}, "arguments": ',
+        True,
+        '{"a": 1}, "id": "i"}',
+    )
     inner = JsonMender()
     assert inner.push(mender.rest) == '{"a": 1}'
     made += mender.resume() + mender.push(inner.rest)

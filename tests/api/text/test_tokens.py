@@ -139,8 +139,8 @@ def test_the_prompt_has_one_bos_and_ends_where_the_answer_begins(loaded: dict[st
 
 
 def test_what_the_template_refuses_is_the_clients_mistake(loaded: dict[str, Loaded]) -> None:
-    with pytest.raises(RequestError, match="the first word is the user's") as caught:
-        chat_ids(loaded[BYTE_LEVEL].text, [{"role": "assistant", "content": "I"}])
+    with pytest.raises(RequestError, match="no mood is known") as caught:
+        chat_ids(loaded[BYTE_LEVEL].text, [{"role": "user", "content": "I"}], template_options={"mood": 1})
     assert caught.value.status == 400
 
 

@@ -64,6 +64,7 @@ def _closed(schema: Any, shared: frozenset[str], path: str, part: bool = False) 
     """
     if not isinstance(schema, dict):
         return schema
+    schema = {key: value for key, value in schema.items() if value is not None or key == "const"}
     made: JsonSchema = {}
     combines = _combines(schema)
     for key, value in schema.items():
@@ -88,6 +89,8 @@ def _closed(schema: Any, shared: frozenset[str], path: str, part: bool = False) 
     closes = isinstance(schema.get("properties"), dict) and not any(key in schema for key in _OPENING)
     if closes and not part and path not in shared:
         made["additionalProperties"] = False
+        undeclared = [name for name in schema.get("required", ()) if name not in made["properties"]]
+        made["properties"] |= dict.fromkeys(undeclared, True)
     return made
 
 
@@ -115,7 +118,7 @@ def _escaped(name: str) -> str:
 
 def _combines(schema: JsonSchema) -> bool:
     """Return True if one object's properties come from several places of this schema."""
-    kinds = sum(key in schema for key in ("properties", "allOf", "anyOf", "oneOf", "$ref"))
+    kinds = sum(schema.get(key) is not None for key in ("properties", "allOf", "anyOf", "oneOf", "$ref"))
     several = isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1
     return kinds > 1 or several
 

@@ -8,18 +8,17 @@ that is left out.
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from ...errors import RequestError
 from ...text.conversation import GenerationOptions, Tool
+from ...text.tool_grammar import log_once
 from ..request_body import Schema, in_range, shown
 
 # --- settings ---------------------------------------------------------------------------------------------
@@ -63,8 +62,6 @@ _SAME_NAMES = {*Tuning.model_fields} - {"stop"}  # as in `GenerationOptions`
 
 # --- tools ------------------------------------------------------------------------------------------------
 
-
-log = logging.getLogger(__name__)
 
 ToolKind = Literal["function", "custom", "tool_search"]
 
@@ -177,7 +174,6 @@ class TextReader:
 # --- what is left out -------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=100)  # clients choose the kinds
 def log_left_out(what: str, kind: str) -> None:
     """Log once that tools or items of this kind are ignored."""
-    log.info("leaving out %s of type %s: only their provider supports them", what, shown(kind))
+    log_once(f"leaving out {what} of type {shown(kind)}: only their provider supports them")

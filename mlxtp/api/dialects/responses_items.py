@@ -366,9 +366,6 @@ def _tool(given: Json, where: str, namespace: str | None) -> tuple[ClientTool, J
         tool = ClientTool(custom.name, custom.description or "", parameters, "custom", namespace, where)
         return tool, custom.model_dump()
     function = checked(_Function, given, where)
-    if function.parameters is not None and function.parameters.get("type", "object") != "object":
-        where += ".parameters.type"
-        raise wrong(where, 'a schema of an "object"', function.parameters["type"])
     description = function.description or ""
     tool = ClientTool(function.name, description, function.parameters, "function", namespace, where)
     return tool, function.model_dump()

@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FILES = {path.relative_to(ROOT): path.read_text() for path in sorted((ROOT / "mlxtp").rglob("*.py"))}
 
-MOST_LINES = 73_600
+MOST_LINES = 75_700
 MOST_METHODS = 20
 MOST_ATTRIBUTES = 15
 MOST_FILES_OF_A_METHOD = 8
@@ -25,7 +25,7 @@ EVERYWHERE = frozenset(
     {"close", "run", "start", "stop", "send"}
 )  # methods that may be in any number of files
 
-LEFT: Mapping[str, int] = {"large classes": 0, "names of methods": 0, "files": 226}
+LEFT: Mapping[str, int] = {"large classes": 0, "names of methods": 0, "files": 227}
 
 _CLAUSE = re.compile(r"(What|Who|Whose|Whom|Which|Whether|When|Where|Why|How|That)(ever)?\b")
 _BANNED = re.compile(

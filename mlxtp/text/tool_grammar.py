@@ -1,16 +1,22 @@
-"""Grammars of answers: JSON schemas, and tool calls alone or beside another answer. Pure."""
+"""Grammars of answers: JSON schemas, and tool calls alone or beside another answer.
+
+Pure, but for one log line for each tool whose schema is not enforced as a whole.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 from urllib.parse import unquote
 
 from ..errors import RequestError
 from .call_style import CallStyle, Separators
 from .calls import CallFormat
+from .tool_schemas import FORMATS, combines, relaxed
 
 # --- JSON schemas -----------------------------------------------------------------------------------------
 
@@ -21,9 +27,6 @@ JsonSchema = dict[str, Any]
 _LEFT_OUT = frozenset(
     {"uniqueItems", "propertyNames", "x-guidance", "title", "description", "default", "examples", "$comment"}
 )
-_FORMATS = frozenset(
-    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"}
-)  # the grammar library knows no others
 _DATE = "[1-9][0-9]{3}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])"
 _TIME = "([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9]([.][0-9]{1,6})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
 _DATES = {"date": f"^{_DATE}$", "date-time": f"^{_DATE}T{_TIME}$"}  # without year 0, which few libraries read
@@ -65,17 +68,18 @@ def _closed(schema: Any, shared: frozenset[str], path: str, part: bool = False) 
     """
     if not isinstance(schema, dict):
         return schema
+    schema = {key: value for key, value in schema.items() if value is not None or key == "const"}
     made: JsonSchema = {}
-    combines = _combines(schema)
+    several = combines(schema)
     for key, value in schema.items():
-        if key in _LEFT_OUT or (key == "format" and value not in _FORMATS):
+        if key in _LEFT_OUT or (key == "format" and value not in FORMATS):
             continue
         if key in _TABLES and isinstance(value, dict):
             made[key] = {
                 name: _closed(each, shared, f"{path}/{key}/{_escaped(name)}") for name, each in value.items()
             }
         elif key in _LISTS and isinstance(value, list):
-            open_ = key != "prefixItems" and (part or combines)
+            open_ = key != "prefixItems" and (part or several)
             made[key] = [_closed(each, shared, f"{path}/{key}/{i}", open_) for i, each in enumerate(value)]
         elif key in _SINGLE:
             made[key] = _closed(value, shared, f"{path}/{key}")
@@ -89,6 +93,8 @@ def _closed(schema: Any, shared: frozenset[str], path: str, part: bool = False) 
     closes = isinstance(schema.get("properties"), dict) and not any(key in schema for key in _OPENING)
     if closes and not part and path not in shared:
         made["additionalProperties"] = False
+        undeclared = [name for name in schema.get("required", ()) if name not in made["properties"]]
+        made["properties"] |= dict.fromkeys(undeclared, True)
     return made
 
 
@@ -114,13 +120,6 @@ def _escaped(name: str) -> str:
     return name.replace("~", "~0").replace("/", "~1")
 
 
-def _combines(schema: JsonSchema) -> bool:
-    """Return True if one object's properties come from several places of this schema."""
-    kinds = sum(key in schema for key in ("properties", "allOf", "anyOf", "oneOf", "$ref"))
-    several = isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1
-    return kinds > 1 or several
-
-
 def _combined(schema: Any, part: bool = False) -> Iterator[str]:
     """Yield references to schemas that are parts of a combination."""
     if isinstance(schema, list):
@@ -129,7 +128,7 @@ def _combined(schema: Any, part: bool = False) -> Iterator[str]:
         return
     if not isinstance(schema, dict):
         return
-    part = part or _combines(schema)
+    part = part or combines(schema)
     if part and isinstance(reference := schema.get("$ref"), str):
         yield unquote(reference)
     for key, value in schema.items():
@@ -146,6 +145,17 @@ Json = Mapping[str, Any]
 
 JSON_STYLE = CallStyle('{"name": "', '", "arguments": ', "}")  # for templates whose style is unknown
 _NO_ARGUMENTS = {"type": "object", "properties": {}}
+_written = json.JSONEncoder(ensure_ascii=False, check_circular=False).encode  # in half the time
+_MOST_KEPT = 32_000  # characters of a schema whose rules are kept
+_MOST_LOGGED = 2_000  # characters
+
+log = logging.getLogger(__name__)
+
+
+@lru_cache(maxsize=100)  # clients choose the lines
+def log_once(line: str) -> None:
+    """Log what is left out of a request, the first time."""
+    log.info(line)
 
 
 def checked_tools(tools: Sequence[Any]) -> dict[str, Json]:
@@ -181,18 +191,19 @@ def call_grammar(
     allowed = [(name, schema) for name, schema in schemas.items() if required in (None, name)]
     if otherwise is not None and style.before.startswith("{"):
         return _json_either(schemas, style, otherwise[1])
-    writes = _Literals(tokens)
+    writes, tokens = _Literals(tokens), tuple(tokens)
     calls = " | ".join(f"call_{index}" for index in range(len(allowed)))
     lines = [f"call: {writes(style.before)} ({calls}) {writes(style.after)}"]
     rules: dict[str, str] = {}  # of arguments, by their schema: tools may share one
     for index, (name, schema) in enumerate(allowed):
         written = json.dumps(name, ensure_ascii=False)[1:-1] if style.before.endswith('"') else name
-        where, rule = f"tools.{name}.parameters", f"arguments_{index}"
+        rule, text = f"arguments_{index}", _written(schema)
+        enforce = _arguments if len(text) <= _MOST_KEPT else _arguments.__wrapped__
+        made = enforce(rule, name, text, style, tokens)
         if style.field is None:
-            text = guided_schema(schema, style.separators, where, lenient=True)
-            rule = rules.setdefault(text, rule)
+            rule = rules.setdefault(made[0], rule)
         else:
-            lines += _fields(index, schema, style, writes, where)
+            lines += made
         lines.append(f"call_{index}: {writes(written + style.between)} {rule}")
     if style.field is not None and writes.behind_text(style.field[2]):
         lines.append(writes.text())
@@ -257,34 +268,61 @@ def _moved(schema: Any, to: str) -> Any:
     return made
 
 
-def _fields(index: int, schema: Json, style: CallStyle, writes: _Literals, where: str) -> Iterator[str]:
-    """Yield the rules of separate arguments, in the schema's order; optional ones may be missing."""
+@lru_cache(maxsize=500)  # schemas come again with every turn
+def _arguments(
+    rule: str, name: str, text: str, style: CallStyle, tokens: tuple[tuple[str, int], ...]
+) -> tuple[str, ...]:
+    """Return the schema of a tool's arguments as `guided_schema` does, or rules of separate ones."""
+    where = f"tools.{name}.parameters"
+    schema, left_out = relaxed(json.loads(text), where, nullable=style.field is None)
+    if left_out:
+        log_once(f"not enforced by a grammar: {'; '.join(left_out)}"[:_MOST_LOGGED])
+    if style.field is None:
+        return (guided_schema(schema, style.separators, where, lenient=True),)
+    return tuple(_fields(rule, schema, style, _Literals(tokens), where))
+
+
+def _fields(rule: str, schema: Json, style: CallStyle, writes: _Literals, where: str) -> Iterator[str]:
+    """Yield the rules of separate arguments, in the schema's order; optional ones may be missing.
+
+    Arguments that the schema does not name are text. They may come where it names none.
+    """
     assert style.field is not None
     opening, inside, closing = style.field
-    properties, required = schema.get("properties"), schema.get("required")
-    properties = properties if isinstance(properties, dict) else {}
-    required = required if isinstance(required, list) else []
+    definitions = schema.get("$defs", {})
+    while "$ref" in schema:
+        target = definitions[schema["$ref"].rpartition("/")[2]]
+        schema = target | {key: value for key, value in schema.items() if key != "$ref"}
+    properties, required = schema.get("properties", {}), schema.get("required", ())
+    others = {name: True for name in required if name not in properties}
     names = []
-    for number, (name, value) in enumerate(properties.items()):
-        rule = f"field_{index}_{number}"
-        names.append(rule if name in required else f"{rule}?")
+
+    def text(rule: str, head: str) -> Iterator[str]:
+        if end := writes.behind_text(closing):
+            yield f"{rule}: {head} text {end}"
+            return
+        yield f"{rule}: {head} {rule}_text"
+        yield f"{rule}_text[suffix={json.dumps(closing)}]: /(?s:.*)/"
+
+    for number, (name, value) in enumerate({**properties, **others}.items()):
+        if value is False:
+            continue
+        field = f"{rule}_{number}"
+        names.append(field if name in required else f"{field}?")
         head = writes(opening + name + inside)
-        if isinstance(value, dict) and value.get("type") == "string" and "enum" not in value:
-            if end := writes.behind_text(closing):
-                yield f"{rule}: {head} text {end}"
-                continue
-            yield f"{rule}: {head} {rule}_text"
-            yield f"{rule}_text[suffix={json.dumps(closing)}]: /(?s:.*)/"
-        elif isinstance(value, dict) and isinstance(choices := value.get("enum"), list) and choices:
+        if value is True or (value.get("type") == "string" and "enum" not in value):
+            yield from text(field, head)
+        elif choices := value.get("enum"):
             texts = [each if isinstance(each, str) else json.dumps(each) for each in choices]
-            yield f"{rule}: {head} ({' | '.join(map(writes, texts))}) {writes(closing)}"
+            yield f"{field}: {head} ({' | '.join(map(writes, texts))}) {writes(closing)}"
         else:
-            definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-            whole = {**value, **definitions} if isinstance(value, dict) else {}
-            text = guided_schema(whole, style.separators, where, lenient=True)
-            yield f"{rule}: {head} {rule}_json {writes(closing)}"
-            yield f"{rule}_json: %json {text}"
-    yield f"arguments_{index}: {' '.join(names)}" if names else f'arguments_{index}: ""'
+            whole = {**value, "$defs": definitions} if definitions else value
+            yield f"{field}: {head} {field}_json {writes(closing)}"
+            yield f"{field}_json: %json {guided_schema(whole, style.separators, where, lenient=True)}"
+    if not names and "properties" not in schema and schema.get("additionalProperties") is not False:
+        names = [f"{rule}_any*"]
+        yield from text(f"{rule}_any", f'{writes(opening)} /[^<>\\s"=]+/ {writes(inside)}')
+    yield f"{rule}: {' '.join(names)}" if names else f'{rule}: ""'
 
 
 def _checked(tool: Any, where: str) -> tuple[str, Json]:
@@ -304,14 +342,11 @@ def _checked(tool: Any, where: str) -> tuple[str, Json]:
         parameters = _NO_ARGUMENTS
     if not isinstance(parameters, Mapping):
         raise RequestError(f"{where}: expected a JSON schema, an object", param=where)
-    if parameters.get("type", "object") != "object":
-        raise RequestError(f'{where}.type: arguments are always an "object"', param=f"{where}.type")
-    schema = {**parameters, "type": "object"}
     try:
-        json.dumps(schema, allow_nan=False)
+        json.dumps(parameters, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
         raise RequestError(f"{where}: this is not a JSON schema", param=where) from None
-    return name, schema
+    return name, parameters
 
 
 class _Literals:

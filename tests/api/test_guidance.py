@@ -150,6 +150,15 @@ CLOSED_A = {**A, "additionalProperties": False}
         ({"type": "integer"}, {"type": "integer", "minimum": 1024 - 2**63, "maximum": 2**63 - 1024}),
         ({"type": "integer", "minimum": 5}, {"type": "integer", "minimum": 5}),
         ({"type": "object", "x-guidance": {"lenient": True}}, {"type": "object"}),
+        ({**A, "required": ["b"]},
+         {**CLOSED_A, "properties": {"a": {"type": "string"}, "b": True}, "required": ["b"]}),
+        ({**A, "required": None, "anyOf": None, "additionalProperties": None, "enum": None}, CLOSED_A),
+        ({"type": "array", "items": {"type": "integer", "maximum": None, "minimum": 1, "format": None}},
+         {"type": "array", "items": {"type": "integer", "minimum": 1}}),
+        ({"type": "array", "items": None, "prefixItems": None}, {"type": "array"}),
+        ({"properties": {"null": A}, "$defs": None},
+         {"properties": {"null": CLOSED_A}, "additionalProperties": False}),
+        ({"const": None}, {"const": None}),
     ],
 )  # fmt: skip
 def test_objects_are_closed_unless_they_say_otherwise(schema: dict[str, Any], expected: Any) -> None:

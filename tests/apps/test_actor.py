@@ -68,6 +68,18 @@ def test_a_forced_call_follows_the_grammar(acting: Stage, choice: Any) -> None:
     assert acting.ledger[-1].grammar
 
 
+def test_a_forced_call_follows_the_rest_of_a_schema_whose_pattern_looks_ahead(acting: Stage) -> None:
+    key = {"type": "string", "pattern": "^(?!-)[a-z-]+$", "maxLength": 8}
+    parameters = {"type": ["object", "null"], "properties": {"key": key}, "required": ["key", "why"]}
+    tool: Any = {"type": "function", "function": {"name": "look_up", "parameters": parameters}}
+    for wished, found in [("a-b", "a-b"), ("longer than this", None)]:
+        asked = user(f"DO call look_up {json.dumps({'key': wished, 'why': [1]})}")
+        answer = chat(acting, asked, tools=[tool], tool_choice="required")
+        arguments = json.loads(answer.message.tool_calls[0].function.arguments)
+        assert arguments.keys() == {"key", "why"}
+        assert arguments["key"] == found or (found is None and len(arguments["key"]) <= 8)
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [('DO json {"answer": 9}', {"answer": 9}), ("Anything", {"answer": 0}), ('DO json {"else": 1}', None)],

@@ -11,19 +11,18 @@ that is left out.
 from __future__ import annotations
 
 import json
-import logging
 import re
 from base64 import b64decode
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from ...errors import RequestError
 from ...text.conversation import REQUIRED, GenerationOptions, Role, Tool
+from ...text.tool_grammar import log_once
 from ..request_body import Integer, Schema, in_range, none_of, not_supported, shown, wrong
 
 # --- settings ---------------------------------------------------------------------------------------------
@@ -260,8 +259,6 @@ def _json(value: object) -> str:
 # --- tools ------------------------------------------------------------------------------------------------
 
 
-log = logging.getLogger(__name__)
-
 ToolKind = Literal["function", "custom", "tool_search"]
 
 
@@ -386,7 +383,6 @@ class TextReader:
 # --- what is left out -------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=100)  # clients choose the kinds
 def log_left_out(what: str, kind: str) -> None:
     """Log once that tools or items of this kind are ignored."""
-    log.info("leaving out %s of type %s: only their provider supports them", what, shown(kind))
+    log_once(f"leaving out {what} of type {shown(kind)}: only their provider supports them")

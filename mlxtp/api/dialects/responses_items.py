@@ -385,9 +385,6 @@ def _tool(given: Json, where: str, namespace: str | None) -> tuple[ClientTool, J
         tool = ClientTool(custom.name, custom.description or "", parameters, "custom", namespace, where)
         return tool, custom.model_dump()
     function = checked(_Function, given, where)
-    kind = (function.parameters or {}).get("type")
-    if kind not in (None, "object") and not (isinstance(kind, list) and "object" in kind):
-        raise wrong(f"{where}.parameters.type", 'a schema of an "object"', kind)
     description = function.description or ""
     tool = ClientTool(function.name, description, function.parameters, "function", namespace, where)
     return tool, function.model_dump()

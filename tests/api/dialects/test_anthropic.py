@@ -21,7 +21,6 @@ from mlxtp.api.access_log import AccessLog
 from mlxtp.api.app import create_app
 from mlxtp.api.backend import ModelInfo
 from mlxtp.api.dialects.anthropic import SIGNATURE, models_body, parse_count, parse_messages
-from mlxtp.api.dialects.request_parts import log_left_out
 from mlxtp.api.request_metrics import RequestMetrics
 from mlxtp.api.server import bind, serve
 from mlxtp.errors import Code, GroupError, MlxtpError, RequestError
@@ -37,6 +36,7 @@ from mlxtp.text.conversation import (
 )
 from mlxtp.text.renderer import LocalRenderer
 from mlxtp.text.tokenizer import Text
+from mlxtp.text.tool_grammar import log_once
 
 from ..conftest import WAIT_S, FakeBackend, Server, byte_level, forever, save, says, then
 from ..test_access import backend as backend
@@ -569,9 +569,9 @@ def test_errors_of_others_speak_of_the_fields_of_this_dialect(server: AnthropicS
     stops = [str(i) for i in range(17)]
     with pytest.raises(anthropic.BadRequestError, match="stop_sequences has 17 strings"):
         create(server, stop_sequences=stops)
-    schema = WEATHER | {"input_schema": {"type": "string"}}
-    with pytest.raises(anthropic.BadRequestError, match=r"tools\[0\].input_schema.type"):
-        create(server, tools=[schema])
+    endless = json.dumps(body(tools=[WEATHER | {"input_schema": {"maximum": "?"}}])).replace('"?"', "1e999")
+    refused = assert_error(post(server, content=endless), 400, "invalid_request_error")
+    assert refused == "tools[0].input_schema: this is not a JSON schema"
 
 
 def test_keys_are_shown_in_either_header(backend: FakeBackend, tmp_path: Path) -> None:
@@ -819,7 +819,7 @@ def test_what_is_understood_but_not_done_is_refused_by_name(fields: dict[str, An
 
 
 def test_hosted_tools_beside_others_are_left_out_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    log_left_out.cache_clear()
+    log_once.cache_clear()
     caplog.set_level(logging.INFO, "mlxtp")
     editor = {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool"}
     servers = [{"type": "url", "url": "x", "name": "y"}]

@@ -22,7 +22,7 @@ from mlxtp.api.dialects.ollama import Ollama
 from mlxtp.api.dialects.ollama_request import Arrival, parse_chat
 from mlxtp.api.dialects.openai import OpenAIChat
 from mlxtp.api.dialects.openai import parse_chat as parse_openai
-from mlxtp.api.dialects.request_parts import ClientTool, log_left_out
+from mlxtp.api.dialects.request_parts import ClientTool
 from mlxtp.api.dialects.responses import Responses
 from mlxtp.api.dialects.responses_request import ResponseStore, parse
 from mlxtp.errors import Code, RequestError
@@ -523,7 +523,7 @@ def test_forms_of_one_dialect(form: Form, messages: list[Any], expected: list[Ch
 
 
 def test_items_that_are_unknown_are_left_out_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    log_left_out.cache_clear()
+    log_once.cache_clear()
     caplog.set_level("INFO", "mlxtp")
     for _ in range(2):
         turns = RESPONSES.turns(ASKED, {"type": "hologram", "role": "user", "content": "x"}, ASKED)

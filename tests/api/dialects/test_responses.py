@@ -752,7 +752,7 @@ def says_part(kind: str) -> dict[str, Any]:
         ({"tools": [{"type": "function"}]}, "tools[0].name", "missing"),
         ({"tools": [{"name": "f"}]}, "tools[0].type", "missing"),
         ({"tools": [FUNCTION, FUNCTION]}, "tools[1].name", '"f"'),
-        ({"tools": [FUNCTION | {"parameters": {"type": "array"}}]}, "tools[0].parameters.type", "array"),
+        ({"tools": [FUNCTION | {"parameters": ["array"]}]}, "tools[0].parameters", "array"),
         ({"tool_choice": "required"}, "tool_choice", "no tools"),
         ({"tool_choice": FUNCTION}, "tool_choice.name", '"f"'),
         ({"tool_choice": {"type": "web_search_preview"}}, "tool_choice", "web_search_preview"),

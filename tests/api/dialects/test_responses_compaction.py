@@ -11,8 +11,8 @@ import httpx
 import openai
 import pytest
 
-from mlxtp.api.dialects.request_parts import log_left_out
 from mlxtp.api.dialects.responses_items import COMPACT, compaction_content, users_of
+from mlxtp.text.tool_grammar import log_once
 
 from ..conftest import Server, forever, says, then
 from ..test_app import assert_error
@@ -220,7 +220,7 @@ def test_too_long_a_conversation_is_refused_in_the_words_of_this_endpoint(server
 def test_a_wish_for_compaction_by_itself_is_logged_and_changes_nothing(
     server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
-    log_left_out.cache_clear()
+    log_once.cache_clear()
     caplog.set_level(logging.INFO, "mlxtp")
     create(server, extra_body={"context_management": [{"type": "compaction", "compact_threshold": 1000}]})
     assert prompts(server) == ["<s><|user|>hello<|assistant|>"]

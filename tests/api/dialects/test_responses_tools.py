@@ -11,10 +11,11 @@ from typing import Any
 import openai
 import pytest
 
-from mlxtp.api.dialects.request_parts import TextReader, log_left_out, text_of
+from mlxtp.api.dialects.request_parts import TextReader, text_of
 from mlxtp.api.dialects.responses_request import ResponseStore, parse
 from mlxtp.errors import RequestError
 from mlxtp.text.conversation import Conversation, GenerationRequest
+from mlxtp.text.tool_grammar import log_once
 
 from ..conftest import Server, says
 from .test_responses import (
@@ -35,7 +36,7 @@ NOTHING: dict[str, Any] = {"type": "object", "properties": {}}
 def agent(thinker: Server) -> Server:
     """A server whose model has room for an agent's prompt."""
     thinker.backend.context = 20_000
-    log_left_out.cache_clear()
+    log_once.cache_clear()
     return thinker
 
 

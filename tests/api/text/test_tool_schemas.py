@@ -1,0 +1,313 @@
+"""Schemas of tools: what a grammar can enforce is enforced, the rest is left out and named.
+
+`schema_kinds.jsonl` has schemas of a value, `schemas_of_tools.jsonl` those of whole arguments, as people and
+generators write them: a name, the schema, values that a grammar must allow, and those that it must not.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxtp.engine.grammar import Grammars
+from mlxtp.errors import MlxtpError, RequestError
+from mlxtp.text import tool_grammar
+from mlxtp.text.renderer import LocalRenderer
+from mlxtp.text.tokenizer import Text
+from mlxtp.text.call_style import CallStyle
+from mlxtp.text.tool_grammar import JSON_STYLE, call_grammar, checked_tools, log_once
+from mlxtp.text.tool_schemas import relaxed
+
+from ...reference import TINY, model_of
+
+Case = tuple[str, Any, list[Any], list[Any]]
+
+
+def read(name: str) -> list[Case]:
+    return [json.loads(line) for line in (Path(__file__).parent / name).read_text().splitlines()]
+
+
+def named(cases: list[Case]) -> dict[str, Any]:
+    return {"argvalues": cases, "ids": [case[0] for case in cases]}
+
+
+KINDS, WHOLE = read("schema_kinds.jsonl"), read("schemas_of_tools.jsonl")
+
+
+@pytest.fixture(scope="module")
+def text() -> Text:
+    return Text(LocalRenderer.load(TINY))
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Iterator[Grammars]:
+    held = Grammars(TINY, 512, frozenset(model_of(TINY)[1]))
+    yield held
+    held.close()
+
+
+class Tool:
+    """A tool named x that must be called."""
+
+    def __init__(
+        self, grammars: Grammars, text: Text, parameters: Any, style: CallStyle = JSON_STYLE
+    ) -> None:
+        tool = {"type": "function", "function": {"name": "x", "parameters": parameters}}
+        self._grammar = grammars.compile("lark", call_grammar(checked_tools([tool]), style))
+        self._text = text
+
+    def takes(self, arguments: Any) -> bool:
+        return self.writes(f'{{"name": "x", "arguments": {json.dumps(arguments, ensure_ascii=False)}}}')
+
+    def writes(self, call: str) -> bool:
+        matcher = self._grammar.matcher()
+        try:
+            for token in self._text.encoded(call, special=False):
+                matcher.accept(token)
+        except MlxtpError:
+            return False
+        return matcher.complete
+
+
+def object_of(schema: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {"v": schema, "w": {"type": "integer"}}, "required": ["v"]}
+
+
+#: Places of a schema, and how a value of it stands there.
+PLACES = {
+    "a property": (lambda schema: schema, lambda value: value),
+    "a list": (lambda schema: {"type": "array", "items": schema}, lambda value: [value]),
+    "a tuple": (
+        lambda schema: {"type": "array", "prefixItems": [{"type": "integer"}, schema], "minItems": 2},
+        lambda value: [1, value],
+    ),
+    "a map": (lambda schema: {"type": "object", "additionalProperties": schema}, lambda value: {"k": value}),
+    "a choice": (
+        lambda schema: {"anyOf": [object_of({"const": "other"}), object_of(schema)]},
+        lambda value: {"v": value},
+    ),
+    "a combination": (lambda schema: {"allOf": [schema]}, lambda value: value),
+}
+
+
+# --- what is enforced -------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "schema", "valid", "invalid"), **named(KINDS))
+def test_a_kind_of_schema_in_every_place(
+    grammars: Grammars, text: Text, name: str, schema: Any, valid: list[Any], invalid: list[Any]
+) -> None:
+    definition = {"$defs": {"V": schema}, **object_of({"$ref": "#/$defs/V", "description": "a value"})}
+    placed = [(object_of(make(schema)), wrap) for make, wrap in PLACES.values()]
+    for parameters, wrap in [*placed, (definition, lambda value: value)]:
+        before = json.dumps(parameters)
+        tool = Tool(grammars, text, parameters)
+        assert json.dumps(parameters) == before
+        assert [value for value in valid if not tool.takes({"v": wrap(value)})] == []
+        assert [value for value in invalid if tool.takes({"v": wrap(value)})] == []
+        assert not tool.takes({})
+        assert not valid or not tool.takes({"v": wrap(valid[0]), "w": "no integer"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "schema", "valid", "invalid"), **named(WHOLE))
+def test_a_schema_of_arguments(
+    grammars: Grammars, text: Text, name: str, schema: Any, valid: list[Any], invalid: list[Any]
+) -> None:
+    tool = Tool(grammars, text, schema)
+    assert [value for value in valid if not tool.takes(value)] == []
+    assert [value for value in invalid if tool.takes(value)] == []
+
+
+@pytest.mark.slow
+def test_schemas_that_are_large_or_deep(grammars: Grammars, text: Text) -> None:
+    deep: Any = {"type": "integer"}
+    for _ in range(90):
+        deep = {"type": "object", "properties": {"k": deep}, "required": ["k"]}
+    tool = Tool(grammars, text, object_of(deep))
+    assert not tool.takes({"v": {}})
+    value: Any = "anything"
+    for _ in range(60):
+        value = {"k": value}
+    assert tool.takes({"v": value})
+    chain = {f"d{i}": {"type": "array", "items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(2000)}
+    assert Tool(grammars, text, object_of({"$ref": "#/$defs/d0"}) | {"$defs": chain}).takes({"v": []})
+    words = {"enum": [f"word {i}" for i in range(3000)], "type": "string"}
+    tool = Tool(grammars, text, object_of(words))
+    assert tool.takes({"v": "word 2999"})
+    assert not tool.takes({"v": "word 3000"})
+
+
+@pytest.mark.slow
+def test_many_kinds_at_once(grammars: Grammars) -> None:
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": object_of(schema)}}
+        for name, schema, _, _ in KINDS[::2]
+    ]
+    grammars.compile("lark", call_grammar(checked_tools(tools), JSON_STYLE))
+
+
+# --- what is known of the grammar library ------------------------------------------------------------------
+
+PIECES = st.sampled_from(
+    ["a", "[a-z]", "[^/]", r"[\w.-]", r"[\w-.]", "[.*+?^${}()|]", "[a-]", "[z-a]", "[]", "[^]", "[[]", "(?<=",
+     "[a&&b]", r"\d", r"\S", ".", "(", "(?:", "(?<n>", "(?P<n>", ")", "|", "*", "+", "?", "+?", "++", "?+",
+     "{2}", "{1,3}", "{2,}", "{,3}", "{", "}", "]", "[", "^", "$", r"\.", r"\-", r"\/", r"\b", r"\1", "(?!",
+     r"\k<n>", r"\p{L}", r"\pN", r"\p{Foo}", r"\u0041", r"\ud800", r"\x41", r"\t", r"\A", r"\Z", r"\<",
+     r"\cA", r"\0", "(?=", "(?>", "(?i)", "(?i:", "(?m)", "(?P<stop>", "é", "-", "/", " ", '"', "\\"]
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@settings(max_examples=300)
+@given(
+    pieces=st.lists(PIECES, min_size=1, max_size=7),
+    edges=st.sampled_from(["{}", "^{}", "{}$", "^{}$"]),
+    least=st.sampled_from([None, 1, 5, 40]),
+    most=st.sampled_from([None, 2, 30, 255]),
+)
+def test_any_pattern_is_enforced_or_left_out(
+    grammars: Grammars, text: Text, pieces: list[str], edges: str, least: int | None, most: int | None
+) -> None:
+    pattern = edges.replace("{}", "".join(pieces))
+    schema = {"type": "string", "pattern": pattern, "minLength": least, "maxLength": most}
+    assert not Tool(grammars, text, object_of(schema)).takes({"v": 1})
+
+
+KEYWORDS = st.sampled_from(
+    ["type", "properties", "items", "prefixItems", "enum", "anyOf", "allOf", "oneOf", "not", "$ref", "const",
+     "required", "minItems", "maxItems", "maxLength", "minLength", "pattern", "additionalProperties", "if",
+     "exclusiveMaximum", "multipleOf", "format", "minProperties", "patternProperties", "nullable", "minimum"]
+)  # fmt: skip
+VALUES = st.sampled_from(
+    ["string", "object", "array", "integer", "any", "#", "#/$defs/a", "a", "^a$", "(?=a)", "email", 0, 1, 3,
+     -1, 0.5, True, False, None]
+)  # fmt: skip
+JSON = st.recursive(
+    VALUES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYWORDS | st.just("a"), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@pytest.mark.slow
+@settings(max_examples=300)
+@given(schema=st.dictionaries(KEYWORDS, JSON, max_size=5))
+def test_any_json_makes_a_tool(grammars: Grammars, text: Text, schema: dict[str, Any]) -> None:
+    Tool(grammars, text, object_of(schema) | {"$defs": {"a": schema}})
+    Tool(grammars, text, schema)
+
+
+# --- what is left out -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("schema", "left_out"),
+    [
+        ({"type": "string", "maxLength": 5}, []),
+        ({"type": "string", "pattern": None, "title": "t", "x-a": 1, "default": 5, "readOnly": True}, []),
+        ({"type": "integer", "format": "int32"}, []),
+        ({"type": "string", "pattern": "^(?!-)a"}, ["v.pattern: it looks ahead"]),
+        ({"type": "string", "pattern": "(?<=a)b"}, ["v.pattern: it looks behind"]),
+        ({"type": "string", "pattern": r"(a)\1"}, ["v.pattern: it refers back to a group"]),
+        ({"type": "string", "pattern": r"\ba"}, ["v.pattern: it looks for the border of a word"]),
+        ({"type": "string", "pattern": "(a"}, ["v.pattern: its syntax is unknown"]),
+        ({"type": "string", "pattern": "a" * 2001}, ["v.pattern: its syntax is unknown"]),
+        ({"type": "array", "items": {"pattern": "(?=a)"}}, ["v.items.pattern: it looks ahead"]),
+        (
+            {"anyOf": [{"type": "null"}, {"properties": {"a": {"not": {"const": 1}}}}]},
+            ["v.anyOf[1].properties.a.not: no grammar enforces it"],
+        ),
+        ({"type": "array", "uniqueItems": True}, ["v.uniqueItems: no grammar enforces it"]),
+        ({"type": "array", "uniqueItems": False}, []),
+        ({"type": "string", "format": "phone"}, ["v.format: this format is unknown"]),
+        ({"type": "any"}, ["v.type: this type is unknown"]),
+        ({"type": "string", "minLength": "1"}, ["v.minLength: it cannot be understood"]),
+        ({"$ref": "#/nowhere"}, ["v.$ref: it leads to no schema here"]),
+        ({"type": "string", "enum": [1]}, ["v.enum: it contradicts the rest"]),
+        ({"type": "object", "properties": {"a": {}, "b": {}}, "minProperties": 2},
+         ["v.minProperties: it is not counted beside optional properties"]),
+        ({"type": "object", "properties": {"a": {}, "b": {}}, "minProperties": 1, "maxProperties": 2}, []),
+    ],
+)  # fmt: skip
+def test_what_is_left_out_is_named(schema: Any, left_out: list[str]) -> None:
+    _, found = relaxed(object_of(schema), "tools.x")
+    assert [each.removeprefix("tools.x.properties.") for each in found] == left_out
+
+
+def test_a_definition_is_named_once_by_its_own_place() -> None:
+    parameters = object_of({"$ref": "#/$defs/A"}) | {
+        "$defs": {"A": {"pattern": "(?=a)"}, "B": {"not": {"a": 1}}}
+    }
+    parameters["properties"]["w"] = {"$ref": "#/$defs/A"}
+    assert relaxed(parameters, "t")[1] == ("t.$defs.A.pattern: it looks ahead",)
+
+
+def test_it_is_said_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    computed = []
+
+    def counted(*given: Any, **more: Any) -> Any:
+        computed.append(given)
+        return relaxed(*given, **more)
+
+    log_once.cache_clear()
+    monkeypatch.setattr(tool_grammar, "relaxed", counted)
+    caplog.set_level(logging.INFO, "mlxtp")
+    odd = object_of({"type": "string", "pattern": "^(?=said once)"})
+    tools = [{"type": "function", "function": {"name": "odd", "parameters": odd}}]
+    for _ in range(3):
+        call_grammar(checked_tools(tools), JSON_STYLE)
+    assert caplog.messages == [
+        "not enforced by a grammar: tools.odd.parameters.properties.v.pattern: it looks ahead"
+    ]
+    assert len(computed) == 1
+
+
+@pytest.mark.parametrize("parameters", ["object", ["object"], 5])
+def test_what_is_no_schema_at_all_is_refused(parameters: Any) -> None:
+    with pytest.raises(RequestError, match=r"tools\[0\].function.parameters: expected a JSON schema"):
+        checked_tools([{"type": "function", "function": {"name": "x", "parameters": parameters}}])
+
+
+# --- arguments that stand one by one ----------------------------------------------------------------------
+
+FIELDS = CallStyle("<call>", "\n", "</call>", field=("<p=", ">\n", "\n</p>\n"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("parameters", "valid", "invalid"),
+    [
+        (object_of({"type": "string", "pattern": "^(?!a)"}), ["<p=v>\na\n</p>\n"],
+         ["", "<p=w>\n1\n</p>\n"]),
+        (object_of({"type": "STRING"}), ["<p=v>\na b\n</p>\n<p=w>\n1\n</p>\n"],
+         ["<p=v>\na\n</p>\n<p=w>\nb\n</p>\n"]),
+        (object_of({"type": "integer", "enum": None}), ["<p=v>\n5\n</p>\n"], ["<p=v>\na\n</p>\n"]),
+        ({"properties": {"w": {"type": "integer"}}, "required": ["w", "z"]},
+         ["<p=w>\n1\n</p>\n<p=z>\nanything\n</p>\n"], ["<p=w>\n1\n</p>\n"]),
+        ({"$ref": "#/$defs/A", "$defs": {"A": object_of({"$ref": "#/$defs/B"}), "B": {"type": "integer"}}},
+         ["<p=v>\n5\n</p>\n"], ["<p=v>\na\n</p>\n", ""]),
+        (object_of({"type": "array", "items": {"$ref": "#"}}),
+         ['<p=v>\n[{"v": []}]\n</p>\n'], ['<p=v>\n[{"w": 1}]\n</p>\n', '<p=v>\n[1]\n</p>\n']),
+        ({"type": "object"}, ["", "<p=a>\n1\n</p>\n<p=b>\nx\n</p>\n"], ["<q>\n"]),
+        ({"type": "string"}, ["", "<p=a>\n1\n</p>\n"], ["<q>\n"]),
+        ({"type": "object", "properties": {}}, [""], ["<p=a>\n1\n</p>\n"]),
+        ({"type": "object", "additionalProperties": False}, [""], ["<p=a>\n1\n</p>\n"]),
+        ({"type": "object", "properties": {"a": False, "b": True}},
+         ["", "<p=b>\nx\n</p>\n"], ["<p=a>\n1\n</p>\n"]),
+    ],
+)  # fmt: skip
+def test_arguments_that_stand_one_by_one(
+    grammars: Grammars, text: Text, parameters: Any, valid: list[str], invalid: list[str]
+) -> None:
+    tool = Tool(grammars, text, parameters, FIELDS)
+    assert [call for call in valid if not tool.writes(f"<call>x\n{call}</call>")] == []
+    assert [call for call in invalid if tool.writes(f"<call>x\n{call}</call>")] == []

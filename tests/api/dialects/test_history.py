@@ -28,6 +28,7 @@ from mlxtp.api.dialects.responses_request import ResponseStore, parse
 from mlxtp.errors import Code, RequestError
 from mlxtp.text.conversation import Call, ChatMessage, Conversation, GenerationRequest, StreamEnd, Tool
 from mlxtp.text.replay import AnswerRecord
+from mlxtp.text.tool_grammar import log_once
 from mlxtp.text.transcript import (
     AnswerEvent,
     CallArguments,

@@ -332,7 +332,7 @@ class AnswerParser:
                 yield from self._word(marker)
         elif self._kind is PartKind.THOUGHT and self._reader is not None:
             self._doubted = _DoubtedCalls(self._reader.another(), closes, "" if special else marker)
-            yield from self._doubt_more(self._doubted, self._doubted.reader.begin(marker, special))
+            yield from self._doubt_more(self._doubted, self._doubted.reader.start(marker, special))
         elif self._markup.headers and marker in (*self._markup.headers, self._markup.header_end):
             if not special:  # written in letters
                 yield from self._word(marker)
@@ -384,7 +384,7 @@ class AnswerParser:
         assert self._reader is not None
         self._opened = self._leading.take()
         self._kind = PartKind.CALL
-        yield from self._called(self._reader.begin(marker, special))
+        yield from self._called(self._reader.start(marker, special))
 
     def _called(self, pieces: Iterable[CallText | str]) -> Iterator[AnswerPart]:
         """Yield what the reader of calls found. Text that is no call after all becomes text of the answer."""

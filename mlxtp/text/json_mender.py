@@ -64,22 +64,18 @@ class JsonMender:
         self._pause = pause
         self._open: list[str] = []
         self._expect = _Expect.VALUE
-        self._quote = ""  # of the open string
+        self.quote = ""  #: quote of the string that is open
         self._is_key = False
         self._key: list[str] = []  # pieces of the latest key at the top
         self._comma = ""  # with the blanks after it; it is written once something follows
         self._held = ""
-
-    @property
-    def in_string(self) -> bool:
-        return bool(self._quote)
 
     def push(self, text: str, final: bool = False) -> str:
         """Return the JSON that is certain now. `final`: no text follows."""
         text, at = self._held + text, 0
         made: list[str] = []
         while at < len(text) and not (self.done or self.paused):
-            read = self._in_string if self._quote else self._between
+            read = self._in_string if self.quote else self._between
             if (after := read(text, at, made, final)) < 0:
                 break
             at = after
@@ -102,7 +98,7 @@ class JsonMender:
         made = [self.push("", final=True)]
         if self.done:
             return made[0]
-        if self._quote:
+        if self.quote:
             self._end_string(made)
         made += self._missing_value()
         while self._open:
@@ -113,7 +109,7 @@ class JsonMender:
     # Each of the following reads from `at` on and returns where it stopped; -1 to wait for more text.
 
     def _in_string(self, text: str, at: int, made: list[str], final: bool) -> int:
-        quote = self._quote
+        quote = self.quote
         if quote in PLAIN_QUOTES:
             end = text.find(quote, at)
             safe = end if end >= 0 else len(text) if final else max(at, len(text) - len(quote) + 1)
@@ -207,7 +203,7 @@ class JsonMender:
             return -1
         if quote:
             self._begin('"', made)
-            self._quote, self._is_key = quote, self._expect is _Expect.KEY
+            self.quote, self._is_key = quote, self._expect is _Expect.KEY
             if self._is_key and len(self._open) == 1:
                 self._key = []
             return at + len(quote)
@@ -330,7 +326,7 @@ class JsonMender:
 
     def _end_string(self, made: list[str]) -> None:
         made.append('"')
-        self._quote = ""
+        self.quote = ""
         self._expect = _Expect.COLON if self._is_key else _Expect.NEXT
 
 

@@ -10,7 +10,8 @@ import re
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
-from .calls import CallFormat, CallSyntax, JsonSyntax, NamedSyntax, TaggedSyntax
+from .call_syntax import CallSyntax, JsonSyntax, NamedSyntax, TaggedSyntax
+from .calls import CallFormat
 from .json_mender import PYTHON_QUOTES
 
 # --- thoughts ---------------------------------------------------------------------------------------------

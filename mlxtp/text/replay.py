@@ -344,7 +344,7 @@ def replayed(
     turns = conversation.messages[place.start : place.stop]
     if answer.ids:
         ends = [end for token in {*eos, *text.eos} if (end := text.decoded((token,)))]
-        rest = _behind_calls(behind, written, text.tool_calls.end, ends, answer.behind)
+        rest = _behind_calls(behind, written, text.tool_calls.end_mark, ends, answer.behind)
     else:
         rest = _behind_text(behind, written, turns[-1].text)
     if not rest:

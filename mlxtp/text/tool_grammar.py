@@ -218,11 +218,11 @@ def marked_call_grammar(
 
     For models whose calls `call_grammar` cannot write.
     """
-    writes, end = _Literals(tokens), dict(tokens).get(format_.end)
+    writes, end = _Literals(tokens), dict(tokens).get(format_.end_mark)
     if end is not None:
         lines = [f"call: {writes(format_.start)} text <[{end}]>", f"text: <[^{end}]>*"]
         return _either(lines, writes, otherwise)
-    suffix = f"[suffix={json.dumps(format_.end)}]" if format_.end else ""
+    suffix = f"[suffix={json.dumps(format_.end_mark)}]" if format_.end_mark else ""
     return _either([f"call: {writes(format_.start)} text", f"text{suffix}: /(?s:.*)/"], writes, otherwise)
 
 

@@ -97,7 +97,7 @@ ANSWER = {"properties": {"a": {"type": "string"}}, "required": ["a"], "additiona
 OTHERWISE = "", json.dumps({"type": "object", **ANSWER})
 MARKED = {
     "letters": marked_call_grammar(CODER, (), OTHERWISE),
-    "a token": marked_call_grammar(CODER, ((CODER.end, 3),), OTHERWISE),
+    "a token": marked_call_grammar(CODER, ((CODER.end_mark, 3),), OTHERWISE),
 }
 
 
@@ -182,7 +182,7 @@ def test_a_call_with_plain_text_in_it_is_complete_within_its_budget(
         assert guide.cut or chooses is not rambles
         reader = CallReader(CODER, [WRITES[name]])
         pieces = [
-            *reader.begin(CODER.start),
+            *reader.start(CODER.start),
             *reader.push(text.removeprefix(CODER.start)),
             *reader.finish(False),
         ]

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from mlxtp.text.calls import CallFormat, TaggedSyntax
+from mlxtp.text.call_syntax import TaggedSyntax
+from mlxtp.text.calls import CallFormat
 from mlxtp.text.conversation import Tool
 from mlxtp.text.markups import CALLS, Markup, call_format
 

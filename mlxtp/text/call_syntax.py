@@ -1,0 +1,544 @@
+"""Ways to write a call, and their readers. Pure.
+
+A call ends where its syntax says, not at the first text that looks like an end: a file's content may hold any
+markup. Its arguments leave as valid JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from .argument_types import property_types, typed
+from .json_mender import JSON_QUOTES, JsonMender, mended
+
+# --- syntaxes ---------------------------------------------------------------------------------------------
+
+
+class CallSyntax(ABC):
+    """One way to write a call."""
+
+    @abstractmethod
+    def heads(self, name: str) -> Iterator[tuple[str, int]]:
+        """Yield texts that begin a call of the tool `name`, without white space.
+
+        With each, the number of its characters that its body does not read again.
+        """
+
+    @abstractmethod
+    def body(self, name: str, schema: Mapping[str, Any], ends: Sequence[str]) -> CallBody:
+        """Return the reader of the rest of a call. It stops at each of `ends`, unless a string is open."""
+
+
+class CallBody(ABC):
+    """Reader of one call from its head on."""
+
+    done = False  #: The call is over.
+    doubtful = False  #: It may be over; if other text follows, its `push` takes that.
+    sure = False  #: It is doubtful, and nothing but what follows could show that it is not over.
+    rest = ""  #: text after the end
+    name: str | None = None  #: the tool's name as written; None while it is unknown
+    id = ""
+    has_arguments = True  #: The model wrote some, even if they are empty.
+    streams = False  #: Arguments that `push` returned were passed on.
+
+    @abstractmethod
+    def push(self, text: str, end: bool = False) -> str:
+        """Return arguments that can be passed on already. `end`: this special token can only end the call."""
+
+    @abstractmethod
+    def close(self) -> str:
+        """End the call where it is, and return further arguments to pass on."""
+
+    @property
+    @abstractmethod
+    def complete(self) -> bool:
+        """True if nothing of the arguments is missing."""
+
+    @abstractmethod
+    def arguments(self) -> tuple[str, str]:
+        """Return all arguments as JSON of an object, and the text that no such object can hold."""
+
+
+@dataclass(frozen=True)
+class JsonSyntax(CallSyntax):
+    """An object in JSON with the tool's name among its fields. `keyed`: its only key is the name."""
+
+    keyed: bool = False
+
+    def heads(self, name: str) -> Iterator[tuple[str, int]]:
+        quoted = compact(json.dumps(name, ensure_ascii=False))
+        if self.keyed:
+            yield f"{{{quoted}:", 0
+            return
+        for key in ("name", "tool_name", "function", "tool"):
+            yield f'{{"{key}":{quoted}', 0
+        yield f'{{"function":{{"name":{quoted}', 0
+        yield from ((f'{{"{key}":{{', 0) for key in ("arguments", "parameters"))
+        yield from ((f'{{"{key}":"', 0) for key in ("type", "id", "tool_call_id"))
+
+    def body(self, name: str, schema: Mapping[str, Any], ends: Sequence[str]) -> CallBody:
+        return JsonCall(self.keyed, ends)
+
+
+@dataclass(frozen=True)
+class NamedSyntax(CallSyntax):
+    """The tool's name, then an object.
+
+    A call begins with one of `before`, with `{}` for the name. Then `lead` may stand before the object, whose
+    bracket is one of `opening`. `quotes` are those of its strings. A group `number` in `lead` makes the
+    call's id, as in Kimi's `functions.NAME:0`. `wrapper` is the field of the object that holds the arguments.
+    """
+
+    before: tuple[str, ...]
+    lead: re.Pattern[str] = re.compile(r"\s*")
+    opening: str = "{"
+    quotes: tuple[str, ...] = JSON_QUOTES
+    wrapper: str = ""
+
+    def heads(self, name: str) -> Iterator[tuple[str, int]]:
+        for before in self.before:
+            text = compact(before.replace("{}", name))
+            yield text, len(text) - text.endswith(tuple(self.opening))
+
+    def body(self, name: str, schema: Mapping[str, Any], ends: Sequence[str]) -> CallBody:
+        return _NamedCall(self, name, ends)
+
+
+@dataclass(frozen=True)
+class TaggedSyntax(CallSyntax):
+    """Arguments one by one between tags, as plain text.
+
+    A call begins with `before`, with `{}` for the tool's name, and one of `behind`; it ends with `end`.
+    `opening` (with a group `key`, and perhaps `type`) and `closing` enclose a value; a `{}` in `closing` is
+    the key. `before_values` may stand before the first of them, and `gap`, or any white space, stands behind
+    each. `framed`: one newline on each side of a value belongs to the tags.
+    `nested`: objects and lists are written in tags, too. `guess` as in `typed`.
+    """
+
+    before: tuple[str, ...]
+    behind: tuple[str, ...]
+    end: str
+    opening: re.Pattern[str]
+    closing: str
+    gap: str | None = "\n"
+    before_values: re.Pattern[str] = re.compile(r"(?!)")
+    framed: bool = False
+    nested: bool = False
+    guess: bool = False
+
+    def heads(self, name: str) -> Iterator[tuple[str, int]]:
+        for before in self.before:
+            text = compact(before.replace("{}", name))
+            for behind in (*self.behind, self.end, "{"):
+                yield text + compact(behind), len(text)
+
+    def body(self, name: str, schema: Mapping[str, Any], ends: Sequence[str]) -> CallBody:
+        return _TaggedCall(self, name, schema, ends)
+
+    @cached_property
+    def closings(self) -> re.Pattern[str]:
+        """The closing of any key."""
+        return re.compile(re.escape(self.closing).replace(r"\{\}", "[^<>]+"))
+
+    @cached_property
+    def tags(self) -> re.Pattern[str]:
+        """An opening or a closing. Only an opening has a `key`."""
+        return re.compile(f"{self.opening.pattern}|{self.closings.pattern}", self.opening.flags)
+
+    def closes(self, text: str) -> bool:
+        """Return True if this text ends with a closing as templates write it."""
+        closing = self.closing.rpartition("{}")[2]
+        inside = text.rstrip().removesuffix(closing)
+        return inside != text.rstrip() and (not self.framed or inside.endswith("\n"))
+
+
+def compact(text: str) -> str:
+    return "".join(text.split())
+
+
+# --- their bodies -----------------------------------------------------------------------------------------
+
+
+class JsonCall(CallBody):
+    def __init__(self, keyed: bool, ends: Sequence[str]) -> None:
+        self._keyed = keyed
+        self._ends = ends
+        pause = () if keyed else ("arguments", "parameters")
+        self._fields = JsonMender(stops=ends, pause=pause)  # of the call, without its arguments
+        self._inner: JsonMender | None = None  # its arguments
+        self._written: list[str] = []  # its fields in JSON
+        self._passed: list[str] = []  # its arguments in JSON
+        self._value: object = None
+        self._name_first = False
+
+    @property
+    def complete(self) -> bool:
+        return self.done or (self._inner is not None and self._inner.done)
+
+    def push(self, text: str, end: bool = False) -> str:
+        if end:
+            return self.close()
+        new: list[str] = []
+        while text and not self.done:
+            if self._inner is not None and not self._inner.done:
+                new.append(self._inner.push(text))
+                text = self._inner.rest
+                if not self._inner.done:
+                    break
+                self._written.append(self._fields.resume())
+            self._written.append(self._fields.push(text))
+            text = ""
+            if self._fields.paused:
+                text, self._inner = self._fields.rest, JsonMender()
+                self._read_fields("".join(self._written) + "null}")
+                self._name_first = self.name is not None
+            elif self._fields.done:
+                self._over()
+        self._passed += new
+        return "".join(new) if self._name_first else ""
+
+    def close(self) -> str:
+        new = ""
+        if self._inner is not None and not self._inner.done:
+            new = self._inner.close()
+            self._passed.append(new)
+            self._written.append(self._fields.resume())
+        if not self.done:
+            self._written.append(self._fields.close())
+            self._over()
+        return new
+
+    def arguments(self) -> tuple[str, str]:
+        if self._inner is not None:
+            return "".join(self._passed), ""
+        if self._value is None or self._value == "":
+            return "{}", ""
+        if isinstance(self._value, str) and (found := mended(self._value.strip())).startswith("{"):
+            return found, ""
+        if isinstance(self._value, dict):
+            return json.dumps(self._value, ensure_ascii=False), ""
+        return "{}", json.dumps(self._value, ensure_ascii=False)
+
+    def _over(self) -> None:
+        self.done, self.rest = True, self._fields.rest
+        self._read_fields("".join(self._written))
+
+    def _read_fields(self, written: str) -> None:
+        """Read name, id and arguments off the call's fields."""
+        try:
+            fields = json.loads(written)
+        except (ValueError, RecursionError):
+            return
+        if self._keyed:
+            self.name, self._value = next(iter(fields.items()), (None, None))
+            return
+        function = fields.get("function", fields.get("tool"))
+        inner = function if isinstance(function, dict) else fields
+        name = next((inner[key] for key in ("name", "tool_name") if key in inner), function)
+        self.name = name if isinstance(name, str) else None
+        self._value = inner.get("arguments", inner.get("parameters"))
+        self.has_arguments = "arguments" in inner or "parameters" in inner
+        id_ = fields.get("id", fields.get("tool_call_id"))
+        self.id = id_ if isinstance(id_, str) else ""
+
+
+class _NamedCall(CallBody):
+    def __init__(self, syntax: NamedSyntax, name: str, ends: Sequence[str]) -> None:
+        self.name = name
+        self._syntax = syntax
+        self._ends = ends
+        self._lead = ""
+        self._mender: JsonMender | None = None
+        self._made: list[str] = []
+
+    @property
+    def complete(self) -> bool:
+        return self.done
+
+    def push(self, text: str, end: bool = False) -> str:
+        if end:
+            return self.close()
+        if self._mender is None:
+            self._lead += text
+            at = _first(self._lead, (*self._syntax.opening, *self._ends))
+            if at < 0:
+                return ""
+            self._lead, text = self._lead[:at], self._lead[at:]
+            if not text.startswith(tuple(self._syntax.opening)):
+                self.rest = text
+                return self.close()
+            self._mender = JsonMender(self._syntax.quotes, self._ends)
+        self._made.append(self._mender.push(text))
+        if self._mender.done:
+            self.rest = self._mender.rest
+            self.close()
+        return ""
+
+    def close(self) -> str:
+        self.done = True
+        if self._mender is not None and not self._mender.done:
+            self._made.append(self._mender.close())
+        lead = self._syntax.lead.match(self._lead)
+        if lead is not None:
+            self._lead = self._lead[lead.end() :]
+            if number := lead.groupdict().get("number"):
+                self.id = f"functions.{self.name}:{number}"
+        return ""
+
+    def arguments(self) -> tuple[str, str]:
+        if self._mender is None:
+            return "{}", self._lead.strip()
+        made = "".join(self._made)
+        if self._syntax.wrapper:
+            made = json.dumps(json.loads(made).get(self._syntax.wrapper, {}), ensure_ascii=False)
+        return made, ""
+
+
+class _TagBalance:
+    """Count of the values that are open in a text: tags that open one, less those that close one."""
+
+    def __init__(self, tags: re.Pattern[str]) -> None:
+        self._tags = tags
+        self._seen = 0  # characters
+        self.open = 0
+
+    def lowest(self, text: str) -> int | None:
+        """Count the tags in what is new of a text. Return the least count among them; None without tags."""
+        lowest = None
+        for tag in self._tags.finditer(text, self._seen):
+            count = self.open + (1 if tag["key"] else -1)
+            lowest = count if lowest is None else min(lowest, count)
+            self.open = max(0, count)
+        self._seen = len(text)
+        return lowest
+
+
+class _TaggedCall(CallBody):
+    """Call whose values may hold calls themselves, so that only what follows shows which end is its own.
+
+    An end behind a closing is its own unless a closing too many follows. It is taken where all values that
+    were opened are closed and another call follows, or text with values of its own; else at the answer's end.
+    """
+
+    def __init__(
+        self, syntax: TaggedSyntax, name: str, schema: Mapping[str, Any], ends: Sequence[str]
+    ) -> None:
+        self.name = name
+        self._syntax = syntax
+        self._schema = schema
+        self._ends = [syntax.end, *(end for end in ends if end != syntax.end)]
+        self._text: list[str] = []
+        self._length = 0
+        self._tail = ""  # in which an end may begin
+        self._balance = _TagBalance(syntax.tags)
+        self._end = self._own_end = -1  # of the text, at the latest end and at the likely one
+        self._own_open = 0  # values that were open there
+
+    @property
+    def complete(self) -> bool:
+        return self.done or self.doubtful
+
+    def push(self, text: str, end: bool = False) -> str:
+        self.doubtful = self.sure = False
+        while not self.doubtful and not self.done:
+            seen, known = self._tail + text, len(self._tail)
+            found = min([(at, each) for each in self._ends if (at := seen.find(each)) >= 0], default=None)
+            if found is None:
+                self._add(text)
+                self._tail = seen[max(0, len(seen) - max(map(len, self._ends)) + 1) :]
+                break
+            at, mark = found
+            self._add(seen[known : at + len(mark)])
+            text, self._tail, self._end = seen[at + len(mark) :], "", self._length
+            self._judge(mark, text)
+        return ""
+
+    def _add(self, text: str) -> None:
+        self._text.append(text)
+        self._length += len(text)
+
+    def _written(self) -> str:
+        self._text = ["".join(self._text)]
+        return self._text[0]
+
+    def _judge(self, mark: str, rest: str) -> None:
+        """Decide about the end that was just read, with `rest` behind it."""
+        written = self._written()
+        lowest, open_ = self._balance.lowest(written), self._balance.open
+        if self._own_end >= 0 and (lowest is None or lowest >= self._own_open):
+            if lowest is not None and open_ == self._own_open == 0:
+                self._end_at(self._own_end, rest)
+            return
+        inside = written.removesuffix(mark)
+        closes = self._syntax.closes(inside) or not self._syntax.opening.search(inside)
+        closes = closes and not self._in_string(inside)
+        self.doubtful, self.rest = closes, rest
+        self.sure = closes and open_ == 0 and mark == self._syntax.end
+        self._own_end, self._own_open = (self._end, open_) if closes else (-1, 0)
+
+    def _in_string(self, written: str) -> bool:
+        """Return True if this ends in a string of a value that the schema wants in JSON."""
+        for opening in reversed(list(self._syntax.opening.finditer(written))):
+            if _is_json(self._schema, _key(opening)):
+                value = written[opening.end() :].lstrip()
+                mender = JsonMender()
+                mender.push(value if value.startswith(("{", "[")) else "{}")
+                return bool(mender.quote)
+        return False
+
+    def _end_at(self, end: int, rest: str = "") -> None:
+        written = self._written()
+        self._text, self.rest, self.done = [written[:end]], written[end:] + rest, True
+
+    def close(self) -> str:
+        if self.done:
+            return ""
+        lowest = self._balance.lowest(self._written())
+        if self.doubtful:
+            self._end_at(self._end, self.rest)
+        elif self._own_end >= 0 and (lowest is None or lowest >= self._own_open):
+            self._end_at(self._own_end)
+        else:
+            self._end_at(self._end if self._end >= 0 else self._length)
+        return ""
+
+    def arguments(self) -> tuple[str, str]:
+        text = self._written().rstrip()
+        for end in reversed(self._ends):
+            text = text.removesuffix(end).rstrip()
+        if found := _TaggedValues(self._syntax, self._schema).read(text):
+            return json.dumps(found, ensure_ascii=False), ""
+        if (at := text.find("{")) >= 0 and (whole := mended(text[at : text.rfind("}") + 1])):
+            return whole, ""
+        return "{}", self._syntax.before_values.sub("", text).strip()
+
+
+class _TaggedValues:
+    """Reader of the tagged arguments in a complete text."""
+
+    def __init__(self, syntax: TaggedSyntax, schema: Mapping[str, Any]) -> None:
+        self._syntax = syntax
+        self._schema = schema
+        properties = schema.get("properties")
+        self._declared = frozenset(properties) if isinstance(properties, Mapping) else frozenset()
+
+    def read(self, text: str) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        at = 0
+        while (opening := self._syntax.opening.search(text, at)) is not None:
+            key = _key(opening)
+            end, at = self._end_of(text, opening, self._declared - found.keys() - {key})
+            value = self._value(key, text[opening.end() : end], opening.groupdict().get("type"))
+            if key not in found:
+                found[key] = value
+            elif self._syntax.nested:  # an element that stands several times is a list
+                found[key] = [*found[key], value] if isinstance(found[key], list) else [found[key], value]
+        return found
+
+    def _end_of(self, text: str, opening: re.Match[str], missing: frozenset[str]) -> tuple[int, int]:
+        """Return where a value ends, and where the text after its closing begins.
+
+        A closing counts if another value or nothing follows it. As a value may hold whole calls, closings
+        belong to the innermost opening before them. Where one of the `missing` arguments that the schema
+        describes follows a closing, the value ends in any case, and so does one that was not closed.
+        """
+        start, depth, last = opening.end(), 0, -1
+        nested = self._syntax.nested
+        closing = self._syntax.closing.replace("{}", _key(opening))
+        if _is_json(self._schema, _key(opening)) and (end := _end_of_json(text, start)) >= 0:
+            end = _skip_blanks(text, end)
+            if text.startswith(closing, end):
+                return end, end + len(closing)
+        while True:
+            inner, closed = self._syntax.opening.search(text, start), text.find(closing, start)
+            if inner is not None and (closed < 0 or inner.start() < closed):
+                if not nested and _key(inner) in missing and not self._left_to_close(text[inner.start() :]):
+                    return inner.start(), inner.start()
+                depth += not nested or _key(inner) == _key(opening)
+                start = inner.end()
+            elif closed < 0:
+                return (last, last + len(closing)) if last >= 0 else (len(text), len(text))
+            else:
+                start = closed + len(closing)
+                behind = _skip_blanks(text, start)
+                following = self._syntax.opening.match(text, behind)
+                if following is not None and not nested and _key(following) in missing:
+                    return closed, start
+                if following is not None and self._syntax.gap not in (None, text[start:behind]):
+                    following = None  # no template writes it so
+                if nested or behind == len(text) or following is not None:
+                    if not depth:
+                        return closed, start
+                    last = closed
+                depth = max(0, depth - 1)
+
+    def _left_to_close(self, text: str) -> bool:
+        """Return True if this text closes more values than it opens."""
+        syntax = self._syntax
+        return len(syntax.closings.findall(text)) > len(syntax.opening.findall(text))
+
+    def _value(self, key: str, text: str, type_: str | None) -> object:
+        if self._syntax.nested and self._syntax.opening.search(text):
+            return self._elements(key, text)
+        if self._syntax.framed:
+            text = text.removeprefix("\n").removesuffix("\n")
+        if (data := _CDATA.fullmatch(text)) is not None:
+            text = data[1]
+        if type_ in ("true", "string"):
+            return text
+        types = property_types(self._schema, key)
+        guess = self._syntax.guess or self._syntax.nested or type_ is not None
+        return typed(text, types, guess=guess)
+
+    def _elements(self, key: str, text: str) -> object:
+        """Return the object or list that is written in tags of its own; a list has `item` in each."""
+        properties = self._schema.get("properties")
+        schema = properties.get(key) if isinstance(properties, Mapping) else None
+        inner = schema if isinstance(schema, Mapping) else {}
+        items = inner.get("items")
+        if isinstance(items, Mapping):
+            inner = {"additionalProperties": items}
+        found = _TaggedValues(self._syntax, inner).read(text)
+        if found.keys() == {"item"}:
+            return found["item"] if isinstance(found["item"], list) else [found["item"]]
+        return found
+
+
+def _is_json(schema: Mapping[str, Any], key: str) -> bool:
+    """Return True if an argument can be an object or a list, and no text."""
+    types = property_types(schema, key) or frozenset()
+    return "string" not in types and bool(types & {"object", "array"})
+
+
+def _end_of_json(text: str, at: int) -> int:
+    """Return where the object or list at this place ends; -1 if there is none."""
+    at = _skip_blanks(text, at)
+    if text[at : at + 1] not in ("{", "["):
+        return -1
+    try:
+        return json.JSONDecoder().raw_decode(text, at)[1]
+    except (ValueError, RecursionError):
+        return -1
+
+
+def _skip_blanks(text: str, at: int) -> int:
+    while at < len(text) and text[at].isspace():
+        at += 1
+    return at
+
+
+_CDATA = re.compile(r"\s*<!\[CDATA\[(.*?)\]\]>\s*", re.DOTALL)
+
+
+def _key(opening: re.Match[str]) -> str:
+    return opening["key"].strip().strip("\"'")
+
+
+def _first(text: str, signs: Sequence[str]) -> int:
+    return min([at for sign in signs if (at := text.find(sign)) >= 0], default=-1)

@@ -10,7 +10,7 @@ import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -179,35 +179,33 @@ class AnswerParser:
     def __init__(self, plan: ReadingPlan, stops: StopFinder | None = None) -> None:
         self._markup = plan.markup
         self._reader = plan.calls
-        self._dropped = plan.dropped
         self._shown = _ShownParts(stops, plan.dropped)
-        self._finders: dict[PartKind, StopFinder] = {}
-        #: Length of the pieces that the finder holds, and whether they are special tokens.
-        self._pieces: deque[tuple[int, bool]] = deque()
+        self._finders: dict[tuple[PartKind, bool], StopFinder] = {}
         self._unread: deque[TextPiece] = deque()
-        self._beginning = _Held()  #: first words of gpt-oss, which may continue the header of its prompt
-        self._first_words = ""  #: the same without the white space before them
-        self._opens_header = bool(plan.markup.headers) and not plan.thinking and not plan.forced
-        self._leading = _Held()  #: white space at the beginning, shown if text comes after it
+        self._waiting = _HeldText()  #: white space that is shown if text follows, or the words of a header
         self._bare = False  #: The next text is shown without the white space before it.
         self._spoken = False  #: Text came since the beginning, the last call or the last header.
         self._answered = False  #: There is text of the answer, or a call.
-        self._header = _Held()
-        self._opened = ""  #: white space before the calls that are read
         self._doubted: _DoubtedCalls | None = None
         self._last_resort: list[CallText] = []  #: calls in a thought that ended with them
         self._long_texts = 0  #: long texts that began like calls and were none
         self._enter(PartKind.THOUGHT if plan.thinking else PartKind.SAID, after_marker=plan.thinking)
+        free = bool(plan.markup.headers) and not plan.thinking and not plan.forced
+        self._opening: _FirstWords | None = _FirstWords() if free else None
         if not plan.thinking:
             self._begin_bare()
 
     @property
     def held(self) -> int:
         """Number of characters that wait for further text."""
-        held = self._finder.held + len(self._beginning) + len(self._leading) + self._shown.held
+        waiting = [self._finder.held, len(self._waiting), self._shown.held]
+        if self._opening is not None:
+            waiting.append(len(self._opening.text))
         if self._doubted is not None:
-            return held + len(self._doubted.text)
-        return held + (self._reader.held if self._reader is not None and self._kind is PartKind.CALL else 0)
+            waiting.append(len(self._doubted.text))
+        elif self._kind is PartKind.CALL and self._reader is not None:
+            waiting.append(self._reader.held)
+        return sum(waiting)
 
     @property
     def thinking(self) -> bool:
@@ -223,34 +221,22 @@ class AnswerParser:
         """Yield the parts that are certain now. `special`: this is one special token."""
         if not text:
             return
-        yield from self._shown.pass_on(self._begin(text, special))
+        if self._opening is None:
+            yield from self._shown.pass_on(self._read((text, special)))
+        elif (opens := self._opening.add(text, special)) is not None:
+            yield from self._shown.pass_on(self._begin(self._opening, opens))
 
     def finish(self, cut: bool) -> Iterator[AnswerPart]:
         """Yield the rest, up to a stop string. `cut`: the budget was used up, not the answer complete."""
         yield from self._shown.pass_on(self._rest(cut))
         yield from self._shown.finish()
 
-    def _begin(self, text: str, special: bool) -> Iterator[AnswerPart]:
-        """Hold the first words of gpt-oss until their kind is clear, because they may continue a header."""
-        if not self._opens_header or (special and not len(self._beginning)):
-            self._opens_header = False
-            yield from self._read((text, special))
-            return
-        if special:
-            yield from self._decide(False)
-            yield from self._read((text, special))
-            return
-        self._beginning.add(text)
-        self._first_words = (self._first_words + text).lstrip()
-        opens = opens_header(self._first_words) if self._first_words else None
-        if opens is not None:
-            yield from self._decide(opens)
-
-    def _decide(self, opens: bool) -> Iterator[AnswerPart]:
-        self._opens_header = False
+    def _begin(self, opening: _FirstWords, opens: bool) -> Iterator[AnswerPart]:
+        """Read the first words, which may continue the header that the prompt began."""
+        self._opening = None
         if opens:
             self._enter(PartKind.HEADER)
-        yield from self._read((self._beginning.take(), False))
+        yield from self._read(*opening.pieces)
 
     def _read(self, *pieces: TextPiece) -> Iterator[AnswerPart]:
         self._unread.extend(pieces)
@@ -260,28 +246,19 @@ class AnswerParser:
                 assert self._reader is not None
                 yield from self._called(self._reader.push(text, special))
             elif self._doubted is not None:
-                yield from self._doubt(self._doubted, text, special)
+                self._doubted.push(text, special)
+                yield from self._doubt(self._doubted)
             else:
-                yield from self._find(text, special)
-
-    def _find(self, text: str, special: bool) -> Iterator[AnswerPart]:
-        """Read text up to the next marker."""
-        self._pieces.append((len(text), special))
-        certain = self._finder.push(text)
-        yield from self._show(self._take(len(certain)), certain)
-        if self._finder.found:
-            rest, marker = self._finder.rest, self._finder.match
-            pieces = self._take(len(marker))
-            self._return(_cut(self._take(len(rest)), rest))
-            yield from self._pass(pieces, marker)
-
-    def _return(self, pieces: Sequence[TextPiece]) -> None:
-        """Put pieces back, to be read next."""
-        self._unread.extendleft(reversed(pieces))
+                finder = self._finder
+                yield from self._show(finder.push(text, special))
+                if finder.marker:
+                    self._unread.extendleft(reversed(finder.rest))
+                    special = all(special for _, special in finder.marker)
+                    yield from self._pass("".join([piece for piece, _ in finder.marker]), special)
 
     def _rest(self, cut: bool) -> Iterator[AnswerPart]:
-        if len(self._beginning):
-            yield from self._decide(False)
+        if self._opening is not None:
+            yield from self._begin(self._opening, False)
         while self._kind is PartKind.CALL or self._doubted is not None:
             if self._doubted is not None:
                 yield from self._end_doubt(self._doubted, cut)
@@ -290,60 +267,54 @@ class AnswerParser:
                 yield from self._called(self._reader.finish(cut))
             yield from self._read()
         rest = self._finder.finish()
-        pieces = self._take(len(rest))
-        if not (cut and len(rest) > 1):  # the budget cut a marker, not words; "<" alone may be words
-            yield from self._show(pieces, rest)
-        if self._kind is PartKind.SAID and (space := self._leading.take()):
-            yield AnswerPart(PartKind.SAID, space)
-        elif self._kind is PartKind.HEADER and not cut and (words := self._header.take().strip()):
-            yield AnswerPart(PartKind.SAID, words)
+        if not (cut and sum(len(text) for text, _ in rest) > 1):  # a marker was cut; "<" alone may be words
+            yield from self._show(rest)
+        waiting = self._waiting.take()
+        if self._kind is PartKind.HEADER:
+            waiting = "" if cut else waiting.strip()
+        if waiting:
+            yield AnswerPart(PartKind.SAID, waiting)
         if not cut and not self._answered:  # the client has nothing else to go on
             yield from (AnswerPart(PartKind.CALL, call=call) for call in self._last_resort)
 
+    # --- markers
+
     def _enter(self, kind: PartKind, after_marker: bool = True) -> None:
         self._kind = kind
-        self._leading.take()
+        self._waiting.take()
         self._bare = after_marker
-        if kind not in self._finders:
-            self._finders[kind] = StopFinder(self._markers(kind))
-        self._finder = copy(self._finders[kind])
+        self._find()
 
-    def _markers(self, kind: PartKind) -> list[str]:
-        think = self._markup.think
+    def _find(self) -> None:
+        """Look for the markers that may follow, from here on."""
+        key = self._kind, self._reader is not None and self._long_texts < MOST_LONG_TEXTS
+        if key not in self._finders:
+            self._finders[key] = StopFinder(self._markers(*key))
+        self._finder = _MarkerFinder(self._finders[key])
+
+    def _markers(self, kind: PartKind, calls: bool) -> list[str]:
+        markup, reader = self._markup, self._reader
         if kind is PartKind.HEADER:
-            return [self._markup.header_end]
-        found = [*(think or ()), *(self._markup.wrappers if kind is PartKind.SAID else ())]
-        if self._markup.headers:
-            found = [*self._markup.headers] if kind is PartKind.SAID else found[1:]
-        addressed = self._reader is None or self._reader.format.addressed
-        reads = not addressed and self._long_texts < MOST_LONG_TEXTS
-        return [*found, *self._reader.markers] if self._reader is not None and reads else found
+            return [markup.header_end]
+        found = [*(markup.think or ()), *(markup.wrappers if kind is PartKind.SAID else ())]
+        if markup.headers:
+            found = [*markup.headers] if kind is PartKind.SAID else found[1:]
+        return [*found, *(reader.markers if calls and reader and not reader.format.addressed else ())]
 
-    def _pass(self, pieces: list[tuple[int, bool]], marker: str) -> Iterator[AnswerPart]:
+    def _pass(self, marker: str, special: bool) -> Iterator[AnswerPart]:
         """Go on behind a marker."""
-        special = all(special for _, special in pieces)
+        headers = (*self._markup.headers, self._markup.header_end) if self._markup.headers else ()
         opens, closes = self._markup.think or ("", "")
-        if self._kind is PartKind.THOUGHT and marker == closes:
-            self._end_thought()
-        elif self._kind is PartKind.THOUGHT and marker == opens:
-            if self._bare:  # at its beginning it is that of the prompt again
-                self._enter(PartKind.THOUGHT)
-            else:
-                yield from self._word(marker)
-        elif self._kind is PartKind.THOUGHT and self._reader is not None:
-            self._doubted = _DoubtedCalls(self._reader.another(), closes, "" if special else marker)
-            yield from self._doubt_more(self._doubted, self._doubted.reader.start(marker, special))
-        elif self._markup.headers and marker in (*self._markup.headers, self._markup.header_end):
-            if not special:  # written in letters
-                yield from self._word(marker)
-            elif self._kind is PartKind.HEADER:
-                yield from self._address()
-            else:
-                self._spoken = False
-                self._enter(PartKind.HEADER)
+        if self._kind is PartKind.THOUGHT:
+            yield from self._pass_in_thought(marker, special)
+        elif marker in headers and special and self._kind is PartKind.HEADER:
+            yield from self._address()
+        elif marker in headers and special:
+            self._spoken = False
+            self._enter(PartKind.HEADER)
         elif marker == opens and not self._spoken:  # a model thinks before it speaks
             self._enter(PartKind.THOUGHT)
-        elif marker in (opens, closes) and self._answered:
+        elif marker in headers or (marker in (opens, closes) and self._answered):  # written in letters
             yield from self._word(marker)
         elif marker == closes:  # of a thought that was left out
             self._enter(PartKind.SAID)
@@ -353,21 +324,29 @@ class AnswerParser:
         else:
             yield from self._begin_calls(marker, special)
 
-    def _end_thought(self) -> None:
-        self._enter(PartKind.SAID)
-        self._begin_bare()
+    def _pass_in_thought(self, marker: str, special: bool) -> Iterator[AnswerPart]:
+        opens, closes = self._markup.think or ("", "")
+        if marker == closes:
+            self._enter(PartKind.SAID)
+            self._begin_bare()
+        elif marker == opens and self._bare:  # at its beginning it is that of the prompt again
+            self._enter(PartKind.THOUGHT)
+        elif self._reader is None or marker == opens:
+            yield from self._word(marker)
+        else:
+            self._doubted = _DoubtedCalls(self._reader.another(), closes, (marker, special))
+            yield from self._doubt(self._doubted)
 
     def _word(self, marker: str, special: bool = False) -> Iterator[AnswerPart]:
         """Yield a marker that is none, but text like any other."""
-        self._finder = copy(self._finders[self._kind])
-        yield from self._show([(len(marker), special)], marker)
+        self._find()
+        yield from self._show([(marker, special)])
 
     def _address(self) -> Iterator[AnswerPart]:
         """Enter the kind that a complete header announces: a call, a thought, or text."""
-        address = address_of(self._header.take())
+        address = address_of(self._waiting.take())
         self._enter(PartKind.THOUGHT if address.thought else PartKind.SAID)
-        name = address.recipient.removeprefix("functions.")
-        reader = self._reader
+        name, reader = address.recipient.removeprefix("functions."), self._reader
         if reader is not None and reader.format.addressed and reader.offers(name):
             yield from self._begin_calls(reader.format.start, True)
             yield from self._read((f"{name}{self._markup.header_end}", False))
@@ -382,7 +361,6 @@ class AnswerParser:
 
     def _begin_calls(self, marker: str, special: bool) -> Iterator[AnswerPart]:
         assert self._reader is not None
-        self._opened = self._leading.take()
         self._kind = PartKind.CALL
         yield from self._called(self._reader.start(marker, special))
 
@@ -394,121 +372,172 @@ class AnswerParser:
             self._answered = True
             if isinstance(piece, CallText):
                 yield AnswerPart(PartKind.CALL, call=piece)
-            elif not self._dropped:
+            elif not self._shown.dropped:
                 yield AnswerPart(PartKind.SAID, piece)
         if reader.state is ReaderState.CLOSED:
             self._spoken = False
             self._enter(PartKind.SAID)
-            self._return(reader.rest)
+            self._unread.extendleft(reversed(reader.rest))
         elif reader.state is ReaderState.REFUSED:
-            rest = self._counted(reader.rest)
+            self._long_texts += _is_long(reader.rest)
+            space = self._waiting.take()
             self._enter(PartKind.SAID, self._bare)
-            self._leading.add(self._opened)
-            if reader.marker and rest:
-                yield from self._word(*rest.pop(0))
-            self._return(rest)
+            self._waiting.add(space)
+            word = reader.rest.pop(0) if reader.marker and reader.rest else None
+            self._unread.extendleft(reversed(reader.rest))
+            if word is not None:
+                yield from self._word(*word)
 
-    def _counted(self, refused: Sequence[TextPiece]) -> list[TextPiece]:
-        """Count a long text that began like a call, so that reading such texts again stays linear."""
-        if sum(len(text) for text, _ in refused) > LONG_TEXT:
-            self._long_texts += 1
-            if self._long_texts == MOST_LONG_TEXTS:
-                self._finders.clear()
-        return list(refused)
-
-    def _doubt(self, doubted: _DoubtedCalls, text: str, special: bool) -> Iterator[AnswerPart]:
-        """Read calls within a thought, which counts as a thought if it goes on behind them."""
-        ends, certain = special and text == doubted.closes, "" if special else doubted.finder.push(text)
-        if ends or doubted.finder.found:
-            ends = True
-            self._return(
-                [(doubted.closes, special), *([(doubted.finder.rest, False)] if not special else [])]
-            )
-        doubted.text += certain
-        if special and not ends:
-            certain = text
-        if certain:
-            yield from self._doubt_more(doubted, doubted.reader.push(certain, special))
-        if ends and self._doubted is doubted:
-            if not doubted.reader.reads:
-                doubted.take(doubted.reader.finish(cut=False))
-                self._last_resort = doubted.calls
-            yield from self._no_doubt(doubted.text)
-
-    def _doubt_more(self, doubted: _DoubtedCalls, pieces: Iterable[CallText | str]) -> Iterator[AnswerPart]:
-        doubted.take(pieces)
-        reader = doubted.reader
-        if reader.state is ReaderState.CLOSED:
-            yield from self._no_doubt(doubted.text + doubted.finder.finish())
-        elif reader.state is ReaderState.REFUSED:
-            (marker, special), *rest = self._counted(reader.rest)
-            yield from self._no_doubt("" if special else marker)
-            self._return(rest)
-
-    def _no_doubt(self, text: str) -> Iterator[AnswerPart]:
-        """Go on in the thought behind this text of it."""
-        self._doubted = None
-        self._enter(PartKind.THOUGHT, self._bare)
-        yield from self._show([(len(text), False)], text)
+    def _doubt(self, doubted: _DoubtedCalls) -> Iterator[AnswerPart]:
+        """Go on behind calls in a thought once it is clear that they were only part of it."""
+        if doubted.over:
+            self._doubted = None
+            self._long_texts += doubted.long
+            self._last_resort = doubted.last_resort
+            self._enter(PartKind.THOUGHT, self._bare)
+            self._unread.extendleft(reversed(doubted.rest))
+            yield from self._show([(doubted.text, False)])
 
     def _end_doubt(self, doubted: _DoubtedCalls, cut: bool) -> Iterator[AnswerPart]:
         """Yield the calls with which a thought, and the answer, ended."""
         assert self._reader is not None
-        doubted.take(doubted.reader.finish(cut))
-        if doubted.reader.complete and not self._answered:
+        complete = doubted.finish(cut)
+        if complete and not self._answered:
             self._answered, self._doubted = True, None
-            self._reader.complete += doubted.reader.complete
+            self._reader.complete += complete
             yield from (AnswerPart(PartKind.CALL, call=call) for call in doubted.calls)
         else:
-            yield from self._no_doubt(doubted.text + doubted.finder.finish())
+            yield from self._doubt(doubted)
 
     # --- what is shown
 
-    def _show(self, pieces: list[tuple[int, bool]], text: str) -> Iterator[AnswerPart]:
-        if any(special for _, special in pieces):
-            text = _without_special(pieces, text, " " if self._kind is PartKind.HEADER else "")
-        if self._kind is PartKind.HEADER:
-            self._header.add(text)
+    def _show(self, pieces: Sequence[TextPiece]) -> Iterator[AnswerPart]:
+        header, said = self._kind is PartKind.HEADER, self._kind is PartKind.SAID
+        text = "".join([piece if not special else " " * header for piece, special in pieces])
+        if header:
+            self._waiting.add(text)
             return
         if self._bare:
             text = text.lstrip()
             self._bare = not text
-        elif self._kind is PartKind.SAID and not self._spoken:
-            self._leading.add(text)
-            text = self._leading.take() if text.strip() else ""
+        elif said and not self._spoken:
+            self._waiting.add(text)
+            text = self._waiting.take() if text.strip() else ""
         if text:
-            said = self._kind is PartKind.SAID
             self._spoken, self._answered = self._spoken or said, self._answered or said
             yield AnswerPart(self._kind, text)
 
-    def _take(self, count: int) -> list[tuple[int, bool]]:
-        """Return the next `count` characters of the pushed text, as pieces."""
-        taken = []
-        while count:
+
+class _FirstWords:
+    """First words of gpt-oss. `pieces` holds them until it is clear what they are."""
+
+    def __init__(self) -> None:
+        self.pieces: list[TextPiece] = []
+        self.text = ""
+
+    def add(self, text: str, special: bool) -> bool | None:
+        """Return True if they continue a header; None if that is not clear yet."""
+        self.pieces.append((text, special))
+        if special:
+            return False
+        self.text = (self.text + text).lstrip()
+        return opens_header(self.text) if self.text else None
+
+
+class _MarkerFinder:
+    """Finder of the next marker in pieces of text."""
+
+    def __init__(self, finder: StopFinder) -> None:
+        self._finder = copy(finder)
+        self._pieces: deque[tuple[int, bool]] = deque()  # lengths of what it holds; True for special tokens
+        self.marker: list[TextPiece] = []
+        self.rest: list[TextPiece] = []  #: behind the marker
+
+    @property
+    def held(self) -> int:
+        return self._finder.held
+
+    def push(self, text: str, special: bool) -> list[TextPiece]:
+        """Return the text before the marker that is certain now."""
+        self._pieces.append((len(text), special))
+        certain = self._taken(self._finder.push(text))
+        if self._finder.found:
+            self.marker, self.rest = self._taken(self._finder.match), self._taken(self._finder.rest)
+        return certain
+
+    def finish(self) -> list[TextPiece]:
+        """Return the text that was held back."""
+        return self._taken(self._finder.finish())
+
+    def _taken(self, text: str) -> list[TextPiece]:
+        taken, at = [], 0
+        while at < len(text):
             length, special = self._pieces.popleft()
-            if length > count:
-                self._pieces.appendleft((length - count, special))
-                length = count
-            taken.append((length, special))
-            count -= length
+            if at + length > len(text):
+                self._pieces.appendleft((at + length - len(text), special))
+                length = len(text) - at
+            taken.append((text[at : at + length], special))
+            at += length
         return taken
 
 
-@dataclass(slots=True)
 class _DoubtedCalls:
-    """Calls in a thought, and their text. `closes` ends the thought."""
+    """Calls in a thought, which count if the answer ends with them. `closes` ends the thought.
 
-    reader: CallReader
-    closes: str
-    text: str
-    finder: StopFinder = field(init=False)
-    calls: list[CallText] = field(default_factory=list)
+    `text` of the thought holds them. Once it is `over`, the thought goes on behind that with `rest`.
+    """
 
-    def __post_init__(self) -> None:
-        self.finder = StopFinder((self.closes,))
+    def __init__(self, reader: CallReader, closes: str, marker: TextPiece) -> None:
+        self._reader = reader
+        self._closes = closes
+        self._finder = StopFinder((closes,))
+        self.text = self._marker = "" if marker[1] else marker[0]
+        self.calls: list[CallText] = []
+        self.last_resort: list[CallText] = []  #: calls with which the thought ended
+        self.over = False
+        self.rest: list[TextPiece] = []
+        self.long = False  #: A long text was no call.
+        self._take(reader.start(*marker))
 
-    def take(self, pieces: Iterable[CallText | str]) -> None:
+    def push(self, text: str, special: bool) -> None:
+        closing = [(text, True)] if special and text == self._closes else []
+        certain = "" if closing else text
+        if not special:
+            certain = self._finder.push(text)
+            self.text += certain
+            if self._finder.found:
+                closing = [(self._closes, False), (self._finder.rest, False)]
+        if certain:
+            self._take(self._reader.push(certain, special))
+        if closing and not self.over:
+            self.over = True
+            if not self._reader.reads:
+                self._collect(self._reader.finish(cut=False))
+                self.last_resort = self.calls
+        if self.over:
+            self.rest += closing or [(self._finder.finish(), False)]
+
+    def finish(self, cut: bool) -> int:
+        """Return the number of complete calls at the end of the answer."""
+        self._collect(self._reader.finish(cut))
+        self.over = True
+        self.rest = [(self._finder.finish(), False)]
+        return self._reader.complete
+
+    def _take(self, pieces: Iterable[CallText | str]) -> None:
+        self._collect(pieces)
+        self.over = self._reader.state is not ReaderState.OPEN
+        if self._reader.state is ReaderState.REFUSED:
+            self.text, self.rest = self._marker, self._reader.rest[1:]
+            self.long = _is_long(self._reader.rest)
+
+    def _collect(self, pieces: Iterable[CallText | str]) -> None:
         self.calls += [piece for piece in pieces if isinstance(piece, CallText)]
+
+
+def _is_long(refused: Sequence[TextPiece]) -> bool:
+    """Return True for a text that may be read again only so often, to keep the time linear."""
+    return sum(len(text) for text, _ in refused) > LONG_TEXT
 
 
 class _ShownParts:
@@ -516,8 +545,8 @@ class _ShownParts:
 
     def __init__(self, stops: StopFinder | None, dropped: bool) -> None:
         self._stops = stops
-        self._dropped = dropped
-        self._trailing = _Held()  #: White space that is shown if more of the kind of the last part comes.
+        self.dropped = dropped
+        self._trailing = _HeldText()  #: White space that is shown if more of the kind of the last part comes.
         self._last = PartKind.SAID
 
     @property
@@ -563,12 +592,12 @@ class _ShownParts:
             shown = part.text.rstrip()
             if shown:
                 yield AnswerPart(part.kind, self._trailing.take() + shown)
-            elif part.call is not None and not self._dropped:
+            elif part.call is not None and not self.dropped:
                 yield part
             self._trailing.add(part.text[len(shown) :])
 
 
-class _Held:
+class _HeldText:
     """Text in pieces, because joining them at each new one would take quadratic time."""
 
     def __init__(self) -> None:
@@ -588,16 +617,3 @@ class _Held:
         text = "".join(self._pieces)
         self._pieces, self._length = [], 0
         return text
-
-
-def _without_special(pieces: list[tuple[int, bool]], text: str, instead: str) -> str:
-    return "".join([instead if special else piece for piece, special in _cut(pieces, text)])
-
-
-def _cut(pieces: Sequence[tuple[int, bool]], text: str) -> list[TextPiece]:
-    """Return the text in pieces of these lengths."""
-    cut, at = [], 0
-    for length, special in pieces:
-        cut.append((text[at : at + length], special))
-        at += length
-    return cut

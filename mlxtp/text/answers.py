@@ -167,7 +167,7 @@ class ReadingPlan:
 
 
 LONG_TEXT = 4000  #: characters
-MOST_LONG_TEXTS = 8  #: so many long texts that only began like calls; then no more are looked for
+MOST_LONG_TEXTS = 8  #: so many long texts that only began like calls; then none are looked for
 
 
 class AnswerParser:
@@ -259,12 +259,15 @@ class AnswerParser:
     def _rest(self, cut: bool) -> Iterator[AnswerPart]:
         if self._opening is not None:
             yield from self._begin(self._opening, False)
-        while self._kind is PartKind.CALL or self._doubted is not None:
-            if self._doubted is not None:
-                yield from self._end_doubt(self._doubted, cut)
+        while (reader := self._reader) is not None and (self._kind is PartKind.CALL or self._doubted):
+            if (doubted := self._doubted) is None:
+                yield from self._called(reader.finish(cut))
+            elif (complete := doubted.finish(cut)) and not self._answered:
+                self._answered, self._doubted = True, None
+                reader.complete += complete
+                yield from (AnswerPart(PartKind.CALL, call=call) for call in doubted.calls)
             else:
-                assert self._reader is not None
-                yield from self._called(self._reader.finish(cut))
+                yield from self._doubt(doubted)
             yield from self._read()
         rest = self._finder.finish()
         if not (cut and sum(len(text) for text, _ in rest) > 1):  # a marker was cut; "<" alone may be words
@@ -287,19 +290,10 @@ class AnswerParser:
 
     def _find(self) -> None:
         """Look for the markers that may follow, from here on."""
-        key = self._kind, self._reader is not None and self._long_texts < MOST_LONG_TEXTS
+        key = self._kind, self._long_texts < MOST_LONG_TEXTS
         if key not in self._finders:
-            self._finders[key] = StopFinder(self._markers(*key))
+            self._finders[key] = StopFinder(_markers(self._markup, self._reader if key[1] else None, key[0]))
         self._finder = _MarkerFinder(self._finders[key])
-
-    def _markers(self, kind: PartKind, calls: bool) -> list[str]:
-        markup, reader = self._markup, self._reader
-        if kind is PartKind.HEADER:
-            return [markup.header_end]
-        found = [*(markup.think or ()), *(markup.wrappers if kind is PartKind.SAID else ())]
-        if markup.headers:
-            found = [*markup.headers] if kind is PartKind.SAID else found[1:]
-        return [*found, *(reader.markers if calls and reader and not reader.format.addressed else ())]
 
     def _pass(self, marker: str, special: bool) -> Iterator[AnswerPart]:
         """Go on behind a marker."""
@@ -398,17 +392,6 @@ class AnswerParser:
             self._unread.extendleft(reversed(doubted.rest))
             yield from self._show([(doubted.text, False)])
 
-    def _end_doubt(self, doubted: _DoubtedCalls, cut: bool) -> Iterator[AnswerPart]:
-        """Yield the calls with which a thought, and the answer, ended."""
-        assert self._reader is not None
-        complete = doubted.finish(cut)
-        if complete and not self._answered:
-            self._answered, self._doubted = True, None
-            self._reader.complete += complete
-            yield from (AnswerPart(PartKind.CALL, call=call) for call in doubted.calls)
-        else:
-            yield from self._doubt(doubted)
-
     # --- what is shown
 
     def _show(self, pieces: Sequence[TextPiece]) -> Iterator[AnswerPart]:
@@ -426,6 +409,16 @@ class AnswerParser:
         if text:
             self._spoken, self._answered = self._spoken or said, self._answered or said
             yield AnswerPart(self._kind, text)
+
+
+def _markers(markup: Markup, reader: CallReader | None, kind: PartKind) -> list[str]:
+    """Return the markers that may follow text of a kind."""
+    if kind is PartKind.HEADER:
+        return [markup.header_end]
+    found = [*(markup.think or ()), *(markup.wrappers if kind is PartKind.SAID else ())]
+    if markup.headers:
+        found = [*markup.headers] if kind is PartKind.SAID else found[1:]
+    return found if reader is None or reader.format.addressed else [*found, *reader.markers]
 
 
 class _FirstWords:

@@ -1,4 +1,4 @@
-"""Values of arguments that a model wrote as plain text, with the types that a tool's schema gives them. Pure."""
+"""Values of arguments that a model wrote as plain text, in the types of the tool's schema. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ _OTHER_NAMES = {
     "int": "integer", "long": "integer", "float": "number", "double": "number", "bool": "boolean",
     "dict": "object", "map": "object", "list": "array", "tuple": "array", "arr": "array", "none": "null",
 }  # fmt: skip
-_TYPES = frozenset({"string", "integer", "number", "boolean", "object", "array", "null"})
+_TYPE_OF = {
+    type(None): "null", bool: "boolean", int: "integer", float: "number", str: "string", list: "array",
+    dict: "object",
+}  # fmt: skip
+_TYPES = frozenset(_TYPE_OF.values())
 
 Schema = Mapping[str, Any]
 
@@ -62,11 +66,11 @@ def typed(text: str, types: frozenset[str] | None, *, guess: bool = False) -> ob
     """Return the value that a model wrote without quotes.
 
     A string stays as it is. Where the schema leaves several types, the most specific one that fits is taken.
-    Text of no fitting type stays text, so that the client sees the mistake. Without a type, `null` and, if the
-    schema describes the argument, objects and lists are JSON; with `guess`, all that can be.
+    Text of no fitting type stays text, so that the client sees the mistake. Without a type, `null` is JSON,
+    and objects and lists are if the schema describes the argument; with `guess`, all is that can be.
     """
     bare = text.strip()
-    if types == {"string"}:
+    if types == frozenset({"string"}):
         return text
     value = _literal(bare, mends=bool(types))
     if not bare and types and "string" not in types and (empty := types & {"object", "array"}):
@@ -125,18 +129,4 @@ def _named(given: object) -> frozenset[str]:
 
 
 def _type_of(value: object) -> str:
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "boolean"
-        case int():
-            return "integer"
-        case float():
-            return "number"
-        case str():
-            return "string"
-        case list():
-            return "array"
-        case _:
-            return "object"
+    return _TYPE_OF[type(value)]

@@ -159,6 +159,7 @@ class TaggedSyntax(CallSyntax):
 
 
 def compact(text: str) -> str:
+    """Return a text without its white space."""
     return "".join(text.split())
 
 
@@ -186,12 +187,12 @@ class JsonCall(CallBody):
             return self.close()
         new: list[str] = []
         while text and not self.done:
-            if self._inner is not None and not self._inner.done:
-                new.append(self._inner.push(text))
-                text = self._inner.rest
-                if not self._inner.done:
-                    break
-                self._written.append(self._fields.resume())
+            if (inner := self._open_arguments()) is not None:
+                new.append(inner.push(text))
+                text = inner.rest
+                if self._open_arguments() is None:
+                    self._written.append(self._fields.resume())
+                continue
             self._written.append(self._fields.push(text))
             text = ""
             if self._fields.paused:
@@ -203,10 +204,13 @@ class JsonCall(CallBody):
         self._passed += new
         return "".join(new) if self._name_first else ""
 
+    def _open_arguments(self) -> JsonMender | None:
+        return self._inner if self._inner is not None and not self._inner.done else None
+
     def close(self) -> str:
         new = ""
-        if self._inner is not None and not self._inner.done:
-            new = self._inner.close()
+        if (inner := self._open_arguments()) is not None:
+            new = inner.close()
             self._passed.append(new)
             self._written.append(self._fields.resume())
         if not self.done:
@@ -389,7 +393,7 @@ class _TaggedCall(CallBody):
                 value = written[opening.end() :].lstrip()
                 mender = JsonMender()
                 mender.push(value if value.startswith(("{", "[")) else "{}")
-                return bool(mender.quote)
+                return mender.in_string
         return False
 
     def _end_at(self, end: int, rest: str = "") -> None:

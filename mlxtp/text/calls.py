@@ -91,7 +91,7 @@ class CallFormat:
 
 
 class _Found(Enum):
-    """Text between two calls: nothing clear yet, the head of a call, or other text."""
+    """Text between two calls: not clear yet, the head of a call, or other text."""
 
     UNCLEAR = auto()
     HEAD = auto()
@@ -271,7 +271,7 @@ class CallReader:
         while self.state is ReaderState.OPEN and (body := self._body) is not None:
             incomplete = self._needs_end and not self._ended
             if incomplete or (cut and not body.complete and not body.streams):
-                self._refuse() if words or incomplete else self._close([])
+                self._leave(words or incomplete)
                 return
             behind = list(self._raw) if body.doubtful else []
             yield from self._end_call(body, cut)
@@ -281,17 +281,15 @@ class CallReader:
                 yield from self._look()
         if self.state is not ReaderState.OPEN:
             return
-        if self._first and (words or not cut):
-            self._refuse()
-        else:
-            fence = "".join([text for text, _ in self._pending]).strip() in _FENCES
-            self._close([] if self._first or cut or self._enough or fence else self._pending)
+        fence = "".join([text for text, _ in self._pending]).strip() in _FENCES
+        nothing = self._first or cut or self._enough or fence
+        self._leave(self._first and (words or not cut), [] if nothing else self._pending)
 
-    def _close(self, rest: Sequence[TextPiece]) -> None:
-        self.state, self.rest, self._raw, self._body = ReaderState.CLOSED, list(rest), [], None
-
-    def _refuse(self) -> None:
-        self.state, self.rest, self._raw, self._body = ReaderState.REFUSED, self._raw, [], None
+    def _leave(self, refused: bool, rest: Sequence[TextPiece] = ()) -> None:
+        """End the run. `refused`: what stands behind its last certain call is none."""
+        self.state = ReaderState.REFUSED if refused else ReaderState.CLOSED
+        self.rest = self._raw if refused else list(rest)
+        self._raw, self._body = [], None
 
     def _feed(self, text: str, special: bool) -> Iterator[CallText | str]:
         """Give text to the body. If it is over, or may be, the text behind it is pending."""
@@ -315,7 +313,7 @@ class CallReader:
             self._pending = [] if body.rest.isspace() else behind
 
     def _begun(self, body: CallBody, tool: Tool) -> CallText:
-        """Return the first piece of a call. Some models number the calls of each answer anew."""
+        """Return the first piece of a call. Some models number the calls of each answer from 0."""
         self._ids.append(new_id() if not body.id or body.id in self._ids else body.id)
         return CallText(len(self._ids) - 1, "", self._ids[-1], tool.name)
 
@@ -329,7 +327,7 @@ class CallReader:
             body.close()
             tool = self._offered.tools.get(body.name or "")
             if tool is None or (not self.marker and not self.forced and not body.has_arguments):
-                self._refuse()
+                self._leave(refused=True)
                 return
             arguments, left = body.arguments()
             yield self._begun(body, tool)
@@ -352,7 +350,7 @@ class CallReader:
             elif found is _Found.UNCLEAR:
                 return
             elif self._needs_end:
-                self._refuse()
+                self._leave(refused=True)
             elif body is not None and (body.done or (body.sure and (head or self._pending[0][1]))):
                 # Another call, or a special token of the model's own, cannot stand in a value.
                 yield from self._end_call(body, cut=False)
@@ -361,7 +359,7 @@ class CallReader:
                 goes_on, self._raw, self._pending = self._raw, [], []
                 yield from self._feed("".join([piece for piece, _ in goes_on]), False)
             elif head is None:
-                self._refuse() if self._first else self._close(self._pending)
+                self._leave(self._first, self._pending)
             else:
                 schema = self._offered.tools[head.name].parameters or {}
                 self._body, self._pending = head.syntax.body(head.name, schema, self.format.ends), []

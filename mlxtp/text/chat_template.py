@@ -18,6 +18,7 @@ from typing import Any
 
 from ..errors import RequestError
 from .conversation import Call, ChatMessage, Conversation, Tool, tool_json
+from .markups import JSON_CALLS
 
 Json = dict[str, Any]
 #: Write messages, with tools, and the beginning of an answer. Raises RequestError.
@@ -34,17 +35,17 @@ IDS = ("", SHORT_IDS, NAMED_IDS)  #: the client's own, or one of these
 
 @dataclass(frozen=True, slots=True)
 class TemplateTraits:
-    """What a chat template writes whole.
+    """Traits of a chat template: what of a conversation it writes whole.
 
     `parts`: content has to be a list of parts. `system`: a system message at the beginning; `systems`:
     several there; `later_systems`: others further on. `neighbours`: two messages of one role in a row.
     `first_assistant`, `last_assistant`: a conversation that begins or ends with the assistant. `no_user`: one
     without a message of the user. `words_behind_results`: a message of the user behind a tool's result.
     `tools`: their descriptions, and `tools_alone` even without a system message. `calls`: those of the
-    assistant. `arguments_as_text`: their arguments have to be JSON text. `ids`: how ids have to be, one of `IDS`.
-    `several_calls`: in one message. `words_beside_calls`: in one message. `thoughts`: the field of a
-    message with calls that holds its thoughts, or empty; `thoughts_beside_words`: even if it has text. `markers`: the marker that ends a thought, in the
-    assistant's text; `markers_of_users`: in others.
+    assistant. `arguments_as_text`: their arguments have to be JSON text. `ids`: the form of ids, of `IDS`.
+    `several_calls`, `words_beside_calls`: in one message. `thoughts`: the field of a message with calls that
+    holds its thoughts, or empty; `thoughts_beside_words`: even if it has text. `markers`: the marker that
+    ends a thought, in the assistant's text; `markers_of_users`: in others.
     """
 
     parts: bool = False
@@ -73,7 +74,7 @@ class TemplateTraits:
 
 
 #: Describes tools to a model whose template does not, and requests calls in the format of Hermes and Qwen.
-_TOOLS_IN_WORDS = """You can call functions to help with the user's request. These exist, one JSON object a line:
+_TOOLS_IN_WORDS = """You can call functions to help with the user's request. These exist, one object a line:
 <tools>
 {tools}
 </tools>
@@ -99,13 +100,14 @@ def template_messages(
 ) -> list[Json]:
     """Return the messages of a conversation for a template with these traits.
 
-    `write_call` writes calls in the model's format, for templates that do not. `think` are the markers of the model's thoughts.
+    `write_call` writes calls in the model's format, for templates that do not. `think` are the markers of
+    thoughts.
     """
     turns = [_thoughts_apart(turn, think) for turn in conversation.messages]
     turns = _matched(turns, traits.ids, lost=_result_in_words)
     if not traits.tools:
         turns = [_result_in_words(turn) if turn.role == "tool" else turn for turn in turns]
-        turns = _with_tools([_calls_in_words(turn, _hermes_call) for turn in turns], conversation.tools)
+        turns = _with_tools([_calls_in_words(turn, JSON_CALLS.written) for turn in turns], conversation.tools)
     elif not traits.calls:
         turns = [_calls_in_words(turn, write_call) for turn in turns]
     elif not traits.several_calls:
@@ -217,8 +219,8 @@ def _matched(
 ) -> list[ChatMessage]:
     """Give results of tools the names of their calls: each answers the first open call with its id.
 
-    A model that writes its ids itself may use one twice. With `ids`, calls get new ones of that form. A result
-    whose call is `lost` becomes what that returns.
+    A model that writes its ids itself may use one twice. With `ids`, calls get new ones of that form. A
+    result whose call is `lost` becomes what that returns.
     """
     matched: list[ChatMessage] = []
     indices, open_ = count(), dict[str, list[Call]]()
@@ -265,7 +267,7 @@ def _one_at_a_time(turns: Sequence[ChatMessage]) -> list[ChatMessage]:
 
 
 def _words_apart(turn: ChatMessage, neighbours: bool) -> list[ChatMessage]:
-    """Put the words beside calls in a message of their own. Between two that may not follow, the user speaks."""
+    """Put the words beside calls in a message of their own; the user speaks between `neighbours`."""
     if not turn.calls or not turn.text:
         return [turn]
     between = [] if neighbours else [ChatMessage("user", _GO_ON)]
@@ -281,21 +283,12 @@ def _calls_in_words(turn: ChatMessage, write_call: WriteCall) -> ChatMessage:
     return replace(turn, text="\n".join([*filter(None, [turn.text]), *calls]), calls=())
 
 
-def _hermes_call(name: str, arguments: Mapping[str, Any]) -> str:
-    call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
-    return f"<tool_call>\n{call}\n</tool_call>"
-
-
 def _with_tools(turns: Sequence[ChatMessage], tools: Sequence[Tool]) -> list[ChatMessage]:
     """Join results of several tools in one message of the user, and put the tools in the system message."""
     joined: list[ChatMessage] = []
-    for turn in turns:
-        if joined and turn.role == "user" and turn.text.startswith("<tool_response>"):
-            last = joined[-1]
-            if last.role == "user" and last.text.startswith("<tool_response>"):
-                joined[-1] = ChatMessage("user", f"{last.text}\n{turn.text}")
-                continue
-        joined.append(turn)
+    for results, group in groupby(turns, key=lambda turn: turn.text.startswith("<tool_response>")):
+        run = list(group)
+        joined += [ChatMessage("user", "\n".join([turn.text for turn in run]))] if results else run
     if not tools:
         return joined
     listed = "\n".join(json.dumps(tool_json(tool), ensure_ascii=False) for tool in tools)
@@ -448,11 +441,10 @@ class _TemplateProbe:
             self.learn(calls=False, arguments_as_text=False, ids="")
             self.learn(tools=self.shows(_USER, _SAID, _RESULT, tools=True))
             return
-        both = replace(_CALLED, calls=(_CALL, _CALL_2))
-        words = ("zqvaluea", "zqvalueb", _RESULT.text, _RESULT_2.text)
-        beside = replace(_CALLED, text=_SAID.text)
+        both, beside = replace(_CALLED, calls=(_CALL, _CALL_2)), replace(_CALLED, text=_SAID.text)
+        values = ("zqvaluea", "zqvalueb", _RESULT.text, _RESULT_2.text)
         self.learn(
-            several_calls=self._contains(_USER, both, _RESULT, _RESULT_2, words=words),
+            several_calls=self._contains(_USER, both, _RESULT, _RESULT_2, words=values),
             words_beside_calls=self._contains(_USER, beside, _RESULT, words=(_SAID.text, "zqvaluea")),
             words_behind_results=self.shows(_USER, _CALLED, _RESULT, _USER_2, tools=True),
         )
@@ -461,7 +453,7 @@ class _TemplateProbe:
             self.learn(thoughts=name)
             if self.shows(_USER, thinks, _RESULT, words=("zqthought", "zqvaluea"), tools=True):
                 both = replace(thinks, text=_SAID.text)
-                words = (_SAID.text, "zqvaluea", "zqthought")
+                words = (_SAID.text, "zqvaluea", "zqthought", _RESULT.text)
                 self.learn(thoughts_beside_words=self._contains(_USER, both, _RESULT, words=words))
                 return
         self.learn(thoughts="")

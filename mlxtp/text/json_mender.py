@@ -41,11 +41,90 @@ class _Expect(Enum):
     NEXT = auto()  # a comma, or the end of the container
 
 
+class _OpenString:
+    """A string while it is read. A key's `letters` are kept.
+
+    `inside` is the bracket of its container. `bare`: keys may follow without quotes.
+    """
+
+    def __init__(self, quote: str, is_key: bool, inside: str, stops: Sequence[str], bare: bool) -> None:
+        self.is_key = is_key
+        self.letters: list[str] = []
+        self.done = False
+        self._quote = quote
+        self._inside = inside
+        self._stops = stops
+        self._bare = bare
+
+    def mend(self, text: str, at: int, made: list[str], final: bool) -> int:
+        """Read from `at` on. Return where it stopped; -1 to wait for more text."""
+        quote = self._quote
+        if quote in PLAIN_QUOTES:
+            return self._plain(text, at, made, final)
+        if letters := _LETTERS.match(text, at):
+            return self._add(letters[0], made, letters.end())
+        if text[at] == "\\":
+            return self._escape(text, at, made, final)
+        if text.startswith(quote, at):
+            if (ends := self._ends(text, at + len(quote), final)) is not False:
+                self.done = ends is True
+                return at + len(quote) if ends else -1
+        elif not final and quote.startswith(text[at:]):
+            return -1
+        return self._add(text[at] if text[at] == "'" else json.dumps(text[at])[1:-1], made, at + 1)
+
+    def _add(self, letters: str, made: list[str], at: int) -> int:
+        made.append(letters)
+        if self.is_key:
+            self.letters.append(letters)
+        return at
+
+    def _plain(self, text: str, at: int, made: list[str], final: bool) -> int:
+        end = text.find(self._quote, at)
+        safe = end if end >= 0 else len(text) if final else max(at, len(text) - len(self._quote) + 1)
+        self._add(json.dumps(text[at:safe], ensure_ascii=False)[1:-1], made, safe)
+        self.done = end >= 0
+        return end + len(self._quote) if end >= 0 else safe if safe > at else -1
+
+    def _escape(self, text: str, at: int, made: list[str], final: bool) -> int:
+        wanted = 6 if text.startswith("u", at + 1) else 4 if text.startswith("x", at + 1) else 2
+        if len(text) < at + wanted and not final:
+            return -1
+        sign, digits = text[at + 1 : at + 2], text[at + 2 : at + wanted]
+        if wanted > 2 and len(digits) == wanted - 2 and all(each in _HEX for each in digits):
+            return self._add(f"\\u{digits:0>4}", made, at + wanted)
+        if sign == "'":
+            return self._add("'", made, at + 2)
+        if sign in _ESCAPES and sign:
+            return self._add(f"\\{sign}", made, at + 2)
+        return self._add("\\\\", made, at + 1)  # no escape: a path, or a regular expression
+
+    def _ends(self, text: str, at: int, final: bool) -> bool | None:
+        """Return whether a quote before `at` ends the string; None if that is not clear yet.
+
+        It does where JSON can go on behind it. Otherwise the model forgot to escape it.
+        """
+        at = _blanks(text, at)
+        if at == len(text):
+            return True if final else None
+        if self.is_key:
+            return text[at] in ":=,})"
+        if text[at] in "}])" or any(text.startswith(stop, at) for stop in self._stops):
+            return True
+        if text[at] != ",":
+            return None if not final and _may_stop(self._stops, text[at:]) else False
+        at = _blanks(text, at + 1)
+        if at == len(text):
+            return True if final else None
+        bare = self._bare and (text[at].isalpha() or text[at] == "_")
+        return self._inside == "[" or bare or text[at] in "}),\"'<"
+
+
 class JsonMender:
     """Reader of one container, from its opening bracket to its end.
 
     A `(` at the beginning opens an object whose keys need no quotes. `quotes`: those that open strings, the
-    longest of a common beginning first. `stops`: texts that end the container wherever no string is open.
+    longest of a common beginning first. `stops`: texts that end the container unless a string is open.
     `pause`: it pauses before an object that is the value of one of these keys at the top.
     """
 
@@ -64,19 +143,26 @@ class JsonMender:
         self._pause = pause
         self._open: list[str] = []
         self._expect = _Expect.VALUE
-        self.quote = ""  #: quote of the string that is open
-        self._is_key = False
-        self._key: list[str] = []  # pieces of the latest key at the top
+        self._string: _OpenString | None = None
+        self._key = ""  # the latest one at the top
         self._comma = ""  # with the blanks after it; it is written once something follows
         self._held = ""
+
+    @property
+    def in_string(self) -> bool:
+        """True if a string is open."""
+        return self._string is not None
 
     def push(self, text: str, final: bool = False) -> str:
         """Return the JSON that is certain now. `final`: no text follows."""
         text, at = self._held + text, 0
         made: list[str] = []
         while at < len(text) and not (self.done or self.paused):
-            read = self._in_string if self.quote else self._between
-            if (after := read(text, at, made, final)) < 0:
+            string = self._string
+            after = (self._between if string is None else string.mend)(text, at, made, final)
+            if string is not None and string.done:
+                self._end_string(string, made)
+            if after < 0:
                 break
             at = after
         if self.done or self.paused:
@@ -93,124 +179,60 @@ class JsonMender:
 
     def close(self) -> str:
         """Return the rest of the JSON, with the brackets that are missing."""
-        if self.done:
-            return ""
-        made = [self.push("", final=True)]
-        if self.done:
-            return made[0]
-        if self.quote:
-            self._end_string(made)
-        made += self._missing_value()
-        while self._open:
-            made.append(_END[self._open.pop()])
-        self.done = True
+        made = [] if self.done else [self.push("", final=True)]
+        if self._string is not None:
+            self._end_string(self._string, made)
+        if self._open:
+            made += self._missing_value()
+            made += [_END[each] for each in reversed(self._open)]
+        self._open, self.done = [], True
         return "".join(made)
 
     # Each of the following reads from `at` on and returns where it stopped; -1 to wait for more text.
 
-    def _in_string(self, text: str, at: int, made: list[str], final: bool) -> int:
-        quote = self.quote
-        if quote in PLAIN_QUOTES:
-            end = text.find(quote, at)
-            safe = end if end >= 0 else len(text) if final else max(at, len(text) - len(quote) + 1)
-            self._letters(json.dumps(text[at:safe], ensure_ascii=False)[1:-1], made)
-            if end >= 0:
-                self._end_string(made)
-                return end + len(quote)
-            return safe if safe > at else -1
-        if letters := _LETTERS.match(text, at):
-            self._letters(letters[0], made)
-            return letters.end()
-        if text[at] == "\\":
-            return self._escape(text, at, made, final)
-        if text.startswith(quote, at):
-            ends = self._ends_string(text, at + len(quote), final)
-            if ends is None:
-                return -1
-            if ends:
-                self._end_string(made)
-                return at + len(quote)
-        elif not final and quote.startswith(text[at:]):
-            return -1
-        sign = text[at]
-        self._letters(sign if sign == "'" else json.dumps(sign)[1:-1], made)
-        return at + 1
-
-    def _escape(self, text: str, at: int, made: list[str], final: bool) -> int:
-        wanted = 6 if text.startswith("u", at + 1) else 4 if text.startswith("x", at + 1) else 2
-        if len(text) < at + wanted and not final:
-            return -1
-        sign, digits = text[at + 1 : at + 2], text[at + 2 : at + wanted]
-        if wanted > 2 and len(digits) == wanted - 2 and all(each in _HEX for each in digits):
-            self._letters(f"\\u{digits:0>4}", made)
-            return at + wanted
-        if sign in _ESCAPES and sign:
-            self._letters(f"\\{sign}", made)
-            return at + 2
-        if sign == "'":
-            self._letters("'", made)
-            return at + 2
-        self._letters("\\\\", made)  # no escape: a path, or a regular expression
-        return at + 1
-
-    def _ends_string(self, text: str, at: int, final: bool) -> bool | None:
-        """Return whether a quote before `at` ends the string; None if that is not clear yet.
-
-        It does where JSON can go on behind it. Otherwise the model forgot to escape it.
-        """
-        at = _blanks(text, at)
-        if at == len(text):
-            return True if final else None
-        if self._is_key:
-            return text[at] in ":=,})"
-        if text[at] in "}])" or any(text.startswith(stop, at) for stop in self._stops):
-            return True
-        if text[at] != ",":
-            return None if not final and self._may_stop(text, at) else False
-        at = _blanks(text, at + 1)
-        if at == len(text):
-            return True if final else None
-        if self._open[-1] == "[":
-            return True
-        bare = self._open[-1] == "(" or any(quote in PLAIN_QUOTES for quote in self._quotes)
-        return text[at] in "}),\"'<" or (bare and (text[at].isalpha() or text[at] == "_"))
-
     def _between(self, text: str, at: int, made: list[str], final: bool) -> int:
-        sign = text[at]
-        if sign.isspace():
-            end = _blanks(text, at)
-            blanks = "".join(each if each in " \t\r\n" else " " for each in text[at:end])
-            if self._comma:
-                self._comma += blanks
-            else:
-                made.append(blanks)
-            return end
-        if self._open:
-            if any(text.startswith(stop, at) for stop in self._stops):
-                made += self._missing_value()
-                made += [_END[each] for each in reversed(self._open)]
-                self._open, self.done = [], True
-                return at
-            if not final and self._may_stop(text, at):
-                return -1
-        if sign in "}])":
-            return self._end_container(sign, at, made)
-        if self._expect is _Expect.COLON:
-            return self._colon(text, at, made)
+        """Read what stands outside of strings."""
+        if text[at].isspace():
+            return self._blank(text, at, made)
+        if self._open and any(text.startswith(stop, at) for stop in self._stops):
+            made += self._missing_value()
+            made += [_END[each] for each in reversed(self._open)]
+            self._open, self.done = [], True
+            return at
+        if self._open and not final and _may_stop(self._stops, text[at:]):
+            return -1
+        if text[at] in "}])":
+            return self._end_container(text[at], at, made)
         if self._expect is _Expect.NEXT:
-            return self._next(text, at)
+            self._comma = ","
+            self._expect = _Expect.VALUE if self._open[-1] == "[" else _Expect.KEY
+            return at + (text[at] == ",")
+        return (self._colon if self._expect is _Expect.COLON else self._value)(text, at, made, final)
+
+    def _blank(self, text: str, at: int, made: list[str]) -> int:
+        end = _blanks(text, at)
+        blanks = "".join(each if each in " \t\r\n" else " " for each in text[at:end])
+        if self._comma:
+            self._comma += blanks
+        else:
+            made.append(blanks)
+        return end
+
+    def _value(self, text: str, at: int, made: list[str], final: bool) -> int:
+        """Read the beginning of a key or a value."""
+        is_key = self._expect is _Expect.KEY
         if (quote := self._opening_quote(text, at, final)) is None:
             return -1
         if quote:
             self._begin('"', made)
-            self.quote, self._is_key = quote, self._expect is _Expect.KEY
-            if self._is_key and len(self._open) == 1:
-                self._key = []
+            inside = self._open[-1] if self._open else ""
+            bare = inside == "(" or any(quote in PLAIN_QUOTES for quote in self._quotes)
+            self._string = _OpenString(quote, is_key, inside, self._stops, bare)
             return at + len(quote)
-        if self._expect is _Expect.KEY:
+        if is_key:
             return self._bare_key(text, at, made, final)
-        if sign in "{[(":
-            return self._begin_container(sign, at, made)
+        if text[at] in "{[(":
+            return self._begin_container(text[at], at, made)
         return self._word(text, at, made, final)
 
     def _opening_quote(self, text: str, at: int, final: bool) -> str | None:
@@ -223,7 +245,7 @@ class JsonMender:
         return ""
 
     def _begin_container(self, sign: str, at: int, made: list[str]) -> int:
-        if sign == "{" and len(self._open) == 1 and "".join(self._key) in self._pause:
+        if sign == "{" and len(self._open) == 1 and self._key in self._pause:
             self.paused = True
             return at
         if sign == "(" and self._open:
@@ -256,7 +278,7 @@ class JsonMender:
             return [": null"]
         return ["null"] if self._expect is _Expect.VALUE and self._open and self._open[-1] != "[" else []
 
-    def _colon(self, text: str, at: int, made: list[str]) -> int:
+    def _colon(self, text: str, at: int, made: list[str], final: bool) -> int:
         self._expect = _Expect.VALUE
         if text[at] in ":=":
             made.append(":")
@@ -269,11 +291,6 @@ class JsonMender:
             made.append(":")
         return at
 
-    def _next(self, text: str, at: int) -> int:
-        self._comma = ","
-        self._expect = _Expect.VALUE if self._open[-1] == "[" else _Expect.KEY
-        return at + (text[at] == ",")
-
     def _begin(self, sign: str, made: list[str]) -> None:
         """Begin a key or a value."""
         made += [self._comma, sign]
@@ -283,7 +300,7 @@ class JsonMender:
         if key := _KEY.match(text, at):
             word = key[0].strip()
             if len(self._open) == 1:
-                self._key = [word]
+                self._key = word
             self._begin(json.dumps(word, ensure_ascii=False), made)
             self._expect = _Expect.COLON
             return key.end()
@@ -316,21 +333,19 @@ class JsonMender:
         self._expect = _Expect.NEXT
         return end
 
-    def _may_stop(self, text: str, at: int) -> bool:
-        return any(stop.startswith(text[at:]) for stop in self._stops)
-
-    def _letters(self, letters: str, made: list[str]) -> None:
-        made.append(letters)
-        if self._is_key and len(self._open) == 1:
-            self._key.append(letters)
-
-    def _end_string(self, made: list[str]) -> None:
+    def _end_string(self, string: _OpenString, made: list[str]) -> None:
         made.append('"')
-        self.quote = ""
-        self._expect = _Expect.COLON if self._is_key else _Expect.NEXT
+        self._string = None
+        self._expect = _Expect.COLON if string.is_key else _Expect.NEXT
+        if string.is_key and len(self._open) == 1:
+            self._key = "".join(string.letters)
 
 
 _HEX = frozenset("0123456789abcdefABCDEF")
+
+
+def _may_stop(stops: Sequence[str], text: str) -> bool:
+    return any(stop.startswith(text) for stop in stops)
 
 
 def _blanks(text: str, at: int) -> int:

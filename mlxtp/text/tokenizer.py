@@ -85,33 +85,19 @@ class Text:
         self.longest_token = max(map(len, vocabulary))
         self.markup = thought_markup(facts.template, vocabulary)
         own = call_format(facts.template, vocabulary)
-        self.traits = self._learned(own is not None)
-        #: True if the chat template supports tools in a format that can be read.
-        self.knows_tools = self.traits.tools
+        traits = _traits(self._writer, self.markup.think)
+        #: Abilities of the chat template. It has no tools where their calls could not be read.
+        self.traits = replace(traits, tools=traits.tools and own is not None)
         #: format of this model's tool calls, and that of tools in words if the template lists none
-        self.tool_calls = JSON_CALLS if own is None else own if self.knows_tools else own.beside(JSON_CALLS)
+        self.tool_calls = JSON_CALLS if own is None else own if self.traits.tools else own.beside(JSON_CALLS)
         both = (facts.tokenizer + facts.template).encode(errors="surrogatepass")
         #: Equal for equal tokenizers and templates.
         self.identity = blake2b(both, digest_size=16).hexdigest()
 
-    def _learned(self, reads_calls: bool) -> TemplateTraits:
-        """Return what the chat template can do; that it does all of it if that takes too long to find out."""
-        if not self.has_chat_template:
-            return TemplateTraits()
-
-        def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
-            return self._writer.render(messages, tools, {}, prompting=True)
-
-        try:
-            traits = traits_of(render, self.markup.think)
-        except RequestError:
-            traits = TemplateTraits()
-        return replace(traits, tools=traits.tools and reads_calls)
-
     @property
     def features(self) -> tuple[str, ...]:
         """Abilities that requests may use: "tools" and "reasoning"."""
-        found = {"tools": self.knows_tools, "reasoning": self.markup.think is not None}
+        found = {"tools": self.traits.tools, "reasoning": self.markup.think is not None}
         return tuple(name for name, there in found.items() if there)
 
     @classmethod
@@ -256,6 +242,16 @@ class Text:
         if self._decoding is not None:
             return _ByteDetokenizer(self._decoding, frozenset(skip))
         return _LibraryDetokenizer(self._backend, frozenset(skip))
+
+
+def _traits(writer: Renderer, think: tuple[str, str] | None) -> TemplateTraits:
+    """Return the traits of a chat template; those of the best one if it takes too long to find them."""
+    if not writer.facts.renders:
+        return TemplateTraits()
+    try:
+        return traits_of(lambda turns, tools: writer.render(turns, tools, {}, prompting=True), think)
+    except RequestError:
+        return TemplateTraits()
 
 
 class _ByteDecoding:

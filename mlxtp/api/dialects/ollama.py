@@ -406,7 +406,7 @@ class _Models:
         name = served_name(body.model or body.name or "", self._generation.models())
         model, text = await self._generation.catalog.opened(name)
         capabilities = ["completion"]
-        if text.knows_tools:
+        if text.traits.tools:
             capabilities.append("tools")
         if text.markup.think is not None:
             capabilities.append("thinking")

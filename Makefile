@@ -23,7 +23,7 @@ STAMP := $(VENV)/.installed
 MANY := PYTHONDONTWRITEBYTECODE= $(BIN)/python
 # What `make chaos` runs: the folders of faults, and files with cases that it alone runs.
 FAULTS := tests/chaos tests/agents tests/soak tests/test_cli.py tests/test_oracle.py tests/test_tiny_model.py \
-  tests/api/test_mutated_bodies.py tests/api/test_published.py tests/api/text/test_contained.py \
+  tests/api/test_mutated_bodies.py tests/api/test_published.py tests/api/text/test_contained.py tests/api/text/test_families.py \
   tests/cli/test_demo.py tests/cli/test_launch.py tests/clients tests/engine/test_closing.py tests/engine/test_draft_model.py tests/engine/test_families.py \
   tests/engine/test_features_checkpoints.py \
   tests/engine/test_features_choice.py tests/engine/test_features_disk.py tests/engine/test_features_guided.py tests/engine/test_features_ledger.py \

@@ -1,4 +1,4 @@
-"""Write the pages of docs/ that are made from the code: settings, commands, families, short names, wire.
+"""Write what docs/ has from the code: settings, commands, families, short names, wire, tables of markups.
 
     make reference
 
@@ -36,6 +36,7 @@ from mlxtp.settings import (
     Setting,
 )
 from mlxtp.short_names import SHORT_NAMES
+from mlxtp.text.markups import CALLS, THOUGHTS
 from tests.engine.families import FAMILIES, NAMED, OWN
 
 from .wire_reference import render
@@ -302,7 +303,41 @@ def short_names_page() -> str:
     return SHORT_NAMES_HEAD.format(generated=GENERATED) + "\n".join(lines) + "\n"
 
 
+MARKUPS = ("<!-- Markups, written by `make reference`. -->", "<!-- End of the markups. -->")
+
+MARKUPS_PART = """
+| thoughts stand between | around the answer | families |
+|---|---|---|
+{thoughts}
+
+| a call of `add` with `a` 1 and `b` "two" | families |
+|---|---|
+{calls}
+"""
+
+
+def api_page() -> str:
+    """Return docs/api.md with the tables of markups in it."""
+    begin, end = MARKUPS
+    before, rest = (DOCS / "api.md").read_text().split(begin)
+    thoughts = [
+        f"| {' … '.join(map(_code, row.markup.think or ()))} | {' '.join(map(_code, row.markup.wrappers))} "
+        f"| {row.families} |"
+        for row in THOUGHTS
+    ]
+    calls = [f"| {_code(row.example)} | {row.families} |" for row in CALLS]
+    part = MARKUPS_PART.format(thoughts="\n".join(thoughts), calls="\n".join(calls))
+    return f"{before}{begin}\n{part}\n{end}{rest.split(end)[1]}"
+
+
+def _code(text: str) -> str:
+    """Return a text as code in a table. A new line is `⏎`."""
+    fence = "````" if "`" in text else "`"
+    return f"{fence}{_cell(text.replace(chr(10), '⏎'))}{' ' * (len(fence) > 1)}{fence}"
+
+
 PAGES: Mapping[str, Callable[[], str]] = {
+    "api.md": api_page,
     "settings.md": settings_page,
     "commands.md": commands_page,
     "families.md": families_page,

@@ -483,7 +483,7 @@ PURE = (
     "mlxtp.api.sampling",
     "mlxtp.text.answers",
     "mlxtp.text.argument_types",
-    "mlxtp.text.calls",
+    "mlxtp.text.call_syntax",
     "mlxtp.text.chat_template",
     "mlxtp.text.json_mender",
     "mlxtp.text.markups",

@@ -1,4 +1,4 @@
-"""Reader of tool calls in a model's text. Pure.
+"""Reader of tool calls in a model's text. Pure, but for the ids that it makes up.
 
 Each family writes calls in a syntax of its own. A call begins where a tool that was offered is called in that
 syntax; everything else is text.

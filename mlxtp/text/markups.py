@@ -1,7 +1,7 @@
 """Markup of the model families: how each marks its thoughts, and how it writes calls. Pure.
 
 A row is chosen by what the chat template and the vocabulary show, never by a model's name. `docs/api.md` has
-the table. To add a family, add a row; `tests/api/text/test_markups.py` reads back what each row shows.
+the table.
 """
 
 from __future__ import annotations

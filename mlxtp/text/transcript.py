@@ -5,6 +5,7 @@ The events are the same for all dialects: a model's output, separated by kind.
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -89,6 +90,16 @@ class WholeAnswer:
     calls: list[Call] = field(default_factory=list)
     scores: list[Scored] = field(default_factory=list)
     finish: Finish | None = None
+
+    @property
+    def complete_calls(self) -> list[Call]:
+        """Calls without one that the budget cut off: half its arguments must not pass for all of them."""
+        if self.calls and self.finish is not None and self.finish.reason == "length":
+            try:
+                json.loads(self.calls[-1].arguments)
+            except (ValueError, RecursionError):
+                return self.calls[:-1]
+        return self.calls
 
 
 # --- the transcript ---------------------------------------------------------------------------------------

@@ -164,7 +164,18 @@ def test_a_call_that_the_budget_cut_is_a_length(server: Server) -> None:
     answers_with(server, CALL[:cut], "length")
     choice = create(server, tools=TOOLS).choices[0]
     assert choice.finish_reason == "length"
-    assert choice.message.tool_calls[0].function.arguments == '{"a": '
+    assert choice.message.tool_calls is None
+    answers_with(server, f"{CALL}{CALL[:cut]}", "length")
+    [call] = create(server, tools=TOOLS).choices[0].message.tool_calls
+    assert json.loads(call.function.arguments) == {"a": 1}
+
+
+def test_a_stream_shows_a_call_that_the_budget_cut_up_to_there(server: Server) -> None:
+    answers_with(server, CALL[: CALL.index("1}}")], "length")
+    chunks = [chunk.choices[0] for chunk in create(server, tools=TOOLS, stream=True) if chunk.choices]
+    pieces = [call.function.arguments for chunk in chunks for call in chunk.delta.tool_calls or ()]
+    assert "".join(filter(None, pieces)) == '{"a": '
+    assert chunks[-1].finish_reason == "length"
 
 
 def test_a_failure_in_the_middle_of_a_call_is_no_end(server: Server) -> None:

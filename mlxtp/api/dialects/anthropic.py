@@ -406,35 +406,26 @@ def _asked(about: About) -> AnthropicAnswerOptions:
 
 
 def _content(answer: WholeAnswer, hide_thoughts: bool) -> list[Json]:
-    """Return the blocks of a whole answer. Leave out a call that the budget cut off: half an input must not
-    pass for one.
-
-    The stop reason `max_tokens` reports that something is missing.
-    """
+    """Return the blocks of a whole answer. The stop reason `max_tokens` reports a call that is left out."""
     blocks: list[Json] = []
     if answer.reasoning:
         thinking = "" if hide_thoughts else answer.reasoning
         blocks.append({"type": "thinking", "thinking": thinking, "signature": SIGNATURE})
     if answer.text:
         blocks.append({"type": "text", "text": answer.text})
-    cut = answer.finish is not None and answer.finish.reason == "length"
-    for call in answer.calls:
-        input_ = _input(call.arguments)
-        if input_ is None and cut and call is answer.calls[-1]:
-            break
-        input_ = {"arguments": call.arguments} if input_ is None else input_  # the model's mistake is visible
-        blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": input_})
+    for call in answer.complete_calls:
+        blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": _input(call.arguments)})
     return blocks
 
 
-def _input(arguments: str) -> Json | None:
-    """Return the object, or None for text that is not JSON of an object."""
+def _input(arguments: str) -> Json:
+    """Return the object in a call's arguments; a text in it where Python cannot read or write that."""
     try:
-        input_ = json.loads(arguments)
+        input_: Json = json.loads(arguments)
         json.dumps(input_, allow_nan=False)
     except (ValueError, RecursionError):
-        return None
-    return input_ if isinstance(input_, dict) else None
+        return {"arguments": arguments}
+    return input_
 
 
 def whole_body(about: About, answer: WholeAnswer) -> Json:

@@ -391,10 +391,10 @@ def _message(whole: WholeAnswer, custom: Collection[str]) -> Json:
     message: Json = {"role": "assistant", "content": whole.text, "refusal": None}
     if whole.reasoning:
         message["reasoning_content"] = whole.reasoning
-    if whole.calls:
+    if calls := whole.complete_calls:
         message["content"] = whole.text or None
         message["tool_calls"] = [
-            _tool_call(call.id, call.name, call.arguments, call.name in custom) for call in whole.calls
+            _tool_call(call.id, call.name, call.arguments, call.name in custom) for call in calls
         ]
     return message
 

@@ -34,6 +34,7 @@ from . import (
     prefill,
     recovery,
     replicas,
+    requests,
     speculation,
     strangers,
 )
@@ -44,6 +45,7 @@ from .table import show
 
 CASES: Mapping[str, Callable[[Stage], Awaitable[list[Row]]]] = {
     "frames": frames.measure,
+    "requests": requests.measure,
     "decode": decode.measure,
     "http": http.measure,
     "concurrency": concurrency.measure,

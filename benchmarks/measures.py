@@ -232,6 +232,10 @@ _ALL = (
     Measure("encode + decode StepToken", "µs", "Both.", "", Goal("≤", 5)),
     Measure("protocol send + receive StepToken", "µs", "With the link's order and ledger, both ends."),
     Measure("protocol send + receive Ack", "µs", "The way back."),
+    # --- requests
+    Measure("a chat of 30 messages and 20 tools, its messages and their check", "ms",
+            "What an agent does besides the template and the tokens: 8,000 words.", "", Goal("<", 1)),
+    Measure("its parser, up to the first call", "ms", "Building it, and the heads of calls of 20 tools."),
     # --- membership
     Measure("64 members, from their start to one coordinator", "ticks",
             "Half a second each; the members find each other within the first four."),

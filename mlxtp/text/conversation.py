@@ -16,7 +16,7 @@ AUTO, NONE, REQUIRED = "auto", "none", "required"
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A tool call that a model made. `arguments` is JSON text of an object; in a client's history, any text."""
+    """A tool call that a model made. `arguments` is JSON text of an object; in history, any text."""
 
     id: str
     name: str

@@ -16,7 +16,8 @@ from ..conftest import SPECIAL, VOCABULARY, Server, save
 # a model that thinks aloud, and whose template shows all that it is given
 TEMPLATE = (
     "{# <tool_call> #}{% for t in tools or [] %}{{ t.function.description }}"
-    "{{ t.function.parameters.properties | join }}{% endfor %}{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>"
+    "{{ t.function.parameters.properties | join }}{% endfor %}{{ bos_token }}"
+    "{% for m in messages %}<|{{ m.role }}|>"
     "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content }}"
     "{% for c in m.tool_calls or [] %}!{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
     "{% endfor %}{% for t in tools or [] %}+{{ t.function.name }}{% endfor %}"

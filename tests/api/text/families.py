@@ -38,6 +38,10 @@ def _invoke(mark: str, value: str, calls: Written) -> str:
     return each(calls, call)
 
 
+def kind(value: object) -> str:
+    return "string" if isinstance(value, str) else "number"
+
+
 QUOTE = '<|"|>'
 PARAM = '<param name="KEY">VALUE</param>'
 HUNYUAN = "<arg_key:opensource>KEY</arg_key:opensource>\n<arg_value:opensource>VALUE</arg_value:opensource>"
@@ -55,7 +59,8 @@ def _minimax_m3(calls: Written) -> str:
         return f"{M3}<{key}>{inside}{M3}</{key}>"
 
     def call(_: int, name: str, arguments: Arguments) -> str:
-        return f'{M3}<invoke name="{name}">{"".join(element(*each) for each in arguments.items())}{M3}</invoke>\n'
+        inside = "".join(element(*each) for each in arguments.items())
+        return f'{M3}<invoke name="{name}">{inside}{M3}</invoke>\n'
 
     return f"{M3}<tool_call>\n{each(calls, call, '')}{M3}</tool_call>"
 
@@ -188,7 +193,7 @@ WRITERS: Mapping[str, Callable[[Written], str]] = {
             lambda index, name, arguments: (
                 f'<|open|>call tool="{name}" index="{index + 1}"<|sep|>'
                 + "".join(
-                    f'<|open|>argument key="{key}" type="{"string" if isinstance(value, str) else "number"}"<|sep|>'
+                    f'<|open|>argument key="{key}" type="{kind(value)}"<|sep|>'
                     f"{plain(value)}<|close|>argument<|sep|>"
                     for key, value in arguments.items()
                 )

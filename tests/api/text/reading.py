@@ -60,10 +60,11 @@ def pieces(text: str, specials: Sequence[str], random: Random) -> list[tuple[str
         if part in specials:
             cut.append((part, True))
             continue
-        while part:
+        at = 0
+        while at < len(part):
             size = random.choice((1, 2, 3, 7, 1000))
-            cut.append((part[:size], False))
-            part = part[size:]
+            cut.append((part[at : at + size], False))
+            at += size
     return cut
 
 

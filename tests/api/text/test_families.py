@@ -21,8 +21,9 @@ NAMES = ("add", "fs-v2.read_file", "a/b", "ns__do.it", "x")
 KEYS = ("path", "content", "user-id", "n", "opt.x", "flag")
 TYPES = ("string", "string", "integer", "number", "boolean", "array", "object")
 WORDS = [
-    *"\"'\\{}[]()\né=ab", "  ", "word ", ", ", ": ", "\t", "```", "<think>", "</think>", "<function=add>", "</function>",
-    "<parameter=x>", "</parameter>", "<arg_key>", "</arg_value>", "</invoke>", '<parameter name="x">', "</tool_call>",
+    *"\"'\\{}[]()\né=ab", "  ", "word ", ", ", ": ", "\t", "```", "<think>", "</think>", "</tool_call>",
+    "<function=add>", "</function>", "<parameter=x>", '<parameter name="x">', "</parameter>", "<arg_key>",
+    "</arg_value>", "</invoke>",
 ]  # fmt: skip
 
 
@@ -31,7 +32,7 @@ def tagged(format_: CallFormat) -> list[TaggedSyntax]:
 
 
 def words(format_: CallFormat, alone: bool) -> list[str]:
-    """Return what texts of arguments are made of. Tags of values are among it where one call stands `alone`."""
+    """Return what texts of arguments are made of; where a call stands `alone`, of tags of values, too."""
     if any(syntax.nested for syntax in tagged(format_)):  # where no schema says that text inside is not JSON
         return [each for each in WORDS if each not in "[{"]
     if format_.name in SPECIALS:
@@ -43,10 +44,10 @@ def words(format_: CallFormat, alone: bool) -> list[str]:
 
 
 def ambiguous(format_: CallFormat, calls: Any) -> bool:
-    """Return True if a text closes itself, ends the call and opens a value: it is a call and other text as well."""
+    """Return True if a text closes itself and opens another value: that can be read in two ways."""
     for syntax in tagged(format_):
         ends = "|".join(map(re.escape, (syntax.end, *format_.ends)))
-        pattern = f"{syntax.closings.pattern}.*(?:{ends}).*{syntax.opening.pattern}"
+        pattern = rf"{syntax.closings.pattern}(?:\s*|.*(?:{ends}).*){syntax.opening.pattern}"
         if any(re.search(pattern, str(each), re.DOTALL) for _, given in calls for each in given.values()):
             return True
     return False

@@ -30,9 +30,8 @@ def mend(
 
 
 values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8)
-    | st.sampled_from(['"', "\\", '"}', "]", ",", "a\nb", "'", ', "x": '])
-    ,
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8) | st.sampled_from(['"', "\\", '"}', "]", ",", "a\nb", "'", ', "x": ']),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
     max_leaves=8,
 )  # fmt: skip

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from mlxtp.engine.grammar import Grammars
 from mlxtp.errors import MlxtpError, RequestError
 from mlxtp.text import tool_grammar
+from mlxtp.text.call_style import CallStyle
 from mlxtp.text.renderer import LocalRenderer
 from mlxtp.text.tokenizer import Text
-from mlxtp.text.call_style import CallStyle
 from mlxtp.text.tool_grammar import JSON_STYLE, call_grammar, checked_tools, log_once
 from mlxtp.text.tool_schemas import relaxed
 

@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from .call_syntax import CallBody, CallSyntax, JsonCall, NamedSyntax, compact
@@ -108,35 +108,18 @@ class _CallHead:
 
 
 class _OfferedCalls:
-    """Calls that one answer may have: those of the tools that were offered, in a model's format."""
+    """Calls of tools with these names, in a model's format. `markers` are texts with which they may begin."""
 
-    def __init__(self, format_: CallFormat, tools: Sequence[Tool]) -> None:
-        self.format = format_
-        self._tools = tools
-
-    @cached_property
-    def tools(self) -> Mapping[str, Tool]:
-        """Tools by each of their names."""
-        return {name: tool for tool in self._tools for name in (*tool.aliases, tool.name)}
-
-    @cached_property
-    def _heads(self) -> dict[str, _CallHead]:
-        return {
+    def __init__(self, format_: CallFormat, names: Sequence[str]) -> None:
+        self._heads = {
             text: _CallHead(length, syntax, name)
-            for syntax in reversed(self.format.syntaxes)
-            for name in self.tools
+            for syntax in reversed(format_.syntaxes)
+            for name in names
             for text, length in syntax.heads(name)
         }
-
-    @cached_property
-    def _first_signs(self) -> set[str]:
-        return {sign for head in self._heads for sign in (head[0], head[0].replace('"', "'"))}
-
-    @cached_property
-    def markers(self) -> list[str]:
-        """Texts with which calls may begin."""
-        direct = [text.replace("{}", name) for text in self.format.direct for name in self.tools]
-        return [*self.format.starts, *dict.fromkeys(direct)]
+        self._first_signs = {sign for head in self._heads for sign in (head[0], head[0].replace('"', "'"))}
+        direct = [text.replace("{}", name) for text in format_.direct for name in names]
+        self.markers = [*format_.starts, *dict.fromkeys(direct)]
 
     def head(self, text: str, at: int) -> tuple[_Found, _CallHead | None]:
         """Return what this place of a text begins."""
@@ -147,6 +130,9 @@ class _OfferedCalls:
             if len(text) - at <= _LONGEST_HEAD and any(head.startswith(written) for head in self._heads):
                 return _Found.UNCLEAR, None
         return _Found.TEXT, None
+
+
+_offered = lru_cache(maxsize=16)(_OfferedCalls)  # agents offer the same tools at every turn
 
 
 class ReaderState(Enum):
@@ -170,7 +156,7 @@ class CallReader:
     def __init__(
         self, format_: CallFormat, tools: Sequence[Tool], forced: bool = False, most: int = 0
     ) -> None:
-        self._offered = _OfferedCalls(format_, tools)
+        self._tools = {name: tool for tool in tools for name in (*tool.aliases, tool.name)}
         self.format = format_
         self.forced = forced
         self._most = most
@@ -188,9 +174,11 @@ class CallReader:
 
     def another(self) -> CallReader:
         """Return a new reader of the same calls."""
-        other = CallReader(self.format, (), self.forced, self._most)
-        other._offered = self._offered
-        return other
+        return CallReader(self.format, list(self._tools.values()), self.forced, self._most)
+
+    @cached_property
+    def _offered(self) -> _OfferedCalls:
+        return _offered(self.format, tuple(self._tools))
 
     @property
     def markers(self) -> list[str]:
@@ -199,7 +187,7 @@ class CallReader:
 
     def offers(self, name: str) -> bool:
         """Return True if the model may call this tool."""
-        return name in self._offered.tools
+        return name in self._tools
 
     @property
     def reads(self) -> bool:
@@ -296,7 +284,7 @@ class CallReader:
         body = self._body
         assert body is not None
         new = body.push(text, special and text in self.format.ends)
-        tool = self._offered.tools.get(body.name or "")
+        tool = self._tools.get(body.name or "")
         if new and tool is not None and self.format.streams and not self._needs_end:
             if not body.streams:
                 body.streams, self._first, self._raw = True, False, []
@@ -325,7 +313,7 @@ class CallReader:
                 yield CallText(len(self._ids) - 1, more)
         else:
             body.close()
-            tool = self._offered.tools.get(body.name or "")
+            tool = self._tools.get(body.name or "")
             if tool is None or (not self.marker and not self.forced and not body.has_arguments):
                 self._leave(refused=True)
                 return
@@ -361,7 +349,7 @@ class CallReader:
             elif head is None:
                 self._leave(self._first, self._pending)
             else:
-                schema = self._offered.tools[head.name].parameters or {}
+                schema = self._tools[head.name].parameters or {}
                 self._body, self._pending = head.syntax.body(head.name, schema, self.format.ends), []
                 if self._certain:
                     self._raw = []

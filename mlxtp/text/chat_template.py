@@ -495,8 +495,10 @@ def left_out(prompt: str, messages: Sequence[Json], tools: Sequence[Json]) -> st
             if place < 0:
                 return f"{what} that begins with {text.strip()[:60]!r}"
             at = max(at, place)
+    at = 0
     for tool in tools:
-        if (name := tool["function"]["name"]) not in prompt:
+        name = tool["function"]["name"]
+        if (at := _place(prompt, name, at)) < 0:
             return f"the tool {name!r}"
     return ""
 

@@ -11,7 +11,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from .actor import stage
+from .actor import stage, with_template
 from .bench import MLXTP, ROOT, Bench, Check, end, free_port, install, wait_for
 from .rows import ROWS, Row
 
@@ -19,9 +19,11 @@ SLOW_S = 9.0
 
 
 @contextlib.contextmanager
-def acted(row: Row, folder: Path, npm: Path, first_token_s: float, record: Path | None) -> Iterator[Bench]:
+def acted(row: Row, folder: Path, npm: Path, given: argparse.Namespace) -> Iterator[Bench]:
     """A bench where the actor answers."""
-    engine = dict(row.engine)
+    engine, record, first_token_s = dict(row.engine), given.record, given.first_token_s
+    if given.template:
+        engine["folder"] = with_template(given.template, folder / "model")
     prefill_s = first_token_s if engine.pop("slow", False) else 0.0
     if record:
         (record := record / row.key).mkdir(parents=True, exist_ok=True)
@@ -96,6 +98,7 @@ def main() -> None:
     parser.add_argument(
         "--first-token-s", type=float, default=SLOW_S, help="the prefill in rows about idle limits"
     )
+    parser.add_argument("--template", type=Path, help="chat template in place of the embedded model's")
     parser.add_argument("--json", type=Path, help="file for the results")
     parser.add_argument("--record", type=Path, help="folder for the requests that the programs send")
     given = parser.parse_args()
@@ -110,10 +113,7 @@ def main() -> None:
         node = open_.enter_context(served(folder, npm)) if given.engine == "node" else None
         for row in rows:
             began = time.monotonic()
-            slow = given.first_token_s
-            with (
-                contextlib.nullcontext(node) if node else acted(row, folder, npm, slow, given.record) as bench
-            ):
+            with contextlib.nullcontext(node) if node else acted(row, folder, npm, given) as bench:
                 checks = run(row, bench)
             print(line(row, checks), flush=True)
             results.append({"key": row.key, "app": row.app, "version": row.version,

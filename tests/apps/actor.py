@@ -19,6 +19,7 @@ import asyncio
 import contextlib
 import json
 import re
+import shutil
 import signal
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -29,6 +30,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from mlxtp.api.app import create_app
 from mlxtp.api.backend import ModelInfo, Request, StreamEnd, TokenEvent, Tokens
@@ -36,9 +38,11 @@ from mlxtp.api.server import bind, serve
 from mlxtp.client import FILE as AGENT_FILE
 from mlxtp.engine.grammar import Grammars, Matcher, unpack
 from mlxtp.engine.logit_shaping import AnswerBudget
+from mlxtp.text.conversation import Call, ChatMessage, Conversation, Tool
 from mlxtp.text.tokenizer import Text
 
 from ..api.conftest import FakeAnswer, FakeBackend, score
+from ..api.text.families import WRITERS
 from ..reference import TINY
 
 CONTEXT = 200_000  # tokens
@@ -107,6 +111,66 @@ def wishes(prompt: str) -> list[str]:
     return [f"The actor has read {len(prompt)} characters."]
 
 
+# --- other chat templates ---------------------------------------------------------------------------------
+
+_SPECIAL = re.compile(
+    r"<[|｜][^<>]*[|｜]>|<[|][a-z_]+>|<[a-z_]+[|]>|\[/?[A-Z_]{3,}\]|</?think>|\]<\]minimax\[>\[|\[e~\[|\]~!?b[\][]"
+)
+
+
+def with_template(template: Path, folder: Path) -> Path:
+    """Make a folder of the embedded model with another chat template, whose markers are tokens."""
+    shutil.copytree(TINY, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
+    text = template.read_text()
+    (folder / "chat_template.jinja").write_text(text)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(sorted({*_SPECIAL.findall(text)}))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": tokenizer.get_vocab_size()}))
+    return folder
+
+
+def end_tokens(text: Text) -> tuple[int, ...]:
+    """The special tokens that the template writes behind an answer's words and behind its calls."""
+    asked, call = ChatMessage("user", "zqa"), Call("call_0", "zqtool", '{"zqkey": "zqb"}')
+    said = (ChatMessage("assistant", "zqb"), ChatMessage("user", "zqc"))
+    called = (ChatMessage("assistant", "", calls=(call,)), ChatMessage("tool", "zqc", call_id="call_0"))
+    found = []
+    for turns, closes in ((said, ""), (called, text.tool_calls.end_mark)):
+        prompt = text.rendered(Conversation((asked, *turns), (Tool("zqtool", "", {}),)))
+        behind = prompt[prompt.rindex("zqb") :].removeprefix("zqb").partition(closes or "zqb")
+        places = {(behind[2] or behind[0]).find(each): id_ for id_, each in text.specials.items()}
+        found += [places[min(at for at in places if at >= 0)]]
+    return tuple(dict.fromkeys(found))
+
+
+def reply(prompt: str, text: Text, thinks: bool) -> str:
+    """The next answer as a model of this template writes it. A call was made where its words come again."""
+    places = [match for match in STEP.finditer(prompt) if steps(prompt[match.start() :])]
+    plan: list[tuple[Step, int]] = []  # with the place behind each step; those of one message stand together
+    for match in reversed(places):
+        step = steps(prompt[match.start() :])[0]
+        end = match.end() + len(step.text)
+        if not plan or plan[0][1] - end < len(plan[0][0].text) + 99:
+            plan.insert(0, (step, end))
+    said, at = "The actor has read it.", plan[-1][1] if plan else 0
+    for step, _ in plan:
+        if step.says:
+            said = json.loads(step.text)
+        elif step.tool and re.search(rf"(?<!DO call )\b{re.escape(step.tool)}\b", prompt):
+            values = [each for each in json.loads(step.text).values() if isinstance(each, str)]
+            at = prompt.find(values[0].partition("\n")[0], at)
+            if at < 0:
+                said = WRITERS[text.tool_calls.name]([(step.tool, json.loads(step.text))])
+                break
+            said = f"The tool returned: {_SPECIAL.sub(' ', prompt[at:])[:LONGEST_RESULT].strip()}"
+    else:
+        said = f"{text.answer_prefix}{said}"
+    closes = text.markup.think[1] if thinks and text.markup.think else ""
+    return f"{closes}{said}"
+
+
 # --- the engine -------------------------------------------------------------------------------------------
 
 
@@ -138,7 +202,7 @@ class Actor(FakeBackend):
 
     def __post_init__(self) -> None:
         self.vocabulary = json.loads((self.folder / "config.json").read_text())["vocab_size"]
-        self.eos = (5, 1)
+        self.eos = (5, 1) if self.folder == TINY else end_tokens(self.loaded_text)
         self.grammars = Grammars(self.folder, self.vocabulary, frozenset(self.eos))
 
     def models(self) -> tuple[ModelInfo, ...]:
@@ -159,7 +223,12 @@ class Actor(FakeBackend):
 
     def written(self, request: Request, matcher: Matcher | None, room: AnswerBudget | None) -> Iterator[int]:
         """The answer's tokens, without an end."""
-        ways = [self.ids(way) for way in wishes(self.loaded_text.decoded(request.prompt))]
+        text = self.loaded_text
+        prompt = text.decoded(request.prompt)
+        if self.folder == TINY:
+            ways = [self.ids(way) for way in wishes(prompt)]
+        else:
+            ways = [self.ids(reply(prompt, text, text.thinks_on(request.prompt)))]
         if matcher is None or room is None:
             yield from ways[0]
             return

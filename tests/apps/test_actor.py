@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from .actor import Stage, common, stage
+from ..api.text.templates import TEMPLATES
+from .actor import Stage, common, stage, with_template
 
 TOOL: Any = {
     "type": "function",
     "function": {
         "name": "look_up",
         "parameters": {"type": "object", "properties": {"n": {"type": "integer"}}},
+    },
+}
+LOOK: Any = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}},
     },
 }
 CLOSED: Any = {
@@ -107,3 +116,24 @@ def test_common_counts_leading_tokens() -> None:
         2,
         3,
     ]
+
+
+@pytest.mark.parametrize("name", ["qwen", "mistral", "gpt-oss", "kimi", "minimax", "lfm2", "gemma4"])
+def test_it_speaks_as_models_of_other_templates_do(tmp_path: Path, name: str) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text(TEMPLATES[name][0])
+    with stage(folder=with_template(template, tmp_path / "model")) as acting:
+        messages: list[Any] = [user('DO call look_up {"word": "zebra"}')]
+        for turn in ("FALCON", "EAGLE"):
+            first = chat(acting, *messages, tools=[LOOK])
+            [call] = first.message.tool_calls
+            assert (call.function.name, json.loads(call.function.arguments)["word"][:5]) == (
+                "look_up",
+                "zebra",
+            )
+            messages += [first.message.model_dump(exclude_none=True)]
+            messages += [{"role": "tool", "tool_call_id": call.id, "content": turn}]
+            second = chat(acting, *messages, tools=[LOOK])
+            assert turn in second.message.content
+            messages += [second.message.model_dump(exclude_none=True)]
+            messages += [user('And now DO call look_up {"word": "zebras"}')]

@@ -344,7 +344,7 @@ def replayed(
     turns = conversation.messages[place.start : place.stop]
     if answer.ids:
         ends = [end for token in {*eos, *text.eos} if (end := text.decoded((token,)))]
-        rest = _behind_calls(behind, written, text.tool_calls.end_mark, ends, answer.behind)
+        rest = _behind_calls(behind, written, text.tool_calls.ends, ends, answer.behind)
     else:
         rest = _behind_text(behind, written, turns[-1].text)
     if not rest:
@@ -383,20 +383,23 @@ def _behind_text(behind: str, written: str, shown: str) -> str | None:
     return behind.removeprefix(markup) if behind.startswith(markup) else None
 
 
-def _behind_calls(behind: str, written: str, mark: str, ends: Sequence[str], cut: str | None) -> str | None:
-    """Return the template's text after the calls of an answer. `mark` ends a call, one of `ends` an answer.
+def _behind_calls(
+    behind: str, written: str, marks: Sequence[str], ends: Sequence[str], cut: str | None
+) -> str | None:
+    """Return the template's text after the calls of an answer. One of `marks` ends them, one of `ends` it.
 
     `cut`: the text after the arguments, of an answer that its last call ended.
     """
-    if cut is not None and not written.rstrip().endswith(mark or "\0"):
+    written = written.rstrip()
+    if cut is not None and not written.endswith(tuple(marks)):
         after = behind.removeprefix('"}')
         return after.removeprefix(cut) if after != behind and after.startswith(cut) else None
     stop = min([at for end in ends if (at := behind.find(end)) >= 0], default=-1)
-    closing, written = behind[:stop].rstrip(), written.rstrip()
+    closing = behind[:stop].rstrip()
     if stop < 0:
         return None
-    if mark and mark not in ends and (mark in closing or written.endswith(mark)):
-        complete = closing.count(mark) == 1 and closing.endswith(mark) and written.endswith(mark)
+    if mark := next((each for each in marks if each not in ends and closing.endswith(each)), ""):
+        complete = closing.count(mark) == 1 and written.endswith(mark)
     else:
         complete = not closing.strip(_BRACKETS)
     return behind[stop:] if complete else None

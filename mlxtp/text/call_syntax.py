@@ -47,6 +47,11 @@ class CallBody(ABC):
     has_arguments = True  #: The model wrote some, even if they are empty.
     streams = False  #: Arguments that `push` returned were passed on.
 
+    @property
+    def certain(self) -> bool:
+        """True if this is a call in any case; False if text of the answer may look the same."""
+        return True
+
     @abstractmethod
     def push(self, text: str, end: bool = False) -> str:
         """Return arguments that can be passed on already. `end`: this special token can only end the call."""
@@ -177,6 +182,10 @@ class JsonCall(CallBody):
         self._passed: list[str] = []  # its arguments in JSON
         self._value: object = None
         self._name_first = False
+
+    @property
+    def certain(self) -> bool:
+        return self.streams
 
     @property
     def complete(self) -> bool:

@@ -14,7 +14,7 @@ from enum import Enum, auto
 from functools import cached_property, lru_cache
 from typing import Any
 
-from .call_syntax import CallBody, CallSyntax, JsonCall, NamedSyntax, compact
+from .call_syntax import CallBody, CallSyntax, NamedSyntax, compact
 from .conversation import Tool
 
 _LONGEST_HEAD = 1000  # characters up to the name of a call's tool
@@ -205,7 +205,7 @@ class CallReader:
 
     @property
     def _needs_end(self) -> bool:
-        return self._direct and isinstance(self._body, JsonCall)
+        return self._direct and self._body is not None and not self._body.certain
 
     @property
     def _enough(self) -> bool:
@@ -215,12 +215,6 @@ class CallReader:
     def _in_doubt(self) -> bool:
         """True if what follows decides whether the call is over, or whether it is one."""
         return self._body is not None and (self._body.done or self._body.doubtful)
-
-    @property
-    def _certain(self) -> bool:
-        """True if the text that is read now is a call in any case."""
-        body = self._body
-        return body is not None and (body.streams or not isinstance(body, JsonCall))
 
     def start(self, marker: str = "", special: bool = False) -> Iterator[CallText | str]:
         """Begin a run with one of `markers`, or at the beginning of an answer."""
@@ -242,8 +236,8 @@ class CallReader:
                 return
             if self.state is not ReaderState.OPEN:
                 self.rest.append(piece)
-            elif self.reads:
-                if not self._certain:
+            elif self._body is not None and self.reads:
+                if not self._body.certain:
                     self._raw.append(piece)
                 yield from self._feed(*piece)
                 yield from self._look()
@@ -296,7 +290,7 @@ class CallReader:
             behind = [(body.rest, False)] if body.rest else []
             if body.done and not self._needs_end:
                 yield from self._end_call(body, cut=False)
-            if self._body is None or self._certain:
+            if self._body is None or self._body.certain:
                 self._raw = list(behind)
             self._pending = [] if body.rest.isspace() else behind
 
@@ -351,7 +345,7 @@ class CallReader:
             else:
                 schema = self._tools[head.name].parameters or {}
                 self._body, self._pending = head.syntax.body(head.name, schema, self.format.ends), []
-                if self._certain:
+                if self._body.certain:
                     self._raw = []
                 yield from self._feed(text[_place(text, at, head.length) :], False)
 

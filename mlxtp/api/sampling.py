@@ -203,7 +203,8 @@ def guidance(ask: GenerationRequest, text: Text, eos: tuple[int, ...]) -> Guidan
             return _without_calls(_behind_prefix(answer, text), text)
         return Guidance(_or_call(answer, schemas, style, text), text.tool_calls)
     required = None if prompt.tool_choice == REQUIRED else prompt.tool_choice
-    grammar = call_grammar(schemas, style or JSON_STYLE, text.grammar_tokens, required=required)
+    relaxed = text.relaxed(schemas, style is None or style.field is None)
+    grammar = call_grammar(relaxed, style or JSON_STYLE, text.grammar_tokens, required=required)
     return Guidance(("lark", grammar), text.tool_calls if style else JSON_CALLS, forced=style is None)
 
 
@@ -248,6 +249,7 @@ def _or_call(
     if len(json.dumps(tools)) > MOST_SCHEMAS:
         tools = {name: {"type": "object"} for name in tools}
     try:
+        tools = text.relaxed(tools, True)
         return "lark", call_grammar(tools, style, text.grammar_tokens, otherwise=otherwise)
     except ValueError:  # a call in bare JSON with other text around it
         return "lark", marked_call_grammar(text.tool_calls, text.grammar_tokens, otherwise)

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 DEADLINE_S = 5.0  # seconds that one grammar may take to compile
+FUEL, STATES = 300_000, 50_000  # what the compiler may spend on it
 MAX_KEPT = 64
 MAX_KEPT_BYTES = 256 << 20
 
@@ -389,7 +390,7 @@ def build(tokenizer: LLTokenizer, kind: str, text: str) -> LLMatcher:
         raise RequestError(f"unknown grammar kind {kind!r}; use one of {', '.join(_SUBJECT)}")
     if len(text) > MAX_GRAMMAR:
         raise refused(kind, f"it has {len(text)} characters; the limit is {MAX_GRAMMAR}")
-    limits = LLParserLimits(initial_lexer_fuel=300_000, max_lexer_states=50_000, verbose_errors=False)
+    limits = LLParserLimits(initial_lexer_fuel=FUEL, max_lexer_states=STATES, verbose_errors=False)
     try:
         match kind:
             case "json_schema":

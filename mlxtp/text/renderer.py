@@ -44,6 +44,7 @@ from ..model_files import (
 from ..wire.rank_process import without_secrets
 from .json_limits import SHORT
 from .tokenizer_import import import_tokenizers
+from .tool_schemas import relaxed
 
 log = logging.getLogger(__name__)
 
@@ -152,6 +153,10 @@ class Renderer(Protocol):
 
     def encode(self, text: str, *, special: bool) -> tuple[int, ...]:
         """Return token ids; `special` adds the tokens that begin every sequence."""
+        ...
+
+    def relaxed(self, tools: Json, nullable: bool) -> Json:
+        """Return the schemas of tools, by name, as far as a grammar can enforce them. They never fail."""
         ...
 
     def line(self, size: int) -> WorkerQueue:
@@ -268,6 +273,9 @@ class LocalRenderer:
             raise broken(f"{type(error).__name__}: {str(error)[:_SHOWN]}") from error
         return tuple(found.ids)
 
+    def relaxed(self, tools: Json, nullable: bool) -> Json:
+        return relaxed(tools, nullable)[0]
+
     def line(self, size: int) -> WorkerQueue:
         return self._line
 
@@ -373,6 +381,7 @@ WALL_S = 300.0  # seconds of checks in all
 REPLY_BYTES = 4 << 20  # bytes of a reply at most,
 REPLY_PER_BYTE = 16  # plus bytes for each byte of the request
 MOST_FACTS = 1 << 28  # bytes of the facts at most
+MOST_RELAXED = 2 << 20  # bytes of tools whose relaxed schemas are kept
 
 _LENGTH = struct.Struct("<I")
 
@@ -386,6 +395,7 @@ class SandboxedRenderer:
         Raises ModelError for a folder that cannot be read.
         """
         self._lanes = _Lane(path), _Lane(path)
+        self._relaxed: dict[bytes, Json] = {}  # the same tools come with every turn
         self.facts = self._lanes[0].start()
 
     def render(
@@ -397,6 +407,21 @@ class SandboxedRenderer:
 
     def encode(self, text: str, *, special: bool) -> tuple[int, ...]:
         return read_ids(*self._reply([text, special]))
+
+    def relaxed(self, tools: Json, nullable: bool) -> Json:
+        work = [tools, nullable, "relaxed"]
+        if (found := self._relaxed.get(key := _json(work))) is None:
+            try:
+                found, left_out = json.loads(read_text(*self._reply(work)))
+            except (RequestError, ValueError):
+                found = {name: {"type": "object"} for name in tools}
+                left_out = [f"{', '.join(tools)}: they take too much time or memory"]
+            if left_out:
+                log.info("not enforced by a grammar: %.2000s", "; ".join(left_out))
+            if sum(map(len, [*self._relaxed])) > MOST_RELAXED:
+                self._relaxed.clear()
+            self._relaxed[key] = found
+        return found
 
     def line(self, size: int) -> _Lane:
         return self._lanes[size > SHORT]
@@ -700,8 +725,10 @@ def _answer(writer: LocalRenderer, body: bytes) -> bytes:
             case [messages, tools, options, prompting]:
                 text = writer.render(messages, tools, options, prompting=prompting)
                 return b"t" + text.encode("utf-8", "surrogatepass")
+            case [tools, nullable, _]:
+                return b"t" + json.dumps(relaxed(tools, nullable)).encode()
             case _:
-                raise AssertionError("the agent sends two kinds of work")
+                raise AssertionError("the agent sends three kinds of work")
     except MemoryError:
         return _error(too_large())
     except MlxtpError as error:

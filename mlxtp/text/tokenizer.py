@@ -59,6 +59,7 @@ class Text:
     def __init__(self, writer: Renderer) -> None:
         """Use `writer` to render and encode; decoding is built here from its facts. Raises ModelError."""
         self._writer = writer
+        self.relaxed = writer.relaxed
         self._names: dict[int, Name] = {}
         self._styles: dict[tuple[int, ...], CallStyle | None] = {}
         try:

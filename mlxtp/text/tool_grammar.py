@@ -1,6 +1,6 @@
 """Grammars of answers: JSON schemas, and tool calls alone or beside another answer.
 
-Pure, but for one log line for each tool whose schema is not enforced as a whole.
+Pure, but for log lines about what is left out of requests.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from urllib.parse import unquote
 from ..errors import RequestError
 from .call_style import CallStyle, Separators
 from .calls import CallFormat
-from .tool_schemas import FORMATS, combines, relaxed
 
 # --- JSON schemas -----------------------------------------------------------------------------------------
 
 
 JsonSchema = dict[str, Any]
 
+#: Formats of strings that a grammar knows.
+FORMATS = ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid")
 #: Keywords without meaning for a grammar, and those that it cannot enforce though the answer is still useful.
 _LEFT_OUT = frozenset(
     {"uniqueItems", "propertyNames", "x-guidance", "title", "description", "default", "examples", "$comment"}
@@ -35,9 +36,8 @@ _MOST_INTEGER = 2**63 - 1024  # limit of an integer without a bound: the largest
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _TABLES = ("properties", "patternProperties", "$defs", "definitions")
 _SINGLE = ("items", "additionalProperties", "additionalItems", "contains", "not", "if", "then", "else")
-_OPENING = (
-    "allOf", "anyOf", "oneOf", "$ref", "additionalProperties", "patternProperties", "unevaluatedProperties"
-)  # fmt: skip
+IN_PLACE = ("$ref", "allOf", "anyOf", "oneOf")
+_OPENING = (*IN_PLACE, "additionalProperties", "patternProperties", "unevaluatedProperties")
 
 
 def guided_schema(
@@ -58,6 +58,13 @@ def guided_schema(
         return json.dumps(closed | {"x-guidance": options}, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
         raise RequestError(f"{where}: this is not a JSON schema", param=where) from None
+
+
+def combines(schema: Mapping[str, Any]) -> bool:
+    """Return True if one object's properties come from several places of this schema."""
+    kinds = sum(schema.get(key) is not None for key in ("properties", *IN_PLACE))
+    several = isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1
+    return kinds > 1 or several
 
 
 def _closed(schema: Any, shared: frozenset[str], path: str, part: bool = False) -> Any:
@@ -147,7 +154,6 @@ JSON_STYLE = CallStyle('{"name": "', '", "arguments": ', "}")  # for templates w
 _NO_ARGUMENTS = {"type": "object", "properties": {}}
 _written = json.JSONEncoder(ensure_ascii=False, check_circular=False).encode  # in half the time
 _MOST_KEPT = 32_000  # characters of a schema whose rules are kept
-_MOST_LOGGED = 2_000  # characters
 
 log = logging.getLogger(__name__)
 
@@ -199,7 +205,7 @@ def call_grammar(
         written = json.dumps(name, ensure_ascii=False)[1:-1] if style.before.endswith('"') else name
         rule, text = f"arguments_{index}", _written(schema)
         enforce = _arguments if len(text) <= _MOST_KEPT else _arguments.__wrapped__
-        made = enforce(rule, name, text, style, tokens)
+        made = enforce(rule, text, style, tokens)
         if style.field is None:
             rule = rules.setdefault(made[0], rule)
         else:
@@ -270,19 +276,16 @@ def _moved(schema: Any, to: str) -> Any:
 
 @lru_cache(maxsize=500)  # schemas come again with every turn
 def _arguments(
-    rule: str, name: str, text: str, style: CallStyle, tokens: tuple[tuple[str, int], ...]
+    rule: str, text: str, style: CallStyle, tokens: tuple[tuple[str, int], ...]
 ) -> tuple[str, ...]:
     """Return the schema of a tool's arguments as `guided_schema` does, or rules of separate ones."""
-    where = f"tools.{name}.parameters"
-    schema, left_out = relaxed(json.loads(text), where, nullable=style.field is None)
-    if left_out:
-        log_once(f"not enforced by a grammar: {'; '.join(left_out)}"[:_MOST_LOGGED])
+    schema = json.loads(text)
     if style.field is None:
-        return (guided_schema(schema, style.separators, where, lenient=True),)
-    return tuple(_fields(rule, schema, style, _Literals(tokens), where))
+        return (guided_schema(schema, style.separators, "tools", lenient=True),)
+    return tuple(_fields(rule, schema, style, _Literals(tokens)))
 
 
-def _fields(rule: str, schema: Json, style: CallStyle, writes: _Literals, where: str) -> Iterator[str]:
+def _fields(rule: str, schema: Json, style: CallStyle, writes: _Literals) -> Iterator[str]:
     """Yield the rules of separate arguments, in the schema's order; optional ones may be missing.
 
     Arguments that the schema does not name are text. They may come where it names none.
@@ -318,7 +321,7 @@ def _fields(rule: str, schema: Json, style: CallStyle, writes: _Literals, where:
         else:
             whole = {**value, "$defs": definitions} if definitions else value
             yield f"{field}: {head} {field}_json {writes(closing)}"
-            yield f"{field}_json: %json {guided_schema(whole, style.separators, where, lenient=True)}"
+            yield f"{field}_json: %json {guided_schema(whole, style.separators, 'tools', lenient=True)}"
     if not names and "properties" not in schema and schema.get("additionalProperties") is not False:
         names = [f"{rule}_any*"]
         yield from text(f"{rule}_any", f'{writes(opening)} /[^<>\\s"=]+/ {writes(inside)}')

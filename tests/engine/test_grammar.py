@@ -23,6 +23,7 @@ from mlxtp.engine import grammar as grammar_module
 from mlxtp.engine.grammar import MAX_WORDS, Grammar, Grammars, Matcher, build, read_tokenizer, unpack
 from mlxtp.errors import Code, MlxtpError, RequestError
 from mlxtp.text.tool_grammar import JSON_STYLE, call_grammar, checked_tools
+from mlxtp.text.tool_schemas import relaxed
 from mlxtp.wire.messages import MAX_GRAMMAR
 
 pytestmark = pytest.mark.slow
@@ -756,7 +757,7 @@ TOOLS = [
 
 def test_a_tool_call_is_valid_for_the_tool_it_names(grammars: Grammars) -> None:
     style = replace(JSON_STYLE, before='<call>\n{"name": "', after='}é"</call>')
-    grammar = grammars.compile("lark", call_grammar(checked_tools(TOOLS), style))
+    grammar = grammars.compile("lark", call_grammar(relaxed(checked_tools(TOOLS), True)[0], style))
     schemas: dict[str, dict[str, Any]] = {
         "weather": WEATHER["function"]["parameters"],
         'odd "name" é': {
@@ -782,7 +783,9 @@ def test_a_tool_call_is_valid_for_the_tool_it_names(grammars: Grammars) -> None:
 
 
 def test_a_required_tool_is_the_only_one(grammars: Grammars) -> None:
-    grammar = grammars.compile("lark", call_grammar(checked_tools(TOOLS), JSON_STYLE, required="stop"))
+    grammar = grammars.compile(
+        "lark", call_grammar(relaxed(checked_tools(TOOLS), True)[0], JSON_STYLE, required="stop")
+    )
     assert accepts(grammar, '{"name": "stop", "arguments": {}}')
     assert not accepts(grammar, '{"name": "weather", "arguments": {"day": "now"}}')
     assert text_of(list(grammar.matcher().forced(64))).startswith('{"name": "stop", "arguments": {')
@@ -791,7 +794,7 @@ def test_a_required_tool_is_the_only_one(grammars: Grammars) -> None:
 def test_a_call_may_open_with_a_special_token(grammars: Grammars) -> None:
     marks = [("<open>", 4), ("<close>", 2)]
     style = replace(JSON_STYLE, before='<open>{"name": "', after="}<close>")
-    grammar = grammars.compile("lark", call_grammar(checked_tools(TOOLS), style, marks))
+    grammar = grammars.compile("lark", call_grammar(relaxed(checked_tools(TOOLS), True)[0], style, marks))
     matcher = grammar.matcher()
     assert allowed(matcher) == [4]
     for token in (4, *tokens_of('{"name": "stop", "arguments": {}}')):
@@ -825,7 +828,9 @@ def test_bad_tools_are_named(tools: list[Any], required: str | None, words: str)
 
 def test_a_keyword_that_cannot_be_enforced_does_not_make_a_tool_useless(grammars: Grammars) -> None:
     schema = {"properties": {"n": {"type": "integer", "not": {"const": 0}}}, "required": ["n"]}
-    grammar = grammars.compile("lark", call_grammar(checked_tools([tool("x", schema)]), JSON_STYLE))
+    grammar = grammars.compile(
+        "lark", call_grammar(relaxed(checked_tools([tool("x", schema)]), True)[0], JSON_STYLE)
+    )
     assert accepts(grammar, '{"name": "x", "arguments": {"n": 5}}')
 
 
@@ -835,7 +840,9 @@ def test_a_pattern_that_cannot_be_enforced_does_not_make_a_tool_useless(
 ) -> None:
     schema = {"properties": {"a": {"type": "string", "pattern": "(?=a)"}}, "required": ["a"]}
     style = replace(JSON_STYLE, before='<call>{"name": "')
-    grammar = grammars.compile("lark", call_grammar(checked_tools([tool("x", schema)]), style, **beside))
+    grammar = grammars.compile(
+        "lark", call_grammar(relaxed(checked_tools([tool("x", schema)]), True)[0], style, **beside)
+    )
     assert accepts(grammar, '<call>{"name": "x", "arguments": {"a": "b"}}')
     assert not accepts(grammar, '<call>{"name": "x", "arguments": {"a": 1}}')
     assert accepts(grammar, "5") == bool(beside)

@@ -46,6 +46,7 @@ from mlxtp.text.conversation import Conversation, GenerationRequest, Tool, chara
 from mlxtp.text.markups import CALLS, JSON_CALLS, Markup
 from mlxtp.text.renderer import read_ids, read_text
 from mlxtp.text.tool_grammar import JSON_STYLE, call_grammar, checked_tools
+from mlxtp.text.tool_schemas import relaxed
 from mlxtp.wire import certificates, recording
 from mlxtp.wire.cluster_messages import FabricResult
 from mlxtp.wire.frames import MAX_FRAME, MAX_OPENING_FRAME, Decoder, Frame, encode
@@ -254,7 +255,8 @@ def _asked(asked: GenerationRequest) -> None:
     seed = 1 if wish.seed is None else settings.seed_of(wish.seed)
     sampling = settings.sampling(wish, _MODEL.defaults, seed)
     tools = [tool_json(tool) for tool in conversation.tools]
-    grammar = ("lark", call_grammar(checked_tools(tools), JSON_STYLE)) if tools else ("", "")
+    schemas = relaxed(checked_tools(tools), True)[0] if tools else {}
+    grammar = ("lark", call_grammar(schemas, JSON_STYLE)) if tools else ("", "")
     shaping = settings.shaping(wish, _MODEL.vocabulary, grammar)
     stops = StopFinder(settings.stop_strings(wish.stop))
     catalog.check_may_fit(characters(conversation), 16, _MODEL)

@@ -485,16 +485,19 @@ def traits_of(render: TemplateRender, think: tuple[str, str] | None = None) -> T
 def left_out(prompt: str, messages: Sequence[Json], tools: Sequence[Json]) -> str:
     """Return what the prompt lacks of messages and tools, in words; empty if it has all, in order.
 
-    White space around a text does not count, nor do the words with which a model's maker lets users control
-    its thoughts. A template may write a text as a string in JSON.
+    A system message may stand anywhere, and the parts of one message in any order. White space around a text
+    does not count, nor do the words with which a model's maker lets users control its thoughts. A template
+    may write a text as a string in JSON.
     """
-    at = 0
+    behind = 0
     for message in messages:
+        anywhere = message["role"] == "system"
+        places = [0 if anywhere else behind]
         for what, text in _contents(message):
-            place = _place(prompt, text.strip(), at)
-            if place < 0:
+            places.append(_place(prompt, text.strip(), places[0]))
+            if places[-1] < 0:
                 return f"{what} that begins with {text.strip()[:60]!r}"
-            at = max(at, place)
+        behind = behind if anywhere else max(places)
     at = 0
     for tool in tools:
         name = tool["function"]["name"]
@@ -519,11 +522,9 @@ def _contents(message: Json) -> Iterator[tuple[str, str]]:
 
 
 def _place(prompt: str, text: str, at: int) -> int:
-    """Return the end of a text in the prompt, from `at` on if it stands there; -1 if it stands nowhere."""
+    """Return the end of a text in the prompt, from `at` on; -1 if it does not stand there."""
     for written in _forms(text):
-        place = prompt.find(written, at)
-        place = prompt.find(written) if place < 0 else place
-        if place >= 0:
+        if (place := prompt.find(written, at)) >= 0:
             return place + len(written)
     parts = [part.strip() for part in _CONTROLS.split(text)]
     if len(parts) < 2:

@@ -320,3 +320,17 @@ def test_calls_and_tools_are_missed_too() -> None:
     assert left_out("x", [message], []) == "the call that begins with 'add'"
     assert left_out("x", [], [tool_json(ADD)]) == "the tool 'add'"
     assert left_out("add", [message], [tool_json(ADD)]) == ""
+
+
+@pytest.mark.parametrize(
+    ("prompt", "lacks"),
+    [
+        ("rules <go on> <working> <go on>", ""),
+        ("<go on> <working> <go on> rules", ""),
+        ("rules <go on> <working>", "the user's message that begins with 'go on'"),
+        ("rules <working> <go on> <go on>", "the assistant's message that begins with 'working'"),
+    ],
+)
+def test_the_texts_stand_in_their_order(prompt: str, lacks: str) -> None:
+    turns = [("system", "rules"), ("user", "go on"), ("assistant", "working"), ("user", "go on")]
+    assert left_out(prompt, [{"role": role, "content": text} for role, text in turns], []) == lacks

@@ -398,8 +398,9 @@ def _behind_calls(
     closing = behind[:stop].rstrip()
     if stop < 0:
         return None
-    if mark := next((each for each in marks if each not in ends and closing.endswith(each)), ""):
-        complete = closing.count(mark) == 1 and written.endswith(mark)
+    marks = [mark for mark in marks if mark not in ends]
+    if mark := next(filter(closing.endswith, marks), ""):
+        complete = closing.count(mark) == 1 and written.endswith(tuple(marks))
     else:
         complete = not closing.strip(_BRACKETS)
     return behind[stop:] if complete else None

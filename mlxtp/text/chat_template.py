@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import html
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, groupby, product
+from operator import itemgetter
 from typing import Any
 
 from ..errors import RequestError
@@ -104,7 +106,7 @@ def template_messages(
     thoughts.
     """
     turns = [_thoughts_apart(turn, think) for turn in conversation.messages]
-    turns = _matched(turns, traits.ids, lost=_result_in_words)
+    turns = _matched(turns, traits.ids or SHORT_IDS * (not traits.several_calls), lost=_result_in_words)
     if not traits.tools:
         turns = [_result_in_words(turn) if turn.role == "tool" else turn for turn in turns]
         turns = _with_tools([_calls_in_words(turn, JSON_CALLS.written) for turn in turns], conversation.tools)
@@ -115,10 +117,11 @@ def template_messages(
     if not traits.words_beside_calls:
         turns = [part for turn in turns for part in _words_apart(turn, traits.neighbours)]
     turns = _with_systems(turns, traits, bool(conversation.tools) and not traits.tools_alone)
+    first = traits.first_assistant and not conversation.tools  # Llama 3 puts them into the first message
     if not traits.neighbours:
         said = [turn for turn in turns if turn.text or turn.calls or turn.role != "assistant"]
         turns = _joined(said)
-    turns = _with_missing(turns, traits, prompting)
+    turns = _with_missing(turns, replace(traits, first_assistant=first), prompting)
     turns = [_without_marker(turn, traits, (think or _THINK)[1]) for turn in turns]
     return [_message(turn, traits) for turn in turns]
 
@@ -219,34 +222,35 @@ def _matched(
 ) -> list[ChatMessage]:
     """Give results of tools the names of their calls: each answers the first open call with its id.
 
-    A model that writes its ids itself may use one twice. With `ids`, calls get new ones of that form. A
-    result whose call is `lost` becomes what that returns.
+    A model that writes its ids itself may use one twice. With `ids`, calls get new ones of that form.
+    Results in a row get the order of their calls. A result whose call is `lost` becomes what that returns.
     """
-    matched: list[ChatMessage] = []
-    indices, open_ = count(), dict[str, list[Call]]()
+    matched: list[tuple[str, float, ChatMessage]] = []  # with the number of the call that it answers
+    indices, open_ = count(), dict[str, list[tuple[int, Call]]]()
     for turn in turns:
         calls: list[Call] = []
-        latest: dict[str, list[Call]] = {}
+        latest: dict[str, list[tuple[int, Call]]] = {}
         for call in turn.calls:
             index = next(indices)
             new = ids.format(number=index + 1, name=call.name, index=index) if ids else call.id
             calls.append(replace(call, id=new))
-            latest.setdefault(call.id, []).append(calls[-1])
+            latest.setdefault(call.id, []).append((index, calls[-1]))
         open_ |= latest
-        found = replace(turn, calls=tuple(calls))
+        place, found = math.inf, replace(turn, calls=tuple(calls))
         if turn.role == "tool" and open_.get(turn.call_id):
-            answered = open_[turn.call_id].pop(0)
+            place, answered = open_[turn.call_id].pop(0)
             found = replace(turn, call_id=answered.id, name=answered.name)
         elif turn.role == "tool":
             found = lost(turn)
-        matched.append(found)
-    return matched
+        matched.append((turn.role, place, found))
+    runs = [sorted(run, key=itemgetter(1)) for _, run in groupby(matched, key=itemgetter(0))]
+    return [turn for run in runs for _, _, turn in run]
 
 
 def _one_at_a_time(turns: Sequence[ChatMessage]) -> list[ChatMessage]:
     """Put each call in a turn of its own, with its result behind it, because Llama 3 requires it.
 
-    No two calls have the same id.
+    No two of the calls have the same id.
     """
     answers = {turn.call_id: turn for turn in turns if turn.role == "tool"}
     apart: list[ChatMessage] = []
@@ -365,8 +369,8 @@ _THOUGHT_FIELDS = ("reasoning_content", "thinking", "reasoning", THOUGHT_PARTS)
 _SYSTEM, _SYSTEM_2 = ChatMessage("system", "zqsystema"), ChatMessage("system", "zqsystemb")
 _USER, _USER_2 = ChatMessage("user", "zqusera"), ChatMessage("user", "zquserb")
 _SAID, _SAID_2 = ChatMessage("assistant", "zqsaida"), ChatMessage("assistant", "zqsaidb")
-_CALL = Call("call_zq0000000001", "zq_tool", '{"zq_key": "zqvaluea"}')
-_CALL_2 = Call("call_zq0000000002", "zq_tool", '{"zq_key": "zqvalueb"}')
+_CALL = Call("zq1", "zq_tool", '{"zq_key": "zqvaluea"}')
+_CALL_2 = Call("zq2", "zq_tool", '{"zq_key": "zqvalueb"}')
 _CALLED = ChatMessage("assistant", "", calls=(_CALL,))
 _RESULT = ChatMessage("tool", "zqresulta", call_id=_CALL.id, name="zq_tool")
 _RESULT_2 = ChatMessage("tool", "zqresultb", call_id=_CALL_2.id, name="zq_tool")
@@ -397,7 +401,7 @@ class _TemplateProbe:
     def shows(self, *turns: ChatMessage, words: Sequence[str] = (), tools: bool = False) -> bool:
         """Return True if the prompt has the words in their order; those of the turns if none are given."""
         prompt, at = self.prompt(*turns, tools=tools), 0
-        if _prints_python(prompt):
+        if _prints_objects(prompt):
             return False
         for word in words or [turn.text for turn in turns if turn.text]:
             if (at := prompt.find(word, at)) < 0:
@@ -407,6 +411,13 @@ class _TemplateProbe:
     def _contains(self, *turns: ChatMessage, words: Sequence[str], tools: bool = True) -> bool:
         prompt = self.prompt(*turns, tools=tools)
         return all(word in prompt for word in words)
+
+    def _answers(self, *turns: ChatMessage) -> bool:
+        """Return True if the prompt shows the turns and then begins an answer."""
+        end, other = (
+            self.prompt(*given).rpartition(turns[-1].text)[2] for given in (turns, (*turns, _USER_2))
+        )
+        return self.shows(*turns) and not other.startswith(end)
 
     def messages(self) -> None:
         if not self.shows(_USER):
@@ -421,8 +432,8 @@ class _TemplateProbe:
             later_systems=system and self.shows(_SYSTEM, _USER, _SAID, _SYSTEM_2, _USER_2),
             neighbours=self.shows(_USER, _USER_2) and self.shows(_USER, _SAID, _SAID_2, _USER_2),
             first_assistant=self.shows(_SAID, _USER),
-            last_assistant=self.shows(_USER, _SAID),
-            no_user=system and self.shows(_SYSTEM),
+            last_assistant=self._answers(_USER, _SAID),
+            no_user=system and self._answers(_SYSTEM),
         )
 
     def tools(self) -> None:
@@ -459,9 +470,9 @@ class _TemplateProbe:
         self.learn(thoughts="")
 
 
-def _prints_python(prompt: str) -> bool:
+def _prints_objects(prompt: str) -> bool:
     """Return True if the template wrote a list or object where it takes a text."""
-    return any(f"'{key}': '" in prompt for key in ("zq_key", "type"))
+    return any(written in prompt for written in ("'zq_key': '", "'type': '", '"thinking": "'))
 
 
 def traits_of(render: TemplateRender, think: tuple[str, str] | None = None) -> TemplateTraits:
@@ -506,6 +517,9 @@ def left_out(prompt: str, messages: Sequence[Json], tools: Sequence[Json]) -> st
     return ""
 
 
+#: Letters of a value, behind no escape: they are the same in every notation of it.
+_ARGUMENT = re.compile(r"""(?<!\\)\b[A-Za-z][A-Za-z0-9]{5,}\b(?!["']\s*:)""")
+_LONG = 2000  # characters of the arguments among which one word is searched for
 #: Words that switch thoughts on and off, and markers of thoughts: templates take them out of a text.
 _CONTROLS = re.compile(r"</?think>|/no_think|/think")
 _WHOSE = {
@@ -518,7 +532,10 @@ def _contents(message: Json) -> Iterator[tuple[str, str]]:
     content = message["content"]
     texts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
     yield from ((_WHOSE[message["role"]], text) for text in texts)
-    yield from (("the call", call["function"]["name"]) for call in message.get("tool_calls", ()))
+    for call in message.get("tool_calls", ()):
+        yield "the call", call["function"]["name"]
+        if words := _ARGUMENT.findall(str(call["function"]["arguments"])[:_LONG]):
+            yield "the call's argument", max(words, key=len)
 
 
 def _place(prompt: str, text: str, at: int) -> int:

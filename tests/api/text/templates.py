@@ -135,6 +135,8 @@ GEMMA4 = (
     "{% for c in m.tool_calls or [] %}<|tool_call>call:{{ c.function.name }}{{ c.function.arguments | tojson }}<tool_call|>"
     "{% endfor %}{{ text(m.content) if m.role == 'assistant' else m.content | trim }}<turn|>{% endif %}{% endfor %}"
 )
+#: The end of most, beside those that have one of their own, or none.
+ANSWER = "{% if add_generation_prompt %}<|answer|>{% endif %}"
 THINKS = ("<think>", "</think>")
 TEMPLATES: Mapping[str, tuple[str, Sequence[str], Sequence[str]]] = {
     "qwen": (QWEN, ("<|im_start|>", "<|im_end|>"), (*THINKS, "<tool_call>", "</tool_call>")),
@@ -160,7 +162,7 @@ def text_of(name: str, folder: Path) -> Text:
     tokenizer = byte_level()
     tokenizer.add_special_tokens(list(special))
     tokenizer.add_tokens([AddedToken(each, normalized=False) for each in added])
-    save(tokenizer, folder, template or None)
+    save(tokenizer, folder, (template and template + ANSWER * (name not in ("qwen", "mistral"))) or None)
     if not template:
         settings = folder / "tokenizer_config.json"
         settings.write_text(

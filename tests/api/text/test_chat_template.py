@@ -55,7 +55,7 @@ TRAITS: Mapping[str, Mapping[str, object]] = {
     "qwen": {"systems": False, "later_systems": False, "no_user": False, "tools": True, "markers": False},
     "mistral": {
         "systems": False, "later_systems": False, "neighbours": False, "first_assistant": False,
-        "last_assistant": False, "words_behind_results": False, "tools": True, "ids": "{number:09}",
+        "last_assistant": False, "no_user": False, "words_behind_results": False, "tools": True, "ids": "{number:09}",
         "words_beside_calls": False, "thoughts": "",
     },
     "gpt-oss": {
@@ -77,7 +77,7 @@ TRAITS: Mapping[str, Mapping[str, object]] = {
     "glm": {"tools": True, "markers": False},
     "minimax": {"systems": False, "later_systems": False, "tools": True, "markers": False},
     "gemma4": {"tools": True, "markers": False},
-    "deepseek": {"last_assistant": False, "tools": True, "tools_alone": False, "arguments_as_text": True},
+    "deepseek": {"last_assistant": False, "no_user": False, "tools": True, "tools_alone": False, "arguments_as_text": True},
 }  # fmt: skip
 
 
@@ -212,6 +212,49 @@ def test_what_the_template_refuses_in_every_form_is_refused_in_its_first_words(t
         text.rendered(Conversation((user("x"),)))
 
 
+JSON_CALL = '<tool_call>{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</tool_call>'
+
+
+def test_a_call_before_any_user_is_told(tmp_path: Path) -> None:
+    text = text_with(
+        tmp_path,
+        "{% if tools %}<user>{{ tools | tojson }}{{ messages[0].content }}{% endif %}"
+        "{% for m in messages[1 if tools else 0:] %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
+        + JSON_CALL
+        + "{% endfor %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}",
+    )
+    prompt = text.rendered(Conversation((said("A", look("ZEBRA")), result("R"), user("U")), (LOOK,)))
+    assert (
+        '<assistant>A<tool_call>{"name": "look_up", "arguments": {"word": "ZEBRA"}}</tool_call><tool>R<user>U'
+        in prompt
+    )
+
+
+@pytest.mark.parametrize("form", ["== 9", ">= 9"])
+def test_ids_get_the_length_that_the_template_wants(tmp_path: Path, form: str) -> None:
+    text = text_with(
+        tmp_path,
+        f"{{{{ tools | tojson }}}}{{% for m in messages %}}<{{{{ m.role }}}}>{{{{ m.content }}}}{{% for c in m.tool_calls or [] %}}"
+        f"{{% if not c.id | length {form} %}}{{{{ raise_exception('id') }}}}{{% endif %}}"
+        + JSON_CALL
+        + "{% endfor %}{% endfor %}",
+    )
+    turns = (user("U"), said("", look("ZEBRA", "1")), result("R", "1"))
+    assert (
+        '<assistant><tool_call>{"name": "look_up", "arguments": {"word": "ZEBRA"}}</tool_call><tool>R'
+        in text.rendered(Conversation(turns, (LOOK,)))
+    )
+
+
+def test_where_the_template_begins_no_answer_the_user_speaks_last(texts: dict[str, Text]) -> None:
+    assert texts["mistral"].rendered(Conversation((system("S"),))).endswith("[INST][/INST]")
+    assert (
+        texts["qwen"]
+        .rendered(Conversation((user("U"), said("A"))))
+        .endswith("A<|im_end|>\n<|im_start|>assistant\n<think>\n")
+    )
+
+
 @pytest.mark.parametrize(("status", "least", "most"), [(400, 2, 9), (504, 1, 1)])
 def test_a_template_that_is_too_slow_is_not_rendered_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, least: int, most: int
@@ -259,13 +302,13 @@ def test_a_template_that_knows_tools_gets_calls_as_objects() -> None:
         {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     ]
     assert returned == {"role": "tool", "content": "2", "tool_call_id": "c1", "name": "add"}
-    (message,) = plain((said("", Call("c", "add", "[1")),))
+    _, message = plain((user("1 + 1?"), said("", Call("c", "add", "[1"))))
     assert message["tool_calls"][0]["function"]["arguments"] == {"arguments": "[1"}
 
 
 def test_results_find_their_calls_where_a_model_uses_an_id_twice() -> None:
     turns = (
-        said("", Call("f:0", "add", "{}"), Call("f:0", "say", "{}")), result("1", "f:0"), result("2", "f:0"),
+        user("?"), said("", Call("f:0", "add", "{}"), Call("f:0", "say", "{}")), result("1", "f:0"), result("2", "f:0"),
         said("", Call("f:0", "say", "{}")), result("3", "f:0"), result("4", "nobodys"),
     )  # fmt: skip
     names = [
@@ -274,9 +317,18 @@ def test_results_find_their_calls_where_a_model_uses_an_id_twice() -> None:
         if not message.get("tool_calls")
     ]
     assert names == [
-        ("tool", "add", "1"), ("tool", "say", "2"), ("tool", "say", "3"),
+        ("user", None, "?"), ("tool", "add", "1"), ("tool", "say", "2"), ("tool", "say", "3"),
         ("user", None, "<tool_response>\n4\n</tool_response>"),
     ]  # fmt: skip
+
+
+def test_results_have_the_order_of_their_calls() -> None:
+    turns = (
+        user("?"), said("", Call("c1", "add", "{}"), Call("c2", "say", "{}")), result("lost", "c3"),
+        result("two", "c2"), result("one", "c1"), user("!"),
+    )  # fmt: skip
+    told = [each["content"] for each in plain(turns)]
+    assert told == ["?", "", "one", "two", "<tool_response>\nlost\n</tool_response>", "!"]
 
 
 def test_calls_at_once_are_told_one_by_one_where_the_template_takes_one() -> None:
@@ -285,7 +337,15 @@ def test_calls_at_once_are_told_one_by_one_where_the_template_takes_one() -> Non
     )  # fmt: skip
     messages = plain(turns, several_calls=False)
     told = [[call["id"] for call in each.get("tool_calls", ())] or each["content"] for each in messages]
-    assert told == ["?", ["c1"], "one", ["c2"], "two"]
+    assert told == ["?", ["000000001"], "one", ["000000002"], "two"]
+
+
+def test_calls_at_once_with_one_id_keep_their_results() -> None:
+    twice = [
+        turn for text in ("one", "two") for turn in (said("", Call("c", "add", "{}")), result(text, "c"))
+    ]
+    told = [each["content"] for each in plain((user("?"), *twice), several_calls=False)]
+    assert told == ["?", "", "one", "", "two"]
 
 
 def test_thinking_is_an_option_under_both_of_its_names() -> None:
@@ -316,10 +376,15 @@ def test_a_text_may_be_trimmed_or_escaped_but_not_missing(prompt: str, text: str
 
 
 def test_calls_and_tools_are_missed_too() -> None:
-    message = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add"}}]}
+    function: dict[str, Any] = {"name": "add", "arguments": {}}
+    message = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
     assert left_out("x", [message], []) == "the call that begins with 'add'"
     assert left_out("x", [], [tool_json(ADD)]) == "the tool 'add'"
     assert left_out("add", [message], [tool_json(ADD)]) == ""
+    for arguments in ({"description": "a\nletter folder/file"}, '{"description": "a\\nletter folder/file"}'):
+        function["arguments"] = arguments
+        assert left_out("add description", [message], []) == "the call's argument that begins with 'folder'"
+        assert left_out("add folder/file", [message], []) == ""
 
 
 @pytest.mark.parametrize(

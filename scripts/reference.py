@@ -37,6 +37,7 @@ from mlxtp.settings import (
 )
 from mlxtp.short_names import SHORT_NAMES
 from mlxtp.text.markups import CALLS, THOUGHTS
+from tests.api.text.families import WRITERS
 from tests.engine.families import FAMILIES, NAMED, OWN
 
 from .wire_reference import render
@@ -325,7 +326,10 @@ def api_page() -> str:
         f"| {row.families} |"
         for row in THOUGHTS
     ]
-    calls = [f"| {_code(row.example)} | {row.families} |" for row in CALLS]
+    calls = [
+        f"| {_code(WRITERS[row.format.name]([('add', {'a': 1, 'b': 'two'})]))} | {row.families} |"
+        for row in CALLS
+    ]
     part = MARKUPS_PART.format(thoughts="\n".join(thoughts), calls="\n".join(calls))
     return f"{before}{begin}\n{part}\n{end}{rest.split(end)[1]}"
 

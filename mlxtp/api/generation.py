@@ -93,7 +93,7 @@ class _PreparedRequest:
         if format_ is None:
             return ReadingPlan(markup, self.thinking)
         calls = CallReader(format_, prompt.tools, forced, self._most_calls())
-        return ReadingPlan(markup, self.thinking, calls, forced, self.held.dropped)
+        return ReadingPlan(markup, self.thinking, calls, self.held.dropped)
 
     def _most_calls(self) -> int:
         prompt = self.about.ask.prompt

@@ -10,8 +10,9 @@ import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
+from itertools import chain
 from typing import NamedTuple
 
 from .calls import CallReader, CallText, ReaderState, TextPiece
@@ -155,14 +156,12 @@ class AnswerPart(NamedTuple):
 class ReadingPlan:
     """Reading plan of one answer.
 
-    `forced`: nothing but a call may come. `calls` None: no calls are looked for. `dropped`: calls are left
-    out.
+    `calls` None: no calls are looked for. `dropped`: calls are left out.
     """
 
     markup: Markup
     thinking: bool = False
     calls: CallReader | None = None
-    forced: bool = False
     dropped: bool = False
 
 
@@ -186,11 +185,11 @@ class AnswerParser:
         self._bare = False  #: The next text is shown without the white space before it.
         self._spoken = False  #: Text came since the beginning, the last call or the last header.
         self._answered = False  #: There is text of the answer, or a call.
-        self._doubted: _DoubtedCalls | None = None
-        self._last_resort: list[CallText] = []  #: calls in a thought that ended with them
+        self._thought: list[TextPiece] = []
         self._long_texts = 0  #: long texts that began like calls and were none
         self._enter(PartKind.THOUGHT if plan.thinking else PartKind.SAID, after_marker=plan.thinking)
-        free = bool(plan.markup.headers) and not plan.thinking and not plan.forced
+        forced = plan.calls is not None and plan.calls.forced
+        free = bool(plan.markup.headers) and not plan.thinking and not forced
         self._opening: _FirstWords | None = _FirstWords() if free else None
         if not plan.thinking:
             self._begin_bare()
@@ -201,9 +200,7 @@ class AnswerParser:
         waiting = [self._finder.held, len(self._waiting), self._shown.held]
         if self._opening is not None:
             waiting.append(len(self._opening.text))
-        if self._doubted is not None:
-            waiting.append(len(self._doubted.text))
-        elif self._kind is PartKind.CALL and self._reader is not None:
+        if self._kind is PartKind.CALL and self._reader is not None:
             waiting.append(self._reader.held)
         return sum(waiting)
 
@@ -245,9 +242,6 @@ class AnswerParser:
             if self._kind is PartKind.CALL:
                 assert self._reader is not None
                 yield from self._called(self._reader.push(text, special))
-            elif self._doubted is not None:
-                self._doubted.push(text, special)
-                yield from self._doubt(self._doubted)
             else:
                 finder = self._finder
                 yield from self._show(finder.push(text, special))
@@ -259,15 +253,8 @@ class AnswerParser:
     def _rest(self, cut: bool) -> Iterator[AnswerPart]:
         if self._opening is not None:
             yield from self._begin(self._opening, False)
-        while (reader := self._reader) is not None and (self._kind is PartKind.CALL or self._doubted):
-            if (doubted := self._doubted) is None:
-                yield from self._called(reader.finish(cut))
-            elif (complete := doubted.finish(cut)) and not self._answered:
-                self._answered, self._doubted = True, None
-                reader.complete += complete
-                yield from (AnswerPart(PartKind.CALL, call=call) for call in doubted.calls)
-            else:
-                yield from self._doubt(doubted)
+        while (reader := self._reader) is not None and self._kind is PartKind.CALL:
+            yield from self._called(reader.finish(cut))
             yield from self._read()
         rest = self._finder.finish()
         if not (cut and sum(len(text) for text, _ in rest) > 1):  # a marker was cut; "<" alone may be words
@@ -277,8 +264,8 @@ class AnswerParser:
             waiting = "" if cut else waiting.strip()
         if waiting:
             yield AnswerPart(PartKind.SAID, waiting)
-        if not cut and not self._answered:  # the client has nothing else to go on
-            yield from (AnswerPart(PartKind.CALL, call=call) for call in self._last_resort)
+        if not self._answered and (self._kind is PartKind.THOUGHT or not cut):
+            yield from self._calls_in_thought(cut)
 
     # --- markers
 
@@ -325,11 +312,8 @@ class AnswerParser:
             self._begin_bare()
         elif marker == opens and self._bare:  # at its beginning it is that of the prompt again
             self._enter(PartKind.THOUGHT)
-        elif self._reader is None or marker == opens:
-            yield from self._word(marker)
         else:
-            self._doubted = _DoubtedCalls(self._reader.another(), closes, (marker, special))
-            yield from self._doubt(self._doubted)
+            yield from self._word(marker)
 
     def _word(self, marker: str, special: bool = False) -> Iterator[AnswerPart]:
         """Yield a marker that is none, but text like any other."""
@@ -382,20 +366,25 @@ class AnswerParser:
             if word is not None:
                 yield from self._word(*word)
 
-    def _doubt(self, doubted: _DoubtedCalls) -> Iterator[AnswerPart]:
-        """Go on behind calls in a thought once it is clear that they were only part of it."""
-        if doubted.over:
-            self._doubted = None
-            self._long_texts += doubted.long
-            self._last_resort = doubted.last_resort
-            self._enter(PartKind.THOUGHT, self._bare)
-            self._unread.extendleft(reversed(doubted.rest))
-            yield from self._show([(doubted.text, False)])
+    def _calls_in_thought(self, cut: bool) -> Iterator[AnswerPart]:
+        """Yield the calls with which a thought ended: the client has nothing else to go on."""
+        reader = self._reader
+        if reader is None or reader.format.addressed or not self._thought:
+            return
+        inner = AnswerParser(ReadingPlan(Markup(), calls=reader.another()))
+        calls: list[CallText] = []
+        for part in chain(*[inner.push(*piece) for piece in self._thought], inner.finish(cut)):
+            calls = [] if part.call is None else [*calls, part.call]
+        for call in calls if inner.calls else ():
+            index = call.index - calls[0].index
+            if index < reader.most or not reader.most:
+                yield AnswerPart(PartKind.CALL, call=replace(call, index=index))
 
     # --- what is shown
 
     def _show(self, pieces: Sequence[TextPiece]) -> Iterator[AnswerPart]:
         header, said = self._kind is PartKind.HEADER, self._kind is PartKind.SAID
+        self._thought += pieces if self._kind is PartKind.THOUGHT else ()
         text = "".join([piece if not special else " " * header for piece, special in pieces])
         if header:
             self._waiting.add(text)
@@ -418,7 +407,8 @@ def _markers(markup: Markup, reader: CallReader | None, kind: PartKind) -> list[
     found = [*(markup.think or ()), *(markup.wrappers if kind is PartKind.SAID else ())]
     if markup.headers:
         found = [*markup.headers] if kind is PartKind.SAID else found[1:]
-    return found if reader is None or reader.format.addressed else [*found, *reader.markers]
+    calls = reader is not None and kind is PartKind.SAID and not reader.format.addressed
+    return [*found, *reader.markers] if reader is not None and calls else found
 
 
 class _FirstWords:
@@ -472,60 +462,6 @@ class _MarkerFinder:
             taken.append((text[at : at + length], special))
             at += length
         return taken
-
-
-class _DoubtedCalls:
-    """Calls in a thought, which count if the answer ends with them. `closes` ends the thought.
-
-    `text` of the thought holds them. Once it is `over`, the thought goes on behind that with `rest`.
-    """
-
-    def __init__(self, reader: CallReader, closes: str, marker: TextPiece) -> None:
-        self._reader = reader
-        self._closes = closes
-        self._finder = StopFinder((closes,))
-        self.text = self._marker = "" if marker[1] else marker[0]
-        self.calls: list[CallText] = []
-        self.last_resort: list[CallText] = []  #: calls with which the thought ended
-        self.over = False
-        self.rest: list[TextPiece] = []
-        self.long = False  #: A long text was no call.
-        self._take(reader.start(*marker))
-
-    def push(self, text: str, special: bool) -> None:
-        closing = [(text, True)] if special and text == self._closes else []
-        certain = "" if closing else text
-        if not special:
-            certain = self._finder.push(text)
-            self.text += certain
-            if self._finder.found:
-                closing = [(self._closes, False), (self._finder.rest, False)]
-        if certain:
-            self._take(self._reader.push(certain, special))
-        if closing and not self.over:
-            self.over = True
-            if not self._reader.reads:
-                self._collect(self._reader.finish(cut=False))
-                self.last_resort = self.calls
-        if self.over:
-            self.rest += closing or [(self._finder.finish(), False)]
-
-    def finish(self, cut: bool) -> int:
-        """Return the number of complete calls at the end of the answer."""
-        self._collect(self._reader.finish(cut))
-        self.over = True
-        self.rest = [(self._finder.finish(), False)]
-        return self._reader.complete
-
-    def _take(self, pieces: Iterable[CallText | str]) -> None:
-        self._collect(pieces)
-        self.over = self._reader.state is not ReaderState.OPEN
-        if self._reader.state is ReaderState.REFUSED:
-            self.text, self.rest = self._marker, self._reader.rest[1:]
-            self.long = _is_long(self._reader.rest)
-
-    def _collect(self, pieces: Iterable[CallText | str]) -> None:
-        self.calls += [piece for piece in pieces if isinstance(piece, CallText)]
 
 
 def _is_long(refused: Sequence[TextPiece]) -> bool:

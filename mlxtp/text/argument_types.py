@@ -12,7 +12,8 @@ from .json_mender import PYTHON_QUOTES, mended
 
 _MOST_STEPS = 8  # of references and combinations, one inside another
 _COMBINATIONS = ("anyOf", "oneOf", "allOf")
-_OTHER_NAMES = {
+#: Names of JSON's types, and what others call them.
+TYPES = {kind: kind for kind in ("null", "boolean", "integer", "number", "string", "array", "object")} | {
     "str": "string", "text": "string", "varchar": "string", "char": "string",
     "int": "integer", "long": "integer", "float": "number", "double": "number", "bool": "boolean",
     "dict": "object", "map": "object", "list": "array", "tuple": "array", "arr": "array", "none": "null",
@@ -21,8 +22,6 @@ _TYPE_OF = {
     type(None): "null", bool: "boolean", int: "integer", float: "number", str: "string", list: "array",
     dict: "object",
 }  # fmt: skip
-_TYPES = frozenset(_TYPE_OF.values())
-
 Schema = Mapping[str, Any]
 
 
@@ -31,7 +30,7 @@ def types_of(schema: object, root: Schema, steps: int = _MOST_STEPS) -> frozense
     if not isinstance(schema, Mapping) or not steps:
         return frozenset()
     if isinstance(reference := schema.get("$ref"), str):
-        return types_of(_referred(reference, root), root, steps - 1)
+        return types_of(referred(reference, root), root, steps - 1)
     found = _named(schema.get("type"))
     if not found and isinstance(values := schema.get("enum"), list) and values:
         found = frozenset(map(_type_of, values))
@@ -113,19 +112,21 @@ def _literal(text: str, mends: bool) -> object:
     return value if whole else _NO_LITERAL
 
 
-def _referred(reference: str, root: Schema) -> object:
-    found: object = root
-    for part in unquote(reference).lstrip("#").split("/")[1:]:
-        key = part.replace("~1", "/").replace("~0", "~")
+def referred(reference: str, root: object) -> Any:
+    """Return what a JSON pointer leads to; None: nothing."""
+    found = root
+    for part in reference.split("/")[1:]:
+        if isinstance(found, list):
+            found = {str(i): each for i, each in enumerate(found)}
+        key = unquote(part).replace("~1", "/").replace("~0", "~")
         found = found.get(key) if isinstance(found, Mapping) else None
     return found
 
 
 def _named(given: object) -> frozenset[str]:
     names = [given] if isinstance(given, str) else given if isinstance(given, list) else []
-    plain = [str(name).strip().lower() for name in names]
-    found = {_OTHER_NAMES.get(name, name) for name in plain}
-    return frozenset(found) if found <= _TYPES else frozenset()
+    found = {TYPES.get(str(name).strip().lower(), "") for name in names}
+    return frozenset() if "" in found else frozenset(found)
 
 
 def _type_of(value: object) -> str:

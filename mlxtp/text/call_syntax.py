@@ -174,14 +174,10 @@ def compact(text: str) -> str:
 class JsonCall(CallBody):
     def __init__(self, keyed: bool, ends: Sequence[str]) -> None:
         self._keyed = keyed
-        self._ends = ends
-        pause = () if keyed else ("arguments", "parameters")
-        self._fields = JsonMender(stops=ends, pause=pause)  # of the call, without its arguments
-        self._inner: JsonMender | None = None  # its arguments
-        self._written: list[str] = []  # its fields in JSON
-        self._passed: list[str] = []  # its arguments in JSON
+        self._fields = JsonMender(stops=ends, apart=() if keyed else ("arguments", "parameters"))
+        self._written: list[str] = []  # its fields in JSON, without its arguments
+        self._passed = 0  # pieces of its arguments that were returned
         self._value: object = None
-        self._name_first = False
 
     @property
     def certain(self) -> bool:
@@ -189,47 +185,34 @@ class JsonCall(CallBody):
 
     @property
     def complete(self) -> bool:
-        return self.done or (self._inner is not None and self._inner.done)
+        return self.done or self._fields.inner_done
 
     def push(self, text: str, end: bool = False) -> str:
         if end:
             return self.close()
-        new: list[str] = []
-        while text and not self.done:
-            if (inner := self._open_arguments()) is not None:
-                new.append(inner.push(text))
-                text = inner.rest
-                if self._open_arguments() is None:
-                    self._written.append(self._fields.resume())
-                continue
-            self._written.append(self._fields.push(text))
-            text = ""
-            if self._fields.paused:
-                text, self._inner = self._fields.rest, JsonMender()
-                self._read_fields("".join(self._written) + "null}")
-                self._name_first = self.name is not None
-            elif self._fields.done:
-                self._over()
-        self._passed += new
-        return "".join(new) if self._name_first else ""
-
-    def _open_arguments(self) -> JsonMender | None:
-        return self._inner if self._inner is not None and not self._inner.done else None
+        before = len(self._fields.inner)
+        self._written.append(self._fields.push(text))
+        if self._fields.inner and not before:
+            self._read_fields("".join(self._written) + "}")
+        return self._new()
 
     def close(self) -> str:
-        new = ""
-        if (inner := self._open_arguments()) is not None:
-            new = inner.close()
-            self._passed.append(new)
-            self._written.append(self._fields.resume())
         if not self.done:
             self._written.append(self._fields.close())
-            self._over()
-        return new
+        return self._new()
+
+    def _new(self) -> str:
+        """Return the arguments that are new, if the name is known."""
+        if self._fields.done and not self.done:
+            self.done, self.rest = True, self._fields.rest
+            self._read_fields("".join(self._written))
+        new = self._fields.inner[self._passed :] if self.name is not None else []
+        self._passed += len(new)
+        return "".join(new)
 
     def arguments(self) -> tuple[str, str]:
-        if self._inner is not None:
-            return "".join(self._passed), ""
+        if self._fields.inner:
+            return "".join(self._fields.inner), ""
         if self._value is None or self._value == "":
             return "{}", ""
         if isinstance(self._value, str) and (found := mended(self._value.strip())).startswith("{"):
@@ -237,10 +220,6 @@ class JsonCall(CallBody):
         if isinstance(self._value, dict):
             return json.dumps(self._value, ensure_ascii=False), ""
         return "{}", json.dumps(self._value, ensure_ascii=False)
-
-    def _over(self) -> None:
-        self.done, self.rest = True, self._fields.rest
-        self._read_fields("".join(self._written))
 
     def _read_fields(self, written: str) -> None:
         """Read name, id and arguments off the call's fields."""

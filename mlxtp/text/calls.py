@@ -159,7 +159,7 @@ class CallReader:
         self._tools = {name: tool for tool in tools for name in (*tool.aliases, tool.name)}
         self.format = format_
         self.forced = forced
-        self._most = most
+        self.most = most
         self.complete = 0  #: calls that were read to their end
         self._ids: list[str] = []  # of all calls
         self.state = ReaderState.CLOSED
@@ -173,8 +173,8 @@ class CallReader:
         self._body: CallBody | None = None
 
     def another(self) -> CallReader:
-        """Return a new reader of the same calls."""
-        return CallReader(self.format, list(self._tools.values()), self.forced, self._most)
+        """Return a new reader of any number of the same calls."""
+        return CallReader(self.format, list(self._tools.values()))
 
     @cached_property
     def _offered(self) -> _OfferedCalls:
@@ -190,7 +190,7 @@ class CallReader:
         return name in self._tools
 
     @property
-    def reads(self) -> bool:
+    def _reads(self) -> bool:
         """True if a call has begun and is not over."""
         return self._body is not None and not self._in_doubt
 
@@ -209,7 +209,7 @@ class CallReader:
 
     @property
     def _enough(self) -> bool:
-        return 0 < self._most <= self.complete
+        return 0 < self.most <= self.complete
 
     @property
     def _in_doubt(self) -> bool:
@@ -236,7 +236,7 @@ class CallReader:
                 return
             if self.state is not ReaderState.OPEN:
                 self.rest.append(piece)
-            elif self._body is not None and self.reads:
+            elif self._body is not None and self._reads:
                 if not self._body.certain:
                     self._raw.append(piece)
                 yield from self._feed(*piece)
@@ -284,7 +284,7 @@ class CallReader:
                 body.streams, self._first, self._raw = True, False, []
                 yield self._begun(body, tool)
             yield CallText(len(self._ids) - 1, new)
-        if body.sure and self._most and self.complete + 1 >= self._most:
+        if body.sure and self.most and self.complete + 1 >= self.most:
             body.close()
         if self._in_doubt:
             behind = [(body.rest, False)] if body.rest else []
@@ -321,7 +321,7 @@ class CallReader:
 
     def _look(self) -> Iterator[CallText | str]:
         """Read what is pending: what stands before a call, between two, or behind a doubtful end."""
-        while self.state is ReaderState.OPEN and self._pending and not self.reads and not self._enough:
+        while self.state is ReaderState.OPEN and self._pending and not self._reads and not self._enough:
             text = "".join([piece for piece, _ in self._pending])
             found, at, head = self._next(text)
             self._pending = _behind(self._pending, at)

@@ -282,6 +282,10 @@ def _result_in_words(turn: ChatMessage) -> ChatMessage:
     return ChatMessage("user", f"<tool_response>\n{turn.text}\n</tool_response>")
 
 
+def _is_result_in_words(turn: ChatMessage) -> bool:
+    return turn.role == "user" and turn.text.startswith("<tool_response>")
+
+
 def _calls_in_words(turn: ChatMessage, write_call: WriteCall) -> ChatMessage:
     calls = [write_call(call.name, _object(call.arguments)) for call in turn.calls]
     return replace(turn, text="\n".join([*filter(None, [turn.text]), *calls]), calls=())
@@ -290,7 +294,7 @@ def _calls_in_words(turn: ChatMessage, write_call: WriteCall) -> ChatMessage:
 def _with_tools(turns: Sequence[ChatMessage], tools: Sequence[Tool]) -> list[ChatMessage]:
     """Join results of several tools in one message of the user, and put the tools in the system message."""
     joined: list[ChatMessage] = []
-    for results, group in groupby(turns, key=lambda turn: turn.text.startswith("<tool_response>")):
+    for results, group in groupby(turns, key=_is_result_in_words):
         run = list(group)
         joined += [ChatMessage("user", "\n".join([turn.text for turn in run]))] if results else run
     if not tools:
@@ -401,14 +405,11 @@ class _TemplateProbe:
     def shows(self, *turns: ChatMessage, words: Sequence[str] = (), tools: bool = False) -> bool:
         """Return True if the prompt has the words in their order; those of the turns if none are given."""
         prompt, at = self.prompt(*turns, tools=tools), 0
-        if _prints_objects(prompt):
-            return False
-        for word in words or [turn.text for turn in turns if turn.text]:
-            if (at := prompt.find(word, at)) < 0:
-                return False
-        return True
+        ends = [at := prompt.find(word, at) for word in words or [turn.text for turn in turns if turn.text]]
+        return min(ends) >= 0 and not _prints_objects(prompt)
 
     def _contains(self, *turns: ChatMessage, words: Sequence[str], tools: bool = True) -> bool:
+        """Return True if the prompt has the words in any order."""
         prompt = self.prompt(*turns, tools=tools)
         return all(word in prompt for word in words)
 
@@ -423,9 +424,7 @@ class _TemplateProbe:
         if not self.shows(_USER):
             self.learn(parts=True)
             self.learn(parts=self.shows(_USER))
-        system = self.shows(_SYSTEM, _USER) or self._contains(
-            _SYSTEM, _USER, words=(_SYSTEM.text, _USER.text), tools=False
-        )
+        system = self._contains(_SYSTEM, _USER, words=(_SYSTEM.text, _USER.text), tools=False)
         self.learn(
             system=system,
             systems=system and self.shows(_SYSTEM, _SYSTEM_2, _USER),

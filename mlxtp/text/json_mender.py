@@ -8,6 +8,7 @@ comes out as JSON. Valid JSON comes out letter by letter.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from enum import Enum, auto
@@ -125,28 +126,36 @@ class JsonMender:
 
     A `(` at the beginning opens an object whose keys need no quotes. `quotes`: those that open strings, the
     longest of a common beginning first. `stops`: texts that end the container unless a string is open.
-    `pause`: it pauses before an object that is the value of one of these keys at the top.
+    `apart`: the first object at the top that is the value of one of these keys goes to `inner`, and null
+    stands in its place.
     """
 
     def __init__(
         self,
         quotes: Sequence[str] = JSON_QUOTES,
         stops: Sequence[str] = (),
-        pause: Sequence[str] = (),
+        apart: Sequence[str] = (),
     ) -> None:
         self.done = False
-        self.paused = False
+        self.inner: list[str] = []
         self.broken = False  #: Text was left out, or guessed, because no JSON could hold it.
-        self.rest = ""  #: text after the end, or after the pause
+        self.rest = ""  #: text after the end
         self._quotes = quotes
         self._stops = stops
-        self._pause = pause
+        self._apart = apart
         self._open: list[str] = []
         self._expect = _Expect.VALUE
         self._string: _OpenString | None = None
         self._key = ""  # the latest one at the top
         self._comma = ""  # with the blanks after it; it is written once something follows
         self._held = ""
+        self._outer: list[str] = []  # JSON that was not returned yet
+        self._made = self._outer  # the same, or `inner` while that is read
+
+    @property
+    def inner_done(self) -> bool:
+        """True if there is an object that stands apart, and nothing of it is missing."""
+        return bool(self.inner) and self._made is self._outer
 
     @property
     def in_string(self) -> bool:
@@ -156,84 +165,79 @@ class JsonMender:
     def push(self, text: str, final: bool = False) -> str:
         """Return the JSON that is certain now. `final`: no text follows."""
         text, at = self._held + text, 0
-        made: list[str] = []
-        while at < len(text) and not (self.done or self.paused):
-            string = self._string
-            after = (self._between if string is None else string.mend)(text, at, made, final)
-            if string is not None and string.done:
-                self._end_string(string, made)
+        while at < len(text) and not self.done:
+            if (string := self._string) is None:
+                after = self._between(text, at, final)
+            else:
+                after = string.mend(text, at, self._made, final)
+                if string.done:
+                    self._end_string(string)
             if after < 0:
                 break
             at = after
-        if self.done or self.paused:
+        if self.done:
             self.rest, self._held = text[at:], ""
         else:
             self._held = text[at:]
-        return "".join(made)
-
-    def resume(self) -> str:
-        """Go on behind the value before which it paused, and return what stands for that."""
-        self.paused = False
-        self._expect = _Expect.NEXT
-        return "null"
+        return self._taken()
 
     def close(self) -> str:
         """Return the rest of the JSON, with the brackets that are missing."""
-        made = [] if self.done else [self.push("", final=True)]
+        made = "" if self.done else self.push("", final=True)
         if self._string is not None:
-            self._end_string(self._string, made)
-        if self._open:
-            made += self._missing_value()
-            made += [_END[each] for each in reversed(self._open)]
-        self._open, self.done = [], True
-        return "".join(made)
+            self._end_string(self._string)
+        self._end_all()
+        return made + self._taken()
+
+    def _taken(self) -> str:
+        made = "".join(self._outer)
+        self._outer.clear()
+        return made
 
     # Each of the following reads from `at` on and returns where it stopped; -1 to wait for more text.
 
-    def _between(self, text: str, at: int, made: list[str], final: bool) -> int:
+    def _between(self, text: str, at: int, final: bool) -> int:
         """Read what stands outside of strings."""
         if text[at].isspace():
-            return self._blank(text, at, made)
+            return self._blank(text, at)
         if self._open and any(text.startswith(stop, at) for stop in self._stops):
-            made += self._missing_value()
-            made += [_END[each] for each in reversed(self._open)]
-            self._open, self.done = [], True
+            self._end_all()
             return at
         if self._open and not final and _may_stop(self._stops, text[at:]):
             return -1
         if text[at] in "}])":
-            return self._end_container(text[at], at, made)
+            return self._end_container(text[at], at)
         if self._expect is _Expect.NEXT:
             self._comma = ","
             self._expect = _Expect.VALUE if self._open[-1] == "[" else _Expect.KEY
             return at + (text[at] == ",")
-        return (self._colon if self._expect is _Expect.COLON else self._value)(text, at, made, final)
+        return self._colon(text, at) if self._expect is _Expect.COLON else self._value(text, at, final)
 
-    def _blank(self, text: str, at: int, made: list[str]) -> int:
+    def _blank(self, text: str, at: int) -> int:
         end = _blanks(text, at)
         blanks = "".join(each if each in " \t\r\n" else " " for each in text[at:end])
         if self._comma:
             self._comma += blanks
         else:
-            made.append(blanks)
+            self._made.append(blanks)
         return end
 
-    def _value(self, text: str, at: int, made: list[str], final: bool) -> int:
+    def _value(self, text: str, at: int, final: bool) -> int:
         """Read the beginning of a key or a value."""
         is_key = self._expect is _Expect.KEY
         if (quote := self._opening_quote(text, at, final)) is None:
             return -1
         if quote:
-            self._begin('"', made)
+            self._begin('"')
             inside = self._open[-1] if self._open else ""
             bare = inside == "(" or any(quote in PLAIN_QUOTES for quote in self._quotes)
             self._string = _OpenString(quote, is_key, inside, self._stops, bare)
             return at + len(quote)
         if is_key:
-            return self._bare_key(text, at, made, final)
+            return self._bare_key(text, at, final)
         if text[at] in "{[(":
-            return self._begin_container(text[at], at, made)
-        return self._word(text, at, made, final)
+            return self._begin_container(text[at], at)
+        return self._word(text, at, final)
 
     def _opening_quote(self, text: str, at: int, final: bool) -> str | None:
         """Return the quote at this place, or ""; None if that is not clear yet."""
@@ -244,64 +248,67 @@ class JsonMender:
                 return None
         return ""
 
-    def _begin_container(self, sign: str, at: int, made: list[str]) -> int:
-        if sign == "{" and len(self._open) == 1 and self._key in self._pause:
-            self.paused = True
-            return at
+    def _begin_container(self, sign: str, at: int) -> int:
+        if sign == "{" and len(self._open) == 1 and self._key in self._apart and not self.inner:
+            self._made.append("null")
+            self._made = self.inner
         if sign == "(" and self._open:
             sign = "["  # a tuple of Python
         self._open.append(sign)
         self._expect = _Expect.VALUE if sign == "[" else _Expect.KEY
-        self._begin("[" if sign == "[" else "{", made)
+        self._begin("[" if sign == "[" else "{")
         return at + 1
 
-    def _end_container(self, sign: str, at: int, made: list[str]) -> int:
+    def _end_container(self, sign: str, at: int) -> int:
         ends = [
             i for i, each in enumerate(self._open) if _CLOSERS[each] == sign or (each, sign) == ("[", ")")
         ]
         if not ends:
             self.broken = True
             return at + 1
-        made += self._missing_value()
-        while len(self._open) > ends[-1]:
-            self.broken = self.broken or len(self._open) > ends[-1] + 1
-            made.append(_END[self._open.pop()])
-        self._expect = _Expect.NEXT
-        self.done = not self._open
+        self.broken = self.broken or len(self._open) > ends[-1] + 1
+        self._end_all(ends[-1])
         return at + 1
 
-    def _missing_value(self) -> list[str]:
-        """Return what is missing before the end of a container. A comma before it is left out."""
+    def _end_all(self, depth: int = 0) -> None:
+        """End all containers but so many, with what is missing. A comma before the end is left out."""
         self._comma = ""
         if self._expect is _Expect.COLON:
             self.broken = True
-            return [": null"]
-        return ["null"] if self._expect is _Expect.VALUE and self._open and self._open[-1] != "[" else []
+            self._made.append(": null")
+        elif self._expect is _Expect.VALUE and self._open and self._open[-1] != "[":
+            self._made.append("null")
+        while len(self._open) > depth:
+            self._made.append(_END[self._open.pop()])
+            if len(self._open) == 1:
+                self._made = self._outer
+        self._expect = _Expect.NEXT
+        self.done = not self._open
 
-    def _colon(self, text: str, at: int, made: list[str], final: bool) -> int:
+    def _colon(self, text: str, at: int) -> int:
         self._expect = _Expect.VALUE
         if text[at] in ":=":
-            made.append(":")
+            self._made.append(":")
             return at + 1
         self.broken = True
         if text[at] == ",":
-            made.append(": null")
+            self._made.append(": null")
             self._expect = _Expect.NEXT
         else:
-            made.append(":")
+            self._made.append(":")
         return at
 
-    def _begin(self, sign: str, made: list[str]) -> None:
+    def _begin(self, sign: str) -> None:
         """Begin a key or a value."""
-        made += [self._comma, sign]
+        self._made += [self._comma, sign]
         self._comma = ""
 
-    def _bare_key(self, text: str, at: int, made: list[str], final: bool) -> int:
+    def _bare_key(self, text: str, at: int, final: bool) -> int:
         if key := _KEY.match(text, at):
             word = key[0].strip()
             if len(self._open) == 1:
                 self._key = word
-            self._begin(json.dumps(word, ensure_ascii=False), made)
+            self._begin(json.dumps(word, ensure_ascii=False))
             self._expect = _Expect.COLON
             return key.end()
         if (
@@ -314,11 +321,11 @@ class JsonMender:
         self.broken = self.broken or text[at] != ","
         return at + 1
 
-    def _word(self, text: str, at: int, made: list[str], final: bool) -> int:
+    def _word(self, text: str, at: int, final: bool) -> int:
         word = _NUMBER_BEFORE.match(text, at) or _WORD.match(text, at)
         if word is None:
             if text[at] == "," and self._open[-1] != "[":  # a value that is missing
-                made.append("null")
+                self._made.append("null")
                 self._expect = _Expect.NEXT
                 return at
             self.broken = self.broken or text[at] != ","
@@ -329,12 +336,12 @@ class JsonMender:
         for stop in self._stops:
             if (found := text.find(stop, at, end)) > 0:
                 end = found
-        self._begin(_json_word(text[at:end].strip()), made)
+        self._begin(_json_word(text[at:end].strip()))
         self._expect = _Expect.NEXT
         return end
 
-    def _end_string(self, string: _OpenString, made: list[str]) -> None:
-        made.append('"')
+    def _end_string(self, string: _OpenString) -> None:
+        self._made.append('"')
         self._string = None
         self._expect = _Expect.COLON if string.is_key else _Expect.NEXT
         if string.is_key and len(self._open) == 1:
@@ -361,8 +368,12 @@ def _json_word(word: str) -> str:
     if word in _WORDS:
         return _WORDS[word]
     if _NUMBER_OF_PYTHON.fullmatch(word) and not word.lstrip("+-").startswith("0"):
-        number = float(word.replace("_", ""))
-        return json.dumps(int(number) if number.is_integer() and "." not in word else number)
+        plain = word.replace("_", "").removeprefix("+")
+        number = float(plain)
+        if plain.removeprefix("-").isdecimal():
+            return plain
+        if math.isfinite(number):
+            return json.dumps(int(number) if number.is_integer() and "." not in word else number)
     return json.dumps(word, ensure_ascii=False)
 
 

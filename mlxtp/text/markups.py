@@ -104,12 +104,11 @@ class CallRow:
     """One markup of calls.
 
     It is shown by all of any group of `texts` in the template, or by all `tokens`. Without `texts`, the
-    format's start does. `example` calls the tool `add` with `a` 1 and `b` "two", as a template writes it.
+    format's start does.
     """
 
     families: str
     format: CallFormat
-    example: str
     texts: tuple[tuple[str, ...], ...] = ()
     tokens: tuple[str, ...] = ()
 
@@ -182,63 +181,42 @@ CALLS: Sequence[CallRow] = (
                      re.compile(rf"{re.escape(_M3)}<(?P<key>[^<>/\s]+)>"), f"{_M3}</{{}}>", gap=None,
                      nested=True),
         direct=(f"{_M3}<invoke name=",)),
-        f'{_M3}<tool_call>\n{_M3}<invoke name="add">{_M3}<a>1{_M3}</a>{_M3}<b>two{_M3}</b>{_M3}</invoke>\n'
-        f"{_M3}</tool_call>",
         ((_M3,),), (_M3,)),
     CallRow("MiniMax M2", _in(
-        "minimax_m2", "<minimax:tool_call>", "</minimax:tool_call>", _invoke(), direct=("<invoke name=",)),
-        '<minimax:tool_call>\n<invoke name="add">\n<parameter name="a">1</parameter>\n'
-        '<parameter name="b">two</parameter>\n</invoke>\n</minimax:tool_call>'),
+        "minimax_m2", "<minimax:tool_call>", "</minimax:tool_call>", _invoke(), direct=("<invoke name=",))),
     CallRow("DeepSeek V3.2, V4", CallFormat(
         "dsml", (f"<{_DSML}function_calls>", f"<{_DSML}tool_calls>"),
         (f"</{_DSML}function_calls>", f"</{_DSML}tool_calls>"), (_invoke(_DSML), _JSON),
         (f"<{_DSML}invoke name=",)),
-        f'<{_DSML}function_calls>\n<{_DSML}invoke name="add">\n<{_DSML}parameter name="a" string="false">1'
-        f'</{_DSML}parameter>\n<{_DSML}parameter name="b" string="true">two</{_DSML}parameter>\n'
-        f"</{_DSML}invoke>\n</{_DSML}function_calls>",
         (("DSML", "invoke name="),), (_DSML,)),
     CallRow("DeepSeek V3, V3.1, R1", CallFormat(
         "deepseek", ("<｜tool▁calls▁begin｜>", "<｜tool_calls_begin｜>"),
         ("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "<｜tool_call_end｜>", "<｜tool_calls_end｜>"),
         (NamedSyntax(("<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n",
                       "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>"), _FENCED), _JSON),
-        ("<｜tool▁call▁begin｜>",)),
-        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1, "b": "two"}<｜tool▁call▁end｜>'
-        "<｜tool▁calls▁end｜>"),
+        ("<｜tool▁call▁begin｜>",))),
     CallRow("Gemma 4", _in(
         "gemma4", "<|tool_call>", "<tool_call|>",
         NamedSyntax(("call:{}{", "call:{}("), opening="{(", quotes=('<|"|>', '"', "'")),
         direct=("call:{}{",)),
-        '<|tool_call>call:add{a:1,b:<|"|>two<|"|>}<tool_call|>',
         (("<|tool_call>", "<tool_call|>"),)),
     CallRow("FunctionGemma", _in(
         "function_gemma", "<start_function_call>", "<end_function_call>",
-        NamedSyntax(("call:{}{", "call:{}("), opening="{(", quotes=("<escape>", '"', "'"))),
-        "<start_function_call>call:add{a:1,b:<escape>two<escape>}<end_function_call>"),
-    CallRow("LongCat", _in("longcat", "<longcat_tool_call>", "</longcat_tool_call>", _pairs("longcat_")),
-        "<longcat_tool_call>add\n<longcat_arg_key>a</longcat_arg_key>\n<longcat_arg_value>1"
-        "</longcat_arg_value>\n<longcat_arg_key>b</longcat_arg_key>\n<longcat_arg_value>two"
-        "</longcat_arg_value>\n</longcat_tool_call>"),
+        NamedSyntax(("call:{}{", "call:{}("), opening="{(", quotes=("<escape>", '"', "'")))),
+    CallRow("LongCat", _in("longcat", "<longcat_tool_call>", "</longcat_tool_call>", _pairs("longcat_"))),
     CallRow("GLM 4.5 to 5, Laguna", _in(
         "glm", "<tool_call>", "</tool_call>", _pairs(), direct=("{}<arg_key>", "{}\n<arg_key>")),
-        "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>b</arg_key><arg_value>two"
-        "</arg_value></tool_call>",
         (("<arg_key>",),)),
     CallRow("LFM2, MiniCPM 3", CallFormat(
         "lfm2", ("<|tool_call_start|>",), ("<|tool_call_end|>",), (_PYTHON, _JSON), bare="["),
-        "<|tool_call_start|>[add(a=1, b='two')]<|tool_call_end|>",
         (("<|tool_list_start|>",), ("<|tool_call_start|>",)), ("<|tool_call_start|>", "<|tool_call_end|>")),
     CallRow("Seed-OSS", _in(
         "seed_oss", "<seed:tool_call>", "</seed:tool_call>",
         TaggedSyntax(("<function={}>",), ("<parameter",), "</function>",
                      re.compile(r"<parameter=(?P<key>[^>\n]+)>"), "</parameter>"),
-        direct=("<function=",)),
-        "<seed:tool_call>\n<function=add>\n<parameter=a>1</parameter>\n<parameter=b>two</parameter>\n"
-        "</function>\n</seed:tool_call>"),
+        direct=("<function=",))),
     CallRow("Qwen3-Coder, Qwen3.5, Nemotron 3, Step 3.5", _in(
         "qwen_xml", "<tool_call>", "</tool_call>", _QWEN_XML, direct=("<function=",)),
-        "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\ntwo\n</parameter>\n"
-        "</function>\n</tool_call>",
         (("<tool_call>", "<function="),)),
     CallRow("Kimi K2", CallFormat(
         "kimi_k2", ("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>"),
@@ -248,9 +226,7 @@ CALLS: Sequence[CallRow] = (
                       "<|tool_call_begin|>{}<|tool_call_argument_begin|>"),
                      re.compile(r"\s*(?P<number>\d+)?\s*(?:<\|tool_call_argument_begin\|>)?")),),
         ("<|tool_call_begin|>",),
-        past="<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>ARGUMENTS<|tool_call_end|>"),
-        "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>"
-        '{"a": 1, "b": "two"}<|tool_call_end|><|tool_calls_section_end|>'),
+        past="<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>ARGUMENTS<|tool_call_end|>")),
     CallRow("MiniCPM5", CallFormat(
         "minicpm5", (), (),
         (TaggedSyntax(('<function name="{}">', "<function name='{}'>", "<function name={}>"), ("<param",),
@@ -258,54 +234,35 @@ CALLS: Sequence[CallRow] = (
                       re.compile(r"<param\s+name\s*=\s*(?P<key>\"[^\"]*\"|'[^']*'|[^\s\"'<>]+)\s*>"),
                       "</param>", gap=""),),
         ("<function name=",)),
-        '<function name="add"><param name="a">1</param><param name="b">two</param></function>',
         (('<function name="', '<param name="'),)),
     CallRow("Mistral", _in(
         "mistral", "[TOOL_CALLS]", "",
         NamedSyntax(("{}[ARGS]", "{}[CALL_ID]", "{}{"), re.compile(r"\s*(?:\w+\s*\[ARGS\])?\s*")),
-        direct=("{}[ARGS]",)),
-        '[TOOL_CALLS]add[ARGS]{"a": 1, "b": "two"}'),
+        direct=("{}[ARGS]",))),
     CallRow("Muse Spark", _in(
         "muse_spark", "<atem:function_calls>", "</atem:function_calls>", _invoke("atem:", guess=True),
-        direct=("<atem:invoke name=",)),
-        '<atem:function_calls><atem:invoke name="add"><atem:parameter name="a">1</atem:parameter>'
-        '<atem:parameter name="b">two</atem:parameter></atem:invoke></atem:function_calls>'),
-    CallRow("Command A and R7B", _in("command", "<|START_ACTION|>", "<|END_ACTION|>"),
-        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "add", "parameters": {"a": 1, "b": "two"}}'
-        "\n]<|END_ACTION|>"),
-    CallRow("Nemotron Nano 2, Llama Nemotron", _in("nemotron", "<TOOLCALL>", "</TOOLCALL>"),
-        '<TOOLCALL>[{"name": "add", "arguments": {"a": 1, "b": "two"}}]</TOOLCALL>'),
+        direct=("<atem:invoke name=",))),
+    CallRow("Command A and R7B", _in("command", "<|START_ACTION|>", "<|END_ACTION|>")),
+    CallRow("Nemotron Nano 2, Llama Nemotron", _in("nemotron", "<TOOLCALL>", "</TOOLCALL>")),
     CallRow("Hunyuan 3", CallFormat(
         "hunyuan3", ("<tool_calls:opensource>", "<tool_call:opensource>"), ("</tool_calls:opensource>",),
         (_pairs("", ":opensource", "{}<tool_sep:opensource>"), _JSON)),
-        "<tool_calls:opensource>\n<tool_call:opensource>add<tool_sep:opensource>\n<arg_key:opensource>a"
-        "</arg_key:opensource>\n<arg_value:opensource>1</arg_value:opensource>\n<arg_key:opensource>b"
-        "</arg_key:opensource>\n<arg_value:opensource>two</arg_value:opensource>\n</tool_call:opensource>\n"
-        "</tool_calls:opensource>",
         (("<tool_sep:opensource>",),), ("<tool_sep:opensource>",)),
     CallRow("Hunyuan, Jamba, Apriel, MiniMax M1", CallFormat(
         "tool_calls", ("<tool_calls>",), ("</tool_call>", "</tool_calls>"),
-        (_JSON, NamedSyntax(("<tool_call>{}",), _FENCED))),
-        '<tool_calls>[{"name": "add", "arguments": {"a": 1, "b": "two"}}]</tool_calls>'),
+        (_JSON, NamedSyntax(("<tool_call>{}",), _FENCED)))),
     CallRow("Granite 3, Phi-4-mini", CallFormat(
         "tool_call", ("<|tool_call|>", "functools"), ("<|/tool_call|>",), (_JSON,)),
-        '<|tool_call|>[{"name": "add", "arguments": {"a": 1, "b": "two"}}]',
         (("<|tool_call|>",), ("functools",)), ("<|tool_call|>",)),
-    CallRow("Apertus", _in("apertus", "<|tools_prefix|>", "<|tools_suffix|>", JsonSyntax(keyed=True)),
-        '<|tools_prefix|>[{"add": {"a": 1, "b": "two"}}]<|tools_suffix|>'),
-    CallRow("OLMo 3", _in("olmo3", "<function_calls>", "</function_calls>", _PYTHON),
-        "<function_calls>\nadd(a=1, b='two')\n</function_calls>"),
+    CallRow("Apertus", _in("apertus", "<|tools_prefix|>", "<|tools_suffix|>", JsonSyntax(keyed=True))),
+    CallRow("OLMo 3", _in("olmo3", "<function_calls>", "</function_calls>", _PYTHON)),
     CallRow("InternLM 2", _in("internlm", "<|action_start|><|plugin|>", "<|action_end|>"),
-        '<|action_start|><|plugin|>\n{"name": "add", "parameters": {"a": 1, "b": "two"}}<|action_end|>',
         (("<|action_start|>",),), ("<|action_start|>", "<|plugin|>")),
     CallRow("Solar Open", CallFormat(
         "solar", ("<|tool_calls|>",), ("<|tool_call:end|>", "<|calls|>"),
         (NamedSyntax(("<|tool_call:name|>{}<|tool_call:args|>",)), _JSON), id_mark="<|tool_call:begin|>"),
-        '<|tool_calls|><|tool_call:begin|>x1<|tool_call:name|>add<|tool_call:args|>{"a": 1, "b": "two"}'
-        "<|tool_call:end|><|calls|>",
         (("<|tool_call:begin|>",),)),
-    CallRow("GigaChat 3", _in("gigachat", "<|function_call|>", ""),
-        '<|function_call|>{"name": "add", "arguments": {"a": 1, "b": "two"}}'),
+    CallRow("GigaChat 3", _in("gigachat", "<|function_call|>", "")),
     CallRow("PLaMo 3", CallFormat(
         "plamo3", ("<|plamo:begin_tool_requests:plamo|>",),
         ("<|plamo:end_tool_arguments:plamo|>", "<|plamo:end_tool_request:plamo|>",
@@ -313,32 +270,20 @@ CALLS: Sequence[CallRow] = (
         (NamedSyntax(("<|plamo:begin_tool_request:plamo|><|plamo:begin_tool_name:plamo|>{}"
                       "<|plamo:end_tool_name:plamo|><|plamo:begin_tool_arguments:plamo|>",),
                      re.compile(r"(?:<\|plamo:constrain\|>\w*<\|plamo:msg\|>)?\s*")), _JSON)),
-        "<|plamo:begin_tool_requests:plamo|><|plamo:begin_tool_request:plamo|><|plamo:begin_tool_name:plamo|>add"
-        "<|plamo:end_tool_name:plamo|><|plamo:begin_tool_arguments:plamo|><|plamo:constrain|>json<|plamo:msg|>"
-        '{"a": 1, "b": "two"}<|plamo:end_tool_arguments:plamo|><|plamo:end_tool_request:plamo|>'
-        "<|plamo:end_tool_requests:plamo|>",
         (("<|plamo:begin_tool_request",),)),
     CallRow("Inkling", CallFormat(
         "inkling", (), ("<|end_message|>",),
         (NamedSyntax(("{}<|content_invoke_tool_json|>",), wrapper="args"),),
         ("{}<|content_invoke_tool_json|>",)),
-        '<|message_model|>add<|content_invoke_tool_json|>{"name":"add","args":{"a":1,"b":"two"}}<|end_message|>',
         (("<|content_invoke_tool_json|>",),), ("<|content_invoke_tool_json|>",)),
     CallRow("dots", _in(
-        "dots", "<dots_function_call>", "</dots_function_call>", _invoke(), direct=("<invoke name=",)),
-        '<dots_function_call>\n<invoke name="add">\n<parameter name="a">1</parameter>\n'
-        '<parameter name="b">two</parameter>\n</invoke>\n</dots_function_call>'),
+        "dots", "<dots_function_call>", "</dots_function_call>", _invoke(), direct=("<invoke name=",))),
     CallRow("Step 3", CallFormat(
         "step3", ("<｜tool_calls_begin｜>",), ("<｜tool_call_end｜>", "<｜tool_calls_end｜>"),
         (_invoke("steptml:", before="<｜tool_call_begin｜>function<｜tool_sep｜>"), _invoke("steptml:"),
          _JSON)),
-        '<｜tool_calls_begin｜>\n<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="add">\n'
-        '<steptml:parameter name="a">1</steptml:parameter>\n<steptml:parameter name="b">two'
-        "</steptml:parameter>\n</steptml:invoke><｜tool_call_end｜>\n<｜tool_calls_end｜>",
         (("steptml",),)),
-    CallRow("Command R", _in("command_r", "Action:", ""),
-        'Action:\n```json\n[{"tool_name": "add", "parameters": {"a": 1, "b": "two"}}]\n```',
-        (("Action:", "```json"),)),
+    CallRow("Command R", _in("command_r", "Action:", ""), (("Action:", "```json"),)),
     CallRow("Kimi K3", _in(
         "kimi_k3", "<|open|>tools<|sep|>", "<|close|>tools<|sep|>",
         TaggedSyntax(('<|open|>call tool="{}"',), ("index=", "<|sep|>"), "<|close|>call<|sep|>",
@@ -346,21 +291,14 @@ CALLS: Sequence[CallRow] = (
                                 r"[^<]*<\|sep\|>"),
                      "<|close|>argument<|sep|>", gap="",
                      before_values=re.compile(r'^\s*(?:index="[^"]*")?\s*(?:<\|sep\|>)?'))),
-        '<|open|>tools<|sep|><|open|>call tool="add" index="1"<|sep|><|open|>argument key="a" type="number"'
-        '<|sep|>1<|close|>argument<|sep|><|open|>argument key="b" type="string"<|sep|>two<|close|>argument'
-        "<|sep|><|close|>call<|sep|><|close|>tools<|sep|>",
         tokens=_XTML),
     CallRow("gpt-oss", CallFormat(
         "harmony", ("<|channel|>commentary to=",), ("<|call|>",), (NamedSyntax(("{}<|message|>",)),),
-        addressed=True),
-        '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1, "b": "two"}<|call|>',
-        tokens=_HARMONY),
-    CallRow("Hermes, Qwen 2.5 and 3, and most others", JSON_CALLS,
-        '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "two"}}\n</tool_call>'),
+        addressed=True), tokens=_HARMONY),
+    CallRow("Hermes, Qwen 2.5 and 3, and most others", JSON_CALLS),
     CallRow("Llama 3 and 4", CallFormat(
         "llama", ("<|python_tag|>", "<|python_start|>", "<|python_end|>"), ("<|eom_id|>",), (_JSON, _PYTHON),
         bare="{[", streams=True),
-        '{"name": "add", "parameters": {"a": 1, "b": "two"}}',
         (('"parameters": dictionary of argument name',), ("<|python_tag|>",), ("<|python_start|>",))),
 )
 # fmt: on

@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from ..errors import RequestError
+from .argument_types import referred
 from .call_style import CallStyle, Separators
 from .calls import CallFormat
 
@@ -111,15 +112,8 @@ def _shared(schema: Mapping[str, Any]) -> frozenset[str]:
     found = set(_combined(schema))
     while found:
         shared |= found
-        found = {each for place in found for each in _combined(_at(schema, place), True)} - shared
+        found = {each for place in found for each in _combined(referred(place, schema), True)} - shared
     return frozenset(shared)
-
-
-def _at(schema: Any, place: str) -> Any:
-    for part in place.split("/")[1:]:
-        key = part.replace("~1", "/").replace("~0", "~")
-        schema = schema.get(key) if isinstance(schema, dict) else None
-    return schema
 
 
 def _escaped(name: str) -> str:

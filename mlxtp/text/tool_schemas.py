@@ -12,19 +12,15 @@ import re
 from collections.abc import Callable, Mapping, Set
 from functools import cache, partial
 from typing import Any
-from urllib.parse import unquote
 
 from ..errors import RequestError
+from .argument_types import TYPES, referred
 from .call_style import Separators
 from .tool_grammar import FORMATS, IN_PLACE, JsonSchema, combines, guided_schema
 
 #: Limits of the compiler for one part of a schema. A whole grammar has three times the fuel.
 FUEL, STATES = 100_000, 50_000
 
-_TYPES = {kind: kind for kind in ("null", "boolean", "integer", "number", "string", "array", "object")} | {
-    "int": "integer", "long": "integer", "float": "number", "double": "number", "str": "string",
-    "bool": "boolean", "list": "array", "tuple": "array", "dict": "object", "map": "object",
-}  # fmt: skip
 _BEYOND = (
     "not", "if", "contains", "uniqueItems", "propertyNames", "dependencies", "dependentRequired",
     "dependentSchemas", "unevaluatedItems", "unevaluatedProperties", "$dynamicRef", "$recursiveRef",
@@ -125,7 +121,7 @@ class _SchemaRelaxer:
                 kept = self._reference(value) or ...
             case "type", _:
                 names = [str(each).lower() for each in (value if isinstance(value, list) else [value])]
-                types = [*dict.fromkeys(_TYPES.get(name, "") for name in names)]
+                types = [*dict.fromkeys(TYPES.get(name, "") for name in names)]
                 kept = ... if "" in types or not types else types if types[1:] else types[0]
             case "required", list():
                 kept = [*dict.fromkeys(name for name in value if isinstance(name, str))]
@@ -200,12 +196,7 @@ class _SchemaRelaxer:
         base, _, fragment = reference.partition("#")
         anchor = "" if fragment.startswith("/") else fragment
         found = _named(self._root, base or anchor)
-        for step in [] if anchor else fragment.split("/")[1:]:
-            if isinstance(found, list):
-                found = {str(i): each for i, each in enumerate(found)}
-            key = unquote(step).replace("~1", "/").replace("~0", "~")
-            found = found.get(key) if isinstance(found, dict) else None
-        return found
+        return found if anchor else referred(fragment, found)
 
     def _endless(self, name: str, schema: JsonSchema) -> str:
         """Return why a definition has no value without one of its own inside; empty: it has one."""

@@ -54,6 +54,7 @@ from mlxtp.wire.messages import Generate
 from mlxtp.wire.peer_messages import JoinGrant, JoinOffer, JoinRequest
 from mlxtp.wire.protocol import LinkKind
 
+from ..api.text.families import WRITERS
 from ..api.text.test_families import check
 from ..placement.recorded_macs import MACS, outputs, over_the_wire, recorded
 from ..placement.test_hardware_garbage import PARSERS
@@ -321,7 +322,8 @@ def tool_output(data: bytes) -> None:
 
 
 _CALLED = tuple(
-    bytes((number,)) + row.example.replace("add", "f").encode() for number, row in enumerate(CALLS)
+    bytes((number,)) + WRITERS[format_.name]([("f", {"a": 1, "b": "two"})]).encode()
+    for number, format_ in enumerate(_FORMATS)
 )
 
 

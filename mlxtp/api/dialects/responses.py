@@ -171,46 +171,6 @@ class ToolCallOutput:
         return [{"type": f"{self._events}.{step}", "item_id": self.id} | fields] if self._events else []
 
 
-class CompactionOutput:
-    """A summary of the conversation as an item: the model's text, or its thoughts where it wrote no text."""
-
-    kind = "compaction"
-
-    def __init__(self, place: str) -> None:
-        self.id = f"cmp_{place}"
-        self._text: list[str] = []
-        self._thoughts: list[str] = []
-
-    def more(self, text: str) -> Json:
-        self._text.append(text)
-        return {"type": "response.compaction.compacting", "item_id": self.id}
-
-    def think(self, text: str) -> None:
-        self._thoughts.append(text)
-
-    def check(self) -> None:
-        """Raise MlxtpError where the model has written nothing: its client would lose the conversation."""
-        if not self._summary:
-            raise MlxtpError("the model wrote no summary; the conversation is as it was", Code.INTERNAL)
-
-    def opened(self) -> list[Json]:
-        return []
-
-    def closed(self) -> list[Json]:
-        return []
-
-    def json(self, status: str) -> Json:
-        """Return the item. A summary that was cut off says so itself, since the item has no status."""
-        summary = self._summary if status != "in_progress" else ""
-        if summary and status == "incomplete":
-            summary += "\n[cut off here]"
-        return {"type": self.kind, "id": self.id, "encrypted_content": compaction_content(summary)}
-
-    @property
-    def _summary(self) -> str:
-        return "".join(self._text).strip() or "".join(self._thoughts).strip()
-
-
 def tool_call(about: About, place: str, call_id: str, name: str) -> ToolCallOutput:
     """Return the item of a call. `name` is the model's; the item has the client's."""
     wanted: ResponsesAnswerOptions = about.ask.dialect
@@ -262,12 +222,20 @@ def items_of_whole(about: About, whole: WholeAnswer, finish: Finish) -> list[Jso
 
 
 def compaction_of_whole(about: About, whole: WholeAnswer, finish: Finish) -> list[Json]:
-    """Return the output of an answer that is a summary. Raises MlxtpError where there is none."""
-    made = CompactionOutput(place(about, 0))
-    made.more(whole.text)
-    made.think(whole.reasoning)
-    made.check()
-    return [made.json(status_of(finish))]
+    """Return a summary as an item: the model's text, or its thoughts where it wrote no text.
+
+    A summary that was cut off says so itself, since the item has no status. Raises MlxtpError where the model
+    has written nothing: its client would lose the conversation.
+    """
+    summary = whole.text.strip() or whole.reasoning.strip()
+    if not summary:
+        raise MlxtpError("the model wrote no summary; the conversation is as it was", Code.INTERNAL)
+    return [_compaction(about, summary + "\n[cut off here]" * (status_of(finish) == "incomplete"))]
+
+
+def _compaction(about: About, summary: str) -> Json:
+    content = compaction_content(summary)
+    return {"type": "compaction", "id": f"cmp_{place(about, 0)}", "encrypted_content": content}
 
 
 def speaks(finish: Finish, thought: bool, called: bool) -> bool:
@@ -434,21 +402,35 @@ class ResponseWriter(AnswerWriter):
 class CompactionWriter(ResponseWriter):
     """Writer of a summary as events. A response with a summary that was cut off is complete: see its item."""
 
+    _added: Json | None = None
+
     def begin(self) -> bytes:
-        self._made = CompactionOutput(self._place())
-        return self._begin(self._made)
+        self._whole = WholeAnswer()
+        self._added = _compaction(self._about, "")
+        return self._of_item("response.output_item.added", {"item": self._added})
 
     def write(self, event: AnswerEvent) -> bytes:
         match event:
             case ContentDelta(text=text) if text:
-                return self._sent(self._made.more(text))
+                self._whole.text += text
+                return self._of_item("response.compaction.compacting", {"item_id": f"cmp_{self._place()}"})
             case ReasoningDelta(text=text):
-                self._made.think(text)
+                self._whole.reasoning += text
             case Finish():
-                self._made.check()
+                self._output = compaction_of_whole(self._about, self._whole, event)
                 self._finish = replace(event, reason="stop")
-                return self._end(status_of(event))
+                return self._of_item("response.output_item.done", {"item": self._output[0]})
         return b""
+
+    def fail(self, error: MlxtpError) -> bytes:
+        done = b""
+        if self._added is not None and not self._output:
+            self._output = [self._added]
+            done = self._of_item("response.output_item.done", {"item": self._added})
+        return done + super().fail(error)
+
+    def _of_item(self, kind: str, more: Json) -> bytes:
+        return self._sent({"type": kind, "output_index": 0} | more)
 
 
 # --- the response -----------------------------------------------------------------------------------------

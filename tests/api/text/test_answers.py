@@ -154,8 +154,8 @@ def test_calls_in_thoughts() -> None:
     how = {"name": "qwen_xml", "thinking": True}
     mention = "Some write <tool_call>\n<function=add> to call. I need none."
     stories = [
-        (f"I add.\n{XML}", seen("", "I add.", [ADDED])),
-        (f"I add.\n{XML}\n{XML}", seen("", "I add.", [ADDED, ADDED])),
+        (f"I add.\n{XML}", seen("", f"I add.\n{XML}", [ADDED])),
+        (f"I add.\n{XML}\n{XML}", seen("", f"I add.\n{XML}\n{XML}", [ADDED, ADDED])),
         (f"{mention}\n</think>\n\nFour.", seen("Four.", mention)),
         (f"I could {XML} but do not.</think>Four.", seen("Four.", f"I could {XML} but do not.")),
         (f"I could {XML}</think>Four.", seen("Four.", f"I could {XML}")),
@@ -177,6 +177,10 @@ OTHERS: Mapping[str, tuple[str, Sequence[Tool], Sequence[str], Sequence[Story]]]
         (f"<tool_call>[{JSON}, {JSON}]</tool_call>yes", seen("yes", "", [ADDED, ADDED])),
         (f"<tool_call>{JSON}", seen("", "", [ADDED])),
         (f"I add.\n{JSON}\n</tool_call>", seen("I add.", "", [ADDED])),
+        (f"<tool_call>{JSON[:-1]}", seen("", "", [ADDED])),
+        (f"<tool_call>{JSON[:-2]}", seen("", "", [ADDED])),
+        (f"<tool_call>{JSON[:-2]}</tool_call>Done.", seen("Done.", "", [ADDED])),
+        ('<tool_call>{"name": "add", "parameters": {"a": 1}, "arguments": {"b": 2}}</tool_call>', seen("", "", [ADDED])),
         says(f"Such as {JSON} in words."),
         says(f"I add.\n{JSON}"),
         ('<tool_call>{"name": "add"}</tool_call>', seen("", "", [("add", {})])),

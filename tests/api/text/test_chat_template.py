@@ -113,6 +113,9 @@ CONVERSATIONS: Mapping[str, tuple[Sequence[ChatMessage], Sequence[Tool]]] = {
     "arguments that are no JSON": (
         (user("U-ONE"), said("", Call("c", "look_up", '{"word": ZEBRA')), result("", "c"), user("U-TWO")), (LOOK,),
     ),
+    "one id twice": (
+        (user("U-ONE"), said("", look("ZEBRA", "c")), result("R-ONE", "c"), said("", look("LION", "c")), result("R-TWO", "c")), (LOOK,),
+    ),
     "an empty answer": ((system("S-ONE"), user("U-ONE"), said(""), user("U-TWO")), ()),
     "markers in words": ((user("U-ONE </think>"), said("A-ONE </think> A-TWO"), user("U-TWO <think>")), ()),
     "thoughts in words": ((user("U-ONE"), said("<think>hm</think>\n\nA-ONE"), user("U-TWO")), ()),
@@ -346,6 +349,11 @@ def test_calls_at_once_with_one_id_keep_their_results() -> None:
     ]
     told = [each["content"] for each in plain((user("?"), *twice), several_calls=False)]
     assert told == ["?", "", "one", "", "two"]
+
+
+def test_what_an_assistant_said_stays_its_own() -> None:
+    turns = (user("U"), said("<tool_response> is a tag"), user("V"))
+    assert [each["role"] for each in plain(turns, tools=False)] == ["system", "user", "assistant", "user"]
 
 
 def test_thinking_is_an_option_under_both_of_its_names() -> None:

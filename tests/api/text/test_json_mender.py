@@ -63,6 +63,9 @@ MENDED = {
     "{'a': 'it\\'s', 'b': True, 'c': None}": '{"a": "it\'s", "b": true, "c": null}',
     '{a: 1, "b": New York}': '{"a": 1, "b": "New York"}',
     '{"a": 01, "b": .5, "c": NaN}': '{"a": "01", "b": 0.5, "c": null}',
+    '{"a": +12345678901234567890}': '{"a": 12345678901234567890}',
+    '{"a": 1_000_000_000_000_000_001}': '{"a": 1000000000000000001}',
+    '{"a": +1e999}': '{"a": "+1e999"}',
     "{": "{}",
 }
 
@@ -107,18 +110,13 @@ def test_it_stops_where_a_call_ends_but_not_in_a_string() -> None:
         assert mend(parts, stops=("</call>",)) == ('{"a": "</call> x", "b": {"c": 1}}', "</call>more", False)
 
 
-def test_it_pauses_before_the_object_of_a_key() -> None:
-    mender = JsonMender(pause=("arguments",))
-    made = mender.push('{"x": {"arguments": {}}, "arguments": {"a": 1}, "id": "i"}')
-    assert (made, mender.paused, mender.rest) == (
-        '{"x": {"arguments": {}}, "arguments": ',
-        True,
-        '{"a": 1}, "id": "i"}',
-    )
-    inner = JsonMender()
-    assert inner.push(mender.rest) == '{"a": 1}'
-    made += mender.resume() + mender.push(inner.rest)
-    assert json.loads(made) == {"x": {"arguments": {}}, "arguments": None, "id": "i"}
+def test_the_object_of_a_key_may_stand_apart() -> None:
+    mender = JsonMender(apart=("arguments", "parameters"))
+    made = mender.push('{"x": {"arguments": {}}, "arguments": {"a": [{}], ')
+    assert not mender.inner_done
+    made += mender.push('}, "id": "i", "parameters": {}} rest')
+    assert made == '{"x": {"arguments": {}}, "arguments": null, "id": "i", "parameters": {}}'
+    assert ("".join(mender.inner), mender.inner_done, mender.rest) == ('{"a": [{}]}', True, " rest")
 
 
 SIGNS = [*"{}[](),:=\"'\\ \n ab1.-", '<|"|>', "true", '"a": ', "</e>", "\\u00", '"""']

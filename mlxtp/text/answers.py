@@ -312,6 +312,8 @@ class AnswerParser:
             self._begin_bare()
         elif marker == opens and self._bare:  # at its beginning it is that of the prompt again
             self._enter(PartKind.THOUGHT)
+        elif marker in self._markup.headers and special:  # the model closed no thought
+            self._enter(PartKind.HEADER)
         else:
             yield from self._word(marker)
 
@@ -406,7 +408,7 @@ def _markers(markup: Markup, reader: CallReader | None, kind: PartKind) -> list[
         return [markup.header_end]
     found = [*(markup.think or ()), *(markup.wrappers if kind is PartKind.SAID else ())]
     if markup.headers:
-        found = [*markup.headers] if kind is PartKind.SAID else found[1:]
+        found = [*markup.headers, *(() if kind is PartKind.SAID else found[1:])]
     calls = reader is not None and kind is PartKind.SAID and not reader.format.addressed
     return [*found, *reader.markers] if reader is not None and calls else found
 

@@ -81,11 +81,11 @@ class JsonSyntax(CallSyntax):
         if self.keyed:
             yield f"{{{quoted}:", 0
             return
-        for key in ("name", "tool_name", "function", "tool"):
+        for key in _NAMES:
             yield f'{{"{key}":{quoted}', 0
         yield f'{{"function":{{"name":{quoted}', 0
-        yield from ((f'{{"{key}":{{', 0) for key in ("arguments", "parameters"))
-        yield from ((f'{{"{key}":"', 0) for key in ("type", "id", "tool_call_id"))
+        yield from ((f'{{"{key}":{{', 0) for key in _ARGUMENTS)
+        yield from ((f'{{"{key}":', 0) for key in _BESIDE)
 
     def body(self, name: str, schema: Mapping[str, Any], ends: Sequence[str]) -> CallBody:
         return JsonCall(self.keyed, ends)
@@ -98,6 +98,7 @@ class NamedSyntax(CallSyntax):
     A call begins with one of `before`, with `{}` for the name. Then `lead` may stand before the object, whose
     bracket is one of `opening`. `quotes` are those of its strings. A group `number` in `lead` makes the
     call's id, as in Kimi's `functions.NAME:0`. `wrapper` is the field of the object that holds the arguments.
+    `plain`: words of an answer may look the same.
     """
 
     before: tuple[str, ...]
@@ -105,6 +106,7 @@ class NamedSyntax(CallSyntax):
     opening: str = "{"
     quotes: tuple[str, ...] = JSON_QUOTES
     wrapper: str = ""
+    plain: bool = False
 
     def heads(self, name: str) -> Iterator[tuple[str, int]]:
         for before in self.before:
@@ -157,10 +159,19 @@ class TaggedSyntax(CallSyntax):
         return re.compile(f"{self.opening.pattern}|{self.closings.pattern}", self.opening.flags)
 
     def closes(self, text: str) -> bool:
-        """Return True if this text ends with a closing as templates write it."""
+        """Return True if this text ends with a closing as templates write it, or behind a single line."""
         closing = self.closing.rpartition("{}")[2]
         inside = text.rstrip().removesuffix(closing)
-        return inside != text.rstrip() and (not self.framed or inside.endswith("\n"))
+        if inside == text.rstrip() or not self.framed or inside.endswith("\n"):
+            return inside != text.rstrip()
+        lines = inside[inside.rfind("\n", 0, max(0, inside.rfind("\n"))) + 1 :]
+        *_, opening = (None, *self.opening.finditer(lines))
+        return opening is not None and "\n" not in lines[opening.end() :].removeprefix("\n")
+
+
+_NAMES = ("name", "tool_name", "function", "tool")  # fields of a call in JSON
+_ARGUMENTS = ("arguments", "parameters", "args", "input")
+_BESIDE = ("type", "id", "tool_call_id", "index", "thought")
 
 
 def compact(text: str) -> str:
@@ -174,7 +185,7 @@ def compact(text: str) -> str:
 class JsonCall(CallBody):
     def __init__(self, keyed: bool, ends: Sequence[str]) -> None:
         self._keyed = keyed
-        self._fields = JsonMender(stops=ends, apart=() if keyed else ("arguments", "parameters"))
+        self._fields = JsonMender(stops=ends, apart=() if keyed else _ARGUMENTS)
         self._written: list[str] = []  # its fields in JSON, without its arguments
         self._passed = 0  # pieces of its arguments that were returned
         self._value: object = None
@@ -213,7 +224,7 @@ class JsonCall(CallBody):
     def arguments(self) -> tuple[str, str]:
         if self._fields.inner:
             return "".join(self._fields.inner), ""
-        if self._value is None or self._value == "":
+        if self._value in (None, "", []):
             return "{}", ""
         if isinstance(self._value, str) and (found := mended(self._value.strip())).startswith("{"):
             return found, ""
@@ -234,8 +245,9 @@ class JsonCall(CallBody):
         inner = function if isinstance(function, dict) else fields
         name = next((inner[key] for key in ("name", "tool_name") if key in inner), function)
         self.name = name if isinstance(name, str) else None
-        self._value = inner.get("arguments", inner.get("parameters"))
-        self.has_arguments = "arguments" in inner or "parameters" in inner
+        given = [inner[key] for key in _ARGUMENTS if key in inner]
+        others = {key: value for key, value in inner.items() if key not in (*_NAMES, *_BESIDE)}
+        self._value, self.has_arguments = (given or [others])[0], bool(given)
         id_ = fields.get("id", fields.get("tool_call_id"))
         self.id = id_ if isinstance(id_, str) else ""
 
@@ -250,6 +262,10 @@ class _NamedCall(CallBody):
         self._made: list[str] = []
 
     @property
+    def certain(self) -> bool:
+        return not self._syntax.plain
+
+    @property
     def complete(self) -> bool:
         return self.done
 
@@ -258,11 +274,13 @@ class _NamedCall(CallBody):
             return self.close()
         if self._mender is None:
             self._lead += text
-            at = _first(self._lead, (*self._syntax.opening, *self._ends))
+            at = _first(self._lead, ('"', *self._syntax.opening, *self._ends))
             if at < 0:
                 return ""
             self._lead, text = self._lead[:at], self._lead[at:]
-            if not text.startswith(tuple(self._syntax.opening)):
+            if text.startswith('"'):  # an object in a string
+                text = f"[{text}"
+            elif not text.startswith(tuple(self._syntax.opening)):
                 self.rest = text
                 return self.close()
             self._mender = JsonMender(self._syntax.quotes, self._ends)
@@ -276,6 +294,7 @@ class _NamedCall(CallBody):
         self.done = True
         if self._mender is not None and not self._mender.done:
             self._made.append(self._mender.close())
+        self.has_arguments = self.certain or self._mender is None or not self._mender.broken
         lead = self._syntax.lead.match(self._lead)
         if lead is not None:
             self._lead = self._lead[lead.end() :]
@@ -287,9 +306,16 @@ class _NamedCall(CallBody):
         if self._mender is None:
             return "{}", self._lead.strip()
         made = "".join(self._made)
-        if self._syntax.wrapper:
-            made = json.dumps(json.loads(made).get(self._syntax.wrapper, {}), ensure_ascii=False)
-        return made, ""
+        if made.startswith("["):
+            inside = str(json.loads(made)[0])
+            made = mended(inside.strip())
+            return (made, "") if made.startswith("{") else ("{}", inside)
+        if not self._syntax.wrapper:
+            return made, ""
+        try:
+            return json.dumps(json.loads(made).get(self._syntax.wrapper, {}), ensure_ascii=False), ""
+        except RecursionError:
+            return "{}", made
 
 
 class _TagBalance:
@@ -404,8 +430,11 @@ class _TaggedCall(CallBody):
         text = self._written().rstrip()
         for end in reversed(self._ends):
             text = text.removesuffix(end).rstrip()
-        if found := _TaggedValues(self._syntax, self._schema).read(text):
-            return json.dumps(found, ensure_ascii=False), ""
+        try:
+            if found := _TaggedValues(self._syntax, self._schema).read(text):
+                return json.dumps(found, ensure_ascii=False), ""
+        except RecursionError:
+            return "{}", text
         if (at := text.find("{")) >= 0 and (whole := mended(text[at : text.rfind("}") + 1])):
             return whole, ""
         return "{}", self._syntax.before_values.sub("", text).strip()

@@ -121,6 +121,10 @@ class _OfferedCalls:
         direct = [text.replace("{}", name) for text in format_.direct for name in names]
         self.markers = [*format_.starts, *dict.fromkeys(direct)]
 
+    def holds(self, token: str) -> bool:
+        """Return True if a special token stands in the head of a call."""
+        return any(token in head for head in self._heads)
+
     def head(self, text: str, at: int) -> tuple[_Found, _CallHead | None]:
         """Return what this place of a text begins."""
         if text[at] in self._first_signs:
@@ -228,7 +232,8 @@ class CallReader:
     def push(self, text: str, special: bool = False) -> Iterator[CallText | str]:
         """Read more of a run. `special`: this is one special token."""
         self._specials.append((text, special))
-        if special and not any(text in mark for mark in (*self.format.ends, *self.format.starts)):
+        marks = (*self.format.ends, *self.format.starts)
+        if special and not any(text in mark for mark in marks) and not self._offered.holds(text):
             return
         pieces, self._specials = self._specials, []
         for piece in pieces:
@@ -356,7 +361,8 @@ class CallReader:
             if begins not in self.format.bare:
                 return _Found.TEXT, 0, None
         between = "" if self._in_doubt else "[" if self._first else _BETWEEN
-        marks = [*self.format.starts, *filter(None, [self.format.id_mark])]
+        marks = [*filter(None, [self.format.id_mark])]
+        marks += () if self.format.addressed else self.format.starts
         marks += () if self._in_doubt else _FENCES
         marks += () if self._first and not self._in_doubt else self.format.ends
         at = 0

@@ -20,7 +20,7 @@ from typing import Any
 
 from ..errors import RequestError
 from .conversation import Call, ChatMessage, Conversation, Tool, tool_json
-from .markups import JSON_CALLS
+from .markups import JSON_CALLS, NO_MARKUP, Markup
 
 Json = dict[str, Any]
 #: Write messages, with tools, and the beginning of an answer. Raises RequestError.
@@ -46,8 +46,8 @@ class TemplateTraits:
     `tools`: their descriptions, and `tools_alone` even without a system message. `calls`: those of the
     assistant. `arguments_as_text`: their arguments have to be JSON text. `ids`: the form of ids, of `IDS`.
     `several_calls`, `words_beside_calls`: in one message. `thoughts`: the field of a message with calls that
-    holds its thoughts, or empty; `thoughts_beside_words`: even if it has text. `markers`: the marker that
-    ends a thought, in the assistant's text; `markers_of_users`: in others.
+    holds its thoughts, or empty; `thoughts_beside_words`: even if it has text. `cut_markers`: markers of the
+    model that it does not write in the assistant's text; `cuts_all`: none, in any text.
     """
 
     parts: bool = False
@@ -68,8 +68,8 @@ class TemplateTraits:
     words_beside_calls: bool = True
     thoughts: str = "reasoning_content"
     thoughts_beside_words: bool = True
-    markers: bool = True
-    markers_of_users: bool = True
+    cut_markers: tuple[str, ...] = ()
+    cuts_all: bool = False
 
 
 # --- messages for a template ------------------------------------------------------------------------------
@@ -85,7 +85,6 @@ To call one, write its name and its arguments as a JSON object between these tag
 <tool_call>
 {{"name": <name>, "arguments": <object>}}
 </tool_call>"""
-_THINK = ("<think>", "</think>")  # which templates know whose models have other markers
 _SYSTEM_MARK = "[System message]\n"
 _NO_WORDS = ""  # of a user who is missing at the beginning
 _GO_ON = "Continue."  # of one who is missing at the end
@@ -98,14 +97,13 @@ def template_messages(
     write_call: WriteCall,
     *,
     prompting: bool = True,
-    think: tuple[str, str] | None = None,
+    markup: Markup = NO_MARKUP,
 ) -> list[Json]:
     """Return the messages of a conversation for a template with these traits.
 
-    `write_call` writes calls in the model's format, for templates that do not. `think` are the markers of
-    thoughts.
+    `write_call` writes calls in the model's format, for templates that do not. `markup` is the model's.
     """
-    turns = [_thoughts_apart(turn, think) for turn in conversation.messages]
+    turns = [_thoughts_apart(turn, markup.think) for turn in conversation.messages]
     turns = _matched(turns, traits.ids or SHORT_IDS * (not traits.several_calls), lost=_result_in_words)
     if not traits.tools:
         turns = [_result_in_words(turn) if turn.role == "tool" else turn for turn in turns]
@@ -122,7 +120,7 @@ def template_messages(
         said = [turn for turn in turns if turn.text or turn.calls or turn.role != "assistant"]
         turns = _joined(said)
     turns = _with_missing(turns, replace(traits, first_assistant=first), prompting)
-    turns = [_without_marker(turn, traits, (think or _THINK)[1]) for turn in turns]
+    turns = [_without_markers(turn, traits, markup.marks) for turn in turns]
     return [_message(turn, traits) for turn in turns]
 
 
@@ -145,8 +143,7 @@ def plainer(traits: TemplateTraits) -> Iterator[TemplateTraits]:
         words_behind_results=False,
         several_calls=False,
         thoughts="",
-        markers=False,
-        markers_of_users=False,
+        cuts_all=True,
     )
     yield turns
     yield replace(turns, tools=False)
@@ -201,10 +198,13 @@ def _thoughts_apart(turn: ChatMessage, think: tuple[str, str] | None) -> ChatMes
     return replace(turn, text=text.lstrip(), reasoning=turn.reasoning or thought.strip()) if closes else turn
 
 
-def _without_marker(turn: ChatMessage, traits: TemplateTraits, marker: str) -> ChatMessage:
-    """Put a blank into the marker that ends thoughts, at which the template would cut the text."""
-    keeps = traits.markers if turn.role == "assistant" else traits.markers_of_users
-    return turn if keeps else replace(turn, text=turn.text.replace(marker, f"{marker[0]} {marker[1:]}"))
+def _without_markers(turn: ChatMessage, traits: TemplateTraits, marks: Sequence[str]) -> ChatMessage:
+    """Put a blank into markers at which the template would cut the text, or refuse it."""
+    marks = marks if traits.cuts_all else traits.cut_markers if turn.role == "assistant" else ()
+    text = turn.text
+    for mark in marks:
+        text = text.replace(mark, f"{mark[0]} {mark[1:]}")
+    return replace(turn, text=text)
 
 
 # --- tools and calls ----------------------------------------------------------------------------------------
@@ -474,8 +474,8 @@ def _prints_objects(prompt: str) -> bool:
     return any(written in prompt for written in ("'zq_key': '", "'type': '", '"thinking": "'))
 
 
-def traits_of(render: TemplateRender, think: tuple[str, str] | None = None) -> TemplateTraits:
-    """Return what a chat template writes whole. `think` are the markers of the model's thoughts.
+def traits_of(render: TemplateRender, markup: Markup = NO_MARKUP) -> TemplateTraits:
+    """Return what a chat template writes whole. `markup` is the model's.
 
     Renders some twenty short conversations. Raises RequestError where that fails, not where one is refused.
     """
@@ -484,8 +484,9 @@ def traits_of(render: TemplateRender, think: tuple[str, str] | None = None) -> T
     probe.tools()
     if probe.traits.tools:
         probe.calls()
-    said = ChatMessage("assistant", f"zqleft {(think or _THINK)[1]} zqright")
-    probe.learn(markers=probe.shows(_USER, said, _USER_2))
+    said = {mark: ChatMessage("assistant", f"zqleft {mark} zqright") for mark in markup.marks}
+    cut = [mark for mark, turn in said.items() if not probe.shows(_USER, turn, _USER_2)]
+    probe.learn(cut_markers=tuple(cut))
     return probe.traits
 
 

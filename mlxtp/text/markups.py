@@ -17,6 +17,9 @@ from .json_mender import PYTHON_QUOTES
 # --- thoughts ---------------------------------------------------------------------------------------------
 
 
+USUAL_THINK = ("<think>", "</think>")  #: Templates know them whose models have other markers.
+
+
 @dataclass(frozen=True, slots=True)
 class Markup:
     """Markers of a model. `think`: those before and after a thought.
@@ -29,6 +32,16 @@ class Markup:
     wrappers: tuple[str, ...] = ()
     headers: tuple[str, ...] = ()
     header_end: str = ""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """What a template may cut out of a text, or refuse there: these markers, or the usual ones."""
+        opens, closes = self.think or USUAL_THINK
+        answer = f"{self.headers[-1]}final{self.header_end}" if self.headers else ""
+        return tuple(dict.fromkeys(filter(None, (opens.partition(">")[0] + ">", opens, closes, answer))))
+
+
+NO_MARKUP = Markup()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +106,7 @@ def thought_markup(template: str, vocabulary: Container[str]) -> Markup:
         written = bool(row.texts) and all(text in template for text in row.texts)
         if (shown or written) and all(text in template for text in row.needed):
             return row.markup
-    return Markup()
+    return NO_MARKUP
 
 
 # --- calls ------------------------------------------------------------------------------------------------
@@ -114,10 +127,10 @@ class CallRow:
 
 
 _JSON = JsonSyntax()
-_PYTHON = NamedSyntax(("{}(",), opening="(", quotes=PYTHON_QUOTES)
+_PYTHON = NamedSyntax(("{}(",), opening="(", quotes=PYTHON_QUOTES, plain=True)
 _QWEN_XML = TaggedSyntax(
     ("<function={}>", '<function="{}">', '<function name="{}">'),
-    ("<parameter",),
+    ("<parameter", "</tool_call>"),
     "</function>",
     re.compile(r"<parameter(?:=|\s+name\s*=\s*)(?P<key>[^>\n]+)>"),
     "</parameter>",
@@ -192,12 +205,13 @@ CALLS: Sequence[CallRow] = (
     CallRow("DeepSeek V3, V3.1, R1", CallFormat(
         "deepseek", ("<｜tool▁calls▁begin｜>", "<｜tool_calls_begin｜>"),
         ("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "<｜tool_call_end｜>", "<｜tool_calls_end｜>"),
-        (NamedSyntax(("<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n",
+        (NamedSyntax(("<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n", "function<｜tool▁sep｜>{}\n",
+                      "<｜tool_call_begin｜>function<｜tool_sep｜>{}\n",
                       "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>"), _FENCED), _JSON),
-        ("<｜tool▁call▁begin｜>",))),
+        ("<｜tool▁call▁begin｜>", "function<｜tool▁sep｜>"))),
     CallRow("Gemma 4", _in(
         "gemma4", "<|tool_call>", "<tool_call|>",
-        NamedSyntax(("call:{}{", "call:{}("), opening="{(", quotes=('<|"|>', '"', "'")),
+        NamedSyntax(("call:{}{", "call:{}("), opening="{(", quotes=('<|"|>', '"', "'"), plain=True),
         direct=("call:{}{",)),
         (("<|tool_call>", "<tool_call|>"),)),
     CallRow("FunctionGemma", _in(
@@ -252,7 +266,8 @@ CALLS: Sequence[CallRow] = (
         "tool_calls", ("<tool_calls>",), ("</tool_call>", "</tool_calls>"),
         (_JSON, NamedSyntax(("<tool_call>{}",), _FENCED)))),
     CallRow("Granite 3, Phi-4-mini", CallFormat(
-        "tool_call", ("<|tool_call|>", "functools"), ("<|/tool_call|>",), (_JSON,)),
+        "tool_call", ("<|tool_call|>", "functools", "<tool_call>"), ("<|/tool_call|>", "</tool_call>"),
+        (_JSON,)),
         (("<|tool_call|>",), ("functools",)), ("<|tool_call|>",)),
     CallRow("Apertus", _in("apertus", "<|tools_prefix|>", "<|tools_suffix|>", JsonSyntax(keyed=True))),
     CallRow("OLMo 3", _in("olmo3", "<function_calls>", "</function_calls>", _PYTHON)),

@@ -25,7 +25,7 @@ from .chat_template import (
     traits_of,
 )
 from .conversation import ChatMessage, Conversation, tool_json
-from .markups import JSON_CALLS, call_format, thought_markup
+from .markups import JSON_CALLS, Markup, call_format, thought_markup
 from .renderer import Renderer, RendererFacts, SandboxedRenderer, WorkerQueue, broken
 
 _PROBE = " Hello,  world's end . \n\té 日本語 😀👩‍👧 e\u0301 x"
@@ -86,7 +86,7 @@ class Text:
         self.longest_token = max(map(len, vocabulary))
         self.markup = thought_markup(facts.template, vocabulary)
         own = call_format(facts.template, vocabulary)
-        traits = _traits(self._writer, self.markup.think)
+        traits = _traits(self._writer, self.markup)
         #: Abilities of the chat template. It has no tools where their calls could not be read.
         self.traits = replace(traits, tools=traits.tools and own is not None)
         #: format of this model's tool calls, and that of tools in words if the template lists none
@@ -136,11 +136,11 @@ class Text:
                 Code.NOT_SUPPORTED,
                 param="messages",
             )
-        options, think = template_options(conversation), self.markup.think
+        options = template_options(conversation)
         refusal: RequestError | None = None
         for traits in [self.traits] if exact else plainer(self.traits):
             messages = template_messages(
-                conversation, traits, self.tool_calls.written, prompting=prompting, think=think
+                conversation, traits, self.tool_calls.written, prompting=prompting, markup=self.markup
             )
             tools = [tool_json(tool) for tool in conversation.tools] if traits.tools else []
             try:
@@ -245,12 +245,12 @@ class Text:
         return _LibraryDetokenizer(self._backend, frozenset(skip))
 
 
-def _traits(writer: Renderer, think: tuple[str, str] | None) -> TemplateTraits:
+def _traits(writer: Renderer, markup: Markup) -> TemplateTraits:
     """Return the traits of a chat template; those of the best one if it takes too long to find them."""
     if not writer.facts.renders:
         return TemplateTraits()
     try:
-        return traits_of(lambda turns, tools: writer.render(turns, tools, {}, prompting=True), think)
+        return traits_of(lambda turns, tools: writer.render(turns, tools, {}, prompting=True), markup)
     except RequestError:
         return TemplateTraits()
 

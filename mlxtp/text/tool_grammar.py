@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from ..errors import RequestError
-from .argument_types import referred
+from .argument_types import referred, types_of
 from .call_style import CallStyle, Separators
 from .calls import CallFormat
 
@@ -32,8 +32,8 @@ _LEFT_OUT = frozenset(
 _DATE = "[1-9][0-9]{3}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])"
 _TIME = "([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9]([.][0-9]{1,6})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
 _DATES = {"date": f"^{_DATE}$", "date-time": f"^{_DATE}T{_TIME}$"}  # without year 0, which few libraries read
-_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "enum", "const")
-_MOST_INTEGER = 2**63 - 1024  # limit of an integer without a bound: the largest float below 2**63
+_MOST_INTEGER = 2**63 - 1024  # limit of an integer on each side without one: the largest float below 2**63
+_BOUNDS = (("minimum", "exclusiveMinimum", -_MOST_INTEGER), ("maximum", "exclusiveMaximum", _MOST_INTEGER))
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _TABLES = ("properties", "patternProperties", "$defs", "definitions")
 _SINGLE = ("items", "additionalProperties", "additionalItems", "contains", "not", "if", "then", "else")
@@ -96,8 +96,10 @@ def _closed(schema: Any, shared: frozenset[str], path: str, part: bool = False) 
     if (pattern := _DATES.get(str(made.get("format")))) and "pattern" not in made:
         made["pattern"] = pattern
         del made["format"]
-    if schema.get("type") == "integer" and not any(key in schema for key in _BOUNDS):
-        made |= {"minimum": -_MOST_INTEGER, "maximum": _MOST_INTEGER}
+    if schema.get("type") == "integer" and schema.keys().isdisjoint(("multipleOf", "enum", "const")):
+        for bound, exclusive, most in _BOUNDS:
+            if exclusive not in schema:
+                made.setdefault(bound, most)
     closes = isinstance(schema.get("properties"), dict) and not any(key in schema for key in _OPENING)
     if closes and not part and path not in shared:
         made["additionalProperties"] = False
@@ -282,7 +284,8 @@ def _arguments(
 def _fields(rule: str, schema: Json, style: CallStyle, writes: _Literals) -> Iterator[str]:
     """Yield the rules of separate arguments, in the schema's order; optional ones may be missing.
 
-    Arguments that the schema does not name are text. They may come where it names none.
+    A value that may be a string is any text, unless the schema lists all values. Arguments that the schema
+    does not name are text. They may come at the end where it allows them, or names none.
     """
     assert style.field is not None
     opening, inside, closing = style.field
@@ -307,19 +310,36 @@ def _fields(rule: str, schema: Json, style: CallStyle, writes: _Literals) -> Ite
         field = f"{rule}_{number}"
         names.append(field if name in required else f"{field}?")
         head = writes(opening + name + inside)
-        if value is True or (value.get("type") == "string" and "enum" not in value):
+        types = types_of(value, {"$defs": definitions})
+        if choices := _choices(value, definitions):
+            yield f"{field}: {head} ({' | '.join(map(writes, choices))}) {writes(closing)}"
+        elif not types or "string" in types:
             yield from text(field, head)
-        elif choices := value.get("enum"):
-            texts = [each if isinstance(each, str) else json.dumps(each) for each in choices]
-            yield f"{field}: {head} ({' | '.join(map(writes, texts))}) {writes(closing)}"
         else:
             whole = {**value, "$defs": definitions} if definitions else value
             yield f"{field}: {head} {field}_json {writes(closing)}"
             yield f"{field}_json: %json {guided_schema(whole, style.separators, 'tools', lenient=True)}"
-    if not names and "properties" not in schema and schema.get("additionalProperties") is not False:
-        names = [f"{rule}_any*"]
+    if schema.get("additionalProperties", "properties" not in schema and not names) is not False:
+        names.append(f"{rule}_any*")
         yield from text(f"{rule}_any", f'{writes(opening)} /[^<>\\s"=]+/ {writes(inside)}')
     yield f"{rule}: {' '.join(names)}" if names else f'{rule}: ""'
+
+
+def _choices(schema: Any, definitions: Json) -> list[str]:
+    """Return the texts of all values of a schema; empty if it does not list them."""
+    match schema:
+        case {"$ref": str(reference)}:
+            return _choices(referred(reference, {"$defs": definitions}), definitions)
+        case {"enum": list(values)}:
+            return [each if isinstance(each, str) else json.dumps(each) for each in values]
+        case {"const": value}:
+            return [value if isinstance(value, str) else json.dumps(value)]
+        case {"type": "null"}:
+            return ["null"]
+        case {"anyOf": list(parts)} | {"oneOf": list(parts)} | {"allOf": [_] as parts}:
+            choices = [_choices(part, definitions) for part in parts]
+            return [text for each in choices for text in each] if all(choices) else []
+    return []
 
 
 def _checked(tool: Any, where: str) -> tuple[str, Json]:

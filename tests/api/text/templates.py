@@ -52,7 +52,8 @@ GPT_OSS = (
     LISTS
     + "{% if messages[0].role == 'system' %}<|start|>developer<|message|>{{ messages[0].content }}<|end|>"
     "{% endif %}{% for m in messages %}{% if m.role == 'user' %}<|start|>user<|message|>{{ m.content }}<|end|>"
-    "{% elif m.role == 'assistant' %}{% if m.tool_calls %}"
+    "{% elif m.role == 'assistant' %}{% if '<|channel|>final<|message|>' in m.content %}"
+    "{{ raise_exception('tags in a message') }}{% endif %}{% if m.tool_calls %}"
     "{% if m.thinking and m.content %}{{ raise_exception('content or thinking') }}{% endif %}"
     "{% if m.thinking or m.content %}<|start|>assistant<|channel|>analysis<|message|>"
     "{{ m.thinking or m.content }}<|end|>{% endif %}{% set f = m.tool_calls[0].function %}"
@@ -127,7 +128,8 @@ MINIMAX = (
 )
 #: Thoughts are taken out of texts; results of tools follow their call.
 GEMMA4 = (
-    "{% macro text(t) %}{{ t.split('<channel|>')[-1] | trim }}{% endmacro %}<|turn>system\n"
+    "{% macro text(t) %}{% for p in t.split('<channel|>') %}{{ p.split('<|channel>')[0] }}{% endfor %}{% endmacro %}"
+    "<|turn>system\n"
     "{% for t in tools or [] %}<|tool>declaration:{{ t.function.name }}{{ t.function | tojson }}<tool|>{% endfor %}<turn|>"
     "{% for m in messages %}{% if m.role == 'tool' %}<|tool_response>response:{{ m.name }}{value:<|\"|>{{ m.content }}"
     "<|\"|>}<tool_response|>{% else %}<|turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"

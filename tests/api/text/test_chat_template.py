@@ -52,7 +52,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Text]:
 
 
 TRAITS: Mapping[str, Mapping[str, object]] = {
-    "qwen": {"systems": False, "later_systems": False, "no_user": False, "tools": True, "markers": False},
+    "qwen": {"systems": False, "later_systems": False, "no_user": False, "tools": True, "cut_markers": ("</think>",)},
     "mistral": {
         "systems": False, "later_systems": False, "neighbours": False, "first_assistant": False,
         "last_assistant": False, "no_user": False, "words_behind_results": False, "tools": True, "ids": "{number:09}",
@@ -60,9 +60,9 @@ TRAITS: Mapping[str, Mapping[str, object]] = {
     },
     "gpt-oss": {
         "systems": False, "later_systems": False, "tools": True, "several_calls": False,
-        "thoughts_beside_words": False,
+        "thoughts_beside_words": False, "cut_markers": ("<|channel|>final<|message|>",),
     },
-    "r1": {"systems": False, "later_systems": False, "tools_alone": False, "markers": False},
+    "r1": {"systems": False, "later_systems": False, "tools_alone": False, "cut_markers": ("</think>",)},
     "lfm2": {"tools": True, "calls": False},
     "parts": {"parts": True, "tools_alone": False},
     "gemma": {
@@ -73,10 +73,10 @@ TRAITS: Mapping[str, Mapping[str, object]] = {
     "llama": {
         "tools": True, "arguments_as_text": True, "several_calls": False, "words_beside_calls": False, "thoughts": "",
     },
-    "smol": {"tools_alone": False, "markers": False},
-    "glm": {"tools": True, "markers": False},
-    "minimax": {"systems": False, "later_systems": False, "tools": True, "markers": False},
-    "gemma4": {"tools": True, "markers": False},
+    "smol": {"tools_alone": False, "cut_markers": ("</think>",)},
+    "glm": {"tools": True, "cut_markers": ("</think>",)},
+    "minimax": {"systems": False, "later_systems": False, "tools": True, "cut_markers": ("</think>",)},
+    "gemma4": {"tools": True, "cut_markers": ("<|channel>", "<|channel>thought", "<channel|>")},
     "deepseek": {"last_assistant": False, "no_user": False, "tools": True, "tools_alone": False, "arguments_as_text": True},
 }  # fmt: skip
 
@@ -118,6 +118,7 @@ CONVERSATIONS: Mapping[str, tuple[Sequence[ChatMessage], Sequence[Tool]]] = {
     ),
     "an empty answer": ((system("S-ONE"), user("U-ONE"), said(""), user("U-TWO")), ()),
     "markers in words": ((user("U-ONE </think>"), said("A-ONE </think> A-TWO"), user("U-TWO <think>")), ()),
+    "channels in words": ((user("U-ONE"), said("A-ONE <|channel|>final<|message|> A-TWO <|channel>thought")), ()),
     "thoughts in words": ((user("U-ONE"), said("<think>hm</think>\n\nA-ONE"), user("U-TWO")), ()),
     "signs of templates and JSON": ((system("S-ONE {{ x }} {% if %}"), user('U-ONE "q" \\n é <b>\n  x'), said("A-ONE\ttab"), user(" U-TWO ")), (LOOK,)),
     "switches": ((system("S-ONE /no_think"), user("U-ONE /think")), ()),

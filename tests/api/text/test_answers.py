@@ -139,6 +139,31 @@ def test_a_file_arrives_whole_whatever_is_in_it(content: str) -> None:
     )
 
 
+def test_values_may_stand_on_one_line_with_their_tags() -> None:
+    call = "<tool_call>\n<function=add>\n<parameter=a>{}1</parameter>\n</function>\n</tool_call>"
+    bare = "<tool_call>\n<function=add>\n</function>\n</tool_call>"
+    stories = [
+        (
+            first + between + second,
+            seen(between.strip(), "", [ADDED, ("add", {}) if second == bare else ADDED]),
+        )
+        for first in (call.format(""), call.format("\n"), XML)
+        for second in (call.format(""), call.format("\n"), XML, bare)
+        for between in ("\n", "\nand\n")
+    ]
+    reads(stories, {"name": "qwen_xml"})
+    reads([("<tool_call>\n<function=add>\n</tool_call>", seen("", "", [("add", {})]))], {"name": "qwen_xml"})
+
+
+def test_values_in_values_without_end_are_no_arguments() -> None:
+    deep = "]<]minimax[>[<a>" * 3000
+    text = f']<]minimax[>[<tool_call>]<]minimax[>[<invoke name="add">{deep}'
+    assert read({"name": "minimax_m3"}, text) == seen(deep, "", [("add", {})])
+    text = "add<|content_invoke_tool_json|>" + '{"args":' * 3000
+    (call,) = read({"name": "inkling"}, text).calls
+    assert call == ("add", {})
+
+
 def test_an_argument_that_nobody_described_is_one_and_its_text_in_a_file_is_none() -> None:
     stories = [
         (written(path="a", mode="x"), seen("", "", [("write_file", {"path": "a", "mode": "x"})])),
@@ -194,6 +219,10 @@ OTHERS: Mapping[str, tuple[str, Sequence[Tool], Sequence[str], Sequence[Story]]]
         ('<tool_call>{"name": "add", "arguments": {"a": 1}, "id": "x"}</tool_call>', seen("", "", [ADDED])),
         ('<tool_call>{"name": "write_file", "arguments": {"path": "f", "content": "def f():\n\t1\n</tool_call>"}}</tool_call>',
          seen("", "", [("write_file", {"path": "f", "content": "def f():\n\t1\n</tool_call>"})])),
+        ('<tool_call>{"name": "add", "arguments": []}</tool_call>', seen("", "", [("add", {})])),
+        ('<tool_call>{"name": "add", "args": {"a": 1}}</tool_call>', seen("", "", [ADDED])),
+        ('<tool_call>{"name": "add", "a": 1}</tool_call>', seen("", "", [ADDED])),
+        ('<tool_call>{"index": 0, "thought": "hm", "name": "add", "arguments": {"a": 1}}</tool_call>', seen("", "", [ADDED])),
         says('<tool_call>{"name": "multiply", "arguments": {"a": 1}}</tool_call>'),
         says('<tool_call>{"arguments": {"a": 1}, "name": "multiply"}</tool_call>'),
         says("<tool_call>none</tool_call> b"),
@@ -207,6 +236,7 @@ OTHERS: Mapping[str, tuple[str, Sequence[Tool], Sequence[str], Sequence[Story]]]
         ('{"name": "add", "parameters": {"a": 1}}; {"name": "add", "parameters": {"a": 1}}', seen("", "", [ADDED, ADDED])),
         ('{"name": "add", "parameters": {"a": 1}} Done.', seen("Done.", "", [ADDED])),
         says('{"a": 1} b'), says('a {"name"'), says('{"name": "Ada", "age": 30}'), says('{"name": "add"}'),
+        says("[add(a)] adds a."), says('{"name": "add", "a": 1}'), says('{"index": 0, "text": "a"}'),
         says('[{"name": "Bob", "parameters": {}}]'), says("[link]"), says('{"name": "a\\qb", "parameters": {}}'),
     ]),
     "GLM": ("glm", (SEARCH, WRITE, tool("page", cursor={"anyOf": [{"type": "string"}, {"type": "null"}]})), (), [
@@ -235,9 +265,16 @@ OTHERS: Mapping[str, tuple[str, Sequence[Tool], Sequence[str], Sequence[Story]]]
         ('<|tool_calls_section_begin|><|tool_call_begin|>add<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>', seen("", "", [ADDED])),
         ("<|tool_calls_section_begin|><|tool_call_begin|>functions.now:0<|tool_call_argument_begin|><|tool_call_end|><|tool_calls_section_end|>", seen("", "", [("now", {})])),
         ('<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"a": {"x": 1<|tool_call_end|><|tool_calls_section_end|>', seen("", "", [("add", {"a": {"x": 1}})])),
+        ('<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>"{\\"a\\": 1}"<|tool_call_end|>', seen("", "", [ADDED])),
+        ('<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>"a"<|tool_call_end|>', seen("a", "", [("add", {})])),
         ("<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>[1, 2]<|tool_call_end|><|tool_calls_section_end|>", seen("[1, 2]", "", [("add", {})])),
     ]),
+    "Granite": ("tool_call", (ADD,), (), [
+        (f"<|tool_call|>[{JSON}]", seen("", "", [ADDED])),
+        (f"<tool_call>[{JSON}]</tool_call>", seen("", "", [ADDED])),
+    ]),
     "DeepSeek": ("deepseek", (ADD,), (), [
+        ('function<｜tool▁sep｜>add\n```json\n{"a": 1}\n```<｜tool▁call▁end｜>', seen("", "", [ADDED])),
         ('<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{"a": 1}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>', seen("", "", [ADDED])),
         ('<｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>', seen("", "", [ADDED, ADDED])),
     ]),
@@ -252,12 +289,15 @@ OTHERS: Mapping[str, tuple[str, Sequence[Tool], Sequence[str], Sequence[Story]]]
         ('<|tool_call>call:get{user-id:<|"|>7 {"x"}<|"|>}<tool_call|>', seen("", "", [("get", {"user-id": '7 {"x"}'})])),
         ("<|tool_call>call:add(a=1, b=2)<tool_call|>", seen("", "", [("add", {"a": 1, "b": 2})])),
         ("<|tool_call>call:add{a:1}<tool_call|><|tool_call>call:add{a:1}<tool_call|>", seen("", "", [ADDED, ADDED])),
+        ("Ok. call:add{a:1}<tool_call|>", seen("Ok.", "", [ADDED])),
+        says("Write call:add{a:1} to add."),
     ]),
     "Mistral": ("mistral", (ADD, tool("fs-v2.read-file", path="string")), ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), [
         ('a [TOOL_CALLS]fs-v2.read-file[ARGS]{"path": "a"}', seen("a", "", [("fs-v2.read-file", {"path": "a"})])),
         ('[TOOL_CALLS]add[CALL_ID]abcdefghi[ARGS]{"a": 1}[TOOL_CALLS]add[ARGS]{"a": 1}', seen("", "", [ADDED, ADDED])),
         ('[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}, {"name": "add", "arguments": {"a": 1}}]', seen("", "", [ADDED, ADDED])),
         ('[TOOL_CALLS]add{"a": 1}', seen("", "", [ADDED])),
+        ("[TOOL_CALLS]add[ARGS]", seen("", "", [("add", {})])),
         ('[TOOL_CALLS]multiply[ARGS]{"a": 1}', seen('multiply{"a": 1}')),
     ]),
     "Command A": ("command", (ADD,), ("<|START_ACTION|>", "<|END_ACTION|>"), [
@@ -316,6 +356,8 @@ HARMONY_STORIES: Sequence[Story] = [
     ("<|channel|>commentary to=functions.add " + ARGUMENTS + "<|start|>assistant<|channel|>commentary to=functions.add " + ARGUMENTS,
      seen("", "", [ADDED, ADDED])),
     ('<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": {"b": 1}<|call|>', seen("", "", [("add", {"a": {"b": 1}})])),
+    ('<|channel|>commentary to=functions.add <|message|>{"a": 1}<|channel|>commentary to=functions.add ' + ARGUMENTS,
+     seen("", "", [ADDED, ADDED])),
     ("<|channel|>commentary to=functions.add code<|message|>ls -l<|call|>", seen("ls -l", "", [("add", {})])),
     ("<|channel|>commentary to=functions.multiply " + ARGUMENTS, seen('{"a": 1}')),
 ]  # fmt: skip
@@ -324,11 +366,16 @@ HARMONY_STORIES: Sequence[Story] = [
 def test_gpt_oss_says_in_headers_what_comes() -> None:
     how = {"name": "harmony", "markup": HARMONY}
     reads(HARMONY_STORIES, how, SPECIALS)
-    thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
-    after = [
-        (f"{thought}{text}", seen(expected.said, "hm", expected.calls)) for text, expected in HARMONY_STORIES
-    ]
-    reads(after, how, SPECIALS)
+    for ends in ("<|end|><|start|>assistant", "<|start|>assistant", "<|call|><|start|>assistant"):
+        thought = f"<|channel|>analysis<|message|>hm{ends}"
+        after = [
+            (f"{thought}{text}", seen(expected.said, "hm", expected.calls))
+            for text, expected in HARMONY_STORIES
+        ]
+        reads(after, how, SPECIALS)
+    reads(
+        [("<|channel|>analysis<|message|>hm<|channel|>final<|message|>yes", seen("yes", "hm"))], how, SPECIALS
+    )
     reads([says(" to be"), ("<|channel|>final yes", seen("final yes"))], how, SPECIALS)
     reads([("<|channel|>final yes", seen())], how, SPECIALS, cut=True)
     letters = parser(**how)

@@ -121,6 +121,11 @@ def part_text(part: object, where: str = "", *, strict: bool = False) -> str:
     return lines(text for text, _ in pieces)
 
 
+def words_of(item: Mapping[str, Any]) -> str:
+    """Return the words in an item of a kind that is unknown; empty if it has none."""
+    return lines(text for text, why in _pieces(item) if why != _NO_BLOCKS)
+
+
 def lines(texts: Iterable[str]) -> str:
     return "\n".join(filter(None, texts))
 
@@ -138,6 +143,7 @@ def arguments_text(given: object) -> str:
 
 _Piece = tuple[str, str]  # text, and why it is not what the client meant: it is a note, or odd
 _ODD = "odd"
+_NO_BLOCKS = "this server reads no such blocks"
 _MEDIA = {  # words in the names of types
     "image": "image", "screenshot": "image", "audio": "audio", "video": "video", "resource_link": "",
     "document": "document", "file": "document", "resource": "document",
@@ -146,13 +152,15 @@ _READS_NO = {"image": "images", "audio": "audio", "video": "videos", "document":
 _TEXT_TYPE = re.compile("text/|json|xml|yaml|javascript|octet-stream")
 THOUGHTS = ("thinking", "reasoning")
 _UNSPOKEN = (  # parts without words; thoughts are read elsewhere, the others by their provider alone
-    *THOUGHTS, "redacted_thinking", "server_tool_use", "fallback", "tool_addition", "tool_removal",
-    "mcp_tool_listing",
+    *THOUGHTS, "redacted_thinking", "fallback", "tool_addition", "tool_removal", "mcp_tool_listing",
+    "mcp_list_tools", "mcp_approval_request", "mcp_approval_response", "tool_search_call",
 )  # fmt: skip
 _SPOKEN = (  # fields of other parts, in the order in which they are read
-    "title", "name", "tool_name", "url", "uri", "source", "refusal", "content", "input", "output",
-    "tool_references", "stdout", "stderr", "error_code",
+    "text", "data", "value", "title", "name", "tool_name", "url", "uri", "source", "refusal", "content",
+    "input", "message", "output", "outputs", "results", "logs", "tool_references", "stdout", "stderr",
+    "error_code",
 )  # fmt: skip
+_GIVEN = ("input", "arguments", "action", "queries", "code")  # to a tool
 _THOUGHT_FIELDS = (*THOUGHTS, "reasoning_content", "text", "content", "summary")
 SUMMARY = "[Summary of the conversation so far]"
 
@@ -186,11 +194,17 @@ def _are_parts(values: Sequence[object]) -> bool:
 
 def _of_kind(kind: str, part: Mapping[Any, Any]) -> Iterator[_Piece]:
     media = next((name for word, name in _MEDIA.items() if word in kind), "")
-    if kind.endswith("text"):
-        yield from _pieces(part.get("text", part.get("data", part.get("content"))))
-    elif kind == "compaction":
+    if kind.endswith("compaction"):
         summary = content_text(part.get("content"))
         yield f"{SUMMARY}\n{summary}" if summary else "", ""
+        if part.get("encrypted_content"):
+            yield "[summary of the conversation left out: only its maker can read it]", ""
+    elif kind.endswith(("tool_use", "_call")) and kind not in _UNSPOKEN:  # of a tool that its provider ran
+        given = next((part[name] for name in _GIVEN if part.get(name)), None)
+        yield f"[{part.get('name') or kind.removesuffix('_call')} {arguments_text(given)}]", ""
+        for name in ("output", "outputs", "results"):
+            if part.get(name):
+                yield from _pieces(part[name])
     elif media == "document":
         yield from _document(part)
     elif media:
@@ -200,8 +214,10 @@ def _of_kind(kind: str, part: Mapping[Any, Any]) -> Iterator[_Piece]:
         values = [part[name] for name in _SPOKEN if part.get(name) is not None]
         for value in values:
             yield from _pieces(value)
-        if not values:
-            yield _note(f"block of type {shown(kind)}", "such blocks")
+        if not values and kind.endswith("text"):
+            yield "", _ODD
+        elif not values:
+            yield f"[block of type {shown(kind)} left out: {_NO_BLOCKS}]", _NO_BLOCKS
 
 
 def _note(what: str, kinds: str) -> _Piece:

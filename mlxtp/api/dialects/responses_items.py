@@ -32,6 +32,7 @@ from .request_parts import (
     text_arguments,
     text_parameters,
     thought_text,
+    words_of,
 )
 
 CALLS = ("function_call", "custom_tool_call", "tool_search_call")
@@ -96,6 +97,8 @@ def items_of(given: str | list[Any], find: Callable[[str, str], Json]) -> list[J
                 pass  # obeyed where it is the last one
             case str(kind) if (item := _item(kind, each, where)) is not None:
                 items.append(item)
+            case str(kind) if text := words_of(each):
+                items.append(_spoken("assistant", [text]))
             case str(kind):
                 log_left_out("items", kind)
             case kind:

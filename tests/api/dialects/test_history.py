@@ -123,7 +123,8 @@ SAID = {"role": "assistant", "content": "hi"}
 
 
 def note(kind: str, kinds: str = "") -> str:
-    return f"[{kind} left out: this model reads no {kinds or kind + 's'}]"
+    reader = "server" if kinds == "such blocks" else "model"
+    return f"[{kind} left out: this {reader} reads no {kinds or kind + 's'}]"
 
 
 def in_base64(text: str) -> str:
@@ -213,7 +214,15 @@ READABLE: list[tuple[Any, str]] = [
         "u\npage",
     ),
     ({"type": "code_execution_tool_result", "tool_use_id": "s", "content": RUN}, "out\nerr"),
-    ({"type": "mcp_tool_use", "id": "m", "name": "n", "server_name": "s", "input": {"a": 1}}, 'n\n{"a": 1}'),
+    ({"type": "mcp_tool_use", "id": "m", "name": "n", "server_name": "s", "input": {"a": 1}}, '[n {"a": 1}]'),
+    (
+        {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "x"}},
+        '[web_search {"query": "x"}]',
+    ),
+    ({"type": "error-text", "value": "no"}, "no"),
+    ({"type": "json", "value": {"a": 1}}, '{"a": 1}'),
+    ({"type": "hologram", "text": "abc"}, "abc"),
+    ({"type": "error", "message": "no"}, "no"),
     (
         {
             "type": "mcp_tool_result",
@@ -232,7 +241,6 @@ SILENT: list[Any] = [
     None,
     {"type": "text", "text": None},
     {"type": "text"},
-    {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "x"}},
     {"type": "redacted_thinking", "data": "x"},
     {"type": "compaction", "content": None},
     {"type": "fallback", "from": {"model": "a"}, "to": {"model": "b"}},
@@ -289,7 +297,7 @@ def test_what_is_no_text_is_refused_by_name_in_the_newest_message_alone(form: Fo
     newest = {"role": "user", "content": [{"type": "text", "text": "a"}, part]}
     error = form.refusal(ASKED, SAID, newest)
     assert (error.code, error.param) == (Code.NOT_SUPPORTED, f"{form.field}[2].content[1]")
-    assert f'a part of type "{part["type"]}" is not supported: this model reads no ' in error.detail
+    assert f'a part of type "{part["type"]}" is not supported: this ' in error.detail
     assert form.turns(newest, SAID, ASKED)
     assert form.turns(ASKED, newest, {"role": "system", "content": "be"})
 
@@ -432,7 +440,7 @@ F = (Call("c", "f", "{}"),)
                     ],
                 }
             ],
-            [ChatMessage("assistant", "T\nu\nFound.")],
+            [ChatMessage("assistant", '[web_search {"query": "x"}]\nT\nu\nFound.')],
         ),
         (
             MESSAGES,
@@ -523,11 +531,39 @@ def test_forms_of_one_dialect(form: Form, messages: list[Any], expected: list[Ch
     assert turns[: len(expected)] == expected
 
 
+@pytest.mark.parametrize(
+    ("item", "words"),
+    [
+        ({"type": "hologram", "content": [{"type": "output_text", "text": "x"}]}, "x"),
+        (
+            {"type": "mcp_call", "name": "n", "arguments": '{"a": 1}', "output": "found"},
+            '[n {"a": 1}]\nfound',
+        ),
+        (
+            {"type": "code_interpreter_call", "code": "1+1", "outputs": [{"type": "logs", "logs": "2"}]},
+            "[code_interpreter 1+1]\n2",
+        ),
+        (
+            {"type": "file_search_call", "queries": ["q"], "results": [{"text": "found"}]},
+            '[file_search ["q"]]\nfound',
+        ),
+        ({"type": "web_search_call", "action": {"query": "q"}}, '[web_search {"query": "q"}]'),
+    ],
+)
+def test_items_of_the_provider_keep_their_words(item: Any, words: str) -> None:
+    turns = RESPONSES.turns(ASKED, item, ASKED)
+    assert [(turn.role, turn.text) for turn in turns] == [
+        ("user", "hello"),
+        ("assistant", words),
+        ("user", "hello"),
+    ]
+
+
 def test_items_that_are_unknown_are_left_out_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     log_once.cache_clear()
     caplog.set_level("INFO", "mlxtp")
     for _ in range(2):
-        turns = RESPONSES.turns(ASKED, {"type": "hologram", "role": "user", "content": "x"}, ASKED)
+        turns = RESPONSES.turns(ASKED, {"type": "hologram", "size": 3}, ASKED)
         assert [turn.text for turn in turns] == ["hello", "hello"]
     assert [line for line in caplog.messages if "hologram" in line] == caplog.messages
     assert len(caplog.messages) == 1

@@ -219,7 +219,7 @@ def test_a_conversation_as_items(thinker: Server) -> None:
     create(thinker, input=items, instructions="first", store=False)
     assert prompts(thinker) == [
         "<s><|system|>first\n\nbe<|user|>a\nb<|assistant|>(hm)c\nd"
-        '!f{"x": 1}!g{}<|tool|>two<|tool|>one<|user|>e<|assistant|>'
+        '!f{"x": 1}!g{}<|tool|>one<|tool|>two<|user|>e<|assistant|>'
     ]
 
 

@@ -162,7 +162,10 @@ def test_a_summary_stands_for_what_the_assistant_did_before_it(server: Server) -
 @pytest.mark.parametrize("content", ["gAAAAABpM0Yj", "mlxtp:?", "mlxtp:", None, 5])
 def test_a_summary_that_another_server_wrote_is_left_out(server: Server, kind: str, content: Any) -> None:
     create(server, input=[*TALK[:1], {"type": kind, "encrypted_content": content}, user("go on")])
-    assert prompts(server) == ["<s><|user|>what is it?<|user|>go on<|assistant|>"]
+    note = (
+        "<|assistant|>[summary of the conversation left out: only its maker can read it]" if content else ""
+    )
+    assert prompts(server) == [f"<s><|user|>what is it?{note}<|user|>go on<|assistant|>"]
 
 
 def test_settings_of_answers_do_not_hold_for_summaries(server: Server) -> None:

@@ -260,9 +260,6 @@ def test_a_hosted_tool_cannot_be_chosen(agent: Server, choice: Any, param: str) 
 @pytest.mark.parametrize(
     "item",
     [
-        {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search"}},
-        {"type": "compaction", "encrypted_content": "x"},
-        {"type": "image_generation_call", "id": "ig_1", "result": "x"},
         {"type": "tool_search_call", "execution": "server", "call_id": "c", "arguments": {}},
         {"type": "tool_search_output", "execution": "server", "call_id": "c", "tools": []},
         {"type": "configuration_update", "id": "c", "reasoning": {"effort": "low"}},

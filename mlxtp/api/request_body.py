@@ -72,12 +72,12 @@ def in_range(low: float, high: float) -> _Range:
     return _Range(low, high)
 
 
-def _integral(value: object) -> object:
+def integral(value: object) -> object:
     """Convert a whole float to int, since JSON has one kind of number: 40.0 is 40."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-Integer = Annotated[int, BeforeValidator(_integral)]
+Integer = Annotated[int, BeforeValidator(integral)]
 
 
 def parsed(schema: type[S], body: bytes) -> S:

@@ -111,7 +111,7 @@ def test_a_json_schema_reaches_the_backend(server: Server) -> None:
         ({"min_tokens": 11, "max_tokens": 10}, "min_tokens", "from 0 to 10"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema", "JSON schema"),
         ({"tools": [{"type": "function"}]}, "tools[0].function", "is missing"),
-        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"tool_choice": "required"}, "tool_choice", "no tools to call"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

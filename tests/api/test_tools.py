@@ -191,8 +191,8 @@ def test_a_failure_in_the_middle_of_a_call_is_no_end(server: Server) -> None:
         ({"tools": TOOLS * 2}, "tools", "same name"),
         (
             {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
-            "tool_choice",
-            "'x'",
+            "tool_choice.name",
+            '"x"',
         ),
         (
             {"tools": TOOLS, "response_format": {"type": "regex", "pattern": "a"}},

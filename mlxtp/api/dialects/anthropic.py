@@ -50,6 +50,7 @@ from ..request_body import Integer, Schema, checked, in_range, none_of, not_supp
 from ..request_context import current
 from .request_parts import (
     MOST_TOKENS,
+    Parameters,
     arguments_text,
     content_text,
     lines,
@@ -93,7 +94,7 @@ class ToolChoice(Schema):
 class AnthropicTool(Schema):
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
-    input_schema: Json | None = None
+    input_schema: Parameters = None
 
 
 class OutputConfig(Schema):

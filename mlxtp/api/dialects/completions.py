@@ -21,7 +21,7 @@ from ...text.conversation import GenerationRequest, Prompt
 from ...text.transcript import AnswerEvent, ContentDelta, Finish, Scored, WholeAnswer
 from ..adapter import SSE, About, Json, Operation
 from ..generation import MAX_CHOICES, Adapter, Generation, Handler
-from ..request_body import Integer, in_range, missing, not_supported, parsed, shown, wrong
+from ..request_body import Integer, in_range, integral, missing, not_supported, parsed, shown, wrong
 from .openai import TOO_LONG, SseWriter, StreamOptions, bounded, finishes, head, sse, usage
 from .request_parts import MOST_TOKENS, Tuning
 
@@ -106,7 +106,7 @@ def _prompts(given: object) -> tuple[Prompt, ...]:
             raise missing("prompt")
         case str(text):
             return (text,)
-        case [int(), *_]:
+        case [int() | float(), *_]:
             return (_tokens(given, "prompt"),)
         case [_, *_]:
             return tuple([_prompt(each, f"prompt[{i}]") for i, each in enumerate(given)])
@@ -126,7 +126,7 @@ def _prompt(given: object, where: str) -> Prompt:
 
 def _tokens(given: Sequence[object], where: str) -> tuple[int, ...]:
     tokens = []
-    for i, token in enumerate(given):
+    for i, token in enumerate(map(integral, given)):
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token <= MOST_TOKENS:
             raise wrong(f"{where}[{i}]", "a token id", token)
         tokens.append(token)

@@ -30,6 +30,7 @@ from ..backend import ModelInfo
 from ..request_body import Integer, Schema, in_range, not_supported, parsed, shown
 from .request_parts import (
     MOST_TOKENS,
+    Parameters,
     arguments_text,
     content_text,
     lines,
@@ -102,9 +103,6 @@ def _format(value: object) -> Json | None:
     raise PydanticCustomError("format", 'should be "json" or a JSON schema (an object)')
 
 
-Object = Annotated[Json, AfterValidator(_plain)]
-
-
 class OllamaOptions(Schema):
     """Supported fields of `options`."""
 
@@ -145,7 +143,7 @@ class OllamaMessage(Schema):
 class OllamaFunction(Schema):
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
-    parameters: Object | None = None
+    parameters: Annotated[Parameters, AfterValidator(_plain)] = None
 
 
 class OllamaTool(Schema):

@@ -20,9 +20,6 @@ from starlette.routing import Route
 
 from ...errors import MlxtpError, RequestError
 from ...text.conversation import (
-    AUTO,
-    NONE,
-    REQUIRED,
     Call,
     ChatMessage,
     Conversation,
@@ -49,6 +46,7 @@ from .request_parts import (
     MOST_TOKENS,
     THOUGHTS,
     ClientTool,
+    Parameters,
     TextReader,
     Tuning,
     arguments_text,
@@ -56,12 +54,12 @@ from .request_parts import (
     lines,
     log_left_out,
     newest,
-    plain_choice,
     role_of,
     text_arguments,
     text_of,
     text_parameters,
     thought_text,
+    tool_choice,
 )
 
 
@@ -103,7 +101,7 @@ class MessageInput(Schema):
 class ToolFunction(Schema):
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
-    parameters: Json | None = None
+    parameters: Parameters = None
 
 
 class CustomTool(Schema):
@@ -188,13 +186,14 @@ def parse_chat(body: bytes) -> GenerationRequest:
         )
     _check_supported(request)
     tools = _tools(request.tools or ())
+    offered, choice = tool_choice(request.tool_choice, {tool.name: tool for tool in tools})
     asked = OpenAIAnswerOptions(
         request.include_usage, frozenset(tool.name for tool in tools if tool.kind == "custom")
     )
     conversation = Conversation(
         turns(request.messages),
-        tuple(tool.function(tool.name) for tool in tools),
-        tool_choice(request.tool_choice),
+        tuple(tool.function(tool.name) for tool in tools if tool.name in offered),
+        choice,
         request.parallel_tool_calls is not False,
         None if request.reasoning_effort is None else request.reasoning_effort != "none",
         _template_options(request),
@@ -260,32 +259,6 @@ def _thoughts(message: MessageInput) -> str:
         message.thinking_blocks,
         inside,
     )
-
-
-def tool_choice(given: str | Mapping[str, Any] | None) -> str:
-    """Return the choice in `Conversation`'s form. Raises RequestError."""
-    match plain_choice(given):
-        case None:
-            return AUTO
-        case "auto" | "none" | "required" as word:
-            return {"auto": AUTO, "none": NONE, "required": REQUIRED}[word]
-        case {"type": "function" | "custom" as kind, **rest} if name := _chosen(rest.get(kind, rest)):
-            return name
-        case {"type": "allowed_tools"}:
-            raise not_supported(
-                'tool_choice of the type "allowed_tools" is not supported: offer only these tools',
-                "tool_choice",
-            )
-        case other:
-            expected = '"auto", "none", "required" or {"type": "function", "function": {"name": "..."}}'
-            raise RequestError(f"tool_choice: expected {expected}, got {shown(other)}", param="tool_choice")
-
-
-def _chosen(given: object) -> str:
-    match given:
-        case {"name": str(name)} if name not in (AUTO, NONE, REQUIRED):
-            return name
-    return ""
 
 
 #: Variables that mlxtp sets in a template; clients may set the others.

@@ -18,10 +18,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from ...errors import RequestError
-from ...text.conversation import REQUIRED, GenerationOptions, Role, Tool
+from ...text.conversation import AUTO, NONE, REQUIRED, GenerationOptions, Role, Tool
 from ...text.tool_grammar import log_once
 from ..request_body import Integer, Schema, in_range, none_of, not_supported, shown, wrong
 
@@ -194,7 +194,7 @@ def _are_parts(values: Sequence[object]) -> bool:
 
 def _of_kind(kind: str, part: Mapping[Any, Any]) -> Iterator[_Piece]:
     media = next((name for word, name in _MEDIA.items() if word in kind), "")
-    if kind.endswith("compaction"):
+    if "compaction" in kind:
         summary = content_text(part.get("content"))
         yield f"{SUMMARY}\n{summary}" if summary else "", ""
         if part.get("encrypted_content"):
@@ -275,6 +275,12 @@ def _json(value: object) -> str:
 # --- tools ------------------------------------------------------------------------------------------------
 
 
+def _parameters(given: object) -> object:
+    """Return the schema of any arguments for what means that: PHP writes an empty object as a list."""
+    return {} if given == [] or given is True else given
+
+
+Parameters = Annotated[dict[str, Any] | None, BeforeValidator(_parameters)]
 ToolKind = Literal["function", "custom", "tool_search"]
 
 
@@ -293,6 +299,10 @@ class ClientTool:
         """Return this tool as a function under the model's `name`; models also write `namespace__name`."""
         whole = joined(self.namespace, self.name)
         return Tool(name, self.description, self.parameters, () if whole == name else (whole,))
+
+
+Tools = Mapping[str, ClientTool]  #: by the model's names
+BY_NAME = '{"type": "function", "name": "..."}'
 
 
 def unfold(tools: Sequence[ClientTool]) -> dict[str, ClientTool]:
@@ -322,16 +332,75 @@ def joined(namespace: str | None, name: str) -> str:
     return f"{namespace}__{name}" if namespace else name
 
 
-def plain_choice(given: object) -> object:
+def plain_choice(given: object) -> Any:
     """Return a choice among tools, in any dialect's words, as a word or as `{"type", "name"}`."""
     match given:
         case "any" | {"type": "any" | "required"}:
             return REQUIRED
         case {"type": "auto" | "none" as word}:
             return word
-        case {"type": "tool", **rest}:
-            return {**rest, "type": "function"}
+        case {"type": "tool" | "function" | "custom" as kind, **rest}:
+            named = rest.get(kind, rest)
+            return {**(named if isinstance(named, dict) else rest), "type": kind.replace("tool", "function")}
+        case {"type": "allowed_tools", "allowed_tools": {**rest}}:
+            return {**rest, "type": "allowed_tools"}
     return given
+
+
+def tool_choice(given: object, tools: Tools) -> tuple[Tools, str]:
+    """Return the offered tools, and the choice among them as in `Conversation`."""
+    match plain_choice(given):
+        case None | "auto":
+            return tools, AUTO
+        case "none":
+            return tools, NONE
+        case "required":
+            return _some(tools, "tool_choice"), REQUIRED
+        case {"type": "function" | "custom" as kind, "name": str(name)} if name not in (AUTO, NONE, REQUIRED):
+            return tools, _named(kind, name, tools, "tool_choice.name")
+        case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": list(allowed)}:
+            names = {_allowed(tool, tools, i) for i, tool in enumerate(allowed)}
+            offered = {name: tool for name, tool in tools.items() if name in names}
+            if mode == "auto":
+                return offered, AUTO
+            return _some(offered, "tool_choice.tools"), REQUIRED
+        case {"type": str(kind)} if kind not in ("function", "custom", "allowed_tools"):
+            raise _not_run(kind, "tool_choice")
+        case _:
+            raise wrong("tool_choice", f'"auto", "none", "required" or {BY_NAME}', given)
+
+
+def _allowed(given: object, tools: Tools, index: int) -> str:
+    where = f"tool_choice.tools[{index}]"
+    match plain_choice(given):
+        case {"type": "function" | "custom" as kind, "name": str(name)}:
+            return _named(kind, name, tools, f"{where}.name")
+        case {"type": str(kind)} if kind not in ("function", "custom"):
+            raise _not_run(kind, where)
+        case _:
+            raise wrong(where, BY_NAME, given)
+
+
+def _not_run(kind: str, where: str) -> RequestError:
+    return not_supported(
+        f"{where}: tools of type {shown(kind)} are not supported, because this server runs no tools; "
+        "name a function or a custom tool",
+        where,
+    )
+
+
+def _named(kind: str, name: str, tools: Tools, where: str) -> str:
+    """Return the model's name for the tool with this name, the client's or the model's."""
+    for known in (name, *tools):  # the model's own name counts first
+        if known in tools and tools[known].kind == kind and name in (known, tools[known].name):
+            return known
+    raise RequestError(f"{where}: there is no tool named {shown(name)}", param=where)
+
+
+def _some(tools: Tools, where: str) -> Tools:
+    if not tools:
+        raise RequestError(f"{where}: a call is required, but there are no tools to call", param=where)
+    return tools
 
 
 # --- tools that take plain text ---------------------------------------------------------------------------

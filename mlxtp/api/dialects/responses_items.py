@@ -14,13 +14,15 @@ from pydantic import Field
 from pydantic_core import from_json
 
 from ...errors import RequestError
-from ...text.conversation import AUTO, NONE, REQUIRED, Call, ChatMessage
+from ...text.conversation import AUTO, Call, ChatMessage
 from ...text.json_limits import check_extent
 from ..adapter import Json
-from ..request_body import Schema, check_finite, checked, missing, not_supported, shown, wrong
+from ..request_body import Schema, check_finite, checked, missing, wrong
 from .request_parts import (
     SUMMARY,
     ClientTool,
+    Parameters,
+    Tools,
     arguments_text,
     content_text,
     content_texts,
@@ -310,16 +312,14 @@ _READ: Mapping[str, Callable[[Json, str], Json | None]] = {
 # --- tools ------------------------------------------------------------------------------------------------
 
 
-Tools = Mapping[str, ClientTool]  # by the model's names
 _Name = Annotated[str, Field(min_length=1)]
-_BY_NAME = '{"type": "function", "name": "..."}'
 
 
 class _Function(Schema):
     type: Literal["function"]
     name: _Name
     description: str | None = None
-    parameters: Json | None = None
+    parameters: Parameters = None
     strict: bool | None = None
 
 
@@ -343,7 +343,7 @@ class _SearchTool(Schema):
     type: Literal["tool_search"]
     execution: Literal["client"]
     description: str | None = None
-    parameters: Json | None = None
+    parameters: Parameters = None
 
 
 def read_tools(
@@ -409,72 +409,14 @@ def tools_of_items(items: Sequence[Json], known: int, offered: Sequence[ClientTo
     return added
 
 
-# --- the choice among them --------------------------------------------------------------------------------
-
-
-def tool_choice(given: object, tools: Tools) -> tuple[Tools, str]:
-    """Return the offered tools, and the choice among them as in `Conversation`."""
-    match plain_choice(given):
-        case None | "auto":
-            return tools, AUTO
-        case "none":
-            return tools, NONE
-        case "required":
-            return _some(tools, "tool_choice"), REQUIRED
-        case {"type": "function" | "custom" as kind, "name": str(name)} if name not in (AUTO, NONE, REQUIRED):
-            return tools, _named(kind, name, tools, "tool_choice.name")
-        case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": list(allowed)}:
-            names = {_allowed(tool, tools, i) for i, tool in enumerate(allowed)}
-            offered = {name: tool for name, tool in tools.items() if name in names}
-            if mode == "auto":
-                return offered, AUTO
-            return _some(offered, "tool_choice.tools"), REQUIRED
-        case {"type": str(kind)} if kind not in ("function", "custom", "allowed_tools"):
-            raise _not_run(kind, "tool_choice")
-        case _:
-            raise wrong("tool_choice", f'"auto", "none", "required" or {_BY_NAME}', given)
-
-
-def _allowed(given: object, tools: Tools, index: int) -> str:
-    where = f"tool_choice.tools[{index}]"
-    match given:
-        case {"type": "function" | "custom" as kind, "name": str(name)}:
-            return _named(kind, name, tools, f"{where}.name")
-        case {"type": str(kind)} if kind not in ("function", "custom"):
-            raise _not_run(kind, where)
-        case _:
-            raise wrong(where, _BY_NAME, given)
-
-
-def _not_run(kind: str, where: str) -> RequestError:
-    return not_supported(
-        f"{where}: tools of type {shown(kind)} are not supported, because this server runs no tools; "
-        "name a function or a custom tool",
-        where,
-    )
-
-
-def _named(kind: str, name: str, tools: Tools, where: str) -> str:
-    """Return the model's name for the tool with this name, the client's or the model's."""
-    for known in (name, *tools):  # the model's own name counts first
-        if known in tools and tools[known].kind == kind and name in (known, tools[known].name):
-            return known
-    raise RequestError(f"{where}: there is no tool named {shown(name)}", param=where)
-
-
-def _some(tools: Tools, where: str) -> Tools:
-    if not tools:
-        raise RequestError(f"{where}: a call is required, but there are no tools to call", param=where)
-    return tools
-
-
 def repeated_choice(given: Any) -> Json | str:
     """Return a checked choice without unknown fields."""
     match plain_choice(given):
         case {"type": "function" | "custom" as kind, "name": name}:
             return {"type": kind, "name": name}
         case {"type": "allowed_tools", "mode": mode, "tools": allowed}:
-            tools = [{"type": tool["type"], "name": tool["name"]} for tool in allowed]
+            plain = [plain_choice(tool) for tool in allowed]
+            tools = [{"type": tool["type"], "name": tool["name"]} for tool in plain]
             return {"type": "allowed_tools", "mode": mode, "tools": tools}
         case word:
             return str(word or AUTO)

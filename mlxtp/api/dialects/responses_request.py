@@ -35,16 +35,14 @@ from ..request_body import (
     shown,
     wrong,
 )
-from .request_parts import MOST_TOKENS, Tuning, log_left_out, unfold
+from .request_parts import MOST_TOKENS, Tools, Tuning, log_left_out, tool_choice, unfold
 from .responses_items import (
     COMPACT,
-    Tools,
     items_of,
     pieces,
     read_tools,
     repeated_choice,
     still_meant,
-    tool_choice,
     tools_of_items,
     turns_of,
     users_of,

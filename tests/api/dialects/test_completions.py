@@ -247,6 +247,7 @@ def test_a_token_that_cannot_be_has_a_number_that_json_knows(server: Server) -> 
         ({"prompt": [1, "a"]}, "prompt[1]", 'got "a"'),
         ({"prompt": ["a", 1]}, "prompt[1]", "got 1"),
         ({"prompt": [[1], []]}, "prompt[1]", "got []"),
+        ({"prompt": [1.0, 1.5]}, "prompt[1]", "got 1.5"),
         ({"prompt": [True]}, "prompt[0]", "got true"),
         ({"prompt": [1.5]}, "prompt[0]", "got 1.5"),
         ({"prompt": [[3, -1]]}, "prompt[0][1]", "got -1"),

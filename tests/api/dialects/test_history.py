@@ -703,13 +703,24 @@ OFFERED = {CHAT: [{"type": "function", "function": FUNCTION}], RESPONSES: [{"typ
     [
         ({"type": "auto"}, "auto"), ({"type": "none"}, "none"), ({"type": "required"}, "required"),
         ({"type": "any"}, "required"), ("any", "required"), ({"type": "tool", "name": "f"}, "f"),
-        ({"type": "function", "name": "f"}, "f"),
+        ({"type": "function", "name": "f"}, "f"), ({"type": "function", "function": {"name": "f"}}, "f"),
     ],
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("form", [CHAT, RESPONSES], ids=["chat", "responses"])
 def test_a_choice_in_the_words_of_another_dialect(form: Form, choice: Any, meant: str) -> None:
     assert form.conversation([ASKED], tools=OFFERED[form], tool_choice=choice).tool_choice == meant
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+@pytest.mark.parametrize("form", [CHAT, RESPONSES], ids=["chat", "responses"])
+def test_a_choice_among_some_tools(form: Form, mode: str) -> None:
+    other = json.loads(json.dumps(OFFERED[form]).replace('"f"', '"g"'))
+    for allowed in OFFERED.values():
+        inner = {"mode": mode, "tools": allowed}
+        for choice in ({"type": "allowed_tools", **inner}, {"type": "allowed_tools", "allowed_tools": inner}):
+            found = form.conversation([ASKED], tools=[*OFFERED[form], *other], tool_choice=choice)
+            assert (found.tool_choice, [tool.name for tool in found.tools]) == (mode, ["f"])
 
 
 @every_dialect
@@ -729,6 +740,8 @@ def test_a_choice_without_tools_asks_for_nothing(form: Form, word: str) -> None:
          {"type": ["object", "null"]}),
         (RESPONSES, {"type": "function", "name": "f", "parameters": {"type": None}}, {"type": None}),
         (CHAT, {"type": "function", "function": {"name": "f"}}, None),
+        (CHAT, {"type": "function", "function": {"name": "f", "parameters": []}}, {}),
+        (MESSAGES, {"name": "f", "input_schema": True}, {}),
         (CHAT, {"type": "function", "function": {"name": "f", "parameters": {"type": ["object", "null"]}}},
          {"type": ["object", "null"]}),
     ],

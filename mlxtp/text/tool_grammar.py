@@ -166,11 +166,14 @@ def checked_tools(tools: Sequence[Any]) -> dict[str, Json]:
     `tools` are in OpenAI's form: `{"type": "function", "function": {"name": ..., "parameters": SCHEMA}}`.
     Raises RequestError that names the fault.
     """
-    schemas = dict(_checked(tool, f"tools[{index}]") for index, tool in enumerate(tools))
-    if not schemas:
+    if not tools:
         raise RequestError("tools: a tool call needs at least one tool", param="tools")
-    if len(schemas) < len(tools):
-        raise RequestError("tools: two tools have the same name", param="tools")
+    schemas: dict[str, Json] = {}
+    for index, tool in enumerate(tools):
+        name, schema = _checked(tool, f"tools[{index}]")
+        if name in schemas:
+            raise RequestError(f"tools: two tools have the same name, {name!r}", param="tools")
+        schemas[name] = schema
     return schemas
 
 

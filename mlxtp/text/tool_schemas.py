@@ -95,7 +95,7 @@ class _SchemaRelaxer:
             if kept is not ...:
                 made.setdefault(key, kept)
             elif value is not False and (key != "format" or schema.get("type") not in ("integer", "number")):
-                self.left_out.append(f"{at}.{key}: no grammar enforces {value!r:.50}")
+                self.left_out.append(f"{at}.{key}: no grammar enforces {json.dumps(value)[:50]}")
         rest = made.pop("additionalItems", True)
         if isinstance(made.get("items"), list):  # a tuple of earlier drafts
             made |= {"prefixItems": made["items"], "items": rest}

@@ -148,7 +148,7 @@ _MEDIA = {  # words in the names of types
     "image": "image", "screenshot": "image", "audio": "audio", "video": "video", "resource_link": "",
     "document": "document", "file": "document", "resource": "document",
 }  # fmt: skip
-_READS_NO = {"image": "images", "audio": "audio", "video": "videos", "document": "documents"}
+_READS_NO = {"image": "images", "audio": "audio", "video": "videos", "document": "documents but text"}
 _TEXT_TYPE = re.compile("text/|json|xml|yaml|javascript|octet-stream")
 THOUGHTS = ("thinking", "reasoning")
 _UNSPOKEN = (  # parts without words; thoughts are read elsewhere, the others by their provider alone
@@ -238,7 +238,7 @@ def _document(part: Mapping[Any, Any]) -> Iterator[_Piece]:
         case {"data": str(data), **more} | {"file_data": str(data), **more} if text := _decoded(data, more):
             yield text, ""
         case _:
-            yield _note("document", "documents")
+            yield _note("document", _READS_NO["document"])
 
 
 def _decoded(data: str, about: Mapping[Any, Any]) -> str:

@@ -90,6 +90,8 @@ def items_of(given: str | list[Any], find: Callable[[str, str], Json]) -> list[J
         where = f"input[{i}]"
         if not isinstance(each, dict):
             raise wrong(where, "an item, an object", each)
+        if not {"type", "role", "id"} & each.keys():
+            raise missing(f"{where}.type")
         match each.get("type", "message" if "role" in each else "item_reference"):
             case "item_reference":
                 items.append(find(checked(_Reference, each, where).id, f"{where}.id"))

@@ -124,7 +124,8 @@ SAID = {"role": "assistant", "content": "hi"}
 
 def note(kind: str, kinds: str = "") -> str:
     reader = "server" if kinds == "such blocks" else "model"
-    return f"[{kind} left out: this {reader} reads no {kinds or kind + 's'}]"
+    kinds = kinds or {"document": "documents but text"}.get(kind, f"{kind}s")
+    return f"[{kind} left out: this {reader} reads no {kinds}]"
 
 
 def in_base64(text: str) -> str:

@@ -737,7 +737,7 @@ def says_part(kind: str) -> dict[str, Any]:
         ({"input": []}, "input", "empty"),
         ({"input": 3}, "input", "got 3"),
         ({"input": ["a"]}, "input[0]", 'got "a"'),
-        ({"input": [{}]}, "input[0].id", "missing"),
+        ({"input": [{}]}, "input[0].type", "missing"),
         ({"input": [{"id": "msg_x"}]}, "input[0].id", 'the item "msg_x" is not known here'),
         ({"input": [{"type": "item_reference", "id": "msg_a_0"}]}, "input[0].id", "store false"),
         ({"input": [{"type": "item_reference", "id": 3}]}, "input[0].id", "got 3"),

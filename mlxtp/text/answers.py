@@ -133,10 +133,7 @@ def opens_header(text: str) -> bool | None:
 
 
 class PartKind(Enum):
-    """Kind of a piece of an answer.
-
-    Headers are no parts: they only announce the kind of the text after them.
-    """
+    """Kind of a piece of an answer. A header has no text: it only parts what stands around it."""
 
     SAID = auto()
     THOUGHT = auto()

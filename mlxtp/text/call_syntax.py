@@ -40,7 +40,7 @@ class CallBody(ABC):
 
     done = False  #: The call is over.
     doubtful = False  #: It may be over; if other text follows, its `push` takes that.
-    sure = False  #: It is doubtful, and nothing but what follows could show that it is not over.
+    end_is_own = False  #: It is doubtful, and nothing but what follows could show that it is not over.
     rest = ""  #: text after the end
     name: str | None = None  #: the tool's name as written; None while it is unknown
     id = ""
@@ -48,7 +48,7 @@ class CallBody(ABC):
     streams = False  #: Arguments that `push` returned were passed on.
 
     @property
-    def certain(self) -> bool:
+    def is_call(self) -> bool:
         """True if this is a call in any case; False if text of the answer may look the same."""
         return True
 
@@ -191,7 +191,7 @@ class JsonCall(CallBody):
         self._value: object = None
 
     @property
-    def certain(self) -> bool:
+    def is_call(self) -> bool:
         return self.streams
 
     @property
@@ -262,7 +262,7 @@ class _NamedCall(CallBody):
         self._made: list[str] = []
 
     @property
-    def certain(self) -> bool:
+    def is_call(self) -> bool:
         return not self._syntax.plain
 
     @property
@@ -294,7 +294,7 @@ class _NamedCall(CallBody):
         self.done = True
         if self._mender is not None and not self._mender.done:
             self._made.append(self._mender.close())
-        self.has_arguments = self.certain or self._mender is None or not self._mender.broken
+        self.has_arguments = self.is_call or self._mender is None or not self._mender.broken
         lead = self._syntax.lead.match(self._lead)
         if lead is not None:
             self._lead = self._lead[lead.end() :]
@@ -363,7 +363,7 @@ class _TaggedCall(CallBody):
         return self.done or self.doubtful
 
     def push(self, text: str, end: bool = False) -> str:
-        self.doubtful = self.sure = False
+        self.doubtful = self.end_is_own = False
         while not self.doubtful and not self.done:
             seen, known = self._tail + text, len(self._tail)
             found = min([(at, each) for each in self._ends if (at := seen.find(each)) >= 0], default=None)
@@ -397,7 +397,7 @@ class _TaggedCall(CallBody):
         closes = self._syntax.closes(inside) or not self._syntax.opening.search(inside)
         closes = closes and not self._in_string(inside)
         self.doubtful, self.rest = closes, rest
-        self.sure = closes and open_ == 0 and mark == self._syntax.end
+        self.end_is_own = closes and open_ == 0 and mark == self._syntax.end
         self._own_end, self._own_open = (self._end, open_) if closes else (-1, 0)
 
     def _in_string(self, written: str) -> bool:

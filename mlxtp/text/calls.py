@@ -209,7 +209,7 @@ class CallReader:
 
     @property
     def _needs_end(self) -> bool:
-        return self._direct and self._body is not None and not self._body.certain
+        return self._direct and self._body is not None and not self._body.is_call
 
     @property
     def _enough(self) -> bool:
@@ -242,7 +242,7 @@ class CallReader:
             if self.state is not ReaderState.OPEN:
                 self.rest.append(piece)
             elif self._body is not None and self._reads:
-                if not self._body.certain:
+                if not self._body.is_call:
                     self._raw.append(piece)
                 yield from self._feed(*piece)
                 yield from self._look()
@@ -289,13 +289,13 @@ class CallReader:
                 body.streams, self._first, self._raw = True, False, []
                 yield self._begun(body, tool)
             yield CallText(len(self._ids) - 1, new)
-        if body.sure and self.most and self.complete + 1 >= self.most:
+        if body.end_is_own and self.most and self.complete + 1 >= self.most:
             body.close()
         if self._in_doubt:
             behind = [(body.rest, False)] if body.rest else []
             if body.done and not self._needs_end:
                 yield from self._end_call(body, cut=False)
-            if self._body is None or self._body.certain:
+            if self._body is None or self._body.is_call:
                 self._raw = list(behind)
             self._pending = [] if body.rest.isspace() else behind
 
@@ -338,7 +338,7 @@ class CallReader:
                 return
             elif self._needs_end:
                 self._leave(refused=True)
-            elif body is not None and (body.done or (body.sure and (head or self._pending[0][1]))):
+            elif body is not None and (body.done or (body.end_is_own and (head or self._pending[0][1]))):
                 # Another call, or a special token of the model's own, cannot stand in a value.
                 yield from self._end_call(body, cut=False)
                 self._raw = list(self._pending)
@@ -350,7 +350,7 @@ class CallReader:
             else:
                 schema = self._tools[head.name].parameters or {}
                 self._body, self._pending = head.syntax.body(head.name, schema, self.format.ends), []
-                if self._body.certain:
+                if self._body.is_call:
                     self._raw = []
                 yield from self._feed(text[_place(text, at, head.length) :], False)
 

@@ -92,7 +92,7 @@ class WorkerQueue:
 # --- templates in Python ----------------------------------------------------------------------------------
 
 
-#: Messages in, with `add_generation_prompt` and perhaps `enable_thinking`; the prompt out.
+#: Messages in, with `add_generation_prompt` and perhaps `tools` and `enable_thinking`; the prompt out.
 ModuleRender = Callable[..., str]
 
 

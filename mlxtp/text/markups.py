@@ -35,7 +35,7 @@ class Markup:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Texts that a template may cut out of a message, or refuse there: these markers, or the usual ones."""
+        """Texts that a template may cut out of messages, or refuse: these markers, or the usual ones."""
         opens, closes = self.think or USUAL_THINK
         answer = f"{self.headers[-1]}final{self.header_end}" if self.headers else ""
         return tuple(dict.fromkeys(filter(None, (opens.partition(">")[0] + ">", opens, closes, answer))))

@@ -124,13 +124,11 @@ def template_messages(
     return [_message(turn, traits) for turn in turns]
 
 
-def plainer(traits: TemplateTraits) -> Iterator[TemplateTraits]:
-    """Yield the traits, and then fewer ones, for a conversation that the template does not write whole.
+def plainer(traits: TemplateTraits) -> list[TemplateTraits]:
+    """Return the traits, and then fewer ones, for a conversation that the template does not write whole.
 
     The last are those of user and assistant in turns, with everything else in words.
     """
-    yield traits
-    yield replace(traits, thoughts="")
     turns = replace(
         traits,
         system=False,
@@ -145,8 +143,7 @@ def plainer(traits: TemplateTraits) -> Iterator[TemplateTraits]:
         thoughts="",
         cuts_all=True,
     )
-    yield turns
-    yield replace(turns, tools=False)
+    return list(dict.fromkeys((traits, replace(traits, thoughts=""), turns, replace(turns, tools=False))))
 
 
 def template_options(conversation: Conversation) -> Json:
@@ -220,7 +217,7 @@ def _matched(
     ids: str = "",
     lost: Callable[[ChatMessage], ChatMessage] = lambda turn: turn,
 ) -> list[ChatMessage]:
-    """Give results of tools the names of their calls: each answers the first open call with its id.
+    """Give results of tools the names of their calls: each answers the first open call of its id, or of none.
 
     A model that writes its ids itself may use one twice. With `ids`, calls get new ones of that form.
     Results in a row get the order of their calls. A result whose call is `lost` becomes what that returns.
@@ -237,8 +234,8 @@ def _matched(
             latest.setdefault(call.id, []).append((index, calls[-1]))
         open_ |= latest
         place, found = math.inf, replace(turn, calls=tuple(calls))
-        if turn.role == "tool" and open_.get(turn.call_id):
-            place, answered = open_[turn.call_id].pop(0)
+        if turn.role == "tool" and (calls_of := open_.get(turn.call_id) or open_.get("")):
+            place, answered = calls_of.pop(0)
             found = replace(turn, call_id=answered.id, name=answered.name)
         elif turn.role == "tool":
             found = lost(turn)

@@ -326,6 +326,16 @@ def test_results_find_their_calls_where_a_model_uses_an_id_twice() -> None:
     ]  # fmt: skip
 
 
+def test_results_with_ids_answer_calls_without() -> None:
+    turns = (
+        user("?"),
+        said("", Call("", "add", "{}"), Call("", "say", "{}")),
+        result("1", "x"),
+        result("2", "y"),
+    )
+    assert [each.get("name") for each in plain(turns)] == [None, None, "add", "say"]
+
+
 def test_results_have_the_order_of_their_calls() -> None:
     turns = (
         user("?"), said("", Call("c1", "add", "{}"), Call("c2", "say", "{}")), result("lost", "c3"),

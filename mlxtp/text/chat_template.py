@@ -493,19 +493,20 @@ def traits_of(render: TemplateRender, markup: Markup = NO_MARKUP) -> TemplateTra
 def left_out(prompt: str, messages: Sequence[Json], tools: Sequence[Json]) -> str:
     """Return what the prompt lacks of messages and tools, in words; empty if it has all, in order.
 
-    A system message may stand anywhere, and the parts of one message in any order. White space around a text
-    does not count, nor do the words with which a model's maker lets users control its thoughts. A template
-    may write a text as a string in JSON.
+    A system message may stand anywhere, and the parts of a message and the results of its calls in any order.
+    White space around a text does not count, nor do the words with which a model's maker lets users control
+    its thoughts. A template may write a text as a string in JSON.
     """
-    behind = 0
+    start = behind = 0
     for message in messages:
         anywhere = message["role"] == "system"
-        places = [0 if anywhere else behind]
+        start = start if message["role"] == "tool" else behind
+        places = [0 if anywhere else start]
         for what, text in _contents(message):
             places.append(_place(prompt, text.strip(), places[0]))
             if places[-1] < 0:
                 return f"{what} that begins with {text.strip()[:60]!r}"
-        behind = behind if anywhere else max(places)
+        behind = behind if anywhere else max(behind, *places)
     at = 0
     for tool in tools:
         name = tool["function"]["name"]

@@ -394,6 +394,16 @@ def test_a_text_may_be_trimmed_or_escaped_but_not_missing(prompt: str, text: str
     assert bool(left_out(prompt, [{"role": "user", "content": text}], [])) is lacks
 
 
+def test_a_result_may_stand_before_the_words_beside_its_call() -> None:
+    call = {"function": {"name": "add", "arguments": {}}}
+    turns = [
+        {"role": "user", "content": "go"}, {"role": "assistant", "content": "ok", "tool_calls": [call]},
+        {"role": "tool", "content": "two"}, {"role": "assistant", "content": "done"},
+    ]  # fmt: skip
+    assert left_out("go add two ok done", turns, []) == ""
+    assert left_out("go done add two ok", turns, []) == "the assistant's message that begins with 'done'"
+
+
 def test_calls_and_tools_are_missed_too() -> None:
     function: dict[str, Any] = {"name": "add", "arguments": {}}
     message = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}

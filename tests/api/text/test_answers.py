@@ -271,7 +271,7 @@ OTHERS: Mapping[str, tuple[str, Sequence[Tool], Sequence[str], Sequence[Story]]]
     ]),
     "Granite": ("tool_call", (ADD,), (), [
         (f"<|tool_call|>[{JSON}]", seen("", "", [ADDED])),
-        (f"<tool_call>[{JSON}]</tool_call>", seen("", "", [ADDED])),
+        (f"<tool_call>[{JSON}]", seen("", "", [ADDED])),
     ]),
     "DeepSeek": ("deepseek", (ADD,), (), [
         ('function<｜tool▁sep｜>add\n```json\n{"a": 1}\n```<｜tool▁call▁end｜>', seen("", "", [ADDED])),

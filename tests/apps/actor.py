@@ -114,7 +114,7 @@ def wishes(prompt: str) -> list[str]:
 # --- other chat templates ---------------------------------------------------------------------------------
 
 _SPECIAL = re.compile(
-    r"<[|｜][^<>]*[|｜]>|<[|][a-z_]+>|<[a-z_]+[|]>|\[/?[A-Z_]{3,}\]|</?think>|\]<\]minimax\[>\[|\[e~\[|\]~!?b[\][]"
+    r"<[a-z]+_of_[a-z]+>|<[|｜][^<>]*[|｜]>|<[|][a-z_]+>|<[a-z_]+[|]>|\[/?[A-Z_]{3,}\]|</?think>|\]<\]minimax\[>\[|\[e~\[|\]~!?b[\][]"
 )
 
 
@@ -141,7 +141,8 @@ def end_tokens(text: Text) -> tuple[int, ...]:
         prompt = text.rendered(Conversation((asked, *turns), (Tool("zqtool", "", {}),)))
         behind = prompt[prompt.rindex("zqb") :].removeprefix("zqb").partition(closes or "zqb")
         places = {(behind[2] or behind[0]).find(each): id_ for id_, each in text.specials.items()}
-        found += [places[min(at for at in places if at >= 0)]]
+        first = min([at for at in places if at >= 0], default=None)
+        found += text.eos if first is None else [places[first]]
     return tuple(dict.fromkeys(found))
 
 

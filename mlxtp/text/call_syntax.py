@@ -84,7 +84,7 @@ class JsonSyntax(CallSyntax):
         for key in _NAMES:
             yield f'{{"{key}":{quoted}', 0
         yield f'{{"function":{{"name":{quoted}', 0
-        yield from ((f'{{"{key}":{{', 0) for key in _ARGUMENTS)
+        yield from ((f'{{"{key}":{{', 0) for key in (*_ARGUMENTS, *_MISNAMED))
         yield from ((f'{{"{key}":', 0) for key in _BESIDE)
 
     def body(self, name: str, schema: Mapping[str, Any], ends: Sequence[str]) -> CallBody:
@@ -170,7 +170,8 @@ class TaggedSyntax(CallSyntax):
 
 
 _NAMES = ("name", "tool_name", "function", "tool")  # fields of a call in JSON
-_ARGUMENTS = ("arguments", "parameters", "args", "input")
+_ARGUMENTS = ("arguments", "parameters")
+_MISNAMED = ("args", "input")  # what some models call the arguments
 _BESIDE = ("type", "id", "tool_call_id", "index", "thought")
 
 
@@ -247,6 +248,8 @@ class JsonCall(CallBody):
         self.name = name if isinstance(name, str) else None
         given = [inner[key] for key in _ARGUMENTS if key in inner]
         others = {key: value for key, value in inner.items() if key not in (*_NAMES, *_BESIDE)}
+        if not given and len(others) == 1:  # an argument may have one of these names, too
+            given = [value for key in _MISNAMED if _is_object(value := others.get(key))]
         self._value, self.has_arguments = (given or [others])[0], bool(given)
         id_ = fields.get("id", fields.get("tool_call_id"))
         self.id = id_ if isinstance(id_, str) else ""
@@ -274,12 +277,12 @@ class _NamedCall(CallBody):
             return self.close()
         if self._mender is None:
             self._lead += text
-            at = _first(self._lead, ('"', *self._syntax.opening, *self._ends))
+            at = _first(self._lead, (*self._syntax.opening, *self._ends))
             if at < 0:
                 return ""
             self._lead, text = self._lead[:at], self._lead[at:]
-            if text.startswith('"'):  # an object in a string
-                text = f"[{text}"
+            if text.startswith("{") and self._lead.rstrip().endswith('"'):  # an object in a string
+                self._lead, text = self._lead.rstrip()[:-1], f'["{text}'
             elif not text.startswith(tuple(self._syntax.opening)):
                 self.rest = text
                 return self.close()
@@ -529,6 +532,10 @@ class _TaggedValues:
         if found.keys() == {"item"}:
             return found["item"] if isinstance(found["item"], list) else [found["item"]]
         return found
+
+
+def _is_object(value: object) -> bool:
+    return isinstance(value, dict) or (isinstance(value, str) and value.lstrip().startswith("{"))
 
 
 def _is_json(schema: Mapping[str, Any], key: str) -> bool:

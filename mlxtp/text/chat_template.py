@@ -452,7 +452,10 @@ class _TemplateProbe:
         values = ("zqvaluea", "zqvalueb", _RESULT.text, _RESULT_2.text)
         self.learn(
             several_calls=self._contains(_USER, both, _RESULT, _RESULT_2, words=values),
-            words_beside_calls=self._contains(_USER, beside, _RESULT, words=(_SAID.text, "zqvaluea")),
+            words_beside_calls=all(
+                self._contains(_USER, beside, _RESULT, *later, words=(_SAID.text, "zqvaluea"))
+                for later in ((), (_SAID_2, _USER_2))
+            ),
             words_behind_results=self.shows(_USER, _CALLED, _RESULT, _USER_2, tools=True),
         )
         thinks = replace(_CALLED, reasoning="zqthought")
@@ -482,8 +485,9 @@ def traits_of(render: TemplateRender, markup: Markup = NO_MARKUP) -> TemplateTra
     if probe.traits.tools:
         probe.calls()
     said = {mark: ChatMessage("assistant", f"zqleft {mark} zqright") for mark in markup.marks}
-    cut = [mark for mark, turn in said.items() if not probe.shows(_USER, turn, _USER_2)]
-    probe.learn(cut_markers=tuple(cut))
+    cut = tuple([mark for mark, turn in said.items() if not probe.shows(_USER, turn, _USER_2)])
+    pair = ChatMessage("assistant", f"zqleft {' zqthought '.join(said)} zqright")
+    probe.learn(cut_markers=cut or (() if probe.shows(_USER, pair, _USER_2) else markup.marks))
     return probe.traits
 
 

@@ -378,7 +378,9 @@ def _json_word(word: str) -> str:
 
 
 def mended(text: str, quotes: Sequence[str] = JSON_QUOTES) -> str:
-    """Return a container as JSON; empty if there is more than that, or something had to be guessed."""
+    """Return a container as JSON; empty if it is none, or more than that, or something had to be guessed."""
+    if not text.startswith(("{", "[", "(")):
+        return ""
     mender = JsonMender(quotes)
     made = mender.push(text)
     made += mender.close()

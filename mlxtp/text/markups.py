@@ -130,7 +130,7 @@ _JSON = JsonSyntax()
 _PYTHON = NamedSyntax(("{}(",), opening="(", quotes=PYTHON_QUOTES, plain=True)
 _QWEN_XML = TaggedSyntax(
     ("<function={}>", '<function="{}">', '<function name="{}">'),
-    ("<parameter", "</tool_call>"),
+    ("<parameter",),
     "</function>",
     re.compile(r"<parameter(?:=|\s+name\s*=\s*)(?P<key>[^>\n]+)>"),
     "</parameter>",
@@ -266,7 +266,8 @@ CALLS: Sequence[CallRow] = (
         "tool_calls", ("<tool_calls>",), ("</tool_call>", "</tool_calls>"),
         (_JSON, NamedSyntax(("<tool_call>{}",), _FENCED)))),
     CallRow("Granite 3, Phi-4-mini", CallFormat(
-        "tool_call", ("<|tool_call|>", "functools", "<tool_call>"), ("<|/tool_call|>",), (_JSON,)),
+        "tool_call", ("<|tool_call|>", "functools", "<tool_call>"),
+        ("<|/tool_call|>", "</tool_call>", "<|/tool_call|>"), (_JSON,)),  # the last is what a template writes
         (("<|tool_call|>",), ("functools",)), ("<|tool_call|>",)),
     CallRow("Apertus", _in("apertus", "<|tools_prefix|>", "<|tools_suffix|>", JsonSyntax(keyed=True))),
     CallRow("OLMo 3", _in("olmo3", "<function_calls>", "</function_calls>", _PYTHON)),

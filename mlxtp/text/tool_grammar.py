@@ -328,11 +328,12 @@ def _fields(rule: str, schema: Json, style: CallStyle, writes: _Literals) -> Ite
     yield f"{rule}: {' '.join(names)}" if names else f'{rule}: ""'
 
 
-def _choices(schema: Any, definitions: Json) -> list[str]:
-    """Return the texts of all values of a schema; empty if it does not list them."""
+def _choices(schema: Any, definitions: Json, references: int = 2) -> list[str]:
+    """Return the texts of all values of a schema; empty if it does not list them, behind few references."""
     match schema:
         case {"$ref": str(reference)}:
-            return _choices(referred(reference, {"$defs": definitions}), definitions)
+            target = referred(reference, {"$defs": definitions}) if references else None
+            return _choices(target, definitions, references - 1)
         case {"enum": list(values)}:
             return [each if isinstance(each, str) else json.dumps(each) for each in values]
         case {"const": value}:
@@ -340,7 +341,7 @@ def _choices(schema: Any, definitions: Json) -> list[str]:
         case {"type": "null"}:
             return ["null"]
         case {"anyOf": list(parts)} | {"oneOf": list(parts)} | {"allOf": [_] as parts}:
-            choices = [_choices(part, definitions) for part in parts]
+            choices = [_choices(part, definitions, references) for part in parts]
             return [text for each in choices for text in each] if all(choices) else []
     return []
 

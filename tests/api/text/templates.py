@@ -47,7 +47,8 @@ MISTRAL = (
     "{% elif m.role == 'tool' %}[TOOL_RESULTS]{{ m.tool_call_id }}[TOOL_CONTENT]{{ m.content }}[/TOOL_RESULTS]"
     "{% else %}{{ raise_exception('unknown role') }}{% endif %}{% endfor %}"
 )
-#: The first system message alone; one call in a message, whose thoughts are refused beside text.
+#: The first system message alone; one call in a message, whose thoughts are refused beside text. Text beside
+#: a call is a thought, and dropped before a later answer.
 GPT_OSS = (
     LISTS
     + "{% if messages[0].role == 'system' %}<|start|>developer<|message|>{{ messages[0].content }}<|end|>"
@@ -55,7 +56,9 @@ GPT_OSS = (
     "{% elif m.role == 'assistant' %}{% if '<|channel|>final<|message|>' in m.content %}"
     "{{ raise_exception('tags in a message') }}{% endif %}{% if m.tool_calls %}"
     "{% if m.thinking and m.content %}{{ raise_exception('content or thinking') }}{% endif %}"
-    "{% if m.thinking or m.content %}<|start|>assistant<|channel|>analysis<|message|>"
+    "{% set ns = namespace(later=false) %}{% for x in messages[loop.index:] %}"
+    "{% if x.role == 'assistant' and not x.tool_calls %}{% set ns.later = true %}{% endif %}{% endfor %}"
+    "{% if (m.thinking or m.content) and not ns.later %}<|start|>assistant<|channel|>analysis<|message|>"
     "{{ m.thinking or m.content }}<|end|>{% endif %}{% set f = m.tool_calls[0].function %}"
     "<|start|>assistant<|channel|>commentary to=functions.{{ f.name }} <|constrain|>json<|message|>"
     "{{ f.arguments | tojson }}<|call|>{% else %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>"

@@ -60,7 +60,8 @@ TRAITS: Mapping[str, Mapping[str, object]] = {
     },
     "gpt-oss": {
         "systems": False, "later_systems": False, "tools": True, "several_calls": False,
-        "thoughts_beside_words": False, "cut_markers": ("<|channel|>final<|message|>",),
+        "words_beside_calls": False, "thoughts_beside_words": False,
+        "cut_markers": ("<|channel|>final<|message|>",),
     },
     "r1": {"systems": False, "later_systems": False, "tools_alone": False, "cut_markers": ("</think>",)},
     "lfm2": {"tools": True, "calls": False},
@@ -231,6 +232,20 @@ def test_a_call_before_any_user_is_told(tmp_path: Path) -> None:
     assert (
         '<assistant>A<tool_call>{"name": "look_up", "arguments": {"word": "ZEBRA"}}</tool_call><tool>R<user>U'
         in prompt
+    )
+
+
+def test_a_pair_of_markers_may_be_what_a_template_cuts(tmp_path: Path) -> None:
+    text = text_with(
+        tmp_path,
+        "{% for m in messages %}<{{ m.role }}>{% if '<think>' in m.content and '</think>' in m.content %}"
+        "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}",
+    )
+    turns = (system("S"), user("U"), said("A <think> B </think> C"), user("V"))
+    assert (
+        text.rendered(Conversation(turns))
+        == "<system>S<user>U<assistant>A < think> B < /think> C<user>V<assistant>"
     )
 
 

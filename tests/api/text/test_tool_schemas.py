@@ -388,6 +388,8 @@ FIELDS = CallStyle("<call>", "\n", "</call>", field=("<p=", ">\n", "\n</p>\n"))
          ["<p=v>\na b\n</p>\n"], ['<p=v>\n"c"\n</p>\n', "<p=v>\nd\n</p>\n"]),
         (object_of({"anyOf": [{"const": "x"}, {"enum": [1, True]}, {"type": "null"}]}),
          [f"<p=v>\n{word}\n</p>\n" for word in ("x", "1", "true", "null")], ['<p=v>\n"x"\n</p>\n', "<p=v>\n2\n</p>\n"]),
+        ({"properties": {"v": {"$ref": "#/$defs/n"}}, "required": ["v"],
+          "$defs": {"n": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/n"}]}}}, ["<p=v>\nnull\n</p>\n"], [""]),
         (object_of({"description": "any"}), ["<p=v>\n[1] or\n\nmore\n</p>\n"], [""]),
         ({"properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": True},
          ["<p=a>\n1\n</p>\n", "<p=a>\n1\n</p>\n<p=z>\nx\n</p>\n"], ["<p=z>\nx\n</p>\n"]),

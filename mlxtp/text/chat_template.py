@@ -268,7 +268,7 @@ def _one_at_a_time(turns: Sequence[ChatMessage]) -> list[ChatMessage]:
 
 
 def _words_apart(turn: ChatMessage, neighbours: bool) -> list[ChatMessage]:
-    """Put the words beside calls in a message of their own; the user speaks between `neighbours`."""
+    """Put the words beside calls in a message of their own. Without `neighbours` the user speaks between."""
     if not turn.calls or not turn.text:
         return [turn]
     between = [] if neighbours else [ChatMessage("user", _GO_ON)]
@@ -477,7 +477,7 @@ def _prints_objects(prompt: str) -> bool:
 def traits_of(render: TemplateRender, markup: Markup = NO_MARKUP) -> TemplateTraits:
     """Return what a chat template writes whole. `markup` is the model's.
 
-    Renders some twenty short conversations. Raises RequestError where that fails, not where one is refused.
+    Renders up to thirty short conversations. Raises RequestError where that fails, not where one is refused.
     """
     probe = _TemplateProbe(render)
     probe.messages()

@@ -244,18 +244,26 @@ def scores(logits: mx.array, tokens: mx.array, top: int) -> tuple[mx.array, mx.a
     The types are float32 [L], int32 [L, top] and float32 [L, top], most likely first, lower ids first among
     equals.
     """
-    logits = logits.astype(mx.float32)
-    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    logprobs = logits.astype(mx.float32)
+    logprobs = logprobs - mx.logsumexp(logprobs, axis=-1, keepdims=True)
     chosen = mx.take_along_axis(logprobs, tokens[:, None], axis=-1).squeeze(-1)
-    ids = mx.arange(logits.shape[-1], dtype=mx.int32)
-    top_tokens, top_logprobs = [mx.zeros((len(logits), 0), dtype=mx.int32)], [mx.zeros((len(logits), 0))]
-    rest = logprobs
-    for _ in range(min(top, logits.shape[-1])):
-        best = mx.argmax(rest, axis=-1, keepdims=True).astype(mx.int32)
-        top_tokens.append(best)
-        top_logprobs.append(mx.take_along_axis(logprobs, best, axis=-1))
-        rest = mx.where(ids == best, -mx.inf, rest)
-    return chosen, mx.concatenate(top_tokens, axis=-1), mx.concatenate(top_logprobs, axis=-1)
+    if not (top := min(top, logits.shape[-1])):
+        return chosen, mx.zeros((len(logits), 0), dtype=mx.int32), mx.zeros((len(logits), 0))
+    best = mx.sort(mx.topk(_order(logprobs), top, axis=-1), axis=-1)[:, ::-1]
+    top_tokens = (~best.astype(mx.uint32)).astype(mx.int32)
+    return chosen, top_tokens, mx.take_along_axis(logprobs, top_tokens, axis=-1)
+
+
+def _order(logprobs: mx.array) -> mx.array:
+    """Return numbers uint64 that sort as float32 [L, V] do, a lower index after higher ones among equals.
+
+    A float's bits sort like integers once the sign is set for positive floats, and all bits of negative ones
+    are turned over. The lower half is the inverted index.
+    """
+    bits = logprobs.view(mx.uint32)
+    ascending = mx.where(bits >> 31 == 1, ~bits, bits | 0x80000000)
+    ids = ~mx.arange(logprobs.shape[-1], dtype=mx.uint32)
+    return ascending.astype(mx.uint64) << 32 | ids.astype(mx.uint64)
 
 
 # --- agreement of all ranks on each token, from the logits that every rank gathered ----------------------

@@ -508,3 +508,10 @@ def test_scores_are_log_softmax_of_the_raw_logits(top: int, dtype: mx.Dtype) -> 
 
 def test_more_scores_than_tokens_are_all_there_are() -> None:
     assert scores(mx.zeros((1, 3)), mx.array([1]), 20)[1].tolist() == [[0, 1, 2]]
+
+
+def test_among_equals_the_lower_id_comes_first_and_impossible_ones_last() -> None:
+    logits = mx.array([[0.0, -mx.inf, 1.0, 0.0, 1.0, -mx.inf]])
+    _, tokens, logprobs = scores(logits, mx.array([0]), 6)
+    assert tokens.tolist() == [[2, 4, 0, 3, 1, 5]]
+    assert logprobs[0, 4:].tolist() == [-np.inf, -np.inf]

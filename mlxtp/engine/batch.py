@@ -24,6 +24,7 @@ from mlx.utils import tree_flatten, tree_map
 
 from ..chunks import ring_slots
 from ..errors import Code, ModelError
+from .families import attention_heads
 from .kv_cache import SMALLEST, capacity, roomy
 from .loader import leaves, make_cache, unrun_arrays
 from .pipeline import Stage
@@ -78,7 +79,7 @@ class LayerView:
         self._forward = forward
 
     @property
-    def offset(self) -> mx.array:
+    def offset(self) -> mx.array | int:
         """Position of the first new token of each row, for rotary embeddings."""
         return self._forward.positions
 
@@ -100,7 +101,7 @@ class LayerView:
         """Return what is there, for a layer that reads the keys and values of another."""
         return [self._forward.read(array) for array in self.arrays]
 
-    def make_mask(self, count: int, window_size: int | None = None, **_: object) -> mx.array:
+    def make_mask(self, count: int, window_size: int | None = None, **_: object) -> mx.array | None:
         return self._forward.mask(window_size)
 
 
@@ -122,17 +123,25 @@ class ForwardShape:
     """Rows and positions of one forward over a Bucket, shared by its layers.
 
     `positions` int32 [rows]: of each row's first new token. `targets` int32 [rows, width]: where each of
-    them goes. `mask` bool [rows, 1, width, view]: each new token sees its row up to itself. `rings`: targets
-    and mask in each kind of ring.
+    them goes. `mask` bool [rows, 1 or query heads, width, view]: each new token sees its row up to itself.
+    `rings`: targets and mask in each kind of ring. `pieces`: a row alone is written in one piece.
     """
 
-    def __init__(self, positions: mx.array, targets: mx.array, mask: mx.array, *rings: mx.array) -> None:
-        self.positions = positions
-        self._starts: mx.array | None = positions  # of what a row writes in one piece
+    def __init__(
+        self,
+        positions: mx.array,
+        targets: mx.array,
+        mask: mx.array,
+        *rings: mx.array,
+        pieces: bool = True,
+    ) -> None:
+        self.positions: mx.array | int = positions
+        self._starts: mx.array | None = positions if pieces else None  # of what a row writes in one piece
         self._targets = targets
         self._mask = mask
         self._rows, _, _, self.view = mask.shape
-        self.rings = [RingShape(positions, *rings[at : at + 2]) for at in range(0, len(rings), 2)]
+        self._places: dict[int, tuple[mx.array, mx.array]] = {}  # rows and KV heads, by the number of these
+        self.rings = _rings(positions, rings, pieces=pieces)
 
     @staticmethod
     def arrays(
@@ -150,15 +159,16 @@ class ForwardShape:
         """Write `new` [rows, KV heads, width, head size] into `kept`; returns the result."""
         if self._rows == 1 and kept.shape[0] == 1 and self._starts is not None:
             return mx.slice_update(kept, new, self._starts, axes=(2,))
-        rows = mx.arange(self._rows)[:, None, None]
-        heads = mx.arange(new.shape[1])[None, :, None]
-        kept[rows, heads, self._targets[:, None]] = new
+        heads = new.shape[1]
+        if heads not in self._places:
+            self._places[heads] = mx.arange(self._rows)[:, None, None], mx.arange(heads)[None, :, None]
+        kept[*self._places[heads], self._targets[:, None]] = new
         return kept
 
     def read(self, kept: mx.array) -> mx.array:
         return kept[: self._rows, :, : self.view]
 
-    def mask(self, window: int | None) -> mx.array:
+    def mask(self, window: int | None) -> mx.array | None:
         """Return the mask, limited to the last `window` positions where the model wants a window."""
         if window is None:
             return self._mask
@@ -168,12 +178,93 @@ class ForwardShape:
 class RingShape(ForwardShape):
     """The same for layers with a window, whose slots are rings. `mask`: what is in the window, by its age."""
 
-    def __init__(self, positions: mx.array, targets: mx.array, mask: mx.array) -> None:
+    def __init__(self, positions: mx.array, targets: mx.array, mask: mx.array, *, pieces: bool) -> None:
         super().__init__(positions, targets, mask)
-        self._starts = targets[:, 0] if targets.shape[1] == 1 else None
+        self._starts = targets[:, 0] if pieces and targets.shape[1] == 1 else None
 
     def mask(self, window: int | None) -> mx.array:
         return self._mask
+
+
+class ExactShape(ForwardShape):
+    """The same for a row alone that is fed one token at a `position` that is known here.
+
+    Attention reads exactly what the row has, so it needs no mask. `rings` as there, after positions.
+    """
+
+    def __init__(self, position: int, positions: mx.array, *rings: mx.array) -> None:
+        self.positions = position
+        self.view = position + 1
+        self.rings = _rings(positions, rings, pieces=False)
+
+    def write(self, kept: mx.array, new: mx.array) -> mx.array:
+        kept[:1, :, self.view - 1 : self.view] = new
+        return kept
+
+    def read(self, kept: mx.array) -> mx.array:
+        return kept[:1, :, : self.view]
+
+    def mask(self, window: int | None) -> mx.array | None:
+        if window is None or window >= self.view:
+            return None
+        return (mx.arange(self.view) >= self.view - window)[None, None, None]
+
+
+def _rings(positions: mx.array, arrays: Sequence[mx.array], *, pieces: bool) -> list[ForwardShape]:
+    return [RingShape(positions, *arrays[at : at + 2], pieces=pieces) for at in range(0, len(arrays), 2)]
+
+
+#: Keys from which a row alone is read exactly. From there on MLX's attention has a kernel that reads keys and
+#: values once for 8, 12 or 16 query heads, if it gets no mask (`sdpa_vector_2pass_1_gqa`). Below, a traced
+#: graph saves more: it is built in a third of the time.
+EXACT_FROM = 8192
+VECTOR_WIDTH = 8  #: queries a row up to which MLX's attention takes its kernel for vectors
+VECTOR_QUERIES = 32  #: the most that this kernel takes: queries a row times query heads of a KV head
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """Demands of the device's kernels on steps. These are a CPU's; `here` has Metal's.
+
+    exact_from  keys from which a row alone has an `ExactShape`, whose graph is not traced
+    heads       query heads for which the mask of several rows is repeated, 0 for none. Metal's attention
+                copies any other mask in each layer.
+    pieces      a row alone is written in one piece, for which Metal computes the place in a kernel of its own
+    """
+
+    exact_from: int = WHOLE
+    heads: int = 0
+    pieces: bool = True
+
+    @classmethod
+    def here(cls, model: Any, kv_bits: int = 0) -> Kernels:
+        """Return those of this machine. Quantized keys and values have attention of other kernels."""
+        if not mx.metal.is_available():
+            return cls()
+        return cls(EXACT_FROM, 0 if kv_bits else attention_heads(model)[0], pieces=False)
+
+    def arguments(
+        self, positions: tuple[int, ...], width: int, view: int, rings: Sequence[tuple[int, int]] = ()
+    ) -> list[Any]:
+        """Return what `forward_shape` takes, made outside of a traced graph."""
+        rows = len(positions)
+        shape = ForwardShape.arrays(mx.array(positions, dtype=mx.int32), width, view, rings)
+        if self.exact(rows, width, positions[0] + 1):
+            return [positions[0], shape[0], *shape[3:]]
+        if self.heads and rows > 1 and width <= VECTOR_WIDTH:
+            for at in range(2, len(shape), 2):
+                whole = (rows, self.heads, *shape[at].shape[2:])
+                shape[at] = mx.contiguous(mx.broadcast_to(shape[at], whole))
+        return shape
+
+    def exact(self, rows: int, width: int, length: int) -> bool:
+        """Return whether a step has an `ExactShape`; `length`: of its row with the new token."""
+        return rows == width == 1 and length >= self.exact_from
+
+    def forward_shape(self, arguments: Sequence[Any]) -> ForwardShape:
+        if isinstance(arguments[0], int):
+            return ExactShape(*arguments)
+        return ForwardShape(*arguments, pieces=self.pieces)
 
 
 @dataclass(eq=False, slots=True)
@@ -642,7 +733,7 @@ class CacheKind:
 
     def __init__(self, model: Any, kv_bits: int = 0, stage: Stage | None = None) -> None:
         self.model = model
-        self._kv_bits = kv_bits
+        self.kv_bits = kv_bits
         self.parts = 6 if kv_bits else 2  # arrays of a layer's keys and values
         self._staged = stage is not None
         every = make_cache(model) if stage is None else stage.all_caches()
@@ -685,18 +776,18 @@ class CacheKind:
                 _fill_window(cache, own, length)
                 continue
             # Of quantized numbers a layer has three arrays for its keys, and three for its values.
-            cache.keys, cache.values = (own[:3], own[3:]) if self._kv_bits else own
+            cache.keys, cache.values = (own[:3], own[3:]) if self.kv_bits else own
             cache.offset = length
         return caches
 
     def views(self, arrays: list[mx.array], forward: ForwardShape) -> list[LayerView]:
         """Return the layers' views of a bucket's arrays, or of the last layers' arrays."""
         layers = [arrays[at : at + self.parts] for at in range(0, len(arrays), self.parts)]
-        if not self._kv_bits:
+        if not self.kv_bits:
             shapes = {0: forward, **dict(zip(self.windows, forward.rings, strict=False))}
             windows = self._windows[-len(layers) :]
             return [LayerView(own, shapes[each]) for own, each in zip(layers, windows, strict=True)]
-        return [QuantizedView(own, forward, self.group_size, self._kv_bits) for own in layers]
+        return [QuantizedView(own, forward, self.group_size, self.kv_bits) for own in layers]
 
     @property
     def windows(self) -> list[int]:
@@ -740,7 +831,7 @@ class CacheKind:
             growing = [cache for cache in leaves(caches) if not _is_state(cache)]
             arrays = [(array, cache) for cache in growing for array in _arrays_of(cache)]
         except (AttributeError, TypeError, ValueError) as error:
-            if not self._kv_bits:
+            if not self.kv_bits:
                 raise
             raise self._refusal("this model's attention cannot read quantized keys and values") from error
         return [
@@ -757,9 +848,9 @@ class CacheKind:
         return self._quantized(make_cache(self.model))
 
     def _quantized(self, caches: Caches) -> Caches:
-        if not self._kv_bits:
+        if not self.kv_bits:
             return caches
-        return [cache.to_quantized(group_size=self.group_size, bits=self._kv_bits) for cache in caches]
+        return [cache.to_quantized(group_size=self.group_size, bits=self.kv_bits) for cache in caches]
 
     def _find_group_size(self, every: Caches) -> int:
         """Return the group size, from the shapes of a forward that is built and never run."""
@@ -779,4 +870,4 @@ class CacheKind:
         )
 
     def _refusal(self, why: str) -> ModelError:
-        return ModelError(f"--kv-bits {self._kv_bits}: {why}; leave it out", Code.MODEL_UNSUPPORTED)
+        return ModelError(f"--kv-bits {self.kv_bits}: {why}; leave it out", Code.MODEL_UNSUPPORTED)

@@ -20,8 +20,22 @@ from .group import Group
 # --- parts of layers ------------------------------------------------------------------------------------
 
 _HEADS = ("n_heads", "num_heads", "num_attention_heads")
-_KV_HEADS = ("n_kv_heads", "num_key_value_heads")
+_KV_HEADS = ("n_kv_heads", "num_key_value_heads", "num_kv_heads")
 _GATED = ("gate_proj", "up_proj")
+
+
+def attention_heads(model: Any) -> tuple[int, int]:
+    """Return a rank's heads of queries in each attention, and the fewest heads of keys and values.
+
+    Returns 0, 0 where attentions differ in the former, or none has both kinds.
+    """
+    found = [(_first_of(part, _HEADS), _first_of(part, _KV_HEADS)) for part in model.modules()]
+    pairs = sorted(pair for pair in found if all(pair))
+    return pairs[0] if pairs and pairs[0][0] == pairs[-1][0] else (0, 0)
+
+
+def _first_of(part: Any, names: Sequence[str]) -> int:
+    return next((int(getattr(part, name)) for name in names if hasattr(part, name)), 0)
 
 
 def attention(part: Any, group: Group) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from . import kv_cache
-from .batch import Bucket, CacheKind, ForwardShape, MergedBatch, in_parts
+from .batch import Bucket, CacheKind, ForwardShape, Kernels, MergedBatch, in_parts
 from .group import CollectiveCounter
 from .loader import ModelShare
 from .mtp_head import ChosenStep, MtpHead, follow
@@ -109,12 +109,19 @@ class ModelForwards:
     """Forwards of a model. `head`: its MTP head, or None."""
 
     def __init__(
-        self, loaded: ModelShare, caches: CacheKind, counter: CollectiveCounter, *, traces: bool
+        self,
+        loaded: ModelShare,
+        caches: CacheKind,
+        counter: CollectiveCounter,
+        kernels: Kernels,
+        *,
+        traces: bool,
     ) -> None:
         self.head: MtpHead | None = loaded.mtp_head
         self._model = loaded.model
         self._vocabulary = loaded.vocabulary
         self._caches = caches
+        self._kernels = kernels
         self._layers = slice(None, None if self.head is None else -1)  # caches of the model's own layers
         self.graphs = DecodeGraphs(self._body, counter, traces=traces)
         self._head_graphs = DecodeGraphs(self._head_body, counter, traces=traces)
@@ -225,19 +232,18 @@ class ModelForwards:
             known = given[0] if given else None
             local = self._vocabulary.forward(self._model, tokens, part.caches, given=known)
             return list(self._vocabulary.winners(local)) if winners else [local]
-        key, shape = _shape(part, positions, tokens.shape[1], drafts, self._caches)
+        key, shape = _shape(part, positions, tokens.shape[1], drafts, (self._kernels, self._caches))
         if not given and self._vocabulary.embedding is not None:
             given = [self._vocabulary.embedding(tokens)]
         arrays, part.arrays = part.arrays, []  # no other owner: written in place
-        states, kept, waiting = part.states, list[list[mx.array]](), 0
+        states, kept, stood, waiting = part.states, list[list[mx.array]](), list[mx.array](), 0
         if states is not None:
-            shape, waiting = [*shape, *states.stood(positions)], states.waiting
+            stood, waiting = states.stood(positions), states.waiting
             kept, states.kept = states.kept, []
-        values = ((tokens, given), shape, (arrays, kept))
+        values = ((tokens, given), shape, (arrays, kept, stood))
         outcome: list[mx.array]
-        outcome, part.arrays, kept = self.graphs.run(
-            key, (int(winners), waiting), values, again=_again(key, drafts)
-        )
+        again = _again(key, drafts) and not isinstance(shape[0], int)  # a place known here never comes again
+        outcome, part.arrays, kept = self.graphs.run(key, (int(winners), waiting), values, again=again)
         if states is not None:
             states.fed(positions, tokens.shape[1], kept)
         return outcome
@@ -264,18 +270,17 @@ class ModelForwards:
         winners: int,
         _waiting: int,
         inputs: tuple[mx.array, list[mx.array]],
-        shape: list[mx.array],
-        caches: tuple[list[mx.array], list[list[mx.array]]],
+        shape: list[Any],
+        caches: tuple[list[mx.array], list[list[mx.array]], list[mx.array]],
     ) -> tuple[list[mx.array], list[mx.array], list[list[mx.array]]]:
-        """Run the model over KV arrays, and states of each recurrent layer.
+        """Run the model over KV arrays, states of each recurrent layer, and the places of these.
 
-        Returns what `step` does, and both after it.
+        Returns what `step` does, and the first two after it.
         """
         tokens, given = inputs
-        arrays, kept = caches
-        size = 3 + 2 * len(self._caches.windows)
-        states = views_of(self._caches.recurrence, kept, shape[size:])
-        views = self._caches.views(arrays, ForwardShape(*shape[:size]))
+        arrays, kept, stood = caches
+        states = views_of(self._caches.recurrence, kept, stood)
+        views = self._caches.views(arrays, self._kernels.forward_shape(shape))
         layers = self._caches.beside(views, states)
         embeddings = given[0] if given else None
         local = self._vocabulary.forward(self._model, tokens, layers[self._layers], given=embeddings)
@@ -303,18 +308,24 @@ def _again(key: ShapeKey, drafts: int) -> bool:
 
 
 def _shape(
-    bucket: Bucket, positions: tuple[int, ...], width: int, drafts: int, kinds: CacheKind | None = None
-) -> tuple[ShapeKey, list[mx.array]]:
+    bucket: Bucket,
+    positions: tuple[int, ...],
+    width: int,
+    drafts: int,
+    kinds: tuple[Kernels, CacheKind] | None = None,
+) -> tuple[ShapeKey, list[Any]]:
     """Make room for a step that feeds `width` tokens a row, and for the MTP head's further proposals.
 
-    `kinds`: of the model's caches; None where only the head's are used. Returns the step's key, and the
-    arrays of its ForwardShape. These are made outside of graphs, which would compile kernels for such small
-    steps of arithmetic.
+    `kinds`: of the device, and of the model's caches; None where only the head's are used. Returns the step's
+    key, and what its ForwardShape is made of. This is made outside of graphs, which would compile kernels for
+    such small steps of arithmetic.
     """
     longest = max(positions) + width + max(drafts - 1, 0)
     bucket.reserve(longest)
     held, room = bucket.shape
     view = min(kv_cache.view(longest), room)
-    rings = () if kinds is None else kinds.rings(room)
-    shape = ForwardShape.arrays(mx.array(positions, dtype=mx.int32), width, view, rings)
-    return (len(positions), held, room, view, width), shape
+    key = (len(positions), held, room, view, width)
+    if kinds is None:
+        return key, ForwardShape.arrays(mx.array(positions, dtype=mx.int32), width, view)
+    kernels, caches = kinds
+    return key, kernels.arguments(positions, width, view, caches.rings(room))

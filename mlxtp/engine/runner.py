@@ -21,6 +21,7 @@ from .batch import (
     CacheKind,
     Caches,
     ForwardShape,
+    Kernels,
     LaneBatch,
     SlotBatch,
     arrays_of,
@@ -175,7 +176,10 @@ class KeptCaches:
 
 
 class Runner:
-    """Sequences of one loaded model and their KV caches. `compiled` replays decode graphs."""
+    """Sequences of one loaded model and their KV caches. `compiled` replays decode graphs.
+
+    `kernels`: demands on steps, by default those of this machine.
+    """
 
     def __init__(
         self,
@@ -186,11 +190,13 @@ class Runner:
         *,
         compiled: bool,
         border: Border | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
         self.border = border or Border(None, LoneGroup())
         self._caches = caches
         self._vocabulary = loaded.vocabulary
-        self._model = ModelForwards(loaded, caches, counter, traces=compiled and caches.slots)
+        kernels = kernels or Kernels.here(loaded.model, caches.kv_bits)
+        self._model = ModelForwards(loaded, caches, counter, kernels, traces=compiled and caches.slots)
         self._chooser = chooser
         self._prefilling: dict[int, Caches] = {}
         self.kept = KeptCaches()

@@ -310,7 +310,7 @@ _OF_A_RANK: tuple[tuple[str, str, Callable[[Pong], float]], ...] = (
     ),
     (
         "mlxtp_rank_wait_seconds",
-        "Part of a forward in which the rank waited for its device, on average over the last ten.",
+        "Part of a forward in which MLX queued it and blocked for the device, on average over the last ten.",
         lambda pong: pong.wait_us / 1e6,
     ),
     (

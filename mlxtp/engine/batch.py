@@ -222,6 +222,16 @@ VECTOR_WIDTH = 8  #: queries a row up to which MLX's attention takes its kernel 
 VECTOR_QUERIES = 32  #: the most that this kernel takes: queries a row times query heads of a KV head
 
 
+def unfused_drafts(heads: int, kv_heads: int) -> range:
+    """Return the numbers of drafts of a row with which Metal's attention takes neither of its kernels.
+
+    Steps that are wider than `VECTOR_WIDTH` have another kernel. Empty where no draft would be left, or
+    where the heads are not known.
+    """
+    queries = VECTOR_QUERIES * kv_heads // heads if heads else 0
+    return range(queries, VECTOR_WIDTH) if queries > 1 else range(0)
+
+
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """Demands of the device's kernels on steps. These are a CPU's; `here` has Metal's.

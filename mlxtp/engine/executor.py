@@ -68,6 +68,7 @@ class Forward:
     launched_at: float
     fed: int = 0  # digest of its input
     entry: int = 0  # its place in the flight recorder
+    queued_s: float = 0.0  # in which MLX queued it, and blocked if much was queued before
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +177,10 @@ class RankExecutor:
         recorder.queued(entry, runner.forwards, self._collectives)
         if phase == "prefill" or runner.room != room:
             self._count_caches()
-        return Forward(step, chosen, runner.forwards, self._collectives, launched_at, fed(frame), entry)
+        queued_s = runner.border.queued_s
+        return Forward(
+            step, chosen, runner.forwards, self._collectives, launched_at, fed(frame), entry, queued_s
+        )
 
     def settle(self, forward: Forward) -> Result:
         """Wait for a forward. The GIL is free meanwhile, so that other threads can reply to Pings."""
@@ -200,7 +204,8 @@ class RankExecutor:
         status.step = forward.step
         status.forwards = forward.forwards
         status.collectives = forward.collectives
-        step_us, wait_us = int((now - forward.launched_at) * 1e6), int((now - waiting_since) * 1e6)
+        step_us = int((now - forward.launched_at) * 1e6)
+        wait_us = int((forward.queued_s + now - waiting_since) * 1e6)
         status.took(step_us, wait_us)
         digested = digest(forward.step, chose, fed)
         status.recorder.finished(forward.entry, now, digested, fed)
@@ -319,7 +324,7 @@ class RankExecutor:
             how = (command.split, read_head) if headed else (command.split,)
             self.loaded = load(Path(path), self._group, self.status.advance, *how)
             self.caches = CacheKind(self.loaded.model, command.kv_bits, self.loaded.stage)
-            if self._group.size > 1 and mx.metal.is_available():
+            if mx.metal.is_available():
                 first = partial(self._first_forwards, command.prefill_chunk)
                 run_alone(self.loaded, self._group.size, first)
         except MlxtpError as error:

@@ -565,6 +565,7 @@ class Border:
         self._receiving = 0  # the newest forward whose hidden states are being received
         self.tokens = LateTokens()
         self.times = StageTimes()
+        self.queued_s = 0.0  #: seconds in which MLX queued the newest forward; 0 in a pipeline
 
     def expect(self, rows: int, width: int) -> HiddenStates:
         """Return what the stage before sends for one forward."""
@@ -600,7 +601,9 @@ class Border:
         Raises GroupError (DESYNC) for hidden states of another forward.
         """
         if self.stage is None:
+            began = time.monotonic()
             mx.async_eval(*arrays)
+            self.queued_s = time.monotonic() - began
             return
         # Handles of their own, because a later forward may assign to these.
         self._held.append(_HeldForward(forward, self.tokens.needs, after, deepcopy(arrays), self._handing_on))

@@ -29,9 +29,11 @@ from ..wire.messages import (
     ScoredDelta,
 )
 from . import kv_cache, steps
+from .batch import unfused_drafts
 from .disk_index import DiskIndex
 from .draft_model import DraftModel
 from .executor import RankExecutor
+from .families import attention_heads
 from .grammar import Grammar, Grammars
 from .kv_cache import SHORTEST_CHECKPOINT, SHORTEST_HIT, PrefixCache
 from .logit_shaping import Guided, RequestShaping
@@ -221,6 +223,7 @@ class Requests:
             stages=stages,
             run_ahead=bootstrap.run_ahead,
             mtp=PROPOSES if reply.mtp else 0,
+            unfused=unfused_drafts(*attention_heads(rank.loaded.model)) if gpu else range(0),
         )
         self._start_over()
         size = rank.loaded.vocabulary.size

@@ -259,10 +259,12 @@ class Speculation:
                     for planned in self._choice_of(row).plan([each], 1, room).rows or (None,)
                 ]
             )
-        for row, planned in zip(self._running, found, strict=False):
-            if planned is not None:
-                self._plans[row.request] = planned
-        return self._plans
+        plans = {row.request: each for row, each in zip(self._running, found, strict=False) if each}
+        if max([number for _, number in plans.values()], default=0) in self._policy.unfused:
+            most = self._policy.unfused.start - 1
+            plans = {request: (source, min(number, most)) for request, (source, number) in plans.items()}
+        self._plans = plans
+        return plans
 
     def _options(self, row: SequenceState) -> Options:
         limit = min(row.wants.max_tokens - row.generated - 1, MAX_WIDTH - 1)

@@ -269,7 +269,7 @@ class Policy:
     rows padded to the widest. `late`: a row with a grammar runs ahead beside others. `timed`: measured
     times may influence the moves. `stages`: of a pipeline, in which at most `run_ahead` steps of a row are
     queued before the tokens of the one before. `mtp`: most tokens that the model's MTP head proposes in a
-    step; 0 without a head.
+    step; 0 without a head. `unfused`: lengths of drafts to avoid, for which attention has no kernel.
     """
 
     eos: frozenset[int]
@@ -290,6 +290,7 @@ class Policy:
     stages: int = 1
     run_ahead: int = 1
     mtp: int = 0
+    unfused: range = range(0)
 
 
 # --- sizes of a prompt's chunks: large alone, about a quarter of a second's work beside decoding rows ----

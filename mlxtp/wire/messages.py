@@ -462,8 +462,8 @@ class Ack(Message):
     """Reply to exactly one PromptTokens, PromptBatch or StepToken, named by the seq of its frame.
 
     `forwards` and `collectives` are the rank's totals after that step, `digest` covers the tokens it chose.
-    `step_us` is the time from the forward's launch to its end on that rank, `wait_us` the part of it spent
-    waiting for the device, both in microseconds.
+    `step_us` is the time from the forward's launch to its end on that rank, `wait_us` the part of it in
+    which MLX queued it and blocked for the device, both in microseconds.
     """
 
     TYPE: ClassVar[int] = 0x10

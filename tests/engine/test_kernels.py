@@ -17,7 +17,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlxtp.engine.batch import EXACT_FROM, CacheKind, Kernels, arrays_of
+from mlxtp.engine.batch import EXACT_FROM, CacheKind, Kernels, arrays_of, unfused_drafts
 from mlxtp.engine.families import attention_heads
 from mlxtp.engine.forwards import STEPS_BEFORE_TRACE, StepInputs
 from mlxtp.engine.group import CollectiveCounter, LoneGroup
@@ -203,6 +203,30 @@ def test_a_layer_launches_no_more_than_mlx_lms(
         ours.append(of_ours(folder, rows, exact=exact))
         theirs.append(of_mlx_lm(folder, rows))
     assert ours[1] - ours[0] <= theirs[1] - theirs[0]
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "unfused"),
+    [
+        (64, 8, range(4, 8)),
+        (28, 4, range(4, 8)),
+        (40, 8, range(6, 8)),
+        (32, 8, range(8, 8)),
+        (96, 8, range(2, 8)),
+    ],
+)
+def test_drafts_of_a_width_that_the_vector_kernel_takes(heads: int, kv_heads: int, unfused: range) -> None:
+    found = unfused_drafts(heads, kv_heads)
+    assert found == unfused
+    for drafts in range(
+        1, 8
+    ):  # MLX: at most 8 queries, and at most 32 of them times query heads of a KV head
+        assert (drafts in found) == ((drafts + 1) * (heads // kv_heads) > 32)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(0, 0), (32, 1)])
+def test_without_any_such_width_or_known_heads_none_is_avoided(heads: int, kv_heads: int) -> None:
+    assert not unfused_drafts(heads, kv_heads)
 
 
 def test_exact_reading_begins_where_mlx_has_a_kernel_for_it() -> None:

@@ -6,9 +6,10 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import pytest
@@ -19,15 +20,15 @@ from mlxtp.engine.group import CollectiveCounter, LoneGroup
 from mlxtp.engine.loader import load
 from mlxtp.engine.logit_shaping import RequestShaping
 from mlxtp.engine.telemetry import RankTelemetry
-from mlxtp.wire.messages import Bootstrap, Init, Loaded, LoadShard
+from mlxtp.wire.messages import Bootstrap, Init, Loaded, LoadShard, PromptTokens
 
 from ..agents.test_one_machine import free_port
 from ..live_cluster import WAIT_S
 from .small_models import write_model
 
 
-@pytest.mark.parametrize(("ranks", "metal", "expected"), [(2, True, [2]), (2, False, []), (1, True, [])])
-def test_on_metal_a_rank_of_several_runs_its_first_forwards_alone(
+@pytest.mark.parametrize(("ranks", "metal", "expected"), [(2, True, [2]), (2, False, []), (1, True, [1])])
+def test_on_metal_a_rank_runs_its_first_forwards_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, metal: bool, expected: list[Any]
 ) -> None:
     """Before the rank answers that it has the model."""
@@ -55,6 +56,32 @@ def test_on_metal_a_rank_of_several_runs_its_first_forwards_alone(
     folder = write_model(tmp_path / "model")
     assert isinstance(rank.execute(LoadShard(str(folder), 64, ())), Loaded)
     assert ran == expected
+
+
+def test_a_forward_that_mlx_blocks_at_queueing_counts_as_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on Metal, where ten command buffers are on their way at most."""
+    rank = RankExecutor(
+        Bootstrap(0, 1, "ring", (), "", bytes(32), 5.0, 5.0, 1),
+        1,
+        tmp_path,
+        RankTelemetry(),
+        CollectiveCounter(),
+        shaping=RequestShaping(),
+        exchange=cast("Any", None),
+        post=print,
+    )
+    assert isinstance(rank.execute(LoadShard(str(write_model(tmp_path / "model")), 64, ())), Loaded)
+    blocked, queue = threading.Event(), mx.async_eval
+
+    def queue_late(*arrays: Any) -> None:
+        blocked.wait(0.2)
+        queue(*arrays)
+
+    monkeypatch.setattr(mx, "async_eval", queue_late)
+    result = rank.settle(rank.launch(1, PromptTokens(1, 0, 4, (7, 8, 9, 10))))
+    assert result.step_us >= result.wait_us >= 0.2e6
 
 
 WAITS = """

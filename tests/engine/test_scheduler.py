@@ -549,6 +549,23 @@ def test_an_end_token_among_drafts_is_the_end(run_ahead: int) -> None:
     assert request.ends[0].forwards < len(VERSE)
 
 
+@pytest.mark.parametrize("timed", [False, True])
+def test_no_step_has_drafts_of_a_length_without_a_kernel(timed: bool) -> None:
+    says = tuple(token for n in range(40) for token in (*VERSE, 50 + n))
+
+    def lengths(unfused: range) -> set[int]:
+        simulation = Simulation(drafts=True, timed=timed, unfused=unfused)
+        request = simulation.add(VERSE * 3, len(says), says)
+        simulation.drain()
+        check_answer(request)
+        return {max(move.widths) - 1 for move in decodes(simulation.moves) if move.widths}
+
+    assert lengths(range(0)) & set(range(3, 8))
+    found = lengths(range(3, 8))
+    assert not found & set(range(3, 8))
+    assert max(found) > 1
+
+
 def test_drafts_never_go_past_the_limit() -> None:
     for limit in range(1, 20):
         simulation = Simulation(drafts=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .wire.messages import MAX_WIDTH
 
 USUAL = 2048  #: tokens of a chunk without others; a GPU reads the weights once for all of them
+BUFFERED = 512  #: the same with large command buffers, which hold the arrays of many operations at once
 BESIDE = 256  #: tokens of a chunk beside others while no time is known
 _RING_STEP = 64
 

@@ -115,6 +115,7 @@ class Settings:
     fabric: str = "auto"
     fabric_networks: str = "any"
     fast_fences: bool = False
+    large_buffers: bool = False
     keep_awake: bool = True
     rdma: tuple[str, ...] = ()
     drain_s: float = 10.0

@@ -235,6 +235,13 @@ SETTINGS: tuple[Setting, ...] = (
         CLUSTER, same_on_all=True,
     ),
     Setting(
+        "large_buffers", SWITCH, parse_switch, False,
+        "Fewer and larger command buffers on Metal, and prompts in chunks of at most 512 tokens. Owners "
+        "report 5 to 8 % more tokens a second of mixtures of experts. The Mac of rank 0 decides for its "
+        "group; `mlxtp qualify` tries it.",
+        CLUSTER,
+    ),
+    Setting(
         "keep_awake", SWITCH, parse_switch, True,
         "Prevent idle sleep of this Mac while it serves.", CLUSTER,
     ),

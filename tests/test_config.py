@@ -101,6 +101,7 @@ def test_defaults(tmp_path: Path) -> None:
         ("workload", "chat", "batch", "workload", ("chat", "batch")),
         ("fabric_networks", "private", "any", "fabric_networks", ("private", "any")),
         ("fast_fences", "no", "yes", "fast_fences", (False, True)),
+        ("large_buffers", "no", "yes", "large_buffers", (False, True)),
         ("sandbox_ranks", "yes", "no", "sandbox_ranks", (True, False)),
         ("drain", "2.5", "60", "drain_s", (2.5, 60.0)),
         ("load_on_request", "yes", "no", "load_on_request", (True, False)),
@@ -505,6 +506,7 @@ STRINGS = (
 )  # fmt: skip
 SWITCHES = (
     "compiled", "prefix_cache", "spare", "alone", "discovery", "fast_fences", "keep_awake",
+    "large_buffers",
     "load_on_request", "http_tls", "repeatable", "share_cache", "sandbox_ranks",
 )  # fmt: skip
 TIMES = ("deadline", "queue", "recovery", "client_stall", "load_stall")

@@ -296,6 +296,16 @@ def use_fast_fences(fast: bool) -> None:
     os.environ["MLX_METAL_FAST_SYNCH"] = "1" if fast else "0"
 
 
+#: MLX's limits of one command buffer, as an owner of an M3 Ultra tried them (MLX issue 4521).
+LARGE_BUFFERS = {"MLX_MAX_OPS_PER_BUFFER": "1000", "MLX_MAX_MB_PER_BUFFER": "400"}
+
+
+def use_large_buffers() -> None:
+    """Have MLX make larger command buffers, unless a user set their size. MLX reads it once, at first use."""
+    for name, value in LARGE_BUFFERS.items():
+        os.environ.setdefault(name, value)
+
+
 def form(
     backend: str,
     rank: int,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..background import Background
+from ..chunks import BUFFERED
 from ..config import Settings
 from ..diagnostics import failure_store
 from ..errors import Code, FailureReport, GroupError, MlxtpError, is_consequence
@@ -380,6 +381,7 @@ class ProcessGroup:
                 jaccl_ring=self.group.jaccl_ring,
                 fast_fences=settings.fast_fences,
                 repeatable=settings.repeatable,
+                large_buffers=settings.large_buffers,
             )
 
         disk = room_in(settings.home, settings.cache_disk)
@@ -411,7 +413,7 @@ class ProcessGroup:
         paths = tuple(ready.path or path for ready in self._ready) if self.endpoints else ()
         command = LoadShard(
             path,
-            settings.prefill_chunk,
+            min(settings.prefill_chunk, BUFFERED) if settings.large_buffers else settings.prefill_chunk,
             eos,
             settings.max_context,
             settings.kv_bits,

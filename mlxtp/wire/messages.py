@@ -217,10 +217,11 @@ class Bootstrap(Message):
     commas between. `queue_s` bounds a request's wait for its first forward. A group that idled for `canary_s`
     proves itself. `rdma` is JACCL's matrix of devices, row by row as in `wire/rdma.py`; with `jaccl_ring`
     JACCL joins only neighbours. `round_s` bounds one round of the side channel. `fast_fences` turns
-    MLX_METAL_FAST_SYNCH on. `repeatable`: no computation depends on how long something took. `pins` are the
-    key fingerprints of the ranks' agents, in rank order: decode links then use TLS. Without them all ranks
-    belong to one agent and its machine. `disk_folder` is where the rank keeps KV caches, and `disk_bytes`
-    bounds what all ranks of this Mac keep there. The rank's own agent sets both; without them none is kept.
+    MLX_METAL_FAST_SYNCH on, `large_buffers` has MLX make larger command buffers. `repeatable`: no computation
+    depends on how long something took. `pins` are the key fingerprints of the ranks' agents, in rank order:
+    decode links then use TLS. Without them all ranks belong to one agent and its machine. `disk_folder` is
+    where the rank keeps KV caches, and `disk_bytes` bounds what all ranks of this Mac keep there. The rank's
+    own agent sets both; without them none is kept.
     """
 
     TYPE: ClassVar[int] = 0x07
@@ -247,6 +248,7 @@ class Bootstrap(Message):
     repeatable: bool = _f(boolean(), default=False)
     disk_folder: str = _f(text(4000, raw=True), default="")
     disk_bytes: int = _f(_count, default=0)
+    large_buffers: bool = _f(boolean(), default=False)
 
 
 @dataclass(frozen=True, slots=True)

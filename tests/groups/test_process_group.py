@@ -109,7 +109,8 @@ class Story:
         world = peers + 1
         own = {name: group.pop(name) for name in ("silence_s", "proof_s") if name in group}
         limits = replace(LIMITS, shutdown_s=2.0, **own)
-        settings = Settings(self.home, "", 0, 1, "tiny", name="studio", limits=limits)
+        own_settings = group.pop("settings", {})
+        settings = Settings(self.home, "", 0, 1, "tiny", name="studio", limits=limits, **own_settings)
         self.ranks = ProcessGroup(
             settings,
             EPOCH,
@@ -186,6 +187,19 @@ def test_all_ranks_are_told_the_same_group_and_each_its_own_folder(tmp_path: Pat
         assert not (stage.home / failure_store.FOLDER).exists(), "an end in order is no failure"
 
     play(tmp_path, story, pins=("a", "b"))
+
+
+@pytest.mark.parametrize(("large", "chunk"), [(False, 2048), (True, 512)])
+def test_large_command_buffers_are_for_all_ranks_and_with_smaller_chunks(
+    tmp_path: Path, large: bool, chunk: int
+) -> None:
+    async def story(stage: Story) -> None:
+        await stage.serve()
+        [order] = stage.peer.heard(StartRank)
+        assert order.bootstrap.large_buffers is large
+        assert [load["chunk"] for load in stage.orders.notes("load")] == [chunk]
+
+    play(tmp_path, story, settings={"large_buffers": large})
 
 
 def test_no_other_program_gets_the_port_of_a_ring_before_mlx_binds_it(tmp_path: Path) -> None:

@@ -1,0 +1,82 @@
+"""Counts of what this boot of the Mac has used up, which only its restart gives back: `boot.json`.
+
+The file is in the agent's home and survives the agent. A file of another boot, or one that cannot be read,
+counts as empty. `load` and `save` do not wait, so a change from one to the other loses no other change.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Self
+
+from ..errors import MlxtpError
+from ..identity.private_files import read_private, write_private
+from ..wire.codecs import U63
+
+log = logging.getLogger(__name__)
+
+FILE = "boot.json"
+_LINUX_ID = Path("/proc/sys/kernel/random/boot_id")
+_UUID_BYTES = 64  #: Room for the 36 characters of `kern.bootsessionuuid`.
+
+
+@dataclass(frozen=True, slots=True)
+class BootRecord:
+    """Counts since the Mac started. `formations`: attempts to form a JACCL group, by RDMA device."""
+
+    formations: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def from_object(cls, value: Mapping[str, Any]) -> Self:
+        """Read the file's object: what is missing or makes no sense counts as nothing."""
+        formations = value.get("formations")
+        pairs = formations.items() if isinstance(formations, dict) else ()
+        return cls({name: count for name, count in pairs if type(count) is int and 0 < count <= U63})
+
+    def formed(self, devices: Iterable[str]) -> Self:
+        """Return the record with one more attempt over each of these devices."""
+        more = {name: self.formations.get(name, 0) + 1 for name in devices}
+        return replace(self, formations={**self.formations, **more})
+
+
+def load(home: Path, boot: str | None = None) -> BootRecord:
+    """Return the record of this boot. `boot` is its id, by default the system's."""
+    path, boot = home / FILE, boot_id() if boot is None else boot
+    try:
+        value = json.loads(read_private(path) or b"{}")
+    except (MlxtpError, ValueError, RecursionError) as error:
+        log.warning("%s is left aside, so what this boot has used up is not known: %s", path, error)
+        return BootRecord()
+    same = bool(boot) and isinstance(value, dict) and value.get("boot") == boot
+    return BootRecord.from_object(value) if same else BootRecord()
+
+
+def save(home: Path, record: BootRecord, boot: str | None = None) -> None:
+    """Write the record. A full disk is logged, and the record is as before."""
+    kept = {"boot": boot_id() if boot is None else boot} | asdict(record)
+    try:
+        write_private(home / FILE, json.dumps(kept).encode())
+    except MlxtpError as error:
+        log.warning("what this boot of the Mac has used up is not kept: %s", error.detail)
+
+
+@cache
+def boot_id() -> str:
+    """Return an id that is new at each start of the machine, unlike its clock; empty if it has none."""
+    if sys.platform == "darwin":
+        text = ctypes.create_string_buffer(_UUID_BYTES)
+        size = ctypes.c_size_t(_UUID_BYTES)
+        name, nothing = b"kern.bootsessionuuid", ctypes.c_size_t(0)
+        failed = ctypes.CDLL(None).sysctlbyname(name, text, ctypes.byref(size), None, nothing)
+        return "" if failed else text.value.decode(errors="replace")
+    try:
+        return _LINUX_ID.read_text().strip()
+    except OSError:
+        return ""

@@ -42,7 +42,7 @@ from .config import Settings, told
 from .errors import Code, ConfigError, GroupError, MlxtpError, ModelError
 from .gateway.admission import AdmissionLimits
 from .gateway.gateway import Gateway
-from .groups import overview
+from .groups import boot_record, overview
 from .groups.coordinator import Coordinator
 from .groups.fabric import FabricBench, FabricResults
 from .groups.forwarding import serve_requests
@@ -215,7 +215,7 @@ async def _running(
     entered: _Entered, endpoint: Endpoint, on_stage: StageListener, warm_pool: WarmPool
 ) -> AsyncIterator[Agent]:
     settings, store = entered.settings, entered.store
-    machine = await hardware.probe(settings.interface)
+    machine = boot_record.counted(settings.home, await hardware.probe(settings.interface))
     port = entered.sock.getsockname()[1] if entered.sock is not None else 0
     node = ClusterNode(
         settings,
@@ -310,7 +310,8 @@ def build_parts(
 ) -> AgentParts:
     """Build every part of an agent in a cluster. Each registers with the node for what it handles."""
     gateway = make_gateway(node.settings, lambda model: overview.health(node, groups, gateway, model))
-    readings, round_trips, credentials = MachineReports(node), RoundTripTimes(node), store.credentials
+    readings = MachineReports(node, partial(boot_record.counted, node.home))
+    round_trips, credentials = RoundTripTimes(node), store.credentials
     keeping, renewal, tokens = AuthorityKeeping(node, store), Renewal(node, store), TokenIssuing(node)
     renewal.on_renewed(tokens.renewed)
     transfers = TransferCoordinator(node, credentials, StoredModels(node))

@@ -17,6 +17,9 @@ WHILE_FORMING = {
     "of queue pairs per device and fail here once they are exhausted.": 16,  # mlx #4209, before 0.32.2
     "[jaccl] Couldn't create completion queue": 16,
     "[jaccl] Couldn't allocate protection domain": None,
+    "[jaccl] Creating the queue pair failed with 'Invalid argument (22)'.": None,
+    "[jaccl] Creating the queue pair failed with 'No message available on STREAM (96)'.": None,
+    "[jaccl] Changing queue pair to INIT failed with errno 96": None,
     "[jaccl] Register memory region failed": None,
     "[jaccl] Could not find device rdma_en9 (3 available)": None,
     "[jaccl] Could not open device rdma_en9": None,
@@ -33,7 +36,6 @@ OF_NO_KNOWN_TROUBLE = (
     "[jaccl] Recv failed with error code 22",
     "[jaccl] Changing queue pair to RTR failed with errno 220",
     "[jaccl] Changing queue pair to INIT failed with errno 5",
-    "[jaccl] Creating the queue pair failed with 'Invalid argument (22)'.",
     "[jaccl] Buffer can be registered once per protection domain",
     "[jaccl] Send failed with errno=60",
     "[jaccl] Recv failed with errno=2",

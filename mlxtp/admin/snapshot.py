@@ -393,6 +393,7 @@ def members(cluster: ClusterSnapshot) -> list[Json]:
             "chip": each.machine.chip if each.machine is not None else "",
             "memory_bytes": each.machine.memory_bytes if each.machine is not None else 0,
             "notes": list(each.machine.notes) if each.machine is not None else [],
+            "formed": formed(each.machine),
             "admitted_by": each.entry.admitted_by,
             "admitted_by_name": each.admitted_by,
             "joined_from": each.entry.address,
@@ -403,6 +404,12 @@ def members(cluster: ClusterSnapshot) -> list[Json]:
         }
         for each in cluster.members
     ]
+
+
+def formed(machine: Machine | None) -> dict[str, int]:
+    """Return the attempts to form a JACCL group since a Mac started, by RDMA device."""
+    ports = machine.ports if machine is not None else ()
+    return {port.rdma: port.formed for port in ports if port.formed}
 
 
 def _works_for(cluster: ClusterSnapshot, node_id: str) -> list[str]:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from ..background import Background
 from ..errors import MlxtpError
@@ -21,9 +21,15 @@ LOOK_S = 5.0  #: Seconds for reading machines before a group is planned.
 
 
 class MachineReports:
-    """Reads this machine in the background, one reading at a time, and reports it to the others."""
+    """Reads this machine in the background, one reading at a time, and reports it to the others.
 
-    def __init__(self, node: ClusterNode) -> None:
+    `counted` adds to a reading what this agent counts itself.
+    """
+
+    def __init__(
+        self, node: ClusterNode, counted: Callable[[Machine], Machine] = lambda machine: machine
+    ) -> None:
+        self._counted = counted
         self._rewired = False  #: True when addresses changed, so that cables may have changed, too.
         self._node = node
         self._probe_at = time.monotonic() + PROBE_S
@@ -107,7 +113,8 @@ class MachineReports:
             self._rewired = self._read_due = False
             asked_by, self._asked_by = self._asked_by, set()
             before = node.peer_info.machines[node.node_id]
-            machine = await (hardware.probe(interface) if everything else hardware.refresh(before, interface))
+            reading = hardware.probe(interface) if everything else hardware.refresh(before, interface)
+            machine = self._counted(await reading)
             if machine != before:
                 node.peer_info.machines[node.node_id] = machine
                 node.links.broadcast(self.report())

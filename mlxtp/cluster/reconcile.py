@@ -21,12 +21,14 @@ class GroupPlan:
     """Node ids in rank order, and the key for comparing plans: the first number that differs much decides.
 
     `backend` is "none", "ring" or "jaccl". `proven`: this group has formed and proved itself before.
+    `scarce`: it may take the last formation of an RDMA device until a Mac restarts.
     """
 
     ranks: tuple[str, ...]
     key: tuple[float, ...]
     backend: str = ""
     proven: bool = True
+    scarce: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +293,8 @@ def _improve(view: GroupView, mine: RunningEpoch) -> Action:
 def _replace(view: GroupView, mine: RunningEpoch, plan: GroupPlan) -> Action:
     """Replace the running group by a better plan, once that is known to form."""
     if set(plan.ranks) == set(mine.ranks) and plan.backend == mine.backend:
+        return NoAction()
+    if plan.scarce and mine.backend == "jaccl":  # it works, and its place may be one that cannot form
         return NoAction()
     newcomers = [node_id for node_id in plan.ranks if node_id not in mine.ranks]
     relied_on = max((view.flapping.get(node_id, 0.0) for node_id in newcomers), default=0.0)

@@ -7,7 +7,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 
 from ..discovery.addresses import explain
-from ..placement.formation import ADDRESS, BRIDGE, CABLE, POWER, RDMA, RDMA_SINCE, THUNDERBOLT_5_GBPS, notes
+from ..placement.formation import (
+    ADDRESS,
+    BRIDGE,
+    CABLE,
+    POWER,
+    RDMA,
+    RDMA_SINCE,
+    THUNDERBOLT_5_GBPS,
+    is_scarce,
+    notes,
+)  # fmt: skip
 from ..wire.cluster_messages import Machine, Port
 from .facts import Attempt, Certificate, Finding, MachineFacts, MemberFacts, error, info, ok, warning
 
@@ -120,6 +130,12 @@ def of_rdma(facts: MachineFacts) -> Iterator[Finding]:
         yield info(unread)
     elif not found:
         yield _rdma_as_it_should_be(machine)
+    if formed := facts.agent.formed:
+        each = ", ".join(f"{count} over {device}" for device, count in formed.items())
+        said = f"RDMA groups formed since this Mac started, failed ones included: {each}"
+        few = any(map(is_scarce, formed.values()))
+        said += "; owners report room for two or three on each device" if few else ""
+        yield warning(said, "restart this Mac; until then the TCP ring is the way on") if few else info(said)
 
 
 def _rdma_as_it_should_be(machine: Machine) -> Finding:

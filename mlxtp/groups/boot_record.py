@@ -18,7 +18,11 @@ from typing import Any, Self
 
 from ..errors import MlxtpError
 from ..identity.private_files import read_private, write_private
-from ..wire.codecs import U63
+from ..placement.formation import spending
+from ..wire.cluster_messages import MAX_NOTES, Machine
+from ..wire.codecs import U32
+from ..wire.messages import Bootstrap
+from ..wire.rdma import devices, peers
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +42,7 @@ class BootRecord:
         """Read the file's object: what is missing or makes no sense counts as nothing."""
         formations = value.get("formations")
         pairs = formations.items() if isinstance(formations, dict) else ()
-        return cls({name: count for name, count in pairs if type(count) is int and 0 < count <= U63})
+        return cls({name: count for name, count in pairs if type(count) is int and 0 < count <= U32})
 
     def formed(self, devices: Iterable[str]) -> Self:
         """Return the record with one more attempt over each of these devices."""
@@ -65,6 +69,30 @@ def save(home: Path, record: BootRecord, boot: str | None = None) -> None:
         write_private(home / FILE, json.dumps(kept).encode())
     except MlxtpError as error:
         log.warning("what this boot of the Mac has used up is not kept: %s", error.detail)
+
+
+def count_formation(home: Path, bootstrap: Bootstrap) -> None:
+    """Count an attempt to form over each RDMA device of a rank here, which is about to call `init`.
+
+    It may take a protection domain of each that only a restart of the Mac gives back, also when it fails.
+    """
+    rank, size = bootstrap.rank, bootstrap.world_size
+    row = bootstrap.rdma[rank * size : (rank + 1) * size]  # shorter for other backends
+    used = {
+        name
+        for peer in peers(rank, size, ring=bootstrap.jaccl_ring)
+        for name in devices(row[peer] if peer < len(row) else "")
+    }
+    if used:
+        save(home, load(home).formed(sorted(used)))
+
+
+def counted(home: Path, machine: Machine) -> Machine:
+    """Return the machine with the attempts over each of its ports, and a note before the last one."""
+    formations = load(home).formations
+    ports = tuple(replace(port, formed=formations.get(port.rdma, 0)) for port in machine.ports)
+    machine = replace(machine, ports=ports)
+    return replace(machine, notes=(*map(str, spending(machine)), *machine.notes)[:MAX_NOTES])
 
 
 @cache

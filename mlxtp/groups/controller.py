@@ -327,7 +327,8 @@ class GroupController:
         self._trials.end_stale(chosen)
         if placement is not None and chosen is not None:
             key, proven = self._placer.key(chosen), self._trials.is_over(chosen)
-            best = reconcile.GroupPlan(placement.ranks, key, placement.backend, proven)
+            scarce = self._placer.is_scarce(chosen)
+            best = reconcile.GroupPlan(placement.ranks, key, placement.backend, proven, scarce)
         hold_until, hold = self._hold()
         running, mine = self._reports.running(), self._reports.owned
         served = mine.placement.chosen if mine is not None and running is not None else None

@@ -41,6 +41,7 @@ from ..wire.messages import (
     TimeCollectives,
 )
 from ..wire.rank_process import FREE_S
+from .boot_record import count_formation
 from .health import RankHealth, pick_cause, with_name
 from .ranks import (
     WORKER,
@@ -392,6 +393,8 @@ class ProcessGroup:
         jaccl = await self.unless_failed(joined, self._limits.form_s + 5, "join the others")
         if self.group.backend == "jaccl" and not all(jaccl):
             raise self.group.without_jaccl([rank for rank, has in enumerate(jaccl) if not has])
+        for process in self.processes:
+            count_formation(settings.home, bootstrap(process.rank))
 
     # --- commands ------------------------------------------------------------------------------------
 

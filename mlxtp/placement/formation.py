@@ -164,6 +164,27 @@ def _of_power(machine: Machine) -> Iterator[Advice]:
         )
 
 
+#: Groups that one RDMA device is said to form until its Mac restarts: owners report two or three.
+FORMATIONS_A_BOOT = 3
+
+
+def spending(machine: Machine) -> Iterator[Advice]:
+    """Yield each cabled RDMA device that may have one group left, or none, until this Mac restarts."""
+    for port in machine.ports:
+        if port.peer_domain and is_scarce(port.formed):
+            yield Advice(
+                RDMA,
+                f"The next RDMA group over {port.rdma} may need a restart of this Mac: {port.formed} have"
+                " formed or failed since it started, and owners report room for two or three",
+                "Restart it when that suits you; without RDMA, mlxtp goes on over the TCP ring",
+            )
+
+
+def is_scarce(formed: int) -> bool:
+    """Return whether a device that has formed so many groups may have one left, or none."""
+    return formed >= FORMATIONS_A_BOOT - 1
+
+
 def _too_old(machine: Machine) -> bool:
     """Return whether a faster cable than Thunderbolt 4 carries is in, and only macOS lacks RDMA."""
     fast = any(port.peer_domain and port.gbps >= THUNDERBOLT_5_GBPS for port in machine.ports)
@@ -222,11 +243,15 @@ def _by_hand(named: bool) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """One reason and what to do about it. `errno` is JACCL's number for it, None without one."""
+    """One reason and what to do about it. `errno` is JACCL's number for it, None without one.
+
+    `used_up`: the same text may come of a device that has no protection domain left.
+    """
 
     what: str
     fix: str
     errno: int | None = None
+    used_up: bool = False
 
     def __str__(self) -> str:
         return f"{self.what}. To do: {self.fix}"
@@ -363,8 +388,10 @@ _MEANINGS = (
             "an RDMA port has no IPv4 address or an old one, or bridge0 holds it",
             "give each cabled Thunderbolt port an IPv4 address that stays, a /30 for each cable (sudo "
             "ifconfig en5 inet ADDRESS netmask 255.255.255.252), and set it again if it changed since the "
-            f"port came up; take the bridge down, {_BRIDGE_DOWN}",
+            f"port came up; take the bridge down, {_BRIDGE_DOWN}; where all that is right, restart this "
+            "Mac, as the device may be used up",
             NO_ADDRESS,
+            used_up=True,
         ),
     ),
     _Meaning(
@@ -385,10 +412,13 @@ _MEANINGS = (
         ),
     ),
     _Meaning(
-        r"Couldn't allocate protection domain",
+        r"Couldn't allocate protection domain|queue pair\b.* failed with .*\b96\b"
+        r"|Creating the queue pair failed with .*\b22\b",
         Trouble(
-            "JACCL got no protection domain: the port of an RDMA device is down, or the device is used up",
-            f"{_PORT_UP}; where it is active, {_FREE}",
+            "JACCL got no protection domain or queue pair: the port of an RDMA device is down, or the device "
+            "is used up",
+            f"{_PORT_UP}; where it is active, {_FREE}; only that is said to give protection domains back",
+            used_up=True,
         ),
     ),
     _Meaning(
@@ -463,6 +493,8 @@ def explain_crash(message: str) -> Trouble | None:
 # try. The group is left out of planning for a while, or until its Macs change.
 
 RETRY_S = 600.0  #: Until a group that failed to form may be tried again.
+#: The same where the device seems used up until its Mac restarts, which is an assumption.
+USED_UP_RETRY_S = 86_400.0
 SOON_S = 60.0  #: The same after the loss of a process or link, which may not happen again.
 ADDRESS_RETRY_S = 20.0  #: The same while an RDMA port may still get its address.
 ADDRESSES_COME_S = 180.0  #: After the first failure; macOS assigns addresses minutes after a boot.
@@ -485,6 +517,18 @@ def links_of(ranks: Sequence[str], rdma: Sequence[Sequence[str | None]]) -> Link
         if not rdma or at_a or at_b:
             found.add((a, b, at_a or "", at_b or ""))
     return frozenset(found)
+
+
+def formations(links: Links, machines: Mapping[str, Machine]) -> dict[tuple[str, str], int]:
+    """Return the attempts to form since its Mac started, by node id and RDMA device; only known ones."""
+    ends = sorted({end for a, b, at_a, at_b in links for end in ((a, at_a), (b, at_b))})
+    return {
+        (node, port.rdma): port.formed
+        for node, entry in ends
+        if node in machines
+        for port in machines[node].ports
+        if port.formed and port.rdma in devices(entry)
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -531,20 +575,30 @@ class FailedGroups:
         *,
         strikes: int = 1,
     ) -> bool:
-        """Note a failure. Return whether the group is left out from now on: at the `strikes`-th in a row."""
+        """Note a failure. Return whether the group is left out from now on: at the `strikes`-th in a row.
+
+        A group over a device that has few formations left is left out at once, and for longer.
+        """
         key, circumstances = (group.kind, group.links), _circumstances(group.links, members)
         known = self._failures.get(key)
         if known is None or known.circumstances != circumstances:
             known = self._failures[key] = _Failure(group, circumstances, now)
         known.group = group
         trouble = explain(group.reason)
-        if trouble and trouble.errno == NO_ADDRESS and now < known.first_at + ADDRESSES_COME_S:
+        machines = {node: member.machine for node, member in members.items()}
+        formed = max(formations(group.links, machines).values(), default=0)
+        scarce = is_scarce(formed)
+        soon = trouble is not None and trouble.errno == NO_ADDRESS and not scarce
+        if soon and now < known.first_at + ADDRESSES_COME_S:
             known.until = now + ADDRESS_RETRY_S
             return True
         known.strikes += 1
+        strikes = 1 if scarce else strikes
         if known.strikes < strikes:
             return False
-        retry_s = SOON_S if code in _LOSSES else RETRY_S
+        retry_s = SOON_S if code in _LOSSES and not scarce else RETRY_S
+        if trouble is not None and trouble.used_up and formed >= FORMATIONS_A_BOOT:
+            retry_s = USED_UP_RETRY_S
         known.until = now + retry_s * 2 ** min(known.strikes - strikes, DOUBLINGS)
         return True
 
@@ -579,4 +633,4 @@ def _state_of(member: MemberMachine) -> tuple[object, ...]:
     machine = member.machine
     addresses = frozenset((each.name, each.address, each.up) for each in machine.interfaces)
     system = (machine.release, machine.build, machine.rdma, machine.bridge_up)
-    return (member.boot_id, system, addresses, machine.ports)
+    return (member.boot_id, system, addresses, tuple(replace(port, formed=0) for port in machine.ports))

@@ -246,6 +246,15 @@ def test_open_requests_are_waited_for_and_not_for_ever() -> None:
     assert isinstance(decided(running=busy, waiting_since=NOW - 10), StopEpoch)
 
 
+def test_a_healthy_group_over_rdma_outweighs_a_better_one_that_takes_a_last_formation() -> None:
+    jaccl = GroupPlan(("a", "b", "c"), (9.0,), "jaccl", scarce=True)
+    two = epoch("a", "b", backend="jaccl")
+    assert decided(running=two, plan=jaccl) == NoAction()
+    assert isinstance(decided(running=two, plan=replace(jaccl, scarce=False)), StopEpoch)
+    assert isinstance(decided(running=replace(two, backend="ring"), plan=jaccl), StopEpoch)
+    assert isinstance(decided(running=two, plan=jaccl, wanted=Wanted("other")), StopEpoch), "a person's word"
+
+
 def test_a_better_group_has_to_hold_still_first() -> None:
     assert decided(running=ALONE, settled_at=NOW + 1) == Wait("members come and go", NOW + 1)
     assert decided(running=ALONE, unsynced=["b"]) == Wait("mini has not yet reported its state")

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from mlxtp.groups.boot_record import FILE, BootRecord, boot_id, load, save
+from mlxtp.groups.boot_record import FILE, BootRecord, boot_id, count_formation, counted, load, save
+from mlxtp.wire.messages import Bootstrap
+
+from ..placement.made_up_macs import cabled, mac, on_lan
 
 
 def test_what_a_boot_used_up_outlives_the_agent_and_ends_with_the_boot(tmp_path: Path) -> None:
@@ -34,3 +37,42 @@ def test_values_that_make_no_sense_count_as_nothing() -> None:
 
 def test_this_machine_has_a_boot_id() -> None:
     assert boot_id()
+
+
+MESH = ("", "rdma_en5", "rdma_en4", "rdma_en3", "", "rdma_en2", "x", "rdma_en7,rdma_en8", "")
+
+
+@pytest.mark.parametrize(
+    ("rank", "backend", "rdma", "ring", "devices"),
+    [
+        (0, "jaccl", MESH, False, {"rdma_en5", "rdma_en4"}),
+        (2, "jaccl", MESH, True, {"x", "rdma_en7", "rdma_en8"}),
+        (1, "ring", (), False, set()),
+        (2, "jaccl", MESH[:7], False, {"x"}),
+    ],
+)
+def test_each_attempt_counts_once_for_each_device_of_the_rank(
+    tmp_path: Path, rank: int, backend: str, rdma: tuple[str, ...], ring: bool, devices: set[str]
+) -> None:
+    bootstrap = Bootstrap(rank, 3, backend, (), "", bytes(32), 5, 5, 1, rdma=rdma, jaccl_ring=ring)
+    count_formation(tmp_path, bootstrap)
+    count_formation(tmp_path, bootstrap)
+    assert load(tmp_path).formations == dict.fromkeys(devices, 2)
+
+
+def test_a_mac_reports_its_attempts_and_the_last_one_beforehand(tmp_path: Path) -> None:
+    studio = cabled(on_lan([mac(0), mac(1), mac(2)]), [(0, 1), (0, 2)])[0].machine
+    first, second = (port for port in studio.ports if port.peer_domain)
+    save(tmp_path, BootRecord({first.rdma: 2, second.rdma: 1}))
+    machine = counted(tmp_path, studio)
+    assert {port.rdma: port.formed for port in machine.ports if port.formed} == {
+        first.rdma: 2,
+        second.rdma: 1,
+    }
+    assert machine.notes[0].startswith(
+        f"The next RDMA group over {first.rdma} may need a restart of this Mac"
+    )
+    assert machine.notes[1:] == studio.notes
+    assert max(map(len, machine.notes)) <= 300
+    save(tmp_path, BootRecord())
+    assert counted(tmp_path, studio) == studio

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 
 from mlxtp.agent import Agent
 from mlxtp.api.backend import Request, Tokens
+from mlxtp.groups.boot_record import load
 from mlxtp.groups.health import ServingState
 
 from ..live_cluster import START_S, WAIT_S
@@ -29,6 +30,11 @@ def pretending(folder: Path, *scripts: dict[str, Any]) -> Sequence[str]:
     for rank, script in enumerate(scripts):
         (folder / f"rank-{rank}.json").write_text(json.dumps(script))
     return (sys.executable, "-m", "tests.engine.jaccl_worker", str(folder))
+
+
+def formed(folder: Path) -> list[Mapping[str, int]]:
+    """The counts of both agents."""
+    return [load(folder / name).formations for name in "ab"]
 
 
 async def say(agent: Agent) -> tuple[int, ...]:
@@ -51,6 +57,7 @@ def test_a_group_over_two_agents_forms_and_answers(tmp_path: Path) -> None:
             assert group.rdma[0] == group.rdma[3] == ""
             assert {*group.rdma[1:3]} == {"rdma_en4", "rdma_en5"}
             assert await say(first) == await say(second)
+            assert formed(tmp_path) == [{"rdma_en5": 1}, {"rdma_en4": 1}]
 
     asyncio.run(story())
 
@@ -79,6 +86,7 @@ def test_one_rank_that_fails_to_form_ends_the_epoch_for_both(
             reason = status.reason
             assert reason is not None
             assert words in reason.detail
+            assert formed(tmp_path) == [{"rdma_en5": 1}, {"rdma_en4": 1}], "a failed attempt counts, too"
 
     asyncio.run(story())
 

@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -191,6 +192,32 @@ def test_ranks_and_spares_know_no_secrets_of_their_agent(
             assert known["MLX_METAL_FAST_SYNCH"] == "1"
 
     play(tmp_path, story)
+
+
+WATCHED = """
+import sys
+from pathlib import Path
+import mlx.core as mx
+def called(*_, **__):
+    Path({note!r}).touch()
+mx.distributed.init = mx.distributed.is_available = called
+from mlxtp.engine import worker
+worker.main(sys.argv[1:])
+"""
+
+
+def test_a_spare_opens_no_device_before_it_is_a_rank(tmp_path: Path) -> None:
+    """A protection domain that it took might not come back before the Mac restarts."""
+    note = tmp_path / "called"
+
+    async def story() -> None:
+        command = (sys.executable, "-c", WATCHED.format(note=str(note)))
+        async with WarmPool(command, tmp_path, 1) as pool:
+            pool.received_pong(pong())
+            await sees(lambda: pool.ready, "a spare")
+
+    run(within(story()))
+    assert not note.exists()
 
 
 def test_one_that_dies_is_replaced(tmp_path: Path) -> None:

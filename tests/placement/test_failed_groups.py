@@ -13,8 +13,10 @@ from mlxtp.placement.formation import (
     ADDRESSES_COME_S,
     RETRY_S,
     SOON_S,
+    USED_UP_RETRY_S,
     FailedGroup,
     FailedGroups,
+    formations,
     links_of,
 )
 from mlxtp.placement.planner import PlacementOptions, plan
@@ -101,6 +103,46 @@ def test_retries_for_an_address_do_not_lengthen_the_next_wait() -> None:
     memory.failed(group, Code.FORM_FAILED, MEMBERS, now)
     [(_, left_s)] = memory.left_out(MEMBERS, now)
     assert left_s == RETRY_S
+
+
+def with_formed(count: int) -> dict[str, MemberMachine]:
+    """The same Macs after so many attempts to form over each RDMA device."""
+    return {
+        node: replace(mac, machine=replace(mac.machine, ports=_counted(mac.machine.ports, count)))
+        for node, mac in MEMBERS.items()
+    }
+
+
+def _counted(ports: tuple[Port, ...], count: int) -> tuple[Port, ...]:
+    return tuple(replace(port, formed=count) for port in ports)
+
+
+@pytest.mark.parametrize(
+    ("reason", "code", "formed", "left_s"),
+    [
+        ("[jaccl] Couldn't allocate protection domain", Code.FORM_FAILED, 3, USED_UP_RETRY_S),
+        ("[jaccl] Couldn't allocate protection domain", Code.FORM_FAILED, 2, RETRY_S),
+        ("[jaccl] Changing queue pair to RTR failed with errno 22", Code.FORM_FAILED, 3, USED_UP_RETRY_S),
+        ("[jaccl] Changing queue pair to RTR failed with errno 22", Code.FORM_FAILED, 2, RETRY_S),
+        ("[jaccl] Changing queue pair to RTR failed with errno 60", Code.FORM_FAILED, 9, RETRY_S),
+        ("rank 1 is gone", Code.RANK_LOST, 2, RETRY_S),
+    ],
+)
+def test_the_last_formations_are_not_spent_on_what_has_failed(
+    reason: str, code: Code, formed: int, left_s: float
+) -> None:
+    memory, members = FailedGroups(), with_formed(formed)
+    assert memory.failed(replace(meshed(0, 1), reason=reason), code, members, 0.0, strikes=2)
+    assert [seconds for _, seconds in memory.left_out(members, 0.0)] == [left_s]
+    assert memory.left_out(with_formed(formed + 1), 0.0), "another attempt is no change of a Mac"
+
+
+def test_attempts_are_known_for_the_devices_of_the_links_only() -> None:
+    machines = {node: each.machine for node, each in with_formed(2).items()}
+    found = formations(meshed(0, 1).links, machines)
+    assert set(found.values()) == {2}
+    assert {node for node, _ in found} == set(IDS[:2])
+    assert len(found) == 2
 
 
 @pytest.mark.parametrize(

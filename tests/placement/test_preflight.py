@@ -192,9 +192,11 @@ FIXES = {
     "(16)": "ranks of an earlier group",
     "completion queue": "ranks of an earlier group",
     "protection domain": "PORT_ACTIVE",
+    "(22)": "only that is said to give protection domains back",
+    "96": "only that is said to give protection domains back",
     "memory region": "one cable and one group",
     "device rdma_en9": "ibv_devices",
-    "valid": "the cables that `mlxtp plan` names",
+    "a valid": "the cables that `mlxtp plan` names",
     "device file": "the cables that `mlxtp plan` names",
 }
 """Part of each message, and of what to do about it."""

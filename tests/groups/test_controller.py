@@ -20,6 +20,7 @@ from mlxtp.groups.process_group import EpochGroup, ProcessGroup
 from mlxtp.models.inspect import ModelSource
 from mlxtp.placement.candidates import Candidate
 from mlxtp.placement.cost_model import AGENT, ALONE, CHAT, RING_ETHERNET, Workload
+from mlxtp.placement.formation import RETRY_S, USED_UP_RETRY_S
 from mlxtp.wire.cluster_messages import Machine, ModelStatus, RankTrouble, Serving
 
 from ..cluster.deployed import only
@@ -472,6 +473,41 @@ def test_what_would_keep_jaccl_from_forming_is_said_before(
             assert formed(node, a).backend == backend
 
     jaccl(tmp_path, member, story, fabric=fabric)
+
+
+@pytest.mark.parametrize(("count", "left_s"), [(3, USED_UP_RETRY_S), (0, RETRY_S)])
+def test_where_protection_domains_may_be_used_up_the_ring_goes_on_and_the_count_is_told(
+    tmp_path: Path,
+    member: Member,
+    weights: ModelSource,
+    caplog: pytest.LogCaptureFixture,
+    count: int,
+    left_s: float,
+) -> None:
+    def after(machine: Machine) -> Machine:
+        return replace(machine, ports=tuple(replace(port, formed=count) for port in machine.ports))
+
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        node.lead(weights, {name: after(each) for name, each in desk().items()})
+        ready(node)
+        node.live(a)
+        group, mine = node.group, node.group.reports.owned
+        assert mine is not None
+        assert (chosen := mine.placement.chosen) is not None
+        assert chosen.backend == "jaccl", "the count alone refuses nothing"
+        assert group.placer.is_scarce(chosen) == (count > 0)
+        words = "mac-a: rank 1: jaccl did not form: [jaccl] Couldn't allocate protection domain"
+        assert group.controller.failed(GroupError(words, Code.FORM_FAILED), formed=False)
+        [(left_out, seconds)] = node.parts.machines.left_out()
+        assert seconds == pytest.approx(left_s, abs=60)
+        told = "mac-a has formed 3 RDMA groups over rdma_en2 since it started"
+        assert (told in left_out.reason) == (told in caplog.text) == (count > 0)
+        group.supervisor._plans.get_nowait()
+        group.reports.owned, group.supervisor.status.in_epoch = None, False
+        assert formed(node, a).backend == "ring"
+
+    jaccl(tmp_path, member, story)
 
 
 @pytest.mark.parametrize("name", ["mac-a", "aaaa", A])

@@ -56,7 +56,7 @@ def load(home: Path, boot: str | None = None) -> BootRecord:
     try:
         value = json.loads(read_private(path) or b"{}")
     except (MlxtpError, ValueError, RecursionError) as error:
-        log.warning("%s is left aside, so what this boot has used up is not known: %s", path, error)
+        log.debug("%s counts as empty: %s", path, error)  # it is read every few seconds
         return BootRecord()
     same = bool(boot) and isinstance(value, dict) and value.get("boot") == boot
     return BootRecord.from_object(value) if same else BootRecord()

@@ -26,7 +26,7 @@ from mlxtp.groups.health import ServingState
 from mlxtp.groups.history import EpochStory
 from mlxtp.groups.loading import NO_HEAD
 from mlxtp.groups.process_group import EpochGroup
-from mlxtp.wire.cluster_messages import Deployment, FabricResult, ModelStatus, RosterEntry
+from mlxtp.wire.cluster_messages import Deployment, FabricResult, ModelStatus, Port, RosterEntry
 from mlxtp.wire.messages import Pong
 
 from ..groups.one_node import MACHINE, A, B, alone
@@ -294,6 +294,11 @@ def test_the_doctor_has_the_facts_of_an_agent_of_its_model_and_of_other_members(
         ("JACCL is left out",),
     )
     assert (facts.has_rank, facts.left_wired) == (True, "2 GB stay wired")
+    port = Port(5, "en5", "D5", "E5", False, 80, "rdma_en5", True, formed=2)
+    formed = replace(HERE, machine=replace(MACHINE, ports=(port, replace(port, rdma="", formed=0))))
+    now = replace(NOW, cluster=replace(CLUSTER, members=(OTHER, formed)))
+    assert checkup.agent_facts(now).formed == {"rdma_en5": 2}
+    assert [each["formed"] for each in snapshot.status(now)["members"]] == [{}, {"rdma_en5": 2}]
     resting = replace(NOW, agent=replace(AGENT, in_epoch=False))
     assert not checkup.agent_facts(resting).has_rank
     assert checkup.agent_facts(replace(resting, hosted=True)).has_rank

@@ -19,6 +19,7 @@ from mlxtp.cluster.state_file import load
 from mlxtp.config import Settings
 from mlxtp.errors import Code, GroupError, MlxtpError, UserError
 from mlxtp.gateway.admission import SystemMemory
+from mlxtp.groups.boot_record import BootRecord, save
 from mlxtp.groups.hosted_rank import HostedRank
 from mlxtp.identity.join_protocol import JoinToken, TokenIssuer
 from mlxtp.models.inspect import ModelSource
@@ -41,6 +42,7 @@ from mlxtp.wire.cluster_messages import (
     ModelHeld,
     ModelLender,
     ModelStatus,
+    Port,
     Prepare,
     Prepared,
     RankPong,
@@ -768,6 +770,21 @@ def test_a_member_that_is_asked_reports_its_machine_though_nothing_changed(
         go.release()
         await sees(lambda: len(a.heard(MachineReport)) > told)
         assert len(b.heard(MachineReport)) == 1, "it did not ask"
+
+    play(tmp_path, member, story)
+
+
+def test_members_hear_how_often_this_mac_formed_over_each_device(
+    tmp_path: Path, member: Member, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = Port(5, "en5", "D5", "E5", False, 80, "rdma_en5", True)
+
+    async def story(node: Node) -> None:
+        go, a = looks(monkeypatch, replace(MACHINE, ports=(port,))), node.meet(A)
+        save(node.parts.node.home, BootRecord({"rdma_en5": 2}))
+        node.parts.readings.read_again()
+        go.release()
+        await sees(lambda: a.heard(MachineReport)[-1].ports == (replace(port, formed=2),))
 
     play(tmp_path, member, story)
 

@@ -30,6 +30,7 @@ from ..config import EMBEDDED_MODEL
 from ..errors import Code, Exit, MlxtpError, UserError
 from ..identity.private_files import write_private
 from . import bench
+from . import qualify_here as here
 from .launch import find_served
 from .options import AsJson, Home
 from .printing import home_of, print_json, table_of
@@ -147,6 +148,8 @@ def qualify(
                 console.print(f"[{COLOURS[row.verdict]}]{row.verdict:>8}[/]  {row.what}")
     hide = (lambda text: text) if with_names else hider(macs, status, folder)
     found = report(rows, status, hide)
+    without_names = hider(macs, status, folder, addresses=False)
+    found["recording"] = without_names(here.recording())
     write_private(folder / FILE, (json.dumps(found, indent=1) + "\n").encode())
     if as_json:
         print_json(found)
@@ -161,6 +164,7 @@ def qualify(
 def tries(bed: Bed, status: Mapping[str, Any], idle_s: float, may: Callable[[str], bool]) -> Iterator[Row]:
     """Try everything in order. A try that cannot go on is a row that failed, and the next one begins."""
     yield from tried("doctor", lambda: doctor(bed))
+    yield from tried("kernels", lambda: kernels(bed))
     if status["model"] and status["model"] != EMBEDDED_MODEL:
         yield from tried("speed", lambda: speed(bed))
     else:
@@ -175,6 +179,7 @@ def tries(bed: Bed, status: Mapping[str, Any], idle_s: float, may: Callable[[str
             else:
                 yield from tried(f"exact answers, {kind}", partial(exact, bed, kind, nodes, parallel, asked))
         yield from links(bed, idle_s)
+        yield watts(bed)
         for what, act in ((RANK, kill), (AGENT, kill_own_agent)):
             if may(what):
                 yield from tried(f"kill of {what}", partial(act, bed))
@@ -216,6 +221,30 @@ def doctor(bed: Bed) -> list[Row]:
             rows.append(Row(f"doctor: {each['title']}", verdict, "; ".join(told)))
     good = len(found["rows"]) - len(rows)
     return [Row("doctor", "ok", f"{good} of {len(found['rows'])} checks found no problem"), *rows]
+
+
+def kernels(bed: Bed) -> Row:
+    """Count and time kernels of this machine's MLX."""
+    bed.say("kernels of MLX on this machine")
+    words, figures = here.told_of_kernels(here.trial(), here.trial("large"))
+    more = figures["launches"] > figures["mlx_lm_launches"]
+    return Row("kernels", "warning" if more else "ok", words, figures)
+
+
+def watts(bed: Bed) -> Row:
+    """Read the power of this Mac's chip, idle and while the embedded model answers."""
+    bed.say("watts, idle and answering")
+    try:
+        idle = here.watts()
+        until = time.monotonic() + STREAM_S / 2
+        streams = threading.Thread(target=counting, args=(bed.agent, until), daemon=True)
+        streams.start()
+        busy = here.watts()
+        streams.join()
+    except UserError as error:
+        return Row("watts", "left out", error.detail)
+    words = f"{idle:.0f} W idle, {busy:.0f} W while {STREAMS} streams are answered"
+    return Row("watts", "ok", words, {"idle_w": idle, "busy_w": busy})
 
 
 def speed(bed: Bed) -> Row:
@@ -485,8 +514,10 @@ def haystack() -> tuple[str, str]:
 _ADDRESS = re.compile(r"\b\d{1,3}(\.\d{1,3}){3}\b|\b[0-9a-fA-F]{0,4}(:[0-9a-fA-F]{0,4}){3,7}\b")
 
 
-def hider(macs: Sequence[str], status: Mapping[str, Any], home: Path) -> Callable[[str], str]:
-    """Return what replaces names of Macs and of the user, ids and addresses in a text."""
+def hider(
+    macs: Sequence[str], status: Mapping[str, Any], home: Path, *, addresses: bool = True
+) -> Callable[[str], str]:
+    """Return what replaces names of Macs and of the user, ids, and perhaps addresses in a text."""
     names = {name: f"Mac {number}" for number, name in enumerate(macs, 1)}
     names |= {
         str(each["node_id"]): names[each["name"]] for each in status["members"] if each["name"] in names
@@ -495,7 +526,8 @@ def hider(macs: Sequence[str], status: Mapping[str, Any], home: Path) -> Callabl
     words = re.compile("|".join(re.escape(name) for name in sorted(names, key=len, reverse=True)))
 
     def hide(text: str) -> str:
-        return _ADDRESS.sub("ADDRESS", words.sub(lambda found: names[found[0]], text))
+        text = words.sub(lambda found: names[found[0]], text)
+        return _ADDRESS.sub("ADDRESS", text) if addresses else text
 
     return hide
 
@@ -510,6 +542,7 @@ def report(rows: Sequence[Row], status: Mapping[str, Any], hide: Callable[[str],
             {name: each.get(name) for name in ("name", "chip", "memory_bytes", "system")}
             for each in status["members"]
         ],
+        "formed": {each["name"]: each.get("formed") for each in status["members"]},
         "rows": [asdict(row) for row in rows],
     }
     told: dict[str, Any] = json.loads(hide(json.dumps(found, ensure_ascii=False)))

@@ -141,7 +141,8 @@ def tried(folder: Path) -> dict[str, Any]:
     loaded = load(folder, LoneGroup(), lambda: None)
     steps = Steps(loaded)
     step_s = steps.seconds()
-    plain, masked = attention_s(KEYS if metal else FEW_KEYS)
+    keys = KEYS if metal else FEW_KEYS
+    plain, masked = attention_s(keys)
     usual, paused = pause_s(limit)
     return {
         "device": device.get("device_name", ""),
@@ -150,8 +151,10 @@ def tried(folder: Path) -> dict[str, Any]:
         "launches": launches(*steps.queue()),
         "mlx_lm_launches": mlx_lm_launches(loaded.model),
         "step_s": step_s,
+        "keys": keys,
         "attention_s": plain,
         "masked_attention_s": masked,
+        "pause_s": PAUSE_S,
         "pass_s": usual,
         "pass_after_pause_s": paused,
     }

@@ -45,7 +45,12 @@ async def probe(
     """
     if system != "darwin":
         return elsewhere(await asyncio.to_thread(_look), address)
-    return mac(await _ask(COMMANDS, run or run_command), address)
+    return mac(await outputs(run), address)
+
+
+async def outputs(run: RunProbe | None = None) -> Mapping[str, Output]:
+    """Return what all commands print on this Mac, or what went wrong with them."""
+    return await _ask(COMMANDS, run or run_command)
 
 
 async def refresh(

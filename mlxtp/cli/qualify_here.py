@@ -1,0 +1,119 @@
+"""Tries of `mlxtp qualify` on this Mac alone: kernels, watts, and outputs of commands as recordings."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from ipaddress import ip_address
+from typing import Any
+
+from ..config import embedded_model_path
+from ..errors import UserError
+from ..placement import hardware
+from .bench import duration
+
+TRIAL_S = 120.0  # of the kernels, with the import of MLX
+COMMAND_S = 20.0
+#: Samples the power of the whole chip for a second. It needs root, and is not run if that takes a password.
+POWER = ("sudo", "-n", "powermetrics", "-n", "1", "-i", "1000", "--samplers", "cpu_power,gpu_power")
+_WATTS = re.compile(r"^Combined Power \([^)]*\): +([\d.]+) mW", re.MULTILINE)
+
+
+def trial(*how: str) -> dict[str, Any]:
+    """Return what `engine.trial` found in a process of its own. Raises UserError."""
+    command = [sys.executable, "-m", "mlxtp.engine.trial", str(embedded_model_path()), *how]
+    ended = _run(command, TRIAL_S)
+    if ended.returncode:
+        why = ended.stderr.strip().rpartition("\n")[2] or f"it ended with status {ended.returncode}"
+        raise UserError(f"the trial of MLX's kernels failed: {why}")
+    found: dict[str, Any] = json.loads(ended.stdout)
+    return found
+
+
+def told_of_kernels(plain: Mapping[str, Any], large: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return words and figures of two trials, the second with large command buffers."""
+    faster = plain["step_s"] / large["step_s"] - 1
+    words = (
+        f"{plain['launches']} kernels a step, {plain['mlx_lm_launches']} in mlx-lm; attention over "
+        f"{plain['keys']:,} keys takes {duration(plain['attention_s'])}, and with a mask "
+        f"{duration(plain['masked_attention_s'])}; a pass over weights takes {duration(plain['pass_s'])}, "
+        f"and after a pause of {plain['pause_s']:g} s {duration(plain['pass_after_pause_s'])}; large command "
+        f"buffers: {faster:+.0%} steps a second"
+    )
+    return words, {**plain, "large_buffers_step_s": large["step_s"]}
+
+
+def watts_of(text: str) -> float:
+    """Read the watts of CPU, GPU and neural engine from `powermetrics`. Raises UserError if it has none."""
+    found = _WATTS.search(text)
+    if found is None:
+        raise UserError("`powermetrics` printed no line with Combined Power")
+    return float(found[1]) / 1000
+
+
+def watts() -> float:
+    """Return the present watts of this Mac's chip. Raises UserError where they may not be read."""
+    ended = _run(POWER, COMMAND_S)
+    if ended.returncode:
+        raise UserError("only root may read the power; type `sudo -v`, then `mlxtp qualify` again")
+    return watts_of(ended.stdout)
+
+
+def _run(command: tuple[str, ...] | list[str], within_s: float) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=within_s, check=False)
+    except OSError as error:
+        raise UserError(f"{command[0]} could not be started: {error.strerror}") from error
+    except subprocess.TimeoutExpired:
+        raise UserError(f"{command[0]} did not end within {within_s:g} s") from None
+
+
+# --- outputs of commands, as tests take them --------------------------------------------------------------
+
+#: Values that name a Mac, each replaced by another one of its form wherever it occurs.
+_IDS: Mapping[str, Callable[[int], str]] = {
+    r"\b[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}\b": lambda n: (
+        f"00000000-0000-4000-8000-{n:012x}"
+    ),
+    r"\b[0-9A-Fa-f]{8}-[0-9A-Fa-f]{16}\b": lambda n: f"00000000-{n:016x}",
+    r"\b(?:[0-9a-fA-F]{2}:){5}[0-9a-fA-F]{2}\b": lambda n: f"02:00:00:00:{n >> 8:02x}:{n & 255:02x}",
+    r"\b[0-9a-fA-F]{4}:(?:[0-9a-fA-F]{4}:){2}[0-9a-fA-F]{4}\b": lambda n: f"0000:0000:0000:{n:04x}",
+    r"\bfe80::[0-9a-fA-F:]+": lambda n: f"fe80::{n:x}",
+    r"\b[23][0-9a-fA-F]{3}:[0-9a-fA-F:]+": lambda n: f"2001:db8::{n:x}",
+    r'(?<=serial_number" : ")[^"]+': lambda n: f"X{n:09d}",
+}
+_IPV4 = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b")
+
+
+def anonymous(text: str) -> str:
+    """Return outputs without serial numbers, ids, and addresses of their Mac, but for private IPv4 ones.
+
+    These tell which Macs are in one network, so a test needs them.
+    """
+    for pattern, made in _IDS.items():
+        text = _renamed(text, pattern, made)
+    return _IPV4.sub(lambda found: "192.0.2.1" if _is_public(found[0]) else found[0], text)
+
+
+def _renamed(text: str, pattern: str, made: Callable[[int], str]) -> str:
+    known: dict[str, str] = {}
+    return re.sub(pattern, lambda found: known.setdefault(found[0], made(len(known) + 1)), text)
+
+
+def _is_public(address: str) -> bool:
+    try:
+        return ip_address(address).is_global
+    except ValueError:
+        return False
+
+
+def recording(system: str = sys.platform, run: hardware.RunProbe | None = None) -> str:
+    """Return what the commands of the probe print on this Mac, as a recording for the tests; else nothing."""
+    if system != "darwin":
+        return ""
+    outputs = asyncio.run(hardware.outputs(run))
+    return anonymous("".join(f"$ {name}\n{each.text}\n" for name, each in outputs.items() if each.text))

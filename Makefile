@@ -12,7 +12,7 @@
 # make apps     install coding agents, chat apps and client libraries, run each, print a table (needs npm);
 #               APPS_ARGS="--only codex,claude" for some
 #
-# Needs uv, or Python 3.11 or newer. Everything is installed into .venv, within constraints.txt, and only with a
+# Needs uv, or Python 3.11 to 3.14. Everything is installed into .venv, within constraints.txt, and only with a
 # hash that stands in hashes.txt.
 
 VENV := .venv

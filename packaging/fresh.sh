@@ -1,6 +1,6 @@
 #!/bin/sh
 # `make demo` from a fresh clone, with nothing of this user's: once with Python alone, once with uv alone.
-# $1: a Python, 3.11 or newer. $2: a uv; without it only the first is tried.
+# $1: a Python, 3.11 to 3.14. $2: a uv; without it only the first is tried.
 # The environment may name a package index (PIP_*, UV_*): that is kept.
 set -eu
 python=$1

@@ -1,5 +1,6 @@
 #!/bin/sh
-# Builds wheel, source archive and formula into dist/, and tries the wheel in a fresh environment.
+# Checks that all pins have wheels, builds wheel, source archive and formula into dist/, and tries the wheel in a
+# fresh environment.
 # $1: a Python with pip. URL: where the source archive will be found; by default where it lies now.
 set -eu
 python=$1
@@ -9,7 +10,8 @@ trap 'rm -rf "$work"' EXIT
 
 rm -rf build dist
 "$python" -m venv "$work/build"
-"$work/build/bin/pip" install --quiet --disable-pip-version-check build twine
+"$work/build/bin/pip" install --quiet --disable-pip-version-check build twine uv
+"$python" scripts/wheels.py "$work/build/bin/uv"
 "$work/build/bin/python" -m build --outdir dist .
 "$work/build/bin/twine" check --strict dist/*
 rm -rf build

@@ -125,13 +125,14 @@ def software_here() -> Software:
         return Software(platform.python_version(), "", platform.machine(), program_here(), ())
     return Software(
         platform.python_version(),
-        str(distribution["Requires-Python"] or "").removeprefix(">="),
+        found[1] if (found := _FLOOR.search(str(distribution["Requires-Python"]))) else "",
         platform.machine(),
         program_here(),
         tuple(Package(name, _installed(name), floor) for name, floor in floors(wanted, sys.platform)),
     )
 
 
+_FLOOR = re.compile(r">=\s*([\d.]+)")
 _WANTED = re.compile(r"([A-Za-z0-9._-]+)(?:\[[^]]*\])?>=([\d.]+)\s*(?:;(.*))?")
 _PLATFORM = re.compile(r"sys_platform == [\"'](\w+)[\"']")
 

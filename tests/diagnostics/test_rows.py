@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -408,13 +409,15 @@ def test_a_process_that_macos_keeps_out_is_told_so(monkeypatch: pytest.MonkeyPat
     assert row(found, "local-network").level == Level.ERROR
 
 
-def test_what_mlxtp_needs_is_read_from_its_own_metadata() -> None:
+def test_what_mlxtp_needs_is_read_from_its_own_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = [
         'mlx>=0.32.4; sys_platform == "darwin"', 'mlx[cpu]>=0.32.4; sys_platform == "linux"', "rich>=14",
         'pytest>=9; extra == "dev"', "odd", "other==1",
     ]  # fmt: skip
     assert floors(wanted, "linux") == floors(wanted, "darwin") == [("mlx", "0.32.4"), ("rich", "14")]
     assert {"mlx", "mlx-lm", "starlette"} <= {each.name for each in software_here().packages}
+    monkeypatch.setattr(importlib.metadata, "metadata", lambda _: {"Requires-Python": "<3.15,>=3.11"})
+    assert software_here().python_floor == "3.11"
 
 
 def test_a_look_that_never_ends_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

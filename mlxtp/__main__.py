@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
-from .imports import importing
+import os
+import sys
+from pathlib import Path
+
+
+def _leave_nothing_of_root() -> None:
+    """Write no bytecode behind sudo: files of root in the user's environment would stop `make setup`.
+
+    Bytecode of the package and of this module is written already, and is given to the owner of the package.
+    """
+    if os.geteuid() != 0 or "SUDO_UID" not in os.environ:
+        return
+    sys.dont_write_bytecode = True
+    written = Path(__file__).with_name("__pycache__")
+    owner = written.parent.stat()
+    for path in (written, *written.glob("__*__.*.pyc")):
+        if path.exists() and path.lstat().st_uid == 0:
+            os.chown(path, owner.st_uid, owner.st_gid, follow_symlinks=False)
 
 
 def main() -> None:
     """Entry point of the `mlxtp` command. Until the command is imported, Ctrl-C ends the process silently."""
+    _leave_nothing_of_root()
+    from .imports import importing
+
     with importing():
         from .cli.main import main as run
     run()

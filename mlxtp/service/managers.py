@@ -351,8 +351,8 @@ class Launchd:
         if outcome.status in _RACE and "bootstrap" in command.argv:
             return (
                 f"launchd rejects {self.path}, for one of many reasons. It may be switched off in "
-                "System Settings > General > Login Items & Extensions; `log show --last 5m --predicate "
-                "'process == \"launchd\"'` shows more"
+                "System Settings > General > Login Items & Extensions; `/usr/bin/log show --last 5m "
+                "--predicate 'process == \"launchd\"'` shows more"
             )
         return ""
 

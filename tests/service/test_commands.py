@@ -7,6 +7,7 @@ import json
 import os
 import plistlib
 import pwd
+import shutil
 import signal
 import subprocess
 import sys
@@ -482,3 +483,22 @@ def eventually(is_so: Callable[[], bool]) -> bool:
     while not (done := is_so()) and time.monotonic() < until:
         time.sleep(0.05)
     return done
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, who gives files to another user")
+@pytest.mark.parametrize("program", [("-m", "mlxtp"), ("-c", "from mlxtp.__main__ import main; main()")])
+def test_sudo_leaves_no_file_of_root_in_the_users_folders(tmp_path: Path, program: Sequence[str]) -> None:
+    """The second program is what pip makes of the entry point."""
+    user = pwd.getpwnam("nobody")
+    left_out = shutil.ignore_patterns("__pycache__", "tiny", "page")
+    shutil.copytree(Path(here.__file__).parents[1], tmp_path / "mlxtp", ignore=left_out)
+    for path in (tmp_path, *tmp_path.rglob("*")):
+        os.chown(path, user.pw_uid, user.pw_gid)
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    sudo = {"SUDO_UID": str(user.pw_uid), "SUDO_USER": user.pw_name, "HOME": str(tmp_path)}
+    command = [sys.executable, *program, "service", "install", "--dry-run", "--home", str(tmp_path / "home")]
+    environment = {**kept, **sudo, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert str(tmp_path / "home") in done.stdout
+    assert [path for path in tmp_path.rglob("*") if path.stat().st_uid == 0] == []

@@ -300,6 +300,34 @@ def _put(group: dict[str, _Entry], name: str, entry: _Entry, most: int) -> None:
         del group[next(iter(group))]
 
 
+# --- choice of the interfaces to announce on -------------------------------------------------------------
+
+_NETWORK, _CABLE, _TUNNEL = range(3)
+
+
+def announced_from(numbers: Mapping[str, int], prefixes: Mapping[str, int], primary: str) -> list[str]:
+    """Return one address each of the network's interface and of one more, if possible that of a cable.
+
+    `numbers` has the interface of each address, `primary` is the address of the default route. Both ends of
+    two cables choose the same one, by its network. With announcements on all cables and the network, macOS
+    renamed its host hundreds of times, as reported.
+    """
+
+    def kind(address: str) -> int:
+        prefix = prefixes.get(address, 24)
+        if prefix == 32:
+            return _TUNNEL
+        return _CABLE if prefix >= 30 or ipaddress.ip_address(address).is_link_local else _NETWORK
+
+    def rank(address: str) -> tuple[int, bool, int, int]:
+        network = ipaddress.IPv4Network((address, prefixes.get(address, 24)), strict=False)
+        return (kind(address), address != primary, int(network.network_address), numbers[address])
+
+    first, *others = sorted(numbers, key=rank)
+    others = [address for address in others if numbers[address] != numbers[first]]
+    return [first, *sorted(others, key=lambda address: kind(address) != _CABLE)[:1]]
+
+
 # --- choice of the addresses to dial, to keep a link with every node of the cluster ----------------------
 # Addresses come from the user (`--peer`), from links of earlier runs, and from sightings on the network.
 # Only the link itself shows which node is there. Addresses are "host:port", compared as text.

@@ -10,7 +10,7 @@ import contextlib
 import ipaddress
 import secrets
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -26,6 +26,7 @@ from .addresses import (
     DiscoveredPeer,
     PeerCache,
     Refused,
+    announced_from,
     explain,
     is_copy,
     validate,
@@ -37,6 +38,7 @@ RESOLVE_S = 3.0
 #: Seconds. The check that a name is free takes 0.7 s, unless other devices claim one name after the other.
 REGISTER_S = 5.0
 _GROUP = ("224.0.0.251", 9)  #: The group of multicast DNS, at the discard port.
+_ELSEWHERE = ("192.0.2.1", 9)  #: An address behind the default route, for examples (RFC 5737).
 
 Addresses = Mapping[str, int]  #: IPv4 addresses of this machine, each with the number of its interface.
 
@@ -53,7 +55,22 @@ def addresses_up() -> Addresses:
     return found
 
 
-def send_something(addresses: Addresses) -> None:
+def chosen(addresses: Addresses) -> list[str]:
+    """Return the addresses to announce from."""
+    prefixes = {
+        entry.address: ipaddress.IPv4Network((0, entry.netmask)).prefixlen
+        for entries in psutil.net_if_addrs().values()
+        for entry in entries
+        if entry.family == socket.AF_INET and entry.netmask
+    }
+    primary = ""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock, contextlib.suppress(OSError):
+        sock.connect(_ELSEWHERE)  # sends nothing
+        primary = sock.getsockname()[0]
+    return announced_from(addresses, prefixes, primary)
+
+
+def send_something(addresses: Collection[str]) -> None:
     """Test that this process may send to the group from at least one of these addresses.
 
     zeroconf only logs errors of its sends. Raises the OSError of the first address if none may send.
@@ -88,10 +105,11 @@ def _new_server() -> str:
 
 
 class Network:
-    """Sockets on these addresses, a browser, and our own service once it is announced.
+    """Sockets on two of these addresses at most, a browser, and our own service once it is announced.
 
-    `heard` is called with each full name and True if it is there now. `names` counts them since the last
-    `ask`. Methods raise OSError and zeroconf's errors. Made and used in one event loop.
+    The service has all of them. `heard` is called with each full name and True if it is there now. `names`
+    counts them since the last `ask`. Methods raise OSError and zeroconf's errors. Made and used in one event
+    loop.
     """
 
     def __init__(self, addresses: Addresses, heard: Callable[[str, bool], None]) -> None:
@@ -102,7 +120,7 @@ class Network:
         self.names = 0
         self._heard = heard
         self._server = _new_server()
-        self._mdns = AsyncZeroconf(interfaces=list(addresses), ip_version=IPVersion.V4Only)
+        self._mdns = AsyncZeroconf(interfaces=chosen(addresses), ip_version=IPVersion.V4Only)
         self._browser: AsyncServiceBrowser | None = None
 
     async def ask(self) -> None:
@@ -165,10 +183,11 @@ class Network:
         """
         cache = self._mdns.zeroconf.cache
         cache.async_remove_records([each for name in cache.names() for each in cache.entries_with_name(name)])
-        same = {a: number for a, number in addresses.items() if self.addresses.get(a, number) == number}
-        if len(same) < len(addresses):
-            await self._mdns.async_update_interfaces(interfaces=list(same))
-        await self._mdns.async_update_interfaces(interfaces=list(addresses))
+        wanted = chosen(addresses)
+        same = [a for a in wanted if self.addresses.get(a, addresses[a]) == addresses[a]]
+        if len(same) < len(wanted):
+            await self._mdns.async_update_interfaces(interfaces=same)
+        await self._mdns.async_update_interfaces(interfaces=wanted)
         self.addresses, self._server = addresses, _new_server()
 
     async def close(self, *, goodbye: bool) -> None:
@@ -385,12 +404,12 @@ class Discovery:
             raise OSError(f"no network interface of this machine that is up has {wanted}")
         network = self._search.network
         if network is None:
-            send_something(usable)
+            send_something(chosen(usable))
             network = self._search.network = Network(usable, self._heard)
             await network.ask()
             await network.announce(self._search.advert)
         elif network.addresses != usable:
-            send_something(usable)
+            send_something(chosen(usable))
             await network.move(usable)
             self._search.doubt()
             await network.ask()
@@ -398,7 +417,7 @@ class Discovery:
         elif network.advert != self._search.advert:
             await network.announce(self._search.advert)
         elif _now() - network.asked_at >= ASK_AGAIN_S:
-            send_something(usable)
+            send_something(chosen(usable))
             await network.ask()
             self._rests = 0
 

@@ -21,6 +21,7 @@ from mlxtp.discovery.addresses import (
     DiscoveredPeer,
     PeerCache,
     Refused,
+    announced_from,
     explain,
     is_copy,
     validate,
@@ -40,6 +41,40 @@ TXT: dict[bytes, bytes | None] = {
 
 def packed(*addresses: str) -> list[bytes]:
     return [socket.inet_aton(address) for address in addresses]
+
+
+# --- interfaces to announce on ----------------------------------------------------------------------------
+
+ETHERNET, WIFI, OTHER_NETWORK = "192.168.1.20/24", "192.168.1.21/24", "10.9.0.5/16"
+CABLES = tuple(f"10.201.{number}.1/30" for number in range(6))
+FACTORY_BRIDGE, VPN = "169.254.3.4/16", "100.64.0.9/32"
+
+
+@pytest.mark.parametrize(
+    ("interfaces", "primary", "expected"),
+    [
+        ((ETHERNET, WIFI, *CABLES), ETHERNET, {ETHERNET, CABLES[0]}),
+        ((*reversed(CABLES), WIFI, ETHERNET), WIFI, {WIFI, CABLES[0]}),
+        ((CABLES[3],), "", {CABLES[3]}),
+        ((FACTORY_BRIDGE,), "", {FACTORY_BRIDGE}),
+        (CABLES, "", {CABLES[0], CABLES[1]}),
+        ((WIFI, ETHERNET), ETHERNET, {ETHERNET, WIFI}),
+        ((WIFI,), WIFI, {WIFI}),
+        ((WIFI, FACTORY_BRIDGE), WIFI, {WIFI, FACTORY_BRIDGE}),
+        ((VPN, WIFI, OTHER_NETWORK, CABLES[0]), VPN, {OTHER_NETWORK, CABLES[0]}),
+        ((VPN, WIFI), VPN, {WIFI, VPN}),
+    ],
+)
+def test_it_announces_on_the_network_and_one_more_interface(
+    interfaces: tuple[str, ...], primary: str, expected: set[str]
+) -> None:
+    plain = {each: each.partition("/")[0] for each in (*interfaces, primary)}
+    prefixes = {plain[each]: int(each.partition("/")[2]) for each in interfaces}
+    numbers = {plain[each]: number for number, each in enumerate(interfaces)}
+    found = announced_from(numbers, prefixes, plain[primary])
+    assert set(found) == {plain[each] for each in expected}
+    more = {**numbers, "192.168.7.7": numbers[found[0]]}
+    assert {more[each] for each in announced_from(more, prefixes, "")} == {numbers[each] for each in found}
 
 
 # --- judging records --------------------------------------------------------------------------------------

@@ -152,6 +152,19 @@ def test_addresses_come_and_go(net: Hosts) -> None:
     until(lambda: anna.sees(sighting(B, "10.87.0.77")), "Anna sees Ben at his other address", FOUND_S)
 
 
+def test_eight_interfaces_hear_announcements_on_two(net: Hosts) -> None:
+    a, b = net.hosts
+    cables = [net.cable(a, b) for _ in range(7)]
+    with net.capture() as capture:
+        anna, ben = Member(a, A), Member(b, B)
+        everywhere = sighting(B, *sorted((b.address, *(cable.addresses[1] for cable in cables))))
+        until(lambda: anna.sees(everywhere), "Anna sees all addresses of Ben", FOUND_S)
+        until(lambda: ben.sightings, "Ben sees Anna", FOUND_S)
+    group = {source for source, target in capture.streams() if target.startswith("224.0.0.251:")}
+    hosts = {source.partition(":")[0] for source in group}
+    assert hosts == {a.address, b.address, *cables[0].addresses}
+
+
 def test_what_was_heard_before_interfaces_changed_does_not_count(net: Hosts) -> None:
     a, b = net.hosts
     anna, ben = Member(a, A, REFRESH_S=0.3), Member(b, B)

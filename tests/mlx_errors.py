@@ -28,6 +28,12 @@ WHILE_FORMING = {
     "[jaccl] The devices do not form a valid ring.": None,
     "[jaccl] You need to provide via environment variables a rank (JACCL_RANK/MLX_RANK) and a device file "
     "(JACCL_IBV_DEVICES/MLX_IBV_DEVICES)": None,
+    "[jaccl] You need to provide via environment variables a rank (JACCL_RANK/MLX_RANK), a device file "
+    "(JACCL_IBV_DEVICES/MLX_IBV_DEVICES) and a coordinator ip/port (JACCL_COORDINATOR/"
+    "MLX_JACCL_COORDINATOR).": None,
+    "[jaccl] The JACCL mesh supports up to 8 peers but 9 were provided.": None,
+    "[jaccl] Up to 4 per direction supported but 5 were provided.": None,
+    "[jaccl] Device names should be null, a string or array of strings.": None,
 }
 
 #: Errors that no address, cable or device explains for certain; rdma.cpp, rdma.h, tcp.cpp, ../jaccl.cpp.
@@ -54,11 +60,16 @@ OUT_OF_MEMORY = (
     "buffer size of 223338299392 bytes.",
     "[metal::malloc] Resource limit (499000) exceeded.",
     f"{_FAILED}Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory).",
+    f"{_FAILED}Nicht genügend Arbeitsspeicher (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory).",
 )
 GPU_TIMEOUT = (
     f"{_FAILED}Caused GPU Timeout Error (00000002:kIOGPUCommandBufferCallbackErrorTimeout).",
     f"{_FAILED}Caused GPU Hang Error (00000003:kIOGPUCommandBufferCallbackErrorHang).",
     f"{_FAILED}Impacting Interactivity (0000000e:kIOGPUCommandBufferCallbackErrorImpactingInteractivity).",
+    *(
+        f"{_FAILED}Fehler (0000000e:kIOGPUCommandBufferCallbackError{each})."
+        for each in ("Timeout", "Hang", "ImpactingInteractivity")
+    ),
 )
 NEITHER = (
     f"{_FAILED}Caused GPU Address Fault Error (0000000b:kIOGPUCommandBufferCallbackErrorPageFault).",

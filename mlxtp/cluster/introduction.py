@@ -13,6 +13,7 @@ from ..config import Settings
 from ..errors import Code, MlxtpError, ProtocolError
 from ..identity.store import Identity
 from ..identity.validity import ClusterClock, accepts_ended, day, own_time
+from ..placement.hardware import metal_wheel
 from ..wire.certificates import NodeIdentity, key_id, read_node
 from ..wire.cluster_messages import AgentHello, Beat, Machine, ModelStatus, Serving
 from ..wire.codecs import printable
@@ -52,7 +53,20 @@ def compare(ours: AgentHello, theirs: AgentHello) -> str | None:
     return None
 
 
+def unlike_kernels(ours: AgentHello, theirs: AgentHello) -> str:
+    """Return a warning about wheels of mlx-metal for unlike systems; "" for equal or unknown ones."""
+    one, other = (_pairs(each.versions).get(_WHEEL, "") for each in (ours, theirs))
+    if not one or not other or one == other:
+        return ""
+    their_name = theirs.name or theirs.node_id[:8]
+    return (
+        f"mlx-metal is made for {one} on {ours.name} and for {other} on {their_name}: its kernels differ in "
+        "speed and rounding. `mlxtp doctor` on the older says how to get the newer one"
+    )
+
+
 _UNSET = "at its default"
+_WHEEL = "mlx-metal"
 
 
 def _major(version: str) -> str:
@@ -80,9 +94,12 @@ _FLAGS = (
     "agreement", "compiled", "speculation", "prefix_cache", "prefill_chunk", "max_context", "kv_bits",
     "kv_bytes", "workload", "parallel", "fabric", "fabric_networks", "fast_fences", "repeatable",
 )  # fmt: skip
-#: Prefixes of MLX's variables that ranks get from their agent. All others must be equal: with another
-#: MLX_BFS_MAX_WIDTH a rank runs collectives of one layer in another order, which gives wrong numbers.
-_PER_RANK = ("MLX_RANK", "MLX_HOSTFILE", "MLX_IBV_DEVICES", "MLX_JACCL", "MLX_METAL_FAST_SYNCH")
+#: Prefixes of MLX's variables that ranks get from their agent, or that change no numbers. All others must be
+#: equal: with another MLX_BFS_MAX_WIDTH a rank runs collectives of one layer in another order, which gives
+#: wrong numbers.
+_PER_RANK = ("MLX_RANK", "MLX_HOSTFILE", "MLX_IBV_DEVICES", "MLX_JACCL", "MLX_METAL_FAST_SYNCH",
+             "MLX_METAL_RESIDENCY_REFRESH_INTERVAL_MS", "MLX_MAX_OPS_PER_BUFFER",
+             "MLX_MAX_MB_PER_BUFFER")  # fmt: skip
 
 
 def versions_here() -> tuple[str, ...]:
@@ -140,7 +157,10 @@ class Introduction:
         self.http = http
         self.addresses = addresses
         self._identity = identity
-        self._versions, self._flags = versions_here(), flags_of(settings)
+        wheel = metal_wheel()
+        self._versions = (*versions_here(), *([f"{_WHEEL}={wheel}"] if wheel else []))
+        self._flags = flags_of(settings)
+        self._warned: set[str] = set()
         self._roster = roster
         #: By node id: the boot ids of two machines that had it at once, and the message about it.
         self._doubles: dict[str, tuple[tuple[str, ...], str]] = {}
@@ -169,9 +189,13 @@ class Introduction:
             or self._unlike(hello)
         )
 
-    def met(self, node_id: str) -> None:
-        """Note that a peer was taken in: this start of it counts."""
-        _, what = self._doubles.pop(node_id, ((), ""))
+    def met(self, hello: AgentHello) -> None:
+        """Note that a peer was taken in: this start of it counts. Warn once of kernels unlike ours."""
+        warning = unlike_kernels(self.hello(), hello)
+        if warning and warning not in self._warned:
+            self._warned.add(warning)
+            log.warning("%s", warning)
+        _, what = self._doubles.pop(hello.node_id, ((), ""))
         if what and self.problem == what:
             self.problem = ""
 

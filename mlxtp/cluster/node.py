@@ -339,7 +339,7 @@ class ClusterNode:
                 what = f"another agent has the identity of {hello.name}, or this one was declared dead"
                 link.refuse(ProtocolError(f"{what}; if it persists, restart it", Code.DUPLICATE_NODE))
             return False
-        self.introduction.met(link.node_id)
+        self.introduction.met(hello)
         self.peer_info.met(hello, now)
         self.gossip.greet(link)
         self.changed()

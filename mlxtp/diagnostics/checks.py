@@ -27,6 +27,8 @@ GB = 10**9
 GIB = 2**30
 #: Required by MLX.
 MACOS_FLOOR = (14, 0)
+#: mlx-metal's wheel for macOS 26, which has kernels for the M5's matrix units, loads from this macOS on.
+MATRIX_KERNELS = (26, 2)
 #: With less free room than this, most models will not fit.
 CACHE_BYTES = 20 * GB
 HOME_BYTES = GB
@@ -96,9 +98,31 @@ def of_packages(facts: MachineFacts) -> Iterator[Finding]:
             yield error(f"{package.name} {package.installed} is too old; {needs}", "make setup")
     if not facts.software.packages:
         yield info("not known: mlxtp is not installed as a package, so its requirements are not known")
+    yield from _of_kernels(facts.software.metal_wheel, facts.machine)
     shown = [each for each in facts.software.packages if each.name in ("mlx", "mlx-lm") and each.installed]
     if shown:
-        yield ok(", ".join(f"{each.name} {each.installed}" for each in shown))
+        wheel = [f"mlx-metal for {facts.software.metal_wheel}"] if facts.software.metal_wheel else []
+        yield ok(", ".join([*(f"{each.name} {each.installed}" for each in shown), *wheel]))
+
+
+def _of_kernels(wheel: str, machine: Machine) -> Iterator[Finding]:
+    """Report a wheel of mlx-metal that is not the one for this macOS and chip."""
+    made_for = version(wheel.removeprefix("macosx_").replace("_", "."))
+    release, chip = version(machine.release), re.search(r"\bM(\d+)", machine.chip)
+    if not made_for or not release:
+        return
+    if made_for[0] < MATRIX_KERNELS[0] and release >= MATRIX_KERNELS and chip and int(chip[1]) >= 5:
+        yield warning(
+            f"mlx-metal is made for {wheel}, without the kernels for the matrix units of {machine.chip}: "
+            "prompts take several times as long",
+            "use a Python whose platform.mac_ver() says 26 (one made with an old SDK says 16.0): "
+            "`uv python install 3.13`, remove the folder .venv, and run `make setup`",
+        )
+    elif made_for[0] >= MATRIX_KERNELS[0] and release < MATRIX_KERNELS:
+        yield warning(
+            f"mlx-metal is made for {wheel} and needs macOS 26.2 (MLX issue 4525); this is {machine.release}",
+            "update macOS: `softwareupdate --list`",
+        )
 
 
 def of_system(facts: MachineFacts) -> Iterator[Finding]:

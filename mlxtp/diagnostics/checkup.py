@@ -39,7 +39,7 @@ from ..gateway.admission import look_at_memory
 from ..identity.store import Identity, Store
 from ..placement import hardware
 from ..placement import probe_macos as probes
-from ..placement.hardware import RunProbe, run_as_self, run_command
+from ..placement.hardware import RunProbe, metal_wheel, run_as_self, run_command
 from ..placement.probe_macos import NOT_INSTALLED, Output, Reading, ipv4, self_assigned
 from ..sandbox import Sandbox
 from ..wire.blocking import listen
@@ -129,6 +129,7 @@ def software_here() -> Software:
         platform.machine(),
         program_here(),
         tuple(Package(name, _installed(name), floor) for name, floor in floors(wanted, sys.platform)),
+        metal_wheel(),
     )
 
 

@@ -64,13 +64,17 @@ class Package:
 
 @dataclass(frozen=True, slots=True)
 class Software:
-    """This Python. `architecture` is as in `platform.machine`; `program` is its file."""
+    """This Python. `architecture` is as in `platform.machine`; `program` is its file.
+
+    `metal_wheel` is as in `imports.metal_wheel`.
+    """
 
     python: str
     python_floor: str
     architecture: str
     program: str
     packages: tuple[Package, ...]
+    metal_wheel: str = ""
 
 
 @dataclass(frozen=True, slots=True)

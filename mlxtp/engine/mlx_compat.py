@@ -61,11 +61,15 @@ class _Absent:
 # --- MLX's errors by their text: out of memory, and a GPU that took too long -----------------------------
 # On Linux a lack of memory is a MemoryError. On Metal it is a RuntimeError like any other, from MLX's
 # allocator or from a command buffer. A command that the system ended because it took too long is one, too.
+# Metal's words are in the user's language; the name of its error follows in parentheses.
 
-_CODES = (
-    (re.compile(r"^\[(?:metal::)?malloc\] |\[METAL\] .*Insufficient Memory"), Code.OUT_OF_MEMORY),
-    (re.compile(r"\[METAL\] .*(?:GPU Timeout|GPU Hang|Impacting Interactivity)"), Code.GPU_TIMEOUT),
+_NAME = "kIOGPUCommandBufferCallbackError"
+_MEMORY = rf"^\[(?:metal::)?malloc\] |\[METAL\] .*(?:Insufficient Memory|{_NAME}OutOfMemory)"
+_TIME = (
+    r"\[METAL\] .*(?:GPU Timeout|GPU Hang|Impacting Interactivity"
+    rf"|{_NAME}(?:Timeout|Hang|ImpactingInteractivity))"
 )
+_CODES = ((re.compile(_MEMORY), Code.OUT_OF_MEMORY), (re.compile(_TIME), Code.GPU_TIMEOUT))
 
 
 def code_of(error: BaseException, otherwise: Code) -> Code:

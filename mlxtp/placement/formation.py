@@ -438,12 +438,35 @@ _MEANINGS = (
         by_hand=True,
     ),
     _Meaning(
-        r"valid mesh|valid ring|connectivity|a device file",
+        r"valid mesh|valid ring|connectivity",
         Trouble(
             "the RDMA devices in the matrix join these Macs neither each with each nor in a circle",
             "look at the cables that `mlxtp plan` names",
         ),
         by_hand=True,
+    ),
+    _Meaning(
+        r"mesh supports up to \d+ peers",
+        Trouble("JACCL joins at most 8 Macs in a mesh", "serve it on fewer Macs, or over the TCP ring"),
+    ),
+    _Meaning(
+        r"Up to \d+ per direction supported",
+        Trouble(
+            "JACCL's ring uses at most 4 cables between two Macs",
+            "name fewer cables between neighbors in --rdma",
+        ),
+    ),
+    _Meaning(
+        r"Device names should be null",
+        Trouble("JACCL cannot read the matrix of RDMA devices", "correct the devices that --rdma names"),
+    ),
+    _Meaning(
+        r"need to provide via environment variables",
+        Trouble(
+            "JACCL got no rank, no devices or no coordinator from its environment",
+            "unset variables that begin with JACCL_ or MLX_JACCL_ where the agent starts, and restart it; "
+            "else report it with `mlxtp version --verbose`",
+        ),
     ),
 )
 

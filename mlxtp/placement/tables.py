@@ -1,11 +1,12 @@
 """Tables of chips, of published models and of their MTP heads. Pure data; every number has its source.
 
 bandwidth    of the memory: Apple's technical specifications of the Macs with that chip. An M5 Ultra's is
-             given as 1.2 TB/s, which is two M5 Max.
+             given as 1.2 TB/s, and published as 1,229 GB/s with 64 and with 80 cores. An M6's is given as 170
+             GB/s with 12 cores; that the one with 160 has 10 is an assumption.
 flops        of 16-bit matrix products on the GPU, a core: clock x 128 lanes x 2, which is Apple's figure for
              the M1 (2.6 TFLOPS on 8 cores) and, for later ones, what cores and clocks give (14.2 on an M3 Max
              of 40 cores, 18.4 on an M4 Max of 40). M5 cores have matrix units; Apple names more than four
-             times an M4's peak for such work.
+             times an M4's peak for such work. M6 cores count as M5 cores.
 efficiency   share of the memory's bandwidth that a decode reaches: see `SINGLE` and `FUSED`.
 """
 
@@ -70,10 +71,11 @@ _GBPS: Mapping[str, Mapping[int, float]] = {
     "M5": {10: 153, 8: 153},
     "M5 Pro": {20: 307, 16: 307},
     "M5 Max": {40: 614, 32: 460},
-    "M5 Ultra": {80: 1228},
+    "M5 Ultra": {80: 1229, 64: 1229},
+    "M6": {12: 170, 10: 160},
 }
 #: 16-bit FLOPS of a GPU core, by generation.
-_CORE_FLOPS = {1: 0.325e12, 2: 0.36e12, 3: 0.355e12, 4: 0.46e12, 5: 1.84e12}
+_CORE_FLOPS = {1: 0.325e12, 2: 0.36e12, 3: 0.355e12, 4: 0.46e12, 5: 1.84e12, 6: 1.84e12}
 _THUNDERBOLT5 = frozenset({"M3 Ultra", "M4 Pro", "M4 Max", "M5 Pro", "M5 Max", "M5 Ultra"})
 _PORTS, _ULTRA_PORTS = 3, 5
 #: An unknown machine: two channels of its memory, and a few cores' worth of arithmetic. Assumptions.

@@ -423,6 +423,8 @@ def test_only_settings_that_ranks_must_have_in_common_are_compared(tmp_path: Pat
     assert flags_of(plain, {}) == flags_of(own, {}) == ()
     assert flags_of(replace(plain, kv_bits=8, compiled=False), {}) == ("compiled=False", "kv_bits=8")
     environment = {"MLX_ENABLE_TF32": "0", "MLX_RANK": "1", "MLX_METAL_FAST_SYNCH": "1", "PATH": "/bin"}
+    only_times = ("METAL_RESIDENCY_REFRESH_INTERVAL_MS", "MAX_OPS_PER_BUFFER", "MAX_MB_PER_BUFFER")
+    environment |= {f"MLX_{name}": "1000" for name in only_times}
     assert flags_of(plain, environment) == ("MLX_ENABLE_TF32=0",)
     assert [each.partition("=")[0] for each in versions_here()] == ["mlxtp", "mlx", "mlx-lm"]
     assert "none" not in " ".join(versions_here())

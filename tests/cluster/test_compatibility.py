@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxtp.cluster.introduction import compare
+from mlxtp.cluster.introduction import Introduction, compare, unlike_kernels
 from mlxtp.wire.cluster_messages import AgentHello
 
 OURS = AgentHello(
@@ -60,6 +62,18 @@ def test_what_does_not_fit_is_named_with_both_values_and_a_remedy(
     assert "studio" in reason
     for part in said:
         assert part in reason
+
+
+def test_unlike_kernels_are_a_warning_and_no_refusal(caplog: pytest.LogCaptureFixture) -> None:
+    ours, theirs = (versions(mlx_metal=f"macosx_{number}_0_arm64") for number in (26, 15))
+    theirs = replace(theirs, name="studio")
+    assert compare(ours, theirs) is None
+    assert "macosx_26_0_arm64 on mini and for macosx_15_0_arm64 on studio" in unlike_kernels(ours, theirs)
+    assert unlike_kernels(ours, ours) == unlike_kernels(OURS, theirs) == ""
+    here: Any = SimpleNamespace(hello=lambda: ours, _warned=set(), _doubles={})
+    for _ in range(2):
+        Introduction.met(here, theirs)
+    assert [record.getMessage() for record in caplog.records] == [unlike_kernels(ours, theirs)]
 
 
 def test_the_order_of_flags_means_nothing() -> None:

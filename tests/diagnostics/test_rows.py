@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from mlxtp.cli.about import version_facts
 from mlxtp.diagnostics.checkup import floors, software_here
 from mlxtp.diagnostics.facts import (
     AgentFacts,
@@ -34,6 +35,7 @@ from mlxtp.diagnostics.facts import (
     StageFacts,
 )
 from mlxtp.diagnostics.rows import ROWS, Examined, examine, to_json
+from mlxtp.placement.hardware import metal_wheel
 from mlxtp.placement.probe_macos import Output
 from mlxtp.wire.cluster_messages import Interface
 
@@ -131,6 +133,10 @@ CERTIFICATE = Certificate("HTTPS", NOW - timedelta(days=300), NOW + timedelta(da
 SIZE = 128 * GB
 
 
+def _wheel(wheel: str, release: str, chip: str) -> Change:
+    return lambda facts: _of("machine", release=release, chip=chip)(_of("software", metal_wheel=wheel)(facts))
+
+
 def _renewed(days: int) -> Certificate:
     """A member's certificate that ends in so many days."""
     return Certificate("this member", NOW - timedelta(300), NOW + timedelta(days), over_links=True)
@@ -162,6 +168,14 @@ CASES: list[tuple[str, Change, Level, str, str]] = [
      "mlx 0.9.4.dev3 is too old; mlxtp needs 0.32.4", "make setup"),
     ("packages", _of("software", packages=(Package("mlx", "", "0.32.4"),)), Level.ERROR, "not installed",
      "make"),
+    ("packages", _wheel("macosx_15_0_arm64", "26.2", "Apple M5 Max"), Level.WARNING,
+     "mlx-metal is made for macosx_15_0_arm64, without the kernels for the matrix units of Apple M5 Max",
+     "platform.mac_ver() says 26 (one made with an old SDK says 16.0): `uv python install 3.13`"),
+    ("packages", _wheel("macosx_15_0_arm64", "26.2", "Apple M4 Max"), Level.OK, "for macosx_15", ""),
+    ("packages", _wheel("macosx_15_0_arm64", "26.1", "Apple M5 Max"), Level.OK, "for macosx_15", ""),
+    ("packages", _wheel("macosx_26_0_arm64", "26.1", "Apple M3 Ultra"), Level.WARNING,
+     "needs macOS 26.2 (MLX issue 4525); this is 26.1", "softwareupdate"),
+    ("packages", _wheel("macosx_26_0_arm64", "27.0", "Apple M6"), Level.OK, "mlx-metal for macosx_26_0", ""),
     ("system", _of("machine", release="13.6"), Level.ERROR, "macOS 13.6 is too old", "softwareupdate"),
     ("system", _of("machine", release="26.1"), Level.INFO, "RDMA over Thunderbolt comes with 26.2",
      "software"),
@@ -418,6 +432,20 @@ def test_what_mlxtp_needs_is_read_from_its_own_metadata(monkeypatch: pytest.Monk
     assert {"mlx", "mlx-lm", "starlette"} <= {each.name for each in software_here().packages}
     monkeypatch.setattr(importlib.metadata, "metadata", lambda _: {"Requires-Python": "<3.15,>=3.11"})
     assert software_here().python_floor == "3.11"
+
+
+def test_the_wheel_of_mlx_metal_is_read_from_its_metadata(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    about = tmp_path / "mlx_metal-0.32.4.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Name: mlx-metal\nVersion: 0.32.4\n")
+    (about / "WHEEL").write_text("Wheel-Version: 1.0\nTag: py3-none-macosx_26_0_arm64\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert metal_wheel() == software_here().metal_wheel == "macosx_26_0_arm64"
+    assert version_facts(tmp_path)["mlx-metal made for"] == "macosx_26_0_arm64"
+    (about / "WHEEL").unlink()
+    assert metal_wheel() == ""
 
 
 def test_a_look_that_never_ends_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

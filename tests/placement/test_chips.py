@@ -19,6 +19,8 @@ from mlxtp.placement.tables import FUSED, SINGLE, chip, core_counts, names
         ("Apple M1", 0, 68.25),
         ("Apple M5 Max", 32, 460),
         ("apple m2 ultra", 0, 800),
+        ("Apple M5 Ultra", 64, 1229),
+        ("Apple M6", 0, 170),
     ],
 )
 def test_bandwidths_are_apples(name: str, cores: int, gbps: float) -> None:

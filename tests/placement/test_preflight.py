@@ -197,7 +197,10 @@ FIXES = {
     "memory region": "one cable and one group",
     "device rdma_en9": "ibv_devices",
     "a valid": "the cables that `mlxtp plan` names",
-    "device file": "the cables that `mlxtp plan` names",
+    "device file": "unset variables that begin with JACCL_",
+    "mesh supports": "fewer Macs",
+    "per direction": "fewer cables",
+    "Device names": "the devices that --rdma names",
 }
 """Part of each message, and of what to do about it."""
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 
-from ..discovery.addresses import explain
+from ..discovery.addresses import asked_app, explain
 from ..placement.formation import (
     ADDRESS,
     BRIDGE,
@@ -19,7 +19,18 @@ from ..placement.formation import (
     notes,
 )  # fmt: skip
 from ..wire.cluster_messages import Machine, Port
-from .facts import Attempt, Certificate, Finding, MachineFacts, MemberFacts, error, info, ok, warning
+from .facts import (
+    Attempt,
+    Certificate,
+    Finding,
+    MachineFacts,
+    MemberFacts,
+    NetworkFacts,
+    error,
+    info,
+    ok,
+    warning,
+)
 
 # --- the machine itself: programs, cables, memory, power --------------------------------------------------
 
@@ -584,10 +595,14 @@ _DAY_S = 86_400.0
 #: Seconds. New certificates of the Hub and of HTTPS are not valid yet on a clock an hour behind.
 FAR_S = 3600.0
 _FIREWALL = "sudo /usr/libexec/ApplicationFirewall/socketfilterfw"
-_ALLOW = (
-    "allow it in System Settings > Privacy & Security > Local Network, or run mlxtp where macOS does "
-    "not ask: as a LaunchDaemon, or from a Terminal or SSH session that stays open"
-)
+
+
+def _allow(network: NetworkFacts) -> str:
+    return (
+        f"allow {asked_app(network.terminal) or 'it'} in System Settings > Privacy & Security > Local "
+        "Network, or run mlxtp where macOS does not ask: as a LaunchDaemon, or from a Terminal or SSH "
+        "session that stays open"
+    )
 
 
 def of_local_network(facts: MachineFacts) -> Iterator[Finding]:
@@ -603,15 +618,19 @@ def of_local_network(facts: MachineFacts) -> Iterator[Finding]:
         yield error(
             f"errno 65 (No route to host) to {where}, while loopback works: macOS keeps this process "
             "from the local network",
-            _ALLOW,
+            _allow(network),
         )
     elif network.multicast is None and not network.unicast:
         yield info("not known: no network is up that could be tried")
     else:
         yield ok("this process may send into the local network")
     if not facts.agent.runs_here and facts.among_others:
+        app = asked_app(network.terminal)
         yield info(
-            "this was tried from the shell, which macOS lets through even where it blocks a service",
+            f"this was tried in {app}, whose permission counts here and not for a service"
+            if app
+            else "this was tried from the shell: what Terminal or ssh starts, macOS lets through even where "
+            "it blocks a service",
             "start the service, and run `mlxtp doctor` again: it runs within the service",
         )
 
@@ -680,7 +699,9 @@ def of_mdns(facts: MachineFacts) -> Iterator[Finding]:
     elif network.multicast_problem:
         yield _multicast_problem(facts)
     elif network.multicast:
-        yield _multicast_problem(facts, explain(network.multicast, "nothing can be sent to its group"))
+        yield _multicast_problem(
+            facts, explain(network.multicast, "nothing can be sent to its group", network.terminal)
+        )
     elif not network.listened:
         yield info("not known: discovery was not tried")
     elif missed and not network.heard:
@@ -698,7 +719,11 @@ def of_mdns(facts: MachineFacts) -> Iterator[Finding]:
 
 def _multicast_problem(facts: MachineFacts, said: str = "") -> Finding:
     words = said or facts.network.multicast_problem
-    fix = _ALLOW if "errno 65" in words else "see that a network is up, or name addresses: --peer HOST:PORT"
+    fix = (
+        _allow(facts.network)
+        if "errno 65" in words
+        else "see that a network is up, or name addresses: --peer HOST:PORT"
+    )
     return warning(words, fix) if facts.among_others else info(words, fix)
 
 

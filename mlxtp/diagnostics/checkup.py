@@ -551,6 +551,7 @@ class Checkup:
             heard=heard,
             ports=self._ports(),
             beyond_loopback=not is_loopback(self._settings.http_host),
+            terminal=os.environ.get("TERM_PROGRAM", ""),
         )
 
     async def _identity(self) -> IdentityFacts:

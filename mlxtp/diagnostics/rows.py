@@ -39,7 +39,7 @@ ROWS: tuple[CheckRow, ...] = (
     CheckRow(
         "agent", "Agent",
         "whether `mlxtp node` runs with this home and answers",
-        "only the agent sees the network as a service does: macOS lets a shell through where it "
+        "only the agent sees the network as a service does: macOS lets Terminal and ssh through where it "
         "keeps services out",
         "`mlxtp node`; end an agent that hangs, and start it again",
         checks.of_agent,

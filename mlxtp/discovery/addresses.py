@@ -183,16 +183,25 @@ def is_copy(service: str, sighting: DiscoveredPeer, own_service: str, own_addres
     return service != own_service or not here
 
 
-def explain(errno: int | None, detail: str) -> str:
+def asked_app(terminal: str) -> str:
+    """Return the app whose permission for the local network counts; "" for one that is exempt or not known.
+
+    `terminal` is TERM_PROGRAM. Terminal and ssh are exempt, by Apple's TN3179.
+    """
+    return "" if terminal in ("Apple_Terminal", "tmux", "screen") else terminal.removesuffix(".app")
+
+
+def explain(errno: int | None, detail: str, terminal: str = "") -> str:
     """Return a message for the user: why discovery fails and how to fix it. `errno` is what a send raised."""
     aid = "other Macs can be named by --peer HOST:PORT meanwhile"
     match errno:
         case 65:  # EHOSTUNREACH as macOS numbers it
             return (
                 "macOS does not let this process reach the local network, if there is one (errno 65, No "
-                "route to host). That is Local Network Privacy: allow it in System Settings, Privacy & "
-                "Security, Local Network, or run it as a LaunchDaemon (`mlxtp service install`), which is "
-                "exempt. Until then neither multicast nor --peer can work."
+                f"route to host). That is Local Network Privacy: allow {asked_app(terminal) or 'it'} in "
+                "System Settings, Privacy & Security, Local Network, or run it in Terminal, by ssh, or as a "
+                "LaunchDaemon (`mlxtp service install`), which are exempt. Until then neither multicast nor "
+                "--peer can work."
             )
         case 48 | 98:  # EADDRINUSE: macOS, Linux
             return f"UDP port 5353 is taken by a program that does not share it: {detail}; {aid}"

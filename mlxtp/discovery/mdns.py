@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import os
 import secrets
 import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -387,7 +388,8 @@ class Discovery:
                 self._report("")
             except (OSError, ZeroconfError) as error:
                 await self._shut()
-                self._report(explain(getattr(error, "errno", None), str(error) or type(error).__name__))
+                words, terminal = str(error) or type(error).__name__, os.environ.get("TERM_PROGRAM", "")
+                self._report(explain(getattr(error, "errno", None), words, terminal))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(REFRESH_S):
                     await self._hurry.wait()

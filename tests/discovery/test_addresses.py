@@ -265,6 +265,19 @@ def test_what_keeps_multicast_from_working_is_explained(errno: int | None, said:
     assert ("--peer" in explain(errno, "x")) == (errno is not None)
 
 
+@pytest.mark.parametrize(
+    ("terminal", "allow"),
+    [
+        ("", "allow it"),
+        ("Apple_Terminal", "allow it"),
+        ("iTerm.app", "allow iTerm"),
+        ("vscode", "allow vscode"),
+    ],
+)
+def test_local_network_privacy_is_that_of_the_app(terminal: str, allow: str) -> None:
+    assert f"{allow} in System Settings" in explain(65, "x", terminal)
+
+
 # --- believing --------------------------------------------------------------------------------------------
 
 

@@ -15,11 +15,10 @@ def _leave_nothing_of_root() -> None:
     if os.geteuid() != 0 or "SUDO_UID" not in os.environ:
         return
     sys.dont_write_bytecode = True
-    written = Path(__file__).with_name("__pycache__")
-    owner = written.parent.stat()
-    for path in (written, *written.glob("__*__.*.pyc")):
-        if path.exists() and path.lstat().st_uid == 0:
-            os.chown(path, owner.st_uid, owner.st_gid, follow_symlinks=False)
+    folder = Path(__file__).parent
+    owner = folder.stat()
+    for path in (*folder.glob("__pycache__/__*"), *folder.glob("__pycache__")):
+        os.chown(path, owner.st_uid, owner.st_gid, follow_symlinks=False)
 
 
 def main() -> None:

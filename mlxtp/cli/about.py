@@ -35,13 +35,12 @@ def version_facts(home: Path) -> dict[str, str]:
     """
     from ..placement.hardware import metal_wheel
 
-    wheel = metal_wheel()
     return {
         "mlxtp": __version__,
         "python": f"{platform.python_version()} ({sys.executable})",
         "system": _system(),
         **{name: _installed(name) for name in _needed()},
-        **({"mlx-metal made for": wheel} if wheel else {}),
+        "mlx-metal made for": metal_wheel() or "not installed",
         "installed in": str(Path(__file__).parent.parent),
         "home": str(home),
         "agent": "runs" if agent_runs(home) else "does not run",

@@ -58,9 +58,8 @@ def unlike_kernels(ours: AgentHello, theirs: AgentHello) -> str:
     one, other = (_pairs(each.versions).get(_WHEEL, "") for each in (ours, theirs))
     if not one or not other or one == other:
         return ""
-    their_name = theirs.name or theirs.node_id[:8]
     return (
-        f"mlx-metal is made for {one} on {ours.name} and for {other} on {their_name}: its kernels differ in "
+        f"mlx-metal is made for {one} on {ours.name} and for {other} on {theirs.name}: its kernels differ in "
         "speed and rounding. `mlxtp doctor` on the older says how to get the newer one"
     )
 

@@ -446,14 +446,10 @@ _MEANINGS = (
         by_hand=True,
     ),
     _Meaning(
-        r"mesh supports up to \d+ peers",
-        Trouble("JACCL joins at most 8 Macs in a mesh", "serve it on fewer Macs, or over the TCP ring"),
-    ),
-    _Meaning(
-        r"Up to \d+ per direction supported",
+        r"mesh supports up to|per direction supported",
         Trouble(
-            "JACCL's ring uses at most 4 cables between two Macs",
-            "name fewer cables between neighbors in --rdma",
+            "JACCL joins at most 8 Macs in a mesh, and two in a ring by at most 4 cables",
+            "serve it on fewer Macs, or name fewer cables in --rdma",
         ),
     ),
     _Meaning(

@@ -232,9 +232,7 @@ def metal_wheel() -> str:
 
     The wheels of one version for macOS 14, 15 and 26 have unlike kernels.
     """
-    try:
+    with suppress(importlib.metadata.PackageNotFoundError):
         about = importlib.metadata.distribution("mlx-metal").read_text("WHEEL") or ""
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-    found = re.search(r"^Tag: .*-(macosx_\w+)$", about, re.MULTILINE)
-    return found[1] if found else ""
+        return "".join(re.findall(r"^Tag: .*-(macosx_\w+)$", about, re.MULTILINE)[:1])
+    return ""

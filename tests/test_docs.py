@@ -118,6 +118,7 @@ READERS: Mapping[str, str] = {
     "APPS_ARGS": "tests/apps/__main__.py",
     "BENCH_ARGS": "benchmarks/__main__.py",
     "CHAOS_ARGS": "tests/chaos/conftest.py",
+    "DEMO_ARGS": "mlxtp/cli/main.py",
     "FUZZ_ARGS": "tests/fuzzing/__main__.py",
     "RELEASE_ARGS": "scripts/release.py",
     "SOAK_ARGS": "tests/soak/__main__.py",

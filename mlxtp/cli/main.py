@@ -117,7 +117,8 @@ def demo_command(
         from . import demo
     with TemporaryDirectory(prefix="mlxtp-demo-") as folder:  # for a user who names no home
         ranks = demo.RANKS if replicas == 1 else 1
-        defaults = {"ranks": ranks, "home": folder, "cache_disk": 0}
+        # Without a GPU, MLX builds kernels with a compiler at first, which takes longer than the demo.
+        defaults = {"ranks": ranks, "home": folder, "cache_disk": 0, "compiled": sys.platform == "darwin"}
         settings = _settings({"home": home, **flags}, defaults=defaults)
         if replicas > 1 and settings.ranks > 1:
             raise typer.BadParameter("with --replicas each agent has one rank; omit --ranks")

@@ -69,13 +69,15 @@ class DecodeGraphs:
     def _replay(self, key: Key, inputs: tuple[Any, ...]) -> Any:
         """Run the body by a traced graph, which is traced first where there is none."""
         graph, collectives = self._graphs.get(key, (None, 0))
+        before = self._counter.count
         if graph is not None:
-            self._counter.count += collectives  # a replay bypasses the counter
-            return graph(*inputs)
+            outcome = graph(*inputs)
+            # A replay bypasses the counter. Where MLX has no compiler it runs the body again, which counts.
+            self._counter.count = before + collectives
+            return outcome
         if len(self._graphs) == MAX_GRAPHS:
             self._graphs.clear()
         graph = mx.compile(partial(self._body, *key[1]))
-        before = self._counter.count
         try:
             outcome = graph(*inputs)
         except (ValueError, RuntimeError):

@@ -245,12 +245,20 @@ def run(process: RankProcessLinks, listener: socket.socket | None, identity: Pat
     pipe.send(Hello(PROTOCOL_VERSION, process.rank, os.getpid(), os.urandom(16), b""))
     process.listen_to_agent()
     # imports MLX, which takes a second during which the agent already sees this rank
-    from .group import CollectiveCounter, is_available, use_fast_fences, use_large_buffers
+    from .group import (
+        CollectiveCounter,
+        is_available,
+        use_fast_fences,
+        use_large_buffers,
+        without_compiler,
+    )
 
     bootstrap = _bootstrap(process)
     use_fast_fences(bootstrap.fast_fences)
     if bootstrap.large_buffers:
         use_large_buffers()
+    if not bootstrap.compiled:
+        without_compiler()
     links = open_links(process.epoch, bootstrap, listener, identity)
     for other, link in links.items():
         process.listen_to_rank(link, other)

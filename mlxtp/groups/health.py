@@ -216,7 +216,7 @@ class RankHealth:
             expected_s = max((pong.expected_us for pong in there), default=0) / 1e6
             longer_s = min(EXPECTED.get(phase, 0) * expected_s, self._limits.warm_up_s)
             allowed_s = factor * (limit_s + longer_s)
-            if self.warming_up:
+            if self.warming_up and phase in EXPECTED:
                 allowed_s = max(allowed_s, self._limits.warm_up_s)
             if stood_s > allowed_s:
                 steps = ", ".join(f"{r} at step {p.step}" for r, p in sorted(self.pongs.items()))

@@ -123,7 +123,8 @@ class ModelLoader:
         """
         began = time.monotonic()
         try:
-            loaded = await ranks.load(str(model.path), model.text.eos, str(model.draft_path or ""))
+            with ranks.watch.warming_up():  # rank 0 runs first forwards at the end of a load, to time them
+                loaded = await ranks.load(str(model.path), model.text.eos, str(model.draft_path or ""))
         except ModelError as error:
             raise refusal(model.id, model.path.name, ranks.group.world_size, error) from error
         if self._settings.speculation == "mtp" and not loaded.mtp:

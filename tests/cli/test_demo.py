@@ -144,3 +144,28 @@ def test_the_reader_of_the_output_may_leave() -> None:
         with pytest.raises(BrokenPipeError):
             demo.ask(f"http://127.0.0.1:{server.getsockname()[1]}", "hello", leave)
         thread.join(WAIT_S)
+
+
+COMPILER = """#!/bin/sh
+echo "$@" >>"{calls}"
+[ "$1" = --version ]
+"""
+
+
+@pytest.mark.group
+@pytest.mark.skipif(sys.platform == "darwin", reason="Metal computes there, without this compiler")
+def test_the_demo_compiles_nothing(tmp_path: Path) -> None:
+    """So its first run after a boot is as quick as later ones."""
+    calls = tmp_path / "calls"
+    calls.touch()
+    (tmp_path / "bin").mkdir()
+    compiler = tmp_path / "bin" / "g++"
+    compiler.write_text(COMPILER.format(calls=calls))
+    compiler.chmod(0o755)
+    environment = os.environ | {"PATH": f"{compiler.parent}:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-m", "mlxtp", "demo", "--once", "--http", "127.0.0.1:0"]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=WAIT_S, check=False
+    )
+    assert "FALCON-MERCURY-7749" in done.stdout, done.stderr
+    assert [call for call in calls.read_text().splitlines() if call != "--version"] == []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -12,7 +12,7 @@ import mlx.core as mx
 import pytest
 
 from mlxtp.engine.batch import CacheKind, arrays_of
-from mlxtp.engine.forwards import STEPS_BEFORE_TRACE
+from mlxtp.engine.forwards import STEPS_BEFORE_TRACE, DecodeGraphs
 from mlxtp.engine.group import CollectiveCounter, LoneGroup
 from mlxtp.engine.kv_cache import capacity
 from mlxtp.engine.loader import load
@@ -477,3 +477,25 @@ def test_a_compiled_runner_and_one_that_is_not_say_the_same(folder: Path, seed: 
             assert one == other
             for row, width in zip(order, widths or (0,) * len(order), strict=True):
                 positions[row] += random.randint(1, width) if width else 1
+
+
+@pytest.fixture(params=["compiler", "no compiler"])
+def machine(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.param == "no compiler":
+        mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_graph_that_comes_again_counts_its_collectives_once() -> None:
+    """So a rank with a compiler and one without keep equal ledgers in a group."""
+    counter = CollectiveCounter()
+
+    def body(x: mx.array) -> mx.array:
+        counter.count += 2
+        return x + 1
+
+    graphs, shape = DecodeGraphs(body, counter, traces=True), (1, 1, 256, 256, 1)
+    assert [graphs.run(shape, (), (mx.array(n),), again=True).item() for n in range(4)] == [1, 2, 3, 4]
+    assert counter.count == 8

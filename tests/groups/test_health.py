@@ -286,6 +286,15 @@ def test_while_warming_up_a_forward_may_take_as_long_as_that_may() -> None:
     assert error.code is Code.RANK_STALLED
 
 
+def test_warming_up_excuses_no_disk_that_hangs() -> None:
+    story = Story()
+    story.watch.warming_up = True
+    hangs = pong("loading", phase_s=LIMITS.load_stall_s + 0.1)
+    error = story.beats(5, rank_0=hangs, rank_1=hangs)
+    assert error is not None
+    assert "no progress in loading" in error.detail
+
+
 def test_warming_up_excuses_no_silence() -> None:
     story = Story()
     story.watch.warming_up = True

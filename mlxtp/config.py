@@ -97,6 +97,7 @@ class Settings:
     cache_disk: int | None = None
     draft_model: str = ""
     spare: bool = True
+    keep_warm: bool = True
     sandbox_ranks: bool = False
     cluster: bool = False
     alone: bool = False

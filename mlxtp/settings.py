@@ -350,6 +350,12 @@ SETTINGS: tuple[Setting, ...] = (
         "Keep a warm process ready to replace a rank that dies.", TUNING,
     ),
     Setting(
+        "keep_warm", SWITCH, parse_switch, True,
+        "Give the GPU a tiny operation each second while a model is idle, so that no request waits until its "
+        "weights are wired again. Off on battery. Not run on a Mac yet.",
+        TUNING,
+    ),
+    Setting(
         "sandbox_ranks", SWITCH, parse_switch, False,
         "Run ranks in a sandbox of macOS, without a warm process: they read their model and their software, "
         "write their caches, and reach no other files. Not run on a Mac yet.",

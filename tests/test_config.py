@@ -505,8 +505,8 @@ STRINGS = (
     "fabric_networks", "log_format", "log_file", "api_keys", "http_cert", "http_key",
 )  # fmt: skip
 SWITCHES = (
-    "compiled", "prefix_cache", "spare", "alone", "discovery", "fast_fences", "keep_awake",
     "large_buffers",
+    "compiled", "prefix_cache", "spare", "alone", "discovery", "fast_fences", "keep_awake", "keep_warm",
     "load_on_request", "http_tls", "repeatable", "share_cache", "sandbox_ranks",
 )  # fmt: skip
 TIMES = ("deadline", "queue", "recovery", "client_stall", "load_stall")

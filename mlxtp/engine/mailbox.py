@@ -18,6 +18,7 @@ COMPILER = -2  # the sender of compiled grammars
 DISK = -3  # the sender of what was read from disk, or written there
 LEADER = 0  # the sender whose frames ranks above 0 execute
 
+Wait = Callable[[float | None], bool]  # for seconds, or for ever; True once mail has come
 Failure = Callable[[MlxtpError], None]  # called by a reader thread whose link broke
 
 
@@ -101,3 +102,70 @@ def read_in_background(
     thread = threading.Thread(target=read, name=f"read-{name_of(sender)}", daemon=True)
     thread.start()
     return thread
+
+
+# --- an idle rank with a model ---------------------------------------------------------------------------
+# About two seconds after a GPU's last work macOS un-wires the weights, and the next forward waits until they
+# are wired again: 342 instead of 63 ms with 4 GiB. One operation a second prevents that, and one every three
+# seconds does not (MLX issue 4609; llama.cpp 17766 has the same remedy).
+
+EVERY_S = 1.0
+POWER_S = 60.0  #: Seconds between two readings of the power supply.
+
+
+def touch_gpu() -> None:
+    """Have the GPU add a few numbers, and wait for the sum. No other rank takes part."""
+    import mlx.core as mx
+
+    mx.eval(mx.zeros(8) + 1)
+
+
+def runs_on_battery() -> bool:
+    """Return True while this machine draws its battery; False where that cannot be read."""
+    import psutil
+
+    try:
+        battery = psutil.sensors_battery()
+    except (AttributeError, OSError, RuntimeError):  # a system without sensors, or a sandbox
+        return False
+    return battery is not None and battery.power_plugged is False
+
+
+class KeepWarm:
+    """Waits of an idle rank, for its MLX thread, which alone gives the GPU work.
+
+    `loaded` returns True while a model is loaded. `touch` has the GPU run something short.
+    """
+
+    def __init__(
+        self,
+        mail: Mailbox,
+        loaded: Callable[[], bool],
+        *,
+        touch: Callable[[], None] = touch_gpu,
+        on_battery: Callable[[], bool] = runs_on_battery,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._mail = mail
+        self._loaded = loaded
+        self._touch = touch
+        self._on_battery = on_battery
+        self._clock = clock
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait as `Mailbox.wait` does; meanwhile touch the GPU each second, unless this Mac is on battery."""
+        now = self._clock()
+        ends_at = float("inf") if timeout_s is None else now + timeout_s
+        read_at, battery = now, False
+        while self._loaded():
+            pause_s = POWER_S if battery else EVERY_S
+            if ends_at - now <= pause_s:
+                return self._mail.wait(max(ends_at - now, 0.0))
+            if self._mail.wait(pause_s):
+                return True
+            now = self._clock()
+            if now >= read_at:
+                read_at, battery = now + POWER_S, self._on_battery()
+            if not battery:
+                self._touch()
+        return self._mail.wait(timeout_s)

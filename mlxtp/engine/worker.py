@@ -40,7 +40,7 @@ from ..wire.rank_process import FREE_S, take_over
 from ..wire.session import LinkKind, LinkState, Received, Session, Side
 from .decode_links import open_links
 from .jaccl import SideChannelExchange
-from .mailbox import AGENT, DISK, LEADER, Mailbox, Terminated, read_in_background
+from .mailbox import AGENT, DISK, LEADER, KeepWarm, Mailbox, Terminated, Wait, read_in_background
 from .mlx_compat import code_of, import_mlx_lm
 from .telemetry import LEAST_PATIENCE_S, RankTelemetry, Recorder
 
@@ -111,6 +111,7 @@ class RankProcessLinks:
         self._finishes = False
         self._lost = False  # true once the link to another rank has ended without that report
         self._leaving = threading.Event()
+        self.keeps_warm = False  # true to give an idle GPU small work
 
     def report(self, error: MlxtpError) -> int:
         """Report the failure on every link, from any thread. Only the first report counts.
@@ -282,17 +283,18 @@ def run(process: RankProcessLinks, listener: socket.socket | None, identity: Pat
     process.memory = rank
     import_mlx_lm()  # now no client waits for a token
 
+    idle = _idle_wait(process, rank)
     pipe.send(Done(jaccl=is_available("jaccl")))
     process.status.enter("idle")
     if process.rank == 0:
         from .decode_loop import DecodeLoop, Followers
 
-        DecodeLoop(rank, mail, pipe, Followers(links, mail), shaping).run()
+        DecodeLoop(rank, mail, pipe, Followers(links, mail), shaping, idle=idle).run()
     else:
         from .serve_loop import ServeLoop
 
         process.obeying = True
-        ServeLoop(rank, mail, links[0]).run()
+        ServeLoop(rank, mail, links[0], idle=idle).run()
         process.obeying = False
         _await_shutdown(mail)
     pipe.send(Done())
@@ -310,6 +312,15 @@ def _bootstrap(process: RankProcessLinks) -> Bootstrap:
                 process.leave()
         else:
             process.mail.wait()
+
+
+def _idle_wait(process: RankProcessLinks, rank: RankExecutor) -> Wait:
+    """Return how this rank waits while it is idle. Nothing but Metal un-wires weights."""
+    import mlx.core as mx
+
+    if not process.keeps_warm or not mx.metal.is_available():
+        return process.mail.wait
+    return KeepWarm(process.mail, lambda: rank.loaded is not None).wait
 
 
 def _exchange(process: RankProcessLinks, bootstrap: Bootstrap) -> SideChannelExchange:
@@ -359,12 +370,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--listen-fd", type=int)
     parser.add_argument("--recorder", type=Path, help="a file that is memory for the flight recorder")
     parser.add_argument("--identity", type=Path, help="folder of this node's key and certificate")
+    parser.add_argument("--keep-warm", action="store_true", help="give an idle GPU small work")
     args = parser.parse_args(told(sys.argv[1:] if argv is None else argv))
     recorder = Recorder() if args.recorder is None else Recorder.at(args.recorder)
     kind = LinkKind.PIPE_LEADER if args.rank == 0 else LinkKind.PIPE
     sock = socket.socket(fileno=args.pipe_fd)
     pipe = BlockingLink(sock, Session(kind, Side.LOWER, args.epoch), PIPE_STALL_S)
     process = RankProcessLinks(args.rank, args.epoch, args.folder, pipe, recorder)
+    process.keeps_warm = args.keep_warm
     signal.signal(signal.SIGTERM, process.terminate)
     recorder.catch_crashes()
     process.end_when_wedged()

@@ -109,7 +109,7 @@ class HostedRank:
             self.process = RankProcess(
                 order.rank, order.epoch, self._folder, self, worker=worker, sandbox=around
             )
-            await self.process.spawn(identity=home / "identity")
+            await self.process.spawn(identity=home / "identity", keep_warm=self._settings.keep_warm)
             await self.process.greet()
         self._ready = RankReady.with_port(order.fabric)
         if not self.silenced:

@@ -332,7 +332,8 @@ class ProcessGroup:
         identity = self._settings.home / "identity" if self.group.pins else None
         try:
             for process in self.processes:
-                await process.spawn(listener if process.rank == 0 else None, identity)
+                of_decode = listener if process.rank == 0 else None
+                await process.spawn(of_decode, identity, keep_warm=self._settings.keep_warm)
             port = 0 if listener is None else listener.getsockname()[1]
         finally:
             if listener is not None:

@@ -138,8 +138,13 @@ class RankProcess:
         assert self._process is not None
         return self._process.pid
 
-    async def spawn(self, listener: socket.socket | None = None, identity: Path | None = None) -> None:
-        """Start the process. `listener` is for decode links, `identity` has this node's certificate."""
+    async def spawn(
+        self, listener: socket.socket | None = None, identity: Path | None = None, *, keep_warm: bool = False
+    ) -> None:
+        """Start the process. `listener` is for decode links, `identity` has this node's certificate.
+
+        With `keep_warm` it gives its idle GPU small work.
+        """
         folder = self._recording.parent
         args = ["--rank", str(self.rank), "--epoch", str(self._epoch), "--folder", str(folder)]
         if memory := recorder_memory(self._recording):
@@ -147,6 +152,7 @@ class RankProcess:
             args += ["--recorder", str(self._recording)]
         if identity is not None:
             args += ["--identity", str(identity)]
+        args += ["--keep-warm"] * keep_warm
         sandbox = self._sandbox
         if sandbox is not None:
             # The folder of an identity may hold the authority's key, too.

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
+import psutil
 import pytest
 
 from mlxtp.config import Settings
@@ -164,6 +165,17 @@ def test_only_this_mac_decides_where_and_how_much_its_ranks_write(tmp_path: Path
         [told] = stage.orders.notes("bootstrap")
         assert told["disk_folder"] == str(stage.home / "kv-cache")
         assert 0 < told["disk_bytes"] <= 50 * 10**9
+
+    play(tmp_path, story)
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_each_mac_decides_whether_its_gpu_is_kept_warm(tmp_path: Path, wanted: bool) -> None:
+    async def story(stage: Story) -> None:
+        stage.hosted._node.settings = replace(stage.hosted._node.settings, keep_warm=wanted)
+        await stage.prepared()
+        [pid] = stage.pids()
+        assert ("--keep-warm" in psutil.Process(pid).cmdline()) is wanted
 
     play(tmp_path, story)
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from mlxtp.config import Settings
@@ -179,6 +180,8 @@ def test_all_ranks_are_told_the_same_group_and_each_its_own_folder(tmp_path: Pat
         assert mine["disk_folder"] == str(stage.home / "kv-cache")
         assert mine["disk_bytes"] > 0
         assert (theirs.disk_folder, theirs.disk_bytes) == ("", 0), "each Mac decides about its own disk"
+        [pid] = rank_processes(stage.home)
+        assert "--keep-warm" in psutil.Process(pid).cmdline()
         [load] = stage.orders.notes("load")
         assert load["paths"] == ["/here", "/there"]
         await stage.ranks.stop()

@@ -5,9 +5,14 @@ from __future__ import annotations
 from .wire.messages import MAX_WIDTH
 
 USUAL = 2048  #: tokens of a chunk without others; a GPU reads the weights once for all of them
-BUFFERED = 512  #: the same with large command buffers, which hold the arrays of many operations at once
+BUFFERED = 512  #: the most with large command buffers, each of which holds the arrays of many operations
 BESIDE = 256  #: tokens of a chunk beside others while no time is known
 _RING_STEP = 64
+
+
+def bounded(wanted: int, *, large_buffers: bool) -> int:
+    """Return the tokens of the largest chunk of a prompt, of those `wanted`."""
+    return min(wanted, BUFFERED) if large_buffers else wanted
 
 
 def chunk_of(alone: int, stages: int, least: int = BESIDE) -> int:

@@ -74,7 +74,7 @@ def _run(command: tuple[str, ...] | list[str], within_s: float) -> subprocess.Co
 
 # --- outputs of commands, as tests take them --------------------------------------------------------------
 
-#: Values that name a Mac, each replaced by another one of its form wherever it occurs.
+#: Values that name a Mac. Each is replaced by another one of its form, alike in all places.
 _IDS: Mapping[str, Callable[[int], str]] = {
     r"\b[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}\b": lambda n: (
         f"00000000-0000-4000-8000-{n:012x}"

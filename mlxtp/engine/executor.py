@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 
+from ..chunks import bounded
 from ..errors import Code, GroupError, LocalProtocolError, MlxtpError
 from ..wire.messages import (
     RESTS,
@@ -325,7 +326,8 @@ class RankExecutor:
             self.loaded = load(Path(path), self._group, self.status.advance, *how)
             self.caches = CacheKind(self.loaded.model, command.kv_bits, self.loaded.stage)
             if mx.metal.is_available():
-                first = partial(self._first_forwards, command.prefill_chunk)
+                chunk = bounded(command.prefill_chunk, large_buffers=self.bootstrap.large_buffers)
+                first = partial(self._first_forwards, chunk)
                 run_alone(self.loaded, self._group.size, first)
         except MlxtpError as error:
             self._unload()

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from ..chunks import bounded
 from ..errors import Code, MlxtpError, RequestError
 from ..wire.blocking import BlockingLink
 from ..wire.messages import (
@@ -203,7 +204,8 @@ class Requests:
         self._context = reply.context
         gpu = mx.metal.is_available()
         stages = max(len(command.split), 1)
-        chunk, beside, chunk_s = steps.chunk_sizes(command.prefill_chunk, gpu=gpu, stages=stages)
+        most = bounded(command.prefill_chunk, large_buffers=bootstrap.large_buffers)
+        chunk, beside, chunk_s = steps.chunk_sizes(most, gpu=gpu, stages=stages)
         self._policy = Policy(
             eos=rank.eos,
             prefill_chunk=chunk,

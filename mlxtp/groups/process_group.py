@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..background import Background
-from ..chunks import BUFFERED
 from ..config import Settings
 from ..diagnostics import failure_store
 from ..errors import Code, FailureReport, GroupError, MlxtpError, is_consequence
@@ -417,7 +416,7 @@ class ProcessGroup:
         paths = tuple(ready.path or path for ready in self._ready) if self.endpoints else ()
         command = LoadShard(
             path,
-            min(settings.prefill_chunk, BUFFERED) if settings.large_buffers else settings.prefill_chunk,
+            settings.prefill_chunk,
             eos,
             settings.max_context,
             settings.kv_bits,

@@ -107,6 +107,20 @@ class Story:
         self.mail.post(AGENT, Arrived(self._orders.pop(0)))
 
 
+@pytest.mark.parametrize(("large", "chunks"), [(False, [240]), (True, [64, 64, 64, 48])])
+def test_large_command_buffers_take_small_chunks_of_prompts(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, large: bool, chunks: list[int]
+) -> None:
+    monkeypatch.setattr("mlxtp.chunks.BUFFERED", 64)
+    story = Story(
+        tmp_path, LoadShard(str(folder), 512, ()), Generate(1, (7, 8, 9, 10) * 60, 2), large_buffers=large
+    )
+    frames = list[Message]()
+    monkeypatch.setattr(story.followers, "send", lambda message: frames.append(message) or len(frames))
+    story.play()
+    assert [len(each.tokens) for each in frames if isinstance(each, PromptTokens)] == chunks
+
+
 def test_a_request_that_waits_too_long_for_room_is_refused(tmp_path: Path, folder: Path) -> None:
     load = LoadShard(str(folder), 512, ())
     *_, accepted, refused = Story(tmp_path, load, Generate(1, (7, 8, 9), 4), queue_s=0.0).play()

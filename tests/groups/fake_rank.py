@@ -187,8 +187,7 @@ class FakeRank:
             self._say(InitDone(self._rank, self._world))
 
     def _load(self, load: LoadShard) -> None:
-        told = {"path": load.path, "paths": load.paths, "kv_bytes": load.kv_bytes}
-        self._orders.note(self._rank, "load", **told, chunk=load.prefill_chunk)
+        self._orders.note(self._rank, "load", path=load.path, paths=load.paths, kv_bytes=load.kv_bytes)
         self._model = load.path
         self._say(Loaded(CONTEXT, VOCABULARY, 1, ()))
 

@@ -107,6 +107,8 @@ class Admin:
                     "name": member.name,
                     "machine": asdict(parts.node.peer_info.machines[member.node_id]),
                     "held_bytes": member.held_bytes,
+                    "control_address": member.control_address,
+                    "control_from": member.control_from,
                 }
                 for member in parts.machines.members(held_bytes=parts.groups.held_bytes)
             ],

@@ -211,10 +211,7 @@ def members_here(
     except UserError:
         machine = asyncio.run(hardware.probe())
         return (MemberMachine("this", "this Mac", machine),), "this", (), CHAT, _UNSET
-    found = tuple(
-        MemberMachine(node["node_id"], node["name"], _machine(node["machine"]), held_bytes=node["held_bytes"])
-        for node in told["nodes"]
-    )
+    found = tuple(MemberMachine(**{**node, "machine": _machine(node["machine"])}) for node in told["nodes"])
     fabric = tuple(map(from_json, told["fabric"]))
     workload = Workload(**told["workload"])
     return found, str(told["coordinator"]), fabric, workload, {name: str(told[name]) for name in _UNSET}

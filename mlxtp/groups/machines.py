@@ -67,6 +67,7 @@ class Machines:
                     jaccl=False if node_id in self._lacking else None,
                     held_bytes=held_bytes(node_id),
                     boot_id=status.boot_id,
+                    control_from=link.local if link is not None else "",
                 )
             )
         return sorted(found, key=lambda member: member.node_id)

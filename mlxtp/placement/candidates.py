@@ -211,7 +211,7 @@ class Fabrics:
     def _excluded(self, networks: Sequence[str], nodes: Sequence[str]) -> str:
         """Return which links of these networks the setting fabric_networks excludes; empty for none."""
         setting, those = self._topology.admitted, frozenset(nodes)
-        words = {**_WORDS, THUNDERBOLT: "Thunderbolt without a known cable"}
+        words = {**_WORDS, THUNDERBOLT: "Thunderbolt without a known cable and lasting addresses"}
         words |= {ETHERNET: "shared Ethernet"} if setting != THUNDERBOLT else {}
         found = [
             f"{words[network]} {self._members[a].name} – {self._members[b].name}"

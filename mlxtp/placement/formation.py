@@ -11,6 +11,7 @@ missing address when a queue pair is connected, and something else when a send f
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
@@ -27,6 +28,8 @@ from .topology import MemberMachine
 THUNDERBOLT_5_GBPS = 80  #: Gb/s in each direction; Thunderbolt 4 and USB4 end at 40.
 MAC_STUDIO = "Mac Studio"
 RDMA_SINCE = (26, 2)  #: The first macOS with RDMA over Thunderbolt (Apple's TN3205).
+MUCH_SLOWER = 10  #: Factor by which a link may be slower than it should be before users are told.
+_REPLUG = "unplug the cable and plug it in again, and look with: system_profiler SPThunderboltDataType"
 RDMA, BRIDGE, CABLE, ADDRESS, POWER = "rdma", "bridge", "cable", "address", "power"  #: Subjects of a note.
 
 
@@ -45,7 +48,7 @@ class Advice:
 def findings(machine: Machine) -> tuple[str, ...]:
     """Return sentences for people, the most important first. `machine` has all its interfaces.
 
-    Each has at most 300 characters, the limit of `Machine.notes`.
+    Each has at most 1000 characters, the limit of `Machine.notes`.
     """
     return tuple(map(str, notes(machine)))
 
@@ -73,10 +76,12 @@ def _of_mac(machine: Machine) -> Iterator[Advice]:
         yield Advice(
             BRIDGE,
             "The Thunderbolt bridge holds the Thunderbolt ports, and RDMA then fails to connect (errno 22)",
-            "Until the next restart: sudo ifconfig bridge0 down; for good: sudo networksetup"
-            " -setnetworkserviceenabled 'Thunderbolt Bridge' off",
+            _sentence(_bridge_down(machine)),
         )
     own = {port.domain for port in machine.ports if port.domain}
+    cabled = [port for port in machine.ports if port.peer_domain and port.peer_domain not in own]
+    if machine.rdma != "enabled" and machine.bridge_up and machine.interfaces:
+        yield from _of_bridge(machine, cabled)
     for port in machine.ports:
         if port.peer_domain in own:
             what = f"{_name(port)} is cabled to another port of this same Mac: that connects nothing"
@@ -89,8 +94,15 @@ def _of_cabled_port(machine: Machine, port: Port) -> Iterator[Advice]:
     if machine.rdma == "enabled":
         yield from _of_rdma(machine, port)
     # A machine whose interfaces could not be read has none, not even loopback.
-    if port.interface and machine.interfaces:
+    if port.interface and machine.interfaces and (machine.rdma == "enabled" or not machine.bridge_up):
         yield from _of_address(machine, port)
+    mbps = next((each.mbps for each in machine.interfaces if each.name == port.interface), 0)
+    if 0 < mbps * MUCH_SLOWER <= port.gbps * 1000:
+        yield Advice(
+            CABLE,
+            f"{_name(port)} runs at {mbps} Mb/s, and its cable does {port.gbps} Gb/s: macOS uses it as USB",
+            f"To do: {_REPLUG}",
+        )
     if port.hub:
         yield Advice(
             CABLE,
@@ -129,29 +141,46 @@ def _of_rdma(machine: Machine, port: Port) -> Iterator[Advice]:
         yield Advice(CABLE, what, "Look with: ibv_devices")
 
 
+def _of_bridge(machine: Machine, cabled: Sequence[Port]) -> Iterator[Advice]:
+    """Yield the address that the bridge lacks where TCP goes over it: one that stays."""
+    addresses = [each.address for each in machine.interfaces if each.kind == "bridge"]
+    if not cabled or not all(map(self_assigned, addresses)):
+        return
+    if len(cabled) > 1:
+        yield Advice(
+            BRIDGE,
+            f"The Thunderbolt bridge holds {len(cabled)} cables to Macs: a pair of addresses does not do for"
+            " them, and a circle of cables through bridges makes a broadcast storm",
+            f"{_sentence(_bridge_down(machine))}. Then each cable gets a pair of its own",
+        )
+        return
+    own, other = cable_addresses(cabled[0].domain, cabled[0].peer_domain)
+    service = shlex.quote(machine.bridge_service)
+    now = f"sudo ifconfig bridge0 inet {own} netmask {_NETMASK} (at the other end {other})"
+    keep = f"; for good: sudo networksetup -setmanual {service} {own} {_NETMASK}"
+    yield Advice(
+        ADDRESS,
+        f"The Thunderbolt bridge has {f'only {addresses[0]}' if addresses else 'no IPv4 address'},"
+        " and macOS may send what is for a self-assigned one by Wi-Fi: TCP by cable needs another",
+        f"Until the next restart: {now}{keep}" if machine.bridge_service else f"After each restart: {now}",
+    )
+
+
 def _of_address(machine: Machine, port: Port) -> Iterator[Advice]:
     """Yield the address that a cabled port lacks: an IPv4 address, better one that stays."""
-    bridged = machine.bridge_up and any(interface.kind == "bridge" for interface in machine.interfaces)
-    if bridged and machine.rdma != "enabled":
-        return
     addresses = [interface.address for interface in machine.interfaces if interface.name == port.interface]
-    own, other = cable_addresses(port.domain, port.peer_domain)
-    command = (
-        f"Until the next restart: sudo ifconfig {port.interface} inet {own} netmask 255.255.255.252"
-        f" (at the other end {other})"
-    )
     if not addresses:
         yield Advice(
             ADDRESS,
             f"{_name(port)} is cabled to another Mac but has no IPv4 address, which RDMA and TCP both need",
-            command,
+            _sentence(_port_address(port)),
         )
     elif all(self_assigned(address) for address in addresses):
         yield Advice(
             ADDRESS,
-            f"{_name(port)} has only the address {addresses[0]}, which it gave itself and may change with the"
-            " next cable",
-            command,
+            f"{_name(port)} has only the address {addresses[0]}, which it gave itself: it may change with the"
+            " next cable, and TCP to such an address may leave by Wi-Fi or Ethernet",
+            _sentence(_port_address(port)),
         )
 
 
@@ -209,6 +238,40 @@ def cable_addresses(domain: str, peer_domain: str) -> tuple[str, str]:
     return (first, second) if domain == low else (second, first)
 
 
+_NETMASK = "255.255.255.252"
+
+
+def _port_address(port: Port) -> str:
+    """Return the commands for an address of a cabled port, and for its route, in words.
+
+    `mlx.distributed_config` sets both, too: an earlier bridge may have left a route to the peer.
+    """
+    own, other = cable_addresses(port.domain, port.peer_domain)
+    service, make = shlex.quote(port.service or f"mlxtp {port.receptacle}"), ""
+    if not port.service:  # System Settings lists services, not ports
+        hardware = shlex.quote(f"Thunderbolt {port.receptacle}")
+        make = f"sudo networksetup -createnetworkservice {service} {hardware}; "
+    return (
+        f"until the next restart: sudo ifconfig {port.interface} inet {own} netmask {_NETMASK} (at the other"
+        f" end {other}); for good: {make}sudo networksetup -setmanual {service} {own} {_NETMASK};"
+        f" after either: sudo route change {other} -interface {port.interface}"
+    )
+
+
+def _bridge_down(machine: Machine) -> str:
+    if not machine.bridge_service:
+        return "after each restart: sudo ifconfig bridge0 down (no network service has it)"
+    service = shlex.quote(machine.bridge_service)
+    return (
+        "until the next restart: sudo ifconfig bridge0 down; for good: sudo networksetup"
+        f" -setnetworkserviceenabled {service} off"
+    )
+
+
+def _sentence(words: str) -> str:
+    return words[:1].upper() + words[1:]
+
+
 def _name(port: Port) -> str:
     return f"Thunderbolt {port.receptacle}" + (f" ({port.interface})" if port.interface else "")
 
@@ -218,8 +281,8 @@ def _name(port: Port) -> str:
 
 NO_ADDRESS = 22  #: The errno of a port that has no IPv4 address, or an old one.
 _BRIDGE_DOWN = (
-    "until the next restart: sudo ifconfig bridge0 down; for good: turn the Thunderbolt Bridge off in System "
-    "Settings > Network"
+    "until the next restart: sudo ifconfig bridge0 down; for good: the command that `mlxtp doctor` names on "
+    "that Mac"
 )
 _RDMA_ON = (
     "shut this Mac down, hold the power button until the options load, choose Options, then Terminal in the "
@@ -315,7 +378,9 @@ def _of_machine(machine: Machine) -> Iterator[Trouble]:
         )
     if machine.bridge_up:
         yield Trouble(
-            "bridge0, the Thunderbolt bridge, is up and holds Thunderbolt ports", _BRIDGE_DOWN, NO_ADDRESS
+            "bridge0, the Thunderbolt bridge, is up and holds Thunderbolt ports",
+            _bridge_down(machine),
+            NO_ADDRESS,
         )
 
 
@@ -341,11 +406,9 @@ def _of_port(machine: Machine, port: Port, peer: int) -> Iterator[Trouble]:
         )
     addresses = [each.address for each in machine.interfaces if each.name == port.interface and each.up]
     if not any(addresses):
-        ours, theirs = cable_addresses(port.domain, port.peer_domain)
         yield Trouble(
             f"{port.interface}, the interface of {port.rdma} for rank {peer}, has no IPv4 address",
-            f"until the next restart: sudo ifconfig {port.interface} inet {ours} netmask 255.255.255.252, "
-            f"and {theirs} at the other end; for good: System Settings > Network",
+            _port_address(port),
             NO_ADDRESS,
         )
 
@@ -387,9 +450,9 @@ _MEANINGS = (
         Trouble(
             "an RDMA port has no IPv4 address or an old one, or bridge0 holds it",
             "give each cabled Thunderbolt port an IPv4 address that stays, a /30 for each cable (sudo "
-            "ifconfig en5 inet ADDRESS netmask 255.255.255.252), and set it again if it changed since the "
-            f"port came up; take the bridge down, {_BRIDGE_DOWN}; where all that is right, restart this "
-            "Mac, as the device may be used up",
+            "ifconfig en5 inet ADDRESS netmask 255.255.255.252; sudo route change PEER -interface en5), and "
+            f"set it again if it changed since the port came up; take the bridge down, {_BRIDGE_DOWN}; where "
+            "all that is right, restart this Mac, as the device may be used up",
             NO_ADDRESS,
             used_up=True,
         ),

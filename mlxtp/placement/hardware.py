@@ -74,7 +74,8 @@ async def refresh(
 async def _ask(names: Iterable[str], run: RunProbe) -> Mapping[str, Output]:
     """Run all commands at once, so that together they take as long as the slowest."""
     commands = {name: COMMANDS[name] for name in names}
-    runs = (run(name, each.arguments, each.deadline_s) for name, each in commands.items())
+    words = {name: (*name.split(), *each.arguments) for name, each in commands.items()}
+    runs = (run(words[name][0], words[name][1:], each.deadline_s) for name, each in commands.items())
     outputs = await asyncio.gather(*runs)
     return dict(zip(commands, outputs, strict=True))
 

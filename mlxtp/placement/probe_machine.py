@@ -88,11 +88,13 @@ def _changing(machine: Machine, outputs: Outputs, network: _Network, address: st
     memory = probe_macos.parse_vm_stat(_text(outputs, "vm_stat"))
     power = probe_macos.parse_pmset(_text(outputs, "pmset"))
     active = probe_macos.parse_ibv_devinfo(_text(outputs, "ibv_devinfo"))
+    services = probe_macos.parse_services(_text(outputs, probe_macos.SERVICES))
     has_rdma = any(port.rdma for port in machine.ports)
     missing = {
         "sysctl": system.missing,
         "vm_stat": memory.missing,
         "networksetup": network.ports.missing,
+        probe_macos.SERVICES: services.missing,
         "ifconfig": network.links.missing,
         "pmset": power.missing,
         "ibv_devinfo": active.missing if has_rdma else (),
@@ -108,6 +110,10 @@ def _changing(machine: Machine, outputs: Outputs, network: _Network, address: st
     if has_rdma and not active.missing:
         ports = [replace(port, active=active.value.get(port.rdma, False)) for port in machine.ports]
         machine = replace(machine, ports=tuple(ports))
+    if not services.missing:
+        named = services.value
+        ports = [replace(port, service=named.get(port.interface, "")) for port in machine.ports]
+        machine = replace(machine, ports=tuple(ports), bridge_service=named.get("bridge0", ""))
     if network.links.missing:
         # Without addresses, the missing ones are unknown.
         notes = findings(replace(machine, interfaces=())) + unread

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from ipaddress import AddressValueError, IPv4Address
 from typing import Any, Generic, TypeVar
 
-from ..wire.cluster_messages import MAX_INTERFACES, MAX_PORTS, Interface
+from ..wire.cluster_messages import MAX_INTERFACES, MAX_PORTS, MAX_SERVICE, Interface
 from ..wire.codecs import U63
 
 # --- outputs of commands, and values read from them ------------------------------------------------------
@@ -181,9 +181,10 @@ _SYSCTLS = (
     "hw.memsize", "hw.ncpu", "hw.model", "machdep.cpu.brand_string",
     "kern.osproductversion", "kern.osversion", "iogpu.wired_limit_mb",
 )  # fmt: skip
+SERVICES = "networksetup -listnetworkserviceorder"
 _PROFILES = ("SPHardwareDataType", "SPDisplaysDataType", "SPThunderboltDataType")
 
-#: Every command that is ever run, by its name.
+#: Every command that is ever run, by its name, which may have arguments that tell it from another.
 COMMANDS: Mapping[str, ProbeCommand] = {
     "system_profiler": ProbeCommand((*_PROFILES, "-json"), 20.0, cheap=False),
     "rdma_ctl": ProbeCommand(("status",), 5.0, cheap=False),
@@ -192,6 +193,7 @@ COMMANDS: Mapping[str, ProbeCommand] = {
     "sysctl": ProbeCommand(_SYSCTLS, 5.0, cheap=True),
     "vm_stat": ProbeCommand((), 5.0, cheap=True),
     "networksetup": ProbeCommand(("-listallhardwareports",), 5.0, cheap=True),
+    SERVICES: ProbeCommand((), 5.0, cheap=True),
     "ifconfig": ProbeCommand(("-a",), 5.0, cheap=True),
     "pmset": ProbeCommand(("-g", "batt"), 5.0, cheap=True),
 }
@@ -277,6 +279,17 @@ def parse_hardware_ports(text: str) -> Reading[HardwarePorts]:
     thunderbolt = {int(found[1]): device for port, device in pairs if (found := numbered.fullmatch(port))}
     kinds = {device: _kind(port, device, thunderbolt.values()) for port, device in pairs}
     return Reading(HardwarePorts(kinds, thunderbolt), () if kinds else ("which interface is which port",))
+
+
+_SERVICE = re.compile(
+    r"^\((?:\d+|\*)\) (?:\(\*\) )?(.{1,400})\n\(Hardware Port: .*, Device: (\w{1,40})\)$", re.MULTILINE
+)
+
+
+def parse_services(text: str) -> Reading[Mapping[str, str]]:
+    """Read the first network service of each device: "(2) NAME", "(*) NAME" where it is off."""
+    found = {device: printable(name, MAX_SERVICE) for name, device in reversed(_SERVICE.findall(text))}
+    return Reading(found, () if found else ("names of network services",))
 
 
 def _kind(port: str, device: str, thunderbolt: Iterable[str]) -> str:

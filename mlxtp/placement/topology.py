@@ -30,6 +30,7 @@ class MemberMachine:
     """One node that may take part.
 
     control_address  the IP address at which the Mac that plans reaches it; may be empty
+    control_from     the planning Mac's own address of that control link; may be empty
     model_ok         whether it can serve the model at all; `reason` is why not
     jaccl            result of `is_available("jaccl")` there; None to judge from `machine.rdma`
     held_bytes       bytes that ranks of ours hold there now and will give back before the next group forms
@@ -47,6 +48,7 @@ class MemberMachine:
     held_bytes: int = 0
     boot_id: str = ""
     taken_bytes: int = 0
+    control_from: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,20 +230,20 @@ class Topology:
         """Return whether these two interfaces really reach each other, as far as can be known.
 
         Every Mac numbers bridges, and cables without a given address, alike. So equal addresses prove
-        nothing, and neither do link-local ones without a cable between the two.
+        nothing. A Mac has one route for all link-local ones, by its primary interface, which a connection
+        that is bound to no interface takes. So such a link exists only where a control link has come through.
         """
         if first.address == second.address:
             return False
         cables = self._cables.get(frozenset((one.node_id, other.node_id)), [])
-        local = _address(first.address) in _LINK_LOCAL
-        if kind != THUNDERBOLT:
-            return not local
-        if first.kind == "bridge" or second.kind == "bridge":
-            return bool(cables) or not local
+        if _is_local(first):
+            return kind == THUNDERBOLT and bool(cables) and _answered(one, first, other, second)
+        if kind != THUNDERBOLT or first.kind == "bridge" or second.kind == "bridge":
+            return True
         if one.machine.ports and other.machine.ports:
             here, there = (first, second) if one.node_id < other.node_id else (second, first)
             return any((a.interface, b.interface) == (here.name, there.name) for a, b in cables)
-        return not local
+        return True
 
     def _needs(
         self, kind: str, one: MemberMachine, first: Interface, other: MemberMachine, second: Interface
@@ -249,8 +251,10 @@ class Topology:
         """Return the strictest of `FABRIC_NETWORKS` that admits the link of these two interfaces.
 
         No Mac knows the other machines on its Ethernet. So only a network without an address for a third
-        one is private.
+        one is private. The route of link-local addresses moves with the primary interface, to Wi-Fi, say.
         """
+        if _is_local(first):
+            return "any"
         cabled = kind == THUNDERBOLT and frozenset((one.node_id, other.node_id)) in self._cables
         for_two = first.kind == second.kind == "ethernet" and first.prefix >= _FOR_TWO
         if not (cabled or for_two):
@@ -261,6 +265,16 @@ class Topology:
 
 
 _address = lru_cache(1024)(IPv4Address)  # each pair of Macs needs those of both
+
+
+def _is_local(interface: Interface) -> bool:
+    return _address(interface.address) in _LINK_LOCAL
+
+
+def _answered(one: MemberMachine, first: Interface, other: MemberMachine, second: Interface) -> bool:
+    """Return whether a control link of the Mac that plans stands over exactly these two addresses."""
+    ends = (first.address, second.address)
+    return ends in ((other.control_from, other.control_address), (one.control_address, one.control_from))
 
 
 def _machine_trouble(member: MemberMachine) -> str:

@@ -39,6 +39,7 @@ from .peer_messages import MAX_CERTIFICATE_BYTES, POINT_BYTES
 MAX_INTERFACES = 32
 MAX_PORTS = 16
 MAX_NOTES = 16
+MAX_SERVICE = 60  #: Characters of the name of a network service.
 
 _count = integer(0, U63)
 
@@ -63,7 +64,8 @@ class Port:
     `domain` is the UUID of its own Thunderbolt domain. `peer_domain` is that of the Mac at the other end of
     the cable, empty without one; with `hub`, a hub or dock is in between. `gbps` is the link's speed, 0 when
     unknown. `rdma` is its RDMA device ("rdma_en5"), empty for a port without; `active` is its state. `formed`
-    counts the attempts of ranks to form a JACCL group over it since the Mac started.
+    counts the attempts of ranks to form a JACCL group over it since the Mac started. `service` is the network
+    service of its interface, which most ports have none of.
     """
 
     receptacle: int = _f(integer(0, 64))
@@ -75,6 +77,7 @@ class Port:
     rdma: str = _f(text(60))
     active: bool = _f(boolean())
     formed: int = _f(integer(0, U32), default=0)
+    service: str = _f(text(MAX_SERVICE), default="")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,8 @@ class Machine:
     A value that could not be found out is 0 or empty, and `notes` has the reason. `chip` is Apple's name for
     it ("Apple M3 Ultra"). `gpu_bytes` is the most memory its GPU may wire, `free_bytes` the memory that the
     system calls available now. `rdma` is "enabled", "disabled" or "unsupported". `power` is "ac", "battery"
-    or "unknown". `notes` are sentences for people.
+    or "unknown". `notes` are sentences for people. `bridge_service` is the network service of bridge0, empty
+    without one; its name is translated, and users change it.
     """
 
     system: str = _f(choice("macos", "linux", "other"))
@@ -103,7 +107,8 @@ class Machine:
     bridge_up: bool = _f(boolean())
     interfaces: tuple[Interface, ...] = _f(records(Interface, 0, MAX_INTERFACES), default=())
     ports: tuple[Port, ...] = _f(records(Port, 0, MAX_PORTS), default=())
-    notes: tuple[str, ...] = _f(texts(MAX_NOTES, 300), default=())
+    notes: tuple[str, ...] = _f(texts(MAX_NOTES, 1000), default=())
+    bridge_service: str = _f(text(MAX_SERVICE), default="")
 
 
 # --- measurements of the collectives of one group of ranks -----------------------------------------------

@@ -39,7 +39,7 @@ from mlxtp.placement.hardware import metal_wheel
 from mlxtp.placement.probe_macos import Output
 from mlxtp.wire.cluster_messages import Interface
 
-from ..placement.recorded_macs import BOOK, MAX, MINI, OLD_BOOK, ULTRA
+from ..placement.recorded_macs import BOOK, FACTORY, MAX, MINI, OLD_BOOK, ULTRA
 from . import recorded
 from .recorded import Machine
 
@@ -187,6 +187,8 @@ CASES: list[tuple[str, Change, Level, str, str]] = [
     ("cables", _mac(ULTRA), Level.WARNING, "next to Ethernet", "Move the cable"),
     ("cables", _mac(OLD_BOOK), Level.INFO, "ports leads to another Mac", ""),
     ("bridge", _mac(MINI), Level.WARNING, "errno 22", "sudo ifconfig bridge0 down"),
+    ("addresses", _mac(FACTORY), Level.WARNING, "bridge has only 169.254.31.7",
+     "sudo networksetup -setmanual 'Thunderbolt Bridge' 10.201."),
     ("addresses", _mac(MINI), Level.WARNING, "Thunderbolt 1 (en2) is cabled",
      "sudo ifconfig en2 inet 10.201."),
     ("addresses", _of("machine", interfaces=(LOOPBACK,)), Level.WARNING, "no network is up", "plug in"),

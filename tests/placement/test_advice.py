@@ -8,9 +8,23 @@ import pytest
 
 from mlxtp.placement.formation import cable_addresses, findings
 from mlxtp.placement.probe_machine import mac
-from mlxtp.wire.cluster_messages import Machine, Port
+from mlxtp.wire.cluster_messages import MAX_SERVICE, Machine, Port
 
-from .recorded_macs import BOOK, MACS, MAX, MINI, OLD_BOOK, ULTRA, machine, outputs, port, recorded
+from .recorded_macs import (
+    BOOK,
+    FACTORY,
+    MACS,
+    MAX,
+    MINI,
+    OLD_BOOK,
+    RDMA_ON,
+    ULTRA,
+    factory_ends,
+    machine,
+    outputs,
+    port,
+    recorded,
+)
 
 
 def told(of: Machine, word: str) -> str:
@@ -50,14 +64,17 @@ def test_a_macos_too_old_for_rdma_is_told_when_a_fast_cable_is_in() -> None:
     assert findings(replace(old, release="")) == ()
 
 
-def test_the_bridge_stands_in_the_way_of_rdma() -> None:
-    assert "sudo ifconfig bridge0 down" in told(machine(MINI), "bridge0")
-
-
-def test_the_bridge_is_left_alone_where_there_is_no_rdma() -> None:
-    found = machine(BOOK)
-    assert found.bridge_up
-    assert not [sentence for sentence in findings(found) if "bridge0" in sentence]
+@pytest.mark.parametrize(
+    ("found", "command"),
+    [
+        (machine(MINI), "for good: sudo networksetup -setnetworkserviceenabled Thunderbolt-Bridge off"),
+        (machine(FACTORY, **recorded(RDMA_ON)), "setnetworkserviceenabled 'Thunderbolt Bridge' off"),
+        (replace(machine(MINI), bridge_service=""), "After each restart: sudo ifconfig bridge0 down (no"),
+    ],
+)
+def test_the_bridge_stands_in_the_way_of_rdma(found: Machine, command: str) -> None:
+    assert "sudo ifconfig bridge0 down" in told(found, "holds the Thunderbolt ports")
+    assert command in told(found, "holds the Thunderbolt ports")
 
 
 def test_the_port_next_to_ethernet() -> None:
@@ -90,10 +107,53 @@ def test_a_cabled_port_without_an_address_is_given_one_of_a_pair() -> None:
     assert cable_addresses(ultra.domain, ultra.peer_domain) == (other, own)
 
 
-def test_the_bridge_s_address_does_where_there_is_no_rdma() -> None:
-    assert not [sentence for sentence in findings(machine(BOOK)) if "IPv4" in sentence]
-    down = machine(BOOK, ifconfig=recorded(BOOK)["ifconfig"].replace("169.254.12.200", "0.0.0.0"))
-    assert told(down, "has no IPv4 address").startswith("Thunderbolt 2 (en2)")
+def test_an_address_stays_by_the_service_of_the_port_which_may_have_to_be_made() -> None:
+    own, other = cable_addresses(*(getattr(port(machine(MINI), 1), key) for key in ("domain", "peer_domain")))
+    assert told(machine(MINI), "Thunderbolt 1 (en2) is cabled").endswith(
+        "for good: sudo networksetup -createnetworkservice 'mlxtp 1' 'Thunderbolt 1'; sudo networksetup "
+        f"-setmanual 'mlxtp 1' {own} 255.255.255.252; after either: sudo route change {other} -interface en2"
+    )
+    named = with_port(machine(MINI), 1, service="Anna's cable")
+    assert "createnetworkservice" not in told(named, "Thunderbolt 1 (en2) is cabled")
+    assert """-setmanual 'Anna'"'"'s cable' 10.201.""" in told(named, "Thunderbolt 1 (en2) is cabled")
+
+
+def test_factory_state() -> None:
+    """One cable, the bridge with an address that it gave itself, RDMA off: both ends get the same pair."""
+    here, there = (member.machine for member in factory_ends())
+    own, other = cable_addresses(here.ports[2].domain, there.ports[2].domain)
+    command = "sudo ifconfig bridge0 inet {} netmask 255.255.255.252 (at the other end {})"
+    keep = "for good: sudo networksetup -setmanual 'Thunderbolt Bridge' {} 255.255.255.252"
+    for end, first, second in ((here, own, other), (there, other, own)):
+        assert command.format(first, second) in told(end, "bridge has only 169.254.")
+        assert keep.format(first) in told(end, "bridge has only 169.254.")
+    without = told(replace(here, bridge_service=""), "bridge has only 169.254.")
+    assert f"After each restart: {command.format(own, other)}" in without
+    assert "networksetup" not in without
+    empty = machine(
+        FACTORY, ifconfig=recorded(FACTORY)["ifconfig"].replace("inet 169.254.31.7", "inet 0.0.0.0")
+    )
+    assert command.format(own, other) in told(empty, "bridge has no IPv4 address")
+    given = machine(FACTORY, ifconfig=recorded(FACTORY)["ifconfig"].replace("169.254.31.7", own))
+    assert not [sentence for sentence in findings(given) if "bridge" in sentence]
+    uncabled = with_port(here, 3, peer_domain="")
+    assert not [sentence for sentence in findings(uncabled) if "bridge" in sentence]
+
+
+def test_one_pair_does_not_do_for_a_bridge_with_several_cables() -> None:
+    both = with_port(machine(FACTORY), 2, peer_domain="A1A1A101-0000-4000-8000-000000000001")
+    assert "-setnetworkserviceenabled 'Thunderbolt Bridge' off" in told(both, "broadcast storm")
+    assert not [sentence for sentence in findings(both) if "10.201." in sentence]
+    down = replace(both, bridge_up=False, interfaces=both.interfaces[:1])
+    assert len([sentence for sentence in findings(down) if "10.201." in sentence]) == 2
+
+
+def test_a_cable_that_macos_uses_as_usb() -> None:
+    media = "media: autoselect (100baseTX <full-duplex>)"
+    said = recorded(MAX)["ifconfig"]
+    cable = said.index("en3: ")
+    slow = said[:cable] + said[cable:].replace("media: autoselect <full-duplex>", media, 1)
+    assert told(machine(MAX, ifconfig=slow), "100 Mb/s").endswith("system_profiler SPThunderboltDataType")
 
 
 def test_addresses_that_were_left_out_on_request_are_not_missed() -> None:
@@ -124,15 +184,21 @@ def test_nothing_is_said_of_a_cable_on_a_machine_that_is_no_mac() -> None:
 
 
 def test_the_worst_mac_gets_sentences_that_fit_its_message() -> None:
-    worst = Port(64, "e" * 40, "A" * 64, "B" * 64, True, 999, "", False)
+    worst = Port(64, "e" * 40, "A" * 64, "B" * 64, True, 999, "", False, "'" * MAX_SERVICE)
     slow = replace(worst, gbps=79)
     off = replace(worst, rdma="r" * 60)
-    found = replace(machine(MINI), ports=(worst, slow, off), power="battery", release="r" * 60)
+    found = replace(
+        machine(MINI),
+        ports=(worst, slow, off),
+        power="battery",
+        release="r" * 60,
+        bridge_service="'" * MAX_SERVICE,
+    )
     for rdma in ("enabled", "disabled", "unsupported"):
-        assert all(len(sentence) <= 300 for sentence in findings(replace(found, rdma=rdma)))
+        assert all(len(sentence) <= 1000 for sentence in findings(replace(found, rdma=rdma)))
     sentences = findings(replace(found, rdma="enabled", interfaces=machine(MAX).interfaces))
     assert len(sentences) == 1 + 3 * 3 + 1
-    assert all(len(sentence) <= 300 for sentence in sentences)
+    assert all(len(sentence) <= 1000 for sentence in sentences)
 
 
 # --- addresses for a cable --------------------------------------------------------------------------------

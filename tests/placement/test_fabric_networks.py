@@ -21,8 +21,10 @@ from mlxtp.placement.topology import FABRIC_NETWORKS, MemberMachine, Topology
 from mlxtp.wire.cluster_messages import Interface
 
 from .made_up_macs import add, cabled, changed, ethernet, linux, mac, node_id, on_lan, shape
+from .recorded_macs import factory_ends
 
 A, B, C = (node_id(i) for i in range(3))
+SELF = ("169.254.31.7", "169.254.88.10")
 DIVIDES = shape(num_attention_heads=24, num_key_value_heads=6, intermediate_size=14592)
 
 
@@ -69,6 +71,14 @@ DESKS: dict[str, tuple[Callable[[], list[MemberMachine]], str, str]] = {
     "a cable without": (lambda: on_lan(tcp_cable()), "thunderbolt", RING_THUNDERBOLT),
     "the bridge over a cable": (lambda: bridged(cable=True), "thunderbolt", RING_THUNDERBOLT),
     "the bridge, and no known cable": (lambda: bridged(cable=False), "any", RING_THUNDERBOLT),
+    "the bridge over a cable, with addresses that it gave itself": (
+        lambda: [
+            factory_ends()[0],
+            replace(factory_ends()[1], control_from=SELF[0], control_address=SELF[1]),
+        ],
+        "any",
+        RING_THUNDERBOLT,
+    ),
     "one machine": (
         lambda: [linux(i, "127.0.0.1", memory=99) for i in range(2)],
         "thunderbolt",
@@ -120,7 +130,8 @@ def test_only_links_that_the_setting_admits_make_a_group(desk: str, setting: str
         (
             bridged(cable=False),
             "private",
-            "--fabric-networks private excludes 1 link: Thunderbolt without a known cable a – b",
+            "--fabric-networks private excludes 1 link: Thunderbolt without a known cable "
+            "and lasting addresses a – b",
         ),
     ],
 )

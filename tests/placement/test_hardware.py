@@ -12,7 +12,7 @@ import pytest
 from mlxtp.placement.hardware import probe, refresh, run_as_self, run_command
 from mlxtp.placement.probe_macos import COMMANDS, NOT_INSTALLED, Output
 
-from .recorded_macs import MAX, MINI, machine, outputs, over_the_wire, recorded
+from .recorded_macs import MAX, MINI, key_of, machine, outputs, over_the_wire, recorded
 
 AGES_S = 60.0
 
@@ -122,25 +122,25 @@ class Mac:
 
     def __init__(self, name: str) -> None:
         self.outputs = outputs(name)
-        self.asked: list[tuple[str, ...]] = []
+        self.asked: list[str] = []
         self.deadlines_s: list[float] = []
 
     async def __call__(self, name: str, arguments: tuple[str, ...], deadline_s: float) -> Output:
-        self.asked.append((name, *arguments))
+        self.asked.append(key_of(" ".join((name, *arguments))))
         self.deadlines_s.append(deadline_s)
-        return self.outputs[name]
+        return self.outputs[self.asked[-1]]
 
 
 def test_a_probe_asks_everything_and_reads_it() -> None:
     mac = Mac(MAX)
     assert asyncio.run(probe(system="darwin", run=mac)) == machine(MAX)
-    assert {name for name, *_ in mac.asked} == COMMANDS.keys()
+    assert set(mac.asked) == COMMANDS.keys()
 
 
 def test_a_refresh_asks_what_is_cheap() -> None:
     mac = Mac(MINI)
     assert asyncio.run(refresh(machine(MINI), run=mac)) == machine(MINI)
-    assert {name for name, *_ in mac.asked} == COMMANDS.keys() - {
+    assert set(mac.asked) == COMMANDS.keys() - {
         "system_profiler",
         "rdma_ctl",
         "ibv_devices",
@@ -160,7 +160,7 @@ def test_commands_are_asked_at_once() -> None:
         async def run(name: str, arguments: tuple[str, ...], deadline_s: float) -> Output:
             async with asyncio.timeout(AGES_S):
                 await all_commands.wait()
-            return Output(recorded(MAX)[name])
+            return Output(recorded(MAX)[key_of(" ".join((name, *arguments)))])
 
         assert await probe(system="darwin", run=run) == machine(MAX)
 
@@ -187,6 +187,7 @@ def test_every_command_only_reads() -> None:
         ("sysctl", *COMMANDS["sysctl"].arguments),
         ("vm_stat",),
         ("networksetup", "-listallhardwareports"),
+        ("networksetup -listnetworkserviceorder",),
         ("ifconfig", "-a"),
         ("pmset", "-g", "batt"),
     }

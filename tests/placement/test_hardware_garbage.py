@@ -22,6 +22,7 @@ PARSERS: dict[str, Callable[[str], Reading[Any]]] = {
     "sysctl": probe_macos.parse_sysctl,
     "vm_stat": probe_macos.parse_vm_stat,
     "networksetup": probe_macos.parse_hardware_ports,
+    probe_macos.SERVICES: probe_macos.parse_services,
     "ifconfig": probe_macos.parse_ifconfig,
     "ibv_devices": probe_macos.parse_ibv_devices,
     "ibv_devinfo": probe_macos.parse_ibv_devinfo,

@@ -274,7 +274,7 @@ def test_an_address_that_no_interface_has_is_named_with_those_there_are() -> Non
 
 
 def test_power() -> None:
-    assert [machine(name).power for name in MACS] == ["ac", "ac", "ac", "battery", "ac"]
+    assert [machine(name).power for name in MACS] == ["ac", "ac", "ac", "battery", "ac", "ac"]
 
 
 # --- another language -------------------------------------------------------------------------------------
@@ -310,6 +310,7 @@ def test_a_mac_that_answers_nothing_is_still_a_machine_and_says_what_it_does_not
         ("sysctl", "macOS version, cores, memory"),
         ("vm_stat", "free memory, wired memory"),
         ("networksetup", "which interface is which port"),
+        ("networksetup -listnetworkserviceorder", "names of network services"),
         ("ifconfig", "network interfaces"),
         ("pmset", "power supply"),
     ]
@@ -423,7 +424,8 @@ def test_what_a_refresh_cannot_read_stays_as_it_was() -> None:
     after = mac_again(before, dict.fromkeys(CHEAP, LATE))
     assert replace(after, notes=()) == replace(before, notes=())
     assert [sentence.partition(":")[0] for sentence in after.notes] == [
-        "sysctl", "vm_stat", "networksetup", "ifconfig", "pmset", "ibv_devinfo",
+        "sysctl", "vm_stat", "networksetup", "networksetup -listnetworkserviceorder", "ifconfig", "pmset",
+        "ibv_devinfo",
     ]  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from mlxtp.placement.probe_macos import (
+    SERVICES,
     Bus,
     MemoryReading,
     NetworkDevice,
@@ -22,10 +23,13 @@ from mlxtp.placement.probe_macos import (
     parse_pmset,
     parse_profile,
     parse_rdma_ctl,
+    parse_services,
     parse_sysctl,
     parse_vm_stat,
     printable,
 )
+
+from .recorded_macs import ULTRA, recorded
 
 OWN, PEER, FAR = (f"{n}0000000-0000-4000-8000-000000000000" for n in "ABC")
 
@@ -150,6 +154,18 @@ def test_a_numbered_ethernet_port_is_not_taken_for_thunderbolt() -> None:
 
 def test_a_device_without_a_port_is_passed_over() -> None:
     assert parse_hardware_ports("Device: en0\nHardware Port: Wi-Fi\n").missing
+
+
+def test_services_are_known_by_their_devices_whether_they_are_on_or_off() -> None:
+    assert parse_services(recorded(ULTRA)[SERVICES]).value == {
+        "en0": "Ethernet",
+        "bridge0": "Thunderbolt Bridge",
+        "en4": "Cable to Max",
+        "en1": "Wi-Fi",
+    }
+    again = "(7) Second\n(Hardware Port: Ethernet, Device: en0)\n"
+    assert parse_services(recorded(ULTRA)[SERVICES] + again).value["en0"] == "Ethernet"
+    assert parse_services("nothing").missing
 
 
 # --- ifconfig ---------------------------------------------------------------------------------------------

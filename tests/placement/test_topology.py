@@ -11,6 +11,7 @@ from mlxtp.placement.topology import ETHERNET, LOOPBACK, THUNDERBOLT, WIFI, Memb
 from mlxtp.wire.cluster_messages import Interface
 
 from .made_up_macs import add, cabled, changed, ethernet, linux, mac, node_id, on_lan
+from .recorded_macs import factory_ends
 
 A, B, C = node_id(0), node_id(1), node_id(2)
 
@@ -178,16 +179,39 @@ def test_equal_addresses_are_not_one_network() -> None:
     assert addresses([linux(0, "172.17.0.1"), linux(1, "172.17.0.1")], ETHERNET) == {}
 
 
-def test_link_local_addresses_need_a_cable() -> None:
-    assert addresses([linux(0, "169.254.1.1"), linux(1, "169.254.1.2")], ETHERNET) == {}
-    members = two()
-    local = [
-        changed(m, interfaces=(replace(m.machine.interfaces[0], address=f"169.254.{i}.9", prefix=16),))
-        for i, m in enumerate(members)
+def linked(members: list[MemberMachine], here: str, there: str) -> list[MemberMachine]:
+    """The same as the first Mac plans, whose control link to the second is from `here` to `there`."""
+    return [members[0], replace(members[1], control_from=here, control_address=there)]
+
+
+def test_link_local_addresses_count_where_a_control_link_came_through() -> None:
+    """macOS has one route for them all, through Wi-Fi or Ethernet. Only what answered is known to arrive."""
+    macs, ends = factory_ends(), ("169.254.31.7", "169.254.88.10")
+    over_wifi = linked(macs, "192.168.1.20", "192.168.1.21")
+    for astray in (macs, over_wifi, linked(macs, "192.168.1.20", ends[1]), linked(macs, ends[0], "")):
+        assert addresses(astray, THUNDERBOLT) == {}
+        assert addresses(astray, WIFI) == {A: "192.168.1.20", B: "192.168.1.21"}
+    assert addresses(linked(macs, *ends), THUNDERBOLT) == {A: ends[0], B: ends[1]}
+    assert addresses(linked(macs[::-1], *ends[::-1]), THUNDERBOLT) == {A: ends[0], B: ends[1]}
+    unplugged = [changed(m, ports=()) for m in macs]
+    assert addresses(linked(unplugged, *ends), THUNDERBOLT) == {}
+    wired = [linux(0, "169.254.1.1"), linux(1, "169.254.1.2")]
+    assert addresses(linked(wired, "169.254.1.1", "169.254.1.2"), ETHERNET) == {}
+
+
+def test_rdma_needs_no_route() -> None:
+    ports = {"rdma": "enabled", "bridge_up": False}
+    macs = [
+        changed(
+            m,
+            interfaces=(Interface("en3", f"169.254.{i}.9", 16, "thunderbolt", 80_000, True),),
+            ports=tuple(replace(p, rdma=f"rdma_{p.interface}", active=True) for p in m.machine.ports),
+            **ports,
+        )
+        for i, m in enumerate(factory_ends())
     ]
-    assert addresses(local, THUNDERBOLT) == {A: "169.254.0.9", B: "169.254.1.9"}
-    unplugged = [changed(m, ports=()) for m in local]
-    assert addresses(unplugged, THUNDERBOLT) == {}
+    assert rdma_of(macs) == {A: "rdma_en3", B: "rdma_en3"}
+    assert addresses(macs, THUNDERBOLT) == {}
 
 
 def test_a_thunderbolt_network_follows_the_cable() -> None:

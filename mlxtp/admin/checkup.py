@@ -121,6 +121,7 @@ def agent_facts(now: Snapshot) -> AgentFacts:
         waiting=cluster.waiting,
         left_out=cluster.left_out,
         proof=agent.proof,
+        slow_link=agent.slow_link,
         model=agent.model.id if agent.model is not None else "",
         has_rank=agent.in_epoch or now.hosted,
         left_wired=now.left_wired,

@@ -24,6 +24,7 @@ from ..groups.health import SERVES, ServingState
 from ..groups.history import MOST, EpochStory, RateMeter
 from ..groups.process_group import EpochGroup
 from ..placement.cost_model import JACCL_MESH, RING_LOOPBACK
+from ..placement.formation import REPLUG
 from ..placement.topology import NETWORKS, Topology
 from ..wire.cluster_messages import Deployment, FabricResult, Machine, ModelStatus, RosterEntry, Serving
 from ..wire.messages import Pong
@@ -50,7 +51,7 @@ class AgentSnapshot:
     `pongs` are the newest heartbeats by rank, None where rank 0 is on another Mac; `pids` are those of local
     ranks, `processes` those of all groups' ranks here by group. `phases` count open requests, as in
     `dispatcher.PHASES`; `tokens` are all that were ever confirmed.
-    `in_epoch` and `proof` are the supervisor's.
+    `in_epoch`, `proof` and `slow_link` are the supervisor's.
     """
 
     health: Health
@@ -66,6 +67,7 @@ class AgentSnapshot:
     kv_room: int
     in_epoch: bool
     proof: str
+    slow_link: str = ""
     running: tuple[RunningRequest, ...] = ()
 
 
@@ -214,6 +216,7 @@ def gather_agent(parts: AgentParts) -> AgentSnapshot:
         kv_room=supervisor.kv.tokens,
         in_epoch=parts.groups.in_epoch,
         proof=supervisor.loader.proof,
+        slow_link=supervisor.loader.slow_link if status.ranks is not None else "",
         running=running_requests(gateway.deployments),
     )
 
@@ -331,6 +334,7 @@ def _here(now: Snapshot) -> Json:
         "split": list(group.split) if group is not None else [],
         "open_requests": health.open_requests,
         "left_wired": now.left_wired,
+        "slow_link": f"{agent.slow_link}: {REPLUG}" if agent.slow_link else "",
         "deployments": _deployments(now),
         "caches": [asdict(each) for each in now.caches],
         "drafts": [asdict(each) for each in now.drafts],

@@ -62,6 +62,8 @@ def _shown(answer: Mapping[str, Any]) -> list[Any]:
         lines.append(_indented(answer["problem"], "red"))
     if answer.get("left_wired"):
         lines.append(_indented(answer["left_wired"], "yellow"))
+    if answer.get("slow_link"):
+        lines.append(_indented(answer["slow_link"], "yellow"))
     lines += [_indented(each) for each in _caches(answer["caches"])]
     lines += [_indented(each) for each in drafts_shown(answer.get("drafts", ()))]
     lines += [_indented(each) for each in _stages(answer)]

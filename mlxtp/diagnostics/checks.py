@@ -14,6 +14,7 @@ from ..placement.formation import (
     POWER,
     RDMA,
     RDMA_SINCE,
+    REPLUG,
     THUNDERBOLT_5_GBPS,
     is_scarce,
     notes,
@@ -422,6 +423,8 @@ def of_serving(facts: MachineFacts) -> Iterator[Finding]:
         yield warning(sentence, "fix what it names: it is tried again as soon as cables or ports change")
     if agent.proof:
         yield warning(agent.proof, "try other cables; `mlxtp bench --fabric` proves each collective by value")
+    if agent.slow_link:
+        yield warning(agent.slow_link, REPLUG, "each token waits for its exchanges")
     if agent.failures:
         yield info(f"failed groups of which something is kept: {agent.failures}", "mlxtp doctor --postmortem")
 

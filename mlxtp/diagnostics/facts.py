@@ -30,8 +30,8 @@ class AgentFacts:
 
     `state`, `reason`, `problem_of_cluster` and `waiting` are as in `mlxtp status`. `failures` counts the
     failed groups with stored files, `left_out` names the groups that planning leaves out, `proof` is the
-    result of the golden proof. `left_wired` describes memory that ended ranks left wired. `formed` has the
-    attempts to form a JACCL group since this Mac started, by RDMA device.
+    result of the golden proof, `slow_link` that of the links' speed. `left_wired` describes memory that ended
+    ranks left wired. `formed` has the attempts to form a JACCL group since this Mac started, by RDMA device.
     """
 
     runs_here: bool = False
@@ -44,6 +44,7 @@ class AgentFacts:
     waiting: str = ""
     left_out: tuple[str, ...] = ()
     proof: str = ""
+    slow_link: str = ""
     model: str = ""
     has_rank: bool = False
     keep_awake: bool = True

@@ -118,7 +118,8 @@ ROWS: tuple[CheckRow, ...] = (
     ),
     CheckRow(
         "bridge", "Bridge",
-        "whether `bridge0`, the Thunderbolt bridge, holds the ports while RDMA is enabled, or several cables",
+        "whether `bridge0`, the Thunderbolt bridge, holds the ports while RDMA is enabled, or several "
+        "cables",
         "RDMA connections fail with errno 22 as long as it does, so a TCP ring is used; a circle of cables "
         "through bridges is a broadcast storm",
         "`sudo ifconfig bridge0 down`; for good, switch its service off, by the name that the finding has",
@@ -126,12 +127,12 @@ ROWS: tuple[CheckRow, ...] = (
     ),
     CheckRow(
         "addresses", "Addresses",
-        "whether each cabled port, or the bridge where RDMA is off, has an IPv4 address that stays; the other "
-        "networks",
-        "neither RDMA nor TCP uses a port without one; a self-assigned one changes with the next cable, and TCP to "
-        "it may leave by Wi-Fi",
-        "`sudo ifconfig en3 inet ADDRESS netmask 255.255.255.252`, or `sudo networksetup -setmanual` for good, "
-        "with the pair and the names that the finding has",
+        "whether each cabled port, or the bridge where RDMA is off, has an IPv4 address that stays; the "
+        "other networks",
+        "neither RDMA nor TCP uses a port without one; a self-assigned one changes with the next cable, "
+        "and TCP to it may leave by Wi-Fi",
+        "`sudo ifconfig en3 inet ADDRESS netmask 255.255.255.252`, or `sudo networksetup -setmanual` for "
+        "good, with the pair and the names that the finding has",
         checks.of_addresses,
     ),
     CheckRow(

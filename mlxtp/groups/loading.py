@@ -19,6 +19,8 @@ from ..gateway.request import RequestBackend
 from ..models import self_test
 from ..models.inspect import ModelSource, read_config
 from ..models.manifest import is_commit
+from ..placement import measurements
+from ..placement.formation import REPLUG
 from ..placement.model_shape import shape_of
 from ..wire.cluster_messages import Serving
 from ..wire.messages import Loaded, Unload
@@ -111,6 +113,7 @@ class ModelLoader:
 
     def __init__(self, settings: Settings, self_test: Callable[[RequestBackend], GroupSelfTest]) -> None:
         self.proof = ""  #: The golden proof's finding that is no failure, for users; empty for none.
+        self.slow_link = ""  #: The finding on links that are far too slow, for users; empty for none.
         self._settings = settings
         self._self_test = self_test
 
@@ -130,6 +133,7 @@ class ModelLoader:
         if self._settings.speculation == "mtp" and not loaded.mtp:
             log.warning("%s: %s", model.id, NO_HEAD)
         reached("loaded")
+        await self.judge_links(ranks)
         warm_up = self._warm_up(ranks, model.path, loaded.vocabulary)
         with ranks.watch.warming_up():
             try:
@@ -140,6 +144,16 @@ class ModelLoader:
         reached("warmed up")
         info = await model_info(model, loaded)
         return LoadedModel(info, _kv_room(loaded), time.monotonic() - began, loaded.kv_bytes)
+
+    async def judge_links(self, ranks: ProcessGroup) -> None:
+        """Compare the links' speed with what it should be: macOS may use a cable as USB without a word."""
+        group, self.slow_link = ranks.group, ""
+        if not group.bandwidth:
+            return
+        timed = await ranks.time("sum", measurements.LINK_BYTES, measurements.LINK_ROUNDS)
+        self.slow_link = measurements.slow_link(group.kind, group.bandwidth, group.world_size, timed.seconds)
+        if self.slow_link:
+            log.warning("%s; %s", self.slow_link, REPLUG)
 
     async def _warm_up(self, ranks: ProcessGroup, folder: Path, vocabulary: int) -> None:
         """Run the first forwards, the golden proof among them. Raises GroupError where that fails."""

@@ -83,6 +83,7 @@ class EpochGroup:
     `without_jaccl` returns the error for ranks that have none. `machines`: chip and system build of each
     rank's Mac, if known. `nodes`: its agents' node ids; one for all ranks of one machine. `split`: layers of
     each rank of a pipeline, of which rank 0 has the last ones; () where each has a part of each layer.
+    `bandwidth`: bytes/s that its slowest link should carry; 0 if that is not known.
     """
 
     local: int
@@ -98,6 +99,7 @@ class EpochGroup:
     machines: tuple[str, ...] = ()
     nodes: tuple[str, ...] = ()
     split: tuple[int, ...] = ()
+    bandwidth: float = 0.0
     without_jaccl: Callable[[list[int]], GroupError] = lambda ranks: GroupError(
         f"MLX has no JACCL where ranks {ranks} run", Code.FORM_FAILED
     )

@@ -25,6 +25,7 @@ from .cost_model import (
     RankMemory,
     SpeedEstimate,
     Workload,
+    link_bandwidth,
     rank_memory,
     speed,
     usable_bytes,
@@ -294,6 +295,7 @@ class Candidate:
     rdma            for jaccl: [from][to] the RDMA device, None where there is no cable or none is used
     memory, speed   memory of each rank, and the estimated speed
     split           for a pipeline: number of layers of each rank, of which rank 0 has the last ones
+    bandwidth       bytes/s that its slowest link should carry; 0 if that is not known
     """
 
     kind: str
@@ -309,6 +311,7 @@ class Candidate:
     memory: tuple[RankMemory, ...] = ()
     speed: SpeedEstimate | None = None
     split: tuple[int, ...] = ()
+    bandwidth: float = 0.0
 
     def request_seconds(self, workload: Workload) -> float:
         """Return the expected seconds of a request; infinite without an estimate."""
@@ -582,6 +585,8 @@ class CandidateFinder:
         if links:
             kind = max((k for k in RINGS if RINGS[k] in {x.network for x in links}), key=list(RINGS).index)
         pairs = links_of(group, matrix)
+        mbps = min((link.mbps for link in links), default=0)  # 0 if it is unknown for one of them
+        known = kind in (JACCL_MESH, JACCL_RING, RING_THUNDERBOLT) or (kind == RING_ETHERNET and mbps)
         reason = next((each.reason for each in self.failed if each.is_in(kind, pairs)), "")
         return Candidate(
             kind=kind,
@@ -603,8 +608,9 @@ class CandidateFinder:
                 costs=cut.costs if cut else (),
                 fast_fences=self.fast_fences,
                 measured=self.measured,
-                mbps=min((link.mbps for link in links), default=0),  # 0 if it is unknown for one of them
+                mbps=mbps,
             ),
+            bandwidth=link_bandwidth(kind, mbps) if known else 0.0,
         )
 
 

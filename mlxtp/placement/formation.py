@@ -29,7 +29,7 @@ THUNDERBOLT_5_GBPS = 80  #: Gb/s in each direction; Thunderbolt 4 and USB4 end a
 MAC_STUDIO = "Mac Studio"
 RDMA_SINCE = (26, 2)  #: The first macOS with RDMA over Thunderbolt (Apple's TN3205).
 MUCH_SLOWER = 10  #: Factor by which a link may be slower than it should be before users are told.
-_REPLUG = "unplug the cable and plug it in again, and look with: system_profiler SPThunderboltDataType"
+REPLUG = "unplug the cable and plug it in again; on a Mac, look with: system_profiler SPThunderboltDataType"
 RDMA, BRIDGE, CABLE, ADDRESS, POWER = "rdma", "bridge", "cable", "address", "power"  #: Subjects of a note.
 
 
@@ -101,7 +101,7 @@ def _of_cabled_port(machine: Machine, port: Port) -> Iterator[Advice]:
         yield Advice(
             CABLE,
             f"{_name(port)} runs at {mbps} Mb/s, and its cable does {port.gbps} Gb/s: macOS uses it as USB",
-            f"To do: {_REPLUG}",
+            _sentence(REPLUG),
         )
     if port.hub:
         yield Advice(

@@ -16,6 +16,7 @@ from ..wire.cluster_messages import FabricResult
 from ..wire.codecs import record
 from ..wire.messages import MAX_TIMED_BYTES, MAX_TIMED_ROUNDS
 from .cost_model import Collective
+from .formation import MUCH_SLOWER
 
 SIZES = tuple(1024 * 4**i for i in range(8))  #: Bytes: 1 KiB to 16 MiB.
 CHAIN_BYTES = SIZES[0]
@@ -24,6 +25,8 @@ EACH_S = 0.15  #: Seconds, more or less, for timing one kind of collective over 
 SLOW_S = 0.5
 MOST_ROUNDS = 100
 MAX_RESULTS = 32  #: Results that are kept.
+LINK_BYTES = SIZES[5]  #: Of the sums by which the links of a new group are judged.
+LINK_ROUNDS = 3
 _TEXT = 1
 
 _RECORD = record(FabricResult)
@@ -94,6 +97,17 @@ def bandwidth(result: FabricResult) -> float:
     more_s = result.sums_s[-1] - result.sums_s[0]
     more_bytes = (result.sizes[-1] - result.sizes[0]) * sum_share(len(result.nodes))
     return more_bytes / more_s if more_s > 0 else 0.0
+
+
+def slow_link(kind: str, expected: float, ranks: int, seconds: float) -> str:
+    """Return in words that the links of a group carry far less than `expected` bytes/s; else "".
+
+    `seconds` are those of a sum of `LINK_BYTES` over so many ranks.
+    """
+    carried = LINK_BYTES * sum_share(ranks) / max(seconds, 1e-9)
+    if carried * MUCH_SLOWER > expected:
+        return ""
+    return f"{kind} carries {carried / 1e6:,.1f} MB/s, where {expected / 1e6:,.0f} MB/s are expected"
 
 
 def sum_share(ranks: int) -> float:

@@ -501,6 +501,11 @@ def test_memory_that_ended_ranks_left_wired_is_shown(agent: Agent, monkeypatch: 
     assert "\n  90.0 GB stayed wired\n" in mlxtp(agent.home, "status").output
 
 
+def test_a_link_that_is_far_too_slow_is_shown(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent.admin, "status", lambda: {**STATUS, "slow_link": "it carries 12.5 MB/s"})
+    assert "\n  it carries 12.5 MB/s\n" in mlxtp(agent.home, "status").output
+
+
 def test_the_status_of_an_agent_that_keeps_to_itself(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = {name: STATUS[name] for name in ("state", "reason", "model", "epoch", "caches", "ranks")} | {
         "deployments": [{**TWO_REPLICAS, "groups": [GROUP]}],

@@ -186,6 +186,8 @@ CASES: list[tuple[str, Change, Level, str, str]] = [
      "1 over rdma_en4, 2 over rdma_en5; owners report room for two or three", "restart this Mac"),
     ("cables", _mac(ULTRA), Level.WARNING, "next to Ethernet", "Move the cable"),
     ("cables", _mac(OLD_BOOK), Level.INFO, "ports leads to another Mac", ""),
+    ("serving", _of("agent", slow_link="ring over Thunderbolt carries 12.5 MB/s, where 3,000"), Level.WARNING,
+     "carries 12.5 MB/s", "plug it in again"),
     ("bridge", _mac(MINI), Level.WARNING, "errno 22", "sudo ifconfig bridge0 down"),
     ("addresses", _mac(FACTORY), Level.WARNING, "bridge has only 169.254.31.7",
      "sudo networksetup -setmanual 'Thunderbolt Bridge' 10.201."),

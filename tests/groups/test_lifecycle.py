@@ -28,6 +28,7 @@ from mlxtp.groups.lifecycle import EpochPlan
 from mlxtp.groups.process_group import EpochGroup
 from mlxtp.models import self_test
 from mlxtp.models.inspect import ModelSource, open_model
+from mlxtp.placement.cost_model import RING_THUNDERBOLT
 from mlxtp.wire.messages import Delta, Pong
 
 from ..gateway.test_gateway import DEPLOYMENT, GROUP, MODEL, TEXT, FakeRanks, everything
@@ -245,6 +246,22 @@ def test_a_limit_that_comes_while_a_fabric_is_measured_waits_until_it_is(
         assert times.collective_s == 1.0
         assert (supervisor.status.state, supervisor.kv.tokens) == (ServingState.READY, 700)
         assert budgets(stage, "budget") == [700, 700]
+
+    play(tmp_path, source, story)
+
+
+def test_links_are_judged_when_a_model_has_loaded_on_several_macs(
+    tmp_path: Path, source: ModelSource
+) -> None:
+    async def story(stage: Stage) -> None:
+        loader, cabled = stage.supervisor.loader, EpochGroup(2, 2, "ring", kind=RING_THUNDERBOLT)
+        await stage.serves(1, replace(cabled, bandwidth=3e9))
+        assert loader.slow_link == "ring over Thunderbolt carries 1.0 MB/s, where 3,000 MB/s are expected"
+        for number, group in ((2, replace(cabled, bandwidth=9e6)), (3, cabled)):
+            stage.supervisor.end_epoch(GroupError("another plan", Code.REPLANNED))
+            await sees(lambda: not stage.supervisor.status.in_epoch)
+            await stage.serves(number, group)
+            assert loader.slow_link == ""
 
     play(tmp_path, source, story)
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from mlxtp.placement.cost_model import JACCL_MESH, RING_ETHERNET, RING_THUNDERBOLT
 from mlxtp.placement.measurements import (
     EACH_S,
+    LINK_BYTES,
     MAX_RESULTS,
     MOST_ROUNDS,
     SIZES,
@@ -25,12 +26,14 @@ from mlxtp.placement.measurements import (
     merged,
     rounds,
     sizes,
+    slow_link,
     to_text,
 )
 from mlxtp.placement.planner import PlacementOptions, plan
+from mlxtp.placement.topology import MemberMachine
 from mlxtp.wire.cluster_messages import FabricResult
 
-from .made_up_macs import all_pairs, cabled, mac, node_id, on_lan, shape
+from .made_up_macs import add, all_pairs, cabled, ethernet, mac, node_id, on_lan, shape
 
 A, B, C = (node_id(i) for i in range(3))
 RESULT = FabricResult(
@@ -188,3 +191,26 @@ def test_a_slow_cable_is_left_for_a_measured_ring() -> None:
     slow = replace(RESULT, backend="jaccl", kind=JACCL_MESH, fast_fences=True, collective_s=1e-3)
     known = PlacementOptions(fast_fences=True, measured=measured([slow], fast_fences=True))
     assert plan(desk, large, A, known).backend == "ring"
+
+
+def test_a_link_is_called_slow_at_a_tenth_of_what_it_should_carry() -> None:
+    mib_s = LINK_BYTES / 12.5e6  # 100 Mb/s
+    said = slow_link(RING_THUNDERBOLT, 3e9, 2, mib_s)
+    assert said == "ring over Thunderbolt carries 12.5 MB/s, where 3,000 MB/s are expected"
+    assert slow_link(RING_THUNDERBOLT, 3e9, 4, mib_s * 1.5) == said
+    assert slow_link(RING_THUNDERBOLT, 125e6, 2, mib_s)
+    assert slow_link(RING_THUNDERBOLT, 124e6, 2, mib_s) == ""
+
+
+def test_what_links_should_carry_is_known_of_cables_and_of_ethernet_with_a_speed() -> None:
+    def expected(macs: list[MemberMachine], **options: Any) -> float:
+        chosen = plan(macs, shape(), A, PlacementOptions(nodes=2, **options)).chosen
+        assert chosen is not None
+        return chosen.bandwidth
+
+    two = [mac(0), mac(1)]
+    unknown = [add(m, [ethernet(f"10.1.0.{i + 1}", mbps=0)]) for i, m in enumerate(two)]
+    assert expected(cabled(two, all_pairs(2))) == 8e9
+    assert expected(cabled(two, all_pairs(2)), backend="ring") == 3e9
+    assert expected(on_lan(two)) == 1.25e9
+    assert expected(unknown) == 0

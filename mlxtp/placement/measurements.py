@@ -25,8 +25,8 @@ EACH_S = 0.15  #: Seconds, more or less, for timing one kind of collective over 
 SLOW_S = 0.5
 MOST_ROUNDS = 100
 MAX_RESULTS = 32  #: Results that are kept.
-LINK_BYTES = SIZES[5]  #: Of the sums by which the links of a new group are judged.
-LINK_ROUNDS = 3
+LINK_BYTES = SIZES[6]  #: Of the sums by which the links of a new group are judged.
+LINK_TRIES = 3  #: Of these sums, of which the fastest counts: a busy Mac slows others.
 _TEXT = 1
 
 _RECORD = record(FabricResult)

@@ -218,6 +218,20 @@ def test_memory_of_a_group_beside_the_serving_one_counts_as_held(
     play(tmp_path, member, story)
 
 
+def test_plans_know_both_ends_of_a_control_link(tmp_path: Path, member: Member) -> None:
+    """Link-local addresses count where they are these two."""
+
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        a.local, a.remote = "169.254.31.7", "169.254.88.10"
+        node.live(a)
+        node.hear(a, report(MACHINE))
+        (found,) = (each for each in node.parts.machines.members() if each.node_id == A)
+        assert (found.control_from, found.control_address) == (a.local, a.remote)
+
+    play(tmp_path, member, story)
+
+
 def test_a_group_that_fails_after_it_served_is_proven_no_longer(
     tmp_path: Path, member: Member, weights: ModelSource
 ) -> None:

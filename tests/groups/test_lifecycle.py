@@ -256,8 +256,8 @@ def test_links_are_judged_when_a_model_has_loaded_on_several_macs(
     async def story(stage: Stage) -> None:
         loader, cabled = stage.supervisor.loader, EpochGroup(2, 2, "ring", kind=RING_THUNDERBOLT)
         await stage.serves(1, replace(cabled, bandwidth=3e9))
-        assert loader.slow_link == "ring over Thunderbolt carries 1.0 MB/s, where 3,000 MB/s are expected"
-        for number, group in ((2, replace(cabled, bandwidth=9e6)), (3, cabled)):
+        assert loader.slow_link == "ring over Thunderbolt carries 4.2 MB/s, where 3,000 MB/s are expected"
+        for number, group in ((2, replace(cabled, bandwidth=41e6)), (3, cabled)):
             stage.supervisor.end_epoch(GroupError("another plan", Code.REPLANNED))
             await sees(lambda: not stage.supervisor.status.in_epoch)
             await stage.serves(number, group)

@@ -260,7 +260,7 @@ def _port_address(port: Port) -> str:
 
 def _bridge_down(machine: Machine) -> str:
     if not machine.bridge_service:
-        return "after each restart: sudo ifconfig bridge0 down (no network service has it)"
+        return "after each restart: sudo ifconfig bridge0 down (no network service is known to have it)"
     service = shlex.quote(machine.bridge_service)
     return (
         "until the next restart: sudo ifconfig bridge0 down; for good: sudo networksetup"

@@ -483,7 +483,16 @@ def _costs(shape: ModelShape, ranks: Sequence[RankHardware], reading: float) -> 
 #: Bytes that a rank needs beside weights and caches: Python, MLX, the arrays of one chunk.
 HEADROOM_BYTES = 512 * 1024**2
 HEADROOM_SHARE = 0.07  #: Share of a rank's weights that loading takes on top at its peak.
-_LARGE_MAC = 36 * 1024**3  #: Bytes of memory from which macOS lets the GPU wire more.
+_GIB = 1024**3
+#: Bytes of memory, and those of it that Metal recommends for the GPU: several owners' reports.
+_GPU_BYTES = (
+    (36 * _GIB, 27 * _GIB),
+    (48 * _GIB, 38_338 << 20),
+    (64 * _GIB, 53_084 << 20),
+    (128 * _GIB, 215 * _GIB // 2),
+    (256 * _GIB, 212_992 << 20),
+)
+_FOR_MACOS_BYTES = 48 * _GIB  #: Bytes that Metal leaves macOS on a Mac of 256 GiB or 512 GiB, by the same.
 
 
 @dataclass(frozen=True, slots=True)
@@ -554,8 +563,13 @@ def usable_bytes(member: MemberMachine) -> int:
 
 
 def default_gpu_bytes(memory_bytes: int) -> int:
-    """Return the bytes that macOS lets a GPU wire by default: 2/3 of small memory, 3/4 of 36 GiB and more.
+    """Return the bytes that macOS lets a GPU wire by default, until MLX on that Mac reports its own figure.
 
-    A 36 GiB M4 Max reports a recommendedMaxWorkingSetSize of 27 GiB.
+    2/3 of less than 36 GiB, all but 48 GiB from 256 GiB on, and in between interpolated from `_GPU_BYTES`.
     """
-    return memory_bytes * 2 // 3 if memory_bytes < _LARGE_MAC else memory_bytes * 3 // 4
+    if memory_bytes < _GPU_BYTES[0][0]:
+        return memory_bytes * 2 // 3
+    for (less, low), (more, high) in pairwise(_GPU_BYTES):
+        if memory_bytes < more:
+            return low + (memory_bytes - less) * (high - low) // (more - less)
+    return memory_bytes - _FOR_MACOS_BYTES

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from ipaddress import AddressValueError, IPv4Address
 from typing import Any, Generic, TypeVar
 
+from .. import free_memory
 from ..wire.cluster_messages import MAX_INTERFACES, MAX_PORTS, MAX_SERVICE, Interface
 from ..wire.codecs import U63
 
@@ -236,18 +237,12 @@ class MemoryReading:
     wired_bytes: int = 0
 
 
-_PAGE_SIZE = re.compile(r"page size of (\d{1,9}) bytes", re.ASCII)
-
-
 def parse_vm_stat(text: str) -> Reading[MemoryReading]:
-    """Read page counts. Available is what is free, read ahead, or not used lately, as psutil counts it."""
-    found = _PAGE_SIZE.search(text[:1000])
-    page = int(found[1]) if found else 0
-    pages = {name.strip(): count(value, U63) for name, colon, value in _parted(text, ":") if colon}
-    if not page or "Pages free" not in pages or "Pages wired down" not in pages:
+    """Read free and wired memory, as `free_memory.parse_vm_stat` counts them."""
+    found = free_memory.parse_vm_stat(text)
+    if found is None:
         return Reading(MemoryReading(), ("free memory", "wired memory"))
-    free = sum(pages.get(f"Pages {kind}", 0) for kind in ("free", "speculative", "inactive"))
-    return Reading(MemoryReading(min(free * page, U63), min(pages["Pages wired down"] * page, U63)))
+    return Reading(MemoryReading(*(min(size, U63) for size in found)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,12 +148,10 @@ def test_the_gpu_may_wire_what_the_user_set() -> None:
     assert machine(ULTRA).gpu_bytes == 458752 * 2**20
 
 
-@pytest.mark.parametrize(("memory_gb", "gpu_gb"), [(24, 16), (36, 27), (64, 48)])
-def test_else_it_may_wire_two_thirds_of_a_small_memory_and_three_quarters_of_a_large_one(
-    memory_gb: int, gpu_gb: int
-) -> None:
+@pytest.mark.parametrize(("memory_gb", "gpu_mib"), [(24, 16 * 1024), (36, 27 * 1024), (64, 53_084)])
+def test_else_it_may_wire_as_much_as_metal_reports_of_such_macs(memory_gb: int, gpu_mib: int) -> None:
     smaller = recorded(MINI)["sysctl"].replace(str(64 * GB), str(memory_gb * GB))
-    assert machine(MINI, sysctl=smaller).gpu_bytes == gpu_gb * GB
+    assert machine(MINI, sysctl=smaller).gpu_bytes == gpu_mib << 20
 
 
 def test_a_limit_beyond_the_memory_is_the_memory() -> None:

@@ -10,7 +10,6 @@ import pytest
 from mlxtp.placement.probe_macos import (
     SERVICES,
     Bus,
-    MemoryReading,
     NetworkDevice,
     Output,
     Reading,
@@ -115,16 +114,43 @@ def test_a_name_that_sysctl_does_not_know_is_left_out() -> None:
     assert (reading.value.release, reading.value.wired_limit_bytes) == ("14.6.1", 0)
 
 
-def test_available_is_what_is_free_or_could_be() -> None:
-    text = (
-        "Mach Virtual Memory Statistics: (page size of 4096 bytes)\nPages free: 10.\nPages active: 900.\n"
-        "Pages inactive: 20.\nPages speculative: 3.\nPages wired down: 7.\n"
-    )
-    assert parse_vm_stat(text) == Reading(MemoryReading(33 * 4096, 7 * 4096))
+#: Two outputs that owners published. Active and inactive alone do not tell the file cache from programs.
+CAPTURED = """Mach Virtual Memory Statistics: (page size of 16384 bytes)
+Pages free:                                   {}.
+Pages active:                                {}.
+Pages inactive:                               {}.
+Pages speculative:                             {}.
+Pages throttled:                                   0.
+Pages wired down:                             {}.
+Pages purgeable:                               {}.
+"Translation faults":                    14026101855.
+File-backed pages:                           {}.
+Anonymous pages:                              {}.
+"""
+
+
+@pytest.mark.parametrize(
+    ("pages", "free_gb"),
+    [
+        ((316945, 1027099, 971814, 81769, 206856, 20325, 1393814, 686868), 28.4),
+        ((18660, 657327, 656870, 566, 275610, 93652, 436701, 878062), 9.0),
+    ],
+)
+def test_free_is_what_no_program_has_and_what_files_have_or_programs_may_lose(
+    pages: tuple[int, ...], free_gb: float
+) -> None:
+    _, active, inactive, read_ahead, wired, _, files, anonymous = pages
+    assert active + inactive + read_ahead == files + anonymous, "files have what is read ahead"
+    found = parse_vm_stat(CAPTURED.format(*pages))
+    assert found.missing == ()
+    assert found.value.free_bytes / 1e9 == pytest.approx(free_gb, abs=0.05)
+    assert found.value.wired_bytes == wired * 16384
 
 
 def test_without_a_page_size_pages_say_nothing() -> None:
-    assert parse_vm_stat("Pages free: 10.\nPages wired down: 7.\n").missing == ("free memory", "wired memory")
+    text = CAPTURED.format(*range(8))
+    for lacks in ("page size", "Pages free", "Pages wired", "Pages purgeable", "File-backed"):
+        assert parse_vm_stat(text.replace(lacks, "")).missing == ("free memory", "wired memory")
 
 
 # --- networksetup -----------------------------------------------------------------------------------------

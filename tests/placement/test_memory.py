@@ -5,8 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from mlxtp.placement.cost_model import HEADROOM_BYTES, RankMemory, fits_beside, rank_memory, usable_bytes
+from mlxtp.placement.cost_model import (
+    HEADROOM_BYTES,
+    RankMemory,
+    default_gpu_bytes,
+    fits_beside,
+    rank_memory,
+    usable_bytes,
+)
 
 from .made_up_macs import GIB, changed, mac, shape
 
@@ -22,9 +31,21 @@ def test_what_our_own_rank_holds_will_be_free() -> None:
     assert usable_bytes(busy) == 40 * GIB
 
 
-@pytest.mark.parametrize(("memory", "share"), [(16, 2 / 3), (36, 3 / 4), (48, 3 / 4), (512, 3 / 4)])
-def test_an_unknown_limit_is_macos_own(memory: int, share: float) -> None:
-    assert usable_bytes(mac(0, memory=memory, gpu_bytes=0)) == pytest.approx(memory * GIB * share, rel=1e-9)
+@pytest.mark.parametrize(
+    ("memory", "mib"),
+    [
+        (16, 10_922), (35, 23_893), (36, 27 * 1024), (48, 38_338), (56, 45_711), (64, 53_084), (128, 110_080),
+        (256, 212_992), (512, 475_136),
+    ],
+)  # fmt: skip
+def test_an_unknown_limit_is_what_metal_reports_of_such_a_mac(memory: int, mib: int) -> None:
+    assert usable_bytes(mac(0, memory=memory, gpu_bytes=0)) >> 20 == mib
+
+
+@given(st.integers(0, 1024 * GIB), st.integers(0, 1024 * GIB))
+def test_more_memory_never_has_a_lower_limit_nor_one_beyond_it(one: int, other: int) -> None:
+    low, high = sorted((one, other))
+    assert 0 <= default_gpu_bytes(low) <= default_gpu_bytes(high) <= high
 
 
 def test_elsewhere_there_is_no_such_limit() -> None:

@@ -276,7 +276,11 @@ _OF_A_GROUP: tuple[tuple[str, str, Callable[[GroupSnapshot], float | None]], ...
 
 #: Metrics of each rank's newest heartbeat: name, help, reader.
 _OF_A_RANK: tuple[tuple[str, str, Callable[[Pong], float]], ...] = (
-    ("mlxtp_rank_memory_bytes", "Memory that MLX holds on a rank.", lambda pong: pong.memory_bytes),
+    (
+        "mlxtp_rank_memory_bytes",
+        "Memory that MLX holds on a rank, with what it keeps for reuse.",
+        lambda pong: pong.memory_bytes,
+    ),
     (
         "mlxtp_rank_peak_memory_bytes",
         "The most memory that MLX held on a rank in this epoch.",

@@ -16,6 +16,7 @@ import mlx.core as mx
 
 from ..chunks import bounded
 from ..errors import Code, GroupError, LocalProtocolError, MlxtpError
+from ..free_memory import free_bytes
 from ..wire.messages import (
     RESTS,
     Arrange,
@@ -50,12 +51,15 @@ from .loader import ModelShare, load, run_alone
 from .mlx_compat import code_of
 from .mtp_head import read_head
 from .pipeline import Border
-from .runner import Runner
+from .runner import Runner, clear_pool
 from .sampler import Chooser, Chosen, LogitShaping
 from .steps import Score
 from .telemetry import PROMPT, PROMPTS, STEP, CacheUse, Phase, RankTelemetry
 
 KV_TYPE_BITS = 16  # bits of a key's or value's number that is not quantized
+#: Bytes that MLX may keep for reuse on Metal, where its own bound is nearly all memory. An assumption: the
+#: arrays of a chunk of 2,048 tokens are below 0.25 GB each, and few of them are there at one time.
+POOL_BYTES = 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +279,7 @@ class RankExecutor:
 
     def give_back(self) -> None:
         """Free the model and all caches. A Mac may lose memory that a process has wired when it ends."""
-        self._unload(clear=mx.metal.is_available())
+        self._unload()
         mx.set_wired_limit(0)
 
     def _init(self) -> InitDone:
@@ -320,6 +324,9 @@ class RankExecutor:
     def _load(self, command: LoadShard) -> Loaded | Error:
         self.status.enter("loading")
         path = command.paths[self.bootstrap.rank] if command.paths else command.path
+        if mx.metal.is_available():
+            mx.set_cache_limit(POOL_BYTES)
+        refused: Error | None = None
         try:
             headed = self.bootstrap.speculation in ("auto", "mtp")
             how = (command.split, read_head) if headed else (command.split,)
@@ -330,10 +337,14 @@ class RankExecutor:
                 first = partial(self._first_forwards, chunk)
                 run_alone(self.loaded, self._group.size, first)
         except MlxtpError as error:
-            self._unload()
-            return Error(error.code, error.detail, 0)
+            refused = Error(error.code, error.detail, 0)
         finally:
             self.status.enter("idle")
+        if refused is not None:  # now no frame of the exception holds the weights that were read
+            self._unload()
+            return refused
+        assert self.loaded is not None
+        assert self.caches is not None
         loaded = self.loaded
         self.eos = loaded.eos | frozenset(command.eos)
         self._runner = self._new_runner(self._counter)
@@ -355,7 +366,7 @@ class RankExecutor:
             tuple(sorted(self.eos)),
             loaded.peak_bytes,
             token_bytes or min(loaded.kv_row_bytes, 1),
-            kv_room_bytes(self.bootstrap.world_size),
+            kv_room_bytes(ranks_here(self.bootstrap)),
             loaded.kv_row_bytes,
             self.bootstrap.prefix_cache and self.caches.reusable and not self.caches.cuttable,
             loaded.stage.layers if loaded.stage else (),
@@ -376,10 +387,9 @@ class RankExecutor:
         runner.first_forwards(chunk)
         del runner
         gc.collect()  # graphs that were traced hold the runner that holds them
-        mx.clear_cache()
+        clear_pool()
 
-    def _unload(self, *, clear: bool = True) -> None:
-        """Without Metal, `clear` waits for messages of other ranks and holds the GIL meanwhile."""
+    def _unload(self) -> None:
         if self.disk is not None:
             self.disk.close()
         self.disk = None
@@ -390,6 +400,7 @@ class RankExecutor:
         status = self.status
         status.model, status.weight_bytes, status.load_peak_bytes, status.caches = "", 0, 0, CacheUse()
         status.staged(0.0, 0.0)
+        clear_pool()
 
     @property
     def runner(self) -> Runner:
@@ -429,15 +440,26 @@ def _scored(arrays: tuple[mx.array, mx.array, mx.array]) -> list[Score]:
     ]
 
 
-def kv_room_bytes(ranks_here: int) -> int:
+def gpu_bytes() -> int:
+    """Return the bytes that Metal recommends for all use of this machine's GPU; 0 without Metal."""
+    metal = mx.metal.is_available()
+    return int(mx.device_info()["max_recommended_working_set_size"]) if metal else 0
+
+
+def ranks_here(bootstrap: Bootstrap) -> int:
+    """Return the ranks of a group that share this rank's machine: those at its address, itself included."""
+    addresses = [host.rpartition(":")[0] for host in bootstrap.hosts]
+    mine = addresses[bootstrap.rank] if addresses else ""
+    return addresses.count(mine) if mine else 1  # JACCL has no addresses, and one rank on each Mac
+
+
+def kv_room_bytes(ranks: int) -> int:
     """Return bytes for this rank's KV caches: three quarters of the memory that is free now.
 
-    On Metal, free is the system's recommendation for the GPU less the memory in use. Elsewhere the ranks of
-    one machine share the available memory.
+    `ranks` share what the machine has free. On Metal it is at most the system's recommendation for the GPU,
+    less what this rank has: other ranks and programs count in the former alone.
     """
+    room = free_bytes() // ranks
     if mx.metal.is_available():
-        limit = int(mx.device_info()["max_recommended_working_set_size"])
-        return max(limit - mx.get_active_memory(), 0) * 3 // 4
-    import psutil
-
-    return psutil.virtual_memory().available * 3 // 4 // ranks_here
+        room = min(room, gpu_bytes() - mx.get_active_memory())
+    return max(room, 0) * 3 // 4

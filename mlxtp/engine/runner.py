@@ -242,6 +242,7 @@ class Runner:
             if frame.save:
                 self.border.flush(self.forwards)
                 self.kept.insert(frame.save, snapshot(caches, end), end, frame.covers)
+            clear_pool()  # scores over all keys have another size in each chunk
             return Chosen(done, (), (), {}, self.forwards)
         outcome = self._first_tokens(
             local, (frame.uid,), (frame.total,), frame,
@@ -390,6 +391,8 @@ class Runner:
             kept = self._batch.leave(uid, keep)
         if kept is not None:
             self.kept.insert(uid, kept, keep, covers)
+        if not self._batch.rows and not self._prefilling:
+            clear_pool()
         return count
 
     def evict(self, uids: tuple[int, ...]) -> None:
@@ -540,9 +543,17 @@ class Runner:
         self.forwards += 1
         for uid in uids:
             self._forwards[uid] = self._forwards[uid][0] + 1, self.forwards
-        # Without Metal it keeps 32 MB at most, and waits for messages of others, with the GIL, to free them.
-        if self.forwards % CLEAR_EVERY == 0 and mx.metal.is_available():
-            mx.clear_cache()
+        if self.forwards % CLEAR_EVERY == 0:
+            clear_pool()
+
+
+def clear_pool() -> None:
+    """Give the buffers that MLX keeps for reuse back to the system, at frames that all ranks have alike.
+
+    Without Metal it keeps 32 MB at most, and waits for messages of others, with the GIL, to free them.
+    """
+    if mx.metal.is_available():
+        mx.clear_cache()
 
 
 def _order_without(row: int, rows: int) -> list[int]:

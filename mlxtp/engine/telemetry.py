@@ -267,6 +267,7 @@ class RankTelemetry:
     def pong(self) -> Pong:
         import mlx.core as mx
 
+        pool_bytes = mx.get_cache_memory()
         since = self._since  # read before the time, because the main thread may begin a phase meanwhile
         return Pong(
             phase=self.phase,
@@ -276,7 +277,7 @@ class RankTelemetry:
             forwards=self.forwards,
             collectives=self.collectives,
             emitted=self.emitted,
-            memory_bytes=mx.get_active_memory(),
+            memory_bytes=mx.get_active_memory() + pool_bytes,
             peak_memory_bytes=mx.get_peak_memory(),
             model=self.model,
             weight_bytes=self.weight_bytes,
@@ -294,6 +295,7 @@ class RankTelemetry:
             decode_widths=self.drafts.widths,
             draft_gain=self.drafts.gain,
             mtp=self.drafts.mtp,
+            pool_bytes=pool_bytes,
             **asdict(self.caches),
         )
 

@@ -265,7 +265,7 @@ def run(process: RankProcessLinks, listener: socket.socket | None, identity: Pat
         process.listen_to_rank(link, other)
     counter = CollectiveCounter()
     counter.install()
-    from .executor import RankExecutor
+    from .executor import RankExecutor, gpu_bytes
     from .logit_shaping import RequestShaping
     from .sampler import LogitShaping
 
@@ -284,7 +284,7 @@ def run(process: RankProcessLinks, listener: socket.socket | None, identity: Pat
     import_mlx_lm()  # now no client waits for a token
 
     idle = _idle_wait(process, rank)
-    pipe.send(Done(jaccl=is_available("jaccl")))
+    pipe.send(Done(jaccl=is_available("jaccl"), gpu_bytes=gpu_bytes()))
     process.status.enter("idle")
     if process.rank == 0:
         from .decode_loop import DecodeLoop, Followers

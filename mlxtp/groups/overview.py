@@ -161,7 +161,8 @@ WORK_BYTES, WORK_SHARE = 1024 * MIB, 8  # bytes; one part in so many of its weig
 class RankAccount:
     """Memory of one rank of `group`, in bytes: its weights and budget of KV caches, and what it reports.
 
-    `memory_bytes` and `kv_bytes` are those of its newest heartbeat, `kv_budget` the bound in force (0: none).
+    `memory_bytes` and `kv_bytes` are those of its newest heartbeat, the former without what MLX keeps for
+    reuse. `kv_budget` is the bound in force (0: none).
     """
 
     group: str
@@ -240,5 +241,5 @@ class MemoryCheck:
             budget = kv.loaded.kv_bytes if kv.limit_bytes else 0
             for rank, node_id in enumerate(ranks.group.nodes):
                 if (pong := ranks.watch.pongs.get(rank)) is not None:
-                    held = pong.memory_bytes, pong.kv_bytes
+                    held = pong.memory_bytes - pong.pool_bytes, pong.kv_bytes
                     yield RankAccount(name, node_id, pong.weight_bytes, budget, *held)

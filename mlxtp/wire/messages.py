@@ -165,6 +165,8 @@ class Pong(Message):
     draft model. `right_at` counts the right ones by their place in a draft. In `decode_steps` the widest rows
     were fed `decode_widths` tokens in all. `draft_gain` is the speed of recent steps, in that of steps
     without drafts; 0 if it is not known. `mtp`: the model's MTP head is loaded.
+
+    Of `memory_bytes`, MLX keeps `pool_bytes` for reuse; arrays have the rest.
     """
 
     TYPE: ClassVar[int] = 0x04
@@ -207,6 +209,7 @@ class Pong(Message):
     decode_widths: int = _f(_count, default=0)
     draft_gain: float = _f(_seconds, default=0.0)
     mtp: bool = _f(boolean(), default=False)
+    pool_bytes: int = _f(_count, default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -615,11 +618,13 @@ class Loaded(Message):
 class Done(Message):
     """Reply to Bootstrap, Unload and Shutdown.
 
-    After Bootstrap, `jaccl` reports whether MLX has JACCL on this machine.
+    After Bootstrap, `jaccl` reports whether MLX has JACCL on this machine, and `gpu_bytes` the memory that
+    Metal recommends for its GPU; 0 without Metal.
     """
 
     TYPE: ClassVar[int] = 0x1C
     jaccl: bool = _f(boolean(), default=False)
+    gpu_bytes: int = _f(_count, default=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,8 @@ def assert_nothing_is_loaded(cluster: Cluster) -> None:
         ranks = cluster.supervisor.status.ranks
         assert ranks is not None
         return all(
-            (p.model, p.weight_bytes, p.kv_bytes) == ("", 0, 0) and p.memory_bytes < EMPTY_BYTES
+            (p.model, p.weight_bytes, p.kv_bytes) == ("", 0, 0)
+            and p.memory_bytes - p.pool_bytes < EMPTY_BYTES
             for p in ranks.watch.pongs.values()
         )
 

@@ -389,6 +389,28 @@ def test_memory_that_no_row_needs_is_given_back_on_command(folder: Path, runner:
     assert runner.kv_bytes() == 0
 
 
+@pytest.mark.parametrize("metal", [True, False])
+def test_the_pool_is_emptied_between_chunks_and_once_nothing_runs(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch, metal: bool
+) -> None:
+    cleared: list[int] = []
+    monkeypatch.setattr(mx.metal, "is_available", lambda: metal)
+    monkeypatch.setattr(mx, "clear_cache", lambda: cleared.append(runner.forwards))
+    long = tuple(range(10, 22))
+    for start in range(0, 8, 4):
+        runner.prefill(PromptTokens(1, start, 12, long[start : start + 4]))
+    prefill(runner, 1, long, offset=8)
+    prefill(runner, 2, OTHER)
+    step(runner, {1: 12, 2: 5})
+    runner.stop(1, 12)
+    assert cleared == [1, 2] * metal
+    runner.prefill(PromptTokens(3, 0, 12, long[:4]))
+    runner.stop(2, 0)
+    assert cleared == [1, 2, 6] * metal, "a prompt is on its way"
+    runner.stop(3, 0)
+    assert cleared == [1, 2, 6, 6] * metal
+
+
 def test_what_kept_caches_hold_is_the_sum_of_their_arrays(runner: Runner) -> None:
     def same() -> bool:
         kept = [runner.kept.held(uid)[0] for uid in range(1, 6)]

@@ -58,7 +58,8 @@ class RankEnd:
 
     `status` is None when it never started, and negative for the signal that ended it. `asked_at`: its agent
     sent SIGTERM; `deaf`: in vain. `error` and `pong` are its newest messages. `memory` is the content of its
-    recorder. `key` is the epoch's, empty before it was sent. Times are time.monotonic(), 0 for never.
+    recorder. `key` is the epoch's, empty before it was sent. Times are time.monotonic(), 0 for never. With
+    `jaccl` its group forms over RDMA. `stranded_bytes`: memory that may be lost until a restart of the Mac.
     """
 
     rank: int
@@ -72,6 +73,15 @@ class RankEnd:
     ended_at: float = 0.0
     memory: bytes = b""
     key: bytes = b""
+    jaccl: bool = False
+    stranded_bytes: int = 0
+
+    @property
+    def stuck(self) -> bool:
+        """True if the agent killed it where it waited in a collective over RDMA, as far as it said."""
+        pong = self.pong
+        waits = pong is not None and (pong.in_flight > 0 or pong.phase in ("forming", "proving", "measuring"))
+        return self.deaf and self.jaccl and waits
 
     @property
     def by_agent(self) -> bool:

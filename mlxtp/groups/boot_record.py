@@ -18,11 +18,13 @@ from typing import Any, Self
 
 from ..errors import MlxtpError
 from ..identity.private_files import read_private, write_private
+from ..placement.cost_model import default_gpu_bytes
 from ..placement.formation import spending
 from ..wire.cluster_messages import MAX_NOTES, Machine
-from ..wire.codecs import U32
+from ..wire.codecs import U32, U63
 from ..wire.messages import Bootstrap
 from ..wire.rdma import devices, peers
+from .sleep import HERE
 
 log = logging.getLogger(__name__)
 
@@ -33,16 +35,25 @@ _UUID_BYTES = 64  #: Room for the 36 characters of `kern.bootsessionuuid`.
 
 @dataclass(frozen=True, slots=True)
 class BootRecord:
-    """Counts since the Mac started. `formations`: attempts to form a JACCL group, by RDMA device."""
+    """Counts since the Mac started.
+
+    `formations`: attempts to form a JACCL group, by RDMA device. `stranded_bytes`: memory that ranks left
+    wired when they ended.
+    """
 
     formations: Mapping[str, int] = field(default_factory=dict)
+    stranded_bytes: int = 0
 
     @classmethod
     def from_object(cls, value: Mapping[str, Any]) -> Self:
         """Read the file's object: what is missing or makes no sense counts as nothing."""
         formations = value.get("formations")
         pairs = formations.items() if isinstance(formations, dict) else ()
-        return cls({name: count for name, count in pairs if type(count) is int and 0 < count <= U32})
+        stranded = value.get("stranded_bytes")
+        return cls(
+            {name: count for name, count in pairs if type(count) is int and 0 < count <= U32},
+            stranded if type(stranded) is int and 0 < stranded <= U63 else 0,
+        )
 
     def formed(self, devices: Iterable[str]) -> Self:
         """Return the record with one more attempt over each of these devices."""
@@ -88,8 +99,19 @@ def count_formation(home: Path, bootstrap: Bootstrap) -> None:
 
 
 def counted(home: Path, machine: Machine) -> Machine:
-    """Return the machine with the attempts over each of its ports, and a note before the last one."""
-    formations = load(home).formations
+    """Return the machine with the attempts over each of its ports, and a note before the last one.
+
+    It also has the memory that is stranded, and MLX's figure for the GPU unless the user set a limit.
+    """
+    record = load(home)
+    formations = record.formations
+    if HERE.left is None:  # this agent has just started
+        HERE.left = record.stranded_bytes
+    if (stranded := HERE.stranded_bytes()) != record.stranded_bytes:
+        save(home, replace(record, stranded_bytes=stranded))
+    if HERE.gpu_bytes and machine.gpu_bytes == default_gpu_bytes(machine.memory_bytes):
+        machine = replace(machine, gpu_bytes=HERE.gpu_bytes)
+    machine = replace(machine, stranded_bytes=stranded)
     ports = tuple(replace(port, formed=formations.get(port.rdma, 0)) for port in machine.ports)
     machine = replace(machine, ports=ports)
     return replace(machine, notes=(*map(str, spending(machine)), *machine.notes)[:MAX_NOTES])

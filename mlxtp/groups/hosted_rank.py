@@ -41,6 +41,7 @@ from .ranks import (
     keep_failure,
     make_epoch_folder,
     sandbox_of,
+    with_stranded,
 )
 
 log = logging.getLogger(__name__)
@@ -164,7 +165,8 @@ class HostedRank:
         """Keep the records of a rank that failed, or whose epoch failed, unless it never started."""
         if not self.failure or (self._heart is None and end.by_agent):
             return
-        epoch, home, cause = self.order.epoch, self._settings.home, GroupError(self.failure, Code.RANK_LOST)
+        epoch, home = self.order.epoch, self._settings.home
+        cause = with_stranded(GroupError(self.failure, Code.RANK_LOST), (end,))
         failed = failure_store.FailedEpoch(epoch, self._settings.name, cause, reports=tuple(self._reports))
         self.failure = ""
         await keep_failure(home, failed, (end,))

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from ..api.backend import ModelInfo
 from ..config import Settings
@@ -22,6 +22,8 @@ from .ranks import WORKER, Worker
 from .status import GroupStatus
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 #: Called with the name of a stage that was just reached and the seconds since its epoch began.
 StageListener = Callable[[str, float], None]
@@ -102,7 +104,8 @@ class RanksBeside:
         """End these ranks, if there are any; at once if they failed by `error`."""
         if (ranks := self.ranks) is not None:
             try:
-                await _to_its_end(ranks.stop() if error is None else ranks.kill(error))
+                ending: Coroutine[Any, Any, object] = ranks.stop() if error is None else ranks.kill(error)
+                await _to_its_end(ending)
             finally:
                 self.ranks = None
 
@@ -226,7 +229,11 @@ class Supervisor:
         self.info = None
         status.failed(error)
         gateway.park(self.group, error)
-        await _to_its_end(ranks.stop() if error.code is Code.REPLANNED else ranks.kill(error))
+        if error.code is Code.REPLANNED:
+            await _to_its_end(ranks.stop())
+        else:
+            known = await _to_its_end(ranks.kill(error))
+            status.reason = error = known or error
         return _EpochEnd(plan.epoch, error, formed, served, ranks.at_ring)
 
     async def _rest(self, owner: EpochOwner, end: _EpochEnd) -> None:
@@ -296,8 +303,8 @@ class Supervisor:
             log.debug("the listener failed at %r", stage, exc_info=True)
 
 
-async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
-    """Await `work` to its end through any number of cancellations; then be cancelled."""
+async def _to_its_end(work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work` after any number of cancellations; then be cancelled instead."""
     task = asyncio.ensure_future(work)
     cancelled = False
     while not task.done():
@@ -307,4 +314,4 @@ async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
             cancelled = True
     if cancelled:
         raise asyncio.CancelledError
-    task.result()
+    return task.result()

@@ -53,6 +53,7 @@ from .ranks import (
     keep_failure,
     make_epoch_folder,
     sandbox_of,
+    with_stranded,
 )
 from .side_channel import RoundReplies, SideChannelHub
 
@@ -516,23 +517,27 @@ class ProcessGroup:
             log.debug("epoch %d did not end in order: %s", self.epoch, error)
         ends, self._over = await self._end(), True
         if wedged := [end.rank for end in ends if end.deaf]:
-            cause = GroupError(f"ranks {wedged} did not end, not even at SIGTERM", Code.RANK_STALLED)
+            words = f"ranks {wedged} did not end, not even at SIGTERM"
+            cause = with_stranded(GroupError(words, Code.RANK_STALLED), ends)
             if self.watch.health is not None:  # while MLX forms a group, no rank reads its messages
                 await self._keep(ends, cause)
 
-    async def kill(self, cause: MlxtpError | None = None) -> None:
+    async def kill(self, cause: MlxtpError | None = None) -> MlxtpError | None:
         """End what is left, here and elsewhere, because the epoch failed; its records are kept.
 
         `cause` is the reason, if no rank reported it: a model that was refused, a golden proof, a bug.
 
-        Planned ends are not recorded; they would clutter the failure list.
+        Planned ends are not recorded; they would clutter the failure list. Returns the cause, with the memory
+        that ranks which had to be killed may have lost.
         """
         ends = await self._end()
         if not self._over:
             self._over = True
-            cause = self.failed.result() if self.failed.done() else cause
-            if cause is None or cause.code not in _WISHED:
-                await self._keep(ends, cause or GroupError("the agent ended it", Code.INTERNAL))
+            found = self.failed.result() if self.failed.done() else cause
+            if found is None or found.code not in _WISHED:
+                found = found or GroupError("the agent ended it", Code.INTERNAL)
+                await self._keep(ends, with_stranded(found, ends))
+        return with_stranded(cause, ends) if cause is not None else None
 
     async def _end(self) -> list[failure_store.RankEnd]:
         """End what is left and reap every process."""

@@ -184,9 +184,11 @@ class RankProcess:
 
         Its caches go to `disk`. A bootstrap of another Mac chooses no folder here.
         """
-        self._end.key = bootstrap.epoch_key
+        self._end.key, self._end.jaccl = bootstrap.epoch_key, bootstrap.backend == "jaccl"
         self.send(replace(bootstrap, disk_folder=disk.folder, disk_bytes=disk.bytes))
-        return (await self.reply(Done)).jaccl
+        done = await self.reply(Done)
+        HERE.gpu_bytes = done.gpu_bytes or HERE.gpu_bytes
+        return done.jaccl
 
     def send(self, message: Message) -> None:
         """Send a message. Raises LinkError when the process is gone."""
@@ -257,7 +259,8 @@ class RankProcess:
             self._remove_recording()
         if self._counted:
             self._counted = False
-            await HERE.ended(self._epoch, end.pong.memory_bytes if end.pong is not None else 0)
+            held = end.pong.memory_bytes if end.pong is not None else 0
+            end.stranded_bytes = await HERE.ended(self._epoch, held, stuck=end.stuck)
         return end
 
     def _remove_recording(self) -> None:
@@ -501,6 +504,14 @@ def make_epoch_folder(folder: Path, *, needed: bool) -> None:
         if needed or not is_disk_full(error):
             raise GroupError(why, Code.FORM_FAILED) from None
         log.warning("%s; one rank alone goes on without", why)
+
+
+def with_stranded(cause: MlxtpError, ends: Iterable[RankEnd]) -> MlxtpError:
+    """Return the cause of a failure with the memory that ended ranks may have lost; else `cause` itself."""
+    if stranded := sum(end.stranded_bytes for end in ends):
+        words = f"{stranded / 1e9:.0f} GB may be stranded until this Mac restarts"
+        return type(cause)(f"{cause.detail.rstrip('.')}; {words}", cause.code)
+    return cause
 
 
 async def keep_failure(home: Path, failed: FailedEpoch, ends: Iterable[RankEnd]) -> None:

@@ -140,11 +140,17 @@ def left_bytes(before: int, after: int, held: int) -> int:
 
 
 class WiredMemory:
-    """Compares wired memory on this machine. Tests replace `look`."""
+    """Memory of this machine that ranks may wire, and that they left wired. Tests replace `look`.
+
+    gpu_bytes  what Metal recommends for the GPU, as a rank has reported; 0 until one has
+    left       what ended ranks left wired since the machine started; None until that is known
+    """
 
     def __init__(self, look: Callable[[], int | None] = wired_bytes) -> None:
         self.look = look
-        self._left = 0
+        self.gpu_bytes = 0
+        self.left: int | None = None
+        self._assumed = 0  #: Bytes of ranks that were killed in a collective, until they can be measured.
         self._ranks = 0
         self._before: int | None = None
         self._held = 0
@@ -155,26 +161,45 @@ class WiredMemory:
             self._before, self._held = self.look(), 0
         self._ranks += 1
 
-    async def ended(self, epoch: int, held: int) -> None:
-        """Note that a rank process that held so many bytes is gone. After the last one, log what is left."""
+    async def ended(self, epoch: int, held: int, *, stuck: bool = False) -> int:
+        """Note that a rank process that held so many bytes is gone. After the last one, log what is left.
+
+        `stuck`: it was killed in a collective of JACCL, which is said to strand what it holds. While others
+        run, that is assumed; then only what is measured counts. Returns the bytes that may be stranded.
+        """
         self._ranks -= 1
         self._held += held
         before = self._before
-        if self._ranks or before is None or self._held <= LITTLE_BYTES:
-            return
+        if before is None:
+            return 0
+        if self._ranks:
+            self._assumed += held * stuck
+            return held * stuck
+        self._assumed = 0
+        if self._held <= LITTLE_BYTES:
+            return 0
         for _ in range(LOOKS):
             if not (left := left_bytes(before, self.look() or 0, self._held)):
-                return
+                return 0
             await asyncio.sleep(LOOK_S)
-        self._left = min(self._left + left, self.look() or 0)
+        self.left = min((self.left or 0) + left, self.look() or 0)
         log.warning("epoch %d: %s", epoch, self.summary(), extra={"epoch": epoch})
+        return left
+
+    def stranded_bytes(self) -> int:
+        """Return the bytes that only a restart gives back. Forget them once less is wired: they came back."""
+        if (stranded := (self.left or 0) + self._assumed) > (self.look() or 0):
+            self.left = self._assumed = stranded = 0
+        return stranded
 
     def summary(self) -> str:
         """Return the memory that ended epochs left wired, for users; empty for none."""
-        if not self._left or self._left > (self.look() or 0):
+        stranded = self.stranded_bytes()
+        if not stranded:
             return ""
+        stayed = "may have stayed" if self._assumed else "stayed"
         return (
-            f"{self._left / GB:.1f} GB stayed wired after ranks of this Mac ended; only a restart of the Mac "
+            f"{stranded / GB:.1f} GB {stayed} wired after ranks of this Mac ended; only a restart of the Mac "
             "gives them back"
         )
 

@@ -618,6 +618,8 @@ def _no_room(rank: int, memory: RankMemory, layers: int = 0) -> str:
     """Return that a rank has too little memory for its share, or for so many layers."""
     has, needs = memory.available / GB, memory.needed / GB
     share = f" of {layers} layers" if layers else ""
+    if memory.stranded:
+        share += f"; {memory.stranded / GB:.1f} GB there may be stranded until that Mac restarts"
     return f"rank {rank} ({memory.name}) has {has:.1f} GB for {needs:.1f} GB{share}"
 
 

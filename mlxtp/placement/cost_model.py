@@ -497,7 +497,10 @@ _FOR_MACOS_BYTES = 48 * _GIB  #: Bytes that Metal leaves macOS on a Mac of 256 G
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """One rank's memory, in bytes. `available` is what it may have, `total` what its machine has."""
+    """One rank's memory, in bytes. `available` is what it may have, `total` what its machine has.
+
+    Until a restart, the machine is without what is `stranded`.
+    """
 
     node_id: str
     name: str
@@ -506,6 +509,7 @@ class RankMemory:
     headroom: int
     available: int
     total: int
+    stranded: int = 0
 
     @property
     def needed(self) -> int:
@@ -532,6 +536,7 @@ def rank_memory(
         headroom=_headroom(weights),
         available=usable_bytes(member) // sharing,
         total=member.machine.memory_bytes,
+        stranded=member.machine.stranded_bytes,
     )
 
 
@@ -554,12 +559,14 @@ def usable_bytes(member: MemberMachine) -> int:
     """Return the bytes that ranks may take there: at most what its GPU may wire, and at most what is free.
 
     Memory that a rank of ours holds counts as free: it ends before the next one begins. What is set aside for
-    other groups does not. If the GPU's limit is unknown, it is macOS's default.
+    other groups does not. If the GPU's limit is unknown, it is macOS's default. What is stranded there lowers
+    it; free memory has it out already.
     """
     machine = member.machine
     default = default_gpu_bytes(machine.memory_bytes) if machine.system == "macos" else machine.memory_bytes
     free = machine.free_bytes + member.held_bytes if machine.free_bytes else machine.memory_bytes
-    return max(0, min(machine.gpu_bytes or default, free) - member.taken_bytes)
+    limit = (machine.gpu_bytes or default) - machine.stranded_bytes
+    return max(0, min(limit, free) - member.taken_bytes)
 
 
 def default_gpu_bytes(memory_bytes: int) -> int:

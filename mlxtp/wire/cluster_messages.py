@@ -85,10 +85,11 @@ class Machine:
     """One machine. Sizes are in bytes.
 
     A value that could not be found out is 0 or empty, and `notes` has the reason. `chip` is Apple's name for
-    it ("Apple M3 Ultra"). `gpu_bytes` is the most memory its GPU may wire, `free_bytes` the memory that the
-    system calls available now. `rdma` is "enabled", "disabled" or "unsupported". `power` is "ac", "battery"
-    or "unknown". `notes` are sentences for people. `bridge_service` is the network service of bridge0, empty
-    without one; its name is translated, and users change it.
+    it ("Apple M3 Ultra"). `gpu_bytes` is the most memory its GPU may wire, `free_bytes` the memory that is
+    free now, `stranded_bytes` what ended ranks may have left wired until its restart. `rdma` is "enabled",
+    "disabled" or "unsupported". `power` is "ac", "battery" or "unknown". `notes` are sentences for people.
+    `bridge_service` is the network service of bridge0, empty without one; its name is translated, and users
+    change it.
     """
 
     system: str = _f(choice("macos", "linux", "other"))
@@ -109,6 +110,7 @@ class Machine:
     ports: tuple[Port, ...] = _f(records(Port, 0, MAX_PORTS), default=())
     notes: tuple[str, ...] = _f(texts(MAX_NOTES, 1000), default=())
     bridge_service: str = _f(text(MAX_SERVICE), default="")
+    stranded_bytes: int = _f(_count, default=0)
 
 
 # --- measurements of the collectives of one group of ranks -----------------------------------------------

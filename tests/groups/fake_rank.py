@@ -171,7 +171,8 @@ class FakeRank:
         self._orders.note(self._rank, "bootstrap", **told)
         if self._order.get("deaf"):
             return
-        self._say(Done(jaccl=self._order.get("jaccl", False)))
+        order = self._order
+        self._say(Done(jaccl=order.get("jaccl", False), gpu_bytes=order.get("gpu_bytes", 0)))
         if bootstrap.backend == "jaccl" and self._rank:
             self._say(SideChannel(1, b"%d" % self._rank))
 

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from mlxtp.groups import boot_record
 from mlxtp.groups.boot_record import FILE, BootRecord, boot_id, count_formation, counted, load, save
+from mlxtp.groups.sleep import WiredMemory
 from mlxtp.wire.messages import Bootstrap
 
-from ..placement.made_up_macs import cabled, mac, on_lan
+from ..placement.made_up_macs import GIB, cabled, mac, on_lan
 
 
 def test_what_a_boot_used_up_outlives_the_agent_and_ends_with_the_boot(tmp_path: Path) -> None:
@@ -32,7 +34,8 @@ def test_values_that_make_no_sense_count_as_nothing() -> None:
     assert BootRecord.from_object({"formations": {"a": -1, "b": "2", "c": True, "d": 3}}) == BootRecord(
         {"d": 3}
     )
-    assert BootRecord.from_object({"formations": [1]}) == BootRecord()
+    for nothing in ({"formations": [1]}, {"stranded_bytes": -1}, {"stranded_bytes": "1"}):
+        assert BootRecord.from_object(nothing) == BootRecord()
 
 
 def test_this_machine_has_a_boot_id() -> None:
@@ -76,3 +79,39 @@ def test_a_mac_reports_its_attempts_and_the_last_one_beforehand(tmp_path: Path) 
     assert max(map(len, machine.notes)) <= 300
     save(tmp_path, BootRecord())
     assert counted(tmp_path, studio) == studio
+
+
+def test_stranded_memory_is_taken_until_the_mac_restarts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    studio = mac(0, memory=512, gpu_bytes=0).machine
+
+    def agent(boot: str) -> WiredMemory:
+        """One that has just started."""
+        monkeypatch.setattr(boot_record, "boot_id", lambda: boot)
+        monkeypatch.setattr(boot_record, "HERE", here := WiredMemory(lambda: 300 * GIB))
+        assert counted(tmp_path, studio).system == "macos"
+        return here
+
+    agent("first").left = 90 * GIB
+    assert counted(tmp_path, studio).stranded_bytes == 90 * GIB
+    again = agent("first")
+    assert counted(tmp_path, studio).stranded_bytes == again.stranded_bytes() == 90 * GIB
+    agent("second")
+    assert counted(tmp_path, studio).stranded_bytes == 0
+    agent("third").left = 90 * GIB
+    assert counted(tmp_path, studio).stranded_bytes == 90 * GIB
+    late = agent("third")
+    late.look = lambda: 80 * GIB
+    assert counted(tmp_path, studio).stranded_bytes == 0, "so little is wired that it came back"
+    late.look = lambda: 300 * GIB
+    assert counted(tmp_path, studio).stranded_bytes == 0
+
+
+def test_mlx_knows_better_what_the_gpu_may_wire_unless_the_user_set_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(boot_record, "HERE", here := WiredMemory(lambda: 0))
+    here.gpu_bytes = 465 * GIB
+    assert counted(tmp_path, mac(0, memory=512, gpu_bytes=464 * GIB).machine).gpu_bytes == 465 * GIB
+    assert counted(tmp_path, mac(0, memory=512, gpu_bytes=480 * GIB).machine).gpu_bytes == 480 * GIB

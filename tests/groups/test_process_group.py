@@ -404,6 +404,31 @@ def test_a_rank_that_gives_a_sign_after_sigterm_has_time_to_give_memory_back(
 
 
 @pytest.mark.usefixtures("_impatient")
+@pytest.mark.parametrize("backend", ["jaccl", "ring"])
+def test_memory_that_a_killed_rank_may_have_lost_is_named_in_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    async def ended(_epoch: int, _held: int, *, stuck: bool) -> int:
+        return 96 * 10**9 * stuck
+
+    async def story(stage: Story) -> None:
+        stage.orders.give(0, frees_s=WEDGED_S, mute=True)
+        await stage.serve()
+        end = stage.ranks.processes[0]._end
+        end.jaccl = backend == "jaccl"
+        await sees(lambda: end.pong is not None)
+        end.pong = replace(PONG.pong, phase="decode", in_flight=1)
+        cause = await stage.ranks.kill(GroupError("rank 0 is stuck", Code.RANK_STALLED))
+        assert cause is not None
+        lost = "; 96 GB may be stranded until this Mac restarts" * (backend == "jaccl")
+        assert cause.detail == f"rank 0 is stuck{lost}"
+        assert kept(tmp_path / "home")[0]["cause"]["detail"] == cause.detail
+
+    monkeypatch.setattr(HERE, "ended", ended)
+    play(tmp_path, story)
+
+
+@pytest.mark.usefixtures("_impatient")
 def test_an_end_that_all_its_tasks_were_cancelled_in_is_repeated_without_patience_for_a_wedged_rank(
     tmp_path: Path,
 ) -> None:
@@ -477,8 +502,10 @@ def test_memory_is_compared_once_when_an_epoch_is_over(
 ) -> None:
     compared: list[tuple[int, int]] = []
 
-    async def ended(epoch: int, held: int) -> None:
+    async def ended(epoch: int, held: int, *, stuck: bool) -> int:
+        assert not stuck
         compared.append((epoch, held))
+        return 0
 
     monkeypatch.setattr(HERE, "ended", ended)
 
@@ -491,6 +518,18 @@ def test_memory_is_compared_once_when_an_epoch_is_over(
         await stage.ranks.kill()
         await stage.ranks.kill()
         assert compared == [(EPOCH, 7)]
+
+    play(tmp_path, story)
+
+
+def test_a_rank_reports_what_its_gpu_may_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HERE, "gpu_bytes", 0)
+
+    async def story(stage: Story) -> None:
+        stage.orders.give(0, gpu_bytes=464 << 30)
+        await stage.serve()
+        assert HERE.gpu_bytes == 464 << 30
+        await stage.ranks.kill()
 
     play(tmp_path, story)
 

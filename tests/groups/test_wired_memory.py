@@ -49,6 +49,10 @@ class Mac(WiredMemory):
         self.looks += 1
         return (self.low if self.looks > self.settles >= 0 else self.now) * GB
 
+    def end(self, held: int, *, stuck: bool = False) -> int:
+        """In bytes, what its agent calls stranded."""
+        return asyncio.run(self.ended(7, held * GB, stuck=stuck))
+
     def epoch(self, *held: int) -> None:
         for _ in held:
             self.began()
@@ -68,6 +72,30 @@ def test_what_stays_is_logged_once_and_told(
     assert mac.summary().startswith("450.0 GB stayed wired")
     mac.now = 100
     assert mac.summary() == ""
+
+
+@pytest.mark.parametrize(("stays", "left"), [(90, 90), (0, 0)])
+def test_what_a_rank_killed_in_a_collective_held_counts_until_it_can_be_measured(
+    monkeypatch: pytest.MonkeyPatch, stays: int, left: int
+) -> None:
+    mac = Mac(monkeypatch)
+    mac.began()
+    mac.began()
+    mac.now += 100
+    assert mac.end(90, stuck=True) == 90 * GB
+    assert mac.stranded_bytes() == 90 * GB
+    assert mac.summary().startswith("90.0 GB may have stayed wired after ranks of this Mac ended")
+    mac.now = 5 + stays
+    assert mac.end(10) == left * GB
+    assert mac.stranded_bytes() == left * GB
+
+
+def test_what_a_rank_that_ended_by_itself_held_is_only_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    mac = Mac(monkeypatch)
+    mac.began()
+    mac.began()
+    mac.now += 100
+    assert mac.end(90) == mac.stranded_bytes() == 0
 
 
 def test_what_comes_back_within_seconds_is_not_told(

@@ -16,6 +16,7 @@ from mlxtp.placement.cost_model import (
     rank_memory,
     usable_bytes,
 )
+from mlxtp.placement.planner import PlacementOptions, plan
 
 from .made_up_macs import GIB, changed, mac, shape
 
@@ -46,6 +47,15 @@ def test_an_unknown_limit_is_what_metal_reports_of_such_a_mac(memory: int, mib: 
 def test_more_memory_never_has_a_lower_limit_nor_one_beyond_it(one: int, other: int) -> None:
     low, high = sorted((one, other))
     assert 0 <= default_gpu_bytes(low) <= default_gpu_bytes(high) <= high
+
+
+def test_what_is_stranded_until_a_restart_is_taken_and_named() -> None:
+    half = changed(mac(0, memory=512, gpu_bytes=464 * GIB), stranded_bytes=96 * GIB)
+    assert usable_bytes(half) == 368 * GIB
+    assert usable_bytes(changed(half, free_bytes=200 * GIB)) == 200 * GIB, "free memory has it out already"
+    large = shape(hidden_size=32768, intermediate_size=131072)
+    reason = plan([half], large, "", PlacementOptions()).reason
+    assert reason.endswith("; 103.1 GB there may be stranded until that Mac restarts"), reason
 
 
 def test_elsewhere_there_is_no_such_limit() -> None:

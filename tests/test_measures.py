@@ -25,7 +25,7 @@ EVERYWHERE = frozenset(
     {"close", "run", "start", "stop", "send"}
 )  # methods that may be in any number of files
 
-LEFT: Mapping[str, int] = {"large classes": 0, "names of methods": 0, "files": 235}
+LEFT: Mapping[str, int] = {"large classes": 0, "names of methods": 0, "files": 237}
 
 _CLAUSE = re.compile(r"(What|Who|Whose|Whom|Which|Whether|When|Where|Why|How|That)(ever)?\b")
 _BANNED = re.compile(

@@ -29,6 +29,8 @@ from ..client import AgentClient
 from ..config import EMBEDDED_MODEL
 from ..errors import Code, Exit, MlxtpError, UserError
 from ..identity.private_files import write_private
+from ..placement import hardware
+from ..placement.formation import MUCH_SLOWER, REPLUG
 from . import bench
 from . import qualify_here as here
 from .launch import find_served
@@ -309,8 +311,13 @@ def links(bed: Bed, idle_s: float) -> Iterator[Row]:
         words = f"{bench.duration(answer['collective_s'])} a collective; {bench.amount(answer['sizes'][-1])} "
         words += f"take {bench.duration(answer['sums_s'][-1])}"
         figures = {name: answer[name] for name in ("backend", "kind", "collective_s", "sizes", "sums_s")}
+        carried, expected = here.carried(answer)
+        figures |= {"bandwidth": carried, "expected_bandwidth": expected}
+        words += f"; {carried / 1e6:,.0f} MB/s" + (f" of {expected / 1e6:,.0f} expected" if expected else "")
         slower = answer["collective_s"] / first.get("collective_s", answer["collective_s"])
         first.update(figures)
+        if 0 < carried * MUCH_SLOWER < expected:
+            return Row(what, "warning", f"{words}: {REPLUG}", figures)
         if slower > SLOWER:
             return Row(what, "warning", f"{words}; {slower:.1f} times as long as before", figures)
         return Row(what, "ok", words, figures)
@@ -542,7 +549,9 @@ def report(rows: Sequence[Row], status: Mapping[str, Any], hide: Callable[[str],
             {name: each.get(name) for name in ("name", "chip", "memory_bytes", "system")}
             for each in status["members"]
         ],
+        "mlx_metal": hardware.metal_wheel(),
         "formed": {each["name"]: each.get("formed") for each in status["members"]},
+        "left_wired": status.get("left_wired"),
         "rows": [asdict(row) for row in rows],
     }
     told: dict[str, Any] = json.loads(hide(json.dumps(found, ensure_ascii=False)))

@@ -8,18 +8,23 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from ipaddress import ip_address
 from typing import Any
 
 from ..config import embedded_model_path
 from ..errors import UserError
-from ..placement import hardware
+from ..placement import cost_model, hardware, measurements
+from ..placement.measurements import from_json
+from ..wire.cluster_messages import FabricResult
 from .bench import duration
 
 TRIAL_S = 120.0  # of the kernels, with the import of MLX
 COMMAND_S = 20.0
 #: Samples the power of the whole chip for a second. It needs root, and is not run if that takes a password.
 POWER = ("sudo", "-n", "powermetrics", "-n", "1", "-i", "1000", "--samplers", "cpu_power,gpu_power")
+_RESULT = [field.name for field in fields(FabricResult)]
+_CABLED = (cost_model.JACCL_MESH, cost_model.JACCL_RING, cost_model.RING_THUNDERBOLT)
 _WATTS = re.compile(r"^Combined Power \([^)]*\): +([\d.]+) mW", re.MULTILINE)
 
 
@@ -45,6 +50,15 @@ def told_of_kernels(plain: Mapping[str, Any], large: Mapping[str, Any]) -> tuple
         f"buffers: {faster:+.0%} steps a second"
     )
     return words, {**plain, "large_buffers_step_s": large["step_s"]}
+
+
+def carried(answer: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the bytes/s of a link that `bench/fabric` measured, 0 if too noisy, and those of such a cable.
+
+    The latter is 0 for links without a cable, whose networks have any speed.
+    """
+    kind, result = answer["kind"], from_json({name: answer[name] for name in _RESULT})
+    return measurements.bandwidth(result), cost_model.FABRICS[kind].bandwidth if kind in _CABLED else 0.0
 
 
 def watts_of(text: str) -> float:

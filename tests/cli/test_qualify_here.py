@@ -76,3 +76,23 @@ def test_ids_are_replaced_alike_wherever_they_stand() -> None:
 
 def test_other_machines_have_no_recording() -> None:
     assert qualify_here.recording("linux") == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("JACCL mesh", 8e9), ("ring over Thunderbolt", 3e9), ("ring over Ethernet", 0.0)]
+)
+def test_cables_are_expected_to_carry_as_much_as_plans_count_with(kind: str, expected: float) -> None:
+    answer = {
+        **{
+            "nodes": ["ab" * 8, "cd" * 8],
+            "backend": "ring",
+            "kind": kind,
+            "fast_fences": False,
+            "metal": True,
+        },
+        **{"at": 1, "collective_s": 1e-4, "sizes": [1 << 10, 1 << 24], "sums_s": [1e-4, 1e-2]},
+        **{"gathers_s": [1e-4, 1e-2], "names": ["a", "b"]},
+    }
+    carried, most = qualify_here.carried(answer)
+    assert carried == pytest.approx((2**24 - 2**10) / 0.0099)
+    assert most == expected

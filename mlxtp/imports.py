@@ -1,11 +1,12 @@
-"""Import of many modules at the start of a process: what Ctrl-C and the garbage collector do meanwhile."""
+"""Import of many modules at the start of a process, and what is known of a package without its import."""
 
 from __future__ import annotations
 
 import gc
+import re
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 
 @contextmanager
@@ -27,3 +28,16 @@ def importing() -> Iterator[None]:
         gc.enable()
         if heeded:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def metal_wheel() -> str:
+    """Return the platform of the installed mlx-metal, such as "macosx_26_0_arm64"; "" without it.
+
+    The wheels of one version for macOS 14, 15 and 26 have unlike kernels.
+    """
+    import importlib.metadata
+
+    with suppress(importlib.metadata.PackageNotFoundError):
+        about = importlib.metadata.distribution("mlx-metal").read_text("WHEEL") or ""
+        return "".join(re.findall(r"^Tag: .*-(macosx_\w+)$", about, re.MULTILINE)[:1])
+    return ""

@@ -237,7 +237,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
         }
     ),
     "cluster": frozenset(
-        {"audit", "background", "config", "discovery", "errors", "identity", "placement", "wire"}
+        {"audit", "background", "config", "discovery", "errors", "identity", "imports", "placement", "wire"}
     ),
     "models": frozenset(
         {
@@ -265,6 +265,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
             "errors",
             "gateway",
             "identity",
+            "imports",
             "placement",
             "sandbox",
             "wire",

@@ -19,6 +19,7 @@ from .. import __version__
 from ..client import AgentClient, agent_runs
 from ..config import FILE, Settings, home_folder, resolve_settings, shown
 from ..errors import Exit, UserError
+from ..imports import metal_wheel
 from ..settings import JOIN, SETTINGS, Setting
 from .options import AsJson, Home
 from .printing import home_of, print_answer, print_json
@@ -33,8 +34,6 @@ def version_facts(home: Path) -> dict[str, str]:
 
     Paths name the user's folders, and nothing else about the user.
     """
-    from ..placement.hardware import metal_wheel
-
     return {
         "mlxtp": __version__,
         "python": f"{platform.python_version()} ({sys.executable})",

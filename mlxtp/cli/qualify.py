@@ -29,8 +29,7 @@ from ..client import AgentClient
 from ..config import EMBEDDED_MODEL
 from ..errors import Code, Exit, MlxtpError, UserError
 from ..identity.private_files import write_private
-from ..placement import hardware
-from ..placement.formation import MUCH_SLOWER, REPLUG
+from ..imports import metal_wheel
 from . import bench
 from . import qualify_here as here
 from .launch import find_served
@@ -316,8 +315,8 @@ def links(bed: Bed, idle_s: float) -> Iterator[Row]:
         words += f"; {carried / 1e6:,.0f} MB/s" + (f" of {expected / 1e6:,.0f} expected" if expected else "")
         slower = answer["collective_s"] / first.get("collective_s", answer["collective_s"])
         first.update(figures)
-        if 0 < carried * MUCH_SLOWER < expected:
-            return Row(what, "warning", f"{words}: {REPLUG}", figures)
+        if advice := here.replug(carried, expected):
+            return Row(what, "warning", f"{words}: {advice}", figures)
         if slower > SLOWER:
             return Row(what, "warning", f"{words}; {slower:.1f} times as long as before", figures)
         return Row(what, "ok", words, figures)
@@ -549,7 +548,7 @@ def report(rows: Sequence[Row], status: Mapping[str, Any], hide: Callable[[str],
             {name: each.get(name) for name in ("name", "chip", "memory_bytes", "system")}
             for each in status["members"]
         ],
-        "mlx_metal": hardware.metal_wheel(),
+        "mlx_metal": metal_wheel(),
         "formed": {each["name"]: each.get("formed") for each in status["members"]},
         "left_wired": status.get("left_wired"),
         "rows": [asdict(row) for row in rows],

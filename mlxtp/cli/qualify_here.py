@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import subprocess
@@ -10,21 +9,19 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from ipaddress import ip_address
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..config import embedded_model_path
 from ..errors import UserError
-from ..placement import cost_model, hardware, measurements
-from ..placement.measurements import from_json
-from ..wire.cluster_messages import FabricResult
 from .bench import duration
+
+if TYPE_CHECKING:
+    from ..placement.hardware import RunProbe
 
 TRIAL_S = 120.0  # of the kernels, with the import of MLX
 COMMAND_S = 20.0
 #: Samples the power of the whole chip for a second. It needs root, and is not run if that takes a password.
 POWER = ("sudo", "-n", "powermetrics", "-n", "1", "-i", "1000", "--samplers", "cpu_power,gpu_power")
-_RESULT = [field.name for field in fields(FabricResult)]
-_CABLED = (cost_model.JACCL_MESH, cost_model.JACCL_RING, cost_model.RING_THUNDERBOLT)
 _WATTS = re.compile(r"^Combined Power \([^)]*\): +([\d.]+) mW", re.MULTILINE)
 
 
@@ -57,8 +54,20 @@ def carried(answer: Mapping[str, Any]) -> tuple[float, float]:
 
     The latter is 0 for links without a cable, whose networks have any speed.
     """
-    kind, result = answer["kind"], from_json({name: answer[name] for name in _RESULT})
-    return measurements.bandwidth(result), cost_model.FABRICS[kind].bandwidth if kind in _CABLED else 0.0
+    from ..placement import cost_model, measurements
+    from ..wire.cluster_messages import FabricResult
+
+    result = measurements.from_json({field.name: answer[field.name] for field in fields(FabricResult)})
+    cabled = (cost_model.JACCL_MESH, cost_model.JACCL_RING, cost_model.RING_THUNDERBOLT)
+    kind = answer["kind"]
+    return measurements.bandwidth(result), cost_model.FABRICS[kind].bandwidth if kind in cabled else 0.0
+
+
+def replug(carried: float, expected: float) -> str:
+    """Return what to do about a cable that carries far less than expected; empty for another one."""
+    from ..placement.formation import MUCH_SLOWER, REPLUG
+
+    return REPLUG if 0 < carried * MUCH_SLOWER < expected else ""
 
 
 def watts_of(text: str) -> float:
@@ -125,8 +134,12 @@ def _is_public(address: str) -> bool:
         return False
 
 
-def recording(system: str = sys.platform, run: hardware.RunProbe | None = None) -> str:
+def recording(system: str = sys.platform, run: RunProbe | None = None) -> str:
     """Return what the commands of the probe print on this Mac, as a recording for the tests; else nothing."""
+    import asyncio
+
+    from ..placement import hardware
+
     if system != "darwin":
         return ""
     outputs = asyncio.run(hardware.outputs(run))

@@ -13,7 +13,7 @@ from ..config import Settings
 from ..errors import Code, MlxtpError, ProtocolError
 from ..identity.store import Identity
 from ..identity.validity import ClusterClock, accepts_ended, day, own_time
-from ..placement.hardware import metal_wheel
+from ..imports import metal_wheel
 from ..wire.certificates import NodeIdentity, key_id, read_node
 from ..wire.cluster_messages import AgentHello, Beat, Machine, ModelStatus, Serving
 from ..wire.codecs import printable

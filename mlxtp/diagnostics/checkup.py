@@ -37,9 +37,10 @@ from ..discovery.mdns import Network, addresses_up, send_something
 from ..errors import ConfigError, MlxtpError
 from ..gateway.admission import look_at_memory
 from ..identity.store import Identity, Store
+from ..imports import metal_wheel
 from ..placement import hardware
 from ..placement import probe_macos as probes
-from ..placement.hardware import RunProbe, metal_wheel, run_as_self, run_command
+from ..placement.hardware import RunProbe, run_as_self, run_command
 from ..placement.probe_macos import NOT_INSTALLED, Output, Reading, ipv4, self_assigned
 from ..sandbox import Sandbox
 from ..wire.blocking import listen

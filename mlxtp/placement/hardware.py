@@ -6,11 +6,9 @@ It only reads. No command here changes anything, none is run as root, and each e
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import os
 import platform
 import pwd
-import re
 import signal
 import sys
 import textwrap
@@ -226,14 +224,3 @@ def _file(path: str) -> str:
             return file.read(OUTPUT_LIMIT).decode(errors="replace")
     except OSError:
         return ""
-
-
-def metal_wheel() -> str:
-    """Return the platform of the installed mlx-metal, such as "macosx_26_0_arm64"; "" without it.
-
-    The wheels of one version for macOS 14, 15 and 26 have unlike kernels.
-    """
-    with suppress(importlib.metadata.PackageNotFoundError):
-        about = importlib.metadata.distribution("mlx-metal").read_text("WHEEL") or ""
-        return "".join(re.findall(r"^Tag: .*-(macosx_\w+)$", about, re.MULTILINE)[:1])
-    return ""

@@ -641,8 +641,8 @@ def main() -> None:
     global orders  # noqa: PLW0603 - as long as the process, and only main sets it
     folder, *argv = sys.argv[1:]
     argv = worker.told(argv)
-    given = dict(zip(argv[::2], argv[1::2], strict=True))
-    orders = Orders(Path(folder), int(given["--rank"]), int(given["--epoch"]))
+    rank, epoch = (int(argv[argv.index(name) + 1]) for name in ("--rank", "--epoch"))
+    orders = Orders(Path(folder), rank, epoch)
     if orders.due("exit", "start"):
         os._exit(7)
     worker.main(argv)

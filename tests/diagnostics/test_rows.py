@@ -35,7 +35,7 @@ from mlxtp.diagnostics.facts import (
     StageFacts,
 )
 from mlxtp.diagnostics.rows import ROWS, Examined, examine, to_json
-from mlxtp.placement.hardware import metal_wheel
+from mlxtp.imports import metal_wheel
 from mlxtp.placement.probe_macos import Output
 from mlxtp.wire.cluster_messages import Interface
 

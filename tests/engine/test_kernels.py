@@ -49,7 +49,10 @@ def runner_of(folder: Path, kernels: Kernels | None = None, *, compiled: bool = 
 # --- the same tokens ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_oss", "gemma3_text", "deepseek_v3", "qwen3_5"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "gpt_oss", "gemma3_text", "deepseek_v3", "qwen3_5", "ministral3", "iquestloopcoder", "minimax"],
+)
 def test_rows_alone_and_together_say_the_same_with_metals_kernels(tmp_path: Path, family: str) -> None:
     config = SHAPES.get(family, FAMILIES.get(family, {}))
     folder = write_model(tmp_path, model_type=family, **config)
@@ -64,6 +67,17 @@ def test_rows_alone_and_together_say_the_same_with_metals_kernels(tmp_path: Path
     runner.stop(2, 0)
     said += decode(runner, 1, 38, 20)  # alone again, in arrays for two rows
     assert tuple(said) == reference(PROMPT, 51, folder)
+
+
+def test_quantized_keys_are_read_exactly_too(tmp_path: Path) -> None:
+    loaded = load(write_model(tmp_path, head_dim=32), LoneGroup(), lambda: None)
+
+    def said(kernels: Kernels) -> list[int]:
+        chooser, caches = Chooser(LoneGroup(), LogitShaping()), CacheKind(loaded.model, 8)
+        runner = Runner(loaded, caches, CollectiveCounter(), chooser, compiled=True, kernels=kernels)
+        return [prefill(runner, 1, PROMPT), *decode(runner, 1, 8, 40)]
+
+    assert said(Kernels(30, pieces=False)) == said(Kernels())
 
 
 # --- what attention gets -----------------------------------------------------------------------------------

@@ -94,9 +94,13 @@ def test_a_second_model_makes_room_beside_the_first_and_gives_it_back(
             await sees(lambda: len(gateway.models()) == 2)
             second = group_of(agent, "other")
             for group in (first, second):
-                bound = group.scope.assignment.kv_mib * MIB
-                assert bound > 0
-                await sees(lambda group=group, bound=bound: group.supervisor.kv.loaded.kv_bytes == bound)
+                assert group.scope.assignment.kv_mib > 0
+                # The bound changes with the machine's free memory, and the group follows.
+                await sees(
+                    lambda group=group: (
+                        group.supervisor.kv.loaded.kv_bytes == group.scope.assignment.kv_mib * MIB
+                    )
+                )
             assert first.supervisor.kv.tokens < alone
             await answers(agent, *(each.id for each in gateway.models()))
 

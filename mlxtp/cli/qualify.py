@@ -30,8 +30,7 @@ from ..config import EMBEDDED_MODEL
 from ..errors import Code, Exit, MlxtpError, UserError
 from ..identity.private_files import write_private
 from ..imports import metal_wheel
-from . import bench
-from . import qualify_here as here
+from . import bench, qualify_here
 from .launch import find_served
 from .options import AsJson, Home
 from .printing import home_of, print_json, table_of
@@ -149,8 +148,7 @@ def qualify(
                 console.print(f"[{COLOURS[row.verdict]}]{row.verdict:>8}[/]  {row.what}")
     hide = (lambda text: text) if with_names else hider(macs, status, folder)
     found = report(rows, status, hide)
-    without_names = hider(macs, status, folder, addresses=False)
-    found["recording"] = without_names(here.recording())
+    found["recording"] = hider(macs, status, folder, addresses=False)(qualify_here.recording())
     write_private(folder / FILE, (json.dumps(found, indent=1) + "\n").encode())
     if as_json:
         print_json(found)
@@ -179,8 +177,9 @@ def tries(bed: Bed, status: Mapping[str, Any], idle_s: float, may: Callable[[str
                 yield Row(f"exact answers, {kind}", "left out", why)
             else:
                 yield from tried(f"exact answers, {kind}", partial(exact, bed, kind, nodes, parallel, asked))
+            if kind == ALONE:  # soon, because sudo forgets its permission after some minutes
+                yield watts(bed)
         yield from links(bed, idle_s)
-        yield watts(bed)
         for what, act in ((RANK, kill), (AGENT, kill_own_agent)):
             if may(what):
                 yield from tried(f"kill of {what}", partial(act, bed))
@@ -227,20 +226,21 @@ def doctor(bed: Bed) -> list[Row]:
 def kernels(bed: Bed) -> Row:
     """Count and time kernels of this machine's MLX."""
     bed.say("kernels of MLX on this machine")
-    words, figures = here.told_of_kernels(here.trial(), here.trial("large"))
-    more = figures["launches"] > figures["mlx_lm_launches"]
-    return Row("kernels", "warning" if more else "ok", words, figures)
+    plain, large_s = qualify_here.probe_kernels(), qualify_here.probe_kernels("large")["step_s"]
+    more = plain["launches"] > plain["mlx_lm_launches"]
+    words = qualify_here.kernel_summary(plain, large_s)
+    return Row("kernels", "warning" if more else "ok", words, {**plain, "large_buffers_step_s": large_s})
 
 
 def watts(bed: Bed) -> Row:
     """Read the power of this Mac's chip, idle and while the embedded model answers."""
     bed.say("watts, idle and answering")
     try:
-        idle = here.watts()
+        idle = qualify_here.watts()
         until = time.monotonic() + STREAM_S / 2
         streams = threading.Thread(target=counting, args=(bed.agent, until), daemon=True)
         streams.start()
-        busy = here.watts()
+        busy = qualify_here.watts()
         streams.join()
     except UserError as error:
         return Row("watts", "left out", error.detail)
@@ -310,12 +310,12 @@ def links(bed: Bed, idle_s: float) -> Iterator[Row]:
         words = f"{bench.duration(answer['collective_s'])} a collective; {bench.amount(answer['sizes'][-1])} "
         words += f"take {bench.duration(answer['sums_s'][-1])}"
         figures = {name: answer[name] for name in ("backend", "kind", "collective_s", "sizes", "sums_s")}
-        carried, expected = here.carried(answer)
+        carried, expected = qualify_here.carried(answer)
         figures |= {"bandwidth": carried, "expected_bandwidth": expected}
         words += f"; {carried / 1e6:,.0f} MB/s" + (f" of {expected / 1e6:,.0f} expected" if expected else "")
         slower = answer["collective_s"] / first.get("collective_s", answer["collective_s"])
         first.update(figures)
-        if advice := here.replug(carried, expected):
+        if advice := qualify_here.replug(carried, expected):
             return Row(what, "warning", f"{words}: {advice}", figures)
         if slower > SLOWER:
             return Row(what, "warning", f"{words}; {slower:.1f} times as long as before", figures)

@@ -6,7 +6,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
@@ -18,35 +18,33 @@ from .bench import duration
 if TYPE_CHECKING:
     from ..placement.hardware import RunProbe
 
-TRIAL_S = 120.0  # of the kernels, with the import of MLX
+PROBE_S = 120.0  # of the kernels, with the import of MLX
 COMMAND_S = 20.0
 #: Samples the power of the whole chip for a second. It needs root, and is not run if that takes a password.
 POWER = ("sudo", "-n", "powermetrics", "-n", "1", "-i", "1000", "--samplers", "cpu_power,gpu_power")
 _WATTS = re.compile(r"^Combined Power \([^)]*\): +([\d.]+) mW", re.MULTILINE)
 
 
-def trial(*how: str) -> dict[str, Any]:
-    """Return what `engine.trial` found in a process of its own. Raises UserError."""
-    command = [sys.executable, "-m", "mlxtp.engine.trial", str(embedded_model_path()), *how]
-    ended = _run(command, TRIAL_S)
+def probe_kernels(*how: str) -> dict[str, Any]:
+    """Return what `engine.kernel_probe` found in a process of its own. Raises UserError."""
+    command = [sys.executable, "-m", "mlxtp.engine.kernel_probe", str(embedded_model_path()), *how]
+    ended = _run(command, PROBE_S)
     if ended.returncode:
         why = ended.stderr.strip().rpartition("\n")[2] or f"it ended with status {ended.returncode}"
-        raise UserError(f"the trial of MLX's kernels failed: {why}")
+        raise UserError(f"the probe of MLX's kernels failed: {why}")
     found: dict[str, Any] = json.loads(ended.stdout)
     return found
 
 
-def told_of_kernels(plain: Mapping[str, Any], large: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return words and figures of two trials, the second with large command buffers."""
-    faster = plain["step_s"] / large["step_s"] - 1
-    words = (
+def kernel_summary(plain: Mapping[str, Any], large_s: float) -> str:
+    """Return a probe in words; `large_s`: seconds of a step with large command buffers."""
+    return (
         f"{plain['launches']} kernels a step, {plain['mlx_lm_launches']} in mlx-lm; attention over "
         f"{plain['keys']:,} keys takes {duration(plain['attention_s'])}, and with a mask "
         f"{duration(plain['masked_attention_s'])}; a pass over weights takes {duration(plain['pass_s'])}, "
         f"and after a pause of {plain['pause_s']:g} s {duration(plain['pass_after_pause_s'])}; large command "
-        f"buffers: {faster:+.0%} steps a second"
+        f"buffers: {plain['step_s'] / large_s - 1:+.0%} steps a second"
     )
-    return words, {**plain, "large_buffers_step_s": large["step_s"]}
 
 
 def carried(answer: Mapping[str, Any]) -> tuple[float, float]:
@@ -97,34 +95,31 @@ def _run(command: tuple[str, ...] | list[str], within_s: float) -> subprocess.Co
 
 # --- outputs of commands, as tests take them --------------------------------------------------------------
 
-#: Values that name a Mac. Each is replaced by another one of its form, alike in all places.
-_IDS: Mapping[str, Callable[[int], str]] = {
-    r"\b[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}\b": lambda n: (
-        f"00000000-0000-4000-8000-{n:012x}"
-    ),
-    r"\b[0-9A-Fa-f]{8}-[0-9A-Fa-f]{16}\b": lambda n: f"00000000-{n:016x}",
-    r"\b(?:[0-9a-fA-F]{2}:){5}[0-9a-fA-F]{2}\b": lambda n: f"02:00:00:00:{n >> 8:02x}:{n & 255:02x}",
-    r"\b[0-9a-fA-F]{4}:(?:[0-9a-fA-F]{4}:){2}[0-9a-fA-F]{4}\b": lambda n: f"0000:0000:0000:{n:04x}",
-    r"\bfe80::[0-9a-fA-F:]+": lambda n: f"fe80::{n:x}",
-    r"\b[23][0-9a-fA-F]{3}:[0-9a-fA-F:]+": lambda n: f"2001:db8::{n:x}",
-    r'(?<=serial_number" : ")[^"]+': lambda n: f"X{n:09d}",
-}
+_HEX = "[0-9A-Fa-f]"
+#: Values that tell a Mac from others: UUIDs, ids of Thunderbolt switches, GUIDs, hardware and IPv6 addresses.
+_ID = re.compile(
+    rf"\b{_HEX}{{8}}(?:-{_HEX}{{4}}){{3}}-{_HEX}{{12}}\b|\b{_HEX}{{8}}-{_HEX}{{16}}\b|\b0x{_HEX}{{16}}\b"
+    rf"|\b(?:{_HEX}{{2}}:){{5}}{_HEX}{{2}}\b|\b(?:{_HEX}{{4}}:){{3}}{_HEX}{{4}}\b"
+    rf'|\b(?:fe80::|[23]{_HEX}{{3}}:)[0-9A-Fa-f:]+|(?<=serial_number" : ")[^"]+'
+)
 _IPV4 = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b")
 
 
 def anonymous(text: str) -> str:
     """Return outputs without serial numbers, ids, and addresses of their Mac, but for private IPv4 ones.
 
-    These tell which Macs are in one network, so a test needs them.
+    Each is replaced by another one of its form, alike in all places. Private addresses stay, as a test needs
+    them to tell which Macs are in one network.
     """
-    for pattern, made in _IDS.items():
-        text = _renamed(text, pattern, made)
-    return _IPV4.sub(lambda found: "192.0.2.1" if _is_public(found[0]) else found[0], text)
-
-
-def _renamed(text: str, pattern: str, made: Callable[[int], str]) -> str:
     known: dict[str, str] = {}
-    return re.sub(pattern, lambda found: known.setdefault(found[0], made(len(known) + 1)), text)
+
+    def other(found: re.Match[str]) -> str:
+        number = f"{len(known) + 1:x}"
+        made = re.sub(r"[^\W_]", "0", found[0])[: -len(number)] + number
+        return known.setdefault(found[0], made)
+
+    text = _ID.sub(other, text)
+    return _IPV4.sub(lambda found: "192.0.2.1" if _is_public(found[0]) else found[0], text)
 
 
 def _is_public(address: str) -> bool:

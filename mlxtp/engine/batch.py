@@ -25,6 +25,7 @@ from mlx.utils import tree_flatten, tree_map
 from ..chunks import ring_slots
 from ..errors import Code, ModelError
 from .families import attention_heads
+from .group import uncounted
 from .kv_cache import SMALLEST, capacity, roomy
 from .loader import leaves, make_cache, unrun_arrays
 from .pipeline import Stage
@@ -119,29 +120,26 @@ class QuantizedView(LayerView):
         return fetched[:3], fetched[3:]
 
 
+#: Whether a row alone is written in one piece, for which Metal computes the place in a kernel of its own.
+PIECES = not mx.metal.is_available()
+
+
 class ForwardShape:
     """Rows and positions of one forward over a Bucket, shared by its layers.
 
     `positions` int32 [rows]: of each row's first new token. `targets` int32 [rows, width]: where each of
     them goes. `mask` bool [rows, 1 or query heads, width, view]: each new token sees its row up to itself.
-    `rings`: targets and mask in each kind of ring. `pieces`: a row alone is written in one piece.
+    `rings`: targets and mask in each kind of ring.
     """
 
-    def __init__(
-        self,
-        positions: mx.array,
-        targets: mx.array,
-        mask: mx.array,
-        *rings: mx.array,
-        pieces: bool = True,
-    ) -> None:
+    def __init__(self, positions: mx.array, targets: mx.array, mask: mx.array, *rings: mx.array) -> None:
         self.positions: mx.array | int = positions
-        self._starts: mx.array | None = positions if pieces else None  # of what a row writes in one piece
+        self._starts: mx.array | None = positions  # of what a row writes in one piece
         self._targets = targets
         self._mask = mask
         self._rows, _, _, self.view = mask.shape
         self._places: dict[int, tuple[mx.array, mx.array]] = {}  # rows and KV heads, by the number of these
-        self.rings = _rings(positions, rings, pieces=pieces)
+        self.rings = _rings(positions, rings)
 
     @staticmethod
     def arrays(
@@ -157,7 +155,7 @@ class ForwardShape:
 
     def write(self, kept: mx.array, new: mx.array) -> mx.array:
         """Write `new` [rows, KV heads, width, head size] into `kept`; returns the result."""
-        if self._rows == 1 and kept.shape[0] == 1 and self._starts is not None:
+        if PIECES and self._rows == 1 and kept.shape[0] == 1 and self._starts is not None:
             return mx.slice_update(kept, new, self._starts, axes=(2,))
         heads = new.shape[1]
         if heads not in self._places:
@@ -178,31 +176,25 @@ class ForwardShape:
 class RingShape(ForwardShape):
     """The same for layers with a window, whose slots are rings. `mask`: what is in the window, by its age."""
 
-    def __init__(self, positions: mx.array, targets: mx.array, mask: mx.array, *, pieces: bool) -> None:
+    def __init__(self, positions: mx.array, targets: mx.array, mask: mx.array) -> None:
         super().__init__(positions, targets, mask)
-        self._starts = targets[:, 0] if pieces and targets.shape[1] == 1 else None
+        self._starts = targets[:, 0] if targets.shape[1] == 1 else None
 
     def mask(self, window: int | None) -> mx.array:
         return self._mask
 
 
 class ExactShape(ForwardShape):
-    """The same for a row alone that is fed one token at a `position` that is known here.
-
-    Attention reads exactly what the row has, so it needs no mask. `rings` as there, after positions.
-    """
+    """The same for a row alone that is fed one token at a known `position`: it needs no mask."""
 
     def __init__(self, position: int, positions: mx.array, *rings: mx.array) -> None:
         self.positions = position
-        self.view = position + 1
-        self.rings = _rings(positions, rings, pieces=False)
+        self._rows, self.view = 1, position + 1
+        self.rings = _rings(positions, rings)
 
     def write(self, kept: mx.array, new: mx.array) -> mx.array:
         kept[:1, :, self.view - 1 : self.view] = new
         return kept
-
-    def read(self, kept: mx.array) -> mx.array:
-        return kept[:1, :, : self.view]
 
     def mask(self, window: int | None) -> mx.array | None:
         if window is None or window >= self.view:
@@ -210,8 +202,8 @@ class ExactShape(ForwardShape):
         return (mx.arange(self.view) >= self.view - window)[None, None, None]
 
 
-def _rings(positions: mx.array, arrays: Sequence[mx.array], *, pieces: bool) -> list[ForwardShape]:
-    return [RingShape(positions, *arrays[at : at + 2], pieces=pieces) for at in range(0, len(arrays), 2)]
+def _rings(positions: mx.array, arrays: Sequence[mx.array]) -> list[ForwardShape]:
+    return [RingShape(positions, *arrays[at : at + 2]) for at in range(0, len(arrays), 2)]
 
 
 #: Keys from which a row alone is read exactly. From there on MLX's attention has a kernel that reads keys and
@@ -225,33 +217,30 @@ VECTOR_QUERIES = 32  #: the most that this kernel takes: queries a row times que
 def unfused_drafts(heads: int, kv_heads: int) -> range:
     """Return the numbers of drafts of a row with which Metal's attention takes neither of its kernels.
 
-    Steps that are wider than `VECTOR_WIDTH` have another kernel. Empty where no draft would be left, or
-    where the heads are not known.
+    Empty where no draft would be left, or where the heads are not known.
     """
     queries = VECTOR_QUERIES * kv_heads // heads if heads else 0
     return range(queries, VECTOR_WIDTH) if queries > 1 else range(0)
 
 
 @dataclass(frozen=True, slots=True)
-class Kernels:
-    """Demands of the device's kernels on steps. These are a CPU's; `here` has Metal's.
+class StepLayout:
+    """What attention wants of a step on this device, by default on a CPU.
 
     exact_from  keys from which a row alone has an `ExactShape`, whose graph is not traced
     heads       query heads for which the mask of several rows is repeated, 0 for none. Metal's attention
                 copies any other mask in each layer.
-    pieces      a row alone is written in one piece, for which Metal computes the place in a kernel of its own
     """
 
     exact_from: int = WHOLE
     heads: int = 0
-    pieces: bool = True
 
     @classmethod
-    def here(cls, model: Any, kv_bits: int = 0) -> Kernels:
-        """Return those of this machine. Quantized keys and values have attention of other kernels."""
+    def here(cls, model: Any, kv_bits: int) -> StepLayout:
+        """Return this machine's. Attention over quantized keys uses other kernels."""
         if not mx.metal.is_available():
             return cls()
-        return cls(EXACT_FROM, 0 if kv_bits else attention_heads(model)[0], pieces=False)
+        return cls(EXACT_FROM, 0 if kv_bits else attention_heads(model)[0])
 
     def arguments(
         self, positions: tuple[int, ...], width: int, view: int, rings: Sequence[tuple[int, int]] = ()
@@ -259,7 +248,7 @@ class Kernels:
         """Return what `forward_shape` takes, made outside of a traced graph."""
         rows = len(positions)
         shape = ForwardShape.arrays(mx.array(positions, dtype=mx.int32), width, view, rings)
-        if self.exact(rows, width, positions[0] + 1):
+        if rows == width == 1 and positions[0] + 1 >= self.exact_from:
             return [positions[0], shape[0], *shape[3:]]
         if self.heads and rows > 1 and width <= VECTOR_WIDTH:
             for at in range(2, len(shape), 2):
@@ -267,14 +256,9 @@ class Kernels:
                 shape[at] = mx.contiguous(mx.broadcast_to(shape[at], whole))
         return shape
 
-    def exact(self, rows: int, width: int, length: int) -> bool:
-        """Return whether a step has an `ExactShape`; `length`: of its row with the new token."""
-        return rows == width == 1 and length >= self.exact_from
 
-    def forward_shape(self, arguments: Sequence[Any]) -> ForwardShape:
-        if isinstance(arguments[0], int):
-            return ExactShape(*arguments)
-        return ForwardShape(*arguments, pieces=self.pieces)
+def forward_shape(arguments: Sequence[Any]) -> ForwardShape:
+    return ExactShape(*arguments) if isinstance(arguments[0], int) else ForwardShape(*arguments)
 
 
 @dataclass(eq=False, slots=True)
@@ -741,10 +725,12 @@ class CacheKind:
     Raises ModelError (MODEL_UNSUPPORTED) when they cannot be quantized.
     """
 
-    def __init__(self, model: Any, kv_bits: int = 0, stage: Stage | None = None) -> None:
+    def __init__(
+        self, model: Any, kv_bits: int = 0, stage: Stage | None = None, layout: StepLayout | None = None
+    ) -> None:
         self.model = model
-        self.kv_bits = kv_bits
-        self.parts = 6 if kv_bits else 2  # arrays of a layer's keys and values
+        self.layout = layout or StepLayout.here(model, kv_bits)
+        self._kv_bits = kv_bits
         self._staged = stage is not None
         every = make_cache(model) if stage is None else stage.all_caches()
         self.group_size = self._find_group_size(every) if kv_bits else 0
@@ -769,6 +755,13 @@ class CacheKind:
         self.reusable = inside <= _COPIED
         self.overlapping = self.reusable and not self.cuttable and not inside & _GROWING
         self._empty = self._shapes() if self.slots else []
+        if self.slots and not recurrent and not self._has_masks_by_row():
+            self.slots = self.batches = False
+
+    @property
+    def parts(self) -> int:
+        """Arrays of a layer's keys and values."""
+        return 6 if self._kv_bits else 2
 
     def empty_batch(self) -> Batch:
         if self.slots:
@@ -786,18 +779,18 @@ class CacheKind:
                 _fill_window(cache, own, length)
                 continue
             # Of quantized numbers a layer has three arrays for its keys, and three for its values.
-            cache.keys, cache.values = (own[:3], own[3:]) if self.kv_bits else own
+            cache.keys, cache.values = (own[:3], own[3:]) if self._kv_bits else own
             cache.offset = length
         return caches
 
     def views(self, arrays: list[mx.array], forward: ForwardShape) -> list[LayerView]:
         """Return the layers' views of a bucket's arrays, or of the last layers' arrays."""
         layers = [arrays[at : at + self.parts] for at in range(0, len(arrays), self.parts)]
-        if not self.kv_bits:
+        if not self._kv_bits:
             shapes = {0: forward, **dict(zip(self.windows, forward.rings, strict=False))}
             windows = self._windows[-len(layers) :]
             return [LayerView(own, shapes[each]) for own, each in zip(layers, windows, strict=True)]
-        return [QuantizedView(own, forward, self.group_size, self.kv_bits) for own in layers]
+        return [QuantizedView(own, forward, self.group_size, self._kv_bits) for own in layers]
 
     @property
     def windows(self) -> list[int]:
@@ -833,6 +826,24 @@ class CacheKind:
                 _only_first(cache, offset)
             cache.step = capacity(total) - offset
 
+    def _has_masks_by_row(self) -> bool:
+        """Return whether attention takes a mask for each row, by a forward that is never run.
+
+        That of gemma2 has queries in groups by KV head, [rows, KV heads, queries, ...], and would take the
+        masks of as many rows for those of its heads.
+        """
+        rows = self._empty[0][0][1] + 1
+        arrays = [mx.zeros((rows, *shape[1:]), dtype=dtype) for shape, dtype, _ in self._empty]
+        shape = ForwardShape.arrays(mx.zeros(rows, dtype=mx.int32), 1, SMALLEST, self.rings(SMALLEST))
+        try:
+            with uncounted():
+                self.model(
+                    mx.zeros((rows, 1), dtype=mx.int32), cache=self.views(arrays, ForwardShape(*shape))
+                )
+        except ValueError:
+            return False
+        return True
+
     def _shapes(self) -> list[Empty]:
         """Return shapes and types of an empty row's keys and values, from a forward that is never run."""
         caches = self.new()
@@ -841,7 +852,7 @@ class CacheKind:
             growing = [cache for cache in leaves(caches) if not _is_state(cache)]
             arrays = [(array, cache) for cache in growing for array in _arrays_of(cache)]
         except (AttributeError, TypeError, ValueError) as error:
-            if not self.kv_bits:
+            if not self._kv_bits:
                 raise
             raise self._refusal("this model's attention cannot read quantized keys and values") from error
         return [
@@ -858,9 +869,9 @@ class CacheKind:
         return self._quantized(make_cache(self.model))
 
     def _quantized(self, caches: Caches) -> Caches:
-        if not self.kv_bits:
+        if not self._kv_bits:
             return caches
-        return [cache.to_quantized(group_size=self.group_size, bits=self.kv_bits) for cache in caches]
+        return [cache.to_quantized(group_size=self.group_size, bits=self._kv_bits) for cache in caches]
 
     def _find_group_size(self, every: Caches) -> int:
         """Return the group size, from the shapes of a forward that is built and never run."""
@@ -880,4 +891,4 @@ class CacheKind:
         )
 
     def _refusal(self, why: str) -> ModelError:
-        return ModelError(f"--kv-bits {self.kv_bits}: {why}; leave it out", Code.MODEL_UNSUPPORTED)
+        return ModelError(f"--kv-bits {self._kv_bits}: {why}; leave it out", Code.MODEL_UNSUPPORTED)

@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from . import kv_cache
-from .batch import Bucket, CacheKind, ForwardShape, Kernels, MergedBatch, in_parts
+from .batch import Bucket, CacheKind, ForwardShape, MergedBatch, forward_shape, in_parts
 from .group import CollectiveCounter
 from .loader import ModelShare
 from .mtp_head import ChosenStep, MtpHead, follow
@@ -111,19 +111,12 @@ class ModelForwards:
     """Forwards of a model. `head`: its MTP head, or None."""
 
     def __init__(
-        self,
-        loaded: ModelShare,
-        caches: CacheKind,
-        counter: CollectiveCounter,
-        kernels: Kernels,
-        *,
-        traces: bool,
+        self, loaded: ModelShare, caches: CacheKind, counter: CollectiveCounter, *, traces: bool
     ) -> None:
         self.head: MtpHead | None = loaded.mtp_head
         self._model = loaded.model
         self._vocabulary = loaded.vocabulary
         self._caches = caches
-        self._kernels = kernels
         self._layers = slice(None, None if self.head is None else -1)  # caches of the model's own layers
         self.graphs = DecodeGraphs(self._body, counter, traces=traces)
         self._head_graphs = DecodeGraphs(self._head_body, counter, traces=traces)
@@ -234,7 +227,7 @@ class ModelForwards:
             known = given[0] if given else None
             local = self._vocabulary.forward(self._model, tokens, part.caches, given=known)
             return list(self._vocabulary.winners(local)) if winners else [local]
-        key, shape = _shape(part, positions, tokens.shape[1], drafts, (self._kernels, self._caches))
+        key, shape = _shape(part, positions, tokens.shape[1], drafts, self._caches)
         if not given and self._vocabulary.embedding is not None:
             given = [self._vocabulary.embedding(tokens)]
         arrays, part.arrays = part.arrays, []  # no other owner: written in place
@@ -282,7 +275,7 @@ class ModelForwards:
         tokens, given = inputs
         arrays, kept, stood = caches
         states = views_of(self._caches.recurrence, kept, stood)
-        views = self._caches.views(arrays, self._kernels.forward_shape(shape))
+        views = self._caches.views(arrays, forward_shape(shape))
         layers = self._caches.beside(views, states)
         embeddings = given[0] if given else None
         local = self._vocabulary.forward(self._model, tokens, layers[self._layers], given=embeddings)
@@ -310,17 +303,13 @@ def _again(key: ShapeKey, drafts: int) -> bool:
 
 
 def _shape(
-    bucket: Bucket,
-    positions: tuple[int, ...],
-    width: int,
-    drafts: int,
-    kinds: tuple[Kernels, CacheKind] | None = None,
+    bucket: Bucket, positions: tuple[int, ...], width: int, drafts: int, kinds: CacheKind | None = None
 ) -> tuple[ShapeKey, list[Any]]:
     """Make room for a step that feeds `width` tokens a row, and for the MTP head's further proposals.
 
-    `kinds`: of the device, and of the model's caches; None where only the head's are used. Returns the step's
-    key, and what its ForwardShape is made of. This is made outside of graphs, which would compile kernels for
-    such small steps of arithmetic.
+    `kinds`: of the model's caches; None where only the head's are used. Returns the step's key, and what its
+    ForwardShape is made of. This is made outside of graphs, which would compile kernels for such small steps
+    of arithmetic.
     """
     longest = max(positions) + width + max(drafts - 1, 0)
     bucket.reserve(longest)
@@ -329,5 +318,4 @@ def _shape(
     key = (len(positions), held, room, view, width)
     if kinds is None:
         return key, ForwardShape.arrays(mx.array(positions, dtype=mx.int32), width, view)
-    kernels, caches = kinds
-    return key, kernels.arguments(positions, width, view, caches.rings(room))
+    return key, kinds.layout.arguments(positions, width, view, kinds.rings(room))

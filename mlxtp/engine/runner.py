@@ -21,7 +21,6 @@ from .batch import (
     CacheKind,
     Caches,
     ForwardShape,
-    Kernels,
     LaneBatch,
     SlotBatch,
     arrays_of,
@@ -176,10 +175,7 @@ class KeptCaches:
 
 
 class Runner:
-    """Sequences of one loaded model and their KV caches. `compiled` replays decode graphs.
-
-    `kernels`: demands on steps, by default those of this machine.
-    """
+    """Sequences of one loaded model and their KV caches. `compiled` replays decode graphs."""
 
     def __init__(
         self,
@@ -190,13 +186,11 @@ class Runner:
         *,
         compiled: bool,
         border: Border | None = None,
-        kernels: Kernels | None = None,
     ) -> None:
         self.border = border or Border(None, LoneGroup())
         self._caches = caches
         self._vocabulary = loaded.vocabulary
-        kernels = kernels or Kernels.here(loaded.model, caches.kv_bits)
-        self._model = ModelForwards(loaded, caches, counter, kernels, traces=compiled and caches.slots)
+        self._model = ModelForwards(loaded, caches, counter, traces=compiled and caches.slots)
         self._chooser = chooser
         self._prefilling: dict[int, Caches] = {}
         self.kept = KeptCaches()

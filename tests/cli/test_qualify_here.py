@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from mlxtp.cli import qualify_here
@@ -11,7 +9,7 @@ from mlxtp.errors import UserError
 from mlxtp.placement.probe_machine import mac
 from mlxtp.placement.probe_macos import COMMANDS, NOT_INSTALLED, Output
 
-from ..placement.recorded_macs import ULTRA, outputs, recorded
+from ..placement.recorded_macs import ULTRA, outputs, recorded, sections
 
 POWER = """*** Sampled system activity (Sat Nov 28 10:00:00 2026 +0100) (1004.21ms elapsed) ***
 
@@ -24,19 +22,19 @@ Combined Power (CPU + GPU + ANE): 20300 mW
 """
 
 
-def test_a_trial_counts_and_times_the_kernels_of_this_machine() -> None:
-    found = qualify_here.trial()
-    words, figures = qualify_here.told_of_kernels(found, {**found, "step_s": found["step_s"] / 1.05})
+def test_a_probe_counts_and_times_the_kernels_of_this_machine() -> None:
+    found = qualify_here.probe_kernels()
+    words = qualify_here.kernel_summary(found, found["step_s"] / 1.05)
     assert 0 < found["launches"] <= found["mlx_lm_launches"]
-    assert min(figures[name] for name in figures if name.endswith("_s")) > 0
+    assert min(found[name] for name in found if name.endswith("_s")) > 0
     assert words.startswith(f"{found['launches']} kernels a step, {found['mlx_lm_launches']} in mlx-lm; ")
     assert words.endswith("large command buffers: +5% steps a second")
 
 
-def test_a_trial_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_probe_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(qualify_here, "embedded_model_path", lambda: "/nowhere")
     with pytest.raises(UserError, match=r"kernels failed: .*nowhere"):
-        qualify_here.trial()
+        qualify_here.probe_kernels()
 
 
 def test_watts_are_those_of_the_whole_chip() -> None:
@@ -53,12 +51,7 @@ def test_outputs_become_a_recording_that_tells_the_same_and_no_id() -> None:
 
     text = qualify_here.recording("darwin", run)
     assert "C02XK1" not in text
-    again: dict[str, Any] = {}
-    for line in text.splitlines(keepends=True):
-        if line.startswith("$ "):
-            again[line.split()[1]] = ""
-        else:
-            again[line and list(again)[-1]] += line
+    again = sections(text)
     read = mac({name: Output(again[name]) if name in again else NOT_INSTALLED for name in COMMANDS})
     expected = mac(outputs(ULTRA))
     assert [(port.receptacle, port.rdma, port.active, bool(port.peer_domain)) for port in read.ports] == [
@@ -70,8 +63,9 @@ def test_outputs_become_a_recording_that_tells_the_same_and_no_id() -> None:
 def test_ids_are_replaced_alike_wherever_they_stand() -> None:
     text = "aa:bb:cc:dd:ee:01 8.8.8.8 192.168.1.5 aa:bb:cc:dd:ee:02 aa:bb:cc:dd:ee:01 fe80::1c:2%en0"
     assert qualify_here.anonymous(text) == (
-        "02:00:00:00:00:01 192.0.2.1 192.168.1.5 02:00:00:00:00:02 02:00:00:00:00:01 fe80::1%en0"
+        "00:00:00:00:00:01 192.0.2.1 192.168.1.5 00:00:00:00:00:02 00:00:00:00:00:01 0000::00:3%en0"
     )
+    assert qualify_here.anonymous('"switch_uid_key" : "0x05AC7A6C4D2E1F00"').endswith('0000000000000001"')
 
 
 def test_other_machines_have_no_recording() -> None:

@@ -1,7 +1,7 @@
 """Operations of a decode step, counted in its graph beside mlx-lm's, and what MLX's attention gets on Metal.
 
-No Metal is here. Its fast operations have stand-ins of one primitive each, and `METAL` is what `Kernels.here`
-returns there.
+No Metal is here. Its fast operations have stand-ins of one primitive each, and `runner_of` lays
+steps out as there.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlxtp.engine.batch import EXACT_FROM, CacheKind, Kernels, arrays_of, unfused_drafts
+from mlxtp.engine import batch
+from mlxtp.engine.batch import EXACT_FROM, CacheKind, StepLayout, arrays_of, unfused_drafts
 from mlxtp.engine.families import attention_heads
 from mlxtp.engine.forwards import STEPS_BEFORE_TRACE, StepInputs
 from mlxtp.engine.group import CollectiveCounter, LoneGroup
+from mlxtp.engine.kernel_probe import launches
 from mlxtp.engine.loader import load
 from mlxtp.engine.runner import Runner
 from mlxtp.engine.sampler import Chooser, LogitShaping
-from mlxtp.engine.trial import launches
 
 from ..reference import reference
 from .families import FAMILIES
@@ -37,13 +38,20 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def runner_of(folder: Path, kernels: Kernels | None = None, *, compiled: bool = True) -> tuple[Any, Runner]:
-    """The model and its runner; by default with what Metal wants of short rows."""
+@pytest.fixture(autouse=True)
+def _as_on_metal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch, "PIECES", False)
+
+
+def runner_of(
+    folder: Path, exact_from: int = batch.WHOLE, *, compiled: bool = True, kv_bits: int = 0
+) -> tuple[Any, Runner]:
+    """The model, and its runner with what Metal wants, as `StepLayout.here` has it there."""
     loaded = load(folder, LoneGroup(), lambda: None)
-    metal = Kernels(heads=attention_heads(loaded.model)[0], pieces=False)
+    layout = StepLayout(exact_from, 0 if kv_bits else attention_heads(loaded.model)[0])
+    caches = CacheKind(loaded.model, kv_bits, layout=layout)
     chooser = Chooser(LoneGroup(), LogitShaping())
-    caches, counter = CacheKind(loaded.model), CollectiveCounter()
-    return loaded.model, Runner(loaded, caches, counter, chooser, compiled=compiled, kernels=kernels or metal)
+    return loaded.model, Runner(loaded, caches, CollectiveCounter(), chooser, compiled=compiled)
 
 
 # --- the same tokens ---------------------------------------------------------------------------------------
@@ -53,31 +61,39 @@ def runner_of(folder: Path, kernels: Kernels | None = None, *, compiled: bool = 
     "family",
     ["llama", "gpt_oss", "gemma3_text", "deepseek_v3", "qwen3_5", "ministral3", "iquestloopcoder", "minimax"],
 )
-def test_rows_alone_and_together_say_the_same_with_metals_kernels(tmp_path: Path, family: str) -> None:
+def test_rows_alone_and_together_say_the_same_as_on_a_cpu(tmp_path: Path, family: str) -> None:
     config = SHAPES.get(family, FAMILIES.get(family, {}))
     folder = write_model(tmp_path, model_type=family, **config)
-    model, runner = runner_of(folder)
-    runner = runner_of(folder, Kernels(40, attention_heads(model)[0], pieces=False))[1]
-    said = [prefill(runner, 1, PROMPT), *decode(runner, 1, 8, 24)]  # before 40 traced, then exact
+    _, runner = runner_of(folder, 40)
+    said = [prefill(runner, 1, PROMPT), *decode(runner, 1, 8, 24)]  # traced
     prefill(runner, 2, PROMPT)
+    runner.arrange((64, 64))
     for i in range(6):
         first, second = step(runner, {1: 32 + i, 2: 8 + i})
         said += first
         assert second == [said[1 + i]]
     runner.stop(2, 0)
-    said += decode(runner, 1, 38, 20)  # alone again, in arrays for two rows
+    said += decode(runner, 1, 38, 20)  # alone again, in arrays for two rows; then exact
     assert tuple(said) == reference(PROMPT, 51, folder)
 
 
 def test_quantized_keys_are_read_exactly_too(tmp_path: Path) -> None:
-    loaded = load(write_model(tmp_path, head_dim=32), LoneGroup(), lambda: None)
+    folder = write_model(tmp_path, head_dim=32)
 
-    def said(kernels: Kernels) -> list[int]:
-        chooser, caches = Chooser(LoneGroup(), LogitShaping()), CacheKind(loaded.model, 8)
-        runner = Runner(loaded, caches, CollectiveCounter(), chooser, compiled=True, kernels=kernels)
+    def said(exact_from: int) -> list[int]:
+        _, runner = runner_of(folder, exact_from, kv_bits=8)
         return [prefill(runner, 1, PROMPT), *decode(runner, 1, 8, 40)]
 
-    assert said(Kernels(30, pieces=False)) == said(Kernels())
+    assert said(30) == said(batch.WHOLE)
+
+
+def test_rows_whose_attention_takes_no_masks_by_row_do_not_decode_together(tmp_path: Path) -> None:
+    """That of gemma2 would take the masks of two rows for those of its two KV heads."""
+    folder = write_model(tmp_path, model_type="gemma2", query_pre_attn_scalar=16.0)
+    kinds = CacheKind(load(folder, LoneGroup(), lambda: None).model)
+    assert not kinds.batches
+    assert not kinds.slots
+    assert kinds.cuttable
 
 
 # --- what attention gets -----------------------------------------------------------------------------------
@@ -120,7 +136,7 @@ def graph_of(runner: Runner, rows: int, at: int) -> mx.array:
 def test_a_long_row_alone_is_read_exactly_and_without_a_mask(
     tmp_path: Path, family: str, attended: list[Any]
 ) -> None:
-    model, runner = runner_of(write_model(tmp_path, model_type=family, **SHAPES[family]), Kernels(60))
+    model, runner = runner_of(write_model(tmp_path, model_type=family, **SHAPES[family]), 60)
     prefill(runner, 1, PROMPT)
     for at in range(8, 58):
         step(runner, {1: at})
@@ -158,8 +174,7 @@ def test_rows_together_have_one_mask_that_metal_does_not_copy(
 
 
 def of_ours(folder: Path, rows: int, *, exact: bool) -> int:
-    kernels = Kernels(1, pieces=False) if exact else None
-    _, runner = runner_of(folder, kernels)
+    _, runner = runner_of(folder, 1 if exact else batch.WHOLE)
     for uid in range(1, rows + 1):
         prefill(runner, uid, PROMPT)
     runner.arrange((64,) * rows)
@@ -217,8 +232,17 @@ def test_without_any_such_width_or_known_heads_none_is_avoided(heads: int, kv_he
     assert not unfused_drafts(heads, kv_heads)
 
 
-def test_exact_reading_begins_where_mlx_has_a_kernel_for_it() -> None:
-    assert not Kernels(EXACT_FROM).exact(1, 1, EXACT_FROM - 1)
-    assert Kernels(EXACT_FROM).exact(1, 1, EXACT_FROM)
-    assert not Kernels(EXACT_FROM).exact(2, 1, EXACT_FROM)
-    assert not Kernels(EXACT_FROM).exact(1, 2, EXACT_FROM)
+@pytest.mark.parametrize(
+    ("rows", "width", "keys", "exact"),
+    [
+        (1, 1, EXACT_FROM - 1, False),
+        (1, 1, EXACT_FROM, True),
+        (2, 1, EXACT_FROM, False),
+        (1, 2, EXACT_FROM, False),
+    ],
+)
+def test_exact_reading_begins_where_mlx_has_a_kernel_for_it(
+    rows: int, width: int, keys: int, exact: bool
+) -> None:
+    arguments = StepLayout(EXACT_FROM, 4).arguments((keys - 1,) * rows, width, keys)
+    assert isinstance(arguments[0], int) is exact

@@ -28,9 +28,14 @@ RDMA_ON = "macbook_pro_m5_max_rdma"  #: What that Mac printed otherwise once RDM
 
 def recorded(name: str) -> dict[str, str]:
     """Return the output of each command of that Mac."""
+    return sections((FOLDER / f"{name}.txt").read_text())
+
+
+def sections(recording: str) -> dict[str, str]:
+    """Return the output of each command of a recording."""
     texts: dict[str, str] = {}
     command = ""
-    for line in (FOLDER / f"{name}.txt").read_text().splitlines(keepends=True):
+    for line in recording.splitlines(keepends=True):
         if line.startswith("$ "):
             command = key_of(line[2:].strip())
             texts[command] = ""

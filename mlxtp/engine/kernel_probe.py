@@ -1,10 +1,12 @@
-"""Trial of a machine's kernels for `mlxtp qualify`: `python -m mlxtp.engine.trial MODEL [large]` prints JSON.
+"""Probe of MLX's kernels on this machine, for `mlxtp qualify`.
 
-`large`: with large command buffers, whose size MLX reads once in a process.
+`python -m mlxtp.engine.kernel_probe MODEL` prints JSON. With `large` behind it, only the time of a step with
+large command buffers, whose size MLX reads once in a process.
 """
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import re
@@ -19,35 +21,23 @@ from typing import Any
 
 import mlx.core as mx
 
-from .batch import CacheKind, Kernels, arrays_of
+from .batch import CacheKind, arrays_of
 from .forwards import ModelForwards, StepInputs
 from .group import CollectiveCounter, LoneGroup, use_large_buffers
 from .loader import ModelShare, load, make_cache
 
 PROMPT = tuple(range(7, 39))
-STEPS, ROUNDS = 64, 5
+ROUNDS = 64
 #: Heads of queries, of keys and values, and their size, of the attention that is timed: a model of 32 or 70
 #: billion weights.
 ATTENTION = (64, 8, 128)
 KEYS, FEW_KEYS = 16_384, 512  #: a long chat on a GPU, and what a CPU is done with soon
-#: Seconds, after which macOS has been seen to unwire weights, and the part of the GPU's limit that is held.
-PAUSE_S, HELD = 3.0, 16
-#: Primitives that launch no kernel. A slice at a place that is computed takes two.
+#: Seconds after which macOS has been seen to unwire weights, and the bytes with which (MLX issue 4609).
+PAUSE_S, WEIGHTS_BYTES, FEW_WEIGHTS_BYTES = 3.0, 4 << 30, 64 << 20
+#: Primitives that launch no kernel.
 _VIEWS = frozenset(
-    (
-        "Reshape",
-        "Transpose",
-        "Slice",
-        "Broadcast",
-        "ExpandDims",
-        "Squeeze",
-        "Flatten",
-        "Unflatten",
-        "Full",
-        "Split",
-    )
+    "Reshape Transpose Slice Broadcast ExpandDims Squeeze Flatten Unflatten Full Split".split()  # noqa: SIM905
 )
-_TWO = "DynamicSliceUpdate"
 
 
 def launches(*arrays: mx.array) -> int:
@@ -55,7 +45,8 @@ def launches(*arrays: mx.array) -> int:
     text = io.StringIO()
     mx.export_to_dot(text, *arrays)
     found = Counter(re.findall(r'label ?=\s*"([^"]+)", shape=rectangle', text.getvalue()))
-    return sum(number * (1 + (name == _TWO)) for name, number in found.items() if name not in _VIEWS)
+    computed_places = found["DynamicSliceUpdate"]  # each takes a kernel for the place on Metal
+    return computed_places + sum(number for name, number in found.items() if name not in _VIEWS)
 
 
 class Steps:
@@ -63,46 +54,40 @@ class Steps:
 
     def __init__(self, loaded: ModelShare) -> None:
         kinds, caches = CacheKind(loaded.model), make_cache(loaded.model)
-        kernels = Kernels.here(loaded.model)
-        self._model = ModelForwards(loaded, kinds, CollectiveCounter(), kernels, traces=True)
+        self._model = ModelForwards(loaded, kinds, CollectiveCounter(), traces=True)
         self._batch = kinds.empty_batch()
         self._at = len(PROMPT)
         logits, _ = self._model.read(mx.array([PROMPT]), caches, ends=mx.array([self._at - 1]))
-        self.token = mx.argmax(logits, axis=-1).astype(mx.int32)  #: int32 [1, 1], perhaps not computed yet
-        mx.eval(self.token, arrays_of(caches))
+        self._token = mx.argmax(logits, axis=-1).astype(mx.int32)
+        mx.eval(self._token, arrays_of(caches))
         self._batch.join(1, caches)
 
-    def queue(self) -> list[mx.array]:
-        """Make the next step; returns all that it computes."""
-        parts, inputs = self._batch.parts((1,)), StepInputs(self.token, None, (1,))
+    def next(self) -> list[mx.array]:
+        """Return all that the next step computes."""
+        parts, inputs = self._batch.parts((1,)), StepInputs(self._token, None, (1,))
         (logits, *_) = self._model.step(parts, (1,), (self._at,), inputs, winners=False, drafts=0)
         self._at += 1
-        self.token = mx.argmax(logits, axis=-1).astype(mx.int32)
-        return [self.token, *self._batch.arrays()]
+        self._token = mx.argmax(logits, axis=-1).astype(mx.int32)
+        return [self._token, *self._batch.arrays()]
 
-    def seconds(self) -> float:
-        """Return the median time of a step, with the next one queued before its token is read."""
-        took = []
-        for _ in range(STEPS):
-            began, older = time.monotonic(), self.token
-            mx.async_eval(self.queue())
-            mx.eval(older)
-            took.append(time.monotonic() - began)
-        mx.eval(self.token)
-        return median(took)
+    def run_ahead(self) -> mx.array:
+        """Queue the next step; returns the token of the one before."""
+        older = self._token
+        mx.async_eval(self.next())
+        return older
 
 
 def mlx_lm_launches(model: Any) -> int:
-    """Return those of a step of mlx-lm's own."""
+    """Return the kernels that one step of mlx-lm launches."""
     caches = make_cache(model)
     mx.eval(model(mx.array([PROMPT]), caches), arrays_of(caches))
     return launches(model(mx.zeros((1, 1), dtype=mx.int32), caches), *arrays_of(caches))
 
 
-def seconds_of(act: Callable[[], mx.array]) -> float:
+def seconds_of(act: Callable[[], mx.array], rounds: int = 5) -> float:
     """Return the median time of an evaluation, after a first one."""
     took = []
-    for _ in range(ROUNDS + 1):
+    for _ in range(rounds + 1):
         began = time.monotonic()
         mx.eval(act())
         took.append(time.monotonic() - began)
@@ -120,10 +105,9 @@ def attention_s(keys: int) -> tuple[float, float]:
     return seconds_of(attend), seconds_of(partial(attend, mask=mask))
 
 
-def pause_s(limit_bytes: int) -> tuple[float, float]:
-    """Return the seconds of a pass over wired weights, and of one after `PAUSE_S` without any work."""
-    weights = mx.ones((limit_bytes // HELD // 8192, 4096), mx.bfloat16)
-    vector = mx.ones((4096,), mx.bfloat16)
+def pause_s(weights_bytes: int) -> tuple[float, float]:
+    """Return the seconds of a pass over weights, and of one after `PAUSE_S` without any work."""
+    weights, vector = mx.ones((weights_bytes // 8192, 4096), mx.bfloat16), mx.ones((4096,), mx.bfloat16)
     usual = seconds_of(lambda: weights @ vector)
     time.sleep(PAUSE_S)
     began = time.monotonic()
@@ -131,24 +115,22 @@ def pause_s(limit_bytes: int) -> tuple[float, float]:
     return usual, time.monotonic() - began
 
 
-def tried(folder: Path) -> dict[str, Any]:
-    """Return what was found: times in seconds, kernels of a step beside those of mlx-lm."""
-    device = mx.device_info()
+def probe(folder: Path, *, large: bool) -> dict[str, Any]:
+    """Return times in seconds, and the kernels of a step beside those of mlx-lm."""
     metal = mx.metal.is_available()
-    limit = int(device.get("max_recommended_working_set_size", 0)) if metal else 1 << 30
     if metal:
-        mx.set_wired_limit(limit)
+        mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
     loaded = load(folder, LoneGroup(), lambda: None)
     steps = Steps(loaded)
-    step_s = steps.seconds()
+    step_s = seconds_of(steps.run_ahead, ROUNDS)
+    if large:
+        return {"step_s": step_s}
     keys = KEYS if metal else FEW_KEYS
     plain, masked = attention_s(keys)
-    usual, paused = pause_s(limit)
+    usual, paused = pause_s(WEIGHTS_BYTES if metal else FEW_WEIGHTS_BYTES)
     return {
-        "device": device.get("device_name", ""),
         "metal": metal,
-        "limit_bytes": limit,
-        "launches": launches(*steps.queue()),
+        "launches": launches(*steps.next()),
         "mlx_lm_launches": mlx_lm_launches(loaded.model),
         "step_s": step_s,
         "keys": keys,
@@ -161,6 +143,9 @@ def tried(folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    if "large" in sys.argv[2:]:
+    if large := "large" in sys.argv[2:]:
         use_large_buffers()
-    sys.stdout.write(json.dumps(tried(Path(sys.argv[1]))))
+    sys.stdout.write(json.dumps(probe(Path(sys.argv[1]), large=large)))
+    gc.collect()  # A Mac may lose memory that a process has wired when it ends.
+    mx.clear_cache()
+    mx.set_wired_limit(0)

@@ -215,7 +215,7 @@ async def _running(
     entered: _Entered, endpoint: Endpoint, on_stage: StageListener, warm_pool: WarmPool
 ) -> AsyncIterator[Agent]:
     settings, store = entered.settings, entered.store
-    machine = boot_record.counted(settings.home, await hardware.probe(settings.interface))
+    machine = boot_record.with_counts(settings.home, await hardware.probe(settings.interface))
     port = entered.sock.getsockname()[1] if entered.sock is not None else 0
     node = ClusterNode(
         settings,
@@ -310,7 +310,7 @@ def build_parts(
 ) -> AgentParts:
     """Build every part of an agent in a cluster. Each registers with the node for what it handles."""
     gateway = make_gateway(node.settings, lambda model: overview.health(node, groups, gateway, model))
-    readings = MachineReports(node, partial(boot_record.counted, node.home))
+    readings = MachineReports(node, partial(boot_record.with_counts, node.home))
     round_trips, credentials = RoundTripTimes(node), store.credentials
     keeping, renewal, tokens = AuthorityKeeping(node, store), Renewal(node, store), TokenIssuing(node)
     renewal.on_renewed(tokens.renewed)

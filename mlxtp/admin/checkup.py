@@ -25,7 +25,7 @@ from ..diagnostics.facts import (
 from ..identity.validity import own_time
 from ..wire.cluster_messages import Machine
 from .parts import AgentParts
-from .snapshot import ClusterSnapshot, MemberSnapshot, Snapshot, formed, gather
+from .snapshot import ClusterSnapshot, MemberSnapshot, Snapshot, formations, gather
 
 
 class AgentCheckup(Checkup):
@@ -125,7 +125,7 @@ def agent_facts(now: Snapshot) -> AgentFacts:
         model=agent.model.id if agent.model is not None else "",
         has_rank=agent.in_epoch or now.hosted,
         left_wired=now.left_wired,
-        formed=formed(next((each.machine for each in cluster.members if each.here), None)),
+        formations=formations(next((each.machine for each in cluster.members if each.here), None)),
         stages=tuple(
             StageFacts(rank, split[rank], pong.stage_busy_us / 1e6, pong.stage_waiting_us / 1e6)
             for rank, pong in pongs.items()

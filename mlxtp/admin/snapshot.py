@@ -216,7 +216,7 @@ def gather_agent(parts: AgentParts) -> AgentSnapshot:
         kv_room=supervisor.kv.tokens,
         in_epoch=parts.groups.in_epoch,
         proof=supervisor.loader.proof,
-        slow_link=supervisor.loader.slow_link if status.ranks is not None else "",
+        slow_link=status.ranks.slow_link if status.ranks is not None else "",
         running=running_requests(gateway.deployments),
     )
 
@@ -397,7 +397,7 @@ def members(cluster: ClusterSnapshot) -> list[Json]:
             "chip": each.machine.chip if each.machine is not None else "",
             "memory_bytes": each.machine.memory_bytes if each.machine is not None else 0,
             "notes": list(each.machine.notes) if each.machine is not None else [],
-            "formed": formed(each.machine),
+            "formations": formations(each.machine),
             "admitted_by": each.entry.admitted_by,
             "admitted_by_name": each.admitted_by,
             "joined_from": each.entry.address,
@@ -410,10 +410,10 @@ def members(cluster: ClusterSnapshot) -> list[Json]:
     ]
 
 
-def formed(machine: Machine | None) -> dict[str, int]:
+def formations(machine: Machine | None) -> dict[str, int]:
     """Return the attempts to form a JACCL group since a Mac started, by RDMA device."""
     ports = machine.ports if machine is not None else ()
-    return {port.rdma: port.formed for port in ports if port.formed}
+    return {port.rdma: port.formations for port in ports if port.formations}
 
 
 def _works_for(cluster: ClusterSnapshot, node_id: str) -> list[str]:

@@ -549,7 +549,7 @@ def report(rows: Sequence[Row], status: Mapping[str, Any], hide: Callable[[str],
             for each in status["members"]
         ],
         "mlx_metal": metal_wheel(),
-        "formed": {each["name"]: each.get("formed") for each in status["members"]},
+        "formations": {each["name"]: each.get("formations") for each in status["members"]},
         "left_wired": status.get("left_wired"),
         "rows": [asdict(row) for row in rows],
     }

@@ -56,9 +56,7 @@ def carried(answer: Mapping[str, Any]) -> tuple[float, float]:
     from ..wire.cluster_messages import FabricResult
 
     result = measurements.from_json({field.name: answer[field.name] for field in fields(FabricResult)})
-    cabled = (cost_model.JACCL_MESH, cost_model.JACCL_RING, cost_model.RING_THUNDERBOLT)
-    kind = answer["kind"]
-    return measurements.bandwidth(result), cost_model.FABRICS[kind].bandwidth if kind in cabled else 0.0
+    return measurements.bandwidth(result), cost_model.cabled_bandwidth(result.kind)
 
 
 def replug(carried: float, expected: float) -> str:

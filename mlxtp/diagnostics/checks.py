@@ -166,12 +166,14 @@ def of_rdma(facts: MachineFacts) -> Iterator[Finding]:
         yield info(unread)
     elif not found:
         yield _rdma_as_it_should_be(machine)
-    if formed := facts.agent.formed:
-        each = ", ".join(f"{count} over {device}" for device, count in formed.items())
+    if formations := facts.agent.formations:
+        each = ", ".join(f"{count} over {device}" for device, count in formations.items())
         said = f"RDMA groups formed since this Mac started, failed ones included: {each}"
-        few = any(map(is_scarce, formed.values()))
-        said += "; owners report room for two or three on each device" if few else ""
-        yield warning(said, "restart this Mac; until then the TCP ring is the way on") if few else info(said)
+        if any(map(is_scarce, formations.values())):
+            fix = "restart this Mac when that suits you; where RDMA no longer forms, mlxtp uses the TCP ring"
+            yield warning(f"{said}; owners report room for two or three on each device", fix)
+        else:
+            yield info(said)
 
 
 def _rdma_as_it_should_be(machine: Machine) -> Finding:

@@ -31,7 +31,7 @@ class AgentFacts:
     `state`, `reason`, `problem_of_cluster` and `waiting` are as in `mlxtp status`. `failures` counts the
     failed groups with stored files, `left_out` names the groups that planning leaves out, `proof` is the
     result of the golden proof, `slow_link` that of the links' speed. `left_wired` describes memory that ended
-    ranks left wired. `formed` has the attempts to form a JACCL group since this Mac started, by RDMA device.
+    ranks left wired. `formations`: the attempts to form a JACCL group since this Mac started, by device.
     """
 
     runs_here: bool = False
@@ -50,7 +50,7 @@ class AgentFacts:
     keep_awake: bool = True
     failures: int = 0
     left_wired: str = ""
-    formed: Mapping[str, int] = field(default_factory=dict)
+    formations: Mapping[str, int] = field(default_factory=dict)
     stages: tuple[StageFacts, ...] = ()  #: Of the shown group, if it is a pipeline with rank 0 here.
 
 

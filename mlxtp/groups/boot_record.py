@@ -10,18 +10,17 @@ import ctypes
 import json
 import logging
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Self
 
 from ..errors import MlxtpError
 from ..identity.private_files import read_private, write_private
 from ..placement.cost_model import default_gpu_bytes
-from ..placement.formation import spending
+from ..placement.formation import scarcity_advice
 from ..wire.cluster_messages import MAX_NOTES, Machine
-from ..wire.codecs import U32, U63
+from ..wire.codecs import U32, U63, integer
 from ..wire.messages import Bootstrap
 from ..wire.rdma import devices, peers
 from .sleep import HERE
@@ -44,40 +43,25 @@ class BootRecord:
     formations: Mapping[str, int] = field(default_factory=dict)
     stranded_bytes: int = 0
 
-    @classmethod
-    def from_object(cls, value: Mapping[str, Any]) -> Self:
-        """Read the file's object: what is missing or makes no sense counts as nothing."""
-        formations = value.get("formations")
-        pairs = formations.items() if isinstance(formations, dict) else ()
-        stranded = value.get("stranded_bytes")
-        return cls(
-            {name: count for name, count in pairs if type(count) is int and 0 < count <= U32},
-            stranded if type(stranded) is int and 0 < stranded <= U63 else 0,
-        )
 
-    def formed(self, devices: Iterable[str]) -> Self:
-        """Return the record with one more attempt over each of these devices."""
-        more = {name: self.formations.get(name, 0) + 1 for name in devices}
-        return replace(self, formations={**self.formations, **more})
-
-
-def load(home: Path, boot: str | None = None) -> BootRecord:
-    """Return the record of this boot. `boot` is its id, by default the system's."""
-    path, boot = home / FILE, boot_id() if boot is None else boot
+def load(home: Path) -> BootRecord:
+    """Return the record of this start of the Mac; of another one, or of what makes no sense, an empty one."""
+    start = mac_start_id()
     try:
-        value = json.loads(read_private(path) or b"{}")
-    except (MlxtpError, ValueError, RecursionError) as error:
-        log.debug("%s counts as empty: %s", path, error)  # it is read every few seconds
+        kept = json.loads(read_private(home / FILE) or b"{}")
+        if not start or kept["boot"] != start:
+            return BootRecord()
+        formations = {name: integer(1, U32).from_wire(count) for name, count in kept["formations"].items()}
+        return BootRecord(formations, integer(0, U63).from_wire(kept["stranded_bytes"]))
+    except (MlxtpError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        log.debug("%s counts as empty: %s", home / FILE, error)
         return BootRecord()
-    same = bool(boot) and isinstance(value, dict) and value.get("boot") == boot
-    return BootRecord.from_object(value) if same else BootRecord()
 
 
-def save(home: Path, record: BootRecord, boot: str | None = None) -> None:
+def save(home: Path, record: BootRecord) -> None:
     """Write the record. A full disk is logged, and the record is as before."""
-    kept = {"boot": boot_id() if boot is None else boot} | asdict(record)
     try:
-        write_private(home / FILE, json.dumps(kept).encode())
+        write_private(home / FILE, json.dumps({"boot": mac_start_id()} | asdict(record)).encode())
     except MlxtpError as error:
         log.warning("what this boot of the Mac has used up is not kept: %s", error.detail)
 
@@ -95,10 +79,12 @@ def count_formation(home: Path, bootstrap: Bootstrap) -> None:
         for name in devices(row[peer] if peer < len(row) else "")
     }
     if used:
-        save(home, load(home).formed(sorted(used)))
+        record = load(home)
+        more = {name: record.formations.get(name, 0) + 1 for name in sorted(used)}
+        save(home, replace(record, formations={**record.formations, **more}))
 
 
-def counted(home: Path, machine: Machine) -> Machine:
+def with_counts(home: Path, machine: Machine) -> Machine:
     """Return the machine with the attempts over each of its ports, and a note before the last one.
 
     It also has the memory that is stranded, and MLX's figure for the GPU unless the user set a limit.
@@ -112,13 +98,13 @@ def counted(home: Path, machine: Machine) -> Machine:
     if HERE.gpu_bytes and machine.gpu_bytes == default_gpu_bytes(machine.memory_bytes):
         machine = replace(machine, gpu_bytes=HERE.gpu_bytes)
     machine = replace(machine, stranded_bytes=stranded)
-    ports = tuple(replace(port, formed=formations.get(port.rdma, 0)) for port in machine.ports)
+    ports = tuple(replace(port, formations=formations.get(port.rdma, 0)) for port in machine.ports)
     machine = replace(machine, ports=ports)
-    return replace(machine, notes=(*map(str, spending(machine)), *machine.notes)[:MAX_NOTES])
+    return replace(machine, notes=(*map(str, scarcity_advice(machine)), *machine.notes)[:MAX_NOTES])
 
 
 @cache
-def boot_id() -> str:
+def mac_start_id() -> str:
     """Return an id that is new at each start of the machine, unlike its clock; empty if it has none."""
     if sys.platform == "darwin":
         text = ctypes.create_string_buffer(_UUID_BYTES)

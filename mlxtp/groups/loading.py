@@ -20,6 +20,7 @@ from ..models import self_test
 from ..models.inspect import ModelSource, read_config
 from ..models.manifest import is_commit
 from ..placement import measurements
+from ..placement.cost_model import cabled_bandwidth
 from ..placement.formation import REPLUG
 from ..placement.model_shape import shape_of
 from ..wire.cluster_messages import Serving
@@ -113,7 +114,6 @@ class ModelLoader:
 
     def __init__(self, settings: Settings, self_test: Callable[[RequestBackend], GroupSelfTest]) -> None:
         self.proof = ""  #: The golden proof's finding that is no failure, for users; empty for none.
-        self.slow_link = ""  #: The finding on links that are far too slow, for users; empty for none.
         self._settings = settings
         self._self_test = self_test
 
@@ -147,14 +147,14 @@ class ModelLoader:
 
     async def judge_links(self, ranks: ProcessGroup) -> None:
         """Compare the links' speed with what it should be: macOS may use a cable as USB without a word."""
-        group, self.slow_link = ranks.group, ""
-        if not group.bandwidth:
+        group = ranks.group
+        if not (group.world_size > 1 and (expected := cabled_bandwidth(group.kind))):
             return
         for _ in range(measurements.LINK_TRIES):
             seconds = (await ranks.time("sum", measurements.LINK_BYTES, 1)).seconds
-            if not (said := measurements.slow_link(group.kind, group.bandwidth, group.world_size, seconds)):
+            if not (said := measurements.slow_link(group.kind, expected, group.world_size, seconds)):
                 return
-        self.slow_link = said
+        ranks.slow_link = said
         log.warning("%s; %s", said, REPLUG)
 
     async def _warm_up(self, ranks: ProcessGroup, folder: Path, vocabulary: int) -> None:

@@ -268,7 +268,6 @@ class GroupBuilder:
             machines=machines,
             nodes=chosen.ranks,
             split=chosen.split,
-            bandwidth=chosen.bandwidth,
             without_jaccl=lambda ranks: self._machines.without_jaccl([chosen.ranks[rank] for rank in ranks]),
         )
 

@@ -14,7 +14,7 @@ from ..cluster.reconcile import Wanted
 from ..errors import Code, GroupError, MlxtpError
 from ..models.local_model import LocalModel, LocalModels
 from ..placement.candidates import Candidate
-from ..placement.formation import FailedGroup, explain, formations, is_scarce, links_of, preflight
+from ..placement.formation import FailedGroup, links_of, preflight, runs_short
 from ..placement.model_shape import ModelShape
 from ..placement.planner import Placement, PlacementOptions, plan
 from ..placement.topology import MemberMachine
@@ -216,20 +216,13 @@ class Placer:
     def is_scarce(self, chosen: Candidate) -> bool:
         """Return whether a group over RDMA may take the last formation of a device of it."""
         links = links_of(chosen.ranks, chosen.rdma)
-        return any(map(is_scarce, formations(links, self._node.peer_info.machines).values()))
+        return runs_short(links, self._node.peer_info.machines)
 
     def leave_out(self, chosen: Candidate, error: MlxtpError, *, formed: bool, strikes: int = 1) -> bool:
         """Note that a group failed; log and return whether another one takes its place."""
         links, now = links_of(chosen.ranks, chosen.rdma), time.monotonic()
         what = "formed, and failed then" if formed else "did not form"
-        detail = error.detail
-        if (trouble := explain(detail)) is not None and trouble.used_up:
-            told = (
-                f"{self._node.name_of(node_id)} has formed {count} RDMA groups over {device} since it started"
-                for (node_id, device), count in formations(links, self._node.peer_info.machines).items()
-            )
-            detail = "; ".join([detail, *told])
-        group = FailedGroup(chosen.kind, links, f"it {what}: {detail}")
+        group = FailedGroup(chosen.kind, links, f"it {what}: {error.detail}")
         members = {member.node_id: member for member in self._machines.members(self._lack)}
         if not self._machines.failed.failed(group, error.code, members, now, strikes=strikes):
             return False
@@ -244,7 +237,7 @@ class Placer:
             chosen.title,
             " + ".join(map(self._node.name_of, chosen.ranks)),
             what,
-            detail,
+            error.detail,
             placement.chosen.title,
             again_s,
         )

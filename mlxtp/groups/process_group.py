@@ -84,7 +84,6 @@ class EpochGroup:
     `without_jaccl` returns the error for ranks that have none. `machines`: chip and system build of each
     rank's Mac, if known. `nodes`: its agents' node ids; one for all ranks of one machine. `split`: layers of
     each rank of a pipeline, of which rank 0 has the last ones; () where each has a part of each layer.
-    `bandwidth`: bytes/s that its slowest link should carry; 0 if that is not known.
     """
 
     local: int
@@ -100,7 +99,6 @@ class EpochGroup:
     machines: tuple[str, ...] = ()
     nodes: tuple[str, ...] = ()
     split: tuple[int, ...] = ()
-    bandwidth: float = 0.0
     without_jaccl: Callable[[list[int]], GroupError] = lambda ranks: GroupError(
         f"MLX has no JACCL where ranks {ranks} run", Code.FORM_FAILED
     )
@@ -281,6 +279,7 @@ class ProcessGroup:
         self._settings = settings
         self._limits = settings.limits
         self._on_stage = on_stage
+        self.slow_link = ""  #: The finding on links that are far too slow, for users; empty for none.
         self._folder = epoch_folder(settings.home, epoch)
         self._rounds = _SideChannelRounds(self.group.world_size, self._send_gathered)
         if self.group.backend != "jaccl":

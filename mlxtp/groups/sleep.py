@@ -173,8 +173,9 @@ class WiredMemory:
         if before is None:
             return 0
         if self._ranks:
-            self._assumed += held * stuck
-            return held * stuck
+            assumed = held if stuck and held > LITTLE_BYTES else 0
+            self._assumed += assumed
+            return assumed
         self._assumed = 0
         if self._held <= LITTLE_BYTES:
             return 0
@@ -188,7 +189,8 @@ class WiredMemory:
 
     def stranded_bytes(self) -> int:
         """Return the bytes that only a restart gives back. Forget them once less is wired: they came back."""
-        if (stranded := (self.left or 0) + self._assumed) > (self.look() or 0):
+        stranded, wired = (self.left or 0) + self._assumed, self.look()
+        if wired is not None and stranded > wired:
             self.left = self._assumed = stranded = 0
         return stranded
 

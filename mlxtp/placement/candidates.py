@@ -25,7 +25,6 @@ from .cost_model import (
     RankMemory,
     SpeedEstimate,
     Workload,
-    link_bandwidth,
     rank_memory,
     speed,
     usable_bytes,
@@ -212,7 +211,7 @@ class Fabrics:
     def _excluded(self, networks: Sequence[str], nodes: Sequence[str]) -> str:
         """Return which links of these networks the setting fabric_networks excludes; empty for none."""
         setting, those = self._topology.admitted, frozenset(nodes)
-        words = {**_WORDS, THUNDERBOLT: "Thunderbolt without a known cable and lasting addresses"}
+        words = {**_WORDS, THUNDERBOLT: "Thunderbolt without a known cable, or with a self-assigned address"}
         words |= {ETHERNET: "shared Ethernet"} if setting != THUNDERBOLT else {}
         found = [
             f"{words[network]} {self._members[a].name} – {self._members[b].name}"
@@ -295,7 +294,6 @@ class Candidate:
     rdma            for jaccl: [from][to] the RDMA device, None where there is no cable or none is used
     memory, speed   memory of each rank, and the estimated speed
     split           for a pipeline: number of layers of each rank, of which rank 0 has the last ones
-    bandwidth       bytes/s that its slowest link should carry; 0 if that is not known
     """
 
     kind: str
@@ -311,7 +309,6 @@ class Candidate:
     memory: tuple[RankMemory, ...] = ()
     speed: SpeedEstimate | None = None
     split: tuple[int, ...] = ()
-    bandwidth: float = 0.0
 
     def request_seconds(self, workload: Workload) -> float:
         """Return the expected seconds of a request; infinite without an estimate."""
@@ -586,7 +583,6 @@ class CandidateFinder:
             kind = max((k for k in RINGS if RINGS[k] in {x.network for x in links}), key=list(RINGS).index)
         pairs = links_of(group, matrix)
         mbps = min((link.mbps for link in links), default=0)  # 0 if it is unknown for one of them
-        known = kind in (JACCL_MESH, JACCL_RING, RING_THUNDERBOLT) or (kind == RING_ETHERNET and mbps)
         reason = next((each.reason for each in self.failed if each.is_in(kind, pairs)), "")
         return Candidate(
             kind=kind,
@@ -610,7 +606,6 @@ class CandidateFinder:
                 measured=self.measured,
                 mbps=mbps,
             ),
-            bandwidth=link_bandwidth(kind, mbps) if known else 0.0,
         )
 
 

@@ -398,16 +398,18 @@ def _estimate(costs: tuple[StageCosts, ...], hop_s: float = 0.0, row_s: float = 
     return replace(found, tokens_per_second=1 / token_s, ttft_s=found.prompts_s(LONG_PROMPT, 1) + token_s)
 
 
-def link_bandwidth(kind: str, mbps: int) -> float:
-    """Return the bytes/s that one link of a fabric should carry; `mbps` is 0 if it is not known."""
-    return min(mbps * 1e6 / 8, _MOST_TCP) if mbps else FABRICS[kind].bandwidth
+def cabled_bandwidth(kind: str) -> float:
+    """Return the bytes/s that a cable of this fabric should carry; 0 for networks, which have any speed."""
+    cabled = kind in (JACCL_MESH, JACCL_RING, RING_THUNDERBOLT)
+    return FABRICS[kind].bandwidth if cabled else 0.0
 
 
 def _link(
     ranks: Sequence[RankHardware], kind: str, fast_fences: bool, measured: Sequence[Collective], mbps: int
 ) -> tuple[float, float, float, bool]:
     """Return fence and latency of a sum, in seconds, bytes/s of a link, and whether they were measured."""
-    fabric, link = FABRICS[kind], link_bandwidth(kind, mbps)
+    fabric = FABRICS[kind]
+    link = min(mbps * 1e6 / 8, _MOST_TCP) if mbps else fabric.bandwidth
     fence_s = FAST_FENCE_S if fast_fences else FENCE_S
     if not any(rank.metal for rank in ranks):
         fence_s = 0.0

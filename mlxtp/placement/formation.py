@@ -42,7 +42,7 @@ class Advice:
     fix: str
 
     def __str__(self) -> str:
-        return f"{self.what}. {self.fix}"
+        return f"{self.what}. {self.fix[:1].upper()}{self.fix[1:]}"
 
 
 def findings(machine: Machine) -> tuple[str, ...]:
@@ -76,7 +76,7 @@ def _of_mac(machine: Machine) -> Iterator[Advice]:
         yield Advice(
             BRIDGE,
             "The Thunderbolt bridge holds the Thunderbolt ports, and RDMA then fails to connect (errno 22)",
-            _sentence(_bridge_down(machine)),
+            _bridge_down(machine),
         )
     own = {port.domain for port in machine.ports if port.domain}
     cabled = [port for port in machine.ports if port.peer_domain and port.peer_domain not in own]
@@ -96,13 +96,6 @@ def _of_cabled_port(machine: Machine, port: Port) -> Iterator[Advice]:
     # A machine whose interfaces could not be read has none, not even loopback.
     if port.interface and machine.interfaces and (machine.rdma == "enabled" or not machine.bridge_up):
         yield from _of_address(machine, port)
-    mbps = next((each.mbps for each in machine.interfaces if each.name == port.interface), 0)
-    if 0 < mbps * MUCH_SLOWER <= port.gbps * 1000:
-        yield Advice(
-            CABLE,
-            f"{_name(port)} runs at {mbps} Mb/s, and its cable does {port.gbps} Gb/s: macOS uses it as USB",
-            _sentence(REPLUG),
-        )
     if port.hub:
         yield Advice(
             CABLE,
@@ -151,7 +144,7 @@ def _of_bridge(machine: Machine, cabled: Sequence[Port]) -> Iterator[Advice]:
             BRIDGE,
             f"The Thunderbolt bridge holds {len(cabled)} cables to Macs: a pair of addresses does not do for"
             " them, and a circle of cables through bridges makes a broadcast storm",
-            f"{_sentence(_bridge_down(machine))}. Then each cable gets a pair of its own",
+            f"{_bridge_down(machine)}; then each cable gets a pair of its own",
         )
         return
     own, other = cable_addresses(cabled[0].domain, cabled[0].peer_domain)
@@ -161,7 +154,7 @@ def _of_bridge(machine: Machine, cabled: Sequence[Port]) -> Iterator[Advice]:
     yield Advice(
         ADDRESS,
         f"The Thunderbolt bridge has {f'only {addresses[0]}' if addresses else 'no IPv4 address'},"
-        " and macOS may send what is for a self-assigned one by Wi-Fi: TCP by cable needs another",
+        " and macOS may route self-assigned addresses over Wi-Fi, so TCP over the cable needs a lasting one",
         f"Until the next restart: {now}{keep}" if machine.bridge_service else f"After each restart: {now}",
     )
 
@@ -173,14 +166,14 @@ def _of_address(machine: Machine, port: Port) -> Iterator[Advice]:
         yield Advice(
             ADDRESS,
             f"{_name(port)} is cabled to another Mac but has no IPv4 address, which RDMA and TCP both need",
-            _sentence(_port_address(port)),
+            _port_address(port),
         )
     elif all(self_assigned(address) for address in addresses):
         yield Advice(
             ADDRESS,
             f"{_name(port)} has only the address {addresses[0]}, which it gave itself: it may change with the"
             " next cable, and TCP to such an address may leave by Wi-Fi or Ethernet",
-            _sentence(_port_address(port)),
+            _port_address(port),
         )
 
 
@@ -197,21 +190,21 @@ def _of_power(machine: Machine) -> Iterator[Advice]:
 FORMATIONS_A_BOOT = 3
 
 
-def spending(machine: Machine) -> Iterator[Advice]:
+def scarcity_advice(machine: Machine) -> Iterator[Advice]:
     """Yield each cabled RDMA device that may have one group left, or none, until this Mac restarts."""
     for port in machine.ports:
-        if port.peer_domain and is_scarce(port.formed):
+        if port.peer_domain and is_scarce(port.formations):
             yield Advice(
                 RDMA,
-                f"The next RDMA group over {port.rdma} may need a restart of this Mac: {port.formed} have"
+                f"The next RDMA group over {port.rdma} may need a restart of this Mac: {port.formations} have"
                 " formed or failed since it started, and owners report room for two or three",
                 "Restart it when that suits you; without RDMA, mlxtp goes on over the TCP ring",
             )
 
 
-def is_scarce(formed: int) -> bool:
+def is_scarce(formations: int) -> bool:
     """Return whether a device that has formed so many groups may have one left, or none."""
-    return formed >= FORMATIONS_A_BOOT - 1
+    return formations >= FORMATIONS_A_BOOT - 1
 
 
 def _too_old(machine: Machine) -> bool:
@@ -266,10 +259,6 @@ def _bridge_down(machine: Machine) -> str:
         "until the next restart: sudo ifconfig bridge0 down; for good: sudo networksetup"
         f" -setnetworkserviceenabled {service} off"
     )
-
-
-def _sentence(words: str) -> str:
-    return words[:1].upper() + words[1:]
 
 
 def _name(port: Port) -> str:
@@ -601,16 +590,15 @@ def links_of(ranks: Sequence[str], rdma: Sequence[Sequence[str | None]]) -> Link
     return frozenset(found)
 
 
-def formations(links: Links, machines: Mapping[str, Machine]) -> dict[tuple[str, str], int]:
-    """Return the attempts to form since its Mac started, by node id and RDMA device; only known ones."""
-    ends = sorted({end for a, b, at_a, at_b in links for end in ((a, at_a), (b, at_b))})
-    return {
-        (node, port.rdma): port.formed
-        for node, entry in ends
+def runs_short(links: Links, machines: Mapping[str, Machine]) -> bool:
+    """Return whether any RDMA device of these links may have one formation left, or none."""
+    return any(
+        is_scarce(port.formations) and port.rdma in devices(entry)
+        for a, b, at_a, at_b in links
+        for node, entry in ((a, at_a), (b, at_b))
         if node in machines
         for port in machines[node].ports
-        if port.formed and port.rdma in devices(entry)
-    }
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -667,9 +655,7 @@ class FailedGroups:
             known = self._failures[key] = _Failure(group, circumstances, now)
         known.group = group
         trouble = explain(group.reason)
-        machines = {node: member.machine for node, member in members.items()}
-        formed = max(formations(group.links, machines).values(), default=0)
-        scarce = is_scarce(formed)
+        scarce = runs_short(group.links, {node: member.machine for node, member in members.items()})
         soon = trouble is not None and trouble.errno == NO_ADDRESS and not scarce
         if soon and now < known.first_at + ADDRESSES_COME_S:
             known.until = now + ADDRESS_RETRY_S
@@ -679,7 +665,7 @@ class FailedGroups:
         if known.strikes < strikes:
             return False
         retry_s = SOON_S if code in _LOSSES and not scarce else RETRY_S
-        if trouble is not None and trouble.used_up and formed >= FORMATIONS_A_BOOT:
+        if scarce and trouble is not None and trouble.used_up:
             retry_s = USED_UP_RETRY_S
         known.until = now + retry_s * 2 ** min(known.strikes - strikes, DOUBLINGS)
         return True
@@ -715,4 +701,4 @@ def _state_of(member: MemberMachine) -> tuple[object, ...]:
     machine = member.machine
     addresses = frozenset((each.name, each.address, each.up) for each in machine.interfaces)
     system = (machine.release, machine.build, machine.rdma, machine.bridge_up)
-    return (member.boot_id, system, addresses, tuple(replace(port, formed=0) for port in machine.ports))
+    return (member.boot_id, system, addresses, tuple(replace(port, formations=0) for port in machine.ports))

@@ -63,9 +63,9 @@ class Port:
     `receptacle` is the number Apple gives it (1, 2, ...), `interface` its network device ("en5") or empty.
     `domain` is the UUID of its own Thunderbolt domain. `peer_domain` is that of the Mac at the other end of
     the cable, empty without one; with `hub`, a hub or dock is in between. `gbps` is the link's speed, 0 when
-    unknown. `rdma` is its RDMA device ("rdma_en5"), empty for a port without; `active` is its state. `formed`
-    counts the attempts of ranks to form a JACCL group over it since the Mac started. `service` is the network
-    service of its interface, which most ports have none of.
+    unknown. `rdma` is its RDMA device ("rdma_en5"), empty for a port without; `active` is its state.
+    `formations` counts the attempts of ranks to form a JACCL group over it since the Mac started. `service`
+    is the network service of its interface, which most ports have none of.
     """
 
     receptacle: int = _f(integer(0, 64))
@@ -76,7 +76,7 @@ class Port:
     gbps: int = _f(integer(0, 1000))
     rdma: str = _f(text(60))
     active: bool = _f(boolean())
-    formed: int = _f(integer(0, U32), default=0)
+    formations: int = _f(integer(0, U32), default=0)
     service: str = _f(text(MAX_SERVICE), default="")
 
 

@@ -294,11 +294,11 @@ def test_the_doctor_has_the_facts_of_an_agent_of_its_model_and_of_other_members(
         ("JACCL is left out",),
     )
     assert (facts.has_rank, facts.left_wired) == (True, "2 GB stay wired")
-    port = Port(5, "en5", "D5", "E5", False, 80, "rdma_en5", True, formed=2)
-    formed = replace(HERE, machine=replace(MACHINE, ports=(port, replace(port, rdma="", formed=0))))
+    port = Port(5, "en5", "D5", "E5", False, 80, "rdma_en5", True, formations=2)
+    formed = replace(HERE, machine=replace(MACHINE, ports=(port, replace(port, rdma="", formations=0))))
     now = replace(NOW, cluster=replace(CLUSTER, members=(OTHER, formed)))
-    assert checkup.agent_facts(now).formed == {"rdma_en5": 2}
-    assert [each["formed"] for each in snapshot.status(now)["members"]] == [{}, {"rdma_en5": 2}]
+    assert checkup.agent_facts(now).formations == {"rdma_en5": 2}
+    assert [each["formations"] for each in snapshot.status(now)["members"]] == [{}, {"rdma_en5": 2}]
     resting = replace(NOW, agent=replace(AGENT, in_epoch=False))
     assert not checkup.agent_facts(resting).has_rank
     assert checkup.agent_facts(replace(resting, hosted=True)).has_rank

@@ -784,7 +784,7 @@ def test_members_hear_how_often_this_mac_formed_over_each_device(
         save(node.parts.node.home, BootRecord({"rdma_en5": 2}))
         node.parts.readings.read_again()
         go.release()
-        await sees(lambda: a.heard(MachineReport)[-1].ports == (replace(port, formed=2),))
+        await sees(lambda: a.heard(MachineReport)[-1].ports == (replace(port, formations=2),))
 
     play(tmp_path, member, story)
 

@@ -499,7 +499,7 @@ def test_where_protection_domains_may_be_used_up_the_ring_goes_on_and_the_count_
     left_s: float,
 ) -> None:
     def after(machine: Machine) -> Machine:
-        return replace(machine, ports=tuple(replace(port, formed=count) for port in machine.ports))
+        return replace(machine, ports=tuple(replace(port, formations=count) for port in machine.ports))
 
     async def story(node: Node) -> None:
         a = node.meet(A)
@@ -515,8 +515,8 @@ def test_where_protection_domains_may_be_used_up_the_ring_goes_on_and_the_count_
         assert group.controller.failed(GroupError(words, Code.FORM_FAILED), formed=False)
         [(left_out, seconds)] = node.parts.machines.left_out()
         assert seconds == pytest.approx(left_s, abs=60)
-        told = "mac-a has formed 3 RDMA groups over rdma_en2 since it started"
-        assert (told in left_out.reason) == (told in caplog.text) == (count > 0)
+        assert words in left_out.reason
+        assert words in caplog.text
         group.supervisor._plans.get_nowait()
         group.reports.owned, group.supervisor.status.in_epoch = None, False
         assert formed(node, a).backend == "ring"

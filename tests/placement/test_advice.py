@@ -148,14 +148,6 @@ def test_one_pair_does_not_do_for_a_bridge_with_several_cables() -> None:
     assert len([sentence for sentence in findings(down) if "10.201." in sentence]) == 2
 
 
-def test_a_cable_that_macos_uses_as_usb() -> None:
-    media = "media: autoselect (100baseTX <full-duplex>)"
-    said = recorded(MAX)["ifconfig"]
-    cable = said.index("en3: ")
-    slow = said[:cable] + said[cable:].replace("media: autoselect <full-duplex>", media, 1)
-    assert told(machine(MAX, ifconfig=slow), "100 Mb/s").endswith("system_profiler SPThunderboltDataType")
-
-
 def test_addresses_that_were_left_out_on_request_are_not_missed() -> None:
     assert mac(outputs(MAX), "127.0.0.1").notes == ()
 

@@ -16,8 +16,8 @@ from mlxtp.placement.formation import (
     USED_UP_RETRY_S,
     FailedGroup,
     FailedGroups,
-    formations,
     links_of,
+    runs_short,
 )
 from mlxtp.placement.planner import PlacementOptions, plan
 from mlxtp.placement.topology import MemberMachine
@@ -114,16 +114,14 @@ def with_formed(count: int) -> dict[str, MemberMachine]:
 
 
 def _counted(ports: tuple[Port, ...], count: int) -> tuple[Port, ...]:
-    return tuple(replace(port, formed=count) for port in ports)
+    return tuple(replace(port, formations=count) for port in ports)
 
 
 @pytest.mark.parametrize(
     ("reason", "code", "formed", "left_s"),
     [
         ("[jaccl] Couldn't allocate protection domain", Code.FORM_FAILED, 3, USED_UP_RETRY_S),
-        ("[jaccl] Couldn't allocate protection domain", Code.FORM_FAILED, 2, RETRY_S),
-        ("[jaccl] Changing queue pair to RTR failed with errno 22", Code.FORM_FAILED, 3, USED_UP_RETRY_S),
-        ("[jaccl] Changing queue pair to RTR failed with errno 22", Code.FORM_FAILED, 2, RETRY_S),
+        ("[jaccl] Changing queue pair to RTR failed with errno 22", Code.FORM_FAILED, 2, USED_UP_RETRY_S),
         ("[jaccl] Changing queue pair to RTR failed with errno 60", Code.FORM_FAILED, 9, RETRY_S),
         ("rank 1 is gone", Code.RANK_LOST, 2, RETRY_S),
     ],
@@ -137,12 +135,11 @@ def test_the_last_formations_are_not_spent_on_what_has_failed(
     assert memory.left_out(with_formed(formed + 1), 0.0), "another attempt is no change of a Mac"
 
 
-def test_attempts_are_known_for_the_devices_of_the_links_only() -> None:
-    machines = {node: each.machine for node, each in with_formed(2).items()}
-    found = formations(meshed(0, 1).links, machines)
-    assert set(found.values()) == {2}
-    assert {node for node, _ in found} == set(IDS[:2])
-    assert len(found) == 2
+def test_devices_of_the_links_alone_run_short() -> None:
+    few = {node: each.machine for node, each in with_formed(2).items()}
+    assert runs_short(meshed(0, 1).links, few)
+    none = {node: each.machine for node, each in MEMBERS.items()}
+    assert not runs_short(meshed(0, 1).links, {**none, IDS[2]: few[IDS[2]]})
 
 
 @pytest.mark.parametrize(

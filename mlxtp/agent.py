@@ -40,7 +40,7 @@ from .cluster.peer_reports import MachineReports, RoundTripTimes
 from .cluster.state_file import forget
 from .config import Settings, told
 from .errors import Code, ConfigError, GroupError, MlxtpError, ModelError
-from .gateway.admission import AdmissionLimits
+from .gateway.admission import AdmissionLimits, FreeMemory, look_at_memory
 from .gateway.gateway import Gateway
 from .groups import boot_record, overview
 from .groups.coordinator import Coordinator
@@ -295,11 +295,19 @@ async def _end_parts(parts: AgentParts, tasks: Background) -> None:
     await tasks.close()  # nothing beats, listens or calls any longer
 
 
-def make_gateway(settings: Settings, health: Callable[[str], Health]) -> Gateway:
-    """Return the gateway of an agent. `health` gets a deployment's name, or none."""
+def make_gateway(
+    settings: Settings, health: Callable[[str], Health], free_bytes: Callable[[], int] = lambda: 0
+) -> Gateway:
+    """Return the gateway of an agent. `health` gets a deployment's name, or none.
+
+    `free_bytes` is as for `look_at_memory`.
+    """
     limits = settings.limits
     bounds = AdmissionLimits(limits.max_open_requests, limits.max_open_tokens, limits.min_free_bytes)
-    return Gateway(health, bounds, limits.recovery_s, limits.deadline_s, share_cache=settings.share_cache)
+    memory = FreeMemory(lambda: look_at_memory(free_bytes()))
+    return Gateway(
+        health, bounds, limits.recovery_s, limits.deadline_s, memory, share_cache=settings.share_cache
+    )
 
 
 def build_parts(
@@ -309,7 +317,11 @@ def build_parts(
     on_stage: StageListener = lambda _stage, _seconds: None,
 ) -> AgentParts:
     """Build every part of an agent in a cluster. Each registers with the node for what it handles."""
-    gateway = make_gateway(node.settings, lambda model: overview.health(node, groups, gateway, model))
+    gateway = make_gateway(
+        node.settings,
+        lambda model: overview.health(node, groups, gateway, model),
+        lambda: node.peer_info.machines[node.node_id].free_bytes,
+    )
     readings = MachineReports(node, partial(boot_record.with_counts, node.home))
     round_trips, credentials = RoundTripTimes(node), store.credentials
     keeping, renewal, tokens = AuthorityKeeping(node, store), Renewal(node, store), TokenIssuing(node)

@@ -28,6 +28,7 @@ from ..client import FILE as AGENT_FILE
 from ..client import AgentClient
 from ..config import EMBEDDED_MODEL
 from ..errors import Code, Exit, MlxtpError, UserError
+from ..free_memory import free_bytes
 from ..identity.private_files import write_private
 from ..imports import metal_wheel
 from . import bench, qualify_here
@@ -332,10 +333,8 @@ def links(bed: Bed, idle_s: float) -> Iterator[Row]:
 
 def kill(bed: Bed) -> list[Row]:
     """Kill the rank on this Mac under streams. They must go on, with not one token changed."""
-    import psutil
-
     bed.say("streams while a rank is killed")
-    before = psutil.virtual_memory().available
+    before = free_bytes()
     epoch = group_of(bed)["epoch"]
     pid = own_rank(bed)
     killed = threading.Timer(STREAM_S / 4, os.kill, (pid, signal.SIGKILL))
@@ -346,7 +345,7 @@ def kill(bed: Bed) -> list[Row]:
     figures = {"streams": STREAMS, "answers": count, "wrong": len(wrong), "longest_s": round(longest, 2)}
     words = f"{count} answers over {STREAMS} streams, the longest in {longest:.1f} s"
     verdict: Verdict = "failed" if wrong else "ok"
-    after = psutil.virtual_memory().available
+    after = free_bytes()
     lost = max(before - after, 0)
     kept = Row(
         "memory after an epoch",

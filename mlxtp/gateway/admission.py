@@ -221,11 +221,16 @@ class FreeMemory:
         return self._seen
 
 
-def look_at_memory(system: str = sys.platform, level: Callable[[], int] | None = None) -> SystemMemory:
-    """Read the available memory from psutil, and on a Mac whether the kernel calls the pressure critical."""
+def look_at_memory(
+    read_bytes: int = 0, system: str = sys.platform, level: Callable[[], int] | None = None
+) -> SystemMemory:
+    """Return the available memory, and on a Mac whether the kernel calls the pressure critical.
+
+    `read_bytes` is what the agent last read to be free, 0 if unknown. On a Mac it counts, not psutil.
+    """
     import psutil
 
-    available = int(psutil.virtual_memory().available)
+    available = (system == "darwin" and read_bytes) or int(psutil.virtual_memory().available)
     return SystemMemory(available, system == "darwin" and (level or _pressure_level)() >= CRITICAL)
 
 

@@ -143,5 +143,10 @@ def test_this_machine_has_memory() -> None:
 
 @pytest.mark.parametrize(("level", "critical"), [(0, False), (1, False), (2, False), (4, True)])
 def test_a_mac_says_when_it_is_critical(level: int, critical: bool) -> None:
-    assert look_at_memory("darwin", lambda: level).critical is critical
-    assert not look_at_memory("linux", lambda: level).critical
+    assert look_at_memory(7, "darwin", lambda: level) == SystemMemory(7, critical)
+    assert not look_at_memory(7, "linux", lambda: level).critical
+
+
+def test_only_a_mac_takes_its_agents_last_reading_of_free_memory() -> None:
+    assert look_at_memory(7, "linux").available > 7
+    assert look_at_memory(0, "darwin", lambda: 1).available > 7

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import time
 from collections.abc import Callable
 
@@ -183,7 +182,7 @@ class Dialer:
         if len(self._logged) > MAX_KNOWN:  # a flood of new addresses
             del self._logged[next(iter(self._logged))]
         if "Errno 65" in error.detail:  # macOS blocks the local network, mostly without a message
-            log.warning("%s: %s", address, explain(65, error.detail, os.environ.get("TERM_PROGRAM", "")))
+            log.warning("%s: %s", address, explain(65, error.detail))
             return
         log.log(logging.DEBUG if quiet else logging.WARNING, "%s: %s", address, error.detail)
         if isinstance(error, Rejected) and error.code in _OURS_TO_MEND:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 
-from ..discovery.addresses import asked_app, explain
+from ..discovery.addresses import ALLOW, explain
 from ..placement.formation import (
     ADDRESS,
     BRIDGE,
@@ -26,7 +26,6 @@ from .facts import (
     Finding,
     MachineFacts,
     MemberFacts,
-    NetworkFacts,
     error,
     info,
     ok,
@@ -118,16 +117,16 @@ def of_packages(facts: MachineFacts) -> Iterator[Finding]:
 
 
 def _of_kernels(wheel: str, machine: Machine) -> Iterator[Finding]:
-    """Report a wheel of mlx-metal that is not the one for this macOS and chip."""
+    """Report a wheel of mlx-metal that is not the one for this macOS."""
     made_for = version(wheel.removeprefix("macosx_").replace("_", "."))
-    release, chip = version(machine.release), re.search(r"\bM(\d+)", machine.chip)
+    release = version(machine.release)
     if not made_for or not release:
         return
-    if made_for[0] < MATRIX_KERNELS[0] and release >= MATRIX_KERNELS and chip and int(chip[1]) >= 5:
+    if made_for[0] < MATRIX_KERNELS[0] and release >= MATRIX_KERNELS:
         yield warning(
-            f"mlx-metal is made for {wheel}, without the kernels for the matrix units of {machine.chip}: "
-            "prompts take several times as long",
-            "use a Python whose platform.mac_ver() says 26 (one made with an old SDK says 16.0): "
+            f"mlx-metal is made for {wheel}: the wheel for macOS 26 has kernels for the "
+            "matrix units of M5 chips",
+            "use a Python whose platform.mac_ver() says 26 or newer (one made with an old SDK says 16.0): "
             "`uv python install 3.13`, remove the folder .venv, and run `make setup`",
         )
     elif made_for[0] >= MATRIX_KERNELS[0] and release < MATRIX_KERNELS:
@@ -602,14 +601,6 @@ FAR_S = 3600.0
 _FIREWALL = "sudo /usr/libexec/ApplicationFirewall/socketfilterfw"
 
 
-def _allow(network: NetworkFacts) -> str:
-    return (
-        f"allow {asked_app(network.terminal) or 'it'} in System Settings > Privacy & Security > Local "
-        "Network, or run mlxtp where macOS does not ask: as a LaunchDaemon, or from a Terminal or SSH "
-        "session that stays open"
-    )
-
-
 def of_local_network(facts: MachineFacts) -> Iterator[Finding]:
     """Report whether macOS lets this process use the local network."""
     network = facts.network
@@ -623,19 +614,15 @@ def of_local_network(facts: MachineFacts) -> Iterator[Finding]:
         yield error(
             f"errno 65 (No route to host) to {where}, while loopback works: macOS keeps this process "
             "from the local network",
-            _allow(network),
+            ALLOW,
         )
     elif network.multicast is None and not network.unicast:
         yield info("not known: no network is up that could be tried")
     else:
         yield ok("this process may send into the local network")
     if not facts.agent.runs_here and facts.among_others:
-        app = asked_app(network.terminal)
         yield info(
-            f"this was tried in {app}, whose permission counts here and not for a service"
-            if app
-            else "this was tried from the shell: what Terminal or ssh starts, macOS lets through even where "
-            "it blocks a service",
+            "this was tried from the shell: macOS may let it through even where it blocks a service",
             "start the service, and run `mlxtp doctor` again: it runs within the service",
         )
 
@@ -704,9 +691,7 @@ def of_mdns(facts: MachineFacts) -> Iterator[Finding]:
     elif network.multicast_problem:
         yield _multicast_problem(facts)
     elif network.multicast:
-        yield _multicast_problem(
-            facts, explain(network.multicast, "nothing can be sent to its group", network.terminal)
-        )
+        yield _multicast_problem(facts, explain(network.multicast, "nothing can be sent to its group"))
     elif not network.listened:
         yield info("not known: discovery was not tried")
     elif missed and not network.heard:
@@ -724,11 +709,8 @@ def of_mdns(facts: MachineFacts) -> Iterator[Finding]:
 
 def _multicast_problem(facts: MachineFacts, said: str = "") -> Finding:
     words = said or facts.network.multicast_problem
-    fix = (
-        _allow(facts.network)
-        if "errno 65" in words
-        else "see that a network is up, or name addresses: --peer HOST:PORT"
-    )
+    up = "see that a network is up, or name addresses: --peer HOST:PORT"
+    fix = ALLOW if "errno 65" in words else up
     return warning(words, fix) if facts.among_others else info(words, fix)
 
 

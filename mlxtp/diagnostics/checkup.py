@@ -33,7 +33,7 @@ from ..api.server import bind
 from ..cluster.state_file import FILE, SavedState, from_text
 from ..config import Settings, is_loopback, resolve_settings
 from ..discovery.addresses import SERVICE, host_and_port
-from ..discovery.mdns import Network, addresses_up, send_something
+from ..discovery.mdns import Network, addresses_up, announcing_addresses, send_something
 from ..errors import ConfigError, MlxtpError
 from ..gateway.admission import look_at_memory
 from ..identity.store import Identity, Store
@@ -530,7 +530,11 @@ class Checkup:
             return False, "", ()
         names: set[str] = set()
         try:
-            network = Network(usable_here, lambda name, there: names.add(name) if there else None)
+            network = Network(
+                usable_here,
+                announcing_addresses(usable_here),
+                lambda name, there: names.add(name) if there else None,
+            )
             try:
                 await network.ask()
                 await asyncio.sleep(LISTEN_S)
@@ -552,7 +556,6 @@ class Checkup:
             heard=heard,
             ports=self._ports(),
             beyond_loopback=not is_loopback(self._settings.http_host),
-            terminal=os.environ.get("TERM_PROGRAM", ""),
         )
 
     async def _identity(self) -> IdentityFacts:

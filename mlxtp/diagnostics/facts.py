@@ -161,7 +161,6 @@ class NetworkFacts:
     ports: tuple[PortFacts, ...] = ()
     #: The endpoint is open to other machines.
     beyond_loopback: bool = False
-    terminal: str = ""  #: TERM_PROGRAM of this process.
 
 
 @dataclass(frozen=True, slots=True)

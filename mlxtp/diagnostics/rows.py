@@ -92,7 +92,7 @@ ROWS: tuple[CheckRow, ...] = (
         "on a Mac the macOS that mlx-metal is made for",
         "an older one lacks functions, or computes differently from the other Macs; mlx-metal for macOS 14 "
         "or 15 leaves the matrix units of an M5 unused, the one for 26 needs 26.2",
-        "`make setup`, with a Python whose `platform.mac_ver()` says 26",
+        "`make setup`, with a Python whose `platform.mac_ver()` says 26 or newer",
         checks.of_packages,
     ),
     CheckRow(

@@ -183,24 +183,22 @@ def is_copy(service: str, sighting: DiscoveredPeer, own_service: str, own_addres
     return service != own_service or not here
 
 
-def asked_app(terminal: str) -> str:
-    """Return the app whose permission for the local network counts; "" for one that is exempt or not known.
+#: Remedy for a process that macOS keeps from the local network. The exemptions are from Apple's TN3179.
+ALLOW = (
+    "allow it, or the app that it was started in (iTerm, an editor), in System Settings > Privacy & Security "
+    "> Local Network; what a LaunchDaemon (`mlxtp service install`) starts is exempt, and what Terminal or "
+    "ssh starts in a session that stays open"
+)
 
-    `terminal` is TERM_PROGRAM. Terminal and ssh are exempt, by Apple's TN3179.
-    """
-    return "" if terminal in ("Apple_Terminal", "tmux", "screen") else terminal.removesuffix(".app")
 
-
-def explain(errno: int | None, detail: str, terminal: str = "") -> str:
+def explain(errno: int | None, detail: str) -> str:
     """Return a message for the user: why discovery fails and how to fix it. `errno` is what a send raised."""
     aid = "other Macs can be named by --peer HOST:PORT meanwhile"
     match errno:
         case 65:  # EHOSTUNREACH as macOS numbers it
             return (
                 "macOS does not let this process reach the local network, if there is one (errno 65, No "
-                f"route to host). That is Local Network Privacy: allow {asked_app(terminal) or 'it'} in "
-                "System Settings, Privacy & Security, Local Network, or run it in Terminal, by ssh, or as a "
-                "LaunchDaemon (`mlxtp service install`), which are exempt. Until then neither multicast nor "
+                f"route to host). That is Local Network Privacy: {ALLOW}. Until then neither multicast nor "
                 "--peer can work."
             )
         case 48 | 98:  # EADDRINUSE: macOS, Linux
@@ -318,8 +316,8 @@ def announced_from(numbers: Mapping[str, int], prefixes: Mapping[str, int], prim
     """Return one address each of the network's interface and of one more, if possible that of a cable.
 
     `numbers` has the interface of each address, `primary` is the address of the default route. Both ends of
-    two cables choose the same one, by its network. With announcements on all cables and the network, macOS
-    renamed its host hundreds of times, as reported.
+    two cables choose the same one, by its network. A tunnel is used only where there is nothing else. With
+    announcements on all cables and the network, macOS renamed its host hundreds of times, as reported.
     """
 
     def kind(address: str) -> int:
@@ -333,7 +331,7 @@ def announced_from(numbers: Mapping[str, int], prefixes: Mapping[str, int], prim
         return (kind(address), address != primary, int(network.network_address), numbers[address])
 
     first, *others = sorted(numbers, key=rank)
-    others = [address for address in others if numbers[address] != numbers[first]]
+    others = [a for a in others if numbers[a] != numbers[first] and kind(a) != _TUNNEL]
     return [first, *sorted(others, key=lambda address: kind(address) != _CABLE)[:1]]
 
 

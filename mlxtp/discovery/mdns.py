@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
-import os
 import secrets
 import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -56,8 +55,8 @@ def addresses_up() -> Addresses:
     return found
 
 
-def chosen(addresses: Addresses) -> list[str]:
-    """Return the addresses to announce from."""
+def announcing_addresses(addresses: Addresses) -> list[str]:
+    """Return the addresses to announce from, sorted. They may change with the default route."""
     prefixes = {
         entry.address: ipaddress.IPv4Network((0, entry.netmask)).prefixlen
         for entries in psutil.net_if_addrs().values()
@@ -68,7 +67,7 @@ def chosen(addresses: Addresses) -> list[str]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock, contextlib.suppress(OSError):
         sock.connect(_ELSEWHERE)  # sends nothing
         primary = sock.getsockname()[0]
-    return announced_from(addresses, prefixes, primary)
+    return sorted(announced_from(addresses, prefixes, primary))
 
 
 def send_something(addresses: Collection[str]) -> None:
@@ -106,22 +105,25 @@ def _new_server() -> str:
 
 
 class Network:
-    """Sockets on two of these addresses at most, a browser, and our own service once it is announced.
+    """Sockets on the `wanted` of these addresses, a browser, and our own service once it is announced.
 
-    The service has all of them. `heard` is called with each full name and True if it is there now. `names`
+    The service has all addresses. `heard` is called with each full name and True if it is there now. `names`
     counts them since the last `ask`. Methods raise OSError and zeroconf's errors. Made and used in one event
     loop.
     """
 
-    def __init__(self, addresses: Addresses, heard: Callable[[str, bool], None]) -> None:
+    def __init__(
+        self, addresses: Addresses, wanted: Collection[str], heard: Callable[[str, bool], None]
+    ) -> None:
         self.addresses = addresses
+        self.wanted = wanted
         self.advert: Advert | None = None
         self.service = ""
         self.asked_at = 0.0
         self.names = 0
         self._heard = heard
         self._server = _new_server()
-        self._mdns = AsyncZeroconf(interfaces=chosen(addresses), ip_version=IPVersion.V4Only)
+        self._mdns = AsyncZeroconf(interfaces=list(wanted), ip_version=IPVersion.V4Only)
         self._browser: AsyncServiceBrowser | None = None
 
     async def ask(self) -> None:
@@ -177,19 +179,18 @@ class Network:
             parsed_addresses=sorted(self.addresses)[:MAX_ADDRESSES],
         )
 
-    async def move(self, addresses: Addresses) -> None:
+    async def move(self, addresses: Addresses, wanted: Collection[str]) -> None:
         """Use these addresses from now on, and forget the records that came by others.
 
         An address that is on another interface than before counts as new.
         """
         cache = self._mdns.zeroconf.cache
         cache.async_remove_records([each for name in cache.names() for each in cache.entries_with_name(name)])
-        wanted = chosen(addresses)
         same = [a for a in wanted if self.addresses.get(a, addresses[a]) == addresses[a]]
         if len(same) < len(wanted):
             await self._mdns.async_update_interfaces(interfaces=same)
-        await self._mdns.async_update_interfaces(interfaces=wanted)
-        self.addresses, self._server = addresses, _new_server()
+        await self._mdns.async_update_interfaces(interfaces=list(wanted))
+        self.addresses, self.wanted, self._server = addresses, wanted, _new_server()
 
     async def close(self, *, goodbye: bool) -> None:
         """Send a goodbye, which takes 0.3 s, and close everything."""
@@ -388,8 +389,7 @@ class Discovery:
                 self._report("")
             except (OSError, ZeroconfError) as error:
                 await self._shut()
-                words, terminal = str(error) or type(error).__name__, os.environ.get("TERM_PROGRAM", "")
-                self._report(explain(getattr(error, "errno", None), words, terminal))
+                self._report(explain(getattr(error, "errno", None), str(error) or type(error).__name__))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(REFRESH_S):
                     await self._hurry.wait()
@@ -402,24 +402,25 @@ class Discovery:
         else:
             usable = {a: number for a, number in there.items() if not ipaddress.ip_address(a).is_loopback}
         if not usable:
-            wanted = " or ".join(self._only) or "an IPv4 address"
-            raise OSError(f"no network interface of this machine that is up has {wanted}")
+            lacking = " or ".join(self._only) or "an IPv4 address"
+            raise OSError(f"no network interface of this machine that is up has {lacking}")
+        wanted = announcing_addresses(usable)
         network = self._search.network
         if network is None:
-            send_something(chosen(usable))
-            network = self._search.network = Network(usable, self._heard)
+            send_something(wanted)
+            network = self._search.network = Network(usable, wanted, self._heard)
             await network.ask()
             await network.announce(self._search.advert)
-        elif network.addresses != usable:
-            send_something(chosen(usable))
-            await network.move(usable)
+        elif (network.addresses, network.wanted) != (usable, wanted):
+            send_something(wanted)
+            await network.move(usable, wanted)
             self._search.doubt()
             await network.ask()
             await network.announce(self._search.advert)
         elif network.advert != self._search.advert:
             await network.announce(self._search.advert)
         elif _now() - network.asked_at >= ASK_AGAIN_S:
-            send_something(chosen(usable))
+            send_something(wanted)
             await network.ask()
             self._rests = 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -56,8 +56,10 @@ class World:
             read_addresses=lambda: self.addresses,
         )
 
-    def network(self, addresses: Mapping[str, int], heard: Callable[[str, bool], None]) -> Network:
-        self.networks.append(Network(self, addresses, heard))
+    def network(
+        self, addresses: Mapping[str, int], wanted: Sequence[str], heard: Callable[[str, bool], None]
+    ) -> Network:
+        self.networks.append(Network(self, addresses, wanted, heard))
         return self.networks[-1]
 
     def send(self, addresses: Mapping[str, int]) -> None:
@@ -81,9 +83,13 @@ class Network:
     """In place of `mdns.Network`."""
 
     def __init__(
-        self, world: World, addresses: Mapping[str, int], heard: Callable[[str, bool], None]
+        self,
+        world: World,
+        addresses: Mapping[str, int],
+        wanted: Sequence[str],
+        heard: Callable[[str, bool], None],
     ) -> None:
-        self.world, self.addresses, self.heard = world, addresses, heard
+        self.world, self.addresses, self.wanted, self.heard = world, addresses, wanted, heard
         self.advert: Advert | None = None
         self.service = ""
         self.names = 0
@@ -99,8 +105,8 @@ class Network:
         await self.world.name_is_settled.wait()
         self.advert, self.service = advert, advert.service()
 
-    async def move(self, addresses: Mapping[str, int]) -> None:
-        self.addresses = addresses
+    async def move(self, addresses: Mapping[str, int], wanted: Sequence[str]) -> None:
+        self.addresses, self.wanted = addresses, wanted
 
     async def close(self, *, goodbye: bool) -> None:
         self.closed = "with goodbye" if goodbye else "without a word"
@@ -220,6 +226,19 @@ def test_other_addresses_put_everything_in_doubt(tell: Tell, monkeypatch: pytest
     assert world.networks[0].times_asked == 2
     assert world.asked == [OTHER.service()]
     assert len(world.networks) == 1
+
+
+def test_another_default_route_moves_it(tell: Tell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mdns, "announcing_addresses", lambda usable: wanted)
+    wanted = ["10.0.0.1"]
+
+    async def story(world: World) -> None:
+        nonlocal wanted
+        await eventually(lambda: world.networks[0].advert, "announced")
+        wanted = ["10.0.1.1"]
+        await eventually(lambda: world.networks[0].times_asked == 2, "asked")
+
+    assert tell(story).networks[0].wanted == ["10.0.1.1"]
 
 
 @pytest.mark.parametrize(

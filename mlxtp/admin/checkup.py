@@ -92,6 +92,7 @@ class AgentCheckup(Checkup):
 
     async def _members(self, machine: Machine) -> tuple[MemberFacts, ...]:
         node, cluster = self._parts.node, gather(self._parts).cluster
+        unlike = node.introduction.unlike
         others = [each for each in cluster.members if not each.here]
         remembered = node.dialing.remembered()
         found = (
@@ -100,7 +101,12 @@ class AgentCheckup(Checkup):
         tried = await asyncio.gather(*map(attempts, found))
         heard = {each.node_id for each in self._dialer.sightings} if self._dialer is not None else set()
         return tuple(
-            member_facts(each, heard=each.node_id in heard, ours=checkup.shared(ours, machine))
+            member_facts(
+                each,
+                heard=each.node_id in heard,
+                ours=checkup.shared(ours, machine),
+                unlike=unlike.get(each.node_id, ""),
+            )
             for each, ours in zip(others, tried, strict=True)
         )
 
@@ -143,8 +149,12 @@ def model_facts(cluster: ClusterSnapshot) -> ModelFacts:
     return ModelFacts(desired, here.fingerprint, here.problem)
 
 
-def member_facts(member: MemberSnapshot, *, heard: bool, ours: tuple[Attempt, ...]) -> MemberFacts:
-    """Return the facts about another member: it was `heard`, and `ours` are this Mac's tries to reach it."""
+def member_facts(
+    member: MemberSnapshot, *, heard: bool, ours: tuple[Attempt, ...], unlike: str = ""
+) -> MemberFacts:
+    """Return the facts about another member: it was `heard`, `ours` are this Mac's tries to reach it, and
+    `unlike` is the warning about its kernels.
+    """
     model = member.model
     return MemberFacts(
         name=member.name,
@@ -155,4 +165,5 @@ def member_facts(member: MemberSnapshot, *, heard: bool, ours: tuple[Attempt, ..
         called=member.called,
         fingerprint=model.fingerprint if model is not None else "",
         model_problem=model.problem if model is not None else "",
+        unlike=unlike,
     )

@@ -60,7 +60,7 @@ def unlike_kernels(ours: AgentHello, theirs: AgentHello) -> str:
         return ""
     return (
         f"mlx-metal is made for {one} on {ours.name} and for {other} on {theirs.name}: its kernels differ in "
-        "speed and rounding. `mlxtp doctor` on the older says how to get the newer one"
+        "speed and rounding"
     )
 
 
@@ -159,7 +159,7 @@ class Introduction:
         wheel = metal_wheel()
         self._versions = (*versions_here(), *([f"{_WHEEL}={wheel}"] if wheel else []))
         self._flags = flags_of(settings)
-        self._warned: set[str] = set()
+        self.unlike: dict[str, str] = {}  #: By node id: the last warning about kernels; "" for none.
         self._roster = roster
         #: By node id: the boot ids of two machines that had it at once, and the message about it.
         self._doubles: dict[str, tuple[tuple[str, ...], str]] = {}
@@ -191,9 +191,9 @@ class Introduction:
     def met(self, hello: AgentHello) -> None:
         """Note that a peer was taken in: this start of it counts. Warn once of kernels unlike ours."""
         warning = unlike_kernels(self.hello(), hello)
-        if warning and warning not in self._warned:
-            self._warned.add(warning)
-            log.warning("%s", warning)
+        if warning and warning != self.unlike.get(hello.node_id):
+            log.warning("%s; `mlxtp doctor` on the older says how to get the newer one", warning)
+        self.unlike[hello.node_id] = warning
         _, what = self._doubles.pop(hello.node_id, ((), ""))
         if what and self.problem == what:
             self.problem = ""

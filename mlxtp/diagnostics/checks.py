@@ -729,6 +729,8 @@ def _of_member(member: MemberFacts) -> Iterator[Finding]:
     if not member.linked:
         yield _absent(member)
         return
+    if member.unlike:
+        yield warning(member.unlike, "`mlxtp doctor` on the Mac with the older one")
     if not member.ours:
         yield ok(f"{member.name} has a link")
         return

@@ -130,7 +130,8 @@ class Attempt:
 class MemberFacts:
     """Another member, as seen from this machine. `state` is empty where no agent knows it.
 
-    `ours` are this machine's tries to reach it. `called`: it opened a link to this machine.
+    `ours` are this machine's tries to reach it. `called`: it opened a link to this machine. `unlike`: a
+    warning about its mlx-metal.
     """
 
     name: str
@@ -141,6 +142,7 @@ class MemberFacts:
     called: bool = False
     fingerprint: str = ""
     model_problem: str = ""
+    unlike: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,10 +70,13 @@ def test_unlike_kernels_are_a_warning_and_no_refusal(caplog: pytest.LogCaptureFi
     assert compare(ours, theirs) is None
     assert "macosx_26_0_arm64 on mini and for macosx_15_0_arm64 on studio" in unlike_kernels(ours, theirs)
     assert unlike_kernels(ours, ours) == unlike_kernels(OURS, theirs) == ""
-    here: Any = SimpleNamespace(hello=lambda: ours, _warned=set(), _doubles={})
+    here: Any = SimpleNamespace(hello=lambda: ours, unlike={}, _doubles={})
     for _ in range(2):
         Introduction.met(here, theirs)
-    assert [record.getMessage() for record in caplog.records] == [unlike_kernels(ours, theirs)]
+    (record,) = caplog.records
+    assert record.getMessage().startswith(here.unlike[theirs.node_id] + "; `mlxtp doctor`")
+    Introduction.met(here, ours)
+    assert here.unlike[ours.node_id] == ""
 
 
 def test_the_order_of_flags_means_nothing() -> None:

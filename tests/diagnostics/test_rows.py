@@ -221,6 +221,8 @@ CASES: list[tuple[str, Change, Level, str, str]] = [
     ("mdns", _of("network", multicast=65), Level.WARNING, "errno 65", "Local Network"),
     ("mdns", _of("network", multicast_problem="some device floods this network"), Level.WARNING, "floods",
      "--peer"),
+    ("peers", _mini(unlike="mlx-metal is made for two"), Level.WARNING, "for two",
+     "`mlxtp doctor` on the Mac with the older one"),
     ("peers", _mini(ours=REFUSED), Level.WARNING, "does not reach mini: 10.0.0.2:52414 (Connection refused)",
      "on mini"),
     ("peers", _mini(ours=(OURS, Attempt("10.201.0.2:52414", "no answer"))), Level.WARNING,

@@ -49,7 +49,7 @@ from . import kv_cache
 from .draft_model import CACHES_SHARE, DraftModel
 from .executor import Forward, RankExecutor, Result
 from .logit_shaping import RequestShaping
-from .mailbox import AGENT, COMPILER, DISK, Mailbox, Wait
+from .mailbox import AGENT, COMPILER, DISK, Mailbox
 from .requests import Emitter, Requests
 from .scheduler import Scheduler
 from .steps import (
@@ -216,8 +216,7 @@ class Unconfirmed:
 class DecodeLoop:
     """Rank 0's loop. It queues up to `run_ahead` forwards before an earlier one's tokens are known.
 
-    In a pipeline, those are as many more as there are other stages. `idle` waits for mail while nothing runs,
-    as `Mailbox.wait` does.
+    In a pipeline, those are as many more as there are other stages.
     """
 
     def __init__(
@@ -227,12 +226,9 @@ class DecodeLoop:
         pipe: BlockingLink,
         followers: Followers,
         shaping: RequestShaping,
-        *,
-        idle: Wait | None = None,
     ) -> None:
         self._rank = rank
         self._mail = mail
-        self._idle = idle or mail.wait
         self._pipe = pipe
         self._followers = followers
         self._requests = Requests(rank, mail, shaping, Emitter(pipe, rank.status))
@@ -502,8 +498,8 @@ class DecodeLoop:
         if (left_s := self._fetches.time_left_s()) is not None:
             self._mail.wait(left_s)
         elif self._requests.scheduler is None or self._rank.bootstrap.world_size == 1:
-            self._idle(None)
-        elif not self._idle(self._rank.bootstrap.canary_s):
+            self._mail.idle()
+        elif not self._mail.idle(self._rank.bootstrap.canary_s):
             self._everywhere(SanityCheck())  # raises when the group's collectives no longer work
 
     def _drain(self) -> None:

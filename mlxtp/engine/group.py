@@ -306,12 +306,6 @@ def use_large_buffers() -> None:
         os.environ.setdefault(name, value)
 
 
-def without_compiler() -> None:
-    """Keep MLX from building kernels with the system's C++ compiler, as it does where no GPU computes."""
-    if not mx.metal.is_available():
-        mx.disable_compile()
-
-
 def form(
     backend: str,
     rank: int,

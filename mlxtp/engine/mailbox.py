@@ -18,7 +18,6 @@ COMPILER = -2  # the sender of compiled grammars
 DISK = -3  # the sender of what was read from disk, or written there
 LEADER = 0  # the sender whose frames ranks above 0 execute
 
-Wait = Callable[[float | None], bool]  # for seconds, or for ever; True once mail has come
 Failure = Callable[[MlxtpError], None]  # called by a reader thread whose link broke
 
 
@@ -27,9 +26,10 @@ class Terminated(BaseException):
 
 
 class Mailbox:
-    """Messages sorted by sender, each sender's in order."""
+    """Messages sorted by sender, each sender's in order. `warm` does the waits of an idle rank, if given."""
 
     def __init__(self) -> None:
+        self.warm: KeepWarm | None = None
         self._arrived: SimpleQueue[tuple[int, Any]] = SimpleQueue()
         self._by_sender: dict[int, deque[Any]] = {}
 
@@ -54,6 +54,10 @@ class Mailbox:
             return False
         self._by_sender.setdefault(sender, deque()).append(received)
         return True
+
+    def idle(self, timeout_s: float | None = None) -> bool:
+        """Wait as `wait` does, for a rank on which nothing runs."""
+        return (self.warm or self).wait(timeout_s)
 
     def receive(self, sender: int, deadline_s: float | None) -> Any:
         """Wait for the sender's next message. Raises LinkError (LINK_TIMEOUT) when none comes in time."""
@@ -105,9 +109,7 @@ def read_in_background(
 
 
 # --- an idle rank with a model ---------------------------------------------------------------------------
-# About two seconds after a GPU's last work macOS un-wires the weights, and the next forward waits until they
-# are wired again: 342 instead of 63 ms with 4 GiB. One operation a second prevents that, and one every three
-# seconds does not (MLX issue 4609; llama.cpp 17766 has the same remedy).
+# By MLX issue 4609, as docs/engine.md says; llama.cpp 17766 has the same remedy.
 
 EVERY_S = 1.0
 POWER_S = 60.0  #: Seconds between two readings of the power supply.
@@ -132,7 +134,7 @@ def runs_on_battery() -> bool:
 
 
 class KeepWarm:
-    """Waits of an idle rank, for its MLX thread, which alone gives the GPU work.
+    """Idle waits that keep weights wired, for the MLX thread, which alone gives the GPU work.
 
     `loaded` returns True while a model is loaded. `touch` has the GPU run something short.
     """
@@ -156,16 +158,13 @@ class KeepWarm:
         """Wait as `Mailbox.wait` does; meanwhile touch the GPU each second, unless this Mac is on battery."""
         now = self._clock()
         ends_at = float("inf") if timeout_s is None else now + timeout_s
-        read_at, battery = now, False
-        while self._loaded():
-            pause_s = POWER_S if battery else EVERY_S
-            if ends_at - now <= pause_s:
-                return self._mail.wait(max(ends_at - now, 0.0))
+        read_at, pause_s = now, EVERY_S
+        while self._loaded() and ends_at - now > pause_s:
             if self._mail.wait(pause_s):
                 return True
             now = self._clock()
             if now >= read_at:
-                read_at, battery = now + POWER_S, self._on_battery()
-            if not battery:
+                read_at, pause_s = now + POWER_S, POWER_S if self._on_battery() else EVERY_S
+            if pause_s == EVERY_S:
                 self._touch()
-        return self._mail.wait(timeout_s)
+        return self._mail.wait(None if timeout_s is None else max(ends_at - now, 0.0))

@@ -26,7 +26,7 @@ from ..wire.messages import (
     StepToken,
 )
 from .executor import Forward, RankExecutor
-from .mailbox import DISK, LEADER, Mailbox, Wait
+from .mailbox import DISK, LEADER, Mailbox
 
 #: Seconds to wait for the next frame before waiting for the running forward. While rank 0 runs ahead, the
 #: next frame is only microseconds away, and building its graph now hides behind the running forward. When
@@ -35,17 +35,11 @@ NEXT_FRAME_WAIT_S = 0.002
 
 
 class ServeLoop:
-    """Loop that reads frames in order; at most one forward runs while the next is queued.
+    """Loop that reads frames in order; at most one forward runs while the next is queued."""
 
-    `idle` waits for mail while nothing runs, as `Mailbox.wait` does.
-    """
-
-    def __init__(
-        self, rank: RankExecutor, mail: Mailbox, leader: BlockingLink, *, idle: Wait | None = None
-    ) -> None:
+    def __init__(self, rank: RankExecutor, mail: Mailbox, leader: BlockingLink) -> None:
         self._rank = rank
         self._mail = mail
-        self._idle = idle or mail.wait
         self._leader = leader
         self._running: deque[Forward] = deque()
 
@@ -90,7 +84,7 @@ class ServeLoop:
             return
         if self._rank.status.phase in ("prefill", "decode"):
             self._rank.status.enter("idle")
-        self._idle(None)
+        self._mail.idle()
 
     def _is_submitted(self, forward: Forward) -> bool:
         """Return False for a pipeline's forward whose tokens are to come."""

@@ -40,7 +40,7 @@ from ..wire.rank_process import FREE_S, take_over
 from ..wire.session import LinkKind, LinkState, Received, Session, Side
 from .decode_links import open_links
 from .jaccl import SideChannelExchange
-from .mailbox import AGENT, DISK, LEADER, KeepWarm, Mailbox, Terminated, Wait, read_in_background
+from .mailbox import AGENT, DISK, LEADER, KeepWarm, Mailbox, Terminated, read_in_background
 from .mlx_compat import code_of, import_mlx_lm
 from .telemetry import LEAST_PATIENCE_S, RankTelemetry, Recorder
 
@@ -246,20 +246,16 @@ def run(process: RankProcessLinks, listener: socket.socket | None, identity: Pat
     pipe.send(Hello(PROTOCOL_VERSION, process.rank, os.getpid(), os.urandom(16), b""))
     process.listen_to_agent()
     # imports MLX, which takes a second during which the agent already sees this rank
-    from .group import (
-        CollectiveCounter,
-        is_available,
-        use_fast_fences,
-        use_large_buffers,
-        without_compiler,
-    )
+    import mlx.core as mx
+
+    from .group import CollectiveCounter, is_available, use_fast_fences, use_large_buffers
 
     bootstrap = _bootstrap(process)
     use_fast_fences(bootstrap.fast_fences)
     if bootstrap.large_buffers:
         use_large_buffers()
-    if not bootstrap.compiled:
-        without_compiler()
+    if not bootstrap.compiled and not mx.metal.is_available():
+        mx.disable_compile()  # it would build kernels with the system's C++ compiler
     links = open_links(process.epoch, bootstrap, listener, identity)
     for other, link in links.items():
         process.listen_to_rank(link, other)
@@ -283,18 +279,19 @@ def run(process: RankProcessLinks, listener: socket.socket | None, identity: Pat
     process.memory = rank
     import_mlx_lm()  # now no client waits for a token
 
-    idle = _idle_wait(process, rank)
+    if process.keeps_warm and mx.metal.is_available():  # nothing but Metal un-wires weights
+        mail.warm = KeepWarm(mail, lambda: rank.loaded is not None)
     pipe.send(Done(jaccl=is_available("jaccl"), gpu_bytes=gpu_bytes()))
     process.status.enter("idle")
     if process.rank == 0:
         from .decode_loop import DecodeLoop, Followers
 
-        DecodeLoop(rank, mail, pipe, Followers(links, mail), shaping, idle=idle).run()
+        DecodeLoop(rank, mail, pipe, Followers(links, mail), shaping).run()
     else:
         from .serve_loop import ServeLoop
 
         process.obeying = True
-        ServeLoop(rank, mail, links[0], idle=idle).run()
+        ServeLoop(rank, mail, links[0]).run()
         process.obeying = False
         _await_shutdown(mail)
     pipe.send(Done())
@@ -312,15 +309,6 @@ def _bootstrap(process: RankProcessLinks) -> Bootstrap:
                 process.leave()
         else:
             process.mail.wait()
-
-
-def _idle_wait(process: RankProcessLinks, rank: RankExecutor) -> Wait:
-    """Return how this rank waits while it is idle. Nothing but Metal un-wires weights."""
-    import mlx.core as mx
-
-    if not process.keeps_warm or not mx.metal.is_available():
-        return process.mail.wait
-    return KeepWarm(process.mail, lambda: rank.loaded is not None).wait
 
 
 def _exchange(process: RankProcessLinks, bootstrap: Bootstrap) -> SideChannelExchange:

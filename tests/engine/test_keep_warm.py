@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 
-from mlxtp.engine import mailbox, worker
+from mlxtp.engine import mailbox
 from mlxtp.engine.decode_loop import DecodeLoop
 from mlxtp.engine.mailbox import POWER_S, KeepWarm, Mailbox
 from mlxtp.engine.serve_loop import ServeLoop
@@ -51,7 +50,7 @@ def test_a_busy_rank_does_not() -> None:
     assert post.touched_at == []
 
 
-def test_without_a_model_it_blocks_as_ever() -> None:
+def test_without_a_model_it_blocks() -> None:
     post = Post(mail_at=1000.0, loaded=False)
     assert post.keeper.wait()
     assert (post.waits, post.touched_at) == (1, [])
@@ -70,24 +69,6 @@ def test_on_battery_it_wakes_once_a_minute_to_see_whether_that_lasts() -> None:
     assert post.waits == 3 + 61 + 1
 
 
-@pytest.mark.parametrize(("setting", "metal"), [(False, True), (True, False)], ids=["off", "no GPU"])
-def test_with_the_setting_off_or_without_metal_a_rank_blocks(
-    monkeypatch: pytest.MonkeyPatch, setting: bool, metal: bool
-) -> None:
-    assert _waits(monkeypatch, setting, metal).__func__ is Mailbox.wait
-    assert _waits(monkeypatch, True, True).__func__ is KeepWarm.wait
-
-
-def _waits(monkeypatch: pytest.MonkeyPatch, setting: bool, metal: bool) -> Any:
-    class Process:
-        mail = Mailbox()
-        keeps_warm = setting
-
-    monkeypatch.setattr("mlx.core.metal.is_available", lambda: metal)
-    process: Any = Process()
-    return worker._idle_wait(process, process)
-
-
 class Idle(Exception):
     """Raised by the wait of an idle rank."""
 
@@ -99,16 +80,15 @@ class NoMail(Mailbox):
 
 @pytest.mark.parametrize("leads", [True, False], ids=["rank 0", "rank 1"])
 def test_the_loops_wait_by_it_when_nothing_runs(leads: bool) -> None:
-    def idle(_timeout_s: float | None) -> bool:
-        raise Idle
-
     rank, mail = MagicMock(), NoMail()
-    loop = (
-        DecodeLoop(rank, mail, MagicMock(), MagicMock(), MagicMock(), idle=idle)
-        if leads
-        else ServeLoop(rank, mail, MagicMock(), idle=idle)
-    )
+    mail.warm = MagicMock()
+    mail.warm.wait.side_effect = Idle
+    others = MagicMock(), MagicMock(), MagicMock()
+    loop = DecodeLoop(rank, mail, *others) if leads else ServeLoop(rank, mail, others[0])
     with pytest.raises(Idle):
+        loop.run()
+    mail.warm = None
+    with pytest.raises(AssertionError, match="no GPU warm"):
         loop.run()
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlxtp import free_memory
 from mlxtp.placement.cost_model import (
     HEADROOM_BYTES,
     RankMemory,
@@ -19,6 +22,7 @@ from mlxtp.placement.cost_model import (
 from mlxtp.placement.planner import PlacementOptions, plan
 
 from .made_up_macs import GIB, changed, mac, shape
+from .recorded_macs import ULTRA, machine, recorded
 
 
 def test_at_most_what_is_free_and_at_most_what_the_gpu_may_wire() -> None:
@@ -87,3 +91,13 @@ def test_ranks_fit_beside_others_only_in_what_these_leave() -> None:
     assert fits_beside(needs, {member.node_id: held})
     assert not fits_beside(needs, {member.node_id: held + 1})
     assert fits_beside(needs, {"another": held + 1})
+
+
+def test_a_mac_counts_its_free_memory_by_vm_stat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "vm_stat"
+    monkeypatch.setattr(free_memory, "_VM_STAT", str(program))
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=7))
+    assert free_memory.free_bytes("darwin") == 7, "it cannot run, as in a sandbox"
+    program.write_text(f"#!/bin/sh\ncat <<'END'\n{recorded(ULTRA)['vm_stat']}\nEND\n")
+    program.chmod(0o700)
+    assert free_memory.free_bytes("darwin") == machine(ULTRA).free_bytes

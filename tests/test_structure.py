@@ -338,6 +338,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
             "config",
             "diagnostics",
             "errors",
+            "free_memory",
             "groups",
             "identity",
             "imports",

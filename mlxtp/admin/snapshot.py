@@ -216,7 +216,7 @@ def gather_agent(parts: AgentParts) -> AgentSnapshot:
         kv_room=supervisor.kv.tokens,
         in_epoch=parts.groups.in_epoch,
         proof=supervisor.loader.proof,
-        slow_link=status.ranks.slow_link if status.ranks is not None else "",
+        slow_link=loaded.slow_link if (loaded := supervisor.kv.loaded) is not None else "",
         running=running_requests(gateway.deployments),
     )
 

@@ -225,7 +225,7 @@ def unfused_drafts(heads: int, kv_heads: int) -> range:
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """What attention wants of a step on this device, by default on a CPU.
+    """Needs of this device's attention, by default a CPU's.
 
     exact_from  keys from which a row alone has an `ExactShape`, whose graph is not traced
     heads       query heads for which the mask of several rows is repeated, 0 for none. Metal's attention

@@ -41,12 +41,14 @@ class LoadedModel:
     """Model on ranks that are warm and proven. It took `load_s` seconds to load.
 
     The KV caches of each rank may have `kv_bytes`, with room for `kv_room` tokens; 0 without a bound.
+    `slow_link`: the finding on links that are far too slow, for users; empty for none.
     """
 
     info: ModelInfo
     kv_room: int
     load_s: float
     kv_bytes: int = 0
+    slow_link: str = ""
 
     def resized(self, loaded: Loaded) -> LoadedModel:
         """Return this model with the room that the ranks report now."""
@@ -133,7 +135,7 @@ class ModelLoader:
         if self._settings.speculation == "mtp" and not loaded.mtp:
             log.warning("%s: %s", model.id, NO_HEAD)
         reached("loaded")
-        await self.judge_links(ranks)
+        slow_link = await self.judge_links(ranks)
         warm_up = self._warm_up(ranks, model.path, loaded.vocabulary)
         with ranks.watch.warming_up():
             try:
@@ -143,19 +145,19 @@ class ModelLoader:
                 raise ModelError(f"a first forward was refused: {error.detail}", error.code) from error
         reached("warmed up")
         info = await model_info(model, loaded)
-        return LoadedModel(info, _kv_room(loaded), time.monotonic() - began, loaded.kv_bytes)
+        return LoadedModel(info, _kv_room(loaded), time.monotonic() - began, loaded.kv_bytes, slow_link)
 
-    async def judge_links(self, ranks: ProcessGroup) -> None:
+    async def judge_links(self, ranks: ProcessGroup) -> str:
         """Compare the links' speed with what it should be: macOS may use a cable as USB without a word."""
         group = ranks.group
         if not (group.world_size > 1 and (expected := cabled_bandwidth(group.kind))):
-            return
+            return ""
         for _ in range(measurements.LINK_TRIES):
             seconds = (await ranks.time("sum", measurements.LINK_BYTES, 1)).seconds
             if not (said := measurements.slow_link(group.kind, expected, group.world_size, seconds)):
-                return
-        ranks.slow_link = said
+                return ""
         log.warning("%s; %s", said, REPLUG)
+        return said
 
     async def _warm_up(self, ranks: ProcessGroup, folder: Path, vocabulary: int) -> None:
         """Run the first forwards, the golden proof among them. Raises GroupError where that fails."""

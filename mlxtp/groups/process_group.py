@@ -279,7 +279,6 @@ class ProcessGroup:
         self._settings = settings
         self._limits = settings.limits
         self._on_stage = on_stage
-        self.slow_link = ""  #: The finding on links that are far too slow, for users; empty for none.
         self._folder = epoch_folder(settings.home, epoch)
         self._rounds = _SideChannelRounds(self.group.world_size, self._send_gathered)
         if self.group.backend != "jaccl":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -18,7 +19,8 @@ def _leave_nothing_of_root() -> None:
     folder = Path(__file__).parent
     owner = folder.stat()
     for path in (*folder.glob("__pycache__/__*"), *folder.glob("__pycache__")):
-        os.chown(path, owner.st_uid, owner.st_gid, follow_symlinks=False)
+        with suppress(OSError):  # a file system on which root changes nothing
+            os.chown(path, owner.st_uid, owner.st_gid, follow_symlinks=False)
 
 
 def main() -> None:

@@ -18,10 +18,11 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ..client import FILE as AGENT_FILE
@@ -143,10 +144,13 @@ def qualify(
             finally:
                 shown.start()
 
-        for row in tries(bed, status, idle, may):
-            rows.append(row)
-            if not as_json:
-                console.print(f"[{COLOURS[row.verdict]}]{row.verdict:>8}[/]  {row.what}")
+        try:
+            for row in tries(bed, status, idle, may):
+                rows.append(row)
+                if not as_json:
+                    console.print(f"[{COLOURS[row.verdict]}]{row.verdict:>8}[/]  {escape(row.what)}")
+        except MlxtpError as error:  # the agent is gone, and with it the deployment as it was before
+            rows.append(Row("the deployment of before", "failed", error.detail))
     hide = (lambda text: text) if with_names else hider(macs, status, folder)
     found = report(rows, status, hide)
     found["recording"] = hider(macs, status, folder, addresses=False)(qualify_here.recording())
@@ -528,7 +532,8 @@ def hider(
         str(each["node_id"]): names[each["name"]] for each in status["members"] if each["name"] in names
     }
     names |= {str(Path.home()): "~", str(home): "HOME"}
-    words = re.compile("|".join(re.escape(name) for name in sorted(names, key=len, reverse=True)))
+    longest_first = sorted(filter(None, names), key=len, reverse=True)
+    words = re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, longest_first))})(?!\w)")
 
     def hide(text: str) -> str:
         text = words.sub(lambda found: names[found[0]], text)
@@ -544,21 +549,28 @@ def report(rows: Sequence[Row], status: Mapping[str, Any], hide: Callable[[str],
         "at": int(time.time()),
         "versions": status["versions"],
         "macs": [
-            {name: each.get(name) for name in ("name", "chip", "memory_bytes", "system")}
+            {name: each.get(name) for name in ("name", "chip", "memory_bytes", "system", "formations")}
             for each in status["members"]
         ],
         "mlx_metal": metal_wheel(),
-        "formations": {each["name"]: each.get("formations") for each in status["members"]},
         "left_wired": status.get("left_wired"),
         "rows": [asdict(row) for row in rows],
     }
-    told: dict[str, Any] = json.loads(hide(json.dumps(found, ensure_ascii=False)))
-    return told
+    return cast("dict[str, Any]", _hidden(found, hide))
+
+
+def _hidden(value: Any, hide: Callable[[str], str]) -> Any:
+    if isinstance(value, dict):
+        return {key: _hidden(each, hide) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_hidden(each, hide) for each in value]
+    return hide(value) if isinstance(value, str) else value
 
 
 def shown_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Return the table for people."""
     table = table_of("verdict", "try", "result", wrapped=("result",))
     for row in rows:
-        table.add_row(f"[{COLOURS[row['verdict']]}]{row['verdict']}[/]", row["what"], row["words"])
+        verdict = f"[{COLOURS[row['verdict']]}]{row['verdict']}[/]"
+        table.add_row(verdict, escape(row["what"]), escape(row["words"]))
     return table

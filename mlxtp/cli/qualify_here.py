@@ -22,7 +22,7 @@ PROBE_S = 120.0  # of the kernels, with the import of MLX
 COMMAND_S = 20.0
 #: Samples the power of the whole chip for a second. It needs root, and is not run if that takes a password.
 POWER = ("sudo", "-n", "powermetrics", "-n", "1", "-i", "1000", "--samplers", "cpu_power,gpu_power")
-_WATTS = re.compile(r"^Combined Power \([^)]*\): +([\d.]+) mW", re.MULTILINE)
+_WATTS = re.compile(r"^Combined Power \([^)]*\): +(\d+(?:\.\d+)?) mW", re.MULTILINE)
 
 
 def probe_kernels(*how: str) -> dict[str, Any]:
@@ -98,8 +98,10 @@ _HEX = "[0-9A-Fa-f]"
 _ID = re.compile(
     rf"\b{_HEX}{{8}}(?:-{_HEX}{{4}}){{3}}-{_HEX}{{12}}\b|\b{_HEX}{{8}}-{_HEX}{{16}}\b|\b0x{_HEX}{{16}}\b"
     rf"|\b(?:{_HEX}{{2}}:){{5}}{_HEX}{{2}}\b|\b(?:{_HEX}{{4}}:){{3}}{_HEX}{{4}}\b"
-    rf'|\b(?:fe80::|[23]{_HEX}{{3}}:)[0-9A-Fa-f:]+|(?<=serial_number" : ")[^"]+'
+    rf'|\b(?:fe80::|f[cd]{_HEX}{{2}}:|[23]{_HEX}{{3}}:)[0-9A-Fa-f:]+|(?<=serial[_-]number" : ")[^"]+'
 )
+#: Names of network services, such as those of a phone or a company's VPN. Those of Thunderbolt stay.
+_SERVICE = re.compile(r"^(\((?:\d+|\*)\)) (?!.*Thunderbolt).*$", re.MULTILINE)
 _IPV4 = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b")
 
 
@@ -116,7 +118,7 @@ def anonymous(text: str) -> str:
         made = re.sub(r"[^\W_]", "0", found[0])[: -len(number)] + number
         return known.setdefault(found[0], made)
 
-    text = _ID.sub(other, text)
+    text = _SERVICE.sub(r"\1 a service", _ID.sub(other, text))
     return _IPV4.sub(lambda found: "192.0.2.1" if _is_public(found[0]) else found[0], text)
 
 

@@ -38,6 +38,7 @@ RESOLVE_S = 3.0
 #: Seconds. The check that a name is free takes 0.7 s, unless other devices claim one name after the other.
 REGISTER_S = 5.0
 _GROUP = ("224.0.0.251", 9)  #: The group of multicast DNS, at the discard port.
+_TUNNEL_PREFIX = 32  #: Also for one of another netmask: it leads to one machine.
 _ELSEWHERE = ("192.0.2.1", 9)  #: An address behind the default route, for examples (RFC 5737).
 
 Addresses = Mapping[str, int]  #: IPv4 addresses of this machine, each with the number of its interface.
@@ -57,12 +58,13 @@ def addresses_up() -> Addresses:
 
 def announcing_addresses(addresses: Addresses) -> list[str]:
     """Return the addresses to announce from, sorted. They may change with the default route."""
-    prefixes = {
-        entry.address: ipaddress.IPv4Network((0, entry.netmask)).prefixlen
-        for entries in psutil.net_if_addrs().values()
-        for entry in entries
-        if entry.family == socket.AF_INET and entry.netmask
-    }
+    prefixes = {}
+    for entries in psutil.net_if_addrs().values():
+        for entry in entries:
+            if entry.family == socket.AF_INET and entry.netmask:
+                with contextlib.suppress(ValueError):  # a netmask with gaps
+                    prefix = ipaddress.IPv4Network((0, entry.netmask)).prefixlen
+                    prefixes[entry.address] = _TUNNEL_PREFIX if entry.ptp else prefix
     primary = ""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock, contextlib.suppress(OSError):
         sock.connect(_ELSEWHERE)  # sends nothing

@@ -14,7 +14,7 @@ outside every window.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -483,6 +483,13 @@ def _arrays_of(cache: Any) -> list[mx.array]:
     return [array for each in both for array in (each if isinstance(each, list | tuple) else (each,))]
 
 
+def _next_view(cache: Any, growing: Iterator[LayerView], recurrent: Iterator[StateView]) -> Any:
+    """Return the view of a cache, or of those in it. A closure that calls itself would hold its arrays."""
+    if hasattr(cache, "caches"):
+        return [_next_view(each, growing, recurrent) for each in cache.caches]
+    return next(recurrent) if _is_state(cache) else next(growing)
+
+
 def in_parts(
     parts: Sequence[Bucket | MergedBatch],
     rows: Sequence[int],
@@ -806,13 +813,7 @@ class CacheKind:
         if not states:
             return views
         growing, recurrent = iter(views), iter(states)
-
-        def view(cache: Any) -> Any:
-            if hasattr(cache, "caches"):
-                return [view(each) for each in cache.caches]
-            return next(recurrent) if _is_state(cache) else next(growing)
-
-        return [view(cache) for cache in self._own]
+        return [_next_view(cache, growing, recurrent) for cache in self._own]
 
     def reserve(self, caches: Caches, offset: int, total: int) -> None:
         """Have caches of `offset` tokens grow once, to the room of a prompt of `total` tokens.

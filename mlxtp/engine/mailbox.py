@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -166,5 +167,6 @@ class KeepWarm:
             if now >= read_at:
                 read_at, pause_s = now + POWER_S, POWER_S if self._on_battery() else EVERY_S
             if pause_s == EVERY_S:
-                self._touch()
+                with suppress(RuntimeError):  # the next forward fails for the same reason, if that lasts
+                    self._touch()
         return self._mail.wait(None if timeout_s is None else max(ends_at - now, 0.0))

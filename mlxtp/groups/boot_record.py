@@ -80,7 +80,7 @@ def count_formation(home: Path, bootstrap: Bootstrap) -> None:
     }
     if used:
         record = load(home)
-        more = {name: record.formations.get(name, 0) + 1 for name in sorted(used)}
+        more = {name: min(record.formations.get(name, 0) + 1, U32) for name in sorted(used)}
         save(home, replace(record, formations={**record.formations, **more}))
 
 

@@ -150,6 +150,8 @@ class WiredMemory:
         self.look = look
         self.gpu_bytes = 0
         self.left: int | None = None
+        self._seen = 0  #: Bytes that were wired when `stranded_bytes` last looked, every few seconds.
+        self._floor = 0  #: Bytes that were wired without what is left; 0 if that is not known.
         self._assumed = 0  #: Bytes of ranks that were killed in a collective, until they can be measured.
         self._ranks = 0
         self._before: int | None = None
@@ -165,7 +167,8 @@ class WiredMemory:
         """Note that a rank process that held so many bytes is gone. After the last one, log what is left.
 
         `stuck`: it was killed in a collective of JACCL, which is said to strand what it holds. While others
-        run, that is assumed; then only what is measured counts. Returns the bytes that may be stranded.
+        run, that is assumed, but for what came back since the last look; then only what is measured counts.
+        Returns the bytes that may be stranded.
         """
         self._ranks -= 1
         self._held += held
@@ -173,24 +176,30 @@ class WiredMemory:
         if before is None:
             return 0
         if self._ranks:
-            assumed = held if stuck and held > LITTLE_BYTES else 0
+            came_back = max(self._seen - (self.look() or 0), 0)
+            assumed = held - came_back if stuck and held - came_back > LITTLE_BYTES else 0
             self._assumed += assumed
             return assumed
         self._assumed = 0
-        if self._held <= LITTLE_BYTES:
+        if (held := self._held) <= LITTLE_BYTES:
             return 0
         for _ in range(LOOKS):
-            if not (left := left_bytes(before, self.look() or 0, self._held)):
+            if not (left := left_bytes(before, self.look() or 0, held)):
                 return 0
+            if self._held != held:  # others have begun, and wire memory, too
+                break
             await asyncio.sleep(LOOK_S)
-        self.left = min((self.left or 0) + left, self.look() or 0)
+        left_before = self.left or 0
+        self.left = min(left_before + left, self.look() or 0)
+        self._floor = max(before - left_before, 0)
         log.warning("epoch %d: %s", epoch, self.summary(), extra={"epoch": epoch})
         return left
 
     def stranded_bytes(self) -> int:
         """Return the bytes that only a restart gives back. Forget them once less is wired: they came back."""
         stranded, wired = (self.left or 0) + self._assumed, self.look()
-        if wired is not None and stranded > wired:
+        self._seen = wired or 0
+        if wired is not None and wired < (self._floor + stranded // 2 if self._floor else stranded):
             self.left = self._assumed = stranded = 0
         return stranded
 

@@ -701,4 +701,9 @@ def _state_of(member: MemberMachine) -> tuple[object, ...]:
     machine = member.machine
     addresses = frozenset((each.name, each.address, each.up) for each in machine.interfaces)
     system = (machine.release, machine.build, machine.rdma, machine.bridge_up)
-    return (member.boot_id, system, addresses, tuple(replace(port, formations=0) for port in machine.ports))
+    return (
+        member.boot_id,
+        system,
+        addresses,
+        tuple(replace(port, formations=0, service="") for port in machine.ports),
+    )

@@ -276,15 +276,21 @@ def parse_hardware_ports(text: str) -> Reading[HardwarePorts]:
     return Reading(HardwarePorts(kinds, thunderbolt), () if kinds else ("which interface is which port",))
 
 
-_SERVICE = re.compile(
-    r"^\((?:\d+|\*)\) (?:\(\*\) )?(.{1,400})\n\(Hardware Port: .*, Device: (\w{1,40})\)$", re.MULTILINE
-)
+_SERVICE = re.compile(r"^\((\d+|\*)\) (.{1,400})\n\(Hardware Port: .*, Device: (\w{1,40})\)$", re.MULTILINE)
 
 
 def parse_services(text: str) -> Reading[Mapping[str, str]]:
-    """Read the first network service of each device: "(2) NAME", "(*) NAME" where it is off."""
-    found = {device: printable(name, MAX_SERVICE) for name, device in reversed(_SERVICE.findall(text))}
-    return Reading(found, () if found else ("names of network services",))
+    """Read the first network service of each device that is on, "(2) NAME", and not off, "(*) NAME".
+
+    A name that cannot be printed as it is counts as none, because commands would not find it.
+    """
+    named = _SERVICE.findall(text)
+    found = {
+        device: name
+        for place, name, device in reversed(named)
+        if place != "*" and name == printable(name, MAX_SERVICE)
+    }
+    return Reading(found, () if named else ("names of network services",))
 
 
 def _kind(port: str, device: str, thunderbolt: Iterable[str]) -> str:

@@ -273,8 +273,12 @@ def _is_local(interface: Interface) -> bool:
 
 def _answered(one: MemberMachine, first: Interface, other: MemberMachine, second: Interface) -> bool:
     """Return whether a control link of the Mac that plans stands over exactly these two addresses."""
-    ends = (first.address, second.address)
-    return ends in ((other.control_from, other.control_address), (one.control_address, one.control_from))
+    ends = {one.node_id: first.address, other.node_id: second.address}
+    return any(
+        not plans.control_address
+        and (ends[plans.node_id], ends[peer.node_id]) == (peer.control_from, peer.control_address)
+        for plans, peer in ((one, other), (other, one))
+    )
 
 
 def _machine_trouble(member: MemberMachine) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from rich.console import Console
 
 from mlxtp.cli import qualify
 from mlxtp.cli.qualify import Row
@@ -53,6 +55,19 @@ def test_names_ids_and_addresses_are_hidden_from_a_report() -> None:
     text = "Ann's Studio (ab12cd34) at 192.168.1.7 and fe80::1:2:3, not Ann; "
     text += f"{Path.home()}/x /srv/agent/y; 12:30:05"
     assert hide(text) == "Mac 1 (Mac 1) at ADDRESS and ADDRESS, not Mac 2; ~/x HOME/y; 12:30:05"
+
+
+def test_names_that_are_words_of_json_or_of_rich_break_no_report() -> None:
+    status = {"members": [{"node_id": "ab12", "name": name} for name in ("a", "true", "rows", "1")]}
+    hide = qualify.hider(("a", "true", "rows", "1"), status, Path("/srv/agent"))
+    rows = [Row("try of [red]", "ok", "a said [/] 1 of 11", {"metal": True, "rows": 1})]
+    found = qualify.report(rows, {**status, "versions": ["mlx=1"]}, hide)
+    assert found["rows"][0]["words"] == "Mac 1 said [/] Mac 4 of 11"
+    assert found["rows"][0]["figures"]["metal"] is True
+    assert set(found) >= {"format", "rows", "versions"}
+    shown = Console(file=io.StringIO(), width=200)
+    shown.print(qualify.shown_table(found["rows"]))
+    assert "try of [red]" in shown.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_questions_have_one_right_answer() -> None:

@@ -50,6 +50,18 @@ def test_a_busy_rank_does_not() -> None:
     assert post.touched_at == []
 
 
+def test_a_touch_that_fails_is_tried_again() -> None:
+    post, failed = Post(mail_at=3.5), list[float]()
+
+    def fail() -> None:
+        failed.append(post.now)
+        raise RuntimeError("[METAL] Command buffer execution failed: Impacting Interactivity")
+
+    post.keeper._touch = fail
+    assert post.keeper.wait()
+    assert failed == [1, 2, 3]
+
+
 def test_without_a_model_it_blocks() -> None:
     post = Post(mail_at=1000.0, loaded=False)
     assert post.keeper.wait()

@@ -6,6 +6,7 @@ steps out as there.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,20 @@ def test_rows_alone_and_together_say_the_same_as_on_a_cpu(tmp_path: Path, family
     runner.stop(2, 0)
     said += decode(runner, 1, 38, 20)  # alone again, in arrays for two rows; then exact
     assert tuple(said) == reference(PROMPT, 51, folder)
+
+
+def test_an_exact_step_leaves_no_garbage_that_holds_states(tmp_path: Path) -> None:
+    """Until the collector ran, states of many steps would stay."""
+    _, runner = runner_of(write_model(tmp_path, model_type="qwen3_5", **FAMILIES["qwen3_5"]), 1)
+    said = [prefill(runner, 1, PROMPT), *decode(runner, 1, 8, 3)]
+    gc.collect()
+    gc.disable()
+    try:
+        said += decode(runner, 1, 11, 5)
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
+    assert len(said) == 9
 
 
 def test_quantized_keys_are_read_exactly_too(tmp_path: Path) -> None:

@@ -90,6 +90,37 @@ def test_what_a_rank_killed_in_a_collective_held_counts_until_it_can_be_measured
     assert mac.stranded_bytes() == left * GB
 
 
+def test_what_came_back_although_a_rank_was_killed_is_not_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    mac = Mac(monkeypatch)
+    mac.began()
+    mac.began()
+    mac.now += 100
+    assert mac.stranded_bytes() == 0  # a look
+    mac.now -= 40
+    assert mac.end(40, stuck=True) == mac.stranded_bytes() == 0
+
+
+def test_what_is_left_counts_also_if_another_rank_begins_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    mac = Mac(monkeypatch)
+    mac.began()
+    mac.now += 400
+
+    async def begin(_seconds: float) -> None:
+        mac.began()
+
+    monkeypatch.setattr(wired_memory, "asyncio", SimpleNamespace(sleep=begin))
+    assert mac.end(400) == mac.stranded_bytes() == 400 * GB
+
+
+def test_what_another_program_had_wired_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    mac = Mac(monkeypatch)
+    mac.began()
+    mac.now += 2
+    assert mac.end(2) == mac.stranded_bytes() == 2 * GB
+    mac.now -= 2
+    assert mac.stranded_bytes() == 0
+
+
 def test_what_a_rank_that_ended_by_itself_held_is_only_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     mac = Mac(monkeypatch)
     mac.began()

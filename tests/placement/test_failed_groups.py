@@ -135,6 +135,20 @@ def test_the_last_formations_are_not_spent_on_what_has_failed(
     assert memory.left_out(with_formed(formed + 1), 0.0), "another attempt is no change of a Mac"
 
 
+def test_a_service_that_is_renamed_is_no_change_of_a_mac() -> None:
+    memory = FailedGroups()
+    memory.failed(meshed(0, 1), Code.FORM_FAILED, MEMBERS, 0.0)
+    named = {
+        node: replace(each, machine=replace(each.machine, ports=_named(each.machine.ports)))
+        for node, each in MEMBERS.items()
+    }
+    assert memory.left_out(named, 0.0)
+
+
+def _named(ports: tuple[Port, ...]) -> tuple[Port, ...]:
+    return tuple(replace(port, service="mlxtp 2") for port in ports)
+
+
 def test_devices_of_the_links_alone_run_short() -> None:
     few = {node: each.machine for node, each in with_formed(2).items()}
     assert runs_short(meshed(0, 1).links, few)

@@ -182,15 +182,18 @@ def test_a_device_without_a_port_is_passed_over() -> None:
     assert parse_hardware_ports("Device: en0\nHardware Port: Wi-Fi\n").missing
 
 
-def test_services_are_known_by_their_devices_whether_they_are_on_or_off() -> None:
+def test_services_that_are_on_are_known_by_their_devices() -> None:
     assert parse_services(recorded(ULTRA)[SERVICES]).value == {
         "en0": "Ethernet",
-        "bridge0": "Thunderbolt Bridge",
         "en4": "Cable to Max",
         "en1": "Wi-Fi",
     }
     again = "(7) Second\n(Hardware Port: Ethernet, Device: en0)\n"
     assert parse_services(recorded(ULTRA)[SERVICES] + again).value["en0"] == "Ethernet"
+    off = "(*) Old\n(Hardware Port: T, Device: en3)\n\n(3) mlxtp 2\n(Hardware Port: T, Device: en3)\n"
+    assert parse_services(off).value == {"en3": "mlxtp 2"}
+    for name in ("a  b", "x" * 61, "a\u200db"):
+        assert parse_services(f"(1) {name}\n(Hardware Port: T, Device: en3)\n").value == {}
     assert parse_services("nothing").missing
 
 

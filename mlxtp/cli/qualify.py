@@ -14,7 +14,7 @@ import string
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -151,9 +151,12 @@ def qualify(
                     console.print(f"[{COLOURS[row.verdict]}]{row.verdict:>8}[/]  {escape(row.what)}")
         except MlxtpError as error:  # the agent is gone, and with it the deployment as it was before
             rows.append(Row("the deployment of before", "failed", error.detail))
-    hide = (lambda text: text) if with_names else hider(macs, status, folder)
+    with suppress(MlxtpError):  # what the tries have used up and stranded
+        status = AgentClient(folder, ASK_S).get("status")
+    everyone = tuple(dict.fromkeys([*macs, *(each["name"] for each in status["members"])]))
+    hide = (lambda text: text) if with_names else hider(everyone, status, folder)
     found = report(rows, status, hide)
-    found["recording"] = hider(macs, status, folder, addresses=False)(qualify_here.recording())
+    found["recording"] = hider(everyone, status, folder, addresses=False)(qualify_here.recording())
     write_private(folder / FILE, (json.dumps(found, indent=1) + "\n").encode())
     if as_json:
         print_json(found)
@@ -231,7 +234,8 @@ def doctor(bed: Bed) -> list[Row]:
 def kernels(bed: Bed) -> Row:
     """Count and time kernels of this machine's MLX."""
     bed.say("kernels of MLX on this machine")
-    plain, large_s = qualify_here.probe_kernels(), qualify_here.probe_kernels("large")["step_s"]
+    plain = qualify_here.probe_kernels()
+    large_s = qualify_here.probe_kernels("large")["step_s"] if plain["metal"] else 0.0
     more = plain["launches"] > plain["mlx_lm_launches"]
     words = qualify_here.kernel_summary(plain, large_s)
     return Row("kernels", "warning" if more else "ok", words, {**plain, "large_buffers_step_s": large_s})
@@ -297,7 +301,7 @@ def exact(bed: Bed, kind: str, nodes: str, parallel: str, asked: dict[str, str])
     wrong = [text for text, right in asked.items() if told[text] != right]
     figures = {"asked": count, "wrong": len(wrong), "formed_s": round(formed_s, 2)}
     first = f": {told[wrong[0]]!r} instead of {asked[wrong[0]]!r}" if wrong else ""
-    words = f"{count - len(wrong)} of {count}; serving after {formed_s:.1f} s"
+    words = f"{count - len(wrong)} of {count}; {group_of(bed).get('kind')}, serving after {formed_s:.1f} s"
     bad = len(wrong) > (count * ITS_OWN if kind == ALONE else 0)
     if kind == ALONE:
         for text in wrong:
@@ -549,7 +553,7 @@ def report(rows: Sequence[Row], status: Mapping[str, Any], hide: Callable[[str],
         "at": int(time.time()),
         "versions": status["versions"],
         "macs": [
-            {name: each.get(name) for name in ("name", "chip", "memory_bytes", "system", "formations")}
+            {name: each.get(name) for name in ("name", "chip", "memory_bytes", "formations")}
             for each in status["members"]
         ],
         "mlx_metal": metal_wheel(),
@@ -559,9 +563,12 @@ def report(rows: Sequence[Row], status: Mapping[str, Any], hide: Callable[[str],
     return cast("dict[str, Any]", _hidden(found, hide))
 
 
+_OWN_WORDS = frozenset({"what", "verdict", "chip"})  #: Fields that hold no name, but perhaps words like one.
+
+
 def _hidden(value: Any, hide: Callable[[str], str]) -> Any:
     if isinstance(value, dict):
-        return {key: _hidden(each, hide) for key, each in value.items()}
+        return {key: each if key in _OWN_WORDS else _hidden(each, hide) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_hidden(each, hide) for each in value]
     return hide(value) if isinstance(value, str) else value

@@ -37,13 +37,13 @@ def probe_kernels(*how: str) -> dict[str, Any]:
 
 
 def kernel_summary(plain: Mapping[str, Any], large_s: float) -> str:
-    """Return a probe in words; `large_s`: seconds of a step with large command buffers."""
+    """Return a probe in words; `large_s`: seconds of a step with large command buffers, 0 without Metal."""
+    large = f"; large command buffers: {plain['step_s'] / large_s - 1:+.0%} steps a second" if large_s else ""
     return (
         f"{plain['launches']} kernels a step, {plain['mlx_lm_launches']} in mlx-lm; attention over "
         f"{plain['keys']:,} keys takes {duration(plain['attention_s'])}, and with a mask "
         f"{duration(plain['masked_attention_s'])}; a pass over weights takes {duration(plain['pass_s'])}, "
-        f"and after a pause of {plain['pause_s']:g} s {duration(plain['pass_after_pause_s'])}; large command "
-        f"buffers: {plain['step_s'] / large_s - 1:+.0%} steps a second"
+        f"and after a pause of {plain['pause_s']:g} s {duration(plain['pass_after_pause_s'])}{large}"
     )
 
 
@@ -74,8 +74,10 @@ def watts_of(text: str) -> float:
     return float(found[1]) / 1000
 
 
-def watts() -> float:
+def watts(system: str = sys.platform) -> float:
     """Return the present watts of this Mac's chip. Raises UserError where they may not be read."""
+    if system != "darwin":
+        raise UserError("`powermetrics` is there on a Mac only")
     ended = _run(POWER, COMMAND_S)
     if ended.returncode:
         raise UserError("only root may read the power; type `sudo -v`, then `mlxtp qualify` again")
@@ -96,9 +98,10 @@ def _run(command: tuple[str, ...] | list[str], within_s: float) -> subprocess.Co
 _HEX = "[0-9A-Fa-f]"
 #: Values that tell a Mac from others: UUIDs, ids of Thunderbolt switches, GUIDs, hardware and IPv6 addresses.
 _ID = re.compile(
-    rf"\b{_HEX}{{8}}(?:-{_HEX}{{4}}){{3}}-{_HEX}{{12}}\b|\b{_HEX}{{8}}-{_HEX}{{16}}\b|\b0x{_HEX}{{16}}\b"
+    rf"\b(?:fe80::|f[cd]{_HEX}{{2}}:|[23]{_HEX}{{3}}:)[0-9A-Fa-f:]+"
+    rf"|\b{_HEX}{{8}}(?:-{_HEX}{{4}}){{3}}-{_HEX}{{12}}\b|\b{_HEX}{{8}}-{_HEX}{{16}}\b|\b0x{_HEX}{{16}}\b"
     rf"|\b(?:{_HEX}{{2}}:){{5}}{_HEX}{{2}}\b|\b(?:{_HEX}{{4}}:){{3}}{_HEX}{{4}}\b"
-    rf'|\b(?:fe80::|f[cd]{_HEX}{{2}}:|[23]{_HEX}{{3}}:)[0-9A-Fa-f:]+|(?<=serial[_-]number" : ")[^"]+'
+    r'|(?<=serial[_-]number" : ")[^"]+'
 )
 #: Names of network services, such as those of a phone or a company's VPN. Those of Thunderbolt stay.
 _SERVICE = re.compile(r"^(\((?:\d+|\*)\)) (?!.*Thunderbolt).*$", re.MULTILINE)

@@ -147,7 +147,7 @@ def _of_bridge(machine: Machine, cabled: Sequence[Port]) -> Iterator[Advice]:
             f"{_bridge_down(machine)}; then each cable gets a pair of its own",
         )
         return
-    own, other = cable_addresses(cabled[0].domain, cabled[0].peer_domain)
+    own, other = cable_addresses(cabled[0].domain, cabled[0].peer_domain, "bridge ")
     service = shlex.quote(machine.bridge_service)
     now = f"sudo ifconfig bridge0 inet {own} netmask {_NETMASK} (at the other end {other})"
     keep = f"; for good: sudo networksetup -setmanual {service} {own} {_NETMASK}"
@@ -219,14 +219,14 @@ def _is_older(machine: Machine) -> bool:
     return () < version < RDMA_SINCE
 
 
-def cable_addresses(domain: str, peer_domain: str) -> tuple[str, str]:
+def cable_addresses(domain: str, peer_domain: str, holder: str = "") -> tuple[str, str]:
     """Return (ours, theirs): two addresses of a /30 that both ends of a cable compute alike.
 
-    The /30 is one of the 16,384 networks of 10.201.0.0/16, by the two Thunderbolt domains. No message is
-    needed.
+    The /30 is one of the 16,384 networks of 10.201.0.0/16, by the two Thunderbolt domains and by what has it:
+    a bridge that is down keeps its addresses and routes. No message is needed.
     """
     low, high = sorted((domain, peer_domain))
-    network = crc32(f"{low} {high}".encode()) % 2**14 * 4
+    network = crc32(f"{holder}{low} {high}".encode()) % 2**14 * 4
     first, second = (f"10.201.{(network + host) >> 8}.{(network + host) & 255}" for host in (1, 2))
     return (first, second) if domain == low else (second, first)
 

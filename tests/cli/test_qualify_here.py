@@ -24,6 +24,7 @@ Combined Power (CPU + GPU + ANE): 20300 mW
 
 def test_a_probe_counts_and_times_the_kernels_of_this_machine() -> None:
     found = qualify_here.probe_kernels()
+    assert "large" not in qualify_here.kernel_summary(found, 0.0)
     words = qualify_here.kernel_summary(found, found["step_s"] / 1.05)
     assert 0 < found["launches"] <= found["mlx_lm_launches"]
     assert min(found[name] for name in found if name.endswith("_s")) > 0

@@ -121,7 +121,8 @@ def test_an_address_stays_by_the_service_of_the_port_which_may_have_to_be_made()
 def test_factory_state() -> None:
     """One cable, the bridge with an address that it gave itself, RDMA off: both ends get the same pair."""
     here, there = (member.machine for member in factory_ends())
-    own, other = cable_addresses(here.ports[2].domain, there.ports[2].domain)
+    own, other = cable_addresses(here.ports[2].domain, there.ports[2].domain, "bridge ")
+    assert own != cable_addresses(here.ports[2].domain, there.ports[2].domain)[0], "a bridge keeps its route"
     command = "sudo ifconfig bridge0 inet {} netmask 255.255.255.252 (at the other end {})"
     keep = "for good: sudo networksetup -setmanual 'Thunderbolt Bridge' {} 255.255.255.252"
     for end, first, second in ((here, own, other), (there, other, own)):

@@ -149,13 +149,14 @@ def _of_bridge(machine: Machine, cabled: Sequence[Port]) -> Iterator[Advice]:
         return
     own, other = cable_addresses(cabled[0].domain, cabled[0].peer_domain, "bridge ")
     service = shlex.quote(machine.bridge_service)
-    now = f"sudo ifconfig bridge0 inet {own} netmask {_NETMASK} (at the other end {other})"
+    now = f"sudo ifconfig bridge0 inet {own} netmask {_NETMASK}"
     keep = f"; for good: sudo networksetup -setmanual {service} {own} {_NETMASK}"
     yield Advice(
         ADDRESS,
         f"The Thunderbolt bridge has {f'only {addresses[0]}' if addresses else 'no IPv4 address'},"
         " and macOS may route self-assigned addresses over Wi-Fi, so TCP over the cable needs a lasting one",
-        f"Until the next restart: {now}{keep}" if machine.bridge_service else f"After each restart: {now}",
+        (f"until the next restart: {now}{keep}" if machine.bridge_service else f"after each restart: {now}")
+        + f"; the other end gets {other}",
     )
 
 
@@ -245,9 +246,9 @@ def _port_address(port: Port) -> str:
         hardware = shlex.quote(f"Thunderbolt {port.receptacle}")
         make = f"sudo networksetup -createnetworkservice {service} {hardware}; "
     return (
-        f"until the next restart: sudo ifconfig {port.interface} inet {own} netmask {_NETMASK} (at the other"
-        f" end {other}); for good: {make}sudo networksetup -setmanual {service} {own} {_NETMASK};"
-        f" after either: sudo route change {other} -interface {port.interface}"
+        f"until the next restart: sudo ifconfig {port.interface} inet {own} netmask {_NETMASK}; for good:"
+        f" {make}sudo networksetup -setmanual {service} {own} {_NETMASK}; after either: sudo route change"
+        f" {other} -interface {port.interface}; the other end gets {other}"
     )
 
 

@@ -107,11 +107,12 @@ def test_errno_22_a_port_without_an_address(interfaces: tuple[Interface, ...]) -
     assert trouble.errno == 22
     assert trouble.what == "en4, the interface of rdma_en4 for rank 2, has no IPv4 address"
     ours, theirs = cable_addresses("A4", "C3")
-    assert f"sudo ifconfig en4 inet {ours} netmask 255.255.255.252 (at the other end {theirs})" in trouble.fix
+    assert f"sudo ifconfig en4 inet {ours} netmask 255.255.255.252; " in trouble.fix
+    assert trouble.fix.endswith(f"; the other end gets {theirs}")
     assert (
         "sudo networksetup -createnetworkservice 'mlxtp 4' 'Thunderbolt 4'; sudo networksetup" in trouble.fix
     )
-    assert trouble.fix.endswith(f"sudo route change {theirs} -interface en4")
+    assert f"sudo route change {theirs} -interface en4; " in trouble.fix
 
 
 def test_errno_60_cables_that_are_swapped_at_one_end() -> None:

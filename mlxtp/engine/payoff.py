@@ -72,8 +72,14 @@ HELD = -1  #: in place of a number of drafts: a step without any, which waited f
 SAMPLES = 15  #: newest steps of a kind, of which the cost is a mean
 FEW = 3  #: samples, beside fewer of which the guess counts, too; plain ones that others are compared with
 MOST_SLOWER = 4.0  #: times its expected cost that one step may count, because it may have compiled kernels
+SHORT = 1024  #: tokens of a row, above which each doubling has costs of its own
 WIDER = 0.1  #: guess, while nothing is measured: cost of a further token of a step, in steps of one token
 NO_PROPOSERS: frozenset[Proposer] = frozenset()
+
+
+def doublings(tokens: int) -> int:
+    """Return how often SHORT is doubled in a row of so many tokens, rounded up."""
+    return (tokens // SHORT).bit_length()
 
 
 class Kind(NamedTuple):
@@ -84,19 +90,26 @@ class Kind(NamedTuple):
     asks: frozenset[Proposer] = NO_PROPOSERS
 
 
+_Place = tuple[int, Kind]
+
+
 class StepCosts:
     """Costs of kinds of steps, in plain ones of as many rows: means of measured steps, else guesses.
 
-    A plain step has no drafts and waits for nothing. Guesses rest on `rehearsed` steps of one row.
+    A plain step has no drafts and waits for nothing. Guesses rest on `rehearsed` steps of one row, and on
+    those of shorter rows: some attentions take longer for several tokens the more tokens a row has.
     """
 
     def __init__(self) -> None:
+        self.context = 0  #: doublings of SHORT in the longest row
         self._alone: list[tuple[int, float]] = [(1, 1.0)]  # tokens of a step and its cost, ascending
         self._held = 1.0
         self._proposing: dict[Proposer, float] = {}  # cost of one draft of each row
-        self._samples: defaultdict[Kind, deque[float]] = defaultdict(lambda: deque(maxlen=SAMPLES))
-        self._means: dict[Kind, float] = {}
-        self._lacking: set[int] = set()  # numbers of rows whose plain steps are to be measured first
+        #: By doublings of SHORT and kind.
+        self._samples: defaultdict[_Place, deque[float]] = defaultdict(lambda: deque(maxlen=SAMPLES))
+        self._means: dict[_Place, float] = {}
+        self._lacking: set[tuple[int, int]] = set()  # doublings and rows whose plain steps come first
+        self._uncounted = 0.0  # part of the last step's cost, if it had drafts and was far above the expected
 
     def rehearsed(
         self, ahead_s: float, waiting_s: Mapping[int, float], proposing_s: Mapping[Proposer, float]
@@ -118,57 +131,76 @@ class StepCosts:
 
     def comparable(self, rows: int) -> bool:
         """Return False if plain steps are to be measured first, because all others are compared with them."""
-        return rows not in self._lacking
+        return (self.context, rows) not in self._lacking
 
     def plain_s(self, rows: int) -> float:
         """Return the seconds of a plain step, 0 while none was measured."""
-        return self._means.get(Kind(rows, 0), 0.0)
+        return self._means.get((self.context, Kind(rows, 0)), 0.0)
 
-    def took(self, kind: Kind, seconds: float) -> None:
-        """Record a step. It counts where a few plain ones were measured before."""
-        plain = self._samples[Kind(kind.rows, 0)]
+    def took(self, kind: Kind, seconds: float) -> float:
+        """Record a step, which counts where a few plain ones were measured before; returns its cost.
+
+        That is the usual one, unless two steps with drafts in a row were far slower: then it is their own,
+        with what the first did not count.
+        """
+        at, rows = (self.context, kind), (self.context, kind.rows)
+        plain, samples = self._samples[self.context, Kind(kind.rows, 0)], self._samples[at]
         if kind.drafts and len(plain) < FEW:
-            self._lacking.add(kind.rows)
-            return
+            self._lacking.add(rows)
+            return self.cost(kind)
         if kind.drafts:
-            seconds = min(seconds / self.plain_s(kind.rows), MOST_SLOWER * self.cost(kind))
-        samples = self._samples[kind]
+            seconds, most = seconds / self.plain_s(kind.rows), MOST_SLOWER * self.cost(kind)
+            self._uncounted, before = max(seconds - most, 0.0), self._uncounted
+            if self._uncounted and before:
+                samples.clear()
+                samples.extend([seconds] * FEW)
+                self._means[at] = seconds
+                return seconds + before
+            seconds = min(seconds, most)
         samples.append(seconds)
         guess = [self._guess(kind)] if kind.drafts and len(samples) < FEW else []
-        self._means[kind] = _usual([*guess, *samples])
+        self._means[at] = _usual([*guess, *samples])
         if len(plain) >= FEW:
-            self._lacking.discard(kind.rows)
+            self._lacking.discard(rows)
+        return self.cost(kind)
 
     def renew(self, but: Kind) -> None:
         """Have all steps of as many rows measured again, plain ones first, but for one kind with drafts."""
-        for kind in [kind for kind in self._means if kind.rows == but.rows and kind.drafts >= 0]:
+        for at in [at for at in self._means if at[1].rows == but.rows and at[1].drafts >= 0]:
+            context, kind = at
             if not kind.drafts:
-                self._lacking.add(kind.rows)
+                self._lacking.add((context, kind.rows))
             if kind != but or not kind.drafts:
-                del self._means[kind], self._samples[kind]
+                del self._means[at], self._samples[at]
 
     def cost(self, kind: Kind) -> float:
         """Return the cost of a step in plain steps. One of a longer draft costs no less."""
         rows, drafts, asks = kind
         if drafts == 0:
             return 1.0
-        known = self._means.get(kind)
-        longer = [self._means.get(Kind(rows, length, asks), inf) for length in LENGTHS if length > drafts > 0]
-        return min([self._guess(kind) if known is None else known, *longer])
+        known = self._mean(kind)
+        longer = [self._mean(Kind(rows, length, asks)) for length in LENGTHS if length > drafts > 0]
+        found = [each for each in longer if each is not None]
+        return min([self._guess(kind) if known is None else known, *found])
 
     def hoped(self, kind: Kind) -> float:
         """Return the same for a trial: such a step may cost less than it did, or than is guessed."""
         return min(self.cost(kind), 1 + sum(map(self._proposes, kind.asks)) + WIDER * max(kind.drafts, 0))
 
+    def _mean(self, kind: Kind) -> float | None:
+        """Return the measured cost, of rows as long or of the nearest shorter ones; None for no measure."""
+        found = (self._means.get((context, kind)) for context in range(self.context, -1, -1))
+        return next((each for each in found if each is not None), None)
+
     def _guess(self, kind: Kind) -> float:
         """Return the cost as it grows from the nearest measured shorter draft, or from a plain step."""
         rows, drafts, asks = kind
-        lengths = [length for length in LENGTHS if Kind(rows, length, asks) in self._means]
-        longer = next((length for length in lengths if length > drafts), 0)
-        shorter = next((length for length in reversed(lengths) if length < drafts), 0)
-        from_cost = self._means[Kind(rows, shorter, asks)] if shorter else self._held
+        known = {length: mean for length in LENGTHS if (mean := self._mean(Kind(rows, length, asks)))}
+        longer = next((length for length in known if length > drafts), 0)
+        shorter = next((length for length in reversed(known) if length < drafts), 0)
+        from_cost = known[shorter] if shorter else self._held
         if longer and drafts > 0:
-            to_cost = self._means[Kind(rows, longer, asks)]
+            to_cost = known[longer]
             return from_cost + (to_cost - from_cost) * (drafts - shorter) / (longer - shorter)
         wider = self._tokens(rows * (1 + max(drafts, 0))) / self._tokens(rows * (1 + shorter))
         proposing = sum(map(self._proposes, asks)) * (max(drafts, 1) - shorter)
@@ -255,6 +287,7 @@ HOPED = 0.85  #: success that a trial supposes
 TRIED = 2  #: most drafts of a trial
 LEAST_TRIAL, LONGEST_TRIAL = 4, 9  #: steps of a trial, after which success and cost are known
 MOST_TRIED = 1.5  #: plain steps that a trial may have lost when it goes on
+MOST_OWN = 2.0  #: cost of one step of a trial, in plain steps for as many tokens, with which the trial ends
 FIRST_PAUSE, LONGEST_PAUSE = 48, 512  #: steps between trials of a source; doubled until it is chosen
 BETTER = 1.06  #: times the tokens a second without drafts that begin drafts
 SURE = 1.5  #: times the tokens a second without drafts that no wrong cost explains
@@ -265,7 +298,7 @@ FIRST_AUDIT, AUDIT_STEPS = 32, 512  #: steps with drafts after which other costs
 CREDIT_PER_STEP = 0.015  #: plain steps that each step may lose
 FIRST_CREDIT, MOST_CREDIT = 3.0, 8.0
 LEAST_CREDIT = 1.0  #: with which drafts begin
-MOST_DEBT = -6.0  #: because a cost that is far too high is a wrong one
+MOST_DEBT = -6.0  #: by steps that took less than half of their cost, which is a wrong one then
 
 
 @dataclass(slots=True)
@@ -374,7 +407,7 @@ class Choice:
         Plain steps change nothing about it, so it is weighed once for many of them.
         """
         offered = [(dict(each.sources), each.success, each.ahead) for each in options]
-        asked = offered, rows, most, self._last.drafts, self._last.asks
+        asked = offered, rows, most, self.costs.context, self._last.drafts, self._last.asks
         known = self._weighed.get(key := frozenset(hoped))
         if known is None or known[0] != asked:
             self._weighed[key] = known = asked, self._weigh(options, rows, most, hoped)
@@ -443,11 +476,11 @@ class Choice:
         rows, drafts, _ = kind
         if drafts:
             self._weighed.clear()
-        if seconds:
-            self.costs.took(kind, seconds)
-        cost = self.costs.cost(kind)
+        cost = self.costs.took(kind, seconds) if seconds else self.costs.cost(kind)
+        own = seconds / plain_s if (plain_s := self.costs.plain_s(rows)) else 0.0  # cost of this step
         lost = cost - tokens / rows if paid else 0.0
-        self.credit = max(min(self.credit + CREDIT_PER_STEP - lost, MOST_CREDIT), MOST_DEBT)
+        most_debt = min(self.credit, MOST_DEBT) if 2 * own < cost else -inf
+        self.credit = max(min(self.credit + CREDIT_PER_STEP - lost, MOST_CREDIT), most_debt)
         for source, pause in self._pauses.items():
             if source not in self._tried:
                 pause.left = max(pause.left - 1, 0)
@@ -455,7 +488,8 @@ class Choice:
             self._steps += 1
             self._given += tokens / rows
             lost = self._steps * self._bar * cost - self._given
-            if self._steps == LONGEST_TRIAL or (self._steps >= LEAST_TRIAL and lost > MOST_TRIED):
+            is_lost = self._steps >= LEAST_TRIAL and lost > MOST_TRIED
+            if self._steps == LONGEST_TRIAL or is_lost or own > MOST_OWN * tokens / rows:
                 for source in self._tried:
                     pause = self._pauses[source]
                     pause.left, pause.next = pause.next, min(2 * pause.next, LONGEST_PAUSE)

@@ -18,6 +18,7 @@ from .payoff import (
     Proposer,
     Source,
     bucket,
+    doublings,
     source_of_match,
 )
 from .sequence import FedRow, SequenceState
@@ -246,6 +247,7 @@ class Speculation:
         if self._plans is not None:
             return self._plans
         self._plans = {}
+        self.choice.costs.context = doublings(max([row.position for row in self._running], default=0))
         if (room := self._room()) < 1:
             return self._plans
         options = [self._options(row) for row in self._running]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from operator import mul
+from statistics import fmean
 
 import pytest
 from hypothesis import given, settings
@@ -30,6 +31,7 @@ from mlxtp.engine.payoff import (
     Source,
     StepCosts,
     bucket,
+    doublings,
 )
 
 HEAD: Source = ("mtp", 0)
@@ -188,6 +190,38 @@ def test_never_much_slower_than_none(
     assert lost < allowed + 3, "what is allowed, with the debt of a trial and bad luck in its drafts"
 
 
+@pytest.mark.parametrize("slow", [10, 30, 100])
+@pytest.mark.parametrize(
+    ("source", "success"), [(("lookup", 2), (1.0,) * PLACES), (("lookup", 2), BADLY), (HEAD, WELL)]
+)
+def test_steps_that_are_far_slower_than_rehearsed_are_few(
+    slow: int, source: Source, success: Sequence[float]
+) -> None:
+    """An attention may take a hundred times as long for two tokens as for one, of a long text alone."""
+    world = World(costs(0.1), {"mtp": 0.0005}, [{source: success}], noise=0.05)
+    world.most = 2 if source == HEAD else 16
+    world.cost = lambda rows, drafts: 0.01 * (slow if drafts > 0 else 1)
+    while world.tokens < 10_000:
+        world.step()
+    lost = world.seconds / 0.01 - world.tokens
+    assert lost < FIRST_CREDIT + 0.02 * 10_000 + 3 * slow
+
+
+def test_each_length_of_text_has_costs_of_its_own() -> None:
+    world = World(costs(0.05), {}, [{("lookup", 2): WELL}])
+    drafts = []
+    for length in (100, 1500, 6000, 50_000, 100):
+        world.choice.costs.context = doublings(length)
+        world.cost = costs(0.05 * (length / 1000) ** 2)
+        world.run(600)
+        drafts.append(fmean(plan.drafts for plan in world.plans[-200:]))
+    short, _, long, longest, again = drafts
+    assert short > 4
+    assert long < 1
+    assert longest < 1
+    assert again == pytest.approx(short, rel=0.3), "as before the long text"
+
+
 def test_a_text_that_changes_is_followed() -> None:
     played = World(CHEAP, {"mtp": 0.001}, [{HEAD: WELL}]).run(300)
     assert sum(bool(plan.drafts) for plan in played.plans[-100:]) > 90
@@ -242,7 +276,7 @@ def test_it_decides_alike_when_it_is_told_the_same() -> None:
 
 def test_a_source_rests_while_no_trial_is_affordable() -> None:
     """Its pause may be over by then: an MTP head would get entries that no trial reads."""
-    choice = World(costs(0.6, 0.5), {"mtp": 0.002}, [{HEAD: BADLY}]).run(600).choice
+    choice = World(costs(0.6, 0.5), {"mtp": 0.002}, [{HEAD: BADLY}]).run(491).choice
     assert choice.rests(HEAD), "its pause is over, but its trials have cost too much"
     choice.credit = LEAST_CREDIT + 0.1
     assert not choice.rests(HEAD)

@@ -7,8 +7,12 @@ them by its columns, and one sum of all ranks' results behind it. Shapes of weig
 
 from __future__ import annotations
 
+import ast
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from sys import modules
+from textwrap import dedent
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx import nn
@@ -129,6 +133,73 @@ def change(module: Any, call: Callable[..., Any], **methods: Callable[..., Any])
     module.__class__ = type(
         kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__, **methods}
     )
+
+
+# --- attention over compressed keys and values (MLA) ----------------------------------------------------
+
+
+def attend_to_latents(model: Any) -> None:
+    """Have each such attention compute several new tokens as mlx-lm's code computes one, if that is less.
+
+    For several, that code computes the keys and values of all heads from the whole cache. This takes
+    `kv_lora_rank` products for each of their numbers. Without it, scores and results are over
+    `kv_lora_rank` numbers in place of a head's, for each new token.
+    """
+    calls: dict[type, Callable[..., mx.array]] = {}
+    for part in model.modules():
+        if "embed_q" in part and "unembed_out" in part:
+            kind = type(part)
+            if kind not in calls:
+                calls[kind] = _to_latents(kind)
+            rank, sizes = part.kv_lora_rank, part.qk_nope_head_dim + part.v_head_dim
+            part.latent_width = rank * sizes // max(2 * rank - sizes, 1)  # most new tokens
+            change(part, calls[kind])
+
+
+def _to_latents(kind: Any) -> Callable[..., mx.array]:
+    """Return mlx-lm's call with each branch for one token on that for up to `latent_width` of them.
+
+    A branch for one token cannot take a mask by name.
+    """
+    tree = ast.parse(dedent(inspect.getsource(kind.__call__)))
+    found = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If)
+        and ast.unparse(node.test).endswith(" == 1")
+        and any(name in ast.unparse(node) for name in ("embed_q", "unembed_out"))
+    ]
+    if not found:
+        raise ValueError(f"{kind.__name__} of mlx-lm has no branch for one token")
+    for node in found:
+        count = ast.unparse(node.test).removesuffix(" == 1")
+        test = f"{count} <= self.latent_width and not isinstance(mask, str)"
+        node.test = ast.parse(test, mode="eval").body
+    made: dict[str, Any] = {}
+    code = compile(tree, inspect.getsourcefile(kind) or kind.__name__, "exec")
+    exec(code, vars(modules[kind.__module__]), made)  # mlx-lm's own code
+    return cast("Callable[..., mx.array]", made["__call__"])
+
+
+#: Numbers of a head for which Metal's attention has a kernel for many tokens, which holds no scores, and is
+#: chosen (MLX 0.32.4, `has_fused_kernel` and `use_fallback`).
+FUSED = frozenset({64, 72, 80, 96, 128})
+SCORES = 3 * 2  #: bytes a score: as computed, masked, and as weights, in 16 bits
+
+
+def score_bytes(model: Any, kv_bits: int) -> int:
+    """Return the bytes of scores that one layer holds for each token of a chunk and each of its context.
+
+    0 where all attentions have kernels on a GPU. These have none for keys and values of `kv_bits`.
+    """
+    found = [0]
+    for part in model.modules():
+        if "embed_q" in part:
+            indexer = part["indexer"].n_heads if "indexer" in part else 0
+            found.append(_first_of(part, _HEADS) + indexer)
+        elif _first_of(part, _KV_HEADS) and (kv_bits or getattr(part, "head_dim", 128) not in FUSED):
+            found.append(_first_of(part, _HEADS))
+    return SCORES * max(found)
 
 
 # --- families like Llama: cohere2, exaone4, gemma3, granite, olmo2, olmo3, seed_oss ---------------------

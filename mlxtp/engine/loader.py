@@ -32,6 +32,7 @@ from ..model_files import (
     token_count,
     weight_files,
 )
+from .families import attend_to_latents
 from .group import Group, alone, uncounted
 from .mlx_compat import code_of
 from .pipeline import Stage, StageVocabulary, check_family, cut_into_stage
@@ -428,6 +429,7 @@ def load(
         raise _failure(f"{folder.name}: {what} failed", error) from error
     if not vocabulary.size:
         raise ModelError("config.json names no vocab_size", Code.MODEL_INVALID)
+    attend_to_latents(model)
     vocabulary.limit(max(token_count(folder), *(end + 1 for end in _eos(config)), 0))
     return ModelShare(
         model=model,

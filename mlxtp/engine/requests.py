@@ -34,7 +34,7 @@ from .batch import unfused_drafts
 from .disk_index import DiskIndex
 from .draft_model import DraftModel
 from .executor import RankExecutor
-from .families import attention_heads
+from .families import attention_heads, score_bytes
 from .grammar import Grammar, Grammars
 from .kv_cache import SHORTEST_CHECKPOINT, SHORTEST_HIT, PrefixCache
 from .logit_shaping import Guided, RequestShaping
@@ -167,6 +167,7 @@ MAX_PREFIXES = 64  # KV caches kept after their sequence has ended
 MAX_COMPILING = 32
 MAX_OWN_COMPILING = 28  # of these, grammars of one client
 UNLIMITED = 1 << 40
+LEAST_FOR_SCORES = 256 << 20  #: bytes, where caches were given less room than there is
 
 
 class Requests:
@@ -226,6 +227,7 @@ class Requests:
             run_ahead=bootstrap.run_ahead,
             mtp=PROPOSES if reply.mtp else 0,
             unfused=unfused_drafts(*attention_heads(rank.loaded.model)) if gpu else range(0),
+            scores=_scores(reply, score_bytes(rank.loaded.model, command.kv_bits)) if gpu else UNLIMITED,
         )
         self._start_over()
         size = rank.loaded.vocabulary.size
@@ -450,6 +452,14 @@ class Requests:
             for uid, position, width in zip(move.rows, move.positions, widths, strict=True):
                 self._shaping.feeds(uid, position + 1, move.tokens[fed + 1 : fed + width])
                 fed += width
+
+
+def _scores(reply: Loaded, each: int) -> int:
+    """Return the most scores of `each` bytes in a layer: a quarter of the memory that stays free.
+
+    Caches have room for three times of what stays free, unless they were given less.
+    """
+    return max(reply.kv_bytes // 3 // 4, LEAST_FOR_SCORES) // each if each else UNLIMITED
 
 
 def _room(reply: Loaded) -> int:

@@ -39,6 +39,7 @@ from .steps import (
     SequenceParams,
     StepResult,
     StopReason,
+    within,
 )
 
 #: Prompts that are partly computed at once. Long ones alternate, and those of one chunk do not count.
@@ -206,14 +207,16 @@ class Scheduler:
     def _short_ones(self, started: Sequence[SequenceState], most: int, budget: int) -> list[SequenceState]:
         """Return waiting sequences, from the first on, whose prompts fit one forward of `budget` tokens."""
         group: list[SequenceState] = []
-        widest = 0
+        widest = longest = 0
         for sequence in self._waiting:
             if len(group) == most:
                 break
             if sequence.uid or sequence.disk.fetch:
                 continue
             left = sequence.prompt - self._kv.hit_length(sequence)
-            if max(widest, left) * (len(group) + 1) > budget:
+            wide = max(widest, left) * (len(group) + 1)
+            longest = max(longest, sequence.prompt)
+            if wide > budget or wide * longest > self._policy.scores:
                 break
             if self._kv.is_being_computed(sequence, [*started, *group]):
                 continue
@@ -266,6 +269,7 @@ class Scheduler:
             self._waiting.begun(sequence)
             source, take = self._kv.start_from(sequence, may_take=may_take)
         offset = sequence.prefilled
+        limit = within(self._policy.scores, offset, limit)
         end = min([offset + limit, sequence.prompt, *[at for at in sequence.saves if at > offset]])
         tokens = tuple(sequence.tokens[offset:end])
         self._budget -= len(tokens)

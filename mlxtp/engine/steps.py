@@ -270,6 +270,7 @@ class Policy:
     times may influence the moves. `stages`: of a pipeline, in which at most `run_ahead` steps of a row are
     queued before the tokens of the one before. `mtp`: most tokens that the model's MTP head proposes in a
     step; 0 without a head. `unfused`: lengths of drafts to avoid, for which attention has no kernel.
+    `scores`: most tokens of a chunk times those of its context, because of the memory for attention.
     """
 
     eos: frozenset[int]
@@ -291,6 +292,7 @@ class Policy:
     run_ahead: int = 1
     mtp: int = 0
     unfused: range = range(0)
+    scores: int = 1 << 62
 
 
 # --- sizes of a prompt's chunks: large alone, about a quarter of a second's work beside decoding rows ----
@@ -310,6 +312,16 @@ def chunk_sizes(wanted: int, *, gpu: bool, stages: int = 1) -> tuple[int, int, f
         return wanted, wanted, 0.0
     alone = chunk_of(wanted if gpu else min(wanted, ON_CPU), stages, BESIDE if gpu else LEAST)
     return alone, min(alone, BESIDE), TARGET_S
+
+
+def within(scores: int, offset: int, limit: int) -> int:
+    """Return the tokens of a chunk behind `offset` others: as many of `limit` as `scores` allow.
+
+    These are the chunk's tokens times those of its context. Never less than LEAST, if `limit` is not.
+    """
+    while limit > LEAST and limit * (offset + limit) > scores:
+        limit = 1 << (limit - 1).bit_length() - 1
+    return limit
 
 
 class Chunks:

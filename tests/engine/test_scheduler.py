@@ -271,6 +271,30 @@ def test_prompts_of_one_token_answer_together() -> None:
     check_answers(simulation)
 
 
+def test_chunks_of_a_long_prompt_shrink_where_attention_holds_their_scores() -> None:
+    simulation = Simulation(prefill_chunk=2048, scores=1 << 20)
+    simulation.add(prompt=12_000, max_tokens=1)
+    simulation.add(prompt=9_000, max_tokens=1)
+    simulation.drain()
+    chunks = simulation.prefills()
+    assert all(len(c.tokens) * (c.offset + len(c.tokens)) <= 1 << 20 for c in chunks)
+    assert {len(c.tokens) for c in chunks if not c.last} == {1024, 512, 256, 128, 64}
+    check_answers(simulation)
+
+
+def test_prompts_with_a_long_beginning_in_common_have_no_more_scores_together() -> None:
+    beginning = tuple(range(100, 8100))
+    simulation = Simulation(prefixes=True, together=256, prefill_chunk=256, scores=64 * 8200)
+    simulation.add((*beginning, 1), max_tokens=1)
+    simulation.drain()
+    before = len(simulation.moves)
+    for end in range(4):
+        simulation.add((*beginning, *[end] * 40), max_tokens=1)
+    simulation.drain()
+    assert "P(" not in sketch(simulation.moves[before:])
+    check_answers(simulation)
+
+
 def test_where_rows_must_go_one_by_one_so_do_prompts() -> None:
     simulation = Simulation(together=64, wide=False)
     for _ in range(3):

@@ -17,6 +17,8 @@ from mlx_lm.models.mla import MultiLinear
 from mlx_lm.utils import load_model
 
 from mlxtp.engine.families import attend_to_latents, score_bytes
+from mlxtp.engine.group import LoneGroup
+from mlxtp.engine.loader import load
 from mlxtp.engine.steps import LEAST, within
 
 from .families import FAMILIES, OTHERS, OWN, PIPELINE
@@ -84,8 +86,8 @@ def test_several_tokens_give_what_mlx_lm_computes_without_keys_of_all_heads(
 
 def test_many_tokens_are_computed_as_by_mlx_lm(decompressed: list[tuple[int, ...]], tmp_path: Path) -> None:
     """From a width on, their scores over compressed numbers take more products than the keys."""
-    model, _ = load_model(write_model(tmp_path / "wide", model_type="deepseek_v3", **FAMILIES["deepseek_v3"]))
-    attend_to_latents(model)
+    folder = write_model(tmp_path / "wide", model_type="deepseek_v3", **FAMILIES["deepseek_v3"])
+    model = load(folder, LoneGroup(), lambda: None).model
     width = model.layers[0].self_attn.latent_width
     assert width == 32 * (16 + 16) // (2 * 32 - (16 + 16))
     for count, keys in ((width, False), (width + 1, True)):

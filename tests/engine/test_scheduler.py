@@ -295,6 +295,14 @@ def test_prompts_with_a_long_beginning_in_common_have_no_more_scores_together() 
     check_answers(simulation)
 
 
+def test_costs_of_drafts_are_those_of_the_longest_row() -> None:
+    simulation = Simulation()
+    simulation.add(prompt=40, max_tokens=9)
+    simulation.add(prompt=5000, max_tokens=9)
+    simulation.drain()
+    assert simulation.scheduler.speculation.choice.costs.context == 3
+
+
 def test_where_rows_must_go_one_by_one_so_do_prompts() -> None:
     simulation = Simulation(together=64, wide=False)
     for _ in range(3):

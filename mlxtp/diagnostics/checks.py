@@ -167,7 +167,7 @@ def of_rdma(facts: MachineFacts) -> Iterator[Finding]:
         yield _rdma_as_it_should_be(machine)
     if formations := facts.agent.formations:
         each = ", ".join(f"{count} over {device}" for device, count in formations.items())
-        said = f"RDMA groups formed since this Mac started, failed ones included: {each}"
+        said = f"RDMA groups that serve, or whose ranks were killed since this Mac started: {each}"
         if any(map(is_scarce, formations.values())):
             fix = "restart this Mac when that suits you; where RDMA no longer forms, mlxtp uses the TCP ring"
             yield warning(f"{said}; owners report room for two or three on each device", fix)

@@ -31,7 +31,7 @@ class AgentFacts:
     `state`, `reason`, `problem_of_cluster` and `waiting` are as in `mlxtp status`. `failures` counts the
     failed groups with stored files, `left_out` names the groups that planning leaves out, `proof` is the
     result of the golden proof, `slow_link` that of the links' speed. `left_wired` describes memory that ended
-    ranks left wired. `formations`: the attempts to form a JACCL group since this Mac started, by device.
+    ranks left wired. `formations`: as in `BootRecord`.
     """
 
     runs_here: bool = False

@@ -34,7 +34,7 @@ from ..errors import (
     why_not_written,
 )
 from ..identity.private_files import FILE_MODE, make_private_folder, write_private
-from ..wire.messages import Error, Pong
+from ..wire.messages import Bootstrap, Error, Pong
 from ..wire.recording import MAX_CRASH_BYTES, RECORDING_BYTES, Recording, Step, decode
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,8 @@ class RankEnd:
     `status` is None when it never started, and negative for the signal that ended it. `asked_at`: its agent
     sent SIGTERM; `deaf`: in vain. `error` and `pong` are its newest messages. `memory` is the content of its
     recorder. `key` is the epoch's, empty before it was sent. Times are time.monotonic(), 0 for never. With
-    `jaccl` its group forms over RDMA. `stranded_bytes`: memory that may be lost until a restart of the Mac.
+    `jaccl` its group forms over RDMA. `formed`: the agent's home and the formation that it counted there.
+    `stranded_bytes`: memory that may be lost until a restart of the Mac.
     """
 
     rank: int
@@ -74,6 +75,7 @@ class RankEnd:
     memory: bytes = b""
     key: bytes = b""
     jaccl: bool = False
+    formed: tuple[()] | tuple[Path, Bootstrap] = ()
     stranded_bytes: int = 0
 
     @property

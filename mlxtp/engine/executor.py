@@ -278,7 +278,8 @@ class RankExecutor:
         mx.synchronize()
 
     def give_back(self) -> None:
-        """Free the model and all caches. A Mac may lose memory that a process has wired when it ends."""
+        """Free the model, all caches and the group. A Mac may lose what a process has wired when it ends."""
+        self._group = LoneGroup()
         self._unload()
         mx.set_wired_limit(0)
 

@@ -17,6 +17,7 @@ from ..wire.messages import Pong
 from ..wire.rank_process import PATIENCE_FORWARDS, patience_s
 from ..wire.recording import (
     BEGAN,
+    GAVE_BACK_AT,
     HEADER_BYTES,
     KINDS,
     MAGIC,
@@ -102,6 +103,10 @@ class Recorder:
     def entered(self, phase: str) -> None:
         """Record that the rank has entered another phase."""
         PHASE.pack_into(self._memory, PHASE_AT, monotonic(), _PHASES[phase])
+
+    def gave_back(self) -> None:
+        """Record that the group's RDMA devices are given back."""
+        self._memory[GAVE_BACK_AT] = 1
 
     def last_words(self, code: str, detail: str) -> None:
         """Record why this process ends."""

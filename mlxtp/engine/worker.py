@@ -8,16 +8,18 @@ in a collective whose peer is gone.
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import ctypes
+import gc
 import importlib
 import os
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
@@ -86,6 +88,10 @@ def wait_for_arguments(fd: int) -> list[str]:
 PIPE_STALL_S = 60.0
 #: Seconds that the report of a failure to every link may take. A stalled agent must not delay the end.
 REPORT_S = 5.0
+#: Seconds that the exit functions of MLX and other modules may take. JACCL's waits for no other rank.
+EXIT_S = 2.0
+_LAST: list[Callable[[], object]] = []  # what `_run_last` runs
+_CACHE = type(cache(lambda: None))
 
 
 class RankProcessLinks:
@@ -148,7 +154,8 @@ class RankProcessLinks:
         it. It ends at once, unless that rank finishes its forwards.
         """
         self._lost = not self._finishes
-        patience_s = LEAST_PATIENCE_S if self._finishes else 0.0
+        # While JACCL forms, the main thread waits in `SideChannelExchange`, which SIGTERM ends.
+        patience_s = LEAST_PATIENCE_S if self._finishes or self.status.phase == "forming" else 0.0
         if self._exit_status and self.status.in_collective and not self._leaving.wait(patience_s):
             os._exit(self._exit_status)
 
@@ -163,11 +170,12 @@ class RankProcessLinks:
         """Free memory on the main thread, then end without destructors that could wait for other ranks.
 
         First waits for forwards in flight, unless they cannot end: without `wait`, or when another rank is
-        gone.
+        gone. A rank over JACCL raises SystemExit and also gives back its devices.
         """
         self._leaving.set()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         status = self._exit_status or status
+        over_rdma = False
         try:
             if self.memory is not None:
                 if wait and not self._lost:
@@ -175,10 +183,31 @@ class RankProcessLinks:
                         self.memory.finish()
                 with _at_most(FREE_S, status):
                     self.memory.give_back()
+                over_rdma = self.memory.bootstrap.backend == "jaccl"
             sys.stdout.flush()
             sys.stderr.flush()
         finally:
+            if not over_rdma:
+                os._exit(status)
+        self._leave_devices(status)
+
+    def _leave_devices(self, status: int) -> NoReturn:
+        """End the interpreter: MLX's exit function drops its groups, and JACCL then gives devices back.
+
+        MLX holds the GIL there, so an alarm, whose default action needs no Python, ends a process that hangs.
+        """
+
+        def end() -> NoReturn:
+            self.status.recorder.gave_back()
             os._exit(status)
+
+        for each in gc.get_objects():
+            if isinstance(each, _CACHE):  # MLX's layers and models keep functions by group
+                each.cache_clear()
+        _LAST.append(end)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, EXIT_S)
+        sys.exit(status)
 
     def end_when_wedged(self) -> None:
         """Start the thread that ends this process when the main thread does not return after SIGTERM.
@@ -226,6 +255,11 @@ class RankProcessLinks:
                 self.mail.post(rank, received)
 
         read_in_background(link, rank, deliver, self.abort, self._over)
+
+
+def _run_last() -> None:
+    for each in _LAST:
+        each()
 
 
 @contextlib.contextmanager
@@ -349,6 +383,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     the `exit_status` of the error.
     """
     _die_with_parent()
+    atexit.register(_run_last)  # before MLX is imported, because what is registered first runs last
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the agent decides
     parser = argparse.ArgumentParser(prog="mlxtp.engine.worker", description="One rank; started by an agent.")
     parser.add_argument("--rank", type=int, required=True)

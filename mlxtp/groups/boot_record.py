@@ -1,4 +1,4 @@
-"""Counts of what this boot of the Mac has used up, which only its restart gives back: `boot.json`.
+"""Counts of what this boot of the Mac has in use or used up, which its restart gives back: `boot.json`.
 
 The file is in the agent's home and survives the agent. A file of another boot, or one that cannot be read,
 counts as empty. `load` and `save` do not wait, so a change from one to the other loses no other change.
@@ -36,8 +36,8 @@ _UUID_BYTES = 64  #: Room for the 36 characters of `kern.bootsessionuuid`.
 class BootRecord:
     """Counts since the Mac started.
 
-    `formations`: attempts to form a JACCL group, by RDMA device. `stranded_bytes`: memory that ranks left
-    wired when they ended.
+    `formations`: attempts to form a JACCL group whose rank here has not given back what it took, by RDMA
+    device; a group that serves is one. `stranded_bytes`: memory that ranks left wired when they ended.
     """
 
     formations: Mapping[str, int] = field(default_factory=dict)
@@ -66,10 +66,11 @@ def save(home: Path, record: BootRecord) -> None:
         log.warning("what this boot of the Mac has used up is not kept: %s", error.detail)
 
 
-def count_formation(home: Path, bootstrap: Bootstrap) -> None:
+def count_formation(home: Path, bootstrap: Bootstrap, by: int = 1) -> None:
     """Count an attempt to form over each RDMA device of a rank here, which is about to call `init`.
 
-    It may take a protection domain of each that only a restart of the Mac gives back, also when it fails.
+    It takes a protection domain of each. `by` is -1 once the rank has given them back; only a restart of the
+    Mac is said to bring back those of a rank that has not.
     """
     rank, size = bootstrap.rank, bootstrap.world_size
     row = bootstrap.rdma[rank * size : (rank + 1) * size]  # shorter for other backends
@@ -80,8 +81,9 @@ def count_formation(home: Path, bootstrap: Bootstrap) -> None:
     }
     if used:
         record = load(home)
-        more = {name: min(record.formations.get(name, 0) + 1, U32) for name in sorted(used)}
-        save(home, replace(record, formations={**record.formations, **more}))
+        counts = {name: min(max(record.formations.get(name, 0) + by, 0), U32) for name in sorted(used)}
+        left = {name: count for name, count in {**record.formations, **counts}.items() if count}
+        save(home, replace(record, formations=left))
 
 
 def with_counts(home: Path, machine: Machine) -> Machine:

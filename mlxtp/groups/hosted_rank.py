@@ -31,7 +31,6 @@ from ..wire.cluster_messages import (
 )
 from ..wire.codecs import Message
 from ..wire.messages import Pong, RequestEvent, SideChannel
-from .boot_record import count_formation
 from .ranks import (
     WORKER,
     RankProcess,
@@ -123,7 +122,7 @@ class HostedRank:
         async with asyncio.timeout(self._settings.limits.form_s):
             jaccl = await self.process.join(order.bootstrap, disk)
         if jaccl:
-            count_formation(self._settings.home, order.bootstrap)
+            self.process.forms(order.bootstrap, self._settings.home)
         if not self.silenced and self._heart is None:
             self._heart = asyncio.create_task(self._beat(self.process))
             self.reply(RankStarted(order.epoch, jaccl))

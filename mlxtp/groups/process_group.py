@@ -40,7 +40,6 @@ from ..wire.messages import (
     TimeCollectives,
 )
 from ..wire.rank_process import FREE_S
-from .boot_record import count_formation
 from .health import RankHealth, pick_cause, with_name
 from .ranks import (
     WORKER,
@@ -395,7 +394,7 @@ class ProcessGroup:
         if self.group.backend == "jaccl" and not all(jaccl):
             raise self.group.without_jaccl([rank for rank, has in enumerate(jaccl) if not has])
         for process in self.processes:
-            count_formation(settings.home, bootstrap(process.rank))
+            process.forms(bootstrap(process.rank), settings.home)
 
     # --- commands ------------------------------------------------------------------------------------
 

@@ -66,11 +66,12 @@ from ..wire.messages import (
     Welcome,
 )
 from ..wire.rank_process import ANSWER_S, FREE_S, patience_s
-from ..wire.recording import decode
+from ..wire.recording import decode, gave_back
 from ..wire.session import LinkKind, LinkState, Side
 from ..wire.session import Session as LinkProtocol
 from ..wire.streams import StreamLink
 from ..wire.tls import Credentials
+from .boot_record import count_formation
 from .health import exit_report
 from .sleep import HERE
 from .warm_pool import WarmPool
@@ -190,6 +191,11 @@ class RankProcess:
         HERE.gpu_bytes = done.gpu_bytes or HERE.gpu_bytes
         return done.jaccl
 
+    def forms(self, bootstrap: Bootstrap, home: Path) -> None:
+        """Count what it is about to take of RDMA devices, until it has given that back."""
+        count_formation(home, bootstrap)
+        self._end.formed = home, bootstrap
+
     def send(self, message: Message) -> None:
         """Send a message. Raises LinkError when the process is gone."""
         assert self._connection is not None
@@ -254,6 +260,8 @@ class RankProcess:
         if self.recorder != _CLOSED:
             end.ended_at = end.ended_at or time.monotonic()
             end.memory = read_recording(self.recorder)
+            if end.formed and gave_back(end.memory):
+                count_formation(*end.formed, by=-1)
             os.close(self.recorder)
             self.recorder = _CLOSED
             self._remove_recording()

@@ -187,7 +187,8 @@ def _of_power(machine: Machine) -> Iterator[Advice]:
         )
 
 
-#: Groups that one RDMA device is said to form until its Mac restarts: owners report two or three.
+#: Groups whose ranks were killed that one RDMA device is said to bear until its Mac restarts, with the group
+#: that serves: owners report two or three.
 FORMATIONS_A_BOOT = 3
 
 
@@ -197,14 +198,14 @@ def scarcity_advice(machine: Machine) -> Iterator[Advice]:
         if port.peer_domain and is_scarce(port.formations):
             yield Advice(
                 RDMA,
-                f"The next RDMA group over {port.rdma} may need a restart of this Mac: {port.formations} have"
-                " formed or failed since it started, and owners report room for two or three",
+                f"The next RDMA group over {port.rdma} may need a restart of this Mac:"
+                f" {port.formations} serve or were killed since it started, and owners report room for two or three",
                 "Restart it when that suits you; without RDMA, mlxtp goes on over the TCP ring",
             )
 
 
 def is_scarce(formations: int) -> bool:
-    """Return whether a device that has formed so many groups may have one left, or none."""
+    """Return whether a device with so many groups that gave nothing back may have one left, or none."""
     return formations >= FORMATIONS_A_BOOT - 1
 
 
@@ -470,7 +471,7 @@ _MEANINGS = (
         Trouble(
             "JACCL got no protection domain or queue pair: the port of an RDMA device is down, or the device "
             "is used up",
-            f"{_PORT_UP}; where it is active, {_FREE}; only that is said to give protection domains back",
+            f"{_PORT_UP}; where it is active, {_FREE}; only that is said to give back those of killed ranks",
             used_up=True,
         ),
     ),

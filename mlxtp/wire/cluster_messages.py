@@ -64,8 +64,8 @@ class Port:
     `domain` is the UUID of its own Thunderbolt domain. `peer_domain` is that of the Mac at the other end of
     the cable, empty without one; with `hub`, a hub or dock is in between. `gbps` is the link's speed, 0 when
     unknown. `rdma` is its RDMA device ("rdma_en5"), empty for a port without; `active` is its state.
-    `formations` counts the attempts of ranks to form a JACCL group over it since the Mac started. `service`
-    is the network service of its interface, which most ports have none of.
+    `formations` counts the attempts to form a JACCL group over it since the Mac started whose ranks have not
+    given it back. `service` is the network service of its interface, which most ports have none of.
     """
 
     receptacle: int = _f(integer(0, 64))

@@ -27,6 +27,7 @@ BEGAN = struct.Struct("=8sdd")  #: At 0: the magic; time.time() and time.monoton
 PHASE_AT = 32
 PHASE = struct.Struct("=dB")  #: start of the phase, and its index in PHASES
 PHASES = ("starting", "forming", "proving", "loading", "idle", "prefill", "decode", "measuring", "closing")
+GAVE_BACK_AT = 48  #: A byte: 1 once the rank holds no RDMA device any longer.
 WORDS_AT = 64
 WORDS = struct.Struct("=dHH")  #: Time of the last error, bytes of its code and of its detail; both follow.
 MAX_WORDS_BYTES = 2000
@@ -75,6 +76,11 @@ class Recording:
     said_us: int
     steps: tuple[Step, ...]
     crash: str
+
+
+def gave_back(data: bytes) -> bool:
+    """Return True if the rank wrote that it has given back the RDMA devices of its group."""
+    return data[GAVE_BACK_AT : GAVE_BACK_AT + 1] == b"\1"
 
 
 def decode(data: bytes) -> Recording | None:

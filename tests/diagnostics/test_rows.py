@@ -182,7 +182,7 @@ CASES: list[tuple[str, Change, Level, str, str]] = [
      "software"),
     ("rdma", _mac(BOOK), Level.WARNING, "RDMA over Thunderbolt is off", "rdma_ctl enable"),
     ("rdma", _mac(OLD_BOOK), Level.INFO, "this Mac has none", ""),
-    ("rdma", _of("agent", formations={"rdma_en5": 1}), Level.INFO, "included: 1 over rdma_en5", ""),
+    ("rdma", _of("agent", formations={"rdma_en5": 1}), Level.INFO, "started: 1 over rdma_en5", ""),
     ("rdma", _of("agent", formations={"rdma_en4": 1, "rdma_en5": 2}), Level.WARNING,
      "1 over rdma_en4, 2 over rdma_en5; owners report room for two or three", "restart this Mac"),
     ("cables", _mac(ULTRA), Level.WARNING, "next to Ethernet", "Move the cable"),

@@ -2,10 +2,15 @@
 
 FOLDER/rank-K.json says what rank K's pretended `init` does (see `Script`). It is called as MLX's would be,
 reads what that reads, and asks for rounds as that does, without letting other threads run in between.
+
+As in a rank, MLX is imported by `worker.run`. After MLX's exit functions FOLDER/left-K gets the number of
+sockets of its real ring that are still open.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
 import functools
 import json
@@ -14,14 +19,12 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-
-from mlxtp.engine import group, worker
+from mlxtp.engine import worker
 from mlxtp.engine.jaccl import Factory, Gather, JacclFabric
 from mlxtp.errors import GroupError
 from mlxtp.wire.messages import PROTOCOL_VERSION, Done, Hello, Init, InitDone, SessionEnd
@@ -36,7 +39,8 @@ class Script:
     """A fault of the bootstrap and its time: just before round `at`, counted from 1.
 
     `fault`: "raise" as JACCL does, "die", "wait" for a test to open FOLDER/gate, "retry" after a round
-    that failed, or nothing. `whole`: all of a rank process, with a real group over the ring in the end.
+    that failed, "stay" with the GIL in an exit function, or nothing. `whole`: all of a rank process, with a
+    real group over the ring in the end.
     """
 
     fault: str = ""
@@ -55,10 +59,13 @@ class Pretence:
     def __init__(self, script: Script, folder: Path) -> None:
         self._script = script
         self._folder = folder
+        self.ring: set[int] = set()
 
     def __call__(self, backend: str, factory: Factory | None) -> Any:
         if backend != "jaccl":
-            return group.init(backend, factory)
+            from mlxtp.engine.group import init
+
+            return init(backend, factory)
         assert factory is not None
         assert set(_variables_of_jaccl()) == set(self._script.variables)
         rank = int(_getenv("MLX_RANK"))
@@ -71,7 +78,18 @@ class Pretence:
             got = self._gather(gather, part(rank, number, n))
             assert type(got) is bytes
             assert got == b"".join(part(each, number, n) for each in range(size))
-        return over_the_ring(gather, rank) if self._script.whole else NoGroup(rank, size)
+        if self._script.fault == "stay":
+            atexit.register(ctypes.PyDLL(None).sleep, 1000)
+        if not self._script.whole:
+            return NoGroup(rank, size)
+        before = sockets()
+        formed = over_the_ring(gather, rank)
+        self.ring = sockets(connected=True) - before
+        return formed
+
+    def count(self, rank: str) -> None:
+        """Write down what is left of the ring."""
+        (self._folder / f"left-{rank}").write_text(str(len(self.ring & sockets())))
 
     def _gather(self, gather: Gather, mine: bytes) -> bytes:
         try:
@@ -126,11 +144,29 @@ def over_the_ring(gather: Gather, rank: int) -> Any:
         for at in range(0, len(all_of_them), ADDRESS_BYTES)
     ]
     assert hosts[rank] == [mine]
+    import mlx.core as mx
+
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(hosts, file)
         file.flush()
         os.environ["MLX_HOSTFILE"] = file.name
         return mx.distributed.init(strict=True, backend="ring")
+
+
+def sockets(*, connected: bool = False) -> set[int]:
+    """This process's sockets by inode, because a number is soon another socket's.
+
+    MLX's ring leaves those open whose connection was refused.
+    """
+    from mlxtp.engine.group import _sockets
+
+    found = set()
+    for descriptor in _sockets():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as each:
+            if connected:
+                each.getpeername()
+            found.add(os.fstat(descriptor).st_ino)
+    return found
 
 
 def _getenv(name: str) -> str:
@@ -157,6 +193,8 @@ def form_only(
     _identity: Path | None,
 ) -> None:
     """The beginning of a rank's life and its end, without all that takes seconds to import."""
+    from mlxtp.engine import group
+
     pipe, mail = process.pipe, process.mail
     pipe.send(Hello(PROTOCOL_VERSION, process.rank, os.getpid(), os.urandom(16), b""))
     process.listen_to_agent()
@@ -187,6 +225,16 @@ def form_only(
     pipe.send(SessionEnd())
 
 
+def run_whole(pretence: Pretence, rank: str, run: Callable[..., None], *args: Any) -> None:
+    """All of a rank's life."""
+    atexit.register(pretence.count, rank)
+    from mlxtp.engine import executor, group
+
+    group.is_available = lambda _: True
+    executor.form = functools.partial(group.form, available=lambda _: True, init=pretence)
+    run(*args)
+
+
 def main() -> None:
     folder, *argv = sys.argv[1:]
     rank = argv[argv.index("--rank") + 1]
@@ -194,10 +242,7 @@ def main() -> None:
     script = Script(**{name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()})
     pretence = Pretence(script, Path(folder))
     if script.whole:
-        from mlxtp.engine import executor as rank_module
-
-        group.is_available = lambda _: True
-        rank_module.form = functools.partial(group.form, available=lambda _: True, init=pretence)
+        worker.run = functools.partial(run_whole, pretence, rank, worker.run)
     else:
         worker.run = functools.partial(form_only, pretence)
     worker.main(argv)

@@ -8,16 +8,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 
+from mlxtp.diagnostics.failure_store import recording_file
 from mlxtp.engine.mailbox import Mailbox, read_in_background
 from mlxtp.errors import TERMINATED_STATUS, Code, GroupError, LinkError, exit_status
 from mlxtp.groups.side_channel import ROUND_S, RoundReplies, SideChannelHub
@@ -31,6 +33,7 @@ from mlxtp.wire.messages import (
     Hello,
     Init,
     InitDone,
+    LoadShard,
     Ping,
     Pong,
     SanityCheck,
@@ -41,6 +44,7 @@ from mlxtp.wire.messages import (
     Welcome,
     epoch_digest,
 )
+from mlxtp.wire.recording import gave_back
 from mlxtp.wire.session import LinkKind, Session, Side
 
 from ..live_cluster import WAIT_S
@@ -83,7 +87,9 @@ class Ranks:
         fds = [theirs.fileno()] + ([listener.fileno()] if listener else [])
         command = [sys.executable, "-m", "tests.engine.jaccl_worker", str(self.folder)]
         command += ["--rank", str(rank), "--epoch", str(EPOCH), "--pipe-fd", str(theirs.fileno())]
-        command += ["--folder", str(self.folder)]
+        recording = self.folder / f"rank-{rank}.recording"
+        os.close(recording_file(recording))
+        command += ["--folder", str(self.folder), "--recorder", str(recording)]
         command += ["--listen-fd", str(listener.fileno())] if listener else []
         misleading = {"JACCL_RANK": "5", "JACCL_IBV_DEVICES": "/nowhere", "JACCL_RING": "1"}
         misleading |= {
@@ -150,6 +156,21 @@ class Ranks:
         assert error.code == code, error
         assert self.processes[rank].wait(WAIT_S) == exit_status(code)
         return error.detail
+
+    def form(self) -> None:
+        """Have whole ranks form and prove their group."""
+        self.go_rounds(len(SIZES) + 1)  # one for the ring
+        self.hear(0, InitDone)
+        self.links[0].send(SanityCheck())
+        self.hear(0, SanityDone)
+
+    def gave_back(self, rank: int) -> bool:
+        """True if that rank has ended and says so. Then nothing of its group is left."""
+        self.processes[rank].wait(WAIT_S)
+        said = gave_back((self.folder / f"rank-{rank}.recording").read_bytes())
+        left = self.folder / f"left-{rank}"
+        assert not said or left.read_text() == "0"
+        return said
 
     def close(self) -> None:
         for process in self.processes:
@@ -270,3 +291,55 @@ def test_an_agent_that_stops_or_dies_takes_forming_ranks_along(tmp_path: Path) -
         assert "the agent sent Shutdown" in group.fails(0, Code.SHUTTING_DOWN)
         group.links[1].close()
         assert group.processes[1].wait(WAIT_S) == exit_status(Code.RANK_LOST)
+
+
+def _in_order(group: Ranks) -> None:
+    for link in group.links:
+        link.send(Shutdown())
+
+
+def _by_sigterm(group: Ranks) -> None:
+    for process in group.processes:
+        process.terminate()
+
+
+def _by_an_exception(group: Ranks) -> None:
+    group.links[0].send(LoadShard("/nowhere", 1, (), 0, 0, 0, "", ("/nowhere",)))  # it has no path for rank 1
+
+
+def _by_the_loss_of_its_agent(group: Ranks) -> None:
+    for link in group.links:
+        link.close()
+
+
+@pytest.mark.parametrize("end", [_in_order, _by_sigterm, _by_an_exception, _by_the_loss_of_its_agent])
+def test_every_end_gives_back_what_the_group_has_taken(
+    tmp_path: Path, end: Callable[[Ranks], object]
+) -> None:
+    """MLX's ring stands in for RDMA: its sockets close where JACCL's devices would."""
+    with ranks(tmp_path, Script(whole=True), Script(whole=True)) as group:
+        group.form()
+        end(group)
+        assert [group.gave_back(rank) for rank in range(2)] == [True, True]
+
+
+def test_a_rank_gives_back_after_a_loss_and_one_that_is_killed_does_not(tmp_path: Path) -> None:
+    with ranks(tmp_path, Script(whole=True), Script(whole=True)) as group:
+        group.form()
+        group.processes[1].kill()
+        assert [group.gave_back(rank) for rank in range(2)] == [True, False]
+
+
+def test_both_ranks_give_back_after_a_failure_of_one_to_form(tmp_path: Path) -> None:
+    with ranks(tmp_path, Script(whole=True), Script("raise", at=3, whole=True)) as group:
+        group.go_rounds(2)
+        group.take_part(0)
+        assert [group.gave_back(rank) for rank in (1, 0)] == [True, True]
+
+
+def test_giving_back_is_bounded(tmp_path: Path) -> None:
+    with ranks(tmp_path, Script("stay", whole=True), Script(whole=True)) as group:
+        group.form()
+        _by_sigterm(group)
+        assert [group.gave_back(rank) for rank in range(2)] == [False, True]
+        assert group.processes[0].returncode == -signal.SIGALRM

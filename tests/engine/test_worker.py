@@ -18,7 +18,7 @@ from ..live_cluster import WAIT_S
 pytestmark = pytest.mark.slow
 
 RANK = """
-import ctypes, os, signal, sys, threading, time
+import ctypes, os, signal, sys, threading, time, types
 from mlxtp.engine import telemetry, worker
 from mlxtp.errors import Code, GroupError
 
@@ -28,6 +28,7 @@ def desync():
 
 class Memory:
     hangs_in = ""
+    bootstrap = types.SimpleNamespace(backend="ring")
 
     def finish(self):
         self.do("finish")
@@ -180,6 +181,12 @@ def test_a_peer_that_ended_after_its_forwards_leaves_time_to_end_this_rank_s(fin
     story = "worker.LEAST_PATIENCE_S = 60\nprocess.status.in_flight = 1\nprocess.report(desync())"
     story += f"\nprocess._finishes = {finishes}\nelsewhere(process._over)\ntime.sleep(0.3)\nraise desync()"
     assert ended(story) == (exit_status(Code.DESYNC), FREED if finishes else [])
+
+
+def test_a_rank_that_waits_for_jaccls_side_channel_has_time_to_leave_it_when_another_rank_is_lost() -> None:
+    story = "worker.LEAST_PATIENCE_S = 60\nprocess.status.enter('forming')\nprocess.report(desync())"
+    story += "\nelsewhere(process._over)\ntime.sleep(0.3)\nraise desync()"
+    assert ended(story) == (exit_status(Code.DESYNC), ["no frame holds them", "give back"])
 
 
 def of(phase: str, *, stood_s: float = 0.0, weights: int = 1, step_s: float = 0.0) -> float:

@@ -63,13 +63,16 @@ MESH = ("", "rdma_en5", "rdma_en4", "rdma_en3", "", "rdma_en2", "x", "rdma_en7,r
         (2, "jaccl", MESH[:7], False, {"x"}),
     ],
 )
-def test_each_attempt_counts_once_for_each_device_of_the_rank(
+def test_each_attempt_counts_once_for_each_device_of_the_rank_until_it_gives_back(
     tmp_path: Path, rank: int, backend: str, rdma: tuple[str, ...], ring: bool, devices: set[str]
 ) -> None:
     bootstrap = Bootstrap(rank, 3, backend, (), "", bytes(32), 5, 5, 1, rdma=rdma, jaccl_ring=ring)
     count_formation(tmp_path, bootstrap)
     count_formation(tmp_path, bootstrap)
     assert load(tmp_path).formations == dict.fromkeys(devices, 2)
+    for left in (dict.fromkeys(devices, 1), {}, {}):
+        count_formation(tmp_path, bootstrap, by=-1)
+        assert load(tmp_path).formations == left
 
 
 def test_a_mac_reports_its_attempts_and_the_last_one_beforehand(tmp_path: Path) -> None:

@@ -60,6 +60,10 @@ def test_a_group_over_two_agents_forms_and_answers(tmp_path: Path) -> None:
             assert formed(tmp_path) == [{"rdma_en5": 1}, {"rdma_en4": 1}]
 
     asyncio.run(story())
+    assert formed(tmp_path) == [{}, {}], "every rank has given back"
+    assert [(tmp_path / f"left-{rank}").read_text() for rank in range(2)] == ["0", "0"], (
+        "no layer, graph or cache holds the group"
+    )
 
 
 @pytest.mark.parametrize(
@@ -86,9 +90,10 @@ def test_one_rank_that_fails_to_form_ends_the_epoch_for_both(
             reason = status.reason
             assert reason is not None
             assert words in reason.detail
-            assert formed(tmp_path) == [{"rdma_en5": 1}, {"rdma_en4": 1}], "a failed attempt counts, too"
 
     asyncio.run(story())
+    kept = [bool(counts) for counts in formed(tmp_path)]
+    assert sum(kept) == (script["fault"] == "die"), "only a rank that was killed has given nothing back"
 
 
 @pytest.mark.chaos

@@ -238,7 +238,7 @@ class _Facts:
     def _preference(self, node: str) -> tuple[object, ...]:
         machine = self.members[node].machine
         has = chip(machine.chip, machine.gpu_cores)
-        return node in self.view.flapping, -has.reading, -has.flops, -self.usable[node], node
+        return node in self.view.flapping, -has.reading, -has.flops, -machine.memory_bytes, node
 
     def _allowed(self, wanted: WantedDeployment) -> list[str]:
         """Return the Macs that the row allows and that stay, the preferred first."""

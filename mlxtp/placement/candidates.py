@@ -401,9 +401,11 @@ class CandidateFinder:
 
     @cached_property
     def _order(self) -> list[str]:
+        """Node ids, the preferred first. Free memory does not count: caches on disk are of a rank's place."""
+
         def key(node: str) -> tuple[float, float, int, str]:
             has = self._ranks[node].chip
-            return -has.reading, -has.flops, -self._usable[node], node
+            return -has.reading, -has.flops, -self.members[node].machine.memory_bytes, node
 
         return sorted(self.members, key=key)
 
@@ -472,7 +474,8 @@ class CandidateFinder:
         search = clique if kind == JACCL_MESH else circle
         networks = (RINGS[kind],) if kind in RINGS else () if kind else NETWORKS
         graph = self.fabrics.graph(kind) if kind else self.fabrics.any_network
-        orders = [pool, sorted(pool, key=lambda node: -self._usable[node])]
+        roomy = sorted(pool, key=lambda node: -self._usable[node])
+        orders = [pool, [node for node in pool if node in roomy[:size]], roomy]
         if self.failed:
             orders += [[node for node in pool if node != out] for out in reversed(pool) if out != must]
         found: Candidate | None = None

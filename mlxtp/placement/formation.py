@@ -199,7 +199,8 @@ def scarcity_advice(machine: Machine) -> Iterator[Advice]:
             yield Advice(
                 RDMA,
                 f"The next RDMA group over {port.rdma} may need a restart of this Mac:"
-                f" {port.formations} serve or were killed since it started, and owners report room for two or three",
+                f" {port.formations} serve or were killed since it started, and owners report room for two or"
+                " three",
                 "Restart it when that suits you; without RDMA, mlxtp goes on over the TCP ring",
             )
 

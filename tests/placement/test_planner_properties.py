@@ -265,3 +265,12 @@ def test_the_order_of_members_does_not_matter(case: Case, made: Placement) -> No
     ]
     again: Any = plan(turned, *rest)
     assert again == made
+
+
+@given(st.lists(st.tuples(st.integers(40, 64), st.integers(40, 64)), min_size=3, max_size=3))
+def test_free_memory_never_changes_the_order_of_equal_macs(free: list[tuple[int, int]]) -> None:
+    """The caches that a rank keeps on disk are of its place in that order."""
+    before, after = (on_lan([mac(i, free=each[now]) for i, each in enumerate(free)]) for now in (0, 1))
+    for nodes, parallel in ((1, "auto"), (2, "tensor"), (2, "pipeline")):
+        options = PlacementOptions(nodes=nodes, parallel=parallel)
+        assert plan(before, layered(), "", options).ranks == plan(after, layered(), "", options).ranks

@@ -37,6 +37,7 @@ _CHECKSUM = struct.Struct("<I")  # CRC-32: other checksums take longer than the 
 QUEUED_BLOCKS = 8  # blocks that wait to be written, before rank 0 sends further ones
 #: Bytes of waiting blocks up to which another rank, which may be slower, takes more than that.
 LAG_BYTES = 1 << 28
+RETRY_S = 600.0  # seconds without writing after an error in writing
 CLOSE_S = 1.0  # seconds that queued blocks have to be written at the end
 #: Part of the room that is left after an eviction, so that not every block evicts.
 FULL_SHARE = 0.95
@@ -189,12 +190,29 @@ def _written_name(folder: Path, block: Block) -> str:
 
 
 class _Account:
-    """Sum of the sizes of all blocks in a folder, with a bound of `room` bytes, for several processes."""
+    """Sum of the sizes of all blocks in a folder, with a bound of `room` bytes, for several processes.
 
-    def __init__(self, folder: Path, room: int) -> None:
+    `failing`: true from an error in writing until a block is written again. `clock` is in seconds.
+    """
+
+    def __init__(self, folder: Path, room: int, clock: Callable[[], float]) -> None:
         self._folder = folder
         self._room = room
+        self._clock = clock
+        self._again_at = 0.0
+        self.failing = False
         self.used = 0
+
+    @property
+    def room(self) -> int:
+        """Bytes for blocks now."""
+        return 0 if self.failing and self._clock() < self._again_at else self._room
+
+    def failed(self, error: Exception) -> None:
+        """Have nothing written for a while."""
+        if not self.failing:
+            _say(f"KV caches are no longer kept on disk: {error}; tried again every {RETRY_S / 60:g} minutes")
+        self.failing, self._again_at = True, self._clock() + RETRY_S
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -225,6 +243,9 @@ class _Account:
                 used = self._make_room(size) + size
             path.rename(target)
             self._note(used)
+        if self.failing:
+            self.failing = False
+            _say("KV caches are kept on disk again")
         return True
 
     def remove(self, size: int) -> None:
@@ -267,6 +288,11 @@ class _Account:
         return total
 
 
+def _say(line: str) -> None:
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
 def _write_text(path: Path, text: str) -> None:
     path.touch(0o600)
     path.write_text(text)
@@ -281,18 +307,24 @@ def _remove_left_over(entry: os.DirEntry[str], now: float) -> None:
 class BlockStore:
     """Blocks of one model and layout in `folder`/`layout`. `post` gets a Read, or Written, from a thread.
 
-    `about` describes the layout for people. `room`: bytes for everything in `folder`. The first error in
-    writing ends the writing, with a line on stderr.
+    `about` describes the layout for people. `room`: bytes for everything in `folder`. An error in writing
+    ends the writing for RETRY_S of `clock`, with a line on stderr.
     """
 
     def __init__(
-        self, folder: Path, layout: str, about: dict[str, object], room: int, post: Callable[[object], None]
+        self,
+        folder: Path,
+        layout: str,
+        about: dict[str, object],
+        room: int,
+        post: Callable[[object], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.spilled_bytes = 0
-        self.room_bytes = room
         self._folder = folder / layout
         self._post = post
-        self._account = _Account(folder, room)
+        self._account = _Account(folder, room, clock)
         self._lock = threading.Lock()  # of what follows, which threads write and the main thread reads
         self._blocks: dict[bytes, Block] = {}
         self._writing: set[bytes] = set()
@@ -310,6 +342,11 @@ class BlockStore:
     def used_bytes(self) -> int:
         """Bytes of everything in the folder, as this process knows it."""
         return self._account.used
+
+    @property
+    def room_bytes(self) -> int:
+        """Bytes for everything in the folder; 0 for a while after an error."""
+        return self._account.room
 
     @property
     def takes(self) -> bool:
@@ -381,7 +418,7 @@ class BlockStore:
             except FileNotFoundError:  # the folder was removed
                 self._open()
             except (OSError, RuntimeError, ValueError) as error:
-                self._turn_off(error)
+                self._account.failed(error)
             finally:
                 self._writing.discard(block.digest)
                 with self._lock:
@@ -399,10 +436,10 @@ class BlockStore:
             self._account.count()
             self._look()
         except OSError as error:
-            self._turn_off(error)
+            self._account.failed(error)
 
     def _write_one(self, block: Block, items: Items) -> None:
-        if not self._folder.is_dir():
+        if self._account.failing or not self._folder.is_dir():
             self._open()
         path = self._folder / f".{secrets.token_hex(8)}"
         try:
@@ -477,9 +514,3 @@ class BlockStore:
         with contextlib.suppress(OSError):
             (self._folder / block.name).unlink()
             self._account.remove(block.size)
-
-    def _turn_off(self, error: Exception) -> None:
-        if self.room_bytes:
-            self.room_bytes = 0
-            sys.stderr.write(f"KV caches are no longer kept on disk: {error}\n")
-            sys.stderr.flush()

@@ -22,12 +22,12 @@ MAX_FETCHES = 4  # sequences that wait for the disk at once; as many prompts are
 
 
 class Blocks(Protocol):
-    """Blocks on rank 0's disk. The other ranks are expected to have the same.
+    """Blocks on rank 0's disk. The other ranks are expected to have the same."""
 
-    `room_bytes`: 0 once the disk has failed.
-    """
-
-    room_bytes: int
+    @property
+    def room_bytes(self) -> int:
+        """Bytes for blocks; 0 for a while after the disk has failed."""
+        ...
 
     @property
     def takes(self) -> bool:

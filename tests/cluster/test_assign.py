@@ -530,6 +530,8 @@ def test_a_decision_for_64_macs_and_32_deployments_takes_less_than_a_second() ->
 @given(st.lists(st.integers(40, 64), min_size=3, max_size=3))
 @settings(max_examples=30, deadline=None)
 def test_free_memory_chooses_no_owner_among_equal_macs(free: list[int]) -> None:
-    macs = [changed(member, free_bytes=each * GIB) for member, each in zip(lan(64, 64, 64), free, strict=True)]
+    macs = [
+        changed(member, free_bytes=each * GIB) for member, each in zip(lan(64, 64, 64), free, strict=True)
+    ]
     rows = [wanted("one", nodes=1), wanted("two", nodes=2)]
     assert where(seen(macs, rows)) == {"one#0": "a", "two#0": "bc"}

@@ -18,7 +18,17 @@ import pytest
 from mlx_lm.models.cache import KVCache
 
 from mlxtp.engine import block_store
-from mlxtp.engine.block_store import BlockStore, Items, Raw, Read, Written, array_of, read_block, write_block
+from mlxtp.engine.block_store import (
+    RETRY_S,
+    BlockStore,
+    Items,
+    Raw,
+    Read,
+    Written,
+    array_of,
+    read_block,
+    write_block,
+)
 from mlxtp.engine.cache_blocks import caches_of
 
 ROOM = 1 << 20
@@ -38,7 +48,10 @@ class Store:
 
     def __init__(self, folder: Path, room: int = ROOM, layout: str = "layout") -> None:
         self.posted: SimpleQueue[object] = SimpleQueue()
-        self.store = BlockStore(folder, layout, {"model": "tiny"}, room, self.posted.put)
+        self.now = 0.0
+        self.store = BlockStore(
+            folder, layout, {"model": "tiny"}, room, self.posted.put, clock=lambda: self.now
+        )
 
     def put(self, number: int, items: Items = ITEMS, previous: int | None = None) -> None:
         mx.eval([value for _, value in items if isinstance(value, mx.array)])
@@ -355,6 +368,35 @@ def test_a_disk_that_fails_ends_the_writing_with_one_line(
     assert store.read(1).blocks == 1, "what is there is used"
     assert capfd.readouterr().err.count("KV caches are no longer kept on disk") == 1
     assert len(store.files()) == 1, "nothing half-written is left"
+
+
+@pytest.mark.parametrize("from_the_start", [True, False])
+def test_a_disk_that_has_room_again_is_written_again(
+    open_store: Open,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    from_the_start: bool,
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(block_store, "_write_text" if from_the_start else "write_block", full)
+        store = open_store()
+        for _ in range(3):
+            if store.store.takes:
+                store.put(1)
+            assert (store.store.takes, store.store.room_bytes) == (False, 0)
+            store.now += RETRY_S - 1
+            assert not store.store.takes, "the disk has rest meanwhile"
+            store.now += 1
+            assert (store.store.takes, store.store.room_bytes) == (True, ROOM)
+    store.put(2)
+    assert store.read(2).blocks == 1
+    about = json.loads((store.store._folder / "about.json").read_text())
+    assert about == {"model": "tiny"}
+    said = capfd.readouterr().err
+    assert (said.count("no longer kept on disk"), said.count("kept on disk again")) == (1, 1)
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -39,7 +39,7 @@ from .cluster.node import ClusterNode
 from .cluster.peer_reports import MachineReports, RoundTripTimes
 from .cluster.state_file import forget
 from .config import Settings, told
-from .errors import Code, ConfigError, GroupError, MlxtpError, ModelError
+from .errors import MANY_FILES, RAISE_FILES, Code, ConfigError, GroupError, MlxtpError, ModelError
 from .gateway.admission import AdmissionLimits, FreeMemory, look_at_memory
 from .gateway.gateway import Gateway
 from .groups import boot_record, overview
@@ -82,7 +82,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MANY_FILES = 4096
 LOOK_S = 0.1  #: Seconds between two looks at a model that is not ready.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -475,11 +474,17 @@ def _own_home(home: Path) -> Iterator[None]:
 
 
 def _allow_many_files() -> None:
-    """Raise the limit of open files.
+    """Raise the limits of open files. Raises ConfigError where the hard one is too low: no rank would start.
 
     Clients hold descriptors, ranks need some to start, and macOS allows 256.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, MANY_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    endless = resource.RLIM_INFINITY
+    low = hard != endless and hard < MANY_FILES
+    if low or (soft != endless and soft < MANY_FILES):
+        try:  # root may raise the hard limit, too
+            resource.setrlimit(resource.RLIMIT_NOFILE, (MANY_FILES, MANY_FILES if low else hard))
+        except (ValueError, OSError):
+            raise ConfigError(
+                f"at most {hard} files may be open here, and ranks need {MANY_FILES}; {RAISE_FILES}"
+            ) from None

@@ -126,6 +126,15 @@ def is_library_error(error: BaseException) -> bool:
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
+#: Open files that an agent and each of its ranks may have: `import mlx_lm` sets this as its hard limit.
+MANY_FILES = 4096
+#: Remedy for a lower limit.
+RAISE_FILES = (
+    "raise the hard limit where it was lowered: by `ulimit` in a shell's profile, on Linux also by `nofile` "
+    "in /etc/security/limits.conf; a service of `mlxtp service install` has its own"
+)
+
+
 def is_disk_full(error: OSError) -> bool:
     """Return whether the disk is full."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)

@@ -43,6 +43,18 @@ def test_a_home_has_one_agent_at_a_time(one_rank: Cluster) -> None:
     assert one_rank.health()["ready"]
 
 
+def test_a_hard_limit_of_open_files_with_which_no_rank_starts_is_said_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: object) -> None:
+        raise ValueError("not allowed to raise maximum limit")
+
+    monkeypatch.setattr("resource.getrlimit", lambda _: (256, 256))
+    monkeypatch.setattr("resource.setrlimit", refuses)
+    with pytest.raises(ConfigError, match=r"at most 256 files .* ranks need 4096; raise the hard limit"):
+        asyncio.run(start_and_stop(Settings(tmp_path, "127.0.0.1", 0, 1, "tiny")))
+
+
 def test_a_home_that_cannot_be_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     settings = Settings(tmp_path / "file" / "home", "127.0.0.1", 0, 1, "tiny")

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 
 from ..discovery.addresses import ALLOW, explain
+from ..errors import MANY_FILES, RAISE_FILES
 from ..placement.formation import (
     ADDRESS,
     BRIDGE,
@@ -44,8 +45,6 @@ MATRIX_KERNELS = (26, 2)
 CACHE_BYTES = 20 * GB
 HOME_BYTES = GB
 LITTLE_MEMORY_BYTES = 2 * GIB
-#: Open files: connections of clients, links, and some for ranks to start.
-FILES = 1024
 _RESTART = "restart this machine"
 
 
@@ -311,10 +310,8 @@ def of_disk(facts: MachineFacts) -> Iterator[Finding]:
 def of_files(facts: MachineFacts) -> Iterator[Finding]:
     """Report whether connections may exhaust the descriptors."""
     number = facts.room.open_files
-    if number < FILES:
-        yield warning(
-            f"this process may open {number} files", "ulimit -Hn 4096 (in the shell that starts mlxtp)"
-        )
+    if number < MANY_FILES:
+        yield warning(f"this process may open {number} files, and ranks need {MANY_FILES}", RAISE_FILES)
     else:
         yield ok(f"{number} files may be open at once")
 

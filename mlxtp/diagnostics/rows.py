@@ -226,8 +226,8 @@ ROWS: tuple[CheckRow, ...] = (
     CheckRow(
         "files", "Open files",
         "how many descriptors the agent may have",
-        "each connection takes one; without one, a client is refused",
-        "`ulimit -Hn 4096` before the start",
+        "each connection takes one; where the hard limit is below 4,096, no rank starts",
+        "a higher hard limit, as `mlxtp service install` sets it",
         checks.of_files,
     ),
     CheckRow(

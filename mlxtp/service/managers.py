@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from xml.parsers.expat import ExpatError
 
-from ..errors import Exit, UserError
+from ..errors import MANY_FILES, Exit, UserError
 
 # --- one agent as a service, and the steps that install or change it -------------------------------------
 
@@ -243,6 +243,8 @@ class Launchd:
             "ThrottleInterval": RESTART_S,
             "ExitTimeOut": service.stop_s,
             "ProcessType": "Interactive",
+            "SoftResourceLimits": {"NumberOfFiles": MANY_FILES},
+            "HardResourceLimits": {"NumberOfFiles": MANY_FILES},
             "StandardOutPath": service.crash_log,
             "StandardErrorPath": service.crash_log,
         }
@@ -385,6 +387,7 @@ RestartPreventExitStatus={mistyped}
 KillMode=mixed
 TimeoutStopSec={stop_s}
 OOMPolicy=continue
+LimitNOFILE={files}
 
 [Install]
 WantedBy={target}
@@ -422,6 +425,7 @@ class Systemd:
             restart_s=RESTART_S,
             mistyped=int(Exit.MISTYPED),  # wrong settings: another start would fail, too
             stop_s=service.stop_s,
+            files=MANY_FILES,
             target="multi-user.target" if service.user else "default.target",
         )
 

@@ -527,11 +527,14 @@ def test_a_decision_for_64_macs_and_32_deployments_takes_less_than_a_second() ->
     assert seconds(cluster.view()) < 1.0, "Macs are lost"
 
 
-@given(st.lists(st.integers(40, 64), min_size=3, max_size=3))
+@given(st.lists(st.integers(40, 64), min_size=3, max_size=3), st.sets(st.sampled_from(ids("ab"))))
 @settings(max_examples=30, deadline=None)
-def test_free_memory_chooses_no_owner_among_equal_macs(free: list[int]) -> None:
-    macs = [
-        changed(member, free_bytes=each * GIB) for member, each in zip(lan(64, 64, 64), free, strict=True)
-    ]
-    rows = [wanted("one", nodes=1), wanted("two", nodes=2)]
-    assert where(seen(macs, rows)) == {"one#0": "a", "two#0": "bc"}
+def test_neither_free_memory_nor_flapping_chooses_the_order_of_equal_macs(
+    free: list[int], flapping: set[str]
+) -> None:
+    macs = on_lan([mac(i, free=each) for i, each in enumerate(free)])
+    assert where(seen(macs, [wanted("one", nodes=1), wanted("two", nodes=2)])) == {
+        "one#0": "a",
+        "two#0": "bc",
+    }
+    assert where(seen(macs[:2], [wanted("two", nodes=2)], flapping=flapping)) == {"two#0": "ab"}

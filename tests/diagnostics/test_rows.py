@@ -296,7 +296,7 @@ CASES: list[tuple[str, Change, Level, str, str]] = [
      "`mlxtp cache clear --disk` does); see what is large with: du -sh '/h'"),
     ("disk", _of("room", disks=(Disk("models", "/m", None, "stale"),)), Level.WARNING, "/m (stale)",
      "HF_HUB_CACHE"),
-    ("files", _of("room", open_files=256), Level.WARNING, "256 files", "ulimit -Hn 4096"),
+    ("files", _of("room", open_files=256), Level.WARNING, "256 files", "raise the hard limit"),
     ("power", _set("mac_troubled", "power"), Level.WARNING, "Low Power Mode", "sudo pmset -a lowpowermode 0"),
     ("power", _of("power", settings={"powermode": 1}), Level.WARNING, "Low Power Mode", "lowpowermode 0"),
     ("power", _of("power", settings={"sleep": 5}), Level.INFO, "after 5 idle min", "sudo pmset -c sleep 0"),

@@ -38,6 +38,8 @@ def test_the_plist_key_by_key() -> None:
         "ThrottleInterval": 15,
         "ExitTimeOut": 60,
         "ProcessType": "Interactive",
+        "SoftResourceLimits": {"NumberOfFiles": 4096},
+        "HardResourceLimits": {"NumberOfFiles": 4096},
         "StandardOutPath": f"{SUPPORT}/logs/before-the-log.txt",
         "StandardErrorPath": f"{SUPPORT}/logs/before-the-log.txt",
         "UserName": "me",

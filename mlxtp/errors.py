@@ -121,6 +121,10 @@ def is_consequence(code: str, detail: str) -> bool:
     return code in (Code.RANK_LOST, Code.LINK_LOST, Code.NOT_READY)
 
 
+#: Part of the text of a stall in which all ranks stand at the same place.
+NOBODY_BEHIND = "no rank is behind"
+
+
 def is_library_error(error: BaseException) -> bool:
     """Return True for errors of Rust libraries: any Exception, and their panics, which are not Exceptions."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"

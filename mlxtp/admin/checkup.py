@@ -117,6 +117,8 @@ class AgentCheckup(Checkup):
 def agent_facts(now: Snapshot) -> AgentFacts:
     """Return the facts about an agent, without those that only its settings and its disk have."""
     agent, cluster = now.agent, now.cluster
+    names = {each.node_id: each.name for each in cluster.members}
+    macs, kind = [names.get(each, "?") for each in now.participants], agent.group.kind if agent.group else ""
     split, pongs = agent.group.split if agent.group is not None else (), agent.pongs or {}
     return AgentFacts(
         runs_here=True,
@@ -126,6 +128,7 @@ def agent_facts(now: Snapshot) -> AgentFacts:
         problem_of_cluster=cluster.problem,
         waiting=cluster.waiting,
         left_out=cluster.left_out,
+        fabric=f"{kind} on {' + '.join(macs)}" if len(macs) > 1 else "",
         proof=agent.proof,
         slow_link=agent.slow_link,
         model=agent.model.id if agent.model is not None else "",

@@ -417,14 +417,21 @@ def of_serving(facts: MachineFacts) -> Iterator[Finding]:
     else:
         why = agent.reason or agent.waiting
         yield info(agent.state + (f": {why}" if why not in ("", agent.problem_of_cluster) else ""))
-    for sentence in agent.left_out:
-        yield warning(sentence, "fix what it names: it is tried again as soon as cables or ports change")
     if agent.proof:
         yield warning(agent.proof, "try other cables; `mlxtp bench --fabric` proves each collective by value")
     if agent.slow_link:
         yield warning(agent.slow_link, REPLUG, "each token waits for its exchanges")
     if agent.failures:
         yield info(f"failed groups of which something is kept: {agent.failures}", "mlxtp doctor --postmortem")
+
+
+def of_fabric(facts: MachineFacts) -> Iterator[Finding]:
+    """Report how the Macs of the shown group exchange, and the groups that planning leaves out."""
+    agent = facts.agent
+    for sentence in agent.left_out:
+        yield warning(sentence, "fix what it names: it is tried again as soon as cables or ports change")
+    if agent.fabric and agent.state == "ready":
+        yield ok(f"{agent.fabric} serves")
 
 
 #: Seconds of each stage from which on the doctor judges, and the share of the mean that is too much.

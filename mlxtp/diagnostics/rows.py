@@ -52,6 +52,13 @@ ROWS: tuple[CheckRow, ...] = (
         checks.of_serving,
     ),
     CheckRow(
+        "fabric", "Fabric",
+        "how the Macs of the group exchange (JACCL or TCP), and which groups are left out, and why",
+        "over TCP many models are slower on two Macs than on one",
+        "what the finding names; the group is tried again as soon as cables or ports change",
+        checks.of_fabric,
+    ),
+    CheckRow(
         "stages", "Stages",
         "of a pipeline with rank 0 here: how long each stage computes, and waits for the others",
         "all go as fast as the slowest stage",

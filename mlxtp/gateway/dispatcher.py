@@ -212,10 +212,19 @@ class RequestDispatcher:
         elif ready:  # a repeated call changes nothing
             self.handover = until
 
-    def park_group(self, name: str, error: MlxtpError) -> None:
+    def blamed(self, name: str, code: Code) -> int:
+        """Return the failures in a row under the request that ends with a group; 0 if none does."""
+        records = [request.record for request in (*self._at(name), *self._suspects)]
+        after = zip(records, strikes_after(records, code), strict=True)
+        return max((record.strikes + 1 for record, count in after if count is None), default=0)
+
+    def _at(self, name: str) -> list[OpenRequest]:
+        return [request for request in self._open.values() if request.group == name]
+
+    def park_group(self, name: str, error: MlxtpError, *, spare: bool = False) -> None:
         """Move the open requests of a group, which ended with `error`, to another one, or have them wait.
 
-        Requests of other agents go back there. A request that may be the reason ends.
+        Requests of other agents go back there. A request that may be the reason ends, but with `spare`.
         """
         ready = name in self.groups or self.handover is not None
         self.detach(name)
@@ -223,9 +232,8 @@ class RequestDispatcher:
             self._fallen.fell(name, _wait_s(self))
         if error.code is Code.REPLANNED and ready and not self.groups:
             self.handover = error
-        own = [request for request in self._open.values() if request.group == name]
-        waiting = list(self._suspects)
-        strikes = strikes_after([request.record for request in (*own, *waiting)], error.code)
+        own, waiting = self._at(name), list(self._suspects)
+        strikes = strikes_after([request.record for request in (*own, *waiting)], error.code, spare=spare)
         for request in own:
             del self._open[request.uid]
             request.uid, request.group = 0, ""

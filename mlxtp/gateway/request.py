@@ -52,13 +52,18 @@ def may_blame(code: Code) -> bool:
     return code not in _NOBODYS
 
 
-def strikes_after(requests: Sequence[RequestRecord], code: Code) -> list[int | None]:
-    """Return the strikes of each request once its group has ended with `code`; None for one that is ended."""
+def strikes_after(requests: Sequence[RequestRecord], code: Code, *, spare: bool = False) -> list[int | None]:
+    """Return the strikes of each request once its group has ended with `code`; None for one that is ended.
+
+    With `spare` none is: the group's fabric may be to blame, and the next group has another one.
+    """
     if not may_blame(code):
         return [each.strikes for each in requests]
     if code is Code.OUT_OF_MEMORY:
         return _without_the_largest(requests)
     strikes: list[int | None] = [struck(each) for each in requests]
+    if spare:
+        return strikes
     suspects = [i for i, count in enumerate(strikes) if count is not None and count >= SUSPECT]
     for i in suspects:
         was_alone = len(suspects) == 1 or requests[i].strikes >= SUSPECT

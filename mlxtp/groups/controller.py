@@ -12,9 +12,11 @@ from ..cluster.node import ClusterNode
 from ..cluster.peer_reports import MachineReports
 from ..cluster.reconcile import FormEpoch, Situation, TryGroup
 from ..errors import Code, GroupError, MlxtpError
+from ..gateway.request import SUSPECT, may_blame
 from ..models.inspect import ModelSource
 from ..placement.candidates import Candidate, Device, devices_of, parts
 from ..placement.cost_model import JACCL_RING, fits_beside
+from ..placement.formation import blames_fabric, may_pass
 from ..values import stage_words
 from ..wire.cluster_messages import Serving
 from .health import ServingState, of_the_model
@@ -30,8 +32,7 @@ TELL_S = 3.0  #: Seconds that a member that has just come may take to report whe
 STRIKES = 2  #: Failures in a row after which another plan replaces one that may yet come up.
 #: Codes of an end that reveals nothing about a group.
 _OTHERWISE = frozenset((Code.REPLANNED, Code.SHUTTING_DOWN, Code.NOT_READY))
-_PASSING_JACCL = frozenset((Code.RANK_LOST, Code.LINK_LOST))
-_PASSING_TCP = _PASSING_JACCL | {Code.FORM_FAILED, Code.LINK_TIMEOUT}
+_PASSING_TCP = (Code.FORM_FAILED, Code.LINK_TIMEOUT)
 
 
 # --- a group beside the serving one, which goes on until that group is known to work ----------------------
@@ -291,16 +292,37 @@ class GroupController:
     def failed(self, error: MlxtpError, formed: bool) -> bool:
         """Leave out the group that failed on its way up, if there is another one to form.
 
-        One failure is enough, except for a lost process or a TCP port that was taken: those may pass.
+        One failure is enough, except for a lost process, a forward that was slow on all ranks, or a TCP port
+        that was taken: those may pass.
         """
         mine = self._reports.owned
         chosen = mine.placement.chosen if mine is not None else None
         if chosen is None or chosen.nodes == 1 or error.code in _OTHERWISE or of_the_model(error):
             return False
-        passing = _PASSING_JACCL if chosen.backend == "jaccl" else _PASSING_TCP
-        strikes = STRIKES if error.code in passing else 1
+        passing = may_pass(error.code, error.detail)
+        passing |= chosen.backend != "jaccl" and error.code in _PASSING_TCP
+        strikes = STRIKES if passing else 1
         self._trials.failed(chosen)
         return self._placer.leave_out(chosen, error, formed=formed, strikes=strikes)
+
+    def died(self, error: MlxtpError, served_s: float, strikes: int) -> bool:
+        """Leave out a group over JACCL that ends again and again, or twice under one request.
+
+        If that request ends the next group, too, it was to blame, and JACCL is no longer left out.
+        """
+        mine = self._reports.owned
+        chosen = mine.placement.chosen if mine is not None else None
+        if chosen is None or not may_blame(error.code):
+            return False
+        if chosen.backend != "jaccl":
+            if strikes > SUSPECT:
+                self._placer.absolve(chosen)
+            return False
+        twice = strikes >= SUSPECT
+        if not (blames_fabric(error.code, error.detail) or (twice and error.code is Code.RANK_STALLED)):
+            return False
+        self._trials.failed(chosen)
+        return self._placer.leave_out_served(chosen, error, served_s=served_s, at_once=twice)
 
     async def close(self) -> None:
         """End the group beside the serving one, if there is one."""

@@ -14,6 +14,7 @@ from enum import StrEnum
 
 from ..config import Limits
 from ..errors import (
+    NOBODY_BEHIND,
     TERMINATED_STATUS,
     WEDGED_STATUS,
     Code,
@@ -102,6 +103,14 @@ class RestartPolicy:
         count = max(len(self.failures), self.unready)
         return BACKOFF_S[count - 1] if count < MAX_FAILURES else None
 
+    def replaced(self) -> float:
+        """Return the seconds until another plan takes the place of one that ended twice while it served.
+
+        Neither end counts.
+        """
+        self.failures, self.unready = self.failures[:-1], 0
+        return BACKOFF_S[0]
+
 
 _OF_STRANGERS = frozenset((Code.FORM_FAILED, Code.PROOF_FAILED, Code.LINK_TIMEOUT))
 _OF_THE_MODEL = frozenset(
@@ -126,11 +135,18 @@ def pick_cause(reports: Iterable[FailureReport]) -> MlxtpError:
 def with_name(detail: str, names: Mapping[int, str]) -> str:
     """Prefix a detail with the name of the Mac whose rank it begins with, for any reporter.
 
-    `names` are those of other Macs, by rank.
+    `names` are those of Macs, by rank.
     """
+    rank = rank_in(detail)
+    name = names.get(rank, "") if rank is not None else ""
+    named = not name or re.search(rf"(?<!\w){re.escape(name)}(?!\w)", detail)
+    return detail if named else f"{name}: {detail}"
+
+
+def rank_in(detail: str) -> int | None:
+    """Return the rank with which a detail begins."""
     match = re.match(r"rank (\d+)\b", detail)
-    name = names.get(int(match[1]), "") if match else ""
-    return f"{name}: {detail}" if name not in detail else detail
+    return int(match[1]) if match else None
 
 
 def _distance_from_cause(report: FailureReport) -> int:
@@ -230,7 +246,7 @@ class RankHealth:
         # Forwards that began count before those that ended: others wait for a rank that has not begun theirs.
         places = {rank: (pong.forwards + pong.in_flight, pong.step) for rank, pong in self.pongs.items()}
         if len(set(places.values())) == 1:
-            return "no rank is behind"
+            return NOBODY_BEHIND
         return f"rank {min(places, key=lambda rank: places[rank])} is behind"
 
 

@@ -45,13 +45,17 @@ class EpochPlan:
 
 @dataclass(frozen=True, slots=True)
 class _EpochEnd:
-    """End of an epoch. It had `formed`, and `served`, or it ended while MLX's ring formed (`at_ring`)."""
+    """End of an epoch. It had `formed`, and `served`, or it ended while MLX's ring formed (`at_ring`).
+
+    `replaced`: it served, and another plan takes its place.
+    """
 
     epoch: int
     error: MlxtpError
     formed: bool
     served: bool
     at_ring: bool
+    replaced: bool
 
 
 #: Makes the ranks of a plan, which call the listener with each stage.
@@ -71,6 +75,13 @@ class EpochOwner(Protocol):
         """Note that an epoch failed on its way up, before or after it had `formed` and proven itself.
 
         Return whether another plan takes its place.
+        """
+
+    def died(self, error: MlxtpError, served_s: float, strikes: int) -> bool:
+        """Note that an epoch ended after it had served for `served_s`.
+
+        `strikes`: failures in a row under the request that would be ended for it; 0 without one. Return
+        whether another plan takes its place, which that request may try.
         """
 
 
@@ -172,7 +183,7 @@ class Supervisor:
                 await owner.prepare()
                 self.waits_for_plan = True
                 plan = await self._plans.get()
-                end = await self._run_epoch(plan)
+                end = await self._run_epoch(plan, owner)
                 self._current, status.in_epoch = None, False
                 if end.error.code is Code.REPLANNED:
                     log.info("epoch %d ended: %s", plan.epoch, end.error.detail, extra={"epoch": plan.epoch})
@@ -190,7 +201,7 @@ class Supervisor:
         finally:
             self._current, status.in_epoch, self.waits_for_plan = None, False, False
 
-    async def _run_epoch(self, plan: EpochPlan) -> _EpochEnd:
+    async def _run_epoch(self, plan: EpochPlan, owner: EpochOwner) -> _EpochEnd:
         """Start the ranks, load the model, serve, and after a failure end the ranks."""
         status, gateway, model = self.status, self.gateway, plan.model
         assert model is not None  # only a group that is tried has none
@@ -225,25 +236,37 @@ class Supervisor:
             log.exception("epoch %d", plan.epoch, extra={"epoch": plan.epoch})
             error = GroupError(f"{type(bug).__name__}: {bug}", Code.INTERNAL)
 
+        replaced = served and self._died(owner, error)
         self.kv.close()
         self.info = None
         status.failed(error)
-        gateway.park(self.group, error)
+        gateway.park(self.group, error, spare=replaced)
         if error.code is Code.REPLANNED:
             await _to_its_end(ranks.stop())
         else:
             known = await _to_its_end(ranks.kill(error))
             status.reason = error = known or error
-        return _EpochEnd(plan.epoch, error, formed, served, ranks.at_ring)
+        return _EpochEnd(plan.epoch, error, formed, served, ranks.at_ring, replaced)
+
+    def _died(self, owner: EpochOwner, error: MlxtpError) -> bool:
+        """Have the owner judge the end of an epoch that served. Plans still count what its ranks hold."""
+        served_s = self.status.history.served_s(time.monotonic())
+        return owner.died(error, served_s, self.gateway.blamed(self.group, error.code))
 
     async def _rest(self, owner: EpochOwner, end: _EpochEnd) -> None:
         """Wait for a while after a failed epoch, or give up and wait for the owner to change."""
         error, about = end.error, {"epoch": end.epoch}
-        instead = not end.served and owner.failed(error, end.formed)
-        delay_s = self._policy.delay_s(time.monotonic(), error, end.served, at_ring=end.at_ring)
+        instead = end.replaced or (not end.served and owner.failed(error, end.formed))
+        if end.replaced:
+            delay_s: float | None = self._policy.replaced()
+        else:
+            delay_s = self._policy.delay_s(time.monotonic(), error, end.served, at_ring=end.at_ring)
         if delay_s is None and instead and not end.formed:
             delay_s = BACKOFF_S[-1]  # it loaded nothing, and another plan may form
-        if delay_s is not None:
+        if delay_s is not None and instead:  # the reason was logged with the group that takes its place
+            log.info("epoch %d ended; next one in %g s", end.epoch, delay_s, extra=about)
+            await asyncio.sleep(delay_s)
+        elif delay_s is not None:
             words = "epoch %d ended: %s; next one in %g s"
             log.warning(words, end.epoch, error.detail, delay_s, extra=about)
             await asyncio.sleep(delay_s)

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from ..cluster.assign import without_rdma
 from ..cluster.cluster_state import NO_CLAIM
@@ -220,11 +221,29 @@ class Placer:
 
     def leave_out(self, chosen: Candidate, error: MlxtpError, *, formed: bool, strikes: int = 1) -> bool:
         """Note that a group failed; log and return whether another one takes its place."""
-        links, now = links_of(chosen.ranks, chosen.rdma), time.monotonic()
         what = "formed, and failed then" if formed else "did not form"
+        note = partial(self._machines.failed.failed, code=error.code, strikes=strikes)
+        return self._replaces(chosen, error, what, note)
+
+    def leave_out_served(
+        self, chosen: Candidate, error: MlxtpError, *, served_s: float, at_once: bool
+    ) -> bool:
+        """Do the same for a group that ended while it served; see `FailedGroups.died`."""
+        note = partial(self._machines.failed.died, served_s=served_s, at_once=at_once)
+        return self._replaces(chosen, error, "formed, and failed while it served", note)
+
+    def absolve(self, chosen: Candidate) -> None:
+        """Note that a request which ended other groups ended this one, too: they are no longer left out."""
+        for each in self._machines.failed.absolve(chosen.ranks):
+            names = " + ".join(map(self._node.name_of, each.nodes))
+            words = "%s on %s is no longer left out: the same request ended %s, too"
+            log.warning(words, each.kind, names, chosen.title)
+
+    def _replaces(self, chosen: Candidate, error: MlxtpError, what: str, note: Callable[..., bool]) -> bool:
+        links, now = links_of(chosen.ranks, chosen.rdma), time.monotonic()
         group = FailedGroup(chosen.kind, links, f"it {what}: {error.detail}")
         members = {member.node_id: member for member in self._machines.members(self._lack)}
-        if not self._machines.failed.failed(group, error.code, members, now, strikes=strikes):
+        if not note(group, members=members, now=now):
             return False
         placement, _ = self.placement()
         if placement is None or placement.chosen is None:

@@ -482,12 +482,15 @@ class ProcessGroup:
                 endpoint.lost(detail)
 
     def _explained(self, cause: MlxtpError) -> MlxtpError:
-        """Add the Mac of the rank that the cause is about, and the meaning of JACCL's text."""
-        detail = with_name(cause.detail, {endpoint.rank: endpoint.name for endpoint in self.endpoints})
+        """Add the Mac of the rank that the cause is about, and the meaning of JACCL's text, once."""
+        names = {endpoint.rank: endpoint.name for endpoint in self.endpoints}
+        if names:
+            names |= {process.rank: self._settings.name for process in self.processes}
+        detail = with_name(cause.detail, names)
         why = explain_crash(detail) if self.group.backend == "jaccl" else None
         if cause.code is Code.FORM_FAILED:
-            why = explain(detail, {item.partition("=")[2] for item in self._settings.rdma})
-        if why is not None:
+            why = explain(detail, {item.partition("=")[2] for item in self._settings.rdma}) or why
+        if why is not None and "Cause: " not in detail:
             detail = f"{detail.rstrip('.')}. Cause: {why}"
         return cause if detail == cause.detail else type(cause)(detail, cause.code)
 

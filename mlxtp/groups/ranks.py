@@ -72,7 +72,7 @@ from ..wire.session import Session as LinkProtocol
 from ..wire.streams import StreamLink
 from ..wire.tls import Credentials
 from .boot_record import count_formation
-from .health import exit_report
+from .health import exit_report, rank_in
 from .sleep import HERE
 from .warm_pool import WarmPool
 
@@ -319,17 +319,15 @@ class RankProcess:
         status = await process.wait()
         try:
             self._end.ended_at = time.monotonic()
+            # Its last heartbeat is up to a beat old; its memory has the phase in which it ended.
+            recording = decode(read_recording(self.recorder)) if self.recorder != _CLOSED else None
             phase = self._end.pong.phase if self._end.pong is not None else ""
-            self._report(exit_report(self.rank, status, code_of_exit(status), self._last_words(), phase))
+            words, phase = (recording.detail, recording.phase or phase) if recording else ("", phase)
+            self._report(exit_report(self.rank, status, code_of_exit(status), words, phase))
         finally:
             self._leaves.set()
             # A pending reply fails; the reason is in the report.
             self._replies.put_nowait(Error(Code.RANK_LOST, f"rank {self.rank} is gone", 0))
-
-    def _last_words(self) -> str:
-        """Return the last text in its memory: the agent may see its end before it has read its last frame."""
-        recording = decode(read_recording(self.recorder)) if self.recorder != _CLOSED else None
-        return recording.detail if recording is not None else ""
 
     def _report(self, report: FailureReport) -> None:
         if not self._ending:
@@ -457,7 +455,10 @@ class RemoteRank:
             case RankTrouble():
                 code = Code(message.code)
                 kind = ModelError if code.startswith("model_") else GroupError
-                error = kind(f"{self.name}: {message.detail}", code)
+                detail = message.detail
+                if rank_in(detail) in (None, self.rank):  # another rank's Mac is named by `with_name`
+                    detail = f"{self.name}: {detail}"
+                error = kind(detail, code)
                 self._watcher.report(FailureReport(self.rank, error, message.outside))
             case EpochEnded():
                 self._ended.set()

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from zlib import crc32
 
-from ..errors import Code
+from ..errors import NOBODY_BEHIND, Code
 from ..wire.cluster_messages import Machine, Port
 from ..wire.rdma import Matrix, devices, fault, peers
 from .probe_macos import self_assigned
@@ -528,6 +528,8 @@ def explain(message: str, named: Collection[str] = ()) -> Trouble | None:
     `named` are the devices that a user named by hand.
     """
     said = message.partition("[jaccl] ")[2]
+    if not said and "did not come to round" in message:
+        return _HANG
     for meaning in _MEANINGS:
         if match := re.search(meaning.pattern, said):
             device = match.groupdict().get("device")
@@ -537,7 +539,13 @@ def explain(message: str, named: Collection[str] = ()) -> Trouble | None:
     return None
 
 
+_HANG = Trouble(
+    "the RDMA driver of that Mac most likely did not return while JACCL opened or connected its devices",
+    "restart that Mac; if it happens again, unplug its Thunderbolt cables and plug them in again",
+)
+
 _CRASHES = (
+    ("did not form the group in time", _HANG),
     (
         "signal 1[01] in phase (idle|proving)",
         Trouble(
@@ -562,6 +570,26 @@ def explain_crash(message: str) -> Trouble | None:
     return next((trouble for ended, trouble in _CRASHES if re.search(ended, message)), None)
 
 
+def blames_fabric(code: Code, message: str) -> bool:
+    """Return whether the fabric may be why a group over JACCL ended while it served.
+
+    Signs are a crash, an error of JACCL, a wrong proof, and a stall in which one rank is behind. Where none
+    is, kernels may be slow on all. Lost processes, links and memory are no signs.
+    """
+    if code is Code.RANK_STALLED:
+        return NOBODY_BEHIND not in message
+    crashed = re.search(r"ended by signal (6|10|11)\b", message)
+    return code is Code.PROOF_FAILED or "[jaccl] " in message or crashed is not None
+
+
+def may_pass(code: Code, message: str) -> bool:
+    """Return whether a failure on the way up reveals little about a fabric.
+
+    Processes and links get lost, and a first forward may be slow on all ranks alike.
+    """
+    return code in _LOSSES or (code is Code.RANK_STALLED and NOBODY_BEHIND in message)
+
+
 # --- memory of groups that failed to form, so that the next best plan takes their place ------------------
 # A cable in the wrong port, a device without an address or queue pairs that are used up fail again at each
 # try. The group is left out of planning for a while, or until its Macs change.
@@ -574,6 +602,8 @@ ADDRESS_RETRY_S = 20.0  #: The same while an RDMA port may still get its address
 ADDRESSES_COME_S = 180.0  #: After the first failure; macOS assigns addresses minutes after a boot.
 
 DOUBLINGS = 6  #: Of these times, while the group fails again.
+DEATHS = 2  #: Ends in a row, while it served, after which a group is left out.
+ROW_S = 120.0  #: A group that served for longer begins a new row, if it was not left out for longer.
 
 _LOSSES = frozenset((Code.RANK_LOST, Code.LINK_LOST, Code.NOT_READY))
 
@@ -624,13 +654,18 @@ class FailedGroup:
 
 @dataclass(slots=True)
 class _Failure:
-    """`circumstances` of its Macs, when it failed first, and when it may be tried again."""
+    """`circumstances` of its Macs, when it failed first, and when it may be tried again.
+
+    `strikes` are failures on its way up, `deaths` ends while it served, for which it was left out `out_s`.
+    """
 
     group: FailedGroup
     circumstances: object
     first_at: float
     until: float = 0.0
     strikes: int = 0
+    deaths: int = 0
+    out_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -652,11 +687,7 @@ class FailedGroups:
 
         A group over a device that has few formations left is left out at once, and for longer.
         """
-        key, circumstances = (group.kind, group.links), _circumstances(group.links, members)
-        known = self._failures.get(key)
-        if known is None or known.circumstances != circumstances:
-            known = self._failures[key] = _Failure(group, circumstances, now)
-        known.group = group
+        known = self._known(group, members, now)
         trouble = explain(group.reason)
         scarce = runs_short(group.links, {node: member.machine for node, member in members.items()})
         soon = trouble is not None and trouble.errno == NO_ADDRESS and not scarce
@@ -667,17 +698,65 @@ class FailedGroups:
         strikes = 1 if scarce else strikes
         if known.strikes < strikes:
             return False
-        retry_s = SOON_S if code in _LOSSES and not scarce else RETRY_S
+        retry_s = SOON_S if may_pass(code, group.reason) and not scarce else RETRY_S
         if scarce and trouble is not None and trouble.used_up:
             retry_s = USED_UP_RETRY_S
         known.until = now + retry_s * 2 ** min(known.strikes - strikes, DOUBLINGS)
         return True
 
+    def died(
+        self,
+        group: FailedGroup,
+        members: Mapping[str, MemberMachine],
+        now: float,
+        *,
+        served_s: float,
+        at_once: bool,
+    ) -> bool:
+        """Note that a group ended while it served, for which its fabric may be to blame.
+
+        Return whether it is left out from now on: at the second time in a row, or `at_once`. In a row means
+        that it had served for less than `ROW_S`, or than it was left out for.
+        """
+        known = self._known(group, members, now)
+        if served_s >= max(ROW_S, known.out_s):
+            known.deaths, known.out_s = 0, 0.0
+        known.deaths += 1
+        if known.deaths < DEATHS and not at_once:
+            return False
+        known.out_s = RETRY_S * 2 ** min(max(known.deaths - DEATHS, 0), DOUBLINGS)
+        known.until = now + known.out_s
+        return True
+
+    def _known(self, group: FailedGroup, members: Mapping[str, MemberMachine], now: float) -> _Failure:
+        key, circumstances = (group.kind, group.links), _circumstances(group.links, members)
+        known = self._failures.get(key)
+        if known is None or known.circumstances != circumstances:
+            known = self._failures[key] = _Failure(group, circumstances, now)
+        known.group = group
+        return known
+
     def formed(self, kind: str, links: Links) -> None:
-        """Forget a failure: the group has formed."""
+        """Forget failures to form. Ends while it served count until it has served for long."""
+        known = self._failures.get((kind, links))
+        if known is not None and known.deaths:
+            known.strikes = 0
+        else:
+            self.forget(kind, links)
+
+    def forget(self, kind: str, links: Links) -> None:
+        """Forget all failures of a group."""
         self._failures.pop((kind, links), None)
 
-    forget = formed
+    def absolve(self, nodes: Collection[str]) -> list[FailedGroup]:
+        """Forget ends while groups of any of these nodes served: a request was to blame.
+
+        Return the groups that were left out for it.
+        """
+        found = [each for each in self._failures.values() if each.deaths and {*each.group.nodes} & {*nodes}]
+        for each in found:
+            self.forget(each.group.kind, each.group.links)
+        return [each.group for each in found if each.out_s]
 
     def left_out(
         self, members: Mapping[str, MemberMachine], now: float

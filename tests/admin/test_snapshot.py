@@ -293,6 +293,7 @@ def test_the_doctor_has_the_facts_of_an_agent_of_its_model_and_of_other_members(
         "too few members",
         ("JACCL is left out",),
     )
+    assert facts.fabric == f"{GROUP.kind} on studio + mini"
     assert (facts.has_rank, facts.left_wired) == (True, "2 GB stay wired")
     port = Port(5, "en5", "D5", "E5", False, 80, "rdma_en5", True, formations=2)
     formed = replace(HERE, machine=replace(MACHINE, ports=(port, replace(port, rdma="", formations=0))))

@@ -32,6 +32,7 @@ from mlxtp.wire.messages import PROTOCOL_VERSION, Done, Hello, Init, InitDone, S
 SIZES = (4, 84, 4, 84, 1)
 HELD_US = 20_000
 ADDRESS_BYTES = 32
+UNRUN = (256, 512)
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,10 @@ class Script:
     whole: bool = False
     words: str = "Changing queue pair to RTR failed with errno 22"
     """JACCL's words when it raises."""
+    crash_tokens: int = 0
+    """Least tokens of a forward over JACCL in which the process dies by SIGSEGV; 0 for none."""
+    everywhere: bool = False
+    """It dies so over the ring, too."""
     variables: tuple[str, ...] = ()
     """JACCL's variables that may be set, beside the file and the rank."""
 
@@ -62,6 +67,8 @@ class Pretence:
         self.ring: set[int] = set()
 
     def __call__(self, backend: str, factory: Factory | None) -> Any:
+        if self._script.crash_tokens and (backend == "jaccl" or self._script.everywhere):
+            crash_in_sums(self._script.crash_tokens)
         if backend != "jaccl":
             from mlxtp.engine.group import init
 
@@ -132,6 +139,21 @@ class NoGroup:
 def part(rank: int, number: int, n: int) -> bytes:
     """Return a rank's part of a round: unlike those of others, and unlike its own in another round."""
     return bytes((rank * 70 + number * 11 + at) % 256 for at in range(n))
+
+
+def crash_in_sums(least: int) -> None:
+    """Have this process die in each forward of at least so many tokens.
+
+    Loading builds graphs of `UNRUN` tokens and does not run them.
+    """
+    added = mx.distributed.all_sum
+
+    def all_sum(array: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        if array.ndim == 3 and array.shape[1] >= least and array.shape[1] not in UNRUN:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return added(array, *args, **kwargs)
+
+    mx.distributed.all_sum = all_sum
 
 
 def over_the_ring(gather: Gather, rank: int) -> Any:

@@ -36,6 +36,11 @@ def test_after_a_failure(requests: list[RequestRecord], strikes: list[int | None
     assert strikes_after(requests, Code.RANK_LOST) == strikes
 
 
+def test_where_a_fabric_may_be_to_blame_a_suspect_gets_one_more_group() -> None:
+    assert strikes_after([ONCE, NEW, AT_WORK], Code.RANK_LOST, spare=True) == [2, 1, 0]
+    assert strikes_after([SUSPECTED], Code.RANK_LOST) == [None], "and no third one"
+
+
 @pytest.mark.parametrize("code", [Code.REPLANNED, Code.LINK_LOST, Code.NOT_READY, Code.SHUTTING_DOWN])
 def test_what_is_no_requests_doing_counts_against_none(code: Code) -> None:
     assert strikes_after([ONCE, SUSPECTED, NEW], code) == [1, 2, 0]

@@ -17,11 +17,14 @@ from typing import Any
 import pytest
 
 from mlxtp.agent import Agent
+from mlxtp.api.backend import Request
+from mlxtp.errors import Code, MlxtpError
 from mlxtp.groups import controller
 from mlxtp.groups.health import ServingState
 from mlxtp.groups.ranks import WORKER
 from mlxtp.placement import formation
 
+from ..gateway.test_gateway import everything
 from ..live_cluster import LIMITS, SLOWNESS, START_S
 from .scenes import sees
 from .test_jaccl_agents import DEVICES, pretending, say
@@ -113,6 +116,51 @@ def test_a_first_group_that_does_not_form_over_jaccl_forms_over_the_ring(
     assert " did not form: " in line
     assert words in line
     assert "ring within one machine of 2 serves instead" in line
+
+
+@pytest.mark.parametrize("everywhere", [False, pytest.param(True, marks=pytest.mark.chaos)])
+def test_a_long_prompt_that_ends_jaccl_twice_is_tried_over_the_ring(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, everywhere: bool
+) -> None:
+    """The ring answers it, and JACCL is left out; or it ends the ring, too, and then JACCL is used again."""
+    script = {"whole": True, "crash_tokens": 100, "everywhere": everywhere}
+    long = Request(tuple(range(5, 205)), 4, ignore_eos=True)
+
+    async def story() -> None:
+        worker = pretending(tmp_path, script, script)
+        async with (
+            asyncio.timeout(2 * START_S),
+            two_agents(tmp_path, worker, fabric="auto", rdma=DEVICES) as (first, second),
+        ):
+            await first.wait_ready()
+            await second.wait_ready()
+            owned = owner(first, second)
+            status, before = owned.supervisor.status, await say(first)
+            [here, there] = sorted((first, second), key=lambda each: each.parts.groups.shown is not owned)
+            assert status.group is not None
+            assert status.group.backend == "jaccl"
+            asked = asyncio.ensure_future(everything(there.parts.gateway.generate(long)))
+            if everywhere:
+                with pytest.raises(MlxtpError, match="failed twice under this request") as ended:
+                    await asked
+                assert ended.value.code is Code.REQUEST_FATAL
+            else:
+                await asked
+            await here.wait_ready()
+            await there.wait_ready()
+            assert await say(here) == await say(there) == before
+            assert status.group.backend == ("jaccl" if everywhere else "ring")
+            lines_out = here.parts.machines.left_out_lines()
+            assert len(lines_out) == (not everywhere)
+            assert all("in phase prefill. Cause: JACCL crashed in the middle" in each for each in lines_out)
+            assert ServingState.FAILED not in {status.state, there.parts.groups.shown.supervisor.status.state}
+            assert len(owned.supervisor._policy.failures) == everywhere
+
+    asyncio.run(story())
+    [line] = lines(caplog, "serves instead")
+    assert " formed, and failed while it served: " in line
+    assert line.count("Cause: ") == 1
+    assert len(lines(caplog, "is no longer left out: the same request ended")) == everywhere
 
 
 @pytest.mark.chaos

@@ -47,6 +47,13 @@ def test_a_group_that_serves_between_its_failures_goes_on_for_ever() -> None:
     assert all(policy.delay_s(now, LOST, ready=True) is not None for now in range(0, 4000, 40))
 
 
+def test_ends_for_which_another_plan_takes_over_do_not_count() -> None:
+    policy = RestartPolicy()
+    for now in range(0, 20, 2):
+        assert policy.delay_s(now, LOST, ready=True) == BACKOFF_S[0]
+        assert policy.replaced() == BACKOFF_S[0]
+
+
 @pytest.mark.parametrize("code", [Code.FORM_FAILED, Code.PROOF_FAILED, Code.LINK_TIMEOUT])
 def test_a_stranger_at_the_ring_is_never_the_end_and_costs_no_tries(code: Code) -> None:
     policy, error = RestartPolicy(), GroupError("rank 0 did not form the group in time", code)
@@ -388,13 +395,13 @@ def test_among_equals_the_first_report_counts() -> None:
         ("rank 1 has been silent for 3.1 s", "mini: rank 1 has been silent for 3.1 s"),
         ("mini: rank 1: no such luck", "mini: rank 1: no such luck"),
         ("rank 1: mini is gone: no link", "rank 1: mini is gone: no link"),
-        ("rank 0: no such luck", "rank 0: no such luck"),
+        ("rank 0: no such luck", "in: rank 0: no such luck"),
         ("rank 12 ended", "rank 12 ended"),
         ("step 7: rank 1 reports digest 1", "step 7: rank 1 reports digest 1"),
     ],
 )
 def test_a_rank_on_another_mac_is_named_with_its_mac_and_once(detail: str, named: str) -> None:
-    assert with_name(detail, {1: "mini"}) == named
+    assert with_name(detail, {0: "in", 1: "mini"}) == named
 
 
 def test_a_consequence_alone_is_better_than_nothing() -> None:

@@ -5,17 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mlxtp.errors import Code
 from mlxtp.placement.cost_model import JACCL_MESH, JACCL_RING
 from mlxtp.placement.formation import (
     ADDRESS_RETRY_S,
     ADDRESSES_COME_S,
+    DEATHS,
     RETRY_S,
+    ROW_S,
     SOON_S,
     USED_UP_RETRY_S,
     FailedGroup,
     FailedGroups,
+    blames_fabric,
     links_of,
     runs_short,
 )
@@ -177,6 +182,68 @@ def test_a_change_on_one_of_its_macs_brings_it_back(change) -> None:  # type: ig
     assert left_out(memory, 1.0, third) == [group], "that is no Mac of it"
     assert left_out(memory, 1.0, {**MEMBERS, IDS[1]: change(MEMBERS[IDS[1]])}) == []
     assert left_out(memory, 2.0) == [], "and it stays so"
+
+
+# --- groups that end while they serve -------------------------------------------------------------------
+
+
+def died(memory: FailedGroups, now: float, served_s: float, *, at_once: bool = False) -> bool:
+    return memory.died(meshed(0, 1), MEMBERS, now, served_s=served_s, at_once=at_once)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5000), st.booleans()), max_size=12))
+def test_a_group_is_left_out_at_the_second_end_in_a_row_and_longer_each_time(
+    ends: list[tuple[int, bool]],
+) -> None:
+    memory, group, now, row, out_s = FailedGroups(), meshed(0, 1), 0.0, 0, 0.0
+    for served_s, at_once in ends:
+        memory.formed(group.kind, group.links)  # which it must have, to serve
+        now += served_s
+        row = 1 if served_s >= max(ROW_S, out_s) else row + 1
+        out_s = 0.0 if row == 1 else out_s
+        expected = row >= DEATHS or at_once
+        assert died(memory, now, served_s, at_once=at_once) == expected
+        if expected:
+            out_s = RETRY_S * 2 ** min(max(row - DEATHS, 0), 6)
+            assert memory.left_out(MEMBERS, now) == ((group, out_s),)
+            now += out_s
+        assert left_out(memory, now) == []
+
+
+def test_a_request_that_was_to_blame_brings_back_only_what_it_ended() -> None:
+    memory, other = FailedGroups(), replace(meshed(0, 2), reason="it did not form")
+    assert not died(memory, 0.0, 1.0)
+    assert died(memory, 1.0, 1.0)
+    memory.failed(other, Code.FORM_FAILED, MEMBERS, 1.0)
+    assert memory.absolve(IDS[2:]) == [], "no Mac of it"
+    assert memory.absolve(IDS[:1]) == [meshed(0, 1)]
+    assert left_out(memory, 2.0) == [other]
+    assert not died(memory, 2.0, 1.0), "nothing of it is kept"
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "blamed"),
+    [
+        (Code.RANK_LOST, "mini: rank 1 was ended by signal 11 in phase prefill", True),
+        (Code.RANK_LOST, "rank 0 was ended by signal 6", True),
+        (Code.FORWARD_FAILED, "rank 0: ValueError: [jaccl] Send failed with error code 22", True),
+        (Code.PROOF_FAILED, "rank 0: the sum is wrong", True),
+        (Code.RANK_STALLED, "no progress in prefill for 30.2 s; rank 1 is behind: 0 at step 7", True),
+        (Code.RANK_STALLED, "no progress in prefill for 30.2 s; no rank is behind: 0 at step 7", False),
+        (Code.RANK_LOST, "rank 1 was ended by signal 9 (the system may do this when memory runs out)", False),
+        (Code.RANK_LOST, "rank 1 has been silent for 3.1 s", False),
+        (Code.OUT_OF_MEMORY, "rank 1 ran out of memory", False),
+        (Code.FORWARD_FAILED, "rank 0: ValueError: no such kernel", False),
+    ],
+)
+def test_what_may_be_a_fabrics_fault_while_it_serves(code: Code, message: str, blamed: bool) -> None:
+    assert blames_fabric(code, message) == blamed
+
+
+def test_a_forward_that_was_slow_on_all_ranks_is_tried_again_soon() -> None:
+    memory, group = FailedGroups(), replace(meshed(0, 1), reason="no progress in decode; no rank is behind")
+    assert memory.failed(group, Code.RANK_STALLED, MEMBERS, 0.0)
+    assert memory.left_out(MEMBERS, 0.0) == ((group, SOON_S),)
 
 
 def kind_of_two(*failed: FailedGroup) -> str:

@@ -276,6 +276,13 @@ def test_a_crash_is_explained_by_its_phase(message: str, fix: str) -> None:
     assert explain(message) is None
 
 
+@pytest.mark.parametrize("said", ["did not come to round 1 of JACCL's side channel within 10 s"])
+def test_a_hang_in_the_driver_has_a_meaning(said: str) -> None:
+    for trouble in (explain(f"b: rank 0 {said}"), explain_crash("b: rank 0 did not form the group in time")):
+        assert trouble is not None
+        assert "restart that Mac" in trouble.fix
+
+
 def test_a_crash_after_idling_is_no_cables_fault() -> None:
     trouble = explain_crash("rank 1 was ended by signal 11 in phase idle")
     assert trouble is not None

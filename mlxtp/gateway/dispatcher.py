@@ -212,15 +212,6 @@ class RequestDispatcher:
         elif ready:  # a repeated call changes nothing
             self.handover = until
 
-    def blamed(self, name: str, code: Code) -> int:
-        """Return the failures in a row under the request that ends with a group; 0 if none does."""
-        records = [request.record for request in (*self._at(name), *self._suspects)]
-        after = zip(records, strikes_after(records, code), strict=True)
-        return max((record.strikes + 1 for record, count in after if count is None), default=0)
-
-    def _at(self, name: str) -> list[OpenRequest]:
-        return [request for request in self._open.values() if request.group == name]
-
     def park_group(self, name: str, error: MlxtpError, *, spare: bool = False) -> None:
         """Move the open requests of a group, which ended with `error`, to another one, or have them wait.
 
@@ -232,7 +223,8 @@ class RequestDispatcher:
             self._fallen.fell(name, _wait_s(self))
         if error.code is Code.REPLANNED and ready and not self.groups:
             self.handover = error
-        own, waiting = self._at(name), list(self._suspects)
+        own = [request for request in self._open.values() if request.group == name]
+        waiting = list(self._suspects)
         strikes = strikes_after([request.record for request in (*own, *waiting)], error.code, spare=spare)
         for request in own:
             del self._open[request.uid]
@@ -512,6 +504,12 @@ class ServedDeployments:
     def open_at(self, group: str) -> int:
         """Return the number of open requests that a group works on, other agents' included."""
         return sum(each.group == group for each in self.requests)
+
+    def blamed(self, group: str, code: Code) -> int:
+        """Return the failures in a row under the request that ends with a group; 0 if none does."""
+        records = [each.record for each in self.requests if each.group == group]
+        after = zip(records, strikes_after(records, code), strict=True)
+        return max((record.strikes + 1 for record, count in after if count is None), default=0)
 
     def work_of(self, group: str) -> GroupWork:
         """Return the work of a group as this gateway knows it: all of it where its rank 0 is."""

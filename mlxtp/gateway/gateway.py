@@ -131,11 +131,6 @@ class Gateway:
         if (deployment := self.deployments.of_group(group)) is not None:
             deployment.park_group(group, error, spare=spare)
 
-    def blamed(self, group: str, code: Code) -> int:
-        """Return the failures in a row under the request that `park` would end; 0 if it would end none."""
-        deployment = self.deployments.of_group(group)
-        return deployment.blamed(group, code) if deployment is not None else 0
-
     def load(self, group: str, load: GroupLoad) -> None:
         """Take in the owner's report of a group's work, which may have come before the group is served."""
         self.deployments.loads[group] = load

@@ -269,6 +269,8 @@ class GroupController:
         self._trials = trials
         self._changed = asyncio.Event()
         self._seen: object = None
+        #: True until the first end of a group that took the place of one over JACCL which ended as it served.
+        self._in_its_place = False
 
     # --- for the supervisor --------------------------------------------------------------------------
 
@@ -314,15 +316,16 @@ class GroupController:
         chosen = mine.placement.chosen if mine is not None else None
         if chosen is None or not may_blame(error.code):
             return False
+        twice, in_its_place, self._in_its_place = strikes >= SUSPECT, self._in_its_place, False
         if chosen.backend != "jaccl":
-            if strikes > SUSPECT:
+            if twice and in_its_place:
                 self._placer.absolve(chosen)
             return False
-        twice = strikes >= SUSPECT
         if not (blames_fabric(error.code, error.detail) or (twice and error.code is Code.RANK_STALLED)):
             return False
         self._trials.failed(chosen)
-        return self._placer.leave_out_served(chosen, error, served_s=served_s, at_once=twice)
+        self._in_its_place = self._placer.leave_out_served(chosen, error, served_s=served_s, at_once=twice)
+        return self._in_its_place
 
     async def close(self) -> None:
         """End the group beside the serving one, if there is one."""

@@ -83,8 +83,11 @@ class RestartPolicy:
     failures: list[float] = field(default_factory=list)
     unready: int = 0
     at_ring: int = 0
+    jaccl: bool = False  #: True where the last epoch that counts had served over JACCL.
 
-    def delay_s(self, now: float, error: MlxtpError, ready: bool, *, at_ring: bool = False) -> float | None:
+    def delay_s(
+        self, now: float, error: MlxtpError, ready: bool, *, at_ring: bool = False, jaccl: bool = False
+    ) -> float | None:
         """Return the seconds until the next epoch, after one that failed at `now`; None to give up.
 
         `ready`: that one had become ready. A model that cannot be loaded will not load the next time either.
@@ -97,18 +100,20 @@ class RestartPolicy:
         if at_ring and error.code in _OF_STRANGERS:
             self.at_ring += 1
             return min(BACKOFF_S[0] * 2.0 ** min(self.at_ring - 1, 9), RING_BACKOFF_S)
-        self.at_ring = 0
+        self.at_ring, self.jaccl = 0, ready and jaccl
         self.failures = [at for at in self.failures if now - at < FAILURE_WINDOW_S] + [now]
         self.unready = 0 if ready else self.unready + 1
         count = max(len(self.failures), self.unready)
         return BACKOFF_S[count - 1] if count < MAX_FAILURES else None
 
     def replaced(self) -> float:
-        """Return the seconds until another plan takes the place of one that ended twice while it served.
+        """Return the seconds until another plan takes the place of one over JACCL that ended as it served.
 
-        Neither end counts.
+        Neither that end counts, nor one before it in a row.
         """
-        self.failures, self.unready = self.failures[:-1], 0
+        if self.jaccl:
+            self.failures.pop()
+        self.jaccl, self.unready = False, 0
         return BACKOFF_S[0]
 
 

@@ -236,7 +236,9 @@ class Supervisor:
             log.exception("epoch %d", plan.epoch, extra={"epoch": plan.epoch})
             error = GroupError(f"{type(bug).__name__}: {bug}", Code.INTERNAL)
 
-        replaced = served and self._died(owner, error)
+        strikes = gateway.deployments.blamed(self.group, error.code)
+        # Before the state changes: the next plan counts the memory that these ranks hold as free.
+        replaced = served and owner.died(error, status.history.served_s(time.monotonic()), strikes)
         self.kv.close()
         self.info = None
         status.failed(error)
@@ -248,11 +250,6 @@ class Supervisor:
             status.reason = error = known or error
         return _EpochEnd(plan.epoch, error, formed, served, ranks.at_ring, replaced)
 
-    def _died(self, owner: EpochOwner, error: MlxtpError) -> bool:
-        """Have the owner judge the end of an epoch that served. Plans still count what its ranks hold."""
-        served_s = self.status.history.served_s(time.monotonic())
-        return owner.died(error, served_s, self.gateway.blamed(self.group, error.code))
-
     async def _rest(self, owner: EpochOwner, end: _EpochEnd) -> None:
         """Wait for a while after a failed epoch, or give up and wait for the owner to change."""
         error, about = end.error, {"epoch": end.epoch}
@@ -260,7 +257,9 @@ class Supervisor:
         if end.replaced:
             delay_s: float | None = self._policy.replaced()
         else:
-            delay_s = self._policy.delay_s(time.monotonic(), error, end.served, at_ring=end.at_ring)
+            jaccl = self.status.group is not None and self.status.group.backend == "jaccl"
+            how = {"at_ring": end.at_ring, "jaccl": jaccl}
+            delay_s = self._policy.delay_s(time.monotonic(), error, end.served, **how)
         if delay_s is None and instead and not end.formed:
             delay_s = BACKOFF_S[-1]  # it loaded nothing, and another plan may form
         if delay_s is not None and instead:  # the reason was logged with the group that takes its place

@@ -61,7 +61,8 @@ def well(**changed: Any) -> MachineFacts:
         found,
         now=NOW,
         agent=AgentFacts(
-            True, "", "http://127.0.0.1:52415", 4711, "ready", model="tiny", has_rank=True, fabric="JACCL mesh on a + b",
+            True, "", "http://127.0.0.1:52415", 4711, "ready", model="tiny", has_rank=True,
+            fabric="JACCL mesh on a + b",
             stages=(StageFacts(0, 2, 50.0, 50.0), StageFacts(1, 2, 48.0, 52.0)),
         ),
         software=replace(found.software, architecture="arm64", program="/opt/python"),
@@ -157,7 +158,7 @@ CASES: list[tuple[str, Change, Level, str, str]] = [
     ("serving", _of("agent", state="idle", waiting="too big"), Level.WARNING,
      "tiny is not served: too big", ""),
     ("serving", _of("agent", failures=2), Level.INFO, "something is kept: 2", "--postmortem"),
-    ("fabric", _of("agent", state="ready", fabric="JACCL mesh on a + b"), Level.OK, "mesh on a + b serves", ""),
+    ("fabric", _of("agent", state="ready", fabric="JACCL mesh on a + b"), Level.OK, "on a + b serves", ""),
     ("fabric", _of("agent", left_out=("JACCL mesh on a + b is left out",)), Level.WARNING, "is left out",
      "it is tried again"),
     ("stages", _of("agent", stages=(StageFacts(0, 3, 9.0, 1.0), StageFacts(1, 1, 3.0, 7.0))), Level.INFO,

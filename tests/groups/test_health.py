@@ -47,11 +47,16 @@ def test_a_group_that_serves_between_its_failures_goes_on_for_ever() -> None:
     assert all(policy.delay_s(now, LOST, ready=True) is not None for now in range(0, 4000, 40))
 
 
-def test_ends_for_which_another_plan_takes_over_do_not_count() -> None:
+def test_ends_over_jaccl_for_which_another_plan_takes_over_do_not_count() -> None:
     policy = RestartPolicy()
     for now in range(0, 20, 2):
-        assert policy.delay_s(now, LOST, ready=True) == BACKOFF_S[0]
+        assert policy.delay_s(now, LOST, ready=True, jaccl=True) == BACKOFF_S[0]
         assert policy.replaced() == BACKOFF_S[0]
+    delays = []
+    for now in range(20, 30, 2):
+        delays.append(policy.delay_s(now, LOST, ready=True))
+        assert policy.replaced() == BACKOFF_S[0], "and what ends over TCP in between does"
+    assert delays == [*BACKOFF_S, None]
 
 
 @pytest.mark.parametrize("code", [Code.FORM_FAILED, Code.PROOF_FAILED, Code.LINK_TIMEOUT])

@@ -76,6 +76,9 @@ class Stage:
         self.formed.append(formed)
         return self.instead
 
+    def died(self, _error: MlxtpError, _served_s: float, _strikes: int) -> bool:
+        return False
+
     def plan(self, epoch: int, group: EpochGroup = ALONE) -> None:
         self._plans.put_nowait(EpochPlan(epoch, self.source, group))
 

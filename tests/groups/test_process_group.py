@@ -350,11 +350,11 @@ def test_the_death_of_rank_0_at_any_time_is_the_cause_and_ends_the_other(tmp_pat
         with contextlib.suppress(MlxtpError):
             await stage.serve()
             stage.ranks.send(Generate(1, (1,), 1))
-        assert (await asyncio.shield(stage.ranks.failed)).detail == "rank 0 ended with out_of_memory"
+        assert (await asyncio.shield(stage.ranks.failed)).detail == "studio: rank 0 ended with out_of_memory"
         await stage.ranks.kill()
         assert [end.in_order for end in stage.peer.heard(EndEpoch)] == [False]
         told, [mine] = kept(stage.home)
-        assert told["cause"] == {"code": "out_of_memory", "detail": "rank 0 ended with out_of_memory"}
+        assert told["cause"] == {"code": "out_of_memory", "detail": "studio: rank 0 ended with out_of_memory"}
         assert told["hosts"] == ["studio", "mini-1"]
         assert told["reports"][-1]["rank"] == 0
         assert (mine["rank"], mine["exit_code"], mine["by_agent"]) == (0, "out_of_memory", False)
@@ -694,6 +694,7 @@ def test_the_mac_of_a_rank_is_named_by_any_first_report_of_its_error(
         cause = ". Cause: all queue pairs of an RDMA device are taken" if code is Code.FORM_FAILED else ""
         assert error.detail.startswith(f"mini-1: {JACCL_ENDED}{cause}")
         assert ("Cause: " in error.detail) == bool(cause)
+        assert stage.ranks._explained(error) is error, "as a failed load does once more"
 
     play(tmp_path, story)
 

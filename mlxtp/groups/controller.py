@@ -307,7 +307,7 @@ class GroupController:
         self._trials.failed(chosen)
         return self._placer.leave_out(chosen, error, formed=formed, strikes=strikes)
 
-    def died(self, error: MlxtpError, served_s: float, strikes: int) -> bool:
+    def died(self, error: MlxtpError, served_s: float, strikes: int, *, last: bool) -> bool:
         """Leave out a group over JACCL that ends again and again, or twice under one request.
 
         If that request ends the next group, too, it was to blame, and JACCL is no longer left out.
@@ -324,7 +324,8 @@ class GroupController:
         if not (blames_fabric(error.code, error.detail) or (twice and error.code is Code.RANK_STALLED)):
             return False
         self._trials.failed(chosen)
-        self._in_its_place = self._placer.leave_out_served(chosen, error, served_s=served_s, at_once=twice)
+        at_once = twice or last
+        self._in_its_place = self._placer.leave_out_served(chosen, error, served_s=served_s, at_once=at_once)
         return self._in_its_place
 
     async def close(self) -> None:

@@ -106,6 +106,10 @@ class RestartPolicy:
         count = max(len(self.failures), self.unready)
         return BACKOFF_S[count - 1] if count < MAX_FAILURES else None
 
+    def is_last(self, now: float) -> bool:
+        """Return whether one more failure would be the last."""
+        return sum(now - at < FAILURE_WINDOW_S for at in self.failures) >= MAX_FAILURES - 1
+
     def replaced(self) -> float:
         """Return the seconds until another plan takes the place of one over JACCL that ended as it served.
 

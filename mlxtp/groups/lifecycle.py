@@ -77,11 +77,12 @@ class EpochOwner(Protocol):
         Return whether another plan takes its place.
         """
 
-    def died(self, error: MlxtpError, served_s: float, strikes: int) -> bool:
+    def died(self, error: MlxtpError, served_s: float, strikes: int, *, last: bool) -> bool:
         """Note that an epoch ended after it had served for `served_s`.
 
-        `strikes`: failures in a row under the request that would be ended for it; 0 without one. Return
-        whether another plan takes its place, which that request may try.
+        `strikes`: failures in a row under the request that would be ended for it; 0 without one. `last`:
+        without another plan it would be the last epoch. Return whether another plan takes its place, which
+        that request may try.
         """
 
 
@@ -236,9 +237,10 @@ class Supervisor:
             log.exception("epoch %d", plan.epoch, extra={"epoch": plan.epoch})
             error = GroupError(f"{type(bug).__name__}: {bug}", Code.INTERNAL)
 
-        strikes = gateway.deployments.blamed(self.group, error.code)
+        strikes, now = gateway.deployments.blamed(self.group, error.code), time.monotonic()
         # Before the state changes: the next plan counts the memory that these ranks hold as free.
-        replaced = served and owner.died(error, status.history.served_s(time.monotonic()), strikes)
+        served_s, last = status.history.served_s(now), self._policy.is_last(now)
+        replaced = served and owner.died(error, served_s, strikes, last=last)
         self.kv.close()
         self.info = None
         status.failed(error)

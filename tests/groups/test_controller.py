@@ -524,6 +524,53 @@ def test_where_protection_domains_may_be_used_up_the_ring_goes_on_and_the_count_
     jaccl(tmp_path, member, story)
 
 
+CRASH = GroupError("mac-a: rank 1 was ended by signal 11 in phase prefill")
+SLOW = GroupError("no progress in prefill for 31 s; no rank is behind: 0 at step 1", Code.RANK_STALLED)
+
+
+@pytest.mark.parametrize(
+    ("ends", "left_out"),
+    [
+        ([(CRASH, 0, False), (CRASH, 0, False)], [False, True]),
+        ([(CRASH, 2, False)], [True]),
+        ([(CRASH, 0, True)], [True]),
+        ([(SLOW, 0, True), (SLOW, 0, True)], [False, False]),
+        ([(SLOW, 2, False)], [True]),
+        ([(GroupError("rank 1 has been silent for 3.1 s"), 2, True)], [False]),
+        ([(GroupError("rank 1 is full", Code.OUT_OF_MEMORY), 2, True)], [False]),
+    ],
+)
+def test_jaccl_is_left_out_for_its_own_kind_of_ends_until_a_request_ends_the_ring_too(
+    tmp_path: Path,
+    member: Member,
+    weights: ModelSource,
+    ends: list[tuple[GroupError, int, bool]],
+    left_out: list[bool],
+) -> None:
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        node.lead(weights, desk())
+        ready(node)
+        node.live(a)
+        group, died = node.group, node.group.controller.died
+        assert not group.controller.failed(SLOW, formed=True), "a first forward may be slow once"
+        found = [died(error, 5.0, strikes, last=last) for error, strikes, last in ends]
+        assert found == left_out
+        assert bool(node.parts.machines.left_out()) == left_out[-1]
+        if not left_out[-1]:
+            return
+        group.supervisor._plans.get_nowait()
+        group.reports.owned, group.supervisor.status.in_epoch = None, False
+        ready(node)
+        node.live(a)
+        assert group.supervisor._plans.get_nowait().group.backend == "ring"
+        assert not died(GroupError("the group is replaced", Code.REPLANNED), 5.0, 0, last=False)
+        assert not died(CRASH, 5.0, 2, last=False)
+        assert node.parts.machines.left_out() == (), "the request was to blame"
+
+    jaccl(tmp_path, member, story)
+
+
 @pytest.mark.parametrize("name", ["mac-a", "aaaa", A])
 def test_devices_by_hand_for_a_node_by_its_name_or_the_beginning_of_its_id(
     tmp_path: Path, member: Member, weights: ModelSource, name: str

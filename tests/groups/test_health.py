@@ -31,8 +31,12 @@ LOST = GroupError("gone")
 
 def test_each_failure_waits_longer_and_the_fifth_is_the_last() -> None:
     policy = RestartPolicy()
-    delays = [policy.delay_s(now, LOST, ready=True) for now in (0, 5, 10, 20, 30)]
+    delays, last = [], []
+    for now in (0, 5, 10, 20, 30):
+        last.append(policy.is_last(now))
+        delays.append(policy.delay_s(now, LOST, ready=True))
     assert delays == [*BACKOFF_S[: MAX_FAILURES - 1], None]
+    assert last == [False] * (MAX_FAILURES - 1) + [True]
 
 
 def test_failures_long_ago_are_forgotten() -> None:

@@ -76,7 +76,7 @@ class Stage:
         self.formed.append(formed)
         return self.instead
 
-    def died(self, _error: MlxtpError, _served_s: float, _strikes: int) -> bool:
+    def died(self, _error: MlxtpError, _served_s: float, _strikes: int, *, last: bool) -> bool:
         return False
 
     def plan(self, epoch: int, group: EpochGroup = ALONE) -> None:

@@ -603,7 +603,8 @@ ADDRESSES_COME_S = 180.0  #: After the first failure; macOS assigns addresses mi
 
 DOUBLINGS = 6  #: Of these times, while the group fails again.
 DEATHS = 2  #: Ends in a row, while it served, after which a group is left out.
-ROW_S = 120.0  #: A group that served for longer begins a new row, if it was not left out for longer.
+#: A group that served for longer begins a new row, if it was not left out for longer. As in RestartPolicy.
+ROW_S = 120.0
 
 _LOSSES = frozenset((Code.RANK_LOST, Code.LINK_LOST, Code.NOT_READY))
 

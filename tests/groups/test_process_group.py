@@ -752,6 +752,19 @@ def test_a_rank_that_fails_while_they_form_frees_those_that_wait_for_it(tmp_path
     play(tmp_path, story, backend="jaccl")
 
 
+def test_the_mac_of_the_rank_that_hangs_is_named_and_not_the_reporter_s(tmp_path: Path) -> None:
+    async def story(stage: Story) -> None:
+        stage.orders.give(0, jaccl=True, rounds=True)
+        stage.peer.answers[StartRank] = [STARTED]
+        waiting = asyncio.ensure_future(stage.fails())
+        await sees(lambda: "linked" in stage.stages)
+        said = "rank 0 did not come to round 1 of JACCL's side channel within 10 s"
+        stage.peer.say(trouble(Code.FORM_FAILED, said))
+        assert (await waiting).detail.startswith(f"studio: {said}. Cause: the RDMA driver of that Mac")
+
+    play(tmp_path, story, backend="jaccl")
+
+
 def test_once_formed_no_rank_is_told_of_rounds(tmp_path: Path) -> None:
     """It would break the order of the pipe, and hide what really happened."""
 

@@ -657,7 +657,8 @@ class FailedGroup:
 class _Failure:
     """`circumstances` of its Macs, when it failed first, and when it may be tried again.
 
-    `strikes` are failures on its way up, `deaths` ends while it served, for which it was left out `out_s`.
+    `strikes` are failures on its way up, `deaths` ends while it served, the last one at `died_at`, for which
+    it was left out `out_s`.
     """
 
     group: FailedGroup
@@ -666,6 +667,7 @@ class _Failure:
     until: float = 0.0
     strikes: int = 0
     deaths: int = 0
+    died_at: float = 0.0
     out_s: float = 0.0
 
 
@@ -717,12 +719,12 @@ class FailedGroups:
         """Note that a group ended while it served, for which its fabric may be to blame.
 
         Return whether it is left out from now on: at the second time in a row, or `at_once`. In a row means
-        that it had served for less than `ROW_S`, or than it was left out for.
+        that it had served for less than `ROW_S`, or than it was left out for, and not long after the last.
         """
         known = self._known(group, members, now)
-        if served_s >= max(ROW_S, known.out_s):
+        if served_s >= max(ROW_S, known.out_s) or now - known.died_at >= RETRY_S + 2 * known.out_s:
             known.deaths, known.out_s = 0, 0.0
-        known.deaths += 1
+        known.deaths, known.died_at = known.deaths + 1, now
         if known.deaths < DEATHS and not at_once:
             return False
         known.out_s = RETRY_S * 2 ** min(max(known.deaths - DEATHS, 0), DOUBLINGS)

@@ -210,6 +210,14 @@ def test_a_group_is_left_out_at_the_second_end_in_a_row_and_longer_each_time(
         assert left_out(memory, now) == []
 
 
+def test_ends_long_after_one_another_are_not_in_a_row() -> None:
+    """Whatever ended the group in between, and however shortly it served before."""
+    memory = FailedGroups()
+    assert [died(memory, now, 1.0) for now in (0.0, RETRY_S, 2 * RETRY_S, 2 * RETRY_S + 1)] == [
+        False, False, False, True,
+    ]  # fmt: skip
+
+
 def test_a_request_that_was_to_blame_brings_back_only_what_it_ended() -> None:
     memory, other = FailedGroups(), replace(meshed(0, 2), reason="it did not form")
     assert not died(memory, 0.0, 1.0)

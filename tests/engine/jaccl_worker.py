@@ -146,6 +146,8 @@ def crash_in_sums(least: int) -> None:
 
     Loading builds graphs of `UNRUN` tokens and does not run them.
     """
+    import mlx.core as mx
+
     added = mx.distributed.all_sum
 
     def all_sum(array: mx.array, *args: Any, **kwargs: Any) -> mx.array:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, combinations, islice, pairwise, takewhile
+from itertools import accumulate, chain, combinations, islice, pairwise, takewhile
 from typing import Protocol
 
 from ..wire.messages import MAX_WIDTH
@@ -16,9 +16,9 @@ from .sequence import SequenceState, WaitingQueue, packed
 from .steps import Arrangement, EvictKept, Move, Prefill, StopReason, StopSequence
 
 # --- room; the same on every rank, and the basis of rank 0's budget --------------------------------------
-# While there is room for it, all rows share one array a layer. Its sizes grow in steps of a half and a third
-# (64, 96, 128, 192, ...), so that arrays that grow with their rows are copied seldom. Else rows of unlike
-# lengths have arrays of their own, in steps that leave little of them empty.
+# Rows of like lengths share one array a layer. While there is room, its sizes grow in steps of a half and a
+# third (64, 96, 128, 192, ...), so that arrays that grow with their rows are copied seldom. Else they grow in
+# steps that leave little of them empty.
 
 SMALLEST = 64
 #: Steps of a row's room, each up to a length. Copying a row once in so many tokens takes at most a twentieth
@@ -27,6 +27,11 @@ STEPS = ((1024, 32), (4096, 64))
 LONG_STEP = 256
 MOST_BUCKETS = 3  #: arrays in which rows stand, and so forwards in one step
 LEAST_SAVED = 16  #: A further bucket must save one part in so many of the room.
+STAYS = 4  #: Another number of buckets must save one part in so many of a step.
+#: Bytes whose reading takes as long as the rest of a layer in a further forward: on a CPU 0.7 ms at 2.7 GB/s,
+#: measured; on a GPU 30 kernels of 5 µs at 800 GB/s, an estimate without slow fences of sums.
+LAYER_ON_CPU, LAYER_ON_GPU = 2 << 20, 128 << 20
+SKIPS = 2  #: Masked positions that take Metal's fused attention as long as another one; an assumption.
 
 
 def capacity(length: int) -> int:
@@ -69,8 +74,8 @@ def layouts(lengths: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     """Return the ways to lay out rows of these lengths, in ascending order of buckets.
 
     Each has the room of every slot: those of the rows in their order, then those of free ones. Rows of the
-    same room share arrays. The first way has all rows in one bucket, with room to grow. The others
-    have just the room that the rows need, in as many buckets as save some.
+    same room share arrays. There are two ways for each number of buckets that saves some room: with
+    room to grow and to join, and with just the room that the rows need.
     """
     if not lengths:
         return ((),)
@@ -84,7 +89,7 @@ def layouts(lengths: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     def room(cuts: tuple[int, ...]) -> int:
         return sum([sizes[first] * (rows[end] - rows[first]) for first, end in bounds(cuts)])
 
-    found = [(roomy(max(lengths)),) * slots(len(lengths))]
+    found: list[tuple[int, ...]] = []
     least = 0
     for buckets in range(1, min(MOST_BUCKETS, len(sizes)) + 1):
         cuts = min(combinations(range(1, len(sizes)), buckets - 1), key=room)
@@ -92,7 +97,9 @@ def layouts(lengths: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
             break
         least = room(cuts)
         shared = {size: sizes[first] for first, end in bounds(cuts) for size in sizes[first:end]}
-        found.append(tuple([shared[size] for size in own]))
+        grown = [roomy(shared[size]) for size in own]
+        free = [[room] * (slots(count) - count) for room, count in Counter(grown).items()]
+        found += [(*grown, *chain(*free)), tuple([shared[size] for size in own])]
     return tuple(found)
 
 
@@ -111,10 +118,38 @@ def laned_layouts(lengths: tuple[int, ...], lanes: tuple[int, ...]) -> tuple[Slo
     }
     found: list[Slots] = []
     for way in range(max([len(ways) for ways in own.values()], default=1)):
-        left = {lane: deque(ways[min(way, len(ways) - 1)]) for lane, ways in own.items()}
+        # Of a lane with fewer ways, the last with room to grow, or the last without.
+        left = {lane: deque(ways[way if way < len(ways) else way % 2 - 2]) for lane, ways in own.items()}
         rows = [(left[lane].popleft(), lane) for lane in lanes]
         found.append((*rows, *[(room, lane) for lane, free in left.items() for room in free]))
     return tuple(found)
+
+
+def another_forward(weights: int, layers: int, token_bytes: int, *, gpu: bool, skips: bool) -> int:
+    """Return the positions whose reading takes as long as a further forward of a step.
+
+    `weights`: bytes that each forward of this rank reads. `skips`: attention leaves out masked positions.
+    """
+    beside = LAYER_ON_GPU if gpu else LAYER_ON_CPU
+    return (weights + layers * beside) * (SKIPS if skips else 1) // max(token_bytes, 1)
+
+
+def step_tokens(slots: Slots, lengths: Sequence[int], forward: int) -> int:
+    """Return the positions that attention reads of rows in these slots, and `forward` for each bucket."""
+    buckets: dict[tuple[int, int], list[int]] = {}
+    for slot, length in zip(slots, lengths, strict=False):
+        buckets.setdefault(slot, []).append(view(length))
+    return sum([forward + len(rows) * max(rows) for rows in buckets.values()])
+
+
+def cheapest(ways: Iterable[Slots], lengths: Sequence[int], forward: int, held: int) -> Slots:
+    """Return the first of the ways whose steps take least. One of `held` buckets, as now, counts as less."""
+
+    def cost(slots: Slots) -> int:
+        stays = len(set(slots)) == held
+        return step_tokens(slots, lengths, forward) * (STAYS - stays)
+
+    return min(ways, key=cost)
 
 
 def batch_tokens(lengths: Sequence[int]) -> int:
@@ -393,6 +428,7 @@ class KVCacheManager:
     `disk`: blocks of kept ones on disk, None without.
     `moves` has the moves that free caches, and what waits for them. They come before any other. `kv_tokens`
     is all the room, `row_tokens` the part of each sequence's cache that does not grow, as so many tokens.
+    `forward_tokens` as in `Policy`.
     `arranges`: rows stand in arrays whose sizes are chosen here, and not by mlx-lm. `has_lanes`: rows of one
     lane share arrays, and no others.
     """
@@ -405,6 +441,7 @@ class KVCacheManager:
         waiting: WaitingQueue,
         *,
         row_tokens: int = 0,
+        forward_tokens: int = 1 << 40,
         arranges: bool = True,
         has_lanes: bool = False,
         disk: DiskIndex | None = None,
@@ -414,6 +451,7 @@ class KVCacheManager:
         self.disk.holds = self._holds
         self.kv_tokens = kv_tokens
         self._row_tokens = row_tokens
+        self._forward = forward_tokens
         self._prefixes = prefixes
         self._running = running
         self._waiting = waiting
@@ -608,7 +646,8 @@ class KVCacheManager:
     def _lay_out(self, joining: Sequence[SequenceState] = ()) -> bool:
         """Lay out the running rows, beside prompts that have caches of their own; False if they do not fit.
 
-        They stay where they are if they have room there, unless half of it is free and no prompt joins.
+        They stay where they are if they have room there. They move if half of it is free, or steps of another
+        layout take much less, and no prompt joins.
         """
         if not self._arranges:
             if self._has_lanes and not all(sequence.room for sequence in self._running):
@@ -624,15 +663,18 @@ class KVCacheManager:
         own += [capacity(longest + (len(joining) > 1))] * len(joining)
         kept = self._prefixes.positions if self._prefixes is not None else 0
         left = self.kv_tokens - kept - sum(own) - self._row_tokens * len(own)
-        lengths = _lengths(running)
+        lengths, now = _lengths(running), tuple([(row.room, row.lane) for row in running])
         ways = laned_layouts(lengths, _lanes(running))
-        slots = next((slots for slots in ways if _room_of(slots, self._row_tokens) <= left), None)
-        if slots is None:
+        ways = tuple([slots for slots in ways if _room_of(slots, self._row_tokens) <= left])
+        if not ways:
             return False
-        held, needed = [_room_of(each, self._row_tokens) for each in (self._slots, slots)]
+        held, needed = [_room_of(each, self._row_tokens) for each in (self._slots, ways[0])]
         self._is_stale = False
-        fits = all(length <= sequence.room for length, sequence in zip(lengths, running, strict=True))
-        if fits and held <= left and (joining or held <= 2 * needed):
+        fits = all(length <= room for length, (room, _) in zip(lengths, now, strict=True))
+        stays = fits and held <= left and (bool(joining) or held <= 2 * needed)
+        ways = (now, *ways) if stays else ways
+        slots = cheapest(ways, lengths, self._forward, len(set(self._slots)))
+        if stays and (joining or slots == now):
             return True
         for (room, _), sequence in zip(slots, running, strict=False):
             sequence.room = room

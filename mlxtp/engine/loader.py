@@ -631,6 +631,16 @@ def kv_sizes(model: Any) -> tuple[int, int]:
     return per_token, per_row
 
 
+def read_each_forward(model: Any) -> tuple[int, int]:
+    """Return the bytes of weights that every forward reads, and the layers that it runs.
+
+    Experts are left out, whose arrays have three dimensions: rows read their own, in any forward.
+    """
+    arrays = [array for _, array in tree_flatten(model.parameters())]
+    layers = sum([bool(tree_flatten(layer.parameters())) for layer in model.layers])
+    return sum([array.nbytes for array in arrays if array.ndim < 3]), layers
+
+
 def leaves(caches: Iterable[Any]) -> Iterator[Any]:
     """Yield caches, and for one that is a list of caches those in it."""
     for cache in caches:

@@ -37,6 +37,7 @@ from .executor import RankExecutor
 from .families import attention_heads, score_bytes
 from .grammar import Grammar, Grammars
 from .kv_cache import SHORTEST_CHECKPOINT, SHORTEST_HIT, PrefixCache
+from .loader import read_each_forward
 from .logit_shaping import Guided, RequestShaping
 from .mailbox import COMPILER, Mailbox
 from .mtp_head import PROPOSES
@@ -216,6 +217,12 @@ class Requests:
             max_rows=MAX_ROWS if kinds.batches else 1,
             kv_tokens=_room(reply),
             row_tokens=-(-reply.kv_row_bytes // max(reply.kv_token_bytes, 1)),
+            forward_tokens=kv_cache.another_forward(
+                *read_each_forward(rank.loaded.model),
+                reply.kv_token_bytes,
+                gpu=gpu,
+                skips=gpu and not command.kv_bits,
+            ),
             wide=kinds.slots,
             drafts=bootstrap.speculation,  # type: ignore[arg-type]
             draft_room=DRAFTS_ON_GPU if gpu else DRAFTS_ON_CPU,

@@ -69,6 +69,7 @@ class Scheduler:
             self._running,
             self._waiting,
             row_tokens=policy.row_tokens,
+            forward_tokens=policy.forward_tokens,
             arranges=policy.wide,
             has_lanes=policy.stages > 1,
             disk=disk,

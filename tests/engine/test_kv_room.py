@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import product
 
 import pytest
@@ -11,13 +12,19 @@ from hypothesis import strategies as st
 from mlxtp.engine.kv_cache import (
     LEAST_SAVED,
     MOST_BUCKETS,
+    SKIPS,
     SMALLEST,
+    STAYS,
+    another_forward,
     batch_tokens,
     capacity,
+    cheapest,
     fitting,
+    laned_layouts,
     layouts,
     roomy,
     slots,
+    step_tokens,
     view,
 )
 from mlxtp.wire.messages import MAX_CONTEXT
@@ -111,14 +118,16 @@ def test_the_smallest_layout_is_the_best_of_all_but_for_what_is_not_worth_a_forw
 def test_layouts_have_room_for_every_row_in_ever_more_buckets_and_ever_less_room(
     rows: tuple[int, ...],
 ) -> None:
-    first, *others = layouts(rows)
-    assert first == (roomy(max(rows)),) * slots(len(rows))
-    for number, rooms in enumerate(others, 1):
+    found = layouts(rows)
+    assert found[0] == (roomy(max(rows)),) * slots(len(rows))
+    for number, (grown, rooms) in enumerate(zip(found[::2], found[1::2], strict=True), 1):
         assert len(rooms) == len(rows)
         assert all(room >= capacity(row) for room, row in zip(rooms, rows, strict=True))
         assert len(set(rooms)) == number <= MOST_BUCKETS
         assert set(rooms) <= {capacity(row) for row in rows}
-    sizes = [sum(rooms) for rooms in layouts(rows)]
+        assert grown[: len(rows)] == tuple(map(roomy, rooms))
+        assert all(count == slots(count) for count in Counter(grown).values())
+    sizes = [sum(rooms) for rooms in found[1::2]]
     assert sizes == sorted(sizes, reverse=True)
 
 
@@ -136,3 +145,52 @@ def test_mlx_lms_own_batches_have_the_room_of_the_longest_row_for_all(rows: tupl
 
 def test_an_empty_batch_takes_nothing() -> None:
     assert batch_tokens(()) == 0
+
+
+# --- the layout whose steps take least ----------------------------------------------------------------------
+
+
+def chosen(rows: tuple[int, ...], forward: int = 2000, held: int = 0) -> tuple[int, ...]:
+    return tuple(room for room, _ in cheapest(laned_layouts(rows, (0,) * len(rows)), rows, forward, held))
+
+
+def test_a_long_row_stands_apart_when_short_rows_would_read_more_beside_it_than_another_forward() -> None:
+    assert chosen((100_000, *[500] * 7)) == (1 << 17, *[512] * 8)
+    assert chosen((6000, *[200] * 7)) == (6144, *[256] * 8)
+    assert chosen((6000, *[200] * 7), forward=100_000) == (6144,) * 8
+    assert chosen((900, 200)) == (1024,) * 2
+
+
+@given(st.integers(1, 5000), st.integers(1, 9), st.integers(1, 10_000))
+def test_equal_rows_share_one_array_with_room_to_grow(length: int, rows: int, forward: int) -> None:
+    assert chosen((length,) * rows, forward) == (roomy(length),) * slots(rows)
+
+
+@given(some_lengths, st.integers(1, 100_000), st.integers(0, MOST_BUCKETS))
+def test_no_layout_is_much_cheaper_and_another_number_of_buckets_saves_a_fourth(
+    rows: tuple[int, ...], forward: int, held: int
+) -> None:
+    ways = laned_layouts(rows, (0,) * len(rows))
+    best = cheapest(ways, rows, forward, held)
+    for way in ways:
+        ours, theirs = (step_tokens(each, rows, forward) for each in (best, way))
+        assert ours * (STAYS - 1) <= theirs * STAYS
+        if len(set(way)) == held != len(set(best)):
+            assert ours * STAYS < theirs * (STAYS - 1)
+
+
+def test_another_forward_costs_its_weights_and_its_layers() -> None:
+    of_two_macs = {"weights": 20 << 30, "layers": 80, "token_bytes": 160 << 10}  # a 70B with 4 bits
+    alone = another_forward(**of_two_macs, gpu=True, skips=False)
+    assert alone * of_two_macs["token_bytes"] == 30 << 30
+    fused = another_forward(**of_two_macs, gpu=True, skips=True)
+    assert fused == SKIPS * alone
+    assert len(set(chosen((100_000, *[500] * 7), fused))) == 2
+    assert len(set(chosen((16_000, *[500] * 7), fused))) == 1
+    assert another_forward(1 << 20, 0, 0, gpu=False, skips=False) == 1 << 20
+
+
+def test_lanes_with_fewer_layouts_have_room_to_grow_where_others_have_it() -> None:
+    *_, grown, tight = laned_layouts((6000, 200, 300), (0, 0, 1))
+    assert grown == ((6144, 0), (256, 0), (384, 1))
+    assert tight == ((6144, 0), (224, 0), (320, 1))

@@ -1843,6 +1843,7 @@ def test_rows_of_unlike_lengths_never_exceed_the_room_and_lose_nothing(seeds: in
             prefill_chunk=random.choice((16, 64, 512)),
             chunk_beside=64,
             max_rows=8,
+            forward_tokens=random.choice((200, 1 << 40)),
         )
         for _ in range(12):
             length = random.choice((random.randint(5, 60), random.randint(400, 900)))
@@ -1854,6 +1855,26 @@ def test_rows_of_unlike_lengths_never_exceed_the_room_and_lose_nothing(seeds: in
         preempted += reasons(simulation.moves).count("preempt")
     assert buckets >= {2, 3}
     assert preempted > seeds // 3
+
+
+def test_short_rows_that_come_and_go_beside_a_long_one_change_the_layout_once() -> None:
+    """Two or three beside it are where a forward of its own begins to pay."""
+    simulation = Simulation(forward_tokens=9000, run_ahead=0)
+    layouts, make = list[tuple[int, ...]](), simulation.ranks.make
+
+    def note(move: Move, *known: Any) -> Any:
+        if isinstance(move, Arrangement):
+            layouts.append(move.rooms)
+        return make(move, *known)
+
+    simulation.ranks.make = note  # type: ignore[method-assign]
+    simulation.add(6000, 1000, ignore_eos=True)
+    for _ in range(40):
+        simulation.add(200, 20, ignore_eos=True)
+        simulation.ticks(12)
+    buckets = [len(set(rooms)) for rooms in layouts]
+    assert sum([one != other for one, other in pairwise(buckets)]) == 1
+    assert sorted(layouts[-1]) == [384, 384, 8192]
 
 
 @settings(max_examples=50, deadline=None)

@@ -86,7 +86,7 @@ class ReadyGroups(dict[str, ReadyGroup]):
             RouteOption(name, self[name].here, self.load_of(name), self[name].prefixes.match(hashes))
             for name in names
         ]
-        return choose(request.length, options).group
+        return choose(request.length, options, request.generate.max_tokens).group
 
     def sent(self, request: OpenRequest, name: str) -> None:
         """Note that a group gets a request."""

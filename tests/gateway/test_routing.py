@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxtp.gateway.routing import SPEED, TIE, GroupLoad, PrefillMeter, RouteOption, choose
+from mlxtp.gateway.routing import SPEED, TIE, GroupLoad, PrefillMeter, RouteOption, choose, load_tokens
 
 LOADS = st.builds(
     GroupLoad, st.integers(0, 50_000), st.integers(0, 40), st.sampled_from([0.0, 80.0, 500.0, 4000.0])
@@ -25,12 +25,14 @@ def option(group: str = "a#0", cached: int = 0, *, here: bool = False, **load: f
 
 def seconds(prompt: int, each: RouteOption, options: list[RouteOption]) -> float:
     speed = each.load.speed or max(other.load.speed for other in options) or SPEED
-    return (max(prompt - each.cached, 0) + each.load.queued) / speed
+    least = min(load_tokens(90, other.load.requests) for other in options)
+    load = load_tokens(90, each.load.requests) - least
+    return (max(prompt - each.cached, 0) + each.load.queued + load) / speed
 
 
 @given(st.integers(1, 40_000), OPTIONS)
 def test_no_dearer_group_is_chosen(prompt: int, options: list[RouteOption]) -> None:
-    best = choose(prompt, options)
+    best = choose(prompt, options, 90)
     assert seconds(prompt, best, options) <= TIE * min(seconds(prompt, each, options) for each in options)
 
 
@@ -51,15 +53,39 @@ def test_the_order_of_groups_changes_nothing(prompt: int, options: list[RouteOpt
         (1000, [option("a#0", speed=200.0), option("a#1", speed=900.0, queued=9000)], "a#0"),
         (1000, [option("a#0", speed=900.0), option("a#1")], "a#0"),
         (1000, [option("a#0", requests=2), option("a#1", requests=1)], "a#1"),
+        (90_000, [option("a#0", requests=2), option("a#1", requests=1)], "a#1"),
+        (2100, [option("a#0", 2048, requests=500), option("a#1")], "a#1"),
+        (2100, [option("a#0", 2048, requests=2), option("a#1")], "a#0"),
+        (2100, [option("a#0", 2048, requests=502), option("a#1", requests=500)], "a#0"),
+        (2100, [option("a#0", 2048, requests=6), option("a#1", requests=2)], "a#1"),
+        (32_000, [option("a#0", 30_720, requests=20), option("a#1")], "a#0"),
+        (32_000, [option("a#0", 30_720, requests=60), option("a#1")], "a#1"),
         (1000, [option("a#0", speed=900.0, requests=2), option("a#1", speed=880.0, requests=1)], "a#1"),
         (1000, [option("a#0"), option("a#1", here=True)], "a#1"),
         (1000, [option("a#1"), option("a#0")], "a#0"),
     ],
 )
-def test_the_first_token_decides_then_requests_then_the_place(
+def test_the_first_token_and_open_requests_decide_then_the_place(
     prompt: int, options: list[RouteOption], chosen: str
 ) -> None:
     assert choose(prompt, options).group == chosen
+
+
+def test_a_short_answer_minds_other_rows_less_but_not_those_that_no_step_has_room_for() -> None:
+    def chosen(requests: int) -> str:
+        return choose(2100, [option("a#0", 2048, requests=requests), option("a#1")], 9).group
+
+    assert (chosen(60), chosen(100)) == ("a#0", "a#1")
+
+
+def test_agents_with_one_system_prompt_warm_both_groups_and_share_them() -> None:
+    open_requests, cached = {"a#0": 0, "a#1": 0}, {"a#0": 0, "a#1": 0}
+    for _ in range(16):
+        options = [option(name, cached[name], requests=open_requests[name]) for name in cached]
+        chosen = choose(2100, options).group
+        open_requests[chosen] += 1
+        cached[chosen] = 2048
+    assert open_requests == {"a#0": 8, "a#1": 8}
 
 
 def test_speed_is_measured_while_there_are_prompts() -> None:

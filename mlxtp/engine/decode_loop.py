@@ -381,6 +381,9 @@ class DecodeLoop:
         move = scheduler.next() if scheduler is not None else None
         if move is None:
             return False
+        first = bool(self._running) and self._running[-1].first
+        if first and self._stages == 1 and isinstance(move, Prefill | PrefillTogether):
+            self._drain()  # a first token leaves before another prompt occupies the device
         self._run(move)
         return True
 

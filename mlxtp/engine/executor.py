@@ -74,6 +74,7 @@ class Forward:
     fed: int = 0  # digest of its input
     entry: int = 0  # its place in the flight recorder
     queued_s: float = 0.0  # in which MLX queued it, and blocked if much was queued before
+    first: bool = False  # it gives prompts their first tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +184,9 @@ class RankExecutor:
         if phase == "prefill" or runner.room != room:
             self._count_caches()
         queued_s = runner.border.queued_s
+        first = phase == "prefill" and bool(chosen.widths)
         return Forward(
-            step, chosen, runner.forwards, self._collectives, launched_at, fed(frame), entry, queued_s
+            step, chosen, runner.forwards, self._collectives, launched_at, fed(frame), entry, queued_s, first
         )
 
     def settle(self, forward: Forward) -> Result:

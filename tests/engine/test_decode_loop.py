@@ -209,6 +209,32 @@ def test_a_token_leaves_before_the_next_forward_is_queued_when_its_last_ack_is_t
     assert left == [0, 0, 1, 2, 3, 4]
 
 
+def test_a_first_token_leaves_before_the_next_prompt_is_queued_and_no_step_waits_for_it(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asks(uid: int) -> Generate:
+        return Generate(uid, (uid, *PROMPT, *PROMPT), 3, ignore_eos=True)  # too long to be computed together
+
+    story = Story(tmp_path, LoadShard(str(folder), 512, ()), asks(1), *[Shutdown()] * 2, speculation="off")
+    events, launch = list[str](), story.rank.launch
+
+    def hears(message: Message) -> None:
+        if message == Accepted(1):
+            story.mail.post(AGENT, Arrived(asks(2)))
+            story.mail.post(AGENT, Arrived(asks(3)))
+        if isinstance(message, Delta):
+            events.append("".join(map(str, message.uids)))
+
+    def queue(step: int, frame: Any, *args: Any) -> Forward:
+        events.append({PromptTokens: "prompt", StepToken: "step"}[type(frame)])
+        return launch(step, frame, *args)
+
+    monkeypatch.setattr(story.rank, "launch", queue)
+    story.hears = hears
+    story.play()
+    assert events[:8] == ["prompt", "1", "prompt", "2", "prompt", "step", "3", "step"]
+
+
 class Pair(Story):
     """A guided request, and one without a grammar that still runs when the first one ends."""
 
@@ -248,8 +274,8 @@ def test_a_guided_step_is_queued_before_the_token_before_it_is_known(
     monkeypatch.setattr(story.followers, "send", sent)
     monkeypatch.setattr(story.rank, "settle", known)
     story.play()
-    # Both prefills, then step after step, each before the one before it is settled.
-    assert " ".join(events).startswith("send send settle send settle send settle send settle")
+    # The first prompt alone, then step after step, each before the one before it is settled.
+    assert " ".join(events).startswith("send settle send send settle send settle send settle")
     deltas = [each for each in story.said if isinstance(each, Delta)]
     said = [pair for each in deltas for pair in zip(each.uids, each.tokens, strict=True)]
     tokens = tuple([token for uid, token in said if uid == 1])

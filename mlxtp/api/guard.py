@@ -35,6 +35,7 @@ SHARED_ADMIN = {f"{ADMIN}/{each}": LOAD for each in ("models", "serve", "unload"
     f"{ADMIN}/keys": METRICS
 }
 PERMITTED = "mlxtp.permitted"  #: Entry of an ASGI scope: the scope of keys that the request's key has.
+ADMITTED = "mlxtp.admitted"  #: Entry of an ASGI scope: a call that reports the admission of its request.
 #: Paths without data, which need no key: the page, its files (below `/page/`), and `/health`.
 PUBLIC = ("/", "/health", "/page/")
 
@@ -114,6 +115,8 @@ class HostGuard:
         if refusal is not None:
             await _refuse(refusal, self._answer, scope, receive, send)
         else:
+            if self._access.keys is None:
+                _admit(scope)
             await self._app(scope, receive, send)
 
 
@@ -136,6 +139,7 @@ class KeyGuard:
             if refusal is not None:
                 await _refuse(refusal, self._answer, scope, receive, send)
                 return
+            _admit(scope)
             if request.key:
                 scope[PERMITTED] = needed
             try:
@@ -296,6 +300,12 @@ def _unknown_page(origin: str) -> str:
 
 
 # --- answers ----------------------------------------------------------------------------------------------
+
+
+def _admit(scope: Scope) -> None:
+    """Report to the connection that its request is admitted."""
+    if (report := scope.get(ADMITTED)) is not None:
+        report()
 
 
 async def _refuse(

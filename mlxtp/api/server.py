@@ -29,9 +29,10 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ..admission_counter import AdmissionCounter
+from ..admission_counter import Place, Places
 from ..errors import Code, ConfigError
 from .adapter import error_body
+from .guard import ADMITTED
 
 # --- connections ------------------------------------------------------------------------------------------
 
@@ -60,31 +61,26 @@ class HttpConnection(H11Protocol):
 
     request_s = 90.0
     stall_s = 60.0
-    admitted: AdmissionCounter  #: All connections of this server.
+    places: Places  #: Those of all connections of this server.
+    place: Place | None = None  #: Its own; that of its TLS handshake, where there was one.
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._sending_request = _Alarm(self.loop)
         self._not_reading = _Alarm(self.loop)
-        self._counts = False  # True while it counts as one of its address
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(cast(asyncio.Transport, _GuardedTransport(transport)))
-        address = address_of(self)
-        if self.admitted.admit(address):
+        place = self.place = self.place or self.places.enter(address_of(self), transport.abort)
+        if place is None:
             # at once, as more connections may arrive in this iteration of the event loop
             self.connections.discard(self)
             transport.abort()  # a client that was refused so often ignores the answers
             return
-        self._counts = True
-        if self.admitted.of(address) > MAX_PER_ADDRESS:
-            self.app = _refusing(
-                f"{MAX_PER_ADDRESS} connections of {address} are open, the most for one address; retry later"
-            )
-        elif self.admitted.total > MAX_CONNECTIONS:
-            self.app = _refusing(
-                f"{MAX_CONNECTIONS} connections are open, the most this server takes; retry later"
-            )
+        if place.refusal:
+            self.app = _refusing(f"{place.refusal}; retry later")
+        else:
+            self.app = _reporting(self.app, partial(self.places.admit, place))
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNREAD_BYTES)
         # `pause_writing` comes with the first byte left over. asyncio's TLS calls it at that size, its TCP
         # above it: with 0, TLS would pause before the first answer, for ever.
@@ -114,9 +110,14 @@ class HttpConnection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._sending_request.stop()
         self._not_reading.stop()
-        if self._counts:
-            self.admitted.release(address_of(self))
+        if self.place is not None:
+            self.places.release(self.place)
         super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        if self.place is not None:
+            self.places.rest(self.place)
+        super().on_response_complete()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -188,8 +189,8 @@ def _write_unless_closing(transport: asyncio.Transport, data: bytes) -> None:
 
 def connection_class(stall_s: float, request_s: float) -> type[HttpConnection]:
     """Return a connection class with these deadlines; uvicorn makes the objects."""
-    admitted = AdmissionCounter(MOST_CONNECTIONS, MOST_PER_ADDRESS)
-    named = {"stall_s": stall_s, "request_s": request_s, "admitted": admitted}
+    places = Places(MAX_CONNECTIONS, MAX_PER_ADDRESS, MOST_CONNECTIONS, MOST_PER_ADDRESS)
+    named = {"stall_s": stall_s, "request_s": request_s, "places": places}
     return type("Connection", (HttpConnection,), named)
 
 
@@ -217,6 +218,15 @@ class _Alarm:
 def address_of(connection: Any) -> str:
     """Return the address at the other end of one of uvicorn's connections; empty where there is none."""
     return str(connection.client[0]) if connection.client else ""
+
+
+def _reporting(app: ASGIApp, admitted: Callable[[], None]) -> ASGIApp:
+    """Return the app with a call in each scope by which a guard reports that it admits the request."""
+
+    async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
+        await app({**scope, ADMITTED: admitted}, receive, send)
+
+    return wrapped
 
 
 def _refusing(detail: str) -> ASGIApp:
@@ -251,7 +261,6 @@ class TlsHandshake(SSLProtocol):
         context: ssl.SSLContext,
         handshake_s: float,
         all_: set[TlsHandshake],
-        admitted: AdmissionCounter,
     ) -> None:
         nobody_waits: Any = None
         limit_s: Any = handshake_s
@@ -261,14 +270,13 @@ class TlsHandshake(SSLProtocol):
         )  # fmt: skip
         self._connection = connection
         self._all = all_
-        self._admitted = admitted
         self._tcp: asyncio.Transport | None = None
-        self._address = ""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._tcp = transport
-        self._address = (transport.get_extra_info("peername") or ("",))[0]
-        if self._admitted.admit(self._address):
+        address = (transport.get_extra_info("peername") or ("",))[0]
+        self._connection.place = self._connection.places.enter(address, transport.abort)
+        if self._connection.place is None:
             transport.abort()
         else:
             self._all.add(self)
@@ -277,7 +285,8 @@ class TlsHandshake(SSLProtocol):
     def connection_lost(self, exc: BaseException | None) -> None:
         if self in self._all:
             self._all.remove(self)
-            self._admitted.release(self._address)
+        if self._connection.place is not None:
+            self._connection.places.release(self._connection.place)
         super().connection_lost(exc)
 
     def end_handshake(self) -> None:
@@ -349,9 +358,8 @@ async def serve(
     config.load()
     secured: set[TlsHandshake] = set()
     if tls is not None:  # uvicorn's own TLS takes only files, and sees a connection only after its handshake
-        admitted = AdmissionCounter(MOST_CONNECTIONS, MOST_PER_ADDRESS)
         config.http_protocol_class = lambda **of_uvicorn: TlsHandshake(  # type: ignore[assignment]
-            connection(**of_uvicorn), tls, handshake_s, secured, admitted
+            connection(**of_uvicorn), tls, handshake_s, secured
         )
     server = _Server(config)
     serving = asyncio.create_task(server.serve(sockets=[sock]))

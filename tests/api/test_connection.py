@@ -526,6 +526,27 @@ def test_one_connection_too_many_is_told_so(
     play(story, backend)
 
 
+def test_who_sends_nothing_gives_way_and_who_is_answered_does_not(
+    backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 4)
+    backend.script = then([60], forever)
+
+    async def story(connect: Callable[[], Client]) -> None:
+        answered, silent, newcomer = connect(), connect(), None
+        await answered.send(HEAD + REQUEST)
+        assert await answered.read(10)
+        for _ in range(8):
+            newcomer = connect()
+        assert newcomer is not None
+        assert await silent.read() == b""
+        await newcomer.send(GET)
+        assert (await newcomer.read()).startswith(b"HTTP/1.1 200 ")
+        assert not backend.answers[0].closed.is_set()
+
+    play(story, backend)
+
+
 def client_hello() -> bytes:
     received, sent = ssl.MemoryBIO(), ssl.MemoryBIO()
     with contextlib.suppress(ssl.SSLWantReadError):

@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
@@ -30,6 +32,7 @@ from starlette.requests import Request
 from ..errors import Code, RequestError
 from ..text.json_limits import SHORT, check_extent
 from .backend import Backend
+from .request_context import current
 
 # --- validation -------------------------------------------------------------------------------------------
 
@@ -198,6 +201,10 @@ MAX_BODY_BYTES = 16 * 1024 * 1024
 BODY_S = 60.0
 #: Bytes of all bodies and of the text in them. The first 64 KiB of each do not count.
 MAX_BODIES_BYTES = 96 * 1024 * 1024
+SHARE = 7 / 8  # of what other clients leave, the most that one client's bodies may take
+#: Bytes a second below which a body is given up while another one needs its room.
+LEAST_RATE = 64 * 1024
+RATE_S = 2.0  # seconds for which a body may send nothing
 WIDE = 4  # bytes of a character in Python, in a text that is not ASCII
 #: Runs slow parsing, one body after the other, so that threads that open models stay free.
 _PARSING = ThreadPoolExecutor(1, "parsing")
@@ -208,10 +215,16 @@ class Body:
 
     def __init__(self, bodies: Bodies) -> None:
         self.size = 0  # bytes
+        self.limit = asyncio.timeout(bodies.body_s)
         self._bodies = bodies
+        account = current()
+        self._client = account.key_hash or account.origin if account is not None else ""
         self._taken = 0
         self._parts: list[bytes] = []
         self._data = b""
+        self._ahead = RATE_S * LEAST_RATE  # bytes ahead of LEAST_RATE, at the time `_at`
+        self._at = time.monotonic()
+        self.given_up = False
 
     async def parsed(self, parse: Callable[[bytes], T], *, slow: bool = False) -> T:
         """Return the result of `parse` for the whole body, once. Raises as it does.
@@ -226,27 +239,58 @@ class Body:
 
     def release(self) -> None:
         """Give the room back. May be repeated."""
-        self._bodies.room += self._taken
-        self._taken = 0
+        self._hold(-self._taken)
+
+    def is_slow(self, came: int = 0) -> bool:
+        """Return True for a body that fell behind LEAST_RATE by more than `RATE_S`; `came`: new bytes."""
+        before, self._at = self._at, time.monotonic()
+        self._ahead = min(self._ahead - LEAST_RATE * (self._at - before) + came, RATE_S * LEAST_RATE)
+        return self._ahead < 0
+
+    def _hold(self, more: int) -> None:
+        self._taken += more
+        self._bodies.room -= more
+        held = self._bodies.held
+        held[self._client] += more
+        if not held[self._client]:
+            del held[self._client]  # a client that is gone takes no memory
+
+    def _has_room(self, more: int, leaving: Iterable[Body] = ()) -> bool:
+        """Return True if `more` bytes fit once some bodies are gone."""
+        gone = [(each._taken, each._client == self._client) for each in leaving]
+        room = self._bodies.room + sum(size for size, _ in gone)
+        held = self._bodies.held[self._client] - sum(size for size, own in gone if own)
+        return more <= min(room, (room + held) * SHARE - held)
 
     def _take(self, size: int) -> bool:
         """Take room for `size` bytes in all; False where there is too little.
 
-        Bodies that began later give way. Otherwise, many simultaneous bodies would all be refused.
+        Bodies that are too slow give way, then those that began later. Otherwise, many simultaneous bodies
+        would all be refused.
         """
         bodies, more = self._bodies, max(size - SHORT - self._taken, 0)
         if self not in bodies.coming:
             return False
-        later = [each for each in bodies.coming[bodies.coming.index(self) + 1 :] if each._taken]
-        if more > bodies.room + sum(each._taken for each in later):
+        if not self._has_room(more):
+            self._make_room(more)
+        if self in bodies.coming:
+            self._hold(more)
+        return self in bodies.coming
+
+    def _make_room(self, more: int) -> None:
+        coming = self._bodies.coming
+        slow = [each for each in coming if each._taken and each is not self and each.is_slow()]
+        while not self._has_room(more) and slow:
+            given_up = slow.pop(0)
+            given_up._give_way()
+            if not given_up.limit.expired():
+                given_up.given_up = True
+                given_up.limit.reschedule(0)
+        later = [each for each in coming[coming.index(self) + 1 :] if each._taken]
+        if not self._has_room(more, later):
             later = [self]
-        while more > bodies.room and later:
+        while not self._has_room(more) and later:
             later.pop()._give_way()
-        if self not in bodies.coming:
-            return False
-        self._taken += more
-        bodies.room -= more
-        return True
 
     def _give_way(self) -> None:
         self._bodies.coming.remove(self)
@@ -266,6 +310,7 @@ class Body:
             size = 0
             async for part in request.stream():
                 size += len(part)
+                self.is_slow(len(part))
                 if refused is None and size <= limit and self._take(size):
                     self._parts.append(part)
                 else:
@@ -290,10 +335,11 @@ class Bodies:
 
     def __init__(self, backend: Backend, limit: int, body_s: float) -> None:
         self.room = MAX_BODIES_BYTES  # bytes
+        self.held: Counter[str] = Counter()  # bytes of each client
         self.coming: list[Body] = []  # Bodies that are being read and have room, the earliest first.
         self.backend = backend
         self._limit = limit
-        self._body_s = body_s
+        self.body_s = body_s
 
     @asynccontextmanager
     async def read(self, request: Request) -> AsyncIterator[Body]:
@@ -302,10 +348,12 @@ class Bodies:
         self.coming.append(body)
         try:
             try:
-                async with asyncio.timeout(self._body_s):
+                async with body.limit:
                     await body.read(request, self._limit)
             except TimeoutError:
-                detail = f"the body was not complete within {self._body_s:g} s"
+                detail = f"the body was not complete within {self.body_s:g} s"
+                if body.given_up:
+                    detail = f"the body came at less than {LEAST_RATE} bytes a second while others waited"
                 raise RequestError(detail, status=408) from None
             finally:
                 with suppress(ValueError):  # it gave way

@@ -479,6 +479,48 @@ def test_a_short_body_gives_way_to_none(backend: FakeBackend, monkeypatch: pytes
     play(story, backend)
 
 
+def test_a_body_that_stalls_gives_its_room_to_one_that_needs_it(
+    backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_body, "MAX_BODIES_BYTES", 200_000)
+    monkeypatch.setattr(request_body, "RATE_S", SOON_S)
+    large = PLAIN + b" " * 150_000
+
+    async def story(connect: Callable[..., Client]) -> None:
+        stalled, other = connect(), connect("127.0.0.2")
+        await stalled.send(body_of(300_000) + b" " * 230_000)
+        await asyncio.sleep(1.5 * SOON_S)
+        await other.send(body_of(len(large)) + large)
+        assert (await other.read()).startswith(b"HTTP/1.1 200 ")
+        head, _, body = (await stalled.rest()).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 408 ")
+        assert "65536 bytes a second" in json.loads(body)["error"]["message"]
+
+    play(story, backend)
+
+
+def test_bodies_of_one_client_leave_room_for_others(
+    backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_body, "MAX_BODIES_BYTES", 1_000_000)
+    large = PLAIN + b" " * 150_000
+
+    async def story(connect: Callable[..., Client]) -> None:
+        greedy = [connect() for _ in range(5)]
+        for client in greedy:
+            await client.send(body_of(300_000) + b" " * 290_000)
+        await asyncio.sleep(SOON_S)
+        other = connect("127.0.0.2")
+        await other.send(body_of(len(large)) + large)
+        assert (await other.read()).startswith(b"HTTP/1.1 200 ")
+        for client in greedy:
+            await client.send(b" " * 10_000)
+        answers = [(await client.read())[9:12] for client in greedy]
+        assert answers == [b"400"] * 3 + [b"503"] * 2
+
+    play(story, backend)
+
+
 @pytest.mark.parametrize("letter", [b"a", b"\xc3\xa9", b"\\u00e9"])
 def test_text_that_is_not_ascii_takes_four_times_the_room(
     backend: FakeBackend, monkeypatch: pytest.MonkeyPatch, letter: bytes

@@ -28,7 +28,7 @@ from ..errors import Code, RequestError, UserError
 from ..short_names import stands_for
 from .adapter import SSE
 from .catalog import not_permitted
-from .guard import PERMITTED, SHARED_ADMIN, Keys, keys_in
+from .guard import PERMITTED, SHARED_ADMIN, Keys, is_local, keys_in
 from .request_context import current
 from .streaming import COMMENT, AnswerStream
 
@@ -37,6 +37,7 @@ from .streaming import COMMENT, AnswerStream
 
 Json = Mapping[str, Any]
 MAX_BODY_BYTES = 16 * 1024
+_OF_MODELS = ("model", "until_then")  # fields of replies that are names of models
 
 
 class ModelCommands(Protocol):
@@ -127,12 +128,16 @@ def admin_routes(admin: Administration) -> list[Route]:
         async def answer(request: Request) -> Response:
             _check_key(request, admin.key)
             body = await _body(request) if method == "POST" else {}
-            _check_models(body)
+            if method == "POST":
+                _check_models(body)
             try:
                 found = act(body)
-                return JSONResponse(await found if isinstance(found, Awaitable) else found)
+                return JSONResponse(_own_models(await found if isinstance(found, Awaitable) else found))
             except UserError as error:
-                raise RequestError(error.detail, error.code) from None
+                words = error.detail
+                if (context := current()) is not None and context.models:
+                    words = words.partition(" Deployed models:")[0]
+                raise RequestError(words, error.code) from None
 
         return Route(f"/admin/{path}", answer, methods=[method])
 
@@ -207,6 +212,8 @@ def _check_key(request: Request, key: str) -> None:
     permitted = request.scope.get(PERMITTED)
     if permitted and permitted == SHARED_ADMIN.get(request.scope["path"]):
         return
+    if not is_local(request.scope):
+        raise RequestError("only commands on this Mac itself may do that", status=403)
     given = request.headers.get("authorization", "").removeprefix("Bearer ")
     if not hmac.compare_digest(given.encode(), key.encode()):
         raise RequestError(
@@ -221,12 +228,27 @@ def _check_key(request: Request, key: str) -> None:
 def _check_models(body: Mapping[str, Any]) -> None:
     """Refuse a key that is for some models to change others."""
     request = current()
-    if body and request is not None and request.models:
+    if request is not None and request.models:
         if body.get("only") or body.get("everything"):
             raise not_permitted(request, "all models")
         name = str(body.get("model") or "all models")
         if name not in request.models and stands_for(name) not in request.models:
             raise not_permitted(request, name)
+
+
+def _own_models(found: Json) -> Json:
+    """Return a reply without the models that the request's key is not for."""
+    request = current()
+    if request is None or not request.models:
+        return found
+    names = {*request.models, *map(stands_for, request.models)}
+    own = {
+        key: [each for each in value if (each["name"] if isinstance(each, Mapping) else each) in names]
+        for key, value in found.items()
+        if key in ("models", "unloaded", "left", "replaced")
+    }
+    texts = {key: value if value in names else "" for key, value in found.items() if key in _OF_MODELS}
+    return {**found, **own, **texts}
 
 
 async def _body(request: Request) -> Mapping[str, Any]:

@@ -242,14 +242,14 @@ class KeyRing:
         """Return the use of each key, see `KeyUse.summary`."""
         return [use.summary(self._now()) for use in self._uses.values()]
 
-    def refusal(self, given: Sequence[str], scope: str = CHAT) -> Refusal | None:
+    def refusal(self, given: Sequence[str], scope: str = CHAT, *, own: bool = True) -> Refusal | None:
         """Return the refusal of a request that shows the keys `given`; None to admit it.
 
-        A request that may chat is open until `end`.
+        `own`: the key of this Mac's own commands counts. A request that may chat is open until `end`.
         """
         now = self._clock()
         self._reload(now)
-        if not self.needed or self._is_own(given):
+        if not self.needed or (own and self._is_own(given)):
             return None
         if self._problem:
             return Refusal(
@@ -278,6 +278,11 @@ class KeyRing:
             return True
         use = None if self._problem else self._find(given)
         return use is not None and outlived(use.key, self._now()) is None
+
+    def models_for(self, given: Sequence[str]) -> tuple[str, ...]:
+        """Return the models that a client with these keys may use; () for all. Does not count as a use."""
+        use = self._find(given) if self.needed else None
+        return use.key.models if use is not None else ()
 
     async def keep(self) -> None:
         """Write the counts now and then, until it is cancelled, and then for the last time."""

@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +228,16 @@ def find_deployment(
     return next(iter(named or (deployments if name in UNNAMED else ())), None)
 
 
+def narrowed(health: Health, own: Sequence[DeploymentHealth]) -> Health:
+    """Return a state without deployments other than `own`, and without words where there are others."""
+    if len(own) == len(health.deployments):
+        return health
+    seen = health.model in {each.model for each in own}
+    ranks = health.ranks if seen else ()
+    model = health.model if seen else None
+    return replace(health, model=model, reason=None, ranks=ranks, starting="", deployments=tuple(own))
+
+
 def unknown_model(name: str | None, known: Iterable[str]) -> RequestError:
     """Return a 404 that lists the available models, if there are any."""
     available, full = ", ".join(known), stands_for(name)
@@ -368,6 +378,13 @@ class Catalog:
         """Return the deployment of this name, loaded or not; None where there is none."""
         return find_deployment(name, self._backend.models(), self._backend.health().deployments)
 
+    def deployments(self, models: Sequence[str]) -> tuple[DeploymentHealth, ...]:
+        """Return the deployments that a key for `models` may use; all, if it is for none in particular."""
+        names = {*models, *filter(None, map(stands_for, models))}
+        names |= {each.id for each in self._backend.models() if names & set(each.aliases)}
+        found = self._backend.health().deployments
+        return tuple(each for each in found if not models or names & {each.name, each.model})
+
     def health(self, name: str | None) -> Health:
         """Return the state of the deployment of this name; of the whole for None, or where there is none."""
         deployment = self.deployment(name) if name is not None else None
@@ -375,7 +392,9 @@ class Catalog:
 
     def not_ready(self, name: str | None) -> RequestError:
         """Return the error that explains why a model, or any, is not loaded."""
-        health = self.health(name)
+        health, request = self.health(name), current()
+        if request is not None and request.models:
+            health = narrowed(health, self.deployments(request.models))
         why = f": {health.reason}" if health.reason else ""
         if health.state == DRAINING:
             return RequestError(f"no new requests{why}; try again", Code.SHUTTING_DOWN, status=503)
@@ -402,7 +421,8 @@ class Catalog:
         """Return the error for a name that is not loaded, where `stored` could be."""
         known = [each.id for each in self._with_loaded(stored)]
         health = self._backend.health()
-        known += [each.model for each in health.deployments if each.model and each.model not in known]
+        own = self.deployments(request.models if (request := current()) is not None else ())
+        known += [each.model for each in own if each.model and each.model not in known]
         loads = not self._backend.models() and health.state in COMING
         if loads or not known or name in (*UNNAMED, *known) or self.deployment(name) is not None:
             return self.not_ready(name)

@@ -56,8 +56,15 @@ RefusalResponse = Callable[[Scope, RequestError, Mapping[str, str]], Response]
 class Keys(Protocol):
     """The valid API keys."""
 
-    def refusal(self, given: Sequence[str], scope: str) -> Refusal | None:
-        """Return the refusal of a request that shows the keys `given` and needs `scope`; None to admit it."""
+    def refusal(self, given: Sequence[str], scope: str, *, own: bool) -> Refusal | None:
+        """Return the refusal of a request that shows the keys `given` and needs `scope`; None to admit it.
+
+        `own`: the key of this Mac's own commands counts.
+        """
+        ...
+
+    def models_for(self, given: Sequence[str]) -> tuple[str, ...]:
+        """Return the models that a client with these keys may use; () for all. Does not count as a use."""
         ...
 
     def end(self, request: RequestContext) -> None:
@@ -135,7 +142,8 @@ class KeyGuard:
             return
         request = current() or RequestContext("", 0.0)
         with answering(request):
-            refusal = self._keys.refusal(keys_in(Headers(scope=scope)), needed)
+            own = not is_admin(scope["path"]) or is_local(scope)
+            refusal = self._keys.refusal(keys_in(Headers(scope=scope)), needed, own=own)
             if refusal is not None:
                 await _refuse(refusal, self._answer, scope, receive, send)
                 return

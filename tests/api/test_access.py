@@ -340,6 +340,64 @@ def test_the_administration_has_a_key_of_its_own(backend: FakeBackend, tmp_path:
         assert server.ask(headers=own).status_code == 200
 
 
+ROWS = [{"name": "org/other"}, {"name": "org/tiny"}]
+
+
+def test_a_key_for_one_model_reads_of_no_other(
+    backend: FakeBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def on_disk(_: FakeAdmin) -> Any:
+        return {"models": ROWS, "left": ["org/other"], "model": "org/other"}
+
+    monkeypatch.setattr(FakeAdmin, "on_disk", on_disk)
+    backend.deployments = tuple(
+        DeploymentHealth(name, name, "loading", pinned=True, ready=False)
+        for name in ("org/other", "org/mine")
+    )
+    with door(backend, tmp_path) as server:
+        models = ("org/tiny", "org/mine", "org/none")
+        own = {"x-api-key": server.file.create("one", 0, 1.0, models=models, scopes=("chat", "load"))[1]}
+        server.now += LOOK_S
+        assert server.ask("POST", "/admin/unload", headers=own, json={}).status_code == 403
+        found = server.ask(path="/admin/models", headers=own).json()
+        assert found == {"models": ROWS[1:], "left": [], "model": ""}
+        health = server.ask(path="/health", headers=own)
+        assert [each["name"] for each in health.json()["deployments"]] == ["org/mine"]
+        missing = server.ask("POST", "/v1/chat/completions", headers=own, json=BODY | {"model": "org/none"})
+        words = [health, missing, server.ask(path="/health?model=org/other", headers=own)]
+        assert [each.status_code for each in words] == [200, 404, 404]
+        assert "available: org/tiny, org/mine" in missing.text
+        assert not [each.text for each in words if "org/other" in each.text.replace('\\"org/other\\"', "")]
+
+
+def test_a_key_of_the_same_name_goes_on_from_no_answer_of_the_former(
+    backend: FakeBackend, tmp_path: Path
+) -> None:
+    backend.scripts = [says([60, 61]) for _ in range(4)]
+    with door(backend, tmp_path) as server:
+
+        def ask(key: str, **more: str) -> httpx.Response:
+            body = {"model": "default", "input": "hello", **more}
+            return server.ask("POST", "/v1/responses", headers={"x-api-key": key}, json=body)
+
+        former = server.key("one")
+        known = ask(former).json()["id"]
+        assert ask(former, previous_response_id=known).status_code == 200
+        server.file.revoke("one")
+        assert ask(server.key("one"), previous_response_id=known).status_code == 404
+
+
+@pytest.mark.parametrize("rule", ["always", "auto"])
+def test_this_mac_s_own_key_counts_nowhere_else(backend: FakeBackend, tmp_path: Path, rule: str) -> None:
+    beyond = {"x-forwarded-for": "192.168.1.9", "authorization": f"Bearer {ADMIN_KEY}"}
+    with door(backend, tmp_path, rule=rule) as server:
+        for path in ("models", "keys", "status"):
+            assert server.ask(path=f"/admin/{path}", headers=beyond).status_code in (401, 403), path
+        for path in ("serve", "unload", "pull", "pulling"):
+            refused = server.ask("POST", f"/admin/{path}", headers=beyond, json={"model": "x"})
+            assert refused.status_code in (401, 403), path
+
+
 @pytest.mark.parametrize(("rule", "told"), [("always", None), ("auto", "30 % read")])
 def test_a_stranger_hears_of_no_reason_for_which_it_is_not_ready(
     backend: FakeBackend, tmp_path: Path, rule: str, told: str | None
@@ -363,6 +421,8 @@ def test_a_stranger_hears_of_no_reason_for_which_it_is_not_ready(
         assert (unknown.status_code, len(strange)) == (404, int(told is not None))
         assert ("available: m" in unknown.text) is (told is not None)
         backend.deployments = ()
+        found = server.ask(path="/health", headers=beyond).json()
+        assert bool(found["ranks"]) is (told is not None)
         assert reason(server, **beyond, **{"x-api-key": "guessed"}) == told
         key = server.key(per_minute=1)
         for _ in range(3):  # no use of the key

@@ -605,6 +605,6 @@ class Responses(Adapter):
 
 
 def _client() -> str:
-    """Return the name of the current request's key."""
+    """Return the hash of the current request's key, which no later key has; "" for clients without one."""
     account = current()
-    return account.key if account is not None else ""
+    return account.key_hash if account is not None else ""

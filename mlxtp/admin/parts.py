@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from ..api.admin import Json
+from ..api.request_context import RequestContext
 from ..api.request_metrics import UNWATCHED, CountedSequence
 from ..cluster.authority import AuthorityKeeping, Renewal, Rotation
 from ..cluster.control_port import TokenIssuing
@@ -343,7 +344,7 @@ class RunningRequest:
     `number` names it as long as it is open. `group` is the id of the group that has it, empty while none has.
     `phase` is "waiting" (in a queue), "restarting" (for a group), "reading" or "writing". Of its `prompt` so
     many are `read`; so many were `cached`, None while unknown, and of other agents' requests. `tokens` of
-    its answer have come.
+    its answer have come. `owner` is the hash of its client's key, which no viewer gets.
     """
 
     number: int
@@ -355,6 +356,7 @@ class RunningRequest:
     cached: int | None
     tokens: int
     here: bool
+    owner: str
 
 
 def running_requests(deployments: ServedDeployments) -> tuple[RunningRequest, ...]:
@@ -371,9 +373,8 @@ def senders(deployments: ServedDeployments) -> list[Json]:
     """Return key and program of each open request of this agent's clients. Only some readers may see them."""
     found: list[Json] = []
     for request in _of_clients(deployments.requests):
-        watch = request.watch
-        if isinstance(watch, CountedSequence) and watch.account is not None:
-            found.append({"number": request.number, "key": watch.account.key, "app": watch.account.app})
+        if (account := _account(request)) is not None:
+            found.append({"number": request.number, "key": account.key, "app": account.app})
     return found[:MOST_SHOWN]
 
 
@@ -396,7 +397,16 @@ def _running(request: OpenRequest, name: str) -> RunningRequest:
         read = max(prompt - request.left, 0)
     read = prompt if phase == "writing" else min(read, prompt)
     here = isinstance(request, ClientRequest)
-    return RunningRequest(request.number, name, request.group, phase, prompt, read, cached, tokens, here)
+    account = _account(request)
+    owner = account.key_hash if account is not None else ""
+    return RunningRequest(
+        request.number, name, request.group, phase, prompt, read, cached, tokens, here, owner
+    )
+
+
+def _account(request: OpenRequest) -> RequestContext | None:
+    watch = request.watch if isinstance(request, ClientRequest) else None
+    return watch.account if isinstance(watch, CountedSequence) else None
 
 
 _PHASES = {"queued": "waiting", "prefill": "reading", "restarting": "restarting"}

@@ -17,6 +17,7 @@ import json
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -314,13 +315,14 @@ def page_routes(observed: Observed, keys: Keys | None = None) -> list[Route]:
     """Return the routes of the page, for `create_app`. A watcher whose key ends is let go."""
     shared = _Shared(observed)
 
-    async def moment(_request: Request) -> Response:
+    async def moment(request: Request) -> Response:
         headers = {"cache-control": "no-store"}
-        return Response(shared.now(), media_type="application/json", headers=headers)
+        return Response(shared.now(_viewer(request)), media_type="application/json", headers=headers)
 
     async def events(request: Request) -> Response:
         given = keys_in(request.headers)
-        watching = _watch(shared, observed.over, lambda: keys is None or keys.admits(given))
+        look = partial(shared.now, _viewer(request))
+        watching = _watch(look, observed.over, lambda: keys is None or keys.admits(given))
         return AnswerStream(watching, watching, KEEP_ALIVE_S, lambda: COMMENT, SSE)
 
     return [
@@ -331,28 +333,46 @@ def page_routes(observed: Observed, keys: Keys | None = None) -> list[Route]:
 
 
 class _Shared:
-    """One snapshot for all simultaneous watchers, never older than `LOOK_S` / 2."""
+    """One snapshot for all simultaneous watchers, never older than `LOOK_S` / 2.
+
+    A viewer with an API key sees its own open requests: the lengths of others tell about their prompts.
+    """
 
     def __init__(self, observed: Observed) -> None:
         self._observed = observed
         self._until = float("-inf")
-        self._text = b""
+        self._shown: Json = {}
+        self._texts: dict[str | None, bytes] = {}  # by viewer
 
-    def now(self, *, fresh: bool = False) -> bytes:
-        """Return the snapshot as JSON, the same bytes as long as nothing changes."""
+    def now(self, viewer: str | None, *, fresh: bool = False) -> bytes:
+        """Return the snapshot as JSON, the same bytes as long as nothing changes; all of it for None."""
         clock = time.monotonic()
         if fresh or clock >= self._until:
             self._until = clock + LOOK_S / 2
-            self._text = json.dumps(self._observed.snapshot(), separators=(",", ":")).encode()
-        return self._text
+            self._shown, self._texts = self._observed.snapshot(), {}
+        if viewer not in self._texts:
+            rows = [dict(each) for each in self._shown.get("running", ())]
+            own = [each for each in rows if each.pop("owner", "") == viewer or viewer is None]
+            self._texts[viewer] = json.dumps({**self._shown, "running": own}, separators=(",", ":")).encode()
+        return self._texts[viewer]
 
 
-async def _watch(shared: _Shared, over: asyncio.Event, admitted: Callable[[], bool]) -> AsyncGenerator[bytes]:
+def _viewer(request: Request) -> str | None:
+    """Return the hash of a viewer's key; None for this Mac without one, which sees all."""
+    context = current()
+    if context is not None and context.key_hash:
+        return context.key_hash
+    return None if is_local(request.scope) else "none"
+
+
+async def _watch(
+    look: Callable[..., bytes], over: asyncio.Event, admitted: Callable[[], bool]
+) -> AsyncGenerator[bytes]:
     """Yield a snapshot at once, then another after each change, until `over` or not `admitted`."""
     told = b""
     while admitted():
         last = over.is_set()
-        if (now := shared.now(fresh=last)) != told:
+        if (now := look(fresh=last)) != told:
             told = now
             yield b"data: " + now + b"\n\n"
         if last:

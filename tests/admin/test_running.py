@@ -26,7 +26,7 @@ def test_a_request_from_the_queue_to_its_answer_and_over_the_end_of_its_group() 
     async def story(stage: Stage) -> None:
         stage.gateway.deployments.meter = RequestMetrics(lambda: 0.0)
         account = RequestContext("id", 0.0)
-        account.key, account.app = "guest", "claude-cli"
+        account.key, account.key_hash, account.app = "guest", "5eed", "claude-cli"
         with answering(account):
             stage.gateway.generate(Request(tuple(range(100)), 40, Sampling(0.7, seed=5)))
         [sent] = stage.asked("tiny#0")
@@ -41,6 +41,7 @@ def test_a_request_from_the_queue_to_its_answer_and_over_the_end_of_its_group() 
         assert shown(stage) == [("", "restarting", 100, 0, None, 3)]
         [after] = parts.running_requests(stage.gateway.deployments)
         assert (after.number, after.model, after.here) == (before.number, "tiny", True)
+        assert (before.owner, after.owner) == ("5eed", "5eed")
         assert parts.senders(stage.gateway.deployments) == [
             {"number": after.number, "key": "guest", "app": "claude-cli"}
         ]

@@ -117,6 +117,28 @@ def test_a_watcher_whose_key_is_revoked_is_let_go(tmp_path: Path) -> None:
         running.close()
 
 
+def test_a_key_sees_its_own_open_requests_and_this_mac_sees_all(tmp_path: Path) -> None:
+    file = KeyFile(tmp_path)
+    made, text = file.create("guest", 0, 1.0)
+    ring = KeyRing(file, "always", beyond=False)
+    ring.own_key = "own"
+    observed = FakeObserved()
+    owners = (made.digest.hex(), "another", "")
+    observed.shown = MOMENT | {
+        "running": [{"number": number, "owner": owner} for number, owner in enumerate(owners)]
+    }
+    running = Running(None, observed, access=Access(keys=ring))
+    try:
+        for key, seen in ((text, [0]), ("own", [0, 1, 2])):
+            headers = {"Authorization": f"Bearer {key}"}
+            now = httpx.get(f"{running.url}/cluster", headers=headers, timeout=WAIT_S).json()
+            assert now["running"] == [{"number": number} for number in seen]
+            with httpx.stream("GET", f"{running.url}/cluster/events", headers=headers) as response:
+                assert following(response.iter_lines())["running"] == now["running"]
+    finally:
+        running.close()
+
+
 def test_without_a_source_there_is_no_page() -> None:
     routes = {getattr(route, "path", "") for route in create_app(None).routes}  # type: ignore[arg-type]
     assert "/cluster" not in routes

@@ -16,7 +16,7 @@ export function showRequests(now) {
   measure(now.running);
   update(by("requests"), now.running.map(request));
   const more = Math.max(asked(now).open - now.running.length, 0);
-  const others = now.running.length < MOST ? " at other Macs" : "";
+  const others = now.running.length < MOST ? " at other Macs or of other keys" : "";
   say(by("requests-more"), more ? `${more}${now.running.length ? " more" : ""}${others}` : now.running.length ? "" : "None is open.");
 }
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from .. import __version__
@@ -22,7 +21,7 @@ from ..errors import Exit, UserError
 from ..imports import metal_wheel
 from ..settings import JOIN, SETTINGS, Setting
 from .options import AsJson, Home
-from .printing import home_of, print_answer, print_json
+from .printing import Console, home_of, print_answer, print_json
 
 # --- version; imports nothing heavy ----------------------------------------------------------------------
 

@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
@@ -25,7 +24,7 @@ from ..errors import Code, UserError
 from . import options
 from .launch import Served, find_served
 from .options import AsJson, Home
-from .printing import day_of, home_of, joined, print_answer, table_of
+from .printing import Console, day_of, home_of, joined, print_answer, table_of
 
 # --- the command -----------------------------------------------------------------------------------------
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich import console as rich_console
+from rich.console import ConsoleOptions, RenderResult
 from rich.segment import Segment
 from rich.text import Text
 
@@ -24,7 +25,7 @@ from ..client import AgentClient, EndpointAnswer, Piece
 from ..config import expanded, home_folder
 from ..errors import MlxtpError, UserError
 from .options import AsJson, Home, model_names
-from .printing import when_started
+from .printing import Console, print_json, when_started, without_controls
 
 PROMPT = ">>> "
 MORE = "... "
@@ -154,8 +155,11 @@ def _ask_once(talk: Talk, asked: str, *, as_json: bool) -> None:
         for piece in pieces:
             answer.add(piece, time.monotonic())
             if not as_json:
-                typer.echo(piece.text, nl=False)
-    typer.echo(json.dumps(_as_json(answer), ensure_ascii=False) if as_json else "")
+                typer.echo(without_controls(piece.text), nl=False)
+    if as_json:
+        print_json(_as_json(answer))
+    else:
+        typer.echo()
 
 
 def _as_json(answer: EndpointAnswer) -> dict[str, Any]:
@@ -377,7 +381,7 @@ class Drawn:
         self._text = text
         self._lines = lines
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def __rich_console__(self, console: rich_console.Console, options: ConsoleOptions) -> RenderResult:
         from rich.markdown import Markdown
 
         drawn = [_trimmed(line) for line in console.render_lines(Markdown(self._text), options, pad=False)]

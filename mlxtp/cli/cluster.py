@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
 from ..client import AgentClient, agent_runs, wait_for_end
@@ -28,7 +27,7 @@ from ..errors import Code, UserError
 from ..settings import BY_KEY
 from . import options
 from .options import AsJson, Home, Within
-from .printing import home_of, print_answer, print_json, typed
+from .printing import Console, home_of, print_answer, print_json, typed
 from .status import admissions_shown, kept, members_shown, rotation_shown
 
 #: Seconds that an agent may take to look up a model on the Hub.

@@ -14,7 +14,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
 
@@ -24,6 +23,7 @@ from ..client import ANSWER_TIMEOUT_S, AgentClient, EndpointAnswer, connection_t
 from ..config import EMBEDDED_MODEL, Settings
 from ..groups.health import ServingState
 from ..values import stage_words
+from .printing import Console
 from .status import deployments_shown
 
 EMBEDDED_PROMPT = "Repeat exactly: FALCON-MERCURY-7749"

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
 from rich.progress import (
@@ -43,7 +42,7 @@ from ..models.manifest import Manifest, gigabytes
 from ..short_names import near, short_for
 from . import options
 from .options import AsJson, Home
-from .printing import home_of, print_answer, print_json, table_of
+from .printing import Console, home_of, print_answer, print_json, table_of
 
 if TYPE_CHECKING:
     from ..models.inspect import Revision

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 
 from ..cluster.assign import AssignView, WantedDeployment, assign, without_rdma
@@ -28,7 +27,7 @@ from ..placement.planner import Placement, PlacementOptions, plan
 from ..placement.tables import KNOWN
 from ..placement.topology import MemberMachine
 from ..wire.cluster_messages import Deployment, FabricResult
-from .printing import table_of
+from .printing import Console, table_of
 
 GB = 1e9
 _COLUMNS = ("way", "nodes", "request", "first token", "tokens/s", "GB a rank", "verdict", "why")

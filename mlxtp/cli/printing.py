@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
 import typer
-from rich.console import Console
+from rich import console as rich_console
 from rich.highlighter import ReprHighlighter
 from rich.markup import escape
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 from typer.completion import completion_init  # type: ignore[attr-defined]
@@ -31,6 +33,21 @@ from ..values import stage_words
 # --- output ---------------------------------------------------------------------------------------------
 
 POLL_S = 0.5  # between polls of an agent that is starting
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def without_controls(text: str) -> str:
+    """Return a text without what a terminal obeys: C0, DEL and C1, but for line feeds and tabs."""
+    return _CONTROLS.sub("", text)
+
+
+class Console(rich_console.Console):
+    """A rich console that writes no control characters of the texts that it gets."""
+
+    def render(self, *given: Any, **options: Any) -> Iterable[Segment]:
+        """Yield the segments of a renderable; see rich."""
+        for segment in super().render(*given, **options):
+            yield segment if segment.control else segment._replace(text=without_controls(segment.text))
 
 
 def home_of(home: Path | None) -> Path:
@@ -98,8 +115,9 @@ def joined(group: Mapping[str, Any]) -> str:
 
 
 def print_json(answer: Mapping[str, Any]) -> None:
-    """Print one object on one line."""
-    print(json.dumps(answer, ensure_ascii=False))
+    """Print one object on one line, with escapes for the control characters that JSON leaves."""
+    text = json.dumps(answer, ensure_ascii=False)
+    print(_CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
 def print_answer(answer: Mapping[str, Any], as_json: bool, show: Any) -> None:
@@ -109,7 +127,7 @@ def print_answer(answer: Mapping[str, Any], as_json: bool, show: Any) -> None:
         return
     shown = show(answer) if callable(show) else show
     if isinstance(shown, str):
-        print(shown)
+        print(without_controls(shown))
         return
     console = Console(highlight=False)
     for part in shown if isinstance(shown, list) else [shown]:
@@ -184,7 +202,7 @@ class TerminalLog(logging.Handler):
 
 def _refuse(code: Code, message: str, *, as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps({"error": {"code": code, "message": message}}, ensure_ascii=False))
+        print_json({"error": {"code": code, "message": message}})
     else:
         console = Console(stderr=True, highlight=False, soft_wrap=True)
         console.print(f"[bold red]mlxtp:[/] {escape(message)}")

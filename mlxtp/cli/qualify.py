@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -35,7 +34,7 @@ from ..imports import metal_wheel
 from . import bench, qualify_here
 from .launch import find_served
 from .options import AsJson, Home
-from .printing import home_of, print_json, table_of
+from .printing import Console, home_of, print_json, table_of
 
 Verdict = Literal["ok", "warning", "failed", "left out"]
 COLOURS: Mapping[Verdict, str] = {"ok": "green", "warning": "yellow", "failed": "red", "left out": "dim"}
@@ -131,7 +130,7 @@ def qualify(
     rows: list[Row] = []
     console = Console(stderr=True, highlight=False)
     with console.status("") as shown:
-        bed = Bed(agent, folder, macs, shown.update)
+        bed = Bed(agent, folder, macs, lambda text: shown.update(escape(text)))
 
         def may(kill: str) -> bool:
             if yes or (kill == AGENT and kill_agent):
@@ -163,7 +162,7 @@ def qualify(
     else:
         out = Console(highlight=False)
         out.print(shown_table(found["rows"]))
-        out.print(f"The same as JSON, to paste into a report: {folder / FILE}", soft_wrap=True)
+        out.print(f"The same as JSON, to paste into a report: {escape(str(folder / FILE))}", soft_wrap=True)
     if any(row.verdict == "failed" for row in rows):
         raise typer.Exit(Exit.REFUSED)
 

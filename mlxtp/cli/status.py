@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
@@ -20,7 +20,7 @@ from rich.text import Text
 from ..client import AgentClient
 from ..errors import MlxtpError
 from .options import AsJson, Home
-from .printing import day_of, home_of, joined, print_answer, size_of, table_of
+from .printing import Console, day_of, home_of, joined, print_answer, size_of, table_of
 
 # --- the table -------------------------------------------------------------------------------------------
 

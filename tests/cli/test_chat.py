@@ -265,6 +265,29 @@ def test_a_terminal_that_can_only_write_gets_the_text(tmp_path: Path) -> None:
         assert screen.end() == 0
 
 
+EVIL = "fine\n\n\x1b]0;owned\x07\x1b[2J\x9b31m`a\x1b[5m`"
+
+
+@pytest.mark.parametrize("kind", ["xterm-256color", "dumb"])
+def test_a_model_does_not_steer_the_terminal(tmp_path: Path, kind: str) -> None:
+    told = said("half \x1b]0;owned\x07 [/b]", "reasoning_content"), said(EVIL), b"data: [DONE]\n\n"
+    with slow(tmp_path, *told), terminal("chat", "--home", str(tmp_path), TERM=kind) as screen:
+        screen.see(">>> ")
+        screen.type("hello\n")
+        seen = screen.see("fine") + screen.see(">>> ")
+        screen.type("/quit\n")
+        assert screen.end() == 0
+    assert not [each for each in ("\x1b]0;", "\x07", "\x1b[2J", "\x9b", "\x1b[5m") if each in seen]
+
+
+def test_a_pipe_gets_no_control_characters(tmp_path: Path) -> None:
+    with slow(tmp_path, said(EVIL), b"data: [DONE]\n\n"):
+        assert mlxtp(tmp_path, "hello").stdout == "fine\n\n]0;owned[2J31m`a[5m`\n"
+        raw = mlxtp(tmp_path, "hello", "--json").stdout
+    assert json.loads(raw)["text"] == EVIL
+    assert raw.rstrip("\n").isprintable()
+
+
 @pytest.mark.parametrize(
     ("part", "code", "words"),
     [

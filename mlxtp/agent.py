@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import fcntl
 import logging
+import os
 import resource
 import shutil
 import signal
@@ -60,7 +61,9 @@ from .groups.selection import ModelSelection
 from .groups.sleep import KeepAwake, watch_sleep
 from .groups.warm_pool import WarmPool, log_lines
 from .identity.join_network import enter
+from .identity.private_files import FILE_MODE, check_home, make_folder
 from .identity.store import Identity, Store
+from .models import disk_cache
 from .models.download import apart, download
 from .models.inspect import (
     find_model,
@@ -456,8 +459,10 @@ def drain_on_signal(drain: Drain, within_s: float) -> None:
 def _own_home(home: Path) -> Iterator[None]:
     """Make the home folder, and lock it for this agent until its process ends."""
     try:
-        home.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = (home / "lock").open("w")
+        make_folder(home)
+        check_home(home, ("run", "lock", disk_cache.folder_in(home).name))
+        make_folder(home / "run")
+        lock = os.fdopen(os.open(home / "lock", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, FILE_MODE), "w")
     except OSError as error:
         raise ConfigError(f"--home {home}: {error.strerror or error}") from None
     with lock:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
+import stat
+import subprocess
 from dataclasses import replace
 from functools import partial
 from itertools import chain, repeat
@@ -13,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from mlxtp import agent as agent_module
-from mlxtp.agent import running_agent
+from mlxtp.agent import _own_home, running_agent
 from mlxtp.cluster.peer_reports import MachineReports
 from mlxtp.config import Settings
 from mlxtp.errors import Code, ConfigError, GroupError, ModelError
@@ -60,6 +63,55 @@ def test_a_home_that_cannot_be_is_named(tmp_path: Path) -> None:
     settings = Settings(tmp_path / "file" / "home", "127.0.0.1", 0, 1, "tiny")
     with pytest.raises(ConfigError, match=r"--home .*file/home: "):
         asyncio.run(start_and_stop(settings))
+
+
+@pytest.mark.parametrize("open_", ["", "run", "lock", "kv-cache"])
+def test_a_home_that_others_can_change_is_refused_and_the_remedy_works(tmp_path: Path, open_: str) -> None:
+    home = tmp_path / "a home"
+    found = home / open_
+    (found.parent if open_ == "lock" else found).mkdir(parents=True)
+    if open_ == "lock":
+        found.touch()
+    home.chmod(0o755)
+    found.chmod(0o775)
+    with (
+        pytest.raises(
+            ConfigError, match=r"can be changed by other users of this machine \(mode 0775\)"
+        ) as why,
+        _own_home(home),
+    ):
+        pass
+    subprocess.run(["/bin/sh", "-c", why.value.detail.rpartition("run: ")[2]], check=True)
+    with _own_home(home):
+        pass
+    home.chmod(0o700)
+    if open_:
+        found.chmod(0o775)  # as an earlier version made it with umask 002: no other user can get there
+        with _own_home(home):
+            assert stat.S_IMODE(found.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("name", ["run", "lock", "kv-cache"])
+def test_a_link_in_the_home_is_not_followed(tmp_path: Path, name: str) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / name).symlink_to(elsewhere)
+    with pytest.raises(ConfigError, match=f"{name} is a link"), _own_home(tmp_path / "home"):
+        pass
+
+
+def test_a_new_home_is_closed_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        with _own_home(tmp_path / "above" / "home"):
+            pass
+    finally:
+        os.umask(before)
+    made = [tmp_path / "above", *(tmp_path / "above").rglob("*")]
+    assert {each.name: stat.S_IMODE(each.stat().st_mode) for each in made} == {
+        "above": 0o700, "home": 0o700, "run": 0o700, "lock": 0o600
+    }  # fmt: skip
 
 
 def test_what_a_killed_agent_left_is_cleared_and_ending_early_leaves_nothing(

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import Code, ConfigError, UserError
-from ..identity.private_files import FILE_MODE, MAX_BYTES, read_private, write_private
+from ..identity.private_files import FILE_MODE, MAX_BYTES, make_folder, read_private, write_private
 from .key_limits import CHALLENGE, CHAT, ON_REQUEST, ApiKey, KeyCounts, KeyUse, Refusal, outlived
 from .request_context import RequestContext, current, note_key
 
@@ -118,7 +118,7 @@ class KeyFile:
     def _changing(self) -> Iterator[list[ApiKey]]:
         """Yield the list of keys, then write it with the caller's changes. One process at a time."""
         try:
-            self._home.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(self._home)
             lock = os.fdopen(os.open(self._home / LOCK, os.O_WRONLY | os.O_CREAT, FILE_MODE), "w")
         except OSError as error:
             raise ConfigError(f"--home {self._home}: {error.strerror or error}") from None

@@ -6,14 +6,46 @@ import errno
 import fcntl
 import os
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import ConfigError
 
 FILE_MODE = 0o600
 FOLDER_MODE = 0o700
-_OTHERS = 0o077
+_OTHERS, _WRITERS, _ENTERERS = 0o077, 0o022, 0o011
 MAX_BYTES = 1 << 20
+
+
+def make_folder(folder: Path) -> None:
+    """Create `folder` and those above it that are missing, closed to others. Raises OSError."""
+    for each in (*reversed([above for above in folder.parents if not above.exists()]), folder):
+        each.mkdir(FOLDER_MODE, exist_ok=True)
+
+
+def check_home(home: Path, inside: Sequence[str]) -> None:
+    """Raise ConfigError, with what to do, when others may write to a home, or to the parts named `inside`.
+
+    A part that is open inside a home that no other user can enter is closed. None may be a link.
+    """
+    above = home.stat()
+    for path in (home, *(home / name for name in inside)):
+        try:
+            status = above if path is home else path.lstat()
+        except FileNotFoundError:
+            continue
+        if stat.S_ISLNK(status.st_mode):
+            raise ConfigError(f"{path} is a link, which leads out of the home; move it away")
+        _check_owner(path, status)
+        if not status.st_mode & _WRITERS:
+            continue
+        if path is home or above.st_mode & _ENTERERS:
+            raise ConfigError(
+                f"{path} can be changed by other users of this machine (mode "
+                f"{stat.S_IMODE(status.st_mode):04o}), who could replace what mlxtp keeps there; if none "
+                f"has, run: chmod go-w '{path}'"
+            )
+        path.chmod(status.st_mode & ~_OTHERS)
 
 
 def make_private_folder(folder: Path) -> None:
@@ -22,7 +54,7 @@ def make_private_folder(folder: Path) -> None:
     Raises ConfigError as `check_private_folder` does.
     """
     try:
-        folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+        make_folder(folder)
     except OSError as error:
         raise ConfigError(f"{folder} cannot be made: {error.strerror}") from None
     check_private_folder(folder)

@@ -12,7 +12,9 @@ import logging
 import os
 import stat
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from datetime import UTC, datetime
 from io import TextIOWrapper
@@ -78,15 +80,27 @@ _AUDIT_LOCK = "audit.lock"
 FOREIGN_PER_MINUTE = 10  #: Audit lines that strangers may cause; others are counted in the next such line.
 
 
+MOST_WAITING = (
+    1000  #: Audit lines kept while another process holds the lock; a later line counts those beyond.
+)
+LAST_WAIT_S = 5.0  #: Seconds that the end of a process waits for that lock.
+
+
 class AuditLog(RotatingLog):
-    """The audit log of a home, for its user alone. The agent and commands may write it at the same time."""
+    """The audit log of a home, for its user alone. The agent and commands may write it at the same time.
+
+    A thread waits for the lock if another process holds it, as that one may be stopped.
+    """
 
     def __init__(self, home: Path, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(str(home / AUDIT_LOG), "--home")
         self._home = home
         self._foreign = TokenBucket(FOREIGN_PER_MINUTE, clock())
         self._clock = clock
-        self._left_out = 0
+        self._left_out = self._lost = 0
+        self._waiting: deque[logging.LogRecord] = deque()
+        self._writing = threading.Lock()
+        self._later: threading.Thread | None = None
         self.setFormatter(AuditLines())
 
     def _open(self) -> TextIOWrapper:
@@ -105,16 +119,52 @@ class AuditLog(RotatingLog):
         return True
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Open the file, which another process may have rotated, write the line, and close it."""
+        """Write the line, now or once no other process holds the lock."""
+        with self._writing:
+            if len(self._waiting) >= MOST_WAITING:
+                self._lost += 1
+                return
+            if self._lost:
+                record.__dict__["left_out"] = getattr(record, "left_out", 0) + self._lost
+                self._lost = 0
+            record.__dict__["line"] = super().format(record)  # of this request
+            self._waiting.append(record)
+        if self._later is None and not self._write(fcntl.LOCK_NB):
+            self._later = threading.Thread(target=self._write, daemon=True)
+            self._later.start()
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line, as it was when its event happened."""
+        return str(record.__dict__["line"])
+
+    def close(self) -> None:
+        """Wait a little for the lock. Report on standard error how many lines it kept back."""
+        if self._later is not None:
+            self._later.join(LAST_WAIT_S)
+        if left := len(self._waiting) + self._lost:
+            path = self._home / _AUDIT_LOCK
+            sys.stderr.write(f"mlxtp: another process holds {path}; audit lines not written: {left}\n")
+        super().close()
+
+    def _write(self, how: int = 0) -> bool:
+        """Open the file, which another process may have rotated, write what waits, and close it."""
         try:
             with open(self._home / _AUDIT_LOCK, "a", opener=_private) as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                super().emit(record)
-                if self.stream is not None:
-                    self.stream.close()
-                    self.stream = None  # it is opened again
+                fcntl.flock(lock, fcntl.LOCK_EX | how)
+                with self._writing:
+                    while self._waiting:
+                        super().emit(self._waiting.popleft())
+                    if self.stream is not None:
+                        self.stream.close()
+                        self.stream = None  # it is opened again
+                    self._later = None
+        except BlockingIOError:
+            return False
         except OSError:
-            self.handleError(record)
+            with self._writing:
+                self._later = None
+                self.handleError(self._waiting[-1])
+        return True
 
 
 def keep_audit(home: Path) -> None:

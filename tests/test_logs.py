@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import logging
 import re
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from mlxtp import audit
+from mlxtp import audit, logs
 from mlxtp.api.request_context import RequestContext, answering
 from mlxtp.cli.main import _log as begin_log
 from mlxtp.errors import ConfigError
 from mlxtp.logs import FOREIGN_PER_MINUTE, AuditLog, RotatingLog, keep_audit, log_formatter
 from mlxtp.settings import AUDIT_LOG
+
+from .live_cluster import until
 
 
 class Log:
@@ -302,6 +306,34 @@ def test_strangers_do_not_fill_the_audit_log(audited: Path) -> None:
     now += 60.0
     audit.record("key_refused", "refused", {}, foreign=True)
     assert events(audited)[-1]["left_out"] == 25
+
+
+def test_a_process_that_keeps_the_lock_holds_up_no_event(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(logs, "MOST_WAITING", 3)
+    monkeypatch.setattr(logs, "LAST_WAIT_S", 0.05)
+    handler = logs.AuditLog(tmp_path)
+
+    def event(number: int) -> None:
+        handler.handle(logging.makeLogRecord({"msg": f"event {number}", "fields": {"event": "tried"}}))
+
+    def written() -> list[tuple[str, int]]:
+        lines = map(json.loads, (tmp_path / AUDIT_LOG).read_text().splitlines())
+        return [(each["message"], each.get("left_out", 0)) for each in lines]
+
+    with (tmp_path / "audit.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        began = time.monotonic()
+        for number in range(5):
+            event(number)
+        assert time.monotonic() - began < 1
+        assert written() == []
+        handler.close()
+    assert "audit lines not written: 5" in capsys.readouterr().err
+    until(lambda: len(written()) == 3, "the lock is free")
+    event(5)
+    assert written() == [("event 0", 0), ("event 1", 0), ("event 2", 0), ("event 5", 2)]
 
 
 def test_a_home_that_takes_no_audit_log_is_named(tmp_path: Path) -> None:

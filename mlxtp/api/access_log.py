@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import uuid
+from collections import Counter
 from collections.abc import Callable
 from urllib.parse import quote
 
@@ -15,6 +17,7 @@ from starlette.routing import Match, Mount, Route
 from starlette.types import Message, Receive, Scope, Send
 
 from .. import audit
+from ..admission_counter import source_of
 from ..errors import Code
 from .guard import address_of
 from .request_context import RequestContext, answering
@@ -35,6 +38,35 @@ _PROBES = frozenset(("/health", "/metrics"))
 _POLLS = frozenset(("/admin/status", "/admin/progress", "/admin/pulling"))
 
 
+FOREIGN_S = 60.0
+#: Lines in that time that one source may cause by what no guard admitted, and sources that are told apart.
+FOREIGN_LINES = 10
+FOREIGN_SOURCES = 32
+
+
+class ForeignLines:
+    """Limiter of the log lines that strangers cause. The others are counted in one line at the end."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def admit(self, address: str) -> bool:
+        """Return True where something of this address gets a line."""
+        if not self._counts:
+            asyncio.get_running_loop().call_later(FOREIGN_S, self._sum_up)
+        source = source_of(address)[0]
+        if source not in self._counts and len(self._counts) >= FOREIGN_SOURCES:
+            source = "other addresses"
+        self._counts[source] += 1
+        return self._counts[source] <= FOREIGN_LINES
+
+    def _sum_up(self) -> None:
+        for source, count in self._counts.items():
+            if (more := count - FOREIGN_LINES) > 0:
+                log.info("%s: %d more requests or connections without a valid key, not logged", source, more)
+        self._counts.clear()
+
+
 class AccessLog:
     """ASGI middleware, outside of all others. `epoch` returns the epoch for the log."""
 
@@ -43,6 +75,7 @@ class AccessLog:
         self._routes = app.router.routes
         self._metrics = metrics
         self._epoch = epoch
+        self._foreign = ForeignLines()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -78,6 +111,8 @@ class AccessLog:
             about = {"code": code, "path": fields["path"], "address": address_of(scope.get("client"))}
             words = f"{fields['method']} {fields['path']} is refused with {status} {code}"
             audit.record("key_refused", words, about, foreign=True, logged=True)
+        if not (account.admitted or probe or self._foreign.admit(address_of(scope.get("client")))):
+            return
         log.log(
             logging.DEBUG if probe or (scope["path"] in _POLLS and status < 400) else logging.INFO,
             "%s",

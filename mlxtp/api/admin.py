@@ -223,7 +223,7 @@ def _check_key(request: Request, key: str) -> None:
             status=401,
         )
     if (context := current()) is not None:
-        context.origin = "commands of this Mac"
+        context.origin, context.admitted = "commands of this Mac", True
 
 
 def _check_models(body: Mapping[str, Any]) -> None:

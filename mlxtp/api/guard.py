@@ -311,7 +311,9 @@ def _unknown_page(origin: str) -> str:
 
 
 def _admit(scope: Scope) -> None:
-    """Report to the connection that its request is admitted."""
+    """Note that a request is admitted, and report it to its connection."""
+    if (request := current()) is not None:
+        request.admitted = True
     if (report := scope.get(ADMITTED)) is not None:
         report()
 

@@ -35,7 +35,7 @@ class RequestContext:
     """
 
     __slots__ = (
-        "answers", "app", "arrived", "code", "id", "key", "key_hash", "loads", "models", "origin",
+        "admitted", "answers", "app", "arrived", "code", "id", "key", "key_hash", "loads", "models", "origin",
     )  # fmt: skip
 
     def __init__(self, id: str, arrived: float, origin: str = "") -> None:
@@ -46,6 +46,7 @@ class RequestContext:
         self.key = ""  # name of the client's key, for servers that require one
         self.key_hash = ""  # SHA-256 of that key, equal on all servers that know it
         self.models: tuple[str, ...] = ()  # names of models that it may use; empty for all
+        self.admitted = False  # a guard let it through
         self.loads = True  # it may have models loaded
         self.code = ""  # code of the error in its answer
         self.answers: list[SequenceProgress] = []

@@ -31,6 +31,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..admission_counter import Place, Places
 from ..errors import Code, ConfigError
+from .access_log import ForeignLines
 from .adapter import error_body
 from .guard import ADMITTED
 
@@ -62,6 +63,7 @@ class HttpConnection(H11Protocol):
     request_s = 90.0
     stall_s = 60.0
     places: Places  #: Those of all connections of this server.
+    lines: ForeignLines
     place: Place | None = None  #: Its own; that of its TLS handshake, where there was one.
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -164,7 +166,8 @@ class HttpConnection(H11Protocol):
             self._cut(f"did not read for {self.stall_s:g} s")
 
     def _cut(self, why: str) -> None:
-        log.info("closing the connection of the client at %s, which %s", self.client, why)
+        if self.lines.admit(address_of(self)):
+            log.info("closing the connection of the client at %s, which %s", self.client, why)
         self.transport.abort()
 
 
@@ -190,7 +193,7 @@ def _write_unless_closing(transport: asyncio.Transport, data: bytes) -> None:
 def connection_class(stall_s: float, request_s: float) -> type[HttpConnection]:
     """Return a connection class with these deadlines; uvicorn makes the objects."""
     places = Places(MAX_CONNECTIONS, MAX_PER_ADDRESS, MOST_CONNECTIONS, MOST_PER_ADDRESS)
-    named = {"stall_s": stall_s, "request_s": request_s, "places": places}
+    named = {"stall_s": stall_s, "request_s": request_s, "places": places, "lines": ForeignLines()}
     return type("Connection", (HttpConnection,), named)
 
 
@@ -361,6 +364,12 @@ async def serve(
         config.http_protocol_class = lambda **of_uvicorn: TlsHandshake(  # type: ignore[assignment]
             connection(**of_uvicorn), tls, handshake_s, secured
         )
+
+    def few(record: logging.LogRecord) -> bool:
+        """Limit the lines that uvicorn writes, without an address, about what is no HTTP."""
+        return record.msg != "Invalid HTTP request received." or connection.lines.admit("what is no HTTP")
+
+    logging.getLogger("uvicorn.error").addFilter(few)
     server = _Server(config)
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     stopping = asyncio.create_task(stop.wait())
@@ -372,6 +381,7 @@ async def serve(
         for each in tuple(secured):
             each.end_handshake()
         await serving
+        logging.getLogger("uvicorn.error").removeFilter(few)
 
 
 def _in_origin_form(app: ASGIApp) -> ASGIApp:

@@ -21,6 +21,7 @@ import psutil
 import pytest
 from starlette.routing import Route
 
+from mlxtp.api import access_log
 from mlxtp.api import app as app_module
 from mlxtp.api import server as http_server
 from mlxtp.api.access_log import AccessLog
@@ -385,6 +386,35 @@ def test_a_key_of_the_same_name_goes_on_from_no_answer_of_the_former(
         assert ask(former, previous_response_id=known).status_code == 200
         server.file.revoke("one")
         assert ask(server.key("one"), previous_response_id=known).status_code == 404
+
+
+def test_wrong_keys_and_nonsense_write_few_lines_and_their_number(
+    backend: FakeBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(access_log, "FOREIGN_S", 2.0)
+    caplog.set_level("INFO")
+
+    def lines(words: str) -> list[str]:
+        own = ("mlxtp.api.access_log", "uvicorn.error")
+        return [each.message for each in caplog.records if each.name in own and words in each.message]
+
+    with door(backend, tmp_path) as server:
+        key = server.key()
+        with httpx.Client(base_url=server.url, trust_env=False, headers={"x-api-key": "guessed"}) as client:
+            for number in range(40):
+                client.get(f"/v1/guess/{number}")
+        for _ in range(30):
+            with socket.create_connection(("127.0.0.1", server.port), WAIT_S) as sock:
+                sock.sendall(b"\x00\r\n\r\n")
+                assert b" 400 " in sock.recv(100)
+        for _ in range(20):
+            assert server.ask(headers={"x-api-key": key}).status_code == 200
+        until(lambda: len(lines("not logged")) == 2, "they are counted")
+    assert len(lines("/v1/guess/")) == access_log.FOREIGN_LINES
+    assert len(lines("Invalid HTTP request")) == access_log.FOREIGN_LINES
+    assert len(lines("GET /v1/models 200")) == 20
+    words = "more requests or connections without a valid key, not logged"
+    assert lines(words) == [f"127.0.0.1: 30 {words}", f"what is no HTTP: 20 {words}"]
 
 
 @pytest.mark.parametrize("rule", ["always", "auto"])

@@ -20,12 +20,22 @@ TAKEN = b"t"
 MAX_ARGUMENTS = 8000  #: Bytes of all arguments. A socket pair of macOS holds 8192 at once.
 
 _LENGTH = struct.Struct(">I")
+#: Variables of which a rank needs some: of the system, Python, MLX, the Hub's cache, and mlxtp itself.
+_NEEDED = re.compile(
+    r"PATH|HOME|USER|LOGNAME|SHELL|TMPDIR|TZ|LANG|LANGUAGE|LC_\w+|__CF_USER_TEXT_ENCODING|Malloc\w+|VIRTUAL_ENV|"
+    r"XDG_CACHE_HOME|(DY)?LD_\w+|\w+_NUM_THREADS|RUST_\w+|"
+    r"(PYTHON|MLX_|MLXTP_|JACCL_|METAL_|MTL_|CUDA_|HF_HOME|HF_HUB_|TRANSFORMERS_|TOKENIZERS_|COVERAGE_)\w*"
+)
 _SECRET = re.compile(r"TOKEN(?!IZER)|SECRET|KEY|PASS|CREDENTIAL|AUTH|COOKIE|^MLXTP_JOIN$", re.IGNORECASE)
 
 
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables for a process that reads models' files: none whose name suggests a secret."""
-    return {name: value for name, value in environment.items() if not _SECRET.search(name)}
+    """Return the variables that a process needs that reads models' files, and none that may be a secret."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if _NEEDED.fullmatch(name) and not _SECRET.search(name)
+    }
 
 
 def hand_over(sock: socket.socket, arguments: Sequence[str], listener: socket.socket | None) -> None:

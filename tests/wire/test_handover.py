@@ -131,6 +131,13 @@ def test_the_longest_arguments_go_at_once(pair: Pair) -> None:
         ("MLX_METAL_FAST_SYNCH", True),
         ("TOKENIZERS_PARALLELISM", True),
         ("DYLD_LIBRARY_PATH", True),
+        *((name, True) for name in ("TMPDIR", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONPATH", "HF_HUB_CACHE")),
+        *((name, True) for name in ("JACCL_RING", "METAL_DEVICE_WRAPPER_TYPE", "OMP_NUM_THREADS")),
+        *((name, False) for name in ("HTTP_PROXY", "https_proxy", "GITHUB_PAT", "SENTRY_DSN")),
+        *(
+            (name, False)
+            for name in ("DATABASE_URL", "HF_ENDPOINT", "HF_HUB_TOKEN", "XPATH", "PIP_INDEX_URL")
+        ),
         ("HF_TOKEN", False),
         ("hf_token", False),
         ("HUGGING_FACE_HUB_TOKEN", False),

@@ -424,7 +424,8 @@ class Catalog:
         own = self.deployments(request.models if (request := current()) is not None else ())
         known += [each.model for each in own if each.model and each.model not in known]
         loads = not self._backend.models() and health.state in COMING
-        if loads or not known or name in (*UNNAMED, *known) or self.deployment(name) is not None:
+        there = known or self._backend.models() or health.deployments  # some of them for other keys alone
+        if loads or not there or name in (*UNNAMED, *known) or self.deployment(name) is not None:
             return self.not_ready(name)
         return unknown_model(name, known)
 

@@ -138,6 +138,8 @@ class KeyGuard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         needed = scope_of(scope["method"], scope["path"]) if scope["type"] == "http" else None
         if needed is None:
+            if scope["type"] == "http" and is_public(scope["path"]) and is_local(scope):
+                _admit(scope)
             await self._app(scope, receive, send)
             return
         request = current() or RequestContext("", 0.0)

@@ -368,6 +368,10 @@ def test_a_key_for_one_model_reads_of_no_other(
         words = [health, missing, server.ask(path="/health?model=org/other", headers=own)]
         assert [each.status_code for each in words] == [200, 404, 404]
         assert "available: org/tiny, org/mine" in missing.text
+        none = {"x-api-key": server.file.create("none", 0, 1.0, models=("org/none",))[1]}
+        server.now += LOOK_S
+        missing = server.ask("POST", "/v1/chat/completions", headers=none, json=BODY | {"model": "org/none"})
+        assert (missing.status_code, "available" in missing.text) == (404, False)
         assert not [each.text for each in words if "org/other" in each.text.replace('\\"org/other\\"', "")]
 
 

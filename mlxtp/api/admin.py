@@ -353,7 +353,8 @@ class _Shared:
         if viewer not in self._texts:
             rows = [dict(each) for each in self._shown.get("running", ())]
             own = [each for each in rows if each.pop("owner", "") == viewer or viewer is None]
-            self._texts[viewer] = json.dumps({**self._shown, "running": own}, separators=(",", ":")).encode()
+            shown = {name: own if name == "running" else each for name, each in self._shown.items()}
+            self._texts[viewer] = json.dumps(shown, separators=(",", ":")).encode()
         return self._texts[viewer]
 
 

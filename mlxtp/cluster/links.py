@@ -119,8 +119,8 @@ class PeerLinks:
 
     Parts register handlers: `on` for messages of some types, `on_up` for new links, `on_lost` for nodes whose
     last link has ended. Handlers run in the order of their registration, those of new links in reverse: the
-    node's own beat ends the greeting. A handler that raises MlxtpError ends the link whose message it was
-    given.
+    node's own beat ends the greeting. A handler that raises anything ends the link whose message it was
+    given: what a member says may cost its link, and never the agent.
     """
 
     def __init__(self, node_id: str, hello: Callable[[], AgentHello], judge: Judge, gate: LinkGate) -> None:
@@ -177,8 +177,13 @@ class PeerLinks:
             self._links.pop(link.number, None)
             return False
         for handler in reversed(self._on_up):
-            with contextlib.suppress(MlxtpError):  # the link has just ended, which its reader reports
+            try:
                 handler(link)
+            except MlxtpError:
+                continue  # the link has just ended, which its reader reports
+            except Exception as error:  # as in `received`
+                self._misapplied(link, "hello", error)
+                link.close()
         return True
 
     def received(self, link: ControlLink, message: Message) -> None:
@@ -189,7 +194,10 @@ class PeerLinks:
         if asked is not None and isinstance(message, asked[0]) and not asked[1].done():
             asked[1].set_result(message)
         for handler in self._handlers.get(type(message), ()):
-            handler(link, message)
+            try:
+                handler(link, message)
+            except Exception as error:  # the boundary of what a member says
+                raise self._misapplied(link, type(message).__name__, error) from None
 
     def down(self, link: ControlLink, why: str, goodbye: bool) -> None:
         """Take in the end of a link."""
@@ -200,7 +208,19 @@ class PeerLinks:
                 if node_id == link.node_id and not answer.done():
                     answer.set_exception(LinkError("its link ended", Code.LINK_LOST))
             for handler in self._on_lost:
-                handler(link.node_id, why)
+                try:
+                    handler(link.node_id, why)
+                except Exception as error:  # as in `received`; the others have yet to hear of it
+                    self._misapplied(link, "end", error)
+
+    def _misapplied(self, link: ControlLink, what: str, error: Exception) -> MlxtpError:
+        """Log an error in applying what a member sent. Return the one that ends its link."""
+        known = error if isinstance(error, MlxtpError) else None
+        found = known or ProtocolError(f"its {what} cannot be applied: {error!r:.300}", Code.FIELD_INVALID)
+        if not isinstance(error, LinkError):
+            who = f"a message ({what}) of {link.hello.name or '?'} ({link.node_id[:8]})"
+            self._say_refused(who, found.detail, None if known else error)
+        return found
 
     def to(self, node_id: str) -> ControlLink | None:
         """Return the link to a node. Of two links, both ends choose the one that the smaller id dialled."""
@@ -252,13 +272,13 @@ class PeerLinks:
             return
         await self._live(link, identity)
 
-    def _say_refused(self, who: str, why: str) -> None:
+    def _say_refused(self, who: str, why: str, bug: Exception | None = None) -> None:
         """Log a refusal, once in a while only, because a refused peer calls again and again."""
         now = time.monotonic()
         self._logged = {words: at for words, at in self._logged.items() if now - at < SAID_S}
         if (who, why) not in self._logged:
             self._logged[who, why] = now
-            log.warning("%s is refused: %s", who, why)
+            log.warning("%s is refused: %s", who, why, exc_info=bug)
 
     async def dialled(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, identity: NodeIdentity
@@ -316,6 +336,13 @@ class PeerLinks:
         for link in self.links():
             link.close(goodbye=True)
         await self._readers.close()
+
+
+def cut(links: PeerLinks, node_id: str, error: MlxtpError) -> None:
+    """End all links to a node, and send the reason."""
+    for link in links.links():
+        if link.node_id == node_id:
+            link.refuse(error)
 
 
 def _ip(name: object) -> str:

@@ -13,7 +13,9 @@ import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from ..config import Settings
 from ..discovery.addresses import Dialing
@@ -25,18 +27,21 @@ from ..wire.messages import Error
 from .cluster_state import Replica
 from .introduction import Introduction, PeerInfo
 from .leadership import Debounce, Leadership
-from .links import ControlLink, PeerLinks
+from .links import SAID_S, ControlLink, PeerLinks, cut
 from .membership import Change, Duplicate, Membership, MemberState
 from .state_changes import DesiredDeployments, Enrolment, RosterProofs, restored
 from .state_file import SavedState, Saving, load
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 
 # --- rounds: steps at intervals, and again after each change --------------------------------------------
 
 LEAST_S = 0.02  #: Seconds between two rounds that only the time causes.
 AGAIN_S = 0.5  #: Seconds until the round after one whose own steps changed something.
+MAX_LOGGED = 64  #: Different errors of rounds that are logged within SAID_S.
 
 
 @dataclass(slots=True)
@@ -48,10 +53,20 @@ class _Interval:
 
 
 class Rounds:
-    """Runs steps in the order in which they were added. `clock` is a monotonic time in seconds."""
+    """Runs steps in the order in which they were added. `clock` is a monotonic time in seconds.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    A step that raises is logged, and runs again in the next round: an agent that ended would find the same
+    reports after its restart. `cut` ends the links of a member whose report was the cause.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        cut: Callable[[str, MlxtpError], None] = lambda _node, _error: None,
+    ) -> None:
         self._clock = clock
+        self._cut = cut
+        self._logged: dict[str, float] = {}  #: Errors of steps, and when each was logged.
         self._intervals: list[_Interval] = []
         self._steps: list[Callable[[float], float | None]] = []
         self._wake = asyncio.Event()
@@ -78,9 +93,28 @@ class Rounds:
         """Begin a round soon: something is different."""
         self._wake.set()
 
+    def attempt(self, act: Callable[[float], T], now: float, *members: str) -> T | None:
+        """Return the result of a step; None if it failed. It was about reports of these `members`."""
+        try:
+            return act(now)
+        except Exception as error:  # the boundary of a round
+            words = f"{error!r:.300}"
+            self._log(words, error)
+            for node_id in members:
+                self._cut(node_id, ProtocolError(f"its reports cannot be used: {words}", Code.FIELD_INVALID))
+        return None
+
+    def _log(self, words: str, error: Exception) -> None:
+        """Log the error of a round with its place, once in a while only: the next round may fail alike."""
+        now = time.monotonic()
+        self._logged = {each: at for each, at in self._logged.items() if now - at < SAID_S}
+        if words not in self._logged and len(self._logged) < MAX_LOGGED:
+            self._logged[words] = now
+            log.error("a step of this agent failed, and is tried again: %s", words, exc_info=error)
+
     def step(self, now: float) -> float:
         """Run all steps once. Return the latest time of the next round."""
-        found = [step(now) for step in self._steps]
+        found = [self.attempt(step, now) for step in self._steps]
         return min((each for each in found if each is not None), default=math.inf)
 
     def due(self, now: float) -> float:
@@ -90,7 +124,7 @@ class Rounds:
             if now >= each.at and each.needed():
                 following = each.at + each.seconds
                 each.at = following if following > now else now + each.seconds
-                each.act(now)
+                self.attempt(each.act, now)
         until = max(self.step(now), now + LEAST_S)
         if self._wake.is_set():
             until = min(until, now + AGAIN_S)
@@ -101,7 +135,10 @@ class Rounds:
         """Run until cancelled. `after` ends each round; a change during it begins another one."""
         while True:
             until = self.due(self._clock())
-            await after()
+            try:
+                await after()
+            except Exception as error:
+                self._log(f"{error!r:.300}", error)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(until - self._clock(), 0.0)):
                     await self._wake.wait()
@@ -230,7 +267,7 @@ class ClusterNode:
         self.dialing = Dialing(self.node_id, identity.cluster_id, settings.peers)
         for node_id, addresses in kept.peers.items():
             self.dialing.remember(node_id, addresses)
-        self.rounds = Rounds()
+        self.rounds = Rounds(cut=partial(cut, self.links))
         self.gossip = Gossip(
             self.links, self.leadership, self.membership, self.replica, short=short, changed=self.changed
         )
@@ -403,9 +440,7 @@ class ClusterNode:
         error = self.introduction.doubled(
             event.node_id, event.boot_ids, f"two agents, at {at}, have the identity of {who}"
         )
-        for link in self.links.links():
-            if link.node_id == event.node_id:
-                link.refuse(error)
+        cut(self.links, event.node_id, error)
 
 
 def _retrieved(over: asyncio.Future[None]) -> None:

@@ -125,9 +125,9 @@ class Groups:
         for row in self._node.desired.table.live():
             for index in range(max(row.replicas, 1)):
                 self.known(f"{row.name}#{index}")
-        for owner, group in self._node.peer_info.servings:
+        for owner, group in list(self._node.peer_info.servings):
             if group and owner:
-                self.known(group)
+                self._node.rounds.attempt(lambda _now, name=group: self.known(name), 0.0, owner)
         for name in [name for name, each in self.by_id.items() if each.over]:
             over = self.by_id.pop(name)
             stories = over.supervisor.status.ended_history()
@@ -156,7 +156,11 @@ class Groups:
         self._gateway.closing = ABOUT_TO_STOP if self._node.node_id in self._node.leadership.draining else ""
         if self.shown is self._none:
             self._none.decide(now)
-        return min((group.decide(now) for group in list(self.by_id.values())), default=math.inf)
+        found = [
+            self._node.rounds.attempt(group.decide, now, *(owner for owner, _ in group.reports.reports()))
+            for group in list(self.by_id.values())
+        ]
+        return min((each for each in found if each is not None), default=math.inf)
 
     def woke(self, slept_s: float) -> None:
         """Recover from sleep: the others have given this machine up, and links report that only later."""

@@ -18,6 +18,7 @@ from .codecs import (
     binary,
     boolean,
     choice,
+    group_id,
     hexes,
     integer,
     integers,
@@ -344,7 +345,7 @@ class Prepare(Message):
     fabric: str = _f(text(64))
     model: str = _f(text(MAX_MODEL))
     trial: bool = _f(boolean(), default=False)
-    group: str = _f(text(MAX_GROUP_ID), default="")
+    group: str = _f(group_id(MAX_GROUP_ID), default="")
 
 
 @dataclass(frozen=True, slots=True)
@@ -470,7 +471,7 @@ class Serving(Message):
     eos: tuple[int, ...] = _f(integers(0, 2**31 - 1, 0, 64))
     load_s: int = _f(integer(0, U32), default=0)
     held_mib: tuple[int, ...] = _f(integers(0, U32, 0, MAX_RANKS), default=())
-    group: str = _f(text(MAX_GROUP_ID), default="")
+    group: str = _f(group_id(MAX_GROUP_ID), default="")
     deployment: str = _f(text(MAX_MODEL), default="")
     running: int = _f(_count, default=0)
     speed: int = _f(_count, default=0)
@@ -492,7 +493,7 @@ class ReplicaLoad(Message):
     """
 
     TYPE: ClassVar[int] = 0x56
-    group: str = _f(text(MAX_GROUP_ID))
+    group: str = _f(group_id(MAX_GROUP_ID))
     queued: int = _f(_count)
     requests: int = _f(_count)
     speed: int = _f(integer(0, U32))
@@ -509,7 +510,7 @@ class GroupAssignment(Message):
     """
 
     TYPE: ClassVar[int] = 0x55
-    group: str = _f(text(MAX_GROUP_ID))
+    group: str = _f(group_id(MAX_GROUP_ID))
     deployment: str = _f(text(MAX_MODEL))
     term: int = _f(_count, default=0)
     number: int = _f(_count, default=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -79,6 +80,22 @@ def text(max_chars: int, *, cut: bool = False, raw: bool = False) -> FieldCodec:
 
     # File names and arguments that are not UTF-8 contain surrogates, which cannot be sent.
     return FieldCodec((lambda value: printable(value[:max_chars])) if cut else _same, check)
+
+
+_GROUP = re.compile(r".+#(0|[1-9][0-9]?)")
+
+
+def group_id(max_chars: int) -> FieldCodec:
+    """Id of a group, a name, "#" and an index below 100, or an empty text: an index is read as a number."""
+    name = text(max_chars)
+
+    def check(value: Wire) -> str:
+        if type(value) is not str or (value and not _GROUP.fullmatch(value)):
+            raise ValueError(f"a string of at most {max_chars} characters, the id of a group such as tiny#0")
+        checked: str = name.from_wire(value)
+        return checked
+
+    return FieldCodec(_same, check)
 
 
 def choice(*allowed: str) -> FieldCodec:

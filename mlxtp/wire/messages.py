@@ -25,6 +25,7 @@ from .codecs import (
     binary,
     boolean,
     choice,
+    group_id,
     integer,
     integers,
     number,
@@ -684,7 +685,7 @@ class Generate(Message):
     client: int = _f(_count, default=0)
     user: int = _f(_count, default=0)
     salt: int = _f(_count, default=0)
-    group: str = _f(text(MAX_GROUP_ID), default="")
+    group: str = _f(group_id(MAX_GROUP_ID), default="")
     places: tuple[int, ...] = _f(integers(1, MAX_CONTEXT, 0, MAX_PLACES), default=())
 
 

@@ -221,7 +221,7 @@ class ModelHandlers:
         """Return the node id of a member by its name, or the start of its id. Raises UserError."""
         node = self._parts.node
         members = node.replica.roster.members()
-        found = [each for each in members if node.name_of(each) == wanted]
+        found = [each for each, entry in members.items() if wanted in (node.name_of(each), entry.name)]
         found = found or [each for each in members if each.startswith(wanted)]
         if len(found) != 1:
             known = ", ".join(sorted(map(node.name_of, members)))

@@ -337,6 +337,8 @@ class KeyRing:
     def _hold(self, keys: Sequence[ApiKey]) -> None:
         clock, kept, before = self._clock(), self._kept, self._uses
         kept |= {use.key.digest.hex(): use.counts for use in before.values()}
+        for gone in kept.keys() - {key.digest.hex() for key in keys}:
+            del kept[gone]
         fresh = {key: KeyUse(key, kept.get(key.digest.hex()) or KeyCounts(), clock) for key in keys}
         self._uses = {key: before.get(key, use) for key, use in fresh.items()}
 

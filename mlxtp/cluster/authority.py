@@ -24,7 +24,7 @@ from .. import audit
 from ..background import Background
 from ..errors import ConfigError, LinkError, MlxtpError, ProtocolError, UserError
 from ..identity.store import Identity, Store
-from ..identity.validity import CERTIFICATE_S, day, ends_at, followed, is_at_once, is_due
+from ..identity.validity import CERTIFICATE_S, DAY_S, day, ends_at, followed, is_at_once, is_due
 from ..wire.certificates import (
     Authority,
     MemberCertificates,
@@ -33,6 +33,7 @@ from ..wire.certificates import (
     fingerprint,
     key_at,
     key_from_pem,
+    key_id,
     key_to_pem,
     point_of,
     read_node,
@@ -164,6 +165,10 @@ class Renewal:
         self._on_renewed: list[Callable[[], None]] = []
         self._wake = asyncio.Event()
         self._rest_until = 0.0
+        #: By node id: the authority, the certificate that it made last for a member, and until when that is sent
+        #: again instead of another one.
+        self._issued: dict[str, tuple[bytes, bytes, float]] = {}
+        node.enrolment.on_gone(lambda node_id: self._issued.pop(node_id, None))
         node.links.on(self._wanted, CertificateWanted)
         node.links.on_up(lambda _link: self._wake.set())
 
@@ -250,7 +255,10 @@ class Renewal:
             link.send(CertificateIssued(wanted.nonce, certificate, problem))
 
     def _granted(self, link: ControlLink, wanted: CertificateWanted) -> bytes:
-        """Return another certificate for a member. Raises ProtocolError with the reason to refuse."""
+        """Return another certificate for a member, at most one an hour, and only when its own is due.
+
+        Raises ProtocolError with the reason to refuse.
+        """
         node, roster = self._node, self._node.replica.roster
         try:
             key = key_at(wanted.public_key)
@@ -261,10 +269,18 @@ class Renewal:
         entry = roster.members().get(link.node_id)
         if entry is None or entry.fingerprint != link.fingerprint or roster.removed(link.fingerprint):
             raise ProtocolError("its key is not on the list of members")
+        authority, known = self._membership.authority, self._issued.get(link.node_id)
+        if known is not None and known[0] == authority and time.monotonic() < known[2]:
+            return known[1]
+        now, shown = node.peer_info.clock.now(), link.identity
+        early_or_late = is_due(shown.ends, now + DAY_S) or is_due(shown.ends, now - DAY_S)  # clocks differ
+        if shown.signer == key_id(authority) and not early_or_late:
+            raise ProtocolError(f"its certificate is not due: it ends on {day(shown.ends)}")
         certificate, name = self._certified(link.node_id, key), node.name_of(link.node_id)
+        self._issued[link.node_id] = authority, certificate, time.monotonic() + AGAIN_S
         words = f"{node.name} renews the certificate of {name}"
         about = {"member": name, "node_id": link.node_id, "address": link.remote, "by": node.name}
-        audit.record("certificate_renewed", words, about)
+        audit.record("certificate_renewed", words, about, foreign=True)
         return certificate
 
     def _certified(self, node_id: str, key: PublicKey) -> bytes:
@@ -297,6 +313,9 @@ class Rotation:
         self._problem = ""  #: Reason why the identity's files could not be written.
         self._work = Background()
         node.links.on(self._reported, AuthorityChange)
+        node.enrolment.on_gone(
+            lambda node_id: self._answered.pop(node_id, None), lambda node_id: self._moved.pop(node_id, None)
+        )
         node.links.on_up(self._greet)
         node.rounds.every(ROTATION_LOOK_S, self._watch, needed=self._is_news)
 

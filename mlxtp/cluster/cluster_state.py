@@ -37,7 +37,10 @@ KEEP_S = 600  #: `keep_s` of one that a client's request chose.
 YIELDS = 2**32 - 1  #: `keep_s` of one that stays until another one needs its room.
 LONGEST_S = 2**32 - 2  #: The most seconds of `keep_s`; in effect for ever.
 LEAST_S = 2  #: Seconds that a client has between two requests of a model that ends after its answer.
-MAX_ROWS = 1024  #: Rows of any table, removed ones of several separated sides included.
+#: Rows of any table that count as there and as removed: those of several sides that were separated. Beyond, the
+#: last deployments in the order of `live` are left out, and the floor covers the oldest removals.
+MOST_LIVE, MOST_REMOVED = 256, 512
+MAX_ROWS = 1024  #: Rows that another member may send as one table.
 
 
 def name_of(model: str) -> str:
@@ -110,7 +113,7 @@ class DeploymentTable:
         return self._edited([_removed(name) for name in names if self.get(name) is not None], writer)
 
     def merged(self, other: DeploymentTable) -> DeploymentTable:
-        """Merge another member's table. Raises RemoteProtocolError if the two have too many rows."""
+        """Merge another member's table."""
         rows = {**self._outlasting(other), **other._outlasting(self)}
         return _table(rows, max(self.floor, other.floor))
 
@@ -122,10 +125,7 @@ class DeploymentTable:
 
     @cached_property
     def _live(self) -> tuple[Deployment, ...]:
-        live = [row for row in self.rows if not row.removed]
-        pinned = sorted((row for row in live if row.pinned), key=lambda row: (_since(row), row.name))
-        others = sorted((row for row in live if not row.pinned), key=lambda row: (-row.version, row.writer))
-        return (*pinned, *others)
+        return tuple(sorted((row for row in self.rows if not row.removed), key=_place))
 
     def _outlasting(self, other: DeploymentTable) -> dict[str, Deployment]:
         """Return the rows that `other` has as well, or does not know of yet: the rest is over."""
@@ -165,12 +165,14 @@ def received(rows: Iterable[Deployment], floor: int) -> DeploymentTable:
 
 
 def _table(rows: Mapping[str, Deployment], floor: int) -> DeploymentTable:
-    """Return the table of these rows, without removals that the floor covers."""
-    kept = [row for row in rows.values() if row.version > floor or not row.removed]
-    if len(kept) > MAX_ROWS:
-        raise RemoteProtocolError(
-            f"a table of {len(kept)} deployments; {MAX_ROWS} is the most", Code.FIELD_INVALID
-        )
+    """Return the table of these rows, without removals that the floor covers and those that are too many.
+
+    A merge never fails: it would cut the link to an honest member that has what another one made up.
+    """
+    removals = sorted((row.version for row in rows.values() if row.removed), reverse=True)
+    floor = max(floor, *removals[MOST_REMOVED : MOST_REMOVED + 1], 0)
+    live = sorted((row for row in rows.values() if not row.removed), key=_place)[:MOST_LIVE]
+    kept = [*live, *(row for row in rows.values() if row.removed and row.version > floor)]
     return DeploymentTable(tuple(sorted(kept, key=lambda row: row.name)), floor)
 
 
@@ -181,6 +183,11 @@ def _removed(name: str) -> Deployment:
 def _since(row: Deployment) -> int:
     """Return the version that pinned a row; changes of a pinned one leave its place."""
     return row.since or row.version
+
+
+def _place(row: Deployment) -> tuple[bool, int, str, str]:
+    """Return the order of deployments: pinned ones first, in that order; then the others, latest first."""
+    return (False, _since(row), "", row.name) if row.pinned else (True, -row.version, row.writer, row.name)
 
 
 def _rank(row: Deployment) -> tuple[object, ...]:

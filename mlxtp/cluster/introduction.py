@@ -205,6 +205,11 @@ class Introduction:
             self._doubles[node_id] = (boot_ids, self.problem)
         return ProtocolError(self.problem, Code.DUPLICATE_NODE)
 
+    def forget_member(self, node_id: str) -> None:
+        """Forget a node that is no member any longer."""
+        self._doubles.pop(node_id, None)
+        self.unlike.pop(node_id, None)
+
     def received_error(self, link: ControlLink, error: Error) -> None:
         """Take in a refusal by a peer that has met another agent with this node's identity."""
         if error.code == Code.DUPLICATE_NODE and error.detail != self.problem:
@@ -281,6 +286,7 @@ class Introduction:
 
 
 MAX_STATUSES = 64  #: Models whose statuses are kept for one node: more than a cluster wants at one time.
+MAX_GROUPS = 128  #: Groups whose reports are kept for one node: two for each deployment that counts.
 
 
 @dataclass(slots=True)
@@ -321,6 +327,9 @@ class PeerInfo:
             self.servings.pop((node_id, serving.group), None)
         else:
             self.servings[node_id, serving.group] = serving
+            told = [key for key in self.servings if key[0] == node_id]
+            for oldest in told[:-MAX_GROUPS]:
+                del self.servings[oldest]
 
     def model_reported(self, node_id: str, status: ModelStatus) -> None:
         """Take in a node's status of a model, which this node may learn only later to be wanted."""
@@ -346,6 +355,12 @@ class PeerInfo:
         self._drop_groups(node_id)
         self.short.discard(node_id)
         self.met_at.pop(node_id, None)
+
+    def forget_member(self, node_id: str) -> None:
+        """Forget a node that is no member any longer."""
+        self.drop(node_id)
+        for known in (self.machines, self.names, self.https, self.addresses):
+            known.pop(node_id, None)
 
     def _drop_groups(self, node_id: str) -> None:
         self.servings = {key: each for key, each in self.servings.items() if key[0] != node_id}

@@ -41,11 +41,12 @@ class ControlLink:
     """This end of one control link, over a TLS connection.
 
     `local` and `remote` are its ends' addresses ("ip"), as seen from here. The peer's `hello` is there once
-    it has come; `number` and the `fingerprint` of the peer's key once the peer is welcome.
+    it has come; `number`, the `identity` that it showed and the `fingerprint` of its key once it is welcome.
     """
 
     hello: AgentHello
     number: int
+    identity: NodeIdentity
     fingerprint: str
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, dialled: bool) -> None:
@@ -306,7 +307,7 @@ class PeerLinks:
         return hello.node_id
 
     async def _live(self, link: ControlLink, identity: NodeIdentity) -> None:
-        link.number, link.fingerprint = next(self._numbers), identity.fingerprint
+        link.number, link.identity, link.fingerprint = next(self._numbers), identity, identity.fingerprint
         if not self.up(link):
             link.close()  # no goodbye: the other end would conclude that this agent stops
             return

@@ -272,12 +272,15 @@ class ClusterNode:
             self.links, self.leadership, self.membership, self.replica, short=short, changed=self.changed
         )
         self.enrolment = Enrolment(proofs, self.replica, self.name_of)
-        self.desired = DesiredDeployments(self.replica, self.links, self.changed)
+        self.desired = DesiredDeployments(self.replica, self.links, self.changed, self.name_of)
         self._saving = Saving(home, self.links.broadcast)
         #: Done when this agent must end: this node is no longer a member, or there was a bug, as an error.
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.over.add_done_callback(_retrieved)
         self.enrolment.on_change(self._roster_changed)
+        self.enrolment.on_gone(
+            self.peer_info.forget_member, introduction.forget_member, self._saving.forget_member
+        )
         self.links.on(lambda link, beat: self.peer_info.beat(link.node_id, beat), Beat)
         self.links.on(self.enrolment.received, Members)
         self.links.on(self._saving.received, RosterSaved)
@@ -313,11 +316,16 @@ class ClusterNode:
         return not self.settings.cluster
 
     def name_of(self, node_id: str) -> str:
-        """Return the name of a node, for users."""
+        """Return the name of a node, for users: the one under which it was let in, which is signed.
+
+        Of two members with one name each is followed by its id. A hello may say any name.
+        """
         if node_id == self.node_id:
             return self.name
-        entry = self.replica.roster.members().get(node_id)
-        return self.peer_info.names.get(node_id) or (entry.name if entry else "") or node_id[:8]
+        names = self.replica.names
+        name = names.get(node_id) or self.peer_info.names.get(node_id) or node_id[:8]
+        alike = name == self.name or any(each == name for other, each in names.items() if other != node_id)
+        return f"{name} ({node_id[:8]})" if alike else name
 
     # --- changes -------------------------------------------------------------------------------------
 

@@ -251,10 +251,16 @@ class Enrolment:
         self._replica = replica
         self._name_of = name_of
         self._on_change: list[Callable[[], None]] = []
+        self._on_gone: list[Callable[[str], None]] = []
+        self._members = frozenset(replica.roster.members())
 
     def on_change(self, handler: Callable[[], None]) -> None:
         """Have `handler` called when a node became a member or ceased to be one."""
         self._on_change.append(handler)
+
+    def on_gone(self, *handlers: Callable[[str], None]) -> None:
+        """Have `handlers` called with each node that ceased to be a member: what is kept of it goes."""
+        self._on_gone += handlers
 
     def admit(
         self, node_id: str, name: str, fingerprint: str, *, by: str = "", address: str = "", token: str = ""
@@ -329,6 +335,10 @@ class Enrolment:
     def _changed(self) -> None:
         for handler in self._on_change:
             handler()
+        before, self._members = self._members, frozenset(self._replica.roster.members())
+        for node_id in before - self._members:
+            for gone in self._on_gone:
+                gone(node_id)
 
 
 # --- changes of deployments -----------------------------------------------------------------------------
@@ -338,12 +348,22 @@ TableHandler = Callable[[DeploymentTable, DeploymentTable], None]
 
 
 class DesiredDeployments:
-    """Changes of the deployments. `changed` is called after each, when all handlers have run."""
+    """Changes of the deployments. `changed` is called after each, when all handlers have run.
 
-    def __init__(self, replica: Replica, links: PeerLinks, changed: Callable[[], None]) -> None:
+    `name_of` returns a node's name, for users.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        links: PeerLinks,
+        changed: Callable[[], None],
+        name_of: Callable[[str], str] = str,
+    ) -> None:
         self._replica = replica
         self._links = links
         self._changed = changed
+        self._name_of = name_of
         self._handlers: list[TableHandler] = []
         self._lacking: list[Callable[[str], bool]] = []
         self._parts: WeakKeyDictionary[ControlLink, list[Deployment]] = WeakKeyDictionary()
@@ -426,7 +446,21 @@ class DesiredDeployments:
         del self._parts[link]
         before = self._replica.deployments
         if self._replica.desires(received(rows, message.floor)):
+            self._record_removed(link, before)
             self._spread(before)
+
+    def _record_removed(self, link: ControlLink, before: DeploymentTable) -> None:
+        """Record who removed deployments. A row names its writer, which is no proof; the link is one."""
+        table, told_by = self.table, self._name_of(link.node_id)
+        now = {row.name: row for row in table.rows}
+        for row in before.live():
+            if table.get(row.name) is not None:
+                continue
+            writer = now[row.name].writer if row.name in now else ""
+            by = self._name_of(writer) if writer else told_by
+            words = f"{by} removed {row.model}" + (f", as {told_by} reports" if by != told_by else "")
+            about = {"model": row.model, "by": by, "reported_by": told_by}
+            audit.record("model_unloaded", words, about, foreign=True)
 
     def _set(self, table: DeploymentTable) -> None:
         before, self._replica.deployments = self._replica.deployments, table

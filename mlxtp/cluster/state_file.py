@@ -293,6 +293,10 @@ class Saving:
         self._rosters[link.node_id] = report.roster
         self._reported.set()
 
+    def forget_member(self, node_id: str) -> None:
+        """Forget the report of a node that is no member any longer."""
+        self._rosters.pop(node_id, None)
+
     async def elsewhere(self, roster: Callable[[], Roster]) -> list[str]:
         """Return the other members whose disks have the roster: at least one, or none after some seconds."""
         with contextlib.suppress(TimeoutError):

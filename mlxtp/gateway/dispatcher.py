@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..api.backend import ModelInfo, StreamEnd, Tokens, TokenScore
@@ -451,6 +451,16 @@ class ServedDeployments:
         self.coming: Callable[[str], bool] = lambda _name: False
         self._recovery_s = recovery_s
         self._uids = itertools.count(1)
+        self._past_tokens = 0  #: Tokens of deployments that are over.
+
+    def keep(self, groups: Container[str], deployments: Container[str]) -> None:
+        """Forget all other groups, and all other deployments without open requests."""
+        for known in (self.homes, self.loads):
+            for name in [each for each in known if each not in groups]:
+                del known[name]
+        for name, each in list(self.by_name.items()):
+            if name not in deployments and not each.requests and not each.groups:
+                self._past_tokens += self.by_name.pop(name).confirmed_tokens
 
     def named(self, name: str) -> RequestDispatcher:
         """Return the dispatcher of a deployment."""
@@ -534,7 +544,7 @@ class ServedDeployments:
     @property
     def confirmed_tokens(self) -> int:
         """Tokens from ranks for requests of this gateway; on the Macs of ranks 0, for all requests."""
-        return sum(each.confirmed_tokens for each in self.by_name.values())
+        return self._past_tokens + sum(each.confirmed_tokens for each in self.by_name.values())
 
     @property
     def phases(self) -> dict[str, int]:

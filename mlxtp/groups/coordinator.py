@@ -279,8 +279,9 @@ class Coordinator:
     def _received(self, link: ControlLink, message: GroupAssignment) -> None:
         """Take in an assignment of the present coordinator. Of two of its own the later one holds."""
         claim = LeaderClaim(message.term, link.node_id)
-        if claim != self._node.leadership.claim:
-            return
+        wanted = any(row.name == message.deployment for row in self._node.desired.table.live())
+        if claim != self._node.leadership.claim or not (wanted or message.group in self._groups.by_id):
+            return  # the coordinator repeats it, after the deployment if that is still on its way
         scope = self._groups.known(message.group).scope
         if scope.assigned_in != claim or scope.assignment.number < message.number:
             scope.assigned_in = claim

@@ -133,6 +133,7 @@ class Groups:
             stories = over.supervisor.status.ended_history()
             self.past.extend((name, each) for each in reversed(stories))
             self._background.start(over.close(), f"the end of group {name}")
+        self._gateway.deployments.keep(self.by_id, {each.scope.deployment for each in self.by_id.values()})
 
     def known(self, name: str) -> Group:
         """Return the group of an id, which need not run anywhere."""

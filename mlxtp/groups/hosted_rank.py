@@ -217,6 +217,7 @@ class HostedRanks:
         self._closed = False
         node.links.on(lambda link, message: self.received(link.node_id, message), *_ORDERS)
         node.links.on_lost(lambda host, _why: self.lost(host))
+        node.enrolment.on_gone(self._forget)
 
     @property
     def has_ranks(self) -> bool:
@@ -278,6 +279,12 @@ class HostedRanks:
     def lost(self, host: str) -> None:
         """End the ranks of a node whose last control link is gone."""
         self.clear("its host's link is gone", lambda rank: rank.host == host)
+
+    def _forget(self, host: str) -> None:
+        """Forget a node that is no member any longer, once its ranks have ended."""
+        self._last_epochs.pop(host, None)
+        for idle in [each for each, work in self._orders.items() if not work.tasks]:
+            del self._orders[idle]
 
     def clear(self, why: str, chosen: Callable[[HostedRank], bool] = lambda _: True) -> None:
         """End the chosen ranks in the background, and report that to their owners."""

@@ -217,6 +217,7 @@ class OnRequest(ModelSwitch):
                 self._folders[row.name] = row.model
             if row.name in self._made and ((now := after.get(row.name)) is None or now.pinned):
                 self._made.discard(row.name)  # a user wants it, or none does
+        self._made = {name for name in self._made if after.get(name) is not None}
         while len(self._folders) > MOST_FOLDERS:
             del self._folders[next(iter(self._folders))]
 
@@ -325,7 +326,9 @@ class OnRequest(ModelSwitch):
             self._ends[deployment] = time.monotonic() + ENDS_S
         states = [group.supervisor.status.state for group in self._groups.replicas_of(deployment)]
         if ServingState.FAILED in states:
-            self._refused[deployment] = (refusal, time.monotonic() + REFUSED_S)
+            now = time.monotonic()
+            self._refused = {name: each for name, each in self._refused.items() if now < each[1]}
+            self._refused[deployment] = (refusal, now + REFUSED_S)
 
 
 def _kept(keep_s: float) -> int:

@@ -67,7 +67,8 @@ VERSION = 1
 SECRET_BYTES = 16
 LIFE_S = 15 * 60.0  #: seconds from issue to expiry
 MAX_FAILURES = 5  #: wrong proofs from one address, after which the token is refused there
-MAX_OPEN = 16
+MAX_OPEN = 64  #: open tokens that this Mac's own user requested: as many as a cluster has members
+MAX_OPEN_EACH = 4  #: open tokens that one other member requested
 #: Seconds in which the Mac that used a token may repeat its request, with the same key: the reply may be
 #: lost.
 RESEND_S = 60.0
@@ -182,17 +183,21 @@ class TokenIssuer:
         self._cluster_id = cluster_id
         self._slips: dict[bytes, _Slip] = {}
 
-    def issue(self, secret: bytes, now: float, asked_by: str = "") -> JoinToken:
+    def issue(self, secret: bytes, now: float, asked_by: str = "", most: int = MAX_OPEN) -> JoinToken:
         """Issue a token of a fresh random `secret` (16 bytes), good for one Mac within 15 minutes.
 
-        Raises UserError (OVERLOADED) when 16 are open already.
+        Raises UserError (OVERLOADED) when `most` are open that `asked_by` requested: others take none of its.
         """
         self._forget(now)
-        open_until = [slip.expires_at for slip in self._slips.values() if slip.is_open(now)]
-        if len(open_until) >= MAX_OPEN:
+        open_until = [
+            slip.expires_at
+            for slip in self._slips.values()
+            if slip.requested_by == asked_by and slip.is_open(now)
+        ]
+        if len(open_until) >= most:
             raise UserError(
-                f"{len(open_until)} join tokens are open, which is the limit; use one of them, or wait "
-                f"{min(open_until) - now:.0f} s until the oldest expires",
+                f"{len(open_until)} join tokens of this Mac are open, which is the limit; use one of them, or "
+                f"wait {min(open_until) - now:.0f} s until the oldest expires",
                 Code.OVERLOADED,
             )
         token = JoinToken(self._cluster_id, self.authority_hash, secret)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxtp.cluster.cluster_state import (
     KEEP_S,
     MAX_LIVE,
     MAX_REMOVED,
-    MAX_ROWS,
+    MOST_LIVE,
+    MOST_REMOVED,
     NO_DEPLOYMENTS,
     PINNED,
     DeploymentTable,
@@ -235,11 +238,31 @@ def test_64_deployments_have_room_and_of_more_that_sides_added_apart_the_first_c
     assert names(merged.removing("a", "m0"))[-1] == f"m{MAX_LIVE // 2}"
 
 
-def test_a_table_without_end_is_refused() -> None:
-    rows = [Deployment(f"m{number}", "m", version=1) for number in range(MAX_ROWS)]
-    full = received(rows, 0)
-    with pytest.raises(RemoteProtocolError, match="1025 deployments"):
-        full.merged(deployed("more"))
+@settings(max_examples=6, deadline=None)
+@given(st.randoms(use_true_random=False))
+def test_members_agree_however_many_rows_one_of_them_invents(draw: random.Random) -> None:
+    """No merge fails, no table grows, and all that go on meeting come to hold the same."""
+
+    def invented(side: str) -> DeploymentTable:
+        rows = [
+            Deployment(f"{side if draw.random() < 0.8 else 'x'}{n}", "m", version=draw.randrange(1, 900), writer=side,
+                       keep_s=draw.choice((PINNED, KEEP_S)), since=draw.choice((0, 0, 1)))
+            for n in range(draw.randrange(500))
+        ]  # fmt: skip
+        rows += [Deployment(f"y{n}", keep_s=0, version=n + 1, removed=True) for n in range(draw.randrange(500))]
+        return received(rows, draw.choice((0, 0, 300)))
+
+    tables = [invented(side) for side in "abcd"] + [deployed("honest")]
+    meetings = [draw.sample(range(5), 2) for _ in range(5)]
+    meetings += [pair for _ in range(5) for pair in itertools.combinations(range(5), 2)]
+    for one, other in meetings:
+        both = tables[one].merged(tables[other])
+        assert both == tables[other].merged(tables[one])
+        tables[one] = tables[other] = both
+        live = sum(not row.removed for row in both.rows)
+        assert live <= MOST_LIVE
+        assert len(both.rows) - live <= MOST_REMOVED
+    assert len({table.digest for table in tables}) == 1
 
 
 @pytest.mark.parametrize(

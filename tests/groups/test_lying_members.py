@@ -2,20 +2,55 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mlxtp.admin.snapshot import gather, page, status
 from mlxtp.cluster import state_file
+from mlxtp.errors import LinkError
+from mlxtp.groups import forwarding
+from mlxtp.models import transfers
 from mlxtp.models.inspect import ModelSource
+from mlxtp.wire.cluster_messages import (
+    BOTH_WAYS,
+    Deployment,
+    Deployments,
+    EndEpoch,
+    GroupAssignment,
+    ModelHeld,
+    ModelStatus,
+    Prepare,
+    ReplicaLoad,
+    Serving,
+)
 from mlxtp.wire.codecs import Message
 
 from ..wire.members import Member
+from ..wire.samples import EXAMPLES
 from . import mutated
 from .one_node import A, B, FakeLink, Node, play
+
+INVENTED = 10_000
+MOST = 1024
+"""Elements that no collection of an agent has more of, whatever its members say."""
+Messages = Callable[[str], Iterable[Message]]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def unreachable(*_: object) -> None:
+        raise LinkError("no requests link is opened here")
+
+    monkeypatch.setattr(forwarding, "model_info", unreachable)
+    monkeypatch.setattr(transfers, "MAX_PULLS", 0)
 
 
 class Lied:
@@ -28,14 +63,17 @@ class Lied:
         if not leads:
             node.follow(self.liar, 1000)
 
-    def hears(self, messages: Iterable[Message]) -> None:
+    async def hears(self, messages: Iterable[Message], every: int = 1) -> None:
+        """Hear messages, with half a second of life after so many of them."""
         for count, message in enumerate(messages):
             if not self.linked(self.liar):
                 self.came += 1
                 self.liar = self.node.meet(A, f"boot {self.came}")
             self.node.hear(self.liar, message)
-            self.node.live_once(self.honest, *([self.liar] if self.linked(self.liar) else []))
-            if count % 16 == 0:
+            if count % every == 0:
+                self.node.live_once(self.honest, *([self.liar] if self.linked(self.liar) else []))
+                await asyncio.sleep(0)
+            if count % (16 * every) == 0:
                 self.shows()
 
     def linked(self, link: FakeLink) -> bool:
@@ -49,24 +87,101 @@ class Lied:
         assert self.linked(self.honest)
 
 
-@pytest.mark.parametrize(("leads", "messages"), [
-    pytest.param(True, lambda own: mutated.each_field(own), marks=pytest.mark.slow),
-    pytest.param(False, lambda own: mutated.each_field(own), marks=pytest.mark.slow),
-    (True, lambda own: mutated.at_random(1, 1000, own)),
-    (False, lambda own: mutated.at_random(2, 1000, own)),
-    *(pytest.param(bool(n % 2), lambda own, n=n: mutated.at_random(n, 10_000, own), marks=pytest.mark.chaos) for n in range(3, 23)),
-])
-def test_no_message_ends_an_agent_nor_an_honest_link(
-    tmp_path: Path, member: Member, weights: ModelSource, leads: bool, messages, caplog: pytest.LogCaptureFixture
+def halves(begin: int) -> Messages:
+    return lambda own: islice(mutated.each_field(own), begin, None, 2)
+
+
+def random(seed: int, count: int) -> Messages:
+    return lambda own: mutated.at_random(seed, count, own)
+
+
+@pytest.mark.parametrize(
+    ("leads", "messages"),
+    [
+        *(pytest.param(bool(n), halves(n), marks=pytest.mark.slow, id=f"half {n}") for n in (0, 1)),
+        *(pytest.param(bool(n), random(n, 500), id=f"some {n}") for n in (0, 1)),
+        *(pytest.param(bool(n % 2), random(n, 10_000), marks=pytest.mark.chaos) for n in range(2, 22)),
+    ],
+)
+def test_no_message_ends_an_agent_or_an_honest_link(
+    tmp_path: Path,
+    member: Member,
+    weights: ModelSource,
+    leads: bool,
+    messages: Messages,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.WARNING)
 
     async def story(node: Node) -> None:
         lied = Lied(node, weights, leads=leads)
-        lied.hears(messages(node.parts.node.node_id))
+        await lied.hears(messages(node.parts.node.node_id))
         lied.shows()
         kept = state_file.SavedState(node.parts.node.leadership.persistent_state(), {})
         assert state_file.from_text(state_file.to_text(kept)) == kept, "it can be read after a restart"
 
     play(tmp_path, member, story)
-    assert [each.getMessage() for each in caplog.records if each.exc_info] == [], "no handler and no step failed"
+    assert [each.getMessage() for each in caplog.records if each.exc_info] == [], "no handler, no step failed"
+
+
+def test_each_message_that_members_send_is_mutated() -> None:
+    assert set(mutated.ODD) == set(BOTH_WAYS)
+    assert all(mutated.ODD[kind] or not mutated.field_codecs(kind) for kind in BOTH_WAYS)
+
+
+def invented(own: str) -> Iterator[Message]:
+    """Names of groups, deployments and models that nobody has."""
+    serving, load, held = (EXAMPLES[kind] for kind in (Serving, ReplicaLoad, ModelHeld))
+    for n in range(INVENTED):
+        name = f"m{n}/x"
+        yield replace(serving, group=f"{name}#{n % 64}", deployment=name, participants=(A,), epoch=3)
+        yield replace(load, group=f"{name}#{n % 64}")
+        yield GroupAssignment(f"{name}#0", name, 1000, n + 1, A, (A,))
+        yield ModelStatus(name, "", "it has none")
+        if n % 8 == 0:
+            yield replace(held, model=name)
+            yield Prepare(n + 1, 1, "", name, group=f"{name}#0")
+            yield EndEpoch(n + 1, True)
+        if n % 512 == 0:
+            rows = tuple(
+                Deployment(f"{name}{i}", f"{name}{i}", version=100 + n, writer=f"{n:032x}") for i in range(32)
+            )
+            yield Deployments(rows, 0, False)
+        if n % 512 == 256:
+            rows = tuple(Deployment(f"{name}{i}", keep_s=0, version=100 + n, removed=True) for i in range(32))
+            yield Deployments(rows, 0, False)
+
+
+def large(root: object, most: int = MOST) -> list[str]:
+    """Return the collections of the agent with more elements, by the attributes that lead there."""
+    seen, found, left = set[int](), [], deque([("", root)])
+    while left:
+        path, at = left.popleft()
+        if id(at) in seen or isinstance(at, str | bytes | int | float | type(None)):
+            continue
+        seen.add(id(at))
+        below: Iterable[tuple[object, Any]] = ()
+        if isinstance(at, dict | list | tuple | set | frozenset | deque):
+            if len(at) > most:
+                found.append(f"{path}: {len(at)}")
+            below = ((key, value) for key, value in (at.items() if isinstance(at, dict) else enumerate(at)))
+        elif type(at).__module__.startswith("mlxtp."):
+            names = {*vars(at)} if hasattr(at, "__dict__") else set()
+            names |= {name for kind in type(at).__mro__ for name in getattr(kind, "__slots__", ())}
+            below = ((name, getattr(at, name)) for name in names if hasattr(at, name))
+        left.extend((f"{path}.{name}"[:200], value) for name, value in below)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("leads", [True, False])
+def test_invented_names_fill_no_collection(
+    tmp_path: Path, member: Member, weights: ModelSource, leads: bool
+) -> None:
+    async def story(node: Node) -> None:
+        lied = Lied(node, weights, leads=leads)
+        await lied.hears(invented(node.parts.node.node_id), every=3000)
+        lied.shows()
+        assert large(node.parts) == []
+
+    play(tmp_path, member, story)

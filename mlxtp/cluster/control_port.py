@@ -19,7 +19,7 @@ from ..discovery.addresses import host_and_port
 from ..discovery.mdns import addresses_up
 from ..errors import ConfigError, LinkError, MlxtpError, UserError
 from ..identity.join_network import answer_joiner
-from ..identity.join_protocol import MAX_OPEN, MAX_OPEN_EACH, Host, TokenIssuer, read_token, redirect, token_name
+from ..identity.join_protocol import Host, TokenIssuer, read_token, redirect, token_name
 from ..wire.blocking import listen
 from ..wire.certificates import NodeIdentity, authority_hash
 from ..wire.cluster_messages import TokenIssued, TokenWanted
@@ -101,8 +101,8 @@ class TokenIssuing:
         Raises UserError when too many tokens are open.
         """
         node, member = self._node, asked_by or self._node.node_id
-        most = MAX_OPEN_EACH if asked_by else MAX_OPEN
-        token = self.issuer.issue(secrets.token_bytes(SECRET_BYTES), time.monotonic(), member, most)
+        fresh, now = secrets.token_bytes(SECRET_BYTES), time.monotonic()
+        token = self.issuer.issue(fresh, now, member, own=not asked_by)
         about = {"token": token_name(token.id), "member": node.name_of(member), "node_id": member}
         about |= {"by": about["member"]} if asked_by else {}
         audit.record("token_made", f"join token {about['token']} is made for {about['member']}", about)

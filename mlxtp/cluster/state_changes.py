@@ -336,7 +336,7 @@ class Enrolment:
         for handler in self._on_change:
             handler()
         before, self._members = self._members, frozenset(self._replica.roster.members())
-        for node_id in before - self._members:
+        for node_id in before - self._members - {self._replica.self_id}:
             for gone in self._on_gone:
                 gone(node_id)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from ..cluster.assign import Assignment, AssignView, GivenUp, GroupReport, WantedDeployment, assign
 from ..cluster.cluster_state import LeaderClaim, left_s
+from ..cluster.introduction import MAX_GROUPS
 from ..cluster.links import ControlLink
 from ..cluster.node import ClusterNode
 from ..errors import MlxtpError
@@ -279,8 +280,10 @@ class Coordinator:
     def _received(self, link: ControlLink, message: GroupAssignment) -> None:
         """Take in an assignment of the present coordinator. Of two of its own the later one holds."""
         claim = LeaderClaim(message.term, link.node_id)
-        wanted = any(row.name == message.deployment for row in self._node.desired.table.live())
-        if claim != self._node.leadership.claim or not (wanted or message.group in self._groups.by_id):
+        if claim != self._node.leadership.claim:
+            return
+        known, wanted = self._groups.by_id, (row.name for row in self._node.desired.table.live())
+        if message.group not in known and len(known) >= MAX_GROUPS and message.deployment not in wanted:
             return  # the coordinator repeats it, after the deployment if that is still on its way
         scope = self._groups.known(message.group).scope
         if scope.assigned_in != claim or scope.assignment.number < message.number:

@@ -183,11 +183,13 @@ class TokenIssuer:
         self._cluster_id = cluster_id
         self._slips: dict[bytes, _Slip] = {}
 
-    def issue(self, secret: bytes, now: float, asked_by: str = "", most: int = MAX_OPEN) -> JoinToken:
+    def issue(self, secret: bytes, now: float, asked_by: str = "", *, own: bool = False) -> JoinToken:
         """Issue a token of a fresh random `secret` (16 bytes), good for one Mac within 15 minutes.
 
-        Raises UserError (OVERLOADED) when `most` are open that `asked_by` requested: others take none of its.
+        `own`: `asked_by` is this Mac. Raises UserError (OVERLOADED) when too many are open that `asked_by`
+        requested; those of other members do not count.
         """
+        most = MAX_OPEN if own or not asked_by else MAX_OPEN_EACH
         self._forget(now)
         open_until = [
             slip.expires_at
@@ -196,8 +198,8 @@ class TokenIssuer:
         ]
         if len(open_until) >= most:
             raise UserError(
-                f"{len(open_until)} join tokens of this Mac are open, which is the limit; use one of them, or "
-                f"wait {min(open_until) - now:.0f} s until the oldest expires",
+                f"{len(open_until)} join tokens that the same Mac requested are open, which is the limit; use "
+                f"one of them, or wait {min(open_until) - now:.0f} s until the oldest expires",
                 Code.OVERLOADED,
             )
         token = JoinToken(self._cluster_id, self.authority_hash, secret)

@@ -163,7 +163,7 @@ def test_a_trial_goes_on_beside_the_epoch_that_serves(tmp_path: Path, member: Me
             hosts(node, host, order)
         serving = Serving(8, "loading", "", "ring", "", (A,), (1.0, 1.0), 0, "tiny", 1, 0, 0, (), group=GROUP)
         node.hear(a, replace(serving, epoch=7))
-        node.hear(b, replace(serving, group="other"))
+        node.hear(b, replace(serving, group="other#0"))
         assert (ended, b.heard(RankTrouble)) == ([], [])
         node.hear(a, serving)
         assert [error.detail for error in ended] == ["mac-a serves as epoch 8"]
@@ -232,10 +232,10 @@ def test_a_rank_whose_end_was_not_heard_of_ends_with_its_host_s_next_epoch(
 ) -> None:
     async def story(node: Node) -> None:
         a, b = node.meet(A), node.meet(B)
-        for host, epoch, group in ((A, 7, GROUP), (A, 6, "other"), (B, 5, GROUP)):
+        for host, epoch, group in ((A, 7, GROUP), (A, 6, "other#0"), (B, 5, GROUP)):
             hosts(node, host, Prepare(epoch, 1, "", "tiny", group=group))
         serving = Serving(8, "loading", "", "ring", "", (A,), (1.0, 1.0), 0, "tiny", 1, 0, 0, (), group=GROUP)
-        node.hear(b, replace(serving, group="new"))
+        node.hear(b, replace(serving, group="new#0"))
         node.hear(a, replace(serving, epoch=7))
         assert a.heard(RankTrouble) == b.heard(RankTrouble) == []
         node.hear(a, serving)

@@ -18,6 +18,7 @@ from mlxtp.wire.certificates import (
     NodeIdentity,
     check_node,
     fingerprint,
+    key_id,
     new_key,
     point_of,
     read_node,
@@ -29,7 +30,7 @@ from ..groups.scenes import sees
 from ..wire.members import Member, founder, member_of
 
 NONCE = b"n" * 16
-KEY = new_key().public_key()
+KEY, OTHER_KEY = new_key().public_key(), new_key().public_key()
 FOREVER = (0.0, 1e12)
 
 
@@ -54,6 +55,27 @@ def test_the_holder_renews_for_a_member_and_its_key_alone(tmp_path: Path) -> Non
         node.hear(other, CertificateWanted(NONCE, b"\4" * 65))
         assert other.heard(CertificateIssued)[-1].problem == "its key is not one on the curve P-256"
 
+    play(tmp_path, first, story)
+
+
+def test_a_member_has_one_certificate_made_an_hour_and_only_a_due_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = founder(tmp_path)
+
+    async def story(node: Node) -> None:
+        link = node.meet(A, fingerprint=fingerprint(KEY))
+        assert {asked(node, link).certificate for _ in range(100)} == {asked(node, link).certificate}
+        made = [each for each in caplog.records if "renews the certificate" in each.getMessage()]
+        assert [each.foreign for each in made] == [True]  # type: ignore[attr-defined]
+        other, signer = node.meet(B, fingerprint=fingerprint(OTHER_KEY)), key_id(first.membership.authority)
+        shown = replace(other.identity, ends=own_time() + CERTIFICATE_S - DAY_S, signer=signer)
+        other.identity = shown
+        assert "its certificate is not due: it ends on" in asked(node, other, OTHER_KEY).problem
+        other.identity = replace(shown, signer="of the former authority")
+        assert asked(node, other, OTHER_KEY).certificate
+
+    caplog.set_level("INFO")
     play(tmp_path, first, story)
 
 

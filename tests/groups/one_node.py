@@ -23,6 +23,7 @@ from mlxtp.groups.group import Group
 from mlxtp.models import local_model
 from mlxtp.models.inspect import ModelSource
 from mlxtp.models.local_model import LocalModel
+from mlxtp.wire.certificates import NodeIdentity
 from mlxtp.wire.cluster_messages import (
     AgentHello,
     Beat,
@@ -64,6 +65,7 @@ class FakeLink:
             1, node_id, cluster_id, boot_id, f"mac-{node_id[0]}", (), (), ("10.0.0.9:4711",), ""
         )
         self.fingerprint = node_id * 2
+        self.identity = NodeIdentity(node_id, cluster_id, self.fingerprint)
         self.dialled, self.local, self.remote = False, "127.0.0.1", "127.0.0.1"
         self.sent: list[Message] = []
         self._node = node

@@ -11,6 +11,7 @@ from mlxtp.identity.join_protocol import (
     LIFE_S,
     MAX_FAILURES,
     MAX_OPEN,
+    MAX_OPEN_EACH,
     MAX_REMEMBERED,
     REMEMBERED_S,
     RESEND_S,
@@ -172,10 +173,21 @@ def test_a_token_without_an_issuer() -> None:
     assert len(here.key(TOKEN.id)) == 32
 
 
-def test_sixteen_may_be_open() -> None:
+def test_members_take_four_each_and_none_of_the_owner_s() -> None:
+    here = desk()
+    for member in ("mini", "air"):
+        for number in range(MAX_OPEN_EACH):
+            here.issue(secret(number) + member.encode(), NOW, asked_by=member)
+        with pytest.raises(UserError, match="4 join tokens that the same Mac requested are open"):
+            here.issue(secret(99), NOW, asked_by=member)
+    for number in range(MAX_OPEN):
+        here.issue(secret(number), NOW, asked_by="studio", own=True)
+
+
+def test_64_of_the_owner_s_own_may_be_open() -> None:
     here = desk()
     tokens = [here.issue(secret(number), NOW + number) for number in range(MAX_OPEN)]
-    with pytest.raises(UserError, match=r"16 join tokens are open.* wait 880 s until the oldest") as caught:
+    with pytest.raises(UserError, match=r"64 join tokens .*are open.* wait 880 s until the oldest") as caught:
         here.issue(secret(99), NOW + 20)
     assert caught.value.code is Code.OVERLOADED
     here.use(tokens[3].id, "mini", NOW + 20)
@@ -185,10 +197,10 @@ def test_sixteen_may_be_open() -> None:
     with pytest.raises(UserError, match="which is the limit"):
         here.issue(secret(98), NOW + 20)
     void = desk()
-    for number in range(MAX_OPEN):
+    for number in range(MAX_OPEN_EACH):
         void.issue(secret(number), NOW, asked_by="mini")
     void.keep({"studio"})
-    void.issue(secret(99), NOW)
+    void.issue(secret(99), NOW, asked_by="mini")
     with pytest.raises(UserError, match="which is the limit"):
         here.issue(secret(97), NOW + 20)
     here.issue(secret(97), NOW + LIFE_S)

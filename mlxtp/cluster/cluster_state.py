@@ -200,7 +200,8 @@ def _rank(row: Deployment) -> tuple[object, ...]:
 
 # --- members --------------------------------------------------------------------------------------------
 
-#: Members and removed members. Removals are never forgotten, because a forgotten key would be admitted again.
+#: Members and removed members. A removal is forgotten only with the authority that let its key in, because a
+#: forgotten key would be admitted again.
 MAX_ENTRIES = 512
 
 
@@ -309,7 +310,8 @@ class Roster:
         entry = seal(RosterEntry(node_id, name, fingerprint, False, self._next_version()))
         if len({fingerprint, *(each.fingerprint for each in self.entries)}) > MAX_ENTRIES:
             raise UserError(
-                f"this cluster has had {MAX_ENTRIES} members, all it can remember; found a new cluster"
+                f"this cluster has had {MAX_ENTRIES} members, all it can remember; `mlxtp cluster rotate` "
+                "begins without the removed ones"
             )
         return self.merged([entry])
 
@@ -508,6 +510,10 @@ class Replica:
     def remove(self, node_id: str, seal: Seal) -> None:
         """Remove a member, as a user at this node requested. Raises UserError when there is none."""
         self._hold(self.roster.removing(node_id, seal))
+
+    def renew(self, roster: Roster) -> None:
+        """Hold another roster instead, with the same members."""
+        self._hold(roster)
 
     def _hold(self, roster: Roster) -> None:
         self.roster, self.digest = roster, roster.digest()

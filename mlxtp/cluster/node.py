@@ -283,6 +283,7 @@ class ClusterNode:
         )
         self.links.on(lambda link, beat: self.peer_info.beat(link.node_id, beat), Beat)
         self.links.on(self.enrolment.received, Members)
+        self.links.on(lambda _link, beat: self.enrolment.sheds(beat.roster), Beat)
         self.links.on(self._saving.received, RosterSaved)
         self.links.on(introduction.received_error, Error)
         self.rounds.every(BEAT_S, lambda _now: self.gossip.beat(), needed=self.links.nodes)

@@ -103,6 +103,56 @@ class RosterProofs:
             return roster
         return Roster(tuple(self._completed(entry) for entry in roster.entries))
 
+    def renewed(self, roster: Roster) -> Roster:
+        """Sign members that a former authority let in anew, on the Mac that has the present one's key.
+
+        They get later versions in the order of their age, so that all members choose the new signatures.
+        """
+        authority = self.identity.authority
+        if authority is None or not self._past:
+            return roster
+        for entry in roster.members().values():
+            if entry.admission and not self._is_present(entry):
+                version = 1 + roster.newest()
+                entry = replace(entry, version=version, holds_in=version if entry.holding else 0)
+                entry = self.holding(entry) if entry.holding else entry
+                signature = sign(authority.key, _ADMISSION, *self._admission(entry))
+                roster = roster.merged([replace(entry, admission=signature.hex())])
+        return roster
+
+    def shed(self, roster: Roster) -> Roster:
+        """Return a roster without the keys that only former authorities let in, once those have ended.
+
+        No certificate of such a key counts. This Mac's own key stays.
+        """
+        if not self._past or self._former:
+            return roster
+        own = self.identity.fingerprint
+        kept = (
+            each
+            for each in roster.entries
+            if not each.admission or each.fingerprint == own or self._is_present(each)
+        )
+        return Roster(tuple(kept))
+
+    def _is_present(self, entry: RosterEntry) -> bool:
+        """Return True for a member that the present authority let in, or signed anew."""
+        return _holds(self._keys[0], entry.admission, _ADMISSION, self._admission(entry))
+
+    @property
+    def _keys(self) -> tuple[PublicKey, ...]:
+        assert self.identity.membership is not None
+        return keys(self.identity.membership)
+
+    @property
+    def _past(self) -> bool:
+        return len(self._keys) > 1
+
+    @property
+    def _former(self) -> bool:
+        """True while the authority before counts as well."""
+        return self.identity.membership is not None and bool(self.identity.membership.former)
+
     def _completed(self, entry: RosterEntry) -> RosterEntry:
         if not entry.admission:
             ours = entry.fingerprint == self.identity.fingerprint
@@ -131,6 +181,8 @@ class RosterProofs:
     def _is_admitted(self, entry: RosterEntry, mine: RosterEntry | None) -> bool:
         if mine is not None and mine.admission and _admission(entry) == _admission(mine):
             return True
+        if not self._former:  # an entry that was forgotten with its authority must not come back
+            return self._is_present(entry)
         return self._by_authority(entry.admission, _ADMISSION, self._admission(entry))
 
     def _is_proven(
@@ -158,9 +210,7 @@ class RosterProofs:
 
     def _by_authority(self, signature: str, label: bytes, parts: list[bytes]) -> bool:
         """Return True if the cluster's authority made this signature, or one that it took over from."""
-        membership = self.identity.membership
-        assert membership is not None
-        return any(_holds(key, signature, label, parts) for key in keys(membership))
+        return any(_holds(key, signature, label, parts) for key in self._keys)
 
     def _admission(self, entry: RosterEntry) -> list[bytes]:
         return self._parts(*admission_of(entry))
@@ -240,6 +290,7 @@ def restored(proofs: RosterProofs, identity: Identity, name: str, kept: ClusterS
         found.admit(identity.node_id, name, identity.fingerprint, proofs.own)
     if identity.authority is not None and identity.node_id not in found.roster.holders():
         found.state_holder(identity.node_id, proofs.holding, holds=True)
+    found.renew(proofs.renewed(found.roster))
     return found
 
 
@@ -253,6 +304,7 @@ class Enrolment:
         self._on_change: list[Callable[[], None]] = []
         self._on_gone: list[Callable[[str], None]] = []
         self._members = frozenset(replica.roster.members())
+        self._shed: tuple[Roster, Roster] | None = None  #: A roster, and what is left of it after a rotation.
 
     def on_change(self, handler: Callable[[], None]) -> None:
         """Have `handler` called when a node became a member or ceased to be one."""
@@ -314,6 +366,7 @@ class Enrolment:
                     about = {"member": entry.name, "node_id": node_id, "by": who}
                     audit.record("member_removed", words, about)
             self._changed()
+            self._settle()
         if (surplus := replica.roster.surplus()) and not before.surplus():
             words = "%s reports more than %d members; the latest are left out: %s"
             latest = ", ".join(map(self._name_of, surplus))
@@ -327,10 +380,34 @@ class Enrolment:
         self._replica.state_holder(identity.node_id, proofs.holding, holds=holds)
         proofs.identity = identity
         self._changed()
+        self._settle()
 
     def renewed(self, identity: Identity) -> None:
         """Go on with other certificates of this node."""
         self._proofs.identity = identity
+        self._settle()
+
+    def sheds(self, digest: int) -> None:
+        """Forget what the member with a roster of this `digest` has forgotten: see `RosterProofs.shed`.
+
+        Until then an entry may be of a member that the Mac with the authority's key has yet to sign anew.
+        """
+        replica = self._replica
+        if digest != replica.digest and (self._shed is None or self._shed[0] is not replica.roster):
+            self._shed = replica.roster, self._proofs.shed(replica.roster)
+        if self._shed is not None and digest == self._shed[1].digest() != replica.digest:
+            self._renew(self._shed[1])
+
+    def _settle(self) -> None:
+        """After a rotation, sign members anew where the authority's key is, and forget what it ended."""
+        self._shed = None
+        if self._proofs.identity.authority is not None:
+            self._renew(self._proofs.shed(self._proofs.renewed(self._replica.roster)))
+
+    def _renew(self, roster: Roster) -> None:
+        if roster != self._replica.roster:
+            self._replica.renew(roster)
+            self._changed()
 
     def _changed(self) -> None:
         for handler in self._on_change:

@@ -11,12 +11,14 @@ from typing import Any, cast
 
 import pytest
 
+from mlxtp.cluster.cluster_state import Roster
 from mlxtp.errors import Code, ConfigError, UserError
 from mlxtp.identity import validity
 from mlxtp.identity.join_protocol import read_token
 from mlxtp.identity.store import Store
 from mlxtp.identity.validity import DAY_S, OVERLAP_S, own_time
 from mlxtp.wire.certificates import MemberCertificates, NodeIdentity, authority_hash, new_key, read_node
+from mlxtp.wire.cluster_messages import Members
 from mlxtp.wire.codecs import Message
 from mlxtp.wire.frames import encode
 from mlxtp.wire.tls import (
@@ -442,5 +444,42 @@ def test_no_clock_alone_ends_the_former_authority(tmp_path: Path, monkeypatch: p
         ben.start()
         assert desk.link(ben, anna) == ""
         await desk.all_follow(anna, ben, carl, ended=True)
+
+    play(tmp_path, story)
+
+
+def test_a_rotation_makes_room_for_members_where_many_were_removed(tmp_path: Path) -> None:
+    """Also on a Mac that was away when they were removed; and no word of a member brings one back."""
+
+    async def story(desk: Desk) -> None:
+        anna, ben, carl = desk.anna, desk.ben, desk.carl
+        await desk.together(anna, ben, carl)
+        gone = [f"{n:032x}" for n in range(40)]
+
+        def rosters() -> list[Roster]:
+            return [mac.up.parts.node.replica.roster for mac in desk.macs]
+
+        for node_id in gone:
+            anna.up.parts.node.enrolment.admit(node_id, "gone", node_id * 2)
+        await desk.sees(lambda: all(len(each.entries) == 43 for each in rosters()), "all know them")
+        lasting = Members(anna.up.parts.node.replica.roster.messages()[0].entries[:20])
+        await carl.end()
+        anna.up.parts.node.enrolment.remove(*gone)
+        await rotate(anna)
+        await desk.all_follow(anna, ben, ended=False)
+        carl.start()
+        for mac in (anna, ben):
+            assert desk.link(mac, carl) == ""
+        await desk.all_follow(anna, ben, carl, ended=True)
+        await desk.sees(lambda: all(len(each.entries) == 3 for each in rosters()), "room for others")
+        assert len({each.digest() for each in rosters()}) == 1
+        order = [mac.node_id for mac in desk.macs]
+        assert sorted(order) == sorted(rosters()[0].members()), "each is still a member"
+        assert anna.node_id in rosters()[2].holders()
+        ben.up.parts.node.links.send(carl.node_id, lasting)
+        for _ in range(3):
+            desk.tick()
+            await asyncio.sleep(0.01)
+        assert [len(each.entries) for each in rosters()] == [3, 3, 3]
 
     play(tmp_path, story)

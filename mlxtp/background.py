@@ -27,6 +27,15 @@ def log_failure(task: asyncio.Task[Any], error: BaseException) -> None:
     log.error("%s failed", task.get_name(), exc_info=error)
 
 
+def failure_of(act: Callable[..., object], *given: object) -> Exception | None:
+    """Call a function with what another Mac sent. Return the error that it raised, of any type."""
+    try:
+        act(*given)
+    except Exception as error:  # noqa: BLE001 - a boundary: the caller logs it and ends the link
+        return error
+    return None
+
+
 class Background:
     """Tasks of one owner. `failed` gets the error of each task at once, so that no error is lost."""
 

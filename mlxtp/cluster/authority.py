@@ -165,8 +165,7 @@ class Renewal:
         self._on_renewed: list[Callable[[], None]] = []
         self._wake = asyncio.Event()
         self._rest_until = 0.0
-        #: By node id: the authority, the certificate that it made last for a member, and until when that is sent
-        #: again instead of another one.
+        #: By node id: the authority, a member's last certificate of it, and until when that is sent again.
         self._issued: dict[str, tuple[bytes, bytes, float]] = {}
         node.enrolment.on_gone(lambda node_id: self._issued.pop(node_id, None))
         node.links.on(self._wanted, CertificateWanted)

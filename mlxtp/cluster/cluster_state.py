@@ -37,8 +37,8 @@ KEEP_S = 600  #: `keep_s` of one that a client's request chose.
 YIELDS = 2**32 - 1  #: `keep_s` of one that stays until another one needs its room.
 LONGEST_S = 2**32 - 2  #: The most seconds of `keep_s`; in effect for ever.
 LEAST_S = 2  #: Seconds that a client has between two requests of a model that ends after its answer.
-#: Rows of any table that count as there and as removed: those of several sides that were separated. Beyond, the
-#: last deployments in the order of `live` are left out, and the floor covers the oldest removals.
+#: Rows of any table that are there, and that are removed: those of several sides that were separated. Beyond,
+#: the last deployments in the order of `live` are left out, and the floor covers the oldest removals.
 MOST_LIVE, MOST_REMOVED = 256, 512
 MAX_ROWS = 1024  #: Rows that another member may send as one table.
 

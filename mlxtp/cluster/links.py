@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 from typing import Protocol as Interface
 
-from ..background import Background
+from ..background import Background, failure_of
 from ..errors import Code, LinkError, MlxtpError, ProtocolError
 from ..wire.certificates import NodeIdentity
 from ..wire.cluster_messages import AgentHello
@@ -178,11 +178,8 @@ class PeerLinks:
             self._links.pop(link.number, None)
             return False
         for handler in reversed(self._on_up):
-            try:
-                handler(link)
-            except MlxtpError:
-                continue  # the link has just ended, which its reader reports
-            except Exception as error:  # as in `received`
+            error = failure_of(handler, link)
+            if error is not None and not isinstance(error, MlxtpError):  # else it has just ended
                 self._misapplied(link, "hello", error)
                 link.close()
         return True
@@ -195,10 +192,8 @@ class PeerLinks:
         if asked is not None and isinstance(message, asked[0]) and not asked[1].done():
             asked[1].set_result(message)
         for handler in self._handlers.get(type(message), ()):
-            try:
-                handler(link, message)
-            except Exception as error:  # the boundary of what a member says
-                raise self._misapplied(link, type(message).__name__, error) from None
+            if (error := failure_of(handler, link, message)) is not None:
+                raise self._misapplied(link, type(message).__name__, error)
 
     def down(self, link: ControlLink, why: str, goodbye: bool) -> None:
         """Take in the end of a link."""
@@ -209,10 +204,8 @@ class PeerLinks:
                 if node_id == link.node_id and not answer.done():
                     answer.set_exception(LinkError("its link ended", Code.LINK_LOST))
             for handler in self._on_lost:
-                try:
-                    handler(link.node_id, why)
-                except Exception as error:  # as in `received`; the others have yet to hear of it
-                    self._misapplied(link, "end", error)
+                if (error := failure_of(handler, link.node_id, why)) is not None:
+                    self._misapplied(link, "end", error)  # the other handlers have yet to hear of it
 
     def _misapplied(self, link: ControlLink, what: str, error: Exception) -> MlxtpError:
         """Log an error in applying what a member sent. Return the one that ends its link."""

@@ -97,7 +97,7 @@ class Rounds:
         """Return the result of a step; None if it failed. It was about reports of these `members`."""
         try:
             return act(now)
-        except Exception as error:  # the boundary of a round
+        except Exception as error:  # noqa: BLE001 - the boundary of a step, which `_log` logs
             words = f"{error!r:.300}"
             self._log(words, error)
             for node_id in members:
@@ -137,7 +137,7 @@ class Rounds:
             until = self.due(self._clock())
             try:
                 await after()
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - as in `attempt`
                 self._log(f"{error!r:.300}", error)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(until - self._clock(), 0.0)):

@@ -114,10 +114,11 @@ class RosterProofs:
         for entry in roster.members().values():
             if entry.admission and not self._is_present(entry):
                 version = 1 + roster.newest()
-                entry = replace(entry, version=version, holds_in=version if entry.holding else 0)
-                entry = self.holding(entry) if entry.holding else entry
-                signature = sign(authority.key, _ADMISSION, *self._admission(entry))
-                roster = roster.merged([replace(entry, admission=signature.hex())])
+                fresh = replace(entry, version=version)
+                if entry.holding:
+                    fresh = self.holding(replace(fresh, holds_in=version))
+                signature = sign(authority.key, _ADMISSION, *self._admission(fresh))
+                roster = roster.merged([replace(fresh, admission=signature.hex())])
         return roster
 
     def shed(self, roster: Roster) -> Roster:
@@ -302,7 +303,7 @@ class Enrolment:
         self._replica = replica
         self._name_of = name_of
         self._on_change: list[Callable[[], None]] = []
-        self._on_gone: list[Callable[[str], None]] = []
+        self._on_gone: list[Callable[[str], object]] = []
         self._members = frozenset(replica.roster.members())
         self._shed: tuple[Roster, Roster] | None = None  #: A roster, and what is left of it after a rotation.
 
@@ -310,7 +311,7 @@ class Enrolment:
         """Have `handler` called when a node became a member or ceased to be one."""
         self._on_change.append(handler)
 
-    def on_gone(self, *handlers: Callable[[str], None]) -> None:
+    def on_gone(self, *handlers: Callable[[str], object]) -> None:
         """Have `handlers` called with each node that ceased to be a member: what is kept of it goes."""
         self._on_gone += handlers
 

@@ -144,7 +144,9 @@ class Gateway:
         `unless_ready`: not while a group of it is ready, or about to be.
         """
         dispatcher = self.deployments.by_name.get(deployment)
-        if dispatcher is not None and not (unless_ready and (dispatcher.groups or self.deployments.coming(deployment))):
+        if dispatcher is not None and not (
+            unless_ready and (dispatcher.groups or self.deployments.coming(deployment))
+        ):
             dispatcher.withdraw(error)
 
     def close(self, error: MlxtpError) -> None:

@@ -9,6 +9,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from ..api.admin import Json
 from ..background import Background
@@ -127,7 +128,7 @@ class Groups:
                 self.known(f"{row.name}#{index}")
         for owner, group in list(self._node.peer_info.servings):
             if group and owner:
-                self._node.rounds.attempt(lambda _now, name=group: self.known(name), 0.0, owner)
+                self._node.rounds.attempt(partial(self._known_at, group), 0.0, owner)
         for name in [name for name, each in self.by_id.items() if each.over]:
             over = self.by_id.pop(name)
             stories = over.supervisor.status.ended_history()
@@ -142,6 +143,9 @@ class Groups:
             if self._live:
                 group.start()
         return group
+
+    def _known_at(self, name: str, _now: float) -> None:
+        self.known(name)
 
     def _made(self, name: str) -> Group:
         group = self._make(name)

@@ -198,8 +198,8 @@ class TokenIssuer:
         ]
         if len(open_until) >= most:
             raise UserError(
-                f"{len(open_until)} join tokens that the same Mac requested are open, which is the limit; use "
-                f"one of them, or wait {min(open_until) - now:.0f} s until the oldest expires",
+                f"{len(open_until)} join tokens that the same Mac requested are open, which is the limit; "
+                f"use one of them, or wait {min(open_until) - now:.0f} s until the oldest expires",
                 Code.OVERLOADED,
             )
         token = JoinToken(self._cluster_id, self.authority_hash, secret)

@@ -60,7 +60,7 @@ from ..placement.recorded_macs import MACS, outputs, over_the_wire, recorded
 from ..placement.test_hardware_garbage import PARSERS
 from ..wire.members import LASTING
 from ..wire.samples import EXAMPLES
-from . import links
+from . import links, lying_member
 
 T = TypeVar("T")
 
@@ -566,6 +566,7 @@ TARGETS: Mapping[str, Target] = {
         )
         for link in LinkKind
     },
+    "lying_member": Target(lying_member.run, (), lying_member.SEEDS),
     "certificate": Target(certificate, (ProtocolError, ValueError), _CERTIFICATES),
     "joining": Target(joining, (ProtocolError, UserError), _exchange()),
     "token": Target(lambda data: read_token(text(data)), (ConfigError,), (_TOKEN.text().encode(), b"a-b")),

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from mlxtp.errors import RemoteProtocolError
+import pytest
+
+from mlxtp.admin.snapshot import gather, page, status
+from mlxtp.errors import LinkError, RemoteProtocolError
+from mlxtp.groups import forwarding
+from mlxtp.models import transfers
+from mlxtp.models.inspect import ModelSource
 from mlxtp.wire import cluster_messages
 from mlxtp.wire import messages as rank_messages
 from mlxtp.wire.cluster_messages import BOTH_WAYS
@@ -17,17 +25,22 @@ from mlxtp.wire.codecs import FieldCodec, Message
 from mlxtp.wire.frames import field_codecs, from_body, to_body
 
 from ..wire.samples import EXAMPLES
+from .one_node import A, B, FakeLink, Node
 
 OWN = "0" * 31 + "1"
 """Stands for the id of the node that is lied to."""
 TEXTS = (
-    OWN, "a" * 32, "f" * 32, "b" * 32, "", "tiny", "tiny#0", "tiny#1", "tiny#63", "tiny#64", "tiny#007", "tiny#one",
-    "tiny#", "#", "#0", "tiny#\u0663", "tiny#\u00b2", "tiny#-1", "tiny# 1", "tiny#1_0", "tiny#" + "9" * 40, "x#0#1",
-    "org/one", "org/one@main", "a/b@" + "c" * 40, "/etc", "../x", "~", ".", "@", "0", "1", "2", "65", "-1", "all", "auto",
-    "none", "99999999", "1,2", "40,24", ",", "pipeline", "tensor", "127.0.0.1:1", "[::1]:99999", "10.0.0.1:x", "10.0.0.1",
-    "198.51.100.1", "http://", "=", "%s", "{}", "[/b]", "\u00e9" * 9, "ab" * 32, "cd" * 20, "00", "\x1b", "\u202e",
+    OWN, "a" * 32, "f" * 32, "b" * 32, "", "tiny", "tiny#0", "tiny#1", "tiny#63", "tiny#64", "tiny#007",
+    "tiny#one", "tiny#", "#", "#0", "tiny#\u0663", "tiny#\u00b2", "tiny#-1", "tiny# 1", "tiny#1_0", "x#0#1",
+    "tiny#" + "9" * 40, "org/one", "org/one@main", "a/b@" + "c" * 40, "/etc", "../x", "~", ".", "@", "0", "1",
+    "2", "65", "-1",
+    "all", "auto", "none", "99999999", "1,2", "40,24", ",", "pipeline", "tensor", "127.0.0.1:1",
+    "[::1]:99999", "10.0.0.1:x", "10.0.0.1", "198.51.100.1", "http://", "=", "%s", "{}", "[/b]", "\u00e9" * 9,
+    "ab" * 32, "cd" * 20, "00", "\x1b", "\u202e",
 )  # fmt: skip
-INTEGERS = (-1, 0, 1, 2, 3, 17, 63, 64, 65, 255, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**53, 2**62, 2**63 - 1, 2**63)
+INTEGERS = (
+    -1, 0, 1, 2, 3, 17, 63, 64, 65, 255, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**53, 2**62, 2**63 - 1, 2**63
+)  # fmt: skip
 NUMBERS = (0.0, -1.0, 1.0, 0.5, 1e-9, 1e4, 1e12, -1e12, float("nan"), float("inf"))
 OTHERS: tuple[Any, ...] = (None, True, False, b"", [], {}, "\x00")
 _PARTS = {
@@ -50,7 +63,7 @@ def holds(codec: FieldCodec) -> str:
 def values(codec: FieldCodec) -> Iterator[Any]:
     """Yield values of a field as they travel, most of them possible ones, by what the codec says it holds."""
     words = holds(codec)
-    low, high = [int(each) for each in (re.findall(r"-?\d+", words) + ["0", "0"])[:2]]
+    low, high = [int(each) for each in [*re.findall(r"-?\d+", words), "0", "0"][:2]]
     yield from OTHERS
     if words.startswith("an integer"):
         yield from {*INTEGERS, low, high, low - 1, high + 1, (low + high) // 2}
@@ -67,7 +80,8 @@ def values(codec: FieldCodec) -> Iterator[Any]:
         yield [TEXTS[n % len(TEXTS)] for n in range(low)]
         yield ["a"] * (low + 1)
     elif "packed 32-bit integers" in words:
-        yield from (struct.pack(f"<{n}I", *[value] * n) for n in (1, 2, 8, high) for value in (0, 1, 2**31 - 1, 2**32 - 1))
+        numbers = (0, 1, 2**31 - 1, 2**32 - 1)
+        yield from (struct.pack(f"<{n}I", *[each] * n) for n in (1, 2, 8, high) for each in numbers)
     elif "packed 32-bit floats" in words:
         yield from (struct.pack(f"<{n}f", *[value] * n) for n in (1, 2, low) for value in NUMBERS)
     elif words.endswith("bytes"):
@@ -154,3 +168,50 @@ def at_random(seed: int, count: int, own: str) -> Iterator[Message]:
         if (found := read(kind, body, own)) is not None:
             count -= 1
             yield found
+
+
+@contextmanager
+def unconnected() -> Iterator[None]:
+    """Meanwhile no requests link is opened, and nothing is looked for on the Hub."""
+
+    async def unreachable(*_: object) -> None:
+        raise LinkError("no requests link is opened here")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forwarding, "model_info", unreachable)
+        patch.setattr(transfers, "MAX_PULLS", 0)
+        yield
+
+
+class Lied:
+    """A node that leads or follows the liar, an honest member, and a liar that comes back after each cut."""
+
+    def __init__(self, node: Node, weights: ModelSource, *, leads: bool) -> None:
+        self.node, self.came = node, 1
+        self.liar, self.honest = node.meet(A), node.meet(B)
+        node.lead(weights)
+        if not leads:
+            node.follow(self.liar, 1000)
+
+    async def hears(self, messages: Iterable[Message], every: int = 1) -> None:
+        """Hear messages, with half a second of life after so many of them."""
+        for count, message in enumerate(messages):
+            if not self.linked(self.liar):
+                self.came += 1
+                self.liar = self.node.meet(A, f"boot {self.came}")
+            self.node.hear(self.liar, message)
+            if count % every == 0:
+                self.node.live_once(self.honest, *([self.liar] if self.linked(self.liar) else []))
+                await asyncio.sleep(0)
+            if count % (16 * every) == 0:
+                self.shows()
+
+    def linked(self, link: FakeLink) -> bool:
+        return link in self.node.parts.node.links.links()
+
+    def shows(self) -> None:
+        """What its user and its clients see; and the honest member is still there."""
+        now = gather(self.node.parts)
+        status(now), page(now, None)
+        self.node.parts.gateway.health()
+        assert self.linked(self.honest)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -13,11 +12,7 @@ from typing import Any
 
 import pytest
 
-from mlxtp.admin.snapshot import gather, page, status
 from mlxtp.cluster import state_file
-from mlxtp.errors import LinkError
-from mlxtp.groups import forwarding
-from mlxtp.models import transfers
 from mlxtp.models.inspect import ModelSource
 from mlxtp.wire.cluster_messages import (
     BOTH_WAYS,
@@ -36,7 +31,8 @@ from mlxtp.wire.codecs import Message
 from ..wire.members import Member
 from ..wire.samples import EXAMPLES
 from . import mutated
-from .one_node import A, B, FakeLink, Node, play
+from .mutated import Lied
+from .one_node import A, Node, play
 
 INVENTED = 10_000
 MOST = 1024
@@ -45,46 +41,9 @@ Messages = Callable[[str], Iterable[Message]]
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def unreachable(*_: object) -> None:
-        raise LinkError("no requests link is opened here")
-
-    monkeypatch.setattr(forwarding, "model_info", unreachable)
-    monkeypatch.setattr(transfers, "MAX_PULLS", 0)
-
-
-class Lied:
-    """A node that leads or follows the liar, an honest member, and a liar that comes back after each cut."""
-
-    def __init__(self, node: Node, weights: ModelSource, *, leads: bool) -> None:
-        self.node, self.came = node, 1
-        self.liar, self.honest = node.meet(A), node.meet(B)
-        node.lead(weights)
-        if not leads:
-            node.follow(self.liar, 1000)
-
-    async def hears(self, messages: Iterable[Message], every: int = 1) -> None:
-        """Hear messages, with half a second of life after so many of them."""
-        for count, message in enumerate(messages):
-            if not self.linked(self.liar):
-                self.came += 1
-                self.liar = self.node.meet(A, f"boot {self.came}")
-            self.node.hear(self.liar, message)
-            if count % every == 0:
-                self.node.live_once(self.honest, *([self.liar] if self.linked(self.liar) else []))
-                await asyncio.sleep(0)
-            if count % (16 * every) == 0:
-                self.shows()
-
-    def linked(self, link: FakeLink) -> bool:
-        return link in self.node.parts.node.links.links()
-
-    def shows(self) -> None:
-        """What its user and its clients see; and the honest member is still there."""
-        now = gather(self.node.parts)
-        status(now), page(now, None)
-        self.node.parts.gateway.health()
-        assert self.linked(self.honest)
+def _nothing_is_fetched() -> Iterator[None]:
+    with mutated.unconnected():
+        yield
 
 
 def halves(begin: int) -> Messages:

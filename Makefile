@@ -30,7 +30,7 @@ FAULTS := tests/chaos tests/agents tests/soak tests/test_cli.py tests/test_oracl
   tests/engine/test_features_mtp.py tests/engine/test_features_pipeline.py tests/engine/test_features_prefix.py tests/engine/test_features_room.py \
   tests/engine/test_loading.py tests/engine/test_mtp_head.py tests/engine/test_own_families.py tests/engine/test_pipeline.py tests/engine/test_stage_times.py tests/engine/test_timing.py \
   tests/engine/test_features_recurrent.py tests/engine/test_features_windows.py tests/engine/test_rank.py tests/engine/test_recurrent.py tests/engine/test_sampler.py tests/engine/test_scheduler.py tests/test_crashes.py tests/groups/test_fallback.py \
-  tests/gateway/test_requests_go_on.py tests/groups/test_hosted_rank.py tests/groups/test_jaccl_agents.py tests/groups/test_lifecycle.py tests/groups/test_replica_loads.py tests/groups/test_replicas.py tests/groups/test_warm_pool.py tests/page tests/wire/test_frames.py
+  tests/gateway/test_requests_go_on.py tests/groups/test_hosted_rank.py tests/groups/test_jaccl_agents.py tests/groups/test_lifecycle.py tests/groups/test_lying_members.py tests/groups/test_replica_loads.py tests/groups/test_replicas.py tests/groups/test_warm_pool.py tests/page tests/wire/test_frames.py
 DEMO_ARGS ?=
 TEST_ARGS ?=
 CHAOS_ARGS ?=

@@ -93,10 +93,10 @@ class Rounds:
         """Begin a round soon: something is different."""
         self._wake.set()
 
-    def attempt(self, act: Callable[[float], T], now: float, *members: str) -> T | None:
+    def attempt(self, act: Callable[[], T], *members: str) -> T | None:
         """Return the result of a step; None if it failed. It was about reports of these `members`."""
         try:
-            return act(now)
+            return act()
         except Exception as error:  # noqa: BLE001 - the boundary of a step, which `_log` logs
             words = f"{error!r:.300}"
             self._log(words, error)
@@ -114,7 +114,7 @@ class Rounds:
 
     def step(self, now: float) -> float:
         """Run all steps once. Return the latest time of the next round."""
-        found = [self.attempt(step, now) for step in self._steps]
+        found = [self.attempt(partial(step, now)) for step in self._steps]
         return min((each for each in found if each is not None), default=math.inf)
 
     def due(self, now: float) -> float:
@@ -124,7 +124,7 @@ class Rounds:
             if now >= each.at and each.needed():
                 following = each.at + each.seconds
                 each.at = following if following > now else now + each.seconds
-                self.attempt(each.act, now)
+                self.attempt(partial(each.act, now))
         until = max(self.step(now), now + LEAST_S)
         if self._wake.is_set():
             until = min(until, now + AGAIN_S)

@@ -104,12 +104,12 @@ class RosterProofs:
         return Roster(tuple(self._completed(entry) for entry in roster.entries))
 
     def renewed(self, roster: Roster) -> Roster:
-        """Sign members that a former authority let in anew, on the Mac that has the present one's key.
+        """Sign members again that a former authority let in, on the Mac that has the present one's key.
 
         They get later versions in the order of their age, so that all members choose the new signatures.
         """
         authority = self.identity.authority
-        if authority is None or not self._past:
+        if authority is None or len(_believed(self.identity)) == 1:
             return roster
         for entry in roster.members().values():
             if entry.admission and not self._is_present(entry):
@@ -126,7 +126,7 @@ class RosterProofs:
 
         No certificate of such a key counts. This Mac's own key stays.
         """
-        if not self._past or self._former:
+        if len(_believed(self.identity)) == 1 or _overlaps(self.identity):
             return roster
         own = self.identity.fingerprint
         kept = (
@@ -137,22 +137,8 @@ class RosterProofs:
         return Roster(tuple(kept))
 
     def _is_present(self, entry: RosterEntry) -> bool:
-        """Return True for a member that the present authority let in, or signed anew."""
-        return _holds(self._keys[0], entry.admission, _ADMISSION, self._admission(entry))
-
-    @property
-    def _keys(self) -> tuple[PublicKey, ...]:
-        assert self.identity.membership is not None
-        return keys(self.identity.membership)
-
-    @property
-    def _past(self) -> bool:
-        return len(self._keys) > 1
-
-    @property
-    def _former(self) -> bool:
-        """True while the authority before counts as well."""
-        return self.identity.membership is not None and bool(self.identity.membership.former)
+        """Return True for a member that the present authority let in, or signed again."""
+        return _holds(_believed(self.identity)[0], entry.admission, _ADMISSION, self._admission(entry))
 
     def _completed(self, entry: RosterEntry) -> RosterEntry:
         if not entry.admission:
@@ -182,7 +168,7 @@ class RosterProofs:
     def _is_admitted(self, entry: RosterEntry, mine: RosterEntry | None) -> bool:
         if mine is not None and mine.admission and _admission(entry) == _admission(mine):
             return True
-        if not self._former:  # an entry that was forgotten with its authority must not come back
+        if not _overlaps(self.identity):  # an entry that was forgotten with its authority must not come back
             return self._is_present(entry)
         return self._by_authority(entry.admission, _ADMISSION, self._admission(entry))
 
@@ -211,7 +197,7 @@ class RosterProofs:
 
     def _by_authority(self, signature: str, label: bytes, parts: list[bytes]) -> bool:
         """Return True if the cluster's authority made this signature, or one that it took over from."""
-        return any(_holds(key, signature, label, parts) for key in self._keys)
+        return any(_holds(key, signature, label, parts) for key in _believed(self.identity))
 
     def _admission(self, entry: RosterEntry) -> list[bytes]:
         return self._parts(*admission_of(entry))
@@ -227,6 +213,17 @@ class RosterProofs:
 
     def _parts(self, *parts: str | int) -> list[bytes]:
         return [str(part).encode() for part in (self.identity.cluster_id, *parts)]
+
+
+def _believed(identity: Identity) -> tuple[PublicKey, ...]:
+    """Return the keys of the cluster's authorities, the present one first."""
+    assert identity.membership is not None
+    return keys(identity.membership)
+
+
+def _overlaps(identity: Identity) -> bool:
+    """Return True while certificates of the former authority count as well."""
+    return identity.membership is not None and bool(identity.membership.former)
 
 
 def _may_remove(remover: RosterEntry, entry: RosterEntry, known: Mapping[str, RosterEntry]) -> bool:
@@ -391,7 +388,7 @@ class Enrolment:
     def sheds(self, digest: int) -> None:
         """Forget what the member with a roster of this `digest` has forgotten: see `RosterProofs.shed`.
 
-        Until then an entry may be of a member that the Mac with the authority's key has yet to sign anew.
+        Until then an entry may be of a member that the Mac with the authority's key has yet to sign again.
         """
         replica = self._replica
         if digest != replica.digest and (self._shed is None or self._shed[0] is not replica.roster):
@@ -400,7 +397,7 @@ class Enrolment:
             self._renew(self._shed[1])
 
     def _settle(self) -> None:
-        """After a rotation, sign members anew where the authority's key is, and forget what it ended."""
+        """After a rotation, sign members again where the authority's key is, and forget what it ended."""
         self._shed = None
         if self._proofs.identity.authority is not None:
             self._renew(self._proofs.shed(self._proofs.renewed(self._replica.roster)))

@@ -128,7 +128,7 @@ class Groups:
                 self.known(f"{row.name}#{index}")
         for owner, group in list(self._node.peer_info.servings):
             if group and owner:
-                self._node.rounds.attempt(partial(self._known_at, group), 0.0, owner)
+                self._node.rounds.attempt(partial(self.known, group), owner)
         for name in [name for name, each in self.by_id.items() if each.over]:
             over = self.by_id.pop(name)
             stories = over.supervisor.status.ended_history()
@@ -143,9 +143,6 @@ class Groups:
             if self._live:
                 group.start()
         return group
-
-    def _known_at(self, name: str, _now: float) -> None:
-        self.known(name)
 
     def _made(self, name: str) -> Group:
         group = self._make(name)
@@ -162,7 +159,9 @@ class Groups:
         if self.shown is self._none:
             self._none.decide(now)
         found = [
-            self._node.rounds.attempt(group.decide, now, *(owner for owner, _ in group.reports.reports()))
+            self._node.rounds.attempt(
+                partial(group.decide, now), *(owner for owner, _ in group.reports.reports())
+            )
             for group in list(self.by_id.values())
         ]
         return min((each for each in found if each is not None), default=math.inf)

@@ -20,6 +20,7 @@ from mlxtp.wire.cluster_messages import (
     Deployments,
     EndEpoch,
     GroupAssignment,
+    MachineWanted,
     ModelHeld,
     ModelStatus,
     Prepare,
@@ -28,11 +29,11 @@ from mlxtp.wire.cluster_messages import (
 )
 from mlxtp.wire.codecs import Message
 
-from ..wire.members import Member
+from ..wire.members import Member, founder
 from ..wire.samples import EXAMPLES
 from . import mutated
 from .mutated import Lied
-from .one_node import A, Node, play
+from .one_node import GROUP, A, B, Node, play
 
 INVENTED = 10_000
 MOST = 1024
@@ -144,3 +145,50 @@ def test_invented_names_fill_no_collection(
         assert large(node.parts) == []
 
     play(tmp_path, member, story)
+
+
+def test_a_part_that_fails_costs_the_link_and_a_round_goes_on(
+    tmp_path: Path, member: Member, weights: ModelSource, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever is wrong with a part, its error reaches neither the reader of other links nor the agent."""
+
+    async def story(node: Node) -> None:
+        lied = Lied(node, weights, leads=True)
+        node.parts.node.links.on(lambda _link, _message: {}["a bug"], MachineWanted)
+        node.hear(lied.liar, MachineWanted())
+        assert not lied.linked(lied.liar)
+        assert "a message (MachineWanted) of mac-a (aaaaaaaa) is refused" in caplog.text
+        liar, after = node.meet(A, "again"), []
+        node.hear(liar, replace(EXAMPLES[Serving], participants=(A,)))  # type: ignore[type-var]
+        controller = node.parts.groups.known(GROUP).controller
+        controller.situation = lambda _since: {}["a bug"]  # type: ignore[method-assign]
+        node.parts.node.rounds.add(after.append)
+        node.live_once(lied.honest, liar)
+        node.live_once(lied.honest)
+        assert (len(after), lied.linked(liar), lied.linked(lied.honest)) == (2, False, True)
+        assert caplog.text.count("a step of this agent failed, and is tried again") == 1
+        assert not node.parts.node.over.done()
+
+    play(tmp_path, member, story)
+
+
+def test_the_signed_name_counts_and_the_audit_log_says_who_removed_a_deployment(
+    tmp_path: Path, weights: ModelSource, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    first = founder(tmp_path)
+
+    async def story(node: Node) -> None:
+        for node_id in (A, B):
+            node.parts.node.enrolment.admit(node_id, "a", node_id * 2)
+        lied = Lied(node, weights, leads=True)
+        assert lied.liar.hello.name == "mac-a"
+        assert node.parts.node.name_of(A) == "a (aaaaaaaa)"
+        [row] = node.parts.node.desired.table.rows
+        gone = Deployment("tiny", keep_s=0, version=row.version + 1, writer=B, removed=True)
+        node.hear(lied.liar, Deployments((gone,), 0, False))
+        [record] = [each for each in caplog.records if "removed tiny" in each.getMessage()]
+        assert record.getMessage() == "a (ffffffff) removed tiny, as a (aaaaaaaa) reports"
+        assert record.foreign  # type: ignore[attr-defined]
+
+    play(tmp_path, first, story)

@@ -434,10 +434,10 @@ class MemberHandlers:
         """
         parts = self._parts
         members = parts.node.replica.roster.members()
-        found = [each for each in members if parts.node.name_of(each) == node]
+        found = [each for each, entry in members.items() if node in (parts.node.name_of(each), entry.name)]
         found = found or [each for each in members if each.startswith(node)]
         if not node or len(found) != 1:
-            known = ", ".join(f"{parts.node.name_of(each)} ({each[:8]})" for each in members)
+            known = ", ".join(f"{entry.name} ({each[:8]})" for each, entry in members.items())
             what = "more than one member is" if found else "no member is"
             raise UserError(f"{what} called {node!r}; there are {known}")
         if found[0] == parts.node.node_id:

@@ -310,8 +310,8 @@ class Roster:
         entry = seal(RosterEntry(node_id, name, fingerprint, False, self._next_version()))
         if len({fingerprint, *(each.fingerprint for each in self.entries)}) > MAX_ENTRIES:
             raise UserError(
-                f"this cluster has had {MAX_ENTRIES} members, all it can remember; `mlxtp cluster authority rotate` "
-                "begins without the removed ones"
+                f"this cluster has had {MAX_ENTRIES} members, all it can remember; "
+                "`mlxtp cluster authority rotate` begins a list without the removed ones"
             )
         return self.merged([entry])
 

@@ -277,7 +277,8 @@ def test_a_member_is_named_by_name_or_by_the_beginning_of_its_id(
             await admin.members.hand_over("studio", "", "")
         assert len(cluster.node.replica.roster.members()) == 6
         removed = [await admin.members.remove(each, "") for each in ("ff", "ff", "1111", "mini")]
-        assert [each["removed"] for each in removed] == ["ff", "mac-f", "mini (11111111)", "mini"]  # first by its name
+        called = [each["removed"] for each in removed]
+        assert called == ["ff", "mac-f", "mini (11111111)", "mini"]  # first by its name
         assert [each["node_id"] for each in removed] == ["3" * 32, B, "1" * 32, "2" * 32]
         assert removed[-1]["saved_by"] == []
         assert set(cluster.node.replica.roster.members()) == {cluster.node.node_id, A}

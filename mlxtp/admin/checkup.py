@@ -169,4 +169,5 @@ def member_facts(
         fingerprint=model.fingerprint if model is not None else "",
         model_problem=model.problem if model is not None else "",
         unlike=unlike,
+        refused=member.refused,
     )

@@ -75,7 +75,8 @@ class AgentSnapshot:
 class MemberSnapshot:
     """One member. `rank` is its rank in a group that is ready; `address` is its link's, "" without a link.
 
-    `called`: it opened a link to this Mac. `held_bytes` of its memory are held by ranks.
+    `called`: it opened a link to this Mac. `held_bytes` of its memory are held by ranks. `refused` is why it
+    or this Mac refused the other last; empty with a link.
     """
 
     node_id: str
@@ -94,6 +95,7 @@ class MemberSnapshot:
     entry: RosterEntry
     admitted_by: str  #: Name of the member that admitted it, if one did.
     held_bytes: int = 0
+    refused: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,6 +282,7 @@ def _member(parts: AgentParts, entry: RosterEntry, rank: int | None) -> MemberSn
         entry=entry,
         admitted_by=node.name_of(entry.admitted_by) if entry.admitted_by else "",
         held_bytes=parts.groups.held_bytes(node_id),
+        refused=node.links.refused.get(node_id, ""),
     )
 
 
@@ -404,6 +407,7 @@ def members(cluster: ClusterSnapshot) -> list[Json]:
             "joined_at": each.entry.at,
             "holds_authority": is_holder(each.entry),
             "model_problem": each.model.problem if each.model is not None else "",
+            "refused": each.refused,
             "model_progress": each.model_progress,
         }
         for each in cluster.members
@@ -557,6 +561,7 @@ def _node(member: MemberSnapshot) -> Json:
         "notes": list(machine.notes) if machine is not None else [],
         "model_problem": member.model.problem or None if member.model is not None else None,
         "model_progress": member.model_progress or None,
+        "refused": member.refused or None,
     }
 
 

@@ -154,7 +154,7 @@ def members_shown(answer: Mapping[str, Any]) -> list[Any]:
     """Return the table, and below it the problems that keep members from serving the model."""
     lines: list[Any] = [_members_table(answer)]
     for member in answer["members"]:
-        lines += _about(member["name"], filter(None, [member["model_problem"]]), "red")
+        lines += _about(member["name"], filter(None, [member["model_problem"], member.get("refused")]), "red")
         lines += _about(member["name"], filter(None, [member.get("model_progress")]), "cyan")
     return lines
 
@@ -302,7 +302,8 @@ def picture(
         return Group(*parts)
     parts += [_state(snapshot, now), _speed(snapshot)]
     nodes = snapshot["nodes"]
-    told = {node.get(name) for node in nodes for name in ("model_problem", "model_progress")}  # with its name
+    about = (("model_problem", "red"), ("refused", "red"), ("model_progress", "cyan"))
+    told = {node.get(name) for node in nodes for name, _ in about}  # with its name
     for name, style in (("problem", "red"), ("reason", ""), ("waiting", "yellow")):
         if (words := snapshot[name]) and words not in told and not (name == "reason" and snapshot["ready"]):
             parts.append(Text(f"  {words}", style))
@@ -313,7 +314,7 @@ def picture(
     parts += [
         Text(f"{node['name']}: {node[name]}", style)
         for node in nodes
-        for name, style in (("model_problem", "red"), ("model_progress", "cyan"))
+        for name, style in about
         if node.get(name)
     ]
     if (before := _ended(_shown_history(snapshot))) is not None:

@@ -20,6 +20,7 @@ from ..wire.codecs import printable
 from ..wire.messages import PROTOCOL_VERSION, Error
 from .cluster_state import Roster
 from .links import ControlLink
+from .roster_text import READS
 
 log = logging.getLogger(__name__)
 
@@ -157,7 +158,7 @@ class Introduction:
         self.addresses = addresses
         self._identity = identity
         wheel = metal_wheel()
-        self._versions = (*versions_here(), *([f"{_WHEEL}={wheel}"] if wheel else []))
+        self._versions = (*versions_here(), READS, *([f"{_WHEEL}={wheel}"] if wheel else []))
         self._flags = flags_of(settings)
         self.unlike: dict[str, str] = {}  #: By node id: the last warning about kernels; "" for none.
         self._roster = roster

@@ -15,12 +15,13 @@ from typing import Protocol as Interface
 from ..background import Background, failure_of
 from ..errors import Code, LinkError, MlxtpError, ProtocolError
 from ..wire.certificates import NodeIdentity
-from ..wire.cluster_messages import AgentHello
+from ..wire.cluster_messages import MAX_MEMBERS, MAX_PARTING, AgentHello, RosterParting
 from ..wire.codecs import Message
 from ..wire.messages import Error, SessionEnd
 from ..wire.protocol import TERMINAL
 from ..wire.session import LinkKind, Session, Side
 from ..wire.streams import StreamLink
+from .roster_text import MAX_CHARACTERS, READS
 
 log = logging.getLogger(__name__)
 
@@ -75,15 +76,39 @@ class ControlLink:
 
     async def receive_hello(self) -> AgentHello:
         """Return the hello of the other end. Messages that follow it are kept in `rest`."""
-        async with asyncio.timeout(GREETING_S):
-            batch = await self.connection.receive()
-        received, self.rest = batch[0].message, [each.message for each in batch[1:]]
+        await self.waits()
+        received = self.rest.pop(0)
         if isinstance(received, Error):
             raise Rejected(received.detail, Code(received.code))
         if not isinstance(received, AgentHello):
             raise ProtocolError(f"{type(received).__name__} where a hello was expected", Code.OUT_OF_ORDER)
         self.hello = received
         return received
+
+    async def waits(self) -> Message:
+        """Wait for a message, and return the first of `rest`. Raises IndexError at the end of the link."""
+        if not self.rest:
+            async with asyncio.timeout(GREETING_S):
+                self.rest = [each.message for each in await self.connection.receive()]
+        return self.rest[0]
+
+    def send_roster(self, text: str) -> None:
+        """Send a text of `roster_text` to an end that this one cannot work with."""
+        starts = range(0, len(text), MAX_PARTING)
+        for start in starts:
+            self.send(RosterParting(text[start : start + MAX_PARTING], start != starts[-1]))
+
+    async def receive_roster(self) -> str:
+        """Return the text that the other end sent by `send_roster`; empty for one that is too long."""
+        parts, more = [""], True
+        while more:
+            await self.waits()
+            received = self.rest.pop(0)
+            if not isinstance(received, RosterParting) or len(parts) * MAX_PARTING > MAX_CHARACTERS:
+                return ""
+            parts.append(received.part)
+            more = received.more
+        return "".join(parts)
 
     def refuse(self, error: MlxtpError) -> None:
         """End the link, and send the reason."""
@@ -140,6 +165,10 @@ class PeerLinks:
         self._on_lost: list[Callable[[str, str], None]] = []
         #: Reply type and future of each open request, by the node and the nonce.
         self._open: dict[tuple[str, bytes], tuple[type[Message], asyncio.Future[Any]]] = {}
+        #: By node id: why it or this node refused the other last, until a link comes up.
+        self.refused: dict[str, str] = {}
+        self._tell_roster: Callable[[], str] = str
+        self._take_roster: Callable[[str, str], None] = lambda _node_id, _text: None
 
     def on(self, handler: Callable[[ControlLink, Any], None], *kinds: type[Message]) -> None:
         """Have `handler` called with each message of these types, and the link that it came over."""
@@ -153,6 +182,10 @@ class PeerLinks:
     def on_lost(self, handler: Callable[[str, str], None]) -> None:
         """Have `handler` called with the id of a node whose last link has ended, and the reason."""
         self._on_lost.append(handler)
+
+    def on_parting(self, tell: Callable[[], str], take: Callable[[str, str], None]) -> None:
+        """Exchange rosters with members of other versions: `take` gets a node id and what its `tell` gave."""
+        self._tell_roster, self._take_roster = tell, take
 
     async def ask(self, node_id: str, request: Any, reply: type[A], within_s: float) -> A:
         """Return a node's reply to a request. Both carry the same `nonce`.
@@ -174,6 +207,7 @@ class PeerLinks:
     def up(self, link: ControlLink) -> bool:
         """Take in a new link. Return False if the gate rejects it."""
         self._links[link.number] = link
+        self.refused.pop(link.node_id, None)
         if not self._gate.opened(link):
             self._links.pop(link.number, None)
             return False
@@ -257,6 +291,11 @@ class PeerLinks:
             hello = await link.receive_hello()
             if refusal := self._judge(identity, hello):
                 self._say_refused(f"{hello.name or hello.node_id} at {link.remote}", refusal.detail)
+                self._refuses(identity, refusal)
+                if refusal.code is Code.MISMATCH and READS in hello.versions:
+                    with contextlib.suppress(MlxtpError, TimeoutError, IndexError):
+                        link.send_roster(self._tell_roster())
+                        self._take_roster(identity.node_id, await link.receive_roster())
                 link.refuse(refusal)
                 return
             link.send(self._hello())
@@ -265,6 +304,13 @@ class PeerLinks:
             link.close()
             return
         await self._live(link, identity)
+
+    def _refuses(self, identity: NodeIdentity, refusal: MlxtpError) -> None:
+        """Keep the reason why a link to a node did not come about."""
+        self.refused.pop(identity.node_id, None)
+        while len(self.refused) >= MAX_MEMBERS:
+            del self.refused[next(iter(self.refused))]
+        self.refused[identity.node_id] = refusal.detail
 
     def _say_refused(self, who: str, why: str, bug: Exception | None = None) -> None:
         """Log a refusal, once in a while only, because a refused peer calls again and again."""
@@ -284,16 +330,22 @@ class PeerLinks:
         link = ControlLink(reader, writer, dialled=True)
         try:
             link.send(self._hello())
+            if isinstance(await link.waits(), RosterParting):
+                self._take_roster(identity.node_id, await link.receive_roster())
+                link.send_roster(self._tell_roster())
             hello = await link.receive_hello()
             if refusal := self._judge(identity, hello):
                 link.refuse(refusal)
+                self._refuses(identity, refusal)
                 raise refusal
         except (TimeoutError, IndexError):
             link.close()
             raise LinkError(
                 f"{link.remote} sent no hello within {GREETING_S:g} s", Code.LINK_TIMEOUT
             ) from None
-        except MlxtpError:
+        except MlxtpError as error:
+            if isinstance(error, Rejected):
+                self._refuses(identity, error)
             link.close()
             raise
         self._readers.start(self._live(link, identity), f"the link to {hello.name}")

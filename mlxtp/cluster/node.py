@@ -24,6 +24,7 @@ from ..identity.store import Identity
 from ..identity.validity import own_time
 from ..wire.cluster_messages import MAX_MEMBERS, Beat, Machine, Members, RosterSaved
 from ..wire.messages import Error
+from . import roster_text
 from .cluster_state import Replica
 from .introduction import Introduction, PeerInfo
 from .leadership import Debounce, Leadership
@@ -284,6 +285,10 @@ class ClusterNode:
         self.links.on(lambda link, beat: self.peer_info.beat(link.node_id, beat), Beat)
         self.links.on(self.enrolment.received, Members)
         self.links.on(lambda _link, beat: self.enrolment.sheds(beat.roster), Beat)
+        self.links.on_parting(
+            lambda: roster_text.to_text(self.replica.roster.entries),
+            lambda node_id, text: self.enrolment.take(roster_text.from_text(text), node_id),
+        )
         self.links.on(self._saving.received, RosterSaved)
         self.links.on(introduction.received_error, Error)
         self.rounds.every(BEAT_S, lambda _now: self.gossip.beat(), needed=self.links.nodes)

@@ -13,7 +13,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from ..errors import ConfigError, RemoteProtocolError, UserError
 from ..identity.private_files import write_private
 from ..wire.cluster_messages import MAX_MEMBERS, MAX_MODEL, Deployment, RosterEntry, RosterSaved
 from ..wire.codecs import U63, FieldCodec, holding, integer, record, records, text, texts
+from . import roster_text
 from .cluster_state import (
     KEEP_S,
     MAX_ENTRIES,
@@ -54,7 +55,6 @@ _FIELDS: Mapping[str, FieldCodec] = {
 }
 _ADDRESSES = texts(MAX_ADDRESSES, 300)  # a host name has up to 253 characters
 _NODE_ID = text(32)
-_DEFAULTS = {each.name: each.default for each in fields(RosterEntry) if each.default is not MISSING}
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ def _completed(roster: Any) -> Any:
     """Give entries that were written without fields of today their defaults."""
     if type(roster) is not list or any(type(entry) is not dict for entry in roster):
         return roster  # not a roster of any format
-    return [_DEFAULTS | entry for entry in roster]
+    return [roster_text.DEFAULTS | entry for entry in roster]
 
 
 def _peers(value: Any) -> dict[str, tuple[str, ...]]:

@@ -755,6 +755,7 @@ def _of_member(member: MemberFacts) -> Iterator[Finding]:
     yield ok(f"{member.name}: {back}")
 
 
+_EITHER = "do what it says, on one of the two Macs"
 _ABSENT = {"left": "has stopped", "dead": "is gone", "suspect": "is silent"}
 
 
@@ -763,6 +764,8 @@ def _absent(member: MemberFacts) -> Finding:
     start = f"if it should be here: start mlxtp on {member.name}, and run `mlxtp doctor` there"
     answering = [each.address for each in member.ours if not each.problem]
     words = f"{member.name} {_ABSENT.get(member.state, 'is away')}"
+    if member.refused:
+        return warning(f"{member.name} has no link: the last one was refused: {member.refused}", _EITHER)
     if answering and not member.state:
         return ok(f"{member.name} takes connections at {names(answering)}; only an agent knows the way back")
     if answering:

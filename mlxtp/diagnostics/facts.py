@@ -133,7 +133,7 @@ class MemberFacts:
     """Another member, as seen from this machine. `state` is empty where no agent knows it.
 
     `ours` are this machine's tries to reach it. `called`: it opened a link to this machine. `unlike`: a
-    warning about its mlx-metal.
+    warning about its mlx-metal. `refused`: why it or this machine refused the other last.
     """
 
     name: str
@@ -145,6 +145,7 @@ class MemberFacts:
     fingerprint: str = ""
     model_problem: str = ""
     unlike: str = ""
+    refused: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,6 +151,7 @@ class FabricResult:
 MAX_MEMBERS = 64
 MAX_TOLD = 32  #: Deployments in one message: what one frame may hold in objects.
 MAX_ENTERED = 24  #: Entries of the roster in one message, for the same reason.
+MAX_PARTING = 3000  #: Characters of one part; frames before a link is open hold 4 KiB.
 MAX_PAST = 8  #: Authorities before the present one whose signatures are believed.
 MAX_MODEL = 1000
 MAX_HASHES = 512  #: Hashes of beginnings that one group reports.
@@ -172,10 +173,12 @@ class AgentHello(Message):
 
     `boot_id` is new at each start of the agent. `versions` and `flags` ("mlx=0.32.4") must be compatible for
     ranks to compute alike. `addresses` are where this agent listens ("ip:port"), `http` is its endpoint.
-    `clock` is its time, in seconds since 1970.
+    `clock` is its time, in seconds since 1970. Fields of other versions are ignored, and none is ever taken
+    away: two versions that cannot work together must read each other's.
     """
 
     TYPE: ClassVar[int] = 0x30
+    GROWS: ClassVar[bool] = True
     version: int = _f(integer(0, U32))
     node_id: str = _f(_id)
     cluster_id: str = _f(text(16))
@@ -290,6 +293,19 @@ class Members(Message):
 
     TYPE: ClassVar[int] = 0x06
     entries: tuple[RosterEntry, ...] = _f(records(RosterEntry, 0, MAX_ENTERED))
+
+
+@dataclass(frozen=True, slots=True)
+class RosterParting(Message):
+    """Part of the roster of an end that cannot work with the other one, sent before the link ends.
+
+    The parts together are a text of `cluster.roster_text`, with a version of its own: this message stays as
+    it is in all protocol versions.
+    """
+
+    TYPE: ClassVar[int] = 0x5C
+    part: str = _f(text(MAX_PARTING))
+    more: bool = _f(boolean())
 
 
 @dataclass(frozen=True, slots=True)
@@ -719,4 +735,4 @@ BOTH_WAYS: tuple[type[Message], ...] = (
     ModelHeld, ModelLender, ModelPull, ModelsHere, RosterSaved,
 )  # fmt: skip
 
-CONTROL_MESSAGES: tuple[type[Message], ...] = (AgentHello, *BOTH_WAYS)
+CONTROL_MESSAGES: tuple[type[Message], ...] = (AgentHello, RosterParting, *BOTH_WAYS)

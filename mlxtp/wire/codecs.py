@@ -263,7 +263,8 @@ def holding(codec: FieldCodec, **default: Any) -> Any:
 
 
 class Message:
-    """Base of all messages. `TYPE` is the number on the wire."""
+    """Base of all messages. `TYPE` is the number on the wire; one that `GROWS` may have surplus fields."""
 
     __slots__ = ()
     TYPE: ClassVar[int]
+    GROWS: ClassVar[bool] = False

@@ -98,7 +98,7 @@ def check_body(message_type: type[Message], body: Wire) -> list[Any]:
     name = "body"
     values = []
     try:
-        if type(body) is not dict or len(body) != len(checks):
+        if type(body) is not dict or (len(body) != len(checks) and not message_type.GROWS):
             raise ValueError(f"a map of exactly the fields {', '.join(n for n, _ in checks) or '(none)'}")
         for name, check in checks:
             values.append(check(body[name]))

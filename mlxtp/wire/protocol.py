@@ -98,6 +98,7 @@ class LinkState(Enum):
 
     NEW = "new"
     GREETED = "greeted"
+    PARTING = "parting"
     OFFERED = "offered"
     ASKED = "asked"
     OPEN = "open"
@@ -130,7 +131,7 @@ class LinkState(Enum):
 TERMINAL = frozenset((LinkState.CLOSED, LinkState.FAILED))  #: states in which nothing is legal
 
 #: States in which the peer has proven nothing yet. Frames are limited to 4 KiB.
-OPENING = frozenset((LinkState.NEW, LinkState.GREETED, LinkState.OFFERED, LinkState.ASKED))
+OPENING = frozenset((LinkState.NEW, LinkState.GREETED, LinkState.PARTING, LinkState.OFFERED, LinkState.ASKED))
 
 
 class RequestFailed(Message):
@@ -292,7 +293,7 @@ def _anywhere(rows: Iterable[Transition], side: Side, *messages: type[Message]) 
     """Yield moves that make these messages of `side` legal in every state from open on, and change none."""
     return (
         (state, side, message, state)
-        for state in _states(rows) - {LinkState.NEW, LinkState.GREETED}
+        for state in _states(rows) - {LinkState.NEW, LinkState.GREETED, LinkState.PARTING}
         for message in messages
     )
 
@@ -344,12 +345,15 @@ _REQUESTS_LINK: tuple[Transition, ...] = (
 
 def _control() -> Table:
     """Return the moves on links between agents, both ends of which may send the same once they are open."""
-    from .cluster_messages import BOTH_WAYS, AgentHello
+    from .cluster_messages import BOTH_WAYS, AgentHello, RosterParting
 
     rows: tuple[Transition, ...] = (
         (LinkState.NEW, _LOWER, AgentHello, LinkState.GREETED),
         (LinkState.GREETED, _UPPER, AgentHello, LinkState.OPEN),
         (LinkState.GREETED, _UPPER, Error, LinkState.CLOSED),  # refused
+        (LinkState.GREETED, _UPPER, RosterParting, LinkState.PARTING),  # about to be refused
+        *((LinkState.PARTING, side, RosterParting, LinkState.PARTING) for side in Side),
+        (LinkState.PARTING, _UPPER, Error, LinkState.CLOSED),
     )
     ends = ((SessionEnd, LinkState.CLOSED), (Error, LinkState.FAILED))
     end = tuple((LinkState.OPEN, side, message, state) for side in Side for message, state in ends)

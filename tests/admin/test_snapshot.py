@@ -68,7 +68,7 @@ HERE = MemberSnapshot(
 OTHER = MemberSnapshot(
     B, "mini", False, "suspect", False, True, 1, "10.0.0.7", True, "", None,
     ModelStatus("tiny", "", "no room"), "tiny is on its way",
-    RosterEntry(B, "mini", B * 2, False, 2, admitted_by=A, at=1_780_000_000), "studio",
+    RosterEntry(B, "mini", B * 2, False, 2, admitted_by=A, at=1_780_000_000), "studio", refused="protocol 12",
 )  # fmt: skip
 CLUSTER = ClusterSnapshot(
     alone=False,
@@ -195,6 +195,7 @@ def test_status_names_ranks_members_and_the_fabric_of_a_group_that_serves() -> N
     rows = {each["name"]: each for each in status["members"]}
     assert (rows["mini"]["rank"], rows["mini"]["admitted_by_name"], rows["mini"]["chip"]) == (1, "studio", "")
     assert rows["mini"]["model_problem"] == "no room"
+    assert rows["mini"]["refused"] == "protocol 12"
     assert status["group"] == "tiny#0"
     assert status["fabric"] is None, "no report says that the group serves"
     told = io.StringIO()

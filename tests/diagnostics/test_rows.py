@@ -237,6 +237,8 @@ CASES: list[tuple[str, Change, Level, str, str]] = [
     ("peers", _mini(ours=()), Level.OK, "mini has a link", ""),
     ("peers", _mini(linked=False, state="dead", ours=REFUSED), Level.WARNING, "mini is gone: 10.0.0.2:52414",
      "start mlxtp on mini"),
+    ("peers", _mini(linked=False, state="left", refused="protocol 13, mini protocol 12: install"),
+     Level.WARNING, "mini has no link: the last one was refused: protocol 13", "one of the two"),
     ("peers", _mini(linked=False, state="left", ours=REFUSED), Level.INFO, "mini has stopped", "start mlxtp"),
     ("peers", _mini(linked=False, state="dead"), Level.WARNING, "10.0.0.2:52414 takes connections", "logs"),
     ("clock", _set("mac_guarded", "clock"), Level.ERROR, "7300 s ahead of time.apple.com", "sudo sntp -sS"),

@@ -45,6 +45,7 @@ from mlxtp.wire.cluster_messages import (
     RankTrouble,
     ReplicaLoad,
     RosterEntry,
+    RosterParting,
     RosterSaved,
     Serving,
     StartRank,
@@ -143,6 +144,7 @@ _CONTROL_EXAMPLES: tuple[Message, ...] = (
     Beat(3, NODE, 2, 5, 17, True, 40, True, True, 1_795_000_000),
     Deployments((_CHANGED, _REMOVED), 1, True),
     Members((_MEMBER,)),
+    RosterParting("{}", False),
     RosterSaved(7),
     MachineReport(
         "macos", "26.3", "25D1", "Mac15,14", "Apple M3 Ultra", 32, 80, 1 << 39, 1 << 38, 9, 9, "ac",
@@ -567,6 +569,7 @@ _STRATEGIES |= {
         GroupAssignment, _text, _text, _count, _count, _node, _shorts, _text, _u32, _shorts
     ),
     ReplicaLoad: st.builds(ReplicaLoad, _text, _count, _count, _u32, st.binary(max_size=8 * MAX_HASHES)),
+    RosterParting: st.builds(RosterParting, _short, st.booleans()),
     RosterSaved: st.builds(RosterSaved, _count),
     TokenWanted: st.builds(TokenWanted, st.binary(min_size=16, max_size=16)),
     CertificateWanted: st.builds(

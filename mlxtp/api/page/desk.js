@@ -127,7 +127,7 @@ function node(each, now) {
     el("b", {}, each.name),
     ` · ${roles.filter(Boolean).join(", ")}`,
     ...lines.filter(Boolean).map((line) => el("span", { class: "about" }, line)),
-    ...[each.model_problem, ...each.notes].filter(Boolean).map((words) => el("span", { class: "trouble" }, words)),
+    ...[each.model_problem, each.refused, ...each.notes].filter(Boolean).map((words) => el("span", { class: "trouble" }, words)),
   );
 }
 

@@ -2,23 +2,25 @@
 
 The file holds the deployments, the roster, the last addresses of peers, the last epoch and the last term.
 It is replaced as a whole, so that an agent killed while writing leaves the previous file. An unreadable file
-is set aside under another name and reported, never overwritten.
+is set aside under another name and reported, never overwritten. Removed members stand in a file of their own
+too, to which only lines are added: a Mac that has lost the first file still refuses them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, RemoteProtocolError, UserError
-from ..identity.private_files import write_private
+from ..identity.private_files import append_private, write_private
 from ..wire.cluster_messages import MAX_MEMBERS, MAX_MODEL, Deployment, RosterEntry, RosterSaved
 from ..wire.codecs import U63, FieldCodec, holding, integer, record, records, text, texts
 from . import roster_text
@@ -44,6 +46,8 @@ FILE = "state.json"
 FORMAT = 4
 MAX_ADDRESSES = 16  #: Addresses kept of each peer.
 _MAX_BYTES = 32 << 20
+REMOVALS = "removals"  #: File of the removed members alone, which outlives an unusable `FILE`.
+COMPACT_BYTES = 2 << 20  #: Size from which the file of removals is written anew.
 
 _FIELDS: Mapping[str, FieldCodec] = {
     "deployments": records(Deployment, 0, MAX_ROWS),
@@ -182,6 +186,15 @@ def load(home: Path) -> tuple[SavedState, str]:
 
     A missing file is a first start. Raises UserError when the file is there and cannot be opened.
     """
+    kept, problem = _load(home)
+    roster = kept.beliefs.roster
+    for entry in removals_at(home)[0]:
+        with contextlib.suppress(RemoteProtocolError):  # more than any cluster can have had
+            roster = roster.merged([entry])
+    return replace(kept, beliefs=replace(kept.beliefs, roster=roster)), problem
+
+
+def _load(home: Path) -> tuple[SavedState, str]:
     path = home / FILE
     try:
         with path.open("rb") as file:
@@ -200,10 +213,48 @@ def load(home: Path) -> tuple[SavedState, str]:
         return SavedState(), _unusable(path, error)
 
 
+def removals_at(home: Path) -> tuple[tuple[RosterEntry, ...], int]:
+    """Return the removed members that the file of removals names, and its size.
+
+    Each line has a checksum, so a line that is torn or damaged is skipped. Never raises for what is in it.
+    """
+    try:
+        with (home / REMOVALS).open("rb") as file:
+            data = file.read(_MAX_BYTES)
+    except OSError:
+        return (), 0
+    found = [
+        entry
+        for line in set(data.split(b"\n"))
+        if line[:_SUM] == _sum(line[_SUM:])
+        for entry in roster_text.from_text(line[_SUM:].decode(errors="replace"))
+        if entry.removed
+    ]
+    return tuple(sorted(found, key=lambda entry: entry.fingerprint)), len(data)
+
+
+_SUM = 16  #: Hex digits before the text of each line.
+
+
+def _sum(text: bytes) -> bytes:
+    return hashlib.sha256(text).hexdigest()[:_SUM].encode()
+
+
+def _line(entry: RosterEntry) -> bytes:
+    text = roster_text.to_text([entry]).encode()
+    return _sum(text) + text + b"\n"
+
+
 def save(home: Path, kept: SavedState) -> None:
-    """Replace the file. Raises UserError when that fails; the file is then unchanged."""
+    """Replace the file, and append new removals to theirs. Raises UserError when that fails."""
     try:
         write_private(home / FILE, to_text(kept).encode())
+        gone = {entry for entry in kept.beliefs.roster.entries if entry.removed}
+        found, size = removals_at(home) if gone else ((), 0)
+        if size > COMPACT_BYTES:
+            write_private(home / REMOVALS, b"".join(map(_line, gone)))
+        elif new := gone.difference(found):
+            append_private(home / REMOVALS, b"\n" + b"".join(map(_line, new)))  # after a torn line, too
     except ConfigError as error:
         raise UserError(f"{error.detail}. The state of this node is not saved") from None
 
@@ -218,6 +269,7 @@ def forget(home: Path) -> None:
         if path.is_dir():
             _set_aside(path)
         path.unlink(missing_ok=True)
+        (home / REMOVALS).unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"{path} of an earlier cluster cannot be removed: {error.strerror}") from None
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import stat
 from pathlib import Path
 
 import pytest
 
+from mlxtp.cluster import state_file
 from mlxtp.cluster.cluster_state import ClusterState, DeploymentTable, LeaderClaim, Roster
-from mlxtp.cluster.state_file import FILE, SavedState, forget, from_text, load, save, to_text
+from mlxtp.cluster.state_file import FILE, REMOVALS, SavedState, forget, from_text, load, save, to_text
 from mlxtp.errors import UserError
 from mlxtp.wire.cluster_messages import Deployment
 
@@ -132,8 +134,8 @@ def test_no_other_user_can_read_the_file(tmp_path: Path) -> None:
         save(tmp_path, KEPT)
     finally:
         os.umask(before)
-    assert stat.S_IMODE((tmp_path / FILE).stat().st_mode) == 0o600
-    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
+    assert modes == {FILE: 0o600, REMOVALS: 0o600}
 
 
 def test_a_kill_while_writing_leaves_the_file_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +150,7 @@ def test_a_kill_while_writing_leaves_the_file_before(tmp_path: Path, monkeypatch
     monkeypatch.undo()
     assert load(tmp_path) == (KEPT, "")
     save(tmp_path, SavedState())  # what was left lying about is no obstacle
-    assert load(tmp_path) == (SavedState(), "")
+    assert from_text((tmp_path / FILE).read_text()) == SavedState()
 
 
 def test_the_new_file_is_on_the_disk_before_it_takes_the_name(
@@ -159,7 +161,7 @@ def test_the_new_file_is_on_the_disk_before_it_takes_the_name(
     replace = Path.replace
     monkeypatch.setattr(Path, "replace", lambda self, to: (done.append("rename"), replace(self, to))[1])
     save(tmp_path, KEPT)
-    assert done == ["sync", "rename", "sync"]
+    assert done == ["sync", "rename", "sync", "sync", "sync"]  # the last ones are of the removals
 
 
 def test_a_full_disk_is_told_and_the_file_before_stays(
@@ -259,3 +261,49 @@ def test_what_could_not_be_read_back_is_not_written(tmp_path: Path) -> None:
 def test_only_the_latest_addresses_of_a_peer_are_kept() -> None:
     many = tuple(f"10.0.0.{i}:1" for i in range(40))
     assert from_text(to_text(SavedState(peers={"a": many}))).peers == {"a": many[:16]}
+
+
+# --- removals --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", [None, b"{", b'{"format": 99}'], ids=["gone", "damaged", "of a later one"])
+def test_a_removed_member_stays_removed_without_the_state(tmp_path: Path, state: bytes | None) -> None:
+    save(tmp_path, KEPT)
+    if state is None:
+        (tmp_path / FILE).unlink()
+    else:
+        (tmp_path / FILE).write_bytes(state)
+    roster = load(tmp_path)[0].beliefs.roster
+    assert roster.removed("key-b")
+    assert not roster.removed("key-a")
+    forget(tmp_path)
+    assert load(tmp_path) == (SavedState(), "")
+
+
+def test_removals_are_added_once_each_behind_a_torn_line_and_written_anew_when_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, KEPT)
+    path = tmp_path / REMOVALS
+    before = path.read_bytes()
+    save(tmp_path, KEPT)
+    assert path.read_bytes() == before
+    path.write_bytes(before[:-9])
+    save(tmp_path, KEPT)
+    assert path.read_bytes().startswith(before[:-9])
+    assert [each.fingerprint for each in state_file.removals_at(tmp_path)[0]] == ["key-b"]
+    monkeypatch.setattr(state_file, "COMPACT_BYTES", len(before))
+    save(tmp_path, KEPT)
+    assert path.read_bytes().strip() == before.strip()
+
+
+def test_no_byte_of_the_removals_ends_a_start(tmp_path: Path) -> None:
+    save(tmp_path, KEPT)
+    path, numbers = tmp_path / REMOVALS, random.Random(7)
+    whole = path.read_bytes()
+    for _ in range(300):
+        data = bytearray(whole)
+        for _ in range(numbers.randint(1, 4)):
+            data[numbers.randrange(len(data))] = numbers.randrange(256)
+        path.write_bytes(bytes(data[: numbers.randint(0, len(data))]))
+        assert load(tmp_path) == (KEPT, "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import secrets
@@ -71,6 +72,7 @@ async def measure(clock: Time, row_bytes: int) -> Times:
 
 
 FILE = "fabric.json"
+SAVE_S = 1.0  #: Seconds between two writes: each waits for the disk, and members can send many reports.
 
 
 class FabricResults:
@@ -85,6 +87,9 @@ class FabricResults:
         node.links.on(self._received, FabricReport)
         node.links.on_up(self._greet)
         node.links.on_lost(lambda node_id, _why: self._forget(node_id))
+        self._unsaved = False
+        self._saving = Background()
+        node.rounds.every(SAVE_S, lambda _now: self._save(), needed=lambda: self._unsaved)
 
     def on_change(self, handler: Callable[[], None]) -> None:
         """Have `handler` called when a measurement was added."""
@@ -103,7 +108,7 @@ class FabricResults:
         return self._reported.get(node_id)
 
     def keep(self, result: FabricResult) -> None:
-        """Add a measurement, and write it to the disk."""
+        """Add a measurement. It is on the disk after SAVE_S, or a `flush`."""
         try:
             kept = measurements.merged(self.results, [measurements.check(result)])
         except ValueError as error:
@@ -112,12 +117,27 @@ class FabricResults:
         if kept == self.results:
             return
         self.results = kept
-        try:
-            write_private(self._path, measurements.to_text(kept).encode())
-        except MlxtpError as error:
-            log.error("the fabric measurement is lost when this agent ends: %s", error.detail)
+        self._unsaved = True
         for handler in self._on_change:
             handler()
+
+    async def flush(self) -> None:
+        """Write what is not on the disk yet."""
+        self._save()
+        while tasks := self._saving.tasks:
+            await asyncio.wait(tasks)
+            self._save()
+
+    def _save(self) -> None:
+        if self._unsaved and not self._saving.tasks:
+            self._saving.start(self._write(), "saving fabric measurements")
+
+    async def _write(self) -> None:
+        self._unsaved, text = False, measurements.to_text(self.results)
+        try:
+            await asyncio.to_thread(write_private, self._path, text.encode())
+        except MlxtpError as error:
+            log.error("the fabric measurement is lost when this agent ends: %s", error.detail)
 
     def _greet(self, link: ControlLink) -> None:
         for result in self.results:
@@ -240,6 +260,7 @@ class FabricBench:
         except ValueError as error:
             raise UserError(f"the measurement is implausible and is not kept: {error}") from None
         self._results.keep(result)
+        await self._results.flush()
         self._node.links.broadcast(report(result))
         return result
 
@@ -274,5 +295,6 @@ class FabricBench:
             self._node.links.send(node_id, FabricAnswer(wanted.nonce, problem))
 
     async def close(self) -> None:
-        """Stop measuring."""
+        """Stop measuring, and write the results."""
         await self._background.close()
+        await self._results.flush()

@@ -18,6 +18,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
+import time
 from collections import Counter
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
@@ -161,21 +162,27 @@ class _Slip:
     key: bytes = field(repr=False)
     expires_at: float
     requested_by: str  #: node id of the member that requested it
+    ends_at: float  #: expiry by the clock on the wall, which goes on while the Mac sleeps
     #: Wrong proofs by address, so that no address ends a token for the others.
     failures: Counter[str] = field(default_factory=Counter)
     used_by: str = ""
     used_at: float = 0.0
     void: bool = False  #: True once the member that requested it has left or was removed.
 
+    def over_s(self, now: float) -> float:
+        """Return the seconds since its expiry, by the clock that is further; negative before."""
+        return max(now - self.expires_at, time.time() - self.ends_at)
+
     def is_open(self, now: float) -> bool:
-        return not self.used_by and not self.void and now < self.expires_at
+        return not self.used_by and not self.void and self.over_s(now) < 0
 
 
 class TokenIssuer:
     """Issuer of one cluster's tokens, on the Mac that has its authority's key.
 
-    `now` is in seconds, of one clock. It lives in memory only: after a restart, an agent refuses all tokens
-    issued before. No file can bring a used token back.
+    `now` is in seconds, of one clock. A token also expires by the clock on the wall, where that is earlier:
+    the other one may stand still while a Mac sleeps. It lives in memory only: after a restart, an agent
+    refuses all tokens issued before. No file can bring a used token back.
     """
 
     def __init__(self, cluster_id: str, authority_hash: bytes) -> None:
@@ -192,7 +199,7 @@ class TokenIssuer:
         most = MAX_OPEN if own or not asked_by else MAX_OPEN_EACH
         self._forget(now)
         open_until = [
-            slip.expires_at
+            now - slip.over_s(now)
             for slip in self._slips.values()
             if slip.requested_by == asked_by and slip.is_open(now)
         ]
@@ -203,7 +210,7 @@ class TokenIssuer:
                 Code.OVERLOADED,
             )
         token = JoinToken(self._cluster_id, self.authority_hash, secret)
-        self._slips[token.id] = _Slip(token.key, now + LIFE_S, asked_by)
+        self._slips[token.id] = _Slip(token.key, now + LIFE_S, asked_by, time.time() + LIFE_S)
         return token
 
     def key(self, token_id: bytes) -> bytes:
@@ -244,8 +251,8 @@ class TokenIssuer:
         if slip.used_by:
             again = slip.used_by == holder and now < slip.used_at + RESEND_S
             return "" if again else "this join token was used before; each token admits one Mac, once"
-        if now >= slip.expires_at:
-            return f"this join token expired {now - slip.expires_at:.0f} s ago"
+        if (over_s := slip.over_s(now)) >= 0:
+            return f"this join token expired {over_s:.0f} s ago"
         return ""
 
     def use(self, token_id: bytes, holder: str, now: float) -> None:

@@ -6,6 +6,8 @@ import asyncio
 import json
 import logging
 import stat
+import threading
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +19,7 @@ from mlxtp.admin.handlers import Admin as Administration
 from mlxtp.admin.snapshot import gather
 from mlxtp.config import embedded_model_path
 from mlxtp.errors import UserError
+from mlxtp.groups import fabric as fabric_module
 from mlxtp.groups.fabric import FILE, measure, row_bytes
 from mlxtp.groups.process_group import EpochGroup
 from mlxtp.models.inspect import ModelSource
@@ -122,8 +125,33 @@ def test_the_agent_of_rank_0_is_asked_and_all_keep_its_reply(tmp_path: Path, mem
         assert await asking == RESULT
         assert node.parts.results.results == (RESULT,)
         kept = tmp_path / FILE
+        await node.parts.results.flush()
         assert stat.S_IMODE(kept.stat().st_mode) == 0o600
         assert json.loads(kept.read_text())["results"][0]["collective_s"] == 0.25
+
+    play(tmp_path, member, story)
+
+
+def test_reports_are_written_off_the_loop_at_most_once_a_second_and_the_last_at_the_end(
+    tmp_path: Path, member: Member, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[str] = []
+
+    def write(path: Path, data: bytes) -> None:
+        assert threading.current_thread() is not threading.main_thread()
+        written.append(data.decode())
+
+    monkeypatch.setattr(fabric_module, "write_private", write)
+
+    async def story(node: Node) -> None:
+        a, rounds, now = node.meet(A), node.parts.node.rounds, time.monotonic()
+        for at in range(1, 100):
+            node.hear(a, report(replace(RESULT, at=at)))
+            rounds.due(now + at / 100)
+            await asyncio.sleep(0.002)
+        assert len(written) <= 2
+        await node.parts.fabric_bench.close()
+        assert '"at": 99' in written[-1]
 
     play(tmp_path, member, story)
 

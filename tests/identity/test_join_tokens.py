@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -123,6 +125,20 @@ def desk() -> TokenIssuer:
 
 def secret(number: int) -> bytes:
     return number.to_bytes(16, "big")
+
+
+@pytest.mark.parametrize(
+    ("ran", "wall", "open"), [(1, 1, True), (1, LIFE_S, False), (LIFE_S, -9e6, False), (1, -9e6, True)]
+)
+def test_a_token_expires_by_the_earlier_of_two_clocks(
+    monkeypatch: pytest.MonkeyPatch, ran: float, wall: float, open: bool
+) -> None:
+    """One stands still while a Mac sleeps; the other may be set back, which lengthens nothing."""
+    here, started = desk(), time.time()
+    monkeypatch.setattr(time, "time", lambda: started)
+    token = here.issue(secret(1), NOW)
+    monkeypatch.setattr(time, "time", lambda: started + wall)
+    assert here.why_not(token.id, "mini", NOW + ran) == ("" if open else "this join token expired 0 s ago")
 
 
 def test_a_token_opens_once() -> None:

@@ -9,9 +9,10 @@ tables the later knowledge holds.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -27,6 +28,7 @@ from ..wire.cluster_messages import (
     Members,
     RosterEntry,
 )
+from ..wire.codecs import record
 
 # --- deployments ----------------------------------------------------------------------------------------
 
@@ -446,6 +448,41 @@ def _age(entry: RosterEntry) -> tuple[int, str]:
 
 def _parts(entry: RosterEntry) -> tuple[object, ...]:
     return (*admission_of(entry), entry.admission, entry.removed, *removal_of(entry), *holding_of(entry))
+
+
+# --- entries as text, for members of another protocol version and for the disk ---------------------------
+
+#: Version of the text, which does not follow the protocol's: readers ignore fields that they do not know.
+TEXT_VERSION = 1
+READS = f"roster={TEXT_VERSION}"  #: In the `versions` of a hello: this agent reads the text.
+MAX_TEXT = 1 << 20  #: Characters: more than 512 entries take.
+#: Values of fields that an earlier version did not write.
+DEFAULTS = {each.name: each.default for each in fields(RosterEntry) if each.default is not MISSING}
+_ENTRY = record(RosterEntry)
+_NAMES = [each.name for each in fields(RosterEntry)]
+
+
+def roster_text(entries: Iterable[RosterEntry]) -> str:
+    """Return the entries as ASCII, on one line."""
+    return json.dumps({"version": TEXT_VERSION, "roster": [_ENTRY.to_wire(each) for each in entries]})
+
+
+def roster_entries(text: str) -> tuple[RosterEntry, ...]:
+    """Return the entries that this version understands; none of a damaged text or one of another version."""
+    try:
+        table = json.loads(text)
+        rows = table["roster"][:MAX_ENTRIES] if table["version"] == TEXT_VERSION else ()
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return ()
+    return tuple(entry for row in rows if (entry := _entry(row)) is not None)
+
+
+def _entry(row: Any) -> RosterEntry | None:
+    try:
+        entry: RosterEntry = _ENTRY.from_wire(DEFAULTS | {name: row[name] for name in _NAMES if name in row})
+    except (ValueError, TypeError):
+        return None
+    return entry
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,8 @@ from ..wire.certificates import NodeIdentity, key_id, read_node
 from ..wire.cluster_messages import AgentHello, Beat, Machine, ModelStatus, Serving
 from ..wire.codecs import printable
 from ..wire.messages import PROTOCOL_VERSION, Error
-from .cluster_state import Roster
+from .cluster_state import READS, Roster
 from .links import ControlLink
-from .roster_text import READS
 
 log = logging.getLogger(__name__)
 

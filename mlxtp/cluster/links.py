@@ -21,7 +21,7 @@ from ..wire.messages import Error, SessionEnd
 from ..wire.protocol import TERMINAL
 from ..wire.session import LinkKind, Session, Side
 from ..wire.streams import StreamLink
-from .roster_text import MAX_CHARACTERS, READS
+from .cluster_state import MAX_TEXT, READS
 
 log = logging.getLogger(__name__)
 
@@ -94,9 +94,8 @@ class ControlLink:
 
     def send_roster(self, text: str) -> None:
         """Send a text of `roster_text` to an end that this one cannot work with."""
-        starts = range(0, len(text), MAX_PARTING)
-        for start in starts:
-            self.send(RosterParting(text[start : start + MAX_PARTING], start != starts[-1]))
+        for end in range(MAX_PARTING, len(text) + MAX_PARTING, MAX_PARTING):
+            self.send(RosterParting(text[end - MAX_PARTING : end], end < len(text)))
 
     async def receive_roster(self) -> str:
         """Return the text that the other end sent by `send_roster`; empty for one that is too long."""
@@ -104,7 +103,7 @@ class ControlLink:
         while more:
             await self.waits()
             received = self.rest.pop(0)
-            if not isinstance(received, RosterParting) or len(parts) * MAX_PARTING > MAX_CHARACTERS:
+            if not isinstance(received, RosterParting) or len(parts) * MAX_PARTING > MAX_TEXT:
                 return ""
             parts.append(received.part)
             more = received.more
@@ -167,8 +166,8 @@ class PeerLinks:
         self._open: dict[tuple[str, bytes], tuple[type[Message], asyncio.Future[Any]]] = {}
         #: By node id: why it or this node refused the other last, until a link comes up.
         self.refused: dict[str, str] = {}
-        self._tell_roster: Callable[[], str] = str
-        self._take_roster: Callable[[str, str], None] = lambda _node_id, _text: None
+        #: The exchange with members of other versions: this node's roster as text, and what takes theirs.
+        self.parting: tuple[Callable[[], str], Callable[[str, str], None]] = (str, lambda *_: None)
 
     def on(self, handler: Callable[[ControlLink, Any], None], *kinds: type[Message]) -> None:
         """Have `handler` called with each message of these types, and the link that it came over."""
@@ -182,10 +181,6 @@ class PeerLinks:
     def on_lost(self, handler: Callable[[str, str], None]) -> None:
         """Have `handler` called with the id of a node whose last link has ended, and the reason."""
         self._on_lost.append(handler)
-
-    def on_parting(self, tell: Callable[[], str], take: Callable[[str, str], None]) -> None:
-        """Exchange rosters with members of other versions: `take` gets a node id and what its `tell` gave."""
-        self._tell_roster, self._take_roster = tell, take
 
     async def ask(self, node_id: str, request: Any, reply: type[A], within_s: float) -> A:
         """Return a node's reply to a request. Both carry the same `nonce`.
@@ -294,8 +289,8 @@ class PeerLinks:
                 self._refuses(identity, refusal)
                 if refusal.code is Code.MISMATCH and READS in hello.versions:
                     with contextlib.suppress(MlxtpError, TimeoutError, IndexError):
-                        link.send_roster(self._tell_roster())
-                        self._take_roster(identity.node_id, await link.receive_roster())
+                        link.send_roster(self.parting[0]())
+                        self.parting[1](identity.node_id, await link.receive_roster())
                 link.refuse(refusal)
                 return
             link.send(self._hello())
@@ -331,8 +326,8 @@ class PeerLinks:
         try:
             link.send(self._hello())
             if isinstance(await link.waits(), RosterParting):
-                self._take_roster(identity.node_id, await link.receive_roster())
-                link.send_roster(self._tell_roster())
+                self.parting[1](identity.node_id, await link.receive_roster())
+                link.send_roster(self.parting[0]())
             hello = await link.receive_hello()
             if refusal := self._judge(identity, hello):
                 link.refuse(refusal)

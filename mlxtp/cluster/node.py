@@ -24,8 +24,7 @@ from ..identity.store import Identity
 from ..identity.validity import own_time
 from ..wire.cluster_messages import MAX_MEMBERS, Beat, Machine, Members, RosterSaved
 from ..wire.messages import Error
-from . import roster_text
-from .cluster_state import Replica
+from .cluster_state import Replica, roster_entries, roster_text
 from .introduction import Introduction, PeerInfo
 from .leadership import Debounce, Leadership
 from .links import SAID_S, ControlLink, PeerLinks, cut
@@ -285,9 +284,9 @@ class ClusterNode:
         self.links.on(lambda link, beat: self.peer_info.beat(link.node_id, beat), Beat)
         self.links.on(self.enrolment.received, Members)
         self.links.on(lambda _link, beat: self.enrolment.sheds(beat.roster), Beat)
-        self.links.on_parting(
-            lambda: roster_text.to_text(self.replica.roster.entries),
-            lambda node_id, text: self.enrolment.take(roster_text.from_text(text), node_id),
+        self.links.parting = (
+            lambda: roster_text(self.replica.roster.entries),
+            lambda node_id, text: self.enrolment.learn(roster_entries(text), node_id),
         )
         self.links.on(self._saving.received, RosterSaved)
         self.links.on(introduction.received_error, Error)

@@ -354,9 +354,9 @@ class Enrolment:
 
     def received(self, link: ControlLink, members: Members) -> None:
         """Take in another member's roster."""
-        self.take(members.entries, link.node_id)
+        self.learn(members.entries, link.node_id)
 
-    def take(self, entries: Iterable[RosterEntry], sender: str) -> None:
+    def learn(self, entries: Iterable[RosterEntry], sender: str) -> None:
         """Take in entries that the member `sender` sent."""
         replica, before = self._replica, self._replica.roster
         if replica.enrols(self._proofs.proven(entries, before)):

@@ -23,8 +23,8 @@ from ..errors import ConfigError, RemoteProtocolError, UserError
 from ..identity.private_files import append_private, write_private
 from ..wire.cluster_messages import MAX_MEMBERS, MAX_MODEL, Deployment, RosterEntry, RosterSaved
 from ..wire.codecs import U63, FieldCodec, holding, integer, record, records, text, texts
-from . import roster_text
 from .cluster_state import (
+    DEFAULTS,
     KEEP_S,
     MAX_ENTRIES,
     MAX_ROWS,
@@ -35,6 +35,8 @@ from .cluster_state import (
     Roster,
     name_of,
     received,
+    roster_entries,
+    roster_text,
 )
 from .links import ControlLink
 
@@ -47,7 +49,7 @@ FORMAT = 4
 MAX_ADDRESSES = 16  #: Addresses kept of each peer.
 _MAX_BYTES = 32 << 20
 REMOVALS = "removals"  #: File of the removed members alone, which outlives an unusable `FILE`.
-COMPACT_BYTES = 2 << 20  #: Size from which the file of removals is written anew.
+COMPACT_BYTES = 2 << 20  #: Size from which the file of removals is replaced.
 
 _FIELDS: Mapping[str, FieldCodec] = {
     "deployments": records(Deployment, 0, MAX_ROWS),
@@ -169,7 +171,7 @@ def _completed(roster: Any) -> Any:
     """Give entries that were written without fields of today their defaults."""
     if type(roster) is not list or any(type(entry) is not dict for entry in roster):
         return roster  # not a roster of any format
-    return [roster_text.DEFAULTS | entry for entry in roster]
+    return [DEFAULTS | entry for entry in roster]
 
 
 def _peers(value: Any) -> dict[str, tuple[str, ...]]:
@@ -227,7 +229,7 @@ def removals_at(home: Path) -> tuple[tuple[RosterEntry, ...], int]:
         entry
         for line in set(data.split(b"\n"))
         if line[:_SUM] == _sum(line[_SUM:])
-        for entry in roster_text.from_text(line[_SUM:].decode(errors="replace"))
+        for entry in roster_entries(line[_SUM:].decode(errors="replace"))
         if entry.removed
     ]
     return tuple(sorted(found, key=lambda entry: entry.fingerprint)), len(data)
@@ -241,7 +243,7 @@ def _sum(text: bytes) -> bytes:
 
 
 def _line(entry: RosterEntry) -> bytes:
-    text = roster_text.to_text([entry]).encode()
+    text = roster_text([entry]).encode()
     return _sum(text) + text + b"\n"
 
 

@@ -89,7 +89,7 @@ class FabricResults:
         node.links.on_lost(lambda node_id, _why: self._forget(node_id))
         self._unsaved = False
         self._saving = Background()
-        node.rounds.every(SAVE_S, lambda _now: self._save(), needed=lambda: self._unsaved)
+        node.rounds.every(SAVE_S, lambda _now: self._save_results(), needed=lambda: self._unsaved)
 
     def on_change(self, handler: Callable[[], None]) -> None:
         """Have `handler` called when a measurement was added."""
@@ -123,16 +123,16 @@ class FabricResults:
 
     async def flush(self) -> None:
         """Write what is not on the disk yet."""
-        self._save()
+        self._save_results()
         while tasks := self._saving.tasks:
             await asyncio.wait(tasks)
-            self._save()
+            self._save_results()
 
-    def _save(self) -> None:
+    def _save_results(self) -> None:
         if self._unsaved and not self._saving.tasks:
-            self._saving.start(self._write(), "saving fabric measurements")
+            self._saving.start(self._write_results(), "saving fabric measurements")
 
-    async def _write(self) -> None:
+    async def _write_results(self) -> None:
         self._unsaved, text = False, measurements.to_text(self.results)
         try:
             await asyncio.to_thread(write_private, self._path, text.encode())

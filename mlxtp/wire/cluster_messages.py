@@ -299,8 +299,8 @@ class Members(Message):
 class RosterParting(Message):
     """Part of the roster of an end that cannot work with the other one, sent before the link ends.
 
-    The parts together are a text of `cluster.roster_text`, with a version of its own: this message stays as
-    it is in all protocol versions.
+    The parts together are a text of `cluster_state.roster_text`, with a version of its own: this message
+    stays as it is in all protocol versions.
     """
 
     TYPE: ClassVar[int] = 0x5C

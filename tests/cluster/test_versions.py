@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mlxtp.cluster import introduction, roster_text
-from mlxtp.cluster.cluster_state import MAX_ENTRIES
+from mlxtp.cluster import introduction
+from mlxtp.cluster.cluster_state import MAX_ENTRIES, MAX_TEXT, roster_entries, roster_text
 from mlxtp.cluster.links import Rejected
 from mlxtp.cluster.node import ClusterNode
 from mlxtp.config import Settings
@@ -144,20 +144,17 @@ ENTRY = RosterEntry("a" * 32, "mini", "f" * 64, True, 3, removed_in=4)
 def test_another_versions_roster_is_read_as_far_as_this_one_understands_it(
     changed: dict[str, object], expected: tuple[RosterEntry, ...]
 ) -> None:
-    text = roster_text.to_text([ENTRY])
+    text = roster_text([ENTRY])
     assert text.isascii()
     table = json.loads(text)
     table["roster"][0]["unknown"] = [1]
-    assert roster_text.from_text(json.dumps(table | changed)) == expected
-    assert roster_text.from_text(text[:-3]) == roster_text.from_text("[" * 100_000) == ()
+    assert roster_entries(json.dumps(table | changed)) == expected
+    assert roster_entries(text[:-3]) == roster_entries("[" * 100_000) == ()
 
 
 def test_the_largest_roster_fits_and_a_hello_may_have_more_fields() -> None:
     longest = {"node_id": 32, "name": 80, "fingerprint": 64, "admission": 160, "removal": 160, "remover": 130}
     entry = replace(ENTRY, **{name: "x" * size for name, size in longest.items()}, holding="x" * 160)
-    assert (
-        len(roster_text.to_text([replace(entry, authorized="x" * 160)] * MAX_ENTRIES))
-        < roster_text.MAX_CHARACTERS
-    )
+    assert len(roster_text([replace(entry, authorized="x" * 160)] * MAX_ENTRIES)) < MAX_TEXT
     hello = AgentHello(14, "a", "c", "b", "mini", (), (), (), "", 5)
     assert AgentHello(*check_body(AgentHello, to_body(hello) | {"later": [1]})) == hello

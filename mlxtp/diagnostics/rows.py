@@ -176,8 +176,8 @@ ROWS: tuple[CheckRow, ...] = (
     CheckRow(
         "peers", "Other members",
         "each member: whether this machine gets a TCP connection to each of its addresses, and whether the "
-        "member has opened one to this machine; why one of the two refused the other; whether its mlx-metal is "
-        "made for the same macOS",
+        "member has opened one to this machine; why one of the two refused the other; "
+        "whether its mlx-metal is made for the same macOS",
         "a group needs connections in both directions",
         "the firewall or the cable at the end that is not reached",
         checks.of_peers,

@@ -286,7 +286,7 @@ class ClusterNode:
         self.links.on(lambda _link, beat: self.enrolment.sheds(beat.roster), Beat)
         self.links.parting = (
             lambda: roster_text(self.replica.roster.entries),
-            lambda node_id, text: self.enrolment.learn(roster_entries(text), node_id),
+            lambda node_id, text: self.enrolment.learn(roster_entries(text), lambda: node_id),
         )
         self.links.on(self._saving.received, RosterSaved)
         self.links.on(introduction.received_error, Error)

@@ -354,10 +354,10 @@ class Enrolment:
 
     def received(self, link: ControlLink, members: Members) -> None:
         """Take in another member's roster."""
-        self.learn(members.entries, link.node_id)
+        self.learn(members.entries, lambda: link.node_id)
 
-    def learn(self, entries: Iterable[RosterEntry], sender: str) -> None:
-        """Take in entries that the member `sender` sent."""
+    def learn(self, entries: Iterable[RosterEntry], sender: Callable[[], str]) -> None:
+        """Take in entries of another member; `sender` returns its node id."""
         replica, before = self._replica, self._replica.roster
         if replica.enrols(self._proofs.proven(entries, before)):
             for entry in replica.roster.entries:
@@ -372,7 +372,7 @@ class Enrolment:
         if (surplus := replica.roster.surplus()) and not before.surplus():
             words = "%s reports more than %d members; the latest are left out: %s"
             latest = ", ".join(map(self._name_of, surplus))
-            log.warning(words, self._name_of(sender), MAX_MEMBERS, latest)
+            log.warning(words, self._name_of(sender()), MAX_MEMBERS, latest)
 
     def hold(self, identity: Identity) -> None:
         """Go on as a node that has the authority's key, or no longer has it, and state that to all."""

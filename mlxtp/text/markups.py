@@ -328,3 +328,10 @@ def call_format(template: str, vocabulary: Container[str]) -> CallFormat | None:
         if row.tokens and all(token in vocabulary for token in row.tokens):
             return row.format
     return None
+
+
+#: Tokens that show a markup, and those that begin calls: all of a vocabulary that an agent asks for.
+MARKERS = frozenset(
+    [token for row in THOUGHTS for token in row.tokens]
+    + [text for row in CALLS for text in (*row.tokens, *row.format.starts)]
+)

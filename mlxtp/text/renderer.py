@@ -10,7 +10,6 @@ MLX.
 
 from __future__ import annotations
 
-import array
 import contextlib
 import importlib.util
 import json
@@ -23,16 +22,18 @@ import subprocess
 import sys
 import threading
 import weakref
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
-from dataclasses import asdict, dataclass
-from functools import cache, partial
+from dataclasses import asdict, dataclass, replace
+from functools import cache, cached_property, partial
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from ..errors import Code, MlxtpError, ModelError, RequestError, is_library_error
-from ..imports import importing
+from ..imports import import_tokenizers, importing
 from ..model_files import (
     TIKTOKEN_FILE,
     is_lfs_pointer,
@@ -43,7 +44,8 @@ from ..model_files import (
 )
 from ..wire.rank_process import without_secrets
 from .json_limits import SHORT
-from .tokenizer_import import import_tokenizers
+from .markups import MARKERS
+from .token_bytes import TokenBytes, bytes_of
 from .tool_schemas import relaxed
 
 log = logging.getLogger(__name__)
@@ -119,6 +121,7 @@ def template_module(name: str) -> ModuleRender | None:
 
 Json = Mapping[str, Any]
 
+_PROBE = " Hello,  world's end . \n\té 日本語 😀👩‍👧 e\u0301 x"
 _SHOWN = 200  # characters of another library's error
 _TEXTS = (".json", ".jinja", ".model", ".txt")  # endings of files of tokenizers and templates
 _SETTINGS = ("bos_token", "eos_token", "unk_token", "pad_token", "chat_template", "chat_template_type")
@@ -128,15 +131,34 @@ _SETTINGS = ("bos_token", "eos_token", "unk_token", "pad_token", "chat_template"
 class RendererFacts:
     """Facts of a model's text that an agent needs.
 
-    `tokenizer` is the model's tokenizer.json, `eos` its end token or -1.
     `template` holds the model's chat templates, empty where mlx-lm's module (or nothing) takes their place.
-    `renders` is True where there is either.
+    `renders` is True where there is either. `eos` is the end token or -1. `identity` is equal for equal
+    tokenizers and templates. `longest_token` in characters. `markers`: ids of those of `MARKERS` that are
+    tokens. `added`: id and text of each added token, and True for special ones.
     """
 
-    tokenizer: str
     template: str
     renders: bool
     eos: int
+    identity: str
+    longest_token: int
+    markers: Mapping[str, int]
+    added: Sequence[tuple[int, str, bool]]
+    tokens: TokenBytes
+
+    def packed(self) -> bytes:
+        """Return the facts for `unpacked`: a JSON object, then the table of tokens."""
+        tokens, few = self.tokens, asdict(replace(self, tokens=None))  # type: ignore[arg-type]
+        told = json.dumps([few, len(tokens.ends), tokens.strip]).encode()
+        return b"".join((_LENGTH.pack(len(told)), told, tokens.ends.tobytes(), tokens.content))
+
+    @classmethod
+    def unpacked(cls, found: bytes) -> RendererFacts:
+        """Return the facts. Raises ValueError, TypeError and struct.error for anything else."""
+        start = _LENGTH.size + _LENGTH.unpack_from(found)[0]
+        few, count, strip = json.loads(found[_LENGTH.size : start])
+        ends = array("I", found[start : start + 4 * count])
+        return cls(**few | {"tokens": TokenBytes(ends, found[start + 4 * count :], strip)})
 
 
 class Renderer(Protocol):
@@ -220,15 +242,33 @@ class LocalRenderer:
             _check_added_tokens(tokenizer, settings, path)
         return cls(tokenizer, _template_module(tokenizer, path))
 
-    @property
+    @cached_property
     def facts(self) -> RendererFacts:
+        """Facts for the agent. Raises ModelError where the tokenizer does not work."""
+        try:
+            return self._facts()
+        except BaseException as error:
+            if not is_library_error(error):
+                raise
+            detail = error.detail if isinstance(error, MlxtpError) else f"the tokenizer fails: {error}"
+            raise ModelError(detail, Code.MODEL_INVALID) from error
+
+    def _facts(self) -> RendererFacts:
         own = self._tokenizer.chat_template
         eos = self._tokenizer.eos_token_id
+        template = "" if self._module else _whole_template(own)
+        both = (self._backend.to_str() + template).encode(errors="surrogatepass")
+        added = self._backend.get_added_tokens_decoder().items()
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)
         return RendererFacts(
-            self._backend.to_str(),
-            "" if self._module else _whole_template(own),
+            template,
             bool(self._module or own),
             -1 if eos is None else int(eos),
+            blake2b(both, digest_size=16).hexdigest(),
+            max(map(len, vocabulary)),
+            {marker: vocabulary[marker] for marker in MARKERS & vocabulary.keys()},
+            [(id_, token.content, token.special) for id_, token in added],
+            bytes_of(self._backend, self.encode(_PROBE, special=False)),
         )
 
     def render(
@@ -364,8 +404,8 @@ def _whole_template(template: Any) -> str:
 # breaks, the request at fault gets an error and the next one a new process.
 #
 # `python -m mlxtp.text.renderer FD FOLDER` sends the model's facts on the socket FD, then one reply for
-# each frame. A frame is 4 bytes of length, then JSON. A reply has one byte more: `t` before text, `i`
-# before token ids of 4 bytes each, `e` before an error in JSON.
+# each frame. A frame is 4 bytes of length, then JSON. A reply has one byte more: `f` before facts, `t` before
+# text, `i` before token ids of 4 bytes each, `e` before an error in JSON.
 
 START_CPU_S = 120.0
 START_BYTES = 4 << 30  # resident bytes, while a tokenizer is read
@@ -380,7 +420,7 @@ STILL_S = 10.0
 WALL_S = 300.0  # seconds of checks in all
 REPLY_BYTES = 4 << 20  # bytes of a reply at most,
 REPLY_PER_BYTE = 16  # plus bytes for each byte of the request
-MOST_FACTS = 1 << 28  # bytes of the facts at most
+MOST_FACTS = 1 << 26  # bytes of the facts at most
 MOST_RELAXED = 2 << 20  # bytes of tools whose relaxed schemas are kept
 
 _LENGTH = struct.Struct("<I")
@@ -466,7 +506,7 @@ def read_ids(kind: bytes, found: bytes) -> tuple[int, ...]:
     """Return the token ids of a reply. Raises RequestError as `read_text` does."""
     try:
         if kind == b"i":
-            return tuple(array.array("I", found))
+            return tuple(array("I", found))
         raise _error_in(kind, found)
     except (ValueError, TypeError, RecursionError):
         raise broken("its reply cannot be read") from None
@@ -528,8 +568,10 @@ class _Lane(WorkerQueue):
             self._drop()
             raise ModelError(f"the tokenizer in {self._path} cannot be read: {ended.error.detail}") from None
         try:
-            return RendererFacts(**json.loads(read_text(kind, found)))
-        except (RequestError, ValueError, TypeError) as error:
+            if kind == b"f":
+                return RendererFacts.unpacked(found)
+            raise _error_in(kind, found)
+        except (RequestError, ValueError, TypeError, struct.error) as error:
             self._drop()
             code = error.code if isinstance(error, RequestError) else Code.MODEL_INVALID
             raise ModelError(str(error), code) from None
@@ -704,7 +746,7 @@ def main(arguments: list[str]) -> None:
             with importing():
                 import_tokenizers()
                 writer = LocalRenderer.load(Path(arguments[1]))
-            reply = b"t" + json.dumps(asdict(writer.facts)).encode()
+            reply = b"f" + writer.facts.packed()
         except MlxtpError as error:
             _send(link, _error(error))
             return
@@ -721,7 +763,7 @@ def _answer(writer: LocalRenderer, body: bytes) -> bytes:
     try:
         match json.loads(body):
             case [str(text), special]:
-                return b"i" + array.array("I", writer.encode(text, special=special)).tobytes()
+                return b"i" + array("I", writer.encode(text, special=special)).tobytes()
             case [messages, tools, options, prompting]:
                 text = writer.render(messages, tools, options, prompting=prompting)
                 return b"t" + text.encode("utf-8", "surrogatepass")

@@ -17,7 +17,7 @@ from typing import Literal
 from .answers import AnswerParser, AnswerPart, PartKind, ReadingPlan, StopFinder
 from .calls import CallText
 from .conversation import Call, StreamEnd, TokenScore
-from .tokenizer import Detokenizer
+from .token_bytes import Detokenizer
 
 # --- events -----------------------------------------------------------------------------------------------
 

@@ -13,8 +13,8 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[3]
 LOAD = """
 from mlxtp.config import embedded_model_path
+from mlxtp.imports import LightPackage, import_tokenizers
 from mlxtp.text.renderer import LocalRenderer
-from mlxtp.text.tokenizer_import import LightPackage, import_tokenizers
 import sys
 %s
 import_tokenizers()
@@ -40,5 +40,5 @@ def test_the_packages_stay_light_until_code_needs_the_rest_of_them() -> None:
 
 
 def test_another_transformers_is_imported_as_a_whole() -> None:
-    moved = "from mlxtp.text import tokenizer_import as it; it._NAMES['AutoTokenizer'] = 'elsewhere'"
+    moved = "from mlxtp import imports as it; it._NAMES['AutoTokenizer'] = 'elsewhere'"
     assert run(moved) == ["False False", "False True", "llama AutoTokenizer"]

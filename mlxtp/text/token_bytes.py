@@ -1,0 +1,190 @@
+"""Text of tokens as a table of bytes, so that a tokenizer runs in the process of its model alone.
+
+`bytes_of` asks the tokenizer once for each of its tokens. The agent gets the table, and decodes answers by
+looking tokens up: no code or pattern of a publisher runs there.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from array import array
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import Code, ModelError
+
+MOST_TOKENS = 1 << 22  #: Ids of a tokenizer, at most; the largest known ones have 262,144.
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_BATCH = 4096  # tokens that the library decodes at once
+_PLAIN = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBytes:
+    """Bytes of each token within an answer. `ends` of the token's bytes in `content`, by id.
+
+    `strip`: one space at the very beginning belongs to the tokenizer, not to the text.
+    """
+
+    ends: array[int]
+    content: bytes
+    strip: bool
+
+    def piece(self, token: int) -> bytes:
+        """Return the bytes of a token; none for an unknown id."""
+        if not 0 <= token < len(self.ends):
+            return b""
+        return self.content[self.ends[token - 1] if token else 0 : self.ends[token]]
+
+    def text(self, tokens: Iterable[int]) -> str:
+        """Return the text of tokens, special ones too, as the beginning of a text."""
+        found = b"".join(map(self.piece, tokens)).decode(errors="replace")
+        return found.removeprefix(" ") if self.strip else found
+
+
+class Detokenizer:
+    """Token ids of one answer in, its text out, by Python's incremental UTF-8 decoder. Exact and linear."""
+
+    def __init__(self, pieces: TokenPieces, skip: Collection[int] = ()) -> None:
+        """Ids in `skip` have no text."""
+        self._piece = pieces.__getitem__
+        self._skip = frozenset(skip)
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._strip = pieces.strip
+
+    def push(self, tokens: Iterable[int]) -> str:
+        """Return the text that is certain now. An incomplete character waits for the next tokens."""
+        piece, skip = self._piece, self._skip
+        text = self._utf8.decode(b"".join([piece(token) for token in tokens if token not in skip]))
+        if self._strip and text:
+            self._strip = False
+            text = text.removeprefix(" ")
+        return text
+
+    def finish(self) -> str:
+        """Return the rest. A character that never became complete is dropped."""
+        self._utf8.reset()
+        return ""
+
+
+class TokenPieces(dict[int, bytes]):
+    """Bytes of the tokens that answers had so far. Special tokens have none."""
+
+    def __init__(self, table: TokenBytes, special: Collection[int]) -> None:
+        super().__init__(dict.fromkeys(special, b""))
+        self._table = table
+        self.strip = table.strip
+
+    def __missing__(self, token: int) -> bytes:
+        piece = self[token] = self._table.piece(token)
+        return piece
+
+
+# --- in the process of the model --------------------------------------------------------------------------
+
+
+def bytes_of(backend: Any, probe: Sequence[int]) -> TokenBytes:
+    """Return the table of a tokenizer of `tokenizers`. Raises ModelError where its decoder allows none.
+
+    The table is used only if it decodes `probe`, the ids of a text with all difficult cases, as the library
+    does.
+    """
+    added = backend.get_added_tokens_decoder()
+    names: dict[int, str] = {id_: name for name, id_ in backend.get_vocab(with_added_tokens=False).items()}
+    names |= {id_: token.content for id_, token in added.items()}
+    if max(names, default=0) >= MOST_TOKENS:
+        raise ModelError(
+            f"tokenizer.json has a token {max(names)}; the largest id that mlxtp takes is {MOST_TOKENS - 1}",
+            Code.MODEL_UNSUPPORTED,
+        )
+    steps = [] if backend.decoder is None else [*_steps(json.loads(backend.decoder.__getstate__()))]
+    special = {id_ for id_, token in added.items() if token.special}
+    expected = backend.decode(list(probe), skip_special_tokens=True).lstrip(" ")
+    for pieces, strip in _ways(backend, names, steps):
+        table = _table(pieces, strip)
+        found = Detokenizer(TokenPieces(table, special)).push(probe)
+        if found.lstrip(" ") == expected:  # Metaspace drops all spaces of the first token
+            return table
+    raise ModelError(
+        f"the tokenizer's decoder ({', '.join(step['type'] for step in steps)}) writes a token in another "
+        "way beside others than alone, which mlxtp does not support; use a conversion whose decoder is "
+        "ByteLevel, or Replace, ByteFallback and Fuse",
+        Code.MODEL_UNSUPPORTED,
+    )
+
+
+def _steps(decoder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    if decoder["type"] != "Sequence":
+        yield decoder
+    for part in decoder.get("decoders", ()):
+        yield from _steps(part)
+
+
+def _ways(
+    backend: Any, names: Mapping[int, str], steps: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[Mapping[int, bytes], bool]]:
+    """Yield the bytes of tokens and `strip`: by known rules, then as the library decodes each token."""
+    kinds = [step["type"] for step in steps]
+    if "ByteLevel" in kinds:
+        yield {id_: _byte_level(name) for id_, name in names.items()}, False
+    elif kinds[:3] == ["Replace", "ByteFallback", "Fuse"] and steps[0] == _PLAIN:
+        yield {id_: _byte_fallback(name) for id_, name in names.items()}, kinds[3:] == ["Strip"]
+    found, strip = _by_library(backend, names)
+    if "ByteFallback" in kinds:
+        found |= {id_: _byte_fallback(name) for id_, name in names.items() if _BYTE_TOKEN.fullmatch(name)}
+    yield found, strip
+
+
+def _by_library(backend: Any, names: Mapping[int, str]) -> tuple[dict[int, bytes], bool]:
+    """Return the bytes of each token behind a word, and True if its text has no space in front when alone."""
+    first = next((id_ for id_, name in names.items() if name.strip("\u2581 ").isalpha()), 0)
+    before, found = _decoded(backend, [[first]])[0], dict[int, bytes]()
+    ids = [*names]
+    for at in range(0, len(ids), _BATCH):
+        part = ids[at : at + _BATCH]
+        both = _decoded(backend, [[first, id_] for id_ in part])
+        found |= {id_: text.removeprefix(before).encode() for id_, text in zip(part, both, strict=True)}
+    spaced = next((id_ for id_, piece in found.items() if piece[:1] == b" " != piece), None)
+    return found, spaced is not None and not _decoded(backend, [[spaced]])[0].startswith(" ")
+
+
+def _decoded(backend: Any, ids: list[list[int]]) -> list[str]:
+    texts: list[str] = backend.decode_batch(ids, skip_special_tokens=False)
+    return texts
+
+
+def _table(pieces: Mapping[int, bytes], strip: bool) -> TokenBytes:
+    ends, parts, end = array("I"), list[bytes](), 0
+    for id_ in range(max(pieces, default=-1) + 1):
+        piece = pieces.get(id_, b"")
+        end += len(piece)
+        ends.append(end)
+        parts.append(piece)
+    return TokenBytes(ends, b"".join(parts), strip)
+
+
+def _byte_level(token: str) -> bytes:
+    """Return a byte per character; a token with any other character is literal text (an added token)."""
+    try:
+        return bytes([_BYTE_OF[character] for character in token])
+    except KeyError:
+        return token.encode()
+
+
+def _byte_fallback(token: str) -> bytes:
+    """Return the bytes of a token: `<0xF0>` is a byte, everything else is text with U+2581 for the space."""
+    byte = _BYTE_TOKEN.fullmatch(token) if token.startswith("<0x") else None
+    return bytes([int(byte[1], 16)]) if byte else token.replace("\u2581", " ").encode()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Return GPT-2's table: printable bytes stand for themselves, characters from U+0100 on for others."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(0x100) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(0x100 + i): byte for i, byte in enumerate(hidden)}
+
+
+_BYTE_OF = _byte_alphabet()

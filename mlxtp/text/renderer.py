@@ -149,16 +149,16 @@ class RendererFacts:
     def packed(self) -> bytes:
         """Return the facts for `unpacked`: a JSON object, then the table of tokens."""
         tokens, few = self.tokens, asdict(replace(self, tokens=None))  # type: ignore[arg-type]
-        told = json.dumps([few, len(tokens.ends), tokens.strip]).encode()
-        return b"".join((_LENGTH.pack(len(told)), told, tokens.ends.tobytes(), tokens.content))
+        told = json.dumps([few, len(tokens.starts), tokens.strip]).encode()
+        return b"".join((_LENGTH.pack(len(told)), told, tokens.starts.tobytes(), tokens.content))
 
     @classmethod
     def unpacked(cls, found: bytes) -> RendererFacts:
         """Return the facts. Raises ValueError, TypeError and struct.error for anything else."""
         start = _LENGTH.size + _LENGTH.unpack_from(found)[0]
         few, count, strip = json.loads(found[_LENGTH.size : start])
-        ends = array("I", found[start : start + 4 * count])
-        return cls(**few | {"tokens": TokenBytes(ends, found[start + 4 * count :], strip)})
+        starts = array("I", found[start : start + 4 * count])
+        return cls(**few | {"tokens": TokenBytes(starts, found[start + 4 * count :], strip)})
 
 
 class Renderer(Protocol):

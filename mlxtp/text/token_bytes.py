@@ -12,6 +12,7 @@ import re
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from ..errors import Code, ModelError
@@ -24,25 +25,27 @@ _PLAIN = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
 
 @dataclass(frozen=True, slots=True)
 class TokenBytes:
-    """Bytes of each token within an answer. `ends` of the token's bytes in `content`, by id.
+    """Bytes of each token within an answer. `starts`: of each token in `content`, by id, and the end of all.
 
     `strip`: one space at the very beginning belongs to the tokenizer, not to the text.
     """
 
-    ends: array[int]
+    starts: array[int]
     content: bytes
     strip: bool
 
     def piece(self, token: int) -> bytes:
         """Return the bytes of a token; none for an unknown id."""
-        if not 0 <= token < len(self.ends):
-            return b""
-        return self.content[self.ends[token - 1] if token else 0 : self.ends[token]]
+        return self._whole((token,))
 
     def text(self, tokens: Iterable[int]) -> str:
         """Return the text of tokens, special ones too, as the beginning of a text."""
-        found = b"".join(map(self.piece, tokens)).decode(errors="replace")
+        found = self._whole(tokens).decode(errors="replace")
         return found.removeprefix(" ") if self.strip else found
+
+    def _whole(self, tokens: Iterable[int]) -> bytes:
+        starts, content, end = self.starts, self.content, len(self.starts) - 1
+        return b"".join([content[starts[token] : starts[token + 1]] for token in tokens if 0 <= token < end])
 
 
 class Detokenizer:
@@ -157,13 +160,8 @@ def _decoded(backend: Any, ids: list[list[int]]) -> list[str]:
 
 
 def _table(pieces: Mapping[int, bytes], strip: bool) -> TokenBytes:
-    ends, parts, end = array("I"), list[bytes](), 0
-    for id_ in range(max(pieces, default=-1) + 1):
-        piece = pieces.get(id_, b"")
-        end += len(piece)
-        ends.append(end)
-        parts.append(piece)
-    return TokenBytes(ends, b"".join(parts), strip)
+    every = [pieces.get(id_, b"") for id_ in range(max(pieces, default=-1) + 1)]
+    return TokenBytes(array("I", [0, *accumulate(map(len, every))]), b"".join(every), strip)
 
 
 def _byte_level(token: str) -> bytes:

@@ -31,7 +31,7 @@ from .api.app import create_app
 from .api.backend import Health
 from .api.endpoint import Endpoint, open_endpoint
 from .api.server import serve
-from .background import Background, watched_loop
+from .background import CLOSE_S, Background, end_within, watched_loop
 from .cluster.authority import AuthorityKeeping, Renewal, Rotation
 from .cluster.cluster_state import NO_DEPLOYMENTS, PINNED, YIELDS
 from .cluster.control_port import ControlPort, TokenIssuing, bind_control, check_interface
@@ -141,7 +141,8 @@ async def running_agent(
     """
     sandbox.check(settings.sandbox_ranks, dict(settings.origins).get(sandbox.SETTING, ""))
     heard = log_lines if settings.log_file or settings.log_format == "json" else None
-    with watched_loop(), _own_home(settings.home), open_endpoint(settings) as endpoint:
+    watched = watched_loop(settings.log_format, settings.log_file)
+    with watched, _own_home(settings.home), open_endpoint(settings) as endpoint:
         # A warm process has no model yet, and so no sandbox that admits it.
         wanted = settings.ranks if settings.spare and not settings.sandbox_ranks else 0
         async with (
@@ -426,14 +427,19 @@ def _report_bug(end: Callable[[MlxtpError], None], _: asyncio.Task[None], error:
 
 
 async def stopped_by_signal(work: Coroutine[Any, Any, T]) -> tuple[T | None, bool]:
-    """Run `work` to its end, or cancel it at SIGINT, SIGTERM or SIGHUP and let it clean up.
+    """Run `work` to its end, or cancel it at SIGINT, SIGTERM or SIGHUP and let it clean up for CLOSE_S.
 
     Returns its result, and whether a signal ended it.
     """
     task = asyncio.ensure_future(work)
     loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        task.cancel()
+        end_within(CLOSE_S)
+
     for number in _SIGNALS:
-        loop.add_signal_handler(number, task.cancel)
+        loop.add_signal_handler(number, stop)
     try:
         return await task, False
     except asyncio.CancelledError:

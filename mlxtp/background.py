@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
+import json
 import logging
 import os
+import select
+import signal
+import subprocess
+import sys
 import tempfile
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar
-
-from .errors import WEDGED_STATUS
 
 log = logging.getLogger(__name__)
 
@@ -82,58 +87,135 @@ class Backoff:
 
 # --- watchdog of an event loop --------------------------------------------------------------------------
 
+# A process of its own counts its periods without a sign of the loop: a call into C that keeps the
+# interpreter's lock stops every thread here. It needs no clock: a Mac that sleeps counts none.
+#
+# `python -m mlxtp.background BEATS STACKS PID TURNS TURN_S REPORT_S FORMAT FILE` reads the loop's signs from
+# the pipe BEATS, and ends when that closes.
+
 TURN_S = 1.0
 TURNS = 30  # periods without any sign of the loop
-REPORT_S = 5.0  # seconds for the log, which the loop itself may hold
+REPORT_S = 5.0  # seconds for the agent's stacks
+_LOOK_S = 0.1  # seconds between two looks for them
+_JSON = {"time": "%(asctime)s", "level": "critical", "logger": "%(name)s", "message": "%(message)s"}
 
 
 @contextlib.contextmanager
-def watched_loop() -> Iterator[None]:
-    """Watch the running loop until the context ends. Ends the process with WEDGED_STATUS if the loop hangs.
+def watched_loop(log_format: str = "text", log_file: str = "") -> Iterator[None]:
+    """Watch the running loop until the context ends. Kills this process (137) if the loop hangs.
 
     Such an agent sends no heartbeat and no reply, while its process looks alive; launchd or systemd starts
-    another one. A thread counts its own periods without a sign of the loop. It needs no clock: a Mac that
-    sleeps, or a stopped process, counts none. A call into C that keeps the interpreter's lock stops this
-    thread, too.
+    another one. The log has the stack of each thread, which `faulthandler` writes without the interpreter's
+    lock. Nothing watches once the watching process was killed.
     """
-    over, signs = threading.Event(), threading.Event()
-    turn_s, turns = TURN_S, TURNS
+    turn_s, stacks = TURN_S, _stacks()
+    beats, beating = os.pipe()
+    os.set_blocking(beating, False)
+    numbers = (beats, stacks, os.getpid(), TURNS, turn_s, REPORT_S)
+    command = [sys.executable, "-m", "mlxtp.background", *map(str, numbers), log_format, log_file]
+    nothing = subprocess.DEVNULL
+    with subprocess.Popen(command, stdin=nothing, stdout=nothing, pass_fds=(beats, stacks)) as watcher:
+        os.close(beats)
 
-    async def give_signs() -> None:
-        while True:
-            signs.set()
-            await asyncio.sleep(turn_s)
+        async def give_signs() -> None:
+            while True:
+                with contextlib.suppress(OSError):  # the watcher was stopped, or killed
+                    os.write(beating, b".")
+                await asyncio.sleep(turn_s)
 
-    def watch() -> None:
-        silent = 0
-        while not over.wait(turn_s):
-            silent = 0 if signs.is_set() else silent + 1
-            signs.clear()
-            if silent >= turns:
-                end_process()
+        signing = asyncio.ensure_future(give_signs())
+        try:
+            yield
+        finally:
+            signing.cancel()
+            watcher.kill()
+            os.close(beating)
 
-    signing = asyncio.ensure_future(give_signs())
-    threading.Thread(target=watch, name="watchdog", daemon=True).start()
+
+@cache
+def _stacks() -> int:
+    """Return the descriptor of a file to which SIGUSR1 has the stacks of this process written."""
+    with tempfile.TemporaryFile(buffering=0) as file:
+        descriptor = os.dup(file.fileno())
+    faulthandler.register(signal.SIGUSR1, descriptor)
+    return descriptor
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Watch an agent from outside; end once it has ended, or end it."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # of the agent's terminal or service
+        signal.signal(number, signal.SIG_IGN)
+    beats, stacks, pid, turns = map(int, arguments[:4])
+    turn_s, report_s = map(float, arguments[4:6])
+    silent = 0
+    while silent < turns:
+        if select.select([beats], [], [], turn_s)[0]:
+            if not os.read(beats, 4096):
+                return
+            silent = 0
+        elif not _is_stopped(pid):
+            silent += 1
+    with contextlib.suppress(ProcessLookupError):
+        stacks_there = _stacks_of(pid, stacks, report_s)
+        threading.Timer(report_s, os.kill, [pid, signal.SIGKILL]).start()  # the log's reader may hang, too
+        said = f"the event loop stood still for {turns * turn_s:g} s, so this agent ends; its threads:"
+        _log(arguments[6], arguments[7], [said, *stacks_there])
+        os.kill(pid, signal.SIGKILL)
+    os._exit(0)
+
+
+def _stacks_of(pid: int, stacks: int, report_s: float) -> list[str]:
+    """Return the lines that `faulthandler` writes in a process; none after `report_s`."""
+    os.kill(pid, signal.SIGUSR1)
+    before, size = -1, 0
+    for _ in range(int(report_s / _LOOK_S)):
+        time.sleep(_LOOK_S)
+        before, size = size, os.fstat(stacks).st_size
+        if before == size > 0:
+            break
+    return os.pread(stacks, size, 0).decode().splitlines()
+
+
+def _is_stopped(pid: int) -> bool:
+    """Return True for a process that a signal or a debugger has stopped, or that is gone."""
+    import psutil  # only once an agent is silent
+
     try:
-        yield
-    finally:
-        over.set()
-        signing.cancel()
+        return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    except psutil.Error:
+        return True
 
 
-def end_process() -> None:
-    """Log the stack of each thread, and end the process."""
-    report = threading.Thread(target=_report, daemon=True)
-    report.start()
-    report.join(REPORT_S)
-    os._exit(WEDGED_STATUS)
-
-
-def _report() -> None:
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        lines = file.read().splitlines()
-    log.critical("the event loop stood still for %g s, so this agent ends; its threads:", TURNS * TURN_S)
+def _log(log_format: str, log_file: str, lines: Sequence[str]) -> None:
+    """Append lines to the agent's log, which is standard error without a file."""
+    plain = "%(asctime)s %(levelname)s %(message)s"
+    where: dict[str, Any] = {"filename": log_file} if log_file else {"stream": sys.stderr}
+    if log_format == "json":
+        logging.Formatter.converter = time.gmtime
+        plain, where["datefmt"] = json.dumps(_JSON), "%Y-%m-%dT%H:%M:%SZ"
+        lines = [json.dumps(line)[1:-1] for line in lines]
+    logging.basicConfig(format=plain, **where)
     for line in lines:
         log.critical("%s", line)
+
+
+# --- the end of a process ---------------------------------------------------------------------------------
+
+CLOSE_S = 13.0  #: Seconds for an agent's goodbyes: 10 s for ranks, and time for clients.
+THREADS_S = 1.5  #: Seconds for its threads behind them, of which some may work for ever.
+_SAID_S = 0.5  # seconds before the end, for a line of the log, on which the end does not wait
+
+
+def end_within(seconds: float) -> None:
+    """End this process with status 0 after `seconds`, whatever its threads do then."""
+    said = f"threads still work {seconds:g} s after the end was due; the agent ends without them"
+    for timer in (
+        threading.Timer(seconds - _SAID_S, log.warning, [said]),
+        threading.Timer(seconds, os._exit, [0]),
+    ):
+        timer.daemon = True
+        timer.start()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -3,96 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
-from mlxtp import background
 from mlxtp.background import watched_loop
-from mlxtp.errors import WEDGED_STATUS
 
 from .live_cluster import WAIT_S
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def ended(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Set instead of ending this process."""
-    found = threading.Event()
-    monkeypatch.setattr(background, "TURN_S", 0.001)
-    monkeypatch.setattr(background, "end_process", found.set)
-    return found
-
-
-def test_a_loop_that_stands_still_is_the_end(ended: threading.Event) -> None:
-    async def stuck() -> None:
-        with watched_loop():
-            await asyncio.sleep(0)
-            assert ended.wait(WAIT_S)
-
-    asyncio.run(stuck())
-
-
-def test_a_loop_that_waits_is_not(ended: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It gives more signs than the thread has turns, and the thread has many."""
-    turns = 0
-    event = threading.Event
-
-    class Counting(event):  # type: ignore[misc,valid-type]
-        def wait(self, timeout: float | None = None) -> bool:
-            nonlocal turns
-            turns += 1
-            return bool(super().wait(timeout))
-
-    async def idle() -> None:
-        with watched_loop():
-            while turns < 5 * background.TURNS:  # noqa: ASYNC110 - a thread counts them
-                await asyncio.sleep(0)
-
-    monkeypatch.setattr(threading, "Event", Counting)
-    asyncio.run(idle())
-    assert not ended.is_set()
-
-
-def test_nothing_watches_when_it_is_over(ended: threading.Event) -> None:
+def test_nothing_watches_when_it_is_over() -> None:
     async def over() -> None:
-        before = set(threading.enumerate())
+        before = set(psutil.Process().children())
         with watched_loop():
-            (thread,) = set(threading.enumerate()) - before
-        thread.join(WAIT_S)
-        assert not thread.is_alive()
+            (watcher,) = set(psutil.Process().children()) - before
+        assert not watcher.is_running()
 
     asyncio.run(over())
-    assert not ended.is_set()
-
-
-def test_a_watcher_keeps_the_period_that_it_began_with(
-    ended: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An agent of another test may run in this process, and must not be ended by the short periods here."""
-
-    async def story() -> None:
-        monkeypatch.setattr(background, "TURN_S", 0.3)
-        with watched_loop():
-            await asyncio.sleep(0)
-            monkeypatch.setattr(background, "TURN_S", 0.0001)
-            assert not ended.wait(1.0)  # the loop stands still meanwhile, which is short for that watcher
-
-    asyncio.run(story())
 
 
 STUCK = """
 import asyncio, logging, sys, threading
 from mlxtp import background
-background.TURN_S = background.REPORT_S = 0.03
+background.TURN_S, background.REPORT_S = 0.05, 2.0
 logging.basicConfig()
 async def main():
-    with background.watched_loop():
+    with background.watched_loop({watched}):
         def here_it_stands():
             {hold}threading.Event().wait()
         here_it_stands()
@@ -100,30 +45,51 @@ asyncio.run(main())
 """
 
 
-def run(hold: str = "") -> subprocess.CompletedProcess[str]:
-    program = [sys.executable, "-c", STUCK.format(hold=hold)]
+def run(hold: str = "", watched: str = "") -> subprocess.CompletedProcess[str]:
+    program = [sys.executable, "-c", STUCK.format(hold=hold, watched=watched)]
     return subprocess.run(program, capture_output=True, text=True, timeout=WAIT_S, check=False)
 
 
-def test_it_says_where_it_stood() -> None:
-    done = run()
-    assert done.returncode == WEDGED_STATUS
-    assert "the event loop stood still for 0.9 s, so this agent ends" in done.stderr
+HOLDS = {
+    "waits": "",
+    "waits for the log": "logging.getLogger().handlers[0].acquire(); ",
+    "holds the interpreter's lock": "import ctypes; ctypes.PyDLL(None).pause(); ",
+    "holds it in another thread": (
+        "import ctypes; threading.Thread(target=ctypes.PyDLL(None).sleep, args=(999,)).start(); "
+    ),
+    "matches a pattern": "import re; re.match('(a*)*b', 'a' * 99); ",
+}
+
+
+@pytest.mark.parametrize("name", HOLDS)
+def test_it_says_where_it_stood(name: str) -> None:
+    done = run(HOLDS[name])
+    assert done.returncode == -signal.SIGKILL
+    assert "the event loop stood still for 1.5 s, so this agent ends" in done.stderr
     assert "in here_it_stands" in done.stderr
 
 
-def test_it_ends_also_when_the_log_is_what_it_waits_for() -> None:
-    done = run("logging.getLogger().handlers[0].acquire(); ")
-    assert (done.returncode, done.stderr) == (WEDGED_STATUS, "")
+def test_it_says_so_in_the_agent_s_log(tmp_path: Path) -> None:
+    done = run(watched=f"'json', {str(tmp_path / 'log')!r}")
+    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert (done.returncode, done.stderr) == (-signal.SIGKILL, "")
+    assert {line["level"] for line in lines} == {"critical"}
+    assert any('", line ' in line["message"] and "here_it_stands" in line["message"] for line in lines)
+
+
+def test_it_ends_also_when_nobody_reads_the_log() -> None:
+    program = [sys.executable, "-c", STUCK.format(hold="sys.stderr.write('x' * 65536); ", watched="")]
+    with subprocess.Popen(program, stderr=subprocess.PIPE) as process:  # whose pipe is full now
+        assert process.wait(WAIT_S) == -signal.SIGKILL
 
 
 def test_a_process_that_was_stopped_goes_on() -> None:
-    """Stopped, neither the loop nor the thread has a turn, as in a Mac's sleep, with any clock."""
+    """Its watcher goes on, and sees that it is stopped."""
     program = STUCK.replace(
         "here_it_stands()\nasyncio", "await asyncio.to_thread(sys.stdin.readline)\nasyncio"
     )
-    program = program.format(hold="").replace(
-        "TURN_S = background.REPORT_S = 0.03", "TURNS, background.TURN_S = 10, 0.05"
+    program = program.format(hold="", watched="").replace(
+        "background.REPORT_S = 0.05, 2.0", "background.TURNS = 0.05, 10"
     )
     program = program.replace("    with back", "    print('up', flush=True)\n    with back")
     with subprocess.Popen(
@@ -145,6 +111,28 @@ def test_an_agent_is_watched(tmp_path: Path) -> None:
     program = ["-m", "tests.agents.changed_node", "stuck=8", "node", "--alone", "--home", str(tmp_path)]
     command = [sys.executable, *program, "--http", "127.0.0.1:0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
-    assert done.returncode == WEDGED_STATUS, done.stderr
+    assert done.returncode == -signal.SIGKILL, done.stderr
     assert "the event loop stood still" in done.stderr
     assert "in stand_still" in done.stderr
+
+
+def test_an_agent_ends_though_its_threads_work_for_ever(tmp_path: Path) -> None:
+    """Those of the loop, and those of a queue: Python waits for both."""
+    program = ["-m", "tests.agents.changed_node", "busy=1", "node", "--alone", "--home", str(tmp_path)]
+    command = [sys.executable, *program, "--http", "127.0.0.1:0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        while "busy" not in process.stderr.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        assert process.wait(WAIT_S) == 0
+        assert time.monotonic() - began < 15
+        assert "threads still work 1.5 s after the end was due" in process.stderr.read()
+
+
+def test_goodbyes_that_hang_end_too() -> None:
+    program = (
+        "import threading, time; from mlxtp.background import end_within; end_within(0.6); time.sleep(99)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=WAIT_S, check=False).returncode == 0

@@ -200,6 +200,7 @@ async def _node(settings: Settings) -> None:
     import asyncio
 
     from ..agent import drain_on_signal, running_agent
+    from ..background import CLOSE_S, THREADS_S, end_within
     from ..logs import keep_audit
 
     keep_audit(settings.home)
@@ -215,6 +216,9 @@ async def _node(settings: Settings) -> None:
                 task.cancel()
         if not drained.done():
             serving.result()
+            return
+        end_within(CLOSE_S)
+    end_within(THREADS_S)
 
 
 async def _serve(agent: Agent, settings: Settings) -> None:

@@ -5,13 +5,16 @@ token_life seconds for which its join tokens are good
 issues     what it answers other members that ask it for a join token
 clock      seconds by which its clock is ahead
 stuck      its event loop stands still once it runs; so many turns of half a second later it ends
+busy       so many threads of the loop, and so many of a queue, work for ever
 """
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +27,19 @@ import mlxtp.identity.validity
 from mlxtp.cli.main import main
 from mlxtp.cluster.control_port import TokenIssuing
 from mlxtp.cluster.introduction import versions_here
+
+
+def work_for_ever() -> None:
+    while True:
+        sum(range(99999))
+
+
+async def be_busy(threads: int) -> None:
+    queue = ThreadPoolExecutor(threads)
+    for _ in range(threads):
+        queue.submit(work_for_ever)
+        asyncio.get_running_loop().run_in_executor(None, work_for_ever)
+    print("busy", file=sys.stderr, flush=True)
 
 
 async def stand_still(*_: Any) -> None:
@@ -52,6 +68,14 @@ def change(thing: str, value: str) -> None:
         case "stuck":
             mlxtp.background.TURNS, mlxtp.background.TURN_S = int(value), 0.5
             mlxtp.groups.lifecycle.Supervisor.run = stand_still  # type: ignore[method-assign,assignment]
+        case "busy":
+            run = mlxtp.groups.lifecycle.Supervisor.run
+
+            async def busy(*arguments: Any) -> None:
+                await be_busy(int(value))
+                await run(*arguments)
+
+            mlxtp.groups.lifecycle.Supervisor.run = busy  # type: ignore[method-assign,assignment]
         case _:
             raise SystemExit(f"nothing here is called {thing}")
 

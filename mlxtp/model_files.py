@@ -19,6 +19,10 @@ from .model_config import Config, mtp_place, name_in_head, quantizations
 TIKTOKEN_FILE = "tiktoken.model"
 MAX_CONFIG_BYTES = 8 << 20  #: of config.json; those with a quantization for each layer have 2 MiB
 MAX_TEXT_BYTES = 64 << 20  #: of any other file than weights; Gemma's tokenizer.json has 33 MiB
+MAX_INDEX_BYTES = 32 << 20  #: of an index of weights; DeepSeek V3's has 9 MiB, one of 140,000 tensors 15
+#: Values in a JSON file, which cost a reader more than their bytes: Gemma's tokenizer.json has 1.9 million.
+MAX_VALUES = 4 << 20
+MAX_FEW_VALUES = 1 << 20  #: of one that an agent reads, whose threads wait for a tenth of a second then
 LFS = b"version https://git-lfs.github.com/spec/"  #: What a pointer of Git LFS begins with.
 _LFS_BYTES = 1024  # of a pointer, at most
 RESERVED = 256  # special tokens behind those of the list; Kimi's `num_reserved_special_tokens`
@@ -120,7 +124,7 @@ def token_count(folder: Path) -> int:
     try:
         if not path.is_file():
             return len(content_of(folder / TIKTOKEN_FILE).split()) // 2 + RESERVED
-        found, settings = table(path), tokenizer_settings(folder)
+        found, settings = table(path, values=MAX_VALUES), tokenizer_settings(folder)
         vocabulary = found["model"]["vocab"]
         ids = set(vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary)))
         ids |= {token["id"] for token in found["added_tokens"]}
@@ -138,10 +142,16 @@ def config_in(folder: Path) -> dict[str, Any]:
     return config
 
 
-def table(path: Path, most: int = MAX_TEXT_BYTES) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises OSError and ValueError."""
+def table(path: Path, most: int = MAX_TEXT_BYTES, values: int = MAX_FEW_VALUES) -> dict[str, Any]:
+    """Return the JSON object in a file. Raises OSError, and ValueError for another text or too many values.
+
+    The reader keeps the interpreter's lock until it is done.
+    """
+    text = text_of(path, most)
+    if (count := text.count(",")) > values:
+        raise ValueError(f"{path.name} has {count:,} values; the most that mlxtp reads is {values:,}")
     try:
-        found = json.loads(text_of(path, most))
+        found = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{path.name} is no JSON: {error}") from None
     if not isinstance(found, dict):
@@ -268,7 +278,7 @@ def indexed(folder: Path) -> frozenset[str]:
     if not (folder / INDEX).is_file():
         return frozenset()
     try:
-        return frozenset(map(str, table(folder / INDEX)["weight_map"].values()))
+        return frozenset(map(str, table(folder / INDEX, MAX_INDEX_BYTES)["weight_map"].values()))
     except (LookupError, AttributeError, RecursionError) as error:
         raise ValueError(f"{INDEX} names no files: {error!r}") from None
 
@@ -301,7 +311,7 @@ def has_mtp_head(folder: Path, config: Config) -> bool:
         return True
     index = folder / INDEX
     if index.is_file():
-        return any(name_in_head(name, place) for name in json.loads(text_of(index))["weight_map"])
+        return any(name_in_head(name, place) for name in table(index, MAX_INDEX_BYTES)["weight_map"])
     whole = folder / "model.safetensors"
     if not whole.is_file():
         return False

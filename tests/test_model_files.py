@@ -15,6 +15,8 @@ import pytest
 import regex
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
+from mlxtp.api.backend import StoredModelInfo
+from mlxtp.api.catalog import read_card
 from mlxtp.cli.planning import read_shape
 from mlxtp.config import embedded_model_path
 from mlxtp.engine import loader
@@ -25,13 +27,18 @@ from mlxtp.model_files import (
     _SHOWN,
     KIMI_PATTERN,
     MAX_CONFIG_BYTES,
+    MAX_FEW_VALUES,
     MAX_TEXT_BYTES,
     RESERVED,
+    config_in,
     converted,
     fingerprint,
+    has_mtp_head,
+    indexed,
     text_of,
     token_count,
     tokenizer_json,
+    tokenizer_settings,
 )
 from mlxtp.models import hub_client, inspect
 from mlxtp.models.hub_cache import lacks
@@ -466,3 +473,17 @@ def test_nor_in_the_places_where_models_are_looked_at(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").unlink()
     large(tmp_path / "tiktoken.model", MAX_TEXT_BYTES + 1)
     assert token_count(tmp_path) == 0
+
+
+def test_a_file_of_more_values_than_models_need_is_not_read(tmp_path: Path) -> None:
+    """Its reader would keep all threads from running for seconds."""
+    for name in ("model.safetensors.index.json", "config.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text('{"weight_map": {}, "x": [' + "{}," * MAX_FEW_VALUES + "{}, {}]}")
+    few = f"json has {MAX_FEW_VALUES + 2:,} values; the most that mlxtp reads is {MAX_FEW_VALUES:,}"
+    for read in (indexed, tokenizer_settings, config_in):
+        with pytest.raises(ValueError, match=few):
+            read(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match=few):
+        has_mtp_head(tmp_path, {"model_type": "qwen3_next", "num_nextn_predict_layers": 1})
+    assert read_card(StoredModelInfo("x", tmp_path, 0, 0)).parameters == ""

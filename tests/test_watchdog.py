@@ -131,8 +131,12 @@ def test_an_agent_ends_though_its_threads_work_for_ever(tmp_path: Path) -> None:
         assert "threads still work 1.5 s after the end was due" in process.stderr.read()
 
 
-def test_goodbyes_that_hang_end_too() -> None:
+def test_goodbyes_that_hang_end_too_and_so_does_a_tokenizer_at_work() -> None:
     program = (
-        "import threading, time; from mlxtp.background import end_within; end_within(0.6); time.sleep(99)"
+        "import subprocess, sys, time; from mlxtp.background import end_within; end_within(2.0); "
+        "command = [sys.executable, '-c', 'import time; time.sleep(99)', 'mlxtp.text.renderer']; "
+        "subprocess.Popen(command); time.sleep(99)"
     )
-    assert subprocess.run([sys.executable, "-c", program], timeout=WAIT_S, check=False).returncode == 0
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, timeout=WAIT_S, check=False)  # until both let go
+    assert done.returncode == 0

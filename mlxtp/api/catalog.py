@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import Code, ModelError, RequestError
-from ..model_files import content_of, tokenizer_settings, weight_sizes
+from ..model_files import MAX_CONFIG_BYTES, MAX_INDEX_BYTES, table, tokenizer_settings, weight_sizes
 from ..short_names import stands_for
 from ..text.tokenizer import Text
 from .backend import (
@@ -91,10 +91,9 @@ def read_card(model: ModelInfo | StoredModelInfo) -> ModelCard:
 
 def _read_json(path: Path) -> Json:
     try:
-        value = json.loads(content_of(path))
+        return table(path, MAX_INDEX_BYTES)
     except (OSError, ValueError, RecursionError):
         return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _weights(folder: Path) -> dict[str, int]:
@@ -141,13 +140,13 @@ def load_defaults(folder: Path) -> Sampling:
     """Return the defaults for requests that leave settings out. Greedy if the file is missing or unusable."""
     path = folder / "generation_config.json"
     try:
-        config = json.loads(content_of(path))
+        config = table(path, MAX_CONFIG_BYTES)
     except FileNotFoundError:
         return GREEDY
     except (OSError, ValueError, RecursionError) as error:
         log.warning("%s is not used: %s", path, error)
         return GREEDY
-    return defaults_of(config) if isinstance(config, dict) else GREEDY
+    return defaults_of(config)
 
 
 def defaults_of(config: Mapping[str, Any]) -> Sampling:

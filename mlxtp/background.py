@@ -207,7 +207,7 @@ _SAID_S = 0.5  # seconds before the end, for a line of the log, on which the end
 
 
 def end_within(seconds: float) -> None:
-    """End this process with status 0 after `seconds`, whatever its threads do then."""
+    """End this process with status 0 after `seconds`, also while its threads work."""
     said = f"threads still work {seconds:g} s after the end was due; the agent ends without them"
     for timer in (
         threading.Timer(seconds - _SAID_S, log.warning, [said]),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
+import time
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import Any
 from ..errors import Code, ModelError
 
 MOST_TOKENS = 1 << 22  #: Ids of a tokenizer, at most; the largest known ones have 262,144.
+MOST_S = 0.25  #: CPU time of a decoder for one token, of which others take microseconds.
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _BATCH = 4096  # tokens that the library decodes at once
 _PLAIN = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
@@ -105,6 +107,13 @@ def bytes_of(backend: Any, probe: Sequence[int]) -> TokenBytes:
         )
     steps = [] if backend.decoder is None else [*_steps(json.loads(backend.decoder.__getstate__()))]
     special = {id_ for id_, token in added.items() if token.special}
+    began = time.process_time()
+    backend.decode(list(probe[:1]))
+    if (took_s := time.process_time() - began) > MOST_S:
+        raise ModelError(
+            f"the tokenizer's decoder takes {took_s:.1f} s for one token; {MOST_S:g} s are the most",
+            Code.MODEL_UNSUPPORTED,
+        )
     expected = backend.decode(list(probe), skip_special_tokens=True).lstrip(" ")
     for pieces, strip in _ways(backend, names, steps):
         table = _table(pieces, strip)

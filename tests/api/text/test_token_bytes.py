@@ -61,6 +61,17 @@ def test_a_text_that_depends_on_neighbours_is_refused(tmp_path: Path) -> None:
         Text(renderer)
 
 
+def test_a_decoder_that_takes_seconds_for_a_token_is_refused_at_once(tmp_path: Path) -> None:
+    tokenizer = byte_level()
+    long, slow = (
+        decoders.Replace(Regex(r"[\s\S]+"), "a" * 250 + "xd"),
+        decoders.Replace(Regex("a*a*a*d"), ""),
+    )
+    tokenizer.decoder = decoders.Sequence([long, slow])
+    with pytest.raises(ModelError, match=r"decoder takes \d+\.\d s for one token; 0\.25 s are the most"):
+        Text(LocalRenderer.load(save(tokenizer, tmp_path)))
+
+
 def test_an_id_beyond_all_vocabularies_is_refused(tmp_path: Path) -> None:
     path = save(byte_level(), tmp_path) / "tokenizer.json"
     found = json.loads(path.read_text())

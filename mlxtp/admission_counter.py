@@ -1,4 +1,4 @@
-"""Counter of what is open at one time, in all and of each source, and places of HTTP connections.
+"""Counter of what is open at one time, in all and of each source; places of connections, and fair order.
 
 Pure: its callers accept, refuse and close.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 
 
@@ -150,3 +150,32 @@ def source_of(address: str) -> tuple[str, bool]:
             return str(ipaddress.ip_network((found, 64), strict=False)), False
         found = found.ipv4_mapped
     return str(found), found.is_loopback
+
+
+# --- fair order of requests when several clients wait ----------------------------------------------------
+# Start-time fair queueing (Goyal, Vin and Cheng, 1996), with every request as large as every other. A
+# client's requests get successive start numbers, and a new client gets the number that is being served. If
+# one client has 136 requests waiting, at most one of them goes before a new client's.
+
+MAX_CLIENTS = 1024  # clients whose last number is remembered
+
+
+class FairQueue:
+    """Start numbers that order waiting requests: lower ones first, equal ones as they came."""
+
+    def __init__(self) -> None:
+        self._now = 0  # the highest number that has begun
+        self._begun: dict[Hashable, int] = {}  # by client, its highest number that has begun
+
+    def following(self, client: Hashable, waiting: Iterable[int]) -> int:
+        """Return the number of a client's new request. `waiting`: those of its others that wait."""
+        own = max(waiting, default=-1)
+        return max(self._now, own + 1, self._begun.get(client, -1) + 1)
+
+    def record(self, client: Hashable, turn: int) -> None:
+        """Record that a client's request has begun."""
+        self._now = max(self._now, turn)
+        self._begun[client] = max(turn, self._begun.get(client, 0))
+        if len(self._begun) > MAX_CLIENTS:  # from the next number on, none of these is ahead of the others
+            self._now += 1
+            self._begun.clear()

@@ -224,7 +224,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "placement": frozenset({"chunks", "errors", "free_memory", "model_config", "wire"}),
     "discovery": frozenset({"background"}),
     "identity": frozenset({"audit", "background", "config", "discovery", "errors", "wire"}),
-    "text": frozenset({"errors", "imports", "model_files"}),
+    "text": frozenset({"admission_counter", "errors", "imports", "model_files"}),
     "api": frozenset(
         {
             "admission_counter",

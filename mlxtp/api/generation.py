@@ -159,14 +159,20 @@ class Generation:
             ask = await body.parsed(parse, slow=True)
             model, text = await self.catalog.opened(ask.model)
 
-            client = _sharer(request)
+            client = _client(request)
 
             def written() -> WrittenPrompts:
                 held = guidance(ask, text, text.eos)
-                return self._prompts.written(ask, text, model, guided=bool(held.grammar[0]), client=client)
+                guided = bool(held.grammar[0])
+                return self._prompts.written(ask, text, model, guided=guided, client=_sharer(request))
 
-            prompts = await text.line(_size(ask, body)).run(written)
-            return sum(map(len, (await encoded(ask, text, prompts, model.context)).tokens))
+            size = _size(ask, body)
+            prompts = await text.line(size).run(written, client, size)
+            found = await encoded(ask, text, prompts, model.context, client=client)
+            count = sum(map(len, found.tokens))
+            if (context := current()) is not None:
+                context.counted_tokens += count
+            return count
 
     async def load(self, request: Request, name: str | None, keep_s: float | None) -> ModelInfo:
         """Return the model of this name, once it is loaded. The request's body must have been read.
@@ -315,8 +321,10 @@ class Generation:
             guided = bool(shaping.grammar_kind)
             return held, shaping, self._prompts.written(ask, text, model, guided=guided, client=queued.sharer)
 
-        held, shaping, written = await text.line(_size(ask, queued.body)).run(write)
-        prompted = await encoded(ask, text, written, model.context, checkpoints=model.checkpoints)
+        held, shaping, written = await text.line(_size(ask, queued.body)).run(write, queued.client)
+        prompted = await encoded(
+            ask, text, written, model.context, checkpoints=model.checkpoints, client=queued.client
+        )
         prompts = prompted.tokens
         guided = bool(shaping.grammar_kind)
         budgets = [token_budget(options.max_tokens, prompt, model) for prompt in prompts]

@@ -192,7 +192,7 @@ class KeyUse:
         counts.generated_tokens += request.generated_tokens
         counts.count(used, _day(now))
         if self._tokens is not None:
-            self._tokens.spend(used)
+            self._tokens.spend(used + request.counted_tokens)
 
     def summary(self, now: float) -> dict[str, Any]:
         """Return limits and counts for people, with those of open requests. A limit of None is none."""

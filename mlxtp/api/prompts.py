@@ -22,7 +22,7 @@ from ..text.replay import (
 from ..text.tokenizer import Text
 from .backend import ModelInfo, StoredModelInfo
 from .catalog import check_may_fit
-from .request_body import not_supported, shown, wrong
+from .request_body import MOST_MESSAGES, not_supported, shown, wrong
 
 _BORDER = 2  # tokens that a border in the text may change, on either side
 _ROOM = 4  # a prompt with remembered answers leaves a fourth of the context, or as much as the client wants
@@ -97,9 +97,15 @@ class Prompts:
 
 
 async def encoded(
-    ask: GenerationRequest, text: Text, written: WrittenPrompts, context: int, *, checkpoints: bool = False
+    ask: GenerationRequest,
+    text: Text,
+    written: WrittenPrompts,
+    context: int,
+    *,
+    checkpoints: bool = False,
+    client: str = "",
 ) -> EncodedPrompts:
-    """Return token ids of prompts, with places if `checkpoints`. Raises RequestError.
+    """Return token ids of a client's prompts, with places if `checkpoints`. Raises RequestError.
 
     They wait in the queue for their own size, as a template may write a long text for a short body. A
     prompt with remembered answers that leaves little of `context` is written without them.
@@ -118,7 +124,7 @@ async def encoded(
             tail = replay.rest
             if place is not None:  # its tokens have thoughts that the client may have left out
                 known = len(replay.thoughts)
-                place = replace(place, thoughts=replay.thoughts + place.thoughts[known:])
+                place = replace(place, thoughts=(*replay.thoughts, *place.thoughts[known:]))
         else:
             tail = text.rendered(conversation) if replay is not None else str(written.texts[0])
             tokens = text.encoded(tail, special=False)  # a template writes special tokens itself
@@ -126,7 +132,7 @@ async def encoded(
         return EncodedPrompts([tokens], found, place)
 
     size = sum(map(len, written.texts)) if written.replay is None else len(written.replay.rest)
-    return await text.line(size).run(encode)
+    return await text.line(size).run(encode, client)
 
 
 def places(text: Text, conversation: Conversation, tail: str, prompt: tuple[int, ...]) -> tuple[int, ...]:
@@ -140,8 +146,9 @@ def places(text: Text, conversation: Conversation, tail: str, prompt: tuple[int,
         rests = [opening] if tail.endswith(opening) else []
         said = [turn.text.strip() for turn in conversation.messages if turn.role == "user"]
         last = next(filter(None, reversed(said)), "")
-        if last and (at := tail.rfind(last, 0, len(tail) - len(opening))) >= 0:
-            rests.append(tail[at:])
+        # `rfind` takes squared time for some texts, and no other thread runs meanwhile.
+        if last and (behind := tail[::-1].find(last[::-1], len(opening))) >= 0:
+            rests.append(tail[len(tail) - behind - len(last) :])
         for rest in rests:
             found.add(_begins(text.encoded(rest, special=False), prompt))
     return tuple(sorted(place for place in found if 0 < place < len(prompt)))
@@ -176,6 +183,9 @@ def _checked(
         raise not_supported(
             f"needs_thinking: {shown(model.id)} does not support thinking; leave it out", "needs_thinking"
         )
+    if (count := len(conversation.messages)) > MOST_MESSAGES:
+        detail = f"the request has {count} messages; at most {MOST_MESSAGES}"
+        raise RequestError(detail, param="messages")
     check_may_fit(characters(conversation), text.longest_token, model, turns=len(conversation.messages))
     arguments = [call.arguments for turn in conversation.messages for call in turn.calls]
     check_extent(*arguments, where="what is called in messages", param="messages")  # templates parse it

@@ -198,6 +198,7 @@ def check_finite(value: object, where: str) -> None:
 T = TypeVar("T")
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
+MOST_MESSAGES = 10_000  #: of one request; conversations of agents have hundreds
 BODY_S = 60.0
 #: Bytes of all bodies and of the text in them. The first 64 KiB of each do not count.
 MAX_BODIES_BYTES = 96 * 1024 * 1024

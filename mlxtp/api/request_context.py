@@ -35,7 +35,8 @@ class RequestContext:
     """
 
     __slots__ = (
-        "admitted", "answers", "app", "arrived", "code", "id", "key", "key_hash", "loads", "models", "origin",
+        "admitted", "answers", "app", "arrived", "code", "counted_tokens", "id", "key", "key_hash", "loads",
+        "models", "origin",
     )  # fmt: skip
 
     def __init__(self, id: str, arrived: float, origin: str = "") -> None:
@@ -49,6 +50,7 @@ class RequestContext:
         self.admitted = False  # a guard let it through
         self.loads = True  # it may have models loaded
         self.code = ""  # code of the error in its answer
+        self.counted_tokens = 0  # of prompts that were counted and not answered
         self.answers: list[SequenceProgress] = []
 
     def settle(self, *, delivered: bool) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from ..admission_counter import FairQueue
 from ..chunks import bounded
 from ..errors import Code, MlxtpError, RequestError
 from ..wire.blocking import BlockingLink
@@ -42,7 +43,6 @@ from .logit_shaping import Guided, RequestShaping
 from .mailbox import COMPILER, Mailbox
 from .mtp_head import PROPOSES
 from .scheduler import Scheduler
-from .sequence import FairQueue
 from .steps import (
     Decode,
     Move,

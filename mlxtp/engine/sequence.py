@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from ..admission_counter import MAX_CLIENTS, FairQueue
 from .lookup import Lookup
 from .payoff import Acceptance, Choice, Source
 from .steps import EndReason, ExchangeKind, SampledToken, Score, SequenceEnd, SequenceParams, StepResult
@@ -231,33 +232,7 @@ class FedRow:
     forced: tuple[int, ...]
 
 
-# --- fair order of requests when several clients wait ----------------------------------------------------
-# Start-time fair queueing (Goyal, Vin and Cheng, 1996), with every request as large as every other. A
-# client's requests get successive start numbers, and a new client gets the number that is being served. If
-# one client has 136 requests waiting, at most one of them goes before a new client's.
-
-MAX_CLIENTS = 1024  # clients whose last number is remembered
-
-
-class FairQueue:
-    """Start numbers that order waiting requests: lower ones first, equal ones as they came."""
-
-    def __init__(self) -> None:
-        self._now = 0  # the highest number that has begun
-        self._begun: dict[int, int] = {}  # by client, its highest number that has begun
-
-    def following(self, client: int, waiting: Iterable[int]) -> int:
-        """Return the number of a client's new request. `waiting`: those of its others that wait."""
-        own = max(waiting, default=-1)
-        return max(self._now, own + 1, self._begun.get(client, -1) + 1)
-
-    def record(self, client: int, turn: int) -> None:
-        """Record that a client's request has begun."""
-        self._now = max(self._now, turn)
-        self._begun[client] = max(turn, self._begun.get(client, 0))
-        if len(self._begun) > MAX_CLIENTS:  # from the next number on, none of these is ahead of the others
-            self._now += 1
-            self._begun.clear()
+# --- the queue -------------------------------------------------------------------------------------------
 
 
 class WaitingQueue(deque[SequenceState]):

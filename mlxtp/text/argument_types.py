@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
@@ -11,6 +12,8 @@ from urllib.parse import unquote
 from .json_mender import PYTHON_QUOTES, mended
 
 _MOST_STEPS = 8  # of references and combinations, one inside another
+_MOST_PLACES = 10_000  # of schemas, looked at for types
+_INDEX = re.compile("0|[1-9][0-9]{0,8}")
 _COMBINATIONS = ("anyOf", "oneOf", "allOf")
 #: Names of JSON's types, and what others call them.
 TYPES = {kind: kind for kind in ("null", "boolean", "integer", "number", "string", "array", "object")} | {
@@ -23,14 +26,31 @@ _TYPE_OF = {
     dict: "object",
 }  # fmt: skip
 Schema = Mapping[str, Any]
+KnownTypes = dict[tuple[int, int], frozenset[str]]  #: Types by the identity of a schema and the steps to it.
 
 
-def types_of(schema: object, root: Schema, steps: int = _MOST_STEPS) -> frozenset[str]:
-    """Return the types that a schema allows; empty where it allows any. `root` holds what it refers to."""
+def types_of(schema: object, root: Schema, known: KnownTypes | None = None) -> frozenset[str]:
+    """Return the types that a schema allows; empty where it allows any, or is too large.
+
+    `root` holds what it refers to. `known`: types that were found in the same root, for several calls.
+    """
+    return _types(schema, root, _MOST_STEPS, {} if known is None else known)
+
+
+def _types(schema: object, root: Schema, steps: int, known: KnownTypes) -> frozenset[str]:
     if not isinstance(schema, Mapping) or not steps:
         return frozenset()
+    place = id(schema), steps
+    if place not in known:
+        known[place] = frozenset()
+        if len(known) <= _MOST_PLACES:
+            known[place] = _types_in(schema, root, steps, known)
+    return known[place]
+
+
+def _types_in(schema: Schema, root: Schema, steps: int, known: KnownTypes) -> frozenset[str]:
     if isinstance(reference := schema.get("$ref"), str):
-        return types_of(referred(reference, root), root, steps - 1)
+        return _types(referred(reference, root), root, steps - 1, known)
     found = _named(schema.get("type"))
     if not found and isinstance(values := schema.get("enum"), list) and values:
         found = frozenset(map(_type_of, values))
@@ -38,12 +58,12 @@ def types_of(schema: object, root: Schema, steps: int = _MOST_STEPS) -> frozense
         found = frozenset({_type_of(schema["const"])})
     for key in _COMBINATIONS:
         if not found and isinstance(parts := schema.get(key), list) and parts:
-            each = [types_of(part, root, steps - 1) for part in parts]
-            known = [types for types in each if types]
+            each = [_types(part, root, steps - 1, known) for part in parts]
+            some = [types for types in each if types]
             if key == "allOf":
-                found = frozenset.intersection(*known) if known else found
-            elif len(known) == len(each):
-                found = frozenset().union(*known)
+                found = frozenset.intersection(*some) if some else found
+            elif len(some) == len(each):
+                found = frozenset().union(*some)
     if not found and isinstance(schema.get("properties"), Mapping):
         found = frozenset({"object"})
     if not found and isinstance(schema.get("items"), Mapping):
@@ -113,13 +133,15 @@ def _literal(text: str, mends: bool) -> object:
 
 
 def referred(reference: str, root: object) -> Any:
-    """Return what a JSON pointer leads to; None: nothing."""
-    found = root
-    for part in reference.split("/")[1:]:
-        if isinstance(found, list):
-            found = {str(i): each for i, each in enumerate(found)}
+    """Return what a JSON pointer leads to, behind a "#" or alone; None: nothing."""
+    start, *parts = reference.split("/")
+    found = root if start in ("", "#") else None
+    for part in parts:
         key = unquote(part).replace("~1", "/").replace("~0", "~")
-        found = found.get(key) if isinstance(found, Mapping) else None
+        if isinstance(found, list):
+            found = found[int(key)] if _INDEX.fullmatch(key) and int(key) < len(found) else None
+        else:
+            found = found.get(key) if isinstance(found, Mapping) else None
     return found
 
 

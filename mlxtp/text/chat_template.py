@@ -12,6 +12,7 @@ import html
 import json
 import math
 import re
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, groupby, product
@@ -223,19 +224,19 @@ def _matched(
     Results in a row get the order of their calls. A result whose call is `lost` becomes what that returns.
     """
     matched: list[tuple[str, float, ChatMessage]] = []  # with the number of the call that it answers
-    indices, open_ = count(), dict[str, list[tuple[int, Call]]]()
+    indices, open_ = count(), dict[str, deque[tuple[int, Call]]]()
     for turn in turns:
         calls: list[Call] = []
-        latest: dict[str, list[tuple[int, Call]]] = {}
+        latest: dict[str, deque[tuple[int, Call]]] = {}
         for call in turn.calls:
             index = next(indices)
             new = ids.format(number=index + 1, name=call.name, index=index) if ids else call.id
             calls.append(replace(call, id=new))
-            latest.setdefault(call.id, []).append((index, calls[-1]))
+            latest.setdefault(call.id, deque()).append((index, calls[-1]))
         open_ |= latest
         place, found = math.inf, replace(turn, calls=tuple(calls))
         if turn.role == "tool" and (calls_of := open_.get(turn.call_id) or open_.get("")):
-            place, answered = calls_of.pop(0)
+            place, answered = calls_of.popleft()
             found = replace(turn, call_id=answered.id, name=answered.name)
         elif turn.role == "tool":
             found = lost(turn)
@@ -499,28 +500,31 @@ def left_out(prompt: str, messages: Sequence[Json], tools: Sequence[Json]) -> st
 
     A system message may stand anywhere, and the parts of a message and the results of its calls in any order.
     White space around a text does not count, nor do the words with which a model's maker lets users control
-    its thoughts. A template may write a text as a string in JSON.
+    its thoughts. A template may write a text as a string in JSON. Behind MOST_SEARCHED characters, the rest
+    counts as there.
     """
+    search = _PromptSearch(prompt)
     start = behind = 0
     for message in messages:
         anywhere = message["role"] == "system"
         start = start if message["role"] == "tool" else behind
         places = [0 if anywhere else start]
         for what, text in _contents(message):
-            places.append(_place(prompt, text.strip(), places[0]))
+            places.append(search.end_of(text.strip(), places[0]))
             if places[-1] < 0:
                 return f"{what} that begins with {text.strip()[:60]!r}"
         behind = behind if anywhere else max(behind, *places)
     at = 0
     for tool in tools:
         name = tool["function"]["name"]
-        if (at := _place(prompt, name, at)) < 0:
+        if (at := search.end_of(name, at)) < 0:
             return f"the tool {name!r}"
     return ""
 
 
 #: Letters of a value, behind no escape: they are the same in every notation of it.
 _ARGUMENT = re.compile(r"""(?<!\\)\b[A-Za-z][A-Za-z0-9]{5,}\b(?!["']\s*:)""")
+MOST_SEARCHED = 1 << 27  #: characters; a fraction of a second
 _LONG = 2000  # characters of the arguments among which one word is searched for
 #: Words that switch thoughts on and off, and markers of thoughts: templates take them out of a text.
 _CONTROLS = re.compile(r"</?think>|/no_think|/think")
@@ -540,18 +544,29 @@ def _contents(message: Json) -> Iterator[tuple[str, str]]:
             yield "the call's argument", max(words, key=len)
 
 
-def _place(prompt: str, text: str, at: int) -> int:
-    """Return the end of a text in the prompt, from `at` on; -1 if it does not stand there."""
-    for written in _forms(text):
-        if (place := prompt.find(written, at)) >= 0:
-            return place + len(written)
-    parts = [part.strip() for part in _CONTROLS.split(text)]
-    if len(parts) < 2:
-        return -1
-    for part in filter(None, parts):
-        if (at := _place(prompt, part, at)) < 0:
+class _PromptSearch:
+    """Search for many texts in one prompt."""
+
+    def __init__(self, prompt: str) -> None:
+        self._prompt = prompt
+        self._left = MOST_SEARCHED
+
+    def end_of(self, text: str, at: int) -> int:
+        """Return the end of a text in the prompt, from `at` on; -1 if it does not stand there."""
+        for written in _forms(text):
+            if self._left <= 0:
+                return at
+            place = self._prompt.find(written, at)
+            self._left -= (len(self._prompt) if place < 0 else place) - at
+            if place >= 0:
+                return place + len(written)
+        parts = [part.strip() for part in _CONTROLS.split(text)]
+        if len(parts) < 2:
             return -1
-    return at
+        for part in filter(None, parts):
+            if (at := self.end_of(part, at)) < 0:
+                return -1
+        return at
 
 
 def _forms(text: str) -> Iterator[str]:

@@ -24,7 +24,7 @@ import threading
 import weakref
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property, partial
@@ -32,6 +32,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from ..admission_counter import FairQueue
 from ..errors import Code, MlxtpError, ModelError, RequestError, is_library_error
 from ..imports import import_tokenizers, importing
 from ..model_files import (
@@ -57,14 +58,33 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MOST_WAIT_S = 30.0  # seconds before a request is refused
+MOST_OWN = 8 * SHORT  # bytes or characters that wait for one client, of work that has such a limit
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiting:
+    """Work that waits, with its client and its number in FairQueue. `size` counts towards MOST_OWN."""
+
+    client: str
+    turn: int
+    size: int
+    work: Callable[[], Any]
+    outcome: Future[Any]
 
 
 class WorkerQueue:
-    """One thread that runs one piece of work after the other. Work that waits too long is refused."""
+    """One thread that runs one piece of work after the other. FairQueue orders clients.
+
+    Work that waits too long is refused.
+    """
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, "text")
         self._thread = self._pool.submit(threading.get_ident).result()
+        self._lock = threading.Lock()
+        self._turns = FairQueue()
+        self._waiting: list[_Waiting] = []
+        self._busy = False
 
     @property
     def here(self) -> bool:
@@ -75,20 +95,60 @@ class WorkerQueue:
         """Return the result of `work`, at once in the queue's own thread. Raises as `work` does."""
         return work() if self.here else self._pool.submit(work).result()
 
-    async def run(self, work: Callable[[], T]) -> T:
-        """Return the result of `work`. Raises as `work` does, and RequestError 503."""
+    async def run(self, work: Callable[[], T], client: str = "", size: int = 0) -> T:
+        """Return the result of a client's `work`. Raises as `work` does, and RequestError 429 and 503.
+
+        `size`: bytes or characters of work of which little may wait for one client; 0 for any other.
+        """
         import asyncio  # in the agent alone
 
-        working = self._pool.submit(copy_context().run, work)
-        waiting = asyncio.wrap_future(working)
+        outcome = self._line_up(partial(copy_context().run, work), client, size)
+        waiting = asyncio.wrap_future(outcome)
+        self._begin_next()
         try:
             done, _ = await asyncio.wait({waiting}, timeout=MOST_WAIT_S)
-            if not done and working.cancel():  # it has not begun
+            if not done and outcome.cancel():  # it has not begun
                 detail = f"other prompts kept the tokenizer busy for {MOST_WAIT_S:g} s"
                 raise RequestError(detail, Code.OVERLOADED, status=503)
             return await waiting
         finally:
-            working.cancel()
+            outcome.cancel()
+
+    def _line_up(self, work: Callable[[], T], client: str, size: int) -> Future[T]:
+        with self._lock:
+            self._waiting = [each for each in self._waiting if not each.outcome.cancelled()]
+            own = [each for each in self._waiting if each.client == client]
+            waits = sum(each.size for each in own)
+            if size and waits and waits + size > MOST_OWN:
+                detail = (
+                    f"requests of this client to count {waits} characters wait, and at most {MOST_OWN} may; "
+                    "send fewer at one time"
+                )
+                raise RequestError(detail, Code.OVERLOADED, status=429)
+            outcome = Future[T]()
+            turn = self._turns.following(client, [each.turn for each in own])
+            self._waiting.append(_Waiting(client, turn, size, work, outcome))
+        return outcome
+
+    def _begin_next(self) -> None:
+        with self._lock:
+            if self._busy or not self._waiting:
+                return
+            first = min(self._waiting, key=lambda each: each.turn)
+            self._waiting.remove(first)
+            self._turns.record(first.client, first.turn)
+            self._busy = True
+            self._pool.submit(self._do, first)
+
+    def _do(self, first: _Waiting) -> None:
+        try:
+            if first.outcome.set_running_or_notify_cancel():
+                first.outcome.set_result(first.work())
+        except BaseException as error:  # noqa: BLE001 - the reader of the outcome raises it
+            first.outcome.set_exception(error)
+        finally:
+            self._busy = False
+            self._begin_next()
 
 
 # --- templates in Python ----------------------------------------------------------------------------------

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from .transcript import AnswerEvent
 
 MOST_BYTES = 64 << 20  #: Memory for remembered tokens.
-OVERHEAD_BYTES = 500  #: Memory of one answer without its tokens.
+OVERHEAD_BYTES = 500  #: Memory of one answer without its tokens and thoughts.
+_DIGEST_BYTES = 64  # memory of a digest in Python, with its place in a tuple
 _LAST = 256  # tokens whose text is compared with the end of an answer
 _SHOWN = 48  # characters of an answer's end that are looked for in that text
 _LONGEST_STOP = 64  # tokens of a stop string
@@ -49,17 +50,17 @@ class Beginning:
     """Beginning of a conversation: the messages up to `stop`.
 
     The last ones, from `start` on, are one answer. `key` stands for all of them but their thoughts.
-    `thoughts` has a digest for each answer, empty where the client sent none.
+    `thoughts` has a digest for each answer of the whole conversation, empty where the client sent none.
     """
 
     start: int
     stop: int
     key: bytes
-    thoughts: tuple[bytes, ...]
+    thoughts: Sequence[bytes]
 
 
 def beginnings(base: bytes, messages: Sequence[ChatMessage]) -> Iterator[Beginning]:
-    """Yield each beginning that ends with an answer, and then the whole.
+    """Yield each beginning that ends with an answer, and then the whole. All share one list of thoughts.
 
     `base` stands for everything else that the prompt depends on.
     """
@@ -70,13 +71,13 @@ def beginnings(base: bytes, messages: Sequence[ChatMessage]) -> Iterator[Beginni
             calls = [call for turn in run for call in turn.calls]
             key = _answer_key(key, _joined(turn.text for turn in run), calls)
             thoughts.append(_thought_digest("".join(turn.reasoning for turn in run)))
-            yield Beginning(at, at + len(run), key, tuple(thoughts))
+            yield Beginning(at, at + len(run), key, thoughts)
         else:
             for turn in run:
                 key = _digest(key, role, turn.text, turn.call_id, turn.name)
         at += len(run)
     if messages and messages[-1].role != "assistant":
-        yield Beginning(at, at, key, tuple(thoughts))
+        yield Beginning(at, at, key, thoughts)
 
 
 def base_key(conversation: Conversation, *about: str) -> bytes:
@@ -179,8 +180,9 @@ class AnswerRecord:
 class RememberedAnswer:
     """Tokens of a prompt and its answer, without a token that ended it. `text` was shown after the tokens.
 
-    `thoughts` as in `Beginning`, and `ids` of the calls in the answer. `behind`: text that the model wrote
-    after the arguments of a call that ended the answer; None where the model itself ended it.
+    `thoughts`: a digest for each answer, as in `Beginning`. `ids` of the calls in the answer. `behind`: text
+    that the model wrote after the arguments of a call that ended the answer; None where the model itself
+    ended it.
     """
 
     tokens: array[int]
@@ -192,7 +194,8 @@ class RememberedAnswer:
     @property
     def size(self) -> int:
         """Memory in bytes."""
-        return len(self.tokens) * self.tokens.itemsize + OVERHEAD_BYTES
+        thoughts = _DIGEST_BYTES * len(self.thoughts)
+        return len(self.tokens) * self.tokens.itemsize + thoughts + OVERHEAD_BYTES
 
 
 class AnswerMemory:
@@ -233,8 +236,8 @@ class AnswerMemory:
 
 
 def _equal_thoughts(sent: Sequence[bytes], known: Sequence[bytes]) -> bool:
-    """Return True if each thought that the client sent back is the one in the tokens."""
-    return all(not each or each == ours for each, ours in zip(sent, known, strict=True))
+    """Return True if each thought that the client sent back is the one in the tokens, as far as `known`."""
+    return all(not each or each == ours for each, ours in zip(sent, known, strict=False))
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,7 +306,7 @@ def _joins(text: Text, before: Sequence[int], after: Sequence[int], written: str
 class Replay:
     """A prompt that begins with known tokens. `rest` is the text after them.
 
-    `thoughts` as in `Beginning`, of the answers in the tokens.
+    `thoughts` as in `RememberedAnswer`.
     """
 
     tokens: tuple[int, ...]

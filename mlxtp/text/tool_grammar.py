@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from functools import lru_cache
 from typing import Any
 from urllib.parse import unquote
 
 from ..errors import RequestError
-from .argument_types import referred, types_of
+from .argument_types import KnownTypes, referred, types_of
 from .call_style import CallStyle, Separators
 from .calls import CallFormat
 
@@ -22,7 +22,9 @@ from .calls import CallFormat
 
 
 JsonSchema = dict[str, Any]
+Json = Mapping[str, Any]
 
+MOST_SCHEMA = 1 << 19  #: characters, as many as a whole grammar may have
 #: Formats of strings that a grammar knows.
 FORMATS = ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid")
 #: Keywords without meaning for a grammar, and those that it cannot enforce though the answer is still useful.
@@ -48,14 +50,18 @@ def guided_schema(
 
     An object with `properties` is closed unless it declares that it may have others. An integer without a
     bound gets one. `lenient` leaves out keywords that the grammar cannot enforce; otherwise the compilation
-    refuses them. `where` is the field to name in an error. Raises RequestError.
+    refuses them. `where` is the field to name in an error. Raises RequestError, also for more than
+    MOST_SCHEMA characters.
     """
     options: JsonSchema = {"whitespace_flexible": False}
     options |= {"item_separator": separators.item, "key_separator": separators.key}
     if lenient:
         options |= {"lenient": True, "coerce_one_of": True}
     try:
-        closed = _closed(dict(schema), _shared(schema), "#")
+        if (size := len(json.dumps(schema, allow_nan=False))) > MOST_SCHEMA:
+            detail = f"{where}: this JSON schema has {size} characters; at most {MOST_SCHEMA}"
+            raise RequestError(detail, param=where)
+        closed = _closed(schema, _shared(schema))
         return json.dumps(closed | {"x-guidance": options}, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
         raise RequestError(f"{where}: this is not a JSON schema", param=where) from None
@@ -68,14 +74,15 @@ def combines(schema: Mapping[str, Any]) -> bool:
     return kinds > 1 or several
 
 
-def _closed(schema: Any, shared: frozenset[str], path: str, part: bool = False) -> Any:
-    """Close the objects of a schema at `path`.
+def _closed(schema: Any, shared: Set[int], part: bool = False) -> Any:
+    """Close the objects of a schema.
 
-    A `part` of a combination stays open, and so does one that combinations refer to (`shared`): the
-    combination's other parts add properties of their own.
+    A `part` of a combination stays open, and so does one that combinations refer to (`shared`, by identity):
+    the combination's other parts add properties of their own.
     """
-    if not isinstance(schema, dict):
+    if not isinstance(schema, Mapping):
         return schema
+    open_ = part or id(schema) in shared
     schema = {key: value for key, value in schema.items() if value is not None or key == "const"}
     made: JsonSchema = {}
     several = combines(schema)
@@ -83,14 +90,12 @@ def _closed(schema: Any, shared: frozenset[str], path: str, part: bool = False) 
         if key in _LEFT_OUT or (key == "format" and value not in FORMATS):
             continue
         if key in _TABLES and isinstance(value, dict):
-            made[key] = {
-                name: _closed(each, shared, f"{path}/{key}/{_escaped(name)}") for name, each in value.items()
-            }
+            made[key] = {name: _closed(each, shared) for name, each in value.items()}
         elif key in _LISTS and isinstance(value, list):
-            open_ = key != "prefixItems" and (part or several)
-            made[key] = [_closed(each, shared, f"{path}/{key}/{i}", open_) for i, each in enumerate(value)]
+            parts = key != "prefixItems" and (part or several)
+            made[key] = [_closed(each, shared, parts) for each in value]
         elif key in _SINGLE:
-            made[key] = _closed(value, shared, f"{path}/{key}")
+            made[key] = _closed(value, shared)
         else:
             made[key] = value
     if (pattern := _DATES.get(str(made.get("format")))) and "pattern" not in made:
@@ -101,50 +106,41 @@ def _closed(schema: Any, shared: frozenset[str], path: str, part: bool = False) 
             if exclusive not in schema:
                 made.setdefault(bound, most)
     closes = isinstance(schema.get("properties"), dict) and not any(key in schema for key in _OPENING)
-    if closes and not part and path not in shared:
+    if closes and not open_:
         made["additionalProperties"] = False
         undeclared = [name for name in schema.get("required", ()) if name not in made["properties"]]
         made["properties"] |= dict.fromkeys(undeclared, True)
     return made
 
 
-def _shared(schema: Mapping[str, Any]) -> frozenset[str]:
-    """Return the places that combinations refer to, also by way of other references."""
-    shared: set[str] = set()
-    found = set(_combined(schema))
-    while found:
-        shared |= found
-        found = {each for place in found for each in _combined(referred(place, schema), True)} - shared
-    return frozenset(shared)
-
-
-def _escaped(name: str) -> str:
-    """Return a name in the form of a JSON pointer."""
-    return name.replace("~", "~0").replace("/", "~1")
-
-
-def _combined(schema: Any, part: bool = False) -> Iterator[str]:
-    """Yield references to schemas that are parts of a combination."""
-    if isinstance(schema, list):
-        for each in schema:
-            yield from _combined(each, part)
-        return
-    if not isinstance(schema, dict):
-        return
-    part = part or combines(schema)
-    if part and isinstance(reference := schema.get("$ref"), str):
-        yield unquote(reference)
-    for key, value in schema.items():
-        if key in _TABLES and isinstance(value, dict):
-            yield from _combined(list(value.values()))
-        else:
-            yield from _combined(value, part and key in _LISTS and key != "prefixItems")
+def _shared(schema: Json) -> set[int]:
+    """Return the identities of the schemas that combinations refer to, also by way of other references."""
+    shared, seen = set[int](), set[tuple[int, bool]]()
+    todo: list[tuple[Any, bool]] = [(schema, False)]
+    while todo:
+        at, part = todo.pop()
+        if (id(at), part) in seen:
+            continue
+        seen.add((id(at), part))
+        if isinstance(at, list):
+            todo += [(each, part) for each in at]
+        if not isinstance(at, Mapping):
+            continue
+        part = part or combines(at)
+        if part and isinstance(reference := at.get("$ref"), str):
+            target = referred(unquote(reference), schema)
+            shared.add(id(target))
+            todo.append((target, True))
+        for key, value in at.items():
+            if key in _TABLES and isinstance(value, dict):
+                todo += [(each, False) for each in value.values()]
+            else:
+                todo.append((value, part and key in _LISTS and key != "prefixItems"))
+    return shared
 
 
 # --- calls ------------------------------------------------------------------------------------------------
 
-
-Json = Mapping[str, Any]
 
 JSON_STYLE = CallStyle('{"name": "', '", "arguments": ', "}")  # for templates whose style is unknown
 _NO_ARGUMENTS = {"type": "object", "properties": {}}
@@ -296,9 +292,9 @@ def _fields(rule: str, schema: Json, style: CallStyle, writes: _Literals) -> Ite
     while "$ref" in schema:
         target = definitions[schema["$ref"].rpartition("/")[2]]
         schema = target | {key: value for key, value in schema.items() if key != "$ref"}
-    properties, required = schema.get("properties", {}), schema.get("required", ())
+    properties, required = schema.get("properties", {}), dict.fromkeys(schema.get("required", ()))
     others = {name: True for name in required if name not in properties}
-    names = []
+    names, root, known = list[str](), {"$defs": definitions}, KnownTypes()
 
     def text(rule: str, head: str) -> Iterator[str]:
         if end := writes.behind_text(closing):
@@ -313,8 +309,8 @@ def _fields(rule: str, schema: Json, style: CallStyle, writes: _Literals) -> Ite
         field = f"{rule}_{number}"
         names.append(field if name in required else f"{field}?")
         head = writes(opening + name + inside)
-        types = types_of(value, {"$defs": definitions})
-        if choices := _choices(value, definitions):
+        types = types_of(value, root, known)
+        if choices := _choices(value, root):
             yield f"{field}: {head} ({' | '.join(map(writes, choices))}) {writes(closing)}"
         elif not types or "string" in types:
             yield from text(field, head)
@@ -328,22 +324,33 @@ def _fields(rule: str, schema: Json, style: CallStyle, writes: _Literals) -> Ite
     yield f"{rule}: {' '.join(names)}" if names else f'{rule}: ""'
 
 
-def _choices(schema: Any, definitions: Json, references: int = 2) -> list[str]:
-    """Return the texts of all values of a schema; empty if it does not list them, behind few references."""
+def _choices(schema: Any, root: Json) -> list[str]:
+    """Return the texts of all values of a schema; empty if it does not list them, or too many."""
+    found, size = list[str](), 0
+    for text in _values(schema, root, 2):
+        found.append(text or "")
+        size += len(found[-1]) + 1
+        if text is None or size > MOST_SCHEMA:
+            return []
+    return found
+
+
+def _values(schema: Any, root: Json, references: int) -> Iterator[str | None]:
+    """Yield the texts of a schema's values; None where it does not list them, behind few references."""
     match schema:
-        case {"$ref": str(reference)}:
-            target = referred(reference, {"$defs": definitions}) if references else None
-            return _choices(target, definitions, references - 1)
-        case {"enum": list(values)}:
-            return [each if isinstance(each, str) else json.dumps(each) for each in values]
+        case {"$ref": str(reference)} if references:
+            yield from _values(referred(reference, root), root, references - 1)
+        case {"enum": [_, *_] as values}:
+            yield from [each if isinstance(each, str) else json.dumps(each) for each in values]
         case {"const": value}:
-            return [value if isinstance(value, str) else json.dumps(value)]
+            yield value if isinstance(value, str) else json.dumps(value)
         case {"type": "null"}:
-            return ["null"]
-        case {"anyOf": list(parts)} | {"oneOf": list(parts)} | {"allOf": [_] as parts}:
-            choices = [_choices(part, definitions, references) for part in parts]
-            return [text for each in choices for text in each] if all(choices) else []
-    return []
+            yield "null"
+        case {"anyOf": [_, *_] as parts} | {"oneOf": [_, *_] as parts} | {"allOf": [_] as parts}:
+            for part in parts:
+                yield from _values(part, root, references)
+        case _:
+            yield None
 
 
 def _checked(tool: Any, where: str) -> tuple[str, Json]:

@@ -96,6 +96,15 @@ def test_tokens_a_minute_are_made_up_for_before_the_next_request() -> None:
     assert used.refusal(CHAT, 31.0, NOON) is None
 
 
+def test_counted_prompts_take_tokens_of_the_minute_alone() -> None:
+    used = use(tokens_per_minute=60, tokens_per_day=100)
+    counting = request()
+    counting.counted_tokens = 600
+    used.end(counting, NOON)
+    assert refused(used.refusal(CHAT, 0.0, NOON))[:2] == (429, Code.RATE_LIMITED)
+    assert used.counts.day_tokens == 0
+
+
 def test_tokens_of_open_requests_count_as_they_come() -> None:
     used = use(tokens_per_minute=60, tokens_per_day=100)
     running = request(50)

@@ -6,6 +6,7 @@ import functools
 import io
 import ipaddress
 import json
+import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -40,12 +41,14 @@ from mlxtp.placement import measurements
 from mlxtp.placement.machines_file import read_machines
 from mlxtp.placement.probe_machine import mac
 from mlxtp.text.answers import AnswerParser, ReadingPlan, StopFinder
+from mlxtp.text.argument_types import types_of
+from mlxtp.text.call_style import Separators
 from mlxtp.text.calls import CallReader
 from mlxtp.text.chat_template import TemplateTraits, plainer, template_messages
 from mlxtp.text.conversation import Conversation, GenerationRequest, Tool, characters, tool_json
 from mlxtp.text.markups import CALLS, JSON_CALLS, Markup
 from mlxtp.text.renderer import read_ids, read_text
-from mlxtp.text.tool_grammar import JSON_STYLE, call_grammar, checked_tools
+from mlxtp.text.tool_grammar import JSON_STYLE, call_grammar, checked_tools, guided_schema
 from mlxtp.text.tool_schemas import relaxed
 from mlxtp.wire import certificates, recording
 from mlxtp.wire.cluster_messages import FabricResult
@@ -216,6 +219,38 @@ def chat(data: bytes) -> None:
 
 def _chat(data: bytes) -> None:
     _asked(openai.parse_chat(data))
+
+
+MOST_LINES = 400_000
+"""Lines of Python that a schema of 4 KB may cost."""
+
+
+def rewritten(data: bytes) -> None:
+    """A schema on its way to a grammar, in a bounded number of steps."""
+    schema = json.loads(data)
+    if not isinstance(schema, dict):
+        raise ValueError(data)
+    left = MOST_LINES
+
+    def step(*_: object) -> Callable[..., object]:
+        nonlocal left
+        left -= 1
+        assert left, f"{len(data)} bytes take more than {MOST_LINES} lines"
+        return step
+
+    sys.settrace(step)
+    try:
+        guided_schema(schema, Separators(), "schema")
+        types_of(schema, schema)
+    finally:
+        sys.settrace(None)
+
+
+_SCHEMAS = (
+    {"type": "object", "properties": {"a": {"$ref": "#/$defs/b"}}, "required": ["a"], "$defs": {"b": {}}},
+    {"allOf": [{"$ref": "#"}, {"properties": {"x": {"type": "integer"}}}], "prefixItems": [{"enum": [1]}]},
+    {"anyOf": [{"$ref": "a1"}, {"$ref": "#/anyOf/0"}], "patternProperties": {"^a": {"format": "date"}}},
+)
 
 
 def responses(data: bytes) -> None:
@@ -575,6 +610,11 @@ TARGETS: Mapping[str, Target] = {
     "responses": Target(responses, (RequestError,), tuple(json.dumps(each).encode() for each in _ITEMS)),
     "continued": Target(continued, (RequestError,), tuple(json.dumps(each).encode() for each in _PROMPTS)),
     "chat": Target(chat, (RequestError,), tuple(json.dumps(each).encode() for each in _CHATS)),
+    "rewritten": Target(
+        rewritten,
+        (RequestError, ValueError, RecursionError),
+        tuple(json.dumps(each).encode() for each in _SCHEMAS),
+    ),
     "stops": Target(
         stops, (), (b"ab,b,abc\nxxa|b|c", b"abcd,bc\nxab|cx", b"aa,aab\naaa|aab", "é\né|x".encode())
     ),

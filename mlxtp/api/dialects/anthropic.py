@@ -46,7 +46,17 @@ from ...text.transcript import (
 from ..adapter import SSE, About, Json, Operation, error_status
 from ..backend import ModelInfo, StoredModelInfo
 from ..generation import Generation
-from ..request_body import Integer, Schema, checked, in_range, none_of, not_supported, parsed, shown
+from ..request_body import (
+    MOST_MESSAGES,
+    Integer,
+    Schema,
+    checked,
+    in_range,
+    none_of,
+    not_supported,
+    parsed,
+    shown,
+)
 from ..request_context import current
 from .request_parts import (
     MOST_TOKENS,
@@ -62,7 +72,6 @@ from .request_parts import (
 )
 
 _BILLING = "x-anthropic-billing-header:"
-_MOST_MESSAGES = 100_000  # as in the API
 
 
 # --- schema of a request. None means absent, everywhere ---------------------------------------------------
@@ -110,7 +119,7 @@ class CountRequest(Schema):
     """The body of `POST /v1/messages/count_tokens`: all parts of the prompt."""
 
     messages: Annotated[
-        list[AnthropicInputMessage], Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True)
+        list[AnthropicInputMessage], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
     ]
     model: str | None = None
     system: str | list[Any] | None = None

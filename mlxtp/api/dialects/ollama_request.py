@@ -27,7 +27,7 @@ from ...text.conversation import (
 )
 from ..adapter import Json
 from ..backend import ModelInfo
-from ..request_body import Integer, Schema, in_range, not_supported, parsed, shown
+from ..request_body import MOST_MESSAGES, Integer, Schema, in_range, not_supported, parsed, shown
 from .request_parts import (
     MOST_TOKENS,
     Parameters,
@@ -167,7 +167,7 @@ class OllamaBody(Schema):
 class OllamaChat(OllamaBody):
     """The body of `POST /api/chat`."""
 
-    messages: Annotated[list[OllamaMessage], Field(fail_fast=True)] | None = None
+    messages: Annotated[list[OllamaMessage], Field(max_length=MOST_MESSAGES, fail_fast=True)] | None = None
     tools: Annotated[list[OllamaTool], Field(fail_fast=True)] | None = None
 
 

@@ -39,7 +39,7 @@ from ...text.transcript import (
 from ..adapter import SSE, About, AnswerWriter, Json, Operation, error_body_of
 from ..backend import Health, ModelInfo, StoredModelInfo, StreamEnd
 from ..generation import MAX_CHOICES, Adapter, Generation
-from ..request_body import Integer, Schema, in_range, missing, not_supported, parsed, shown
+from ..request_body import MOST_MESSAGES, Integer, Schema, in_range, missing, not_supported, parsed, shown
 from ..streaming import COMMENT
 from . import anthropic
 from .request_parts import (
@@ -126,7 +126,7 @@ class ChatRequest(Tuning):
     """The body of `POST /v1/chat/completions`. None means absent, everywhere."""
 
     # the list of errors is bounded
-    messages: Annotated[list[MessageInput], Field(min_length=1, fail_fast=True)]
+    messages: Annotated[list[MessageInput], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

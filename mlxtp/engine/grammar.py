@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -39,10 +40,16 @@ if TYPE_CHECKING:
 
 DEADLINE_S = 5.0  # seconds that one grammar may take to compile
 FUEL, STATES = 300_000, 50_000  # what the compiler may spend on it
+ITEMS = 10_000  #: Parser's items of one step; an object of 500 optional properties takes nearly as many.
+#: CPU seconds of a step in a grammar on average. With 128,000 tokens JSON takes 0.0001, and an object of 300
+#: optional properties up to twice that.
+STEP_S = 0.001
+BURST_S, SEARCH_BURST_S = 0.3, 0.1  #: More in all, for answers and for the search of their endings.
 MAX_KEPT = 64
 MAX_KEPT_BYTES = 256 << 20
 
 _WORD_BITS = 32
+_MOST_SUFFIXES = 32  # that a search for an ending tries
 
 PLAIN_TEXT = r'[^"\\{}\[\],:]+'
 INSIDE_STRINGS = r'[^"]+'
@@ -76,12 +83,50 @@ class Hints:
     suffixes: tuple[tuple[int, ...], ...] = ()
 
 
+class CpuAllowance:
+    """CPU time of this thread that steps may take: STEP_S on average, and `burst_s` seconds before that.
+
+    It is CPU time, so that a busy machine ends no answer. A step is a mask or an accepted token.
+    """
+
+    def __init__(self, burst_s: float = BURST_S, search: CpuAllowance | None = None) -> None:
+        self.search = search or self  #: the allowance of searches for an answer's ending
+        self._burst_s = burst_s
+        self._left_s = burst_s
+
+    def start(self) -> float:
+        """Return the beginning of a step. Raises MlxtpError while too much was spent; each call pays some."""
+        self._left_s = min(self._left_s + STEP_S, self._burst_s)
+        self._check()
+        return time.thread_time()
+
+    def spend(self, begun: float) -> None:
+        """End the step. Raises MlxtpError where no time is left."""
+        self._left_s = max(self._left_s - (time.thread_time() - begun), -self._burst_s)
+        self._check()
+
+    def _check(self) -> None:
+        if self._left_s < 0:
+            raise stuck(f"its steps take more than {1000 * STEP_S:g} ms of CPU time; make it less ambiguous")
+
+
 class Matcher:
-    """Position of one answer in its grammar. Every chosen token must be accepted, in order."""
+    """Position of one answer in its grammar. Every chosen token must be accepted, in order.
+
+    All answers in one grammar share an `allowance`, so that many choices do not have as many.
+    """
 
     def __init__(
-        self, state: LLMatcher, tokens: int, vocabulary: int, hints: Hints, grammar_tokens: int = 0
+        self,
+        state: LLMatcher,
+        tokens: int,
+        vocabulary: int,
+        hints: Hints,
+        grammar_tokens: int = 0,
+        *,
+        allowance: CpuAllowance | None = None,
     ) -> None:
+        self._allowance = allowance or CpuAllowance(search=CpuAllowance(SEARCH_BURST_S))
         self._state = state
         self._tokens = tokens
         self._vocabulary = vocabulary
@@ -95,9 +140,10 @@ class Matcher:
         must. Raises MlxtpError where no token may come: the grammar has no continuation, or its next step
         exceeds a limit of time or memory.
         """
+        begun = self._allowance.start()
         words = np.full(-(-self._tokens // _WORD_BITS), 0xFFFFFFFF, np.uint32)
         self._state.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-        self._check()
+        self._check(begun)
         words = words[: -(-self._vocabulary // _WORD_BITS)]
         if rest := self._vocabulary % _WORD_BITS:
             words[-1] &= np.uint32((1 << rest) - 1)
@@ -107,8 +153,9 @@ class Matcher:
 
     def accept(self, token: int) -> None:
         """Advance by `token`. Raises MlxtpError, now and later, for one that `mask` does not allow."""
+        begun = self._allowance.start()
         self._state.consume_token(token)
-        self._check()
+        self._check(begun)
 
     def forced(self, limit: int) -> tuple[int, ...]:
         """Return the next tokens that are the only choice, at most `limit`. They are not accepted yet."""
@@ -124,14 +171,15 @@ class Matcher:
         """True where the text may end."""
         return self._state.is_accepting() or self.finished
 
-    def copy(self) -> Matcher:
-        """Return an independent matcher at the same position."""
-        state = self._state.deep_copy()
-        return Matcher(state, self._tokens, self._vocabulary, self.hints, self.grammar_tokens)
+    def copy(self, *, search: bool = False) -> Matcher:
+        """Return an independent matcher at the same position; with `search` it cannot end the answer."""
+        given = self._state.deep_copy(), self._tokens, self._vocabulary, self.hints, self.grammar_tokens
+        return Matcher(*given, allowance=self._allowance.search if search else self._allowance)
 
-    def _check(self) -> None:
+    def _check(self, begun: float) -> None:
         if self._state.is_error():
             raise stuck(readable(self._state.get_error()))
+        self._allowance.spend(begun)
 
 
 def stuck(why: str) -> MlxtpError:
@@ -305,7 +353,7 @@ def _with_suffixes(hints: Hints, text: str, tokenizer: LLTokenizer, vocabulary: 
         return hints
     mask = _allowed(f"[^{last}]*[{last}]" if last else "(?s:.+)", tokenizer, vocabulary)
     digits = _allowed("[0-9]+", tokenizer, vocabulary)
-    return replace(hints, suffixes=tuple(suffixes), text=mask, plain=digits)
+    return replace(hints, suffixes=tuple(suffixes[:_MOST_SUFFIXES]), text=mask, plain=digits)
 
 
 def _allowed(regex: str, tokenizer: LLTokenizer, vocabulary: int) -> NDArray[np.uint32]:
@@ -390,7 +438,9 @@ def build(tokenizer: LLTokenizer, kind: str, text: str) -> LLMatcher:
         raise RequestError(f"unknown grammar kind {kind!r}; use one of {', '.join(_SUBJECT)}")
     if len(text) > MAX_GRAMMAR:
         raise refused(kind, f"it has {len(text)} characters; the limit is {MAX_GRAMMAR}")
-    limits = LLParserLimits(initial_lexer_fuel=FUEL, max_lexer_states=STATES, verbose_errors=False)
+    limits = LLParserLimits(
+        initial_lexer_fuel=FUEL, max_lexer_states=STATES, step_max_items=ITEMS, verbose_errors=False
+    )
     try:
         match kind:
             case "json_schema":

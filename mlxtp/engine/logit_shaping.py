@@ -305,6 +305,7 @@ class AnswerBudget:
         words = matcher.mask()
         if not self.watched(left):
             return words
+        matcher = matcher.copy(search=True)
         found = _ending(matcher, left)
         ending = self._continued(matcher, left, found)
         spare = 0 if ending is None else left - len(ending)

@@ -861,3 +861,29 @@ def test_a_panic_is_the_error_of_its_grammar(grammars: Grammars, monkeypatch: py
     [outcome] = outcomes
     assert isinstance(outcome, RequestError)
     assert "index out of bounds" in outcome.detail
+
+
+def test_answers_in_a_grammar_share_its_cpu_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter(range(10_000))
+    monkeypatch.setattr(grammar_module.time, "thread_time", lambda: 11 * grammar_module.STEP_S * next(times))
+    shared = grammar_module.CpuAllowance()
+    for _ in range(int(grammar_module.BURST_S / (10 * grammar_module.STEP_S)) - 1):
+        shared.spend(shared.start())
+    begun = [shared.start() for _ in range(2)]
+    with pytest.raises(MlxtpError, match="CPU time") as caught:
+        shared.spend(begun[0])
+    assert caught.value.code is Code.GRAMMAR_STUCK
+    with pytest.raises(MlxtpError):
+        shared.start()
+
+
+def test_an_ambiguous_grammar_ends_and_leaves_others_alone(grammars: Grammars) -> None:
+    rows = [grammars.compile("lark", "start: e\ne: e e | /[a-z]/ | e e e").matcher() for _ in range(16)]
+
+    def answer() -> None:
+        for row in rows * 200:
+            row.accept(next(token for token in allowed(row) if token not in EOS))
+
+    with pytest.raises(MlxtpError, match=r"CPU time|items"):
+        answer()
+    assert allowed(grammars.compile("json_schema", ANY_OBJECT).matcher())

@@ -286,7 +286,7 @@ class PeerLinks:
             hello = await link.receive_hello()
             if refusal := self._judge(identity, hello):
                 self._say_refused(f"{hello.name or hello.node_id} at {link.remote}", refusal.detail)
-                self._refuses(identity, refusal)
+                _keep(self.refused, identity, refusal)
                 if refusal.code is Code.MISMATCH and READS in hello.versions:
                     with contextlib.suppress(MlxtpError, TimeoutError, IndexError):
                         link.send_roster(self.parting[0]())
@@ -299,13 +299,6 @@ class PeerLinks:
             link.close()
             return
         await self._live(link, identity)
-
-    def _refuses(self, identity: NodeIdentity, refusal: MlxtpError) -> None:
-        """Keep the reason why a link to a node did not come about."""
-        self.refused.pop(identity.node_id, None)
-        while len(self.refused) >= MAX_MEMBERS:
-            del self.refused[next(iter(self.refused))]
-        self.refused[identity.node_id] = refusal.detail
 
     def _say_refused(self, who: str, why: str, bug: Exception | None = None) -> None:
         """Log a refusal, once in a while only, because a refused peer calls again and again."""
@@ -331,7 +324,7 @@ class PeerLinks:
             hello = await link.receive_hello()
             if refusal := self._judge(identity, hello):
                 link.refuse(refusal)
-                self._refuses(identity, refusal)
+                _keep(self.refused, identity, refusal)
                 raise refusal
         except (TimeoutError, IndexError):
             link.close()
@@ -340,7 +333,7 @@ class PeerLinks:
             ) from None
         except MlxtpError as error:
             if isinstance(error, Rejected):
-                self._refuses(identity, error)
+                _keep(self.refused, identity, error)
             link.close()
             raise
         self._readers.start(self._live(link, identity), f"the link to {hello.name}")
@@ -384,6 +377,14 @@ def cut(links: PeerLinks, node_id: str, error: MlxtpError) -> None:
     for link in links.links():
         if link.node_id == node_id:
             link.refuse(error)
+
+
+def _keep(refused: dict[str, str], identity: NodeIdentity, refusal: MlxtpError) -> None:
+    """Keep the reason why a link to a node did not come about."""
+    refused.pop(identity.node_id, None)
+    while len(refused) >= MAX_MEMBERS:
+        del refused[next(iter(refused))]
+    refused[identity.node_id] = refusal.detail
 
 
 def _ip(name: object) -> str:

@@ -39,7 +39,7 @@ from .codecs import (
 from .codecs import holding as _f
 from .rdma import MAX_ENTRY
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 MAX_RANKS = 8
 MAX_LAYERS = 1024  #: of a model
 MAX_ROWS = 1024  #: sequences in one step

@@ -11,7 +11,7 @@ import pytest
 
 from mlxtp.cluster import introduction
 from mlxtp.cluster.cluster_state import MAX_ENTRIES, MAX_TEXT, roster_entries, roster_text
-from mlxtp.cluster.links import Rejected
+from mlxtp.cluster.links import Rejected, _keep
 from mlxtp.cluster.node import ClusterNode
 from mlxtp.config import Settings
 from mlxtp.errors import Code, ProtocolError
@@ -115,7 +115,7 @@ def test_a_link_clears_the_reason_and_reasons_are_bounded(
         try:
             for number in range(200):
                 identity = NodeIdentity(f"{number:032x}", b.node.identity.cluster_id, "f" * 64)
-                a.node.links._refuses(identity, ProtocolError("no", Code.MISMATCH))
+                _keep(a.node.links.refused, identity, ProtocolError("no", Code.MISMATCH))
             assert len(a.node.links.refused) == 64
             a.node.links.refused[b.node.node_id] = "of another version"
             await a.dial(b)

@@ -288,6 +288,10 @@ _node = st.text("0123456789abcdef", max_size=32)
 _nodes = st.lists(_node.filter(bool), max_size=64).map(tuple)
 _epoch = st.integers(1, U63)
 _name = st.text(_printable, max_size=64)
+_group = st.just("") | st.builds(
+    "{}#{}".format, st.text(_printable, min_size=1, max_size=20), st.integers(0, 99)
+)
+_one_group = _group.filter(bool)
 _certificate = st.binary(min_size=1, max_size=1500)
 _nonce = st.binary(min_size=32, max_size=32)
 _digest = st.binary(min_size=DIGEST_BYTES, max_size=DIGEST_BYTES)
@@ -448,6 +452,7 @@ _STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
         client=_count,
         user=_count,
         salt=_count,
+        group=_group,
         places=_ints(1, MAX_CONTEXT, 0, MAX_PLACES),
     ),
     Accepted: st.builds(Accepted, _uid),
@@ -548,7 +553,7 @@ _STRATEGIES |= {
     ),
     MachineReport: st.builds(MachineReport, *_MACHINE_PARTS),
     ModelStatus: st.builds(ModelStatus, _short, _short, _text),
-    Prepare: st.builds(Prepare, _epoch, _rank, _short, _short, st.booleans(), _text),
+    Prepare: st.builds(Prepare, _epoch, _rank, _short, _short, st.booleans(), _group),
     Prepared: st.builds(Prepared, _epoch, _short, _raw),
     StartRank: st.builds(StartRank, _epoch, _STRATEGIES[Bootstrap]),
     RankStarted: st.builds(RankStarted, _epoch, st.booleans()),
@@ -562,13 +567,13 @@ _STRATEGIES |= {
     Serving: st.builds(
         Serving, _count, st.sampled_from(("ready", "failed", "restarting")), _text, _short, _short, _shorts,
         _floats(-(2.0**39), 2.0**39, 0, 8), _count, _text, _count, _u32, _u32, _ints(0, 2**31 - 1, 0, 64),
-        _u32, _ints(0, U32, 0, MAX_RANKS), _text, _text,
+        _u32, _ints(0, U32, 0, MAX_RANKS), _group, _text,
         _count, _count, _count, _u32, st.booleans(), st.booleans(),
     ),
     GroupAssignment: st.builds(
-        GroupAssignment, _text, _text, _count, _count, _node, _shorts, _text, _u32, _shorts
+        GroupAssignment, _one_group, _text, _count, _count, _node, _shorts, _text, _u32, _shorts
     ),
-    ReplicaLoad: st.builds(ReplicaLoad, _text, _count, _count, _u32, st.binary(max_size=8 * MAX_HASHES)),
+    ReplicaLoad: st.builds(ReplicaLoad, _one_group, _count, _count, _u32, st.binary(max_size=8 * MAX_HASHES)),
     RosterParting: st.builds(RosterParting, _short, st.booleans()),
     RosterSaved: st.builds(RosterSaved, _count),
     TokenWanted: st.builds(TokenWanted, st.binary(min_size=16, max_size=16)),

@@ -325,7 +325,12 @@ def build_parts(
         lambda model: overview.health(node, groups, gateway, model),
         lambda: node.peer_info.machines[node.node_id].free_bytes,
     )
-    readings = MachineReports(node, partial(boot_record.with_counts, node.home))
+
+    def counted(machine: Machine) -> Machine:
+        caches = disk_cache.ranks_in(node.home)
+        return replace(boot_record.with_counts(node.home, machine), caches=caches)
+
+    readings = MachineReports(node, counted)
     round_trips, credentials = RoundTripTimes(node), store.credentials
     keeping, renewal, tokens = AuthorityKeeping(node, store), Renewal(node, store), TokenIssuing(node)
     renewal.on_renewed(tokens.renewed)

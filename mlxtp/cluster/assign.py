@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from heapq import heappop, heappush
 
+from ..placement.candidates import cached_rank
 from ..placement.cost_model import RankMemory, rank_memory, stages, usable_bytes
 from ..placement.model_shape import MAX_RANKS, ModelShape
 from ..placement.planner import DEFAULT_CONTEXT, Placement, PlacementOptions, plan
@@ -220,7 +221,6 @@ class _Facts:
             self.members = {node: replace(m, held_bytes=held) for node, m in self.members.items()}
         self.usable = {node: usable_bytes(m) for node, m in self.members.items()}
         self.order = sorted(self.members, key=self._preference)
-        self.place = {node: place for place, node in enumerate(self.order)}
         self.by_name = {wanted.row.name: wanted for wanted in view.wanted}
         self.need = cache(self._need)
         self.allowed = {name: self._allowed(wanted) for name, wanted in self.by_name.items()}
@@ -235,15 +235,16 @@ class _Facts:
             group: turn for turn, (_, group) in enumerate(sorted(turns, key=lambda each: each[0] > 0))
         }
 
-    def _preference(self, node: str) -> tuple[object, ...]:
+    def _preference(self, node: str, model: str = "") -> tuple[object, ...]:
         machine = self.members[node].machine
-        has = chip(machine.chip, machine.gpu_cores)
-        return node in self.view.flapping, -has.reading, -has.flops, -machine.memory_bytes, node
+        has, cached = chip(machine.chip, machine.gpu_cores), cached_rank(machine, model)
+        return node in self.view.flapping, -has.reading, -has.flops, -machine.memory_bytes, cached, node
 
     def _allowed(self, wanted: WantedDeployment) -> list[str]:
         """Return the Macs that the row allows and that stay, the preferred first."""
-        on = wanted.row.on
-        return [n for n in self.order if n not in self.view.draining and (not on or n in on)]
+        on, model = wanted.row.on, wanted.planned.name
+        order = sorted(self.members, key=lambda node: self._preference(node, model))
+        return [n for n in order if n not in self.view.draining and (not on or n in on)]
 
     def _groups(self, wanted: WantedDeployment) -> list[str]:
         """Return the ids of the groups that are wanted: what runs well, what else runs, new ones."""
@@ -443,7 +444,8 @@ class _Packing:
         able = [node for node in pool if left[node] >= least]
         if sum(left[node] for node in able) < shape.weight_bytes:
             return False
-        able.sort(key=lambda node: (node != must, self.facts.place[node]))
+        place = {node: place for place, node in enumerate(self.facts.allowed[name])}
+        able.sort(key=lambda node: (node != must, place.get(node, len(place))))
         chosen = self._plan(wanted, able[:MOST_PLANNED], must).chosen
         if chosen is None or chosen.nodes < fewest:
             return False

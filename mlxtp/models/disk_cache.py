@@ -20,6 +20,7 @@ from typing import Any
 
 from ..cluster.cluster_state import name_of
 from ..errors import UserError
+from ..wire.cluster_messages import MAX_CACHES
 
 MOST_BYTES = 50 * 10**9  #: Room by default, if a tenth of the free disk is more.
 _ABOUT, _LOCK, _USED = "about.json", ".lock", ".used"
@@ -72,6 +73,19 @@ def layouts(folder: Path) -> list[Layout]:
     return sorted(
         (each for each in found if each.blocks), key=lambda each: (each.model, each.ranks, each.rank)
     )
+
+
+def ranks_in(home: Path) -> tuple[str, ...]:
+    """Return `Machine.caches` of an agent's home: of each model that ranks shared, the rank of the newest."""
+    found: dict[str, tuple[float, int]] = {}
+    for each in _folders(folder_in(home)):
+        with suppress(OSError, ValueError, TypeError, LookupError):
+            about = json.loads((each / _ABOUT).read_text())
+            if int(about["ranks"]) > 1:
+                name = _name(str(about["model"])).rstrip("/").rpartition("/")[2]
+                newest = each.stat().st_mtime, int(about["rank"])
+                found[name] = max(found.get(name, newest), newest)
+    return tuple(f"{rank} {name}" for name, (_, rank) in sorted(found.items()))[:MAX_CACHES]
 
 
 def listed(home: Path, setting: int | None) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
 
+from ..wire.cluster_messages import Machine
 from .cost_model import (
     ALONE,
     CHAT,
@@ -401,11 +402,12 @@ class CandidateFinder:
 
     @cached_property
     def _order(self) -> list[str]:
-        """Node ids, the preferred first. Free memory does not count: caches on disk are of a rank's place."""
+        """Node ids, the preferred first. Free memory does not count, for caches on disk are a rank's."""
 
-        def key(node: str) -> tuple[float, float, int, str]:
-            has = self._ranks[node].chip
-            return -has.reading, -has.flops, -self.members[node].machine.memory_bytes, node
+        def key(node: str) -> tuple[float, float, int, int, str]:
+            has, machine = self._ranks[node].chip, self.members[node].machine
+            cached = cached_rank(machine, self.shape.name)
+            return -has.reading, -has.flops, -machine.memory_bytes, cached, node
 
         return sorted(self.members, key=key)
 
@@ -610,6 +612,13 @@ class CandidateFinder:
                 mbps=mbps,
             ),
         )
+
+
+def cached_rank(machine: Machine, model: str) -> int:
+    """Return the rank whose KV caches of a model are on a Mac's disk, MAX_RANKS if none are."""
+    name = model.rpartition("/")[2]
+    ranks = [rank for rank, _, cached in (each.partition(" ") for each in machine.caches) if cached == name]
+    return min(int(ranks[0]), MAX_RANKS) if ranks and ranks[0].isdecimal() else MAX_RANKS
 
 
 def _no_room(rank: int, memory: RankMemory, layers: int = 0) -> str:

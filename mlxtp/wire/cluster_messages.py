@@ -40,6 +40,7 @@ from .peer_messages import MAX_CERTIFICATE_BYTES, POINT_BYTES
 MAX_INTERFACES = 32
 MAX_PORTS = 16
 MAX_NOTES = 16
+MAX_CACHES = 32
 MAX_SERVICE = 60  #: Characters of the name of a network service.
 
 _count = integer(0, U63)
@@ -90,7 +91,8 @@ class Machine:
     free now, `stranded_bytes` what ended ranks may have left wired until its restart. `rdma` is "enabled",
     "disabled" or "unsupported". `power` is "ac", "battery" or "unknown". `notes` are sentences for people.
     `bridge_service` is the network service of bridge0, empty without one; its name is translated, and users
-    change it.
+    change it. `caches` names the models with KV caches of several ranks on its disk, each behind its rank:
+    "1 Qwen3-32B-4bit".
     """
 
     system: str = _f(choice("macos", "linux", "other"))
@@ -112,6 +114,7 @@ class Machine:
     notes: tuple[str, ...] = _f(texts(MAX_NOTES, 1000), default=())
     bridge_service: str = _f(text(MAX_SERVICE), default="")
     stranded_bytes: int = _f(_count, default=0)
+    caches: tuple[str, ...] = _f(texts(MAX_CACHES, 400), default=())
 
 
 # --- measurements of the collectives of one group of ranks -----------------------------------------------

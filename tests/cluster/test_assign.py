@@ -538,3 +538,13 @@ def test_neither_free_memory_nor_flapping_chooses_the_order_of_equal_macs(
         "two#0": "bc",
     }
     assert where(seen(macs[:2], [wanted("two", nodes=2)], flapping=flapping)) == {"two#0": "ab"}
+
+
+def test_equal_macs_with_caches_of_a_model_come_first_and_in_their_order() -> None:
+    rows = [wanted("two", nodes=2)]
+    name = rows[0].planned.name
+    cached = [(), (f"1 {name}",), (f"0 {name}", "1 other")]
+    macs = [changed(member, caches=each) for member, each in zip(lan(64, 64, 64), cached, strict=True)]
+    assert where(seen(macs, rows)) == {"two#0": "cb"}
+    macs = [changed(member, caches=("0", "x " + name, "² " + name)) for member in lan(64, 64, 64)]
+    assert where(seen(macs, rows)) == {"two#0": "ab"}

@@ -14,7 +14,16 @@ import pytest
 
 from mlxtp.errors import UserError
 from mlxtp.models import disk_cache
-from mlxtp.models.disk_cache import MOST_BYTES, DiskRoom, by_model, clear, folder_in, layouts, room_in
+from mlxtp.models.disk_cache import (
+    MOST_BYTES,
+    DiskRoom,
+    by_model,
+    clear,
+    folder_in,
+    layouts,
+    ranks_in,
+    room_in,
+)
 
 Usage = namedtuple("Usage", "total used free")
 HUB = "/Users/a/hub/models--org--some--model/snapshots/0123abc"
@@ -92,6 +101,18 @@ def test_blocks_are_listed_by_model_with_the_name_that_users_know(tmp_path: Path
         (0, 2, 8, 60),
         (1, 2, 8, 30),
     ]
+
+
+def test_the_rank_of_the_newest_caches_is_told(tmp_path: Path) -> None:
+    folder = folder_in(tmp_path)
+    for at, (name, model, rank, ranks) in enumerate(
+        [("a", HUB, 1, 2), ("b", HUB, 0, 3), ("c", "/models/plain/", 1, 2), ("d", "/models/alone", 0, 1)]
+    ):
+        os.utime(layout(folder, name, model, rank, ranks), (AT + at, AT + at))
+    (folder / "e").mkdir()
+    (folder / "e" / "about.json").write_text("[1")
+    assert ranks_in(tmp_path) == ("1 plain", "0 some--model")
+    assert ranks_in(tmp_path / "nowhere") == ()
 
 
 def test_nothing_on_disk_and_what_is_no_cache(tmp_path: Path) -> None:

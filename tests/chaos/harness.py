@@ -113,10 +113,10 @@ class FaultyCluster(Cluster):
                 self.book.give(dataclasses.replace(self.later.pop(0), epoch=supervisor.status.epoch))
             enter(state)
 
-        def observed_pause(group: str, error: MlxtpError) -> None:
+        def observed_pause(group: str, error: MlxtpError, *, spare: bool = False) -> None:
             if not self.ends(supervisor.status.epoch):  # else the next epoch pauses them
                 self.moments.append(Moment(time.time(), supervisor.status.epoch, error=error))
-            pause(group, error)
+            pause(group, error, spare=spare)
 
         def observed_generate(wanted: Request) -> Any:
             answer = generate(wanted)

@@ -67,6 +67,7 @@ class Story:
         node = SimpleNamespace(
             settings=Settings(home, "", 0, 1, "tiny", limits=replace(LIMITS, **limits)),
             links=SimpleNamespace(send=self._send, on=lambda *_: None, on_lost=lambda _: None),
+            enrolment=SimpleNamespace(on_gone=lambda _: None),
             membership=SimpleNamespace(status_of=lambda host: SimpleNamespace(boot_id=f"boot of {host}")),
             node_id=HERE,
             boot_id="boot",

@@ -24,9 +24,7 @@ def frames_of(cluster: FaultyCluster, prompt: str, max_tokens: int) -> tuple[lis
     cluster.order("record", 1)
     usage = cluster.chat(prompt, max_tokens=max_tokens)["usage"]
     frames = until(
-        lambda: (
-            (f := cluster.book.notes("frame")) and f[-1]["type"] == "SessionStop" != f[-2:][0]["type"] and f
-        ),
+        lambda: len(f := cluster.book.notes("frame")) > 1 and f[-1]["type"] == "SessionStop" and f,
         "a SessionStop",
     )
     assert {frame["sender"] for frame in frames} == {0}

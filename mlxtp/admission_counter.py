@@ -1,14 +1,12 @@
-"""Counter of what is open at one time, in all and of each source; places of connections, and fair order.
+"""Counter of what is open at one time, in all and of each source, and fair order of what waits.
 
-Pure: its callers accept, refuse and close.
+Pure: its callers accept and refuse.
 """
 
 from __future__ import annotations
 
-import ipaddress
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable
 
 
 class AdmissionCounter:
@@ -45,111 +43,6 @@ class AdmissionCounter:
         self._open[source] -= 1
         if not self._open[source]:
             del self._open[source]  # a source that is gone takes no memory
-
-
-# --- places of HTTP connections ---------------------------------------------------------------------------
-
-
-#: Places that loopback alone may take, and as many for connections that have shown a valid key.
-RESERVED = 64
-
-
-@dataclass(eq=False, slots=True)
-class Place:
-    """Place of one connection, which `close` cuts. `refusal`: why all its requests are refused; else ""."""
-
-    close: Callable[[], None]
-    source: str
-    local: bool
-    known: bool = False
-    refusal: str = ""
-
-
-class Places:
-    """All places: `most` and `most_of_one` that are served, and those that at least get a refusal.
-
-    A connection is silent until it has sent a complete head that was admitted: with a valid key, where one is
-    needed. Beyond half of all places, each newcomer closes the oldest silent connection. So a machine that
-    opens thousands and sends nothing closes its own. None from elsewhere closes one of this Mac.
-    """
-
-    def __init__(self, most: int, most_of_one: int, refused: int, refused_of_one: int) -> None:
-        self._most = most
-        self._most_of_one = most_of_one
-        self._reserved = min(RESERVED, most // 8)
-        self._open = AdmissionCounter(refused, refused_of_one)
-        self._local = self._known = 0  # `_known`: those from elsewhere
-        #: By `local` and `known`, the oldest first: silent connections, and known ones between two requests.
-        self._weak: dict[tuple[bool, bool], dict[Place, None]] = {
-            (local, known): {} for local in (False, True) for known in (False, True)
-        }
-
-    def enter(self, address: str, close: Callable[[], None]) -> Place | None:
-        """Return a place, which may cost another connection its own; None where there is none at all."""
-        place = Place(close, *source_of(address))
-        if self._open.total >= self._most // 2:
-            self._close_oldest(place.local, known=False)
-        if not (room := self._has_room(place.local)):
-            self._close_oldest(place.local, known=True)
-            room = self._has_room(place.local)
-        if self._open.admit(place.source):
-            return None
-        if self._open.of(place.source) > self._most_of_one:
-            place.refusal = (
-                f"{self._most_of_one} connections of {place.source} are open, the most for one address"
-            )
-        elif not room:
-            place.refusal = f"{self._most} connections are open, the most this server takes"
-        self._local += place.local
-        self._weak[place.local, False][place] = None
-        return place
-
-    def admit(self, place: Place) -> None:
-        """Note that a request of this connection was admitted."""
-        if self._weak[place.local, place.known].pop(place, place) is None and not place.known:
-            self._known += not place.local
-            place.known = True
-
-    def rest(self, place: Place) -> None:
-        """Note that a connection has no request any more."""
-        if place.known and place.source:
-            self._weak[place.local, True][place] = None
-
-    def release(self, place: Place) -> None:
-        """Give a place back. May be repeated."""
-        self._weak[place.local, place.known].pop(place, None)
-        if place.source:
-            self._open.release(place.source)
-            self._local -= place.local
-            self._known -= place.known and not place.local
-            place.source = ""  # given back
-
-    def _has_room(self, local: bool) -> bool:
-        others, served = self._open.total - self._local, self._most - self._reserved
-        return self._open.total < self._most and (
-            local or (others < served and others - self._known < served - self._reserved)
-        )
-
-    def _close_oldest(self, local: bool, *, known: bool) -> None:
-        """Close one of another machine; if there is none, for a newcomer of this Mac, one of this Mac."""
-        for own in (False, True)[: 1 + local]:
-            if (oldest := next(iter(self._weak[own, known]), None)) is not None:
-                self.release(oldest)
-                oldest.close()
-                return
-
-
-def source_of(address: str) -> tuple[str, bool]:
-    """Return the source that an address counts as, and True for loopback. IPv6 counts by /64."""
-    try:
-        found = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:
-        return address or "?", False
-    if isinstance(found, ipaddress.IPv6Address) and not found.is_loopback:
-        if found.ipv4_mapped is None:
-            return str(ipaddress.ip_network((found, 64), strict=False)), False
-        found = found.ipv4_mapped
-    return str(found), found.is_loopback
 
 
 # --- fair order of requests when several clients wait ----------------------------------------------------

@@ -17,9 +17,8 @@ from starlette.routing import Match, Mount, Route
 from starlette.types import Message, Receive, Scope, Send
 
 from .. import audit
-from ..admission_counter import source_of
 from ..errors import Code
-from .guard import address_of
+from .guard import address_of, source_of
 from .request_context import RequestContext, answering
 from .request_metrics import OTHER, RequestMetrics
 

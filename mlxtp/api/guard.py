@@ -295,6 +295,17 @@ def address_of(end: Sequence[Any] | None) -> str:
     return str(mapped or address)
 
 
+def source_of(address: str) -> tuple[str, bool]:
+    """Return the source that one of those addresses counts as, True for loopback. IPv6 counts by /64."""
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:
+        return address or "?", False
+    if found.version == 6 and not found.is_loopback:
+        return str(ipaddress.ip_network((found, 64), strict=False)), False
+    return address, found.is_loopback
+
+
 def _unknown_host(host: str, name: str | None) -> str:
     said = f"this server does not answer to the name {host!r:.120}"
     if name is None:

@@ -20,6 +20,7 @@ from asyncio.sslproto import SSLProtocol
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import Context
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 from urllib.parse import unquote
@@ -29,11 +30,98 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ..admission_counter import Place, Places
+from ..admission_counter import AdmissionCounter
 from ..errors import Code, ConfigError
 from .access_log import ForeignLines
 from .adapter import error_body
-from .guard import ADMITTED
+from .guard import ADMITTED, address_of, source_of
+
+# --- places of connections --------------------------------------------------------------------------------
+
+
+RESERVED = 64  #: Places that loopback alone may take.
+
+
+@dataclass(eq=False, slots=True)
+class Place:
+    """Place of one connection, which `close` cuts. `refusal`: why all its requests are refused; else ""."""
+
+    close: Callable[[], None]
+    source: str
+    local: bool
+    known: bool = False
+    refusal: str = ""
+
+
+class Places:
+    """All places: `most` and `most_of_one` that are served, and those that at least get a refusal.
+
+    A connection is silent until it has sent a complete head that was admitted: with a valid key, where one is
+    needed. Beyond half of all places, each newcomer closes the oldest silent connection. So a machine that
+    opens thousands and sends nothing closes its own. None from elsewhere closes one of this Mac.
+    """
+
+    def __init__(self, most: int, most_of_one: int, refused: int, refused_of_one: int) -> None:
+        self._most = most
+        self._most_elsewhere = most - min(RESERVED, most // 8)
+        self._most_of_one = most_of_one
+        self._open = AdmissionCounter(refused, refused_of_one)
+        self._local = 0
+        #: By `local` and `known`, the oldest first: silent connections, and known ones between two requests.
+        self._weak: dict[tuple[bool, bool], dict[Place, None]] = {
+            (local, known): {} for local in (False, True) for known in (False, True)
+        }
+
+    def enter(self, address: str, close: Callable[[], None]) -> Place | None:
+        """Return a place, which may cost another connection its own; None where there is none at all."""
+        place = Place(close, *source_of(address))
+        if self._open.total >= self._most // 2:
+            self._close_oldest(place.local, known=False)
+        if not self._has_room(place.local):
+            self._close_oldest(place.local, known=True)
+        has_room = self._has_room(place.local)
+        if self._open.admit(place.source):
+            return None
+        if self._open.of(place.source) > self._most_of_one:
+            place.refusal = (
+                f"{self._most_of_one} connections of {place.source} are open, the most for one address"
+            )
+        elif not has_room:
+            place.refusal = f"{self._most} connections are open, the most this server takes"
+        self._local += place.local
+        self._weak[place.local, False][place] = None
+        return place
+
+    def admit(self, place: Place) -> None:
+        """Note that a request of this connection was admitted."""
+        self._weak[place.local, place.known].pop(place, None)
+        place.known = True
+
+    def rest(self, place: Place) -> None:
+        """Note that a connection has no request any more."""
+        if place.known and place.source:
+            self._weak[place.local, True][place] = None
+
+    def release(self, place: Place) -> None:
+        """Give a place back. May be repeated."""
+        self._weak[place.local, place.known].pop(place, None)
+        if place.source:
+            self._open.release(place.source)
+            self._local -= place.local
+            place.source = ""  # given back
+
+    def _has_room(self, local: bool) -> bool:
+        total = self._open.total
+        return total < self._most and (local or total - self._local < self._most_elsewhere)
+
+    def _close_oldest(self, local: bool, *, known: bool) -> None:
+        """Close one of another machine; if there is none, for a newcomer of this Mac, one of this Mac."""
+        for own in (False, True)[: 1 + local]:
+            if (oldest := next(iter(self._weak[own, known]), None)) is not None:
+                self.release(oldest)
+                oldest.close()
+                return
+
 
 # --- connections ------------------------------------------------------------------------------------------
 
@@ -73,7 +161,7 @@ class HttpConnection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(cast(asyncio.Transport, _GuardedTransport(transport)))
-        place = self.place = self.place or self.places.enter(address_of(self), transport.abort)
+        place = self.place = self.place or self.places.enter(address_of(self.client), transport.abort)
         if place is None:
             # at once, as more connections may arrive in this iteration of the event loop
             self.connections.discard(self)
@@ -166,7 +254,7 @@ class HttpConnection(H11Protocol):
             self._cut(f"did not read for {self.stall_s:g} s")
 
     def _cut(self, why: str) -> None:
-        if self.lines.admit(address_of(self)):
+        if self.lines.admit(address_of(self.client)):
             log.info("closing the connection of the client at %s, which %s", self.client, why)
         self.transport.abort()
 
@@ -216,11 +304,6 @@ class _Alarm:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-
-def address_of(connection: Any) -> str:
-    """Return the address at the other end of one of uvicorn's connections; empty where there is none."""
-    return str(connection.client[0]) if connection.client else ""
 
 
 def _reporting(app: ASGIApp, admitted: Callable[[], None]) -> ASGIApp:
@@ -277,7 +360,7 @@ class TlsHandshake(SSLProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._tcp = transport
-        address = (transport.get_extra_info("peername") or ("",))[0]
+        address = address_of(transport.get_extra_info("peername"))
         self._connection.place = self._connection.places.enter(address, transport.abort)
         if self._connection.place is None:
             transport.abort()

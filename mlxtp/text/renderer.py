@@ -84,7 +84,6 @@ class WorkerQueue:
         self._lock = threading.Lock()
         self._turns = FairQueue()
         self._waiting: list[_Waiting] = []
-        self._busy = False
 
     @property
     def here(self) -> bool:
@@ -104,7 +103,6 @@ class WorkerQueue:
 
         outcome = self._line_up(partial(copy_context().run, work), client, size)
         waiting = asyncio.wrap_future(outcome)
-        self._begin_next()
         try:
             done, _ = await asyncio.wait({waiting}, timeout=MOST_WAIT_S)
             if not done and outcome.cancel():  # it has not begun
@@ -128,27 +126,21 @@ class WorkerQueue:
             outcome = Future[T]()
             turn = self._turns.following(client, [each.turn for each in own])
             self._waiting.append(_Waiting(client, turn, size, work, outcome))
+        self._pool.submit(self._do_next)
         return outcome
 
-    def _begin_next(self) -> None:
+    def _do_next(self) -> None:
         with self._lock:
-            if self._busy or not self._waiting:
+            if not self._waiting:  # of what was submitted, some was cancelled
                 return
             first = min(self._waiting, key=lambda each: each.turn)
             self._waiting.remove(first)
             self._turns.record(first.client, first.turn)
-            self._busy = True
-            self._pool.submit(self._do, first)
-
-    def _do(self, first: _Waiting) -> None:
         try:
             if first.outcome.set_running_or_notify_cancel():
                 first.outcome.set_result(first.work())
         except BaseException as error:  # noqa: BLE001 - the reader of the outcome raises it
             first.outcome.set_exception(error)
-        finally:
-            self._busy = False
-            self._begin_next()
 
 
 # --- templates in Python ----------------------------------------------------------------------------------

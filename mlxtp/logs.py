@@ -78,11 +78,8 @@ class RotatingLog(RotatingFileHandler):
 
 _AUDIT_LOCK = "audit.lock"
 FOREIGN_PER_MINUTE = 10  #: Audit lines that strangers may cause; others are counted in the next such line.
-
-
-MOST_WAITING = (
-    1000  #: Audit lines kept while another process holds the lock; a later line counts those beyond.
-)
+#: Audit lines kept while another process holds the lock; a later line counts those beyond.
+MOST_WAITING = 1000
 LAST_WAIT_S = 5.0  #: Seconds that the end of a process waits for that lock.
 
 
@@ -98,10 +95,10 @@ class AuditLog(RotatingLog):
         self._foreign = TokenBucket(FOREIGN_PER_MINUTE, clock())
         self._clock = clock
         self._left_out = self._lost = 0
-        self._waiting: deque[logging.LogRecord] = deque()
-        self._writing = threading.Lock()
-        self._later: threading.Thread | None = None
-        self.setFormatter(AuditLines())
+        self._lines = AuditLines()
+        self._waiting: deque[logging.LogRecord] = deque()  # lines, each the message of a record
+        self._late = False  # A thread waits for the lock, and will write what waits by then.
+        self._later: threading.Thread | None = None  # the last such thread
 
     def _open(self) -> TextIOWrapper:
         stream = super()._open()
@@ -120,22 +117,21 @@ class AuditLog(RotatingLog):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write the line, now or once no other process holds the lock."""
-        with self._writing:
-            if len(self._waiting) >= MOST_WAITING:
-                self._lost += 1
-                return
-            if self._lost:
-                record.__dict__["left_out"] = getattr(record, "left_out", 0) + self._lost
-                self._lost = 0
-            record.__dict__["line"] = super().format(record)  # of this request
-            self._waiting.append(record)
-        if self._later is None and not self._write(fcntl.LOCK_NB):
+        if len(self._waiting) >= MOST_WAITING:
+            self._lost += 1
+            return
+        record.__dict__["left_out"] = getattr(record, "left_out", 0) + self._lost
+        self._lost = 0
+        self._waiting.append(logging.makeLogRecord({"msg": self._lines.format(record)}))
+        if not self._late and not self._write(fcntl.LOCK_NB):
+            self._late = True
             self._later = threading.Thread(target=self._write, daemon=True)
             self._later.start()
 
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the line, as it was when its event happened."""
-        return str(record.__dict__["line"])
+    def flush(self) -> None:
+        """Flush without the handler's lock, which the end of the process holds while it waits in `close`."""
+        if self.stream is not None:
+            self.stream.flush()
 
     def close(self) -> None:
         """Wait a little for the lock. Report on standard error how many lines it kept back."""
@@ -151,19 +147,17 @@ class AuditLog(RotatingLog):
         try:
             with open(self._home / _AUDIT_LOCK, "a", opener=_private) as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | how)
-                with self._writing:
-                    while self._waiting:
-                        super().emit(self._waiting.popleft())
-                    if self.stream is not None:
-                        self.stream.close()
-                        self.stream = None  # it is opened again
-                    self._later = None
+                self._late = False  # a line that comes from now on has its own `_write`
+                while self._waiting:
+                    super().emit(self._waiting.popleft())
+                if self.stream is not None:
+                    self.stream.close()
+                    self.stream = None  # it is opened again
         except BlockingIOError:
             return False
         except OSError:
-            with self._writing:
-                self._later = None
-                self.handleError(self._waiting[-1])
+            self._late = False
+            self.handleError(logging.makeLogRecord({}))
         return True
 
 

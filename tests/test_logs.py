@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import re
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -334,6 +335,18 @@ def test_a_process_that_keeps_the_lock_holds_up_no_event(
     until(lambda: len(written()) == 3, "the lock is free")
     event(5)
     assert written() == [("event 0", 0), ("event 1", 0), ("event 2", 0), ("event 5", 2)]
+
+
+def test_the_end_of_the_process_waits_for_the_lock(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    handler = AuditLog(tmp_path)
+    with (tmp_path / "audit.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for number in range(2):
+            handler.handle(logging.makeLogRecord({"msg": f"event {number}", "fields": {}}))
+        threading.Timer(0.2, lambda: fcntl.flock(lock, fcntl.LOCK_UN)).start()
+        logging.shutdown([lambda: handler])  # type: ignore[list-item]
+    assert capsys.readouterr().err == ""
+    assert [event["message"] for event in events(tmp_path / AUDIT_LOG)] == ["event 0", "event 1"]
 
 
 def test_a_home_that_takes_no_audit_log_is_named(tmp_path: Path) -> None:

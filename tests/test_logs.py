@@ -337,7 +337,9 @@ def test_a_process_that_keeps_the_lock_holds_up_no_event(
     assert written() == [("event 0", 0), ("event 1", 0), ("event 2", 0), ("event 5", 2)]
 
 
-def test_the_end_of_the_process_waits_for_the_lock(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_end_of_the_process_waits_for_the_lock(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     handler = AuditLog(tmp_path)
     with (tmp_path / "audit.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -223,9 +223,8 @@ class Body:
         self._taken = 0
         self._parts: list[bytes] = []
         self._data = b""
-        self._ahead = RATE_S * LEAST_RATE  # bytes ahead of LEAST_RATE, at the time `_at`
-        self._at = time.monotonic()
-        self.given_up = False
+        self._slow_at = time.monotonic() + RATE_S  # when it is too slow, if nothing comes before
+        self.late = f"the body was not complete within {bodies.body_s:g} s"
 
     async def parsed(self, parse: Callable[[bytes], T], *, slow: bool = False) -> T:
         """Return the result of `parse` for the whole body, once. Raises as it does.
@@ -241,12 +240,6 @@ class Body:
     def release(self) -> None:
         """Give the room back. May be repeated."""
         self._hold(-self._taken)
-
-    def is_slow(self, came: int = 0) -> bool:
-        """Return True for a body that fell behind LEAST_RATE by more than `RATE_S`; `came`: new bytes."""
-        before, self._at = self._at, time.monotonic()
-        self._ahead = min(self._ahead - LEAST_RATE * (self._at - before) + came, RATE_S * LEAST_RATE)
-        return self._ahead < 0
 
     def _hold(self, more: int) -> None:
         self._taken += more
@@ -279,13 +272,13 @@ class Body:
         return self in bodies.coming
 
     def _make_room(self, more: int) -> None:
-        coming = self._bodies.coming
-        slow = [each for each in coming if each._taken and each is not self and each.is_slow()]
+        coming, now = self._bodies.coming, time.monotonic()
+        slow = [each for each in coming if each._taken and each is not self and each._slow_at < now]
         while not self._has_room(more) and slow:
             given_up = slow.pop(0)
             given_up._give_way()
             if not given_up.limit.expired():
-                given_up.given_up = True
+                given_up.late = f"the body came at less than {LEAST_RATE} bytes a second while others waited"
                 given_up.limit.reschedule(0)
         later = [each for each in coming[coming.index(self) + 1 :] if each._taken]
         if not self._has_room(more, later):
@@ -311,7 +304,7 @@ class Body:
             size = 0
             async for part in request.stream():
                 size += len(part)
-                self.is_slow(len(part))
+                self._slow_at = min(self._slow_at + len(part) / LEAST_RATE, time.monotonic() + RATE_S)
                 if refused is None and size <= limit and self._take(size):
                     self._parts.append(part)
                 else:
@@ -352,10 +345,7 @@ class Bodies:
                 async with body.limit:
                     await body.read(request, self._limit)
             except TimeoutError:
-                detail = f"the body was not complete within {self.body_s:g} s"
-                if body.given_up:
-                    detail = f"the body came at less than {LEAST_RATE} bytes a second while others waited"
-                raise RequestError(detail, status=408) from None
+                raise RequestError(body.late, status=408) from None
             finally:
                 with suppress(ValueError):  # it gave way
                     self.coming.remove(body)

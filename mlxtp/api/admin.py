@@ -30,7 +30,7 @@ from ..short_names import stands_for
 from .adapter import SSE
 from .catalog import not_permitted
 from .guard import PERMITTED, SHARED_ADMIN, Keys, is_local, keys_in
-from .request_context import current
+from .request_context import current, own_models
 from .streaming import COMMENT, AnswerStream
 
 # --- commands ---------------------------------------------------------------------------------------------
@@ -135,9 +135,7 @@ def admin_routes(admin: Administration) -> list[Route]:
                 found = act(body)
                 return JSONResponse(_own_models(await found if isinstance(found, Awaitable) else found))
             except UserError as error:
-                words = error.detail
-                if (context := current()) is not None and context.models:
-                    words = words.partition(" Deployed models:")[0]
+                words = error.detail.partition(" Deployed models:")[0] if own_models() else error.detail
                 raise RequestError(words, error.code) from None
 
         return Route(f"/admin/{path}", answer, methods=[method])
@@ -239,10 +237,9 @@ def _check_models(body: Mapping[str, Any]) -> None:
 
 def _own_models(found: Json) -> Json:
     """Return a reply without the models that the request's key is not for."""
-    request = current()
-    if request is None or not request.models:
+    if not (models := own_models()):
         return found
-    names = {*request.models, *map(stands_for, request.models)}
+    names = {*models, *map(stands_for, models)}
     own = {
         key: [each for each in value if (each["name"] if isinstance(each, Mapping) else each) in names]
         for key, value in found.items()

@@ -18,7 +18,7 @@ from ..errors import Code, MlxtpError, RequestError
 from .adapter import SSE, Operation, document, internal_error
 from .admin import Administration, Observed, admin_routes, page_routes
 from .backend import Backend
-from .catalog import UNNAMED, narrowed, unknown_model
+from .catalog import UNNAMED, unknown_model
 from .dialects import openai as answers
 from .dialects.anthropic import ANTHROPIC
 from .dialects.completions import Completions
@@ -74,16 +74,13 @@ def create_app(
 
     async def health(request: Request) -> Response:
         name = request.query_params.get("model")
-        now, strange = generation.catalog.health(name), is_stranger(access, request.scope)
         models = access.keys.models_for(keys_in(request.headers)) if access.keys is not None else ()
-        own = generation.catalog.deployments(models)
-        found = generation.catalog.deployment(name)
+        now, strange = generation.catalog.health(name, models), is_stranger(access, request.scope)
+        found, own = generation.catalog.deployment(name), now.deployments
         if name not in UNNAMED and (found is None or found.name not in {each.name for each in own}):
             raise unknown_model(name, () if strange else [each.model or each.name for each in own])
         if strange:  # a reason names Macs, models and folders
             now = replace(now, model=None, reason=None, ranks=(), deployments=())
-        elif models:
-            now = narrowed(now, own)
         headers = {} if now.ready else {"retry-after": str(retry_after_s)}
         return JSONResponse(answers.health_body(now), 200 if now.ready else 503, headers=headers)
 

@@ -31,7 +31,7 @@ from .backend import (
     StoredModelInfo,
 )
 from .request_body import shown
-from .request_context import RequestContext, current
+from .request_context import RequestContext, current, own_models
 
 log = logging.getLogger(__name__)
 
@@ -227,16 +227,6 @@ def find_deployment(
     return next(iter(named or (deployments if name in UNNAMED else ())), None)
 
 
-def narrowed(health: Health, own: Sequence[DeploymentHealth]) -> Health:
-    """Return a state without deployments other than `own`, and without words where there are others."""
-    if len(own) == len(health.deployments):
-        return health
-    seen = health.model in {each.model for each in own}
-    ranks = health.ranks if seen else ()
-    model = health.model if seen else None
-    return replace(health, model=model, reason=None, ranks=ranks, starting="", deployments=tuple(own))
-
-
 def unknown_model(name: str | None, known: Iterable[str]) -> RequestError:
     """Return a 404 that lists the available models, if there are any."""
     available, full = ", ".join(known), stands_for(name)
@@ -377,23 +367,25 @@ class Catalog:
         """Return the deployment of this name, loaded or not; None where there is none."""
         return find_deployment(name, self._backend.models(), self._backend.health().deployments)
 
-    def deployments(self, models: Sequence[str]) -> tuple[DeploymentHealth, ...]:
-        """Return the deployments that a key for `models` may use; all, if it is for none in particular."""
+    def health(self, name: str | None, models: Sequence[str] = ()) -> Health:
+        """Return the state of the deployment of this name; of the whole for None, or where there is none.
+
+        For a key that may use only `models`: without other deployments, and without words if there are any.
+        """
+        deployment = self.deployment(name) if name is not None else None
+        health = self._backend.health(deployment.name if deployment is not None else "")
         names = {*models, *filter(None, map(stands_for, models))}
         names |= {each.id for each in self._backend.models() if names & set(each.aliases)}
-        found = self._backend.health().deployments
-        return tuple(each for each in found if not models or names & {each.name, each.model})
-
-    def health(self, name: str | None) -> Health:
-        """Return the state of the deployment of this name; of the whole for None, or where there is none."""
-        deployment = self.deployment(name) if name is not None else None
-        return self._backend.health(deployment.name if deployment is not None else "")
+        own = tuple(each for each in health.deployments if names & {each.name, each.model})
+        if not models or len(own) == len(health.deployments):
+            return health
+        if health.model not in {each.model for each in own}:
+            health = replace(health, model=None, ranks=())
+        return replace(health, reason=None, starting="", deployments=own)
 
     def not_ready(self, name: str | None) -> RequestError:
         """Return the error that explains why a model, or any, is not loaded."""
-        health, request = self.health(name), current()
-        if request is not None and request.models:
-            health = narrowed(health, self.deployments(request.models))
+        health = self.health(name, own_models())
         why = f": {health.reason}" if health.reason else ""
         if health.state == DRAINING:
             return RequestError(f"no new requests{why}; try again", Code.SHUTTING_DOWN, status=503)
@@ -420,7 +412,7 @@ class Catalog:
         """Return the error for a name that is not loaded, where `stored` could be."""
         known = [each.id for each in self._with_loaded(stored)]
         health = self._backend.health()
-        own = self.deployments(request.models if (request := current()) is not None else ())
+        own = self.health(None, own_models()).deployments
         known += [each.model for each in own if each.model and each.model not in known]
         loads = not self._backend.models() and health.state in COMING
         there = known or self._backend.models() or health.deployments  # some of them for other keys alone

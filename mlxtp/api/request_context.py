@@ -93,6 +93,12 @@ def current() -> RequestContext | None:
     return _current.get()
 
 
+def own_models() -> tuple[str, ...]:
+    """Return the models that the current request's key is for; () for all."""
+    account = _current.get()
+    return () if account is None else account.models
+
+
 @contextmanager
 def answering(account: RequestContext) -> Iterator[None]:
     """Make `account` the current request, in this task and those that it starts."""

@@ -76,7 +76,7 @@ def create_app(
         name = request.query_params.get("model")
         models = access.keys.models_for(keys_in(request.headers)) if access.keys is not None else ()
         now, strange = generation.catalog.health(name, models), is_stranger(access, request.scope)
-        found, own = generation.catalog.deployment(name), now.deployments
+        found, own = generation.catalog.deployment(name), generation.catalog.health(None, models).deployments
         if name not in UNNAMED and (found is None or found.name not in {each.name for each in own}):
             raise unknown_model(name, () if strange else [each.model or each.name for each in own])
         if strange:  # a reason names Macs, models and folders

@@ -376,8 +376,9 @@ class Catalog:
         health = self._backend.health(deployment.name if deployment is not None else "")
         names = {*models, *filter(None, map(stands_for, models))}
         names |= {each.id for each in self._backend.models() if names & set(each.aliases)}
-        own = tuple(each for each in health.deployments if names & {each.name, each.model})
-        if not models or len(own) == len(health.deployments):
+        found = self._backend.health().deployments
+        own = tuple(each for each in found if names & {each.name, each.model})
+        if not models or own == found:
             return health
         if health.model not in {each.model for each in own}:
             health = replace(health, model=None, ranks=())

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -94,18 +94,16 @@ class CpuAllowance:
         self._burst_s = burst_s
         self._left_s = burst_s
 
-    def start(self) -> float:
-        """Return the beginning of a step. Raises MlxtpError while too much was spent; each call pays some."""
-        self._left_s = min(self._left_s + STEP_S, self._burst_s)
-        self._check()
-        return time.thread_time()
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Let a step spend its time. Raises MlxtpError while too much was spent; each step pays some."""
+        self._spend(-STEP_S)
+        begun = time.thread_time()
+        yield
+        self._spend(time.thread_time() - begun)
 
-    def spend(self, begun: float) -> None:
-        """End the step. Raises MlxtpError where no time is left."""
-        self._left_s = max(self._left_s - (time.thread_time() - begun), -self._burst_s)
-        self._check()
-
-    def _check(self) -> None:
+    def _spend(self, seconds: float) -> None:
+        self._left_s = max(min(self._left_s - seconds, self._burst_s), -self._burst_s)
         if self._left_s < 0:
             raise stuck(f"its steps take more than {1000 * STEP_S:g} ms of CPU time; make it less ambiguous")
 
@@ -140,10 +138,10 @@ class Matcher:
         must. Raises MlxtpError where no token may come: the grammar has no continuation, or its next step
         exceeds a limit of time or memory.
         """
-        begun = self._allowance.start()
         words = np.full(-(-self._tokens // _WORD_BITS), 0xFFFFFFFF, np.uint32)
-        self._state.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-        self._check(begun)
+        with self._allowance.step():
+            self._state.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+            self._check()
         words = words[: -(-self._vocabulary // _WORD_BITS)]
         if rest := self._vocabulary % _WORD_BITS:
             words[-1] &= np.uint32((1 << rest) - 1)
@@ -153,9 +151,9 @@ class Matcher:
 
     def accept(self, token: int) -> None:
         """Advance by `token`. Raises MlxtpError, now and later, for one that `mask` does not allow."""
-        begun = self._allowance.start()
-        self._state.consume_token(token)
-        self._check(begun)
+        with self._allowance.step():
+            self._state.consume_token(token)
+            self._check()
 
     def forced(self, limit: int) -> tuple[int, ...]:
         """Return the next tokens that are the only choice, at most `limit`. They are not accepted yet."""
@@ -176,10 +174,9 @@ class Matcher:
         given = self._state.deep_copy(), self._tokens, self._vocabulary, self.hints, self.grammar_tokens
         return Matcher(*given, allowance=self._allowance.search if search else self._allowance)
 
-    def _check(self, begun: float) -> None:
+    def _check(self) -> None:
         if self._state.is_error():
             raise stuck(readable(self._state.get_error()))
-        self._allowance.spend(begun)
 
 
 def stuck(why: str) -> MlxtpError:

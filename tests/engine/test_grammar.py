@@ -868,13 +868,13 @@ def test_answers_in_a_grammar_share_its_cpu_time(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(grammar_module.time, "thread_time", lambda: 11 * grammar_module.STEP_S * next(times))
     shared = grammar_module.CpuAllowance()
     for _ in range(int(grammar_module.BURST_S / (10 * grammar_module.STEP_S)) - 1):
-        shared.spend(shared.start())
-    begun = [shared.start() for _ in range(2)]
-    with pytest.raises(MlxtpError, match="CPU time") as caught:
-        shared.spend(begun[0])
+        with shared.step():
+            pass
+    with pytest.raises(MlxtpError, match="CPU time") as caught, shared.step(), shared.step():
+        pass
     assert caught.value.code is Code.GRAMMAR_STUCK
-    with pytest.raises(MlxtpError):
-        shared.start()
+    with pytest.raises(MlxtpError), shared.step():
+        pass
 
 
 def test_an_ambiguous_grammar_ends_and_leaves_others_alone(grammars: Grammars) -> None:

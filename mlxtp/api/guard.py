@@ -35,7 +35,7 @@ SHARED_ADMIN = {f"{ADMIN}/{each}": LOAD for each in ("models", "serve", "unload"
     f"{ADMIN}/keys": METRICS
 }
 PERMITTED = "mlxtp.permitted"  #: Entry of an ASGI scope: the scope of keys that the request's key has.
-ADMITTED = "mlxtp.admitted"  #: Entry of an ASGI scope: a call that reports the admission of its request.
+ADMITTED = "mlxtp.admitted"  #: Entry of an ASGI scope's state: a call that reports its admission.
 #: Paths without data, which need no key: the page, its files (below `/page/`), and `/health`.
 PUBLIC = ("/", "/health", "/page/")
 
@@ -327,7 +327,7 @@ def _admit(scope: Scope) -> None:
     """Note that a request is admitted, and report it to its connection."""
     if (request := current()) is not None:
         request.admitted = True
-    if (report := scope.get(ADMITTED)) is not None:
+    if (report := scope.get("state", {}).get(ADMITTED)) is not None:
         report()
 
 

@@ -170,7 +170,7 @@ class HttpConnection(H11Protocol):
         if place.refusal:
             self.app = _refusing(f"{place.refusal}; retry later")
         else:
-            self.app = _reporting(self.app, partial(self.places.admit, place))
+            self.app_state = {ADMITTED: partial(self.places.admit, place)}
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNREAD_BYTES)
         # `pause_writing` comes with the first byte left over. asyncio's TLS calls it at that size, its TCP
         # above it: with 0, TLS would pause before the first answer, for ever.
@@ -304,15 +304,6 @@ class _Alarm:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-
-def _reporting(app: ASGIApp, admitted: Callable[[], None]) -> ASGIApp:
-    """Return the app with a call in each scope by which a guard reports that it admits the request."""
-
-    async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
-        await app({**scope, ADMITTED: admitted}, receive, send)
-
-    return wrapped
 
 
 def _refusing(detail: str) -> ASGIApp:

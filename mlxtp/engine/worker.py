@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
 from types import FrameType
@@ -90,7 +90,7 @@ PIPE_STALL_S = 60.0
 REPORT_S = 5.0
 #: Seconds that the exit functions of MLX and other modules may take. JACCL's waits for no other rank.
 EXIT_S = 2.0
-_LAST: list[Callable[[], object]] = []  # what `_run_last` runs
+_LAST = contextlib.ExitStack()  # closed at the very end of the interpreter
 _CACHE = type(cache(lambda: None))
 
 
@@ -204,7 +204,7 @@ class RankProcessLinks:
         for each in gc.get_objects():
             if isinstance(each, _CACHE):  # MLX's layers and models keep functions by group
                 each.cache_clear()
-        _LAST.append(end)
+        _LAST.callback(end)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, EXIT_S)
         sys.exit(status)
@@ -255,11 +255,6 @@ class RankProcessLinks:
                 self.mail.post(rank, received)
 
         read_in_background(link, rank, deliver, self.abort, self._over)
-
-
-def _run_last() -> None:
-    for each in _LAST:
-        each()
 
 
 @contextlib.contextmanager
@@ -383,7 +378,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     the `exit_status` of the error.
     """
     _die_with_parent()
-    atexit.register(_run_last)  # before MLX is imported, because what is registered first runs last
+    atexit.register(_LAST.close)  # before MLX is imported, because what is registered first runs last
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the agent decides
     parser = argparse.ArgumentParser(prog="mlxtp.engine.worker", description="One rank; started by an agent.")
     parser.add_argument("--rank", type=int, required=True)

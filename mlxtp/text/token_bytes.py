@@ -116,7 +116,8 @@ def bytes_of(backend: Any, probe: Sequence[int]) -> TokenBytes:
         )
     expected = backend.decode(list(probe), skip_special_tokens=True).lstrip(" ")
     for pieces, strip in _ways(backend, names, steps):
-        table = _table(pieces, strip)
+        every = [pieces.get(id_, b"") for id_ in range(max(pieces, default=-1) + 1)]
+        table = TokenBytes(array("I", [0, *accumulate(map(len, every))]), b"".join(every), strip)
         found = Detokenizer(TokenPieces(table, special)).push(probe)
         if found.lstrip(" ") == expected:  # Metaspace drops all spaces of the first token
             return table
@@ -166,11 +167,6 @@ def _by_library(backend: Any, names: Mapping[int, str]) -> tuple[dict[int, bytes
 def _decoded(backend: Any, ids: list[list[int]]) -> list[str]:
     texts: list[str] = backend.decode_batch(ids, skip_special_tokens=False)
     return texts
-
-
-def _table(pieces: Mapping[int, bytes], strip: bool) -> TokenBytes:
-    every = [pieces.get(id_, b"") for id_ in range(max(pieces, default=-1) + 1)]
-    return TokenBytes(array("I", [0, *accumulate(map(len, every))]), b"".join(every), strip)
 
 
 def _byte_level(token: str) -> bytes:

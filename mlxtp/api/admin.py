@@ -133,7 +133,7 @@ def admin_routes(admin: Administration) -> list[Route]:
                 _check_models(body)
             try:
                 found = act(body)
-                return JSONResponse(_own_models(await found if isinstance(found, Awaitable) else found))
+                return JSONResponse(_without_others(await found if isinstance(found, Awaitable) else found))
             except UserError as error:
                 words = error.detail.partition(" Deployed models:")[0] if own_models() else error.detail
                 raise RequestError(words, error.code) from None
@@ -235,7 +235,7 @@ def _check_models(body: Mapping[str, Any]) -> None:
             raise not_permitted(request, name)
 
 
-def _own_models(found: Json) -> Json:
+def _without_others(found: Json) -> Json:
     """Return a reply without the models that the request's key is not for."""
     if not (models := own_models()):
         return found

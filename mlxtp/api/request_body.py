@@ -224,6 +224,7 @@ class Body:
         self._parts: list[bytes] = []
         self._data = b""
         self._slow_at = time.monotonic() + RATE_S  # when it is too slow, if nothing comes before
+        #: Words of the refusal when `limit` is over.
         self.late = f"the body was not complete within {bodies.body_s:g} s"
 
     async def parsed(self, parse: Callable[[bytes], T], *, slow: bool = False) -> T:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from sys import modules
 from textwrap import dedent
 from typing import Any, cast
@@ -145,17 +146,14 @@ def attend_to_latents(model: Any) -> None:
     `kv_lora_rank` products for each of their numbers. Without it, scores and results are over
     `kv_lora_rank` numbers in place of a head's, for each new token.
     """
-    calls: dict[type, Callable[..., mx.array]] = {}
     for part in model.modules():
         if "embed_q" in part and "unembed_out" in part:
-            kind = type(part)
-            if kind not in calls:
-                calls[kind] = _to_latents(kind)
             rank, sizes = part.kv_lora_rank, part.qk_nope_head_dim + part.v_head_dim
             part.latent_width = rank * sizes // max(2 * rank - sizes, 1)  # most new tokens
-            change(part, calls[kind])
+            change(part, _to_latents(type(part)))
 
 
+@cache
 def _to_latents(kind: Any) -> Callable[..., mx.array]:
     """Return mlx-lm's call with each branch for one token on that for up to `latent_width` of them.
 

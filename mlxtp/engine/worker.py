@@ -196,15 +196,11 @@ class RankProcessLinks:
 
         MLX holds the GIL there, so an alarm, whose default action needs no Python, ends a process that hangs.
         """
-
-        def end() -> NoReturn:
-            self.status.recorder.gave_back()
-            os._exit(status)
-
         for each in gc.get_objects():
             if isinstance(each, _CACHE):  # MLX's layers and models keep functions by group
                 each.cache_clear()
-        _LAST.callback(end)
+        _LAST.callback(os._exit, status)
+        _LAST.callback(self.status.recorder.gave_back)  # before that
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, EXIT_S)
         sys.exit(status)

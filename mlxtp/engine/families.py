@@ -179,8 +179,8 @@ def _to_latents(kind: Any) -> Callable[..., mx.array]:
     return cast("Callable[..., mx.array]", made["__call__"])
 
 
-#: Sizes of a head for which Metal's attention takes a kernel for many tokens that holds no scores (MLX 0.32.4,
-#: `has_fused_kernel` and `use_fallback`).
+#: Sizes of a head for which Metal's attention takes a kernel for many tokens that holds no scores (MLX
+#: 0.32.4, `has_fused_kernel` and `use_fallback`).
 FUSED = frozenset({64, 72, 80, 96, 128})
 SCORES = 3 * 2  #: bytes a score: as computed, masked, and as weights, in 16 bits
 

@@ -17,7 +17,7 @@ from .steps import Arrangement, EvictKept, Move, Prefill, StopReason, StopSequen
 
 # --- room; the same on every rank, and the basis of rank 0's budget --------------------------------------
 # Rows of like lengths share one array a layer. While there is room, its sizes grow in steps of a half and a
-# third (64, 96, 128, 192, ...), so it is copied seldom. Else they grow in steps that leave little of it empty.
+# third (64, 96, 128, 192, ...), so it is copied seldom. Else they grow in steps that leave little empty.
 
 SMALLEST = 64
 #: Steps of a row's room, each up to a length. Copying a row once in so many tokens takes at most a twentieth

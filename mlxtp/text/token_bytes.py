@@ -36,34 +36,30 @@ class TokenBytes:
     content: bytes
     strip: bool
 
-    def piece(self, token: int) -> bytes:
-        """Return the bytes of a token; none for an unknown id."""
-        return self._whole((token,))
+    def joined(self, tokens: Iterable[int]) -> bytes:
+        """Return the bytes of tokens, special ones too. An unknown id has none."""
+        starts, content, end = self.starts, self.content, len(self.starts) - 1
+        return b"".join([content[starts[token] : starts[token + 1]] for token in tokens if 0 <= token < end])
 
     def text(self, tokens: Iterable[int]) -> str:
         """Return the text of tokens, special ones too, as the beginning of a text."""
-        found = self._whole(tokens).decode(errors="replace")
+        found = self.joined(tokens).decode(errors="replace")
         return found.removeprefix(" ") if self.strip else found
-
-    def _whole(self, tokens: Iterable[int]) -> bytes:
-        starts, content, end = self.starts, self.content, len(self.starts) - 1
-        return b"".join([content[starts[token] : starts[token + 1]] for token in tokens if 0 <= token < end])
 
 
 class Detokenizer:
     """Token ids of one answer in, its text out, by Python's incremental UTF-8 decoder. Exact and linear."""
 
-    def __init__(self, pieces: TokenPieces, skip: Collection[int] = ()) -> None:
-        """Ids in `skip` have no text."""
-        self._piece = pieces.__getitem__
+    def __init__(self, table: TokenBytes, skip: Collection[int]) -> None:
+        """Ids in `skip`, with special ones, have no text."""
+        self._table = table
         self._skip = frozenset(skip)
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._strip = pieces.strip
+        self._strip = table.strip
 
     def push(self, tokens: Iterable[int]) -> str:
         """Return the text that is certain now. An incomplete character waits for the next tokens."""
-        piece, skip = self._piece, self._skip
-        text = self._utf8.decode(b"".join([piece(token) for token in tokens if token not in skip]))
+        text = self._utf8.decode(self._table.joined(token for token in tokens if token not in self._skip))
         if self._strip and text:
             self._strip = False
             text = text.removeprefix(" ")
@@ -73,19 +69,6 @@ class Detokenizer:
         """Return the rest. A character that never became complete is dropped."""
         self._utf8.reset()
         return ""
-
-
-class TokenPieces(dict[int, bytes]):
-    """Bytes of the tokens that answers had so far. Special tokens have none."""
-
-    def __init__(self, table: TokenBytes, special: Collection[int]) -> None:
-        super().__init__(dict.fromkeys(special, b""))
-        self._table = table
-        self.strip = table.strip
-
-    def __missing__(self, token: int) -> bytes:
-        piece = self[token] = self._table.piece(token)
-        return piece
 
 
 # --- in the process of the model --------------------------------------------------------------------------
@@ -118,7 +101,7 @@ def bytes_of(backend: Any, probe: Sequence[int]) -> TokenBytes:
     for pieces, strip in _ways(backend, names, steps):
         every = [pieces.get(id_, b"") for id_ in range(max(pieces, default=-1) + 1)]
         table = TokenBytes(array("I", [0, *accumulate(map(len, every))]), b"".join(every), strip)
-        found = Detokenizer(TokenPieces(table, special)).push(probe)
+        found = Detokenizer(table, special).push(probe)
         if found.lstrip(" ") == expected:  # Metaspace drops all spaces of the first token
             return table
     raise ModelError(

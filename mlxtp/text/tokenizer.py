@@ -22,7 +22,7 @@ from .chat_template import (
 from .conversation import ChatMessage, Conversation, tool_json
 from .markups import JSON_CALLS, Markup, call_format, thought_markup
 from .renderer import Renderer, SandboxedRenderer, WorkerQueue
-from .token_bytes import Detokenizer, TokenPieces
+from .token_bytes import Detokenizer
 
 _LONGEST_MARKER = 16  # tokens of a marker and the white space after it
 
@@ -46,7 +46,6 @@ class Text:
         #: text of special tokens, which answers do not show
         self.specials: dict[int, str] = {id_: text for id_, text, special in facts.added if special}
         self._tokens = facts.tokens
-        self._pieces = TokenPieces(facts.tokens, self.specials)
         #: In characters: `n` tokens make at most `n` times as many.
         self.longest_token = facts.longest_token
         self.markup = thought_markup(facts.template, facts.markers)
@@ -186,12 +185,12 @@ class Text:
         """
         if (special := self.specials.get(token)) is not None:
             return special, None
-        piece = self._pieces[token]
+        piece = self._tokens.joined((token,))
         return (piece.decode(errors="replace"), tuple(piece)) if piece else (f"<{token}>", None)
 
     def detokenizer(self, skip: Collection[int] = ()) -> Detokenizer:
         """Return a detokenizer for one answer. Special tokens and the ids in `skip` have no text."""
-        return Detokenizer(self._pieces, skip)
+        return Detokenizer(self._tokens, {*self.specials, *skip})
 
 
 def _traits(writer: Renderer, markup: Markup) -> TemplateTraits:

@@ -10,7 +10,7 @@ from tokenizers import Regex, Tokenizer, decoders
 
 from mlxtp.errors import ModelError
 from mlxtp.text.renderer import LocalRenderer, RendererFacts
-from mlxtp.text.token_bytes import MOST_TOKENS, Detokenizer, TokenBytes, TokenPieces, bytes_of
+from mlxtp.text.token_bytes import MOST_TOKENS, Detokenizer, TokenBytes, bytes_of
 from mlxtp.text.tokenizer import Text
 
 from ..conftest import byte_fallback, byte_level, save
@@ -34,7 +34,7 @@ def decoded(tokenizer: Tokenizer, text: str) -> tuple[str, str]:
     """The text of its tokens by the table, and by the library."""
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     special = [i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special]
-    found = Detokenizer(TokenPieces(bytes_of(tokenizer, ids), special))
+    found = Detokenizer(bytes_of(tokenizer, ids), special)
     return found.push(ids) + found.finish(), tokenizer.decode(ids)
 
 
@@ -91,6 +91,6 @@ def test_facts_come_whole_through_the_socket(tmp_path: Path) -> None:
 
 def test_ids_out_of_the_table_have_no_text() -> None:
     table = bytes_of(byte_level(), ())
-    assert [table.piece(token) for token in (-1, len(table.starts) - 1, 1 << 40)] == [b"", b"", b""]
-    assert table.piece(len(table.starts) - 2)
+    assert table.joined((-1, len(table.starts) - 1, 1 << 40)) == b""
+    assert table.joined((len(table.starts) - 2,))
     assert TokenBytes(table.starts, b"", strip=False).text(range(9)) == ""  # a damaged one

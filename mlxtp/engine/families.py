@@ -150,7 +150,7 @@ def attend_to_latents(model: Any) -> None:
         if "embed_q" in part and "unembed_out" in part:
             rank, sizes = part.kv_lora_rank, part.qk_nope_head_dim + part.v_head_dim
             part.latent_width = rank * sizes // max(2 * rank - sizes, 1)  # most new tokens
-            change(part, _to_latents(type(part)))
+            change(part, _to_latents(part.__class__))
 
 
 @cache

@@ -32,7 +32,7 @@ from .adapter import About, Dialect, Json, Operation, error_status, in_words_of
 from .backend import Backend, ModelInfo, ModelLease, Progress, Shaping
 from .backend import Request as Wanted
 from .catalog import Catalog, token_budget
-from .guard import is_local
+from .guard import address_of, is_local
 from .prompts import Prompts, WrittenPrompts, encoded
 from .request_body import BODY_S, MAX_BODY_BYTES, Bodies, Body
 from .request_context import current, note
@@ -403,14 +403,10 @@ async def _wholes(asking: asyncio.Task[AsyncGenerator[AnswerEvent]], count: int)
     return await collect(await asking, count)
 
 
-def _address(request: Request) -> str:
-    return request.client.host if request.client is not None else ""
-
-
 def _client(request: Request) -> str:
     """Return the client of the current HTTP request: its key, else its address."""
     account = current()
-    return f"key {account.key}" if account is not None and account.key else _address(request)
+    return f"key {account.key}" if account is not None and account.key else address_of(request.client)
 
 
 def _sharer(request: Request) -> str:
@@ -421,7 +417,7 @@ def _sharer(request: Request) -> str:
     account = current()
     if account is not None and account.key_hash:
         return f"key {account.key_hash}"
-    return "" if is_local(request.scope) else f"address {_address(request)}"
+    return "" if is_local(request.scope) else f"address {address_of(request.client)}"
 
 
 async def _end(task: asyncio.Task[AsyncGenerator[AnswerEvent]]) -> None:

@@ -80,7 +80,7 @@ _AUDIT_LOCK = "audit.lock"
 FOREIGN_PER_MINUTE = 10  #: Audit lines that strangers may cause; others are counted in the next such line.
 #: Audit lines kept while another process holds the lock; a later line counts those beyond.
 MOST_WAITING = 1000
-LAST_WAIT_S = 5.0  #: Seconds that the end of a process waits for that lock.
+LAST_WAIT_S = 0.8  #: Seconds that the end of a process waits for that lock: an agent has `THREADS_S` there.
 
 
 class AuditLog(RotatingLog):

@@ -27,6 +27,9 @@ T = TypeVar("T")
 Failed = Callable[[asyncio.Task[Any], BaseException], None]
 
 
+_MOST_LINES = 64
+
+
 def log_failure(task: asyncio.Task[Any], error: BaseException) -> None:
     """Log the error of a task under the task's name."""
     log.error("%s failed", task.get_name(), exc_info=error)
@@ -39,6 +42,22 @@ def failure_of(act: Callable[..., object], *given: object) -> Exception | None:
     except Exception as error:  # noqa: BLE001 - a boundary: the caller logs it and ends the link
         return error
     return None
+
+
+class RepeatFilter:
+    """Filter of lines of the log: none again for `seconds`, and at most 64 in that time."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._logged: dict[str, float] = {}
+
+    def passes(self, line: str) -> bool:
+        """Return True for a line that is to be logged now."""
+        now = time.monotonic()
+        self._logged = {each: at for each, at in self._logged.items() if now - at < self._seconds}
+        passes = line not in self._logged and len(self._logged) < _MOST_LINES
+        self._logged |= {line: now} if passes else {}
+        return passes
 
 
 class Background:

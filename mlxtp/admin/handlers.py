@@ -15,6 +15,7 @@ from pathlib import Path
 from ..api.admin import Json
 from ..api.api_keys import KeyRing
 from ..cluster.cluster_state import PINNED, name_of
+from ..cluster.node import ClusterNode
 from ..config import (
     parse_keep,
     parse_macs,
@@ -220,11 +221,9 @@ class ModelHandlers:
     def _node_called(self, wanted: str) -> str:
         """Return the node id of a member by its name, or the start of its id. Raises UserError."""
         node = self._parts.node
-        members = node.replica.roster.members()
-        found = [each for each, entry in members.items() if wanted in (node.name_of(each), entry.name)]
-        found = found or [each for each in members if each.startswith(wanted)]
+        found = _members_called(node, wanted)
         if len(found) != 1:
-            known = ", ".join(sorted(map(node.name_of, members)))
+            known = ", ".join(sorted(map(node.name_of, node.replica.roster.members())))
             what = "no member is" if not found else f"{len(found)} members are"
             raise UserError(f"--on {wanted}: {what} called that; the members are {known}")
         return found[0]
@@ -432,15 +431,14 @@ class MemberHandlers:
 
         Raises UserError, for this Mac with the words `itself`.
         """
-        parts = self._parts
-        members = parts.node.replica.roster.members()
-        found = [each for each, entry in members.items() if node in (parts.node.name_of(each), entry.name)]
-        found = found or [each for each in members if each.startswith(node)]
+        here = self._parts.node
+        found = _members_called(here, node)
         if not node or len(found) != 1:
-            known = ", ".join(f"{entry.name} ({each[:8]})" for each, entry in members.items())
+            members = here.replica.roster.members().items()
+            known = ", ".join(f"{entry.name} ({each[:8]})" for each, entry in members)
             what = "more than one member is" if found else "no member is"
             raise UserError(f"{what} called {node!r}; there are {known}")
-        if found[0] == parts.node.node_id:
+        if found[0] == here.node_id:
             raise UserError(itself)
         return found[0]
 
@@ -452,6 +450,13 @@ class MemberHandlers:
                 "`mlxtp node` without them",
                 Code.NOT_SUPPORTED,
             )
+
+
+def _members_called(node: ClusterNode, wanted: str) -> list[str]:
+    """Return the node ids of the members of this name, else those that begin with it."""
+    members = node.replica.roster.members()
+    found = [each for each, entry in members.items() if wanted in (node.name_of(each), entry.name)]
+    return found or [each for each in members if each.startswith(wanted)]
 
 
 def _has_one(repo: Repo, paths: Iterable[Path | None]) -> bool:

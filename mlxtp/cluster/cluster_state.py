@@ -506,7 +506,7 @@ class Replica:
         self.self_id = self_id
         self.deployments = kept.deployments
         self.epoch = kept.epoch
-        self._hold(kept.roster)
+        self.hold(kept.roster)
 
     def lacks(self, beat: Beat) -> tuple[bool, bool]:
         """Return two flags: the sender of a beat lacks this node's deployments, and its roster."""
@@ -526,7 +526,7 @@ class Replica:
         before, entries = self.roster, tuple(entries)
         youngest = before.newest()
         check_leaps(*((_newest(entry), youngest) for entry in entries))
-        self._hold(before.merged(entries))
+        self.hold(before.merged(entries))
         return self.roster != before
 
     def saw_epoch(self, number: int) -> None:
@@ -538,21 +538,18 @@ class Replica:
 
     def admit(self, node_id: str, name: str, fingerprint: str, seal: Seal) -> None:
         """Add a member that joined through this node. Raises UserError as `Roster.admitting` does."""
-        self._hold(self.roster.admitting(node_id, name, fingerprint, seal))
+        self.hold(self.roster.admitting(node_id, name, fingerprint, seal))
 
     def state_holder(self, node_id: str, seal: Seal, *, holds: bool) -> None:
         """State that a member holds the authority's key, or no longer does."""
-        self._hold(self.roster.stating(node_id, seal, holds=holds))
+        self.hold(self.roster.stating(node_id, seal, holds=holds))
 
     def remove(self, node_id: str, seal: Seal) -> None:
         """Remove a member, as a user at this node requested. Raises UserError when there is none."""
-        self._hold(self.roster.removing(node_id, seal))
+        self.hold(self.roster.removing(node_id, seal))
 
-    def renew(self, roster: Roster) -> None:
-        """Hold another roster instead, with the same members."""
-        self._hold(roster)
-
-    def _hold(self, roster: Roster) -> None:
+    def hold(self, roster: Roster) -> None:
+        """Go on with another roster."""
         self.roster, self.digest = roster, roster.digest()
         self.names = {node_id: entry.name for node_id, entry in roster.members().items()}
 

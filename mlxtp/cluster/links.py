@@ -6,13 +6,12 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, TypeVar
 from typing import Protocol as Interface
 
-from ..background import Background, failure_of
+from ..background import Background, RepeatFilter, failure_of
 from ..errors import Code, LinkError, MlxtpError, ProtocolError
 from ..wire.certificates import NodeIdentity
 from ..wire.cluster_messages import MAX_MEMBERS, MAX_PARTING, AgentHello, RosterParting
@@ -76,7 +75,7 @@ class ControlLink:
 
     async def receive_hello(self) -> AgentHello:
         """Return the hello of the other end. Messages that follow it are kept in `rest`."""
-        await self.waits()
+        await self.peek()
         received = self.rest.pop(0)
         if isinstance(received, Error):
             raise Rejected(received.detail, Code(received.code))
@@ -85,7 +84,7 @@ class ControlLink:
         self.hello = received
         return received
 
-    async def waits(self) -> Message:
+    async def peek(self) -> Message:
         """Wait for a message, and return the first of `rest`. Raises IndexError at the end of the link."""
         if not self.rest:
             async with asyncio.timeout(GREETING_S):
@@ -101,7 +100,7 @@ class ControlLink:
         """Return the text that the other end sent by `send_roster`; empty for one that is too long."""
         parts, more = [""], True
         while more:
-            await self.waits()
+            await self.peek()
             received = self.rest.pop(0)
             if not isinstance(received, RosterParting) or len(parts) * MAX_PARTING > MAX_TEXT:
                 return ""
@@ -139,6 +138,17 @@ class LinkGate(Interface):
 A = TypeVar("A", bound=Message)
 
 
+class Refusals(dict[str, str]):
+    """By node id: why it or this node refused the other last, until a link comes up; the latest 64."""
+
+    def note(self, identity: NodeIdentity, refusal: MlxtpError) -> None:
+        """Keep the reason why a link to a node did not come about."""
+        self.pop(identity.node_id, None)
+        while len(self) >= MAX_MEMBERS:
+            del self[next(iter(self))]
+        self[identity.node_id] = refusal.detail
+
+
 class PeerLinks:
     """All control links of this agent.
 
@@ -156,7 +166,7 @@ class PeerLinks:
         self._numbers = itertools.count(1)
         self._links: dict[int, ControlLink] = {}
         self._readers = Background()
-        self._logged: dict[tuple[str, str], float] = {}
+        self._logged = RepeatFilter(SAID_S)  # a refused peer calls again and again
         self._handlers: defaultdict[type[Message], list[Callable[[ControlLink, Any], None]]] = defaultdict(
             list
         )
@@ -164,10 +174,9 @@ class PeerLinks:
         self._on_lost: list[Callable[[str, str], None]] = []
         #: Reply type and future of each open request, by the node and the nonce.
         self._open: dict[tuple[str, bytes], tuple[type[Message], asyncio.Future[Any]]] = {}
-        #: By node id: why it or this node refused the other last, until a link comes up.
-        self.refused: dict[str, str] = {}
-        #: The exchange with members of other versions: this node's roster as text, and what takes theirs.
-        self.parting: tuple[Callable[[], str], Callable[[str, str], None]] = (str, lambda *_: None)
+        self.refused = Refusals()
+        #: With members of other versions: returns this roster as text, takes theirs. Neither raises.
+        self.parting: tuple[Callable[[], str], Callable[[str], object]] = (str, str)
 
     def on(self, handler: Callable[[ControlLink, Any], None], *kinds: type[Message]) -> None:
         """Have `handler` called with each message of these types, and the link that it came over."""
@@ -242,7 +251,8 @@ class PeerLinks:
         found = known or ProtocolError(f"its {what} cannot be applied: {error!r:.300}", Code.FIELD_INVALID)
         if not isinstance(error, LinkError):
             who = f"a message ({what}) of {link.hello.name or '?'} ({link.node_id[:8]})"
-            self._say_refused(who, found.detail, None if known else error)
+            if self._logged.passes(line := f"{who} is refused: {found.detail}"):
+                log.warning("%s", line, exc_info=None if known else error)
         return found
 
     def to(self, node_id: str) -> ControlLink | None:
@@ -285,12 +295,14 @@ class PeerLinks:
         try:
             hello = await link.receive_hello()
             if refusal := self._judge(identity, hello):
-                self._say_refused(f"{hello.name or hello.node_id} at {link.remote}", refusal.detail)
-                _keep(self.refused, identity, refusal)
+                line = f"{hello.name or hello.node_id} at {link.remote} is refused: {refusal.detail}"
+                if self._logged.passes(line):
+                    log.warning("%s", line)
+                self.refused.note(identity, refusal)
                 if refusal.code is Code.MISMATCH and READS in hello.versions:
                     with contextlib.suppress(MlxtpError, TimeoutError, IndexError):
                         link.send_roster(self.parting[0]())
-                        self.parting[1](identity.node_id, await link.receive_roster())
+                        self.parting[1](await link.receive_roster())
                 link.refuse(refusal)
                 return
             link.send(self._hello())
@@ -299,14 +311,6 @@ class PeerLinks:
             link.close()
             return
         await self._live(link, identity)
-
-    def _say_refused(self, who: str, why: str, bug: Exception | None = None) -> None:
-        """Log a refusal, once in a while only, because a refused peer calls again and again."""
-        now = time.monotonic()
-        self._logged = {words: at for words, at in self._logged.items() if now - at < SAID_S}
-        if (who, why) not in self._logged:
-            self._logged[who, why] = now
-            log.warning("%s is refused: %s", who, why, exc_info=bug)
 
     async def dialled(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, identity: NodeIdentity
@@ -318,13 +322,13 @@ class PeerLinks:
         link = ControlLink(reader, writer, dialled=True)
         try:
             link.send(self._hello())
-            if isinstance(await link.waits(), RosterParting):
-                self.parting[1](identity.node_id, await link.receive_roster())
+            if isinstance(await link.peek(), RosterParting):
+                self.parting[1](await link.receive_roster())
                 link.send_roster(self.parting[0]())
             hello = await link.receive_hello()
             if refusal := self._judge(identity, hello):
                 link.refuse(refusal)
-                _keep(self.refused, identity, refusal)
+                self.refused.note(identity, refusal)
                 raise refusal
         except (TimeoutError, IndexError):
             link.close()
@@ -333,7 +337,7 @@ class PeerLinks:
             ) from None
         except MlxtpError as error:
             if isinstance(error, Rejected):
-                _keep(self.refused, identity, error)
+                self.refused.note(identity, error)
             link.close()
             raise
         self._readers.start(self._live(link, identity), f"the link to {hello.name}")
@@ -365,26 +369,17 @@ class PeerLinks:
             link.close()
             self.down(link, why, goodbye)
 
+    def cut(self, node_id: str, error: MlxtpError) -> None:
+        """End all links to a node, and send the reason."""
+        for link in self.links():
+            if link.node_id == node_id:
+                link.refuse(error)
+
     async def close(self) -> None:
         """End every link with a goodbye."""
         for link in self.links():
             link.close(goodbye=True)
         await self._readers.close()
-
-
-def cut(links: PeerLinks, node_id: str, error: MlxtpError) -> None:
-    """End all links to a node, and send the reason."""
-    for link in links.links():
-        if link.node_id == node_id:
-            link.refuse(error)
-
-
-def _keep(refused: dict[str, str], identity: NodeIdentity, refusal: MlxtpError) -> None:
-    """Keep the reason why a link to a node did not come about."""
-    refused.pop(identity.node_id, None)
-    while len(refused) >= MAX_MEMBERS:
-        del refused[next(iter(refused))]
-    refused[identity.node_id] = refusal.detail
 
 
 def _ip(name: object) -> str:

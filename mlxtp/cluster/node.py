@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from ..background import RepeatFilter
 from ..config import Settings
 from ..discovery.addresses import Dialing
 from ..errors import Code, MlxtpError, ProtocolError, UserError
@@ -27,7 +28,7 @@ from ..wire.messages import Error
 from .cluster_state import Replica, roster_entries, roster_text
 from .introduction import Introduction, PeerInfo
 from .leadership import Debounce, Leadership
-from .links import SAID_S, ControlLink, PeerLinks, cut
+from .links import SAID_S, ControlLink, PeerLinks
 from .membership import Change, Duplicate, Membership, MemberState
 from .state_changes import DesiredDeployments, Enrolment, RosterProofs, restored
 from .state_file import SavedState, Saving, load
@@ -41,7 +42,6 @@ T = TypeVar("T")
 
 LEAST_S = 0.02  #: Seconds between two rounds that only the time causes.
 AGAIN_S = 0.5  #: Seconds until the round after one whose own steps changed something.
-MAX_LOGGED = 64  #: Different errors of rounds that are logged within SAID_S.
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class Rounds:
     ) -> None:
         self._clock = clock
         self._cut = cut
-        self._logged: dict[str, float] = {}  #: Errors of steps, and when each was logged.
+        self._logged = RepeatFilter(SAID_S)  # the next round may fail alike
         self._intervals: list[_Interval] = []
         self._steps: list[Callable[[float], float | None]] = []
         self._wake = asyncio.Event()
@@ -105,11 +105,7 @@ class Rounds:
         return None
 
     def _log(self, words: str, error: Exception) -> None:
-        """Log the error of a round with its place, once in a while only: the next round may fail alike."""
-        now = time.monotonic()
-        self._logged = {each: at for each, at in self._logged.items() if now - at < SAID_S}
-        if words not in self._logged and len(self._logged) < MAX_LOGGED:
-            self._logged[words] = now
+        if self._logged.passes(words):
             log.error("a step of this agent failed, and is tried again: %s", words, exc_info=error)
 
     def step(self, now: float) -> float:
@@ -267,7 +263,7 @@ class ClusterNode:
         self.dialing = Dialing(self.node_id, identity.cluster_id, settings.peers)
         for node_id, addresses in kept.peers.items():
             self.dialing.remember(node_id, addresses)
-        self.rounds = Rounds(cut=partial(cut, self.links))
+        self.rounds = Rounds(cut=self.links.cut)
         self.gossip = Gossip(
             self.links, self.leadership, self.membership, self.replica, short=short, changed=self.changed
         )
@@ -286,7 +282,9 @@ class ClusterNode:
         self.links.on(lambda _link, beat: self.enrolment.sheds(beat.roster), Beat)
         self.links.parting = (
             lambda: roster_text(self.replica.roster.entries),
-            lambda node_id, text: self.enrolment.learn(roster_entries(text), lambda: node_id),
+            lambda text: self.rounds.attempt(
+                lambda: self.enrolment.received(None, Members(roster_entries(text)))
+            ),
         )
         self.links.on(self._saving.received, RosterSaved)
         self.links.on(introduction.received_error, Error)
@@ -453,7 +451,7 @@ class ClusterNode:
         error = self.introduction.doubled(
             event.node_id, event.boot_ids, f"two agents, at {at}, have the identity of {who}"
         )
-        cut(self.links, event.node_id, error)
+        self.links.cut(event.node_id, error)
 
 
 def _retrieved(over: asyncio.Future[None]) -> None:

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -103,9 +103,10 @@ class RosterProofs:
             return roster
         return Roster(tuple(self._completed(entry) for entry in roster.entries))
 
-    def renewed(self, roster: Roster) -> Roster:
-        """Sign members again that a former authority let in, on the Mac that has the present one's key.
+    def settled(self, roster: Roster) -> Roster:
+        """Return a roster after a rotation, on the Mac that has the authority's key.
 
+        Members that a former authority let in are signed again, and the others of its keys are forgotten.
         They get later versions in the order of their age, so that all members choose the new signatures.
         """
         authority = self.identity.authority
@@ -119,7 +120,7 @@ class RosterProofs:
                     fresh = self.holding(replace(fresh, holds_in=version))
                 signature = sign(authority.key, _ADMISSION, *self._admission(fresh))
                 roster = roster.merged([replace(fresh, admission=signature.hex())])
-        return roster
+        return self.shed(roster)
 
     def shed(self, roster: Roster) -> Roster:
         """Return a roster without the keys that only former authorities let in, once those have ended.
@@ -288,7 +289,7 @@ def restored(proofs: RosterProofs, identity: Identity, name: str, kept: ClusterS
         found.admit(identity.node_id, name, identity.fingerprint, proofs.own)
     if identity.authority is not None and identity.node_id not in found.roster.holders():
         found.state_holder(identity.node_id, proofs.holding, holds=True)
-    found.renew(proofs.renewed(found.roster))
+    found.hold(proofs.settled(found.roster))
     return found
 
 
@@ -302,7 +303,7 @@ class Enrolment:
         self._on_change: list[Callable[[], None]] = []
         self._on_gone: list[Callable[[str], object]] = []
         self._members = frozenset(replica.roster.members())
-        self._shed: tuple[Roster, Roster] | None = None  #: A roster, and what is left of it after a rotation.
+        self._shed = lru_cache(1)(proofs.shed)  # it checks all signatures, and a beat comes twice a second
 
     def on_change(self, handler: Callable[[], None]) -> None:
         """Have `handler` called when a node became a member or ceased to be one."""
@@ -352,14 +353,10 @@ class Enrolment:
             replica.remove(node_id, self._proofs.removal)
         self._changed()
 
-    def received(self, link: ControlLink, members: Members) -> None:
-        """Take in another member's roster."""
-        self.learn(members.entries, lambda: link.node_id)
-
-    def learn(self, entries: Iterable[RosterEntry], sender: Callable[[], str]) -> None:
-        """Take in entries of another member; `sender` returns its node id."""
+    def received(self, link: ControlLink | None, members: Members) -> None:
+        """Take in another member's roster, which came over a link or from a member without one."""
         replica, before = self._replica, self._replica.roster
-        if replica.enrols(self._proofs.proven(entries, before)):
+        if replica.enrols(self._proofs.proven(members.entries, before)):
             for entry in replica.roster.entries:
                 if entry.removed and not before.removed(entry.fingerprint):
                     by = replica.roster.by_key(remover_of(entry))
@@ -370,9 +367,9 @@ class Enrolment:
             self._changed()
             self._settle()
         if (surplus := replica.roster.surplus()) and not before.surplus():
+            who = self._name_of(link.node_id) if link is not None else "another member"
             words = "%s reports more than %d members; the latest are left out: %s"
-            latest = ", ".join(map(self._name_of, surplus))
-            log.warning(words, self._name_of(sender()), MAX_MEMBERS, latest)
+            log.warning(words, who, MAX_MEMBERS, ", ".join(map(self._name_of, surplus)))
 
     def hold(self, identity: Identity) -> None:
         """Go on as a node that has the authority's key, or no longer has it, and state that to all."""
@@ -395,20 +392,16 @@ class Enrolment:
         Until then an entry may be of a member that the Mac with the authority's key has yet to sign again.
         """
         replica = self._replica
-        if digest != replica.digest and (self._shed is None or self._shed[0] is not replica.roster):
-            self._shed = replica.roster, self._proofs.shed(replica.roster)
-        if self._shed is not None and digest == self._shed[1].digest() != replica.digest:
-            self._renew(self._shed[1])
+        if digest != replica.digest and digest == (left := self._shed(replica.roster)).digest():
+            self._renew(left)
 
     def _settle(self) -> None:
-        """After a rotation, sign members again where the authority's key is, and forget what it ended."""
-        self._shed = None
-        if self._proofs.identity.authority is not None:
-            self._renew(self._proofs.shed(self._proofs.renewed(self._replica.roster)))
+        self._shed.cache_clear()
+        self._renew(self._proofs.settled(self._replica.roster))
 
     def _renew(self, roster: Roster) -> None:
         if roster != self._replica.roster:
-            self._replica.renew(roster)
+            self._replica.hold(roster)
             self._changed()
 
     def _changed(self) -> None:
@@ -530,16 +523,13 @@ class DesiredDeployments:
 
     def _record_removed(self, link: ControlLink, before: DeploymentTable) -> None:
         """Record who removed deployments. A row names its writer, which is no proof; the link is one."""
-        table, told_by = self.table, self._name_of(link.node_id)
-        now = {row.name: row for row in table.rows}
+        told_by, writers = self._name_of(link.node_id), {row.name: row.writer for row in self.table.rows}
         for row in before.live():
-            if table.get(row.name) is not None:
-                continue
-            writer = now[row.name].writer if row.name in now else ""
-            by = self._name_of(writer) if writer else told_by
-            words = f"{by} removed {row.model}" + (f", as {told_by} reports" if by != told_by else "")
-            about = {"model": row.model, "by": by, "reported_by": told_by}
-            audit.record("model_unloaded", words, about, foreign=True)
+            if self.table.get(row.name) is None:
+                by = self._name_of(writers.get(row.name) or link.node_id)
+                words = f"{by} removed {row.model}" + (f", as {told_by} reports" if by != told_by else "")
+                about = {"model": row.model, "by": by, "reported_by": told_by}
+                audit.record("model_unloaded", words, about, foreign=True)
 
     def _set(self, table: DeploymentTable) -> None:
         before, self._replica.deployments = self._replica.deployments, table

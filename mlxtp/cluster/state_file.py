@@ -2,8 +2,8 @@
 
 The file holds the deployments, the roster, the last addresses of peers, the last epoch and the last term.
 It is replaced as a whole, so that an agent killed while writing leaves the previous file. An unreadable file
-is set aside under another name and reported, never overwritten. Removed members stand in a file of their own
-too, to which only lines are added: a Mac that has lost the first file still refuses them.
+is set aside under another name and reported, never overwritten. Removed members also stand in a file of their
+own: a Mac that has lost the first file still refuses them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, RemoteProtocolError, UserError
-from ..identity.private_files import append_private, write_private
+from ..identity.private_files import write_private
 from ..wire.cluster_messages import MAX_MEMBERS, MAX_MODEL, Deployment, RosterEntry, RosterSaved
 from ..wire.codecs import U63, FieldCodec, holding, integer, record, records, text, texts
 from .cluster_state import (
@@ -49,7 +49,7 @@ FORMAT = 4
 MAX_ADDRESSES = 16  #: Addresses kept of each peer.
 _MAX_BYTES = 32 << 20
 REMOVALS = "removals"  #: File of the removed members alone, which outlives an unusable `FILE`.
-COMPACT_BYTES = 2 << 20  #: Size from which the file of removals is replaced.
+_SUM = 16  #: Hex digits of the checksum before each of its lines.
 
 _FIELDS: Mapping[str, FieldCodec] = {
     "deployments": records(Deployment, 0, MAX_ROWS),
@@ -190,7 +190,7 @@ def load(home: Path) -> tuple[SavedState, str]:
     """
     kept, problem = _load(home)
     roster = kept.beliefs.roster
-    for entry in removals_at(home)[0]:
+    for entry in removals_at(home).values():
         with contextlib.suppress(RemoteProtocolError):  # more than any cluster can have had
             roster = roster.merged([entry])
     return replace(kept, beliefs=replace(kept.beliefs, roster=roster)), problem
@@ -215,27 +215,20 @@ def _load(home: Path) -> tuple[SavedState, str]:
         return SavedState(), _unusable(path, error)
 
 
-def removals_at(home: Path) -> tuple[tuple[RosterEntry, ...], int]:
-    """Return the removed members that the file of removals names, and its size.
-
-    Each line has a checksum, so a line that is torn or damaged is skipped. Never raises for what is in it.
-    """
+def removals_at(home: Path) -> dict[str, RosterEntry]:
+    """Return the removed members in the file of removals, by fingerprint, without those of damaged lines."""
     try:
         with (home / REMOVALS).open("rb") as file:
             data = file.read(_MAX_BYTES)
     except OSError:
-        return (), 0
-    found = [
-        entry
-        for line in set(data.split(b"\n"))
+        return {}
+    return {
+        entry.fingerprint: entry
+        for line in data.split(b"\n")
         if line[:_SUM] == _sum(line[_SUM:])
         for entry in roster_entries(line[_SUM:].decode(errors="replace"))
         if entry.removed
-    ]
-    return tuple(sorted(found, key=lambda entry: entry.fingerprint)), len(data)
-
-
-_SUM = 16  #: Hex digits before the text of each line.
+    }
 
 
 def _sum(text: bytes) -> bytes:
@@ -248,15 +241,13 @@ def _line(entry: RosterEntry) -> bytes:
 
 
 def save(home: Path, kept: SavedState) -> None:
-    """Replace the file, and append new removals to theirs. Raises UserError when that fails."""
+    """Replace the file, and that of the removals if one is new. Raises UserError when that fails."""
     try:
         write_private(home / FILE, to_text(kept).encode())
-        gone = {entry for entry in kept.beliefs.roster.entries if entry.removed}
-        found, size = removals_at(home) if gone else ((), 0)
-        if size > COMPACT_BYTES:
-            write_private(home / REMOVALS, b"".join(map(_line, gone)))
-        elif new := gone.difference(found):
-            append_private(home / REMOVALS, b"\n" + b"".join(map(_line, new)))  # after a torn line, too
+        gone = {entry.fingerprint: entry for entry in kept.beliefs.roster.entries if entry.removed}
+        if gone and (whole := (before := removals_at(home)) | gone) != before:
+            whole = whole if len(whole) <= MAX_ENTRIES else gone  # former authorities' keys go
+            write_private(home / REMOVALS, b"".join(map(_line, whole.values())))
     except ConfigError as error:
         raise UserError(f"{error.detail}. The state of this node is not saved") from None
 

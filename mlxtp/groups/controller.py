@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ..cluster import reconcile
 from ..cluster.node import ClusterNode
@@ -305,7 +306,8 @@ class GroupController:
         passing |= chosen.backend != "jaccl" and error.code in _PASSING_TCP
         strikes = STRIKES if passing else 1
         self._trials.failed(chosen)
-        return self._placer.leave_out(chosen, error, formed=formed, strikes=strikes)
+        leave_out = partial(self._placer.leave_out, chosen, error, formed=formed, strikes=strikes)
+        return bool(self._node.rounds.attempt(leave_out))  # ranks must not outlive a bug in planning
 
     def died(self, error: MlxtpError, served_s: float, strikes: int, *, last: bool) -> bool:
         """Leave out a group over JACCL that ends again and again, or twice under one request.
@@ -324,8 +326,10 @@ class GroupController:
         if not (blames_fabric(error.code, error.detail) or (twice and error.code is Code.RANK_STALLED)):
             return False
         self._trials.failed(chosen)
-        at_once = twice or last
-        self._in_its_place = self._placer.leave_out_served(chosen, error, served_s=served_s, at_once=at_once)
+        leave_out = partial(
+            self._placer.leave_out_served, chosen, error, served_s=served_s, at_once=twice or last
+        )
+        self._in_its_place = bool(self._node.rounds.attempt(leave_out))
         return self._in_its_place
 
     async def close(self) -> None:

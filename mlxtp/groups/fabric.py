@@ -89,7 +89,12 @@ class FabricResults:
         node.links.on_lost(lambda node_id, _why: self._forget(node_id))
         self._unsaved = False
         self._saving = Background()
-        node.rounds.every(SAVE_S, lambda _now: self._save_results(), needed=lambda: self._unsaved)
+        self._disk = asyncio.Lock()
+        node.rounds.every(
+            SAVE_S,
+            lambda _now: self._saving.start(self.flush(), "saving fabric measurements"),
+            needed=lambda: self._unsaved and not self._disk.locked(),
+        )
 
     def on_change(self, handler: Callable[[], None]) -> None:
         """Have `handler` called when a measurement was added."""
@@ -123,21 +128,14 @@ class FabricResults:
 
     async def flush(self) -> None:
         """Write what is not on the disk yet."""
-        self._save_results()
-        while tasks := self._saving.tasks:
-            await asyncio.wait(tasks)
-            self._save_results()
-
-    def _save_results(self) -> None:
-        if self._unsaved and not self._saving.tasks:
-            self._saving.start(self._write_results(), "saving fabric measurements")
-
-    async def _write_results(self) -> None:
-        self._unsaved, text = False, measurements.to_text(self.results)
-        try:
-            await asyncio.to_thread(write_private, self._path, text.encode())
-        except MlxtpError as error:
-            log.error("the fabric measurement is lost when this agent ends: %s", error.detail)
+        async with self._disk:
+            if not self._unsaved:
+                return
+            self._unsaved, text = False, measurements.to_text(self.results)
+            try:
+                await asyncio.to_thread(write_private, self._path, text.encode())
+            except MlxtpError as error:
+                log.error("the fabric measurement is lost when this agent ends: %s", error.detail)
 
     def _greet(self, link: ControlLink) -> None:
         for result in self.results:

@@ -111,19 +111,6 @@ def write_private(path: Path, data: bytes) -> None:
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
 
 
-def append_private(path: Path, data: bytes) -> None:
-    """Add to the end of a file for its owner only, and flush it to the disk. Raises ConfigError."""
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, FILE_MODE)
-        with os.fdopen(descriptor, "ab") as file:
-            file.write(data)
-            file.flush()
-            to_disk(descriptor)
-        sync_folder(path.parent)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
-
-
 def write_whole(path: Path, data: bytes, mode: int = FILE_MODE) -> None:
     """Write the whole file, or leave it as it was; it is on the disk on return. Raises OSError.
 

@@ -92,8 +92,7 @@ def group_id(max_chars: int) -> FieldCodec:
     def check(value: Wire) -> str:
         if type(value) is not str or (value and not _GROUP.fullmatch(value)):
             raise ValueError(f"a string of at most {max_chars} characters, the id of a group such as tiny#0")
-        checked: str = name.from_wire(value)
-        return checked
+        return str(name.from_wire(value))
 
     return FieldCodec(_same, check)
 

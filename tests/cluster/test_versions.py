@@ -11,7 +11,7 @@ import pytest
 
 from mlxtp.cluster import introduction
 from mlxtp.cluster.cluster_state import MAX_ENTRIES, MAX_TEXT, roster_entries, roster_text
-from mlxtp.cluster.links import Rejected, _keep
+from mlxtp.cluster.links import Rejected
 from mlxtp.cluster.node import ClusterNode
 from mlxtp.config import Settings
 from mlxtp.errors import Code, ProtocolError
@@ -115,11 +115,32 @@ def test_a_link_clears_the_reason_and_reasons_are_bounded(
         try:
             for number in range(200):
                 identity = NodeIdentity(f"{number:032x}", b.node.identity.cluster_id, "f" * 64)
-                _keep(a.node.links.refused, identity, ProtocolError("no", Code.MISMATCH))
+                a.node.links.refused.note(identity, ProtocolError("no", Code.MISMATCH))
             assert len(a.node.links.refused) == 64
             a.node.links.refused[b.node.node_id] = "of another version"
             await a.dial(b)
             await sees(lambda: b.node.node_id not in a.node.links.refused)
+        finally:
+            await a.close()
+            await b.close()
+
+    run(within(story()))
+
+
+@pytest.mark.parametrize("calls", [True, False])
+def test_a_roster_that_cannot_be_applied_costs_neither_the_refusal_nor_the_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, calls: bool
+) -> None:
+    async def story() -> None:
+        first = founder(tmp_path)
+        a = Agent(first, "mini", 13, monkeypatch)
+        b = Agent(member_of(first, tmp_path), "studio", 12, monkeypatch)
+        try:
+            a.node.enrolment.received = lambda *_: {}["a bug"]  # type: ignore[method-assign]
+            with pytest.raises(Rejected, match="install the same mlxtp on both"):
+                await (a.dial(b) if calls else b.dial(a))
+            assert "KeyError('a bug')" in caplog.text
+            assert "protocol 13" in a.node.links.refused[b.node.node_id]
         finally:
             await a.close()
             await b.close()

@@ -145,9 +145,7 @@ class DeploymentTable:
             was = self.get(row.name)
             since = _since(was) if was is not None and was.pinned and row.pinned else 0
             edited[row.name] = replace(row, version=version, writer=writer, since=since)
-        by_name = {**self._by_name, **edited}
-        removals = sorted((row.version for row in by_name.values() if row.removed), reverse=True)
-        return _table(by_name, max(self.floor, *removals[MAX_REMOVED : MAX_REMOVED + 1], 0))
+        return _table({**self._by_name, **edited}, self.floor, MAX_REMOVED)
 
 
 NO_DEPLOYMENTS = DeploymentTable()
@@ -166,13 +164,13 @@ def received(rows: Iterable[Deployment], floor: int) -> DeploymentTable:
     return _table(by_name, floor)
 
 
-def _table(rows: Mapping[str, Deployment], floor: int) -> DeploymentTable:
+def _table(rows: Mapping[str, Deployment], floor: int, removed: int = MOST_REMOVED) -> DeploymentTable:
     """Return the table of these rows, without removals that the floor covers and those that are too many.
 
     A merge never fails: it would cut the link to an honest member that has what another one made up.
     """
     removals = sorted((row.version for row in rows.values() if row.removed), reverse=True)
-    floor = max(floor, *removals[MOST_REMOVED : MOST_REMOVED + 1], 0)
+    floor = max(floor, *removals[removed : removed + 1], 0)
     live = sorted((row for row in rows.values() if not row.removed), key=_place)[:MOST_LIVE]
     kept = [*live, *(row for row in rows.values() if row.removed and row.version > floor)]
     return DeploymentTable(tuple(sorted(kept, key=lambda row: row.name)), floor)

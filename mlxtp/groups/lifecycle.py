@@ -264,12 +264,9 @@ class Supervisor:
             delay_s = self._policy.delay_s(time.monotonic(), error, end.served, **how)
         if delay_s is None and instead and not end.formed:
             delay_s = BACKOFF_S[-1]  # it loaded nothing, and another plan may form
-        if delay_s is not None and instead:  # the reason was logged with the group that takes its place
-            log.info("epoch %d ended; next one in %g s", end.epoch, delay_s, extra=about)
-            await asyncio.sleep(delay_s)
-        elif delay_s is not None:
-            words = "epoch %d ended: %s; next one in %g s"
-            log.warning(words, end.epoch, error.detail, delay_s, extra=about)
+        if delay_s is not None:  # with `instead` the reason was logged with the group that takes its place
+            level, why = (logging.INFO, "") if instead else (logging.WARNING, f": {error.detail}")
+            log.log(level, "epoch %d ended%s; next one in %g s", end.epoch, why, delay_s, extra=about)
             await asyncio.sleep(delay_s)
         else:
             log.error("epoch %d: %s; giving up", end.epoch, error.detail, extra=about)

@@ -528,8 +528,6 @@ def explain(message: str, named: Collection[str] = ()) -> Trouble | None:
     `named` are the devices that a user named by hand.
     """
     said = message.partition("[jaccl] ")[2]
-    if not said and "did not come to round" in message:
-        return _HANG
     for meaning in _MEANINGS:
         if match := re.search(meaning.pattern, said):
             device = match.groupdict().get("device")
@@ -539,13 +537,15 @@ def explain(message: str, named: Collection[str] = ()) -> Trouble | None:
     return None
 
 
-_HANG = Trouble(
-    "the RDMA driver of that Mac most likely did not return while JACCL opened or connected its devices",
-    "restart that Mac; if it happens again, unplug its Thunderbolt cables and plug them in again",
-)
-
 _CRASHES = (
-    ("did not form the group in time", _HANG),
+    (
+        "did not (form the group in time|come to round)",
+        Trouble(
+            "the RDMA driver of that Mac most likely did not return while JACCL opened or connected its "
+            "devices",
+            "restart that Mac; if it happens again, unplug its Thunderbolt cables and plug them in again",
+        ),
+    ),
     (
         "signal 1[01] in phase (idle|proving)",
         Trouble(

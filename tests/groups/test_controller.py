@@ -571,6 +571,23 @@ def test_jaccl_is_left_out_for_its_own_kind_of_ends_until_a_request_ends_the_rin
     jaccl(tmp_path, member, story)
 
 
+def test_planning_that_fails_after_a_group_failed_ends_neither_its_supervisor_nor_the_agent(
+    tmp_path: Path, member: Member, weights: ModelSource, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        node.lead(weights, desk())
+        ready(node)
+        node.live(a)
+        controller = node.group.controller
+        controller._placer.placement = lambda: {}["a bug"]  # type: ignore[method-assign]
+        assert not controller.failed(GroupError("rank 1", Code.FORM_FAILED), formed=False)
+        assert not controller.died(CRASH, 5.0, 2, last=False)
+        assert "a step of this agent failed" in caplog.text
+
+    jaccl(tmp_path, member, story)
+
+
 @pytest.mark.parametrize("name", ["mac-a", "aaaa", A])
 def test_devices_by_hand_for_a_node_by_its_name_or_the_beginning_of_its_id(
     tmp_path: Path, member: Member, weights: ModelSource, name: str

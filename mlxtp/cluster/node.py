@@ -98,15 +98,16 @@ class Rounds:
         try:
             return act()
         except Exception as error:  # noqa: BLE001 - the boundary of a step, which `_log` logs
-            words = f"{error!r:.300}"
-            self._log(words, error)
+            words = self._log(error)
             for node_id in members:
                 self._cut(node_id, ProtocolError(f"its reports cannot be used: {words}", Code.FIELD_INVALID))
         return None
 
-    def _log(self, words: str, error: Exception) -> None:
+    def _log(self, error: Exception) -> str:
+        words = f"{error!r:.300}"
         if self._logged.passes(words):
             log.error("a step of this agent failed, and is tried again: %s", words, exc_info=error)
+        return words
 
     def step(self, now: float) -> float:
         """Run all steps once. Return the latest time of the next round."""
@@ -134,7 +135,7 @@ class Rounds:
             try:
                 await after()
             except Exception as error:  # noqa: BLE001 - as in `attempt`
-                self._log(f"{error!r:.300}", error)
+                self._log(error)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(until - self._clock(), 0.0)):
                     await self._wake.wait()

@@ -326,9 +326,8 @@ class GroupController:
         if not (blames_fabric(error.code, error.detail) or (twice and error.code is Code.RANK_STALLED)):
             return False
         self._trials.failed(chosen)
-        leave_out = partial(
-            self._placer.leave_out_served, chosen, error, served_s=served_s, at_once=twice or last
-        )
+        strikes = 1 if twice or last else STRIKES
+        leave_out = partial(self._placer.leave_out, chosen, error, strikes=strikes, served_s=served_s)
         self._in_its_place = bool(self._node.rounds.attempt(leave_out))
         return self._in_its_place
 

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 from ..cluster.assign import without_rdma
 from ..cluster.cluster_state import NO_CLAIM
@@ -219,31 +218,23 @@ class Placer:
         links = links_of(chosen.ranks, chosen.rdma)
         return runs_short(links, self._node.peer_info.machines)
 
-    def leave_out(self, chosen: Candidate, error: MlxtpError, *, formed: bool, strikes: int = 1) -> bool:
-        """Note that a group failed; log and return whether another one takes its place."""
-        what = "formed, and failed then" if formed else "did not form"
-        note = partial(self._machines.failed.failed, code=error.code, strikes=strikes)
-        return self._replaces(chosen, error, what, note)
-
-    def leave_out_served(
-        self, chosen: Candidate, error: MlxtpError, *, served_s: float, at_once: bool
+    def leave_out(
+        self,
+        chosen: Candidate,
+        error: MlxtpError,
+        *,
+        formed: bool = True,
+        strikes: int = 1,
+        served_s: float | None = None,
     ) -> bool:
-        """Do the same for a group that ended while it served; see `FailedGroups.died`."""
-        note = partial(self._machines.failed.died, served_s=served_s, at_once=at_once)
-        return self._replaces(chosen, error, "formed, and failed while it served", note)
-
-    def absolve(self, chosen: Candidate) -> None:
-        """Note that a request which ended other groups ended this one, too: they are no longer left out."""
-        for each in self._machines.failed.absolve(chosen.ranks):
-            names = " + ".join(map(self._node.name_of, each.nodes))
-            words = "%s on %s is no longer left out: the same request ended %s, too"
-            log.warning(words, each.kind, names, chosen.title)
-
-    def _replaces(self, chosen: Candidate, error: MlxtpError, what: str, note: Callable[..., bool]) -> bool:
+        """Note that a group failed; log and return whether another one takes its place."""
+        then = "then" if served_s is None else "while it served"
+        what = f"formed, and failed {then}" if formed else "did not form"
         links, now = links_of(chosen.ranks, chosen.rdma), time.monotonic()
         group = FailedGroup(chosen.kind, links, f"it {what}: {error.detail}")
         members = {member.node_id: member for member in self._machines.members(self._lack)}
-        if not note(group, members=members, now=now):
+        note = self._machines.failed.failed
+        if not note(group, error.code, members, now, strikes=strikes, served_s=served_s):
             return False
         placement, _ = self.placement()
         if placement is None or placement.chosen is None:
@@ -261,6 +252,13 @@ class Placer:
             again_s,
         )
         return True
+
+    def absolve(self, chosen: Candidate) -> None:
+        """Note that a request which ended other groups ended this one, too: they are no longer left out."""
+        for each in self._machines.failed.absolve(chosen.ranks):
+            names = " + ".join(map(self._node.name_of, each.nodes))
+            words = "%s on %s is no longer left out: the same request ended %s, too"
+            log.warning(words, each.kind, names, chosen.title)
 
 
 def matrix(chosen: Candidate) -> Matrix:

@@ -657,8 +657,8 @@ class FailedGroup:
 class _Failure:
     """`circumstances` of its Macs, when it failed first, and when it may be tried again.
 
-    `strikes` are failures on its way up, `deaths` ends while it served, the last one at `died_at`, for which
-    it was left out `out_s`.
+    `strikes` are failures on its way up, `deaths` ends in a row while it served, the last one at `died_at`,
+    for which it was left out `out_s`.
     """
 
     group: FailedGroup
@@ -669,6 +669,20 @@ class _Failure:
     deaths: int = 0
     died_at: float = 0.0
     out_s: float = 0.0
+
+    def died(self, now: float, served_s: float, strikes: int) -> bool:
+        """Note an end while it served, for which its fabric may be to blame; see `FailedGroups.failed`.
+
+        In a row means: it served for less than `ROW_S`, or than it was left out, and soon after the last end.
+        """
+        if served_s >= max(ROW_S, self.out_s) or now - self.died_at >= RETRY_S + 2 * self.out_s:
+            self.deaths, self.out_s = 0, 0.0
+        self.deaths, self.died_at = self.deaths + 1, now
+        if self.deaths < strikes:
+            return False
+        self.out_s = RETRY_S * 2 ** min(max(self.deaths - DEATHS, 0), DOUBLINGS)
+        self.until = now + self.out_s
+        return True
 
 
 @dataclass(slots=True)
@@ -685,12 +699,20 @@ class FailedGroups:
         now: float,
         *,
         strikes: int = 1,
+        served_s: float | None = None,
     ) -> bool:
         """Note a failure. Return whether the group is left out from now on: at the `strikes`-th in a row.
 
-        A group over a device that has few formations left is left out at once, and for longer.
+        It came after `served_s` of service, or on the way up. Then a group over a device that has few
+        formations left is left out at once, and for longer.
         """
-        known = self._known(group, members, now)
+        key, circumstances = (group.kind, group.links), _circumstances(group.links, members)
+        known = self._failures.get(key)
+        if known is None or known.circumstances != circumstances:
+            known = self._failures[key] = _Failure(group, circumstances, now)
+        known.group = group
+        if served_s is not None:
+            return known.died(now, served_s, strikes)
         trouble = explain(group.reason)
         scarce = runs_short(group.links, {node: member.machine for node, member in members.items()})
         soon = trouble is not None and trouble.errno == NO_ADDRESS and not scarce
@@ -706,38 +728,6 @@ class FailedGroups:
             retry_s = USED_UP_RETRY_S
         known.until = now + retry_s * 2 ** min(known.strikes - strikes, DOUBLINGS)
         return True
-
-    def died(
-        self,
-        group: FailedGroup,
-        members: Mapping[str, MemberMachine],
-        now: float,
-        *,
-        served_s: float,
-        at_once: bool,
-    ) -> bool:
-        """Note that a group ended while it served, for which its fabric may be to blame.
-
-        Return whether it is left out from now on: at the second time in a row, or `at_once`. In a row means
-        that it had served for less than `ROW_S`, or than it was left out for, and not long after the last.
-        """
-        known = self._known(group, members, now)
-        if served_s >= max(ROW_S, known.out_s) or now - known.died_at >= RETRY_S + 2 * known.out_s:
-            known.deaths, known.out_s = 0, 0.0
-        known.deaths, known.died_at = known.deaths + 1, now
-        if known.deaths < DEATHS and not at_once:
-            return False
-        known.out_s = RETRY_S * 2 ** min(max(known.deaths - DEATHS, 0), DOUBLINGS)
-        known.until = now + known.out_s
-        return True
-
-    def _known(self, group: FailedGroup, members: Mapping[str, MemberMachine], now: float) -> _Failure:
-        key, circumstances = (group.kind, group.links), _circumstances(group.links, members)
-        known = self._failures.get(key)
-        if known is None or known.circumstances != circumstances:
-            known = self._failures[key] = _Failure(group, circumstances, now)
-        known.group = group
-        return known
 
     def formed(self, kind: str, links: Links) -> None:
         """Forget failures to form. Ends while it served count until it has served for long."""

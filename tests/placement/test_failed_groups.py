@@ -188,7 +188,8 @@ def test_a_change_on_one_of_its_macs_brings_it_back(change) -> None:  # type: ig
 
 
 def died(memory: FailedGroups, now: float, served_s: float, *, at_once: bool = False) -> bool:
-    return memory.died(meshed(0, 1), MEMBERS, now, served_s=served_s, at_once=at_once)
+    strikes = 1 if at_once else DEATHS
+    return memory.failed(meshed(0, 1), Code.RANK_LOST, MEMBERS, now, strikes=strikes, served_s=served_s)
 
 
 @given(st.lists(st.tuples(st.integers(0, 5000), st.booleans()), max_size=12))

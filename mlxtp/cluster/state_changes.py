@@ -138,7 +138,6 @@ class RosterProofs:
         return Roster(tuple(kept))
 
     def _is_present(self, entry: RosterEntry) -> bool:
-        """Return True for a member that the present authority let in, or signed again."""
         return _holds(_believed(self.identity)[0], entry.admission, _ADMISSION, self._admission(entry))
 
     def _completed(self, entry: RosterEntry) -> RosterEntry:

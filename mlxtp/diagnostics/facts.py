@@ -29,8 +29,8 @@ class AgentFacts:
     """The agent that collected the facts. `problem`: an agent holds this home and could not be queried.
 
     `state`, `reason`, `problem_of_cluster` and `waiting` are as in `mlxtp status`. `failures` counts the
-    failed groups with stored files, `left_out` names the groups that planning leaves out, `fabric` is the
-    kind of the shown group and its Macs, if there are several. `proof` is the result of the golden proof,
+    failed groups with stored files, and `left_out` names the groups that planning leaves out. `fabric` is
+    the shown group's kind and its Macs, if there are several. `proof` is the result of the golden proof,
     `slow_link` that of the links' speed. `left_wired` describes memory that ended ranks left wired.
     `formations`: as in `BootRecord`.
     """

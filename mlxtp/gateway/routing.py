@@ -53,11 +53,6 @@ class RouteOption:
     cached: int = 0
 
 
-def seconds_to_first_token(prompt: int, option: RouteOption, speed: float) -> float:
-    """Return the expected seconds for a prompt of so many tokens at `speed` tokens per second."""
-    return (max(prompt - option.cached, 0) + option.load.queued) / speed
-
-
 def load_tokens(answer: int, requests: int) -> int:
     """Return the prompt tokens that take as long as what open requests add to an answer of so many tokens."""
     return ROW * (answer * min(requests, ROWS) + ANSWER * max(requests - ROWS, 0))
@@ -66,19 +61,18 @@ def load_tokens(answer: int, requests: int) -> int:
 def choose(prompt: int, options: Sequence[RouteOption], answer: int = ANSWER) -> RouteOption:
     """Return the option with the least expected time. There has to be one.
 
-    That is the time to the first token, and what more open requests than elsewhere add to the steps of an
-    answer of at most `answer` tokens. Where times are about equal: fewest open requests, then a group here,
-    then by id. A group that was not measured counts as fast as the fastest one, so that it gets requests and
-    is measured.
+    That is the time to the first token, and the time that more open requests than elsewhere add to an answer
+    of at most `answer` tokens. Where times are about equal: fewest open requests, then a group here, then by
+    id. A group that was not measured counts as fast as the fastest one, so that it gets requests and is
+    measured.
     """
     answer = min(answer, ANSWER)
     unknown = max(option.load.speed for option in options) or SPEED
-    least = min([load_tokens(answer, option.load.requests) for option in options])
-    times = []
-    for each in options:
-        speed = each.load.speed or unknown
-        more = load_tokens(answer, each.load.requests) - least
-        times.append(seconds_to_first_token(prompt, each, speed) + more / speed)
+    loads = [load_tokens(answer, option.load.requests) for option in options]
+    times = [
+        (max(prompt - each.cached, 0) + each.load.queued + load - min(loads)) / (each.load.speed or unknown)
+        for each, load in zip(options, loads, strict=True)
+    ]
     most = min(times) * TIE
     equal = [option for option, seconds in zip(options, times, strict=True) if seconds <= most]
     return min(equal, key=lambda each: (each.load.requests, not each.here, each.group))

@@ -92,8 +92,8 @@ class FabricResults:
         self._disk = asyncio.Lock()
         node.rounds.every(
             SAVE_S,
-            lambda _now: self._saving.start(self.flush(), "saving fabric measurements"),
-            needed=lambda: self._unsaved and not self._disk.locked(),
+            lambda _now: self._disk.locked() or self._saving.start(self.flush(), "saving measurements"),
+            needed=lambda: self._unsaved,
         )
 
     def on_change(self, handler: Callable[[], None]) -> None:

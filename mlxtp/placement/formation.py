@@ -657,8 +657,8 @@ class FailedGroup:
 class _Failure:
     """`circumstances` of its Macs, when it failed first, and when it may be tried again.
 
-    `strikes` are failures on its way up, `deaths` ends in a row while it served, the last one at `died_at`,
-    for which it was left out `out_s`.
+    `strikes` are failures on its way up, `deaths` ends in a row while it served. The last one was at
+    `died_at`, and it was left out `out_s` for it.
     """
 
     group: FailedGroup

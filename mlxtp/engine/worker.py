@@ -90,6 +90,7 @@ PIPE_STALL_S = 60.0
 REPORT_S = 5.0
 #: Seconds that the exit functions of MLX and other modules may take. JACCL's waits for no other rank.
 EXIT_S = 2.0
+FORMING_S = 3.0  #: Seconds to leave a group that forms once another rank is lost.
 _LAST = contextlib.ExitStack()  # closed at the very end of the interpreter
 _CACHE = type(cache(lambda: None))
 
@@ -154,8 +155,9 @@ class RankProcessLinks:
         it. It ends at once, unless that rank finishes its forwards.
         """
         self._lost = not self._finishes
-        # While JACCL forms, the main thread waits in `SideChannelExchange`, which SIGTERM ends.
-        patience_s = LEAST_PATIENCE_S if self._finishes or self.status.phase == "forming" else 0.0
+        patience_s = LEAST_PATIENCE_S if self._finishes else 0.0
+        if self.status.phase == "forming":  # over JACCL SIGTERM ends the wait for the other's addresses
+            patience_s = FORMING_S
         if self._exit_status and self.status.in_collective and not self._leaving.wait(patience_s):
             os._exit(self._exit_status)
 

@@ -218,7 +218,7 @@ async def _running(
     entered: _Entered, endpoint: Endpoint, on_stage: StageListener, warm_pool: WarmPool
 ) -> AsyncIterator[Agent]:
     settings, store = entered.settings, entered.store
-    machine = boot_record.with_counts(settings.home, await hardware.probe(settings.interface))
+    machine = _counted(settings.home, await hardware.probe(settings.interface))
     port = entered.sock.getsockname()[1] if entered.sock is not None else 0
     node = ClusterNode(
         settings,
@@ -313,6 +313,11 @@ def make_gateway(
     )
 
 
+def _counted(home: Path, machine: Machine) -> Machine:
+    """Add to a reading of this machine what its agent counts and keeps."""
+    return replace(boot_record.with_counts(home, machine), caches=disk_cache.ranks_in(home))
+
+
 def build_parts(
     node: ClusterNode,
     store: Store,
@@ -325,12 +330,7 @@ def build_parts(
         lambda model: overview.health(node, groups, gateway, model),
         lambda: node.peer_info.machines[node.node_id].free_bytes,
     )
-
-    def counted(machine: Machine) -> Machine:
-        caches = disk_cache.ranks_in(node.home)
-        return replace(boot_record.with_counts(node.home, machine), caches=caches)
-
-    readings = MachineReports(node, counted)
+    readings = MachineReports(node, partial(_counted, node.home))
     round_trips, credentials = RoundTripTimes(node), store.credentials
     keeping, renewal, tokens = AuthorityKeeping(node, store), Renewal(node, store), TokenIssuing(node)
     renewal.on_renewed(tokens.renewed)

@@ -18,7 +18,7 @@ from ..wire.certificates import NodeIdentity, key_id, read_node
 from ..wire.cluster_messages import AgentHello, Beat, Machine, ModelStatus, Serving
 from ..wire.codecs import printable
 from ..wire.messages import PROTOCOL_VERSION, Error
-from .cluster_state import READS, Roster
+from .cluster_state import READS, Roster, roster_text
 from .links import ControlLink
 
 log = logging.getLogger(__name__)
@@ -232,6 +232,12 @@ class Introduction:
         if known is not None and known.fingerprint != identity.fingerprint:
             return ProtocolError(f"{hello.node_id[:8]} is known by another key", Code.NOT_AUTHENTIC)
         return None
+
+    def roster_for(self, identity: NodeIdentity) -> str:
+        """Return the roster for a member of another version. Raises ProtocolError for a removed one."""
+        if self._roster().removed(identity.fingerprint):
+            raise ProtocolError("it was removed from this cluster", Code.REMOVED_NODE)
+        return roster_text(self._roster().entries)
 
     def _former(self) -> str | None:
         """Return the id of the former authority's key, while both count."""

@@ -176,7 +176,7 @@ class PeerLinks:
         self._open: dict[tuple[str, bytes], tuple[type[Message], asyncio.Future[Any]]] = {}
         self.refused = Refusals()
         #: With members of other versions: returns this roster as text, takes theirs. Neither raises.
-        self.parting: tuple[Callable[[], str], Callable[[str], object]] = (str, str)
+        self.parting: tuple[Callable[[NodeIdentity], str], Callable[[str], object]] = (lambda _: "", str)
 
     def on(self, handler: Callable[[ControlLink, Any], None], *kinds: type[Message]) -> None:
         """Have `handler` called with each message of these types, and the link that it came over."""
@@ -301,7 +301,7 @@ class PeerLinks:
                 self.refused.note(identity, refusal)
                 if refusal.code is Code.MISMATCH and READS in hello.versions:
                     with contextlib.suppress(MlxtpError, TimeoutError, IndexError):
-                        link.send_roster(self.parting[0]())
+                        link.send_roster(self.parting[0](identity))
                         self.parting[1](await link.receive_roster())
                 link.refuse(refusal)
                 return
@@ -323,8 +323,9 @@ class PeerLinks:
         try:
             link.send(self._hello())
             if isinstance(await link.peek(), RosterParting):
+                text = self.parting[0](identity)
                 self.parting[1](await link.receive_roster())
-                link.send_roster(self.parting[0]())
+                link.send_roster(text)
             hello = await link.receive_hello()
             if refusal := self._judge(identity, hello):
                 link.refuse(refusal)

@@ -25,7 +25,7 @@ from ..identity.store import Identity
 from ..identity.validity import own_time
 from ..wire.cluster_messages import MAX_MEMBERS, Beat, Machine, Members, RosterSaved
 from ..wire.messages import Error
-from .cluster_state import Replica, roster_entries, roster_text
+from .cluster_state import Replica, roster_entries
 from .introduction import Introduction, PeerInfo
 from .leadership import Debounce, Leadership
 from .links import SAID_S, ControlLink, PeerLinks
@@ -282,7 +282,7 @@ class ClusterNode:
         self.links.on(self.enrolment.received, Members)
         self.links.on(lambda _link, beat: self.enrolment.sheds(beat.roster), Beat)
         self.links.parting = (
-            lambda: roster_text(self.replica.roster.entries),
+            introduction.roster_for,
             lambda text: self.rounds.attempt(
                 lambda: self.enrolment.received(None, Members(roster_entries(text)))
             ),

@@ -307,7 +307,11 @@ class Requests:
         self._emitter.admit(request.uid)
         size, context = loaded.vocabulary.size, self._context
         largest = max(*request.tokens, *request.shaping.bias_tokens, 0)
-        if largest >= size:
+        shaping = request.shaping
+        if len(shaping.bias_tokens) != len(shaping.bias_values):
+            detail = f"{len(shaping.bias_tokens)} biased tokens have {len(shaping.bias_values)} values"
+            self._emitter.send_error(request.uid, Code.BAD_REQUEST, detail)
+        elif largest >= size:
             detail = f"token {largest} is not in the model's vocabulary of {size}"
             self._emitter.send_error(request.uid, Code.BAD_REQUEST, detail)
         elif (prompt := len(request.tokens) - request.answered) + request.max_tokens > context:

@@ -46,6 +46,7 @@ from .ranks import (
 log = logging.getLogger(__name__)
 
 MAX_ORDERS = 64  #: Orders of one host carried out at one time. Some are usual; further ones are dropped.
+MAX_OF_HOST = 16  #: Ranks of one host that run here, of all its groups.
 _ORDERS = (StartRank, EndEpoch, RankGathered)  #: `Prepare` comes through `Reconciler`, which may refuse it.
 _ORDER = "an order of a group's owner"
 
@@ -259,6 +260,10 @@ class HostedRanks:
                 rank = HostedRank(message, host, self._node.settings, self._node.links.send)
                 rank.turn = self._turns.setdefault((host, message.group), rank.turn)
                 rank.host_boot = self._node.membership.status_of(host).boot_id
+                if sum(owner == host for owner, _ in self._ranks) >= MAX_OF_HOST:
+                    words = f"{MAX_OF_HOST} ranks of that Mac run here, the most for one"
+                    rank.report(FailureReport(message.rank, GroupError(words, Code.OVERLOADED)))
+                    return
                 self._ranks[key], self._last_epochs[host] = rank, message.epoch
                 background.start(self._prepare(rank, before), _ORDER)
             case StartRank():

@@ -148,6 +148,32 @@ def test_a_roster_that_cannot_be_applied_costs_neither_the_refusal_nor_the_agent
     run(within(story()))
 
 
+def test_a_removed_member_that_is_dialled_is_told_and_believed_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With another version it would hand over a list in which it removes the others."""
+
+    async def story() -> None:
+        first = founder(tmp_path)
+        a = Agent(first, "mini", 13, monkeypatch)
+        b = Agent(member_of(first, tmp_path), "studio", 12, monkeypatch)
+        taken: list[object] = []
+        try:
+            a.enrol(b)
+            a.node.enrolment.remove(b.node.node_id)
+            a.node.enrolment.received = lambda *told: taken.append(told)  # type: ignore[method-assign]
+            with pytest.raises(ProtocolError, match="removed") as refused:
+                await a.dial(b)
+            assert refused.value.code is Code.REMOVED_NODE
+            assert not taken
+            assert not b.node.replica.roster.removed(b.member.identity.fingerprint)
+        finally:
+            await a.close()
+            await b.close()
+
+    run(within(story()))
+
+
 ENTRY = RosterEntry("a" * 32, "mini", "f" * 64, True, 3, removed_in=4)
 
 

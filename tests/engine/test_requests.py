@@ -42,7 +42,9 @@ def refused() -> dict[int, Code]:
 
 @pytest.fixture
 def requests(refused: dict[int, Code]) -> Requests:
-    emitter = SimpleNamespace(send_error=lambda uid, code, _detail: refused.update({uid: code}))
+    emitter = SimpleNamespace(
+        send_error=lambda uid, code, _detail: refused.update({uid: code}), admit=lambda _uid: None
+    )
     made = Requests(*cast(Any, (None, None, None, emitter)))
     made._grammars = cast(Any, NeverDone())
     return made
@@ -52,6 +54,16 @@ def guided(uid: int, pattern: str, answered: int = 0, client: int = 0) -> Genera
     tokens = (1, *range(10, 10 + answered))
     shaping = Shaping(grammar_kind="regex", grammar=pattern)
     return Generate(uid, tokens, 9, shaping=shaping, answered=answered, client=client)
+
+
+def test_biased_tokens_and_values_of_unlike_number_are_refused(
+    requests: Requests, refused: dict[int, Code]
+) -> None:
+    """An agent sends none; another member's message may."""
+    requests._rank = cast(Any, SimpleNamespace(loaded=SimpleNamespace(vocabulary=SimpleNamespace(size=9))))
+    requests._context = 100
+    requests.admit(Generate(7, (1,), 9, shaping=Shaping(bias_tokens=(1, 2), bias_values=(0.5,))))
+    assert refused == {7: Code.BAD_REQUEST}
 
 
 def test_many_may_wait_for_one_grammar(requests: Requests, refused: dict[int, Code]) -> None:

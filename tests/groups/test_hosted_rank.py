@@ -18,7 +18,7 @@ import pytest
 from mlxtp.config import Settings
 from mlxtp.diagnostics.failure_store import FOLDER, epoch_id
 from mlxtp.errors import Code, LinkError, ModelError
-from mlxtp.groups.hosted_rank import MAX_ORDERS, HostedRanks
+from mlxtp.groups.hosted_rank import MAX_OF_HOST, MAX_ORDERS, HostedRanks
 from mlxtp.wire.cluster_messages import (
     EndEpoch,
     EpochEnded,
@@ -500,6 +500,21 @@ def test_a_rank_that_dies_later_is_told_too(tmp_path: Path) -> None:
         await stage.started()
         os.kill(stage.pids()[0], signal.SIGKILL)
         await sees(lambda: any("signal 9" in each.detail for each in stage.heard(RankTrouble)))
+
+    play(tmp_path, story)
+
+
+def test_a_host_has_so_many_ranks_here_and_no_more(tmp_path: Path) -> None:
+    """Each is a process, and the groups may be invented."""
+
+    async def story(stage: Story) -> None:
+        for at in range(3 * MAX_OF_HOST):
+            stage.hosted.received(HOST, prepare(5 + at, group=f"g{at}#0"))
+        assert len(stage.hosted._ranks) == MAX_OF_HOST
+        trouble = await stage.hears(RankTrouble)
+        assert (trouble.epoch, trouble.code) == (5 + MAX_OF_HOST, Code.OVERLOADED)
+        stage.hosted.lost(HOST)
+        await sees(lambda: stage.pids() == [])
 
     play(tmp_path, story)
 

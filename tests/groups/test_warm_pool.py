@@ -391,6 +391,7 @@ def test_a_rank_for_another_mac_is_a_spare_too(tmp_path: Path) -> None:
         node = SimpleNamespace(
             settings=stage.settings,
             links=SimpleNamespace(send=send, on=lambda *_: None, on_lost=lambda _: None),
+            enrolment=SimpleNamespace(on_gone=lambda _: None),
             membership=SimpleNamespace(status_of=lambda _: SimpleNamespace(boot_id="boot")),
             node_id="c" * 32,
             boot_id="boot",

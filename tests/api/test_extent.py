@@ -5,7 +5,9 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import ValidationError
 
+from mlxtp.api.dialects.responses_request import ResponseRequest
 from mlxtp.errors import RequestError
 from mlxtp.text import json_limits
 from mlxtp.text.json_limits import check_extent
@@ -66,3 +68,17 @@ def test_arguments_of_calls_count_together(roomy: Server) -> None:
     call = {"type": "function_call", "call_id": "a", "name": "f", "arguments": f'{{"a": {"[" * 120_000}'}
     body = {"input": [{"role": "user", "content": "hello"}, call]}
     assert refused(roomy, "responses", json.dumps(body).encode()) == "input[1].arguments"
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        '"include":[{}]'.format(",".join("1" * 999)),
+        '"metadata":{{{}}}'.format(",".join(f'"{i}":1' for i in range(999))),
+    ],
+)
+def test_a_list_or_an_object_ends_at_its_first_error(part: str) -> None:
+    """It alone is reported, and a million take a GB."""
+    with pytest.raises(ValidationError) as refused:
+        ResponseRequest.model_validate_json(f'{{"model":"m","input":"x",{part}}}')
+    assert refused.value.error_count() == 1

@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FILES = {path.relative_to(ROOT): path.read_text() for path in sorted((ROOT / "mlxtp").rglob("*.py"))}
 
-MOST_LINES = 78_310
+MOST_LINES = 78_330
 MOST_METHODS = 20
 MOST_ATTRIBUTES = 15
 MOST_FILES_OF_A_METHOD = 8

@@ -142,7 +142,28 @@ MOST_CONNECTIONS = MAX_CONNECTIONS + MAX_REFUSALS
 #: Connections of one address: a chat app for a school has a thousand, and other clients still find room.
 MAX_PER_ADDRESS = MAX_CONNECTIONS * 3 // 4
 MOST_PER_ADDRESS = MAX_PER_ADDRESS + MAX_REFUSALS // 4
+#: Bytes of a small chunk of a body, and the most of these in one request: each is an event of its own, and
+#: the event loop handles all that arrived before it does anything else.
+SMALL_CHUNK, MOST_SMALL = 256, 1000
 _ENDED = (h11.MUST_CLOSE, h11.CLOSED, h11.ERROR)
+
+
+class _CountingConnection(h11.Connection):
+    """Parser that calls `cut`, and pauses, when a request has more than MOST_SMALL small chunks."""
+
+    cut: Callable[[str], None]
+    _small = 0
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._small = 0
+        elif isinstance(event, h11.Data) and event.chunk_start and event.chunk_end:
+            self._small += len(event.data) < SMALL_CHUNK
+            if self._small > MOST_SMALL:
+                self.cut(f"sent more than {MOST_SMALL} chunks of less than {SMALL_CHUNK} bytes")
+                return h11.PAUSED
+        return event
 
 
 class HttpConnection(H11Protocol):
@@ -156,6 +177,8 @@ class HttpConnection(H11Protocol):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
+        self.conn = _CountingConnection(h11.SERVER)
+        self.conn.cut = self._cut
         self._sending_request = _Alarm(self.loop)
         self._not_reading = _Alarm(self.loop)
 

@@ -364,6 +364,35 @@ def test_what_follows_a_request_is_bounded(backend: FakeBackend) -> None:
     play(story, backend)
 
 
+CHUNKED = HEAD.partition(b"Content-Length")[0] + b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+def chunks_of(body: bytes, size: int) -> bytes:
+    parts = [body[at : at + size] for at in range(0, len(body), size)]
+    return b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("spaces", "size", "taken"),
+    [(800, 1, True), (2_000_000, 300, True), (3_000, 1, False), (100_000, 80, False)],
+)
+def test_a_body_in_thousands_of_small_chunks_is_cut_off(
+    backend: FakeBackend, spaces: int, size: int, taken: bool
+) -> None:
+    """Each costs as much of the event loop as a large one, and 43,000 arrive at once."""
+
+    async def story(connect: Callable[[], Client]) -> None:
+        client = connect()
+        with contextlib.suppress(ConnectionError):
+            await client.send(CHUNKED + chunks_of(PLAIN + b" " * spaces, size))
+        assert (await client.read()).startswith(b"HTTP/1.1 200 ") is taken
+        other = connect()
+        await other.send(GET)
+        assert (await other.read()).startswith(b"HTTP/1.1 200 ")
+
+    play(story, backend)
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_blank_lines_between_requests_are_nothing(backend: FakeBackend, late: bool) -> None:
     async def story(connect: Callable[[], Client]) -> None:

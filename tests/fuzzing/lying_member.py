@@ -36,14 +36,15 @@ class _Kept(logging.Handler):
 
 
 @functools.cache
-def _home() -> tuple[Path, Member]:
+def _home() -> tuple[Path, Member, frozenset[Path]]:
     folder = Path(tempfile.mkdtemp(prefix="mlxtp-fuzz-"))
-    return folder, member_of(founder(folder), folder)
+    member = member_of(founder(folder), folder)
+    return folder, member, frozenset(folder.rglob("*"))
 
 
 def run(data: bytes) -> None:
     """Play the input: whether this node leads, then of each message its kind, and odd values of fields."""
-    home, member = _home()
+    home, member, first = _home()
     weights = ModelSource("tiny", embedded_model_path(), cast(Any, None))
     kept = _Kept()
 
@@ -58,8 +59,15 @@ def run(data: bytes) -> None:
             play(home, member, story)
     finally:
         logging.getLogger().removeHandler(kept)
+        _forget(home, first)
     for error in kept.errors:
         raise error
+
+
+def _forget(home: Path, first: frozenset[Path]) -> None:
+    """Remove what a story left behind, so that an input means the same after any other."""
+    for each in sorted(set(home.rglob("*")) - first, reverse=True):
+        each.rmdir() if each.is_dir() else each.unlink()
 
 
 def _messages(data: bytes, own: str) -> list[Message]:

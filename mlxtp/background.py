@@ -12,12 +12,10 @@ import select
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, TypeVar
 
 log = logging.getLogger(__name__)
@@ -110,12 +108,13 @@ class Backoff:
 # interpreter's lock stops every thread here. It needs no clock: a Mac that sleeps counts none.
 #
 # `python -m mlxtp.background BEATS STACKS PID TURNS TURN_S REPORT_S FORMAT FILE` reads the loop's signs from
-# the pipe BEATS, and ends when that closes.
+# the pipe BEATS, and ends when that closes. At SIGUSR1 the agent writes its stacks to the pipe STACKS, for
+# which no disk needs room.
 
 TURN_S = 1.0
 TURNS = 30  # periods without any sign of the loop
 REPORT_S = 5.0  # seconds for the agent's stacks
-_LOOK_S = 0.1  # seconds between two looks for them
+_QUIET_S = 0.2  # seconds without any more of them
 _JSON = {"time": "%(asctime)s", "level": "critical", "logger": "%(name)s", "message": "%(message)s"}
 
 
@@ -127,14 +126,15 @@ def watched_loop(log_format: str = "text", log_file: str = "") -> Iterator[None]
     another one. The log has the stack of each thread, which `faulthandler` writes without the interpreter's
     lock. Nothing watches once the watching process was killed.
     """
-    turn_s, stacks = TURN_S, _stacks()
-    beats, beating = os.pipe()
+    turn_s, (beats, beating), (stacks, writing) = TURN_S, os.pipe(), os.pipe()
     os.set_blocking(beating, False)
+    faulthandler.register(signal.SIGUSR1, writing)
     numbers = (beats, stacks, os.getpid(), TURNS, turn_s, REPORT_S)
     command = [sys.executable, "-m", "mlxtp.background", *map(str, numbers), log_format, log_file]
     nothing = subprocess.DEVNULL
     with subprocess.Popen(command, stdin=nothing, stdout=nothing, pass_fds=(beats, stacks)) as watcher:
         os.close(beats)
+        os.close(stacks)  # a write ends with an error, not never, once the watcher is gone
 
         async def give_signs() -> None:
             while True:
@@ -149,15 +149,8 @@ def watched_loop(log_format: str = "text", log_file: str = "") -> Iterator[None]
             signing.cancel()
             watcher.kill()
             os.close(beating)
-
-
-@cache
-def _stacks() -> int:
-    """Return the descriptor of a file to which SIGUSR1 has the stacks of this process written."""
-    with tempfile.TemporaryFile(buffering=0) as file:
-        descriptor = os.dup(file.fileno())
-    faulthandler.register(signal.SIGUSR1, descriptor)
-    return descriptor
+            faulthandler.unregister(signal.SIGUSR1)
+            os.close(writing)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -168,11 +161,14 @@ def main(arguments: Sequence[str]) -> None:
     turn_s, report_s = map(float, arguments[4:6])
     silent = 0
     while silent < turns:
-        if select.select([beats], [], [], turn_s)[0]:
+        ready = select.select([beats, stacks], [], [], turn_s)[0]
+        if stacks in ready:  # another process sent the signal; a full pipe would stop the agent
+            os.read(stacks, 65536)
+        if beats in ready:
             if not os.read(beats, 4096):
                 return
             silent = 0
-        elif not _is_stopped(pid):
+        if not ready and not _is_stopped(pid):
             silent += 1
     with contextlib.suppress(ProcessLookupError):
         stacks_there = _stacks_of(pid, stacks, report_s)
@@ -186,13 +182,10 @@ def main(arguments: Sequence[str]) -> None:
 def _stacks_of(pid: int, stacks: int, report_s: float) -> list[str]:
     """Return the lines that `faulthandler` writes in a process; none after `report_s`."""
     os.kill(pid, signal.SIGUSR1)
-    before, size = -1, 0
-    for _ in range(int(report_s / _LOOK_S)):
-        time.sleep(_LOOK_S)
-        before, size = size, os.fstat(stacks).st_size
-        if before == size > 0:
-            break
-    return os.pread(stacks, size, 0).decode().splitlines()
+    found, wait_s = b"", report_s
+    while select.select([stacks], [], [], wait_s)[0] and (more := os.read(stacks, 65536)):
+        found, wait_s = found + more, _QUIET_S
+    return found.decode(errors="replace").splitlines()
 
 
 def _is_stopped(pid: int) -> bool:

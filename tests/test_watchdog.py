@@ -45,8 +45,8 @@ asyncio.run(main())
 """
 
 
-def run(hold: str = "", watched: str = "") -> subprocess.CompletedProcess[str]:
-    program = [sys.executable, "-c", STUCK.format(hold=hold, watched=watched)]
+def run(hold: str = "", watched: str = "", first: str = "") -> subprocess.CompletedProcess[str]:
+    program = [sys.executable, "-c", first + STUCK.format(hold=hold, watched=watched)]
     return subprocess.run(program, capture_output=True, text=True, timeout=WAIT_S, check=False)
 
 
@@ -67,6 +67,19 @@ def test_it_says_where_it_stood(name: str) -> None:
     assert done.returncode == -signal.SIGKILL
     assert "the event loop stood still for 1.5 s, so this agent ends" in done.stderr
     assert "in here_it_stands" in done.stderr
+
+
+def test_it_says_so_where_no_disk_has_room() -> None:
+    done = run(first="import tempfile; tempfile.tempdir = '/nowhere'")
+    assert "in here_it_stands" in done.stderr
+
+
+def test_a_signal_of_another_process_stops_nothing() -> None:
+    """Its stacks would fill a pipe that nobody reads; nor do they count as periods without a sign."""
+    many = "[os.kill(os.getpid(), signal.SIGUSR1) for _ in range(300)]; sys.exit()"
+    program = STUCK.format(hold="", watched="").replace("here_it_stands()\nasyncio", many + "\nasyncio")
+    program = [sys.executable, "-c", "import os, signal" + program]
+    assert subprocess.run(program, timeout=WAIT_S, check=False).returncode == 0
 
 
 def test_it_says_so_in_the_agent_s_log(tmp_path: Path) -> None:

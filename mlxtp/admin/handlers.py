@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ..api.admin import Json
 from ..api.api_keys import KeyRing
-from ..cluster.cluster_state import PINNED, name_of
+from ..cluster.cluster_state import PINNED, is_holder, name_of
 from ..cluster.node import ClusterNode
 from ..config import (
     parse_keep,
@@ -343,23 +343,33 @@ class MemberHandlers:
     def let_in(self, node: str) -> Json:
         """Return the members that `node` admitted by a token, and in turn those that they admitted."""
         self._check_cluster()
-        node_id = self._other(node)
+        node_id = self._other(node, former=True)
         return {"name": self._parts.node.name_of(node_id), "let_in": self._admitted(node_id)}
 
     async def remove(self, node: str, with_admitted: str) -> Json:
         """Remove a member, by name or by the start of its id, and on request those that it admitted.
 
-        Returns when another member has it on its disk, or after some seconds.
+        Returns when another member has it on its disk, or after some seconds. A repeated command checks that
+        again. Raises UserError while no disk at all can have it.
         """
         self._check_cluster()
-        parts, node_id = self._parts, self._other(node)
-        name, let_in = parts.node.name_of(node_id), self._admitted(node_id)
+        parts, node_id = self._parts, self._other(node, former=True)
+        roster, let_in = parts.node.replica.roster, self._admitted(node_id)
+        is_member = node_id in roster.members()
+        name = parts.node.name_of(node_id) if is_member else node
         gone = [node_id, *(each["node_id"] for each in let_in if with_admitted)]
-        held = [parts.node.name_of(each) for each in parts.node.replica.roster.holders() if each in gone]
-        parts.node.enrolment.remove(*gone)
+        held = [parts.node.name_of(each) for each in roster.holders() if each in gone]
+        if not is_member and any(each.node_id == node_id and is_holder(each) for each in roster.entries):
+            held.append(name)
+        parts.node.enrolment.remove(*gone[not is_member :])
         others = parts.node.replica.roster.members().keys() - {parts.node.node_id}
         there = others & parts.node.links.nodes()
         saved_by = await parts.node.saved_elsewhere() if there else []
+        if (problem := await parts.node.save()) and not saved_by:
+            raise UserError(
+                f"{name} is removed only until this agent restarts: {problem}, and no other Mac has "
+                "it on disk. Free space there, and run this command again; the agent tries too"
+            )
         return {
             "removed": name,
             "node_id": node_id,
@@ -368,6 +378,7 @@ class MemberHandlers:
             "held_authority": held,
             "others": len(others),
             "saved_by": [parts.node.name_of(each) for each in saved_by],
+            "problem": problem,
         }
 
     def leave(self, force: str) -> Json:
@@ -426,13 +437,24 @@ class MemberHandlers:
             if each != parts.node.node_id
         ]
 
-    def _other(self, node: str, itself: str = "this Mac itself leaves with `mlxtp cluster leave`") -> str:
+    def _other(
+        self,
+        node: str,
+        itself: str = "this Mac itself leaves with `mlxtp cluster leave`",
+        *,
+        former: bool = False,
+    ) -> str:
         """Return the node id of another member, by name, or by the start of its id.
 
-        Raises UserError, for this Mac with the words `itself`.
+        If there is none, with `former` that of the last removed one. Raises UserError, for this Mac with the
+        words `itself`.
         """
         here = self._parts.node
         found = _members_called(here, node)
+        if former and not found:
+            gone = [each for each in here.replica.roster.entries if each.removed]
+            gone = [each for each in gone if each.name == node or each.node_id.startswith(node)]
+            found = [each.node_id for each in sorted(gone, key=lambda each: each.removed_in)[-1:]]
         if not node or len(found) != 1:
             members = here.replica.roster.members().items()
             known = ", ".join(f"{entry.name} ({each[:8]})" for each, entry in members)

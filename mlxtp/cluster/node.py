@@ -128,7 +128,7 @@ class Rounds:
             self._wake.clear()
         return min([until, *(each.at for each in self._intervals if each.needed())])
 
-    async def run(self, after: Callable[[], Awaitable[None]]) -> None:
+    async def run(self, after: Callable[[], Awaitable[object]]) -> None:
         """Run until cancelled. `after` ends each round; a change during it begins another one."""
         while True:
             until = self.due(self._clock())
@@ -356,9 +356,11 @@ class ClusterNode:
         """Beat, judge and decide, until cancelled."""
         await self.rounds.run(self.save)
 
-    async def save(self) -> None:
-        """Write the state of this node, unless the file has it."""
-        await self._saving.save(SavedState(self.leadership.persistent_state(), self.dialing.remembered()))
+    async def save(self) -> str:
+        """Write the state of this node, unless the file has it. Return the problem, as `Saving.save` does."""
+        return await self._saving.save(
+            SavedState(self.leadership.persistent_state(), self.dialing.remembered())
+        )
 
     async def saved_elsewhere(self) -> list[str]:
         """Return the members whose disks have this node's roster: see `Saving.elsewhere`."""

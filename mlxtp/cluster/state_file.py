@@ -303,16 +303,21 @@ class Saving:
         self.home = home
         self._on_roster = on_roster
         self._disk = ThreadPoolExecutor(1, "saving")
-        self._latest: SavedState | None = None  # written, or waiting for the thread
+        self._turn = asyncio.Lock()  # of a call, until its state is written
+        self._latest: SavedState | None = None  # written, or being written by a call that was cancelled
         self._roster: Roster | None = None  # in the file
         self._problem = ""
         self._rosters: dict[str, int] = {}  #: Digest of the roster on each other member's disk, by node id.
         self._reported = asyncio.Event()
 
-    async def save(self, kept: SavedState) -> None:
-        """Write the state, unless the file has it or is about to."""
-        if kept == self._latest:
-            return
+    async def save(self, kept: SavedState) -> str:
+        """Write the state, unless the file has it. Return why the file cannot be written, empty if it was."""
+        async with self._turn:
+            if kept != self._latest:
+                await self._write(kept)
+            return self._problem
+
+    async def _write(self, kept: SavedState) -> None:
         self._latest = kept
         try:
             await asyncio.get_running_loop().run_in_executor(self._disk, save, self.home, kept)

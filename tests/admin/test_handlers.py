@@ -325,6 +325,35 @@ def test_whom_a_member_let_in_is_told_and_goes_with_it_if_that_is_asked(
     play(tmp_path, member, story)
 
 
+def test_a_removal_that_no_disk_has_is_refused_until_one_has_it(
+    tmp_path: Path, member: members.Member, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_home: Path, _kept: state_file.SavedState) -> None:
+        raise UserError("state.json cannot be written: No space left on device")
+
+    async def story(node: Node) -> None:
+        remove, here = Admin(node.parts, member.store).members.remove, node.parts.node
+        node.meet(B)
+        node.parts.node.links.cut(B, UserError("it is off"))
+        with monkeypatch.context() as patched:
+            patched.setattr(state_file, "save", full)
+            for _ in range(2):
+                with pytest.raises(UserError, match="mac-f is removed only until this agent restarts: state"):
+                    await remove("mac-f", "")
+            a = node.meet(A)
+            removing = asyncio.ensure_future(remove("mac-f", ""))
+            await asyncio.sleep(0.1)
+            node.hear(a, RosterSaved(here.replica.roster.digest()))
+            answer = await removing
+            assert "No space left" in answer["problem"]
+            assert answer["saved_by"] == ["mac-a"]
+        await here.save()  # as the next round does
+        assert (await remove("mac-f", ""))["problem"] == ""
+        assert B not in load(tmp_path)[0].beliefs.roster.members()
+
+    play(tmp_path, member, story)
+
+
 def test_leaving_is_told_to_the_others_and_ends_the_agent(tmp_path: Path) -> None:
     first = members.founder(tmp_path)
     second = members.member_of(first, tmp_path)

@@ -89,7 +89,7 @@ def ask(connection: http.client.HTTPConnection, key: str, body: Mapping[str, Any
         raise
     except (OSError, http.client.HTTPException) as error:
         raise GroupError(f"the answer broke off: {error or type(error).__name__}", Code.LINK_LOST) from None
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise GroupError(
             "this is not a reply of mlxtp; another program may listen there", Code.INTERNAL
         ) from None
@@ -137,7 +137,7 @@ def _refusal(status: int, content: bytes) -> MlxtpError:
     try:
         error = json.loads(content)["error"]
         return UserError(str(error["message"]), _code(error))
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         said = content.decode(errors="replace")
         return GroupError(f"the endpoint answered {status}: {said}", Code.INTERNAL)
 
@@ -169,7 +169,7 @@ class AgentClient:
             found = json.loads((home / FILE).read_text())
             self.url, self.key = str(found["url"]), str(found["key"])
             self.certificate = str(found.get("certificate", ""))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise UserError(
                 f"no mlxtp node runs with home {home}; start one with `mlxtp node`, or name its --home",
                 Code.NOT_READY,
@@ -245,7 +245,7 @@ class AgentClient:
                 connection.request(method, path, json.dumps(body) if body else None, headers)
                 response = connection.getresponse()
                 answer = json.loads(response.read())
-        except (OSError, http.client.HTTPException, ValueError) as error:
+        except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
             raise self._silent(error) from None
         if not isinstance(answer, dict):
             raise self._silent("another program listens there")

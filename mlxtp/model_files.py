@@ -152,7 +152,7 @@ def table(path: Path, most: int = MAX_TEXT_BYTES, values: int = MAX_FEW_VALUES) 
         raise ValueError(f"{path.name} has {count:,} values; the most that mlxtp reads is {values:,}")
     try:
         found = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{path.name} is no JSON: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{path.name} is not a JSON object")

@@ -367,8 +367,8 @@ class MemberHandlers:
         saved_by = await parts.node.saved_elsewhere() if there else []
         if (problem := await parts.node.save()) and not saved_by:
             raise UserError(
-                f"{name} is removed only until this agent restarts: {problem}, and no other Mac has "
-                "it on disk. Free space there, and run this command again; the agent tries too"
+                f"{name} is removed until this agent restarts, as no disk has that yet. {problem}. Free "
+                "space there, and run this command again; the agent itself tries again, too"
             )
         return {
             "removed": name,

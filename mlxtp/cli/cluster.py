@@ -441,7 +441,9 @@ def _removed(answer: Mapping[str, Any]) -> list[str]:
             "itself too. Unless you trust that Mac, `mlxtp cluster authority rotate --at-once` ends that"
         )
     if problem := answer.get("problem"):
-        lines.append(f"{problem}; {' and '.join(answer['saved_by'])} has it on disk. Make room here")
+        lines.append(
+            f"{problem}. {' and '.join(answer['saved_by'])} has the removal on disk; free space here"
+        )
     if answer["others"] and not answer["saved_by"]:
         lines.append("no other Mac has this on its disk yet; keep this one on until `mlxtp status` shows one")
     return [escape(line) for line in lines]

@@ -195,7 +195,7 @@ def read_machines_file(path: Path) -> tuple[MemberMachine, ...]:
 def _read_object(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read: {error}", Code.MODEL_INVALID) from None
     if not isinstance(found, dict):
         raise ModelError(f"{path} is not a JSON object", Code.MODEL_INVALID)

@@ -307,13 +307,17 @@ class Saving:
         self._latest: SavedState | None = None  # written, or being written by a call that was cancelled
         self._roster: Roster | None = None  # in the file
         self._problem = ""
+        self._closed = False
         self._rosters: dict[str, int] = {}  #: Digest of the roster on each other member's disk, by node id.
         self._reported = asyncio.Event()
 
     async def save(self, kept: SavedState) -> str:
-        """Write the state, unless the file has it. Return why the file cannot be written, empty if it was."""
+        """Write the state, unless the file has it. Return why the file cannot be written, empty if it was.
+
+        Nothing is written after `close`.
+        """
         async with self._turn:
-            if kept != self._latest:
+            if kept != self._latest and not self._closed:
                 await self._write(kept)
             return self._problem
 
@@ -336,6 +340,7 @@ class Saving:
 
     async def close(self) -> None:
         """Wait until the latest state is on the disk."""
+        self._closed = True
         await asyncio.to_thread(self._disk.shutdown)
 
     def received(self, link: ControlLink, report: RosterSaved) -> None:

@@ -27,6 +27,10 @@ _ABOUT, _LOCK, _USED = "about.json", ".lock", ".used"
 _SNAPSHOT = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/[^/]+/?$")
 
 
+# Errors of an about.json: OverflowError for a number without end.
+_UNUSABLE = (OSError, ValueError, TypeError, LookupError, RecursionError, OverflowError)
+
+
 @dataclass(frozen=True, slots=True)
 class DiskRoom:
     """Folder for the caches of all ranks of this Mac, and the bytes that they may have there; 0: none."""
@@ -79,7 +83,7 @@ def ranks_in(home: Path) -> tuple[str, ...]:
     """Return `Machine.caches` of an agent's home: of each model that ranks shared, the rank of the newest."""
     found: dict[str, tuple[float, int]] = {}
     for each in _folders(folder_in(home)):
-        with suppress(OSError, ValueError, TypeError, LookupError):
+        with suppress(*_UNUSABLE):
             about = json.loads((each / _ABOUT).read_text())
             if int(about["ranks"]) > 1:
                 name = _name(str(about["model"])).rstrip("/").rpartition("/")[2]
@@ -177,7 +181,7 @@ def _layout(folder: Path) -> Layout:
         about = json.loads((folder / _ABOUT).read_text())
         model = _name(str(about["model"]))
         numbers = [int(about[name]) for name in ("rank", "ranks", "kv_bits")]
-    except (OSError, ValueError, TypeError, LookupError):
+    except _UNUSABLE:
         model, numbers = "", [0, 0, 0]
     rank, ranks, kv_bits = numbers
     blocks = [status for _path, status in _files(folder, unfinished=False)]

@@ -89,6 +89,6 @@ def is_near_tie(top: Sequence[tuple[int, float]], one: int, other: int) -> bool:
 def _read(path: Path) -> dict[str, object]:
     try:
         found = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -647,6 +647,9 @@ def test_whom_a_removed_mac_let_in_is_named(agent: Agent) -> None:
         answer["held_authority"] = ["mini", "air [x]"]
         lines = mlxtp(agent.home, "cluster", "remove", "mini", "--with-admitted").output.splitlines()
         assert lines[2].startswith("mini and air [x] held the cluster's authority and may still have its key")
+        answer |= {"problem": "state.json [x] cannot be written", "held_authority": []}
+        lines = mlxtp(agent.home, "cluster", "remove", "mini").output.splitlines()
+        assert lines[2] == "state.json [x] cannot be written. studio has the removal on disk; free space here"
     finally:
         del agent.admin.answers["remove"]
 
@@ -908,7 +911,8 @@ def test_without_an_agent_each_command_says_how_to_start_one(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     "content",
-    ["", "[]", '"x"', "{}", '{"url": 5}', '{"url": "http://127.0.0.1:1"}', "\udcff"],
+    ["", "[]", '"x"', "{}", '{"url": 5}', '{"url": "http://127.0.0.1:1"}', "\udcff", "[" * 100_000],
+    ids=lambda content: content[:30],
 )
 def test_a_file_that_no_agent_wrote(tmp_path: Path, content: str) -> None:
     (tmp_path / FILE).write_text(content, errors="surrogateescape")

@@ -86,7 +86,11 @@ def test_an_unknown_model_is_refused_with_the_known_ones(name: str) -> None:
         plan.read_shape(name)
 
 
-@pytest.mark.parametrize(("text", "says"), [("{", "cannot be read"), ("[]", "is not a JSON object")])
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("{", "cannot be read"), ("[" * 100_000, "cannot be read"), ("[]", "is not a JSON object")],
+    ids=["half", "deep", "list"],
+)
 def test_a_broken_configuration_is_refused(folder: Path, text: str, says: str) -> None:
     (folder / "config.json").write_text(text)
     with pytest.raises(ModelError, match=says):

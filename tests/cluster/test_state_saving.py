@@ -96,6 +96,7 @@ def test_what_could_not_be_written_is_written_later_and_logged_once(
             await disk.save(kept(1))
         await disk.save(kept(1))
         await disk.close()
+        await disk.save(kept(2))  # by a round while the agent ends
 
     asyncio.run(story())
     assert state_file.load(tmp_path)[0] == kept(1)

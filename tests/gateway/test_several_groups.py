@@ -141,6 +141,25 @@ def test_without_another_group_requests_wait_and_go_to_the_first_that_is_ready()
     play(story)
 
 
+def test_a_group_that_comes_later_gets_all_requests_until_it_has_as_many() -> None:
+    """What the first one has, begun or not, stays there: it has the prompts. If it fails, they go on."""
+
+    async def story(stage: Stage) -> None:
+        answers = [stage.gateway.generate(Request((number,), 99)) for number in range(30)]
+        stage.serve("tiny#1")
+        counts = []
+        for number in range(30, 62):
+            answers.append(stage.gateway.generate(Request((number,), 99)))
+            counts.append((len(stage.asked("tiny#0")), len(stage.asked("tiny#1"))))
+        assert counts == [*((30, count) for count in range(1, 31)), (31, 30), (31, 31)]
+        stage.lose("tiny#0", LinkError("gone", Code.LINK_LOST))
+        assert sorted(each.tokens for each in stage.asked("tiny#1")) == [(number,) for number in range(62)]
+        for answer in answers:
+            await answer.aclose()
+
+    play(story, "tiny#0")
+
+
 def test_a_group_that_cannot_be_reached_is_passed_over() -> None:
     async def story(stage: Stage) -> None:
         stage.ranks["tiny#0"].broken = LinkError("gone", Code.LINK_LOST)

@@ -109,8 +109,9 @@ def test_the_rank_of_the_newest_caches_is_told(tmp_path: Path) -> None:
         [("a", HUB, 1, 2), ("b", HUB, 0, 3), ("c", "/models/plain/", 1, 2), ("d", "/models/alone", 0, 1)]
     ):
         os.utime(layout(folder, name, model, rank, ranks), (AT + at, AT + at))
-    (folder / "e").mkdir()
-    (folder / "e" / "about.json").write_text("[1")
+    for name, about in (("e", "[1"), ("f", "[" * 100_000), ("g", '{"ranks": 1e999}')):
+        (folder / name).mkdir()
+        (folder / name / "about.json").write_text(about)
     assert ranks_in(tmp_path) == ("1 plain", "0 some--model")
     assert ranks_in(tmp_path / "nowhere") == ()
 
@@ -120,10 +121,11 @@ def test_nothing_on_disk_and_what_is_no_cache(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to(layout(tmp_path / "else", "a", "m"))
     (tmp_path / "bad").mkdir()
-    (tmp_path / "bad" / "about.json").write_text('["m"]')
     (tmp_path / "bad" / "block").write_bytes(bytes(3))
-    [unknown] = layouts(tmp_path)
-    assert (unknown.model, unknown.bytes) == ("", 3)
+    for about in ('["m"]', "[" * 100_000, '{"model": "m", "rank": 1e999}'):
+        (tmp_path / "bad" / "about.json").write_text(about)
+        [unknown] = layouts(tmp_path)
+        assert (unknown.model, unknown.bytes) == ("", 3)
 
 
 # --- clear ------------------------------------------------------------------------------------------------

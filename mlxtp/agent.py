@@ -17,7 +17,6 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from starlette.types import ASGIApp
@@ -61,7 +60,7 @@ from .groups.selection import ModelSelection
 from .groups.sleep import KeepAwake, watch_sleep
 from .groups.warm_pool import WarmPool, log_lines
 from .identity.join_network import enter
-from .identity.private_files import FILE_MODE, check_home, make_folder
+from .identity.private_files import FILE_MODE, check_home, make_folder, temporary_folder
 from .identity.store import Identity, Store
 from .models import disk_cache
 from .models.download import apart, download
@@ -181,8 +180,8 @@ async def _entered(settings: Settings) -> AsyncIterator[_Entered]:
     if not settings.cluster:
         for name in filter(None, (in_folders(settings.model, settings.model_folders), settings.draft_model)):
             await _download(name)
-        with TemporaryDirectory(prefix="mlxtp-") as folder:
-            store = Store(Path(folder))
+        with temporary_folder("mlxtp-") as folder:
+            store = Store(folder)
             yield _Entered(settings, store, store.found_cluster())
         return
     store = Store(settings.home)

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -113,12 +112,18 @@ def demo_command(
     if as_json and not once:
         raise typer.BadParameter("--json goes with --once")
     with importing():
+        from ..identity.private_files import temporary_folder
         from ..logs import PrintableLines
         from . import demo
-    with TemporaryDirectory(prefix="mlxtp-demo-") as folder:  # for a user who names no home
+    with temporary_folder("mlxtp-demo-") as folder:  # for a user who names no home
         ranks = demo.RANKS if replicas == 1 else 1
         # Without a GPU, MLX builds kernels with a compiler at first, which takes longer than the demo.
-        defaults = {"ranks": ranks, "home": folder, "cache_disk": 0, "compiled": sys.platform == "darwin"}
+        defaults = {
+            "ranks": ranks,
+            "home": str(folder),
+            "cache_disk": 0,
+            "compiled": sys.platform == "darwin",
+        }
         settings = _settings({"home": home, **flags}, defaults=defaults)
         if replicas > 1 and settings.ranks > 1:
             raise typer.BadParameter("with --replicas each agent has one rank; omit --ranks")

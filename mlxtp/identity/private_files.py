@@ -6,10 +6,12 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from ..errors import ConfigError
+from ..errors import ConfigError, UserError
 
 FILE_MODE = 0o600
 FOLDER_MODE = 0o700
@@ -21,6 +23,20 @@ def make_folder(folder: Path) -> None:
     """Create `folder` and those above it that are missing, closed to others. Raises OSError."""
     for each in (*reversed([above for above in folder.parents if not above.exists()]), folder):
         each.mkdir(FOLDER_MODE, exist_ok=True)
+
+
+@contextmanager
+def temporary_folder(prefix: str) -> Iterator[Path]:
+    """Make a folder that is removed when the context ends. Raises UserError where no disk has room for it."""
+    try:
+        made = TemporaryDirectory(prefix=prefix)
+    except OSError as error:
+        raise UserError(
+            f"a temporary folder cannot be made: {error.strerror}; free space there, or set TMPDIR to a "
+            "folder on a disk that has some"
+        ) from None
+    with made as folder:
+        yield Path(folder)
 
 
 def check_home(home: Path, inside: Sequence[str]) -> None:

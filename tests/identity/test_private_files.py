@@ -5,13 +5,15 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from mlxtp.cluster import state_file
 from mlxtp.cluster.cluster_state import ClusterState
-from mlxtp.identity.private_files import sync_folder, write_private
+from mlxtp.errors import UserError
+from mlxtp.identity.private_files import sync_folder, temporary_folder, write_private
 from mlxtp.models import hub_cache
 
 F_FULLFSYNC = 51
@@ -76,3 +78,15 @@ def test_a_drive_that_cannot_write_is_no_success(
     with pytest.raises(OSError, match="Input/output error"):
         sync_folder(tmp_path)
     assert asked == []
+
+
+def test_where_no_disk_has_room_for_a_temporary_folder_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full() -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(tempfile, "gettempdir", full)
+    with (
+        pytest.raises(UserError, match=r"cannot be made: No usable .*; free space there, or set TMPDIR"),
+        temporary_folder("mlxtp-"),
+    ):
+        pytest.fail("there is no folder")

@@ -23,6 +23,7 @@ from ..placement.planner import DEFAULT_CONTEXT, Placement, PlacementOptions, pl
 from ..placement.tables import chip
 from ..placement.topology import MemberMachine, Topology
 from ..wire.cluster_messages import Deployment
+from .cluster_state import most_groups
 
 #: Macs among which a group is searched, the fastest ones: the time of a search grows with the square.
 MOST_PLANNED = 12
@@ -96,6 +97,7 @@ class AssignView:
     Two Macs that were apart may both run one group. In `running` the first that suits its row counts, a ready
     one before others. Other orders do not count.
     `owners`, by group: those of the decision before, which may have begun to form it.
+    `macs`: number of members, also those that are away.
     """
 
     members: Sequence[MemberMachine]
@@ -105,6 +107,7 @@ class AssignView:
     flapping: Collection[str] = frozenset()
     given_up: Mapping[str, GivenUp] = field(default_factory=dict)
     owners: Mapping[str, str] = field(default_factory=dict)
+    macs: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +231,7 @@ class _Facts:
         self.reports: dict[str, GroupReport] = {}  #: The best one of each group.
         for each in sorted(known, key=lambda report: (not self._suits(report), not report.ready)):
             self.reports.setdefault(each.group, each)
+        self.most = most_groups([each.row for each in view.wanted], max(view.macs, len(view.members)))
         self.groups = {name: self._groups(wanted) for name, wanted in self.by_name.items()}
         turns = (each for groups in self.groups.values() for each in enumerate(groups))
         #: Places of groups in the order in which they are seated: replicas come after all first groups.
@@ -249,7 +253,7 @@ class _Facts:
     def _groups(self, wanted: WantedDeployment) -> list[str]:
         """Return the ids of the groups that are wanted: what runs well, what else runs, new ones."""
         name, reports = wanted.row.name, self.reports
-        count = wanted.row.replicas or max(1, len(self.allowed[name]))
+        count = min(wanted.row.replicas or max(1, len(self.allowed[name])), self.most[name])
         running = {group for group in reports if _name(group) == name}
 
         def key(group: str) -> tuple[object, ...]:

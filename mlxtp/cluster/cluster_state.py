@@ -13,7 +13,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 from ..errors import Code, RemoteProtocolError, UserError
@@ -42,7 +42,21 @@ LEAST_S = 2  #: Seconds that a client has between two requests of a model that e
 #: Rows of any table that are there, and that are removed: those of several sides that were separated. Beyond,
 #: the last deployments in the order of `live` are left out, and the floor covers the oldest removals.
 MOST_LIVE, MOST_REMOVED = 256, 512
+GROUPS_A_MAC = 16  #: Groups for each Mac, of all deployments: as many as ranks of one host (`MAX_OF_HOST`).
 MAX_ROWS = 1024  #: Rows that another member may send as one table.
+
+
+def most_groups(rows: Iterable[Deployment], macs: int) -> Mapping[str, int]:
+    """Return the most groups of each deployment on so many Macs, of those that its row asks for.
+
+    No two of them share a Mac; one more says why it has no place. A deployment whose turn comes when all Macs
+    have GROUPS_A_MAC gets one.
+    """
+    most, left = {}, macs * GROUPS_A_MAC
+    for row in rows:
+        placed = max(min(row.replicas or macs, macs, left), 1)
+        most[row.name], left = placed + (row.replicas > placed), left - placed
+    return most
 
 
 def name_of(model: str) -> str:
@@ -78,6 +92,11 @@ class DeploymentTable:
         """Return the deployment of this name, unless it is removed."""
         row = self._by_name.get(name)
         return None if row is None or row.removed else row
+
+    @cached_property
+    def most_groups(self) -> Callable[[int], Mapping[str, int]]:
+        """Function of `most_groups` by the number of Macs."""
+        return cache(partial(most_groups, self.live()))
 
     @cached_property
     def newest(self) -> int:
@@ -505,6 +524,11 @@ class Replica:
         self.deployments = kept.deployments
         self.epoch = kept.epoch
         self.hold(kept.roster)
+
+    @property
+    def most_groups(self) -> Mapping[str, int]:
+        """The most groups of each deployment."""
+        return self.deployments.most_groups(len(self.names))
 
     def lacks(self, beat: Beat) -> tuple[bool, bool]:
         """Return two flags: the sender of a beat lacks this node's deployments, and its roster."""

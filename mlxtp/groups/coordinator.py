@@ -187,6 +187,7 @@ class Coordinator:
             flapping=frozenset(node_id for node_id, until in leadership.flapping.items() if now < until),
             given_up=self._given_up(),
             owners=self._owners(),
+            macs=len(node.replica.names),
         )
 
     def _given_up(self) -> dict[str, GivenUp]:
@@ -282,8 +283,9 @@ class Coordinator:
         claim = LeaderClaim(message.term, link.node_id)
         if claim != self._node.leadership.claim:
             return
-        known, wanted = self._groups.by_id, (row.name for row in self._node.desired.table.live())
-        if message.group not in known and len(known) >= MAX_GROUPS and message.deployment not in wanted:
+        known, (name, _, index) = self._groups.by_id, message.group.rpartition("#")
+        most = self._node.replica.most_groups.get(name, 0)
+        if message.group not in known and len(known) >= MAX_GROUPS and int(index or 0) >= most:
             return  # the coordinator repeats it, after the deployment if that is still on its way
         scope = self._groups.known(message.group).scope
         if scope.assigned_in != claim or scope.assignment.number < message.number:

@@ -22,6 +22,7 @@ from mlxtp.cluster.assign import (
     WantedDeployment,
     assign,
 )
+from mlxtp.cluster.cluster_state import GROUPS_A_MAC, most_groups
 from mlxtp.placement.candidates import Candidate
 from mlxtp.placement.cost_model import rank_memory, stages, usable_bytes
 from mlxtp.placement.model_shape import ModelShape
@@ -238,6 +239,24 @@ def test_a_group_does_not_move_when_other_macs_come_and_go(cluster: Cluster, fla
         found = places(assign(cluster.view()))
         for group, report in cluster.running.items():
             assert found[group][: len(report.ranks)] == report.ranks
+
+
+@given(st.lists(st.integers(0, 64), min_size=1, max_size=64), st.integers(1, 64))
+def test_deployments_have_no_more_groups_than_their_macs_hold(replicas: list[int], macs: int) -> None:
+    rows = [Deployment(f"m{i}", replicas=each) for i, each in enumerate(replicas)]
+    most = most_groups(rows, macs)
+    assert all(1 <= most[row.name] <= macs + 1 for row in rows)
+    assert sum(most.values()) <= GROUPS_A_MAC * macs + 2 * len(rows)
+    for row in rows[:GROUPS_A_MAC]:
+        assert most[row.name] >= min(row.replicas or macs, macs), "all that can be served"
+
+
+def test_replicas_that_no_mac_has_room_for_say_so_once() -> None:
+    decision = assign(seen(lan(16, 16), [wanted("a", replicas=9)]))
+    assert [bool(each.owner) for each in decision.assignments] == [True, True, False]
+    assert decision.assignments[-1].why == "each of the 2 Macs that may serve it has a group of it"
+    running = {f"a#{i}": ids(each) for i, each in ((7, "a"), (40, "b"))}
+    assert {*where(seen(lan(16, 16), [wanted("a", replicas=64)], running))} >= {"a#7", "a#40"}
 
 
 @given(clusters)

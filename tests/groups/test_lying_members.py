@@ -147,6 +147,24 @@ def test_invented_names_fill_no_collection(
     play(tmp_path, member, story)
 
 
+def test_deployments_that_no_mac_can_hold_make_no_groups(
+    tmp_path: Path, member: Member, weights: ModelSource
+) -> None:
+    async def story(node: Node) -> None:
+        lied, made = Lied(node, weights, leads=False), list[str]()
+        names, make = [f"big{i}" for i in range(64)], node.parts.groups._make
+        node.parts.groups._make = lambda name: made.append(name) or make(name)  # type: ignore[func-returns-value]
+        for part in (names[:32], names[32:]):
+            rows = tuple(Deployment(name, name, replicas=64, version=200, writer=A) for name in part)
+            await lied.hears([Deployments(rows, 0, False)])
+        each = (GroupAssignment(f"{n}#{i}", n, 1000, 1, A, (A,)) for n in names for i in range(64))
+        await lied.hears(each, every=10_000)
+        lied.shows()
+        assert len(made) <= 3 * 16 + 2 * 64 + 128
+
+    play(tmp_path, member, story)
+
+
 def test_a_part_that_fails_costs_the_link_and_a_round_goes_on(
     tmp_path: Path, member: Member, weights: ModelSource, caplog: pytest.LogCaptureFixture
 ) -> None:

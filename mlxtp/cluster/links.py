@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import time
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 from typing import Protocol as Interface
 
@@ -28,6 +30,11 @@ GREETING_S = 3.0  #: Seconds that the other end may take to send its AgentHello.
 SAID_S = 60.0  #: Seconds for which the same refusal of the same caller is not logged again.
 #: Bytes that may wait for an agent that does not read, before its link is cut.
 MAX_UNSENT_BYTES = 16 * 1024 * 1024
+SHARE = 0.1  #: CPU seconds a second of this agent that the messages of one member may take on average.
+FREE_S = 1.0  #: CPU seconds beyond it, such as for whole tables, from which the member is read slower.
+MOST_S = 2.0  #: CPU seconds beyond it from which its links are closed.
+SLOWER, LONGEST_PAUSE_S = 4.0, 0.5  #: Seconds without reading for each CPU second then, and for each message.
+CALL_S = 0.005  #: CPU seconds that a call counts for, an estimate: its handshake is over before it is known.
 
 #: Returns the error for which a peer with this identity and hello is refused; None when it is welcome.
 Judge = Callable[[NodeIdentity, AgentHello], MlxtpError | None]
@@ -149,13 +156,40 @@ class Refusals(dict[str, str]):
         self[identity.node_id] = refusal.detail
 
 
+class CpuShares:
+    """CPU time that members' messages took, by node id: over all their links, also those that have ended."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._accounts: dict[str, tuple[float, float]] = {}  #: Seconds beyond the share, and at which time.
+
+    def over_s(self, node_id: str) -> float:
+        """Return the CPU seconds that a member took beyond its share."""
+        over_s, at = self._accounts.get(node_id, (0.0, 0.0))
+        return max(over_s - SHARE * (self._clock() - at), 0.0)
+
+    def spend(self, node_id: str, cpu_s: float) -> float:
+        """Count CPU seconds. Return those for which not to read on. Raises ProtocolError to end its links."""
+        over_s = min(self.over_s(node_id) + cpu_s, 2 * MOST_S)
+        self._accounts[node_id] = over_s, self._clock()
+        if over_s > MOST_S:
+            words = f"its messages took {over_s:.1f} s of CPU time beyond a member's share of {SHARE:.0%}"
+            raise ProtocolError(f"{words}; it may be faulty: restart or remove it", Code.OVERLOADED)
+        return min(SLOWER * cpu_s, LONGEST_PAUSE_S) if over_s > FREE_S else 0.0
+
+    def refusal(self, node_id: str) -> MlxtpError | None:
+        """Return the error for which a member that is to be read slower gets no new link."""
+        words = f"its messages took more than {SHARE:.0%} of this Mac's CPU time; in seconds it may come back"
+        return ProtocolError(words, Code.OVERLOADED) if self.over_s(node_id) > FREE_S else None
+
+
 class PeerLinks:
     """All control links of this agent.
 
     Parts register handlers: `on` for messages of some types, `on_up` for new links, `on_lost` for nodes whose
     last link has ended. Handlers run in the order of their registration, those of new links in reverse: the
     node's own beat ends the greeting. A handler that raises anything ends the link whose message it was
-    given: what a member says may cost its link, and never the agent.
+    given: what a member says may cost its link, and never the agent. `CpuShares` bounds how much it says.
     """
 
     def __init__(self, node_id: str, hello: Callable[[], AgentHello], judge: Judge, gate: LinkGate) -> None:
@@ -175,6 +209,7 @@ class PeerLinks:
         #: Reply type and future of each open request, by the node and the nonce.
         self._open: dict[tuple[str, bytes], tuple[type[Message], asyncio.Future[Any]]] = {}
         self.refused = Refusals()
+        self.shares = CpuShares()
         #: With members of other versions: returns this roster as text, takes theirs. Neither raises.
         self.parting: tuple[Callable[[NodeIdentity], str], Callable[[str], object]] = (lambda _: "", str)
 
@@ -292,9 +327,11 @@ class PeerLinks:
     ) -> None:
         """Serve the link of a peer that dialled us and showed a certificate of the cluster, until it ends."""
         link = ControlLink(reader, writer, dialled=False)
+        with contextlib.suppress(ProtocolError):  # it is refused below, with the reason
+            self.shares.spend(identity.node_id, CALL_S)
         try:
             hello = await link.receive_hello()
-            if refusal := self._judge(identity, hello):
+            if refusal := self._judge(identity, hello) or self.shares.refusal(identity.node_id):
                 line = f"{hello.name or hello.node_id} at {link.remote} is refused: {refusal.detail}"
                 if self._logged.passes(line):
                     log.warning("%s", line)
@@ -327,7 +364,7 @@ class PeerLinks:
                 self.parting[1](await link.receive_roster())
                 link.send_roster(text)
             hello = await link.receive_hello()
-            if refusal := self._judge(identity, hello):
+            if refusal := self._judge(identity, hello) or self.shares.refusal(identity.node_id):
                 link.refuse(refusal)
                 self.refused.note(identity, refusal)
                 raise refusal
@@ -346,19 +383,26 @@ class PeerLinks:
 
     async def _live(self, link: ControlLink, identity: NodeIdentity) -> None:
         link.number, link.identity, link.fingerprint = next(self._numbers), identity, identity.fingerprint
+        began, spend = time.thread_time(), partial(self.shares.spend, link.node_id)
+        link.connection.pace = spend
         if not self.up(link):
             link.close()  # no goodbye: the other end would conclude that this agent stops
             return
         why, goodbye = "closed", False
         try:
             messages = link.rest
+            spend(time.thread_time() - began)
             while True:
                 for message in messages:
+                    began = time.thread_time()
                     if isinstance(message, SessionEnd):
                         why, goodbye = "its agent stopped", True
                     else:
                         why = message.detail if isinstance(message, Error) else why
                         self.received(link, message)
+                    await asyncio.sleep(spend(time.thread_time() - began))  # other links have their turn
+                    if link.connection.closed:
+                        break
                 if link.connection.protocol.state in TERMINAL:
                     break  # that was its last message, even if it keeps the connection open
                 if not (batch := await link.connection.receive()):
@@ -366,6 +410,10 @@ class PeerLinks:
                 messages = [each.message for each in batch]
         except MlxtpError as error:
             why = error.detail
+            if error.code is Code.OVERLOADED:  # by its share: no part that takes in messages has this code
+                if self._logged.passes(link.node_id):
+                    log.warning("the link to %s (%s) is closed: %s", link.hello.name, link.node_id[:8], why)
+                link.refuse(error)
         finally:
             link.close()
             self.down(link, why, goodbye)

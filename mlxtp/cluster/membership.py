@@ -305,14 +305,19 @@ class Membership:
         return True
 
     def beat(self, link: int, now: float) -> None:
-        """Note that a message came over this link."""
+        """Note that a beat came over this link."""
+        self.heard(link, now)
+        if link in self._of_link:
+            self._members[self._of_link[link]].links[link].beats += 1
+
+    def heard(self, link: int, now: float) -> None:
+        """Note that a message came over this link: beats may wait behind others that are read slower."""
         if link not in self._of_link:
             return
         node_id = self._of_link[link]
         member = self._members[node_id]
         one = member.links[link]
         one.last_heard = now
-        one.beats += 1
         if one.boot_id == member.boot_id:
             member.last_heard = now
             if member.state is MemberState.SUSPECT:

@@ -41,6 +41,7 @@ T = TypeVar("T")
 # --- rounds: steps at intervals, and again after each change --------------------------------------------
 
 LEAST_S = 0.02  #: Seconds between two rounds that only the time causes.
+LONGEST_S = 0.2  #: The most seconds without a round after one that took so long.
 AGAIN_S = 0.5  #: Seconds until the round after one whose own steps changed something.
 
 
@@ -131,7 +132,7 @@ class Rounds:
     async def run(self, after: Callable[[], Awaitable[object]]) -> None:
         """Run until cancelled. `after` ends each round; a change during it begins another one."""
         while True:
-            until = self.due(self._clock())
+            until, took_s = self.due(began := self._clock()), self._clock() - began
             try:
                 await after()
             except Exception as error:  # noqa: BLE001 - as in `attempt`
@@ -139,7 +140,7 @@ class Rounds:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(until - self._clock(), 0.0)):
                     await self._wake.wait()
-            await asyncio.sleep(0)
+            await asyncio.sleep(min(took_s, LONGEST_S))  # messages begin rounds: requests come between two
 
 
 # --- the node -------------------------------------------------------------------------------------------
@@ -397,7 +398,8 @@ class ClusterNode:
         return True
 
     def counts(self, number: int) -> bool:
-        """Return True if messages of this link count."""
+        """Return True if messages of this link count, of which one has come."""
+        self.membership.heard(number, time.monotonic())
         return self.membership.counts(number)
 
     def closed(self, link: ControlLink, why: str, goodbye: bool) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -414,6 +415,7 @@ class Enrolment:
 
 # --- changes of deployments -----------------------------------------------------------------------------
 
+RELAY_S = 0.5  #: Seconds in which others' changes are passed on once; beats bring what was left out.
 #: Called with the deployments before and after a change.
 TableHandler = Callable[[DeploymentTable, DeploymentTable], None]
 
@@ -438,6 +440,7 @@ class DesiredDeployments:
         self._handlers: list[TableHandler] = []
         self._lacking: list[Callable[[str], bool]] = []
         self._parts: WeakKeyDictionary[ControlLink, list[Deployment]] = WeakKeyDictionary()
+        self._relay_at = -math.inf
         links.on(self._received, Deployments)
 
     def on_change(self, handler: TableHandler) -> None:
@@ -518,7 +521,7 @@ class DesiredDeployments:
         before = self._replica.deployments
         if self._replica.desires(received(rows, message.floor)):
             self._record_removed(link, before)
-            self._spread(before)
+            self._spread(before, relayed=True)
 
     def _record_removed(self, link: ControlLink, before: DeploymentTable) -> None:
         """Record who removed deployments. A row names its writer, which is no proof; the link is one."""
@@ -540,12 +543,14 @@ class DesiredDeployments:
                 audit.record("model_served", f"{row.model} is to be served", {"model": row.model})
         self._spread(before)
 
-    def _spread(self, before: DeploymentTable) -> None:
-        table = self._replica.deployments
+    def _spread(self, before: DeploymentTable, *, relayed: bool = False) -> None:
+        table, now = self.table, time.monotonic()
         for handler in self._handlers:
             handler(before, table)
-        for message in table.messages():
-            self._links.broadcast(message)
+        if not relayed or now >= self._relay_at:
+            self._relay_at = now + RELAY_S
+            for message in table.messages():
+                self._links.broadcast(message)
         self._changed()
 
 

@@ -8,6 +8,7 @@ import errno
 import ipaddress
 import socket
 import ssl
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
@@ -24,13 +25,17 @@ _READ_BYTES = 64 * 1024
 
 
 class StreamLink:
-    """One end of a link in an event loop. One task receives; any may send."""
+    """One end of a link in an event loop. One task receives; any may send. `closed`: this end has closed it.
+
+    `pace`, called with the CPU seconds of decoding, returns those to wait before more is read, or raises.
+    """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, protocol: Session) -> None:
         self.protocol = protocol
         self._reader = reader
         self._writer = writer
-        self._closed = False
+        self.closed = False
+        self.pace: Callable[[float], float] = lambda _cpu_s: 0.0
 
     @classmethod
     async def from_socket(cls, sock: socket.socket, protocol: Session) -> StreamLink:
@@ -66,14 +71,17 @@ class StreamLink:
         """
         while True:
             data = await self._received_bytes()
-            if self._closed:
+            if self.closed:
                 return []
             if not data:
                 self.protocol.receive_eof()
                 return []
+            began = time.thread_time()
             received = self.protocol.receive_data(data)
+            pause_s = self.pace(time.thread_time() - began)
             if received:
                 return received
+            await asyncio.sleep(pause_s)
 
     @property
     def unsent_bytes(self) -> int:
@@ -86,9 +94,9 @@ class StreamLink:
 
         A task in `receive` wakes at once, because an unreachable peer never answers TLS's close message.
         """
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         self._reader.set_exception(ConnectionAbortedError())
         self._writer.close()
 

@@ -17,6 +17,7 @@
 | 13. slow grammars | here |
 | 14. a kill at any moment | `tests/test_crashes.py` |
 | 15. damaged headers of weights | `tests/fuzzing`, `tests/engine/test_tensor_headers.py` |
+| 16. a member that sends messages as fast as it can | here |
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import resource
 import shutil
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -39,11 +41,20 @@ import psutil
 import pytest
 from zeroconf import DNSAddress, DNSOutgoing, DNSPointer, DNSService, DNSText
 
+from mlxtp.cluster.cluster_state import READS
+from mlxtp.cluster.introduction import versions_here
+from mlxtp.cluster.links import ControlLink
 from mlxtp.cluster.state_file import load
 from mlxtp.config import embedded_model_path
 from mlxtp.discovery.addresses import MAX_ADDRESSES, SERVICE, Advert
+from mlxtp.errors import MlxtpError
+from mlxtp.identity.store import Store
 from mlxtp.models.download import Fetch
 from mlxtp.models.hub_cache import Repo
+from mlxtp.wire.cluster_messages import AgentHello, Deployment, Deployments
+from mlxtp.wire.messages import PROTOCOL_VERSION
+from mlxtp.wire.streams import open_tls
+from mlxtp.wire.tls import ALPN_CONTROL, member_context_client
 
 from ..discovery.test_mdns_hosts import multicasting, txt_record
 from ..hosts import Hosts, requires_namespaces
@@ -333,6 +344,49 @@ def test_a_founder_hands_no_command_to_a_member_s_shell(tmp_path: Path) -> None:
     finally:
         ben.close()
         liar.close()
+
+
+async def flood(home: Path, port: int, seconds: float) -> int:
+    """Send deployments as the member of this home, as fast as they are taken. Return how many."""
+    store, sent = Store(home), 0
+    identity = store.load()
+    streams = await open_tls(
+        "127.0.0.1", port, member_context_client(store.credentials, ALPN_CONTROL), ALPN_CONTROL, 5
+    )
+    link = ControlLink(*streams, dialled=True)
+    me, versions = (identity.node_id, identity.cluster_id), (*versions_here(), READS)
+    link.send(AgentHello(PROTOCOL_VERSION, *me, "boot", "mallory", versions, (), (), "", int(time.time())))
+    await link.receive_hello()
+    with contextlib.suppress(MlxtpError, TimeoutError):
+        async with asyncio.timeout(seconds):
+            while True:
+                row = Deployment("m", "m", version=5000 + sent, writer=me[0])
+                link.send(Deployments((row,), 0, False))
+                await link.connection.drain()
+                await asyncio.sleep(0)
+                sent += 1
+    link.close()
+    return sent
+
+
+def test_a_member_that_floods_delays_no_client_and_no_other_member(cluster: Cluster, join: Join) -> None:
+    mallory, carol, anna = join("mallory"), join("carol"), cluster.anna
+    mallory.stop()
+    sent, took = list[int](), []
+    flooding = threading.Thread(
+        target=lambda: sent.append(asyncio.run(flood(mallory.home, cluster.port, 10.0)))
+    )
+    flooding.start()
+    while flooding.is_alive():
+        began = time.monotonic()
+        anna.health()
+        took.append(time.monotonic() - began)
+        time.sleep(0.1)
+    anna.command("unload", "m")
+    assert sent[0] > 500
+    assert max(took) < 3.0, took
+    assert not anna.said("carol is dead")
+    assert not carol.said("anna is dead")
 
 
 def test_a_removal_on_a_full_disk_outlives_a_kill(cluster: Cluster, join: Join) -> None:

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import os
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mlxtp.cluster import links as neighbours_module
-from mlxtp.cluster.links import ControlLink, PeerLinks
+from mlxtp.cluster.links import (
+    FREE_S,
+    LONGEST_PAUSE_S,
+    MOST_S,
+    SHARE,
+    ControlLink,
+    CpuShares,
+    PeerLinks,
+)
 from mlxtp.errors import Code, LinkError, MlxtpError, ProtocolError
 from mlxtp.wire.blocking import listen
 from mlxtp.wire.certificates import NodeIdentity
@@ -354,5 +367,74 @@ def test_what_is_said_together_with_the_hello_is_heard_after_it(tmp_path: Path) 
         b.in_one_breath = b"".join(encode(each, 0, number) for number, each in enumerate(words, 1))
         await a.dial(b)
         await sees(lambda: a.events.messages == [BEAT, DESIRED])
+
+    play(tmp_path, story)
+
+
+COSTS = st.lists(st.tuples(st.floats(1e-5, 1.5), st.floats(0.0, 3.0)), max_size=200)
+
+
+@given(COSTS)
+def test_a_member_takes_its_share_of_the_cpu_whatever_it_sends_and_however_often_it_connects(
+    sent: list[tuple[float, float]],
+) -> None:
+    """Each message has its CPU seconds, and comes so long after the one before."""
+    now = took = largest = 0.0
+    shares = CpuShares(lambda: now)
+    for cpu_s, after_s in sent:
+        now += after_s
+        if shares.refusal("liar"):
+            continue
+        now, took, largest = now + cpu_s, took + cpu_s, max(largest, cpu_s)
+        assert took <= SHARE * now + FREE_S + largest
+        with contextlib.suppress(ProtocolError):
+            now += (pause_s := shares.spend("liar", cpu_s))
+            assert pause_s <= LONGEST_PAUSE_S
+    assert shares.refusal("honest") is None
+    now += MOST_S * 2 / SHARE
+    assert shares.refusal("liar") is None
+    assert shares.spend("liar", FREE_S) == 0.0, "members that meet may send as much as that"
+    began = now
+    with contextlib.suppress(ProtocolError):
+        while True:
+            now += 0.01 + shares.spend("flood", 0.01)
+    assert now - began > (MOST_S - FREE_S) / SHARE, "it is read slower first"
+
+
+def test_a_member_that_floods_is_read_slower_then_cut_and_kept_out_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, seconds in (("SHARE", 0.05), ("FREE_S", 0.1), ("MOST_S", 0.2), ("CALL_S", 0.0)):
+        monkeypatch.setattr(neighbours_module, name, seconds)
+    caplog.set_level(logging.WARNING)
+
+    async def story(stage: Stage) -> None:
+        a, b = stage.a, stage.b
+
+        def slow(_link: ControlLink, _message: Message) -> None:
+            until = time.thread_time() + 0.004
+            while time.thread_time() < until:
+                pass
+
+        b.neighbours.on(slow, Deployments)
+        await a.dial(b)
+        await sees(lambda: b.events.links)
+        began, behind = time.monotonic(), False
+        for _ in range(2000):
+            a.neighbours.broadcast(DESIRED)
+        while not b.events.ends:
+            before = time.thread_time()
+            await asyncio.sleep(0.001)
+            assert time.thread_time() - before < 0.1, "other links have their turn after each message"
+            behind = behind or b.neighbours.shares.refusal(a.node_id) is not None
+        assert behind
+        assert len(b.events.messages) * 0.004 < 0.05 * (time.monotonic() - began) + 0.3
+        assert "CPU time beyond a member's share of 5%; it may be faulty" in caplog.text
+        await sees(lambda: a.events.ends)
+        assert "CPU time" in a.events.ends[0][0]
+        with pytest.raises(ProtocolError, match="took more than 5% of this Mac's CPU time"):
+            await a.dial(b)
+        await sees(lambda: not b.neighbours.shares.refusal(a.node_id))
+        await a.dial(b)
 
     play(tmp_path, story)

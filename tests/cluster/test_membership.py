@@ -94,6 +94,15 @@ def test_silence_makes_a_suspect_and_then_a_dead(silent_s: float, state: MemberS
     assert story.beats(5, 1).beats(silent_s).state() is state
 
 
+def test_a_member_whose_beats_wait_behind_other_messages_is_not_silent() -> None:
+    story = Story()
+    story.up(1, "b-1")
+    for _ in range(20):
+        story.members.heard(1, story.now)
+        story.beats(BEAT_S)
+    assert story.whys() == [ChangeCause.LINKED]
+
+
 def test_a_suspect_that_is_heard_again_is_alive() -> None:
     story = Story()
     story.up(1, "b-1")

@@ -594,6 +594,27 @@ def test_a_removal_that_a_full_disk_refused_is_written_when_the_agent_ends(
     assert A not in load(tmp_path)[0].beliefs.roster.members()
 
 
+def test_many_changes_of_one_member_reach_the_others_by_beats(tmp_path: Path, member: Member) -> None:
+    async def story(node: Node) -> None:
+        a, b = node.meet(A), node.meet(B)
+        before = len(b.heard(Deployments))
+        for version in range(5, 500):
+            row = Deployment("m", "m", version=version, writer=A)
+            node.hear(a, Deployments((row,), 0, False))
+        assert len(b.heard(Deployments)) == before + 1
+        node.hear(b, Beat(0, "", 0, 0, 0, True, 0))
+        assert b.heard(Deployments)[-1].rows == (row,)
+        for _ in range(10):
+            node.hear(a, ModelStatus("m", "", ""))
+            node.tick()
+        status_of = node.parts.node.membership.status_of
+        assert (status_of(A).present, status_of(B).present) == (True, False), (
+            "every message is a sign of life"
+        )
+
+    play(tmp_path, member, story)
+
+
 def test_serving_adds_to_what_is_deployed_and_keeps_what_is_not_named(tmp_path: Path, member: Member) -> None:
     async def story(node: Node) -> None:
         a, desired, replica = node.meet(A), node.parts.node.desired, node.parts.node.replica

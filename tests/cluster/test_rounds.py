@@ -77,6 +77,27 @@ def test_an_interval_begins_no_round_while_it_is_not_needed() -> None:
     asyncio.run(story())
 
 
+def test_messages_that_each_begin_a_round_leave_half_of_the_time_to_others() -> None:
+    async def story() -> None:
+        rounds, began = Rounds(), time.monotonic()
+        took: list[float] = []
+
+        def step(now: float) -> None:
+            time.sleep(0.02)
+            took.append(time.monotonic() - now)
+
+        async def another() -> None:
+            rounds.wake()
+
+        rounds.add(step)
+        running = asyncio.ensure_future(rounds.run(another))
+        await asyncio.sleep(1.0)
+        running.cancel()
+        assert sum(took) < 0.6 * (time.monotonic() - began)
+
+    asyncio.run(story())
+
+
 def test_a_change_that_a_round_makes_itself_begins_another_one() -> None:
     async def story() -> None:
         rounds = Rounds(lambda: 0.0)

@@ -1,18 +1,25 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
 from pydantic import ValidationError
 
+from mlxtp.api.dialects import anthropic, completions, openai
 from mlxtp.api.dialects.responses_request import ResponseRequest
 from mlxtp.errors import RequestError
 from mlxtp.text import json_limits
 from mlxtp.text.json_limits import check_extent
 
 from .conftest import Server
+
+Json = dict[str, Any]
+Parse = Callable[[bytes], object]
+ASKED: Json = {"role": "user", "content": "hello"}
 
 
 def test_what_is_too_much_to_parse_is_said_in_numbers() -> None:
@@ -82,3 +89,35 @@ def test_a_list_or_an_object_ends_at_its_first_error(part: str) -> None:
     with pytest.raises(ValidationError) as refused:
         ResponseRequest.model_validate_json(f'{{"model":"m","input":"x",{part}}}')
     assert refused.value.error_count() == 1
+
+
+WRONG = [1] * 1_000_000
+MANY: list[tuple[Parse, Json]] = [
+    (anthropic.parse_messages, {"max_tokens": 1, "messages": [{"role": "user", "content": WRONG}]}),
+    (
+        anthropic.parse_messages,
+        {"max_tokens": 1, "messages": [{"role": "assistant", "content": WRONG}, ASKED]},
+    ),
+    (anthropic.parse_count, {"messages": [ASKED], "system": ["a"] * 1_000_000}),
+    (openai.parse_chat, {"messages": [ASKED], "stop": WRONG}),
+    (openai.parse_chat, {"messages": [{"role": "assistant", "reasoning": ["a"] * 1_000_000}, ASKED]}),
+    (completions.parse, {"prompt": ["a"] * 1_000_000}),
+]
+
+
+@pytest.mark.parametrize(("parse", "body"), MANY)
+def test_a_million_parts_are_refused_before_they_are_read(parse: Parse, body: Json) -> None:
+    data = json.dumps(body).encode()
+    calls = 0
+
+    def count(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+
+    sys.setprofile(count)
+    try:
+        with pytest.raises(RequestError):
+            parse(data)
+    finally:
+        sys.setprofile(None)
+    assert calls < 1000

@@ -61,7 +61,9 @@ from ..request_context import current
 from .request_parts import (
     MOST_TOKENS,
     Parameters,
+    are_parts,
     arguments_text,
+    check_parts,
     content_text,
     lines,
     log_left_out,
@@ -280,8 +282,9 @@ def _format(request: CountRequest) -> Json | None:
 def _turns(request: CountRequest) -> tuple[ChatMessage, ...]:
     """Return the turns. Join consecutive messages of one role, as many templates require."""
     called: dict[str, str] = {}
-    turns = _system(request.system or "")
     messages, last = request.messages, len(request.messages) - 1
+    check_parts(request.system, *[message.content for message in messages])
+    turns = _system(request.system or "")
     own = newest(["tool" if _results(message) else message.role for message in messages])
     for i, message in enumerate(messages):
         role, mark = role_of(message.role, f"messages[{i}].role", last=i == last)
@@ -347,7 +350,7 @@ def _system(content: object) -> list[ChatMessage]:
 
 
 def _blocks(content: object) -> list[Json]:
-    given = content if isinstance(content, list) else [content]
+    given = content if isinstance(content, list) and are_parts(content) else [content]
     return [each if isinstance(each, dict) else {"type": "text", "text": part_text(each)} for each in given]
 
 

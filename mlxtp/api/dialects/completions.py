@@ -82,13 +82,7 @@ def parse(body: bytes) -> GenerationRequest:
             "leave one of them out",
             "logprobs",
         )
-    prompts = _prompts(request.prompt)
-    if len(prompts) * n > MOST_ANSWERS:
-        raise RequestError(
-            f"prompt has {len(prompts)} prompts; with n {n} that makes {len(prompts) * n} answers, "
-            f"at most {MOST_ANSWERS}",
-            param="prompt",
-        )
+    prompts = _prompts(request.prompt, n)
     options = request.options(
         n=n,
         max_tokens=request.max_tokens or DEFAULT_MAX_TOKENS,
@@ -99,7 +93,7 @@ def parse(body: bytes) -> GenerationRequest:
     return GenerationRequest(request.model, prompts, options, bool(request.stream), user, request)
 
 
-def _prompts(given: object) -> tuple[Prompt, ...]:
+def _prompts(given: object, n: int) -> tuple[Prompt, ...]:
     """Return text, texts, tokens or lists of tokens as prompts. Raises RequestError."""
     match given:
         case None:
@@ -109,6 +103,12 @@ def _prompts(given: object) -> tuple[Prompt, ...]:
         case [int() | float(), *_]:
             return (_tokens(given, "prompt"),)
         case [_, *_]:
+            if (count := len(given) * n) > MOST_ANSWERS:
+                raise RequestError(
+                    f"prompt has {len(given)} prompts; with n {n} that makes {count} answers, "
+                    f"at most {MOST_ANSWERS}",
+                    param="prompt",
+                )
             return tuple([_prompt(each, f"prompt[{i}]") for i, each in enumerate(given)])
         case _:
             raise wrong("prompt", "a string, strings, token ids or lists of token ids", given)

@@ -32,6 +32,7 @@ from .request_parts import (
     MOST_TOKENS,
     Parameters,
     arguments_text,
+    check_parts,
     content_text,
     lines,
     newest,
@@ -315,6 +316,7 @@ def _turns(messages: Sequence[OllamaMessage]) -> tuple[ChatMessage, ...]:
     turns: list[ChatMessage] = []
     unanswered: list[Call] = []
     count = 0
+    check_parts(*[part for each in messages for part in (each.content, each.thinking, each.images)])
     roles = [message.role.lower() for message in messages]
     own = newest(roles)
     for i, message in enumerate(messages):

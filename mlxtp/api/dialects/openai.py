@@ -50,6 +50,7 @@ from .request_parts import (
     TextReader,
     Tuning,
     arguments_text,
+    check_parts,
     content_text,
     lines,
     log_left_out,
@@ -212,6 +213,7 @@ def turns(messages: Sequence[MessageInput]) -> tuple[ChatMessage, ...]:
     """Return a conversation's turns: `developer` becomes `system`, parts of text are joined."""
     found: list[ChatMessage] = []
     names: dict[str, str] = {}
+    check_parts(*[part for message in messages for part in (message.content, *_thinking(message))])
     own = newest([message.role for message in messages])
     for i, message in enumerate(messages):
         where = f"messages[{i}]"
@@ -252,12 +254,16 @@ def _calls(message: MessageInput) -> Iterator[Call]:
 def _thoughts(message: MessageInput) -> str:
     parts = message.content if isinstance(message.content, list) else ()
     inside = [part for part in parts if isinstance(part, dict) and part.get("type") in THOUGHTS]
-    return thought_text(
+    return thought_text(*_thinking(message), inside)
+
+
+def _thinking(message: MessageInput) -> tuple[Any, ...]:
+    """Return what different servers name thoughts, in the order in which they are read."""
+    return (
         message.reasoning_content,
         message.reasoning,
         message.reasoning_details,
         message.thinking_blocks,
-        inside,
     )
 
 

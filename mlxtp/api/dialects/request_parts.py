@@ -22,6 +22,7 @@ from pydantic import BeforeValidator, Field
 
 from ...errors import RequestError
 from ...text.conversation import AUTO, NONE, REQUIRED, GenerationOptions, Role, Tool
+from ...text.json_limits import MOST_CONTAINERS
 from ...text.tool_grammar import log_once
 from ..request_body import Integer, Schema, in_range, none_of, not_supported, shown, wrong
 
@@ -92,6 +93,12 @@ def newest(roles: Sequence[str]) -> int:
     return len(roles) - 1 if last == "user" and _ROLES.get(before) != "tool" else -1
 
 
+def check_parts(*contents: object) -> None:
+    """Refuse messages of more than MOST_CONTAINERS parts in all. Raises RequestError before it reads one."""
+    if (count := sum(len(each) for each in contents if isinstance(each, list))) > MOST_CONTAINERS:
+        raise RequestError(f"messages have {count} parts; at most {MOST_CONTAINERS}", param="messages")
+
+
 def content_text(content: object, where: str = "", *, strict: bool = False) -> str:
     """Return the words of a message or of a tool's result, in any dialect.
 
@@ -102,7 +109,7 @@ def content_text(content: object, where: str = "", *, strict: bool = False) -> s
 
 def content_texts(content: object, where: str = "", *, strict: bool = False) -> list[str]:
     """Return the words of each part of a content. `strict` as in `content_text`."""
-    if isinstance(content, list) and (strict or _are_parts(content)):
+    if isinstance(content, list) and (strict or are_parts(content)):
         return [part_text(part, f"{where}[{i}]", strict=strict) for i, part in enumerate(content)]
     return [part_text(content, where, strict=strict)]
 
@@ -177,7 +184,7 @@ def _pieces(value: object) -> Iterator[_Piece]:
         yield text, ""
         return
     match value:
-        case [*parts] if _are_parts(parts):
+        case [*parts] if are_parts(parts):
             for each in parts:
                 yield from _pieces(each)
         case {"type": str(kind), **part}:
@@ -188,7 +195,8 @@ def _pieces(value: object) -> Iterator[_Piece]:
             yield _json(value), _ODD
 
 
-def _are_parts(values: Sequence[object]) -> bool:
+def are_parts(values: Sequence[object]) -> bool:
+    """Return True for a list of texts and objects, which are read one by one."""
     return all(isinstance(each, str | dict | None) for each in values)
 
 

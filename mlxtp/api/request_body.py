@@ -11,9 +11,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, TypeVar
@@ -31,6 +29,7 @@ from starlette.requests import Request
 
 from ..errors import Code, RequestError
 from ..text.json_limits import SHORT, check_extent
+from ..text.renderer import WorkerQueue
 from .backend import Backend
 from .request_context import current
 
@@ -225,8 +224,6 @@ SHARE = 7 / 8  # of what other clients leave, the most that one client's bodies 
 LEAST_RATE = 64 * 1024
 RATE_S = 2.0  # seconds for which a body may send nothing
 WIDE = 4  # bytes of a character in Python, in a text that is not ASCII
-#: Runs slow parsing, one body after the other, so that threads that open models stay free.
-_PARSING = ThreadPoolExecutor(1, "parsing")
 
 
 class Body:
@@ -253,8 +250,7 @@ class Body:
         data, self._data = self._data, b""
         if not slow and self.size <= SHORT:
             return parse(data)
-        work = partial(copy_context().run, parse, data)
-        return await asyncio.get_running_loop().run_in_executor(_PARSING, work)
+        return await self._bodies.parsing.run(partial(parse, data), self._client)
 
     def release(self) -> None:
         """Give the room back. May be repeated."""
@@ -350,6 +346,8 @@ class Bodies:
         self.room = MAX_BODIES_BYTES  # bytes
         self.held: Counter[str] = Counter()  # bytes of each client
         self.coming: list[Body] = []  # Bodies that are being read and have room, the earliest first.
+        #: Slow parsing, one body after the other, so that threads that open models stay free.
+        self.parsing = WorkerQueue("other bodies kept the parser busy")
         self.backend = backend
         self._limit = limit
         self.body_s = body_s

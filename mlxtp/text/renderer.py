@@ -75,10 +75,11 @@ class _Waiting:
 class WorkerQueue:
     """One thread that runs one piece of work after the other. FairQueue orders clients.
 
-    Work that waits too long is refused.
+    Work that waits too long is refused: `busy` begins the words.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, busy: str = "other prompts kept the tokenizer busy") -> None:
+        self._busy = busy
         self._pool = ThreadPoolExecutor(1, "text")
         self._thread = self._pool.submit(threading.get_ident).result()
         self._lock = threading.Lock()
@@ -106,8 +107,7 @@ class WorkerQueue:
         try:
             done, _ = await asyncio.wait({waiting}, timeout=MOST_WAIT_S)
             if not done and outcome.cancel():  # it has not begun
-                detail = f"other prompts kept the tokenizer busy for {MOST_WAIT_S:g} s"
-                raise RequestError(detail, Code.OVERLOADED, status=503)
+                raise RequestError(f"{self._busy} for {MOST_WAIT_S:g} s", Code.OVERLOADED, status=503)
             return await waiting
         finally:
             outcome.cancel()

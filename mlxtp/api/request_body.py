@@ -178,6 +178,7 @@ def field_path(location: tuple[int | str, ...]) -> str:
 
 def shown(value: object) -> str:
     """Return a refused value as text for the client."""
+    value = value[:_SHOWN] if isinstance(value, list) else value  # an element has a character at least
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
 

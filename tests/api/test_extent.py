@@ -98,6 +98,10 @@ MANY: list[tuple[Parse, Json]] = [
         anthropic.parse_messages,
         {"max_tokens": 1, "messages": [{"role": "assistant", "content": WRONG}, ASKED]},
     ),
+    (
+        anthropic.parse_count,
+        {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": [None] * 1_000_000}]}]},
+    ),
     (anthropic.parse_count, {"messages": [ASKED], "system": ["a"] * 1_000_000}),
     (openai.parse_chat, {"messages": [ASKED], "stop": WRONG}),
     (openai.parse_chat, {"messages": [{"role": "assistant", "reasoning": ["a"] * 1_000_000}, ASKED]}),

@@ -95,8 +95,15 @@ def newest(roles: Sequence[str]) -> int:
 
 def check_parts(*contents: object) -> None:
     """Refuse messages of more than MOST_CONTAINERS parts in all. Raises RequestError before it reads one."""
-    if (count := sum(len(each) for each in contents if isinstance(each, list))) > MOST_CONTAINERS:
+    if (count := sum(map(_count, contents))) > MOST_CONTAINERS:
         raise RequestError(f"messages have {count} parts; at most {MOST_CONTAINERS}", param="messages")
+
+
+def _count(content: object) -> int:
+    """Return the number of parts in a content, with those in its parts, unless it alone has too many."""
+    parts = content if isinstance(content, list) else []
+    whole = parts if len(parts) <= MOST_CONTAINERS else []
+    return len(parts) + sum(_count(part.get("content")) for part in whole if isinstance(part, dict))
 
 
 def content_text(content: object, where: str = "", *, strict: bool = False) -> str:

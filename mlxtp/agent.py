@@ -133,8 +133,9 @@ async def running_agent(
     settings: Settings,
     on_stage: StageListener = lambda _stage, _seconds: None,
     worker: Sequence[str] = WORKER,
+    on_left: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[Agent]:
-    """Run an agent until the context ends. Then requests end, ranks exit, ports close.
+    """Run an agent until the context ends. Then requests end, ranks exit, `on_left` is called, ports close.
 
     Raises ConfigError and ModelError before anything is started.
     """
@@ -147,7 +148,7 @@ async def running_agent(
         async with (
             WarmPool(worker, settings.home / "run", wanted, heard) as warm_pool,
             _entered(settings) as entered,
-            _running(entered, endpoint, on_stage, warm_pool) as agent,
+            _running(entered, endpoint, on_stage, warm_pool, on_left) as agent,
         ):
             yield agent
 
@@ -214,7 +215,11 @@ async def _download(name: str) -> None:
 
 @asynccontextmanager
 async def _running(
-    entered: _Entered, endpoint: Endpoint, on_stage: StageListener, warm_pool: WarmPool
+    entered: _Entered,
+    endpoint: Endpoint,
+    on_stage: StageListener,
+    warm_pool: WarmPool,
+    on_left: Callable[[], None],
 ) -> AsyncIterator[Agent]:
     settings, store = entered.settings, entered.store
     machine = _counted(settings.home, await hardware.probe(settings.interface))
@@ -272,6 +277,7 @@ async def _running(
     finally:
         admin.close()  # event streams end
         await _end_parts(parts, tasks)
+        on_left()
         stop.set()
         await asyncio.wait({serving})  # clients have had their last replies
 

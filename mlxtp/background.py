@@ -214,6 +214,8 @@ def _log(log_format: str, log_file: str, lines: Sequence[str]) -> None:
 # --- the end of a process ---------------------------------------------------------------------------------
 
 CLOSE_S = 13.0  #: Seconds for an agent's goodbyes: 10 s for ranks, and time for clients.
+CLIENTS_S = 2  #: Seconds of these for clients to read the rest.
+LEAVE_S = 4.0  #: Seconds from the end of the drain to that of an agent whose ranks have ended.
 THREADS_S = 1.5  #: Seconds for its threads behind them, of which some may work for ever.
 _SAID_S = 0.5  # seconds before the end, for a line of the log, on which the end does not wait
 

@@ -6,12 +6,14 @@ import asyncio
 import gc
 import logging
 import os
+import socket
 import stat
 import subprocess
 from dataclasses import replace
 from functools import partial
 from itertools import chain, repeat
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -166,6 +168,25 @@ def test_a_mac_that_slept_ends_its_epoch(settings: Settings, monkeypatch: pytest
             await sees(lambda: slept == [600.0])
 
     run(within(story()))
+
+
+def test_clients_still_read_once_the_ranks_have_ended(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Supervisor, "run", lambda *_: asyncio.Event().wait())
+    reached: list[bool] = []
+
+    async def story() -> None:
+        async with running_agent(settings, on_left=lambda: reached.append(reaches(agent.url))) as agent:
+            pass
+
+    def reaches(url: str) -> bool:
+        parts = urlsplit(url)
+        with socket.create_connection((parts.hostname, parts.port)):
+            return True
+
+    run(within(story()))
+    assert reached == [True]
 
 
 def test_a_bug_in_what_keeps_the_ranks_ends_the_agent(

@@ -203,14 +203,24 @@ def every_command(
 
 async def _node(settings: Settings) -> None:
     import asyncio
+    import time
 
     from ..agent import drain_on_signal, running_agent
-    from ..background import CLOSE_S, THREADS_S, end_within
+    from ..background import CLOSE_S, LEAVE_S, THREADS_S, end_within
     from ..logs import keep_audit
 
     keep_audit(settings.home)
     log = logging.getLogger("mlxtp")
-    async with running_agent(settings, lambda stage, s: log.info("%s after %.1f s", stage, s)) as agent:
+    over: list[float] = []  # when the drain was
+
+    def on_stage(stage: str, seconds: float) -> None:
+        log.info("%s after %.1f s", stage, seconds)
+
+    def on_left() -> None:
+        for then in over:
+            end_within(max(LEAVE_S - (time.monotonic() - then), THREADS_S))
+
+    async with running_agent(settings, on_stage, on_left=on_left) as agent:
         drain_on_signal(agent.drain, settings.drain_s)
         serving = asyncio.ensure_future(_serve(agent, settings))
         drained = asyncio.ensure_future(agent.drain.over.wait())
@@ -222,6 +232,7 @@ async def _node(settings: Settings) -> None:
         if not drained.done():
             serving.result()
             return
+        over.append(time.monotonic())
         end_within(CLOSE_S)
     end_within(THREADS_S)
 

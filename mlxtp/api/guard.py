@@ -35,7 +35,9 @@ SHARED_ADMIN = {f"{ADMIN}/{each}": LOAD for each in ("models", "serve", "unload"
     f"{ADMIN}/keys": METRICS
 }
 PERMITTED = "mlxtp.permitted"  #: Entry of an ASGI scope: the scope of keys that the request's key has.
-ADMITTED = "mlxtp.admitted"  #: Entry of an ASGI scope's state: a call that reports its admission.
+#: Entry of an ASGI scope's state: a call that reports its admission with the hash of its key, and returns why
+#: that key may take no further connection, or "".
+ADMITTED = "mlxtp.admitted"
 #: Paths without data, which need no key: the page, its files (below `/page/`), and `/health`.
 PUBLIC = ("/", "/health", "/page/")
 
@@ -149,10 +151,13 @@ class KeyGuard:
             if refusal is not None:
                 await _refuse(refusal, self._answer, scope, receive, send)
                 return
-            _admit(scope)
             if request.key:
                 scope[PERMITTED] = needed
             try:
+                if crowded := _admit(scope, request.key_hash):
+                    refusal = Refusal(503, Code.OVERLOADED, crowded, {"retry-after": "5"})
+                    await _refuse(refusal, self._answer, scope, receive, send)
+                    return
                 await self._app(scope, receive, send)
             finally:
                 self._keys.end(request)
@@ -323,12 +328,17 @@ def _unknown_page(origin: str) -> str:
 # --- answers ----------------------------------------------------------------------------------------------
 
 
-def _admit(scope: Scope) -> None:
-    """Note that a request is admitted, and report it to its connection."""
+def _admit(scope: Scope, key: str = "") -> str:
+    """Note that a request is admitted, and report it to its connection with the hash of its key.
+
+    Returns why the connection is refused; empty if it is not.
+    """
     if (request := current()) is not None:
         request.admitted = True
     if (report := scope.get("state", {}).get(ADMITTED)) is not None:
-        report()
+        refused: str = report(key)
+        return refused
+    return ""
 
 
 async def _refuse(

@@ -17,6 +17,7 @@ import re
 import socket
 import ssl
 from asyncio.sslproto import SSLProtocol
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import Context
@@ -31,10 +32,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..admission_counter import AdmissionCounter
+from ..background import CLIENTS_S
 from ..errors import Code, ConfigError
 from .access_log import ForeignLines
 from .adapter import error_body
 from .guard import ADMITTED, address_of, source_of
+from .request_body import SHARE
 
 # --- places of connections --------------------------------------------------------------------------------
 
@@ -44,13 +47,17 @@ RESERVED = 64  #: Places that loopback alone may take.
 
 @dataclass(eq=False, slots=True)
 class Place:
-    """Place of one connection, which `close` cuts. `refusal`: why all its requests are refused; else ""."""
+    """Place of one connection, which `close` cuts. `refusal`: why all its requests are refused; else "".
+
+    `key` is the hash of the key of its latest request.
+    """
 
     close: Callable[[], None]
     source: str
     local: bool
     known: bool = False
     refusal: str = ""
+    key: str = ""
 
 
 class Places:
@@ -58,7 +65,8 @@ class Places:
 
     A connection is silent until it has sent a complete head that was admitted: with a valid key, where one is
     needed. Beyond half of all places, each newcomer closes the oldest silent connection. So a machine that
-    opens thousands and sends nothing closes its own. None from elsewhere closes one of this Mac.
+    opens thousands and sends nothing closes its own. None from elsewhere closes one of this Mac. One key
+    takes at most SHARE of what other keys leave, from any number of addresses.
     """
 
     def __init__(self, most: int, most_of_one: int, refused: int, refused_of_one: int) -> None:
@@ -67,6 +75,7 @@ class Places:
         self._most_of_one = most_of_one
         self._open = AdmissionCounter(refused, refused_of_one)
         self._local = 0
+        self._of_key: Counter[str] = Counter()  # connections from elsewhere
         #: By `local` and `known`, the oldest first: silent connections, and known ones between two requests.
         self._weak: dict[tuple[bool, bool], dict[Place, None]] = {
             (local, known): {} for local in (False, True) for known in (False, True)
@@ -92,10 +101,17 @@ class Places:
         self._weak[place.local, False][place] = None
         return place
 
-    def admit(self, place: Place) -> None:
-        """Note that a request of this connection was admitted."""
+    def admit(self, place: Place, key: str = "") -> str:
+        """Note that a request of this connection was admitted. Return why not, where its key has too many."""
+        if key and key != place.key and place.source and not place.local:
+            own = self._of_key[key]
+            others = self._of_key.total() - own - bool(place.key)
+            if own >= max((self._most_elsewhere - others) * SHARE, 1):
+                return f"{own} connections with this key are open, all that it may have; use fewer"
+            self._count(place, key)
         self._weak[place.local, place.known].pop(place, None)
         place.known = True
+        return ""
 
     def rest(self, place: Place) -> None:
         """Note that a connection has no request any more."""
@@ -109,6 +125,17 @@ class Places:
             self._open.release(place.source)
             self._local -= place.local
             place.source = ""  # given back
+            self._count(place, "")
+
+    def _count(self, place: Place, key: str) -> None:
+        """Count a connection as one of `key`, or of none."""
+        if place.key:
+            self._of_key[place.key] -= 1
+            if not self._of_key[place.key]:
+                del self._of_key[place.key]  # a key that is gone takes no memory
+        if key:
+            self._of_key[key] += 1
+        place.key = key
 
     def _has_room(self, local: bool) -> bool:
         total = self._open.total
@@ -431,7 +458,7 @@ async def serve(
     stop: asyncio.Event,
     *,
     tls: ssl.SSLContext | None = None,
-    grace_s: int = 5,
+    grace_s: int = CLIENTS_S,
     stall_s: float = HttpConnection.stall_s,
     request_s: float = HttpConnection.request_s,
     handshake_s: float = HANDSHAKE_S,

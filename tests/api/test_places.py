@@ -57,6 +57,32 @@ def test_of_full_places_some_are_for_this_mac_and_some_for_keys() -> None:
     assert crowd.closed[-1] is served[0]
 
 
+def test_a_key_leaves_places_for_others_from_any_number_of_addresses() -> None:
+    crowd = Crowd()
+
+    def admitted(key: str, address: str = "") -> Place | None:
+        place = crowd.come(address)
+        assert place is not None
+        if place.refusal or crowd.places.admit(place, key):
+            crowd.places.release(place)
+            return None
+        assert crowd.places.admit(place, key) == ""  # its next request
+        return place
+
+    taken = [place for _ in range(MOST) if (place := admitted("one")) is not None]
+    assert len(taken) == (MOST - RESERVED) * 7 // 8
+    second = [place for _ in range(MOST) if (place := admitted("two")) is not None]
+    assert 100 < len(second) < MOST - len(taken)
+    assert admitted("three") is not None
+    assert admitted("one", "127.0.0.1") is not None
+    assert crowd.places.admit(second[0], "four") == ""  # a proxy's, for another client
+    assert crowd.places._of_key["two"] == len(second) - 1
+    assert not {*taken, *second} & {*crowd.closed}
+    for place in (*taken, *second):
+        crowd.places.release(place)
+    assert dict(crowd.places._of_key) == {"three": 1}
+
+
 def test_a_connection_from_elsewhere_closes_none_of_this_mac() -> None:
     crowd = Crowd()
     here = [crowd.come("127.0.0.1") for _ in range(MOST // 2)]

@@ -214,7 +214,6 @@ def _log(log_format: str, log_file: str, lines: Sequence[str]) -> None:
 # --- the end of a process ---------------------------------------------------------------------------------
 
 CLOSE_S = 13.0  #: Seconds for an agent's goodbyes: 10 s for ranks, and time for clients.
-CLIENTS_S = 2  #: Seconds of these for clients to read the rest.
 LEAVE_S = 4.0  #: Seconds from the end of the drain to that of an agent whose ranks have ended.
 THREADS_S = 1.5  #: Seconds for its threads behind them, of which some may work for ever.
 _SAID_S = 0.5  # seconds before the end, for a line of the log, on which the end does not wait
@@ -222,7 +221,7 @@ _SAID_S = 0.5  # seconds before the end, for a line of the log, on which the end
 
 def end_within(seconds: float) -> None:
     """End this process with status 0 after `seconds`, also while its threads work."""
-    said = f"threads still work {seconds:g} s after the end was due; the agent ends without them"
+    said = f"threads still work {seconds:.1f} s after the end was due; the agent ends without them"
     for timer in (
         threading.Timer(seconds - _SAID_S, log.warning, [said]),
         threading.Timer(seconds, _end),

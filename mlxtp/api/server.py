@@ -32,7 +32,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..admission_counter import AdmissionCounter
-from ..background import CLIENTS_S
 from ..errors import Code, ConfigError
 from .access_log import ForeignLines
 from .adapter import error_body
@@ -458,7 +457,7 @@ async def serve(
     stop: asyncio.Event,
     *,
     tls: ssl.SSLContext | None = None,
-    grace_s: int = CLIENTS_S,
+    grace_s: int = 2,
     stall_s: float = HttpConnection.stall_s,
     request_s: float = HttpConnection.request_s,
     handshake_s: float = HANDSHAKE_S,

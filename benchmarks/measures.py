@@ -217,6 +217,12 @@ _ALL = (
             "the room of the longest.", "one array"),
     Measure("a step of 8 rows that are copied every 64 tokens vs never", "ms",
             "As rows grow where there is little room.", "not copied", Goal("≤", 1.03)),
+    Measure("a step of 7 short rows and a long one, vs the same apart", "ms",
+            "Rows of 200 tokens and one of 3,800 on one rank, laid out as rank 0 chooses where there is room "
+            "for anything. Apart: a step of the seven, then one of the long row.", "apart", Goal("≤", 1.1)),
+    Measure("a step of two tokens behind 2,048 over compressed keys, vs one token", "ms",
+            "Two layers with a quarter of DeepSeek V3's sizes and 16 heads, on one rank.",
+            "one token", Goal("≤", 3)),
     # --- links
     Measure("decode link with 1 ms each way vs none", "tokens/s",
             "Every frame between the ranks is delivered 1 ms late, both ways; MLX's ring is not delayed.",

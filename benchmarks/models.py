@@ -25,6 +25,20 @@ THIN: Mapping[str, int] = {
     "head_dim": 64,
 }
 
+#: Attention over compressed keys and values as in DeepSeek V3, with a quarter of its sizes and 16 of its 128 heads.
+LATENT: Mapping[str, Any] = {
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 2,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "num_nextn_predict_layers": 0,
+}
+
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _SEED = 1
 _SCALE = np.float32(0.02)
@@ -80,7 +94,7 @@ def write_deep(folder: Path, layers: int) -> Path:
     return folder
 
 
-def write_walk(folder: Path, **changes: int) -> Path:
+def write_walk(folder: Path, **changes: Any) -> Path:
     """As large and as fast as the embedded model, but each token has one successor, and none comes twice.
 
     Its layers are idle; the head's row of a token's successor is the token's own embedding, so that it wins
@@ -117,18 +131,13 @@ def walk_tokens(count: int, seed: int) -> tuple[int, ...]:
 
 
 def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a Llama's tensors."""
+    """Names and shapes of the tensors of a Llama, or of what has LATENT."""
     hidden, middle, vocabulary = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
-    heads, kv_heads = (
-        config[key] * config["head_dim"] for key in ("num_attention_heads", "num_key_value_heads")
-    )
+    attention = _latent(config) if "kv_lora_rank" in config else _heads(config)
     layer = {
         "input_layernorm": (hidden,),
         "post_attention_layernorm": (hidden,),
-        "self_attn.q_proj": (heads, hidden),
-        "self_attn.k_proj": (kv_heads, hidden),
-        "self_attn.v_proj": (kv_heads, hidden),
-        "self_attn.o_proj": (hidden, heads),
+        **{f"self_attn.{name}": shape for name, shape in attention.items()},
         "mlp.gate_proj": (middle, hidden),
         "mlp.up_proj": (middle, hidden),
         "mlp.down_proj": (hidden, middle),
@@ -140,6 +149,32 @@ def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     if not config["tie_word_embeddings"]:
         found["lm_head.weight"] = (vocabulary, hidden)
     return found
+
+
+def _heads(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, width = config["hidden_size"], config["head_dim"]
+    heads, kv_heads = (config[key] * width for key in ("num_attention_heads", "num_key_value_heads"))
+    return {
+        "q_proj": (heads, hidden),
+        "k_proj": (kv_heads, hidden),
+        "v_proj": (kv_heads, hidden),
+        "o_proj": (hidden, heads),
+    }
+
+
+def _latent(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    of_query, of_rest, value = (config[f"{name}_head_dim"] for name in ("qk_nope", "qk_rope", "v"))
+    query, rank = config["q_lora_rank"], config["kv_lora_rank"]
+    return {
+        "q_a_proj": (query, hidden),
+        "q_a_layernorm": (query,),
+        "q_b_proj": (heads * (of_query + of_rest), query),
+        "kv_a_proj_with_mqa": (rank + of_rest, hidden),
+        "kv_a_layernorm": (rank,),
+        "kv_b_proj": (heads * (of_query + value), rank),
+        "o_proj": (hidden, heads * value),
+    }
 
 
 def _config(**changes: object) -> dict[str, Any]:

@@ -25,7 +25,7 @@ THIN: Mapping[str, int] = {
     "head_dim": 64,
 }
 
-#: Attention over compressed keys and values as in DeepSeek V3, with a quarter of its sizes and 16 of its 128 heads.
+#: Attention over compressed keys and values as in DeepSeek V3: a quarter of its sizes, 16 of its 128 heads.
 LATENT: Mapping[str, Any] = {
     "model_type": "deepseek_v3",
     "num_hidden_layers": 2,

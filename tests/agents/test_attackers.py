@@ -394,7 +394,9 @@ def test_a_removal_on_a_full_disk_outlives_a_kill(cluster: Cluster, join: Join) 
     emil.kill()  # so that it does not hear of it
     draft = anna.home / ".state.json.new"
     draft.mkdir()
-    assert anna.command("cluster", "remove", "emil").returncode == 0
+    removal = anna.command("cluster", "remove", "emil")
+    assert removal.returncode == 1
+    assert "Free space there" in removal.stderr
     wait(lambda: anna.said("state.json cannot be written"), "anna notices", anna)
     draft.rmdir()
 

@@ -7,7 +7,6 @@ import json
 import logging
 import stat
 import threading
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +36,7 @@ from mlxtp.wire.messages import CollectivesTimed
 
 from ..placement.made_up_macs import cabled, mac, on_lan
 from ..wire.members import Member
-from .one_node import GROUP, A, B, Node, play
+from .one_node import CLOCK, GROUP, A, B, Node, play
 
 RESULT = FabricResult(
     (A, B), "ring", RING_ETHERNET, False, True, 100, 0.25, (1024, 4096), (0.5, 1.0), (0.5, 2.0)
@@ -144,7 +143,7 @@ def test_reports_are_written_off_the_loop_at_most_once_a_second_and_the_last_at_
     monkeypatch.setattr(fabric_module, "write_private", write)
 
     async def story(node: Node) -> None:
-        a, rounds, now = node.meet(A), node.parts.node.rounds, time.monotonic()
+        a, rounds, now = node.meet(A), node.parts.node.rounds, CLOCK.now
         for at in range(1, 100):
             node.hear(a, report(replace(RESULT, at=at)))
             rounds.due(now + at / 100)

@@ -674,7 +674,7 @@ def test_what_takes_long_is_not_done_where_others_tokens_are_sent(
     server.client.responses.input_tokens.count(model="tiny", input="hello")
     create(server)
     assert len(threads) == 2
-    assert all(name.startswith("parsing_") for name in threads)
+    assert all(name.startswith("text_") for name in threads)
 
 
 @pytest.mark.parametrize(

@@ -420,15 +420,33 @@ def test_ten_thousand_blocks_delay_nothing(home: Home, model: Path) -> None:
         assert time.monotonic() - at < 2 * SLOWNESS
 
 
-@chaos
-def test_two_agents_share_one_folder(tmp_path: Path, model: Path) -> None:
+@contextlib.contextmanager
+def mounted(folder: Path, *what: str | Path) -> Iterator[None]:
+    """Have the arguments of `mount` in a folder."""
+    folder.mkdir(parents=True)
+    if subprocess.run(["mount", *what, folder], check=False).returncode:
+        pytest.skip("root alone can mount")
+    yield
+    subprocess.run(["umount", folder], check=True)
+
+
+@pytest.fixture
+def sharing(tmp_path: Path, model: Path) -> Iterator[list[Home]]:
+    """Two homes whose caches are in one folder."""
     shared = tmp_path / "shared"
-    shared.mkdir()
+    shared.mkdir(0o700)
     homes = []
-    for name in ("one", "two"):
-        (tmp_path / name / "home").mkdir(parents=True)
-        homes.append(Home(tmp_path / name, model))
-        folder_in(homes[-1].path).symlink_to(shared)
+    with contextlib.ExitStack() as mounts:
+        for name in ("one", "two"):
+            (tmp_path / name).mkdir()
+            homes.append(Home(tmp_path / name, model))
+            mounts.enter_context(mounted(folder_in(homes[-1].path), "--bind", shared))
+        yield homes
+
+
+@chaos
+def test_two_agents_share_one_folder(sharing: list[Home], model: Path) -> None:
+    homes, shared = sharing, folder_in(sharing[0].path)
     random = Random(6)
     same = [new_tokens(random, LONG) for _ in range(3)]
     room = 2_000_000
@@ -462,12 +480,8 @@ def test_two_agents_share_one_folder(tmp_path: Path, model: Path) -> None:
 def small_disk(home: Home) -> Iterator[Path]:
     """Mount a disk of a few blocks."""
     folder = folder_in(home.path)
-    folder.mkdir(parents=True)
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "none", folder], check=False)
-    if mounted.returncode:
-        pytest.skip("a disk can be mounted by root alone")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
+    with mounted(folder, "-t", "tmpfs", "-o", "size=400k,mode=700", "none"):
+        yield folder
 
 
 LINE = "KV caches are no longer kept on disk"

@@ -88,9 +88,9 @@ LOOK_S = 0.1  #: Seconds between two looks at a model that is not ready.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Agent:
-    """A running agent. `founded`: it founded its cluster."""
+    """A running agent. `founded`: it founded its cluster. `on_left` is called once its ranks have ended."""
 
     #: URL of the endpoint for programs of this Mac, such as http://127.0.0.1:52415.
     url: str
@@ -102,6 +102,7 @@ class Agent:
     certificate: str = ""
     #: The key of this Mac's own commands, which the endpoint always accepts.
     key: str = field(default="", repr=False)
+    on_left: Callable[[], None] = lambda: None
 
     @property
     def over(self) -> asyncio.Future[None]:
@@ -133,9 +134,8 @@ async def running_agent(
     settings: Settings,
     on_stage: StageListener = lambda _stage, _seconds: None,
     worker: Sequence[str] = WORKER,
-    on_left: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[Agent]:
-    """Run an agent until the context ends. Then requests end, ranks exit, `on_left` is called, ports close.
+    """Run an agent until the context ends. Then requests end, ranks exit, ports close.
 
     Raises ConfigError and ModelError before anything is started.
     """
@@ -148,7 +148,7 @@ async def running_agent(
         async with (
             WarmPool(worker, settings.home / "run", wanted, heard) as warm_pool,
             _entered(settings) as entered,
-            _running(entered, endpoint, on_stage, warm_pool, on_left) as agent,
+            _running(entered, endpoint, on_stage, warm_pool) as agent,
         ):
             yield agent
 
@@ -215,11 +215,7 @@ async def _download(name: str) -> None:
 
 @asynccontextmanager
 async def _running(
-    entered: _Entered,
-    endpoint: Endpoint,
-    on_stage: StageListener,
-    warm_pool: WarmPool,
-    on_left: Callable[[], None],
+    entered: _Entered, endpoint: Endpoint, on_stage: StageListener, warm_pool: WarmPool
 ) -> AsyncIterator[Agent]:
     settings, store = entered.settings, entered.store
     machine = _counted(settings.home, await hardware.probe(settings.interface))
@@ -277,7 +273,7 @@ async def _running(
     finally:
         admin.close()  # event streams end
         await _end_parts(parts, tasks)
-        on_left()
+        agent.on_left()
         stop.set()
         await asyncio.wait({serving})  # clients have had their last replies
 

@@ -177,8 +177,8 @@ def test_clients_still_read_once_the_ranks_have_ended(
     reached: list[bool] = []
 
     async def story() -> None:
-        async with running_agent(settings, on_left=lambda: reached.append(reaches(agent.url))) as agent:
-            pass
+        async with running_agent(settings) as agent:
+            agent.on_left = lambda: reached.append(reaches(agent.url))
 
     def reaches(url: str) -> bool:
         parts = urlsplit(url)

@@ -374,7 +374,7 @@ def test_a_mac_that_was_removed_hears_what_happened_and_what_mends_it(
     store.found_cluster()
 
     @contextlib.asynccontextmanager
-    async def ended(*_: object, **__: object) -> AsyncIterator[Agent]:
+    async def ended(*_: object) -> AsyncIterator[Agent]:
         over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if left:
             store.leave()

@@ -211,16 +211,7 @@ async def _node(settings: Settings) -> None:
 
     keep_audit(settings.home)
     log = logging.getLogger("mlxtp")
-    over: list[float] = []  # when the drain was
-
-    def on_stage(stage: str, seconds: float) -> None:
-        log.info("%s after %.1f s", stage, seconds)
-
-    def on_left() -> None:
-        for then in over:
-            end_within(max(LEAVE_S - (time.monotonic() - then), THREADS_S))
-
-    async with running_agent(settings, on_stage, on_left=on_left) as agent:
+    async with running_agent(settings, lambda stage, s: log.info("%s after %.1f s", stage, s)) as agent:
         drain_on_signal(agent.drain, settings.drain_s)
         serving = asyncio.ensure_future(_serve(agent, settings))
         drained = asyncio.ensure_future(agent.drain.over.wait())
@@ -232,7 +223,8 @@ async def _node(settings: Settings) -> None:
         if not drained.done():
             serving.result()
             return
-        over.append(time.monotonic())
+        end_at = time.monotonic() + LEAVE_S
+        agent.on_left = lambda: end_within(max(end_at - time.monotonic(), THREADS_S))
         end_within(CLOSE_S)
     end_within(THREADS_S)
 

@@ -530,6 +530,10 @@ class Replica:
         """The most groups of each deployment."""
         return self.deployments.most_groups(len(self.names))
 
+    def shown_groups(self, row: Deployment) -> int:
+        """Return how many groups of a deployment are known where none runs: one of a model for all Macs."""
+        return self.most_groups.get(row.name, 0) if row.replicas else 1
+
     def lacks(self, beat: Beat) -> tuple[bool, bool]:
         """Return two flags: the sender of a beat lacks this node's deployments, and its roster."""
         return beat.desired != self.deployments.digest, beat.roster != self.digest

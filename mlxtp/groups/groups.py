@@ -123,9 +123,8 @@ class Groups:
 
     def sync(self) -> None:
         """Know the groups of all deployments, and forget those that are over."""
-        most = self._node.replica.most_groups
         for row in self._node.desired.table.live():
-            for index in range(most[row.name] if row.replicas else 1):
+            for index in range(self._node.replica.shown_groups(row)):
                 self.known(f"{row.name}#{index}")
         for owner, group in list(self._node.peer_info.servings):
             if group and owner:

@@ -49,9 +49,8 @@ class GroupScope:
     @property
     def in_excess(self) -> bool:
         """True while no Mac is to run it, and its deployment has enough groups without it."""
-        row, most = self.row, self._node.replica.most_groups.get(self.deployment, 0)
-        enough = most if row is not None and row.replicas else 1
-        return row is None or (not self.assignment.owner and self.index >= enough)
+        row, replica = self.row, self._node.replica
+        return row is None or (not self.assignment.owner and self.index >= replica.shown_groups(row))
 
     @property
     def wanted(self) -> Wanted | None:

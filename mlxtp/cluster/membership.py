@@ -147,7 +147,6 @@ _PROOF_LINKS = 3
 
 @dataclass(slots=True)
 class _Link:
-    node_id: str
     boot_id: str
     address: str
     last_heard: float
@@ -156,6 +155,7 @@ class _Link:
 
 @dataclass(slots=True)
 class _Member:
+    node_id: str
     state: MemberState = MemberState.AWAY
     boot_id: str = ""
     last_heard: float = 0.0
@@ -227,7 +227,7 @@ class Membership:
         self.pace = pace or Timeouts()
         self.health = LocalHealth(self.pace, now)
         self._members: dict[str, _Member] = {}
-        self._of_link: dict[int, str] = {}
+        self._of_link: dict[int, _Member] = {}
         self._events: list[Change | Duplicate] = []
         self._reported_duplicates = False
         for node_id in known:
@@ -261,7 +261,7 @@ class Membership:
         member = self._members.get(node_id)
         if member is not None:
             if member.state is MemberState.REMOVED:
-                self._move(node_id, member, ChangeCause.ADMITTED)
+                self._move(member, ChangeCause.ADMITTED)
             return
         removed = [known for known, other in self._members.items() if other.state is MemberState.REMOVED]
         if len(self._members) - len(removed) >= MAX_MEMBERS - 1:
@@ -270,14 +270,14 @@ class Membership:
             )
         if len(self._members) >= MAX_MEMBERS - 1:
             del self._members[removed[0]]
-        self._members[node_id] = _Member()
+        self._members[node_id] = _Member(node_id)
 
     def removed(self, node_id: str) -> None:
         """Remove a member: its links stop counting at once."""
         member = self._members.get(node_id)
         if member is not None and member.state is not MemberState.REMOVED:
             self._drop(member, member.links)
-            self._move(node_id, member, ChangeCause.REMOVED)
+            self._move(member, ChangeCause.REMOVED)
 
     def link_up(self, link: int, node_id: str, boot_id: str, address: str, now: float) -> bool:
         """Add a link whose other end has shown its identity. False: close it, it does not count.
@@ -295,93 +295,87 @@ class Membership:
         if member is None or member.state is MemberState.REMOVED or len(member.links) >= _LINKS:
             return False
         if boot_id in member.retired:
-            self._refuse(node_id, member, boot_id, address)
+            self._refuse(member, boot_id, address)
             return False
         for other in member.links.values():
             other.beats = 0
-        member.links[link] = _Link(node_id, boot_id, address, now)
-        self._of_link[link] = node_id
-        self._here(node_id, member, boot_id, now)
+        member.links[link] = _Link(boot_id, address, now)
+        self._of_link[link] = member
+        self._here(member, boot_id, now)
         return True
 
     def beat(self, link: int, now: float) -> None:
         """Note that a beat came over this link."""
         self.heard(link, now)
-        if link in self._of_link:
-            self._members[self._of_link[link]].links[link].beats += 1
+        if (member := self._of_link.get(link)) is not None:
+            member.links[link].beats += 1
 
     def heard(self, link: int, now: float) -> None:
         """Note that a message came over this link: beats may wait behind others that are read slower."""
-        if link not in self._of_link:
+        if (member := self._of_link.get(link)) is None:
             return
-        node_id = self._of_link[link]
-        member = self._members[node_id]
         one = member.links[link]
         one.last_heard = now
         if one.boot_id == member.boot_id:
             member.last_heard = now
             if member.state is MemberState.SUSPECT:
-                self._move(node_id, member, ChangeCause.HEARD)
+                self._move(member, ChangeCause.HEARD)
 
     def link_down(self, link: int, now: float) -> None:
         """Note that this link is gone, closed by either end."""
-        if link not in self._of_link:
+        if (member := self._of_link.get(link)) is None:
             return
-        node_id = self._of_link[link]
-        member = self._members[node_id]
         boot_id = member.links[link].boot_id
         self._drop(member, [link])
         if member.linked(boot_id):
             return
         if boot_id != member.boot_id:
             member.retire(boot_id)
-        elif not self._fall_back(node_id, member, now):
+        elif not self._fall_back(member, now):
             member.broken = now
             if member.state is MemberState.ALIVE:
-                self._move(node_id, member, ChangeCause.BROKEN)
+                self._move(member, ChangeCause.BROKEN)
 
     def goodbye(self, link: int, now: float) -> None:
         """Note that the agent at the other end stops in order: this incarnation is over."""
-        if link not in self._of_link:
+        if (member := self._of_link.get(link)) is None:
             return
-        node_id = self._of_link[link]
-        member = self._members[node_id]
         boot_id = member.links[link].boot_id
         self._end(member, boot_id)
-        if boot_id == member.boot_id and not self._fall_back(node_id, member, now):
-            self._move(node_id, member, ChangeCause.GOODBYE)
+        if boot_id == member.boot_id and not self._fall_back(member, now):
+            self._move(member, ChangeCause.GOODBYE)
 
     def tick(self, now: float) -> tuple[Change | Duplicate, ...]:
         """Judge silence, and return the changes since the last tick, in order."""
         late_s = self.health.tick(now)
-        for node_id, member in self._members.items():
+        for member in self._members.values():
             if late_s:
                 member.excuse(late_s, now)
-            self._judge(node_id, member, now)
+            self._judge(member, now)
         events, self._events = tuple(self._events), []
         return events
 
     # --- judgement
 
-    def _judge(self, node_id: str, member: _Member, now: float) -> None:
+    def _judge(self, member: _Member, now: float) -> None:
         pace, patience = self.pace, self.health.patience
         beating = {one.boot_id: one for one in member.links.values() if one.beats >= _PROOF_BEATS}
         if len(beating) > 1:
-            self._report_duplicates(node_id, member, *list(beating.values())[:2])
+            self._report_duplicates(member, *list(beating.values())[:2])
             return
         for link, one in list(member.links.items()):
             if now - one.last_heard >= pace.dead_s * patience:
                 self.link_down(link, now)
         silent_s = now - member.last_heard
         if member.state is MemberState.ALIVE and silent_s >= pace.suspect_s * patience:
-            self._move(node_id, member, ChangeCause.SILENT)
+            self._move(member, ChangeCause.SILENT)
         if member.state is not MemberState.SUSPECT:
             return
         broken_s = 0.0 if member.broken is None else now - member.broken
         if silent_s >= pace.dead_s * patience or broken_s >= pace.broken_s * patience:
-            self._move(node_id, member, ChangeCause.GIVEN_UP)
+            self._move(member, ChangeCause.GIVEN_UP)
 
-    def _fall_back(self, node_id: str, member: _Member, now: float) -> bool:
+    def _fall_back(self, member: _Member, now: float) -> bool:
         """Return True when another incarnation still has a link; that one counts from now on.
 
         This happens when the first message of an incarnation that is over came after that of its successor.
@@ -389,37 +383,39 @@ class Membership:
         if not member.links:
             return False
         member.retire(member.boot_id)
-        self._here(node_id, member, next(reversed(member.links.values())).boot_id, now)
+        self._here(member, next(reversed(member.links.values())).boot_id, now)
         return True
 
-    def _refuse(self, node_id: str, member: _Member, boot_id: str, address: str) -> None:
+    def _refuse(self, member: _Member, boot_id: str, address: str) -> None:
         member.retired[boot_id] += 1
         current = next((one for one in member.links.values() if one.boot_id == member.boot_id), None)
         if member.retired[boot_id] >= _PROOF_LINKS and current is not None:
             member.retired[boot_id] = 0
-            self._report_duplicates(node_id, member, current, _Link(node_id, boot_id, address, 0.0))
+            self._report_duplicates(member, current, _Link(boot_id, address, 0.0))
 
-    def _report_duplicates(self, node_id: str, member: _Member, one: _Link, other: _Link) -> None:
-        self._events.append(Duplicate(node_id, (one.boot_id, other.boot_id), (one.address, other.address)))
+    def _report_duplicates(self, member: _Member, one: _Link, other: _Link) -> None:
+        self._events.append(
+            Duplicate(member.node_id, (one.boot_id, other.boot_id), (one.address, other.address))
+        )
         for boot_id in {link.boot_id for link in member.links.values()}:
             self._end(member, boot_id)
-        self._move(node_id, member, ChangeCause.TWINS)
+        self._move(member, ChangeCause.TWINS)
 
-    def _here(self, node_id: str, member: _Member, boot_id: str, now: float) -> None:
+    def _here(self, member: _Member, boot_id: str, now: float) -> None:
         """Make incarnation `boot_id`, which has a link, the one that counts."""
         before = member.boot_id
         if before and before != boot_id:
             if member.state in (MemberState.ALIVE, MemberState.SUSPECT):
-                self._move(node_id, member, ChangeCause.ENDED)
+                self._move(member, ChangeCause.ENDED)
             if not member.linked(before):
                 member.retire(before)
         member.boot_id, member.last_heard, member.broken = boot_id, now, None
         if member.state is MemberState.ALIVE:
             return
         if before and member.state in (MemberState.DEAD, MemberState.LEFT):
-            self._move(node_id, member, ChangeCause.RETURNED if before == boot_id else ChangeCause.RESTARTED)
+            self._move(member, ChangeCause.RETURNED if before == boot_id else ChangeCause.RESTARTED)
         else:
-            self._move(node_id, member, ChangeCause.LINKED)
+            self._move(member, ChangeCause.LINKED)
 
     def _end(self, member: _Member, boot_id: str) -> None:
         member.retire(boot_id)
@@ -430,7 +426,7 @@ class Membership:
             del member.links[link]
             del self._of_link[link]
 
-    def _move(self, node_id: str, member: _Member, why: ChangeCause) -> None:
+    def _move(self, member: _Member, why: ChangeCause) -> None:
         before = member.state
         member.state = TRANSITIONS[before, why]
-        self._events.append(Change(node_id, before, member.state, why, member.boot_id))
+        self._events.append(Change(member.node_id, before, member.state, why, member.boot_id))

@@ -92,7 +92,7 @@ def read_card(model: ModelInfo | StoredModelInfo) -> ModelCard:
 def _read_json(path: Path) -> Json:
     try:
         return table(path, MAX_INDEX_BYTES)
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError):
         return {}
 
 
@@ -128,7 +128,7 @@ def _quantization(config: Json) -> str:
 def _template(folder: Path) -> str:
     try:
         template = tokenizer_settings(folder).get("chat_template")
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError):
         return ""
     return template if isinstance(template, str) else ""
 
@@ -143,7 +143,7 @@ def load_defaults(folder: Path) -> Sampling:
         config = table(path, MAX_CONFIG_BYTES)
     except FileNotFoundError:
         return GREEDY
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         log.warning("%s is not used: %s", path, error)
         return GREEDY
     return defaults_of(config)

@@ -15,7 +15,7 @@ from rich.markup import escape
 from ..cluster.assign import AssignView, WantedDeployment, assign, without_rdma
 from ..config import EMBEDDED_MODEL, embedded_model_path, expanded
 from ..errors import Code, ConfigError, ModelError, UserError
-from ..model_files import INDEX, MTP_FILE, has_mtp_head, weight_sizes
+from ..model_files import INDEX, MAX_INDEX_BYTES, MTP_FILE, has_mtp_head, table, weight_sizes
 from ..models.hub_cache import lacks
 from ..models.inspect import read_config
 from ..placement.candidates import Candidate
@@ -194,12 +194,9 @@ def read_machines_file(path: Path) -> tuple[MemberMachine, ...]:
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
+        return table(path, MAX_INDEX_BYTES)
+    except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read: {error}", Code.MODEL_INVALID) from None
-    if not isinstance(found, dict):
-        raise ModelError(f"{path} is not a JSON object", Code.MODEL_INVALID)
-    return found
 
 
 def _has_head(path: Path, config: Mapping[str, Any]) -> bool:

@@ -8,7 +8,6 @@ the bytes of all blocks, and changes under a lock on FOLDER/.lock. A rank goes o
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import re
 import shutil
@@ -20,15 +19,14 @@ from typing import Any
 
 from ..cluster.cluster_state import name_of
 from ..errors import UserError
+from ..model_files import table
 from ..wire.cluster_messages import MAX_CACHES
 
 MOST_BYTES = 50 * 10**9  #: Room by default, if a tenth of the free disk is more.
 _ABOUT, _LOCK, _USED = "about.json", ".lock", ".used"
 _SNAPSHOT = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/[^/]+/?$")
-
-
 # Errors of an about.json: OverflowError for a number without end.
-_UNUSABLE = (OSError, ValueError, TypeError, LookupError, RecursionError, OverflowError)
+_UNUSABLE = (OSError, ValueError, TypeError, LookupError, OverflowError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +82,7 @@ def ranks_in(home: Path) -> tuple[str, ...]:
     found: dict[str, tuple[float, int]] = {}
     for each in _folders(folder_in(home)):
         with suppress(*_UNUSABLE):
-            about = json.loads((each / _ABOUT).read_text())
+            about = table(each / _ABOUT)
             if int(about["ranks"]) > 1:
                 name = _name(str(about["model"])).rstrip("/").rpartition("/")[2]
                 newest = each.stat().st_mtime, int(about["rank"])
@@ -150,7 +148,8 @@ def _account(folder: Path, *, recount: bool) -> Iterator[list[int]]:
         try:
             yield freed
         finally:
-            left = sum(map(_layout_bytes, _folders(folder))) if recount else _used(folder) - sum(freed)
+            blocks = (status for each in _folders(folder) for _path, status in _files(each, unfinished=False))
+            left = sum(each.st_size for each in blocks) if recount else _used(folder) - sum(freed)
             _write_used(folder, max(0, left))
     finally:
         os.close(lock)
@@ -178,7 +177,7 @@ def _folders(folder: Path) -> list[Path]:
 def _layout(folder: Path) -> Layout:
     """Return one layout, of no known model if about.json cannot be read."""
     try:
-        about = json.loads((folder / _ABOUT).read_text())
+        about = table(folder / _ABOUT)
         model = _name(str(about["model"]))
         numbers = [int(about[name]) for name in ("rank", "ranks", "kv_bits")]
     except _UNUSABLE:
@@ -194,10 +193,6 @@ def _layout(folder: Path) -> Layout:
         sum(each.st_size for each in blocks),
         max((each.st_mtime for each in blocks), default=0.0),
     )
-
-
-def _layout_bytes(folder: Path) -> int:
-    return _layout(folder).bytes
 
 
 def _name(model: str) -> str:

@@ -273,7 +273,7 @@ def read_config(folder: Path) -> Config:
     """Return the configuration of the model in this folder. Raises ModelError. Reads the disk."""
     try:
         return config_in(folder)
-    except (OSError, ValueError, RecursionError) as error:  # its disk may have gone
+    except (OSError, ValueError) as error:  # its disk may have gone
         raise ModelError(f"{folder} cannot be read: {error}") from None
 
 

@@ -13,11 +13,12 @@ import hashlib
 import json
 import platform
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
 from ..identity.private_files import write_whole
-from ..model_files import fingerprint
+from ..model_files import fingerprint, table
 
 SelfTestTokens = tuple[tuple[int, ...], ...]  #: Tokens, for each prompt.
 FILE = "golden.json"
@@ -60,7 +61,9 @@ def key(folder: Path, group: Mapping[str, object], settings: Mapping[str, object
 
 def kept(path: Path, key: str, answers: SelfTestTokens) -> SelfTestTokens:
     """Return the answers that `path` keeps under `key`; without any, keep and return these."""
-    known = _read(path)
+    known: dict[str, object] = {}
+    with suppress(OSError, ValueError):
+        known = table(path)
     found = known.get(key)
     if isinstance(found, list) and list(map(len, found)) == list(map(len, answers)):
         return tuple(map(tuple, found))
@@ -84,11 +87,3 @@ def is_near_tie(top: Sequence[tuple[int, float]], one: int, other: int) -> bool:
     """Return True if two tokens are the most probable ones of `top`, and nearly equally probable."""
     (first, likely), (second, less) = sorted(top, key=lambda each: -each[1])[:2]
     return {first, second} == {one, other} and likely - less < NEAR_TIE
-
-
-def _read(path: Path) -> dict[str, object]:
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}

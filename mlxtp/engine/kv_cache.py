@@ -216,16 +216,11 @@ class PrefixCache:
         self._running: dict[int, bytes] = {}
         #: Packed tokens of both and their uids. What a prompt has most in common with stands beside it.
         self._sorted: list[tuple[bytes, int]] = []
-        self._positions = 0
+        self.positions = 0  #: Positions that the kept caches take.
         self.changes = 0  # grows whenever `find` may return another result than before
 
     def __len__(self) -> int:
         return len(self._kept)
-
-    @property
-    def positions(self) -> int:
-        """Positions that the kept caches take."""
-        return self._positions
 
     def keep(self, uid: int, tokens: Sequence[int], salt: int = 0) -> tuple[int, ...]:
         """Keep a cache that holds `tokens`. Returns the uids of caches to free.
@@ -250,12 +245,12 @@ class PrefixCache:
         for other in freed:
             self.take(other)
         self._kept[uid] = self._add(uid, words)
-        self._positions += size
+        self.positions += size
         for other in covered if self._overlapping else ():
             if other not in self._within:
-                self._positions -= self._grown(other)
+                self.positions -= self._grown(other)
             self._within[other] = uid
-        while self._positions > self._budget or len(self._kept) > self._max_entries:
+        while self.positions > self._budget or len(self._kept) > self._max_entries:
             freed.append(self._evict_one())
         return tuple(freed)
 
@@ -344,27 +339,27 @@ class PrefixCache:
         it is not kept.
         """
         grown, tokens = self._grown(uid), len(self._kept[uid]) // _WORD - _SALT_WORDS
-        self._positions -= self._row_tokens + (grown if self._within.pop(uid, None) is None else 0)
+        self.positions -= self._row_tokens + (grown if self._within.pop(uid, None) is None else 0)
         self._remove(uid, self._kept.pop(uid))
         if heirs := self.covered(uid):
             longest = max(heirs, key=lambda other: len(self._kept[other]))
             self._within.update(dict.fromkeys(heirs, longest))
             del self._within[longest]
-            self._positions += self._grown(longest)
+            self.positions += self._grown(longest)
         return tokens
 
     def evict(self, positions: int) -> tuple[int, ...]:
         """Evict the least recently used until `positions` are freed or none is kept; returns their uids."""
-        enough = self._positions - positions
+        enough = self.positions - positions
         freed = []
-        while self._kept and self._positions > enough:
+        while self._kept and self.positions > enough:
             freed.append(self._evict_one())
         return tuple(freed)
 
     def resize(self, budget: int) -> tuple[int, ...]:
         """Change the budget. Returns the uids of caches to free."""
         self._budget = budget
-        return self.evict(max(self._positions - budget, 0))
+        return self.evict(max(self.positions - budget, 0))
 
     def _evict_one(self) -> int:
         uid = next(iter(self._kept))

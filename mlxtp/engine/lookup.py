@@ -29,18 +29,13 @@ class Lookup:
         #: For each n-gram before another token, in order, the end of the same one before; 0 for none.
         self._previous = array("q")
         self._place = 0  # index of the token that predicts the next one; 0 for none
-        self._matched = 0
+        self.matched = 0  #: Tokens before that place which match the end, at most 64.
         shortest = SHORTEST_MATCH
         grams = zip(*(self._tokens[i:-1] for i in range(shortest)), strict=False)
         for end, gram in enumerate(grams, shortest):
             self._previous.append(self._latest.get(gram, 0))
             self._latest[gram] = end
         self._find()
-
-    @property
-    def matched(self) -> int:
-        """Number of tokens before the draft's place that match the end; 0 without a place, at most 64."""
-        return self._matched
 
     def append(self, token: int) -> None:
         """Append `token` to the sequence."""
@@ -53,7 +48,7 @@ class Lookup:
         tokens.append(token)
         if right:
             self._place += 1
-            self._matched = min(self._matched + 1, LONGEST_MATCH)
+            self.matched = min(self.matched + 1, LONGEST_MATCH)
         else:
             self._find()
 
@@ -67,7 +62,7 @@ class Lookup:
         return tuple(known)
 
     def _find(self) -> None:
-        self._place = self._matched = 0
+        self._place = self.matched = 0
         tokens = self._tokens
         if len(tokens) < SHORTEST_MATCH:
             return
@@ -76,8 +71,8 @@ class Lookup:
             if not place:
                 return
             matched = self._match(place)
-            if matched > self._matched:
-                self._place, self._matched = place, matched
+            if matched > self.matched:
+                self._place, self.matched = place, matched
             place = self._previous[place - SHORTEST_MATCH]
 
     def _match(self, place: int) -> int:

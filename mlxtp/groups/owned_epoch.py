@@ -51,7 +51,7 @@ class ServingReports:
     def __init__(self, node: ClusterNode, scope: GroupScope, supervisor: Supervisor) -> None:
         self.owned: OwnedEpoch | None = None
         self.waiting = ""  #: Reason why this owner has no epoch.
-        self._last: tuple[str, ...] = ()  #: Node ids of the last epoch of this owner.
+        self.last_ranks: tuple[str, ...] = ()  #: Node ids of this owner's last epoch, in rank order.
         self._meter = RateMeter()  #: Of tokens of the group.
         self._reported = False  #: True while other nodes have a report of this one.
         self._node = node
@@ -70,7 +70,7 @@ class ServingReports:
         mine, supervisor = self.owned, self._supervisor
         if mine is None:
             return self._nothing() if self._scope.owned and self._scope.row is not None else None
-        self._last = mine.form.plan.ranks
+        self.last_ranks = mine.form.plan.ranks
         if supervisor.has_ranks:
             state, requests = supervisor.status.state, supervisor.open_requests
             info = supervisor.info
@@ -140,11 +140,6 @@ class ServingReports:
             if ranks is not None and node_id in ranks.group.nodes
         ]
         return sum(pong.memory_bytes for pong in pongs if pong is not None)
-
-    @property
-    def last_ranks(self) -> tuple[str, ...]:
-        """Node ids of this owner's last epoch, in rank order; () before one."""
-        return self._last
 
     def running(self) -> RunningEpoch | None:
         """Return the epoch that this node owns, for decisions; None while it has none."""

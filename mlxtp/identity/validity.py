@@ -13,7 +13,7 @@ but for `own_time`.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -79,26 +79,21 @@ class ClusterClock:
     """The cluster's time, from the clocks that members report in their beats."""
 
     def __init__(self) -> None:
-        self._ahead: dict[str, float] = {}  #: By node id: seconds by which its clock is ahead of this Mac's.
+        self.ahead: dict[str, float] = {}  #: By node id: seconds by which its clock is ahead of this Mac's.
 
     def told(self, node_id: str, clock: int) -> None:
         """Note a member's clock, in seconds since 1970; 0 for none."""
         if clock:
-            self._ahead[node_id] = clock - own_time()
+            self.ahead[node_id] = clock - own_time()
 
     def unlinked(self, node_id: str) -> None:
         """Forget the clock of a member without a link."""
-        self._ahead.pop(node_id, None)
+        self.ahead.pop(node_id, None)
 
     def now(self) -> float:
         """Return the cluster's time, in seconds since 1970."""
         own = own_time()
-        return cluster_time(own, (own + ahead for ahead in self._ahead.values()))
-
-    @property
-    def ahead(self) -> Mapping[str, float]:
-        """Seconds by which each member's clock is ahead of this Mac's, by node id."""
-        return self._ahead
+        return cluster_time(own, (own + ahead for ahead in self.ahead.values()))
 
 
 def day(seconds: float) -> str:

@@ -533,14 +533,9 @@ class Session:
         self._enter(LinkState.NEW)
 
     @property
-    def state(self) -> LinkState:
-        """State of the link, as far as this end knows."""
-        return self._state
-
-    @property
     def closed(self) -> bool:
         """True when the link has ended in order; EOF is then no error."""
-        return self._state is LinkState.CLOSED
+        return self.state is LinkState.CLOSED
 
     @property
     def outstanding(self) -> int:
@@ -560,7 +555,7 @@ class Session:
             data = encode(message, self.epoch, seq, self._decoder.limit)
             self._advance(self._sendable, self.side, message, seq)
         except Violation as violation:
-            if self._state in TERMINAL:
+            if self.state in TERMINAL:
                 raise LinkError(f"{self.link}: {violation}") from None
             self._fail(LocalProtocolError(f"{self.link}: {violation}", violation.code))
         except LocalProtocolError as error:
@@ -607,7 +602,7 @@ class Session:
             self._fail_again()
         if self.closed or self._ended_here:
             return
-        where = "in the middle of a frame" if self._decoder.pending else f"in state {self._state}"
+        where = "in the middle of a frame" if self._decoder.pending else f"in state {self.state}"
         self._fail(LinkError(f"{self.link}: {self.link.who(self._peer)} is gone, {where}"))
 
     def _advance(self, moves: Moves, sender: Side, message: Message, seq: int) -> None:
@@ -618,19 +613,19 @@ class Session:
         if state is None:
             raise Violation(
                 Code.OUT_OF_ORDER,
-                f"{self.link.who(sender)} may not send {_name(kind)} in state {self._state}",
+                f"{self.link.who(sender)} may not send {_name(kind)} in state {self.state}",
             )
         rule = self._rules.get(kind)
         if rule is not None:
             rule(message, seq)
-        if state is not self._state:
-            if kind is Done and self._state in _FORGETTING:
+        if state is not self.state:
+            if kind is Done and self.state in _FORGETTING:
                 self.ledger.forget()
             self._enter(state)
             self._ended_here = state in TERMINAL and sender is self.side
 
     def _enter(self, state: LinkState) -> None:
-        self._state = state
+        self.state = state  #: Of the link, as far as this end knows.
         moves = table(self.link)[state]
         self._sendable = moves[self.side]
         self._receivable = moves[self._peer]

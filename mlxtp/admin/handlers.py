@@ -355,13 +355,15 @@ class MemberHandlers:
         self._check_cluster()
         parts, node_id = self._parts, self._other(node, former=True)
         roster, let_in = parts.node.replica.roster, self._admitted(node_id)
-        is_member = node_id in roster.members()
-        name = parts.node.name_of(node_id) if is_member else node
+        members = roster.members()
+        name = parts.node.name_of(node_id) if node_id in members else node
         gone = [node_id, *(each["node_id"] for each in let_in if with_admitted)]
         held = [parts.node.name_of(each) for each in roster.holders() if each in gone]
-        if not is_member and any(each.node_id == node_id and is_holder(each) for each in roster.entries):
+        if node_id not in members and any(
+            each.node_id == node_id and is_holder(each) for each in roster.entries
+        ):
             held.append(name)
-        parts.node.enrolment.remove(*gone[not is_member :])
+        parts.node.enrolment.remove(*(each for each in gone if each in members))
         others = parts.node.replica.roster.members().keys() - {parts.node.node_id}
         there = others & parts.node.links.nodes()
         saved_by = await parts.node.saved_elsewhere() if there else []

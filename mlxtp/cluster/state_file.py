@@ -304,7 +304,7 @@ class Saving:
         self._on_roster = on_roster
         self._disk = ThreadPoolExecutor(1, "saving")
         self._turn = asyncio.Lock()  # of a call, until its state is written
-        self._latest: SavedState | None = None  # written, or being written by a call that was cancelled
+        self._latest: SavedState | None = None  # in the file; None while it may have any
         self._roster: Roster | None = None  # in the file
         self._problem = ""
         self._closed = False
@@ -322,18 +322,15 @@ class Saving:
             return self._problem
 
     async def _write(self, kept: SavedState) -> None:
-        self._latest = kept
+        self._latest = None  # a call that is cancelled may write, too
         try:
             await asyncio.get_running_loop().run_in_executor(self._disk, save, self.home, kept)
-        except BaseException as error:
-            self._latest = None  # so that the next call writes, also after a cancelled one
-            if not isinstance(error, UserError):
-                raise
+        except UserError as error:
             if error.detail != self._problem:
                 log.error("%s", error.detail)
             self._problem = error.detail
             return
-        self._problem = ""
+        self._latest, self._problem = kept, ""
         if self._roster != kept.beliefs.roster:
             self._roster = kept.beliefs.roster
             self._on_roster(RosterSaved(self._roster.digest()))

@@ -56,6 +56,15 @@ log = logging.getLogger(__name__)
 HAND_OVER_S = 10.0  #: seconds for the other Mac's reply; its disk flushes a file of 1 KB meanwhile
 
 
+def _check_holder(node: ClusterNode) -> None:
+    if node.identity.authority is None:
+        names = " or ".join(map(node.name_of, node.replica.roster.holders()))
+        raise UserError(
+            "this Mac does not hold the cluster's authority; run this command on "
+            f"{names or 'the Mac that founded the cluster'}"
+        )
+
+
 class AuthorityKeeping:
     """Hands the authority's key to other members, and takes it from holders. `store` has this Mac's own."""
 
@@ -67,12 +76,7 @@ class AuthorityKeeping:
     def check_hand_over(self, node_id: str) -> None:
         """Raise UserError when this Mac cannot hand the key to a member now."""
         node = self._node
-        if node.identity.authority is None:
-            holders = " or ".join(map(node.name_of, node.replica.roster.holders()))
-            raise UserError(
-                "this Mac does not hold the cluster's authority, so it cannot hand it over; run this command "
-                f"on {holders or 'the Mac that founded the cluster'}"
-            )
+        _check_holder(node)
         if node_id not in node.links.nodes():
             raise UserError(f"{node.name_of(node_id)} is away; the key passes only between two Macs that run")
 
@@ -202,9 +206,7 @@ class Renewal:
 
     @property
     def _membership(self) -> MemberCertificates:
-        membership = self._node.identity.membership
-        assert membership is not None
-        return membership
+        return self._node.identity.member
 
     def _ends(self) -> float:
         return read_node(self._membership.certificate).ends
@@ -320,9 +322,7 @@ class Rotation:
 
     @property
     def _membership(self) -> MemberCertificates:
-        membership = self._node.identity.membership
-        assert membership is not None
-        return membership
+        return self._node.identity.member
 
     # --- the Mac that begins it
 
@@ -332,12 +332,7 @@ class Rotation:
         Raises UserError where the authority's key is not, or while another rotation is under way.
         """
         node, held = self._node, self._membership
-        if node.identity.authority is None:
-            names = " or ".join(map(node.name_of, node.replica.roster.holders()))
-            raise UserError(
-                "this Mac does not hold the cluster's authority; run this command on "
-                f"{names or 'the Mac that founded the cluster'}"
-            )
+        _check_holder(node)
         if held.former and not at_once:
             raise UserError(
                 f"the authority is being rotated: the former one ends on {day(ends_at(held))}, or once all "

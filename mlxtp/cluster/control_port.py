@@ -38,11 +38,11 @@ class TokenIssuing:
     """Requests join tokens, and issues them by `issuer` where the authority's key is."""
 
     def __init__(self, node: ClusterNode) -> None:
-        membership = node.identity.membership
-        assert membership is not None
+        membership = node.identity.member
         self.issuer = TokenIssuer(membership.cluster_id, authority_hash(membership.authority))
         self._node = node
-        node.enrolment.on_change(self._void)
+        # Tokens that removed members requested are void.
+        node.enrolment.on_change(lambda: self.issuer.keep(node.replica.roster.members()))
         node.links.on(self._issue, TokenWanted)
 
     async def token(self) -> str:
@@ -81,8 +81,7 @@ class TokenIssuing:
 
     def _checked(self, text: str, holder: str) -> str:
         """Return the token as it is written here. Raises UserError for one that is not of this cluster."""
-        membership = self._node.identity.membership
-        assert membership is not None
+        membership = self._node.identity.member
         with contextlib.suppress(ConfigError):
             token = read_token(text)
             if (token.cluster_id, token.authority_hash) == (
@@ -110,14 +109,9 @@ class TokenIssuing:
 
     def renewed(self) -> None:
         """Issue tokens of the present authority. Those of another one end with it."""
-        membership = self._node.identity.membership
-        assert membership is not None
+        membership = self._node.identity.member
         if self.issuer.authority_hash != (present := authority_hash(membership.authority)):
             self.issuer = TokenIssuer(membership.cluster_id, present)
-
-    def _void(self) -> None:
-        """Void the tokens that removed members requested."""
-        self.issuer.keep(self._node.replica.roster.members())
 
     def _issue(self, link: ControlLink, wanted: TokenWanted) -> None:
         token, problem = "", "this Mac cannot issue join tokens"
@@ -182,8 +176,9 @@ class ControlPort:
         self._serve_requests = serve_requests
         self._credentials = credentials
         self._requests: dict[asyncio.StreamWriter, NodeIdentity] = {}
-        node.enrolment.on_change(self._cut_removed)
-        node.links.on_lost(self._cut_gone)
+        node.enrolment.on_change(lambda: self._cut(self._is_removed))
+        # No client reads the replies to a node that vanished.
+        node.links.on_lost(lambda node_id, _: self._cut(lambda identity: identity.node_id == node_id))
         self._acceptor = TlsAcceptor(
             sock,
             member_context_server(credentials),
@@ -218,14 +213,6 @@ class ControlPort:
         """Return True when a member may send requests. Only a control link shows that a member vanished."""
         return not self._is_removed(identity) and self._node.links.linked(identity)
 
-    def _cut_removed(self) -> None:
-        """End the requests of a removed node."""
-        self._cut(self._is_removed)
-
-    def _cut_gone(self, node_id: str, _why: str) -> None:
-        """End the requests of a node that vanished: no client reads the replies."""
-        self._cut(lambda identity: identity.node_id == node_id)
-
     def _cut(self, whose: Callable[[NodeIdentity], bool]) -> None:
         """Abort requests links, which cancels the requests that came over them."""
         for writer, identity in self._requests.items():
@@ -252,8 +239,7 @@ class ControlPort:
 
     def _offer(self, joiner_at: str) -> Host | JoinOffer:
         node, nonce = self._node, secrets.token_bytes(NONCE_BYTES)
-        authority, membership = node.identity.authority, node.identity.membership
-        assert membership is not None
+        authority, membership = node.identity.authority, node.identity.member
         names, at = self._other_holders()
         if authority is None:
             return redirect(membership.authority, nonce, names or UNKNOWN, at)

@@ -218,8 +218,7 @@ class RosterProofs:
 
 def _believed(identity: Identity) -> tuple[PublicKey, ...]:
     """Return the keys of the cluster's authorities, the present one first."""
-    assert identity.membership is not None
-    return keys(identity.membership)
+    return keys(identity.member)
 
 
 def _overlaps(identity: Identity) -> bool:

@@ -70,6 +70,12 @@ class Identity:
         return fingerprint(self.key.public_key())
 
     @property
+    def member(self) -> MemberCertificates:
+        """The membership of a Mac that belongs to a cluster."""
+        assert self.membership is not None
+        return self.membership
+
+    @property
     def cluster_id(self) -> str:
         """Cluster id, 16 hex digits; empty without a cluster."""
         return self.membership.cluster_id if self.membership else ""
@@ -182,10 +188,9 @@ class Store:
     def end_former(self) -> Identity:
         """No longer trust the former authority, nor keep its key. Raises ConfigError as `load` does."""
         identity = self.load()
-        assert identity.membership is not None
         if identity.authority is None:
             self.drop_authority()
-        self._write_membership(replace(identity.membership, former=b""))
+        self._write_membership(replace(identity.member, former=b""))
         return self.load()
 
     def drop_authority(self) -> Identity:

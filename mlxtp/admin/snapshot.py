@@ -556,15 +556,11 @@ def _node(member: MemberSnapshot) -> Json:
         "address": member.address or None,
         "chip": machine.chip or None if machine is not None else None,
         "memory_bytes": machine.memory_bytes or None if machine is not None else None,
-        "free_bytes": _in_steps(machine.free_bytes) or None if machine is not None else None,
+        # In steps of 256 MiB, so that an idle Mac is no news every ten seconds.
+        "free_bytes": machine.free_bytes >> 28 << 28 or None if machine is not None else None,
         "held_bytes": member.held_bytes,
         "notes": list(machine.notes) if machine is not None else [],
         "model_problem": member.model.problem or None if member.model is not None else None,
         "model_progress": member.model_progress or None,
         "refused": member.refused or None,
     }
-
-
-def _in_steps(count: int) -> int:
-    """Return bytes in steps of 256 MiB, so that an idle Mac is no news every ten seconds."""
-    return count >> 28 << 28

@@ -256,7 +256,9 @@ async def _events(index: int, answer: TokenStream, transcript: Transcript) -> As
                 raise GroupError("the request was cancelled on the server", Code.SHUTTING_DOWN)
             for said in transcript.finish(cut=event.reason == "length"):
                 yield said
-            end = _stopped(transcript, event) if transcript.stopped else event
+            end = event
+            if transcript.stopped:
+                end = StreamEnd("stop", transcript.used, event.cached, event.drafted, event.accepted)
             break
         began_ns = began_ns or time.perf_counter_ns()
         for said in transcript.push(event.tokens, event.scores):
@@ -282,10 +284,6 @@ async def _recorded(events: AsyncGenerator[AnswerEvent], end: End) -> AsyncGener
             else:
                 record.see(event)
             yield event
-
-
-def _stopped(transcript: Transcript, end: StreamEnd) -> StreamEnd:
-    return StreamEnd("stop", transcript.used, end.cached, end.drafted, end.accepted)
 
 
 def _finish(index: int, transcript: Transcript, end: StreamEnd, began_ns: int) -> Finish:

@@ -336,12 +336,10 @@ def _row(row: Mapping[str, Any], width: int, marks: Mapping[str, str]) -> Text:
         lines = textwrap.wrap(said, room, break_long_words=False, break_on_hyphens=False)
     words = f"\n{' ' * (_TITLE + 3)}".join(lines)
     return Text.assemble(
-        (f"{marks[level]} ", STYLES[level]), f"{row['title']:<{_TITLE}} ", (words, _dimmed(level))
+        (f"{marks[level]} ", STYLES[level]),
+        f"{row['title']:<{_TITLE}} ",
+        (words, "" if level == "ok" else STYLES[level]),
     )
-
-
-def _dimmed(level: str) -> str:
-    return STYLES[level] if level != "ok" else ""
 
 
 def _advice(title: str, finding: Mapping[str, Any], width: int, marks: Mapping[str, str]) -> Iterator[Text]:

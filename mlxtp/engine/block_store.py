@@ -177,10 +177,6 @@ def _kind(value: object) -> str:
     return value.dtype if isinstance(value, Raw) else ""
 
 
-def _bytes(items: Items) -> int:
-    return sum([value.nbytes for _, value in items if isinstance(value, mx.array)])
-
-
 def _written_name(folder: Path, block: Block) -> str:
     """Return the name that is in a block's file, so that a copy under another name is not used."""
     return f"{folder.name}/{block.name}"
@@ -377,7 +373,7 @@ class BlockStore:
         if not self.follows:
             return False
         self._writing.add(digest)
-        size = _bytes(items)
+        size = sum([value.nbytes for _, value in items if isinstance(value, mx.array)])
         with self._lock:
             self._waiting_bytes += size
         self._writes.put((Block(digest, end, previous, size, 0.0), items))

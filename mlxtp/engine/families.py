@@ -210,15 +210,11 @@ def divide_dense(model: Any, group: Group) -> None:
     """
     for layer in model.layers:
         part = layer.self_attn
-        if _over_all_heads(part):
+        if "q_norm" in part and part.q_norm.weight.size == part.q_proj.weight.shape[0]:
             copy_heads(part.k_norm, part.k_norm.weight.size // part.head_dim, group)
             part.q_norm, part.k_norm = SharedNorm(part.q_norm, group), SharedNorm(part.k_norm, group)
         attention(part, group)
         projections(layer.mlp, group)
-
-
-def _over_all_heads(part: Any) -> bool:
-    return "q_norm" in part and part.q_norm.weight.size == part.q_proj.weight.shape[0]
 
 
 # --- an attention and experts: dots1, ernie4_5_moe, granitemoe, mixtral ---------------------------------

@@ -542,9 +542,8 @@ def read_numbers(
         looks |= {weight: look for weight, look in found.items() if look is not None}
         yield batch
     if bad := [weight.replace(".rows.", ".") for weight in _broken(looks)]:
-        raise ModelError(
-            f"{where}{_tensors(len(bad))} NaN or infinite numbers: {', '.join(bad[:5])}", Code.MODEL_INVALID
-        )
+        hold = "1 tensor holds" if len(bad) == 1 else f"{len(bad)} tensors hold"
+        raise ModelError(f"{where}{hold} NaN or infinite numbers: {', '.join(bad[:5])}", Code.MODEL_INVALID)
 
 
 def _batches(
@@ -586,10 +585,6 @@ def _by_columns(weight: mx.array) -> mx.array:
     view: mx.array = columns.T
     mx.eval(view)
     return view
-
-
-def _tensors(count: int) -> str:
-    return "1 tensor holds" if count == 1 else f"{count} tensors hold"
 
 
 def _look(array: mx.array, name: str) -> mx.array | None:

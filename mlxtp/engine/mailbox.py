@@ -40,7 +40,8 @@ class Mailbox:
 
     def take(self, sender: int) -> Any:
         """Return the sender's oldest message, or None if there is none. Raises Terminated in order."""
-        self._sort()
+        while not self._arrived.empty():
+            self.wait(0)
         waiting = self._by_sender.get(sender)
         received = waiting.popleft() if waiting else None
         if received is Terminated:
@@ -70,10 +71,6 @@ class Mailbox:
                     f"nothing came from {name_of(sender)} within {deadline_s:g} s", Code.LINK_TIMEOUT
                 )
         return received
-
-    def _sort(self) -> None:
-        while not self._arrived.empty():
-            self.wait(0)
 
 
 def name_of(sender: int) -> str:

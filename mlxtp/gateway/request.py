@@ -316,9 +316,12 @@ class ClientRequest(RoutedRequest):
             behind = self._items.qsize() >= MAX_UNREAD
         else:
             self._no_deadline()
-            self._end_watch(item)
-            if isinstance(item, MlxtpError) and not self._verdict.done():
-                self._verdict.set_result(item)
+            if isinstance(item, StreamEnd):
+                self.watch.end(item)
+            else:
+                self.watch.fail(item)
+                if not self._verdict.done():
+                    self._verdict.set_result(item)
         if self.pending is not None or not self._verdict.done():
             self.accept()
         self._items.put_nowait(item)
@@ -373,12 +376,6 @@ class ClientRequest(RoutedRequest):
     def _too_late(self, deadline_s: float) -> None:
         self._abandon(self)
         self.put(MlxtpError(f"the answer was not complete within {deadline_s:g} s", Code.DEADLINE))
-
-    def _end_watch(self, item: StreamEnd | MlxtpError) -> None:
-        if isinstance(item, StreamEnd):
-            self.watch.end(item)
-        else:
-            self.watch.fail(item)
 
     def _no_deadline(self) -> None:
         if self.deadline is not None:

@@ -305,10 +305,7 @@ def _turns(rows: Sequence[Deployment], reports: Sequence[Serving]) -> dict[str, 
 def _running(serving: Serving) -> GroupReport:
     held = {node: mib * MIB for node, mib in zip(serving.participants, serving.held_mib, strict=False)}
     requests = min(serving.open_requests, 1)  # each number would be another view
+    ready = serving.state in SERVES
     return GroupReport(
-        serving.group, serving.participants, serving.desired, _ready(serving), requests, held, serving.split
+        serving.group, serving.participants, serving.desired, ready, requests, held, serving.split
     )
-
-
-def _ready(serving: Serving) -> bool:
-    return serving.state in SERVES

@@ -185,7 +185,8 @@ async def _join(settings: Settings, identity: Identity, token: JoinToken) -> Gra
     discovery = Discovery(lambda sightings: _note(sightings, token, queue), log.warning)
     if settings.discovery:
         only = (settings.interface,) if settings.interface else ()
-        await discovery.start(_advert(settings, identity), only)
+        own = Advert(identity.node_id, "", settings.name, settings.control_port or 1, False, PROTOCOL_VERSION)
+        await discovery.start(own, only)
     try:
         return await _JoinSearch(settings, identity, token, queue).run()
     finally:
@@ -280,10 +281,6 @@ def _note(sightings: tuple[DiscoveredPeer, ...], token: JoinToken, queue: JoinQu
     for sighting in sorted(sightings, key=lambda sighting: not sighting.has_ca):
         if sighting.cluster_id == token.cluster_id:
             queue.add(f"{sighting.node_id} {sighting.name}", sighting.addresses)
-
-
-def _advert(settings: Settings, identity: Identity) -> Advert:
-    return Advert(identity.node_id, "", settings.name, settings.control_port or 1, False, PROTOCOL_VERSION)
 
 
 # --- the order of the requests --------------------------------------------------------------------------

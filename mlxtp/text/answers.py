@@ -163,7 +163,8 @@ class ReadingPlan:
 
 
 LONG_TEXT = 4000  #: characters
-MOST_LONG_TEXTS = 8  #: so many long texts that only began like calls; then none are looked for
+#: So many long texts that only began like calls; then none are looked for, to keep the time linear.
+MOST_LONG_TEXTS = 8
 
 
 class AnswerParser:
@@ -356,7 +357,7 @@ class AnswerParser:
             self._enter(PartKind.SAID)
             self._unread.extendleft(reversed(reader.rest))
         elif reader.state is ReaderState.REFUSED:
-            self._long_texts += _is_long(reader.rest)
+            self._long_texts += sum(len(text) for text, _ in reader.rest) > LONG_TEXT
             space = self._waiting.take()
             self._enter(PartKind.SAID, self._bare)
             self._waiting.add(space)
@@ -461,11 +462,6 @@ class _MarkerFinder:
             taken.append((text[at : at + length], special))
             at += length
         return taken
-
-
-def _is_long(refused: Sequence[TextPiece]) -> bool:
-    """Return True for a text that may be read again only so often, to keep the time linear."""
-    return sum(len(text) for text, _ in refused) > LONG_TEXT
 
 
 class _ShownParts:

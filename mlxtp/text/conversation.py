@@ -173,11 +173,7 @@ TokenEvent = Tokens | StreamEnd
 
 def characters(conversation: Conversation) -> int:
     """Return the length of the conversation before the template adds its own text, in characters."""
-    turns = sum(
-        len(turn.text) + len(turn.reasoning) + _call_characters(turn) for turn in conversation.messages
-    )
-    return turns + sum(len(json.dumps(tool_json(tool))) for tool in conversation.tools)
-
-
-def _call_characters(turn: ChatMessage) -> int:
-    return sum(len(call.name) + len(call.arguments) for call in turn.calls)
+    turns = conversation.messages
+    calls = sum(len(call.name) + len(call.arguments) for turn in turns for call in turn.calls)
+    tools = sum(len(json.dumps(tool_json(tool))) for tool in conversation.tools)
+    return sum(len(turn.text) + len(turn.reasoning) for turn in turns) + calls + tools

@@ -45,7 +45,7 @@ from ..wire.cluster_messages import (
     CertificateIssued,
     CertificateWanted,
 )
-from .links import ControlLink
+from .links import ControlLink, Handlers
 from .node import ClusterNode
 
 log = logging.getLogger(__name__)
@@ -166,7 +166,8 @@ class Renewal:
     def __init__(self, node: ClusterNode, store: Store) -> None:
         self._node = node
         self._store = store
-        self._on_renewed: list[Callable[[], None]] = []
+        #: Called once other certificates are in the files that TLS reads.
+        self.on_renewed = Handlers[Callable[[], None]]()
         self._wake = asyncio.Event()
         self._rest_until = 0.0
         #: By node id: the authority, a member's last certificate of it, and until when that is sent again.
@@ -175,17 +176,13 @@ class Renewal:
         node.links.on(self._wanted, CertificateWanted)
         node.links.on_up(lambda _link: self._wake.set())
 
-    def on_renewed(self, handler: Callable[[], None]) -> None:
-        """Have `handler` called once other certificates are in the files that TLS reads."""
-        self._on_renewed.append(handler)
-
     def hold(self, identity: Identity) -> None:
         """Go on with other certificates of this Mac, which are in its files."""
         self._node.identity = identity
         self._node.enrolment.renewed(identity)
         self._rest_until = 0.0
         self._wake.set()
-        for handler in self._on_renewed:
+        for handler in self.on_renewed:
             handler()
 
     async def run(self) -> None:

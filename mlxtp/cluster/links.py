@@ -129,6 +129,17 @@ class ControlLink:
         self.connection.close()
 
 
+A = TypeVar("A", bound=Message)
+F = TypeVar("F", bound=Callable[..., object])
+
+
+class Handlers(list[F]):
+    """Functions to call at an event, in the order in which they registered: a call adds some."""
+
+    def __call__(self, *handlers: F) -> None:
+        self += handlers
+
+
 class LinkGate(Interface):
     """Judge of links: which are open, and which of them count. Its methods must not raise."""
 
@@ -140,9 +151,6 @@ class LinkGate(Interface):
 
     def closed(self, link: ControlLink, why: str, goodbye: bool) -> None:
         """Note the end of a link. Called exactly once after `opened` returned True."""
-
-
-A = TypeVar("A", bound=Message)
 
 
 class Refusals(dict[str, str]):
@@ -204,8 +212,10 @@ class PeerLinks:
         self._handlers: defaultdict[type[Message], list[Callable[[ControlLink, Any], None]]] = defaultdict(
             list
         )
-        self._on_up: list[Callable[[ControlLink], None]] = []
-        self._on_lost: list[Callable[[str, str], None]] = []
+        #: Called with each new link, for instance to send this node's state over it.
+        self.on_up = Handlers[Callable[[ControlLink], None]]()
+        #: Called with the id of a node whose last link has ended, and the reason.
+        self.on_lost = Handlers[Callable[[str, str], None]]()
         #: Reply type and future of each open request, by the node and the nonce.
         self._open: dict[tuple[str, bytes], tuple[type[Message], asyncio.Future[Any]]] = {}
         self.refused = Refusals()
@@ -217,14 +227,6 @@ class PeerLinks:
         """Have `handler` called with each message of these types, and the link that it came over."""
         for kind in kinds:
             self._handlers[kind].append(handler)
-
-    def on_up(self, handler: Callable[[ControlLink], None]) -> None:
-        """Have `handler` called with each new link, for instance to send this node's state over it."""
-        self._on_up.append(handler)
-
-    def on_lost(self, handler: Callable[[str, str], None]) -> None:
-        """Have `handler` called with the id of a node whose last link has ended, and the reason."""
-        self._on_lost.append(handler)
 
     async def ask(self, node_id: str, request: Any, reply: type[A], within_s: float) -> A:
         """Return a node's reply to a request. Both carry the same `nonce`.
@@ -250,7 +252,7 @@ class PeerLinks:
         if not self._gate.opened(link):
             self._links.pop(link.number, None)
             return False
-        for handler in reversed(self._on_up):
+        for handler in reversed(self.on_up):
             error = failure_of(handler, link)
             if error is not None and not isinstance(error, MlxtpError):  # else it has just ended
                 self._misapplied(link, "hello", error)
@@ -276,7 +278,7 @@ class PeerLinks:
             for (node_id, _), (_, answer) in self._open.items():
                 if node_id == link.node_id and not answer.done():
                     answer.set_exception(LinkError("its link ended", Code.LINK_LOST))
-            for handler in self._on_lost:
+            for handler in self.on_lost:
                 if (error := failure_of(handler, link.node_id, why)) is not None:
                     self._misapplied(link, "end", error)  # the other handlers have yet to hear of it
 

@@ -38,7 +38,7 @@ from .cluster_state import (
     removal_of,
     remover_of,
 )
-from .links import ControlLink, PeerLinks
+from .links import ControlLink, Handlers, PeerLinks
 
 log = logging.getLogger(__name__)
 
@@ -299,18 +299,12 @@ class Enrolment:
         self._proofs = proofs
         self._replica = replica
         self._name_of = name_of
-        self._on_change: list[Callable[[], None]] = []
-        self._on_gone: list[Callable[[str], object]] = []
+        #: Called when a node became a member or ceased to be one.
+        self.on_change = Handlers[Callable[[], None]]()
+        #: Called with each node that ceased to be a member: what is kept of it goes.
+        self.on_gone = Handlers[Callable[[str], object]]()
         self._members = frozenset(replica.roster.members())
         self._shed = lru_cache(1)(proofs.shed)  # it checks all signatures, and a beat comes twice a second
-
-    def on_change(self, handler: Callable[[], None]) -> None:
-        """Have `handler` called when a node became a member or ceased to be one."""
-        self._on_change.append(handler)
-
-    def on_gone(self, *handlers: Callable[[str], object]) -> None:
-        """Have `handlers` called with each node that ceased to be a member: what is kept of it goes."""
-        self._on_gone += handlers
 
     def admit(
         self, node_id: str, name: str, fingerprint: str, *, by: str = "", address: str = "", token: str = ""
@@ -404,11 +398,11 @@ class Enrolment:
             self._changed()
 
     def _changed(self) -> None:
-        for handler in self._on_change:
+        for handler in self.on_change:
             handler()
         before, self._members = self._members, frozenset(self._replica.roster.members())
         for node_id in before - self._members - {self._replica.self_id}:
-            for gone in self._on_gone:
+            for gone in self.on_gone:
                 gone(node_id)
 
 
@@ -436,19 +430,13 @@ class DesiredDeployments:
         self._links = links
         self._changed = changed
         self._name_of = name_of
-        self._handlers: list[TableHandler] = []
-        self._lacking: list[Callable[[str], bool]] = []
+        #: Called when the deployments change, at this node or at another one.
+        self.on_change = Handlers[TableHandler]()
+        #: A repeated request tries the same model again while one of them returns True for it.
+        self.retry_if = Handlers[Callable[[str], bool]]()
         self._parts: WeakKeyDictionary[ControlLink, list[Deployment]] = WeakKeyDictionary()
         self._relay_at = -math.inf
         links.on(self._received, Deployments)
-
-    def on_change(self, handler: TableHandler) -> None:
-        """Have `handler` called when the deployments change, at this node or at another one."""
-        self._handlers.append(handler)
-
-    def retry_if(self, lacking: Callable[[str], bool]) -> None:
-        """Have a repeated request try the same model again while `lacking` returns True for it."""
-        self._lacking.append(lacking)
 
     @property
     def table(self) -> DeploymentTable:
@@ -488,7 +476,7 @@ class DesiredDeployments:
             model, replicas=replicas, nodes=nodes, on=on, keep_s=keep_s, parallel=parallel, split=split
         )
         there = self._is_there(row, replace=replace)
-        if not there or any(lacking(model) for lacking in self._lacking):
+        if not there or any(lacking(model) for lacking in self.retry_if):
             self._set(self.table.setting(row, self._replica.self_id, alone=replace))
         return row
 
@@ -544,7 +532,7 @@ class DesiredDeployments:
 
     def _spread(self, before: DeploymentTable, *, relayed: bool = False) -> None:
         table, now = self.table, time.monotonic()
-        for handler in self._handlers:
+        for handler in self.on_change:
             handler(before, table)
         if not relayed or now >= self._relay_at:
             self._relay_at = now + RELAY_S

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..background import Background
-from ..cluster.links import ControlLink
+from ..cluster.links import ControlLink, Handlers
 from ..cluster.node import ClusterNode
 from ..errors import Code, LinkError, MlxtpError, UserError
 from ..gateway.gateway import Gateway
@@ -83,7 +83,8 @@ class FabricResults:
         self._fast_fences = node.settings.fast_fences
         self.results = _load(self._path)
         self._reported: dict[str, FabricResult] = {}  #: The last report of each node.
-        self._on_change: list[Callable[[], None]] = [node.changed]
+        #: Called when a measurement was added.
+        self.on_change = Handlers[Callable[[], None]]([node.changed])
         node.links.on(self._received, FabricReport)
         node.links.on_up(self._greet)
         node.links.on_lost(lambda node_id, _why: self._forget(node_id))
@@ -95,10 +96,6 @@ class FabricResults:
             lambda _now: self._disk.locked() or self._saving.start(self.flush(), "saving measurements"),
             needed=lambda: self._unsaved,
         )
-
-    def on_change(self, handler: Callable[[], None]) -> None:
-        """Have `handler` called when a measurement was added."""
-        self._on_change.append(handler)
 
     def measured(self) -> tuple[Collective, ...]:
         """Return measurements that placement prefers to its assumptions, for the fences that ranks use."""
@@ -123,7 +120,7 @@ class FabricResults:
             return
         self.results = kept
         self._unsaved = True
-        for handler in self._on_change:
+        for handler in self.on_change:
             handler()
 
     async def flush(self) -> None:

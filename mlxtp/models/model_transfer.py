@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..background import Background
-from ..cluster.links import ControlLink
+from ..cluster.links import ControlLink, Handlers
 from ..cluster.node import ClusterNode
 from ..errors import Code, MlxtpError, ModelError
 from ..wire.cluster_messages import MAX_STORED, ModelHeld, ModelsHere, StoredModel
@@ -33,26 +33,20 @@ class StoredModels:
         self.elsewhere: dict[str, tuple[StoredModel, ...]] = {}  #: By the node id of each other member.
         self._node = node
         self._here: tuple[StoredModel, ...] = ()
-        self._on_files: list[Callable[[str], None]] = []
-        self._on_change: list[Callable[[], None]] = []
+        #: Called with OWNER/NAME when its files on this disk have changed.
+        self.on_files = Handlers[Callable[[str], None]]()
+        #: Called when the list of models on this disk has changed.
+        self.on_change = Handlers[Callable[[], None]]()
         self._background = Background()
         node.links.on(self._receive, ModelsHere)
         node.links.on_up(lambda link: link.send(ModelsHere(self._here)))
         node.links.on_lost(self._lost)
         node.rounds.every(REPORT_S, lambda _now: self.refresh())
 
-    def on_files(self, handler: Callable[[str], None]) -> None:
-        """Have `handler` called with OWNER/NAME when its files on this disk have changed."""
-        self._on_files.append(handler)
-
-    def on_change(self, handler: Callable[[], None]) -> None:
-        """Have `handler` called when the list of models on this disk has changed."""
-        self._on_change.append(handler)
-
     def changed(self, name: str) -> None:
         """Report that files of OWNER/NAME on this disk have changed."""
         self.refresh()
-        for handler in self._on_files:
+        for handler in self.on_files:
             handler(name)
 
     def refresh(self) -> None:
@@ -87,7 +81,7 @@ class StoredModels:
         if found != self._here:
             self._here = found
             self._node.links.broadcast(ModelsHere(found))
-            for handler in self._on_change:
+            for handler in self.on_change:
                 handler()
 
     async def close(self) -> None:

@@ -35,6 +35,15 @@ def importing() -> Iterator[None]:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def installed(package: str) -> str:
+    """Return the version of an installed package; "" without it."""
+    import importlib.metadata
+
+    with suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return ""
+
+
 def metal_wheel() -> str:
     """Return the platform of the installed mlx-metal, such as "macosx_26_0_arm64"; "" without it.
 

@@ -18,7 +18,7 @@ from .. import __version__
 from ..client import AgentClient, agent_runs
 from ..config import FILE, Settings, home_folder, resolve_settings, shown
 from ..errors import Exit, UserError
-from ..imports import metal_wheel
+from ..imports import installed, metal_wheel
 from ..settings import JOIN, SETTINGS, Setting
 from .options import AsJson, Home
 from .printing import Console, home_of, print_answer, print_json
@@ -37,7 +37,7 @@ def version_facts(home: Path) -> dict[str, str]:
         "mlxtp": __version__,
         "python": f"{platform.python_version()} ({sys.executable})",
         "system": _system(),
-        **{name: _installed(name) for name in _needed()},
+        **{name: installed(name) or "not installed" for name in _needed()},
         "mlx-metal made for": metal_wheel() or "not installed",
         "installed in": str(Path(__file__).parent.parent),
         "home": str(home),
@@ -60,15 +60,6 @@ def _needed() -> list[str]:
     except PackageNotFoundError:
         return []
     return list(dict.fromkeys(match[0] for each in wanted if (match := _NAME.match(each))))
-
-
-def _installed(name: str) -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 # --- settings, and the place of each; reads only ---------------------------------------------------------

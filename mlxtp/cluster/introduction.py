@@ -7,13 +7,12 @@ import os
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 
 from ..config import Settings
 from ..errors import Code, MlxtpError, ProtocolError
 from ..identity.store import Identity
 from ..identity.validity import ClusterClock, accepts_ended, day, own_time
-from ..imports import metal_wheel
+from ..imports import installed, metal_wheel
 from ..wire.certificates import NodeIdentity, key_id, read_node
 from ..wire.cluster_messages import AgentHello, Beat, Machine, ModelStatus, Serving
 from ..wire.codecs import printable
@@ -103,7 +102,7 @@ _PER_RANK = ("MLX_RANK", "MLX_HOSTFILE", "MLX_IBV_DEVICES", "MLX_JACCL", "MLX_ME
 
 def versions_here() -> tuple[str, ...]:
     """Return the versions of packages that ranks must have in common, "name=version" each."""
-    return tuple(f"{package}={_version(package)}" for package in _PACKAGES)
+    return tuple(f"{package}={installed(package) or 'none'}" for package in _PACKAGES)
 
 
 def flags_of(settings: Settings, environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
@@ -116,16 +115,6 @@ def flags_of(settings: Settings, environment: Mapping[str, str] = os.environ) ->
     ]
     names = [name for name in environment if name.startswith("MLX_") and not name.startswith(_PER_RANK)]
     return tuple(flags + [f"{name}={environment[name]}" for name in sorted(names)])
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "none"
-
-
-# --- hellos ----------------------------------------------------------------------------------------------
 
 
 _BACK = "`mlxtp cluster leave` and `mlxtp node --join TOKEN` bring it back"

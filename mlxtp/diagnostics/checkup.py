@@ -37,7 +37,7 @@ from ..discovery.mdns import Network, addresses_up, announcing_addresses, send_s
 from ..errors import ConfigError, MlxtpError
 from ..gateway.admission import look_at_memory
 from ..identity.store import Identity, Store
-from ..imports import metal_wheel
+from ..imports import installed, metal_wheel
 from ..placement import hardware
 from ..placement import probe_macos as probes
 from ..placement.hardware import RunProbe, run_as_self, run_command
@@ -129,7 +129,7 @@ def software_here() -> Software:
         found[1] if (found := _FLOOR.search(str(distribution["Requires-Python"]))) else "",
         platform.machine(),
         program_here(),
-        tuple(Package(name, _installed(name), floor) for name, floor in floors(wanted, sys.platform)),
+        tuple(Package(name, installed(name), floor) for name, floor in floors(wanted, sys.platform)),
         metal_wheel(),
     )
 
@@ -149,13 +149,6 @@ def floors(wanted: Iterable[str], system: str) -> list[tuple[str, str]]:
         if parts and "extra" not in marker and (other is None or other[1] == system):
             found.append((parts[1], parts[2]))
     return found
-
-
-def _installed(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def program_here() -> str:

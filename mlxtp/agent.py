@@ -39,7 +39,7 @@ from .cluster.node import ClusterNode
 from .cluster.peer_reports import MachineReports, RoundTripTimes
 from .cluster.state_file import forget
 from .config import Settings, told
-from .errors import MANY_FILES, RAISE_FILES, Code, ConfigError, GroupError, MlxtpError, ModelError
+from .errors import MANY_FILES, RAISE_FILES, Code, ConfigError, GroupError, MlxtpError, ModelError, in_words
 from .gateway.admission import AdmissionLimits, FreeMemory, look_at_memory
 from .gateway.gateway import Gateway
 from .groups import boot_record, overview
@@ -470,13 +470,11 @@ def drain_on_signal(drain: Drain, within_s: float) -> None:
 @contextmanager
 def _own_home(home: Path) -> Iterator[None]:
     """Make the home folder, and lock it for this agent until its process ends."""
-    try:
+    with in_words(ConfigError, f"--home {home}"):
         make_folder(home)
         check_home(home, ("run", "lock", disk_cache.folder_in(home).name))
         make_folder(home / "run")
         lock = os.fdopen(os.open(home / "lock", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, FILE_MODE), "w")
-    except OSError as error:
-        raise ConfigError(f"--home {home}: {error.strerror or error}") from None
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -18,6 +18,8 @@ codes. A rank process that ends because of a code exits with `exit_status(code)`
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 
@@ -169,6 +171,15 @@ class UserError(MlxtpError):
     """The user's request cannot be met; the text says what to change."""
 
     code = Code.CONFIG
+
+
+@contextmanager
+def in_words(kind: type[UserError], words: str) -> Iterator[None]:
+    """Raise an OSError of the context as this kind of error, with these words before the system's."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{words}: {error.strerror or error}") from None
 
 
 class ConfigError(UserError):

@@ -25,7 +25,7 @@ from typing import Any
 from . import audit
 from .api.key_limits import TokenBucket
 from .api.request_context import current
-from .errors import ConfigError
+from .errors import ConfigError, in_words
 from .settings import AUDIT_LOG, KEPT_LOGS, MAX_LOG_BYTES
 from .wire.codecs import printable
 
@@ -40,7 +40,7 @@ class RotatingLog(RotatingFileHandler):
     """
 
     def __init__(self, path: str, option: str = "--log-file") -> None:
-        try:
+        with in_words(ConfigError, f"{option} {path}"):
             Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             super().__init__(
                 path,
@@ -49,8 +49,6 @@ class RotatingLog(RotatingFileHandler):
                 encoding="utf-8",
                 errors="backslashreplace",
             )
-        except OSError as error:
-            raise ConfigError(f"{option} {path}: {error.strerror or error}") from None
         self._failed = self._fails = False
 
     def _open(self) -> TextIOWrapper:

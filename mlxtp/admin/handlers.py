@@ -27,7 +27,7 @@ from ..config import (
     split_layers,
 )
 from ..diagnostics.checkup import Checkup
-from ..errors import Code, ConfigError, UserError
+from ..errors import Code, ConfigError, UserError, in_words
 from ..groups.groups import Drain, group_of
 from ..groups.machines import parallel_of
 from ..groups.selection import SelectionState
@@ -508,15 +508,13 @@ def announce(home: Path, url: str, key: str, certificate: str = "") -> None:
     """
     path = home / FILE
     draft = path.with_suffix(".draft")
-    try:
+    with in_words(ConfigError, f"--home {home}: {path.name} cannot be written"):
         draft.unlink(missing_ok=True)
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:
             found = {"url": url, "key": key, "certificate": certificate, "pid": os.getpid()}
             json.dump(found, file)
         draft.replace(path)
-    except OSError as error:
-        raise ConfigError(f"--home {home}: {path.name} cannot be written: {error.strerror}") from None
 
 
 class CacheHandlers:

@@ -30,7 +30,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from ..errors import Code, ConfigError, UserError
+from ..errors import Code, ConfigError, UserError, in_words
 from ..identity.private_files import FILE_MODE, MAX_BYTES, make_folder, read_private, write_private
 from .key_limits import CHALLENGE, CHAT, ON_REQUEST, ApiKey, KeyCounts, KeyUse, Refusal, outlived
 from .request_context import RequestContext, current, note_key
@@ -117,11 +117,9 @@ class KeyFile:
     @contextmanager
     def _changing(self) -> Iterator[list[ApiKey]]:
         """Yield the list of keys, then write it with the caller's changes. One process at a time."""
-        try:
+        with in_words(ConfigError, f"--home {self._home}"):
             make_folder(self._home)
             lock = os.fdopen(os.open(self._home / LOCK, os.O_WRONLY | os.O_CREAT, FILE_MODE), "w")
-        except OSError as error:
-            raise ConfigError(f"--home {self._home}: {error.strerror or error}") from None
         with lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             keys = list(self.load())

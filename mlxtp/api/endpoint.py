@@ -33,7 +33,7 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from ..config import Settings, is_host_name, is_loopback
-from ..errors import ConfigError
+from ..errors import ConfigError, in_words
 from ..identity.private_files import check_closed, read_private, write_private
 from .api_keys import KeyFile, KeyRing
 from .guard import Access
@@ -252,10 +252,8 @@ def _context(certificate: str, key: str) -> ssl.SSLContext:
 
 
 def _read(path: str, flag: str) -> bytes:
-    try:
+    with in_words(ConfigError, f"--{flag} {path}"):
         return Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"--{flag} {path}: {error.strerror or error}") from None
 
 
 def _read_key(path: str) -> bytes:

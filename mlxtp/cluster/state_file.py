@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError, RemoteProtocolError, UserError
+from ..errors import ConfigError, RemoteProtocolError, UserError, in_words
 from ..identity.private_files import write_private
 from ..wire.cluster_messages import MAX_MEMBERS, MAX_MODEL, Deployment, RosterEntry, RosterSaved
 from ..wire.codecs import U63, FieldCodec, holding, integer, record, records, text, texts
@@ -258,13 +258,11 @@ def forget(home: Path) -> None:
     Raises UserError when the file cannot be removed.
     """
     path = home / FILE
-    try:
+    with in_words(UserError, f"{path} of an earlier cluster cannot be removed"):
         if path.is_dir():
             _set_aside(path)
         path.unlink(missing_ok=True)
         (home / REMOVALS).unlink(missing_ok=True)
-    except OSError as error:
-        raise UserError(f"{path} of an earlier cluster cannot be removed: {error.strerror}") from None
 
 
 def _unusable(path: Path, why: object) -> str:
@@ -279,10 +277,8 @@ def _set_aside(path: Path) -> Path:
     number = 1
     while (aside := path.with_name(f"{path.name}.unusable-{number}")).exists():
         number += 1
-    try:
+    with in_words(UserError, f"{path} cannot be used, nor renamed"):
         path.replace(aside)
-    except OSError as error:
-        raise UserError(f"{path} cannot be used, nor renamed: {error.strerror}") from None
     return aside
 
 

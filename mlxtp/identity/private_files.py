@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from ..errors import ConfigError, UserError
+from ..errors import ConfigError, UserError, in_words
 
 FILE_MODE = 0o600
 FOLDER_MODE = 0o700
@@ -69,19 +69,15 @@ def make_private_folder(folder: Path) -> None:
 
     Raises ConfigError as `check_private_folder` does.
     """
-    try:
+    with in_words(ConfigError, f"{folder} cannot be made"):
         make_folder(folder)
-    except OSError as error:
-        raise ConfigError(f"{folder} cannot be made: {error.strerror}") from None
     check_private_folder(folder)
 
 
 def check_private_folder(folder: Path) -> None:
     """Raise ConfigError, with what to do, when others may read `folder` or it is no folder of ours."""
-    try:
+    with in_words(ConfigError, f"{folder} cannot be read"):
         status = folder.lstat()
-    except OSError as error:
-        raise ConfigError(f"{folder} cannot be read: {error.strerror}") from None
     if not stat.S_ISDIR(status.st_mode):
         raise ConfigError(f"{folder} is not a folder; move it away")
     _check_owner(folder, status)
@@ -121,10 +117,8 @@ def read_private(path: Path, if_read: str = "remove this Mac from its cluster") 
 
 def write_private(path: Path, data: bytes) -> None:
     """Write the whole file as `write_whole` does, for its owner only. Raises ConfigError if it cannot."""
-    try:
+    with in_words(ConfigError, f"{path} cannot be written"):
         write_whole(path, data)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def write_whole(path: Path, data: bytes, mode: int = FILE_MODE) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from ..errors import ConfigError, MlxtpError, ProtocolError, UserError
+from ..errors import ConfigError, MlxtpError, ProtocolError, UserError, in_words
 from ..wire.certificates import (
     Authority,
     MemberCertificates,
@@ -245,11 +245,9 @@ class Store:
         make_private_folder(fresh)
         write_private(fresh / NODE_ID, f"{secrets.token_hex(NODE_ID_BYTES)}\n".encode())
         write_private(fresh / NODE_KEY, key_to_pem(new_key()))
-        try:
+        with in_words(ConfigError, f"{self.folder} cannot be made"):
             fresh.rename(self.folder)
             sync_folder(self.folder.parent)
-        except OSError as error:
-            raise ConfigError(f"{self.folder} cannot be made: {error.strerror}") from None
 
     def _write_membership(self, membership: MemberCertificates) -> None:
         write_private(self.folder / MEMBER, membership.to_pem())

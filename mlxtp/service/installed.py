@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ..client import AgentClient
 from ..config import default_home, home_folder
-from ..errors import UserError, why_not_written
+from ..errors import UserError, in_words, why_not_written
 from .managers import (
     CommandResult,
     Launchd,
@@ -154,10 +154,8 @@ def _write(step: Write) -> None:
 
 def _remove(step: Remove) -> None:
     path = Path(step.path)
-    try:
+    with in_words(UserError, f"{path} cannot be removed"):
         path.unlink(missing_ok=True)
-    except OSError as error:
-        raise UserError(f"{path} cannot be removed: {error.strerror}") from None
 
 
 def not_ours(path: str) -> UserError:

@@ -215,7 +215,7 @@ class PeerLinks:
         #: Called with each new link, for instance to send this node's state over it.
         self.on_up = Handlers[Callable[[ControlLink], None]]()
         #: Called with the id of a node whose last link has ended, and the reason.
-        self.on_lost = Handlers[Callable[[str, str], None]]()
+        self.on_lost = Handlers[Callable[[str, str], object]]()
         #: Reply type and future of each open request, by the node and the nonce.
         self._open: dict[tuple[str, bytes], tuple[type[Message], asyncio.Future[Any]]] = {}
         self.refused = Refusals()

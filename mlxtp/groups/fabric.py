@@ -87,7 +87,7 @@ class FabricResults:
         self.on_change = Handlers[Callable[[], None]]([node.changed])
         node.links.on(self._received, FabricReport)
         node.links.on_up(self._greet)
-        node.links.on_lost(lambda node_id, _why: self._forget(node_id))
+        node.links.on_lost(lambda node_id, _why: self._reported.pop(node_id, None))
         self._unsaved = False
         self._saving = Background()
         self._disk = asyncio.Lock()
@@ -142,9 +142,6 @@ class FabricResults:
         result = FabricResult(*(getattr(message, name) for name in FabricResult.__match_args__))
         self._reported[link.node_id] = result
         self.keep(result)
-
-    def _forget(self, node_id: str) -> None:
-        self._reported.pop(node_id, None)
 
 
 def report(result: FabricResult) -> FabricReport:

@@ -40,7 +40,7 @@ class StoredModels:
         self._background = Background()
         node.links.on(self._receive, ModelsHere)
         node.links.on_up(lambda link: link.send(ModelsHere(self._here)))
-        node.links.on_lost(self._lost)
+        node.links.on_lost(lambda node_id, _why: self.elsewhere.pop(node_id, None))
         node.rounds.every(REPORT_S, lambda _now: self.refresh())
 
     def changed(self, name: str) -> None:
@@ -70,9 +70,6 @@ class StoredModels:
 
     def _receive(self, link: ControlLink, message: ModelsHere) -> None:
         self.elsewhere[link.node_id] = message.models
-
-    def _lost(self, node_id: str, _why: str) -> None:
-        self.elsewhere.pop(node_id, None)
 
     async def _list(self) -> None:
         here = await asyncio.to_thread(revisions_here)

@@ -269,13 +269,14 @@ def _ask(request: ResponseRequest, store: ResponseStore, client: str) -> Generat
     tools = unfold([*given_tools, *tools_of_items(items, len(before), given_tools)])
     items = still_meant(items)
     offered, choice = tool_choice(request.tool_choice, tools)
+    effort = request.reasoning.effort if request.reasoning is not None else None
     conversation = Conversation(
         turns_of(request.instructions, items, tools),
         tuple([tool.function(name) for name, tool in offered.items()]),
         choice,
         request.parallel_tool_calls is not False,
-        _thinking(request.reasoning),
-        _template_options(request.reasoning),
+        None if effort is None else effort != "none",
+        {} if effort is None else {"reasoning_effort": effort},  # for templates with levels of it
     )
     given = request.text.format if request.text is not None else None
     format_ = None if given is None else _understood(given)
@@ -440,15 +441,6 @@ def _format(given: Json | None) -> Json | None:
             raise wrong("text.format.schema", "a JSON schema, an object", rest.get("schema"))
         case _:
             return given
-
-
-def _thinking(reasoning: ReasoningSettings | None) -> bool | None:
-    return None if reasoning is None or reasoning.effort is None else reasoning.effort != "none"
-
-
-def _template_options(reasoning: ReasoningSettings | None) -> Json:
-    """Return options for the templates of models with levels of effort."""
-    return {} if reasoning is None or reasoning.effort is None else {"reasoning_effort": reasoning.effort}
 
 
 def _user(request: ResponseRequest) -> str:

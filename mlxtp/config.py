@@ -169,7 +169,7 @@ def embedded_model_path() -> Path:
 
 def resolve_settings(
     flags: Mapping[str, object | None],
-    environment: Mapping[str, str] | None = None,
+    environment: Mapping[str, str] = os.environ,
     defaults: Mapping[str, object] | None = None,
     refuse: Refuse = _raise,
 ) -> Settings:
@@ -179,7 +179,6 @@ def resolve_settings(
     An empty variable counts as not set. Raises ConfigError naming the place of a wrong value; or passes the
     error to `refuse`, and the value counts as not set.
     """
-    environment = os.environ if environment is None else environment
     flags = {key: value for key, value in flags.items() if value is not None}
     home = home_folder(flags.get("home"), environment, (defaults or {}).get("home"))
     chosen = (
@@ -259,14 +258,13 @@ def told(settings: Settings) -> dict[str, Any]:
 
 
 def resolve_join(
-    flag: str | None, read_line: Callable[[], str], environment: Mapping[str, str] | None = None
+    flag: str | None, read_line: Callable[[], str], environment: Mapping[str, str] = os.environ
 ) -> str | None:
     """Return the value of `Settings.join`, from the value of --join (None = not given) and MLXTP_JOIN.
 
     "-" is a token on standard input, whose first line `read_line` returns. Neither it nor the variable shows
     in the list of processes, or in a shell's history. Raises ConfigError when standard input has no token.
     """
-    environment = os.environ if environment is None else environment
     if flag == "-":
         if not (token := read_line().strip()):
             raise ConfigError("--join -: there is no token on standard input; `mlxtp token` makes one")
@@ -275,13 +273,12 @@ def resolve_join(
 
 
 def home_folder(
-    flag: object = None, environment: Mapping[str, str] | None = None, default: object = None
+    flag: object = None, environment: Mapping[str, str] = os.environ, default: object = None
 ) -> Path:
     """Return the home that --home or MLXTP_HOME names, else `default`, else the user's own. Reads no file.
 
     Raises ConfigError for a path that begins with the ~ of an unknown user.
     """
-    environment = os.environ if environment is None else environment
     named = environment.get("MLXTP_HOME")
     where = "--home" if flag else "MLXTP_HOME" if named else "the home"
     return expanded(flag or named or default or default_home(), where)

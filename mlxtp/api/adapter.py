@@ -153,7 +153,6 @@ class AnswerWriter(Protocol):
         return b""
 
     def write(self, event: AnswerEvent) -> bytes: ...
-
     def close(self) -> bytes:
         """Return the last part, after every choice has had its `Finish`."""
         ...
@@ -180,19 +179,15 @@ class Dialect(Protocol):
 
     @property
     def names(self) -> Mapping[str, str]: ...
-
     @property
     def too_long(self) -> str: ...
-
     @property
     def media_type(self) -> str: ...
-
     def whole(self, about: About, wholes: Sequence[WholeAnswer]) -> Json:
         """Return the body of an answer that is not streamed. `wholes` has one entry for each choice."""
         ...
 
     def writer(self, about: About) -> AnswerWriter: ...
-
     def error(self, error: MlxtpError, status: int) -> Json:
         """Return the body of a refusal with this HTTP status: OpenAI's, unless a dialect has its own."""
         return error_body_of(error)

@@ -366,7 +366,6 @@ class Adapter(Dialect, Protocol):
 
     @property
     def prefixes(self) -> tuple[str, ...]: ...
-
     @property
     def operations(self) -> Sequence[Operation]:
         """Entries of its endpoints in `/openapi.json`."""

@@ -61,8 +61,7 @@ class RequestContext:
     @property
     def prompt_tokens(self) -> int:
         """Tokens of its prompts. A prompt with several answers counts once."""
-        prompts = {id(answer.prompt): len(answer.prompt) for answer in self.answers}
-        return sum(prompts.values())
+        return sum({id(answer.prompt): len(answer.prompt) for answer in self.answers}.values())
 
     @property
     def cached_tokens(self) -> int | None:

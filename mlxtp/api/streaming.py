@@ -10,8 +10,8 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
-from contextlib import aclosing, suppress
-from typing import Any, Protocol, TypeVar
+from contextlib import AsyncExitStack, aclosing, suppress
+from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -39,10 +39,6 @@ T = TypeVar("T")
 PARTS_AT_ONCE = 16  # parts of one answer before other tasks may run
 
 COMMENT = b": mlxtp\n\n"  # a server-sent event without content
-
-
-class Closable(Protocol):
-    async def aclose(self) -> None: ...
 
 
 class ClientGone(Exception):
@@ -77,7 +73,7 @@ class AnswerStream(Response):
     def __init__(
         self,
         parts: AsyncGenerator[bytes],
-        source: Closable,
+        source: AsyncGenerator[Any] | AsyncExitStack,
         keep_alive_s: float,
         idle: Callable[[], bytes],
         media_type: str,

@@ -30,8 +30,7 @@ def list_(home: Home = None, as_json: AsJson = False) -> None:
     A group's owner, the Mac of its rank 0, knows about its memory. The disk is listed also while no agent
     runs.
     """
-    folder = home_of(home)
-    print_answer(_kept(folder), as_json, _listed)
+    print_answer(_kept(home_of(home)), as_json, _listed)
 
 
 @commands.command()

@@ -175,8 +175,7 @@ def drain(
 
     It accepts no new ones; other Macs go on if they can.
     """
-    cut = drain_agent(home_of(home), within)
-    print_answer({"ended": True, "cut": cut}, as_json, _drained)
+    print_answer({"ended": True, "cut": drain_agent(home_of(home), within)}, as_json, _drained)
 
 
 def drain_agent(folder: Path, within: str | None) -> int:

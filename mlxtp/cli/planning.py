@@ -192,6 +192,10 @@ def read_machines_file(path: Path) -> tuple[MemberMachine, ...]:
         ) from None
 
 
+def _request(workload: Workload) -> str:
+    return f"request: {workload.name}, {workload}; first token: after {LONG_PROMPT:,} in"
+
+
 def _read_object(path: Path) -> dict[str, Any]:
     try:
         return table(path, MAX_INDEX_BYTES)
@@ -259,10 +263,7 @@ def show(made: Placement, shape: ModelShape, console: Console) -> None:
         row = dict(zip(_COLUMNS, cells(one, made.workload), strict=True))
         table.add_row(*(escape(row[column]) for column in columns), style=_COLOURS[one.verdict])
     console.print(table)
-    console.print(
-        f"request: {made.workload.name}, {made.workload}; first token: after {LONG_PROMPT:,} in",
-        style="dim",
-    )
+    console.print(_request(made.workload), style="dim")
     if not wide:
         reasons: dict[tuple[str, str], list[str]] = {}
         for one in shown:
@@ -481,10 +482,7 @@ def _show(
         columns = times(chosen, options.workload) if chosen else ("", "", "")
         table.add_row(escape(one.shape.name), escape(names), *columns)
     console.print(table)
-    console.print(
-        f"request: {options.workload.name}, {options.workload}; first token: after {LONG_PROMPT:,} in\n",
-        style="dim",
-    )
+    console.print(f"{_request(options.workload)}\n", style="dim")
     parts = ("GB for ranks", "weights", "KV caches", "headroom", "free")
     table = table_of("Mac", *parts, right=parts, wrapped=("Mac",))
     for mac in macs:

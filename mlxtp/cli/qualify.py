@@ -343,8 +343,7 @@ def kill(bed: Bed) -> list[Row]:
     bed.say("streams while a rank is killed")
     before = free_bytes()
     epoch = group_of(bed)["epoch"]
-    pid = own_rank(bed)
-    killed = threading.Timer(STREAM_S / 4, os.kill, (pid, signal.SIGKILL))
+    killed = threading.Timer(STREAM_S / 4, os.kill, (own_rank(bed), signal.SIGKILL))
     killed.start()
     longest, wrong, count = counting(bed.agent, time.monotonic() + STREAM_S)
     killed.join()

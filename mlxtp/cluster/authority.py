@@ -335,8 +335,7 @@ class Rotation:
                 f"the authority is being rotated: the former one ends on {day(ends_at(held))}, or once all "
                 "members have moved; `mlxtp cluster members` shows which have. --at-once ends it now"
             )
-        clock = node.peer_info.clock
-        self._follow(self._store.rotate(clock.now(), at_once=at_once))
+        self._follow(self._store.rotate(node.peer_info.clock.now(), at_once=at_once))
         ends = "at once" if at_once else f"on {day(ends_at(self._membership))} at the latest"
         words = f"{node.name} made another authority for the cluster; the former one ends {ends}"
         about = {"by": node.name, "node_id": node.node_id, "at_once": at_once}

@@ -239,8 +239,7 @@ def _noted(machine: Machine, about: str) -> Iterator[Finding]:
 
 def _unread(machine: Machine, commands: tuple[str, ...]) -> str:
     """Return the notes of these commands about what they left unknown; "" if there are none."""
-    told = [each for each in machine.notes if each.partition(": ")[0] in commands]
-    return "; ".join(told)
+    return "; ".join([each for each in machine.notes if each.partition(": ")[0] in commands])
 
 
 # --- memory, disk, files ---------------------------------------------------------------------------------

@@ -126,8 +126,7 @@ def recorder_memory(path: Path) -> tuple[int, Path] | None:
 
 def recording_file(path: Path) -> int:
     """Make the memory for a rank's recorder. Its descriptor outlives its name. Raises OSError."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, FILE_MODE)
-    return _filled(descriptor, path)
+    return _filled(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, FILE_MODE), path)
 
 
 def _anonymous() -> tuple[int, Path]:

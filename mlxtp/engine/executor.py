@@ -337,8 +337,7 @@ class RankExecutor:
             self.caches = CacheKind(self.loaded.model, command.kv_bits, self.loaded.stage)
             if mx.metal.is_available():
                 chunk = bounded(command.prefill_chunk, large_buffers=self.bootstrap.large_buffers)
-                first = partial(self._first_forwards, chunk)
-                run_alone(self.loaded, self._group.size, first)
+                run_alone(self.loaded, self._group.size, partial(self._first_forwards, chunk))
         except MlxtpError as error:
             refused = Error(error.code, error.detail, 0)
         finally:

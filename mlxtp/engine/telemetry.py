@@ -66,8 +66,7 @@ class Recorder:
     @classmethod
     def at(cls, path: Path) -> Self:
         """Open a recorder in the agent's file `path`. Raises OSError."""
-        descriptor = os.open(path, os.O_RDWR | os.O_APPEND)
-        return cls(descriptor)
+        return cls(os.open(path, os.O_RDWR | os.O_APPEND))
 
     def catch_crashes(self) -> None:
         """Write all stacks at a fatal signal, and the main thread's at SIGTERM.

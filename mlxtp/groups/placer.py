@@ -215,8 +215,7 @@ class Placer:
 
     def is_scarce(self, chosen: Candidate) -> bool:
         """Return whether a group over RDMA may take the last formation of a device of it."""
-        links = links_of(chosen.ranks, chosen.rdma)
-        return runs_short(links, self._node.peer_info.machines)
+        return runs_short(links_of(chosen.ranks, chosen.rdma), self._node.peer_info.machines)
 
     def leave_out(
         self,

@@ -95,9 +95,7 @@ class Watcher(Protocol):
     """Receiver of a rank's messages and failures."""
 
     def received_pong(self, rank: int, pong: Pong) -> None: ...
-
     def report(self, report: FailureReport) -> None: ...
-
     def emitted(self, event: RequestEvent) -> None:
         """Take an event of rank 0."""
 

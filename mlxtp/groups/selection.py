@@ -202,8 +202,7 @@ class ModelSelection:
         servable = selected.servable
         if servable is None or servable.folder is None:
             return "its files are not here"
-        have = {self._node.node_id, *self._who_have(servable.name)}
-        return self._no_place(selected, have)
+        return self._no_place(selected, {self._node.node_id, *self._who_have(servable.name)})
 
     def _no_place(self, selected: SelectedModel, only: Container[str] | None = None) -> str:
         """Return why no Macs, or none of `only`, can serve the model, if they served nothing else."""

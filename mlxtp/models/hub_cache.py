@@ -347,8 +347,7 @@ class Repo:
 
     def keep(self, manifest: Manifest) -> None:
         """Store the manifest of files that are to come. Raises OSError."""
-        path = self.folder / FOLDER / f"{manifest.revision}.json"
-        _write(path, to_bytes(manifest))
+        _write(self.folder / FOLDER / f"{manifest.revision}.json", to_bytes(manifest))
         (self.folder / "blobs").mkdir(exist_ok=True)
 
     def check_room(self, manifest: Manifest) -> None:

@@ -218,7 +218,6 @@ class Renderer(Protocol):
 
     @property
     def facts(self) -> RendererFacts: ...
-
     def render(
         self, messages: Sequence[Json], tools: Sequence[Json], options: Json, *, prompting: bool
     ) -> str:
@@ -494,8 +493,7 @@ class SandboxedRenderer:
         self, messages: Sequence[Json], tools: Sequence[Json], options: Json, *, prompting: bool
     ) -> str:
         plain = [dict(message) for message in messages]
-        work = [plain, list(tools), dict(options), prompting]
-        return read_text(*self._reply(work))
+        return read_text(*self._reply([plain, list(tools), dict(options), prompting]))
 
     def encode(self, text: str, *, special: bool) -> tuple[int, ...]:
         return read_ids(*self._reply([text, special]))

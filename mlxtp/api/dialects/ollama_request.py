@@ -341,8 +341,7 @@ def _text(message: OllamaMessage, where: str, *, own: bool) -> str:
         raise not_supported(f"{where}.images is not supported: only text is understood", f"{where}.images")
     images = [{"type": "image"}] * len(message.images or ())
     content = "" if message.content is None else message.content
-    text = content_text(content, f"{where}.content", strict=own)
-    return lines([text, content_text(images)])
+    return lines([content_text(content, f"{where}.content", strict=own), content_text(images)])
 
 
 def _answered(message: OllamaMessage, unanswered: list[Call]) -> Call:

@@ -174,8 +174,7 @@ class ToolCallOutput:
 def tool_call(about: About, place: str, call_id: str, name: str) -> ToolCallOutput:
     """Return the item of a call. `name` is the model's; the item has the client's."""
     wanted: ResponsesAnswerOptions = about.ask.dialect
-    tool = called(name, wanted.tools)
-    return ToolCallOutput(place, call_id, tool)
+    return ToolCallOutput(place, call_id, called(name, wanted.tools))
 
 
 def _output_text(text: str, logprobs: Sequence[Json] = ()) -> Json:

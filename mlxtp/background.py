@@ -115,6 +115,7 @@ TURN_S = 1.0
 TURNS = 30  # periods without any sign of the loop
 REPORT_S = 5.0  # seconds for the agent's stacks
 _QUIET_S = 0.2  # seconds without any more of them
+_MOST_BYTES = 1 << 20  # of them, also while another process asks for them without end
 _JSON = {"time": "%(asctime)s", "level": "critical", "logger": "%(name)s", "message": "%(message)s"}
 
 
@@ -183,7 +184,9 @@ def _stacks_of(pid: int, stacks: int, report_s: float) -> list[str]:
     """Return the lines that `faulthandler` writes in a process; none after `report_s`."""
     os.kill(pid, signal.SIGUSR1)
     found, wait_s = b"", report_s
-    while select.select([stacks], [], [], wait_s)[0] and (more := os.read(stacks, 65536)):
+    while len(found) < _MOST_BYTES and select.select([stacks], [], [], wait_s)[0]:
+        if not (more := os.read(stacks, 65536)):
+            break
         found, wait_s = found + more, _QUIET_S
     return found.decode(errors="replace").splitlines()
 

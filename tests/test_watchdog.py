@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from mlxtp import background
 from mlxtp.background import watched_loop
 
 from .live_cluster import WAIT_S
@@ -80,6 +83,24 @@ def test_a_signal_of_another_process_stops_nothing() -> None:
     program = STUCK.format(hold="", watched="").replace("here_it_stands()\nasyncio", many + "\nasyncio")
     program = [sys.executable, "-c", "import os, signal" + program]
     assert subprocess.run(program, timeout=WAIT_S, check=False).returncode == 0
+
+
+def test_stacks_without_end_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "kill", lambda *_: None)
+    reading, writing = os.pipe()
+
+    def write() -> None:
+        with contextlib.suppress(BrokenPipeError):
+            for _ in range(64):
+                os.write(writing, b"x\n" * (1 << 16))
+        os.close(writing)
+
+    asked = threading.Thread(target=write)
+    asked.start()
+    lines = background._stacks_of(0, reading, 1.0)
+    os.close(reading)
+    asked.join()
+    assert (1 << 19) <= len(lines) < (1 << 20)
 
 
 def test_it_says_so_in_the_agent_s_log(tmp_path: Path) -> None:

@@ -441,7 +441,7 @@ def _removed(answer: Mapping[str, Any]) -> list[str]:
         )
     if problem := answer.get("problem"):
         lines.append(
-            f"{problem}. {' and '.join(answer['saved_by'])} has the removal on disk; free space here"
+            f"{problem}. The removal is on the disk of {' and '.join(answer['saved_by'])}; free space here"
         )
     if answer["others"] and not answer["saved_by"]:
         lines.append("no other Mac has this on its disk yet; keep this one on until `mlxtp status` shows one")

@@ -649,7 +649,10 @@ def test_whom_a_removed_mac_let_in_is_named(agent: Agent) -> None:
         assert lines[2].startswith("mini and air [x] held the cluster's authority and may still have its key")
         answer |= {"problem": "state.json [x] cannot be written", "held_authority": []}
         lines = mlxtp(agent.home, "cluster", "remove", "mini").output.splitlines()
-        assert lines[2] == "state.json [x] cannot be written. studio has the removal on disk; free space here"
+        assert (
+            lines[2]
+            == "state.json [x] cannot be written. The removal is on the disk of studio; free space here"
+        )
     finally:
         del agent.admin.answers["remove"]
 

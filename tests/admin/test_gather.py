@@ -64,7 +64,7 @@ def test_an_agent_that_has_just_begun_knows_little_and_says_so(tmp_path: Path) -
 def test_an_epoch_from_its_beginning_to_its_end(tmp_path: Path, source: ModelSource) -> None:
     async def story(stage: Stage) -> None:
         parts = replace(alone(tmp_path / "alone"), gateway=stage.gateway)
-        parts.node.desired._handlers.remove(parts.models.resolve)
+        parts.node.desired.on_change.remove(parts.models.resolve)
         parts.node.desired.serve("tiny", keep_s=PINNED)
         parts.groups.shown.supervisor = stage.supervisor
         stage.gateway._health = partial(health, parts.node, parts.groups, stage.gateway)

@@ -469,7 +469,7 @@ def test_files_are_repaired_while_no_rank_here_has_them_open(
 
     async def story(node: Node) -> None:
         cluster, admin = node.parts, Admin(node.parts, member.store)
-        cluster.node.desired._handlers.remove(cluster.models.resolve)
+        cluster.node.desired.on_change.remove(cluster.models.resolve)
         cluster.node.desired.serve(NAME, keep_s=PINNED)
         with pytest.raises(UserError, match="cannot be removed: the cluster serves it, or is about to"):
             admin.models.removable(NAME, "")

@@ -211,7 +211,7 @@ def serving(loaded: Loaded, home: Path, access: Access | None = None) -> Iterato
 async def deployed(home: Path) -> AgentParts:
     """Return the parts of an agent that has one deployment, whose model it does not look for."""
     parts = alone(home)
-    parts.node.desired._handlers.remove(parts.models.resolve)
+    parts.node.desired.on_change.remove(parts.models.resolve)
     parts.node.desired.serve(DEPLOYMENT, keep_s=PINNED)
     assert parts.groups.shown.scope.group == GROUP
     return parts

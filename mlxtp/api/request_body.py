@@ -232,7 +232,6 @@ class Body:
 
     def __init__(self, bodies: Bodies) -> None:
         self.size = 0  # bytes
-        self.limit = asyncio.timeout(bodies.body_s)
         self._bodies = bodies
         account = current()
         self._client = account.key_hash or account.origin if account is not None else ""
@@ -240,8 +239,7 @@ class Body:
         self._parts: list[bytes] = []
         self._data = b""
         self._slow_at = time.monotonic() + RATE_S  # when it is too slow, if nothing comes before
-        #: Words of the refusal when `limit` is over.
-        self.late = f"the body was not complete within {bodies.body_s:g} s"
+        self.late: RequestError | None = None  # why it gave way, if that is because it was slow
 
     async def parsed(self, parse: Callable[[bytes], T], *, slow: bool = False) -> T:
         """Return the result of `parse` for the whole body, once. Raises as it does.
@@ -276,7 +274,7 @@ class Body:
         """Take room for `size` bytes in all; False where there is too little.
 
         Bodies that are too slow give way, then those that began later. Otherwise, many simultaneous bodies
-        would all be refused.
+        would all be refused. What comes of them from then on is discarded.
         """
         bodies, more = self._bodies, max(size - SHORT - self._taken, 0)
         if self not in bodies.coming:
@@ -293,9 +291,8 @@ class Body:
         while not self._has_room(more) and slow:
             given_up = slow.pop(0)
             given_up._give_way()
-            if not given_up.limit.expired():
-                given_up.late = f"the body came at less than {LEAST_RATE} bytes a second while others waited"
-                given_up.limit.reschedule(0)
+            words = f"the body came at less than {LEAST_RATE} bytes a second while others waited"
+            given_up.late = RequestError(words, status=408)
         later = [each for each in coming[coming.index(self) + 1 :] if each._taken]
         if not self._has_room(more, later):
             later = [self]
@@ -333,7 +330,7 @@ class Body:
         self._parts.clear()
         plain = self._data.isascii() and b"\\u" not in self._data
         if refused is None and not self._take(size if plain else WIDE * size):
-            refused = RequestError(
+            refused = self.late or RequestError(
                 "the bodies of other requests leave no room; retry later", Code.OVERLOADED, status=503
             )
         if refused is not None:
@@ -360,10 +357,11 @@ class Bodies:
         self.coming.append(body)
         try:
             try:
-                async with body.limit:
+                async with asyncio.timeout(self.body_s):
                     await body.read(request, self._limit)
             except TimeoutError:
-                raise RequestError(body.late, status=408) from None
+                words = f"the body was not complete within {self.body_s:g} s"
+                raise body.late or RequestError(words, status=408) from None
             finally:
                 with suppress(ValueError):  # it gave way
                     self.coming.remove(body)

@@ -213,7 +213,7 @@ def test_abandoned_bodies_take_at_most_the_memory_of_their_bound(agent: Agent) -
             return Counter(reply.status_code for reply in crowd.result())
 
     statuses = asyncio.run(story())
-    assert set(statuses) <= {200, 400, 422, 503}
+    assert set(statuses) <= {200, 400, 408, 422, 503}, "408 for what comes slowly, as all of them may"
     assert statuses[503], "the surplus is told to come again"
     assert most - idle < ROOM_BYTES
     wait(lambda: agent.chat() == SECRET, "it serves on", agent)

@@ -523,6 +523,7 @@ def test_a_body_that_trickles_gives_its_room_to_one_that_needs_it(
             await stalled.send(b" ")
         await other.send(body_of(len(large)) + large)
         assert (await other.read()).startswith(b"HTTP/1.1 200 ")
+        await stalled.send(b" " * (300_000 - 230_003))  # it hears why, although it still sends
         head, _, body = (await stalled.rest()).partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 408 ")
         assert "65536 bytes a second" in json.loads(body)["error"]["message"]

@@ -12,8 +12,15 @@ from ..hosts import Hosts, requires_namespaces
 from .agents import Agent, serving, wait
 
 TRIES = (
-    *("kernels", "speed", "exact answers, one Mac", "exact answers, pipeline", "exact answers, tensor"),
-    *("links", "links after a pause", "watts", "kill of the rank on this Mac", "memory after an epoch"),
+    *(
+        "kernels",
+        "speed",
+        "exact answers, one Mac",
+        "watts",
+        "exact answers, pipeline",
+        "exact answers, tensor",
+    ),
+    *("links", "links after a pause", "kill of the rank on this Mac", "memory after an epoch"),
     "kill of the agent on this Mac",
 )
 

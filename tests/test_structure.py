@@ -202,6 +202,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "values": frozenset({"errors"}),
     "background": frozenset(),
     "chunks": frozenset({"wire"}),
+    "description": frozenset(),
     "free_memory": frozenset(),
     "sandbox": frozenset({"errors"}),
     "settings": frozenset({"values"}),
@@ -214,6 +215,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
         {
             "admission_counter",
             "chunks",
+            "description",
             "errors",
             "free_memory",
             "model_config",

@@ -52,6 +52,7 @@ class CollectiveCounter:
     paused = False
     #: Size of the group whose other ranks are left out, see `alone`; 0 for none.
     alone_of = 0
+    left_out = 0  #: Collectives that were left out so.
 
     def __init__(self) -> None:
         self.count = 0
@@ -73,6 +74,7 @@ class CollectiveCounter:
     def _counted(self, name: str, collective: Any) -> Any:
         def counted(*args: Any, **kwargs: Any) -> Any:
             if ranks := CollectiveCounter.alone_of:
+                CollectiveCounter.left_out += 1
                 return _own_part(name, args[0], ranks)
             counts = not CollectiveCounter.paused
             self._sent += counts and name == "send"

@@ -58,7 +58,7 @@ class _Reached(Exception):
 
 
 @dataclass(slots=True)
-class _Layer:
+class LayerTrace:
     """Facts of one layer, from a forward that is never computed."""
 
     caches: tuple[int, ...]  # numbers of those that it is given
@@ -88,7 +88,7 @@ class Stage:
         self.end = self.first + split[rank]
         self.given: mx.array | None = None
         self._empty: list[Any] = make_prompt_cache(model)
-        facts = _trace(model, self._empty)
+        facts = trace_layers(model, self._empty)
         spans = [(sum(split[each + 1 :]), sum(split[each:])) for each in range(self.ranks)]
         owned = [self._owned(facts, *span) for span in spans]
         self._own = owned[rank]
@@ -119,20 +119,20 @@ class Stage:
 
     # --- the cut -------------------------------------------------------------------------------------
 
-    def _owned(self, facts: Sequence[_Layer], first: int, end: int) -> list[int]:
+    def _owned(self, facts: Sequence[LayerTrace], first: int, end: int) -> list[int]:
         """Return the numbers of the caches of a stage's layers. The embedding has those that no layer has."""
         layers = [set(layer.caches) for layer in facts]
         own = set().union(*layers[first:end])
         return sorted(own | (set(range(len(self._empty))).difference(*layers) if not first else set()))
 
-    def _check(self, facts: Sequence[_Layer]) -> None:
+    def _check(self, facts: Sequence[LayerTrace]) -> None:
         for at in range(self.first, self.end):
             if beyond := [other for other in facts[at].needs if other < self.first]:
                 raise ModelError(
                     f"layer {at} reads results of layer {beyond[0]}; give one rank both",
                     Code.MODEL_UNSUPPORTED,
                 )
-        counting = any(_counts(self._empty[number]) for number in self._own)
+        counting = any(counts_positions(self._empty[number]) for number in self._own)
         if not self._own or (any(layer.counted for layer in facts) and not counting):
             raise ModelError(
                 f"layers {self.first} to {self.end - 1} have no cache that counts positions, and this model "
@@ -140,7 +140,7 @@ class Stage:
                 Code.MODEL_UNSUPPORTED,
             )
 
-    def _cut(self, model: Any, facts: Sequence[_Layer]) -> None:
+    def _cut(self, model: Any, facts: Sequence[LayerTrace]) -> None:
         for at, layer in enumerate(model.layers):
             if self.first <= at < self.end:
                 change(layer, self._own_layer(type(layer), at))
@@ -196,7 +196,9 @@ class Stage:
         if number in self._own:
             return self._own.index(number)
         same = [place for place, cache in enumerate(own) if _kind(cache) == _kind(wanted)]
-        alike = [place for place, cache in enumerate(own) if _counts(cache) and _counts(wanted)]
+        alike = [
+            place for place, cache in enumerate(own) if counts_positions(cache) and counts_positions(wanted)
+        ]
         return next(iter([*same, *alike]), None)
 
     def _for_all(self, own: list[Any]) -> list[Any]:
@@ -207,10 +209,10 @@ class Stage:
         ]
 
 
-def _trace(model: Any, empty: Sequence[Any]) -> list[_Layer]:
+def trace_layers(model: Any, empty: Sequence[Any]) -> list[LayerTrace]:
     """Return facts of the layers. Raises ModelError (MODEL_UNSUPPORTED) when they are no plain list."""
     caches, layers = deepcopy(list(empty)), list(model.layers)
-    facts: dict[int, _Layer] = {}
+    facts: dict[int, LayerTrace] = {}
     makers: dict[int, int] = {}  # id of a result -> its layer
     results: list[Any] = []  # alive, so that no two have the same id
     rows = (3, 1)  # of tokens
@@ -234,18 +236,20 @@ def _trace(model: Any, empty: Sequence[Any]) -> list[_Layer]:
             extras = out[1:] if isinstance(out, tuple) else ()
             makers.update({id(part): at for part in _parts(extras)})
             count = len(extras) if isinstance(out, tuple) else None
-            facts[at] = _Layer(tuple(numbers), tuple(sorted(needs)), count, counted, _hidden(out))
+            facts[at] = LayerTrace(tuple(numbers), tuple(sorted(needs)), count, counted, _hidden(out))
             return out
 
         return layer
 
     kinds = [type(layer) for layer in layers]
-    for at, layer in enumerate(layers):
-        change(layer, watched(kinds[at], at))
-    with uncounted():
-        model(mx.zeros(rows, dtype=mx.int32), cache=caches)
-    for layer, kind in zip(layers, kinds, strict=True):
-        layer.__class__ = kind
+    try:
+        for at, layer in enumerate(layers):
+            change(layer, watched(kinds[at], at))
+        with uncounted():
+            model(mx.zeros(rows, dtype=mx.int32), cache=caches)
+    finally:
+        for layer, kind in zip(layers, kinds, strict=True):
+            layer.__class__ = kind
     if len(facts) < len(layers):
         raise refuse("not all of its layers are called")
     return [facts[at] for at in range(len(layers))]
@@ -270,12 +274,12 @@ def _kind(cache: Any) -> tuple[Any, ...]:
     return type(cache), getattr(cache, "max_size", 0), getattr(cache, "chunk_size", 0)
 
 
-def _counts(cache: Any) -> bool:
+def counts_positions(cache: Any) -> bool:
     return hasattr(cache, "offset") and hasattr(cache, "make_mask")
 
 
 def _counts_inside(cache: Any) -> bool:
-    return any(map(_counts, getattr(cache, "caches", (cache,))))
+    return any(map(counts_positions, getattr(cache, "caches", (cache,))))
 
 
 def _is(path: str, names: Iterable[str]) -> bool:

@@ -399,12 +399,10 @@ def _whole_mlps(model: Any, ranks: int) -> Iterator[None]:
     needs no sum. Stand-ins that can be cut take its place meanwhile.
     """
     kept = []
-    for layer in model.layers:
-        mlp: Any = getattr(layer, "mlp", None)
-        parts = [getattr(mlp, name, None) for name in _MLP]
-        dense = all(isinstance(part, nn.Linear | nn.QuantizedLinear) for part in parts)
-        if dense and not _divide(parts, ranks):
-            kept.append((mlp, dict(zip(_MLP, parts, strict=True))))
+    for mlp in dense_mlps(model):
+        parts = {name: getattr(mlp, name) for name in _MLP}
+        if not _divide(list(parts.values()), ranks):
+            kept.append((mlp, parts))
     for mlp, _ in kept:
         mlp.update_modules({name: nn.Linear(ranks, ranks, bias=False) for name in _MLP})
     try:
@@ -412,6 +410,16 @@ def _whole_mlps(model: Any, ranks: int) -> Iterator[None]:
     finally:
         for mlp, modules in kept:
             mlp.update_modules(modules)
+
+
+def dense_mlps(model: Any) -> list[Any]:
+    """Return the gated MLPs of layers that have no experts."""
+    found = [getattr(layer, "mlp", None) for layer in model.layers]
+    return [
+        mlp
+        for mlp in found
+        if all(isinstance(getattr(mlp, name, None), nn.Linear | nn.QuantizedLinear) for name in _MLP)
+    ]
 
 
 def _divide(parts: list[Any], ranks: int) -> bool:

@@ -21,10 +21,10 @@ from mlxtp.engine.pipeline import (
     HiddenStates,
     LateTokens,
     Stage,
-    _trace,
     check_family,
     check_split,
     cut_into_stage,
+    trace_layers,
 )
 from mlxtp.engine.sampler import Chosen
 from mlxtp.errors import Code, GroupError, ModelError
@@ -161,7 +161,7 @@ def test_placement_knows_which_stages_can_be(tmp_path: Path, name: str) -> None:
     model, _ = load_model(folder, lazy=True)
     rules = stage_rules(text_config(read_config(folder)))
     empty = make_cache(model)
-    facts = _trace(model, empty)
+    facts = trace_layers(model, empty)
 
     @functools.cache
     def refused(begin: int, end: int) -> bool:

@@ -1,0 +1,118 @@
+"""Facts of a model that the engine reads off its modules, and by which agents plan. Pure."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PartFacts:
+    """One layer, or what stands before or behind the layers. Bytes are of tensors as they are stored.
+
+    numbers         weights: of quantized ones without their scales
+    weight_bytes    all tensors
+    whole_bytes     of these, those that each of several ranks has whole; 0 where ranks cannot share layers
+    token_*         the same, of experts those that one token meets, of an embedding one row
+    kv_token_bytes  bytes of one more token in its caches, as long as these grow
+    kv_heads        ranks among which these can be divided at most
+    window          tokens that its caches keep at most; 0 for all
+    state_bytes     bytes of a sequence in its caches that do not grow
+    """
+
+    numbers: int = 0
+    weight_bytes: int = 0
+    whole_bytes: int = 0
+    token_numbers: int = 0
+    token_bytes: int = 0
+    token_whole_bytes: int = 0
+    kv_token_bytes: int = 0
+    kv_heads: int = 1
+    window: int = 0
+    state_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CacheCapabilities:
+    """Capabilities of the KV caches of a model.
+
+    batched      sequences decode together
+    rolls_back   a step may feed rows several tokens, and each row goes back to some of them
+    truncatable  a sequence may start from any beginning of another's caches
+    copyable     a sequence may start from a copy of another's caches, as long as all their tokens begin it
+    quantizable  keys and values may be kept in few bits
+    kinds        mlx-lm's names of the caches
+    """
+
+    batched: bool
+    rolls_back: bool
+    truncatable: bool
+    copyable: bool
+    quantizable: bool
+    kinds: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """A model, as its modules show it.
+
+    family        mlx-lm's name of it
+    hidden, vocabulary    sizes
+    embedding, layers, head    parts; a head that is the embedding has only the figures of a token
+    tied          whether it is
+    experts, picked    routed experts of a layer, and how many of them a token meets; 0 without
+    mlp_bytes     of dense MLPs that a rank has whole where ranks cannot share them
+    bits, group   of the quantization; 16 or 32 bits and group 1 without
+    number_bytes  of one number that is not quantized
+    kernels       operations for one token that each start a kernel
+    collectives   sums over the ranks for one token; 0 where ranks cannot share layers
+    caches        what its KV caches can do
+    joined        layers that must be on the rank of the layer before
+    keepers       layers of which each stage needs one, because of their caches; () where any layer will do
+    unsharable, uncuttable    why ranks cannot share each layer, or have whole ones; "" if they can
+    """
+
+    family: str
+    hidden: int
+    vocabulary: int
+    embedding: PartFacts
+    layers: tuple[PartFacts, ...]
+    head: PartFacts
+    tied: bool
+    experts: int
+    picked: int
+    mlp_bytes: int
+    bits: int
+    group: int
+    number_bytes: int
+    kernels: int
+    collectives: int
+    caches: CacheCapabilities
+    joined: tuple[int, ...] = ()
+    keepers: tuple[int, ...] = ()
+    unsharable: str = ""
+    uncuttable: str = ""
+
+
+def to_text(description: Description) -> str:
+    """Return it as JSON."""
+    return json.dumps({"format": FORMAT, **asdict(description)})
+
+
+def from_text(text: str) -> Description:
+    """Return what `to_text` made this of. Raises ValueError for anything else."""
+    try:
+        told: dict[str, Any] = json.loads(text)
+        if told.pop("format") != FORMAT:
+            raise ValueError("it is of another format")
+        told["layers"] = tuple(PartFacts(**layer) for layer in told["layers"])
+        told |= {name: PartFacts(**told[name]) for name in ("embedding", "head")}
+        told |= {name: tuple(told[name]) for name in ("joined", "keepers")}
+        caches = told["caches"]
+        told["caches"] = CacheCapabilities(**{**caches, "kinds": tuple(caches["kinds"])})
+        return Description(**told)
+    except (TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise ValueError(f"it is no description of a model: {error}") from error

@@ -1,0 +1,424 @@
+"""Description of a model by its own modules, built of config.json without weights: nothing is computed.
+
+    python -m mlxtp.engine.describe FOLDER|config.json
+
+prints it as JSON. A configuration comes from others, and mlx-lm's modules run for it, so agents have
+this done by a short-lived process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, cast
+from unittest.mock import patch
+
+import mlx.core as mx
+from mlx import nn
+from mlx.utils import tree_flatten, tree_map
+
+from ..chunks import ring_slots
+from ..description import CacheCapabilities, Description, PartFacts, to_text
+from ..errors import Code, MlxtpError, ModelError
+from ..model_config import Config, dimensions_of, quantization, text_config, unreadable
+from .batch import CacheKind
+from .families import DIVIDE
+from .group import CollectiveCounter, Group, alone
+from .loader import MLX_LM_RAISES, brief, leaves, make_cache, read_config, unrun_arrays
+from .pipeline import LayerTrace, counts_positions, trace_layers
+from .sharding import EMBEDDINGS, HEADS, dense_mlps, family_of, shard
+
+T = TypeVar("T")
+
+FEW, MANY = 256, 512  #: tokens of two forwards that show how caches grow, which is by steps of as many
+MOST_SHARING = 8  #: ranks that are tried to share layers
+#: Operations that start no kernel: they give the same numbers another shape.
+_VIEWS = frozenset(
+    ("AsStrided", "Broadcast", "BroadcastAxes", "Depends", "ExpandDims", "Flatten", "Load", "Reshape",
+     "Slice", "Split", "Squeeze", "StopGradient", "Transpose", "Unflatten", "View")
+)  # fmt: skip
+
+
+def describe(config: Config) -> Description:
+    """Describe the model with this config.json. Raises ModelError if mlx-lm cannot build or read it."""
+    family = family_of(config)
+    if why := unreadable(config):
+        raise ModelError(why, Code.MODEL_UNSUPPORTED)
+    try:
+        return _described(family, config)
+    except MLX_LM_RAISES as error:
+        raise ModelError(_lack(str(error)) or f"mlx-lm cannot build it: {brief(error)}") from error
+
+
+def _lack(said: str) -> str:
+    """Return which fields config.json lacks, if that is what Python said of a constructor; else ""."""
+    fields = re.findall(r"'(\w+)'", said) if "required positional argument" in said else []
+    return f"config.json lacks {', '.join(fields)}" if fields else ""
+
+
+def _described(family: str, config: Config) -> Description:
+    model, told = hollow_model(family, config), quantization(config)
+    plain = plain_type(config).size
+    with _Watch() as watch:
+        logits = model(_tokens(1), cache=make_cache(model))
+        kernels = _kernels(logits)
+    sizes, tied = _sizes(model, watch.picked)
+    divides = family in DIVIDE or hasattr(model, "shard")
+    ranks = next((n for n in range(2, MOST_SHARING + 1) if not dimensions_of(config).obstacles(n)), 0)
+    shares: list[_Weights | None] = [None] * len(sizes)
+    collectives = 0
+    if divides and ranks:
+        share, collectives = _share_of(hollow_model(family, config), ranks)
+        shares = [*_sizes(share, watch.picked)[0]]
+    caches = make_cache(model)
+    traces, uncuttable = _traces(model, caches)
+    parts = zip(sizes, shares, strict=True)
+    embedding, *layers, head = [whole.facts(part, ranks) for whole, part in parts]
+    for at, pair in _owned(traces, _grown(model), len(layers)):
+        layers[at] = _with_cache(layers[at], *pair)
+    joined, keepers = _borders(traces, caches)
+    return Description(
+        family=family,
+        hidden=watch.hidden,
+        vocabulary=logits.shape[-1],
+        embedding=embedding,
+        layers=tuple(layers),
+        head=head,
+        tied=tied,
+        experts=watch.experts,
+        picked=watch.picked,
+        mlp_bytes=_mlp_bytes(model),
+        bits=int(told.get("bits") or 8 * plain),
+        group=int(told.get("group_size") or 1),
+        number_bytes=plain,
+        kernels=kernels,
+        collectives=collectives,
+        caches=_capabilities(model),
+        joined=joined,
+        keepers=keepers,
+        unsharable="" if divides else "mlx-lm divides no layer of it",
+        uncuttable=uncuttable,
+    )
+
+
+class _Pretended:
+    """Group of several ranks of which this one alone is there; `alone` leaves collectives out."""
+
+    rank = 0
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.handle = _Handle(size)
+        self.sums = 0
+
+    def total(self, array: mx.array) -> mx.array:
+        self.sums += 1
+        return array
+
+
+class _Handle:
+    """MLX's handle of such a group."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return self._size
+
+
+def _share_of(model: Any, ranks: int) -> tuple[Any, int]:
+    """Cut rank 0's share out of a model. Return it, and the collectives of a forward."""
+    group = _Pretended(ranks)
+    shard(model, cast("Group", group))
+    with alone(ranks, compiled=False):
+        before = CollectiveCounter.left_out
+        model(_tokens(1), cache=make_cache(model))
+        # A decode step is given its embeddings.
+        return model, CollectiveCounter.left_out - before + group.sums - 1
+
+
+# --- a model without weights ----------------------------------------------------------------------------
+
+
+def hollow_model(family: str, config: Config) -> Any:
+    """Build a model, quantized as its configuration says, whose weights are one zero each, however large."""
+    module: Any = import_module(f"mlx_lm.models.{family}")
+    model = module.Model(module.ModelArgs.from_dict(dict(config)))
+    model.set_dtype(plain_type(config))
+    _hollow_out(model)
+    told = quantization(config)
+    if told.get("bits"):
+        names = ("group_size", "bits", "mode")
+        usual = {name: told[name] for name in names if name in told}
+        keeps = getattr(model, "quant_predicate", None)
+
+        def as_told(path: str, part: Any) -> bool | dict[str, Any]:
+            if path in told:
+                own: bool | dict[str, Any] = told[path]
+                return own
+            fits = hasattr(part, "to_quantized") and part.weight.shape[-1] % usual["group_size"] == 0
+            return fits and (keeps is None or keeps(path, part) is True)
+
+        nn.quantize(model, **usual, class_predicate=as_told)
+        _hollow_out(model)
+    return model
+
+
+def plain_type(config: Config) -> mx.Dtype:
+    """Return the type of numbers that are not quantized."""
+    text = text_config(config)
+    found = getattr(mx, str(text.get("dtype") or text.get("torch_dtype")), None)
+    return found if isinstance(found, mx.Dtype) else mx.bfloat16
+
+
+def _hollow_out(model: Any) -> None:
+    zeros: dict[mx.Dtype, mx.array] = {}
+
+    def hollow(array: mx.array) -> mx.array:
+        zero = zeros.setdefault(array.dtype, mx.zeros((), dtype=array.dtype))
+        return mx.broadcast_to(zero, array.shape)
+
+    model.update(tree_map(hollow, model.parameters()))
+    mx.eval(model.parameters())  # views of the zeros, so that a forward begins at them
+
+
+def _tokens(count: int) -> mx.array:
+    return mx.zeros((1, count), dtype=mx.int32)
+
+
+class _Watch(contextlib.ExitStack):
+    """Watch of a forward that is never run, with MLX's fast operations as one each, as on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = self.picked = 0  #: experts of a layer, and those of them that a token meets
+        self.hidden = 0  #: numbers of a token that were normalized last
+
+    def __enter__(self) -> _Watch:
+        super().__enter__()
+        for name in ("rms_norm", "layer_norm"):
+            self.enter_context(patch.object(mx.fast, name, self._norm))
+        self.enter_context(patch.object(mx.fast, "rope", lambda x, *_args, **_named: mx.abs(x)))
+        self.enter_context(patch.object(mx.fast, "scaled_dot_product_attention", _attended))
+        for name in ("gather_mm", "gather_qmm"):
+            self.enter_context(patch.object(mx, name, self._gathering(getattr(mx, name))))
+        return self
+
+    def _norm(self, x: mx.array, *_args: Any, **_named: Any) -> mx.array:
+        self.hidden = x.shape[-1]
+        return mx.abs(x)
+
+    def _gathering(self, product: Any) -> Any:
+        def gathering(x: mx.array, weight: mx.array, *args: Any, **named: Any) -> mx.array:
+            self.experts = max(self.experts, weight.shape[0])
+            self.picked = max(self.picked, named["rhs_indices"].size)
+            result: mx.array = product(x, weight, *args, **named)
+            return result
+
+        return gathering
+
+
+def _attended(q: mx.array, k: mx.array, v: mx.array, **_named: Any) -> mx.array:
+    """Stand for attention: one operation, whose graph has queries, keys and values."""
+    like = mx.broadcast_to(mx.depends(q, [k, v])[..., :1], (*q.shape[:-1], v.shape[-1]))
+    return mx.abs(like)
+
+
+def _kernels(result: mx.array) -> int:
+    graph = io.StringIO()
+    mx.export_to_dot(graph, result)
+    names = [line.split('"')[1] for line in graph.getvalue().splitlines() if "shape=rectangle" in line]
+    return len([name for name in names if name not in _VIEWS])
+
+
+# --- sizes ----------------------------------------------------------------------------------------------
+
+
+class _Weights(NamedTuple):
+    """Weights of a part of the model, as `PartFacts` has them."""
+
+    numbers: int
+    weight_bytes: int
+    token_numbers: int
+    token_bytes: int
+
+    def facts(self, share: _Weights | None, ranks: int) -> PartFacts:
+        """Return them as a part. `share` is what one of `ranks` ranks has, where ranks can share layers."""
+        if share is None:
+            return PartFacts(**self._asdict())
+        return PartFacts(
+            **self._asdict(),
+            whole_bytes=_whole(self.weight_bytes, share.weight_bytes, ranks),
+            token_whole_bytes=_whole(self.token_bytes, share.token_bytes, ranks),
+        )
+
+
+def _weights(modules: Iterable[tuple[Any, bool]], picked: int) -> _Weights:
+    """Count the tensors of modules themselves; with each, whether a token meets one row of it."""
+    total = [0, 0, 0, 0]
+    for module, rows in modules:
+        for name, array in module.items():
+            if not isinstance(array, mx.array):
+                continue
+            numbers = 0 if name in ("scales", "biases") or array.ndim < 2 else array.size
+            if name == "weight" and "scales" in module:
+                numbers = array.nbytes * 8 // module.bits
+            met = of = 1
+            if rows and array.ndim:
+                of = array.shape[0]
+            elif array.ndim > 2 and _is_switch(module):
+                met, of = min(picked, array.shape[0]), array.shape[0]
+            token = 0 if rows else numbers * met // of
+            for at, size in enumerate((numbers, array.nbytes, token, array.nbytes * met // of)):
+                total[at] += size
+    return _Weights(*total)
+
+
+def _whole(total: int, share: int, ranks: int) -> int:
+    """Return the part that each rank has whole where one has `share` of all: share = (total - x) / n + x."""
+    return max((ranks * share - total) // (ranks - 1), 0)
+
+
+def _is_switch(module: Any) -> bool:
+    """Return True for the experts of a layer."""
+    return type(module).__module__ == "mlx_lm.models.switch_layers"
+
+
+def _sizes(model: Any, picked: int) -> tuple[list[_Weights], bool]:
+    """Return the weights of embedding, layers, and the rest; and whether the head is the embedding."""
+    layers = [list(layer.modules()) for layer in model.layers]
+    inside = {id(part) for layer in layers for part in layer}
+    # Ranks have the rows of an embedding or a head in a module within that.
+    outside = [
+        (set(path.split(".")[-2:]), part) for path, part in model.named_modules() if id(part) not in inside
+    ]
+    tied = not any(names.intersection(HEADS) for names, _ in outside)
+    embedding = _weights(((part, True) for names, part in outside if names.intersection(EMBEDDINGS)), picked)
+    rest = _weights(
+        (
+            (part, isinstance(part, nn.Embedding))
+            for names, part in outside
+            if not names.intersection(EMBEDDINGS)
+        ),
+        picked,
+    )
+    if tied:
+        rest = rest._replace(
+            token_numbers=rest.token_numbers + embedding.numbers,
+            token_bytes=rest.token_bytes + embedding.weight_bytes,
+        )
+    return [embedding, *(_weights(((part, False) for part in layer), picked) for layer in layers), rest], tied
+
+
+def _mlp_bytes(model: Any) -> int:
+    return sum(array.nbytes for parts in dense_mlps(model) for _, array in tree_flatten(parts.parameters()))
+
+
+# --- caches and borders ---------------------------------------------------------------------------------
+
+
+def _traces(model: Any, caches: Sequence[Any]) -> tuple[list[LayerTrace], str]:
+    """Return facts of the layers for a pipeline, or () and why there are none."""
+    try:
+        return trace_layers(model, caches), ""
+    except ModelError as error:
+        return [], error.detail
+    except MLX_LM_RAISES as error:
+        return [], brief(error)
+
+
+def _grown(model: Any) -> list[tuple[Any, Any]]:
+    """Return each cache twice: with FEW tokens, and with MANY."""
+    pairs = [make_cache(model) for _ in (FEW, MANY)]
+    for caches, count in zip(pairs, (FEW, MANY), strict=True):
+        unrun_arrays(model, caches, count)
+    return list(zip(*pairs, strict=True))
+
+
+def _with_cache(part: PartFacts, few: Any, many: Any) -> PartFacts:
+    """Add a cache, of FEW tokens and of MANY; it may be a list of several."""
+    for small, large in zip(leaves([few]), leaves([many]), strict=True):
+        before, after = (sum(array.nbytes for array in _arrays(cache)) for cache in (small, large))
+        grown = (after - before) // (MANY - FEW)
+        window = getattr(small, "max_size", 0) or getattr(small, "chunk_size", 0)
+        heads = [array.shape[1] for array in _arrays(large) if grown and array.ndim == 4]
+        part = replace(
+            part,
+            kv_token_bytes=part.kv_token_bytes + grown,
+            kv_heads=max([part.kv_heads, *heads]),
+            window=max(part.window, ring_slots(window) if window else 0),
+            state_bytes=part.state_bytes + (0 if window else before - grown * FEW),
+        )
+    return part
+
+
+def _arrays(cache: Any) -> list[mx.array]:
+    return [
+        each for _, each in tree_flatten([] if cache.empty() else cache.state) if isinstance(each, mx.array)
+    ]
+
+
+def _owned(traces: Sequence[LayerTrace], caches: Sequence[T], layers: int) -> Iterator[tuple[int, T]]:
+    """Yield each cache with its layer: the first that is given it, or that of the same number."""
+    for number, cache in enumerate(caches):
+        given = (at for at, layer in enumerate(traces) if number in layer.caches)
+        yield next(given, min(number, layers - 1)), cache
+
+
+def _borders(traces: Sequence[LayerTrace], caches: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return `joined` and `keepers` of a Description."""
+    joined = {
+        layer
+        for at, trace in enumerate(traces)
+        if trace.needs
+        for layer in range(min(trace.needs) + 1, at + 1)
+    }
+    counted = any(layer.counted for layer in traces)
+    keepers = [
+        at
+        for at, layer in enumerate(traces)
+        if any(counts_positions(caches[number]) or not counted for number in layer.caches)
+    ]
+    return tuple(sorted(joined)), () if len(keepers) == len(traces) else tuple(keepers)
+
+
+def _capabilities(model: Any) -> CacheCapabilities:
+    kind = CacheKind(model)
+    names = {type(cache).__name__ for cache in leaves(make_cache(model))}
+    return CacheCapabilities(
+        batched=kind.batches,
+        rolls_back=kind.slots,
+        truncatable=kind.cuttable,
+        copyable=kind.reusable,
+        quantizable=kind.slots and names == {"KVCache"},
+        kinds=tuple(sorted(names)),
+    )
+
+
+# --- the command ----------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Describe the model of a folder or of a config.json."""
+    path = Path(sys.argv[1])
+    try:
+        CollectiveCounter().install()
+        folder = path if path.is_dir() else path.parent
+        config = read_config(folder) if path.is_dir() else json.loads(path.read_text())
+        sys.stdout.write(to_text(describe(config)) + "\n")
+    except (MlxtpError, OSError, ValueError) as error:
+        sys.exit(f"mlxtp: {error.detail if isinstance(error, MlxtpError) else error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -279,12 +279,12 @@ class Cluster:
             pongs = self._hear_from_all()  # the first answers may have left before we asked
             if any(pong.phase != "idle" or pong.in_flight for pong in pongs):
                 return None
-            if len({(pong.forwards, pong.collectives) for pong in pongs}) != 1:
+            if len({(pong.stats.forwards, pong.stats.collectives) for pong in pongs}) != 1:
                 return None
             return Snapshot(
-                tuple(pong.forwards for pong in pongs),
-                tuple(pong.collectives for pong in pongs),
-                tuple(pong.emitted for pong in pongs),
+                tuple(pong.stats.forwards for pong in pongs),
+                tuple(pong.stats.collectives for pong in pongs),
+                tuple(pong.stats.emitted for pong in pongs),
             )
 
         return until(settled, "all ranks idle after the same number of forwards")

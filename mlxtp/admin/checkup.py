@@ -136,7 +136,7 @@ def agent_facts(now: Snapshot) -> AgentFacts:
         left_wired=now.left_wired,
         formations=formations(next((each.machine for each in cluster.members if each.here), None)),
         stages=tuple(
-            StageFacts(rank, split[rank], pong.stage_busy_us / 1e6, pong.stage_waiting_us / 1e6)
+            StageFacts(rank, split[rank], pong.stats.stage_busy_us / 1e6, pong.stats.stage_waiting_us / 1e6)
             for rank, pong in pongs.items()
             if rank < len(split)
         ),

@@ -527,7 +527,7 @@ class CacheHandlers:
         """Return what each group whose rank 0 is here keeps, what is on this disk, and the other groups."""
         settings = self._parts.node.settings
         return {
-            "groups": [asdict(each) for each in caches_of(self._parts)],
+            "groups": list(caches_of(self._parts)),
             "elsewhere": self._elsewhere(""),
             "disk": await asyncio.to_thread(disk_cache.listed, settings.home, settings.cache_disk),
         }
@@ -544,7 +544,7 @@ class CacheHandlers:
         name, groups, removed = name_of(model), [], []
         if where != "disk":
             groups = [each for each in with_ranks(self._parts) if name in ("", each.scope.deployment)]
-        kept = [asdict(cache_use(group)) for group in groups]
+        kept = [cache_use(group) for group in groups]
         for group in groups:
             await group.supervisor.kv.clear()
             self._parts.gateway.deployments.forget_prefixes(group.scope.group)

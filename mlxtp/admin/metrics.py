@@ -25,6 +25,7 @@ from ..api.request_metrics import RequestMetrics
 from ..cluster.introduction import versions_here
 from ..groups.health import ServingState
 from ..wire.messages import Pong
+from ..wire.rank_stats import RankStats, figures
 from .parts import PROPOSERS, AgentParts, DeploymentSnapshot, GroupSnapshot, deployments_of
 from .snapshot import AgentSnapshot, gather_agent
 
@@ -190,50 +191,51 @@ def _ranks(found: Mapping[int, Pong] | None) -> Iterator[Metric]:
         (),
         [((), len(pongs))] if found is not None else (),
     )
-    for name, says, read in _OF_A_RANK:
-        yield _gauge(name, says, ("rank",), [((str(rank),), read(pong)) for rank, pong in pongs.items()])
-    for name, says, count in _COUNTED_BY_A_RANK:
-        yield _counter(name, says, ("rank",), [((str(rank),), count(pong)) for rank, pong in pongs.items()])
-    yield from _drafts([pong for rank, pong in pongs.items() if rank == 0])
+    for name, figure in figures().items():
+        if figure.metric:
+            unit = 1e6 if name.endswith("_us") else 1
+            rows = [((str(rank),), getattr(pong.stats, name) / unit) for rank, pong in pongs.items()]
+            yield (_counter if figure.counts else _gauge)(figure.metric, figure.says, ("rank",), rows)
+    yield from _drafts([pong.stats for rank, pong in pongs.items() if rank == 0])
 
 
-def _drafts(of_rank_0: Sequence[Pong]) -> Iterator[Metric]:
+def _drafts(of_rank_0: Sequence[RankStats]) -> Iterator[Metric]:
     by_proposer, by_place = ("proposer",), ("position",)
     yield _counter(
         "mlxtp_drafted_tokens",
         "Tokens that a lookup, the model's MTP head or a draft model proposed. Only where rank 0 is.",
         by_proposer,
-        [each for pong in of_rank_0 for each in zip(_PROPOSERS, pong.drafted, strict=False)],
+        [each for stats in of_rank_0 for each in zip(_PROPOSERS, stats.drafted, strict=False)],
     )
     yield _counter(
         "mlxtp_accepted_drafts",
         "Proposed tokens that were right.",
         by_proposer,
-        [each for pong in of_rank_0 for each in zip(_PROPOSERS, pong.accepted, strict=False)],
+        [each for stats in of_rank_0 for each in zip(_PROPOSERS, stats.accepted, strict=False)],
     )
     yield _counter(
         "vllm:spec_decode_num_accepted_tokens_per_pos",
         "Proposed tokens that were right, by their place in the draft, from 0.",
         by_place,
-        [((str(place),), count) for pong in of_rank_0 for place, count in enumerate(pong.right_at)],
+        [((str(place),), count) for stats in of_rank_0 for place, count in enumerate(stats.right_at)],
     )
     yield _counter(
         "mlxtp_decode_steps",
         "Steps that decoded tokens.",
         (),
-        [((), pong.decode_steps) for pong in of_rank_0],
+        [((), stats.decode_steps) for stats in of_rank_0],
     )
     yield _counter(
         "mlxtp_decode_step_tokens",
         "Tokens that these steps fed their widest row.",
         (),
-        [((), pong.decode_widths) for pong in of_rank_0],
+        [((), stats.decode_widths) for stats in of_rank_0],
     )
     yield _gauge(
         "mlxtp_draft_gain",
         "Speed of recent steps, in that of steps without drafts as they were measured.",
         (),
-        [((), pong.draft_gain) for pong in of_rank_0 if pong.draft_gain],
+        [((), stats.draft_gain) for stats in of_rank_0 if stats.draft_gain],
     )
 
 
@@ -271,101 +273,6 @@ _OF_A_GROUP: tuple[tuple[str, str, Callable[[GroupSnapshot], float | None]], ...
         "mlxtp_group_kv_cache_room_tokens",
         "Tokens that fit into a group's KV caches. Only where rank 0 is.",
         lambda group: group.room or None,
-    ),
-)
-
-#: Metrics of each rank's newest heartbeat: name, help, reader.
-_OF_A_RANK: tuple[tuple[str, str, Callable[[Pong], float]], ...] = (
-    (
-        "mlxtp_rank_memory_bytes",
-        "Memory that MLX holds on a rank, with what it keeps for reuse.",
-        lambda pong: pong.memory_bytes,
-    ),
-    (
-        "mlxtp_rank_peak_memory_bytes",
-        "The most memory that MLX held on a rank in this epoch.",
-        lambda pong: pong.peak_memory_bytes,
-    ),
-    ("mlxtp_rank_weight_bytes", "Weights on a rank.", lambda pong: pong.weight_bytes),
-    (
-        "mlxtp_rank_kv_cache_bytes",
-        "KV caches on a rank when a sequence last ended, including those kept for later prompts.",
-        lambda pong: pong.kv_bytes,
-    ),
-    (
-        "mlxtp_rank_kept_cache_bytes",
-        "Part of these KV caches that is kept for later prompts.",
-        lambda pong: pong.kept_bytes,
-    ),
-    (
-        "mlxtp_rank_disk_cache_bytes",
-        "KV caches on the disk of a rank's Mac, of all its ranks and models.",
-        lambda pong: pong.disk_bytes,
-    ),
-    (
-        "mlxtp_rank_disk_cache_room_bytes",
-        "Room for these on that disk; 0 when none are kept there.",
-        lambda pong: pong.disk_room_bytes,
-    ),
-    (
-        "mlxtp_rank_step_seconds",
-        "Duration of a forward, on average over the last ten.",
-        lambda p: p.step_us / 1e6,
-    ),
-    (
-        "mlxtp_rank_wait_seconds",
-        "Part of a forward in which MLX queued it and blocked for the device, on average over the last ten.",
-        lambda pong: pong.wait_us / 1e6,
-    ),
-    (
-        "mlxtp_rank_collective_seconds",
-        "Duration of one small collective at the last proof, including links between ranks.",
-        lambda pong: pong.collective_us / 1e6,
-    ),
-)
-
-#: Counters in each rank's newest heartbeat: name, help, reader.
-_COUNTED_BY_A_RANK: tuple[tuple[str, str, Callable[[Pong], float]], ...] = (
-    ("mlxtp_rank_forwards", "Forwards of a rank in this epoch.", lambda pong: pong.forwards),
-    (
-        "mlxtp_rank_stage_busy_seconds",
-        "Time in which a rank of a pipeline computed its layers.",
-        lambda pong: pong.stage_busy_us / 1e6,
-    ),
-    (
-        "mlxtp_rank_stage_waiting_seconds",
-        "Time in which a rank of a pipeline waited for other stages while sequences ran.",
-        lambda pong: pong.stage_waiting_us / 1e6,
-    ),
-    (
-        "mlxtp_rank_evicted_cache_bytes",
-        "KV caches that a rank kept and dropped in this epoch: for lack of room, for a longer one, cleared.",
-        lambda pong: pong.evicted_bytes,
-    ),
-    (
-        "mlxtp_rank_reused_caches",
-        "Prompts that a rank began with another sequence's KV cache in this epoch.",
-        lambda pong: pong.reused,
-    ),
-    (
-        "mlxtp_rank_reused_tokens",
-        "Tokens of these prompts that were not computed again.",
-        lambda pong: pong.reused_tokens,
-    ),
-    (
-        "mlxtp_rank_fetched_caches",
-        "Part of these prompts whose KV caches came from disk.",
-        lambda pong: pong.fetched,
-    ),
-    (
-        "mlxtp_rank_fetched_tokens",
-        "Part of these tokens whose KV caches came from disk.",
-        lambda pong: pong.fetched_tokens,
-    ),
-    (
-        "mlxtp_rank_spilled_cache_bytes",
-        "KV caches that a rank wrote to disk in this epoch.",
-        lambda pong: pong.spilled_bytes,
     ),
 )
 

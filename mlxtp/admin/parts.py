@@ -33,6 +33,7 @@ from ..placement.candidates import exposed
 from ..placement.topology import Topology
 from ..wire.cluster_messages import Deployment, Serving
 from ..wire.messages import Pong
+from ..wire.rank_stats import of_group
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,47 +235,17 @@ def _rendered(group: GroupSnapshot, names: Mapping[str, str]) -> Json:
 # --- caches of earlier prompts --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class GroupCaches:
-    """Use of one group's caches in this epoch, by the newest heartbeats of its ranks.
+def use_of(group: str, pongs: Mapping[int, Pong], nodes: Sequence[str]) -> Json:
+    """Return the use of a group's caches in this epoch, by the names of `RankStats`.
 
-    `reused` prompts began with `reused_tokens` of a cache. Of these, `fetched` and `fetched_tokens` came from
-    disk. Bytes are those of all ranks. `disk_bytes` and `disk_room_bytes` are those of the group's Macs, for
-    all their models.
+    Takes the newest heartbeats of its ranks, of which there is one at least; `nodes` has their Macs.
     """
-
-    group: str
-    kept_bytes: int
-    evicted_bytes: int
-    spilled_bytes: int
-    reused: int
-    reused_tokens: int
-    fetched: int
-    fetched_tokens: int
-    disk_bytes: int
-    disk_room_bytes: int
+    stats = {rank: pong.stats for rank, pong in sorted(pongs.items())}
+    macs = {nodes[rank] if len(nodes) > 1 else "": each for rank, each in stats.items()}
+    return {"group": group, **of_group(stats.values(), macs.values())}
 
 
-def use_of(group: str, pongs: Mapping[int, Pong], nodes: Sequence[str]) -> GroupCaches:
-    """Sum up the heartbeats of a group's ranks, of which there is one at least; `nodes` has their Macs."""
-    ranks, first = pongs.values(), pongs[min(pongs)]
-    # Each rank reports the disk of its Mac, which several ranks may share.
-    macs = {(nodes[rank] if len(nodes) > 1 else ""): pong for rank, pong in sorted(pongs.items())}.values()
-    return GroupCaches(
-        group,
-        sum(each.kept_bytes for each in ranks),
-        sum(each.evicted_bytes for each in ranks),
-        sum(each.spilled_bytes for each in ranks),
-        first.reused,
-        first.reused_tokens,
-        first.fetched,
-        first.fetched_tokens,
-        sum(each.disk_bytes for each in macs),
-        sum(each.disk_room_bytes for each in macs),
-    )
-
-
-def caches_of(parts: AgentParts) -> tuple[GroupCaches, ...]:
+def caches_of(parts: AgentParts) -> tuple[Json, ...]:
     """Return the use of each group whose rank 0 is here."""
     return tuple(map(cache_use, with_ranks(parts)))
 
@@ -284,7 +255,7 @@ def with_ranks(parts: AgentParts) -> list[Group]:
     return [each for each in parts.groups.by_id.values() if each.supervisor.status.pongs]
 
 
-def cache_use(group: Group) -> GroupCaches:
+def cache_use(group: Group) -> Json:
     """Return the use of one group's caches, by the newest heartbeats of its ranks."""
     status = group.supervisor.status
     return use_of(group.scope.group, status.pongs, status.group.nodes if status.group is not None else ())
@@ -292,7 +263,7 @@ def cache_use(group: Group) -> GroupCaches:
 
 # --- drafts ---------------------------------------------------------------------------------------------
 
-PROPOSERS = ("lookup", "mtp", "draft")  #: In the order of Pong.
+PROPOSERS = ("lookup", "mtp", "draft")  #: In the order of `RankStats`.
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,13 +285,13 @@ class GroupDrafts:
 
 def drafts_of(group: str, pong: Pong, speculation: str) -> GroupDrafts:
     """Return what rank 0's heartbeat `pong` says of drafts; `speculation` is the setting."""
-    lacks = speculation == "mtp" and bool(pong.model) and not pong.mtp
+    stats, lacks = pong.stats, speculation == "mtp" and bool(pong.model) and not pong.stats.mtp
     return GroupDrafts(
         group,
-        dict(zip(PROPOSERS, pong.drafted, strict=False)),
-        dict(zip(PROPOSERS, pong.accepted, strict=False)),
-        round(pong.decode_widths / pong.decode_steps, 2) if pong.decode_steps else 0.0,
-        round(pong.draft_gain, 2),
+        dict(zip(PROPOSERS, stats.drafted, strict=False)),
+        dict(zip(PROPOSERS, stats.accepted, strict=False)),
+        round(stats.decode_widths / stats.decode_steps, 2) if stats.decode_steps else 0.0,
+        round(stats.draft_gain, 2),
         NO_HEAD if lacks else "",
     )
 

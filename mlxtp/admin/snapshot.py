@@ -28,10 +28,10 @@ from ..placement.formation import REPLUG
 from ..placement.topology import NETWORKS, Topology
 from ..wire.cluster_messages import Deployment, FabricResult, Machine, ModelStatus, RosterEntry, Serving
 from ..wire.messages import Pong
+from ..wire.rank_stats import figures, shown
 from .parts import (
     AgentParts,
     DeploymentSnapshot,
-    GroupCaches,
     GroupDrafts,
     RunningRequest,
     caches_of,
@@ -153,7 +153,7 @@ class Snapshot:
     hosted: bool
     model_bytes: int | None
     left_wired: str
-    caches: tuple[GroupCaches, ...]
+    caches: tuple[Json, ...]
     history: tuple[tuple[str, EpochStory], ...]
     transfers: tuple[Json, ...] = ()
     drafts: tuple[GroupDrafts, ...] = ()
@@ -306,13 +306,6 @@ def links(
 # --- `mlxtp status` --------------------------------------------------------------------------------------
 
 
-#: Fields of each rank's heartbeat.
-_SHOWN = (
-    "phase", "memory_bytes", "step_us", "stage_busy_us", "stage_waiting_us", "kept_bytes", "evicted_bytes",
-    "reused", "reused_tokens",
-)  # fmt: skip
-
-
 def status(now: Snapshot) -> Json:
     """Return the answer to `mlxtp status`. One of an agent that runs alone names no cluster."""
     return _here(now) if now.cluster.alone else {**_here(now), **_among_others(now)}
@@ -339,10 +332,10 @@ def _here(now: Snapshot) -> Json:
         "left_wired": now.left_wired,
         "slow_link": f"{agent.slow_link}: {REPLUG}" if agent.slow_link else "",
         "deployments": _deployments(now),
-        "caches": [asdict(each) for each in now.caches],
+        "caches": list(now.caches),
         "drafts": [asdict(each) for each in now.drafts],
         "ranks": [
-            {"rank": rank, "pid": agent.pids.get(rank), **{name: getattr(pong, name) for name in _SHOWN}}
+            {"rank": rank, "pid": agent.pids.get(rank), "phase": pong.phase, **shown(pong.stats)}
             for rank, pong in (agent.pongs or {}).items()
         ],
         "processes": {group: list(pids) for group, pids in agent.processes.items()},
@@ -428,12 +421,6 @@ def _works_for(cluster: ClusterSnapshot, node_id: str) -> list[str]:
 
 # --- the page, and `mlxtp status --watch` ----------------------------------------------------------------
 
-#: Fields of each rank's heartbeat.
-_RANK = (
-    "phase", "memory_bytes", "weight_bytes", "kv_bytes", "step_us", "wait_us", "collective_us", "in_flight",
-    "stage_busy_us", "stage_waiting_us",
-)  # fmt: skip
-
 
 class Observer:
     """Source of the page's data: `api.admin.Observed` for one agent."""
@@ -484,7 +471,7 @@ def page(now: Snapshot, tokens_per_second: float | None) -> Json:
         "waiting": cluster.waiting or None,
         "desired": {key: value for key, value in _desired(cluster).items() if key in ("model", "nodes")},
         "deployments": _deployments(now),
-        "caches": [asdict(each) for each in now.caches],
+        "caches": list(now.caches),
         "drafts": [asdict(each) for each in now.drafts],
         "coming": list(cluster.coming),
         "transfers": list(now.transfers),
@@ -527,21 +514,26 @@ def _fabric(now: Snapshot) -> Json | None:
     """Return the best known time of a collective: measured for this group, or from the last proof."""
     if (found := now.measured) is not None:
         return {"collective_us": round(found.collective_s * 1e6), "by": "bench", "at": found.at}
-    slowest_us = max((pong.collective_us for pong in (now.agent.pongs or {}).values()), default=0)
+    slowest_us = max((pong.stats.collective_us for pong in (now.agent.pongs or {}).values()), default=0)
     return {"collective_us": slowest_us, "by": "proof", "at": None} if slowest_us else None
 
 
 def _ranks(now: Snapshot) -> list[Json]:
     """Return every rank of the group. Figures are None on an agent that receives no heartbeats of it."""
     pongs = now.agent.pongs or {}
+    unknown = dict.fromkeys(("phase", "in_flight", *figures()))
     return [
         {
             "rank": rank,
             "node": node,
-            **{name: getattr(pongs[rank], name) if rank in pongs else None for name in _RANK},
+            **(_figures(pongs[rank]) if rank in pongs else unknown),
         }
         for rank, node in enumerate(now.participants)
     ]
+
+
+def _figures(pong: Pong) -> Json:
+    return {"phase": pong.phase, "in_flight": pong.in_flight, **shown(pong.stats)}
 
 
 def _node(member: MemberSnapshot) -> Json:

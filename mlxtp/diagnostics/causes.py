@@ -103,7 +103,7 @@ def rank_record(fields: Mapping[str, Any]) -> RankRecord:
         code=text(said.get("code", "")),
         detail=text(said.get("detail", "")),
         pong_age_s=None if pong_age_s is None else _number(pong_age_s),
-        peak_memory_bytes=whole(pong.get("peak_memory_bytes", 0)),
+        peak_memory_bytes=whole(_table(pong.get("stats", {})).get("peak_memory_bytes", 0)),
         recorded=bool(recording),
         ended_us=whole(recording.get("ended_us", 0)),
         phase=text(recording.get("phase", pong.get("phase", ""))),

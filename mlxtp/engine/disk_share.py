@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -17,7 +16,6 @@ from .block_store import BlockStore, Read
 from .cache_blocks import caches_of
 from .loader import leaves
 from .runner import Runner
-from .telemetry import CacheUse
 
 LAYOUT = 1  # of blocks; another number makes those that are there useless
 
@@ -84,13 +82,12 @@ class DiskShare:
             for digest in _digests(wanted)[frame.blocks :]:
                 self.store.delete(digest)
 
-    def use(self, use: CacheUse) -> CacheUse:
-        """Return the use of KV caches with that of the disk."""
-        store = self.store
-        if store is None:
-            return use
+    def use(self) -> dict[str, int]:
+        """Return the use of the disk, by the names of `RankStats`."""
+        if (store := self.store) is None:
+            return {}
         room, used = store.room_bytes, store.used_bytes
-        return replace(use, spilled_bytes=store.spilled_bytes, disk_bytes=used, disk_room_bytes=room)
+        return {"spilled_bytes": store.spilled_bytes, "disk_bytes": used, "disk_room_bytes": room}
 
     def close(self) -> None:
         """Write what is queued, as far as a little time goes, and end the threads."""

@@ -7,7 +7,7 @@ import struct
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -54,7 +54,7 @@ from .pipeline import Border
 from .runner import Runner, clear_pool
 from .sampler import Chooser, Chosen, LogitShaping
 from .steps import Score
-from .telemetry import PROMPT, PROMPTS, STEP, CacheUse, Phase, RankTelemetry
+from .telemetry import PROMPT, PROMPTS, STEP, Phase, RankTelemetry
 
 KV_TYPE_BITS = 16  # bits of a key's or value's number that is not quantized
 #: Bytes that MLX may keep for reuse on Metal, where its own bound is nearly all memory. An assumption: the
@@ -204,13 +204,13 @@ class RankExecutor:
         fed, chose = forward.fed, (*tokens, *[token for row in drafts for token in row])
         if border.stage is not None:
             border.times.ended(took_s, now)
-            status.staged(border.times.busy_s, border.times.waiting_s)
+            status.stats.stage_busy_us = int(border.times.busy_s * 1e6)
+            status.stats.stage_waiting_us = int(border.times.waiting_s * 1e6)
             chose = ()  # rank 0 alone knows it
             if chosen.fed is not None:
                 fed = zlib.crc32(chosen.fed, fed)  # type: ignore[arg-type]
         status.step = forward.step
-        status.forwards = forward.forwards
-        status.collectives = forward.collectives
+        status.stats.forwards, status.stats.collectives = forward.forwards, forward.collectives
         step_us = int((now - forward.launched_at) * 1e6)
         wait_us = int((forward.queued_s + now - waiting_since) * 1e6)
         status.took(step_us, wait_us)
@@ -252,8 +252,8 @@ class RankExecutor:
         self._count_caches()
 
     def _count_caches(self) -> None:
-        use = self.runner.cache_use()
-        self.status.caches = use if self.disk is None else self.disk.use(use)
+        use: dict[str, Any] = self.runner.cache_use() | (self.disk.use() if self.disk is not None else {})
+        self.status.stats = replace(self.status.stats, **use)
 
     def on_disk(self, frame: Spill | FetchBlocks | Restore) -> None:
         """Carry out a frame about KV caches on disk."""
@@ -310,7 +310,7 @@ class RankExecutor:
         except RuntimeError as error:
             raise GroupError(f"a collective failed: {error}", code_of(error, Code.PROOF_FAILED)) from error
         check_proof(proof, self.bootstrap.world_size, expected)
-        self.status.collective_us = self._group.latency_us()
+        self.status.stats.collective_us = self._group.latency_us()
         self.status.enter("idle")
         return SanityDone(proof.total, proof.ranks, proof.digests[self._group.rank])
 
@@ -354,7 +354,8 @@ class RankExecutor:
         self.disk = DiskShare(self._runner, self.caches, store, self._post)
         self._count_caches()
         self.status.model, self.status.drafts.mtp = loaded.name, loaded.mtp_head is not None
-        self.status.weight_bytes, self.status.load_peak_bytes = loaded.weight_bytes, loaded.peak_bytes
+        stats = self.status.stats
+        stats.weight_bytes, stats.load_peak_bytes = loaded.weight_bytes, loaded.peak_bytes
         context = min(loaded.context, command.max_context or loaded.context)
         token_bytes = loaded.kv_token_bytes
         if command.kv_bits:
@@ -399,9 +400,7 @@ class RankExecutor:
         self.caches = None
         self._runner = None
         gc.collect()  # graphs that were traced hold the runner that holds them
-        status = self.status
-        status.model, status.weight_bytes, status.load_peak_bytes, status.caches = "", 0, 0, CacheUse()
-        status.staged(0.0, 0.0)
+        self.status.unloaded()
         clear_pool()
 
     @property

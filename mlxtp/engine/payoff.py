@@ -50,6 +50,18 @@ class DraftUse:
         """Tokens a second of recent steps, in those that plain steps would have given; 0 if unknown."""
         return self._plain_s / self._took_s if self._took_s else 0.0
 
+    def figures(self) -> dict[str, Any]:
+        """Return what a heartbeat says of it, by the names of `RankStats`."""
+        return {
+            "drafted": tuple(self.drafted),
+            "accepted": tuple(self.accepted),
+            "right_at": tuple(self.right_at),
+            "decode_steps": self.steps,
+            "decode_widths": self.widths,
+            "draft_gain": self.gain,
+            "mtp": self.mtp,
+        }
+
     def checked(self, proposer: Proposer, drafted: int, right: int) -> None:
         """Count a row's drafts, of which the first `right` were right."""
         at = PROPOSERS.index(proposer)

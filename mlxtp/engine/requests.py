@@ -81,7 +81,7 @@ class Emitter:
     def emit(self, outcomes: tuple[StepResult, ...]) -> None:
         """Send a step's tokens in one frame, then the ends. Drops results of requests that have ended."""
         tokens = [o for o in outcomes if isinstance(o, SampledToken) and o.uid in self._open]
-        self._status.emitted += len(tokens)
+        self._status.stats.emitted += len(tokens)
         if scored := [token for token in tokens if token.score is not None]:
             self._emit_scored(scored)
             tokens = [token for token in tokens if token.score is None]

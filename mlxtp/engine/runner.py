@@ -7,8 +7,9 @@ reading them waits.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import le, sub
 
 import mlx.core as mx
@@ -38,7 +39,6 @@ from .group import CollectiveCounter, LoneGroup
 from .loader import ModelShare, leaves
 from .pipeline import Border, HiddenStates, nothing_chosen, padded
 from .sampler import Chooser, Chosen, Scores
-from .telemetry import CacheUse
 
 #: Forwards after which buffers that MLX keeps for reuse go back to the system, as in mlx-lm.
 CLEAR_EVERY = 256
@@ -194,7 +194,7 @@ class Runner:
         self._chooser = chooser
         self._prefilling: dict[int, Caches] = {}
         self.kept = KeptCaches()
-        self._use = CacheUse()  # only what counts on
+        self._use: Counter[str] = Counter()  # figures of caches that only grow
         #: Number of forwards of each sequence, and the number of the newest of them.
         self._forwards: dict[int, tuple[int, int]] = {}
         self._samplings: dict[int, Sampling] = {}
@@ -394,8 +394,7 @@ class Runner:
         before = self.kept.size_bytes
         for uid in uids:
             self.kept.pop(uid)
-        evicted_bytes = self._use.evicted_bytes + before - self.kept.size_bytes
-        self._use = replace(self._use, evicted_bytes=evicted_bytes)
+        self._use["evicted_bytes"] += before - self.kept.size_bytes
 
     def arrange(self, rooms: tuple[int, ...], lanes: tuple[int, ...] = (), *, trim: bool = False) -> None:
         """Lay out the rows' arrays by the room and the lane of each slot, if there are any.
@@ -439,9 +438,9 @@ class Runner:
         held = self.kept.size_bytes + sum(map(_bytes, self._prefilling.values()))
         return held + sum(array.nbytes for array in self._batch.arrays())
 
-    def cache_use(self) -> CacheUse:
-        """Return the use of KV caches as it is now."""
-        return replace(self._use, kv_bytes=self.kv_bytes(), kept_bytes=self.kept.size_bytes)
+    def cache_use(self) -> dict[str, int]:
+        """Return the use of KV caches as it is now, by the names of `RankStats`."""
+        return {**self._use, "kv_bytes": self.kv_bytes(), "kept_bytes": self.kept.size_bytes}
 
     # --- inside --------------------------------------------------------------------------------------
 
@@ -450,11 +449,9 @@ class Runner:
         self._samplings[uid] = sampling
         if not source:
             return self._caches.new()
-        use = self._use
-        self._use = replace(use, reused=use.reused + 1, reused_tokens=use.reused_tokens + offset)
+        self._use.update(reused=1, reused_tokens=offset)
         if source in self.kept.fetched:
-            fetched, tokens = use.fetched + 1, use.fetched_tokens + offset
-            self._use = replace(self._use, fetched=fetched, fetched_tokens=tokens)
+            self._use.update(fetched=1, fetched_tokens=offset)
         if source in self._batch.rows:
             self._model.catch_up(self._batch.parts((source,)))
             return self._batch.copy(source, offset)

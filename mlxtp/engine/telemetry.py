@@ -8,13 +8,14 @@ import os
 import signal
 import time
 from collections import deque
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 from typing import Literal, Self
 
 from ..wire.messages import Pong
 from ..wire.rank_process import PATIENCE_FORWARDS, patience_s
+from ..wire.rank_stats import RankStats
 from ..wire.recording import (
     BEGAN,
     GAVE_BACK_AT,
@@ -142,8 +143,6 @@ class _ForwardTimes:
         self.began = 0.0  # when the oldest of these began
         self.step_us = 0.0
         self.wait_us = 0.0
-        self.stage_busy_us = self.stage_waiting_us = 0
-        self.drafts = DraftUse()
         self._step_s: float | None = None  # time of a decode step with any number of rows
         self._token_s: dict[Phase, float] = {}  # time of a forward for each of its tokens
 
@@ -163,22 +162,6 @@ class _ForwardTimes:
         return max(self._step_s or 0.0, expected_s * _ROWS) if phase == "decode" else expected_s
 
 
-@dataclass(frozen=True, slots=True)
-class CacheUse:
-    """KV caches of a rank, as in `Pong`."""
-
-    kv_bytes: int = 0
-    kept_bytes: int = 0
-    evicted_bytes: int = 0
-    reused: int = 0
-    reused_tokens: int = 0
-    fetched: int = 0
-    fetched_tokens: int = 0
-    spilled_bytes: int = 0
-    disk_bytes: int = 0
-    disk_room_bytes: int = 0
-
-
 class RankTelemetry:
     """Plain attributes: each is written by one thread and read whole by another.
 
@@ -190,17 +173,17 @@ class RankTelemetry:
         self.phase: Phase = "starting"
         self.in_flight = 0
         self.step = 0
-        self.forwards = 0
-        self.collectives = 0
-        self.emitted = 0
         self.model = ""
-        self.weight_bytes = 0
-        self.load_peak_bytes = 0
-        self.caches = CacheUse()
+        self.stats = RankStats()
+        self.drafts = DraftUse()
         self.expected_us = 0
-        self.collective_us = 0
         self._since = time.monotonic()
         self._times = _ForwardTimes()
+
+    def unloaded(self) -> None:
+        """Forget the model."""
+        had, self.model = self.stats, ""
+        self.stats = RankStats(had.forwards, had.collectives, had.emitted, collective_us=had.collective_us)
 
     def enter(self, phase: Phase) -> None:
         """Change the phase; its clock starts again."""
@@ -240,15 +223,6 @@ class RankTelemetry:
         self._times.step_us += (step_us - self._times.step_us) * RECENT
         self._times.wait_us += (wait_us - self._times.wait_us) * RECENT
 
-    def staged(self, busy_s: float, waiting_s: float) -> None:
-        """Set the seconds since the load in which a stage computed, and waited for other stages."""
-        self._times.stage_busy_us, self._times.stage_waiting_us = int(busy_s * 1e6), int(waiting_s * 1e6)
-
-    @property
-    def drafts(self) -> DraftUse:
-        """Counts of drafts in this epoch."""
-        return self._times.drafts
-
     @property
     def in_collective(self) -> bool:
         """True while the main thread may wait for other ranks and nothing else wakes it."""
@@ -259,7 +233,7 @@ class RankTelemetry:
 
         A rank without weights has no memory to free, so it has few.
         """
-        if not self.weight_bytes and self.phase != "loading":
+        if not self.stats.weight_bytes and self.phase != "loading":
             return LEAST_PATIENCE_S
         stood_s = 0.0 if self.phase in ("idle", "closing") else time.monotonic() - self._since
         return max(patience_s(self.expected_us / 1e6) - stood_s, LEAST_PATIENCE_S)
@@ -273,34 +247,23 @@ class RankTelemetry:
 
         pool_bytes = mx.get_cache_memory()
         since = self._since  # read before the time, because the main thread may begin a phase meanwhile
+        stats = replace(
+            self.stats,
+            memory_bytes=mx.get_active_memory() + pool_bytes,
+            pool_bytes=pool_bytes,
+            peak_memory_bytes=mx.get_peak_memory(),
+            step_us=int(self._times.step_us),
+            wait_us=int(self._times.wait_us),
+            **self.drafts.figures(),
+        )
         return Pong(
             phase=self.phase,
             phase_s=time.monotonic() - since,
             in_flight=self.in_flight,
             step=self.step,
-            forwards=self.forwards,
-            collectives=self.collectives,
-            emitted=self.emitted,
-            memory_bytes=mx.get_active_memory() + pool_bytes,
-            peak_memory_bytes=mx.get_peak_memory(),
             model=self.model,
-            weight_bytes=self.weight_bytes,
-            load_peak_bytes=self.load_peak_bytes,
-            step_us=int(self._times.step_us),
-            wait_us=int(self._times.wait_us),
-            collective_us=self.collective_us,
+            stats=stats,
             expected_us=self.expected_us,
-            stage_busy_us=self._times.stage_busy_us,
-            stage_waiting_us=self._times.stage_waiting_us,
-            drafted=tuple(self.drafts.drafted),
-            accepted=tuple(self.drafts.accepted),
-            right_at=tuple(self.drafts.right_at),
-            decode_steps=self.drafts.steps,
-            decode_widths=self.drafts.widths,
-            draft_gain=self.drafts.gain,
-            mtp=self.drafts.mtp,
-            pool_bytes=pool_bytes,
-            **asdict(self.caches),
         )
 
 

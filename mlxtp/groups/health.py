@@ -209,7 +209,7 @@ class RankHealth:
         """Take in a rank's Pong. A forward that ended on rank 0 shows that all live: each took part."""
         before, self.pongs[rank] = self.pongs.get(rank), pong
         self._heard[rank] = now
-        if rank == 0 and before is not None and pong.forwards > before.forwards:
+        if rank == 0 and before is not None and pong.stats.forwards > before.stats.forwards:
             self._heard = dict.fromkeys(self._heard, now)
 
     def tick(self, now: float) -> GroupError | None:
@@ -253,7 +253,9 @@ class RankHealth:
 
     def _who_is_behind(self) -> str:
         # Forwards that began count before those that ended: others wait for a rank that has not begun theirs.
-        places = {rank: (pong.forwards + pong.in_flight, pong.step) for rank, pong in self.pongs.items()}
+        places = {
+            rank: (pong.stats.forwards + pong.in_flight, pong.step) for rank, pong in self.pongs.items()
+        }
         if len(set(places.values())) == 1:
             return NOBODY_BEHIND
         return f"rank {min(places, key=lambda rank: places[rank])} is behind"

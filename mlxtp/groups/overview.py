@@ -241,5 +241,5 @@ class MemoryCheck:
             budget = kv.loaded.kv_bytes if kv.limit_bytes else 0
             for rank, node_id in enumerate(ranks.group.nodes):
                 if (pong := ranks.watch.pongs.get(rank)) is not None:
-                    held = pong.memory_bytes - pong.pool_bytes, pong.kv_bytes
-                    yield RankAccount(name, node_id, pong.weight_bytes, budget, *held)
+                    held = pong.stats.memory_bytes - pong.stats.pool_bytes, pong.stats.kv_bytes
+                    yield RankAccount(name, node_id, pong.stats.weight_bytes, budget, *held)

@@ -139,7 +139,7 @@ class ServingReports:
             for ranks in (self._supervisor.status.ranks, self._supervisor.beside.ranks)
             if ranks is not None and node_id in ranks.group.nodes
         ]
-        return sum(pong.memory_bytes for pong in pongs if pong is not None)
+        return sum(pong.stats.memory_bytes for pong in pongs if pong is not None)
 
     def running(self) -> RunningEpoch | None:
         """Return the epoch that this node owns, for decisions; None while it has none."""

@@ -243,7 +243,7 @@ class RankProcess:
                     self.ping()
                 await asyncio.wait({waiting}, timeout=ANSWER_S)
             if self._leaves.is_set():
-                step_us = max(end.pong.step_us, end.pong.expected_us) if end.pong is not None else 0
+                step_us = max(end.pong.stats.step_us, end.pong.expected_us) if end.pong is not None else 0
                 await asyncio.wait({waiting}, timeout=patience_s(step_us / 1e6) + FREE_S)
             if process.returncode is None:
                 end.deaf = True
@@ -265,7 +265,7 @@ class RankProcess:
             self._remove_recording()
         if self._counted:
             self._counted = False
-            held = end.pong.memory_bytes if end.pong is not None else 0
+            held = end.pong.stats.memory_bytes if end.pong is not None else 0
             end.stranded_bytes = await HERE.ended(self._epoch, held, stuck=end.stuck)
         return end
 

@@ -10,19 +10,12 @@ from collections.abc import Mapping
 from ..errors import GroupError, MlxtpError
 from ..gateway.gateway import Gateway
 from ..wire.messages import Pong
+from ..wire.rank_stats import shown
 from .health import ServingState, is_legal
 from .history import EpochStory, History, Instant, Recoveries
 from .process_group import EpochGroup, ProcessGroup
 
 log = logging.getLogger(__name__)
-
-#: Fields of each rank's heartbeat that /health shows.
-_SHOWN = (
-    "phase", "step", "forwards", "collectives", "emitted", "memory_bytes", "peak_memory_bytes",
-    "weight_bytes", "load_peak_bytes", "kv_bytes", "kept_bytes", "evicted_bytes", "reused", "reused_tokens",
-    "fetched", "fetched_tokens", "spilled_bytes", "disk_bytes", "disk_room_bytes",
-    "step_us", "wait_us", "collective_us", "stage_busy_us", "stage_waiting_us",
-)  # fmt: skip
 
 #: States in which an agent takes requests or would; while it drains it shows DRAINING instead.
 _DRAINABLE = frozenset((ServingState.READY, ServingState.IDLE))
@@ -180,7 +173,7 @@ class GroupStatus:
         """Loaded part of the weights in percent; None while no rank of this agent's epoch loads."""
         if self.ranks is None or self._own is not ServingState.LOADING or not self.weight_bytes:
             return None
-        held = sum(pong.memory_bytes for pong in self.pongs.values())
+        held = sum(pong.stats.memory_bytes for pong in self.pongs.values())
         return min(held * 100 // self.weight_bytes, 99)
 
     @property
@@ -191,7 +184,7 @@ class GroupStatus:
     def rows(self) -> tuple[Mapping[str, object], ...]:
         """Return the newest heartbeat of each rank, as `/health` shows it."""
         return tuple(
-            {"rank": rank, **{name: getattr(pong, name) for name in _SHOWN}}
+            {"rank": rank, "phase": pong.phase, "step": pong.step, **shown(pong.stats)}
             for rank, pong in sorted(self.pongs.items())
         )
 

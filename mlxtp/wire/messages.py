@@ -37,9 +37,10 @@ from .codecs import (
     texts,
 )  # fmt: skip
 from .codecs import holding as _f
+from .rank_stats import RankStats
 from .rdma import MAX_ENTRY
 
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 MAX_RANKS = 8
 MAX_LAYERS = 1024  #: of a model
 MAX_ROWS = 1024  #: sequences in one step
@@ -151,23 +152,8 @@ class Ping(Message):
 class Pong(Message):
     """Status of a rank.
 
-    `phase_s` is the time in seconds since it entered the phase or last made progress in it. `kv_bytes` is the
-    size of its KV caches, `kept_bytes` that of those kept for later prompts, and `evicted_bytes` of those no
-    longer kept. `reused` prompts of this epoch began with `reused_tokens` of another sequence's cache.
-    Of these, `fetched` and `fetched_tokens` came from disk. `spilled_bytes` were written to disk in this
-    epoch. This Mac's caches take `disk_bytes` there, and may take `disk_room_bytes`; 0 when it is off.
-    `load_peak_bytes` is the most memory while loading. `step_us` and `wait_us` are
-    averages over recent steps, as in Ack. `collective_us` is the time of one small collective at the last
-    proof. `expected_us` is the expected time of the running forward, judged by those before it. MLX does not
-    report how much of a step its collectives wait. A rank of a pipeline has computed its layers for
-    `stage_busy_us` since the load, and has waited for other stages for `stage_waiting_us`; 0 on other ranks.
-
-    Rank 0 counts drafts in this epoch: tokens `drafted` and `accepted` by lookup, by the MTP head and by a
-    draft model. `right_at` counts the right ones by their place in a draft. In `decode_steps` the widest rows
-    were fed `decode_widths` tokens in all. `draft_gain` is the speed of recent steps, in that of steps
-    without drafts; 0 if it is not known. `mtp`: the model's MTP head is loaded.
-
-    Of `memory_bytes`, MLX keeps `pool_bytes` for reuse; arrays have the rest.
+    `phase_s` is the time in seconds since it entered the phase or last made progress in it. `expected_us` is
+    the expected time of the running forward, judged by those before it.
     """
 
     TYPE: ClassVar[int] = 0x04
@@ -179,38 +165,9 @@ class Pong(Message):
     phase_s: float = _f(_seconds)
     in_flight: int = _f(_count)
     step: int = _f(_count)
-    forwards: int = _f(_count)
-    collectives: int = _f(_count)
-    emitted: int = _f(_count)
-    memory_bytes: int = _f(_count)
-    peak_memory_bytes: int = _f(_count)
     model: str = _f(text(1000, cut=True))
-    weight_bytes: int = _f(_count, default=0)
-    load_peak_bytes: int = _f(_count, default=0)
-    kv_bytes: int = _f(_count, default=0)
-    step_us: int = _f(_count, default=0)
-    wait_us: int = _f(_count, default=0)
-    collective_us: int = _f(_count, default=0)
+    stats: RankStats = _f(record(RankStats))  # noqa: RUF009 - a field
     expected_us: int = _f(_count, default=0)
-    kept_bytes: int = _f(_count, default=0)
-    evicted_bytes: int = _f(_count, default=0)
-    reused: int = _f(_count, default=0)
-    reused_tokens: int = _f(_count, default=0)
-    fetched: int = _f(_count, default=0)
-    fetched_tokens: int = _f(_count, default=0)
-    spilled_bytes: int = _f(_count, default=0)
-    disk_bytes: int = _f(_count, default=0)
-    disk_room_bytes: int = _f(_count, default=0)
-    stage_busy_us: int = _f(_count, default=0)
-    stage_waiting_us: int = _f(_count, default=0)
-    drafted: tuple[int, ...] = _f(integers(0, U32, 0, 8), default=())
-    accepted: tuple[int, ...] = _f(integers(0, U32, 0, 8), default=())
-    right_at: tuple[int, ...] = _f(integers(0, U32, 0, MAX_WIDTH), default=())
-    decode_steps: int = _f(_count, default=0)
-    decode_widths: int = _f(_count, default=0)
-    draft_gain: float = _f(_seconds, default=0.0)
-    mtp: bool = _f(boolean(), default=False)
-    pool_bytes: int = _f(_count, default=0)
 
 
 @dataclass(frozen=True, slots=True)

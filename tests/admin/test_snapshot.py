@@ -28,15 +28,21 @@ from mlxtp.groups.loading import NO_HEAD
 from mlxtp.groups.process_group import EpochGroup
 from mlxtp.wire.cluster_messages import Deployment, FabricResult, ModelStatus, Port, RosterEntry
 from mlxtp.wire.messages import Pong
+from mlxtp.wire.rank_stats import RankStats
 
 from ..groups.one_node import MACHINE, A, B, alone
 from ..groups.scenes import run
 
-PONG = Pong("decode", 0.5, 1, 7, 9, 3, 4, 10 << 20, 12 << 20, "tiny", 5, 6, 8, 1500, 300, 44, 100)
-KEPT = replace(
-    PONG, kept_bytes=10**9, evicted_bytes=10**8, reused=12, reused_tokens=96_000, fetched=3,
+STATS = RankStats(
+    forwards=9, collectives=3, emitted=4, memory_bytes=10 << 20, peak_memory_bytes=12 << 20, weight_bytes=5,
+    load_peak_bytes=6, kv_bytes=8, step_us=1500, wait_us=300, collective_us=44,
+)  # fmt: skip
+PONG = Pong("decode", 0.5, 1, 7, "tiny", STATS, 100)
+KEPT_STATS = replace(
+    STATS, kept_bytes=10**9, evicted_bytes=10**8, reused=12, reused_tokens=96_000, fetched=3,
     fetched_tokens=64_000, spilled_bytes=7, disk_bytes=3 * 10**9, disk_room_bytes=50 * 10**9,
 )  # fmt: skip
+KEPT = replace(PONG, stats=KEPT_STATS)
 GROUP = EpochGroup(1, 2, "ring", kind="ring over Ethernet")
 AGENT = AgentSnapshot(
     health=Health("ready", 9, 2, "ring", "tiny", None, ready=True, open_requests=3),
@@ -53,14 +59,15 @@ AGENT = AgentSnapshot(
     in_epoch=True,
     proof="",
 )
-DRAFTED = replace(
-    KEPT,
+DRAFT_STATS = replace(
+    KEPT_STATS,
     drafted=(10, 0, 30),
     accepted=(8, 0, 12),
     decode_steps=50,
     decode_widths=110,
     draft_gain=1.2649,
 )
+DRAFTED = replace(KEPT, stats=DRAFT_STATS)
 HERE = MemberSnapshot(
     A, "studio", True, "alive", True, False, 0, "", False, "http://127.0.0.1:52415", MACHINE,
     ModelStatus("tiny", "ab" * 32, ""), "", RosterEntry(A, "studio", A * 2, False, 1), "",
@@ -124,7 +131,7 @@ def test_drafts_of_a_group_are_those_that_its_rank_0_counted() -> None:
                 "note": NO_HEAD,
             }
         ]
-    assert drafts_of("tiny#0", replace(DRAFTED, mtp=True), "mtp").note == ""
+    assert drafts_of("tiny#0", replace(DRAFTED, stats=replace(DRAFT_STATS, mtp=True)), "mtp").note == ""
     assert drafts_of("tiny#0", DRAFTED, "auto").note == ""
 
 
@@ -145,10 +152,12 @@ def samples(now: AgentSnapshot) -> dict[str, list[tuple[dict[str, str], float]]]
     ],
 )
 def test_the_use_of_caches_is_summed_over_ranks_and_disks(nodes: tuple[str, ...], macs: int) -> None:
-    use = use_of("tiny#0", {1: KEPT, 0: replace(KEPT, reused=13)}, nodes)
-    assert (use.kept_bytes, use.evicted_bytes, use.spilled_bytes) == (2 * 10**9, 2 * 10**8, 14)
-    assert (use.reused, use.reused_tokens, use.fetched, use.fetched_tokens) == (13, 96_000, 3, 64_000)
-    assert (use.disk_bytes, use.disk_room_bytes) == (macs * 3 * 10**9, macs * 50 * 10**9)
+    use = use_of("tiny#0", {1: KEPT, 0: replace(KEPT, stats=replace(KEPT_STATS, reused=13))}, nodes)
+    assert use == {
+        "group": "tiny#0", "kept_bytes": 2 * 10**9, "evicted_bytes": 2 * 10**8, "spilled_bytes": 14,
+        "reused": 13, "reused_tokens": 96_000, "fetched": 3, "fetched_tokens": 64_000,
+        "disk_bytes": macs * 3 * 10**9, "disk_room_bytes": macs * 50 * 10**9,
+    }  # fmt: skip
 
 
 def test_status_and_page_have_the_use_of_caches() -> None:

@@ -41,6 +41,7 @@ from mlxtp.groups.loading import LoadedModel
 from mlxtp.logs import JsonLines
 from mlxtp.models import self_test
 from mlxtp.wire.messages import Accepted, Cancel, Delta, Error, Finished, Generate, Message, Pong
+from mlxtp.wire.rank_stats import RankStats
 
 from ..groups.one_node import GROUP, alone
 from ..live_cluster import Cluster
@@ -626,9 +627,7 @@ def test_whose_key_it_was_and_which_was_none_is_known(
 
 
 def pong(**fields: Any) -> Pong:
-    most = {"phase": "decode", "phase_s": 0.0, "in_flight": 0, "step": 0, "forwards": 0, "collectives": 0}
-    rest = {"emitted": 0, "memory_bytes": 0, "peak_memory_bytes": 0, "model": ""}
-    return Pong(**(most | rest | fields))
+    return Pong("decode", 0.0, 0, 0, "", RankStats(**fields))
 
 
 def test_each_rank_has_its_figures(stage: Stage) -> None:

@@ -56,6 +56,7 @@ from mlxtp.wire.cluster_messages import (
 from mlxtp.wire.codecs import U63, Message
 from mlxtp.wire.frames import encode
 from mlxtp.wire.messages import Pong
+from mlxtp.wire.rank_stats import RankStats
 
 from ..groups.one_node import FINGERPRINT, GROUP, MACHINE, A, B, Node, by_hand, play, report
 from ..groups.scenes import run, sees
@@ -209,7 +210,7 @@ def test_requests_outlive_a_choice_of_the_same_model_and_no_other(
 def test_reports_on_ranks_that_were_not_ordered_change_nothing(tmp_path: Path, member: Member) -> None:
     async def story(node: Node) -> None:
         a = node.meet(A)
-        pong = Pong("idle", 0.0, 0, 0, 0, 0, 0, 0, 0, "")
+        pong = Pong("idle", 0.0, 0, 0, "", RankStats())
         node.hear(
             a,
             Prepared(3, "127.0.0.1:1", "/x"),

@@ -31,6 +31,7 @@ from mlxtp.diagnostics.postmortem import newest
 from mlxtp.engine.telemetry import STEP, Recorder
 from mlxtp.errors import TERMINATED_STATUS, Code, ConfigError, FailureReport, GroupError, exit_status
 from mlxtp.wire.messages import Error, Pong
+from mlxtp.wire.rank_stats import RankStats
 from mlxtp.wire.recording import RECORDING_BYTES, decode
 
 KEY = bytes(range(32))
@@ -175,7 +176,7 @@ def test_a_rank_that_was_never_heard_of(tmp_path: Path) -> None:
 
 
 def test_what_the_agent_knew(tmp_path: Path) -> None:
-    pong = Pong("decode", 1.5, 1, 12, 11, 99, 3, 0, 0, "model")
+    pong = Pong("decode", 1.5, 1, 12, "model", RankStats(11, 99, 3))
     report = FailureReport(1, GroupError("it is gone", Code.LINK_LOST), seen_from_outside=True)
     failed = FailedEpoch(7, "studio", FAILED.cause, ("studio", "mini"), (report,), {1: pong})
     now = monotonic()

@@ -211,8 +211,9 @@ def test_a_stage_without_memory_refuses_the_load_and_the_next_one_works(
     assert refused.value.code is Code.OUT_OF_MEMORY
     assert refused.value.detail.startswith("rank 1: llama: reading layers 1 to 2 of 4 (0.00 GB) failed: ")
     assert "rank 0" not in refused.value.detail
+    heard = [(pong.model, pong.stats) for pong in erring._hear_from_all()]
     assert {
-        (p.model, p.weight_bytes, p.memory_bytes - p.pool_bytes < 1000) for p in erring._hear_from_all()
+        (model, rank.weight_bytes, rank.memory_bytes - rank.pool_bytes < 1000) for model, rank in heard
     } == {("", 0, True)}
     erring.load(folders["llama"])
     wanted = Wanted((7, 8, 9), 20, ignore_eos=True)

@@ -64,7 +64,7 @@ def test_caches_that_are_cleared_are_gone_on_every_rank_and_what_runs_goes_on(cl
     prompt, other = prompt_ids(fresh(3)), endless_prompt()
     ask(cluster, prompt)
     running = cluster.start(other, 200)
-    assert all(pong.kept_bytes > 0 for pong in cluster._hear_from_all())
+    assert all(pong.stats.kept_bytes > 0 for pong in cluster._hear_from_all())
     room = cluster.supervisor.kv.tokens
 
     async def clear() -> None:
@@ -73,7 +73,7 @@ def test_caches_that_are_cleared_are_gone_on_every_rank_and_what_runs_goes_on(cl
 
     cluster.call(clear())
     assert len(running.tokens) < 200
-    assert [pong.kept_bytes for pong in cluster._hear_from_all()] == [0] * cluster.settings.ranks
+    assert [pong.stats.kept_bytes for pong in cluster._hear_from_all()] == [0] * cluster.settings.ranks
     assert cluster.supervisor.kv.tokens == room
     assert ask(cluster, prompt) < 20
     assert running.finish()[0] == reference(other, 200)

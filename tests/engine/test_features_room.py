@@ -115,7 +115,7 @@ def resize(cluster: Cluster, tokens: int) -> int:
 
 def most_kv_bytes(cluster: Cluster) -> int:
     """Bytes of the KV caches of the rank that reports the most of them now."""
-    return max(pong.kv_bytes for pong in cluster._hear_from_all())
+    return max(pong.stats.kv_bytes for pong in cluster._hear_from_all())
 
 
 def test_less_room_in_mid_stream_changes_no_text_and_gives_memory_back(

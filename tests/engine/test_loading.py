@@ -99,9 +99,9 @@ def assert_nothing_is_loaded(cluster: Cluster) -> None:
         ranks = cluster.supervisor.status.ranks
         assert ranks is not None
         return all(
-            (p.model, p.weight_bytes, p.kv_bytes) == ("", 0, 0)
-            and p.memory_bytes - p.pool_bytes < EMPTY_BYTES
-            for p in ranks.watch.pongs.values()
+            (pong.model, pong.stats.weight_bytes, pong.stats.kv_bytes) == ("", 0, 0)
+            and pong.stats.memory_bytes - pong.stats.pool_bytes < EMPTY_BYTES
+            for pong in ranks.watch.pongs.values()
         )
 
     until(empty, "every rank without a model")
@@ -150,7 +150,7 @@ def test_a_head_that_is_damaged_on_one_rank_is_used_by_none(
     ranks = cluster.supervisor.status.ranks
     assert ranks is not None
     until(lambda: all(pong.model for pong in ranks.watch.pongs.values()), "ranks with a model")
-    assert not any(pong.mtp for pong in ranks.watch.pongs.values())
+    assert not any(pong.stats.mtp for pong in ranks.watch.pongs.values())
 
 
 # --- refusals ---------------------------------------------------------------------------------------------

@@ -101,7 +101,7 @@ def test_a_heartbeat_counts_what_is_kept_for_reuse(
     monkeypatch.setattr(mx, "get_active_memory", lambda: 7)
     monkeypatch.setattr(mx, "get_cache_memory", lambda: 5)
     pong = rank.status.pong()
-    assert (pong.memory_bytes, pong.pool_bytes) == (12, 5)
+    assert (pong.stats.memory_bytes, pong.stats.pool_bytes) == (12, 5)
 
 
 # --- room for KV caches ----------------------------------------------------------------------------------

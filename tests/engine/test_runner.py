@@ -18,7 +18,6 @@ from mlxtp.engine.kv_cache import capacity
 from mlxtp.engine.loader import load
 from mlxtp.engine.runner import Runner
 from mlxtp.engine.sampler import Chooser, Chosen, LogitShaping
-from mlxtp.engine.telemetry import CacheUse
 from mlxtp.errors import Code, GroupError
 from mlxtp.wire.messages import PromptBatch, PromptTokens, Sampling, StepToken
 
@@ -235,20 +234,20 @@ def test_copies_share_the_arrays_of_a_longer_one_until_it_goes(tmp_path: Path, f
     folder = write_model(tmp_path, model_type=family, **FAMILIES[family])
     runner, prompt = runner_of(folder), tuple(range(10, 310))
     runner.prefill(PromptTokens(1, 0, 300, prompt[:200], save=2))
-    one = runner.cache_use().kept_bytes
+    one = runner.cache_use()["kept_bytes"]
     runner.prefill(PromptTokens(1, 200, 300, prompt[200:290], save=3, covers=(2,)))
-    fixed = runner.cache_use().kept_bytes - one * 290 // 200  # what does not grow, of one of them
+    fixed = runner.cache_use()["kept_bytes"] - one * 290 // 200  # what does not grow, of one of them
     assert 0 < fixed < one / 2
     token = prefill(runner, 1, prompt, offset=290)
     said = (token, *decode(runner, 1, 300, 9))
     assert said == reference(prompt, 10, folder)
     running = active_bytes()
     runner.stop(1, 309, (2, 3))
-    kept, held = runner.cache_use().kept_bytes, active_bytes()
+    kept, held = runner.cache_use()["kept_bytes"], active_bytes()
     assert held < running - one
     assert kept < one * capacity(310) // 200 + 3 * fixed
     runner.evict((1,))
-    assert kept - one < runner.cache_use().kept_bytes < kept
+    assert kept - one < runner.cache_use()["kept_bytes"] < kept
     assert active_bytes() < held - one / 20
     for uid, source, length in ((4, 2, 200), (5, 3, 290), (6, 2, 200)):
         branch = (*prompt[:length], 55, 66)
@@ -256,7 +255,7 @@ def test_copies_share_the_arrays_of_a_longer_one_until_it_goes(tmp_path: Path, f
         runner.stop(uid, 0)
         if uid == 5:
             runner.evict((3,))  # what is left gets its own
-            assert runner.cache_use().kept_bytes == one
+            assert runner.cache_use()["kept_bytes"] == one
     runner.evict((2,))
     assert runner.kv_bytes() == 0
 
@@ -298,16 +297,22 @@ def test_what_is_held_is_counted_and_let_go(runner: Runner) -> None:
 
 def test_the_use_of_kept_caches_is_counted(runner: Runner) -> None:
     prefill(runner, 1, PROMPT)
-    assert runner.cache_use() == CacheUse(runner.kv_bytes())
+    assert runner.cache_use() == {"kv_bytes": runner.kv_bytes(), "kept_bytes": 0}
     runner.stop(1, 8)
     kept = runner.kv_bytes()
-    assert runner.cache_use() == CacheUse(kept, kept_bytes=kept)
+    assert runner.cache_use() == {"kv_bytes": kept, "kept_bytes": kept}
     prefill(runner, 2, PROMPT, offset=4, source=1)
     prefill(runner, 3, PROMPT, offset=5, source=2)
     held = runner.kv_bytes()
-    assert runner.cache_use() == CacheUse(held, kept, reused=2, reused_tokens=9)
+    reused = {"reused": 2, "reused_tokens": 9}
+    assert runner.cache_use() == {"kv_bytes": held, "kept_bytes": kept, **reused}
     runner.evict((1,))
-    assert runner.cache_use() == CacheUse(runner.kv_bytes(), 0, kept, 2, 9)
+    assert runner.cache_use() == {
+        "kv_bytes": runner.kv_bytes(),
+        "kept_bytes": 0,
+        "evicted_bytes": kept,
+        **reused,
+    }
 
 
 def test_rows_are_laid_out_on_command_and_say_the_same(folder: Path, runner: Runner) -> None:
@@ -356,7 +361,7 @@ def test_a_prompt_in_chunks_has_the_room_that_is_counted(runner: Runner) -> None
     token_bytes = 2 * 2 * 2 * 16 * 4  # layers, keys and values, heads, numbers of four bytes
 
     def held() -> float:
-        return (runner.kv_bytes() - runner.cache_use().kept_bytes) / token_bytes
+        return (runner.kv_bytes() - runner.cache_use()["kept_bytes"]) / token_bytes
 
     for start in range(0, 290, 29):
         runner.prefill(PromptTokens(1, start, 300, prompt[start : start + 29]))

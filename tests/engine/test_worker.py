@@ -192,7 +192,7 @@ def test_a_rank_that_waits_for_jaccls_side_channel_has_time_to_leave_it_when_ano
 def of(phase: str, *, stood_s: float = 0.0, weights: int = 1, step_s: float = 0.0) -> float:
     """The patience for a rank in `phase` since `stood_s`."""
     status = RankTelemetry()
-    status.weight_bytes, status.expected_us = weights, int(step_s * 1e6)
+    status.stats.weight_bytes, status.expected_us = weights, int(step_s * 1e6)
     status.phase = phase  # type: ignore[assignment]
     status._since -= stood_s
     return status.patience_s()

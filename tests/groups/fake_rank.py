@@ -52,6 +52,7 @@ from mlxtp.wire.messages import (
     Unload,
 )
 from mlxtp.wire.rank_process import take_over
+from mlxtp.wire.rank_stats import RankStats
 from mlxtp.wire.session import LinkKind, Session, Side
 
 ENDLESS = 1000
@@ -123,7 +124,7 @@ class FakeRank:
         self._model = str(self._order.get("model", ""))
         self._late: list[Message] = []
         self._answers: dict[type[Message], Callable[[Any], None]] = {
-            Ping: lambda _: self._say(Pong("idle", 9.0, 0, 0, 0, 0, 0, 0, 0, self._model)),
+            Ping: lambda _: self._say(Pong("idle", 9.0, 0, 0, self._model, RankStats())),
             Bootstrap: self._bootstrap,
             Init: lambda _: self._init(),
             SanityCheck: lambda _: self._say(SanityDone(self._world, tuple(range(self._world)), 0)),

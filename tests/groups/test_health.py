@@ -21,6 +21,7 @@ from mlxtp.groups.health import (
     with_name,
 )
 from mlxtp.wire.messages import Pong
+from mlxtp.wire.rank_stats import RankStats
 
 LIMITS = Limits(heartbeat_s=0.5, silence_s=3.0, decode_stall_s=10.0, prefill_stall_s=30.0)
 LOST = GroupError("gone")
@@ -131,7 +132,7 @@ def pong(
     in_flight: int = 0,
     forwards: int = 0,
 ) -> Pong:
-    return Pong(phase, phase_s, in_flight, step, forwards, 0, 0, 0, 0, "", expected_us=expected_us)
+    return Pong(phase, phase_s, in_flight, step, "", RankStats(forwards), expected_us)
 
 
 class Story:

@@ -30,6 +30,7 @@ from mlxtp.models import self_test
 from mlxtp.models.inspect import ModelSource, open_model
 from mlxtp.placement.cost_model import RING_ETHERNET, RING_THUNDERBOLT
 from mlxtp.wire.messages import Delta, Pong
+from mlxtp.wire.rank_stats import RankStats
 
 from ..gateway.test_gateway import DEPLOYMENT, GROUP, MODEL, TEXT, FakeRanks, everything
 from ..live_cluster import LIMITS, WAIT_S, rank_processes
@@ -508,7 +509,7 @@ def test_how_far_a_load_is_can_be_told_in_per_cent(tmp_path: Path) -> None:
         assert supervisor.status.progress == "loading 7 %"
         supervisor.status._own, supervisor.status.weight_bytes = ServingState.LOADING, 1000
         for held, shown in ((0, 0), (204, 40), (900, 99)):  # of each rank; and the rest of it is not the load
-            pongs = {rank: Pong("loading", 0.0, 0, 0, 0, 0, 0, held, held, "") for rank in range(2)}
+            pongs = {rank: Pong("loading", 0.0, 0, 0, "", RankStats(memory_bytes=held)) for rank in range(2)}
             supervisor.status.ranks = cast(Any, SimpleNamespace(watch=SimpleNamespace(pongs=pongs)))
             assert supervisor.status.progress == f"loading {shown} %"
             supervisor.status.wanted = "org/m"

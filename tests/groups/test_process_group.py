@@ -40,6 +40,7 @@ from mlxtp.wire.cluster_messages import (
 )
 from mlxtp.wire.codecs import Message
 from mlxtp.wire.messages import Gathered, Generate, Pong, SideChannel
+from mlxtp.wire.rank_stats import RankStats
 
 from ..live_cluster import LIMITS, WAIT_S, rank_processes
 from .fake_rank import Orders
@@ -49,7 +50,7 @@ pytestmark = pytest.mark.slow
 
 EPOCH = 7
 PREPARED, STARTED = Prepared(EPOCH, "127.0.0.1:4711", "/there"), RankStarted(EPOCH, True)
-PONG = RankPong(EPOCH, 1, Pong("idle", 0.0, 0, 0, 0, 0, 0, 0, 0, ""))
+PONG = RankPong(EPOCH, 1, Pong("idle", 0.0, 0, 0, "", RankStats()))
 SIDE = RankSide(EPOCH, 1, SideChannel(1, b"1"))
 NEVER_S = 10 * WAIT_S
 """A limit of silence that no test reaches: what ends an epoch then is something else."""

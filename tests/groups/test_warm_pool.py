@@ -27,6 +27,7 @@ from mlxtp.groups.warm_pool import BUSY_S, QUIET_S, RETRY, WarmPool, WarmPoolPol
 from mlxtp.wire.cluster_messages import EndEpoch, EpochEnded, Prepare, Prepared, RankStarted, StartRank
 from mlxtp.wire.codecs import Message
 from mlxtp.wire.messages import Bootstrap, Pong
+from mlxtp.wire.rank_stats import RankStats
 
 from ..live_cluster import LIMITS, SLOWNESS, Cluster, rank_processes, until
 from .fake_rank import SPARE, Orders
@@ -39,7 +40,7 @@ TOLD = Bootstrap(1, 2, "ring", ("127.0.0.1:1", "127.0.0.1:2"), "127.0.0.1:3", by
 
 
 def pong(phase: str = "idle", phase_s: float = QUIET_S, model: str = "tiny", in_flight: int = 0) -> Pong:
-    return Pong(phase, phase_s, in_flight, 0, 0, 0, 0, 0, 0, model)
+    return Pong(phase, phase_s, in_flight, 0, model, RankStats())
 
 
 # --- when ---------------------------------------------------------------------------------------------

@@ -128,6 +128,7 @@ from mlxtp.wire.peer_messages import (
     JoinRefusal,
     JoinRequest,
 )
+from mlxtp.wire.rank_stats import RankStats
 
 NODE = "0123456789abcdef" * 2
 _MEMBER = RosterEntry(
@@ -155,7 +156,7 @@ _CONTROL_EXAMPLES: tuple[Message, ...] = (
     Prepared(17, "10.0.0.1:50000", "/models/tiny"),
     StartRank(17, Bootstrap(1, 2, "ring", ("a:1", "b:2"), "a:3", b"k" * 32, 30.0, 5.0, 1)),
     RankStarted(17, False),
-    RankPong(17, 1, Pong("idle", 0.25, 0, 7, 7, 14, 5, 1 << 30, 1 << 31, "tiny")),
+    RankPong(17, 1, Pong("idle", 0.25, 0, 7, "tiny", RankStats(7, 14, 5, 1 << 30))),
     RankTrouble(17, 1, Code.RANK_LOST, "rank 1 was ended by signal 9", True),
     EndEpoch(17, True),
     EpochEnded(17),
@@ -195,7 +196,7 @@ EXAMPLES: dict[type[Message], Message] = {
         Hello(1, 0, 4711, b"n" * 16, b""),
         Welcome(1, b""),
         Ping(),
-        Pong("idle", 0.25, 0, 7, 7, 14, 5, 1 << 30, 1 << 31, "tiny"),
+        Pong("idle", 0.25, 0, 7, "tiny", RankStats(7, 14, 5, 1 << 30)),
         Bootstrap(0, 2, "ring", ("a:1", "b:2"), "a:3", b"k" * 32, 30.0, 5.0, 1),
         SideChannel(1, b"abcd"),
         Gathered(0, b"", "rank 1 is gone"),
@@ -329,14 +330,19 @@ _STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
         Pong,
         _phase,
         _seconds,
-        *(_count,) * 7,
+        _count,
+        _count,
         _text,
-        *(_count,) * 18,
-        *(_ints(0, 2**32 - 1, 0, 8),) * 3,
+        st.builds(
+            RankStats,
+            *(_count,) * 23,
+            *(_ints(0, 2**32 - 1, 0, 8),) * 3,
+            _count,
+            _count,
+            _seconds,
+            st.booleans(),
+        ),
         _count,
-        _count,
-        _seconds,
-        st.booleans(),
     ),
     Bootstrap: st.builds(
         Bootstrap,

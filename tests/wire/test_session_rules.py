@@ -39,11 +39,12 @@ from mlxtp.wire.messages import (
     TimeCollectives,
     Unload,
 )
+from mlxtp.wire.rank_stats import RankStats
 from mlxtp.wire.session import LinkKind, LinkState, Side
 
 from .walk import EPOCH, Pair, pair_in, requests, sequences
 
-PONG = Pong("idle", 0.0, 0, 0, 0, 0, 0, 0, 0, "")
+PONG = Pong("idle", 0.0, 0, 0, "", RankStats())
 UP, DOWN = Side.UPPER, Side.LOWER
 DIGEST = b"d" * 16
 

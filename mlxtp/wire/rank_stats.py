@@ -1,0 +1,147 @@
+"""Figures of a rank: each told once here, with its metric. Heartbeats carry them, reports show them all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from functools import cache
+from typing import Any, Literal
+
+from .codecs import U32, U63, FieldCodec, boolean, integer, integers, number
+
+MAX_DRAFTED = 64  #: Places in a draft that are counted.
+Caches = Literal["", "sum", "first", "Macs"]
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """Facts of a figure beside its value.
+
+    metric    name of the metric of each rank; empty for a figure that has none of its own
+    says      the metric's help
+    counts    it only grows in an epoch
+    caches    for a figure of KV caches, how those of ranks make that of their group: the "sum", that of the
+              "first" because it is the same on each, or the sum over the "Macs", whose disk ranks may share
+
+    Microseconds are told in seconds.
+    """
+
+    metric: str = ""
+    says: str = ""
+    counts: bool = False
+    caches: Caches = ""
+
+
+def _figure(metric: str = "", says: str = "", *, counts: bool = False, caches: Caches = "") -> Any:
+    return _told(integer(0, U63), 0, Figure(metric and f"mlxtp_rank_{metric}", says, counts, caches))
+
+
+def _told(codec: FieldCodec, default: Any, figure: Figure | None = None) -> Any:
+    return field(default=default, metadata={"codec": codec, "figure": figure or Figure()})
+
+
+@dataclass(slots=True)
+class RankStats:
+    """Figures of a rank. Those without another remark count what happened in this epoch.
+
+    MLX does not report how much of a step its collectives wait. Rank 0 alone counts drafts: by lookup, by the
+    MTP head and by a draft model, and the right ones by their place in a draft.
+    """
+
+    forwards: int = _figure("forwards", "Forwards of a rank in this epoch.", counts=True)
+    collectives: int = _figure()
+    emitted: int = _figure()
+    memory_bytes: int = _figure(
+        "memory_bytes", "Memory that MLX holds on a rank, with what it keeps for reuse."
+    )
+    pool_bytes: int = _figure()  #: The part of these that MLX keeps for reuse; arrays have the rest.
+    peak_memory_bytes: int = _figure(
+        "peak_memory_bytes", "The most memory that MLX held on a rank in this epoch."
+    )
+    weight_bytes: int = _figure("weight_bytes", "Weights on a rank.")
+    load_peak_bytes: int = _figure()  #: The most memory while loading.
+    kv_bytes: int = _figure(
+        "kv_cache_bytes",
+        "KV caches on a rank when a sequence last ended, including those kept for later prompts.",
+    )
+    kept_bytes: int = _figure(
+        "kept_cache_bytes", "Part of these KV caches that is kept for later prompts.", caches="sum"
+    )
+    evicted_bytes: int = _figure(
+        "evicted_cache_bytes",
+        "KV caches that a rank kept and dropped in this epoch: for lack of room, for a longer one, cleared.",
+        counts=True,
+        caches="sum",
+    )
+    reused: int = _figure(
+        "reused_caches",
+        "Prompts that a rank began with another sequence's KV cache in this epoch.",
+        counts=True,
+        caches="first",
+    )
+    reused_tokens: int = _figure(
+        "reused_tokens", "Tokens of these prompts that were not computed again.", counts=True, caches="first"
+    )
+    fetched: int = _figure(
+        "fetched_caches", "Part of these prompts whose KV caches came from disk.", counts=True, caches="first"
+    )
+    fetched_tokens: int = _figure(
+        "fetched_tokens", "Part of these tokens whose KV caches came from disk.", counts=True, caches="first"
+    )
+    spilled_bytes: int = _figure(
+        "spilled_cache_bytes", "KV caches that a rank wrote to disk in this epoch.", counts=True, caches="sum"
+    )
+    disk_bytes: int = _figure(
+        "disk_cache_bytes",
+        "KV caches on the disk of a rank's Mac, of all its ranks and models.",
+        caches="Macs",
+    )
+    disk_room_bytes: int = _figure(
+        "disk_cache_room_bytes", "Room for these on that disk; 0 when none are kept there.", caches="Macs"
+    )
+    step_us: int = _figure("step_seconds", "Duration of a forward, on average over the last ten.")
+    wait_us: int = _figure(
+        "wait_seconds",
+        "Part of a forward in which MLX queued it and blocked for the device, on average over the last ten.",
+    )
+    collective_us: int = _figure(
+        "collective_seconds",
+        "Duration of one small collective at the last proof, including links between ranks.",
+    )
+    stage_busy_us: int = _figure(
+        "stage_busy_seconds", "Time in which a rank of a pipeline computed its layers.", counts=True
+    )
+    stage_waiting_us: int = _figure(
+        "stage_waiting_seconds",
+        "Time in which a rank of a pipeline waited for other stages while sequences ran.",
+        counts=True,
+    )
+    drafted: tuple[int, ...] = _told(integers(0, U32, 0, 8), ())
+    accepted: tuple[int, ...] = _told(integers(0, U32, 0, 8), ())
+    right_at: tuple[int, ...] = _told(integers(0, U32, 0, MAX_DRAFTED), ())
+    decode_steps: int = _figure()
+    decode_widths: int = _figure()  #: Tokens that these steps fed their widest row.
+    draft_gain: float = _told(number(0.0, 1e9), 0.0)  #: Speed of recent steps, in that of plain ones.
+    mtp: bool = _told(boolean(), False)  #: The model's MTP head is loaded.
+
+
+@cache
+def figures() -> Mapping[str, Figure]:
+    """Return every figure by its name."""
+    return {each.name: each.metadata["figure"] for each in fields(RankStats)}
+
+
+def shown(stats: RankStats) -> dict[str, Any]:
+    """Return the figures by name, as JSON has them."""
+    return {name: list(value) if type(value) is tuple else value for name, value in asdict(stats).items()}
+
+
+def of_group(stats: Iterable[RankStats], of_macs: Iterable[RankStats]) -> dict[str, int]:
+    """Return the figures of a group's KV caches. `of_macs` has one of the ranks of each Mac."""
+    every = list(stats)
+    among = {"sum": every, "first": every[:1], "Macs": list(of_macs)}
+    return {
+        name: sum(getattr(each, name) for each in among[figure.caches])
+        for name, figure in figures().items()
+        if figure.caches
+    }

@@ -67,10 +67,11 @@ def test_every_file_is_the_old_one_or_the_new_one(tmp_path: Path, kills: int) ->
     assert len(left) <= 3, left  # at most one of each writer, which the next write replaces
 
 
+#: In place of "" the name of the other Mac.
 COMMANDS = (
     ("key", "create", "laptop"),
     ("serve", "tiny"),
-    ("cluster", "remove", "ben"),
+    ("cluster", "remove", ""),
     ("key", "revoke", "laptop"),
     ("cluster", "leave"),
 )
@@ -88,12 +89,12 @@ def test_agents_that_are_killed_around_commands_start_with_the_old_or_the_new(tm
         a.start()
         for number in range(4 * len(COMMANDS)):
             wait(a.status, "anna answers", a)
-            b = Agent(tmp_path, f"{number}", None, *common, "--control", "127.0.0.1:0", called="ben")
+            b = Agent(tmp_path, f"ben-{number}", None, *common, "--control", "127.0.0.1:0")
             try:
                 b.start("--join", a.token(), "--peer", f"127.0.0.1:{port}")
                 wait(lambda: a.member(b) and b.member(a), "ben is a member", a, b)  # noqa: B023
-                words = COMMANDS[number % len(COMMANDS)]
-                agent = b if words == ("cluster", "leave") else a
+                words = [word or b.name for word in COMMANDS[number % len(COMMANDS)]]
+                agent = b if words == ["cluster", "leave"] else a
                 with begun(agent, *words) as process:
                     time.sleep(moments.uniform(0.3, 1.0))
                     process.kill()

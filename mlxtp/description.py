@@ -103,7 +103,7 @@ def to_text(description: Description) -> str:
 
 
 def from_text(text: str) -> Description:
-    """Return what `to_text` made this of. Raises ValueError for anything else."""
+    """Return what `to_text` made this of. Checks names alone. Raises ValueError for other ones."""
     try:
         told: dict[str, Any] = json.loads(text)
         if told.pop("format") != FORMAT:

@@ -1,4 +1,4 @@
-"""Description of a model by its own modules, built of config.json without weights: nothing is computed.
+"""Description of a model by its own modules, built of config.json without weights.
 
     python -m mlxtp.engine.describe FOLDER|config.json
 
@@ -9,8 +9,6 @@ this done by a short-lived process.
 from __future__ import annotations
 
 import contextlib
-import io
-import json
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,17 +25,21 @@ from mlx.utils import tree_flatten, tree_map
 from ..chunks import ring_slots
 from ..description import CacheCapabilities, Description, PartFacts, to_text
 from ..errors import Code, MlxtpError, ModelError
-from ..model_config import Config, dimensions_of, quantization, text_config, unreadable
+from ..model_config import Config, dimensions_of, number, quantization, text_config, unreadable
+from ..wire.messages import MAX_LAYERS
 from .batch import CacheKind
 from .families import DIVIDE
 from .group import CollectiveCounter, Group, alone
-from .loader import MLX_LM_RAISES, brief, leaves, make_cache, read_config, unrun_arrays
+from .loader import MLX_LM_RAISES, brief, leaves, make_cache, read_config, state_arrays, steps, unrun_arrays
+from .mlx_compat import import_mlx_lm
 from .pipeline import LayerTrace, counts_positions, trace_layers
 from .sharding import EMBEDDINGS, HEADS, dense_mlps, family_of, shard
 
 T = TypeVar("T")
 
 FEW, MANY = 256, 512  #: tokens of two forwards that show how caches grow, which is by steps of as many
+_LAYERS = ("num_layers", "num_hidden_layers", "n_layer", "n_layers")
+_GATHERING = ("gather_mm", "gather_qmm")
 MOST_SHARING = 8  #: ranks that are tried to share layers
 #: Operations that start no kernel: they give the same numbers another shape.
 _VIEWS = frozenset(
@@ -51,10 +53,19 @@ def describe(config: Config) -> Description:
     family = family_of(config)
     if why := unreadable(config):
         raise ModelError(why, Code.MODEL_UNSUPPORTED)
+    if (count := number(text_config(config), *_LAYERS)) > MAX_LAYERS:
+        raise ModelError(f"config.json names {count} layers, more than {MAX_LAYERS}", Code.MODEL_INVALID)
     try:
         return _described(family, config)
+    except SystemExit as error:
+        words = "mlx-lm's code for this family ends the process that imports it"
+        raise ModelError(words, Code.MODEL_UNSUPPORTED) from error
     except MLX_LM_RAISES as error:
         raise ModelError(_lack(str(error)) or f"mlx-lm cannot build it: {brief(error)}") from error
+
+
+def _why(error: Exception) -> str:
+    return error.detail if isinstance(error, MlxtpError) else brief(error)
 
 
 def _lack(said: str) -> str:
@@ -70,13 +81,18 @@ def _described(family: str, config: Config) -> Description:
         logits = model(_tokens(1), cache=make_cache(model))
         kernels = _kernels(logits)
     sizes, tied = _sizes(model, watch.picked)
-    divides = family in DIVIDE or hasattr(model, "shard")
-    ranks = next((n for n in range(2, MOST_SHARING + 1) if not dimensions_of(config).obstacles(n)), 0)
     shares: list[_Weights | None] = [None] * len(sizes)
-    collectives = 0
-    if divides and ranks:
-        share, collectives = _share_of(hollow_model(family, config), ranks)
-        shares = [*_sizes(share, watch.picked)[0]]
+    collectives, dimensions = 0, dimensions_of(config)
+    ranks = next((n for n in range(2, MOST_SHARING + 1) if not dimensions.obstacles(n)), 0)
+    unsharable = "" if ranks else "; ".join(dimensions.obstacles(2))
+    if not (family in DIVIDE or hasattr(model, "shard")):
+        unsharable = "mlx-lm divides no layer of it"
+    if not unsharable:
+        try:
+            share, collectives = _share_of(hollow_model(family, config), ranks)
+            shares = [*_sizes(share, watch.picked)[0]]
+        except (MlxtpError, *MLX_LM_RAISES) as error:
+            unsharable = _why(error)
     caches = make_cache(model)
     traces, uncuttable = _traces(model, caches)
     parts = zip(sizes, shares, strict=True)
@@ -103,7 +119,7 @@ def _described(family: str, config: Config) -> Description:
         caches=_capabilities(model),
         joined=joined,
         keepers=keepers,
-        unsharable="" if divides else "mlx-lm divides no layer of it",
+        unsharable=unsharable,
         uncuttable=uncuttable,
     )
 
@@ -197,21 +213,24 @@ def _tokens(count: int) -> mx.array:
 
 
 class _Watch(contextlib.ExitStack):
-    """Watch of a forward that is never run, with MLX's fast operations as one each, as on a GPU."""
+    """Watch of a forward that is built, with MLX's fast operations as one each, as on a GPU."""
 
     def __init__(self) -> None:
         super().__init__()
         self.experts = self.picked = 0  #: experts of a layer, and those of them that a token meets
         self.hidden = 0  #: numbers of a token that were normalized last
 
+        self._patches: list[Any] = [
+            *(patch.object(mx.fast, name, self._norm) for name in ("rms_norm", "layer_norm")),
+            patch.object(mx.fast, "rope", lambda x, *_args, **_named: mx.abs(x)),
+            patch.object(mx.fast, "scaled_dot_product_attention", _attended),
+            *(patch.object(mx, name, self._gathering(getattr(mx, name))) for name in _GATHERING),
+        ]
+
     def __enter__(self) -> _Watch:
         super().__enter__()
-        for name in ("rms_norm", "layer_norm"):
-            self.enter_context(patch.object(mx.fast, name, self._norm))
-        self.enter_context(patch.object(mx.fast, "rope", lambda x, *_args, **_named: mx.abs(x)))
-        self.enter_context(patch.object(mx.fast, "scaled_dot_product_attention", _attended))
-        for name in ("gather_mm", "gather_qmm"):
-            self.enter_context(patch.object(mx, name, self._gathering(getattr(mx, name))))
+        for each in self._patches:
+            self.enter_context(each)
         return self
 
     def _norm(self, x: mx.array, *_args: Any, **_named: Any) -> mx.array:
@@ -235,10 +254,7 @@ def _attended(q: mx.array, k: mx.array, v: mx.array, **_named: Any) -> mx.array:
 
 
 def _kernels(result: mx.array) -> int:
-    graph = io.StringIO()
-    mx.export_to_dot(graph, result)
-    names = [line.split('"')[1] for line in graph.getvalue().splitlines() if "shape=rectangle" in line]
-    return len([name for name in names if name not in _VIEWS])
+    return len([name for name in steps(result) if name not in _VIEWS])
 
 
 # --- sizes ----------------------------------------------------------------------------------------------
@@ -331,10 +347,8 @@ def _traces(model: Any, caches: Sequence[Any]) -> tuple[list[LayerTrace], str]:
     """Return facts of the layers for a pipeline, or () and why there are none."""
     try:
         return trace_layers(model, caches), ""
-    except ModelError as error:
-        return [], error.detail
-    except MLX_LM_RAISES as error:
-        return [], brief(error)
+    except (ModelError, *MLX_LM_RAISES) as error:
+        return [], _why(error)
 
 
 def _grown(model: Any) -> list[tuple[Any, Any]]:
@@ -348,10 +362,10 @@ def _grown(model: Any) -> list[tuple[Any, Any]]:
 def _with_cache(part: PartFacts, few: Any, many: Any) -> PartFacts:
     """Add a cache, of FEW tokens and of MANY; it may be a list of several."""
     for small, large in zip(leaves([few]), leaves([many]), strict=True):
-        before, after = (sum(array.nbytes for array in _arrays(cache)) for cache in (small, large))
+        before, after = (sum(array.nbytes for array in state_arrays([cache])) for cache in (small, large))
         grown = (after - before) // (MANY - FEW)
         window = getattr(small, "max_size", 0) or getattr(small, "chunk_size", 0)
-        heads = [array.shape[1] for array in _arrays(large) if grown and array.ndim == 4]
+        heads = [array.shape[1] for array in state_arrays([large]) if grown and array.ndim == 4]
         part = replace(
             part,
             kv_token_bytes=part.kv_token_bytes + grown,
@@ -362,17 +376,11 @@ def _with_cache(part: PartFacts, few: Any, many: Any) -> PartFacts:
     return part
 
 
-def _arrays(cache: Any) -> list[mx.array]:
-    return [
-        each for _, each in tree_flatten([] if cache.empty() else cache.state) if isinstance(each, mx.array)
-    ]
-
-
 def _owned(traces: Sequence[LayerTrace], caches: Sequence[T], layers: int) -> Iterator[tuple[int, T]]:
     """Yield each cache with its layer: the first that is given it, or that of the same number."""
-    for number, cache in enumerate(caches):
-        given = (at for at, layer in enumerate(traces) if number in layer.caches)
-        yield next(given, min(number, layers - 1)), cache
+    for place, cache in enumerate(caches):
+        given = (at for at, layer in enumerate(traces) if place in layer.caches)
+        yield next(given, min(place, layers - 1)), cache
 
 
 def _borders(traces: Sequence[LayerTrace], caches: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -410,14 +418,17 @@ def _capabilities(model: Any) -> CacheCapabilities:
 
 def main() -> None:
     """Describe the model of a folder or of a config.json."""
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m mlxtp.engine.describe FOLDER|config.json")
     path = Path(sys.argv[1])
     try:
-        CollectiveCounter().install()
-        folder = path if path.is_dir() else path.parent
-        config = read_config(folder) if path.is_dir() else json.loads(path.read_text())
-        sys.stdout.write(to_text(describe(config)) + "\n")
-    except (MlxtpError, OSError, ValueError) as error:
-        sys.exit(f"mlxtp: {error.detail if isinstance(error, MlxtpError) else error}")
+        with contextlib.redirect_stdout(sys.stderr):  # modules of mlx-lm print remarks
+            import_mlx_lm()
+            CollectiveCounter().install()
+            text = to_text(describe(read_config(path if path.is_dir() else path.parent)))
+    except MlxtpError as error:
+        sys.exit(f"mlxtp: {error.detail}")
+    sys.stdout.write(text + "\n")
 
 
 if __name__ == "__main__":

@@ -210,7 +210,7 @@ def share_of(stored: StoredTensor, array: mx.array, ranks: int) -> bool:
     Rows are the last axis but one. mlx-lm's `shard` splits and takes the part of its own rank.
     """
     whole = (*array.shape[:-2], array.shape[-2] * ranks, array.shape[-1]) if array.ndim > 1 else ()
-    return whole == stored.shape and _steps(array) == ["Load", "Split", "Contiguous"]
+    return whole == stored.shape and steps(array) == ["Load", "Split", "Contiguous"]
 
 
 def read_share(stored: StoredTensor, rank: int, ranks: int) -> mx.array:
@@ -226,15 +226,15 @@ def _same_end(one: str, other: str) -> bool:
 
 def is_plain(array: mx.array) -> bool:
     """Return True for an array that is in memory, or unchanged from a file."""
-    return _steps(array) in ([], ["Load"])
+    return steps(array) in ([], ["Load"])
 
 
 def _is_untouched(array: mx.array) -> bool:
     """Return True for an array that is unchanged from a file: its whole graph is one Load."""
-    return _steps(array) == ["Load"]
+    return steps(array) == ["Load"]
 
 
-def _steps(array: mx.array) -> list[str]:
+def steps(array: mx.array) -> list[str]:
     """Return the names of the operations in an array's graph."""
     graph = io.StringIO()
     mx.export_to_dot(graph, array)
@@ -333,6 +333,8 @@ MLX_LM_RAISES = (
     MemoryError,
     OSError,
     struct.error,
+    ArithmeticError,  # sizes of 0
+    ImportError,
 )
 _AT_ONCE = 256 << 20  #: bytes of weights that are read and checked in one evaluation
 _CUT_AT_ONCE = 1 / 16  #: part of a rank's share that whole tensors may take while they are cut
@@ -614,7 +616,7 @@ def kv_sizes(model: Any) -> tuple[int, int]:
     for each, tokens in zip(caches, (few, many), strict=True):
         unrun_arrays(model, each, tokens)
     for shorter, longer in zip(*map(leaves, caches), strict=True):
-        small, large = (sum(array.nbytes for array in _arrays([cache])) for cache in (shorter, longer))
+        small, large = (sum(array.nbytes for array in state_arrays([cache])) for cache in (shorter, longer))
         growth = (large - small) // (many - few)
         if window := getattr(shorter, "max_size", 0):
             per_row += growth * ring_slots(window)  # a first forward leaves more
@@ -649,10 +651,11 @@ def unrun_arrays(model: Any, caches: list[Any], tokens: int = 1) -> list[mx.arra
         model(mx.zeros((1, tokens), dtype=mx.int32), cache=caches[:-1] if head else caches)
         if head is not None:
             head.unrun(tokens, caches[-1])
-    return _arrays(caches)
+    return state_arrays(caches)
 
 
-def _arrays(caches: list[Any]) -> list[mx.array]:
+def state_arrays(caches: list[Any]) -> list[mx.array]:
+    """Return the arrays of caches that have tokens."""
     states = tree_flatten([cache.state for cache in caches if not cache.empty()])
     return [array for _, array in states if isinstance(array, mx.array)]
 

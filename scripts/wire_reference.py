@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import textwrap
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 
 from mlxtp.wire.codecs import FieldCodec, Message
@@ -93,15 +93,17 @@ def _messages() -> Iterator[str]:
     for name, part in sorted(parts.items()):
         yield from ("", f"### {name}", "")
         yield from _described(part)
-        yield from _table(tuple((f.name, f.metadata["codec"]) for f in fields(part)))  # type: ignore[arg-type]
+        found = fields(part)  # type: ignore[arg-type]
+        says = {f.name: f.metadata["figure"].says for f in found if "figure" in f.metadata}
+        yield from _table(tuple((f.name, f.metadata["codec"]) for f in found), says)
 
 
-def _table(codecs: tuple[tuple[str, FieldCodec], ...]) -> Iterator[str]:
+def _table(codecs: tuple[tuple[str, FieldCodec], ...], says: Mapping[str, str] = {}) -> Iterator[str]:
     if not codecs:
         return
     yield from ("", "| field | holds |", "|---|---|")
     for name, codec in codecs:
-        yield f"| `{name}` | {_holds(codec)} |"
+        yield f"| `{name}` | {_holds(codec)}{f'. {says[name]}' if name in says else ''} |"
 
 
 def _holds(codec: FieldCodec) -> str:

@@ -163,7 +163,7 @@ class _ForwardTimes:
 
 
 class RankTelemetry:
-    """Plain attributes: each is written by one thread and read whole by another.
+    """Plain attributes: each is written by one thread and read by another, which copies `stats`.
 
     The `recorder` gets the facts that must outlive this process.
     """
@@ -182,8 +182,13 @@ class RankTelemetry:
 
     def unloaded(self) -> None:
         """Forget the model."""
-        had, self.model = self.stats, ""
-        self.stats = RankStats(had.forwards, had.collectives, had.emitted, collective_us=had.collective_us)
+        had, self.model, self.drafts.mtp = self.stats, "", False
+        self.stats = RankStats(
+            forwards=had.forwards,
+            collectives=had.collectives,
+            emitted=had.emitted,
+            collective_us=had.collective_us,
+        )
 
     def enter(self, phase: Phase) -> None:
         """Change the phase; its clock starts again."""
@@ -247,6 +252,7 @@ class RankTelemetry:
 
         pool_bytes = mx.get_cache_memory()
         since = self._since  # read before the time, because the main thread may begin a phase meanwhile
+        phase, in_flight, step = self.phase, self.in_flight, self.step  # before what a forward counts
         stats = replace(
             self.stats,
             memory_bytes=mx.get_active_memory() + pool_bytes,
@@ -257,10 +263,10 @@ class RankTelemetry:
             **self.drafts.figures(),
         )
         return Pong(
-            phase=self.phase,
+            phase=phase,
             phase_s=time.monotonic() - since,
-            in_flight=self.in_flight,
-            step=self.step,
+            in_flight=in_flight,
+            step=step,
             model=self.model,
             stats=stats,
             expected_us=self.expected_us,

@@ -178,7 +178,7 @@ def numbers(low: float, high: float, max_items: int) -> FieldCodec:
 
 
 def record(kind: type[Any]) -> FieldCodec:
-    """Part of a message that is a frozen dataclass itself: a map of its fields."""
+    """Part of a message that is a dataclass itself: a map of its fields."""
     codecs = tuple((f.name, f.metadata["codec"]) for f in fields(kind))
 
     def pack(value: Any) -> Wire:

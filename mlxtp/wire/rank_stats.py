@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from .codecs import U32, U63, FieldCodec, boolean, integer, integers, number
 
-MAX_DRAFTED = 64  #: Places in a draft that are counted.
+MAX_PLACES = 64  #: in a draft that are counted
 Caches = Literal["", "sum", "first", "Macs"]
 
 
@@ -18,7 +18,7 @@ class Figure:
     """Facts of a figure beside its value.
 
     metric    name of the metric of each rank; empty for a figure that has none of its own
-    says      the metric's help
+    says      in words what it is, and the metric's help
     counts    it only grows in an epoch
     caches    for a figure of KV caches, how those of ranks make that of their group: the "sum", that of the
               "first" because it is the same on each, or the sum over the "Macs", whose disk ranks may share
@@ -36,30 +36,30 @@ def _figure(metric: str = "", says: str = "", *, counts: bool = False, caches: C
     return _told(integer(0, U63), 0, Figure(metric and f"mlxtp_rank_{metric}", says, counts, caches))
 
 
-def _told(codec: FieldCodec, default: Any, figure: Figure | None = None) -> Any:
-    return field(default=default, metadata={"codec": codec, "figure": figure or Figure()})
+def _told(codec: FieldCodec, default: Any, figure: Figure) -> Any:
+    return field(default=default, metadata={"codec": codec, "figure": figure})
 
 
 @dataclass(slots=True)
 class RankStats:
-    """Figures of a rank. Those without another remark count what happened in this epoch.
+    """Figures of a rank.
 
     MLX does not report how much of a step its collectives wait. Rank 0 alone counts drafts: by lookup, by the
     MTP head and by a draft model, and the right ones by their place in a draft.
     """
 
     forwards: int = _figure("forwards", "Forwards of a rank in this epoch.", counts=True)
-    collectives: int = _figure()
-    emitted: int = _figure()
+    collectives: int = _figure(says="Collectives of a rank in this epoch.")
+    emitted: int = _figure(says="Tokens that rank 0 sent in this epoch.")
     memory_bytes: int = _figure(
         "memory_bytes", "Memory that MLX holds on a rank, with what it keeps for reuse."
     )
-    pool_bytes: int = _figure()  #: The part of these that MLX keeps for reuse; arrays have the rest.
+    pool_bytes: int = _figure(says="Part of this memory that MLX keeps for reuse; arrays have the rest.")
     peak_memory_bytes: int = _figure(
         "peak_memory_bytes", "The most memory that MLX held on a rank in this epoch."
     )
     weight_bytes: int = _figure("weight_bytes", "Weights on a rank.")
-    load_peak_bytes: int = _figure()  #: The most memory while loading.
+    load_peak_bytes: int = _figure(says="The most memory while loading.")
     kv_bytes: int = _figure(
         "kv_cache_bytes",
         "KV caches on a rank when a sequence last ended, including those kept for later prompts.",
@@ -116,13 +116,15 @@ class RankStats:
         "Time in which a rank of a pipeline waited for other stages while sequences ran.",
         counts=True,
     )
-    drafted: tuple[int, ...] = _told(integers(0, U32, 0, 8), ())
-    accepted: tuple[int, ...] = _told(integers(0, U32, 0, 8), ())
-    right_at: tuple[int, ...] = _told(integers(0, U32, 0, MAX_DRAFTED), ())
-    decode_steps: int = _figure()
-    decode_widths: int = _figure()  #: Tokens that these steps fed their widest row.
-    draft_gain: float = _told(number(0.0, 1e9), 0.0)  #: Speed of recent steps, in that of plain ones.
-    mtp: bool = _told(boolean(), False)  #: The model's MTP head is loaded.
+    drafted: tuple[int, ...] = _told(integers(0, U32, 0, 8), (), Figure(says="Tokens by proposer."))
+    accepted: tuple[int, ...] = _told(integers(0, U32, 0, 8), (), Figure(says="Those that were right."))
+    right_at: tuple[int, ...] = _told(
+        integers(0, U32, 0, MAX_PLACES), (), Figure(says="Those that were right, by their place in a draft.")
+    )
+    decode_steps: int = _figure(says="Steps that decoded tokens.")
+    decode_widths: int = _figure(says="Tokens that these steps fed their widest row.")
+    draft_gain: float = _told(number(0.0, 1e9), 0.0, Figure(says="Speed of recent steps, in plain ones."))
+    mtp: bool = _told(boolean(), False, Figure(says="The model's MTP head is loaded."))
 
 
 @cache

@@ -552,6 +552,6 @@ def test_noise_is_refused_and_leaves_nothing_behind(count: int, limit: int) -> N
     print(f"{count} mutated frames: {refused} refused, {grown / 2**20:.1f} MB more")
     assert refused > count // 2
     assert grown < 20 << 20
-    # Some MB may be the interpreter's own: its table of interned strings grows once, by 8 MB after many tests.
+    # Some MB may be the interpreter's own: its table of interned strings grows once, by 8 MB in a long run.
     assert kept < 12 << 20
     assert peak < 16 << 20

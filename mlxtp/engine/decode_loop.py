@@ -129,9 +129,14 @@ class Followers:
     def ranks(self) -> frozenset[int]:
         return frozenset(self._links)
 
+    @property
+    def awaited(self) -> frozenset[int]:
+        """The ranks that have not acknowledged the last step."""
+        return self.ranks - self._acknowledged
+
     def silent(self) -> str:
-        """Return the names of the ranks that have not acknowledged the last step."""
-        return _names(self._links.keys() - self._acknowledged)
+        """Return the names of these ranks."""
+        return _names(self.awaited)
 
 
 def _names(ranks: Iterable[int]) -> str:
@@ -493,16 +498,17 @@ class DecodeLoop:
         if scheduler is not None and not self._unconfirmed and (late := scheduler.late()):
             self._requests.emit(tuple(late))
             return
+        asked = (AGENT, COMPILER, DISK)
         if self._unconfirmed:
-            self._mail.wait(max(self._ack_time_left_s(), 0.0))
+            self._mail.wait(max(self._ack_time_left_s(), 0.0), (*asked, *self._followers.awaited))
             return
         if self._rank.status.phase != "idle":
             self._rank.status.enter("idle")
         if (left_s := self._fetches.time_left_s()) is not None:
-            self._mail.wait(left_s)
+            self._mail.wait(left_s, asked)
         elif self._requests.scheduler is None or self._rank.bootstrap.world_size == 1:
-            self._mail.idle()
-        elif not self._mail.idle(self._rank.bootstrap.canary_s):
+            self._mail.idle(of=asked)
+        elif not self._mail.idle(self._rank.bootstrap.canary_s, asked):
             self._everywhere(SanityCheck())  # raises when the group's collectives no longer work
 
     def _drain(self) -> None:
@@ -510,7 +516,7 @@ class DecodeLoop:
         self._settle(keep=0)
         self._confirm()
         while self._unconfirmed:
-            self._mail.wait(max(self._ack_time_left_s(), 0.0))
+            self._mail.wait(max(self._ack_time_left_s(), 0.0), self._followers.awaited)
             self._confirm()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -48,8 +48,13 @@ class Mailbox:
             raise Terminated
         return received
 
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until another message arrives; False when the time is up."""
+    def wait(self, timeout_s: float | None = None, of: Iterable[int] = ()) -> bool:
+        """Block until another message arrives; False when the time is up.
+
+        Does not block while there is one of the senders `of`: it may have arrived while another was asked.
+        """
+        if any(self._by_sender.get(sender) for sender in of):
+            return True
         try:
             sender, received = self._arrived.get(timeout=timeout_s)
         except Empty:
@@ -57,16 +62,16 @@ class Mailbox:
         self._by_sender.setdefault(sender, deque()).append(received)
         return True
 
-    def idle(self, timeout_s: float | None = None) -> bool:
+    def idle(self, timeout_s: float | None = None, of: Iterable[int] = ()) -> bool:
         """Wait as `wait` does, for a rank on which nothing runs."""
-        return (self.warm or self).wait(timeout_s)
+        return (self.warm or self).wait(timeout_s, of)
 
     def receive(self, sender: int, deadline_s: float | None) -> Any:
         """Wait for the sender's next message. Raises LinkError (LINK_TIMEOUT) when none comes in time."""
         ends_at = None if deadline_s is None else time.monotonic() + deadline_s
         while (received := self.take(sender)) is None:
             left_s = None if ends_at is None else max(ends_at - time.monotonic(), 0.0)
-            if not self.wait(left_s):
+            if not self.wait(left_s, (sender,)):
                 raise LinkError(
                     f"nothing came from {name_of(sender)} within {deadline_s:g} s", Code.LINK_TIMEOUT
                 )
@@ -152,13 +157,13 @@ class KeepWarm:
         self._on_battery = on_battery
         self._clock = clock
 
-    def wait(self, timeout_s: float | None = None) -> bool:
+    def wait(self, timeout_s: float | None = None, of: Iterable[int] = ()) -> bool:
         """Wait as `Mailbox.wait` does; meanwhile touch the GPU each second, unless this Mac is on battery."""
         now = self._clock()
         ends_at = float("inf") if timeout_s is None else now + timeout_s
         read_at, pause_s = now, EVERY_S
         while self._loaded() and ends_at - now > pause_s:
-            if self._mail.wait(pause_s):
+            if self._mail.wait(pause_s, of):
                 return True
             now = self._clock()
             if now >= read_at:
@@ -166,4 +171,4 @@ class KeepWarm:
             if pause_s == EVERY_S:
                 with suppress(RuntimeError):  # the next forward fails for the same reason, if that lasts
                     self._touch()
-        return self._mail.wait(None if timeout_s is None else max(ends_at - now, 0.0))
+        return self._mail.wait(None if timeout_s is None else max(ends_at - now, 0.0), of)

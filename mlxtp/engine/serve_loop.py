@@ -79,12 +79,12 @@ class ServeLoop:
     def _wait(self) -> None:
         if self._running:
             computes = self._is_submitted(self._running[0])
-            if not self._mail.wait(NEXT_FRAME_WAIT_S if computes else None):
+            if not self._mail.wait(NEXT_FRAME_WAIT_S if computes else None, (DISK, LEADER)):
                 self._settle(keep=0)
             return
         if self._rank.status.phase in ("prefill", "decode"):
             self._rank.status.enter("idle")
-        self._mail.idle()
+        self._mail.idle(of=(DISK, LEADER))
 
     def _is_submitted(self, forward: Forward) -> bool:
         """Return False for a pipeline's forward whose tokens are to come."""

@@ -335,7 +335,7 @@ def _bootstrap(process: RankProcessLinks) -> Bootstrap:
                 process.pipe.send(SessionEnd())
                 process.leave()
         else:
-            process.mail.wait()
+            process.mail.wait(of=(AGENT,))
 
 
 def _exchange(process: RankProcessLinks, bootstrap: Bootstrap) -> SideChannelExchange:
@@ -352,7 +352,7 @@ def _await_shutdown(mail: Mailbox) -> None:
     while not ((received := mail.take(AGENT)) and isinstance(received.message, Shutdown)):
         while mail.take(LEADER):  # a SIGTERM may have come after the Shutdown of rank 0
             pass
-        mail.wait()
+        mail.wait(of=(AGENT, LEADER))
 
 
 # --- the process ------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -107,6 +107,37 @@ class Story:
         self.mail.post(AGENT, Arrived(self._orders.pop(0)))
 
 
+class Crossing(Mailbox):
+    """A mailbox in which what the agent says arrives while the loop asks for what was read from disk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._coming: list[Any] = []
+
+    def post(self, sender: int, received: Any) -> None:
+        if sender == AGENT:
+            self._coming.append(received)
+        else:
+            super().post(sender, received)
+
+    def take(self, sender: int) -> Any:
+        if sender == DISK and self._coming:
+            super().post(AGENT, self._coming.pop(0))
+        return super().take(sender)
+
+    def wait(self, timeout_s: float | None = None, of: Iterable[int] = ()) -> bool:
+        assert super().wait(1.0 if timeout_s is None else timeout_s, of), "it sleeps beside a message"
+        return True
+
+
+def test_a_message_that_arrives_while_another_sender_is_asked_is_not_slept_over(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "Mailbox", Crossing)
+    *_, finished = Story(tmp_path, LoadShard(str(folder), 512, ()), Generate(1, (7, 8, 9), 4)).play()
+    assert isinstance(finished, Finished)
+
+
 @pytest.mark.parametrize(("large", "chunks"), [(False, [240]), (True, [64, 64, 64, 48])])
 def test_large_command_buffers_take_small_chunks_of_prompts(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, large: bool, chunks: list[int]
@@ -203,7 +234,9 @@ def test_a_token_leaves_before_the_next_forward_is_queued_when_its_last_ack_is_t
     monkeypatch.setattr(story.followers, "send", lambda message: arrive(send(message)))
     monkeypatch.setattr(story.followers, "acknowledged", lambda result: result.step in acknowledged)
     monkeypatch.setattr(
-        story.mail, "wait", lambda timeout_s=None: arrive(wait(0) if settled else wait(timeout_s))
+        story.mail,
+        "wait",
+        lambda timeout_s=None, of=(): arrive(wait(0, of) if settled else wait(timeout_s, of)),
     )
     story.play()
     assert left == [0, 0, 1, 2, 3, 4]

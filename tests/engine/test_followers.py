@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, cast
 
 import pytest
@@ -25,9 +26,9 @@ class Mail(Mailbox):
         super().__init__()
         self.waits_s: list[float | None] = []
 
-    def wait(self, timeout_s: float | None = None) -> bool:
+    def wait(self, timeout_s: float | None = None, of: Iterable[int] = ()) -> bool:
         self.waits_s.append(timeout_s)
-        return super().wait(0)
+        return super().wait(0, of)
 
 
 def of(mail: Mailbox, ranks: int) -> Followers:

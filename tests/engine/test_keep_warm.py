@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from unittest.mock import MagicMock
 
 import pytest
@@ -29,7 +30,7 @@ class Post(Mailbox):
             clock=lambda: self.now,
         )
 
-    def wait(self, timeout_s: float | None = None) -> bool:
+    def wait(self, timeout_s: float | None = None, _of: Iterable[int] = ()) -> bool:
         self.waits += 1
         until = float("inf") if timeout_s is None else self.now + timeout_s
         self.now = min(until, self.mail_at)
@@ -86,7 +87,7 @@ class Idle(Exception):
 
 
 class NoMail(Mailbox):
-    def wait(self, timeout_s: float | None = None) -> bool:
+    def wait(self, timeout_s: float | None = None, of: Iterable[int] = ()) -> bool:
         raise AssertionError("this wait keeps no GPU warm")
 
 

@@ -22,6 +22,7 @@ from mlxtp.placement.candidates import Candidate
 from mlxtp.placement.cost_model import AGENT, ALONE, CHAT, RING_ETHERNET, Workload
 from mlxtp.placement.formation import RETRY_S, USED_UP_RETRY_S
 from mlxtp.wire.cluster_messages import Machine, ModelStatus, RankTrouble, Serving
+from mlxtp.wire.rank_stats import RankStats
 
 from ..cluster.deployed import only
 from ..placement.made_up_macs import cabled, mac, on_lan
@@ -207,7 +208,7 @@ def test_memory_of_a_group_beside_the_serving_one_counts_as_held(
 ) -> None:
     async def story(node: Node) -> None:
         group = EpochGroup(1, 2, "ring", nodes=(node.parts.node.node_id, A))
-        pongs = {1: SimpleNamespace(memory_bytes=3 << 30)}
+        pongs = {1: SimpleNamespace(stats=RankStats(memory_bytes=3 << 30))}
         node.group.supervisor.beside.ranks = cast(
             Any, SimpleNamespace(group=group, watch=SimpleNamespace(pongs=pongs))
         )

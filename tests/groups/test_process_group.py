@@ -514,7 +514,7 @@ def test_memory_is_compared_once_when_an_epoch_is_over(
         await stage.serve()
         process = stage.ranks.processes[0]
         await sees(lambda: process._end.pong is not None)
-        process._end.pong = replace(PONG.pong, memory_bytes=7)
+        process._end.pong = replace(PONG.pong, stats=RankStats(memory_bytes=7))
         stage.ranks.give_up(LOST)
         await stage.ranks.kill()
         await stage.ranks.kill()

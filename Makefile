@@ -52,7 +52,7 @@ demo: setup
 	$(BIN)/mlxtp demo $(DEMO_ARGS)
 
 quick: setup
-	$(MANY) -m pytest -n 2 --dist loadfile -m "not chaos and not group and not slow" $(TEST_ARGS)
+	$(MANY) -m pytest -n 2 --max-worker-restart 0 --dist loadfile -m "not chaos and not group and not slow" $(TEST_ARGS)
 
 # Ranks of a group wait for each other many times a token, and their tests measure times. So two tests with
 # groups run at once, and before the others where both want a core.
@@ -60,11 +60,11 @@ test: setup
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 test-others test-groups
 
 test-others: setup
-	nice -n 5 env $(MANY) -m pytest -n 2 --dist loadfile -m "not chaos and not group" $(TEST_ARGS) || [ $$? = 5 ]
+	nice -n 5 env $(MANY) -m pytest -n 2 --max-worker-restart 0 --dist loadfile -m "not chaos and not group" $(TEST_ARGS) || [ $$? = 5 ]
 
 # Shown as a whole at its end. pytest exits with 5 where TEST_ARGS leave nothing of a part.
 test-groups: setup
-	@status=0; $(MANY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not chaos and group" $(TEST_ARGS) \
+	@status=0; $(MANY) -m pytest -n 2 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder -m "not chaos and group" $(TEST_ARGS) \
 	  >$(VENV)/groups.log 2>&1 || status=$$?; \
 	  cat $(VENV)/groups.log; [ $$status = 0 ] || [ $$status = 5 ]
 

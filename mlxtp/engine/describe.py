@@ -26,6 +26,7 @@ from ..chunks import ring_slots
 from ..description import CacheCapabilities, Description, PartFacts, to_text
 from ..errors import Code, MlxtpError, ModelError
 from ..model_config import Config, dimensions_of, number, quantization, text_config, unreadable
+from ..model_files import MAX_CONFIG_BYTES, table
 from ..wire.messages import MAX_LAYERS
 from .batch import CacheKind
 from .families import DIVIDE
@@ -219,7 +220,6 @@ class _Watch(contextlib.ExitStack):
         super().__init__()
         self.experts = self.picked = 0  #: experts of a layer, and those of them that a token meets
         self.hidden = 0  #: numbers of a token that were normalized last
-
         self._patches: list[Any] = [
             *(patch.object(mx.fast, name, self._norm) for name in ("rms_norm", "layer_norm")),
             patch.object(mx.fast, "rope", lambda x, *_args, **_named: mx.abs(x)),
@@ -425,9 +425,10 @@ def main() -> None:
         with contextlib.redirect_stdout(sys.stderr):  # modules of mlx-lm print remarks
             import_mlx_lm()
             CollectiveCounter().install()
-            text = to_text(describe(read_config(path if path.is_dir() else path.parent)))
-    except MlxtpError as error:
-        sys.exit(f"mlxtp: {error.detail}")
+            config = read_config(path) if path.is_dir() else table(path, MAX_CONFIG_BYTES)
+            text = to_text(describe(config))
+    except (MlxtpError, OSError, ValueError) as error:
+        sys.exit(f"mlxtp: {error.detail if isinstance(error, MlxtpError) else error}")
     sys.stdout.write(text + "\n")
 
 

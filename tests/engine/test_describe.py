@@ -177,7 +177,10 @@ def test_the_command_prints_one(tmp_path: Path) -> None:
 
     assert [run(tmp_path).stdout.strip()] == described(CONFIG)
     assert run(tmp_path / "config.json").stdout == run(tmp_path).stdout
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    refused = run(tmp_path)
+    (tmp_path / "other.json").write_text('{"model_type": "llama"}')
+    refused = run(tmp_path / "other.json")  # and not what stands beside it
     assert refused.returncode
     assert refused.stderr.startswith("mlxtp: config.json lacks hidden_size")
+    assert "No such file" in run(tmp_path / "none.json").stderr
+    (tmp_path / "other.json").write_text("[" * 100_000)
+    assert run(tmp_path / "other.json").stderr.startswith("mlxtp: ")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mlxtp.engine.telemetry import RankTelemetry
+from mlxtp.wire.rank_stats import RankStats
 
 
 def ran(status: RankTelemetry, phase: str, tokens: int, began: float, ended: float) -> None:
@@ -98,3 +99,12 @@ def test_a_phase_that_begins_while_a_pong_is_made_took_no_negative_time(
     status._since = 1e5
     monkeypatch.setattr("mlxtp.engine.telemetry.time.monotonic", now)
     assert status.pong().phase_s == 1e5
+
+
+def test_a_rank_without_its_model_keeps_what_counts_in_the_epoch() -> None:
+    status = RankTelemetry()
+    status.model, status.drafts.mtp = "tiny", True
+    status.stats = RankStats(forwards=9, collectives=8, emitted=7, weight_bytes=6, reused=5, collective_us=4)
+    status.unloaded()
+    assert (status.model, status.drafts.mtp) == ("", False)
+    assert status.stats == RankStats(forwards=9, collectives=8, emitted=7, collective_us=4)

@@ -21,8 +21,9 @@ from mlxtp.placement.cost_model import (
     stage_costs,
     stages,
 )
-from mlxtp.placement.model_shape import shape_of
-from mlxtp.placement.tables import KNOWN, chip
+from mlxtp.placement.tables import chip
+
+from .published_models import published
 
 PAGE = Path(__file__).parent.parent / "docs" / "placement.md"
 BEGIN = "<!-- backtest: written by `python -m benchmarks.backtest` -->"
@@ -37,7 +38,7 @@ MLX_LM_MTP = "ml-explore/mlx-lm #990"
 class Published:
     """One published decode speed, in tokens a second: one stream, short context.
 
-    model     a name in `known.KNOWN`
+    model     a name in `published_models.PUBLISHED`
     chips     of the machines, in rank order
     fast      whether it ran with fast fences
     assumed   assumptions where the source leaves something open
@@ -160,7 +161,7 @@ def predicted(row: Published) -> float:
     """Tokens a second by the model."""
     ranks = [RankHardware(str(i), chip(name)) for i, name in enumerate(row.chips)]
     kind = row.fabric if len(ranks) > 1 else ALONE
-    shape = shape_of(KNOWN[row.model], name=row.model)
+    shape = published(row.model)
     if row.split:
         cut = zip(stages(row.split), ranks, strict=True)
         costs = [stage_costs(shape.stage(*layers), rank) for layers, rank in cut]

@@ -12,13 +12,12 @@ from mlxtp.cluster.leadership import Leadership
 from mlxtp.cluster.membership import Membership, Timeouts
 from mlxtp.cluster.reconcile import GroupPlan, Situation, Wanted, decide
 from mlxtp.placement.machines_file import read_machines
-from mlxtp.placement.model_shape import shape_of
 from mlxtp.placement.planner import PlacementOptions, plan
-from mlxtp.placement.tables import KNOWN
 from mlxtp.wire.cluster_messages import MAX_MEMBERS, Beat, Deployment
 
 from .errors import Unmeasured
 from .measures import Row, absolute
+from .published_models import published
 from .stage import Stage
 
 _TICK_S = Timeouts().beat_s
@@ -65,7 +64,7 @@ def plan_ms() -> float:
     """Return the milliseconds to place a model on as many Macs as a cluster may have."""
     cabled = read_machines(_CABLED, "cabled")
     others = [replace(member, node_id=f"o-{member.node_id}") for member in read_machines(_OTHERS, "others")]
-    shape = shape_of(KNOWN["llama-3.3-70b-4bit"])
+    shape = published("llama-3.3-70b-4bit")
     began = time.perf_counter()
     made = plan([*cabled, *others], shape, cabled[0].node_id, PlacementOptions(nodes="all"))
     took_ms = (time.perf_counter() - began) * 1e3

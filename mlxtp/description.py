@@ -6,7 +6,12 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from .model_config import Dimension, Dimensions
+
 FORMAT = 1
+INVALID = (
+    2  #: Status of a process that describes, for a configuration that is wrong; 1 for one it cannot use.
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +23,9 @@ class PartFacts:
     whole_bytes     of these, those that each of several ranks has whole; 0 where ranks cannot share layers
     token_*         the same, of experts those that one token meets, of an embedding one row
     kv_token_bytes  bytes of one more token in its caches, as long as these grow
+    kv_window_bytes the part of these in caches that keep `window` tokens at most
     kv_heads        ranks among which these can be divided at most
-    window          tokens that its caches keep at most; 0 for all
+    window          0 where its caches keep all tokens
     state_bytes     bytes of a sequence in its caches that do not grow
     """
 
@@ -30,6 +36,7 @@ class PartFacts:
     token_bytes: int = 0
     token_whole_bytes: int = 0
     kv_token_bytes: int = 0
+    kv_window_bytes: int = 0
     kv_heads: int = 1
     window: int = 0
     state_bytes: int = 0
@@ -64,9 +71,13 @@ class Description:
     embedding, layers, head    parts; a head that is the embedding has only the figures of a token
     tied          whether it is
     experts, picked    routed experts of a layer, and how many of them a token meets; 0 without
-    mlp_bytes     of dense MLPs that a rank has whole where ranks cannot share them
+    mlp_bytes     of dense MLPs of `mlp_width` that a rank has whole where ranks cannot share them; 0 without
     bits, group   of the quantization; 16 or 32 bits and group 1 without
     number_bytes  of one number that is not quantized
+    expands       mlx-lm makes larger weights of those on the disk
+    context       most tokens that it supports; 0 where its configuration does not say
+    has_head      its configuration names an MTP head, and `drafts`: one that can be used
+    dimensions    sizes that ranks divide
     kernels       operations for one token that each start a kernel
     collectives   sums over the ranks for one token; 0 where ranks cannot share layers
     caches        what its KV caches can do
@@ -85,9 +96,15 @@ class Description:
     experts: int
     picked: int
     mlp_bytes: int
+    mlp_width: int
     bits: int
     group: int
     number_bytes: int
+    expands: bool
+    context: int
+    has_head: bool
+    drafts: bool
+    dimensions: Dimensions
     kernels: int
     collectives: int
     caches: CacheCapabilities
@@ -111,6 +128,8 @@ def from_text(text: str) -> Description:
         told["layers"] = tuple(PartFacts(**layer) for layer in told["layers"])
         told |= {name: PartFacts(**told[name]) for name in ("embedding", "head")}
         told |= {name: tuple(told[name]) for name in ("joined", "keepers")}
+        sizes = told["dimensions"]
+        told["dimensions"] = Dimensions(tuple(Dimension(**size) for size in sizes["each"]), sizes["group"])
         caches = told["caches"]
         told["caches"] = CacheCapabilities(**{**caches, "kinds": tuple(caches["kinds"])})
         return Description(**told)

@@ -14,6 +14,7 @@ from typing import Any
 from typer.main import get_command
 
 from mlxtp.cli.main import app
+from mlxtp.description import CacheCapabilities
 from mlxtp.errors import Exit
 from mlxtp.model_config import (
     ALSO_CALLED,
@@ -23,7 +24,7 @@ from mlxtp.model_config import (
     PIPELINE_FAMILIES,
     TENSOR_FAMILIES,
 )
-from mlxtp.placement.model_shape import CacheTraits, traits_of
+from mlxtp.placement.model_shape import words_of
 from mlxtp.settings import (
     BY_KEY,
     CLUSTER,
@@ -38,6 +39,7 @@ from mlxtp.settings import (
 from mlxtp.short_names import SHORT_NAMES
 from mlxtp.text.markups import CALLS, THOUGHTS
 from tests.api.text.families import WRITERS
+from tests.engine.described_models import EVERY, description
 from tests.engine.families import FAMILIES, NAMED, OWN
 
 from .wire_reference import render
@@ -255,26 +257,34 @@ def _family(family: str) -> str:
     also = [f"`{name}`" for name, same in ALSO_CALLED.items() if same == family]
     name = f"`{family}`" + (f", also {', '.join(also)}" if also else "")
     tensor = "mlx-lm" if family in DIVIDED_BY_MLX_LM else "mlxtp" if family in DIVIDED_HERE else "–"
-    kind, sliding = traits_of(family), traits_of(family, ["sliding_attention"])
-    caches = kind.name if kind == sliding else f"{kind.name}; with sliding layers {sliding.name}"
+    kinds = _caches(family)
+    caches = ", or ".join(dict.fromkeys(words_of(kind).name for kind in kinds)) or "–"
     ways = {"parts": FAMILIES, "chunks": OWN, "types": NAMED, "stages": PIPELINE_FAMILIES}
     tried = ", ".join(way for way, families in ways.items() if family in families)
     pipeline = "yes" if family in PIPELINE_FAMILIES else "–"
-    reused, drafts = _reused(kind), "–" if "drafts" in kind.off else "yes"
+    reused = ", or ".join(dict.fromkeys(map(_reused, kinds))) or "–"
+    drafts = "yes" if any(kind.rolls_back for kind in kinds) else "–"
     if family in MTP_PLACES:
         drafts = "yes, MTP head"
     return f"| {name} | {tensor} | {pipeline} | {caches} | {reused} | {drafts} | {tried or '–'} |"
 
 
-def _reused(kind: CacheTraits) -> str:
-    return "from any token on" if kind.cuttable else "whole, at chosen places"
+def _caches(family: str) -> list[CacheCapabilities]:
+    """Return the kinds of caches that models of a family have, of those that tests describe."""
+    models = [name for name, config in EVERY.items() if config.get("model_type", name) == family]
+    return list(dict.fromkeys(description(name).caches for name in models))
+
+
+def _reused(kind: CacheCapabilities) -> str:
+    return "from any token on" if kind.truncatable else "whole, at chosen places"
 
 
 def _kinds(families: Iterable[str]) -> Iterator[str]:
     yield "| caches | reused by later prompts | off | because |"
     yield "|---|---|---|---|"
-    for kind in dict.fromkeys(map(traits_of, families)):
-        yield f"| {kind.name} | {_reused(kind)} | {kind.off or '–'} | {kind.why or '–'} |"
+    every = (kind for family in families for kind in _caches(family))
+    for words, reused in sorted({(words_of(kind), _reused(kind)) for kind in every}, key=str):
+        yield f"| {words.name} | {reused} | {words.off or '–'} | {words.why or '–'} |"
 
 
 SHORT_NAMES_HEAD = """# Short names

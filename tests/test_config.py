@@ -31,6 +31,8 @@ from mlxtp.placement.model_shape import shape_of
 from mlxtp.settings import BY_KEY, SETTINGS, unknown_variables
 from mlxtp.wire.cluster_messages import Deployment
 
+from .placement.made_up_models import llama
+
 
 def resolve(home: Path, /, file: str = "", **given: str) -> Settings:
     """Settings of a node in `home`; lower case are flags, capitals are environment variables."""
@@ -740,8 +742,7 @@ def test_a_deployment_for_one_mac_is_no_pipeline_though_that_is_set_for_all(tmp_
 def test_ranks_of_one_machine_are_a_pipeline_where_that_is_set_or_they_could_not_divide_the_layers(
     tmp_path: Path, given: dict[str, Any], row: dict[str, str], split: tuple[int, ...]
 ) -> None:
-    config = json.loads((embedded_model_path() / "config.json").read_text()) | {"num_hidden_layers": 21}
-    shape = shape_of(config, name="tiny", weight_bytes=1 << 20)
+    shape = shape_of(llama(num_hidden_layers=21), name="tiny")
     settings = resolve_settings({"home": tmp_path, "ranks": 2, **given}, {})
     assert local_split(settings, Deployment("tiny", "tiny", **row), shape) == split  # type: ignore[arg-type]
     options = placement_options(settings, Deployment("tiny", "tiny", **row), "tiny")  # type: ignore[arg-type]
@@ -758,7 +759,7 @@ def test_ranks_of_one_machine_are_a_pipeline_where_that_is_set_or_they_could_not
 def test_ranks_of_one_machine_are_not_started_for_a_wrong_split(
     tmp_path: Path, split: str, says: str
 ) -> None:
-    shape = shape_of(json.loads((embedded_model_path() / "config.json").read_text()), name="tiny")
+    shape = shape_of(llama(num_hidden_layers=4), name="tiny")
     settings = resolve_settings({"home": tmp_path, "ranks": 2}, {})
     with pytest.raises(ModelError) as refused:
         local_split(settings, Deployment("tiny", "tiny", split=split), shape)

@@ -15,6 +15,7 @@ import pytest
 import regex
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
+from benchmarks.published_models import PUBLISHED
 from mlxtp.api.backend import StoredModelInfo
 from mlxtp.api.catalog import read_card
 from mlxtp.cli.planning import read_shape
@@ -42,7 +43,6 @@ from mlxtp.model_files import (
 )
 from mlxtp.models import hub_client, inspect
 from mlxtp.models.hub_cache import lacks
-from mlxtp.placement.tables import KNOWN
 from mlxtp.text.conversation import Call, ChatMessage, Conversation, Tool
 from mlxtp.text.renderer import LocalRenderer, template_module
 from mlxtp.text.tokenizer import Text
@@ -304,7 +304,7 @@ def test_a_model_without_text_is_refused_before_a_download(
 def test_a_model_that_writes_chats_in_python_is_refused_before_its_weights_come(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], refused: bool, remote: bool
 ) -> None:
-    config = {**KNOWN["deepseek-v3.1-4bit"], "model_type": "deepseek_v41"}
+    config = {**PUBLISHED["deepseek-v3.1-4bit"], "model_type": "deepseek_v41"}
     files = {
         "config.json": json.dumps(config).encode(),
         "tokenizer.json": b"{}",
@@ -340,7 +340,7 @@ def test_a_model_that_writes_chats_in_python_is_refused_before_its_weights_come(
 def test_a_quantization_that_cannot_be_read_is_refused_before_the_weights_come(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: dict[str, Any], words: str
 ) -> None:
-    config = {**KNOWN["llama-3.1-8b-bf16"]}
+    config = {**PUBLISHED["llama-3.1-8b-bf16"]}
     files = {"config.json": config, "tokenizer.json": {}, "tokenizer_config.json": {}, name: content}
     if name == "config.json":
         files[name] = {**config, "quantization_config": content}

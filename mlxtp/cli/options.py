@@ -146,13 +146,6 @@ def hub_model_names(ctx: typer.Context) -> list[str]:
     return [each.name for each in repos_here(Path(folder or cache_folder())) if each.commits()]
 
 
-def planned_names() -> list[str]:
-    """Return the names that `mlxtp plan` knows, and models on this disk."""
-    from ..placement.tables import KNOWN
-
-    return [*model_names(), *KNOWN]
-
-
 def key_names(ctx: typer.Context) -> list[str]:
     """Return names of API keys."""
     from ..api.api_keys import KeyFile

@@ -12,7 +12,7 @@ from ..client import AgentClient
 from ..config import parse_nodes, parse_parallel, parse_split, resolve_settings, split_layers
 from ..errors import Exit, UserError
 from ..settings import BY_KEY
-from .options import AsJson, Home, planned_names, words
+from .options import AsJson, Home, model_names, words
 from .printing import home_of, typed
 
 if TYPE_CHECKING:
@@ -32,10 +32,9 @@ Models = Annotated[
     list[str],
     typer.Argument(
         metavar="MODEL",
-        help="A model folder, its config.json, the plain name of one in a --model-folder, an id on the "
-        "Hugging Face Hub, or a known name, such as llama-3.3-70b-4bit; any other word "
-        "lists them. Known names are for plans alone: `mlxtp serve` does not accept them.",
-        autocompletion=planned_names,
+        help="A model folder, its config.json, the plain name of one in a --model-folder, or an id on "
+        "the Hugging Face Hub, whose configuration alone is downloaded.",
+        autocompletion=model_names,
     ),
 ]
 Machines = Annotated[
@@ -134,9 +133,7 @@ def plan(
     from . import planning
 
     if not all(model.strip() for model in models):
-        raise UserError(
-            "MODEL is empty; give a folder, an id on the Hub, or a known name: `mlxtp plan --help`"
-        )
+        raise UserError("MODEL is empty; give a folder or an id on the Hub: `mlxtp plan --help`")
     with typed():
         number = parse_nodes(spread, "--spread")
         BY_KEY["workload"].parse(workload, "--workload")
@@ -163,26 +160,32 @@ def plan(
         split=layers,
         fabric_networks=fabric_networks or theirs["fabric_networks"],
     )
-    shaped = [found_model(model, home) for model in models]
+    shaped = [named_model(model, home) for model in models]
     if len(shaped) > 1:
         packed = planning.run_several(shaped, found, options=options, as_json=as_json)
         possible = all(one.ranks for one in packed)
     else:
-        made = planning.run(shaped[0], found, coordinator=coordinator, options=options, as_json=as_json)
+        [(name, model)] = shaped
+        made = planning.run(
+            model, found, name=name, coordinator=coordinator, options=options, as_json=as_json
+        )
         possible = made.chosen is not None
     if not possible:
         raise typer.Exit(Exit.REFUSED)
 
 
-def found_model(model: str, home: Path | None) -> str | Path:
-    """Return what `planning.read_shape` reads of a model that the user named. Raises ModelError."""
-    from ..models.inspect import find_config, full_name, in_folders, is_hub_id
-    from ..placement.tables import KNOWN
+def named_model(typed: str, home: Path | None) -> tuple[str, str | Path]:
+    """Return a name for people, and what `planning.read_shape` reads, of a model that the user named.
 
-    if model not in KNOWN and "/" not in model and not Path(model).exists():
+    What comes from the Hub lies in a folder whose name says nothing. Raises ModelError.
+    """
+    from ..models.inspect import find_config, full_name, in_folders, is_hub_id
+
+    model = typed
+    if "/" not in model and not Path(model).exists():
         folders = _model_folders(home)
         model = in_folders(full_name(model, folders), folders)
-    return model if model in KNOWN or not is_hub_id(model) else find_config(model)
+    return (typed, find_config(model)) if is_hub_id(model) else ("", model)
 
 
 def _model_folders(home: Path | None) -> tuple[str, ...]:

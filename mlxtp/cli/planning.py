@@ -16,15 +16,15 @@ from ..cluster.assign import AssignView, WantedDeployment, assign, without_rdma
 from ..config import EMBEDDED_MODEL, embedded_model_path, expanded
 from ..errors import Code, ConfigError, ModelError, UserError
 from ..model_files import INDEX, MAX_INDEX_BYTES, MTP_FILE, has_mtp_head, table, weight_sizes
+from ..models.descriptions import description_of
 from ..models.hub_cache import lacks
 from ..models.inspect import read_config
 from ..placement.candidates import Candidate
 from ..placement.cost_model import LONG_PROMPT, DraftedSpeed, SpeedEstimate, Workload, usable_bytes
 from ..placement.machines_file import read_machines
 from ..placement.measurements import measured
-from ..placement.model_shape import ModelShape, shape_of
+from ..placement.model_shape import ModelShape, shape_of, words_of
 from ..placement.planner import Placement, PlacementOptions, plan
-from ..placement.tables import KNOWN
 from ..placement.topology import MemberMachine
 from ..wire.cluster_messages import Deployment, FabricResult
 from .printing import Console, table_of
@@ -42,6 +42,7 @@ def run(
     model: str | Path,
     members: Sequence[MemberMachine],
     *,
+    name: str = "",
     coordinator: str = "",
     options: PlacementOptions | None = None,
     as_json: bool = False,
@@ -49,10 +50,10 @@ def run(
 ) -> Placement:
     """Plan `model` on `members` and print it: a table, or one JSON object on one line.
 
-    `model` is as for `read_shape`. Returns the plan; `plan.chosen` is None where nothing works. Raises
-    ModelError and ConfigError for the user.
+    `model` and `name` are as for `read_shape`. Returns the plan; `plan.chosen` is None where nothing works.
+    Raises ModelError and ConfigError for the user.
     """
-    shape = read_shape(model)
+    shape = read_shape(model, name)
     made = _plan(str(model), members, shape, coordinator, options or PlacementOptions())
     console = console or a_console()
     if as_json:
@@ -158,26 +159,21 @@ def as_served(model: str, options: PlacementOptions) -> PlacementOptions:
     return replace(options, nodes="all", parallel="tensor") if demonstrates else options
 
 
-def read_shape(model: str | Path) -> ModelShape:
-    """Return the shape of a model folder, a config.json, the embedded model, or a name in
-    `placement/tables.py`.
+def read_shape(model: str | Path, name: str = "") -> ModelShape:
+    """Return the shape of a model folder, a config.json, or the embedded model, with a name for people.
 
     Raises ModelError (MODEL_NOT_FOUND or MODEL_INVALID).
     """
-    name = str(model)
-    if name in KNOWN:
-        return shape_of(KNOWN[name], name=name)
-    path = embedded_model_path() if name == EMBEDDED_MODEL else expanded(name, "MODEL")
+    path = embedded_model_path() if model == EMBEDDED_MODEL else expanded(str(model), "MODEL")
     config = path / "config.json" if path.is_dir() else path
     if not config.is_file():
         raise ModelError(
-            f"{name} is neither a model folder, nor a config.json, nor a known name: "
-            f"{', '.join(sorted(KNOWN))}",
+            f"{model} is neither a model folder, nor a config.json, nor an id on the Hub (OWNER/NAME)",
             Code.MODEL_NOT_FOUND,
         )
     found = read_config(path) if path.is_dir() else _read_object(config)
     mtp = path.is_dir() and _has_head(path, found)
-    return shape_of(found, name=path.name, weight_bytes=_weight_bytes(path), mtp=mtp)
+    return shape_of(description_of(found), name=name or path.name, weight_bytes=_weight_bytes(path), mtp=mtp)
 
 
 def read_machines_file(path: Path) -> tuple[MemberMachine, ...]:
@@ -234,9 +230,9 @@ def _weight_bytes(path: Path) -> int:
 def to_json(made: Placement, shape: ModelShape) -> dict[str, Any]:
     """Return the plan as JSON. Sizes are bytes, times seconds, speeds tokens a second."""
     alternatives = [_way(one, made.workload) for one in made.alternatives]
-    by_layer = ("before", "ends", "rules")  # many numbers
+    told: dict[str, Any] = {name: getattr(shape, name) for name in _TOLD}
     return {
-        "model": {name: value for name, value in asdict(shape).items() if name not in by_layer},
+        "model": told | {"experts": shape.model.experts, "experts_per_token": shape.model.picked},
         "context": made.context,
         "workload": asdict(made.workload),
         "reason": made.reason,
@@ -245,6 +241,13 @@ def to_json(made: Placement, shape: ModelShape) -> dict[str, Any]:
         "chosen": next((one for one in alternatives if one["verdict"] == "chosen"), None),
         "alternatives": alternatives,
     }
+
+
+_TOLD = (
+    "name", "family", "layers", "hidden", "max_context", "weight_bytes", "whole_bytes", "token_bytes",
+    "token_whole_bytes", "token_weights", "kv_token_bytes", "kv_window_bytes", "kv_heads", "window",
+    "kernels", "collectives", "mtp_kv_bytes", "output_bytes",
+)  # fmt: skip
 
 
 def _way(one: Candidate, workload: Workload) -> dict[str, Any]:
@@ -282,9 +285,9 @@ def show(made: Placement, shape: ModelShape, console: Console) -> None:
         console.print(escape(_time_line(made.chosen.speed, shape)))
         if made.chosen.speed.drafts:
             console.print(escape(_drafts_line(made.chosen.speed, made.chosen.speed.drafts, shape)))
-    caches = shape.caches
+    caches = words_of(shape.model.caches)
     if caches.off:
-        kept = "" if caches.cuttable else "; kept whole at chosen places"
+        kept = "" if shape.model.caches.truncatable else "; kept whole at chosen places"
         console.print(escape(f"KV caches: {caches.name}{kept}. Off: {caches.off}, because {caches.why}."))
     for note in made.notes:
         console.print(escape(f"Note: {note}"))
@@ -297,11 +300,12 @@ def _shown(alternatives: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _model_line(made: Placement, shape: ModelShape) -> str:
-    experts = f", {shape.experts_per_token} of {shape.experts} experts a token" if shape.experts else ""
+    picked, experts = shape.model.picked, shape.model.experts
+    met = f", {picked} of {experts} experts a token" if experts else ""
     kv = shape.rank_kv(1, made.context)
     return (
         f"{shape.name}: {_gb(shape.weight_bytes)} of weights, of which a token reads "
-        f"{_gb(shape.token_bytes)}{experts}; {_gb(kv)} of KV caches for {made.context:,} tokens"
+        f"{_gb(shape.token_bytes)}{met}; {_gb(kv)} of KV caches for {made.context:,} tokens"
     )
 
 
@@ -439,7 +443,7 @@ def memory_of(members: Sequence[MemberMachine], packed: Sequence[Packed]) -> tup
 
 
 def run_several(
-    models: Sequence[str | Path],
+    models: Sequence[tuple[str, str | Path]],
     members: Sequence[MemberMachine],
     *,
     options: PlacementOptions,
@@ -448,9 +452,10 @@ def run_several(
 ) -> tuple[Packed, ...]:
     """Plan `models`, the first of which counts most, and print it: tables, or one JSON object on one line.
 
-    `models` are as for `read_shape`. Raises ModelError and ConfigError for the user.
+    `models`: the name of each, and the model as for `read_shape`. Raises ModelError and ConfigError for the
+    user.
     """
-    wanted = [(read_shape(model), as_served(str(model), options)) for model in models]
+    wanted = [(read_shape(model, name), as_served(str(model), options)) for name, model in models]
     packed = pack(members, wanted)
     console = console or a_console()
     if as_json:

@@ -26,7 +26,7 @@ from rich.table import Table
 
 from ..client import FILE as AGENT_FILE
 from ..client import AgentClient
-from ..config import EMBEDDED_MODEL
+from ..config import EMBEDDED_MODEL, embedded_model_path
 from ..errors import Code, Exit, MlxtpError, UserError
 from ..free_memory import free_bytes
 from ..identity.private_files import write_private
@@ -83,9 +83,9 @@ class Bed:
     @property
     def key_heads(self) -> int:
         """Key/value heads of the embedded model, which tensor parallelism divides."""
-        from .planning import read_shape
+        from ..models.inspect import read_config
 
-        return read_shape(EMBEDDED_MODEL).kv_heads
+        return int(read_config(embedded_model_path())["num_key_value_heads"])
 
 
 def qualify(
@@ -269,7 +269,7 @@ def speed(bed: Bed) -> Row:
     row = next(each for each in told["deployments"] if served.model in (each["name"], each["model"]))
     found, coordinator, results, _, theirs = plan.members_here(bed.home)
     planned = planning.expected(
-        plan.found_model(row["model"], bed.home), found, coordinator, results,
+        plan.named_model(row["model"], bed.home)[1], found, coordinator, results,
         nodes=made["world_size"], pipeline=any(group["split"] for group in row["groups"]),
         fabric_networks=theirs["fabric_networks"],
     )  # fmt: skip

@@ -18,7 +18,7 @@ from heapq import heappop, heappush
 
 from ..placement.candidates import cached_rank
 from ..placement.cost_model import RankMemory, rank_memory, stages, usable_bytes
-from ..placement.model_shape import MAX_RANKS, ModelShape
+from ..placement.model_shape import MAX_RANKS, ModelShape, unknown_shape
 from ..placement.planner import DEFAULT_CONTEXT, Placement, PlacementOptions, plan
 from ..placement.tables import chip
 from ..placement.topology import MemberMachine, Topology
@@ -54,11 +54,7 @@ class WantedDeployment:
     @cached_property
     def planned(self) -> ModelShape:
         """Its shape; one that cannot be divided stands for a model of which only the size is known."""
-        size = self.weight_bytes
-        return self.shape or ModelShape(
-            self.row.name, "?", 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 16, 1, DEFAULT_CONTEXT,
-            size, size, size, size, 0, size // 2, 0, False, 0, 1, False,
-        )  # fmt: skip
+        return self.shape or unknown_shape(self.row.name, self.weight_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
 """Description of a model by its own modules, built of config.json without weights.
 
-    python -m mlxtp.engine.describe FOLDER|config.json
+    python -m mlxtp.engine.describe FOLDER|config.json|-
 
-prints it as JSON. A configuration comes from others, and mlx-lm's modules run for it, so agents have
-this done by a short-lived process.
+prints it as JSON; with - it reads config.json from standard input. A configuration comes from others, and
+mlx-lm's modules run for it, so agents have this done by a short-lived process.
 """
 
 from __future__ import annotations
@@ -23,9 +23,21 @@ from mlx import nn
 from mlx.utils import tree_flatten, tree_map
 
 from ..chunks import ring_slots
-from ..description import CacheCapabilities, Description, PartFacts, to_text
+from ..description import INVALID, CacheCapabilities, Description, PartFacts, to_text
 from ..errors import Code, MlxtpError, ModelError
-from ..model_config import Config, dimensions_of, number, quantization, text_config, unreadable
+from ..model_config import (
+    KEEPS_MLP_WHOLE,
+    MTP_LAYERS,
+    PIPELINE_FAMILIES,
+    Config,
+    dimensions_of,
+    expands,
+    mtp_place,
+    number,
+    quantization,
+    text_config,
+    unreadable,
+)
 from ..model_files import MAX_CONFIG_BYTES, table
 from ..wire.messages import MAX_LAYERS
 from .batch import CacheKind
@@ -42,9 +54,12 @@ FEW, MANY = 256, 512  #: tokens of two forwards that show how caches grow, which
 _LAYERS = ("num_layers", "num_hidden_layers", "n_layer", "n_layers")
 _GATHERING = ("gather_mm", "gather_qmm")
 MOST_SHARING = 8  #: ranks that are tried to share layers
-#: Operations that start no kernel: they give the same numbers another shape.
+#: Widths of heads for which Metal's attention has a kernel for one query; for others it takes five: scale,
+#: scores, mask, softmax, sum of values.
+_FUSED_HEADS, _UNFUSED_KERNELS = frozenset((64, 96, 128, 256)), 5
+#: Operations that start no kernel, since they give the same numbers another shape, and those of new caches.
 _VIEWS = frozenset(
-    ("AsStrided", "Broadcast", "BroadcastAxes", "Depends", "ExpandDims", "Flatten", "Load", "Reshape",
+    ("AsStrided", "Broadcast", "BroadcastAxes", "Depends", "ExpandDims", "Flatten", "Full", "Load", "Reshape",
      "Slice", "Split", "Squeeze", "StopGradient", "Transpose", "Unflatten", "View")
 )  # fmt: skip
 
@@ -62,7 +77,8 @@ def describe(config: Config) -> Description:
         words = "mlx-lm's code for this family ends the process that imports it"
         raise ModelError(words, Code.MODEL_UNSUPPORTED) from error
     except MLX_LM_RAISES as error:
-        raise ModelError(_lack(str(error)) or f"mlx-lm cannot build it: {brief(error)}") from error
+        why = _lack(str(error)) or f"mlx-lm cannot build it: {brief(error)}"
+        raise ModelError(why, Code.MODEL_INVALID) from error
 
 
 def _why(error: Exception) -> str:
@@ -85,10 +101,8 @@ def _described(family: str, config: Config) -> Description:
     shares: list[_Weights | None] = [None] * len(sizes)
     collectives, dimensions = 0, dimensions_of(config)
     ranks = next((n for n in range(2, MOST_SHARING + 1) if not dimensions.obstacles(n)), 0)
-    unsharable = "" if ranks else "; ".join(dimensions.obstacles(2))
-    if not (family in DIVIDE or hasattr(model, "shard")):
-        unsharable = "mlx-lm divides no layer of it"
-    if not unsharable:
+    unsharable = "" if family in DIVIDE or hasattr(model, "shard") else "mlx-lm divides none"
+    if ranks and not unsharable:
         try:
             share, collectives = _share_of(hollow_model(family, config), ranks)
             shares = [*_sizes(share, watch.picked)[0]]
@@ -96,11 +110,15 @@ def _described(family: str, config: Config) -> Description:
             unsharable = _why(error)
     caches = make_cache(model)
     traces, uncuttable = _traces(model, caches)
+    if family not in PIPELINE_FAMILIES:
+        uncuttable = uncuttable or "no test has cut it"
     parts = zip(sizes, shares, strict=True)
     embedding, *layers, head = [whole.facts(part, ranks) for whole, part in parts]
     for at, pair in _owned(traces, _grown(model), len(layers)):
         layers[at] = _with_cache(layers[at], *pair)
     joined, keepers = _borders(traces, caches)
+    text, place = text_config(config), mtp_place(config)
+    keeps_mlp = family in KEEPS_MLP_WHOLE and bool(watch.experts)
     return Description(
         family=family,
         hidden=watch.hidden,
@@ -111,10 +129,16 @@ def _described(family: str, config: Config) -> Description:
         tied=tied,
         experts=watch.experts,
         picked=watch.picked,
-        mlp_bytes=_mlp_bytes(model),
+        mlp_bytes=_mlp_bytes(model) if keeps_mlp else 0,
+        mlp_width=number(text, "intermediate_size") if keeps_mlp else 0,
         bits=int(told.get("bits") or 8 * plain),
         group=int(told.get("group_size") or 1),
         number_bytes=plain,
+        expands=expands(config),
+        context=number(text, "max_position_embeddings"),
+        has_head=bool(place or number(text, *MTP_LAYERS)),
+        drafts=bool(place),
+        dimensions=dimensions,
         kernels=kernels,
         collectives=collectives,
         caches=_capabilities(model),
@@ -179,9 +203,11 @@ def hollow_model(family: str, config: Config) -> Any:
         usual = {name: told[name] for name in names if name in told}
         keeps = getattr(model, "quant_predicate", None)
 
+        plain = _any_of([name for name, own in told.items() if own is False])
+
         def as_told(path: str, part: Any) -> bool | dict[str, Any]:
-            if path in told:
-                own: bool | dict[str, Any] = told[path]
+            if path in told or plain.fullmatch(path):
+                own: bool | dict[str, Any] = told.get(path, False)
                 return own
             fits = hasattr(part, "to_quantized") and part.weight.shape[-1] % usual["group_size"] == 0
             return fits and (keeps is None or keeps(path, part) is True)
@@ -189,6 +215,14 @@ def hollow_model(family: str, config: Config) -> Any:
         nn.quantize(model, **usual, class_predicate=as_told)
         _hollow_out(model)
     return model
+
+
+def _any_of(names: Sequence[str]) -> re.Pattern[str]:
+    """Return a pattern of modules that are not quantized, and of what is in them, as others write them:
+    "lm_head", "model.layers.*.self_attn", "re:.*self_attn.*".
+    """
+    each = [name[3:] if name.startswith("re:") else re.escape(name).replace("\\*", ".*") for name in names]
+    return re.compile("|".join(f"(?:{one})(?:[.].*)?" for one in each) or r"(?!)")
 
 
 def plain_type(config: Config) -> mx.Dtype:
@@ -224,6 +258,7 @@ class _Watch(contextlib.ExitStack):
             *(patch.object(mx.fast, name, self._norm) for name in ("rms_norm", "layer_norm")),
             patch.object(mx.fast, "rope", lambda x, *_args, **_named: mx.abs(x)),
             patch.object(mx.fast, "scaled_dot_product_attention", _attended),
+            patch.object(mx, "dequantize", _dequantized),
             *(patch.object(mx, name, self._gathering(getattr(mx, name))) for name in _GATHERING),
         ]
 
@@ -248,9 +283,21 @@ class _Watch(contextlib.ExitStack):
 
 
 def _attended(q: mx.array, k: mx.array, v: mx.array, **_named: Any) -> mx.array:
-    """Stand for attention: one operation, whose graph has queries, keys and values."""
-    like = mx.broadcast_to(mx.depends(q, [k, v])[..., :1], (*q.shape[:-1], v.shape[-1]))
-    return mx.abs(like)
+    """Stand for attention: operations as many as its kernels, of queries, keys and values."""
+    fused = q.shape[-1] == v.shape[-1] and q.shape[-1] in _FUSED_HEADS
+    result = mx.broadcast_to(mx.depends(q, [k, v])[..., :1], (*q.shape[:-1], v.shape[-1]))
+    for _ in range(1 if fused else _UNFUSED_KERNELS):
+        result = mx.abs(result)
+    return result
+
+
+def _dequantized(
+    weight: mx.array, scales: mx.array, biases: mx.array | None = None, *, bits: int = 4, **_named: Any
+) -> mx.array:
+    """Stand for rows of a quantized table: one operation of their parts."""
+    parts = [weight] if biases is None else [weight, biases]
+    numbers = mx.depends(scales, parts)[..., :1].astype(mx.float32 if biases is None else scales.dtype)
+    return mx.abs(mx.broadcast_to(numbers, (*weight.shape[:-1], weight.shape[-1] * 32 // bits)))
 
 
 def _kernels(result: mx.array) -> int:
@@ -369,6 +416,7 @@ def _with_cache(part: PartFacts, few: Any, many: Any) -> PartFacts:
         part = replace(
             part,
             kv_token_bytes=part.kv_token_bytes + grown,
+            kv_window_bytes=part.kv_window_bytes + (grown if window else 0),
             kv_heads=max([part.kv_heads, *heads]),
             window=max(part.window, ring_slots(window) if window else 0),
             state_bytes=part.state_bytes + (0 if window else before - grown * FEW),
@@ -419,8 +467,8 @@ def _capabilities(model: Any) -> CacheCapabilities:
 def main() -> None:
     """Describe the model of a folder or of a config.json."""
     if len(sys.argv) != 2:
-        sys.exit("usage: python -m mlxtp.engine.describe FOLDER|config.json")
-    path = Path(sys.argv[1])
+        sys.exit("usage: python -m mlxtp.engine.describe FOLDER|config.json|-")
+    path = Path("/dev/stdin" if sys.argv[1] == "-" else sys.argv[1])
     try:
         with contextlib.redirect_stdout(sys.stderr):  # modules of mlx-lm print remarks
             import_mlx_lm()
@@ -428,7 +476,8 @@ def main() -> None:
             config = read_config(path) if path.is_dir() else table(path, MAX_CONFIG_BYTES)
             text = to_text(describe(config))
     except (MlxtpError, OSError, ValueError) as error:
-        sys.exit(f"mlxtp: {error.detail if isinstance(error, MlxtpError) else error}")
+        sys.stderr.write(f"mlxtp: {error.detail if isinstance(error, MlxtpError) else error}\n")
+        sys.exit(INVALID if isinstance(error, MlxtpError) and error.code is Code.MODEL_INVALID else 1)
     sys.stdout.write(text + "\n")
 
 

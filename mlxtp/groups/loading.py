@@ -17,12 +17,12 @@ from ..errors import Code, GroupError, MlxtpError, ModelError, RequestError
 from ..gateway.gateway import GroupSelfTest
 from ..gateway.request import RequestBackend
 from ..models import self_test
+from ..models.descriptions import description_of
 from ..models.inspect import ModelSource, read_config
 from ..models.manifest import is_commit
 from ..placement import measurements
 from ..placement.cost_model import cabled_bandwidth
 from ..placement.formation import REPLUG
-from ..placement.model_shape import shape_of
 from ..wire.cluster_messages import Serving
 from ..wire.messages import Loaded, Unload
 from .process_group import EpochGroup, ProcessGroup
@@ -236,10 +236,9 @@ def _kv_room(loaded: Loaded) -> int:
 def row_bytes(folder: Path) -> int:
     """Return the bytes of one token's row in a collective of the model in `folder`; 0 if it is unreadable."""
     try:
-        shape = shape_of(read_config(folder), name=folder.name)
+        return description_of(read_config(folder)).hidden * _ACTIVATION_BYTES
     except MlxtpError:
         return 0
-    return shape.hidden * _ACTIVATION_BYTES
 
 
 def refusal(model: str, folder: str, ranks: int, error: ModelError) -> ModelError:

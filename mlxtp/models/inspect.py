@@ -20,7 +20,7 @@ from typing import Literal
 from ..api.backend import StoredModelInfo
 from ..config import EMBEDDED_MODEL, embedded_model_path
 from ..errors import Code, ModelError
-from ..model_config import Config
+from ..model_config import Config, unreadable
 from ..model_config import family as family_of
 from ..model_files import (
     MTP_FILE,
@@ -36,6 +36,7 @@ from ..short_names import near, stands_for
 from ..text.tokenizer import Text
 from ..wire.cluster_messages import MAX_MODEL
 from . import hub_client
+from .descriptions import description_of
 from .hub_cache import Repo, folder_bytes, hub_name, lacks, repos_here
 from .manifest import Manifest, split_name
 
@@ -222,7 +223,8 @@ def inspect(name: str, kv_bits: int = 0, *, ask_hub: bool = False) -> Servable:
         weights = sum(file.size for file in manifest.files if file.path.endswith(".safetensors"))
         # A head in the model's own files is seen once they are here.
         mtp = any(file.path == MTP_FILE for file in manifest.files)
-        shape = shape_of(config, name=name, weight_bytes=weights, kv_bits=kv_bits, mtp=mtp)
+        found = description_of(config)
+        shape = shape_of(found, name=name, weight_bytes=weights, kv_bits=kv_bits, mtp=mtp)
         return Servable(name, shape, None, manifest)
     folder = folder_of(name)
     if missing := lacks(folder):
@@ -286,20 +288,20 @@ def weight_bytes(folder: Path) -> int:
 
 
 def shape_in(folder: Path, config: Config, name: str, kv_bits: int) -> ModelShape:
-    """Return the shape of the model in this folder. Raises ModelError. Reads the disk."""
+    """Return the shape of the model in this folder. Raises ModelError. Waits as `description_of` does."""
     try:
         weights = sum(weight_sizes(folder).values())
         mtp = has_mtp_head(folder, config)
     except (OSError, ValueError, LookupError, AttributeError) as error:
         raise ModelError(f"{folder} cannot be read any more: {error}") from None
-    return shape_of(config, name=name, weight_bytes=weights, kv_bits=kv_bits, mtp=mtp)
+    found = description_of(config)
+    return shape_of(found, name=name, weight_bytes=weights, kv_bits=kv_bits, mtp=mtp)
 
 
 def check_servable(config: Config) -> None:
-    """Raise ModelError for a model that no group could serve.
+    """Raise ModelError for a model that no group could serve, as far as its configuration shows at once.
 
-    That is a family unknown to mlx-lm, an embedding model, or a configuration that lacks what placement
-    depends on.
+    That is a family unknown to mlx-lm, an embedding model, or weights that mlx-lm cannot read.
     """
     family = config.get("model_type")
     if not isinstance(family, str):
@@ -311,7 +313,8 @@ def check_servable(config: Config) -> None:
     classes = [each for each in said if isinstance(each, str)] if isinstance(said, list) else []
     if classes and all(_WRITES_NO_TEXT.search(each) for each in classes):
         raise ModelError(f"it is a {classes[0]}, which writes no text", Code.MODEL_UNSUPPORTED)
-    shape_of(config)
+    if why := unreadable(config):
+        raise ModelError(why, Code.MODEL_UNSUPPORTED)
 
 
 def _check_chats(config: Config, folder: Callable[[], Path]) -> None:

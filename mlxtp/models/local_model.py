@@ -59,7 +59,7 @@ class LocalModel:
         self._report = report
         self._background = Background(self._failed)
         self._search: asyncio.Task[None] | None = None
-        self._shape: tuple[object, ModelShape] | None = None
+        self._shape: ModelShape | None = None
 
     @property
     def status(self) -> ModelStatus:
@@ -69,14 +69,9 @@ class LocalModel:
 
     @property
     def shape(self) -> ModelShape:
-        """Its shape, for placement. Raises ModelError; call it only once `path` is known."""
-        source = self.source
-        path, name = (source.path, source.id) if source is not None else (self.path, self.name)
-        assert path is not None
-        if self._shape is None or self._shape[0] != (path, source):
-            shape = shape_in(path, read_config(path), name, self._settings.kv_bits)
-            self._shape = ((path, source), shape)
-        return self._shape[1]
+        """Its shape, for placement. Call it only once it has a fingerprint."""
+        assert self._shape is not None
+        return self._shape
 
     @property
     def coming(self) -> str:
@@ -135,6 +130,9 @@ class LocalModel:
             model = await asyncio.to_thread(in_folders, self.name, self._settings.model_folders)
             fetched = self.may_download and is_hub_id(model)
             self.path = await find_model(str(await self._transfers.get(model)) if fetched else model)
+            config = await asyncio.to_thread(read_config, self.path)
+            public = model if is_hub_id(model) else self.path.name
+            self._shape = await asyncio.to_thread(shape_in, self.path, config, public, self._settings.kv_bits)
             self.fingerprint = await asyncio.to_thread(fingerprint, self.path)
             self.weight_bytes = await asyncio.to_thread(weight_bytes, self.path)
             if strays := await asyncio.to_thread(stray_files, self.path):

@@ -342,7 +342,7 @@ def speed(
 
 def _with_drafts(found: SpeedEstimate, shape: ModelShape, ranks: Sequence[RankHardware]) -> SpeedEstimate:
     """Return the same with the speed that the best number of drafts gives, if the model has a usable head."""
-    if not shape.drafts:
+    if not shape.model.drafts:
         return found
     accepted = ACCEPTED.get(shape.family, ACCEPTED_UNKNOWN)
     each = [drafted(found, shape, ranks, count, accepted) for count in range(1, DRAFTS + 1)]
@@ -367,7 +367,7 @@ def drafted(
     draft = StageCosts(
         reading_s=(head.token_bytes + output + head.kv_token_bytes * PROMPT) / reading,
         kernels_s=head.kernels * KERNEL_S,
-        arithmetic_s=2 * (head.token_weights + shape.vocabulary * shape.hidden / len(chosen)) / flops,
+        arithmetic_s=2 * (head.token_weights + shape.model.vocabulary * shape.hidden / len(chosen)) / flops,
         chunk_s=0.0,
         waiting_s=(found.fences_s + found.latency_s) / shape.collectives if len(chosen) > 1 else 0.0,
         others_s=(head.weight_bytes - head.token_bytes) / reading,
@@ -463,9 +463,9 @@ def _found(sums: Sequence[Collective], fence_s: float, times: int) -> Found:
 def _costs(shape: ModelShape, ranks: Sequence[RankHardware], reading: float) -> StageCosts:
     """Return the costs of these ranks, which share each layer, without their collectives."""
     size = len(ranks)
-    efficiency = EXPERT_EFFICIENCY if shape.experts else PREFILL_EFFICIENCY
+    efficiency = EXPERT_EFFICIENCY if shape.model.experts else PREFILL_EFFICIENCY
     flops = min(rank.chip.flops for rank in ranks) * efficiency
-    unmet = 1 - shape.experts_per_token / shape.experts if shape.experts else 0.0
+    unmet = 1 - shape.model.picked / shape.model.experts if shape.model.experts else 0.0
     heads = shape.mtp_head.weight_bytes if shape.mtp_head and shape.mtp_kv_bytes else 0
     own = shape.rank_weights(size) - heads
     others = own - shape.rank_token_bytes(size) if unmet else 0

@@ -1,173 +1,114 @@
-"""Shape of a model, with its kind of KV caches, for its placement. Pure: config.json and weights' size in."""
+"""Sizes of a model and of its stages, on which its placement depends. Pure: its description in."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
-from ..chunks import ring_slots
-from ..errors import Code, ModelError
-from ..model_config import (
-    KEEPS_MLP_WHOLE,
-    MTP_LAYERS,
-    PIPELINE_FAMILIES,
-    TENSOR_FAMILIES,
-    Config,
-    Dimensions,
-    dimensions_of,
-    expands,
-    family,
-    mtp_place,
-    number,
-    quantization,
-    text_config,
-    unreadable,
-)
+from ..description import CacheCapabilities, Description, PartFacts
+from ..model_config import Dimensions
 from ..wire.messages import MAX_RANKS as MAX_RANKS
-from .model_weights import (
-    StageRules,
-    WeightKind,
-    cached_numbers,
-    experts_of,
-    head_dim,
-    heads,
-    hidden,
-    is_latent,
-    keeps_latent,
-    kv_heads,
-    layers,
-    mixers_of,
-    mtp_head,
-    parts_of,
-    sliding_layers,
-    stage_rules,
-)
+
+ASSUMED_CONTEXT = 4096  #: tokens that a model supports whose configuration does not say
+HEAD_KERNELS = 12  #: of an MTP head beside its layer: two norms, their product, norm, head, a choice
+_KV_SCALES = 4 / 64  # bytes of a quantized number's scales
+
 
 # --- kinds of KV caches, and what the engine leaves out with each ---------------------------------------
 
-#: Families with windows of tokens in every model.
-_WINDOWS = frozenset(
-    ("afmoe", "cohere2", "exaone4", "exaone_moe", "gemma3", "gemma3_text", "gemma3n", "gemma4", "gemma4_text",
-     "gpt_oss", "iquestloopcoder", "laguna", "mellum", "mimo_v2_flash", "muse_glimmer", "muse_spark", "olmo3",
-     "plamo3", "spark2_5")
-)  # fmt: skip
-#: Families with windows in the layers that their configuration calls sliding.
-_WINDOWS_IN_SOME = frozenset(("llama", "ministral3", "mistral3", "step3p5"))
-#: Families with recurrent states, some of them beside windows.
-_STATES = frozenset(
-    ("baichuan_m1", "bailing_hybrid", "bailing_moe_linear", "gear", "kimi_k3", "longcat_flash_ngram", "mamba",
-     "mamba2", "plamo2", "recurrent_gemma", "rwkv7")
-)  # fmt: skip
-#: Families whose states the engine takes back to a token before a step's last one.
-_FED_AGAIN = frozenset(
-    ("bailing_moe_v3", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe",
-     "nemotron_h", "olmo_hybrid", "prism_hadamard_qwen35", "qwen3_5", "qwen3_5_moe", "qwen3_next")
-)  # fmt: skip
-_LISTS = frozenset(("deepseek_v32", "glm_moe_dsa", "longcat_flash", "minimax_m3_vl"))
-_COMPRESSED = frozenset(("deepseek_v41",))
-_CHUNKS = frozenset(("llama4",))
-_WINDOW_SIZES = ("sliding_window", "sliding_window_size", "window_size", "attention_chunk_size")
-
 
 @dataclass(frozen=True, slots=True)
-class CacheTraits:
-    """One kind of KV caches. `off` names what is left out, and `why`; both empty where nothing is.
-
-    `cuttable`: a kept cache serves from any of its tokens on, not only as a whole.
-    """
+class CacheWords:
+    """Words about the KV caches of a model. `off` names what is left out, and `why`; both empty without."""
 
     name: str
-    cuttable: bool = True
     off: str = ""
     why: str = ""
 
 
-_NOT_WIDE = "drafts, forced tokens, several prompts in one forward, quantized KV"
-ALONE = "requests at once"  #: Among `off`: no two requests are decoded together.
-PLAIN = CacheTraits("keys and values")
-LISTS = CacheTraits(
-    "keys and values, with an index", off=_NOT_WIDE, why="rows of a batch cannot roll back one by one"
+#: By the first of mlx-lm's kinds that a model has.
+_NAMES = (
+    (
+        "ChunkedKVCache",
+        "chunks of tokens",
+        "what is before a chunk cannot come back, nor can mlx-lm join such caches",
+    ),
+    ("ArraysCache", "recurrent states", "mlxtp cannot roll these states back"),
+    (
+        "RotatingKVCache",
+        "windows of tokens",
+        "a prompt is computed in mlx-lm's own window, which has one sequence and no quantized numbers",
+    ),
+    ("KVCache", "keys and values", ""),
 )
-_NOT_MANY = "several prompts in one forward, quantized KV"
-WINDOWS = CacheTraits(
-    "windows of tokens",
-    cuttable=False,
-    off=_NOT_MANY,
-    why="a prompt is computed in mlx-lm's own window, which has one sequence and no quantized numbers",
-)
-STATES = CacheTraits(
-    "recurrent states", cuttable=False, off=_NOT_WIDE, why="mlxtp cannot roll these states back"
-)
-FED_AGAIN = CacheTraits(
-    "recurrent states, fed again",
-    cuttable=False,
-    off=_NOT_MANY,
-    why="a state holds all tokens so far; only those of the last step are fed to it again",
-)
-COMPRESSED = CacheTraits(
-    "compressed groups",
-    cuttable=False,
-    off=f"{_NOT_WIDE}, {ALONE}",
-    why="closed groups cannot be opened, nor caches be joined",
-)
-CHUNKS = CacheTraits(
-    "chunks of tokens",
-    cuttable=False,
-    off=f"{_NOT_WIDE}, {ALONE}",
-    why="what is before a chunk cannot come back, nor can mlx-lm join such caches",
-)
+_FED_AGAIN = ", fed again", "a state holds all tokens so far; only those of the last step are fed to it again"
+_SEVERAL = "several keys and values a layer", "rows of a batch cannot roll back one by one"
+_OTHERS = "compressed groups", "closed groups cannot be opened, nor caches be joined"
 
 
-def traits_of(family: str, layer_types: object = ()) -> CacheTraits:
-    """Return the kind of a family's caches; `layer_types` as in config.json."""
-    sliding = isinstance(layer_types, list | tuple) and "sliding_attention" in layer_types
-    kinds = (
-        (_STATES, STATES),
-        (_FED_AGAIN, FED_AGAIN),
-        (_WINDOWS, WINDOWS),
-        (_LISTS, LISTS),
-        (_COMPRESSED, COMPRESSED),
-        (_CHUNKS, CHUNKS),
-    )
-    for families, traits in kinds:
-        if family in families:
-            return traits
-    return WINDOWS if sliding and family in _WINDOWS_IN_SOME else PLAIN
+def words_of(caches: CacheCapabilities) -> CacheWords:
+    """Return the words about KV caches that can do this."""
+    found = ((name, why) for kind, name, why in _NAMES if kind in caches.kinds)
+    name, why = next(found, _OTHERS)
+    if "ArraysCache" in caches.kinds and caches.rolls_back:
+        name, why = name + _FED_AGAIN[0], _FED_AGAIN[1]
+    if caches.truncatable and not caches.rolls_back:
+        name, why = _SEVERAL if caches.batched else (name, "its attention takes no masks by row")
+    can = {
+        "drafts, forced tokens": caches.rolls_back,
+        "several prompts in one forward": caches.rolls_back and caches.truncatable,
+        "quantized KV": caches.quantizable,
+        "requests at once": caches.batched,
+    }
+    off = ", ".join(words for words, here in can.items() if not here)
+    return CacheWords(name, off, why if off else "")
+
+
+# --- borders of stages ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StageRules:
+    """Rules for stages.
+
+    joined   layers that must be on the rank of the layer before, because they read results of earlier ones
+    keepers  layers whose caches count positions, of which each stage needs one; () where any layer will do
+    """
+
+    joined: frozenset[int] = frozenset()
+    keepers: tuple[int, ...] = ()
+
+    def flaw(self, begin: int, end: int) -> str:
+        """Return why no stage can have the layers from `begin` up to `end`; empty if one can."""
+        if begin in self.joined:
+            return f"layer {begin} reads results of earlier layers, so both must be on one Mac"
+        if self.keepers and not any(begin <= layer < end for layer in self.keepers):
+            named = f"layers {begin} to {end - 1} have" if end - begin > 1 else f"layer {begin} has"
+            return f"{named} no cache that counts positions, of which each Mac needs one"
+        return ""
+
+    def border(self, at: int, step: int) -> int:
+        """Return `at`, or the next layer by `step` (1 or -1) before which a stage may begin."""
+        while at in self.joined:
+            at += step
+        return at
+
+    def end(self, begin: int, most: int) -> int:
+        """Return where a stage from `begin` on ends, at `most` or before; `begin` where none can be."""
+        end = self.border(most, -1)
+        return begin if end <= begin or self.flaw(begin, end) else end
+
+    def latest(self, total: int, stages: int) -> list[int]:
+        """Return where each of so many stages of `total` layers must end; [] where they cannot be so many."""
+        ends = [total]
+        while len(ends) < stages:
+            keepers = (layer for layer in reversed(self.keepers) if layer < ends[0])
+            ends.insert(0, self.border(next(keepers, -1) if self.keepers else ends[0] - 1, -1))
+        return [] if ends[0] <= 0 or self.flaw(0, ends[0]) else ends
 
 
 # --- shape ----------------------------------------------------------------------------------------------
-
-_DTYPE_BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0}
-#: Roles of modules, by parts of their paths. The first that fits counts.
-_ROLES: Mapping[str, tuple[str, ...]] = {
-    "router": (".gate", ".router"),
-    "shared": ("shared_expert",),
-    "experts": ("switch_mlp", ".experts"),
-    "compression": ("q_a_proj", "kv_a_proj", "indexer"),
-    "attention": ("attn", "attention"),
-    "embedding": ("embed_tokens", "word_embeddings", "wte"),
-    "head": ("lm_head",),
-    "mlp": ("mlp",),
-}
-
-#: GPU kernels that one token starts one after the other, counted in mlx-lm's models.
-_KERNELS = {
-    "mixer": 2,  # norm, residual sum
-    "attention": 10,  # queries, keys, values, two rotations, two cache updates, attention (2), output
-    "latent": 20,  # the same through compressions, with scores of the rotated part beside
-    "indexer": 8,
-    "linear": 16,
-    "mlp": 4,  # gate, up, activation, down
-    "experts": 16,  # router (8), three gathered products, activation, weighted sum
-    "groups": 8,  # a router that scores groups of experts first
-    "shared": 5,
-    "once": 12,  # embedding, last norm, head, choice of a token
-    "draft": 12,  # of an MTP head beside its layer: two norms, their product, and the same as "once"
-}
-_QK_NORM = frozenset({"qwen3", "qwen3_moe", "glm4_moe", "minimax", "exaone_moe", "step3p5"})
-#: Families that sum over the ranks for the norms of queries and keys too.
-_NORM_SUMS = frozenset({"minimax", "olmo2", "olmo3"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,16 +129,13 @@ class PartShape:
         return PartShape(*(getattr(self, name) - getattr(other, name) for name in self.__slots__))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelShape:
     """Sizes of a model that its placement depends on. Bytes are of weights as they are stored.
 
     name              its name in sentences
-    family            `model_type` of its config.json
-    layers, hidden    number of layers, and their width
-    heads, kv_heads, head_dim, intermediate, vocabulary, experts, experts_per_token    as in config.json
-    bits, group       of its quantization; 16 or 32 bits and group 1 without
-    max_context       most tokens that it supports
+    model             what its modules show
+    layers            number of layers
     weight_bytes      all weights
     whole_bytes       the part of these that each rank of a group holds whole
     token_bytes       weights read for one token: of routed experts only those it meets
@@ -206,38 +144,20 @@ class ModelShape:
     token_weights     number of weights that a token is multiplied by
     kv_token_bytes    bytes of one more token in the KV caches, over all layers
     kv_window_bytes   the part of these in layers with a window, which have slots for `window` tokens at most
-    kv_divides        whether ranks share these; a compressed cache is on every rank
-    collectives       sums and gathers over the ranks for one token
+    kv_heads          ranks that share these at most; a compressed cache is on every rank
     kernels           GPU kernels started one after the other for one token
-    shardable         whether its family can be divided at all
-    dimensions        sizes that ranks divide
-    caches            kind of its KV caches
     mtp_kv_bytes      bytes of one more token in the cache of an MTP head, which each rank has whole; 0 where
                       its files have none
     mtp_head          sizes of the MTP head that its configuration names, in its files or not
-    drafts            whether such a head can be used
     output_bytes      weights of the output head, which may be the embedding's
     before            sizes of all layers before each one, and of all
     ends              sizes of what first and last stages have beside layers: the embedding; norm and head
-    cuttable          whether its layers can be cut into stages
     rules             for its stages
     """
 
     name: str
-    family: str
+    model: Description = field(repr=False)
     layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    vocabulary: int
-    experts: int
-    experts_per_token: int
-    expert_width: int
-    bits: int
-    group: int
-    max_context: int
     weight_bytes: int
     whole_bytes: int
     token_bytes: int
@@ -245,22 +165,37 @@ class ModelShape:
     mlp_bytes: int
     token_weights: int
     kv_token_bytes: int
-    kv_divides: bool
-    collectives: int
+    kv_window_bytes: int
+    kv_heads: int
+    window: int
     kernels: int
-    shardable: bool
-    dimensions: Dimensions = field(default=Dimensions(), repr=False)
-    caches: CacheTraits = PLAIN
-    kv_window_bytes: int = 0
-    window: int = 0
-    mtp_kv_bytes: int = 0
-    mtp_head: PartShape | None = None
-    drafts: bool = False
-    output_bytes: int = 0
-    before: tuple[PartShape, ...] = field(default=(), repr=False)
-    ends: tuple[PartShape, PartShape] = field(default=(PartShape(), PartShape()), repr=False)
-    cuttable: bool = False
-    rules: StageRules = field(default=StageRules(), repr=False)
+    mtp_kv_bytes: int
+    mtp_head: PartShape | None
+    output_bytes: int
+    before: tuple[PartShape, ...] = field(repr=False)
+    ends: tuple[PartShape, PartShape] = field(repr=False)
+    rules: StageRules = field(repr=False)
+
+    @property
+    def family(self) -> str:
+        return self.model.family
+
+    @property
+    def hidden(self) -> int:
+        return self.model.hidden
+
+    @property
+    def max_context(self) -> int:
+        return self.model.context or ASSUMED_CONTEXT
+
+    @property
+    def collectives(self) -> int:
+        """Sums and gathers over the ranks for one token; one of them agrees on it."""
+        return self.model.collectives + 1
+
+    @property
+    def cuttable(self) -> bool:
+        return not self.model.uncuttable
 
     def stage(self, begin: int, end: int) -> ModelShape:
         """Return the shape of a stage: the layers from `begin` up to `end`, and what its place brings."""
@@ -285,16 +220,14 @@ class ModelShape:
 
     def _whole_mlps(self, ranks: int) -> int:
         """Return the bytes of the dense MLPs that each of `ranks` ranks has whole."""
-        keeps = self.family in KEEPS_MLP_WHOLE and self.expert_width
-        divide = self.intermediate % ranks == 0 and self.intermediate // ranks % self.group == 0
-        return self.mlp_bytes if keeps and not divide else 0
+        width = self.model.mlp_width
+        return self.mlp_bytes if width % ranks or width // ranks % self.model.group else 0
 
     def rank_kv(self, ranks: int, tokens: int) -> int:
         """Return the bytes of the KV caches of `tokens` tokens on each rank."""
         beyond = max(tokens - self.window, 0)
         size = self.kv_token_bytes * tokens - self.kv_window_bytes * beyond
-        own = -(-size // (min(ranks, self.kv_heads) if self.kv_divides else 1))
-        return own + self.mtp_kv_bytes * tokens
+        return -(-size // min(ranks, self.kv_heads)) + self.mtp_kv_bytes * tokens
 
     def uncuttable(self, ranks: int, split: Sequence[int] = ()) -> str:
         """Return why it cannot be cut into so many stages, or as `split` has it; empty if it can."""
@@ -315,9 +248,9 @@ class ModelShape:
         """Return why `ranks` ranks cannot divide it; () if they can."""
         if ranks == 1:
             return ()
-        if not self.shardable:
+        if self.model.unsharable:
             return (f"no layer of the family {self.family!r} can be divided among {ranks} ranks",)
-        return self.dimensions.obstacles(ranks)
+        return self.model.dimensions.obstacles(ranks)
 
 
 def _shared_out(total: int, whole: int, ranks: int) -> int:
@@ -325,191 +258,114 @@ def _shared_out(total: int, whole: int, ranks: int) -> int:
 
 
 def shape_of(
-    config: Config, *, name: str = "", weight_bytes: int = 0, kv_bits: int = 0, mtp: bool = False
+    model: Description, *, name: str = "", weight_bytes: int = 0, kv_bits: int = 0, mtp: bool = False
 ) -> ModelShape:
-    """Return the shape of the model with this config.json.
+    """Return the shape of a described model.
 
-    `weight_bytes` is the size of its weights on disk; if it is unknown (0), the configuration implies the
-    size. If both are known, the disk counts, and reading is scaled with it: configurations of mixed
-    quantizations are rarely complete. `kv_bits` quantizes the KV cache (4 or 8). `mtp`: its files have an MTP
-    head. Raises ModelError: MODEL_INVALID with the field that is missing or no number, MODEL_UNSUPPORTED for
-    weights that mlx-lm cannot read.
+    `weight_bytes` is the size of its weights on disk; 0 if it is unknown. If it is known, all sizes are
+    scaled to it: configurations of mixed quantizations are rarely complete. `kv_bits` (4 or 8) quantizes the
+    KV cache where it can be. `mtp`: its files have an MTP head.
     """
-    if why := unreadable(config):
-        raise ModelError(why, Code.MODEL_UNSUPPORTED)
-    if expands(config):
-        weight_bytes = 0
-    text = text_config(config)
-    parts = (*parts_of(text), *([mtp_head(text)] if mtp else []))
-    plain = _DTYPE_BYTES.get(str(text.get("dtype") or text.get("torch_dtype")), 2.0)
-    stored = _Quantization(config, plain)
-    implied = sum(part.count * stored.bytes_each(part.role) for part in parts)
-    scale = weight_bytes / implied if weight_bytes else 1.0
-    experts, picked = experts_of(text)
-    known, mixers = family(config), mixers_of(text)
-    caches = traits_of(known, text.get("layer_types"))
-    number_bytes = kv_bits / 8 + 4 / 64 if kv_bits else plain
-    kept = cached_numbers(text, states=caches in (STATES, FED_AGAIN))
-    cached = [numbers * number_bytes for numbers in kept]
-    slides = caches in (WINDOWS, STATES, CHUNKS) and sliding_layers(text)
-    window = number(text, *_WINDOW_SIZES) if slides else 0
-    window = ring_slots(window) if window else 0
-
-    dense = sum(part.count * stored.bytes_each(part.role) for part in parts if part.role == "mlp")
-    sliding = sliding_layers(text) if window else ()
-    each_layer = _each_layer(text, parts, lambda part: scale * stored.bytes_each(part.role), cached, sliding)
-
-    def size(count: str, *, whole: bool) -> int:
-        chosen = (part for part in parts if not (whole and part.divides))
-        return int(scale * sum(getattr(part, count) * stored.bytes_each(part.role) for part in chosen))
-
-    made = ModelShape(
-        name=name or str(config.get("model_type", "")),
-        family=str(config.get("model_type", "")),
-        layers=layers(text),
-        hidden=hidden(text),
-        heads=heads(text),
-        kv_heads=kv_heads(text),
-        head_dim=head_dim(text),
-        intermediate=number(text, "intermediate_size"),
-        vocabulary=number(text, "vocab_size"),
-        experts=experts,
-        experts_per_token=picked,
-        expert_width=number(text, "moe_intermediate_size"),
-        bits=stored.bits or int(plain * 8),
-        group=number(stored.table, "group_size") or 1,
-        max_context=number(text, "max_position_embeddings") or 4096,
-        weight_bytes=weight_bytes or int(implied),
-        whole_bytes=size("count", whole=True),
-        token_bytes=size("active", whole=False),
-        token_whole_bytes=size("active", whole=True),
-        mlp_bytes=int(scale * dense),
-        token_weights=sum(part.active for part in parts if part.role != "embedding"),
-        kv_token_bytes=int(sum(cached)),
-        kv_divides=not keeps_latent(text),
-        collectives=mixers.all + (2 * mixers.attention if known in _NORM_SUMS else 0) + 1,
-        kernels=_kernels(text, parts),
-        shardable=known in TENSOR_FAMILIES,
-        dimensions=dimensions_of(config),
-        caches=caches,
-        kv_window_bytes=int(sum(cached[layer] for layer in sliding)),
-        window=window,
-        mtp_kv_bytes=int(cached[-1]) if mtp else 0,
-        drafts=bool(mtp_place(config)),
-        before=tuple(accumulate(each_layer, initial=PartShape())),
-        cuttable=known in PIPELINE_FAMILIES,
-        rules=stage_rules(text),
+    embedding, layers, head = model.embedding, model.layers, model.head
+    parts = (embedding, *layers, head)
+    joining = 2 * model.hidden**2  # weights of an MTP head beside a layer like the last one
+    joining_bytes = joining * layers[-1].weight_bytes // max(layers[-1].numbers, 1)
+    own = layers[-1].weight_bytes + joining_bytes if mtp else 0  # each rank has all of it
+    implied = _total(parts, "weight_bytes") + own
+    scale = weight_bytes / implied if weight_bytes and not model.expands else 1.0
+    quantized = (kv_bits / 8 + _KV_SCALES) / model.number_bytes
+    kv_scale = quantized if kv_bits and model.caches.quantizable else 1.0
+    kernels = model.kernels // len(layers)
+    each = [_part(layer, scale, kv_scale, kernels) for layer in layers]
+    before = tuple(accumulate(each, initial=PartShape()))
+    all_of_it = PartShape(
+        weight_bytes if scale != 1.0 else implied,
+        int(scale * _total(parts, "token_bytes")),
+        _total(parts, "token_numbers"),
+        model.kernels,
+        before[-1].kv_token_bytes,
+        before[-1].kv_window_bytes,
     )
-    embedding = next(part for part in parts if part.role == "embedding")
-    table_bytes = int(scale * embedding.count * stored.bytes_each("embedding"))
-    tied = not any(part.role == "head" for part in parts)
+    table = PartShape(int(scale * embedding.weight_bytes))
     # What the layers leave is the last stage's, so that all stages together have all bytes.
-    all_of_it = PartShape(*(getattr(made, name) for name in PartShape.__slots__))
-    last = all_of_it - PartShape(0 if tied else table_bytes) - made.before[-1]
-    if mtp and not tied:  # an embedding for the head, beside that of the first stage
-        last += PartShape(table_bytes)
-    output_bytes = int(scale * embedding.count * stored.bytes_each("embedding" if tied else "head"))
-    head = None
-    if mtp_place(config) or number(text, *MTP_LAYERS):
-        joins = 2 * hidden(text) ** 2
-        joining = int(scale * joins * stored.bytes_each("mtp"))
-        head = each_layer[-1] + PartShape(joining, joining, joins, _KERNELS["draft"])
-    return replace(made, ends=(PartShape(table_bytes), last), mtp_head=head, output_bytes=output_bytes)
-
-
-def _each_layer(
-    text: Config,
-    parts: Sequence[WeightKind],
-    bytes_each: Callable[[WeightKind], float],
-    cached: Sequence[float],
-    sliding: Sequence[int],
-) -> tuple[PartShape, ...]:
-    """Return the sizes of every layer.
-
-    `cached`: bytes of one token in the cache of each. `sliding`: those whose caches keep a window of tokens.
-    """
-    total = layers(text)
-    kernels = (_kernels(text, parts) - _KERNELS["once"]) // total
-    each = [[0.0, 0.0, 0.0] for _ in range(total)]
-    for part in parts:
-        size = bytes_each(part)
-        for layer in part.layers:
-            shares = (part.count * size, part.active * size, part.active)
-            each[layer] = [a + b / len(part.layers) for a, b in zip(each[layer], shares, strict=True)]
-    sizes = [tuple(map(int, size)) for size in each]
-    return tuple(
-        PartShape(
-            weights,
-            token_bytes,
-            token_weights,
-            kernels,
-            int(cached[layer]),
-            int(cached[layer]) if layer in sliding else 0,
-        )
-        for layer, (weights, token_bytes, token_weights) in enumerate(sizes)
+    last = all_of_it - before[-1]
+    if (
+        not model.tied and not mtp
+    ):  # else the output, or the head, needs an embedding beside that of the first stage
+        last -= table
+    mtp_head = None
+    if model.has_head:
+        beside = int(scale * joining_bytes)
+        mtp_head = each[-1] + PartShape(beside, beside, joining, HEAD_KERNELS)
+    return ModelShape(
+        name=name or model.family,
+        model=model,
+        layers=len(layers),
+        whole_bytes=int(scale * (_total(parts, "whole_bytes") + own)),
+        token_whole_bytes=int(scale * _total(parts, "token_whole_bytes")),
+        mlp_bytes=int(scale * model.mlp_bytes),
+        kv_heads=min((layer.kv_heads for layer in layers if layer.kv_token_bytes), default=1),
+        window=max(layer.window for layer in layers),
+        mtp_kv_bytes=each[-1].kv_token_bytes if mtp else 0,
+        mtp_head=mtp_head,
+        output_bytes=int(scale * head.token_bytes),
+        before=before,
+        ends=(table, last),
+        rules=StageRules(frozenset(model.joined), model.keepers),
+        **{name: getattr(all_of_it, name) for name in PartShape.__slots__},
     )
 
 
-class _Quantization:
-    """Bytes of a weight of each role, by the `quantization` of a configuration."""
-
-    def __init__(self, config: Config, plain: float) -> None:
-        self.table = quantization(config)
-        self._plain = plain
-        self._all = _bytes_each(self.table, plain)
-        named: dict[str, list[float]] = {}
-        for path, own in self.table.items():
-            role = _role(path)
-            if role and isinstance(own, dict):
-                named.setdefault(role, []).append(_bytes_each({**self.table, **own}, plain))
-            elif role and own is False:
-                named.setdefault(role, []).append(plain)
-        self._named = {role: sum(each) / len(each) for role, each in named.items()}
-
-    @property
-    def bits(self) -> int:
-        return number(self.table, "bits")
-
-    def bytes_each(self, role: str) -> float:
-        """Return the average over the modules of this role that have their own entry, else the value for all.
-
-        Routers are rarely quantized, and then less than the rest.
-        """
-        return self._named.get(role, self._plain if role == "router" else self._all)
+def _total(parts: Iterable[PartFacts], name: str) -> int:
+    return sum(getattr(part, name) for part in parts)
 
 
-def _role(path: str) -> str:
-    """Return the role of the module with this path; "" if it is no path of a module."""
-    if "." not in path and path not in _ROLES["head"]:
-        return ""
-    return next((role for role, names in _ROLES.items() if any(name in path for name in names)), "")
-
-
-def _bytes_each(quantization: Config, plain: float) -> float:
-    """Return a weight's bytes with its part of the scales.
-
-    A group's scales are two 16-bit numbers if affine, else one byte.
-    """
-    bits, group = number(quantization, "bits"), number(quantization, "group_size")
-    if not bits:
-        return plain
-    if not group:
-        return bits / 8
-    return bits / 8 + (4 if quantization.get("mode", "affine") == "affine" else 1) / group
-
-
-def _kernels(config: Config, parts: Sequence[WeightKind]) -> int:
-    count = mixers_of(config)
-    attention = _KERNELS["latent" if is_latent(config) else "attention"]
-    attention += 2 if family(config) in _QK_NORM else 0
-    attention += _KERNELS["indexer"] if number(config, "index_n_heads") else 0
-    moe = _KERNELS["experts"] + (_KERNELS["groups"] if number(config, "n_group") > 1 else 0)
-    moe += _KERNELS["shared"] if any(part.role == "shared" for part in parts) else 0
-    return (
-        _KERNELS["once"]
-        + count.all * _KERNELS["mixer"]
-        + count.attention * attention
-        + count.linear * _KERNELS["linear"]
-        + count.dense * _KERNELS["mlp"]
-        + count.experts * moe
+def _part(layer: PartFacts, scale: float, kv_scale: float, kernels: int) -> PartShape:
+    return PartShape(
+        int(scale * layer.weight_bytes),
+        int(scale * layer.token_bytes),
+        layer.token_numbers,
+        kernels,
+        int(kv_scale * layer.kv_token_bytes),
+        int(kv_scale * layer.kv_window_bytes),
     )
+
+
+def unknown_shape(name: str, weight_bytes: int) -> ModelShape:
+    """Return the shape of a model of which only the size of its weights is known: one rank has it whole."""
+    whole = PartFacts(
+        weight_bytes=weight_bytes,
+        whole_bytes=weight_bytes,
+        token_numbers=weight_bytes // 2,
+        token_bytes=weight_bytes,
+        token_whole_bytes=weight_bytes,
+    )
+    return shape_of(replace(_UNKNOWN, layers=(whole,)), name=name)
+
+
+_UNKNOWN = Description(
+    family="?",
+    hidden=1,
+    vocabulary=1,
+    embedding=PartFacts(),
+    layers=(),
+    head=PartFacts(),
+    tied=False,
+    experts=0,
+    picked=0,
+    mlp_bytes=0,
+    mlp_width=0,
+    bits=16,
+    group=1,
+    number_bytes=2,
+    expands=False,
+    context=0,
+    has_head=False,
+    drafts=False,
+    dimensions=Dimensions(),
+    kernels=1,
+    collectives=0,
+    caches=CacheCapabilities(True, True, True, True, True, ("KVCache",)),
+    unsharable="its sizes are not known",
+    uncuttable="its sizes are not known",
+)

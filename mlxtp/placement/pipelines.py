@@ -20,8 +20,7 @@ from .cost_model import (
     stages,
     usable_bytes,
 )
-from .model_shape import ModelShape
-from .model_weights import StageRules
+from .model_shape import ModelShape, StageRules
 from .tables import Chip
 from .topology import MemberMachine
 

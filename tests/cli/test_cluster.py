@@ -20,6 +20,7 @@ from click.testing import Result
 from rich.console import Console
 from typer.testing import CliRunner
 
+from benchmarks.published_models import folder_of
 from mlxtp.admin.handlers import FILE, announced
 from mlxtp.agent import _own_home
 from mlxtp.api.app import create_app
@@ -759,7 +760,7 @@ def test_a_folder_is_served_by_its_whole_path(
 
 
 def test_a_plan_for_the_members_that_are_there(agent: Agent) -> None:
-    planned = mlxtp(agent.home, "plan", "llama-3.3-70b-4bit", "--json")
+    planned = mlxtp(agent.home, "plan", str(folder_of("llama-3.3-70b-4bit")), "--json")
     assert planned.exit_code == 0, planned.output
     made = json.loads(planned.output)
     assert {"studio", "mini"} >= set(made["alternatives"][0]["names"])
@@ -824,7 +825,7 @@ def test_a_plan_counts_with_what_was_measured(agent: Agent, monkeypatch: pytest.
     """Two Macs on Ethernet share whole layers only, until it turns out that theirs is a fast one."""
     told = on_ethernet(agent.admin.plan())
     monkeypatch.setattr(agent.admin, "plan", lambda: told)
-    args = ("plan", "llama-3.3-70b-4bit", "--json")
+    args = ("plan", str(folder_of("llama-3.3-70b-4bit")), "--json")
     apart = json.loads(mlxtp(agent.home, *args).output)
     assert apart["chosen"]["split"]
     told["fabric_networks"] = "private"  # the agent's setting counts, unless the plan has its own
@@ -890,7 +891,7 @@ def test_a_plan_finds_a_plain_name_where_the_agent_does(agent: Agent, tmp_path: 
 
 
 def test_no_model_is_planned_without_a_name(tmp_path: Path) -> None:
-    assert refusal(tmp_path, "plan", "").startswith("mlxtp: MODEL is empty; give a folder, ")
+    assert refusal(tmp_path, "plan", "").startswith("mlxtp: MODEL is empty; give a folder or ")
 
 
 COMMANDS = (

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.published_models import PUBLISHED, folder_of, published
 from mlxtp.cli.main import app
-from mlxtp.cli.planning import MacMemory, memory_of, pack, read_shape
+from mlxtp.cli.planning import MacMemory, memory_of, pack
 from mlxtp.placement.cost_model import usable_bytes
 from mlxtp.placement.planner import PlacementOptions
 
@@ -20,6 +21,7 @@ BIG, SMALL = "llama-3.3-70b-4bit", "llama-3.1-8b-4bit"
 
 
 def planned(*words: str, status: int = 0) -> str:
+    words = tuple(str(folder_of(word)) if word in PUBLISHED else word for word in words)
     made = CliRunner().invoke(app, ["plan", *words, "--machines", DESK])
     assert made.exit_code == status, made.output
     return made.stdout
@@ -27,7 +29,7 @@ def planned(*words: str, status: int = 0) -> str:
 
 def test_each_model_gets_macs_and_no_mac_more_than_it_has() -> None:
     members = on_lan([mac(i, memory=64) for i in range(3)])
-    wanted = [(read_shape(name), PlacementOptions()) for name in (BIG, SMALL, SMALL, SMALL)]
+    wanted = [(published(name), PlacementOptions()) for name in (BIG, SMALL, SMALL, SMALL)]
     packed = pack(members, wanted)
     assert [one.shape.name for one in packed] == [BIG, SMALL, SMALL, SMALL]
     assert {one.ranks[0] for one in packed[:3]} == {m.node_id for m in members}  # each has one of its own
@@ -39,7 +41,7 @@ def test_each_model_gets_macs_and_no_mac_more_than_it_has() -> None:
 
 
 def test_each_is_a_pipeline_where_that_is_wanted_and_several_macs_can() -> None:
-    wanted = [(read_shape(name), PlacementOptions(parallel="pipeline")) for name in (BIG, SMALL)]
+    wanted = [(published(name), PlacementOptions(parallel="pipeline")) for name in (BIG, SMALL)]
     for packed in (pack(on_lan([mac(i, memory=128) for i in range(count)]), wanted) for count in (2, 3)):
         assert [one.plan.chosen.is_pipeline for one in packed] == [True, True]
     assert [len(one.ranks) for one in pack([mac(0, memory=128)], wanted)] == [1, 1]
@@ -48,7 +50,7 @@ def test_each_is_a_pipeline_where_that_is_wanted_and_several_macs_can() -> None:
 def test_rdma_devices_serve_one_group_of_a_packing() -> None:
     members = cabled([mac(i, memory=128) for i in range(2)], [(0, 1)])
     options = PlacementOptions(nodes=2, parallel="tensor")
-    first, second = pack(members, [(read_shape(SMALL), options)] * 2)
+    first, second = pack(members, [(published(SMALL), options)] * 2)
     assert first.plan.chosen.backend == "jaccl"
     assert second.plan.chosen.backend == "ring"
     assert len(second.ranks) == 2
@@ -56,7 +58,7 @@ def test_rdma_devices_serve_one_group_of_a_packing() -> None:
 
 def test_a_model_without_room_has_its_reason() -> None:
     members = on_lan([mac(0, memory=64)])
-    first, second = pack(members, [(read_shape(BIG), PlacementOptions())] * 2)
+    first, second = pack(members, [(published(BIG), PlacementOptions())] * 2)
     assert first.ranks
     assert not second.ranks
     assert "GB for" in second.why

@@ -30,7 +30,8 @@ from mlxtp.placement.planner import PlacementOptions, plan
 from mlxtp.placement.topology import MemberMachine, Topology
 from mlxtp.wire.cluster_messages import Deployment
 
-from ..placement.made_up_macs import GIB, all_pairs, cabled, changed, layered, mac, node_id, on_lan, shape
+from ..placement.made_up_macs import GIB, all_pairs, cabled, changed, mac, node_id, on_lan
+from ..placement.made_up_models import layered, shape
 from ..placement.test_planner_properties import LOOP, desks
 
 SMALL = shape(num_hidden_layers=8)  # 5 GB

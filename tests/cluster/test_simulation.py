@@ -10,7 +10,8 @@ from mlxtp.cluster.membership import Change, MemberState
 from mlxtp.cluster.state_file import SavedState, to_text
 from mlxtp.wire.cluster_messages import Deployment
 
-from ..placement.made_up_macs import shape, unsealed
+from ..placement.made_up_macs import unsealed
+from ..placement.made_up_models import shape
 from .deployed import wants
 from .several_groups import SeveralGroups
 from .simulated_node import TICK_S, Journal

@@ -1,4 +1,7 @@
-"""Descriptions against the tables of families, against real shares, and against what is no model."""
+"""Descriptions against real caches, shares and heads, against recordings, and of what is no model.
+
+Each figure of a recording equalled what tables of families had said, or was found right where it did not.
+"""
 
 from __future__ import annotations
 
@@ -10,138 +13,168 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
+from mlx.utils import tree_flatten
+from mlx_lm import models
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import _get_classes
 
-from mlxtp.description import Description, from_text, to_text
-from mlxtp.placement import model_shape
-from mlxtp.placement.model_shape import CacheTraits, ModelShape, shape_of
+from mlxtp.chunks import ring_slots
+from mlxtp.description import Description, PartFacts, from_text, to_text
+from mlxtp.engine.batch import CacheKind
+from mlxtp.engine.group import LoneGroup
+from mlxtp.engine.loader import kv_sizes, load
+from mlxtp.engine.mtp_head import read_head
+from mlxtp.placement.model_shape import shape_of
 
-from ..placement.test_model_weights import CACHED, MODELS, WHOLE, config_of
-from .small_models import CONFIG
+from .described_models import EVERY, FEW, MANY, MODELS, UNTRIED, config_of, described, description, widened
+from .mtp_heads import add_head
+from .small_models import CONFIG, write_model
 
-#: Models that are what their modules show, and not what the tables say.
-OTHERWISE: Mapping[str, Mapping[str, str]] = {
-    "weights": {
-        "baichuan_m1": "gates beside its windows",
-        "longcat_flash_ngram": "embeddings of runs of tokens",
-        "gemma3n": "inputs of each layer",
-        "plamo2": "inner sizes",
-        **dict.fromkeys(("gpt2", "gpt_neox"), "positions"),
-        **dict.fromkeys(("gptj", "phi3small", "qwen", "nanochat"), "MLPs of other shapes"),
-        **dict.fromkeys(("recurrent_gemma", "recurrent_gemma-2b"), "MLPs of half the width"),
-    },
-    "whole": {
-        **dict.fromkeys(("gemma4_text-few", "llama4-copied", "olmo2-copied"), "copies of KV heads"),
-        "kimi_k3": "its shard cuts more",
-        "gemma4_text-shared": "inputs of each layer",
-    },
-    "collectives": {
-        "iquestloopcoder": "each layer runs twice",
-        **dict.fromkeys(
-            ("longcat_flash", "longcat_flash_ngram"), "two attentions and MLPs a layer, and experts"
-        ),
-    },
-    "caches": {
-        "plamo2-without": "no layer has a state",
-        "gemma2": "masks by row are no masks here",
-        "phi3small": "masks by row are no masks here",
-    },
-    "borders": {"gemma4_text-shared": "each layer reads an input of its own"},
-}
-
-
-def described(*configs: Mapping[str, Any]) -> list[str]:
-    """Describe models in a process of its own: mlx-lm's modules and MLX are watched there."""
-    command = [sys.executable, "-m", "tests.engine.describe_member"]
-    lines = "".join(json.dumps(config) + "\n" for config in configs)
-    root = Path(__file__).parents[2]
-    done = subprocess.run(command, input=lines, cwd=root, capture_output=True, text=True, check=True)
-    return done.stdout.splitlines()
-
-
-@cache
-def descriptions() -> Mapping[str, str]:
-    names = sorted(CACHED)
-    texts = described(*({**config_of(name), "dtype": "float32"} for name in names))
-    return dict(zip(names, texts, strict=True))
-
-
-@cache
-def both(name: str) -> tuple[Description, ModelShape]:
-    return from_text(descriptions()[name]), shape_of({**config_of(name), "dtype": "float32"})
-
-
-def otherwise(what: str, name: str) -> bool:
-    return name in OTHERWISE[what] or name.partition("-")[0] in OTHERWISE[what]
-
-
-EVERY = pytest.mark.parametrize("name", sorted(CACHED))
 pytestmark = pytest.mark.slow
+
+RECORDED = Path(__file__).parent / "recorded_descriptions.json"
+MODULES = Path(next(iter(models.__path__)))
+LONG = 100_000
+NAMES = pytest.mark.parametrize("name", sorted(EVERY))
+
+
+def model_of(config: Mapping[str, Any]) -> Any:
+    model_class, arguments_class = _get_classes(config)
+    return model_class(arguments_class.from_dict(config))
 
 
 def total(found: Description, field: str) -> int:
     return sum(getattr(part, field) for part in (found.embedding, *found.layers, found.head))
 
 
-@EVERY
-def test_sizes_are_those_of_the_tables(name: str) -> None:
-    found, table = both(name)
-    assert (len(found.layers), found.hidden, found.vocabulary) == (
-        table.layers,
-        table.hidden,
-        table.vocabulary,
-    )
-    assert (found.bits, found.group, found.number_bytes) == (table.bits, table.group, 4)
-    if name not in WHOLE:
-        windows = [layer for layer in found.layers if layer.window]
-        assert total(found, "kv_token_bytes") == table.kv_token_bytes
-        assert sum(layer.kv_token_bytes for layer in windows) == table.kv_window_bytes
-        assert {layer.window for layer in windows} == {table.window} - {0}
-    if name in MODELS:
-        assert (found.experts, found.picked) == (table.experts, table.experts_per_token)
-        same = total(found, "weight_bytes") == pytest.approx(table.weight_bytes, rel=0.03)
-        assert same or otherwise("weights", name)
+def figures(found: Description) -> dict[str, Any]:
+    """What is recorded of a description."""
+    told = {
+        name: getattr(found, name)
+        for name in (
+            "family",
+            "hidden",
+            "vocabulary",
+            "experts",
+            "picked",
+            "bits",
+            "group",
+            "kernels",
+            "collectives",
+            "mlp_bytes",
+            "unsharable",
+            "uncuttable",
+        )
+    }
+    sizes = {
+        field: total(found, field) for field in PartFacts.__slots__ if field not in ("kv_heads", "window")
+    }
+    caches = [name for name in found.caches.__slots__ if getattr(found.caches, name) is True]
+    all_of_it = {
+        **told,
+        **sizes,
+        "layers": len(found.layers),
+        "kv_heads": sorted({layer.kv_heads for layer in found.layers}),
+        "windows": sorted({layer.window for layer in found.layers} - {0}),
+        "caches": [*caches, *found.caches.kinds],
+        "joined": list(found.joined),
+        "keepers": list(found.keepers),
+    }
+    return {name: value for name, value in all_of_it.items() if value}
 
 
-@EVERY
-def test_shares_and_borders_are_those_of_the_tables(name: str) -> None:
-    found, table = both(name)
-    shareable = table.shardable and any(not table.obstacles(ranks) for ranks in range(2, 9))
-    assert (not found.unsharable) is shareable
-    if table.shardable and not table.obstacles(2):
-        assert (found.collectives + 1 == table.collectives) is not otherwise("collectives", name)
-        most = 0.01 * table.weight_bytes
-        same = abs(total(found, "whole_bytes") - table.whole_bytes) <= most
-        assert same or otherwise("whole", name) or otherwise("weights", name)
-    if table.cuttable and not otherwise("borders", name):
-        assert found.uncuttable == ""
-        assert (found.joined, found.keepers) == (tuple(sorted(table.rules.joined)), table.rules.keepers)
+@cache
+def recorded() -> Mapping[str, Mapping[str, Any]]:
+    found: dict[str, dict[str, Any]] = json.loads(RECORDED.read_text())
+    return found
 
 
-def traits(found: Description) -> CacheTraits:
-    """Return the kind of the tables that has the same capabilities."""
-    caches = found.caches
-    if "ChunkedKVCache" in caches.kinds:
-        return model_shape.CHUNKS
-    if not caches.batched:
-        return model_shape.COMPRESSED
-    if "ArraysCache" in caches.kinds:
-        return model_shape.FED_AGAIN if caches.rolls_back else model_shape.STATES
-    if "RotatingKVCache" in caches.kinds:
-        return model_shape.WINDOWS
-    return model_shape.PLAIN if caches.rolls_back else model_shape.LISTS
+@NAMES
+def test_a_description_is_as_recorded(name: str) -> None:
+    # To record them again: python -c "from tests.engine.test_describe import *; record()"
+    assert figures(description(name)) == recorded()[name]
 
 
-@EVERY
-def test_caches_can_do_what_the_tables_say(name: str) -> None:
-    found, table = both(name)
-    assert (traits(found) == table.caches) is not otherwise("caches", name)
-    assert found.caches.truncatable is table.caches.cuttable or otherwise("caches", name)
+def record() -> None:
+    lines = [f"{json.dumps(name)}: {json.dumps(figures(description(name)))}" for name in sorted(EVERY)]
+    RECORDED.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def test_every_family_of_mlx_lm_is_described() -> None:
+    named = {path.stem for path in MODULES.glob("*.py") if "class ModelArgs" in path.read_text()}
+    tried = {str(of.get("model_type", name)) for name, of in EVERY.items()}
+    assert named == tried | UNTRIED.keys()
+    assert not tried & UNTRIED.keys()
+
+
+@NAMES
+def test_caches_grow_as_described(name: str) -> None:
+    """A window of tokens counts as if it kept all of them, which its own cache does not."""
+    model = model_of(widened(config_of(name)))
+
+    def cache_bytes(tokens: int) -> int:
+        cache = make_prompt_cache(model)
+        model(mx.zeros((1, tokens), dtype=mx.int32), cache=cache)
+        states = tree_flatten([c.state for c in cache if not c.empty()])
+        return sum(array.nbytes for _, array in states if isinstance(array, mx.array))
+
+    grown = (cache_bytes(MANY) - cache_bytes(FEW)) // (MANY - FEW)
+    assert total(description(name), "kv_token_bytes") == grown
+
+
+@NAMES
+def test_a_long_text_takes_what_its_caches_hold(name: str) -> None:
+    """To two percent, since states do not grow."""
+    per_token, at_most = kv_sizes(model_of(config_of(name)))
+    assert shape_of(description(name)).rank_kv(1, LONG) == pytest.approx(per_token * LONG + at_most, rel=0.02)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "exaone_moe"])
+@pytest.mark.parametrize("tokens", [5, 8, 9, 1000])
+def test_a_window_counts_its_own_slots(family: str, tokens: int) -> None:
+    config = {**config_of(family), "layer_types": ["sliding_attention", "full_attention"]}
+    per_token, of_windows = kv_sizes(model_of(config))
+    slots = ring_slots(config["sliding_window"])
+    expected = per_token * tokens + of_windows * min(tokens, slots) // slots
+    [text] = described(config)
+    assert shape_of(from_text(text)).rank_kv(1, tokens) == expected
+    assert 0 < of_windows < per_token * slots * 2
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_the_engine_finds_the_same_in_a_model(name: str) -> None:
+    found, caches = CacheKind(model_of(config_of(name))), description(name).caches
+    assert (found.batches, found.slots) == (caches.batched, caches.rolls_back)
+    assert (found.cuttable, found.reusable) == (caches.truncatable, caches.copyable)
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "glm4_moe", "mimo"])
+def test_an_mtp_head_is_one_more_layer_that_every_rank_has_whole(tmp_path: Path, family: str) -> None:
+    folder = add_head(write_model(tmp_path, model_type=family, **MODELS.get(family, {})), (7, 8, 9), length=8)
+    config = json.loads((folder / "config.json").read_text()) | {"dtype": "float32"}
+    loaded = load(folder, LoneGroup(), lambda: None, (), read_head)
+    weights = sum(weight.nbytes for _, weight in tree_flatten(loaded.mtp_head.parameters()))
+    model = from_text(described(config)[0])
+    with_head, without = shape_of(model, mtp=True), shape_of(model)
+    assert model.has_head
+    assert model.drafts
+    assert with_head.whole_bytes - without.whole_bytes == pytest.approx(weights, rel=0.02)
+    assert with_head.rank_kv(1, 100) == 100 * loaded.kv_token_bytes
+    assert with_head.rank_kv(2, 100) - without.rank_kv(2, 100) == 100 * with_head.mtp_kv_bytes
+    assert with_head.token_bytes == without.token_bytes
+    last, first = with_head.stage(1, 2), with_head.stage(0, 1)
+    assert (first.weight_bytes, first.mtp_kv_bytes) == (without.stage(0, 1).weight_bytes, 0)
+    assert last.weight_bytes - without.stage(1, 2).weight_bytes >= weights * 0.98
+    assert last.mtp_kv_bytes == with_head.mtp_kv_bytes
+
+
+# --- texts and refusals ---------------------------------------------------------------------------------
 
 
 def test_a_description_travels_as_text() -> None:
-    found, _ = both("llama")
-    assert from_text(to_text(found)) == found
+    assert from_text(to_text(description("qwen3_next"))) == description("qwen3_next")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 2}', "[" * 100_000])
@@ -154,9 +187,12 @@ def test_another_text_is_none(text: str) -> None:
     ("changes", "says"),
     [
         ({"rms_norm_eps": None}, "config.json lacks rms_norm_eps"),
+        ({"hidden_size": None}, "config.json lacks hidden_size"),
         ({"model_type": "nothing_like_it"}, "mlx-lm has no model family 'nothing_like_it'"),
         ({"hidden_size": "wide"}, "mlx-lm cannot build it"),
+        ({"hidden_size": -1}, "mlx-lm cannot build it"),
         ({"num_attention_heads": 0}, "mlx-lm cannot build it"),
+        ({"text_config": 3}, "text_config is 3, not an object"),
         ({"num_hidden_layers": 10**9}, "config.json names 1000000000 layers, more than 1024"),
         ({"quantization": {"group_size": 0, "bits": 4}}, "mlx-lm cannot build it"),
         ({"model_type": "olmo"}, "ends the process that imports it"),
@@ -171,12 +207,12 @@ def test_what_cannot_be_built_is_refused(changes: Mapping[str, Any], says: str) 
 def test_the_command_prints_one(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
 
-    def run(path: Path) -> subprocess.CompletedProcess[str]:
+    def run(path: Path | str, text: str = "") -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "mlxtp.engine.describe", str(path)]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
+        return subprocess.run(command, input=text, capture_output=True, text=True, check=False)
 
     assert [run(tmp_path).stdout.strip()] == described(CONFIG)
-    assert run(tmp_path / "config.json").stdout == run(tmp_path).stdout
+    assert run(tmp_path / "config.json").stdout == run(tmp_path).stdout == run("-", json.dumps(CONFIG)).stdout
     (tmp_path / "other.json").write_text('{"model_type": "llama"}')
     refused = run(tmp_path / "other.json")  # and not what stands beside it
     assert refused.returncode

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from mlx_lm.utils import load_model
 
+from mlxtp.description import from_text
 from mlxtp.engine.batch import CacheKind
 from mlxtp.engine.loader import kv_sizes, make_cache, read_config
 from mlxtp.engine.pipeline import (
@@ -28,10 +29,11 @@ from mlxtp.engine.pipeline import (
 )
 from mlxtp.engine.sampler import Chosen
 from mlxtp.errors import Code, GroupError, ModelError
-from mlxtp.model_config import PIPELINE_FAMILIES, text_config
-from mlxtp.placement.model_weights import stage_rules
+from mlxtp.model_config import PIPELINE_FAMILIES
+from mlxtp.placement.model_shape import shape_of
 from mlxtp.wire.messages import StepToken
 
+from .described_models import described
 from .families import FAMILIES, GEMMA4, PIPELINE, WINDOWS
 from .small_models import write_model
 
@@ -159,7 +161,7 @@ def test_placement_knows_which_stages_can_be(tmp_path: Path, name: str) -> None:
     family, changes = RULED[name]
     folder = some_model(tmp_path / "model", family, **changes)
     model, _ = load_model(folder, lazy=True)
-    rules = stage_rules(text_config(read_config(folder)))
+    rules = shape_of(from_text(described(read_config(folder))[0])).rules
     empty = make_cache(model)
     facts = trace_layers(model, empty)
 

@@ -2,44 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mlxtp.placement.model_shape import ModelShape, shape_of
 from mlxtp.placement.topology import MemberMachine
 from mlxtp.wire.cluster_messages import Interface, Machine, Port, RosterEntry
 
 GIB = 1024**3
 NAMES = "abcdefghij"
 
-LLAMA: Mapping[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-}
-"""About 16 GB in 16 bits; divides by 2, 4 and 8."""
-
 
 def unsealed(entry: RosterEntry) -> RosterEntry:
     """Return an entry of the roster without a signature."""
     return entry
-
-
-def shape(**changes: Any) -> ModelShape:
-    """A Llama of 16 GB that no pipeline can cut, or what `changes` to its configuration make of it."""
-    return replace(layered(**changes), cuttable=False)
-
-
-def layered(**changes: Any) -> ModelShape:
-    """The same Llama, which pipelines can cut."""
-    return shape_of({**LLAMA, **changes}, name="model")
 
 
 def node_id(place: int) -> str:

@@ -25,7 +25,7 @@ from mlxtp.placement.cost_model import (
 from mlxtp.placement.model_shape import ModelShape
 from mlxtp.placement.tables import chip
 
-from .made_up_macs import shape
+from .made_up_models import shape
 
 ULTRA, MAX = chip("Apple M3 Ultra"), chip("Apple M4 Max")
 MODEL = shape()
@@ -50,7 +50,7 @@ def test_one_mac_reads_its_weights_and_starts_its_kernels() -> None:
 
 def test_two_macs_read_half_and_wait_for_each_other() -> None:
     two = speed(MODEL, ranks(2), JACCL_MESH)
-    assert two.reading_s == pytest.approx((MODEL.token_bytes / 2 + kv(2)) / (819e9 * 0.8))
+    assert two.reading_s == pytest.approx((MODEL.rank_token_bytes(2) + kv(2)) / (819e9 * 0.8))
     assert two.kernels_s == speed(MODEL, ranks(1), ALONE).kernels_s
     assert two.fences_s == pytest.approx(MODEL.collectives * FENCE_S)
     assert two.latency_s == pytest.approx(MODEL.collectives * 25e-6)

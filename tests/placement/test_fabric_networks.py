@@ -20,12 +20,14 @@ from mlxtp.placement.planner import Placement, PlacementOptions, plan
 from mlxtp.placement.topology import FABRIC_NETWORKS, MemberMachine, Topology
 from mlxtp.wire.cluster_messages import Interface
 
-from .made_up_macs import add, cabled, changed, ethernet, linux, mac, node_id, on_lan, shape
+from .made_up_macs import add, cabled, changed, ethernet, linux, mac, node_id, on_lan
+from .made_up_models import layered, uncut
 from .recorded_macs import factory_ends
 
 A, B, C = (node_id(i) for i in range(3))
 SELF = ("169.254.31.7", "169.254.88.10")
-DIVIDES = shape(num_attention_heads=24, num_key_value_heads=6, intermediate_size=14592)
+LAYERED = layered(num_attention_heads=24, num_key_value_heads=6, intermediate_size=14592)
+DIVIDES = uncut(LAYERED)
 
 
 def macs(size: int = 2) -> list[MemberMachine]:
@@ -168,7 +170,7 @@ def test_a_circle_crosses_private_networks_only() -> None:
     members = cabled(links, [(0, 2)], rdma="")
     for parallel in ("tensor", "pipeline"):
         options = PlacementOptions(nodes=3, parallel=parallel)
-        model = replace(DIVIDES, cuttable=True)
+        model = LAYERED
         assert chosen(plan(members, model, A, options)).kind == RING_WIFI
         made = plan(members, model, A, replace(options, fabric_networks="private"))
         assert made.chosen is None

@@ -28,7 +28,8 @@ from mlxtp.placement.planner import PlacementOptions, plan
 from mlxtp.placement.topology import MemberMachine
 from mlxtp.wire.cluster_messages import Port
 
-from .made_up_macs import cabled, mac, on_lan, shape
+from .made_up_macs import cabled, mac, on_lan
+from .made_up_models import shape
 
 MACS = cabled(on_lan([mac(0), mac(1), mac(2)]), [(0, 1), (0, 2), (1, 2)])
 MEMBERS = {each.node_id: each for each in MACS}

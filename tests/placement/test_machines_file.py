@@ -11,7 +11,8 @@ from mlxtp.errors import ConfigError
 from mlxtp.placement.machines_file import read_machines
 from mlxtp.placement.planner import PlacementOptions, plan
 
-from .made_up_macs import GIB, shape
+from .made_up_macs import GIB
+from .made_up_models import shape
 
 DESK = """
 links = ["thunderbolt5 mesh", "ethernet 10g"]

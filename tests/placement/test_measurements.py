@@ -32,7 +32,8 @@ from mlxtp.placement.measurements import (
 from mlxtp.placement.planner import PlacementOptions, plan
 from mlxtp.wire.cluster_messages import FabricResult
 
-from .made_up_macs import all_pairs, cabled, mac, node_id, on_lan, shape
+from .made_up_macs import all_pairs, cabled, mac, node_id, on_lan
+from .made_up_models import shape
 
 A, B, C = (node_id(i) for i in range(3))
 RESULT = FabricResult(

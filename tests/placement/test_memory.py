@@ -21,7 +21,8 @@ from mlxtp.placement.cost_model import (
 )
 from mlxtp.placement.planner import PlacementOptions, plan
 
-from .made_up_macs import GIB, changed, mac, shape
+from .made_up_macs import GIB, changed, mac
+from .made_up_models import shape
 from .recorded_macs import ULTRA, machine, recorded
 
 
@@ -73,7 +74,7 @@ def test_a_machine_that_says_nothing_has_nothing() -> None:
 def test_a_rank_needs_weights_caches_and_headroom() -> None:
     model = shape()
     rank = rank_memory(mac(0), model, 2, 1000)
-    assert rank.weights == model.weight_bytes // 2
+    assert rank.weights == model.rank_weights(2)
     assert rank.kv == 1000 * 131072 // 2
     assert rank.headroom == HEADROOM_BYTES + int(0.07 * rank.weights)
     assert rank.needed == rank.weights + rank.kv + rank.headroom

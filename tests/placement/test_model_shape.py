@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,15 +12,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.utils import MODEL_REMAPPING
 
+from benchmarks.published_models import PUBLISHED, described, published
 from mlxtp.engine.sharding import check_divisible
 from mlxtp.errors import Code, ModelError
-from mlxtp.model_config import ALSO_CALLED, DIVIDED_BY_MLX_LM, DIVIDED_HERE, text_config
-from mlxtp.placement.model_shape import MAX_RANKS, shape_of
-from mlxtp.placement.model_weights import parts_of
-from mlxtp.placement.tables import KNOWN
+from mlxtp.model_config import (
+    ALSO_CALLED,
+    DIVIDED_BY_MLX_LM,
+    DIVIDED_HERE,
+    dimensions_of,
+    quantization,
+    unreadable,
+)
+from mlxtp.models.descriptions import description_of
+from mlxtp.placement.model_shape import MAX_RANKS, ModelShape, shape_of, unknown_shape, words_of
 
+from ..engine.described_models import description
 from ..engine.mlx_lm_sources import shardable_families
-from .made_up_macs import LLAMA, shape
+from .made_up_models import LLAMA, llama, shape
 
 PUBLISHED_GB = {
     "deepseek-v3.1-4bit": 378,
@@ -78,7 +89,7 @@ def test_what_a_load_would_refuse_is_never_planned(
         refused = False
     except ModelError:
         refused = True
-    obstacles = shape_of(config).obstacles(ranks)
+    obstacles = dimensions_of(config).obstacles(ranks)
     assert bool(obstacles) == refused
     assert all(str(ranks) in obstacle for obstacle in obstacles)
 
@@ -96,34 +107,37 @@ def test_obstacles_say_what_does_not_divide() -> None:
 
 
 def test_a_family_that_copies_kv_heads_goes_on_more_ranks_than_it_has_of_them() -> None:
-    qwen = shape(model_type="qwen3_5", num_key_value_heads=2)
+    qwen = dimensions_of({**LLAMA, "model_type": "qwen3_5", "num_key_value_heads": 2})
     assert qwen.obstacles(4) == ()
-    assert qwen.rank_kv(4, 1000) == qwen.rank_kv(2, 1000) > 0
     assert shape(num_key_value_heads=2).obstacles(4) == ("2 KV heads do not divide by 4",)
-    assert shape(model_type="qwen3_5", num_key_value_heads=3, num_attention_heads=24).obstacles(4) != ()
+    three = {**LLAMA, "model_type": "qwen3_5", "num_key_value_heads": 3, "num_attention_heads": 24}
+    assert dimensions_of(three).obstacles(4) != ()
+    few = shape(num_key_value_heads=2)
+    assert few.rank_kv(4, 1000) == few.rank_kv(2, 1000) > 0
 
 
 def test_a_dense_mlp_that_does_not_divide_is_whole_on_each_rank() -> None:
     """GLM-4.5-Air: two ranks would have 5472 of 10944, which groups of 64 do not divide."""
-    quantized = {"group_size": 64, "bits": 4}
-    air = {**KNOWN["glm-4.6-4bit"], "intermediate_size": 10944, "quantization": quantized}
-    two, divided = shape_of(air), shape_of({**air, "intermediate_size": 11008})
+    air = {**PUBLISHED["glm-4.6-4bit"], "num_hidden_layers": 6, "intermediate_size": 10944}
+    two, divided = of(air), of({**air, "intermediate_size": 11008})
     assert two.obstacles(2) == ()
-    assert shape_of({**air, "model_type": "qwen3_moe"}).obstacles(2) == (
+    assert dimensions_of({**air, "model_type": "qwen3_moe"}).obstacles(2) == (
         "intermediate size 10944 / 2 = 5472 is no multiple of the quantization group 64",
     )
-    assert 0 < divided.mlp_bytes < 0.02 * divided.weight_bytes
-    assert two.rank_weights(2) - two.mlp_bytes == pytest.approx(
-        divided.rank_weights(2) - divided.mlp_bytes / 2, rel=1e-3
-    )
+    assert 0 < divided.mlp_bytes < 0.2 * divided.weight_bytes
+    whole = two.whole_bytes + two.mlp_bytes
+    assert two.rank_weights(2) == -(-(two.weight_bytes - whole) // 2) + whole
     assert two.rank_token_bytes(2) > divided.rank_token_bytes(2)
     assert two.rank_weights(3) == -(-(two.weight_bytes - two.whole_bytes) // 3) + two.whole_bytes
+    assert (
+        shape().rank_weights(3) == -(-(shape().weight_bytes - shape().whole_bytes) // 3) + shape().whole_bytes
+    )
 
 
 def test_families_that_cannot_be_divided_stay_whole() -> None:
-    mamba = shape(model_type="mamba2")
-    assert mamba.obstacles(1) == ()
-    assert mamba.obstacles(2) == ("no layer of the family 'mamba2' can be divided among 2 ranks",)
+    whole = shape_of(description("gemma2-stages"), name="gemma")
+    assert whole.obstacles(1) == ()
+    assert whole.obstacles(2) == ("no layer of the family 'gemma2' can be divided among 2 ranks",)
 
 
 def test_what_a_published_configuration_leaves_out_is_filled_in_as_mlx_lm_does() -> None:
@@ -134,8 +148,8 @@ def test_what_a_published_configuration_leaves_out_is_filled_in_as_mlx_lm_does()
         "intermediate_size": 10240,
         "num_hidden_layers": 34,
     }
-    gemma = shape_of({"model_type": "gemma3", "text_config": text})
-    assert (gemma.heads, gemma.kv_heads, gemma.head_dim, gemma.vocabulary) == (8, 4, 256, 262208)
+    gemma = of({"model_type": "gemma3", "text_config": text})
+    assert (gemma.kv_heads, gemma.model.vocabulary) == (4, 262208)
     assert (gemma.obstacles(2), gemma.obstacles(8)) == ((), ())
     assert gemma.obstacles(3) != ()
 
@@ -156,8 +170,8 @@ def test_what_a_published_configuration_leaves_out_is_filled_in_as_mlx_lm_does()
 )
 def test_sizes_that_only_some_families_have_count(family: str, fields: dict[str, Any], words: str) -> None:
     config = {**LLAMA, "model_type": family, "quantization": {"group_size": 64, "bits": 4}}
-    assert shape_of({**config, **fields}).obstacles(2) == (words,)
-    assert shape_of(config).obstacles(2) == ()
+    assert dimensions_of({**config, **fields}).obstacles(2) == (words,)
+    assert dimensions_of(config).obstacles(2) == ()
 
 
 def test_the_table_of_families_is_that_of_the_installed_mlx_lm() -> None:
@@ -166,26 +180,23 @@ def test_the_table_of_families_is_that_of_the_installed_mlx_lm() -> None:
     assert MODEL_REMAPPING == ALSO_CALLED
 
 
-@pytest.mark.parametrize("name", sorted(KNOWN))
-def test_models_known_by_name_have_the_size_of_their_files(name: str) -> None:
-    known = shape_of(KNOWN[name], name=name)
+@pytest.mark.parametrize("name", PUBLISHED_GB)
+def test_published_models_have_the_size_of_their_files(name: str) -> None:
+    known = published(name)
     assert 0 < known.token_bytes <= known.weight_bytes
-    if name in PUBLISHED_GB:
-        assert known.weight_bytes / 1e9 == pytest.approx(PUBLISHED_GB[name], rel=0.01)
+    assert known.weight_bytes / 1e9 == pytest.approx(PUBLISHED_GB[name], rel=0.01)
 
 
 @pytest.mark.parametrize("name", PUBLISHED_WEIGHTS)
-def test_models_known_by_name_have_the_published_number_of_weights(name: str) -> None:
-    parts = parts_of(text_config(KNOWN[name]))
-    table = next(part.count for part in parts if part.role == "embedding")
-    total, met = PUBLISHED_WEIGHTS[name]
-    assert sum(part.count for part in parts) == pytest.approx(total, rel=0.002)
-    active = sum(part.active for part in parts if part.role != "embedding")
-    assert active == pytest.approx(met, abs=0.02 * met + table)
+def test_published_models_have_the_published_number_of_weights(name: str) -> None:
+    model, (total, met) = described(name), PUBLISHED_WEIGHTS[name]
+    parts = (model.embedding, *model.layers, model.head)
+    assert sum(part.numbers for part in parts) == pytest.approx(total, rel=0.002)
+    assert published(name).token_weights == pytest.approx(met, abs=0.02 * met + model.embedding.numbers)
 
 
 def test_a_share_is_what_divides_and_all_of_what_does_not() -> None:
-    deepseek = shape_of(KNOWN["deepseek-v3.1-4bit"])
+    deepseek = published("deepseek-v3.1-4bit")
     assert deepseek.rank_weights(1) == deepseek.weight_bytes
     assert deepseek.rank_weights(4) == pytest.approx(
         (deepseek.weight_bytes - deepseek.whole_bytes) / 4 + deepseek.whole_bytes, abs=1
@@ -194,12 +205,14 @@ def test_a_share_is_what_divides_and_all_of_what_does_not() -> None:
 
 
 def test_a_compressed_cache_is_on_every_rank() -> None:
-    assert shape_of(KNOWN["deepseek-v3.1-4bit"]).rank_kv(4, 1000) == 61 * 576 * 2 * 1000
+    assert published("deepseek-v3.1-4bit").rank_kv(4, 1000) == 61 * 576 * 2 * 1000
     assert shape().rank_kv(4, 1000) == 32 * 2 * 8 * 128 * 2 * 1000 / 4
 
 
 def test_quantizing_the_cache_shrinks_it() -> None:
-    assert shape_of(LLAMA, kv_bits=8).kv_token_bytes / shape().kv_token_bytes == pytest.approx(8.5 / 16)
+    assert shape_of(llama(), kv_bits=8).kv_token_bytes / shape().kv_token_bytes == pytest.approx(8.5 / 16)
+    windows = description("gpt_oss")
+    assert shape_of(windows, kv_bits=8) == shape_of(windows), "these cannot be quantized"
 
 
 @pytest.mark.parametrize(
@@ -215,70 +228,78 @@ def test_quantizing_the_cache_shrinks_it() -> None:
 def test_a_quantized_weight_weighs_its_bits_and_its_part_of_the_scales(
     quantization: dict[str, Any], bits_each: float
 ) -> None:
-    quantized = shape(quantization=quantization)
-    assert quantized.weight_bytes / shape().weight_bytes == pytest.approx(bits_each / 16, rel=1e-6)
+    quantized = of({**FEW, "quantization": quantization})
+    assert quantized.weight_bytes / of(FEW).weight_bytes == pytest.approx(bits_each / 16, rel=1e-4)
 
 
 def test_modules_may_be_quantized_in_their_own_way() -> None:
-    whole = shape(quantization={"group_size": 64, "bits": 4, "lm_head": False})
-    head = 128256 * 4096
-    assert whole.weight_bytes - shape(quantization={"group_size": 64, "bits": 4}).weight_bytes == (
-        pytest.approx(head * (16 - 4.5) / 8, rel=1e-6)
+    four = {"group_size": 64, "bits": 4}
+    all_of_it = of({**FEW, "quantization": four}).weight_bytes
+    whole = of({**FEW, "quantization": {**four, "lm_head": False}})
+    assert whole.weight_bytes - all_of_it == 128256 * 4096 * (16 - 4.5) / 8
+    finer = of(
+        {**FEW, "quantization": {**four, "model.layers.1.self_attn.q_proj": {"group_size": 64, "bits": 8}}}
     )
-    layers = {f"model.layers.{i}.self_attn.q_proj": {"group_size": 64, "bits": 8} for i in range(3)}
-    finer = shape(quantization={"group_size": 64, "bits": 4, **layers})
-    attention = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024)
-    assert finer.weight_bytes - shape(quantization={"group_size": 64, "bits": 4}).weight_bytes == (
-        pytest.approx(attention * 4 / 8, rel=1e-6)
-    )
+    assert finer.weight_bytes - all_of_it == 4096 * 4096 * 4 / 8
 
 
 def test_the_size_on_disk_is_right_and_reading_follows_it() -> None:
-    half = shape_of(LLAMA, weight_bytes=shape().weight_bytes // 2)
+    half = shape_of(llama(), weight_bytes=shape().weight_bytes // 2)
     assert half.weight_bytes == shape().weight_bytes // 2
     assert half.token_bytes == pytest.approx(shape().token_bytes / 2, rel=1e-6)
 
 
 def test_two_sums_a_layer_and_one_choice() -> None:
     assert shape().collectives == 65
-    assert shape(model_type="minimax").collectives == 129
-    assert shape(model_type="minimax_m2").collectives == 129
+    assert of({**FEW, "model_type": "llama"}).collectives == 5
+    minimax = description("minimax")
+    assert shape_of(minimax).collectives == 4 * len(minimax.layers) + 1, "for norms of queries and keys, too"
 
 
 def test_layers_with_one_mixer_have_one_sum_and_rarely_a_cache() -> None:
-    """Nemotron-H writes a letter for each layer, and no number of them."""
-    mamba = {"n_groups": 8, "mamba_num_heads": 64, "mamba_head_dim": 64, "ssm_state_size": 128}
-    nemotron = shape(
-        model_type="nemotron_h",
-        hybrid_override_pattern="M-M*-M",
-        num_hidden_layers=None,
-        head_dim=128,
-        **mamba,
-    )
-    assert (nemotron.layers, nemotron.collectives) == (6, 7)
-    assert [nemotron.stage(at, at + 1).kv_token_bytes > 0 for at in range(6)] == [
-        *[False] * 3,
-        True,
-        False,
-        False,
-    ]
-    assert nemotron.kv_token_bytes == 2 * 8 * 128 * 2
-    listed = ["mamba", "mlp", "mamba", "attention", "mlp", "mamba"]
-    again = shape(model_type="nemotron_h", layers_block_type=listed, head_dim=128, **mamba)
-    assert again.weight_bytes == nemotron.weight_bytes
+    """Nemotron-H writes a letter for each layer."""
+    nemotron = shape_of(description("nemotron_h-letters"))
+    caches = [nemotron.stage(at, at + 1).kv_token_bytes > 0 for at in range(nemotron.layers)]
+    assert nemotron.collectives <= nemotron.layers + 1
+    assert 0 < sum(caches) < nemotron.layers
 
 
 def test_embeddings_of_single_layers_are_whole_on_each_rank() -> None:
-    small = {
-        "num_kv_shared_layers": 8,
-        "hidden_size_per_layer_input": 256,
-        "vocab_size_per_layer_input": 262144,
-    }
-    gemma = shape(model_type="gemma4_text", num_key_value_heads=1, **small)
-    table = 262144 * 32 * 256 * 2
-    assert table < gemma.whole_bytes < 1.1 * table
-    assert gemma.rank_weights(2) > table
-    assert gemma.token_whole_bytes < table / 4
+    gemma = shape_of(description("gemma4_text-shared"))
+    assert gemma.whole_bytes > 0.1 * gemma.weight_bytes
+    assert gemma.rank_weights(2) > gemma.whole_bytes
+
+
+def test_a_model_of_unknown_sizes_is_whole_on_one_rank() -> None:
+    unknown = unknown_shape("m", 9 << 30)
+    assert unknown.rank_weights(1) == 9 << 30
+    assert unknown.rank_kv(1, 10_000) == 0
+    assert unknown.obstacles(2)
+    assert unknown.uncuttable(2)
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "off"),
+    [
+        ("llama", "keys and values", ""),
+        (
+            "deepseek_v32",
+            "keys and values",
+            "drafts, forced tokens, several prompts in one forward, quantized KV",
+        ),
+        ("gpt_oss", "windows of tokens", "several prompts in one forward, quantized KV"),
+        ("qwen3_next", "recurrent states, fed again", "several prompts in one forward, quantized KV"),
+        ("plamo2", "recurrent states", "drafts, forced tokens, several prompts in one forward, quantized KV"),
+        (
+            "llama4",
+            "chunks of tokens",
+            "drafts, forced tokens, several prompts in one forward, quantized KV, requests at once",
+        ),
+    ],
+)
+def test_words_say_what_caches_leave_out(name: str, words: str, off: str) -> None:
+    found = words_of(description(name).caches)
+    assert (found.name, found.off, bool(found.why)) == (words, off, bool(off))
 
 
 # --- quantizations ----------------------------------------------------------------------------------------
@@ -305,52 +326,55 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_quantization_that_mlx_lm_cannot_read_is_named(name: str, nested: bool) -> None:
-    quantization, words = REFUSED[name]
-    of = {"quantization_config": quantization}
-    with pytest.raises(ModelError, match=words) as refused:
-        shape_of({**LLAMA, "text_config": of} if nested else {**LLAMA, **of})
-    assert refused.value.code is Code.MODEL_UNSUPPORTED
-    assert shape_of({**LLAMA, "quantization": {"bits": 4, "group_size": 64}, **of}).bits == 4, "converted"
+    told, words = REFUSED[name]
+    method = {"quantization_config": told}
+    assert re.search(words, unreadable({**LLAMA, "text_config": method} if nested else {**LLAMA, **method}))
+    assert not unreadable({**LLAMA, "quantization": {"bits": 4, "group_size": 64}, **method}), "converted"
 
 
 def test_a_mode_that_mlx_does_not_have_is_named() -> None:
-    with pytest.raises(ModelError, match="the mode 'turbo'"):
-        shape_of({**LLAMA, "quantization": {"bits": 4, "group_size": 64, "mode": "turbo"}})
+    with pytest.raises(ModelError, match="the mode 'turbo'") as refused:
+        description_of({**LLAMA, "quantization": {"bits": 4, "group_size": 64, "mode": "turbo"}})
+    assert refused.value.code is Code.MODEL_UNSUPPORTED
 
 
 def test_awq_of_experts_is_refused() -> None:
-    experts = {**KNOWN["qwen3-235b-a22b-4bit"], "quantization": None}
-    with pytest.raises(ModelError, match="awq"):
-        shape_of({**experts, "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}})
+    experts = {**PUBLISHED["qwen3-235b-a22b-4bit"], "quantization": None}
+    told = {"quant_method": "awq", "bits": 4, "group_size": 128}
+    assert "awq" in unreadable({**experts, "quantization_config": told})
 
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_what_is_not_converted_counts_whole(nested: bool) -> None:
     """65 GB of files: openai/gpt-oss-120b, whose experts alone are in 4 bits."""
     plain = [f"model.layers.*.{name}" for name in ("self_attn", "mlp.router")]
-    of = {"quant_method": "mxfp4", "modules_to_not_convert": [*plain, "model.embed_tokens", "lm_head"]}
-    config = {**KNOWN["gpt-oss-120b"], "quantization": None}
-    told = {"quantization_config": of}
-    found = shape_of({**config, "text_config": told} if nested else {**config, **told})
+    told = {"quant_method": "mxfp4", "modules_to_not_convert": [*plain, "model.embed_tokens", "lm_head"]}
+    config = {**PUBLISHED["gpt-oss-120b"], "quantization": None}
+    method = {"quantization_config": told}
+    found = of({**config, "text_config": method} if nested else {**config, **method})
     assert found.weight_bytes == pytest.approx(65.25e9, rel=0.01)
-    assert (found.bits, found.group) == (4, 32)
+    assert (found.model.bits, found.model.group) == (4, 32)
 
 
 def test_weights_that_become_larger_are_not_counted_as_on_the_disk() -> None:
-    of = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    config = {**KNOWN["deepseek-v3.1-4bit"], "quantization": None, "quantization_config": of}
-    assert shape_of(config, weight_bytes=688 * 10**9).weight_bytes == pytest.approx(2 * 671e9, rel=0.02)
-    packed = {
-        **config,
-        "quantization_config": {**CT, "format": "pack-quantized", "ignore": ["re:.*self_attn.*"]},
-    }
+    told = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    config = {**PUBLISHED["deepseek-v3.1-4bit"], "quantization": None, "quantization_config": told}
+    model = description_of(config)
+    assert shape_of(model, weight_bytes=688 * 10**9).weight_bytes == pytest.approx(2 * 671e9, rel=0.02)
+    packed = replace(model, expands=False)
     assert shape_of(packed, weight_bytes=9**12).weight_bytes == 9**12
 
 
 def test_the_size_of_packed_weights_follows_from_their_format() -> None:
     sizes = {
-        name: shape_of({**LLAMA, "quantization_config": {"quant_method": name, "bits": 4}}).weight_bytes
+        name: quantization({**LLAMA, "quantization_config": {"quant_method": name, "bits": 4}})["bits"]
         for name in ("awq", "bitnet")
     }
-    plain = shape_of(LLAMA).weight_bytes
-    assert 0.1 < sizes["bitnet"] / plain < sizes["awq"] / plain < 0.4
+    assert sizes == {"awq": 4, "bitnet": 2}
+
+
+FEW: Mapping[str, Any] = {**LLAMA, "num_hidden_layers": 2}
+
+
+def of(config: Mapping[str, Any]) -> ModelShape:
+    return shape_of(description_of(config), name="model")

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.published_models import published
 from mlxtp.placement import cost_model
 from mlxtp.placement import pipelines as pipelines_of
 from mlxtp.placement.candidates import Candidate
@@ -32,14 +33,14 @@ from mlxtp.placement.cost_model import (
     stages,
 )
 from mlxtp.placement.formation import FailedGroup, links_of
-from mlxtp.placement.model_shape import ModelShape, PartShape, shape_of
-from mlxtp.placement.model_weights import StageRules
+from mlxtp.placement.model_shape import ModelShape, PartShape, StageRules
 from mlxtp.placement.pipelines import StageCutter, StageRank
 from mlxtp.placement.planner import Placement, PlacementOptions, plan
-from mlxtp.placement.tables import KNOWN, chip
+from mlxtp.placement.tables import chip
 from mlxtp.placement.topology import MemberMachine
 
-from .made_up_macs import add, all_pairs, cabled, ethernet, layered, mac, node_id, on_lan, shape
+from .made_up_macs import add, all_pairs, cabled, ethernet, mac, node_id, on_lan
+from .made_up_models import layered, shape
 
 A, B, C = (node_id(i) for i in range(3))
 CONTEXT = 8192
@@ -47,8 +48,8 @@ SMALL = layered(num_hidden_layers=7)
 MODELS = (
     SMALL,
     layered(tie_word_embeddings=True),
-    shape_of(KNOWN["gpt-oss-120b"], name="windows"),
-    shape_of(KNOWN["deepseek-v3.1-4bit"], name="some dense"),
+    published("gpt-oss-120b"),
+    published("deepseek-v3.1-4bit"),
 )
 CHIPS = ("Apple M3 Ultra", "Apple M4 Max", "Apple M4 Pro", "Apple M5", "")
 
@@ -85,7 +86,7 @@ def test_rank_0_has_the_last_layers() -> None:
     assert stages((40, 24, 16)) == [(40, 80), (16, 40), (0, 16)]
 
 
-@pytest.mark.parametrize("model", [*MODELS, *(shape_of(KNOWN[name]) for name in KNOWN)])
+@pytest.mark.parametrize("model", MODELS)
 def test_stages_together_are_the_model(model: ModelShape) -> None:
     parts = [model.stage(*each) for each in stages((1, model.layers - 4, 3))]
     assert sum(part.layers for part in parts) == model.layers
@@ -102,21 +103,20 @@ def is_tied(model: ModelShape) -> bool:
 
 
 def test_layers_weigh_what_the_configuration_gives_them() -> None:
-    deepseek = shape_of(KNOWN["deepseek-v3.1-4bit"])
+    deepseek = published("deepseek-v3.1-4bit")
     dense, sparse = deepseek.stage(2, 3), deepseek.stage(3, 4)
     assert sparse.weight_bytes > 10 * dense.weight_bytes
     assert dense.token_bytes > sparse.token_bytes * 0.5
-    hybrid = shape_of(KNOWN["qwen3.6-27b-4bit"])
+    hybrid = published("qwen3.6-27b-4bit")
     assert [hybrid.stage(at, at + 1).kv_token_bytes > 0 for at in range(8)] == [False, False, False, True] * 2
-    config = {**KNOWN["gpt-oss-120b"], "sliding_window": 128}
-    config["layer_types"] = ["sliding_attention", "full_attention"] * 18
-    windows = shape_of(config)
+    windows = published("gpt-oss-120b")
     assert [windows.stage(at, at + 1).kv_window_bytes > 0 for at in range(4)] == [True, False] * 2
     assert windows.stage(0, 1).rank_kv(1, 10_000) == windows.stage(0, 1).rank_kv(1, 192), "its slots"
     assert windows.stage(1, 2).rank_kv(1, 10_000) > 50 * windows.stage(1, 2).rank_kv(1, 192)
     tied = layered(tie_word_embeddings=True)
     table = 128256 * 4096 * 2
-    assert [tied.ends[0].weight_bytes, tied.ends[1].weight_bytes] == [table, table]
+    norm = 4096 * 2
+    assert [tied.ends[0].weight_bytes, tied.ends[1].weight_bytes] == [table, table + norm]
 
 
 # --- the split --------------------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ def pair_s(
 
 @pytest.mark.parametrize("more", [{"memory": 512}, {"chip": "Apple M3 Ultra"}])
 def test_a_larger_or_faster_mac_makes_no_pipeline_slower(more: dict[str, object]) -> None:
-    model = shape_of(KNOWN["llama-3.3-70b-8bit"])
+    model = published("llama-3.3-70b-8bit")
     for memory in (48, 64, 96):
         desk = [mac(0, chip="Apple M4 Max", memory=64), mac(1, chip="Apple M4 Pro", memory=memory)]
         better = [desk[0], mac(1, **{"chip": "Apple M4 Pro", "memory": memory, **more})]  # type: ignore[arg-type]
@@ -237,7 +237,7 @@ def test_a_larger_or_faster_mac_makes_no_pipeline_slower(more: dict[str, object]
 
 
 def test_equal_macs_have_equal_stages_and_memory_bounds_what_speed_wants() -> None:
-    model = shape_of(KNOWN["qwen3-235b-a22b-8bit"])
+    model = published("qwen3-235b-a22b-8bit")
     alike = [rank_of(mac(i, memory=256)) for i in range(2)]
     assert StageCutter(model, CONTEXT, CHAT).split(alike) == (46, 48), "the head counts as a layer"
     unlike = [rank_of(mac(0, memory=256)), rank_of(mac(1, memory=64))]
@@ -323,8 +323,8 @@ def test_a_transfer_is_one_step_of_what_was_measured_for_sums() -> None:
 # --- the choice -------------------------------------------------------------------------------------------
 
 
-LARGE = shape_of(KNOWN["llama-3.3-70b-bf16"], name="large")
-EXPERTS = shape_of(KNOWN["qwen3-235b-a22b-8bit"], name="experts")
+LARGE = published("llama-3.3-70b-bf16")
+EXPERTS = published("qwen3-235b-a22b-8bit")
 
 
 def desk(*memories: int, mbps: int = 10_000, chips: Sequence[str] = ()) -> list[MemberMachine]:

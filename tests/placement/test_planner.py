@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.published_models import published
 from mlxtp.errors import ConfigError
 from mlxtp.placement.cost_model import (
     ALONE,
@@ -25,27 +26,14 @@ from mlxtp.placement.cost_model import (
     Workload,
     speed,
 )
-from mlxtp.placement.model_shape import ModelShape, shape_of
+from mlxtp.placement.model_shape import ModelShape
 from mlxtp.placement.planner import Placement, PlacementOptions, plan
-from mlxtp.placement.tables import KNOWN, chip
+from mlxtp.placement.tables import chip
 from mlxtp.placement.topology import MemberMachine
 from mlxtp.wire.cluster_messages import Interface
 
-from .made_up_macs import (
-    GIB,
-    LLAMA,
-    NAMES,
-    add,
-    all_pairs,
-    cabled,
-    changed,
-    ethernet,
-    linux,
-    mac,
-    node_id,
-    on_lan,
-    shape,
-)
+from .made_up_macs import GIB, NAMES, add, all_pairs, cabled, changed, ethernet, linux, mac, node_id, on_lan
+from .made_up_models import shape, uncut
 
 A, B, C, D = (node_id(i) for i in range(4))
 FAST = PlacementOptions(fast_fences=True)
@@ -292,7 +280,7 @@ def test_where_too_few_can_serve_the_one_that_cannot_comes_first() -> None:
 
 def test_a_prompt_may_pay_for_a_second_mac_that_the_answer_does_not() -> None:
     """A Llama of 70 B at 4 bits: alone it writes faster, the mesh reads the prompt in half of the time."""
-    large = replace(shape_of(KNOWN["llama-3.3-70b-4bit"], name="large"), cuttable=False)
+    large = uncut(published("llama-3.3-70b-4bit"))
     members = desk(2, memory=256)
     mesh = plan(members, large, A)
     assert mesh.chosen is not None
@@ -302,8 +290,8 @@ def test_a_prompt_may_pay_for_a_second_mac_that_the_answer_does_not() -> None:
     assert alone.speed is not None
     assert mesh.chosen.speed.tokens_per_second < alone.speed.tokens_per_second
     assert mesh.reason == (
-        "JACCL mesh of 2: 41.8 s per chat request, 14.4 s for its prompt and 27.3 s for its answer; "
-        "a alone: 53.4 s, 26.1 s and 27.3 s"
+        "JACCL mesh of 2: 41.6 s per chat request, 14.4 s for its prompt and 27.2 s for its answer; "
+        "a alone: 53.3 s, 26.1 s and 27.2 s"
     )
     essay = Workload("essay", 100, 0, 2000)
     made = plan(members, large, A, PlacementOptions(workload=essay))
@@ -328,7 +316,7 @@ def test_many_at_once_share_the_reading_of_weights() -> None:
         many = replace(CHAT, at_once=at_once)
         assert one.answer_s(CHAT) < one.answer_s(many) < at_once * one.answer_s(CHAT)
         assert one.requests_per_second(many) > one.requests_per_second(CHAT)
-    experts = shape_of(KNOWN["qwen3-235b-a22b-4bit"], name="experts")
+    experts = published("qwen3-235b-a22b-4bit")
     few, most = (speed(experts, macs, ALONE).answer_s(replace(CHAT, at_once=n)) for n in (1, 500))
     assert most / few > experts.weight_bytes / experts.token_bytes  # all experts are met, by some row
 
@@ -453,8 +441,9 @@ def seconds(model: str, kind: str, chips: tuple[str, ...]) -> float:
 def needed(model: str, size: int) -> float:
     """Bytes of a rank's weights, of its caches of 8,192 tokens, and of its headroom."""
     whole = MODELS[model]
-    caches = 8192 * whole.layers * 2 * whole.kv_heads * whole.head_dim * 2
-    return (1.07 * whole.weight_bytes + caches) / size + GIB / 2
+    norms = whole.whole_bytes
+    weights = (whole.weight_bytes - norms) / size + norms
+    return 1.07 * weights + 8192 * whole.kv_token_bytes / size + GIB / 2
 
 
 def every_way(
@@ -516,4 +505,4 @@ def check_world(model: str, cables: frozenset[tuple[int, int]], rooms: Sequence[
 def test_the_worlds_are_all_there() -> None:
     assert [len(list(worlds(size))) for size in (1, 2, 3, 4)] == [2, 8, 64, 1024]
     assert NAMES[:4] == "abcd"
-    assert isinstance(shape_of(LLAMA), ModelShape)
+    assert isinstance(shape(), ModelShape)

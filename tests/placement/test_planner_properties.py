@@ -12,11 +12,11 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.published_models import published
 from mlxtp.placement.candidates import Candidate
 from mlxtp.placement.cost_model import AGENT, BATCH, CHAT, usable_bytes
-from mlxtp.placement.model_shape import ModelShape, shape_of
+from mlxtp.placement.model_shape import ModelShape
 from mlxtp.placement.planner import Placement, PlacementOptions, plan
-from mlxtp.placement.tables import KNOWN
 from mlxtp.placement.topology import MemberMachine, Topology
 from mlxtp.wire.cluster_messages import Interface
 
@@ -27,12 +27,11 @@ from .made_up_macs import (
     cabled,
     changed,
     ethernet,
-    layered,
     mac,
     node_id,
     on_lan,
-    shape,
-)  # fmt: skip
+)
+from .made_up_models import layered, shape  # fmt: skip
 
 MODELS = (
     shape(),
@@ -41,8 +40,8 @@ MODELS = (
     layered(num_attention_heads=24, num_key_value_heads=6, intermediate_size=14592, num_hidden_layers=3),
     layered(tie_word_embeddings=True),
     shape(num_key_value_heads=1),
-    shape_of(KNOWN["qwen3-235b-a22b-4bit"], name="experts"),
-    shape_of(KNOWN["deepseek-v3.1-4bit"], name="compressed"),
+    published("qwen3-235b-a22b-4bit"),
+    published("deepseek-v3.1-4bit"),
 )
 CHIPS = ("Apple M3 Ultra", "Apple M4 Max", "Apple M4", "Apple M9", "")
 NUMBER = re.compile(r"\d")

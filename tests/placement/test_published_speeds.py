@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import backtest
+from benchmarks.published_models import published
 from mlxtp.placement.cost_model import rank_memory
-from mlxtp.placement.model_shape import shape_of
-from mlxtp.placement.tables import KNOWN, chip
+from mlxtp.placement.tables import chip
 
 from .made_up_macs import mac
 
@@ -53,7 +53,7 @@ ULTRAS = {(row.model, len(row.chips)) for row in backtest.PUBLISHED if set(row.c
 def test_what_ran_on_m3_ultras_has_room_on_those_of_512_gb(model: str, ranks: int) -> None:
     """By what Metal recommends there: three quarters of the memory are 1.0 GB short for GLM-5 on two."""
     studio = mac(0, memory=512, chip=backtest.M3_ULTRA, gpu_bytes=0)
-    memory = rank_memory(studio, shape_of(KNOWN[model]), ranks, 8192)
+    memory = rank_memory(studio, published(model), ranks, 8192)
     assert memory.fits
     if (model, ranks) == ("glm-5-mxfp8", 2):
         assert memory.needed > studio.machine.memory_bytes * 3 // 4

@@ -1,0 +1,124 @@
+"""Descriptions of models, each made once by a process with limits, and kept on disk for the next time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
+
+from ..description import INVALID, Description, from_text
+from ..errors import Code, ModelError
+from ..model_config import Config
+from ..wire.rank_process import without_secrets
+
+log = logging.getLogger(__name__)
+
+MOST_CPU_S = 60.0  #: The largest published models take 3 s.
+MOST_BYTES = 2 << 30  #: The same take 0.6 GB.
+MOST_S = 300.0
+MOST_KEPT = 256  #: descriptions on disk; the oldest go
+TICK_S = 0.2  #: between looks at the process
+_REFUSED = "mlxtp: "  # what the process says first of a model that mlx-lm cannot build
+
+
+def description_of(config: Config) -> Description:
+    """Return the description of the model with this config.json. Raises ModelError.
+
+    Waits for the disk, and the first time for a process that takes seconds: call it in a thread.
+    """
+    text = json.dumps(config, sort_keys=True)
+    path = folder() / f"{sha256((_made_by() + text).encode()).hexdigest()[:40]}.json"
+    with contextlib.suppress(OSError, ValueError):
+        found = from_text(path.read_text())
+        with contextlib.suppress(OSError):
+            os.utime(path)
+        return found
+    said = _said_of(text)
+    try:
+        found = from_text(said)
+    except ValueError as error:
+        raise ModelError(f"the process that describes the model failed: {error}") from None
+    try:
+        _keep(path, said)
+    except OSError as error:
+        log.warning("the description of a model is not kept: %s", error)
+    return found
+
+
+def folder() -> Path:
+    """Return the folder of descriptions: of a cache, which its user may empty at any time."""
+    usual = "~/Library/Caches" if sys.platform == "darwin" else "~/.cache"
+    return Path(os.environ.get("XDG_CACHE_HOME") or usual).expanduser() / "mlxtp" / "descriptions"
+
+
+@cache
+def _made_by() -> str:
+    """Return what a description depends on beside its configuration: libraries, and our own code."""
+    package = Path(__file__).parents[1]
+    sources = [*sorted((package / "engine").glob("*.py")), *(package / name for name in _READ)]
+    code = sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
+    return " ".join((version("mlx"), version("mlx-lm"), code, ""))
+
+
+_READ = ("description.py", "model_config.py", "model_files.py", "chunks.py")
+
+
+def _keep(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:  # agents may write at once
+        file.write(text)
+    Path(file.name).replace(path)
+    kept = sorted(path.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)
+    for old in kept[:-MOST_KEPT]:
+        old.unlink(missing_ok=True)
+
+
+def _said_of(text: str) -> str:
+    """Return the standard output of the process that describes a model. Raises ModelError."""
+    import psutil
+
+    command = [sys.executable, "-m", "mlxtp.engine.describe", "-"]
+    pipe, given = subprocess.PIPE, text
+    try:
+        process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=without_secrets(os.environ)
+        )
+    except OSError as error:
+        raise ModelError(f"no process can be started that describes the model: {error}") from None
+    with process:
+        watched, turns = psutil.Process(process.pid), 0
+        while True:
+            try:
+                said, complaint = process.communicate(given or None, timeout=TICK_S)
+                break
+            except subprocess.TimeoutExpired:
+                given, turns = "", turns + 1
+            with contextlib.suppress(psutil.Error):
+                if why := _excess(watched.memory_info().rss, sum(watched.cpu_times()[:2]), turns * TICK_S):
+                    process.kill()
+                    raise ModelError(f"its configuration cannot be read: to build its model takes {why}")
+    if process.returncode == 0:
+        return said
+    last = complaint.strip().rpartition("\n")[2]
+    if last.startswith(_REFUSED):
+        code = Code.MODEL_INVALID if process.returncode == INVALID else Code.MODEL_UNSUPPORTED
+        raise ModelError(last.removeprefix(_REFUSED), code)
+    log.warning("the process that describes a model ended with %d: %s", process.returncode, complaint[-2000:])
+    raise ModelError(f"the process that describes the model ended with status {process.returncode}")
+
+
+def _excess(resident: int, cpu_s: float, seconds: float) -> str:
+    """Return which limit a process has passed; empty within all."""
+    if resident > MOST_BYTES:
+        return f"more than {MOST_BYTES >> 30} GiB of memory"
+    if cpu_s > MOST_CPU_S or seconds > MOST_S:
+        return f"more than {MOST_CPU_S if cpu_s > MOST_CPU_S else MOST_S:g} s"
+    return ""

@@ -232,7 +232,7 @@ def inspect(name: str, kv_bits: int = 0, *, ask_hub: bool = False) -> Servable:
     config = read_config(folder)
     check_servable(config)
     _check_chats(config, lambda: folder)
-    return Servable(name, shape_in(folder, config, name, kv_bits), folder)
+    return Servable(name, shape_in(folder, name, kv_bits), folder)
 
 
 def find_config(name: str) -> Path:
@@ -287,8 +287,9 @@ def weight_bytes(folder: Path) -> int:
         return 0
 
 
-def shape_in(folder: Path, config: Config, name: str, kv_bits: int) -> ModelShape:
+def shape_in(folder: Path, name: str, kv_bits: int) -> ModelShape:
     """Return the shape of the model in this folder. Raises ModelError. Waits as `description_of` does."""
+    config = read_config(folder)
     try:
         weights = sum(weight_sizes(folder).values())
         mtp = has_mtp_head(folder, config)

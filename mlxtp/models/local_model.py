@@ -24,7 +24,6 @@ from .inspect import (
     in_folders,
     is_hub_id,
     open_model,
-    read_config,
     shape_in,
     weight_bytes,
 )
@@ -130,9 +129,8 @@ class LocalModel:
             model = await asyncio.to_thread(in_folders, self.name, self._settings.model_folders)
             fetched = self.may_download and is_hub_id(model)
             self.path = await find_model(str(await self._transfers.get(model)) if fetched else model)
-            config = await asyncio.to_thread(read_config, self.path)
             public = model if is_hub_id(model) else self.path.name
-            self._shape = await asyncio.to_thread(shape_in, self.path, config, public, self._settings.kv_bits)
+            self._shape = await asyncio.to_thread(shape_in, self.path, public, self._settings.kv_bits)
             self.fingerprint = await asyncio.to_thread(fingerprint, self.path)
             self.weight_bytes = await asyncio.to_thread(weight_bytes, self.path)
             if strays := await asyncio.to_thread(stray_files, self.path):

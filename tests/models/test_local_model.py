@@ -16,6 +16,7 @@ from mlxtp.errors import Code, ModelError
 from mlxtp.models import local_model
 from mlxtp.models.inspect import ModelSource, in_folders
 from mlxtp.models.local_model import LocalModel, LocalModels
+from mlxtp.placement.model_shape import unknown_shape
 from mlxtp.text.tokenizer import Text
 from mlxtp.wire.cluster_messages import Deployment, ModelStatus
 
@@ -41,13 +42,14 @@ class Stage:
         self.models = self.local_models("draft")
         patch.setattr(local_model, "find_model", self._find)
         patch.setattr(local_model, "open_model", self._open)
+        patch.setattr(local_model, "shape_in", lambda _path, name, _bits: unknown_shape(name, 1))
         self.print = ""
         patch.setattr(local_model, "fingerprint", lambda path: self.print or f"{path.name:0>64}")
 
     def local_models(self, draft: str, get: Callable[[str], Awaitable[Path]] | None = None) -> LocalModels:
         nothing = lambda *_, **__: None  # noqa: E731
         node = SimpleNamespace(
-            settings=SimpleNamespace(draft_model=draft, model_folders=()),
+            settings=SimpleNamespace(draft_model=draft, model_folders=(), kv_bits=0),
             links=SimpleNamespace(on=nothing, on_up=self.greeters.append, broadcast=self.changes.append),
             desired=self.desired,
             peer_info=self.peers,

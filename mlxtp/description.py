@@ -6,8 +6,6 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .model_config import Dimension, Dimensions
-
 FORMAT = 1
 INVALID = (
     2  #: Status of a process that describes, for a configuration that is wrong; 1 for one it cannot use.
@@ -40,6 +38,50 @@ class PartFacts:
     kv_heads: int = 1
     window: int = 0
     state_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Dimension:
+    """One size of which each rank gets an equal part.
+
+    what    its name, such as "KV heads"
+    reads   name of the numbers that a projection reads whose input is cut; "" if none is
+    width   how many of these numbers belong to one of `size`; they are cut between quantization groups only
+    copies  whether several ranks may have the same one
+    """
+
+    what: str
+    size: int
+    reads: str = ""
+    width: int = 1
+    copies: bool = False
+
+    def obstacle(self, ranks: int, group: int) -> str:
+        """Return why `ranks` ranks cannot divide it, in quantization groups of `group`; "" if they can."""
+        if self.size % ranks and not (self.copies and ranks % self.size == 0):
+            if self.what.endswith(("heads", "groups")):
+                return f"{self.size} {self.what} do not divide by {ranks}"
+            return f"{self.what} {self.size} does not divide by {ranks}"
+        part = self.size * self.width // ranks
+        if self.reads and part % group:
+            whole = f"{self.reads} {self.size * self.width} / {ranks} = {part}"
+            return f"{whole} is no multiple of the quantization group {group}"
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Dimensions:
+    """All sizes of a model that ranks divide, and the size of its quantization groups, 1 without."""
+
+    each: tuple[Dimension, ...] = ()
+    group: int = 1
+
+    def obstacles(self, ranks: int) -> tuple[str, ...]:
+        """Return why `ranks` ranks cannot divide the model, each reason once; () if they can."""
+        if ranks == 1:
+            return ()
+        found = (dimension.obstacle(ranks, self.group) for dimension in self.each)
+        return tuple(dict.fromkeys(filter(None, found)))
 
 
 @dataclass(frozen=True, slots=True)

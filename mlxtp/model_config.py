@@ -1,9 +1,8 @@
-"""Fields of config.json: families and the ways in which ranks can share them, sizes to be divided. Pure."""
+"""Fields of config.json: families, MTP heads, quantizations. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from .errors import Code, ModelError
@@ -17,44 +16,6 @@ ALSO_CALLED = {
     "llava": "mistral3", "phi-msft": "phixtral", "falcon_mamba": "mamba", "qwen2_5_vl": "qwen2_vl",
     "gemma4_unified": "gemma4",
 }  # fmt: skip
-
-#: Families that mlx-lm itself can divide among ranks. A test compares this with the installed mlx-lm.
-DIVIDED_BY_MLX_LM = frozenset(
-    ("deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v41", "exaone_moe", "glm4_moe", "glm4_moe_lite",
-     "glm_moe_dsa", "gpt_oss", "iquestloopcoder", "kimi_k25", "kimi_k3", "llama", "longcat_flash",
-     "longcat_flash_ngram", "minimax", "minimax_m3_vl", "ministral3", "mistral4", "muse_spark",
-     "prism_hadamard_qwen35", "qwen2", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "solar_open",
-     "step3p5")
-)  # fmt: skip
-#: Families that `engine/families.py` divides. A test compares this with its table.
-DIVIDED_HERE = frozenset(
-    ("cohere2", "dots1", "ernie4_5_moe", "exaone4", "gemma3", "gemma3_text", "gemma4", "gemma4_text",
-     "granite", "granitemoe", "kimi_vl", "llama4", "llama4_text", "mistral3", "mixtral", "nemotron_h",
-     "olmo2", "olmo3", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "seed_oss")
-)  # fmt: skip
-TENSOR_FAMILIES = DIVIDED_BY_MLX_LM | DIVIDED_HERE
-
-#: Families that hand over to another family's `shard`, which copies no KV heads.
-_HANDED_OVER = frozenset({"kimi_vl", "mistral3", "qwen3_vl", "qwen3_vl_moe"})
-#: Families in which several ranks have the same KV head if there are fewer heads than ranks.
-COPIES_KV_HEADS = frozenset({"qwen3_5", "qwen3_5_moe"}) | (DIVIDED_HERE - _HANDED_OVER)
-#: Families whose few dense MLPs stay whole on each rank where ranks cannot share them, beside experts.
-KEEPS_MLP_WHOLE = frozenset({"deepseek_v2", "glm4_moe"})
-
-#: mlx-lm's modules whose layers a test has cut into stages, with the same text as one rank's.
-PIPELINE_FAMILIES = frozenset(
-    ("afmoe", "apertus", "bailing_hybrid", "bailing_moe", "bailing_moe_linear", "bailing_moe_v3", "cohere",
-     "cohere2", "deepseek", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5", "ernie4_5_moe",
-     "exaone4", "exaone_moe", "falcon_h1", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma4",
-     "gemma4_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss", "granite",
-     "granitemoe", "granitemoehybrid", "hunyuan", "hunyuan_v1_dense", "internlm2", "internlm3", "jamba",
-     "kimi_k25", "kimi_linear", "kimi_vl", "Klear", "laguna", "lfm2", "lfm2_moe", "llama", "llama4",
-     "llama4_text", "longcat_flash", "longcat_flash_ngram", "mellum", "mimo", "mimo_v2_flash", "minicpm",
-     "minimax", "minimax_m3_vl", "ministral3", "mistral3", "mistral4", "mixtral", "muse_glimmer", "nemotron",
-     "nemotron_h", "olmo2", "olmo3", "olmoe", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3",
-     "qwen3_5", "qwen3_5_moe", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "seed_oss", "smollm3",
-     "solar_open", "stablelm", "starcoder2", "step3p5", "telechat3", "youtu_llm")
-)  # fmt: skip
 
 _NEXT_N = "model.layers.{}."  # behind the model's own layers, whose number it has
 #: Where the tensors of an MTP head begin, by the family. Only the first head of several is used.
@@ -229,91 +190,3 @@ def _format(told: Config) -> str:
     if method == "fp8" and told.get("scale_fmt") == "ue8m0" and told.get("weight_block_size") == [32, 32]:
         return "mxfp8"
     return str(method or "")
-
-
-# --- sizes that ranks divide ----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Dimension:
-    """One size of which each rank gets an equal part.
-
-    what    its name, such as "KV heads"
-    reads   name of the numbers that a projection reads whose input is cut; "" if none is
-    width   how many of these numbers belong to one of `size`; they are cut between quantization groups only
-    copies  whether several ranks may have the same one
-    """
-
-    what: str
-    size: int
-    reads: str = ""
-    width: int = 1
-    copies: bool = False
-
-    def obstacle(self, ranks: int, group: int) -> str:
-        """Return why `ranks` ranks cannot divide it, in quantization groups of `group`; "" if they can."""
-        if self.size % ranks and not (self.copies and ranks % self.size == 0):
-            if self.what.endswith(("heads", "groups")):
-                return f"{self.size} {self.what} do not divide by {ranks}"
-            return f"{self.what} {self.size} does not divide by {ranks}"
-        part = self.size * self.width // ranks
-        if self.reads and part % group:
-            whole = f"{self.reads} {self.size * self.width} / {ranks} = {part}"
-            return f"{whole} is no multiple of the quantization group {group}"
-        return ""
-
-
-@dataclass(frozen=True, slots=True)
-class Dimensions:
-    """All sizes of a model that ranks divide, and the size of its quantization groups, 1 without."""
-
-    each: tuple[Dimension, ...] = ()
-    group: int = 1
-
-    def obstacles(self, ranks: int) -> tuple[str, ...]:
-        """Return why `ranks` ranks cannot divide the model, each reason once; () if they can."""
-        if ranks == 1:
-            return ()
-        found = (dimension.obstacle(ranks, self.group) for dimension in self.each)
-        return tuple(dict.fromkeys(filter(None, found)))
-
-
-def dimensions_of(config: Config) -> Dimensions:
-    """Return the sizes that ranks divide. Raises ModelError (MODEL_INVALID) for one that is no number.
-
-    The layers of most families, cut without these checks, would floor their head counts and go wrong later.
-    """
-    return Dimensions(tuple(_dimensions(config)), number(quantization(config), "group_size") or 1)
-
-
-def _dimensions(config: Config) -> Iterator[Dimension]:
-    text, name = text_config(config), family(config)
-    heads = number(text, "num_attention_heads")
-    kv_heads = number(text, "num_key_value_heads") or heads
-    head_dim = number(text, "head_dim") or number(text, "hidden_size") // max(heads, 1)
-    yield Dimension("attention heads", heads, "attention output", head_dim)
-    yield Dimension("KV heads", kv_heads, copies=name in COPIES_KV_HEADS)
-    experts = number(text, "moe_intermediate_size")
-    if not (name in KEEPS_MLP_WHOLE and experts):
-        yield _width("intermediate size", number(text, "intermediate_size"))
-    yield _width("expert intermediate size", experts)
-    if name in ("gemma4", "gemma4_text"):
-        yield Dimension("attention heads", heads, "global attention output", number(text, "global_head_dim"))
-        global_heads = number(text, "num_global_key_value_heads")
-        yield Dimension("global KV heads", global_heads, copies=True)
-    if name in ("llama4", "llama4_text"):
-        yield _width("dense intermediate size", number(text, "intermediate_size_mlp"))
-    if name in ("qwen3_5", "qwen3_5_moe", "qwen3_next"):
-        keys, values = number(text, "linear_num_key_heads"), number(text, "linear_num_value_heads")
-        width = values * number(text, "linear_value_head_dim") // max(keys, 1)
-        yield Dimension("linear key heads", keys, "linear attention output", width)
-        yield _width("shared expert intermediate size", number(text, "shared_expert_intermediate_size"))
-    if name == "nemotron_h":
-        groups, inner = number(text, "n_groups"), number(text, "mamba_num_heads")
-        width = inner * number(text, "mamba_head_dim") // max(groups, 1)
-        yield Dimension("Mamba groups", groups, "Mamba output", width)
-        yield _width("shared expert intermediate size", number(text, "moe_shared_expert_intermediate_size"))
-
-
-def _width(what: str, size: int) -> Dimension:
-    return Dimension(what, size, what)

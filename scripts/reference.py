@@ -15,14 +15,12 @@ from typer.main import get_command
 
 from mlxtp.cli.main import app
 from mlxtp.description import CacheCapabilities
+from mlxtp.engine.families import DIVIDE
+from mlxtp.engine.pipeline import PIPELINE_FAMILIES
 from mlxtp.errors import Exit
 from mlxtp.model_config import (
     ALSO_CALLED,
-    DIVIDED_BY_MLX_LM,
-    DIVIDED_HERE,
     MTP_PLACES,
-    PIPELINE_FAMILIES,
-    TENSOR_FAMILIES,
 )
 from mlxtp.placement.model_shape import words_of
 from mlxtp.settings import (
@@ -41,6 +39,7 @@ from mlxtp.text.markups import CALLS, THOUGHTS
 from tests.api.text.families import WRITERS
 from tests.engine.described_models import EVERY, description
 from tests.engine.families import FAMILIES, NAMED, OWN
+from tests.engine.mlx_lm_sources import shardable_families
 
 from .wire_reference import render
 
@@ -243,7 +242,7 @@ What the engine leaves out with each kind of caches. `mlxtp plan` says it for an
 
 def families_page() -> str:
     """Return docs/families.md."""
-    known = sorted(TENSOR_FAMILIES | PIPELINE_FAMILIES, key=str.lower)
+    known = sorted(shardable_families() | DIVIDE.keys() | PIPELINE_FAMILIES, key=str.lower)
     head = FAMILIES_HEAD.format(generated=GENERATED)
     rows = [
         "| family | tensor | pipeline | caches | reused | drafts | tried |",
@@ -256,7 +255,7 @@ def families_page() -> str:
 def _family(family: str) -> str:
     also = [f"`{name}`" for name, same in ALSO_CALLED.items() if same == family]
     name = f"`{family}`" + (f", also {', '.join(also)}" if also else "")
-    tensor = "mlx-lm" if family in DIVIDED_BY_MLX_LM else "mlxtp" if family in DIVIDED_HERE else "–"
+    tensor = "mlxtp" if family in DIVIDE else "mlx-lm" if family in shardable_families() else "–"
     kinds = _caches(family)
     caches = ", or ".join(dict.fromkeys(words_of(kind).name for kind in kinds)) or "–"
     ways = {"parts": FAMILIES, "chunks": OWN, "types": NAMED, "stages": PIPELINE_FAMILIES}

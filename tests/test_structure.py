@@ -202,7 +202,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "values": frozenset({"errors"}),
     "background": frozenset(),
     "chunks": frozenset({"wire"}),
-    "description": frozenset({"model_config"}),
+    "description": frozenset(),
     "free_memory": frozenset(),
     "sandbox": frozenset({"errors"}),
     "settings": frozenset({"values"}),

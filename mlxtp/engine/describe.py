@@ -26,11 +26,8 @@ from ..chunks import ring_slots
 from ..description import INVALID, CacheCapabilities, Description, PartFacts, to_text
 from ..errors import Code, MlxtpError, ModelError
 from ..model_config import (
-    KEEPS_MLP_WHOLE,
     MTP_LAYERS,
-    PIPELINE_FAMILIES,
     Config,
-    dimensions_of,
     expands,
     mtp_place,
     number,
@@ -41,12 +38,12 @@ from ..model_config import (
 from ..model_files import MAX_CONFIG_BYTES, table
 from ..wire.messages import MAX_LAYERS
 from .batch import CacheKind
-from .families import DIVIDE
+from .families import KEEPS_MLP_WHOLE, dimensions_of
 from .group import CollectiveCounter, Group, alone
 from .loader import MLX_LM_RAISES, brief, leaves, make_cache, read_config, state_arrays, steps, unrun_arrays
 from .mlx_compat import import_mlx_lm
-from .pipeline import LayerTrace, counts_positions, trace_layers
-from .sharding import EMBEDDINGS, HEADS, dense_mlps, family_of, shard
+from .pipeline import PIPELINE_FAMILIES, LayerTrace, counts_positions, trace_layers
+from .sharding import EMBEDDINGS, HEADS, dense_mlps, family_of, is_divided, shard
 
 T = TypeVar("T")
 
@@ -101,7 +98,7 @@ def _described(family: str, config: Config) -> Description:
     shares: list[_Weights | None] = [None] * len(sizes)
     collectives, dimensions = 0, dimensions_of(config)
     ranks = next((n for n in range(2, MOST_SHARING + 1) if not dimensions.obstacles(n)), 0)
-    unsharable = "" if family in DIVIDE or hasattr(model, "shard") else "mlx-lm divides none"
+    unsharable = "" if is_divided(family) else "mlx-lm divides none"
     if ranks and not unsharable:
         try:
             share, collectives = _share_of(hollow_model(family, config), ranks)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from sys import modules
 from textwrap import dedent
@@ -20,6 +20,8 @@ from mlx import nn
 from mlx.nn.layers.distributed import shard_inplace, shard_linear
 from mlx.utils import tree_map
 
+from ..description import Dimension, Dimensions
+from ..model_config import Config, family, number, quantization, text_config
 from .group import Group
 
 # --- parts of layers ------------------------------------------------------------------------------------
@@ -366,7 +368,7 @@ def divide_deepseek(model: Any, group: Group) -> None:
 #: A model and the group of ranks; divides the layers in place. Nothing is evaluated, and no collective runs.
 Divide = Callable[[Any, Group], None]
 
-#: By mlx-lm's names of families. Their sizes are checked before, see `model_config.dimensions_of`.
+#: By mlx-lm's names of families. `dimensions_of` has the sizes that they divide.
 DIVIDE: Mapping[str, Divide] = {
     "cohere2": divide_dense,
     "dots1": divide_experts,
@@ -400,3 +402,54 @@ def divide_layers(model: Any, group: Group) -> None:
         DIVIDE[family](model, group)
     else:
         model.shard(group.handle)
+
+
+# --- sizes that ranks divide ------------------------------------------------------------------------------
+
+#: Families that hand over to another family's `shard`, which copies no KV heads.
+_HANDED_OVER = frozenset({"kimi_vl", "mistral3", "qwen3_vl", "qwen3_vl_moe"})
+#: Families in which several ranks have the same KV head if there are fewer heads than ranks.
+COPIES_KV_HEADS = frozenset({"qwen3_5", "qwen3_5_moe"}) | (DIVIDE.keys() - _HANDED_OVER)
+#: Families whose few dense MLPs stay whole on each rank where ranks cannot share them, beside experts.
+KEEPS_MLP_WHOLE = frozenset({"deepseek_v2", "glm4_moe"})
+
+
+def dimensions_of(config: Config) -> Dimensions:
+    """Return the sizes that ranks divide. Raises ModelError (MODEL_INVALID) for one that is no number.
+
+    The layers of most families, cut without these checks, would floor their head counts and go wrong later.
+    """
+    return Dimensions(tuple(_dimensions(config)), number(quantization(config), "group_size") or 1)
+
+
+def _dimensions(config: Config) -> Iterator[Dimension]:
+    text, name = text_config(config), family(config)
+    heads = number(text, "num_attention_heads")
+    kv_heads = number(text, "num_key_value_heads") or heads
+    head_dim = number(text, "head_dim") or number(text, "hidden_size") // max(heads, 1)
+    yield Dimension("attention heads", heads, "attention output", head_dim)
+    yield Dimension("KV heads", kv_heads, copies=name in COPIES_KV_HEADS)
+    experts = number(text, "moe_intermediate_size")
+    if not (name in KEEPS_MLP_WHOLE and experts):
+        yield _width("intermediate size", number(text, "intermediate_size"))
+    yield _width("expert intermediate size", experts)
+    if name in ("gemma4", "gemma4_text"):
+        yield Dimension("attention heads", heads, "global attention output", number(text, "global_head_dim"))
+        global_heads = number(text, "num_global_key_value_heads")
+        yield Dimension("global KV heads", global_heads, copies=True)
+    if name in ("llama4", "llama4_text"):
+        yield _width("dense intermediate size", number(text, "intermediate_size_mlp"))
+    if name in ("qwen3_5", "qwen3_5_moe", "qwen3_next"):
+        keys, values = number(text, "linear_num_key_heads"), number(text, "linear_num_value_heads")
+        width = values * number(text, "linear_value_head_dim") // max(keys, 1)
+        yield Dimension("linear key heads", keys, "linear attention output", width)
+        yield _width("shared expert intermediate size", number(text, "shared_expert_intermediate_size"))
+    if name == "nemotron_h":
+        groups, inner = number(text, "n_groups"), number(text, "mamba_num_heads")
+        width = inner * number(text, "mamba_head_dim") // max(groups, 1)
+        yield Dimension("Mamba groups", groups, "Mamba output", width)
+        yield _width("shared expert intermediate size", number(text, "moe_shared_expert_intermediate_size"))
+
+
+def _width(what: str, size: int) -> Dimension:
+    return Dimension(what, size, what)

@@ -21,7 +21,6 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ..errors import Code, GroupError, ModelError
-from ..model_config import PIPELINE_FAMILIES
 from ..wire.messages import PromptBatch, PromptTokens, StepToken
 from .families import change
 from .group import Group, LoneGroup, RingGroup, uncounted
@@ -37,6 +36,22 @@ def check_split(split: Sequence[int], world_size: int, layers: int) -> None:
             f"this model has {layers} layers, and the group {world_size} ranks",
             Code.MODEL_NOT_DIVISIBLE,
         )
+
+
+#: mlx-lm's modules whose layers a test has cut into stages, with the same text as one rank's.
+PIPELINE_FAMILIES = frozenset(
+    ("afmoe", "apertus", "bailing_hybrid", "bailing_moe", "bailing_moe_linear", "bailing_moe_v3", "cohere",
+     "cohere2", "deepseek", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5", "ernie4_5_moe",
+     "exaone4", "exaone_moe", "falcon_h1", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma4",
+     "gemma4_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss", "granite",
+     "granitemoe", "granitemoehybrid", "hunyuan", "hunyuan_v1_dense", "internlm2", "internlm3", "jamba",
+     "kimi_k25", "kimi_linear", "kimi_vl", "Klear", "laguna", "lfm2", "lfm2_moe", "llama", "llama4",
+     "llama4_text", "longcat_flash", "longcat_flash_ngram", "mellum", "mimo", "mimo_v2_flash", "minicpm",
+     "minimax", "minimax_m3_vl", "ministral3", "mistral3", "mistral4", "mixtral", "muse_glimmer", "nemotron",
+     "nemotron_h", "olmo2", "olmo3", "olmoe", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3",
+     "qwen3_5", "qwen3_5_moe", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "seed_oss", "smollm3",
+     "solar_open", "stablelm", "starcoder2", "step3p5", "telechat3", "youtu_llm")
+)  # fmt: skip
 
 
 def check_family(family: str) -> None:

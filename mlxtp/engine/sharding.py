@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,8 +13,8 @@ from mlx import nn
 from mlx.utils import tree_unflatten
 
 from ..errors import Code, ModelError
-from ..model_config import TENSOR_FAMILIES, Config, dimensions_of, family, text_config
-from .families import divide_layers
+from ..model_config import Config, family, text_config
+from .families import DIVIDE, dimensions_of, divide_layers
 from .group import Group
 
 # --- checks: a configuration in, a refusal out -----------------------------------------------------------
@@ -53,14 +54,24 @@ def family_of(config: Config) -> str:
 def check_shardable(config: Config, world_size: int) -> None:
     """Check that mlx-lm knows the family, and that ranks can share it. Raises ModelError."""
     found = family_of(config)
-    if world_size > 1 and found not in TENSOR_FAMILIES:
+    if world_size > 1 and not is_divided(found):
         raise ModelError(
-            f"no rank can hold a part of each layer of the family {config['model_type']!r}; {_THESE_WORK}",
+            f"no rank can hold a part of each layer of the family {config['model_type']!r}",
             Code.MODEL_UNSUPPORTED,
         )
 
 
-_THESE_WORK = f"on more than one rank these work: {', '.join(sorted(TENSOR_FAMILIES))}"
+def is_divided(family: str) -> bool:
+    """Return True for a family whose layers mlx-lm can divide among ranks, or `DIVIDE` here."""
+    if family in DIVIDE:
+        return True
+    try:
+        module: Any = importlib.import_module(f"mlx_lm.models.{family}")
+    except (ImportError, SystemExit):  # some end the process where a package is missing
+        return False
+    return hasattr(module.Model, "shard")
+
+
 _MLP = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -362,7 +373,7 @@ def shard(model: Any, group: Group, *, cut: Cut = cut_rows, size: int = 0) -> Vo
         if group.size > 1:
             raise ModelError(
                 f"{model.model_type}: found {embeddings} and {heads} instead of one token embedding and one "
-                f"head; {_THESE_WORK}",
+                "head",
                 Code.MODEL_UNSUPPORTED,
             )
         return Vocabulary(size, group)

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
-from ..description import CacheCapabilities, Description, PartFacts
-from ..model_config import Dimensions
+from ..description import CacheCapabilities, Description, Dimensions, PartFacts
 from ..wire.messages import MAX_RANKS as MAX_RANKS
 
 ASSUMED_CONTEXT = 4096  #: tokens that a model supports whose configuration does not say

@@ -18,6 +18,7 @@ from mlxtp.description import from_text
 from mlxtp.engine.batch import CacheKind
 from mlxtp.engine.loader import kv_sizes, make_cache, read_config
 from mlxtp.engine.pipeline import (
+    PIPELINE_FAMILIES,
     Border,
     HiddenStates,
     LateTokens,
@@ -29,7 +30,6 @@ from mlxtp.engine.pipeline import (
 )
 from mlxtp.engine.sampler import Chosen
 from mlxtp.errors import Code, GroupError, ModelError
-from mlxtp.model_config import PIPELINE_FAMILIES
 from mlxtp.placement.model_shape import shape_of
 from mlxtp.wire.messages import StepToken
 

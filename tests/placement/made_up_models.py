@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from mlxtp.description import CacheCapabilities, Description, PartFacts
-from mlxtp.model_config import dimensions_of
+from mlxtp.engine.families import dimensions_of
 from mlxtp.placement.model_shape import ModelShape, shape_of
 
 LLAMA: Mapping[str, Any] = {

@@ -13,13 +13,11 @@ from hypothesis import strategies as st
 from mlx_lm.utils import MODEL_REMAPPING
 
 from benchmarks.published_models import PUBLISHED, described, published
+from mlxtp.engine.families import DIVIDE, dimensions_of
 from mlxtp.engine.sharding import check_divisible
 from mlxtp.errors import Code, ModelError
 from mlxtp.model_config import (
     ALSO_CALLED,
-    DIVIDED_BY_MLX_LM,
-    DIVIDED_HERE,
-    dimensions_of,
     quantization,
     unreadable,
 )
@@ -175,8 +173,7 @@ def test_sizes_that_only_some_families_have_count(family: str, fields: dict[str,
 
 
 def test_the_table_of_families_is_that_of_the_installed_mlx_lm() -> None:
-    assert shardable_families() == DIVIDED_BY_MLX_LM
-    assert not DIVIDED_BY_MLX_LM & DIVIDED_HERE, "mlx-lm's own way comes first"
+    assert not shardable_families() & DIVIDE.keys(), "mlx-lm's own way comes first"
     assert MODEL_REMAPPING == ALSO_CALLED
 
 
@@ -284,7 +281,7 @@ def test_a_model_of_unknown_sizes_is_whole_on_one_rank() -> None:
         ("llama", "keys and values", ""),
         (
             "deepseek_v32",
-            "keys and values",
+            "several keys and values a layer",
             "drafts, forced tokens, several prompts in one forward, quantized KV",
         ),
         ("gpt_oss", "windows of tokens", "several prompts in one forward, quantized KV"),

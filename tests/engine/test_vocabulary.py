@@ -291,9 +291,7 @@ class Odd(nn.Module):
 
 
 def test_what_is_built_otherwise_is_refused_by_name_on_several_ranks() -> None:
-    with pytest.raises(
-        ModelError, match=r"odd: .*encoder.*decoder.* instead of one"
-    ) as refused:
+    with pytest.raises(ModelError, match=r"odd: .*encoder.*decoder.* instead of one") as refused:
         shard(Odd(), Seat(0, 2))
     assert refused.value.code is Code.MODEL_UNSUPPORTED
 

@@ -16,7 +16,7 @@ from mlxtp.errors import Code, ModelError
 from mlxtp.models import local_model
 from mlxtp.models.inspect import ModelSource, in_folders
 from mlxtp.models.local_model import LocalModel, LocalModels
-from mlxtp.placement.model_shape import unknown_shape
+from mlxtp.placement.model_shape import ModelShape, unknown_shape
 from mlxtp.text.tokenizer import Text
 from mlxtp.wire.cluster_messages import Deployment, ModelStatus
 
@@ -31,6 +31,7 @@ class Stage:
         self.home = home
         self.changes: list[ModelStatus] = []
         self.errors: dict[str, Exception] = {}
+        self.undescribed: dict[str, str] = {}
         self.gates: dict[str, asyncio.Event] = {}
         self.finding = 0
         self.greeters: list[Callable[[Any], None]] = []
@@ -42,7 +43,7 @@ class Stage:
         self.models = self.local_models("draft")
         patch.setattr(local_model, "find_model", self._find)
         patch.setattr(local_model, "open_model", self._open)
-        patch.setattr(local_model, "shape_in", lambda _path, name, _bits: unknown_shape(name, 1))
+        patch.setattr(local_model, "shape_in", self._shape)
         self.print = ""
         patch.setattr(local_model, "fingerprint", lambda path: self.print or f"{path.name:0>64}")
 
@@ -74,6 +75,11 @@ class Stage:
             return self.home / name
         finally:
             self.finding -= 1
+
+    def _shape(self, _path: Path, name: str, _kv_bits: int) -> ModelShape:
+        if name in self.undescribed:
+            raise ModelError(self.undescribed[name], Code.MODEL_INVALID)
+        return unknown_shape(name, 1)
 
     async def _get(self, name: str) -> Path:
         self.downloaded.append(name)
@@ -131,6 +137,22 @@ def test_a_model_is_there_for_a_rank_before_it_is_there_for_people(tmp_path: Pat
         assert stage.opened == [("one", "draft")]
         with pytest.raises(ModelError, match="two is not wanted here"):
             stage.models.folder("two")
+
+    play(tmp_path, story)
+
+
+def test_a_model_that_cannot_be_described_is_none_for_ranks(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        stage.undescribed["one"] = "config.json lacks hidden_size"
+        stage.want("one", 3)
+        await sees(lambda: stage.model.problem)
+        assert stage.changes[-1] == ModelStatus("one", "", "config.json lacks hidden_size")
+        with pytest.raises(ModelError, match="lacks hidden_size"):
+            stage.models.folder("one")
+        del stage.undescribed["one"]
+        stage.want("one", 4)
+        await stage.has("one")
+        assert stage.model.shape.name == "one"
 
     play(tmp_path, story)
 

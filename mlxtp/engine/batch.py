@@ -23,6 +23,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 
 from ..chunks import ring_slots
+from ..description import CacheCapabilities
 from ..errors import Code, ModelError
 from .families import attention_heads
 from .group import uncounted
@@ -720,15 +721,13 @@ _ONE_OFFSET = "DynamicNTKScalingRoPE"
 
 
 class CacheKind:
-    """Abilities of a model's KV caches. `kv_bits` 0 leaves keys and values as they are.
+    """A model's KV caches, and what they can do. `kv_bits` 0 leaves keys and values as they are.
 
-    slots     sequences can share a SlotBatch, so a step may feed rows several tokens and roll back
-    batches   sequences can decode together at all
-    cuttable  a sequence may start from any beginning of another's caches
-    reusable  a sequence may start from a copy of another's caches, as long as all of their tokens begin it
-    overlapping  not cuttable, but what grows with each token is, so that `overlap` frees all of it
+    can          their capabilities; those that roll back share a SlotBatch
+    overlapping  they cannot be truncated, but what grows with each token is, so that `overlap` frees all of
+                 it
 
-    A stage of a pipeline has the abilities of the whole model, so that all its ranks have the same.
+    A stage of a pipeline has the capabilities of the whole model, so that all its ranks have the same.
     Raises ModelError (MODEL_UNSUPPORTED) when they cannot be quantized.
     """
 
@@ -756,14 +755,21 @@ class CacheKind:
         own = [cache for cache in leaves(self._own) if not _is_state(cache)]
         #: The window of each of this rank's layers that grow; 0 for those without.
         self._windows = [cache.max_size if _is_window(cache) else 0 for cache in own]
-        self.slots = uniform and not alone
-        self.batches = self.slots or (all(hasattr(cache, "merge") for cache in new) and not alone)
-        self.cuttable = inside <= _PLAIN
-        self.reusable = inside <= _COPIED
-        self.overlapping = self.reusable and not self.cuttable and not inside & _GROWING
-        self._empty = self._shapes() if self.slots else []
-        if self.slots and not recurrent and not self._has_masks_by_row():
-            self.slots = self.batches = False
+        rolls_back = uniform and not alone
+        batched = rolls_back or (all(hasattr(cache, "merge") for cache in new) and not alone)
+        self._empty = self._shapes() if rolls_back else []
+        if rolls_back and not recurrent and not self._has_masks_by_row():
+            rolls_back = batched = False
+        names = {type(cache).__name__ for cache in leaves(every)}
+        self.can = CacheCapabilities(
+            batched=batched,
+            rolls_back=rolls_back,
+            truncatable=inside <= _PLAIN,
+            copyable=inside <= _COPIED,
+            quantizable=rolls_back and names == {"KVCache"},
+            kinds=tuple(sorted(names)),
+        )
+        self.overlapping = self.can.copyable and not self.can.truncatable and not inside & _GROWING
 
     @property
     def parts(self) -> int:
@@ -771,7 +777,7 @@ class CacheKind:
         return 6 if self._kv_bits else 2
 
     def empty_batch(self) -> Batch:
-        if self.slots:
+        if self.can.rolls_back:
             return SlotBatch(self._empty, self.caches_of, self.recurrence)
         return LaneBatch() if self._staged else MergedBatch()
 
@@ -820,7 +826,7 @@ class CacheKind:
 
         By mlx-lm's own steps they would have more room than is counted, and be copied for every chunk.
         """
-        if not self.slots:
+        if not self.can.rolls_back:
             return
         for cache in [cache for cache in leaves(caches) if type(cache).__name__ in _PLAIN]:
             if cache.keys is not None and _arrays_of(cache)[0].shape[2] < total:

@@ -12,14 +12,16 @@ from .block_store import Items, Raw, array_of
 from .loader import leaves
 
 
-def block_of(caches: Caches, start: int, end: int, *, cuttable: bool) -> Items:
+def block_of(caches: Caches, start: int, end: int, *, truncatable: bool) -> Items:
     """Return tokens `start` to `end` of caches, as contiguous arrays that are being computed.
 
     Caches that cannot be cut are returned with everything that they hold.
     """
-    flat: list[tuple[str, Any]] = tree_flatten([_held(cache, cuttable=cuttable) for cache in leaves(caches)])
+    flat: list[tuple[str, Any]] = tree_flatten(
+        [_held(cache, truncatable=truncatable) for cache in leaves(caches)]
+    )
     items = [
-        (name, mx.contiguous(value[..., start:end, :] if cuttable else value))
+        (name, mx.contiguous(value[..., start:end, :] if truncatable else value))
         if isinstance(value, mx.array)
         else (name, value)
         for name, value in flat
@@ -28,14 +30,14 @@ def block_of(caches: Caches, start: int, end: int, *, cuttable: bool) -> Items:
     return items
 
 
-def caches_of(new: Caches, items: Items, length: int, *, cuttable: bool) -> Caches:
+def caches_of(new: Caches, items: Items, length: int, *, truncatable: bool) -> Caches:
     """Return `new`, empty caches, with the items of blocks that hold `length` tokens.
 
     Raises ValueError, or another error of a state that does not fit, for items of other caches.
     """
     values = [(name, array_of(value) if isinstance(value, Raw) else value) for name, value in items]
     for cache, held in zip(leaves(new), tree_unflatten(values), strict=True):
-        if cuttable:
+        if truncatable:
             if any(array.shape[-2] != length for array in _arrays(held)):
                 raise ValueError(f"blocks of other than {length} tokens")
             cache.keys, cache.values = held
@@ -45,8 +47,8 @@ def caches_of(new: Caches, items: Items, length: int, *, cuttable: bool) -> Cach
     return new
 
 
-def _held(cache: Any, *, cuttable: bool) -> Any:
-    return (cache.keys, cache.values) if cuttable else cache.state
+def _held(cache: Any, *, truncatable: bool) -> Any:
+    return (cache.keys, cache.values) if truncatable else cache.state
 
 
 def _arrays(held: Any) -> list[mx.array]:

@@ -23,7 +23,7 @@ from mlx import nn
 from mlx.utils import tree_flatten, tree_map
 
 from ..chunks import ring_slots
-from ..description import INVALID, CacheCapabilities, Description, PartFacts, to_text
+from ..description import INVALID, Description, PartFacts, to_text
 from ..errors import Code, MlxtpError, ModelError
 from ..model_config import (
     MTP_LAYERS,
@@ -138,7 +138,7 @@ def _described(family: str, config: Config) -> Description:
         dimensions=dimensions,
         kernels=kernels,
         collectives=collectives,
-        caches=_capabilities(model),
+        caches=CacheKind(model).can,
         joined=joined,
         keepers=keepers,
         unsharable=unsharable,
@@ -443,19 +443,6 @@ def _borders(traces: Sequence[LayerTrace], caches: Sequence[Any]) -> tuple[tuple
         if any(counts_positions(caches[number]) or not counted for number in layer.caches)
     ]
     return tuple(sorted(joined)), () if len(keepers) == len(traces) else tuple(keepers)
-
-
-def _capabilities(model: Any) -> CacheCapabilities:
-    kind = CacheKind(model)
-    names = {type(cache).__name__ for cache in leaves(make_cache(model))}
-    return CacheCapabilities(
-        batched=kind.batches,
-        rolls_back=kind.slots,
-        truncatable=kind.cuttable,
-        copyable=kind.reusable,
-        quantizable=kind.slots and names == {"KVCache"},
-        kinds=tuple(sorted(names)),
-    )
 
 
 # --- the command ----------------------------------------------------------------------------------------

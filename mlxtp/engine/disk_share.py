@@ -62,8 +62,10 @@ class DiskShare:
         self._read[read.uid] = []
         if blocks:
             try:
-                length, cuttable = frame.block * blocks, self._kinds.cuttable
-                self._read[read.uid] = caches_of(self._kinds.new(), read.items, length, cuttable=cuttable)
+                length, truncatable = frame.block * blocks, self._kinds.can.truncatable
+                self._read[read.uid] = caches_of(
+                    self._kinds.new(), read.items, length, truncatable=truncatable
+                )
             except (ValueError, TypeError, KeyError, IndexError, AttributeError):
                 blocks = 0  # of another layout
         return read.uid, blocks
@@ -76,7 +78,7 @@ class DiskShare:
         caches = self._read.pop(frame.uid, [])
         if frame.blocks:
             length = frame.blocks * wanted.block
-            kept = share(caches, length) if self._kinds.cuttable else caches
+            kept = share(caches, length) if self._kinds.can.truncatable else caches
             self._runner.kept.insert(frame.uid, kept, length, fetched=True)
         if frame.bad and self.store is not None:
             for digest in _digests(wanted)[frame.blocks :]:
@@ -101,7 +103,7 @@ def open_store(
     """Return the store of this rank's share of the model in `folder`; None if it keeps none."""
     import mlx_lm
 
-    if not (bootstrap.disk_folder and bootstrap.disk_bytes and bootstrap.prefix_cache and kinds.reusable):
+    if not (bootstrap.disk_folder and bootstrap.disk_bytes and bootstrap.prefix_cache and kinds.can.copyable):
         return None
     about: dict[str, object] = {
         "model": str(folder),

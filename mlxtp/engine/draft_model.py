@@ -52,7 +52,7 @@ class DraftModel:
         self._kinds = _kinds(self._model, folder.name)
         self._token_bytes = max(loaded.kv_token_bytes, 1)
         #: States of a row, and those before its drafts.
-        self._row_bytes = 0 if self._kinds.cuttable else 2 * loaded.kv_row_bytes
+        self._row_bytes = 0 if self._kinds.can.truncatable else 2 * loaded.kv_row_bytes
         #: By row, the tokens in its cache: that of a row of the batch, or one that is still reading a prompt.
         self._fed: dict[int, list[int]] = {}
         self._reading: dict[int, Caches] = {}
@@ -135,15 +135,17 @@ class DraftModel:
             self._model(mx.array([chunk]), cache=caches)
             mx.eval(arrays_of(caches))
             fed += chunk
-        if len(fed) < len(tokens) - 1 or not (fed or self._kinds.cuttable):
+        if len(fed) < len(tokens) - 1 or not (fed or self._kinds.can.truncatable):
             return False
         self._batch.join(row, self._reading.pop(row))
         return True
 
     def _goes_back(self, row: int, length: int) -> bool:
         """Return True if a row's caches can be cut to `length` tokens. States are as before the last ones."""
-        if self._kinds.cuttable or row in self._reading:
-            return self._kinds.cuttable
+        if self._kinds.can.truncatable:
+            return True
+        if row in self._reading:
+            return False
         (bucket,) = self._batch.parts([row])
         return bucket.states is not None and bucket.states.held[bucket.rows.index(row)] <= length
 
@@ -177,7 +179,7 @@ class DraftModel:
         mx.eval(places, batch.arrays())
         found = cast("list[list[int]]", mx.concatenate(places, axis=1).tolist())
         for row, drafts in zip(bucket.rows, found, strict=True):
-            self._fed[row] = [*rows[row], *drafts[:-1]] if self._kinds.cuttable else list(rows[row])
+            self._fed[row] = [*rows[row], *drafts[:-1]] if self._kinds.can.truncatable else list(rows[row])
         return {row: tuple(drafts) for row, drafts in zip(bucket.rows, found, strict=True)}
 
     def _forward(self, bucket: Bucket, tokens: mx.array, starts: Sequence[int], view: int) -> mx.array:
@@ -218,7 +220,7 @@ def _kinds(model: Any, name: str) -> CacheKind:
         plain = all(type(cache) in (KVCache, RotatingKVCache) for cache in caches)
         model.make_cache = lambda: [KVCache() for _ in caches] if plain else caches
     kinds = CacheKind(model)
-    if not kinds.slots:
+    if not kinds.can.rolls_back:
         raise ModelError(
             f"draft model {name}: its caches cannot be rolled back, so it cannot draft",
             Code.MODEL_UNSUPPORTED,

@@ -371,7 +371,7 @@ class RankExecutor:
             token_bytes or min(loaded.kv_row_bytes, 1),
             kv_room_bytes(ranks_here(self.bootstrap)),
             loaded.kv_row_bytes,
-            self.bootstrap.prefix_cache and self.caches.reusable and not self.caches.cuttable,
+            self.bootstrap.prefix_cache and self.caches.can.copyable and not self.caches.can.truncatable,
             loaded.stage.layers if loaded.stage else (),
             loaded.mtp_head is not None,
         )

@@ -213,8 +213,8 @@ class Requests:
             prefill_chunk=chunk,
             chunk_beside=beside,
             chunk_s=chunk_s,
-            together=(TOGETHER_ON_GPU if gpu else TOGETHER_ON_CPU) if kinds.cuttable else 0,
-            max_rows=MAX_ROWS if kinds.batches else 1,
+            together=(TOGETHER_ON_GPU if gpu else TOGETHER_ON_CPU) if kinds.can.truncatable else 0,
+            max_rows=MAX_ROWS if kinds.can.batched else 1,
             kv_tokens=_room(reply),
             row_tokens=-(-reply.kv_row_bytes // max(reply.kv_token_bytes, 1)),
             forward_tokens=kv_cache.another_forward(
@@ -223,7 +223,7 @@ class Requests:
                 gpu=gpu,
                 skips=gpu and not command.kv_bits,
             ),
-            wide=kinds.slots,
+            wide=kinds.can.rolls_back,
             drafts=bootstrap.speculation,  # type: ignore[arg-type]
             draft_room=DRAFTS_ON_GPU if gpu else DRAFTS_ON_CPU,
             late=gpu and stages == 1,
@@ -284,17 +284,17 @@ class Requests:
             self._last_uid = self.scheduler.last_uid
         share = self._policy.kv_tokens // kv_cache.KEPT_SHARE
         prefixes: PrefixCache | None = None
-        if self._rank.bootstrap.prefix_cache and kinds.reusable:
+        if self._rank.bootstrap.prefix_cache and kinds.can.copyable:
             prefixes = PrefixCache(
                 share,
                 MAX_PREFIXES,
-                SHORTEST_HIT if kinds.cuttable else SHORTEST_CHECKPOINT,
-                whole=not kinds.cuttable,
+                SHORTEST_HIT if kinds.can.truncatable else SHORTEST_CHECKPOINT,
+                whole=not kinds.can.truncatable,
                 overlapping=kinds.overlapping,
                 row_tokens=self._policy.row_tokens,
             )
         store = None if self._rank.disk is None else self._rank.disk.store
-        disk = DiskIndex(store, whole=not kinds.cuttable)
+        disk = DiskIndex(store, whole=not kinds.can.truncatable)
         self.scheduler = Scheduler(self._policy, prefixes, self._last_uid, disk)
         self.scheduler.speculation.use = self._rank.status.drafts
 

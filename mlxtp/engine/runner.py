@@ -190,7 +190,7 @@ class Runner:
         self.border = border or Border(None, LoneGroup())
         self._caches = caches
         self._vocabulary = loaded.vocabulary
-        self._model = ModelForwards(loaded, caches, counter, traces=compiled and caches.slots)
+        self._model = ModelForwards(loaded, caches, counter, traces=compiled and caches.can.rolls_back)
         self._chooser = chooser
         self._prefilling: dict[int, Caches] = {}
         self.kept = KeptCaches()
@@ -369,7 +369,7 @@ class Runner:
         lengths = self._lengths.pop(uid, range(0))
         # States are as before a step of several tokens until the next one.
         reached = lengths if len(lengths) < 2 else range(lengths[0] - 1, lengths[-1] + 1)
-        if keep and not self._caches.cuttable and keep not in reached:
+        if keep and not self._caches.can.truncatable and keep not in reached:
             raise GroupError(
                 f"sequence {uid}: {keep} tokens to keep, but this rank holds {lengths[-1]}, not to be cut",
                 Code.DESYNC,
@@ -419,14 +419,14 @@ class Runner:
     def block(self, uid: int, start: int, end: int) -> Items:
         """Return a block of a sequence's KV cache for the disk. Raises GroupError (DESYNC) if it has none."""
         self.border.flush()
-        cuttable = self._caches.cuttable
+        truncatable = self._caches.can.truncatable
         caches = self._prefilling.get(uid) or self.kept.held(uid)[0]
         if not caches and isinstance(self._batch, SlotBatch) and uid in self._batch.rows:
             self._model.catch_up(self._batch.parts((uid,)))
             caches, start, end = self._batch.between(uid, start, end), 0, end - start
         if not caches:
             raise GroupError(f"sequence {uid}: a block for the disk, but this rank has no cache", Code.DESYNC)
-        return block_of(caches, start, end, cuttable=cuttable)
+        return block_of(caches, start, end, truncatable=truncatable)
 
     @property
     def room(self) -> list[tuple[int, int]]:
@@ -456,7 +456,7 @@ class Runner:
             self._model.catch_up(self._batch.parts((source,)))
             return self._batch.copy(source, offset)
         kept, held = self.kept.held(source)
-        if held < offset or (held > offset and not self._caches.cuttable):
+        if held < offset or (held > offset and not self._caches.can.truncatable):
             raise GroupError(
                 f"sequence {uid} starts behind {offset} tokens of sequence {source}; this rank keeps {held}",
                 Code.DESYNC,

@@ -47,7 +47,7 @@ def forwards(loaded: ModelShare, counter: CollectiveCounter) -> tuple[dict[str, 
     vocabulary, model = loaded.vocabulary, loaded.model
     kind = CacheKind(model)
     rows = range(len(LENGTHS))
-    batches = [kind.empty_batch()] * len(rows) if kind.batches else [kind.empty_batch() for _ in rows]
+    batches = [kind.empty_batch()] * len(rows) if kind.can.batched else [kind.empty_batch() for _ in rows]
     found: dict[str, mx.array] = {}
     before = counter.count
     for row in rows:

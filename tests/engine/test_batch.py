@@ -141,13 +141,13 @@ class Course:
         self.order.append(self.uid)
         self.rooms = []
         self.alone[self.uid] = self.prefilled(tokens)
-        self.least[self.uid] = 1 if self.kind.cuttable else len(tokens)
+        self.least[self.uid] = 1 if self.kind.can.truncatable else len(tokens)
         self.batch.join(self.uid, caches)
 
     def leave(self) -> None:
         uid = self.random.choice(self.order)
         tokens = self.tokens.pop(uid)
-        lengths = (1, len(tokens) // 2) if self.kind.cuttable else (self.least[uid],)
+        lengths = (1, len(tokens) // 2) if self.kind.can.truncatable else (self.least[uid],)
         keep = self.random.choice((0, *lengths, len(tokens)))
         kept = self.batch.leave(uid, keep)
         self.order[self.order.index(uid)] = self.order[-1]
@@ -178,7 +178,7 @@ class Course:
         uid = self.random.choice(self.order)
         back = self.random.randint(0, min(20, len(self.tokens[uid]) - self.least[uid]))
         self.tokens[uid] = self.tokens[uid][: len(self.tokens[uid]) - back]
-        if self.kind.cuttable:
+        if self.kind.can.truncatable:
             cut(self.alone[uid], len(self.tokens[uid]))
         else:
             self.alone[uid] = self.prefilled(self.tokens[uid])
@@ -191,7 +191,7 @@ class Course:
             expected = self.model(mx.array([fed[row]]), cache=self.alone[uid])
             assert_same(logits[row, : len(fed[row])], expected[0], self.margin)
             self.tokens[uid] += fed[row]
-            if not self.kind.cuttable:
+            if not self.kind.can.truncatable:
                 self.least[uid] = max(self.least[uid], len(self.tokens[uid]) + most - MAX_WIDTH)
         self.counts.add(len(self.order))
         self.rooms = []
@@ -577,7 +577,7 @@ def test_a_window_keeps_no_tokens_before_it(model_of: Callable[[str], Any]) -> N
 
 
 @pytest.mark.parametrize(
-    ("family", "slots", "batches", "cuttable"),
+    ("family", "slots", "batches", "truncatable"),
     [
         ("llama", True, True, True),
         ("qwen3_moe", True, True, True),
@@ -587,10 +587,15 @@ def test_a_window_keeps_no_tokens_before_it(model_of: Callable[[str], Any]) -> N
     ],
 )
 def test_what_caches_can_do_is_seen_from_their_kind(
-    model_of: Callable[[str], Any], family: str, slots: bool, batches: bool, cuttable: bool
+    model_of: Callable[[str], Any], family: str, slots: bool, batches: bool, truncatable: bool
 ) -> None:
     kind = CacheKind(model_of(family))
-    assert (kind.slots, kind.batches, kind.cuttable, kind.reusable) == (slots, batches, cuttable, True)
+    assert (kind.can.rolls_back, kind.can.batched, kind.can.truncatable, kind.can.copyable) == (
+        slots,
+        batches,
+        truncatable,
+        True,
+    )
 
 
 def test_a_model_whose_rotation_takes_one_position_serves_one_row_at_a_time(tmp_path: Path) -> None:
@@ -600,13 +605,18 @@ def test_a_model_whose_rotation_takes_one_position_serves_one_row_at_a_time(tmp_
     with pytest.raises((TypeError, ValueError)):
         rope(mx.zeros((2, 1, 1, 8)), offset=mx.array([1, 2]))
     kind = CacheKind(model)
-    assert (kind.slots, kind.batches, kind.reusable) == (False, False, True)
+    assert (kind.can.rolls_back, kind.can.batched, kind.can.copyable) == (False, False, True)
 
 
 def test_quantized_caches_share_a_batch_and_can_be_kept(tmp_path: Path) -> None:
     model, _ = load_model(write_model(tmp_path, head_dim=64))
     kind = CacheKind(model, kv_bits=8)
-    assert (kind.slots, kind.batches, kind.cuttable, kind.reusable) == (True, True, True, True)
+    assert (kind.can.rolls_back, kind.can.batched, kind.can.truncatable, kind.can.copyable) == (
+        True,
+        True,
+        True,
+        True,
+    )
     caches = kind.new()
     plain = prefilled(model, [1, 2, 3])
     model(mx.array([[1, 2, 3]]), cache=caches)

@@ -191,9 +191,9 @@ def test_blocks_of_other_lengths_are_no_cache() -> None:
     """Else the tokens behind them would be computed at wrong positions."""
     arrays = [mx.zeros((1, 2, 4, 6)) for _ in range(2)]
     items: Items = [(f"0.{at}", each) for at, each in enumerate(arrays)]
-    assert caches_of([KVCache()], items, 4, cuttable=True)[0].offset == 4
+    assert caches_of([KVCache()], items, 4, truncatable=True)[0].offset == 4
     with pytest.raises(ValueError, match="tokens"):
-        caches_of([KVCache()], items, 8, cuttable=True)
+        caches_of([KVCache()], items, 8, truncatable=True)
 
 
 def test_a_file_that_vanishes_is_a_miss(open_store: Open) -> None:

@@ -106,9 +106,9 @@ def test_rows_whose_attention_takes_no_masks_by_row_do_not_decode_together(tmp_p
     """That of gemma2 would take the masks of two rows for those of its two KV heads."""
     folder = write_model(tmp_path, model_type="gemma2", query_pre_attn_scalar=16.0)
     kinds = CacheKind(load(folder, LoneGroup(), lambda: None).model)
-    assert not kinds.batches
-    assert not kinds.slots
-    assert kinds.cuttable
+    assert not kinds.can.batched
+    assert not kinds.can.rolls_back
+    assert kinds.can.truncatable
 
 
 # --- what attention gets -----------------------------------------------------------------------------------

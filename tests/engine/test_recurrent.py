@@ -245,4 +245,4 @@ def test_states_of_other_layers_are_left_to_mlx_lm(tmp_path: Path) -> None:
     model, _ = load_model(write_model(tmp_path, model_type="bailing_moe_linear", **fields))
     kind = CacheKind(model)
     assert recurrent_layers(model, 2) == (None, [])
-    assert not kind.slots
+    assert not kind.can.rolls_back

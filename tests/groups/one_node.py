@@ -21,7 +21,7 @@ from mlxtp.config import Settings
 from mlxtp.errors import Code, MlxtpError, ModelError
 from mlxtp.groups.group import Group
 from mlxtp.models import local_model
-from mlxtp.models.inspect import ModelSource
+from mlxtp.models.inspect import ModelSource, shape_in
 from mlxtp.models.local_model import LocalModel
 from mlxtp.wire.certificates import NodeIdentity
 from mlxtp.wire.cluster_messages import (
@@ -211,8 +211,13 @@ class Node:
             model = LocalModel(name, self.parts.node.settings, self.parts.transfers, models._report)
 
             def search() -> None:
-                model.source, model.fingerprint, model.weight_bytes = source, FINGERPRINT, 1 << 20
                 model.path = source.path
+                try:
+                    model._shape = shape_in(source.path, source.id, 0)
+                except ModelError as error:
+                    model.problem = error.detail
+                else:
+                    model.source, model.fingerprint, model.weight_bytes = source, FINGERPRINT, 1 << 20
                 models._report(model)
 
             model.search = search  # type: ignore[method-assign]

@@ -115,6 +115,7 @@ def resize(cluster: Cluster, tokens: int) -> int:
 
 def most_kv_bytes(cluster: Cluster) -> int:
     """Bytes of the KV caches of the rank that reports the most of them now."""
+    cluster._hear_from_all()  # these answers may have left before we asked
     return max(pong.stats.kv_bytes for pong in cluster._hear_from_all())
 
 

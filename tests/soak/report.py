@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -21,6 +22,8 @@ _GROWTH = 0.05
 _GROWTH_MB = 4.0
 """A process that keeps nothing of what is over may grow by these together in a whole run."""
 _DESCRIPTORS = 2
+_POOL = min(32, (os.cpu_count() or 1) + 4)
+"""Threads of asyncio's pool, which begins one for each piece of work until it has so many."""
 _OF_A_RANK = 4
 """Descriptors, and threads, at most, that an agent has for each of its rank processes."""
 
@@ -132,10 +135,10 @@ class Soak:
                 )
             if process.idle is not None:
                 first, last = process.idle
-                more = _DESCRIPTORS + _OF_A_RANK * max(last.ranks - first.ranks, 0)
-                for what in ("descriptors", "threads"):
+                more = _OF_A_RANK * max(last.ranks - first.ranks, 0)
+                for what, usual in (("descriptors", _DESCRIPTORS), ("threads", _POOL)):
                     before, after = getattr(first, what), getattr(last, what)
-                    if after > before + more:
+                    if after > before + usual + more:
                         found.append(
                             f"{process.name} had {before} {what} before anybody asked, and {after} after"
                         )

@@ -56,7 +56,10 @@ def test_a_good_run_has_no_problem_and_can_be_shown() -> None:
         (lambda s: s.faults.append(Fault("a fault", 4.0, problem="not within")), "a fault at 4 s"),
         (lambda s: s.left_over.append("process 7 is left"), "process 7"),
         (lambda s: setattr(s.processes[0], "idle", (IDLE, replace(IDLE, descriptors=43))), "descriptors"),
-        (lambda s: setattr(s.processes[0], "idle", (IDLE, replace(IDLE, threads=15))), "threads"),
+        (
+            lambda s: setattr(s.processes[0], "idle", (IDLE, replace(IDLE, threads=IDLE.threads + 40))),
+            "threads",
+        ),
         (
             lambda s: setattr(
                 s.processes[0],

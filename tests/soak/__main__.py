@@ -61,11 +61,9 @@ class Shape:
     flags: tuple[str, ...]
     faults: dict[str, Callable[[Cluster, random.Random], set[str]]]
 
-    @property
-    def processes(self) -> int:
-        """Number of ranks and spares while all is well."""
-        ranks = sum(self.replicas.values()) * self.ranks
-        return ranks + ("--spare" in self.flags) * len(self.names)
+    def processes(self, groups: int) -> int:
+        """Number of ranks and spares while all of so many groups are well."""
+        return groups * self.ranks + ("--spare" in self.flags) * len(self.names)
 
 
 class Cluster:
@@ -159,7 +157,8 @@ class Cluster:
         return [pid for pid in pids if self.shape.ranks == 1 or psutil.Process(pid).net_connections()]
 
     def ready(self, **also: int) -> None:
-        """Wait until all agents see all groups ready, and each answers for each deployment.
+        """Wait until all agents see all groups ready, each group runs once, and each agent answers for each
+        deployment. A Mac that comes back alone serves what it served, until it hears who has it now.
 
         `also`: replicas by deployment, where they are others than those of the shape.
         """
@@ -176,18 +175,19 @@ class Cluster:
         def answer() -> bool:
             return all(agent.chat(model=name) == SECRET for agent in self.agents for name in wanted)
 
-        self.patiently(lambda: agree() and answer(), f"{', '.join(sorted(ids))} are ready at all")
+        once = self.shape.processes(len(ids))
+        self.patiently(
+            lambda: agree() and self._processes() == once and answer(),
+            f"{', '.join(sorted(ids))} are ready at all",
+        )
 
     def rest(self) -> None:
         """No client asks, and every rank that waits to be needed is there."""
         self.patiently(
             lambda: all(agent.health()["open_requests"] == 0 for agent in self.agents), "no request is open"
         )
-        count = self.shape.processes
-        self.patiently(
-            lambda: sum(len(rank_processes(agent.home)) for agent in self.agents) == count,
-            f"{count} ranks and spares",
-        )
+        count = self.shape.processes(sum(self.shape.replicas.values()))
+        self.patiently(lambda: self._processes() == count, f"{count} ranks and spares")
         time.sleep(2.0)
 
     def patiently(self, condition: Callable[[], object], what: str) -> None:
@@ -204,6 +204,9 @@ class Cluster:
             assert not still, f"{what}: not yet, and nothing has changed for {STILL_S:g} s: {seen}"
             assert now - began < LONGEST_S, f"{what}: not within {LONGEST_S:g} s: {seen}"
             time.sleep(0.1)
+
+    def _processes(self) -> int:
+        return sum(len(rank_processes(agent.home)) for agent in self.agents)
 
     def _ready(self, group: dict[str, Any]) -> bool:
         return group["state"] == "ready" and len(group["members"]) == self.shape.ranks

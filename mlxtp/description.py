@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 FORMAT = 1
-INVALID = (
-    2  #: Status of a process that describes, for a configuration that is wrong; 1 for one it cannot use.
-)
+#: Status of a process that describes, for a configuration that is wrong; 1 for one that it cannot use.
+INVALID = 2
 
 
 @dataclass(frozen=True, slots=True)

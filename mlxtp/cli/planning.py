@@ -231,8 +231,9 @@ def to_json(made: Placement, shape: ModelShape) -> dict[str, Any]:
     """Return the plan as JSON. Sizes are bytes, times seconds, speeds tokens a second."""
     alternatives = [_way(one, made.workload) for one in made.alternatives]
     told: dict[str, Any] = {name: getattr(shape, name) for name in _TOLD}
+    told |= {"experts": shape.model.experts, "experts_per_token": shape.model.picked}
     return {
-        "model": told | {"experts": shape.model.experts, "experts_per_token": shape.model.picked},
+        "model": told | {"caches": asdict(words_of(shape.model.caches))},
         "context": made.context,
         "workload": asdict(made.workload),
         "reason": made.reason,

@@ -288,9 +288,7 @@ def shape_of(
     table = PartShape(int(scale * embedding.weight_bytes))
     # What the layers leave is the last stage's, so that all stages together have all bytes.
     last = all_of_it - before[-1]
-    if (
-        not model.tied and not mtp
-    ):  # else the output, or the head, needs an embedding beside that of the first stage
+    if not (model.tied or mtp):  # whose output or head needs the embedding, too
         last -= table
     mtp_head = None
     if model.has_head:

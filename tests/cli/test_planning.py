@@ -284,6 +284,7 @@ def test_json_has_everything() -> None:
     assert made["chosen"]["speed"]["tokens_per_second"] == pytest.approx(10.6, abs=0.1)
     assert made["chosen"]["memory"][1]["name"] == "b"
     assert made["leader"] == made["chosen"]["ranks"][0]
+    assert made["model"]["caches"] == {"name": "keys and values", "off": "", "why": ""}
     assert made["alternatives"][0] == made["chosen"]
     assert {"title", "verdict", "reason"} <= made["alternatives"][1].keys()
 

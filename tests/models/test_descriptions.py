@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,17 @@ def test_a_process_that_fails_is_no_description(
     monkeypatch.setattr(descriptions.sys, "executable", str(program))
     with pytest.raises(ModelError, match=says):
         description_of(CONFIG)
+
+
+def test_a_process_that_never_ends_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, began = tmp_path / "python", time.monotonic()
+    program.write_text("#!/bin/sh\nexec sleep 600\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(descriptions.sys, "executable", str(program))
+    monkeypatch.setattr(descriptions, "MOST_S", 0.3)
+    with pytest.raises(ModelError, match=r"takes more than 0\.3 s"):
+        description_of(CONFIG)
+    assert time.monotonic() - began < 300, "its end was waited for"
 
 
 def test_the_cache_is_that_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:

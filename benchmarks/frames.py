@@ -8,16 +8,16 @@ from collections.abc import Callable
 from mlxtp.wire.frames import MAX_FRAME, Decoder, encode
 from mlxtp.wire.messages import (
     Ack,
+    Forward,
     Hello,
     Init,
     InitDone,
     Loaded,
     LoadShard,
     Message,
-    PromptTokens,
+    PromptPart,
     SanityCheck,
     SanityDone,
-    StepToken,
     Welcome,
 )
 from mlxtp.wire.session import LinkKind, Session, Side
@@ -28,20 +28,20 @@ from .stage import Stage
 _ROUNDS = 5
 _PER_ROUND = 20_000
 
-STEP = StepToken((1,), (1,))
+STEP = Forward((1,), (1,))
 
 
 async def measure(stage: Stage) -> list[Row]:
-    """The cost of a one-row StepToken and of an Ack: the best of several rounds."""
+    """The cost of a step of one row and of an Ack: the best of several rounds."""
     stage.say("frames")
     encoding = _best_us(lambda: encode(STEP, 1, 1))
     decoding = _best_us(_decode_step())
     step_us, ack_us = _protocol_us()
     figures = {
-        "encode StepToken": encoding,
-        "decode StepToken": decoding,
-        "encode + decode StepToken": encoding + decoding,
-        "protocol send + receive StepToken": step_us,
+        "encode step": encoding,
+        "decode step": decoding,
+        "encode + decode step": encoding + decoding,
+        "protocol send + receive step": step_us,
         "protocol send + receive Ack": ack_us,
     }
     return [absolute(name, [value]) for name, value in figures.items()]
@@ -92,7 +92,7 @@ def _decoding_link() -> tuple[Session, Session]:
         (lower, upper, SanityDone(2, (0, 1), 1)),
         (upper, lower, LoadShard("model", 512, ())),
         (lower, upper, Loaded(2048, 4096, 1, ())),
-        (upper, lower, PromptTokens(1, 0, 1, (1,))),
+        (upper, lower, Forward((1,), (0,), (1,), (1,), prompts=(PromptPart(1),))),
     ]
     for sender, receiver, message in life:
         receiver.receive_data(sender.send(message))

@@ -21,7 +21,8 @@ from random import Random
 
 from mlxtp.engine.kv_cache import another_forward, capacity, cheapest, laned_layouts, roomy
 from mlxtp.engine.scheduler import Scheduler
-from mlxtp.engine.steps import Decode, Policy, Prefill, PrefillTogether, SequenceParams
+from mlxtp.engine.steps import Policy, SequenceParams
+from mlxtp.wire.messages import Forward, PromptPart
 
 from . import child, models
 from .errors import Unmeasured
@@ -120,14 +121,11 @@ def held(seed: int) -> float:
     for uid, length in enumerate(lengths, 1):
         scheduler.add(uid, (7,) * length, SequenceParams(400))
     while True:
-        move = scheduler.next()
-        match move:
-            case Prefill():
-                scheduler.record((7,) if move.last else ())
-            case PrefillTogether():
-                scheduler.record((7,) * len(move.prompts))
-            case Decode():
-                return sum(move.positions) / ROOM
+        frame = scheduler.next()
+        if isinstance(frame, Forward) and not frame.prompts:
+            return sum(frame.positions) / ROOM
+        if isinstance(frame, Forward):
+            scheduler.record(() if frame.unfinished else (7,) * len(frame.rows))
 
 
 def _main(folder: Path, longest: int) -> None:
@@ -138,7 +136,6 @@ def _main(folder: Path, longest: int) -> None:
     from mlxtp.engine.loader import load, read_each_forward
     from mlxtp.engine.runner import Runner
     from mlxtp.engine.sampler import Chooser, LogitShaping
-    from mlxtp.wire.messages import PromptTokens, StepToken
 
     group = LoneGroup()
     loaded = load(folder, group, lambda: None)
@@ -148,7 +145,8 @@ def _main(folder: Path, longest: int) -> None:
     forward = another_forward(*read, loaded.kv_token_bytes, gpu=gpu, skips=gpu)
     for at in range(0, longest, CHUNK):
         tokens = (7,) * (min(at + CHUNK, longest) - at)
-        mx.eval(runner.prefill(PromptTokens(1, at, longest, tokens)).tokens)
+        part = PromptPart(longest)
+        mx.eval(runner.run(Forward((1,), (at,), (len(tokens),), tokens, prompts=(part,))).tokens)
     runner.stop(1, longest)
     uid = 1
     for line in sys.stdin:
@@ -160,14 +158,15 @@ def _main(folder: Path, longest: int) -> None:
             ways = laned_layouts(needed, (0,) * len(needed))
             layouts = [[room for room, _ in cheapest(ways, needed, forward, 0)]]
         for uid, length in zip(uids, lengths, strict=True):
-            mx.eval(runner.prefill(PromptTokens(uid, length - 1, length, (7,), 1)).tokens)
+            part = PromptPart(length, source=1)
+            mx.eval(runner.run(Forward((uid,), (length - 1,), (1,), (7,), prompts=(part,))).tokens)
         for number, rooms in enumerate(layouts):
             for step in range(steps):
                 began = time.perf_counter()
                 if not step:
                     runner.arrange(tuple(rooms))
                 positions = tuple([length + number * steps + step for length in lengths])
-                mx.eval(runner.step(StepToken(uids, positions, *fed)).tokens)
+                mx.eval(runner.run(Forward(uids, positions, *fed)).tokens)
                 took_s.append(time.perf_counter() - began)
         for each in uids:
             runner.stop(each, 0)

@@ -233,10 +233,10 @@ _ALL = (
             "Forwards for a request beyond the tokens its client had received when it closed its socket, "
             "less the one that was already running behind the last of them.", "", Goal("≤", 1)),
     # --- frames
-    Measure("encode StepToken", "µs", "Fields to bytes, one row."),
-    Measure("decode StepToken", "µs", "Bytes to checked fields, one row."),
-    Measure("encode + decode StepToken", "µs", "Both.", "", Goal("≤", 5)),
-    Measure("protocol send + receive StepToken", "µs", "With the link's order and ledger, both ends."),
+    Measure("encode step", "µs", "Fields to bytes, one row."),
+    Measure("decode step", "µs", "Bytes to checked fields, one row."),
+    Measure("encode + decode step", "µs", "Both.", "", Goal("≤", 5)),
+    Measure("protocol send + receive step", "µs", "With the link's order and ledger, both ends."),
     Measure("protocol send + receive Ack", "µs", "The way back."),
     # --- requests
     Measure("a chat of 30 messages and 20 tools, its messages and their check", "ms",

@@ -72,7 +72,7 @@ def test_a_ratio_is_the_median_of_each_rounds_own() -> None:
 
 
 def test_one_round_has_no_spread() -> None:
-    assert absolute("encode StepToken", [3.0]).spread is None
+    assert absolute("encode step", [3.0]).spread is None
 
 
 @pytest.mark.parametrize(
@@ -89,12 +89,12 @@ def test_a_goal_with_a_peer_is_about_the_ratio(ours: float, reached: bool) -> No
 
 
 def test_a_row_without_a_goal_is_neither_reached_nor_missed() -> None:
-    assert met(absolute("encode StepToken", [3.0])) is None
+    assert met(absolute("encode step", [3.0])) is None
 
 
 def test_a_row_is_built_as_it_was_declared() -> None:
     with pytest.raises(ValueError, match="no peer"):
-        compare("encode StepToken", [1.0], [1.0])
+        compare("encode step", [1.0], [1.0])
     with pytest.raises(ValueError, match="against bare"):
         absolute(SPEED, [1.0])
 
@@ -109,17 +109,17 @@ def test_the_last_line_names_the_goals_that_were_missed() -> None:
     fast, slow, aimless = (
         absolute(name, [value])
         for name, value in (
-            ("encode + decode StepToken", 4.0),
-            ("encode + decode StepToken", 8.25),
-            ("encode StepToken", 3.0),
+            ("encode + decode step", 4.0),
+            ("encode + decode step", 8.25),
+            ("encode step", 3.0),
         )
     )
     assert verdict([fast, aimless]) == "all 1 goals met"
-    assert verdict([fast, slow]) == "1 of 2 goals missed: encode + decode StepToken (8.25, goal ≤ 5)"
+    assert verdict([fast, slow]) == "1 of 2 goals missed: encode + decode step (8.25, goal ≤ 5)"
 
 
 def test_the_last_line_names_the_cases_that_were_not_measured() -> None:
-    fast = absolute("encode + decode StepToken", [4.0])
+    fast = absolute("encode + decode step", [4.0])
     assert verdict([fast], ["http", "copying"]) == "all 1 goals met; not measured: http, copying"
     assert verdict([], ["frames"]) == "no goals; not measured: frames"
 
@@ -137,14 +137,12 @@ def test_the_json_of_a_row() -> None:
         "goal": "≥ 0.97",
         "met": True,
     }
-    missed, aimless = json.loads(
-        as_json([compare(SPEED, [96.0], [100.0]), absolute("encode StepToken", [3.0])])
-    )
+    missed, aimless = json.loads(as_json([compare(SPEED, [96.0], [100.0]), absolute("encode step", [3.0])]))
     assert (missed["met"], aimless["met"]) == (False, None)
 
 
 def test_a_row_has_a_cell_for_each_heading() -> None:
-    assert len(cells(absolute("encode StepToken", [3.0]))) == len(HEADINGS)
+    assert len(cells(absolute("encode step", [3.0]))) == len(HEADINGS)
 
 
 # --- the page -----------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ MOST_LINES: Mapping[str, int] = {
     "cluster": 5_580,
     "diagnostics": 3_154,
     "discovery": 1_068,
-    "engine": 14_163,
+    "engine": 13_947,
     "gateway": 1_849,
     "groups": 7_321,
     "identity": 1_582,
@@ -53,7 +53,7 @@ MOST_LINES: Mapping[str, int] = {
     "placement": 5_049,
     "service": 878,
     "text": 5_903,
-    "wire": 5_000,
+    "wire": 4_973,
 }
 """Lines of each package; those of files beside the packages are "". A commit that adds some says why."""
 TOUCHES: Mapping[str, tuple[str, int]] = {

@@ -44,7 +44,7 @@ Empty = tuple[tuple[int, ...], mx.Dtype, int]
 
 
 class Batch(Protocol):
-    """Rows in the order in which `StepToken` names them. The last row takes the place of one that leaves."""
+    """Rows in the order in which steps name them. The last row takes the place of one that leaves."""
 
     rows: list[int]
 

@@ -22,50 +22,30 @@ from ..wire.blocking import BlockingLink
 from ..wire.messages import (
     DIGEST_BYTES,
     Ack,
-    Arrange,
     Cancel,
     ChosenTokens,
     CollectivesTimed,
     Error,
-    Evict,
     FetchBlocks,
+    Forward,
     Gathered,
     Generate,
     KvBudget,
     Loaded,
     LoadShard,
     Message,
-    PromptBatch,
-    PromptTokens,
-    Restore,
     SanityCheck,
-    SessionStop,
     Shutdown,
-    Spill,
-    StepToken,
     Unload,
 )
 from . import kv_cache
 from .draft_model import CACHES_SHARE, DraftModel
-from .executor import Forward, RankExecutor, Result
+from .executor import RankExecutor, Result, RunningForward
 from .logit_shaping import RequestShaping
 from .mailbox import AGENT, COMPILER, DISK, Mailbox
 from .requests import Emitter, Requests
-from .scheduler import Scheduler
-from .steps import (
-    Arrangement,
-    CacheMove,
-    Decode,
-    EvictKept,
-    FetchKept,
-    Move,
-    Prefill,
-    PrefillTogether,
-    RestoreKept,
-    SpillBlock,
-    StepResult,
-    StopSequence,
-)
+from .scheduler import REHEARSED, QueuedForward, Scheduler
+from .steps import DecodeFrame, StepResult
 
 # --- ranks 1..N-1: frames go to all of them, replies and Acks come from each -----------------------------
 
@@ -241,7 +221,7 @@ class DecodeLoop:
         self._loaded: Loaded | None = None  # with the room that the ranks found for KV caches
         self._drafter: DraftModel | None = None
         self._fetches = Fetches(followers.ranks)
-        self._running: deque[Forward] = deque()
+        self._running: deque[RunningForward] = deque()
         self._unconfirmed: deque[Unconfirmed] = deque()
 
     def run(self) -> None:
@@ -256,12 +236,12 @@ class DecodeLoop:
                 self._requests.compiled(*compiled)
             self._take_blocks()
             self._requests.give_up_waiting()
-            moved = self._move()
+            ran = self._next()
             self._confirm()
             ahead = self._rank.bootstrap.run_ahead + self._stages - 1
-            settled = self._settle(keep=ahead if moved else max(len(self._running) - 1, 0))
+            settled = self._settle(keep=ahead if ran else max(len(self._running) - 1, 0))
             self._confirm()
-            if not moved and not settled:
+            if not ran and not settled:
                 self._rest()
 
     # --- commands of the agent -----------------------------------------------------------------------
@@ -380,22 +360,23 @@ class DecodeLoop:
 
     # --- decoding ------------------------------------------------------------------------------------
 
-    def _move(self) -> bool:
-        """Make the scheduler's next move on every rank; False when it has none."""
+    def _next(self) -> bool:
+        """Run the scheduler's next frame on every rank; False when it has none."""
         scheduler = self._requests.scheduler
-        move = scheduler.next() if scheduler is not None else None
-        if move is None:
+        frame = scheduler.next() if scheduler is not None else None
+        if scheduler is None or frame is None:
             return False
+        forward = scheduler.in_flight[-1] if isinstance(frame, Forward) else REHEARSED
         first = bool(self._running) and self._running[-1].first
-        if first and self._stages == 1 and isinstance(move, Prefill | PrefillTogether):
+        if first and self._stages == 1 and forward.reads:
             self._drain()  # a first token leaves before another prompt occupies the device
-        self._run(move)
+        self._run(frame, forward)
         return True
 
     def _end_what_ended(self) -> None:
-        """Make the moves that end sequences or free KV caches, which come before any other."""
-        while (scheduler := self._requests.scheduler) is not None and scheduler.moves:
-            self._move()
+        """Run the frames that end sequences or free KV caches, which come before any other."""
+        while (scheduler := self._requests.scheduler) is not None and scheduler.frames:
+            self._next()
 
     def _take_blocks(self) -> None:
         """Take what ranks have read from disk, and have the scheduler continue with what all of them have."""
@@ -408,7 +389,7 @@ class DecodeLoop:
         over, scheduler = self._fetches.over(), self._requests.scheduler
         if scheduler is not None:
             scheduler.disk.hangs = self._fetches.hang
-            scheduler.moves += [scheduler.disk.fetched(uid, blocks, late=late) for uid, blocks, late in over]
+            scheduler.frames += [scheduler.disk.fetched(uid, blocks, late=late) for uid, blocks, late in over]
 
     def _spill_rest(self) -> None:
         """Write what waits for the disk, as far as a little time goes."""
@@ -416,43 +397,36 @@ class DecodeLoop:
         self._drain()
         scheduler, until = self._requests.scheduler, time.monotonic() + SPILL_S
         while scheduler is not None and scheduler.disk.spills and time.monotonic() < until:
-            if move := scheduler.disk.next_spill():
-                self._run(move)
+            if spill := scheduler.disk.next_spill():
+                self._run(spill)
             else:
                 time.sleep(0.005)  # until the disk takes another
 
-    def _run(self, move: Move) -> None:
-        """Run a move on every rank."""
-        while self._running and not isinstance(move, Decode) and not self._rank.runner.border.tokens.known():
+    def _run(self, frame: DecodeFrame, forward: QueuedForward = REHEARSED) -> None:
+        """Run a frame on every rank. `forward`: what the scheduler knows of it, if it is one."""
+        decodes = isinstance(frame, Forward) and not frame.prompts
+        while self._running and not decodes and not self._rank.runner.border.tokens.known():
             self._settle(len(self._running) - 1)  # the other ranks must have what they hold before
-        self._requests.moves(move)
-        frame = _frame(move)
+        if isinstance(frame, Forward):
+            self._requests.feeds(frame, forward.reads)
         step = self._followers.send(frame)
-        known = partial(self._settle, 0) if isinstance(move, Decode) and move.late else None
         try:
             self._confirm()  # launching may wait for the device, so acknowledged tokens leave before
         finally:  # the other ranks run their frames, and their forward ends only with this one
             match frame:
-                case SessionStop():
-                    self._rank.stop(frame)
-                case Evict():
-                    self._rank.evict(frame.uids)
-                case Arrange():
-                    self._rank.arrange(frame)
+                case Forward():
+                    known = partial(self._settle, 0) if forward.late else None
+                    self._running.append(self._rank.launch(step, frame, known))
                 case FetchBlocks():
                     self._fetches.begin(frame.uid, len(frame.digests) // DIGEST_BYTES)
-                    self._rank.on_disk(frame)
-                case Spill() | Restore():
-                    self._rank.on_disk(frame)
-                case PromptTokens() | PromptBatch() | StepToken():
-                    self._running.append(self._rank.launch(step, frame, known))
-        if isinstance(move, Prefill):
-            # Everything before this chunk, but for those that other stages are computing.
-            self._settle(keep=max(self._stages - 1, 1))
-            self._requests.prefilled(move)
-        elif isinstance(move, PrefillTogether):
-            for prompt in move.prompts:
-                self._requests.prefilled(prompt)
+                    self._rank.apply(frame)
+                case _:
+                    self._rank.apply(frame)
+        if isinstance(frame, Forward) and forward.reads:
+            if len(forward.reads) == 1:
+                # Everything before this chunk, but for those that other stages are computing.
+                self._settle(keep=max(self._stages - 1, 1))
+            self._requests.prefilled(frame, forward.reads)
 
     def _settle(self, keep: int) -> bool:
         """Wait for all but the newest `keep` forwards and record their tokens; False when there were none."""
@@ -521,7 +495,7 @@ class DecodeLoop:
 
 
 def _rehearse(
-    scheduler: Scheduler, run: Callable[[Move], None], settle: Callable[[int], bool], run_ahead: int
+    scheduler: Scheduler, run: Callable[[DecodeFrame], None], settle: Callable[[int], bool], run_ahead: int
 ) -> None:
     """Measure what steps of one row cost by their width, on all ranks, before any request.
 
@@ -530,8 +504,8 @@ def _rehearse(
     took_s: defaultdict[int, list[float]] = defaultdict(list)
     began = time.monotonic()
     scheduler.last_uid += 1
-    for width, move in scheduler.speculation.rehearsal(scheduler.last_uid):
-        run(move)
+    for width, frame in scheduler.speculation.rehearsal(scheduler.last_uid):
+        run(frame)
         settle(0 if width else run_ahead)
         now = time.monotonic()
         took_s[width].append(now - began)
@@ -554,70 +528,6 @@ def _beside(drafter: DraftModel | None, reply: Loaded) -> Loaded:
 def _fitting(reply: Loaded, longest: int) -> Loaded:
     """Return the reply with a context of at most `longest` tokens."""
     return replace(reply, context=min(reply.context, max(longest, 1)))
-
-
-CacheFrame = SessionStop | Evict | Arrange | Spill | FetchBlocks | Restore
-
-
-def _frame(move: Move) -> PromptTokens | PromptBatch | StepToken | CacheFrame:
-    match move:
-        case Prefill():
-            return PromptTokens(
-                move.uid,
-                move.offset,
-                move.total,
-                move.tokens,
-                move.source,
-                move.take,
-                move.sampling,
-                move.exchange,
-                move.agreement,
-                move.save,
-                move.covers,
-                move.following,
-                move.drafts,
-            )
-        case PrefillTogether(prompts):
-            return PromptBatch(
-                tuple([prompt.uid for prompt in prompts]),
-                tuple([prompt.total for prompt in prompts]),
-                tuple([prompt.offset for prompt in prompts]),
-                tuple([prompt.source for prompt in prompts]),
-                tuple([int(prompt.take) for prompt in prompts]),
-                tuple([token for prompt in prompts for token in prompt.tokens]),
-                tuple([prompt.sampling for prompt in prompts]),
-                move.exchange,
-                move.agreement,
-                move.drafts,
-            )
-        case Decode():
-            return StepToken(
-                move.rows,
-                move.positions,
-                move.widths,
-                move.tokens,
-                move.exchange,
-                move.agreement,
-                move.drafts,
-            )
-        case _:
-            return _cache_frame(move)
-
-
-def _cache_frame(move: CacheMove) -> CacheFrame:
-    match move:
-        case StopSequence():
-            return SessionStop(move.uid, move.reason, move.forwards, move.keep, move.covers)
-        case EvictKept():
-            return Evict(move.uids)
-        case Arrangement():
-            return Arrange(move.rooms, move.trim, move.lanes)
-        case SpillBlock():
-            return Spill(move.uid, move.start, move.end, move.digest, move.previous)
-        case FetchKept():
-            return FetchBlocks(move.uid, move.block, b"".join(move.digests))
-        case RestoreKept():
-            return Restore(move.uid, move.blocks, move.bad)
 
 
 def _check_layers(owned: Mapping[int, tuple[int, ...]]) -> None:

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Container
 from typing import Protocol
 
+from ..wire.messages import DIGEST_BYTES, Evict, FetchBlocks, Restore, Spill
 from .sequence import Digests, SequenceState
-from .steps import EvictKept, FetchKept, RestoreKept, SpillBlock
 
 BLOCK = 256  # tokens of a block, where caches can be cut
 STEM = 1024
@@ -70,9 +70,9 @@ class DiskIndex:
         self._block = block
         self._spill_from = spill_from
         #: By digest, oldest first. The newest cache that holds a block writes it, because others may end.
-        self._due: dict[bytes, SpillBlock] = {}
+        self._due: dict[bytes, Spill] = {}
         #: For each uid to fetch: the sequence that waits for it, unless it has ended, and what was asked for.
-        self._fetches: dict[int, tuple[SequenceState | None, FetchKept]] = {}
+        self._fetches: dict[int, tuple[SequenceState | None, FetchBlocks]] = {}
 
     # --- to the disk ---------------------------------------------------------------------------------
 
@@ -92,7 +92,7 @@ class DiskIndex:
         for end in (held,) if self._whole else range(start + self._block, held + 1, self._block):
             digest = digests.up_to(end)
             if not self._blocks.is_kept(digest):
-                self._due[digest] = SpillBlock(uid, start, end, digest, previous)
+                self._due[digest] = Spill(uid, start, end, digest, previous)
             start, previous = end, digest
 
     @property
@@ -100,17 +100,17 @@ class DiskIndex:
         """True while blocks wait for the disk."""
         return bool(self._due) and self._blocks is not None and self._blocks.room_bytes > 0
 
-    def next_spill(self) -> SpillBlock | None:
+    def next_spill(self) -> Spill | None:
         """Return the next block to write; None if there is none, or the disk takes none now."""
         while self._due and self._blocks is not None and self._blocks.takes:
-            move = self._due.pop(next(iter(self._due)))
-            if self.holds(move.uid, move.end) and not self._blocks.is_kept(move.digest):
-                return move
+            spill = self._due.pop(next(iter(self._due)))
+            if self.holds(spill.uid, spill.end) and not self._blocks.is_kept(spill.digest):
+                return spill
         return None
 
     # --- from the disk -------------------------------------------------------------------------------
 
-    def fetch(self, sequence: SequenceState, uid: int, hit: int) -> FetchKept | None:
+    def fetch(self, sequence: SequenceState, uid: int, hit: int) -> FetchBlocks | None:
         """Begin to fetch what the disk has of a prompt; None if that is little beyond the first `hit` tokens.
 
         `uid` will be that of the fetched cache. A sequence asks once, and few wait for the disk at once.
@@ -120,46 +120,47 @@ class DiskIndex:
             return None
         sequence.disk.asked = True
         found = self._found(sequence, self._blocks)
-        if found is None or found.block * len(found.digests) < hit + self._block:
+        if found is None or found[0] * len(found[1]) < hit + self._block:
             return None
-        fetch = FetchKept(uid, found.block, found.digests)
+        fetch = FetchBlocks(uid, found[0], b"".join(found[1]))
         self._fetches[uid] = sequence, fetch
         sequence.disk.fetch = uid
         return fetch
 
-    def _found(self, sequence: SequenceState, blocks: Blocks) -> FetchKept | None:
+    def _found(self, sequence: SequenceState, blocks: Blocks) -> tuple[int, list[bytes]] | None:
+        """Return the tokens of a block, and the digests of those that the disk has of a prompt."""
         digests, most = self._digests(sequence), sequence.prompt - 1
         if self._whole:
             stems = {digests.up_to(at) for at in range(0, most + 1, STEM)}
             ends = blocks.ends(stems)
             longest = next((end for end in ends if end <= most and blocks.has(digests.up_to(end))), 0)
-            return FetchKept(0, longest, (digests.up_to(longest),)) if longest else None
+            return (longest, [digests.up_to(longest)]) if longest else None
         found: list[bytes] = []
         for end in range(self._block, most + 1, self._block):
             if not blocks.has(digest := digests.up_to(end)):
                 break
             found.append(digest)
-        return FetchKept(0, self._block, tuple(found)) if found else None
+        return (self._block, found) if found else None
 
-    def fetched(self, uid: int, blocks: int, *, late: bool = False) -> RestoreKept:
+    def fetched(self, uid: int, blocks: int, *, late: bool = False) -> Restore:
         """Take what every rank has read for `uid`: its first `blocks`. `late`: some rank has not replied.
 
-        Returns the move that keeps or drops it.
+        Returns the frame that keeps or drops it.
         """
         sequence, fetch = self._fetches.pop(uid)
         if sequence is None:
-            return RestoreKept(uid, 0)
+            return Restore(uid, 0)
         sequence.disk.fetched = blocks * fetch.block
         if not blocks:
             sequence.disk.fetch = 0
-        return RestoreKept(uid, blocks, bad=not late and blocks < len(fetch.digests))
+        return Restore(uid, blocks, bad=not late and blocks < len(fetch.digests) // DIGEST_BYTES)
 
-    def forget(self, sequence: SequenceState) -> tuple[EvictKept, ...]:
-        """Drop what is fetched for a sequence that does not start with it. Returns the moves for that."""
+    def forget(self, sequence: SequenceState) -> tuple[Evict, ...]:
+        """Drop what is fetched for a sequence that does not start with it. Returns the frames for that."""
         state = sequence.disk
         uid, fetched, state.fetch, state.fetched = state.fetch, state.fetched, 0, 0
         if fetched:
-            return (EvictKept((uid,)),)
+            return (Evict((uid,)),)
         if uid:
             self._fetches[uid] = None, self._fetches[uid][1]
         return ()

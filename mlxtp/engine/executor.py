@@ -24,20 +24,19 @@ from ..wire.messages import (
     CollectivesTimed,
     Done,
     Error,
+    Evict,
     FetchBlocks,
+    Forward,
     Init,
     InitDone,
     Loaded,
     LoadShard,
     Message,
-    PromptBatch,
-    PromptTokens,
     Restore,
     SanityCheck,
     SanityDone,
     SessionStop,
     Spill,
-    StepToken,
     TimeCollectives,
     Unload,
     epoch_digest,
@@ -62,8 +61,11 @@ KV_TYPE_BITS = 16  # bits of a key's or value's number that is not quantized
 POOL_BYTES = 4 << 30
 
 
+CacheFrame = SessionStop | Evict | Arrange | Spill | FetchBlocks | Restore
+
+
 @dataclass(frozen=True, slots=True)
-class Forward:
+class RunningForward:
     """Forward that is queued or running, since `launched_at` (monotonic, in seconds)."""
 
     step: int
@@ -154,42 +156,36 @@ class RankExecutor:
     def launch(
         self,
         step: int,
-        frame: PromptTokens | PromptBatch | StepToken,
+        frame: Forward,
         known: Callable[[], object] | None = None,
-    ) -> Forward:
+    ) -> RunningForward:
         """Queue the forward that frame number `step` names. Returns before the device has computed it.
 
-        Calls `known`, if given, before tokens are chosen; see `Runner.step`.
+        Calls `known`, if given, before tokens are chosen; see `Runner.run`.
         """
         launched_at = time.monotonic()
         runner, recorder = self.runner, self.status.recorder
         room, before = runner.room, self._counter.total
-        phase: Phase = "decode" if isinstance(frame, StepToken) else "prefill"
+        phase: Phase = "prefill" if frame.prompts else "decode"
         if runner.border.stage is not None and self.bootstrap.rank:
             runner.border.times.began(frame, launched_at, idle=not self.status.in_flight)
         self.status.launched(phase, len(frame.tokens), launched_at)
         if phase == "prefill":
             runner.border.make_way()
-        if isinstance(frame, PromptTokens):
-            entry = recorder.started(step, PROMPT, 1, launched_at)
-            chosen = runner.prefill(frame)
-        elif isinstance(frame, PromptBatch):
-            entry = recorder.started(step, PROMPTS, len(frame.uids), launched_at)
-            chosen = runner.prefill_together(frame)
-        else:
-            entry = recorder.started(step, STEP, len(frame.rows), launched_at)
-            chosen = runner.step(frame, known)
+        kind = (STEP, PROMPT, PROMPTS)[min(len(frame.prompts), 2)]
+        entry = recorder.started(step, kind, len(frame.rows), launched_at)
+        chosen = runner.run(frame, known)
         self._collectives += self._counter.total - before
         recorder.queued(entry, runner.forwards, self._collectives)
         if phase == "prefill" or runner.room != room:
             self._count_caches()
         queued_s = runner.border.queued_s
         first = phase == "prefill" and bool(chosen.widths)
-        return Forward(
+        return RunningForward(
             step, chosen, runner.forwards, self._collectives, launched_at, fed(frame), entry, queued_s, first
         )
 
-    def settle(self, forward: Forward) -> Result:
+    def settle(self, forward: RunningForward) -> Result:
         """Wait for a forward. The GIL is free meanwhile, so that other threads can reply to Pings."""
         waiting_since = time.monotonic()
         chosen, status = forward.chosen, self.status
@@ -230,43 +226,38 @@ class RankExecutor:
             drafts,
         )
 
-    def stop(self, frame: SessionStop) -> None:
-        """End a sequence. Raises GroupError (DESYNC) when it was in other forwards than the frame says."""
-        counted = self.runner.stop(frame.uid, frame.keep, frame.covers)
-        self._count_caches()
-        if counted != frame.forwards:
-            raise GroupError(
-                f"sequence {frame.uid}: {frame.forwards} forwards by the frame, {counted} on rank "
-                f"{self.bootstrap.rank}",
-                Code.DESYNC,
-            )
+    def apply(self, frame: CacheFrame) -> None:
+        """Carry out a frame that changes sequences or KV caches and runs no forward.
 
-    def evict(self, uids: tuple[int, ...]) -> None:
-        """Free kept KV caches."""
-        self.runner.evict(uids)
-        self._count_caches()
-
-    def arrange(self, frame: Arrange) -> None:
-        """Lay out the rows' KV arrays. Raises GroupError (DESYNC) for rows of other sizes."""
-        self.runner.arrange(frame.rooms, frame.lanes, trim=frame.trim)
+        Raises GroupError (DESYNC) for an end of a sequence that was in other forwards than the frame says,
+        and for a layout of other rows than this rank has.
+        """
+        runner, disk = self.runner, self.disk
+        assert disk is not None, "a loaded model has one"
+        match frame:
+            case SessionStop():
+                counted = runner.stop(frame.uid, frame.keep, frame.covers)
+                if counted != frame.forwards:
+                    raise GroupError(
+                        f"sequence {frame.uid}: {frame.forwards} forwards by the frame, {counted} on rank "
+                        f"{self.bootstrap.rank}",
+                        Code.DESYNC,
+                    )
+            case Evict():
+                runner.evict(frame.uids)
+            case Arrange():
+                runner.arrange(frame.rooms, frame.lanes, trim=frame.trim)
+            case Spill():
+                disk.spill(frame)
+            case FetchBlocks():
+                disk.fetch(frame)
+            case Restore():
+                disk.restore(frame)
         self._count_caches()
 
     def _count_caches(self) -> None:
         use: dict[str, Any] = self.runner.cache_use() | (self.disk.use() if self.disk is not None else {})
         self.status.stats = replace(self.status.stats, **use)
-
-    def on_disk(self, frame: Spill | FetchBlocks | Restore) -> None:
-        """Carry out a frame about KV caches on disk."""
-        if self.disk is None:
-            raise LocalProtocolError("no model is loaded")
-        match frame:
-            case Spill():
-                self.disk.spill(frame)
-            case FetchBlocks():
-                self.disk.fetch(frame)
-            case Restore():
-                self.disk.restore(frame)
-        self._count_caches()
 
     def from_disk(self, word: Read | Written) -> tuple[int, int] | None:
         """Take what a thread posted: as `DiskShare.arrived`, or None."""
@@ -420,16 +411,11 @@ def digest(step: int, tokens: tuple[int, ...], fed: int = 0) -> int:
     return zlib.crc32(struct.pack(f"<Q{len(tokens)}i", step, *tokens), fed)
 
 
-def fed(frame: PromptTokens | PromptBatch | StepToken) -> int:
+def fed(frame: Forward) -> int:
     """Return the CRC-32 of rows, positions and tokens as this rank runs them."""
-    where: tuple[int, ...]
-    match frame:
-        case PromptTokens():
-            where = (frame.uid, frame.offset, frame.source, frame.save, frame.following, frame.drafts)
-        case PromptBatch():
-            where = (*frame.uids, *frame.totals, *frame.offsets, *frame.sources, frame.drafts)
-        case StepToken():
-            where = (*frame.rows, *frame.positions, *frame.widths, frame.drafts - RESTS)
+    where = (*frame.rows, *frame.positions, *frame.widths, frame.drafts - RESTS)
+    for prompt in frame.prompts:
+        where += (prompt.total, prompt.source, prompt.save, prompt.following)
     return zlib.crc32(struct.pack(f"<{len(where)}I{len(frame.tokens)}i", *where, *frame.tokens))
 
 

@@ -10,10 +10,10 @@ from functools import lru_cache
 from itertools import accumulate, chain, combinations, islice, pairwise, takewhile
 from typing import Protocol
 
-from ..wire.messages import MAX_WIDTH
+from ..wire.messages import MAX_WIDTH, Arrange, Evict, PromptPart, SessionStop
 from .disk_index import DiskIndex
 from .sequence import SequenceState, WaitingQueue, packed
-from .steps import Arrangement, EvictKept, Move, Prefill, StopReason, StopSequence
+from .steps import DecodeFrame, StopReason
 
 # --- room; the same on every rank, and the basis of rank 0's budget --------------------------------------
 # Rows of like lengths share one array a layer. While there is room, its sizes grow in steps of a half and a
@@ -419,10 +419,9 @@ class Uids(Protocol):
 class KVCacheManager:
     """Room for the KV caches of `running` and `waiting` sequences, and of kept ones in `prefixes`.
 
-    `disk`: blocks of kept ones on disk, None without.
-    `moves` has the moves that free caches, and what waits for them. They come before any other. `kv_tokens`
-    is all the room, `row_tokens` the part of each sequence's cache that does not grow, as so many tokens.
-    `forward_tokens` as in `Policy`.
+    `disk`: blocks of kept ones on disk, None without. `frames` has those that free caches, and what waits for
+    them. They come before any other. `kv_tokens` is all the room, `row_tokens` the part of each sequence's
+    cache that does not grow, as so many tokens. `forward_tokens` as in `Policy`.
     `arranges`: rows stand in arrays whose sizes are chosen here, and not by mlx-lm. `has_lanes`: rows of one
     lane share arrays, and no others.
     """
@@ -440,7 +439,7 @@ class KVCacheManager:
         has_lanes: bool = False,
         disk: DiskIndex | None = None,
     ) -> None:
-        self.moves: deque[Move] = deque()
+        self.frames: deque[DecodeFrame] = deque()
         self.disk = disk or DiskIndex()
         self.disk.holds = self._holds
         self.kv_tokens = kv_tokens
@@ -523,8 +522,8 @@ class KVCacheManager:
             sequence.cached = length
         return uid, take
 
-    def save(self, sequence: SequenceState, move: Prefill, uid: int) -> Prefill:
-        """Return a chunk that leaves a copy of its cache under `uid`, if there is room for one.
+    def save(self, sequence: SequenceState, part: PromptPart, uid: int) -> PromptPart:
+        """Return a part that leaves a copy of its cache under `uid`, if there is room for one.
 
         What makes room for it is freed before. If that is its source, the sequence takes it over instead.
         """
@@ -532,13 +531,13 @@ class KVCacheManager:
         freed = self._prefixes.keep(uid, sequence.tokens[: sequence.prefilled], sequence.salt)
         if uid not in freed and (beyond := self._occupied() - self.kv_tokens) > 0:
             freed += self._prefixes.evict(beyond)
-        if others := tuple([other for other in freed if other not in (uid, move.source)]):
-            self.moves.append(EvictKept(others))
+        if others := tuple([other for other in freed if other not in (uid, part.source)]):
+            self.frames.append(Evict(others))
         save = 0 if uid in freed else uid
         if save and self._arranges:
             self._lay_out()  # its room may be what rows have to grow
-        take = move.take or move.source in freed
-        return replace(move, save=save, take=take, covers=self._prefixes.covered(save))
+        take = part.take or part.source in freed
+        return replace(part, save=save, take=take, covers=self._prefixes.covered(save))
 
     def line_up(self, sequence: SequenceState) -> None:
         """Have the computed part of a prompt written to disk, where caches can be cut."""
@@ -548,7 +547,7 @@ class KVCacheManager:
     def stays(self, sequence: SequenceState, others: Sequence[SequenceState], *, full: bool) -> bool:
         """Return True if a waiting prompt is not started now. `full`: no other one is."""
         if sequence.disk.fetched and self.hit_length(sequence) == sequence.hit_length:
-            self.moves += self.disk.forget(sequence)  # memory has as much by now
+            self.frames += self.disk.forget(sequence)  # memory has as much by now
             return True
         if sequence.disk.fetch:
             return not sequence.disk.fetched  # its room is counted
@@ -559,7 +558,7 @@ class KVCacheManager:
         fetch = self.disk.fetch(sequence, uids.last_uid + 1, self.hit_length(sequence))
         if fetch is not None:
             uids.last_uid += 1
-            self.moves.append(fetch)
+            self.frames.append(fetch)
         return fetch is not None
 
     def _holds(self, uid: int, tokens: int) -> bool:
@@ -580,7 +579,7 @@ class KVCacheManager:
             self._prefixes.share(sequence.uid, sequence.tokens[: sequence.prompt], sequence.salt)
 
     def release(self, sequence: SequenceState, reason: StopReason, held: int) -> None:
-        """Queue a sequence's last move, and keep or evict the known of the `held` tokens of its KV cache."""
+        """Queue a sequence's last frame, and keep or evict the known of the `held` tokens of its KV cache."""
         keep, self._is_stale = 0, True
         bucket = (sequence.room, sequence.lane)
         if all((other.room, other.lane) != bucket for other in self._running):
@@ -601,9 +600,9 @@ class KVCacheManager:
                 covers = self._prefixes.covered(sequence.uid)
                 if keep:
                     self.disk.line_up(sequence, sequence.uid, keep)
-        self.moves.append(StopSequence(sequence.uid, reason, sequence.forwards, keep, covers))
+        self.frames.append(SessionStop(sequence.uid, reason, sequence.forwards, keep, covers))
         if others := tuple([uid for uid in evicted if uid != sequence.uid]):
-            self.moves.append(EvictKept(others))
+            self.frames.append(Evict(others))
         sequence.all_forwards += sequence.forwards
         self._lay_out()
 
@@ -616,7 +615,7 @@ class KVCacheManager:
             return True
         beyond = self._occupied(joining) - self.kv_tokens
         if beyond > 0 and self._prefixes is not None and (evicted := self._prefixes.evict(beyond)):
-            self.moves.append(EvictKept(evicted))
+            self.frames.append(Evict(evicted))
             beyond = self._occupied(joining) - self.kv_tokens
         rows = self._rows(joining)
         alone = len(rows) == 1 and self.fits_alone(rows[0])
@@ -625,7 +624,7 @@ class KVCacheManager:
         fetching = next((each for each in reversed(self._waiting) if each.disk.fetch), None)
         if joining or fetching is None:
             return False
-        self.moves += self.disk.forget(fetching)
+        self.frames += self.disk.forget(fetching)
         return self.make_room()
 
     def _is_laid_out(self) -> bool:
@@ -645,7 +644,7 @@ class KVCacheManager:
         """
         if not self._arranges:
             if self._has_lanes and not all(sequence.room for sequence in self._running):
-                self.moves.append(Arrangement(lanes=_lanes(self._running)))
+                self.frames.append(Arrange(lanes=_lanes(self._running)))
             for sequence in self._running:
                 sequence.room = roomy(max(_lengths(self._running)))
             self._is_stale = False
@@ -674,7 +673,7 @@ class KVCacheManager:
             sequence.room = room
         self._slots = slots
         rooms, lanes = tuple([room for room, _ in slots]), tuple([lane for _, lane in slots])
-        self.moves.append(Arrangement(rooms, lanes=lanes if any(lanes) else ()))
+        self.frames.append(Arrange(rooms, lanes=lanes if any(lanes) else ()))
         return True
 
     def fits_alone(self, sequence: SequenceState) -> bool:
@@ -692,7 +691,7 @@ class KVCacheManager:
             return
         evicted = self._prefixes.resize(0) if clear else ()
         if evicted := (*evicted, *self._prefixes.resize(kv_tokens // KEPT_SHARE)):
-            self.moves.append(EvictKept(evicted))
+            self.frames.append(Evict(evicted))
 
     def _occupied(self, joining: Sequence[SequenceState] = ()) -> int:
         """Return the positions of all KV caches once the started prompts and `joining` run as well."""

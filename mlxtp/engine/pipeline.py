@@ -21,7 +21,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ..errors import Code, GroupError, ModelError
-from ..wire.messages import PromptBatch, PromptTokens, StepToken
+from ..wire.messages import Forward
 from .families import change
 from .group import Group, LoneGroup, RingGroup, uncounted
 from .sampler import Chosen
@@ -433,16 +433,13 @@ class StageTimes:
         self._prompt = 0  # uid of the prompt whose next tokens are to come
         self._running = 0  # forwards that were submitted and have not ended
 
-    def began(self, frame: PromptTokens | PromptBatch | StepToken, now: float, *, idle: bool) -> None:
+    def began(self, frame: Forward, now: float, *, idle: bool) -> None:
         """Record a frame at `now` (monotonic, in seconds). `idle`: no forward was in flight.
 
         Not for rank 0, which decides when the next frame comes.
         """
-        goes_on = isinstance(frame, StepToken)
-        prompt, self._prompt = self._prompt, 0
-        if isinstance(frame, PromptTokens):
-            goes_on = frame.uid == prompt
-            self._prompt = frame.uid if frame.offset + len(frame.tokens) < frame.total else 0
+        goes_on = not frame.prompts or frame.rows == (self._prompt,)
+        self._prompt = frame.unfinished
         if idle and goes_on:
             self.waiting_s += now - self._ended
         if idle:
@@ -498,7 +495,7 @@ class LateTokens:
         #: Steps without all their tokens: number, the forward that chooses these, their rows, all tokens.
         self._open: deque[tuple[int, int, list[tuple[int, int]], mx.array]] = deque()
 
-    def feed(self, frame: StepToken, width: int, forward: int) -> tuple[mx.array, mx.array | None]:
+    def feed(self, frame: Forward, width: int, forward: int) -> tuple[mx.array, mx.array | None]:
         """Return the tokens of a step, int32 [rows, width], padded with zeros that no row sees."""
         widths = frame.widths or (0,) * len(frame.rows)
         tokens = padded(frame.tokens, widths, width)

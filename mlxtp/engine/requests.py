@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -24,6 +24,7 @@ from ..wire.messages import (
     Delta,
     Error,
     Finished,
+    Forward,
     Generate,
     Loaded,
     LoadShard,
@@ -43,12 +44,9 @@ from .logit_shaping import Guided, RequestShaping
 from .mailbox import COMPILER, Mailbox
 from .mtp_head import PROPOSES
 from .scheduler import Scheduler
+from .sequence import SequenceState
 from .steps import (
-    Decode,
-    Move,
     Policy,
-    Prefill,
-    PrefillTogether,
     SampledToken,
     SequenceEnd,
     SequenceFailed,
@@ -447,21 +445,21 @@ class Requests:
                 self._forget(outcome.uid)
         self._emitter.emit(outcomes)
 
-    def prefilled(self, move: Prefill) -> None:
-        """Report the computed part of this prompt, which ends before the running forward."""
-        self._emitter.prefilled(move.request, move.offset, move.cached)
+    def prefilled(self, forward: Forward, reads: Sequence[SequenceState]) -> None:
+        """Report the computed part of these prompts, which ends before a forward that reads more of them."""
+        for sequence, offset in zip(reads, forward.positions, strict=True):
+            self._emitter.prefilled(sequence.request, offset, sequence.reused)
 
-    def moves(self, move: Move) -> None:
-        """Prepare for the scheduler's next move."""
-        if isinstance(move, Prefill | PrefillTogether):
-            for prompt in (move,) if isinstance(move, Prefill) else move.prompts:
-                self._waiting_since.pop(prompt.request, None)
-                self._shaping.assign(prompt.uid, prompt.request)
-                self._shaping.feeds(prompt.uid, prompt.total)
-        elif isinstance(move, Decode) and move.agreement == "broadcast":
-            fed, widths = 0, move.widths or (0,) * len(move.rows)
-            for uid, position, width in zip(move.rows, move.positions, widths, strict=True):
-                self._shaping.feeds(uid, position + 1, move.tokens[fed + 1 : fed + width])
+    def feeds(self, forward: Forward, reads: Sequence[SequenceState]) -> None:
+        """Prepare for a forward. `reads`: sequences whose prompts it reads."""
+        for sequence in reads:
+            self._waiting_since.pop(sequence.request, None)
+            self._shaping.assign(sequence.uid, sequence.request)
+            self._shaping.feeds(sequence.uid, sequence.prompt)
+        if not forward.prompts and forward.agreement == "broadcast":
+            fed, widths = 0, forward.widths or (0,) * len(forward.rows)
+            for uid, position, width in zip(forward.rows, forward.positions, widths, strict=True):
+                self._shaping.feeds(uid, position + 1, forward.tokens[fed + 1 : fed + width])
                 fed += width
 
 

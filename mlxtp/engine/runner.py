@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from operator import le, sub
+from operator import le
 
 import mlx.core as mx
 
 from ..errors import Code, GroupError
-from ..wire.messages import RESTS, PromptBatch, PromptTokens, Sampling, StepToken
+from ..wire.messages import RESTS, Forward, PromptPart, Sampling
 from . import kv_cache
 from .batch import (
     Batch,
@@ -52,7 +52,7 @@ class InputBatch:
         #: Their embeddings [rows, hidden], where the choice returned them.
         self._embeddings: mx.array | None = None
 
-    def feed(self, frame: StepToken, width: int, _forward: int) -> tuple[mx.array, mx.array | None]:
+    def feed(self, frame: Forward, width: int, _forward: int) -> tuple[mx.array, mx.array | None]:
         """Return the tokens that each row feeds, int32 [rows, width], padded with zeros that no row sees.
 
         Also returns their embeddings [rows, 1, hidden] where these are known.
@@ -206,63 +206,67 @@ class Runner:
 
     # --- forwards ------------------------------------------------------------------------------------
 
-    def prefill(self, frame: PromptTokens) -> Chosen:
-        """Queue one forward over the next tokens of a prompt.
+    def run(self, frame: Forward, known: Callable[[], object] | None = None) -> Chosen:
+        """Queue one forward.
 
-        The chunk that ends the prompt chooses the first new token, and the sequence joins the batch as its
-        last row. Earlier chunks return a zero to wait for. With `save`, a copy of their caches is kept.
+        The last part of a prompt chooses the first new token, and the sequence joins the batch as its last
+        row. Earlier parts return a zero to wait for. With `save`, a copy of their caches is kept. `known`
+        waits for what rank 0 needs before it chooses from a step's gathered logits, while these are being
+        computed. Raises GroupError (DESYNC) when a step's rows or their lengths differ from this rank's.
         """
-        caches = self._prefilling.get(frame.uid)
+        if not frame.prompts:
+            return self._step(frame, known)
+        return self._read_part(frame) if len(frame.rows) == 1 else self._read_together(frame)
+
+    def _read_part(self, frame: Forward) -> Chosen:
+        """Queue the next part of a prompt, over caches of its own."""
+        (uid,), (offset,), (prompt,) = frame.rows, frame.positions, frame.prompts
+        caches = self._prefilling.get(uid)
         if caches is None:
-            caches = self._begin(frame.uid, frame.sampling, frame.source, frame.offset, take=frame.take)
-            self._caches.reserve(caches, frame.offset, frame.total)
-            self._prefilling[frame.uid] = caches
-        self._count((frame.uid,))
-        end = frame.offset + len(frame.tokens)
-        self._lengths[frame.uid] = range(end, end + 1)
+            caches = self._begin(uid, offset, prompt)
+            self._caches.reserve(caches, offset, prompt.total)
+            self._prefilling[uid] = caches
+        self._count((uid,))
+        end = offset + len(frame.tokens)
+        self._lengths[uid] = range(end, end + 1)
         tokens = mx.array(frame.tokens, dtype=mx.int32)[None]
         received = self.border.expect(*tokens.shape)
         ends = mx.array([len(frame.tokens) - 1])
         local, remember = self._model.read(
-            tokens, caches, received.given, ends=ends, following=frame.following
+            tokens, caches, received.given, ends=ends, following=prompt.following
         )
-        if end < frame.total:
+        if end < prompt.total:
             remember(None)
             # Waiting for the caches alone leaves out the output head and the last layer's output, on every
             # rank. Of the MTP head, its keys and values are computed.
             sent = [] if self._vocabulary.chooses else [self.border.hand_on(local, self.forwards)]
             done = nothing_chosen(1, 1, [*arrays_of(caches), *sent])
             self.border.submit(self.forwards, received, done)
-            if frame.save:
+            if prompt.save:
                 self.border.flush(self.forwards)
-                self.kept.insert(frame.save, snapshot(caches, end), end, frame.covers)
-            clear_pool()  # scores over all keys have another size in each chunk
+                self.kept.insert(prompt.save, snapshot(caches, end), end, prompt.covers)
+            clear_pool()  # scores over all keys have another size in each part
             return Chosen(done, (), (), {}, self.forwards)
         outcome = self._first_tokens(
-            local, (frame.uid,), (frame.total,), frame,
-            after=received, arrays=lambda: arrays_of(caches), remember=remember,
-        )  # fmt: skip
-        del self._prefilling[frame.uid]
-        self._batch.join(frame.uid, caches)
+            local, frame, after=received, arrays=lambda: arrays_of(caches), remember=remember
+        )
+        del self._prefilling[uid]
+        self._batch.join(uid, caches)
         return outcome
 
-    def prefill_together(self, frame: PromptBatch) -> Chosen:
-        """Queue one forward over the rest of several prompts. Each becomes a row and gets its first token."""
-        batch = self._batch
+    def _read_together(self, frame: Forward) -> Chosen:
+        """Queue the rest of several prompts. Each becomes a row and gets its first token."""
+        batch, widths = self._batch, frame.widths
         assert isinstance(batch, SlotBatch), "other caches prefill one by one"
-        for i, uid in enumerate(frame.uids):
-            take = bool(frame.takes[i])
-            self._lengths[uid] = range(frame.totals[i], frame.totals[i] + 1)
-            batch.join(
-                uid, self._begin(uid, frame.samplings[i], frame.sources[i], frame.offsets[i], take=take)
-            )
-        self._count(frame.uids)
-        longest = max(frame.totals)
+        for uid, offset, prompt in zip(frame.rows, frame.positions, frame.prompts, strict=True):
+            self._lengths[uid] = range(prompt.total, prompt.total + 1)
+            batch.join(uid, self._begin(uid, offset, prompt))
+        self._count(frame.rows)
+        longest = max([prompt.total for prompt in frame.prompts])
         room = kv_cache.capacity(longest + 1)  # the last place is for padding
-        bucket = batch.gather(frame.uids, room)
-        widths = list(map(sub, frame.totals, frame.offsets))
+        bucket = batch.gather(frame.rows, room)
         positions, targets, mask = ForwardShape.arrays(
-            mx.array(frame.offsets, dtype=mx.int32), max(widths), min(kv_cache.view(longest), room)
+            mx.array(frame.positions, dtype=mx.int32), max(widths), min(kv_cache.view(longest), room)
         )
         # Padding behind the room goes to the last place. Later tokens overwrite all of it.
         shape = ForwardShape(positions, mx.minimum(targets, room - 1), mask)
@@ -278,16 +282,9 @@ class Runner:
             bucket.arrays = [array for layer in layers for array in layer.arrays]
             return bucket.arrays
 
-        return self._first_tokens(
-            local, frame.uids, frame.totals, frame, after=received, arrays=arrays_now, remember=remember
-        )
+        return self._first_tokens(local, frame, after=received, arrays=arrays_now, remember=remember)
 
-    def step(self, frame: StepToken, known: Callable[[], object] | None = None) -> Chosen:
-        """Queue one decode forward.
-
-        `known` waits for what rank 0 needs before it chooses from the gathered logits, while these are being
-        computed. Raises GroupError (DESYNC) when the frame's rows or their lengths differ from this rank's.
-        """
+    def _step(self, frame: Forward, known: Callable[[], object] | None) -> Chosen:
         rows, running = frame.rows, self._batch.rows
         if self.border.stage is not None:  # one lane steps
             lane = {uid for part in self._batch.parts(rows) for uid in part.rows}
@@ -444,9 +441,10 @@ class Runner:
 
     # --- inside --------------------------------------------------------------------------------------
 
-    def _begin(self, uid: int, sampling: Sampling, source: int, offset: int, *, take: bool) -> Caches:
+    def _begin(self, uid: int, offset: int, prompt: PromptPart) -> Caches:
+        source = prompt.source
         self._forwards[uid] = 0, 0
-        self._samplings[uid] = sampling
+        self._samplings[uid] = prompt.sampling
         if not source:
             return self._caches.new()
         self._use.update(reused=1, reused_tokens=offset)
@@ -461,24 +459,22 @@ class Runner:
                 f"sequence {uid} starts behind {offset} tokens of sequence {source}; this rank keeps {held}",
                 Code.DESYNC,
             )
-        return cut(self.kept.pop(source), offset) if take else share(kept, offset)
+        return cut(self.kept.pop(source), offset) if prompt.take else share(kept, offset)
 
     def _first_tokens(
         self,
         local: mx.array,
-        rows: tuple[int, ...],
-        totals: tuple[int, ...],
-        frame: PromptTokens | PromptBatch,
+        frame: Forward,
         *,
         after: HiddenStates,
         arrays: Callable[[], list[mx.array]],
         remember: Callable[[mx.array | None], mx.array | None],
     ) -> Chosen:
-        """Submit a forward that ends prompts of `totals` tokens, with the choice of a token for each.
+        """Submit a forward that ends prompts, with the choice of a token for each.
 
         Calls `remember` with the embeddings of these tokens if there is an MTP head, then `arrays`.
         """
-        widths = (1,) * len(rows)
+        rows, widths = frame.rows, (1,) * len(frame.rows)
         scores: Scores = {}
         embeddings: mx.array | None = None
         proposed: list[mx.array] = []
@@ -487,7 +483,7 @@ class Runner:
             if frame.agreement == "broadcast":
                 tokens, embeddings = self._chooser.agree(tokens), None
         else:
-            at = mx.array(totals, dtype=mx.int32)
+            at = mx.array([prompt.total for prompt in frame.prompts], dtype=mx.int32)
             tokens, scores = self._draw(self._vocabulary.gather(local), rows, widths, at, frame)
         if self._model.head is not None:
             embeddings = self._model.embedded(tokens) if embeddings is None else embeddings
@@ -505,7 +501,7 @@ class Runner:
         rows: tuple[int, ...],
         widths: tuple[int, ...],
         at: mx.array,
-        frame: PromptTokens | PromptBatch | StepToken,
+        frame: Forward,
     ) -> tuple[mx.array, Scores]:
         """Choose tokens int32 [rows, width] from every rank's logits; returns them and wanted scores."""
         if not self._vocabulary.chooses:
@@ -515,7 +511,7 @@ class Runner:
         broadcast = frame.agreement == "broadcast"
         return self._chooser.choose(logits, rows, widths, samplings, at, broadcast=broadcast)
 
-    def _lengthen(self, frame: StepToken, widths: tuple[int, ...]) -> None:
+    def _lengthen(self, frame: Forward, widths: tuple[int, ...]) -> None:
         """Check and update the rows' lengths. Raises GroupError (DESYNC).
 
         Sums over ranks spread a wrong number to all of them, so that no digest would differ.

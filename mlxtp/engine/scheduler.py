@@ -1,8 +1,8 @@
 """Choice of the next forward, on rank 0 alone. Pure: no MLX, no clock, no I/O.
 
-A sequence waits, prefills in chunks, runs, and stops. Each call of `next` returns one move; `record` takes
+A sequence waits, prefills in chunks, runs, and stops. Each call of `next` returns one frame; `record` takes
 the tokens that a forward chose. With run-ahead, `next` is called before the previous forward's results are
-known. Where a row's next move depends on them (drafts in flight), `next` returns None until they are. A
+known. Where a row's next step depends on them (drafts in flight), `next` returns None until they are. A
 grammar's mask is not needed before the forward has its logits, so such a step is only `late`.
 
 A request may run as several sequences, in succession. When the KV caches exceed their budget, the
@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
+from itertools import chain
 
 from ..errors import Code, MlxtpError, RequestError
-from ..wire.messages import MAX_PROMPTS
+from ..wire.messages import MAX_PROMPTS, Arrange, Forward, PromptPart
 from . import kv_cache
 from .disk_index import DiskIndex
 from .kv_cache import KVCacheManager, PrefixCache
@@ -25,14 +26,10 @@ from .sequence import FedRow, Lanes, SequenceState, WaitingQueue
 from .speculation import Speculation
 from .steps import (
     Agreement,
-    Arrangement,
     Chunks,
-    Decode,
+    DecodeFrame,
     ExchangeKind,
-    Move,
     Policy,
-    Prefill,
-    PrefillTogether,
     Score,
     SequenceEnd,
     SequenceFailed,
@@ -44,7 +41,23 @@ from .steps import (
 
 #: Prompts that are partly computed at once. Long ones alternate, and those of one chunk do not count.
 MAX_PREFILLING = 4
-REHEARSED: tuple[tuple[FedRow, ...], int] = (), 1  #: entry of a forward that was not queued here
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedForward:
+    """Forward that was queued: the rows for which it chooses, and the `tokens` of prompts that it reads.
+
+    `reads`: the sequences of these prompts. `late`: rank 0 chooses once the tokens of the forward before are
+    known, because a grammar needs them.
+    """
+
+    rows: tuple[FedRow, ...]
+    reads: tuple[SequenceState, ...] = ()
+    tokens: int = 0
+    late: bool = False
+
+
+REHEARSED = QueuedForward((), tokens=1)  #: a forward that was not queued here
 
 
 class Scheduler:
@@ -75,13 +88,13 @@ class Scheduler:
             disk=disk,
         )
         self.disk = self._kv.disk
-        #: Moves that end sequences or free KV caches. They come before any other.
-        self.moves = self._kv.moves
+        #: Those that end sequences or free KV caches, which come before any other.
+        self.frames = self._kv.frames
         self.speculation = Speculation(policy, self._running)
-        #: Rows of each forward in flight, and the tokens of a prompt's chunk; 0 for a decode step.
-        self._queued: deque[tuple[tuple[FedRow, ...], int]] = deque()
+        #: Forwards without results. The last one is the last that `next` returned.
+        self.in_flight: deque[QueuedForward] = deque()
         self._lanes = Lanes(self._running, policy.stages)
-        self._spilled = False  # True if the last move was a block for the disk
+        self._spilled = False  # True if the last frame was a block for the disk
         self._late: list[StepResult] = []  # sent to clients with the next results
         self._budget = policy.prefill_chunk
         self._chunks = Chunks(policy)
@@ -133,7 +146,7 @@ class Scheduler:
     def resize(self, kv_tokens: int, *, clear: bool = False) -> None:
         """Change the room of the KV caches, in tokens. No forward may be in flight.
 
-        With `clear`, evict all that are kept. The next moves evict and preempt what no longer fits. A
+        With `clear`, evict all that are kept. The next frames evict and preempt what no longer fits. A
         sequence that has more tokens than the room fails; the others continue when there is room again.
         """
         larger = kv_tokens > self._kv.kv_tokens
@@ -144,31 +157,31 @@ class Scheduler:
         while (self._running or self._waiting.holding()) and not self._kv.make_room():
             self._preempt()
         if not larger:
-            self.moves.append(Arrangement(trim=True))
+            self.frames.append(Arrange(trim=True))
 
-    # --- moves ---------------------------------------------------------------------------------------
+    # --- frames --------------------------------------------------------------------------------------
 
-    def next(self) -> Move | None:
-        """Return the next move, or None when there is nothing to run before more results or requests arrive.
+    def next(self) -> DecodeFrame | None:
+        """Return the next frame, or None when there is nothing to run before more results or requests arrive.
 
         Ended sequences leave first. Then prompts run, up to one chunk of tokens between two decode steps, so
         that a long prompt never delays the others by more than one chunk. Between two forwards, at most one
         block goes to disk.
         """
-        if self.moves:
-            return self.moves.popleft()
+        if self.frames:
+            return self.frames.popleft()
         self._spilled = not self._spilled
         if self._spilled and (spill := self.disk.next_spill()):
             return spill
         self._spilled = False
-        move: Move | None = self._next_prefill() if self._waiting else None
-        if move is None and self._running and not self.moves:
-            move = self._next_decode()
-        if move is None and self.moves:
-            return self.moves.popleft()  # room is made first
-        return move or self.disk.next_spill()
+        forward = self._next_prefill() if self._waiting else None
+        if forward is None and self._running and not self.frames:
+            forward = self._next_decode()
+        if forward is None and self.frames:
+            return self.frames.popleft()  # room is made first
+        return forward or self.disk.next_spill()
 
-    def _next_prefill(self) -> Prefill | PrefillTogether | None:
+    def _next_prefill(self) -> Forward | None:
         policy = self._policy
         beside = bool(self._running)
         if not beside:
@@ -181,10 +194,13 @@ class Scheduler:
             group = self._short_ones(
                 started, min(free, MAX_PROMPTS), min(policy.together, limit, self._budget)
             )
-            if self.moves:
+            if self.frames:
                 return None  # room is made first
             if len(group) > 1:
-                return self._prefill_together(group)
+                chunks = [self._chunk(each, each.prompt, may_take=False) for each in group]
+                for each in group:
+                    self._join(each)
+                return self._forward(group, chunks)
         crowded = len(self._waiting.started()) >= MAX_PREFILLING
         full = (len(started) >= MAX_PREFILLING and not crowded) or free < 1
         for sequence in self._waiting:
@@ -200,7 +216,7 @@ class Scheduler:
                 if not self._kv.make_room([sequence]):
                     full = True  # later requests must not overtake it
                     continue
-                if self.moves or self._kv.fetch(sequence, self):
+                if self.frames or self._kv.fetch(sequence, self):
                     return None
             return self._prefill(sequence, limit)
         return None
@@ -227,39 +243,28 @@ class Scheduler:
             group.append(sequence)
         return group
 
-    def _prefill(self, sequence: SequenceState, limit: int) -> Prefill | None:
-        """Return the next chunk of a prompt; None if `moves` has it, behind those that free caches."""
-        move = self._chunk(sequence, limit)
-        if move.last:
+    def _prefill(self, sequence: SequenceState, limit: int) -> Forward | None:
+        """Return the next chunk of a prompt; None if `frames` has it, behind those that free caches."""
+        offset, part = self._chunk(sequence, limit)
+        if sequence.prefilled == part.total:
             self._join(sequence)
-            move = replace(move, drafts=self.speculation.first((sequence,)))
-            self._queued.append(((self._queue(sequence, (), ()),), len(move.tokens)))
-            return move
+            return self._forward((sequence,), ((offset, part),))
         self._kv.line_up(sequence)
         sequence.forwards += 1
         self._waiting.append(sequence)  # behind the others, because long prompts alternate
-        self._queued.append(((), len(move.tokens)))
         if sequence.prefilled in sequence.saves:
             self.last_uid += 1
-            move = self._kv.save(sequence, move, self.last_uid)
-            if move.save and sequence.prefilled == sequence.saves[-1]:
-                self.disk.line_up(sequence, move.save, sequence.prefilled)
-            if self.moves:
-                self.moves.append(move)
-                return None
-        return move
+            part = self._kv.save(sequence, part, self.last_uid)
+            if part.save and sequence.prefilled == sequence.saves[-1]:
+                self.disk.line_up(sequence, part.save, sequence.prefilled)
+        forward = self._forward((sequence,), ((offset, part),))
+        if self.frames:
+            self.frames.append(forward)
+            return None
+        return forward
 
-    def _prefill_together(self, group: Sequence[SequenceState]) -> PrefillTogether:
-        prompts = tuple([self._chunk(sequence, sequence.prompt, may_take=False) for sequence in group])
-        for sequence in group:
-            self._join(sequence)
-        asked = self.speculation.first(group)
-        rows = tuple([self._queue(sequence, (), ()) for sequence in group])
-        self._queued.append((rows, sum([len(prompt.tokens) for prompt in prompts])))
-        return PrefillTogether(prompts, _exchange(group), _agreement(self._policy.agreement, group), asked)
-
-    def _chunk(self, sequence: SequenceState, limit: int, *, may_take: bool = True) -> Prefill:
-        """Return the next tokens of a prompt. The sequence no longer waits.
+    def _chunk(self, sequence: SequenceState, limit: int, *, may_take: bool = True) -> tuple[int, PromptPart]:
+        """Return where the next tokens of a prompt begin, and what is read. The sequence no longer waits.
 
         Without `may_take`, it takes over no cache, because another sequence of the same forward may need it.
         """
@@ -272,24 +277,30 @@ class Scheduler:
         offset = sequence.prefilled
         limit = within(self._policy.scores, offset, limit)
         end = min([offset + limit, sequence.prompt, *[at for at in sequence.saves if at > offset]])
-        tokens = tuple(sequence.tokens[offset:end])
-        self._budget -= len(tokens)
-        sequence.prefilled += len(tokens)
+        self._budget -= end - offset
+        sequence.prefilled = end
         self._waiting.remove(sequence)
-        return Prefill(
-            sequence.uid,
-            tokens,
-            offset,
-            sequence.prompt,
-            source,
-            take,
-            sequence.wants.sampling,
-            sequence.exchange,
-            _agreement(self._policy.agreement, (sequence,)),
-            sequence.request,
-            sequence.reused,
-            following=sequence.tokens[end] if end < sequence.prompt else 0,
+        following = sequence.tokens[end] if end < sequence.prompt else 0
+        return offset, PromptPart(sequence.prompt, source, take, sequence.wants.sampling, following=following)
+
+    def _forward(self, group: Sequence[SequenceState], chunks: Sequence[tuple[int, PromptPart]]) -> Forward:
+        """Return a forward that reads these chunks, up to where the prompts are `prefilled`, and queue it."""
+        offsets = tuple([offset for offset, _ in chunks])
+        spans = [each.tokens[at : each.prefilled] for each, at in zip(group, offsets, strict=True)]
+        forward = Forward(
+            rows=tuple([sequence.uid for sequence in group]),
+            positions=offsets,
+            widths=tuple(map(len, spans)),
+            tokens=tuple(chain.from_iterable(spans)),
+            exchange=_exchange(group),
+            agreement=_agreement(self._policy.agreement, group),
+            drafts=0 if group[0].prefilled < group[0].prompt else self.speculation.first(group),
+            prompts=tuple([part for _, part in chunks]),
         )
+        ends = () if forward.unfinished else group
+        rows = tuple([self._queue(sequence, (), ()) for sequence in ends])
+        self.in_flight.append(QueuedForward(rows, tuple(group), len(forward.tokens)))
+        return forward
 
     def _join(self, sequence: SequenceState) -> None:
         """Add a sequence with a complete prompt as the last row of the batch."""
@@ -302,7 +313,7 @@ class Scheduler:
             sequence.disk.spilled = 0
         self.speculation.join(sequence)
 
-    def _next_decode(self) -> Decode | None:
+    def _next_decode(self) -> Forward | None:
         must_wait, policy = self.speculation.must_wait, self._policy
 
         def may_step(row: SequenceState) -> bool:
@@ -316,7 +327,7 @@ class Scheduler:
         if not self._kv.make_room():
             self._preempt()
             return None
-        if self.moves:
+        if self.frames:
             return None  # room is made first
         self._budget = self._chunks.beside
         feeds = self.speculation.feeds(running)
@@ -329,24 +340,24 @@ class Scheduler:
             ]
             widths = tuple([len(fed) for fed in explicit])
             tokens = tuple([token for fed in explicit for token in fed])
-        move = Decode(
+        step = Forward(
             rows=tuple([sequence.uid for sequence in running]),
             positions=tuple([sequence.position for sequence in running]),
             widths=widths,
             tokens=tokens,
             exchange=_exchange(running),
             agreement=_agreement(self._policy.agreement, running),
-            late=any(sequence.in_flight and sequence.wants.guide is not None for sequence in running),
             drafts=self.speculation.asked,
         )
+        late = any(sequence.in_flight and sequence.wants.guide is not None for sequence in running)
         rows = []
         for sequence, feed in zip(tuple(running), feeds, strict=True):
             drafts, forced = feed or ((), ())
             if not drafts:
                 sequence.position += 1 + len(forced)
             rows.append(self._queue(sequence, drafts, forced))
-        self._queued.append((tuple(rows), 0))
-        return move
+        self.in_flight.append(QueuedForward(tuple(rows), late=late))
+        return step
 
     def _queue(self, sequence: SequenceState, drafts: tuple[int, ...], forced: tuple[int, ...]) -> FedRow:
         """Record a queued forward that will choose tokens for a row."""
@@ -378,7 +389,8 @@ class Scheduler:
         """
         outcomes, self._late = self._late, []
         at = given_tokens = live = 0
-        rows, prefilled = self._queued.popleft() if self._queued else REHEARSED
+        forward = self.in_flight.popleft() if self.in_flight else REHEARSED
+        rows = forward.rows
         for row, ahead in zip(rows, proposed or ((),) * len(rows), strict=bool(rows)):
             width = 1 + len(row.drafts) + len(row.forced)
             chosen = tokens[at : at + width]
@@ -403,10 +415,10 @@ class Scheduler:
                     self.speculation.force(sequence)
             except MlxtpError as error:
                 outcomes.append(self._fail(sequence, error))
-        if prefilled:
+        if forward.tokens:
             self.speculation.prompted()
             if took_s and self._policy.timed:
-                self._chunks.took(prefilled, took_s)
+                self._chunks.took(forward.tokens, took_s)
         else:
             self.speculation.record(rows, given_tokens, at_s, complete=live == len(rows))
         return outcomes
@@ -437,7 +449,7 @@ class Scheduler:
             held = sequence.position
         if sequence in self._waiting:
             self._waiting.remove(sequence)
-        self.moves += self.disk.forget(sequence)
+        self.frames += self.disk.forget(sequence)
         if sequence.uid:
             self._kv.release(sequence, reason, held)
 

@@ -16,16 +16,14 @@ from ..wire.messages import (
     Evict,
     FetchBlocks,
     FetchedBlocks,
-    PromptBatch,
-    PromptTokens,
+    Forward,
     Restore,
     SessionEnd,
     SessionStop,
     Shutdown,
     Spill,
-    StepToken,
 )
-from .executor import Forward, RankExecutor
+from .executor import RankExecutor, RunningForward
 from .mailbox import DISK, LEADER, Mailbox
 
 #: Seconds to wait for the next frame before waiting for the running forward. While rank 0 runs ahead, the
@@ -41,7 +39,7 @@ class ServeLoop:
         self._rank = rank
         self._mail = mail
         self._leader = leader
-        self._running: deque[Forward] = deque()
+        self._running: deque[RunningForward] = deque()
 
     def run(self) -> None:
         """Serve until rank 0 sends Shutdown. Raises the error that ends the epoch."""
@@ -54,19 +52,13 @@ class ServeLoop:
                 self._wait()
                 continue
             match received.message:
-                case PromptTokens() | PromptBatch() | StepToken() as frame:
+                case Forward() as frame:
                     self._running.append(self._rank.launch(received.seq, frame))
                     self._settle(keep=1)
                 case ChosenTokens() as chosen:
                     self._rank.runner.border.supply(chosen.forward, chosen.tokens)
-                case SessionStop() as stop:
-                    self._rank.stop(stop)
-                case Evict() as evict:
-                    self._rank.evict(evict.uids)
-                case Arrange() as arrange:
-                    self._rank.arrange(arrange)
-                case Spill() | FetchBlocks() | Restore() as frame:
-                    self._rank.on_disk(frame)
+                case SessionStop() | Evict() | Arrange() | Spill() | FetchBlocks() | Restore() as frame:
+                    self._rank.apply(frame)
                 case Shutdown():
                     self._settle(keep=0)
                     self._leader.send(Done())
@@ -86,7 +78,7 @@ class ServeLoop:
             self._rank.status.enter("idle")
         self._mail.idle(of=(DISK, LEADER))
 
-    def _is_submitted(self, forward: Forward) -> bool:
+    def _is_submitted(self, forward: RunningForward) -> bool:
         """Return False for a pipeline's forward whose tokens are to come."""
         return self._rank.runner.border.tokens.known(forward.forwards)
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..wire.messages import MAX_WIDTH, RESTS
+from ..wire.messages import MAX_WIDTH, RESTS, Forward, PromptPart, SessionStop
 from .lookup import Lookup
 from .payoff import (
     HELD,
@@ -22,7 +22,7 @@ from .payoff import (
     source_of_match,
 )
 from .sequence import FedRow, SequenceState
-from .steps import Agreement, Decode, Move, Policy, Prefill, StopSequence
+from .steps import Agreement, DecodeFrame, Policy
 
 REHEARSED = 32  #: tokens of the prompt in the rehearsal
 REHEARSED_WIDTHS = (1, 2, 4, 8)  #: tokens of its steps
@@ -76,8 +76,8 @@ class Speculation:
         #: Kind and time of the last step, and whether another one was on its way then.
         self._last: tuple[Kind, float, bool] | None = None
 
-    def rehearsal(self, uid: int) -> Iterator[tuple[int, Move]]:
-        """Return moves of one row that measure steps before any request, each with the tokens that it feeds.
+    def rehearsal(self, uid: int) -> Iterator[tuple[int, DecodeFrame]]:
+        """Return frames of one row that measure steps before any request, each with the tokens that it feeds.
 
         Those of 0 tokens run ahead, those of WITH_HEAD have the MTP head compute drafts, and those of NO_STEP
         are not steps. Nothing is returned where no measure is wanted, or where there is no room.
@@ -88,14 +88,15 @@ class Speculation:
         ):
             return
         agreement: Agreement = "broadcast" if policy.agreement == "broadcast" else "verify"
-        yield NO_STEP, Prefill(uid, (0,) * REHEARSED, 0, REHEARSED, agreement=agreement)
+        zeros, part = (0,) * REHEARSED, PromptPart(REHEARSED)
+        yield NO_STEP, Forward((uid,), (0,), (REHEARSED,), zeros, agreement=agreement, prompts=(part,))
         kinds = (*REHEARSED_WIDTHS, WITH_HEAD) if policy.mtp else REHEARSED_WIDTHS
         steps = [0] * AHEAD + [kind for kind in kinds for _ in range(REHEARSALS)]
         for at, kind in enumerate(steps, REHEARSED):
             widths, tokens = ((kind,), (0,) * kind) if kind > 1 else ((), ())
             asked = policy.mtp if kind == WITH_HEAD else 0
-            yield kind, Decode((uid,), (at,), widths, tokens, agreement=agreement, drafts=asked)
-        yield NO_STEP, StopSequence(uid, "cancel", 1 + len(steps))
+            yield kind, Forward((uid,), (at,), widths, tokens, agreement=agreement, drafts=asked)
+        yield NO_STEP, SessionStop(uid, "cancel", 1 + len(steps))
 
     def rehearsed(self, seconds: Mapping[int, float]) -> None:
         """Take the seconds of steps, as `rehearsal` names them."""

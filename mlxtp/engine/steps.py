@@ -1,4 +1,4 @@
-"""Plain data of the scheduler: moves, results, parameters of a sequence, policy; and the sizes of chunks."""
+"""Plain data of the scheduler: results, parameters of a sequence, policy; and the sizes of chunks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,19 @@ from typing import Literal, Protocol
 
 from ..chunks import BESIDE, USUAL, chunk_of
 from ..errors import Code
-from ..wire.messages import GREEDY, PLAIN, Sampling, Shaping
+from ..wire.messages import (
+    GREEDY,
+    PLAIN,
+    Arrange,
+    Evict,
+    FetchBlocks,
+    Forward,
+    Restore,
+    Sampling,
+    SessionStop,
+    Shaping,
+    Spill,
+)
 
 EndReason = Literal["stop", "length", "cancel"]
 StopReason = Literal["stop", "length", "cancel", "preempt", "error"]
@@ -17,127 +29,8 @@ ExchangeKind = Literal["winners", "logits"]
 DraftKind = Literal["auto", "off", "lookup", "mtp", "draft"]
 
 
-@dataclass(frozen=True, slots=True)
-class Prefill:
-    """One forward over the prompt's tokens from `offset` on, after the KV cache of `source` if not 0.
-
-    The prefill of this prompt began after `cached` tokens. If `save` is not 0, a copy of the KV cache
-    afterwards is kept under that uid. The kept ones in `covers` share its arrays from then on. `following`
-    and `drafts` as in `PromptTokens`.
-    """
-
-    uid: int
-    tokens: tuple[int, ...]
-    offset: int
-    total: int
-    source: int = 0
-    take: bool = False
-    sampling: Sampling = GREEDY
-    exchange: ExchangeKind = "winners"
-    agreement: Agreement = "verify"
-    request: int = 0
-    cached: int = 0
-    save: int = 0
-    covers: tuple[int, ...] = ()
-    following: int = 0
-    drafts: int = 0
-
-    @property
-    def last(self) -> bool:
-        """True if this chunk ends the prompt, and so gives the first new token."""
-        return self.offset + len(self.tokens) == self.total
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillTogether:
-    """One forward over the rest of several short prompts. Each of `prompts` is a last chunk."""
-
-    prompts: tuple[Prefill, ...]
-    exchange: ExchangeKind = "winners"
-    agreement: Agreement = "verify"
-    drafts: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Decode:
-    """One forward over the running batch; fields as in `StepToken`.
-
-    `late`: rank 0 chooses once the tokens of the forward before are known, because a grammar needs them.
-    """
-
-    rows: tuple[int, ...]
-    positions: tuple[int, ...]
-    widths: tuple[int, ...] = ()
-    tokens: tuple[int, ...] = ()
-    exchange: ExchangeKind = "winners"
-    agreement: Agreement = "verify"
-    late: bool = False
-    drafts: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class StopSequence:
-    """End of a sequence after `forwards` forwards; the first `keep` tokens of its KV cache stay.
-
-    The kept ones in `covers` share its arrays from then on.
-    """
-
-    uid: int
-    reason: StopReason
-    forwards: int
-    keep: int = 0
-    covers: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class EvictKept:
-    """Eviction of kept KV caches."""
-
-    uids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Arrangement:
-    """Layout of the running rows' KV arrays, if there are `rooms` or `lanes`; fields as in `Arrange`."""
-
-    rooms: tuple[int, ...] = ()
-    trim: bool = False
-    lanes: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class SpillBlock:
-    """Tokens `start` to `end` of a KV cache, to be written to disk; fields as in `Spill`."""
-
-    uid: int
-    start: int
-    end: int
-    digest: bytes
-    previous: bytes = b""
-
-
-@dataclass(frozen=True, slots=True)
-class FetchKept:
-    """Blocks of `block` tokens each, to be read from disk for a kept KV cache of that uid."""
-
-    uid: int
-    block: int
-    digests: tuple[bytes, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RestoreKept:
-    """Blocks that every rank has read become a kept KV cache; `bad`: some rank has not got the next one."""
-
-    uid: int
-    blocks: int
-    bad: bool = False
-
-
-#: Moves that run no forward.
-CacheMove = StopSequence | EvictKept | Arrangement | SpillBlock | FetchKept | RestoreKept
-Move = Prefill | PrefillTogether | Decode | CacheMove
-
+#: Frames on decode links by which a scheduler drives all ranks.
+DecodeFrame = Forward | SessionStop | Evict | Arrange | Spill | FetchBlocks | Restore
 
 #: Log-probability of a chosen token, and its most probable alternatives with theirs.
 Score = tuple[float, tuple[tuple[int, float], ...]]
@@ -268,7 +161,7 @@ class Policy:
     tokens whose reading takes as long as another forward of a step. `wide`: rows may be fed several
     tokens at once. `drafts`: who may guess these. `draft_room`: most tokens of such a step, all rows
     padded to the widest. `late`: a row with a grammar runs ahead beside others. `timed`: measured times
-    may influence the moves. `stages`: of a pipeline, in which at most `run_ahead` steps of a row are
+    may influence the frames. `stages`: of a pipeline, in which at most `run_ahead` steps of a row are
     queued before the tokens of the one before. `mtp`: most tokens that the model's MTP head proposes in a
     step; 0 without a head. `unfused`: lengths of drafts to avoid, for which attention has no kernel.
     `scores`: most tokens of a chunk times those of its context, because of the memory for attention.

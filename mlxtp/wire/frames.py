@@ -19,7 +19,7 @@ import msgpack
 
 from ..errors import Code, LocalProtocolError, RemoteProtocolError
 from .codecs import U63, FieldCodec, Message, Wire
-from .messages import RANK_MESSAGES, Ack, StepToken
+from .messages import RANK_MESSAGES, Ack, Forward
 
 # --- table of all messages by their number, which also packs and checks their bodies ---------------------
 
@@ -117,12 +117,12 @@ def check_body(message_type: type[Message], body: Wire) -> list[Any]:
 
 MAX_OPENING_FRAME: Final = 4 * 1024  #: bytes of one frame, without its length, until the link is open
 MAX_FRAME: Final = 8 * 1024 * 1024  #: bytes of one frame, without its length, from then on
-MAX_DEPTH: Final = 4
+MAX_DEPTH: Final = 5
 #: Items of one array, entries of one map. Lists of numbers travel as one packed string of bytes.
 MAX_ITEMS: Final = 64
 MAX_OBJECTS: Final = 1024  #: objects in one scanned frame
 
-_UNCHECKED: Final = frozenset((StepToken, Ack))  #: sent with every step; the receiver alone checks them
+_UNCHECKED: Final = frozenset((Forward, Ack))  #: sent with every step; the receiver alone checks them
 _LENGTH = struct.Struct(">I")
 _HEADER_BYTES: Final = _LENGTH.size
 
@@ -142,11 +142,11 @@ def encode(message: Message, epoch: int, seq: int, limit: int = MAX_FRAME) -> by
     """Return the frame of `message`, length included.
 
     Raises LocalProtocolError: FIELD_INVALID for a value that no receiver would accept, FRAME_OVERSIZE for
-    more than `limit` bytes. Fields of a StepToken or an Ack must only fit their 32 or 64 bits.
+    more than `limit` bytes. Fields of a decode step or an Ack must only fit their 32 or 64 bits.
     """
     try:
         body = to_body(message)
-        if type(message) not in _UNCHECKED:
+        if type(message) not in _UNCHECKED or body.get("prompts"):
             check_body(type(message), body)
         payload: bytes = _pack((message.TYPE, epoch, seq, body))
     except (RemoteProtocolError, ValueError, TypeError, OverflowError, struct.error) as error:

@@ -40,7 +40,7 @@ from .codecs import holding as _f
 from .rank_stats import RankStats
 from .rdma import MAX_ENTRY
 
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 MAX_RANKS = 8
 MAX_LAYERS = 1024  #: of a model
 MAX_ROWS = 1024  #: sequences in one step
@@ -241,65 +241,38 @@ _agreement = choice("verify", "broadcast")
 
 
 @dataclass(frozen=True, slots=True)
-class PromptTokens(Message):
-    """One prefill forward over `tokens`, which start at position `offset` of a prompt of `total` tokens.
+class PromptPart:
+    """Part of a prompt that a Forward reads: the row's tokens, behind as many others as its position.
 
-    The chunk that ends the prompt (offset + len(tokens) == total) also produces the first new token, chosen
-    by `sampling`. For `exchange` and `agreement` see StepToken. A first chunk may start behind position 0:
-    the KV cache before it is then that of `source`, a running or kept sequence. With `take`, `source` ends
-    with it. Later chunks have source 0. With `save`, each rank keeps a copy of the KV cache after this chunk
-    under that uid; only a chunk that does not end the prompt has one. The kept caches in `covers` begin it.
-    They share its arrays from then on. `following` is the prompt's token after this chunk, for an MTP head;
-    0 in the last chunk. `drafts`: tokens that the head proposes after the first new one.
+    `total`: tokens of the whole prompt. The part that reaches it makes the sequence a row of the batch, and
+    chooses its first new token by `sampling`. A first part may begin behind position 0: the KV cache before
+    it is then that of `source`, a running or kept sequence. With `take`, `source` ends with it. Later parts
+    have source 0. With `save`, each rank keeps a copy of the KV cache after this part under that uid; only a
+    part that does not end its prompt has one. The kept caches in `covers` begin it. They share its arrays
+    from then on. `following` is the prompt's token after this part, for an MTP head; 0 in the last one.
     """
 
-    TYPE: ClassVar[int] = 0x08
-    uid: int = _f(_uid)
-    offset: int = _f(integer(0, MAX_CONTEXT))
     total: int = _f(integer(1, MAX_CONTEXT))
-    tokens: tuple[int, ...] = _f(integers(0, 2**31 - 1, 1, MAX_FRAME_TOKENS))
     source: int = _f(integer(0, U32), default=0)
     take: bool = _f(boolean(), default=False)
     sampling: Sampling = _f(_sampling, default=GREEDY)  # noqa: RUF009 - a field
-    exchange: str = _f(_exchange, default="winners")
-    agreement: str = _f(_agreement, default="verify")
     save: int = _f(integer(0, U32), default=0)
     covers: tuple[int, ...] = _f(integers(1, U32, 0, MAX_ROWS), default=())
     following: int = _f(integer(0, 2**31 - 1), default=0)
-    drafts: int = _f(integer(0, 1), default=0)
 
 
 @dataclass(frozen=True, slots=True)
-class PromptBatch(Message):
-    """One prefill forward over the rest of several prompts. Each of them joins the batch and gets a token.
+class Forward(Message):
+    """One forward over the sequences in `rows`: a decode step of the running batch, in its order, or prompts.
 
-    Prompt i has `totals[i]` tokens. `tokens` has those from `offsets[i]` on, one prompt after the other. The
-    other fields are those of PromptTokens (`takes` as 0 or 1).
-    """
+    `positions[i]` is the length of row i's KV cache before it; ranks roll back everything beyond it.
+    `widths[i]` counts the tokens that row i feeds from `tokens`; 0 stands for the one that its previous
+    forward produced, inside the graph. `widths` is empty when that is so for every row. The reply has the
+    choice after each token of a decode step.
 
-    TYPE: ClassVar[int] = 0x0D
-    uids: tuple[int, ...] = _f(integers(1, U32, 1, MAX_PROMPTS))
-    totals: tuple[int, ...] = _f(integers(1, MAX_CONTEXT, 1, MAX_PROMPTS))
-    offsets: tuple[int, ...] = _f(integers(0, MAX_CONTEXT, 1, MAX_PROMPTS))
-    sources: tuple[int, ...] = _f(integers(0, U32, 1, MAX_PROMPTS))
-    takes: tuple[int, ...] = _f(integers(0, 1, 1, MAX_PROMPTS))
-    tokens: tuple[int, ...] = _f(integers(0, 2**31 - 1, 1, MAX_FRAME_TOKENS))
-    samplings: tuple[Sampling, ...] = _f(records(Sampling, 1, MAX_PROMPTS))
-    exchange: str = _f(_exchange, default="winners")
-    agreement: str = _f(_agreement, default="verify")
-    drafts: int = _f(integer(0, 1), default=0)
-
-
-@dataclass(frozen=True, slots=True)
-class StepToken(Message):
-    """One decode forward for the running batch: the uids of its rows, in row order.
-
-    In a pipeline, these are the rows of one lane, and ChosenTokens brings the tokens inside the graph.
-
-    `positions[i]` is the length of row i's KV cache before this step; ranks roll back everything beyond it.
-    `widths` is empty when every row feeds the one token that its previous forward produced, inside the graph.
-    Otherwise `widths[i]` counts the tokens that row i feeds from `tokens` (0: the one inside the graph); the
-    reply has the choice after each of them.
+    `prompts` is empty for a decode step. Else it has a part for each row: of one prompt, or the last parts of
+    several new ones. In a pipeline, a step is for the rows of one lane, and ChosenTokens brings the tokens
+    inside the graph.
 
     `exchange`: "winners" when every row is greedy and ranks only exchange the best of their share of the
     vocabulary, "logits" when they gather the whole. `agreement`: "verify" when every rank chooses alike and
@@ -309,14 +282,22 @@ class StepToken(Message):
     and its caches get no entries.
     """
 
-    TYPE: ClassVar[int] = 0x09
+    TYPE: ClassVar[int] = 0x08
     rows: tuple[int, ...] = _f(integers(1, U32, 1, MAX_ROWS))
     positions: tuple[int, ...] = _f(integers(0, MAX_CONTEXT, 1, MAX_ROWS))
-    widths: tuple[int, ...] = _f(integers(0, MAX_WIDTH, 0, MAX_ROWS), default=())
+    widths: tuple[int, ...] = _f(integers(0, MAX_FRAME_TOKENS, 0, MAX_ROWS), default=())
     tokens: tuple[int, ...] = _f(integers(0, 2**31 - 1, 0, MAX_FRAME_TOKENS), default=())
     exchange: str = _f(_exchange, default="winners")
     agreement: str = _f(_agreement, default="verify")
     drafts: int = _f(integer(RESTS, MAX_DRAFTS), default=0)
+    prompts: tuple[PromptPart, ...] = _f(records(PromptPart, 0, MAX_PROMPTS), default=())
+
+    @property
+    def unfinished(self) -> int:
+        """Uid of the prompt that goes on after this forward, which then chooses nothing; 0 for none."""
+        if self.prompts and self.positions[0] + self.widths[0] < self.prompts[0].total:
+            return self.rows[0]
+        return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,7 +346,7 @@ class Arrange(Message):
     """
 
     TYPE: ClassVar[int] = 0x2B
-    rooms: tuple[int, ...] = _f(integers(1, MAX_ROOM, 0, MAX_ROWS))
+    rooms: tuple[int, ...] = _f(integers(1, MAX_ROOM, 0, MAX_ROWS), default=())
     trim: bool = _f(boolean(), default=False)
     lanes: tuple[int, ...] = _f(integers(0, MAX_RANKS - 1, 0, MAX_ROWS), default=())
 
@@ -422,7 +403,7 @@ class Restore(Message):
 
 @dataclass(frozen=True, slots=True)
 class Ack(Message):
-    """Reply to exactly one PromptTokens, PromptBatch or StepToken, named by the seq of its frame.
+    """Reply to exactly one Forward, named by the seq of its frame.
 
     `forwards` and `collectives` are the rank's totals after that step, `digest` covers the tokens it chose.
     `step_us` is the time from the forward's launch to its end on that rank, `wait_us` the part of it in
@@ -735,7 +716,7 @@ class SessionEnd(Message):
 RequestEvent = Accepted | Prefilled | Delta | ScoredDelta | Finished | Error
 
 RANK_MESSAGES: tuple[type[Message], ...] = (
-    Hello, Welcome, Ping, Pong, Bootstrap, SideChannel, Gathered, PromptTokens, PromptBatch, StepToken,
+    Hello, Welcome, Ping, Pong, Bootstrap, SideChannel, Gathered, Forward,
     ChosenTokens, SessionStop, Evict, Arrange, Spill, FetchBlocks, FetchedBlocks, Restore, Ack, Error, Init,
     SanityCheck, LoadShard, Unload, Shutdown, InitDone, SanityDone, Loaded, Done, KvBudget, TimeCollectives,
     CollectivesTimed, Generate, Accepted, Prefilled, Delta, ScoredDelta, Cancel, Finished, SessionEnd,

@@ -33,6 +33,7 @@ from .messages import (
     FetchBlocks,
     FetchedBlocks,
     Finished,
+    Forward,
     Gathered,
     Generate,
     Hello,
@@ -45,8 +46,6 @@ from .messages import (
     Ping,
     Pong,
     Prefilled,
-    PromptBatch,
-    PromptTokens,
     Restore,
     SanityCheck,
     SanityDone,
@@ -56,7 +55,6 @@ from .messages import (
     Shutdown,
     SideChannel,
     Spill,
-    StepToken,
     TimeCollectives,
     Unload,
     Welcome,
@@ -209,9 +207,7 @@ _SHUTDOWN_WHEN_BUSY = {
 _DECODING: tuple[Transition, ...] = tuple(
     (LinkState.LOADED, side, message, LinkState.LOADED)
     for side, message in (
-        (_UPPER, PromptTokens),
-        (_UPPER, PromptBatch),
-        (_UPPER, StepToken),
+        (_UPPER, Forward),
         (_UPPER, ChosenTokens),
         (_UPPER, SessionStop),
         (_UPPER, Evict),

@@ -16,6 +16,7 @@ from .frames import MAX_FRAME, Decoder, encode
 from .messages import (
     DIGEST_BYTES,
     MAX_CONTEXT,
+    MAX_WIDTH,
     Accepted,
     Ack,
     Arrange,
@@ -28,14 +29,14 @@ from .messages import (
     FetchBlocks,
     FetchedBlocks,
     Finished,
+    Forward,
     Gathered,
     Generate,
     Message,
     Ping,
     Pong,
     Prefilled,
-    PromptBatch,
-    PromptTokens,
+    PromptPart,
     Restore,
     SanityCheck,
     ScoredDelta,
@@ -43,7 +44,6 @@ from .messages import (
     Shutdown,
     SideChannel,
     Spill,
-    StepToken,
     TimeCollectives,
     Unload,
 )
@@ -210,7 +210,7 @@ class DecodeLedger:
         self.last_uid = 0
         #: Each uid whose prompt is incomplete: (offset of its next chunk, length of the prompt).
         self.prompts: dict[int, tuple[int, int]] = {}
-        #: Uids that a StepToken may name, each with the token limit of its KV cache.
+        #: Uids that a step may name, each with the token limit of its KV cache.
         self.running: dict[int, int] = {}
         #: Uids of ended sequences whose KV cache is still held, with its length in tokens.
         self.kept: dict[int, int] = {}
@@ -227,9 +227,7 @@ class DecodeLedger:
 
     def rules(self) -> Rules:
         return {
-            PromptTokens: self._prompt,
-            PromptBatch: self._prompts,
-            StepToken: self._step,
+            Forward: self._forward,
             ChosenTokens: self._choose,
             SessionStop: self._stop,
             Evict: self._evict,
@@ -251,118 +249,116 @@ class DecodeLedger:
         self.reading.clear()
         self.chosen = 0
 
-    def _prompt(self, prompt: PromptTokens, seq: int) -> None:
-        uid = prompt.uid
-        if uid in self.prompts:
-            offset, total = self.prompts.pop(uid)
-            if prompt.source or prompt.take:
-                raise Violation(
-                    Code.OUT_OF_ORDER, f"PromptTokens of uid {uid} names a source in a later chunk"
-                )
-        elif uid > self.last_uid:
-            self._start(prompt, uid, prompt.offset, prompt.source, take=prompt.take)
-            offset, total = prompt.offset, prompt.total
-            self.last_uid = uid
+    def _forward(self, forward: Forward, seq: int) -> None:
+        rows, widths = forward.rows, forward.widths
+        if len(forward.positions) != len(rows) or (widths and len(widths) != len(rows)):
+            raise Violation(
+                Code.FIELD_INVALID, "Forward with rows, positions and widths of different lengths"
+            )
+        if sum(widths) != len(forward.tokens):
+            raise Violation(
+                Code.FIELD_INVALID,
+                f"Forward of {sum(widths)} tokens by its widths, {len(forward.tokens)} here",
+            )
+        if forward.prompts:
+            self._prompts(forward)
         else:
-            raise Violation(
-                Code.WRONG_UID, f"PromptTokens for uid {uid}, which is complete or older than {self.last_uid}"
-            )
-        if (prompt.offset, prompt.total) != (offset, total):
-            raise Violation(
-                Code.OUT_OF_ORDER,
-                f"PromptTokens of uid {uid} at {prompt.offset} of {prompt.total}, "
-                f"expected {offset} of {total}",
-            )
-        end = offset + len(prompt.tokens)
-        if end > total:
-            raise Violation(
-                Code.FIELD_INVALID, f"PromptTokens of uid {uid} ends at {end}, past its prompt of {total}"
-            )
-        if end < total:
-            self.prompts[uid] = (end, total)
-        else:
-            self.running[uid] = total
-        if prompt.save:
-            self._save(prompt.save, end, whole=end == total)
-        self._cover(prompt, prompt.covers, end if prompt.save else 0)
+            self._step(forward)
         self.steps.append(seq)
+
+    def _step(self, step: Forward) -> None:
+        rows, running = step.rows, self.running
+        if not running.keys() >= set(rows):
+            strangers = sorted(set(rows) - running.keys())
+            raise Violation(Code.WRONG_UID, f"Forward for uid {strangers[0]}, which is not running")
+        if len(rows) > 1 and len(set(rows)) != len(rows):
+            raise Violation(Code.WRONG_UID, "Forward names a uid twice")
+        if any(map(gt, step.positions, map(running.__getitem__, rows))):
+            raise Violation(
+                Code.OUT_OF_ORDER, f"Forward at positions {step.positions}, past what its rows hold"
+            )
+        widths = step.widths or (1,) * len(rows)
+        if max(widths) > MAX_WIDTH:
+            raise Violation(Code.FIELD_INVALID, f"Forward of a row that feeds {max(widths)} tokens")
+        for uid, at, width in zip(rows, step.positions, widths, strict=True):
+            running[uid] = at + (width or 1)
+
+    def _prompts(self, forward: Forward) -> None:
+        """Check the parts of prompts that a forward reads."""
+        count = len(forward.rows)
+        if len(forward.prompts) != count or len(forward.widths) != count:
+            raise Violation(Code.FIELD_INVALID, f"Forward with {count} rows and other numbers of prompts")
+        ended: dict[int, int] = {}
+        parts = zip(forward.rows, forward.positions, forward.widths, forward.prompts, strict=True)
+        for uid, at, width, prompt in parts:
+            if uid in self.prompts and count == 1:
+                if prompt.source or prompt.take:
+                    raise Violation(Code.OUT_OF_ORDER, f"Forward: uid {uid} names a source in a later part")
+                expected = self.prompts.pop(uid)
+            elif uid > self.last_uid:
+                self._start(uid, at, prompt)
+                expected, self.last_uid = (at, prompt.total), uid
+            else:
+                raise Violation(
+                    Code.WRONG_UID,
+                    f"Forward: a prompt for uid {uid}, which is complete or older than {self.last_uid}",
+                )
+            if (at, prompt.total) != expected:
+                raise Violation(
+                    Code.OUT_OF_ORDER,
+                    f"Forward: a prompt of uid {uid} at {at} of {prompt.total}, expected {expected[0]} of "
+                    f"{expected[1]}",
+                )
+            end = at + width
+            if not width or end > prompt.total or (end < prompt.total and count > 1):
+                raise Violation(
+                    Code.FIELD_INVALID,
+                    f"Forward: {width} tokens of uid {uid} at {at} of its prompt of {prompt.total}",
+                )
+            if end < prompt.total:
+                self.prompts[uid] = end, prompt.total
+            else:
+                ended[uid] = end
+            if prompt.save:
+                self._save(prompt.save, end, whole=uid in ended)
+            self._cover(forward, prompt.covers, end if prompt.save else 0)
+        # Last, so that none of them can start from another one, which this forward has yet to compute.
+        self.running |= ended
 
     def _save(self, uid: int, length: int, *, whole: bool) -> None:
         """Check the uid of a copy, and that it is of a prompt without its end."""
         if uid <= self.last_uid:
             raise Violation(
-                Code.WRONG_UID, f"PromptTokens saves a KV cache as uid {uid} after uid {self.last_uid}"
+                Code.WRONG_UID, f"Forward: a KV cache saved as uid {uid} after uid {self.last_uid}"
             )
         if whole:
-            raise Violation(Code.FIELD_INVALID, f"PromptTokens saves uid {uid} at the end of its prompt")
+            raise Violation(
+                Code.FIELD_INVALID, f"Forward: a KV cache saved as uid {uid} at the end of its prompt"
+            )
         self.last_uid = uid
         self.kept[uid] = length
 
-    def _prompts(self, batch: PromptBatch, seq: int) -> None:
-        count = len(batch.uids)
-        columns = (batch.totals, batch.offsets, batch.sources, batch.takes, batch.samplings)
-        if any(len(column) != count for column in columns):
-            raise Violation(Code.FIELD_INVALID, "PromptBatch with fields of different lengths")
-        rests = [total - offset for total, offset in zip(batch.totals, batch.offsets, strict=True)]
-        if min(rests) < 1 or sum(rests) != len(batch.tokens):
-            raise Violation(
-                Code.FIELD_INVALID, f"PromptBatch of {rests} tokens by its prompts, {len(batch.tokens)} here"
-            )
-        starts = zip(batch.uids, batch.offsets, batch.sources, batch.takes, strict=True)
-        for uid, offset, source, take in starts:
-            if uid <= self.last_uid:
-                raise Violation(Code.WRONG_UID, f"PromptBatch with uid {uid} after uid {self.last_uid}")
-            self.last_uid = uid
-            self._start(batch, uid, offset, source, take=bool(take))
-        # Last, so that none of them can start from another one, which this forward has yet to compute.
-        self.running.update(zip(batch.uids, batch.totals, strict=True))
-        self.steps.append(seq)
-
-    def _start(self, message: Message, uid: int, offset: int, source: int, *, take: bool) -> None:
+    def _start(self, uid: int, offset: int, prompt: PromptPart) -> None:
         """Check that a new prompt begins behind the tokens that its source holds, if it has one."""
-        kind = type(message).__name__
-        if take and not source:
-            raise Violation(Code.FIELD_INVALID, f"{kind}: uid {uid} takes over a source of no name")
+        source = prompt.source
+        if prompt.take and not source:
+            raise Violation(Code.FIELD_INVALID, f"Forward: uid {uid} takes over a source of no name")
         if not source:
             if offset:
-                raise Violation(Code.OUT_OF_ORDER, f"{kind} starts uid {uid} at {offset}, behind nothing")
+                raise Violation(Code.OUT_OF_ORDER, f"Forward: uid {uid} starts at {offset}, behind nothing")
             return
-        held = self.kept.get(source) or (0 if take else self.running.get(source, 0))
+        held = self.kept.get(source) or (0 if prompt.take else self.running.get(source, 0))
         if not held:
-            raise Violation(Code.WRONG_UID, f"{kind}: uid {uid} starts from uid {source}, which is not there")
+            raise Violation(
+                Code.WRONG_UID, f"Forward: uid {uid} starts from uid {source}, which is not there"
+            )
         if not 1 <= offset <= held:
             raise Violation(
                 Code.OUT_OF_ORDER,
-                f"{kind}: uid {uid} starts behind {offset} tokens of uid {source}, which holds {held}",
+                f"Forward: uid {uid} starts behind {offset} tokens of uid {source}, which holds {held}",
             )
-        if take:
+        if prompt.take:
             del self.kept[source]
-
-    def _step(self, step: StepToken, seq: int) -> None:
-        rows = step.rows
-        if len(step.positions) != len(rows) or (step.widths and len(step.widths) != len(rows)):
-            raise Violation(
-                Code.FIELD_INVALID, "StepToken with rows, positions and widths of different lengths"
-            )
-        if sum(step.widths) != len(step.tokens):
-            raise Violation(
-                Code.FIELD_INVALID,
-                f"StepToken of {sum(step.widths)} tokens by its widths, {len(step.tokens)} here",
-            )
-        running = self.running
-        if not running.keys() >= set(rows):
-            strangers = sorted(set(rows) - running.keys())
-            raise Violation(Code.WRONG_UID, f"StepToken for uid {strangers[0]}, which is not running")
-        if len(rows) > 1 and len(set(rows)) != len(rows):
-            raise Violation(Code.WRONG_UID, "StepToken names a uid twice")
-        if any(map(gt, step.positions, map(running.__getitem__, rows))):
-            raise Violation(
-                Code.OUT_OF_ORDER, f"StepToken at positions {step.positions}, past what its rows hold"
-            )
-        widths = step.widths or (1,) * len(rows)
-        for uid, at, width in zip(rows, step.positions, widths, strict=True):
-            running[uid] = at + (width or 1)
-        self.steps.append(seq)
 
     def _choose(self, choice: ChosenTokens, seq: int) -> None:
         if choice.forward <= self.chosen:

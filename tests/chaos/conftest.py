@@ -46,7 +46,7 @@ FOR_CHAOS = frozenset((
     "test_deaths.py::test_ranks_that_disagree_give_their_memory_back",
     "test_deaths.py::test_the_reason_is_shown_while_it_restarts",
     "test_disk.py::test_killed_in_the_middle_of_a_block[write-1]",
-    "test_frames.py::test_a_frame_of_another_epoch_is_dropped_and_counted[0-StepToken]",
+    "test_frames.py::test_a_frame_of_another_epoch_is_dropped_and_counted[0-Forward]",
     "test_frames.py::test_a_frame_of_another_epoch_is_dropped_and_counted[1-Ack]",
     "test_frames.py::test_a_prompt_before_the_model_is_loaded",
     "test_frames.py::test_an_end_token_costs_at_most_the_step_that_was_on_its_way",

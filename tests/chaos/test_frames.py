@@ -14,6 +14,7 @@ from .harness import NOTICED_S, STALL_S, FaultyCluster, assert_recovered, assert
 from .orders import Order
 
 chaos = pytest.mark.chaos
+PROMPT = "Forward of prompts"
 
 
 def frames_of(cluster: FaultyCluster, prompt: str, max_tokens: int) -> tuple[list[str], int, int]:
@@ -29,7 +30,7 @@ def frames_of(cluster: FaultyCluster, prompt: str, max_tokens: int) -> tuple[lis
     )
     assert {frame["sender"] for frame in frames} == {0}
     types = [frame["type"] for frame in frames if frame["type"] != "Arrange"]
-    types = types[types.index("PromptTokens") :]
+    types = types[types.index(PROMPT) :]
     return types, usage["prompt_tokens"], usage["completion_tokens"]
 
 
@@ -39,13 +40,13 @@ def test_one_request_is_prompt_steps_and_one_stop(cluster: FaultyCluster, prompt
     types, prompt_tokens, generated = frames_of(cluster, prompt, max_tokens=15)
     chunks = math.ceil(prompt_tokens / 32)
     assert generated == 15
-    assert types == ["PromptTokens"] * chunks + ["StepToken"] * 14 + ["SessionStop"]
+    assert types == [PROMPT] * chunks + ["Forward"] * 14 + ["SessionStop"]
 
 
 def test_an_end_token_costs_at_most_the_step_that_was_on_its_way(cluster: FaultyCluster) -> None:
     types, _, generated = frames_of(cluster, SHORT, max_tokens=64)
-    steps = types.count("StepToken")
-    assert types == ["PromptTokens"] + ["StepToken"] * steps + ["SessionStop"]
+    steps = types.count("Forward")
+    assert types == [PROMPT] + ["Forward"] * steps + ["SessionStop"]
     assert generated - 1 <= steps <= generated
 
 
@@ -77,7 +78,7 @@ TO_RANK_0 = [
 
 @pytest.mark.parametrize(("how", "codes"), TO_RANK_1)
 def test_rank_1_refuses(cluster: FaultyCluster, how: str, codes: set[Code]) -> None:
-    refuse(cluster, 0, "StepToken", how, codes)
+    refuse(cluster, 0, "Forward", how, codes)
 
 
 @pytest.mark.parametrize(("how", "codes"), TO_RANK_0)
@@ -103,7 +104,7 @@ def refuse(cluster: FaultyCluster, rank: int, on: str, how: str, codes: set[Code
     )
 
 
-@pytest.mark.parametrize(("rank", "on"), [(0, "StepToken"), (1, "Ack")])
+@pytest.mark.parametrize(("rank", "on"), [(0, "Forward"), (1, "Ack")])
 def test_a_frame_of_another_epoch_is_dropped_and_counted(cluster: FaultyCluster, rank: int, on: str) -> None:
     """Nothing else comes of it: the request is answered in the same epoch."""
     was = before(cluster)
@@ -132,4 +133,4 @@ def test_a_prompt_before_the_model_is_loaded(cluster: FaultyCluster) -> None:
         detected_within_s=NOTICED_S,
         case="a prompt before load",
     )
-    assert "PromptTokens in state" in end.error.detail
+    assert "Forward in state" in end.error.detail

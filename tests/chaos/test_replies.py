@@ -66,7 +66,7 @@ def fail_once(
 
 
 @pytest.mark.parametrize(
-    ("on", "at"), [("PromptTokens", 1), ("StepToken", 20)], ids=["in prefill", "in decode"]
+    ("on", "at"), [("Forward of prompts", 1), ("Forward", 20)], ids=["in prefill", "in decode"]
 )
 def test_rank_0_raises_after_the_frame_went_out(cluster: FaultyCluster, on: str, at: int) -> None:
     """Rank 1 has run that step or waits in it; no one asks it for the reply any more."""
@@ -83,7 +83,7 @@ def test_rank_0_has_no_memory_for_a_forward(cluster: FaultyCluster) -> None:
         0,
         {Code.OUT_OF_MEMORY},
         NOTICED_S,
-        on="StepToken",
+        on="Forward",
         at=20,
         how="memory",
         likely="out of memory",
@@ -93,7 +93,7 @@ def test_rank_0_has_no_memory_for_a_forward(cluster: FaultyCluster) -> None:
 @chaos
 def test_rank_1_raises(cluster: FaultyCluster) -> None:
     codes = {Code.FORWARD_FAILED}
-    fail_once(cluster, "rank 1 raises", "raise_in_forward", 1, codes, NOTICED_S, on="StepToken", at=20)
+    fail_once(cluster, "rank 1 raises", "raise_in_forward", 1, codes, NOTICED_S, on="Forward", at=20)
 
 
 def test_the_last_ack_comes_too_late(cluster: FaultyCluster) -> None:

@@ -25,7 +25,7 @@ import msgpack
 
 from mlxtp.engine import block_store, decode_links, decode_loop, worker
 from mlxtp.engine import executor as rank_module
-from mlxtp.engine.executor import Forward, RankExecutor
+from mlxtp.engine.executor import RankExecutor, RunningForward
 from mlxtp.engine.forwards import DecodeGraphs
 from mlxtp.engine.grammar import GrammarSandbox
 from mlxtp.engine.group import Proof, RingGroup
@@ -33,25 +33,25 @@ from mlxtp.engine.loader import ModelShare
 from mlxtp.engine.mailbox import Mailbox
 from mlxtp.engine.runner import Runner
 from mlxtp.engine.sampler import Chooser, Chosen, Sampler, Scores
-from mlxtp.engine.scheduler import Scheduler
+from mlxtp.engine.scheduler import REHEARSED, Scheduler
 from mlxtp.engine.sharding import Vocabulary
-from mlxtp.engine.steps import Decode, Move, StopSequence
+from mlxtp.engine.steps import DecodeFrame
 from mlxtp.wire.blocking import BlockingLink
 from mlxtp.wire.frames import MAX_FRAME, encode
 from mlxtp.wire.messages import (
     PROTOCOL_VERSION,
     Ack,
     Delta,
+    Evict,
+    Forward,
     Hello,
     Message,
-    PromptBatch,
-    PromptTokens,
     SessionStop,
-    StepToken,
 )
 from mlxtp.wire.session import LinkKind, Received, Session, Side
 
 from ..mlx_errors import OUT_OF_MEMORY
+from ..wire.forwards import is_step, kind_of, of_prompt
 from .orders import Order, Orders
 
 orders: Orders
@@ -59,7 +59,6 @@ links: dict[LinkKind, BlockingLink] = {}
 """The links of this process: with two ranks there is one of a kind."""
 
 Wrapped = Callable[..., Any]
-Frame = PromptTokens | PromptBatch | StepToken
 
 
 def around(owner: Any, attribute: str) -> Callable[[Wrapped], Wrapped]:
@@ -116,7 +115,7 @@ def record(original: Wrapped, mail: Mailbox, sender: int, received: Any) -> None
         orders.note(
             "frame",
             sender=sender,
-            type=type(message).__name__,
+            type=kind_of(message),
             uid=getattr(message, "uid", 0),
             dropped=links[LinkKind.DECODE].protocol.dropped,
         )
@@ -128,9 +127,9 @@ def record(original: Wrapped, mail: Mailbox, sender: int, received: Any) -> None
 
 @around(RankExecutor, "launch")
 def hold_forward(
-    original: Wrapped, rank: RankExecutor, step: int, frame: Frame, known: Any = None
-) -> Forward:
-    place = "decode" if isinstance(frame, StepToken) else "prefill"
+    original: Wrapped, rank: RankExecutor, step: int, frame: Forward, known: Any = None
+) -> RunningForward:
+    place = "prefill" if frame.prompts else "decode"
     if order := orders.due("hold", place):
         pause(order)
     return original(rank, step, frame, known)
@@ -163,10 +162,10 @@ NO_MEMORY = OUT_OF_MEMORY[-1]
 
 @around(RankExecutor, "launch")
 def raise_in_forward(
-    original: Wrapped, rank: RankExecutor, step: int, frame: Frame, known: Any = None
-) -> Forward:
+    original: Wrapped, rank: RankExecutor, step: int, frame: Forward, known: Any = None
+) -> RunningForward:
     """The step's frame has gone out already."""
-    if order := orders.due("raise_in_forward", type(frame).__name__):
+    if order := orders.due("raise_in_forward", kind_of(frame)):
         raise RuntimeError(NO_MEMORY if order.how == "memory" else "no such luck")
     return original(rank, step, frame, known)
 
@@ -193,8 +192,10 @@ def note_memory(original: Wrapped, rank: RankExecutor) -> None:
 
 
 @around(RankExecutor, "launch")
-def die(original: Wrapped, rank: RankExecutor, step: int, frame: Frame, known: Any = None) -> Forward:
-    if orders.due("die", "decode" if isinstance(frame, StepToken) else "prefill"):
+def die(
+    original: Wrapped, rank: RankExecutor, step: int, frame: Forward, known: Any = None
+) -> RunningForward:
+    if orders.due("die", "prefill" if frame.prompts else "decode"):
         os.kill(os.getpid(), signal.SIGKILL)
     return original(rank, step, frame, known)
 
@@ -203,18 +204,17 @@ prompts: dict[int, tuple[int, ...]] = {}
 """This rank's part of each prompt."""
 
 
-def pieces(frame: Frame) -> Iterator[tuple[int, tuple[int, ...]]]:
+def pieces(frame: Forward) -> Iterator[tuple[int, tuple[int, ...]]]:
     """The tokens of each prompt in a frame, with its uid."""
-    if isinstance(frame, PromptTokens):
-        yield frame.uid, frame.tokens
-    elif isinstance(frame, PromptBatch):
-        tokens = iter(frame.tokens)
-        for uid, total, offset in zip(frame.uids, frame.totals, frame.offsets, strict=True):
-            yield uid, tuple(itertools.islice(tokens, total - offset))
+    tokens = iter(frame.tokens)
+    for uid, width in zip(frame.rows, frame.widths, strict=True) if frame.prompts else ():
+        yield uid, tuple(itertools.islice(tokens, width))
 
 
 @around(RankExecutor, "launch")
-def poison(original: Wrapped, rank: RankExecutor, step: int, frame: Frame, known: Any = None) -> Forward:
+def poison(
+    original: Wrapped, rank: RankExecutor, step: int, frame: Forward, known: Any = None
+) -> RunningForward:
     """No rank survives a prompt with the tokens that `how` lists in it."""
     if order := orders.order("poison"):
         for uid, tokens in pieces(frame):
@@ -277,35 +277,37 @@ def skip_step(original: Wrapped, mail: Mailbox, sender: int) -> Any:
     received = original(mail, sender)
     if not isinstance(received, Received):
         return received
-    if isinstance(received.message, StepToken) and orders.due("skip_step"):
+    if is_step(received.message) and orders.due("skip_step"):
         return original(mail, sender)
     return received
 
 
 @around(RankExecutor, "launch")
-def run_twice(original: Wrapped, rank: RankExecutor, step: int, frame: Frame, known: Any = None) -> Forward:
-    forward: Forward = original(rank, step, frame, known)
-    if isinstance(frame, StepToken) and orders.due("run_twice"):
+def run_twice(
+    original: Wrapped, rank: RankExecutor, step: int, frame: Forward, known: Any = None
+) -> RunningForward:
+    forward: RunningForward = original(rank, step, frame, known)
+    if is_step(frame) and orders.due("run_twice"):
         return original(rank, step, frame, known)
     return forward
 
 
 @around(RankExecutor, "launch")
 def swallow_exception(
-    original: Wrapped, rank: RankExecutor, step: int, frame: Frame, known: Any = None
-) -> Forward:
+    original: Wrapped, rank: RankExecutor, step: int, frame: Forward, known: Any = None
+) -> RunningForward:
     """The forward raises; its caller catches that, goes on, and answers with what the last forward gave."""
-    if not (isinstance(frame, StepToken) and orders.due("swallow_exception")):
+    if not (is_step(frame) and orders.due("swallow_exception")):
         swallow_exception.last = original(rank, step, frame, known)  # type: ignore[attr-defined]
         return swallow_exception.last  # type: ignore[attr-defined]
     rank.status.in_flight += 1
     return dataclasses.replace(swallow_exception.last, step=step)  # type: ignore[attr-defined]
 
 
-@around(Runner, "step")
-def take_another_token(original: Wrapped, runner: Runner, frame: StepToken, known: Any = None) -> Chosen:
+@around(Runner, "run")
+def take_another_token(original: Wrapped, runner: Runner, frame: Forward, known: Any = None) -> Chosen:
     chosen: Chosen = original(runner, frame, known)
-    if orders.due("take_another_token"):
+    if is_step(frame) and orders.due("take_another_token"):
         chosen = dataclasses.replace(chosen, tokens=chosen.tokens + 1)
         runner._inputs.tokens = chosen.tokens[:, -1]
     return chosen
@@ -365,11 +367,11 @@ def flip_after_gather(
 
 @around(RankExecutor, "launch")
 def misread_step(
-    original: Wrapped, rank: RankExecutor, step: int, frame: Frame, known: Any = None
-) -> Forward:
+    original: Wrapped, rank: RankExecutor, step: int, frame: Forward, known: Any = None
+) -> RunningForward:
     """This rank runs something else than the frame says. It counts frames of one row, or of several."""
-    rows = "one row" if isinstance(frame, StepToken) and len(frame.rows) == 1 else "several rows"
-    if isinstance(frame, StepToken) and (order := orders.due("misread_step", rows)):
+    rows = "one row" if is_step(frame) and len(frame.rows) == 1 else "several rows"
+    if is_step(frame) and (order := orders.due("misread_step", rows)):
         match order.how:
             case "positions":
                 frame = dataclasses.replace(frame, positions=tuple(p - 1 for p in frame.positions))
@@ -380,18 +382,18 @@ def misread_step(
     return original(rank, step, frame, known)
 
 
-@around(RankExecutor, "stop")
-def keep_otherwise(original: Wrapped, rank: RankExecutor, frame: SessionStop) -> None:
+@around(RankExecutor, "apply")
+def keep_otherwise(original: Wrapped, rank: RankExecutor, frame: Message) -> None:
     """A KV cache is not kept here, though all the others keep it; or less of it."""
-    if frame.keep and (order := orders.due("keep_otherwise")):
+    if isinstance(frame, SessionStop) and frame.keep and (order := orders.due("keep_otherwise")):
         frame = dataclasses.replace(frame, keep=max(frame.keep + int(order.how), 0))
     original(rank, frame)
 
 
-@around(RankExecutor, "evict")
-def evict_otherwise(original: Wrapped, rank: RankExecutor, uids: tuple[int, ...]) -> None:
-    if not orders.due("evict_otherwise"):
-        original(rank, uids)
+@around(RankExecutor, "apply")
+def evict_otherwise(original: Wrapped, rank: RankExecutor, frame: Message) -> None:
+    if not (isinstance(frame, Evict) and orders.due("evict_otherwise")):
+        original(rank, frame)
 
 
 @around(RingGroup, "prove")
@@ -428,15 +430,17 @@ def change_weight(original: Wrapped, *args: Any) -> ModelShare:
 @around(BlockingLink, "send")
 def lie(original: Wrapped, link: BlockingLink, message: Message) -> int:
     """One field of an Ack, or of a SessionStop, is one too high."""
-    if isinstance(message, Ack | SessionStop) and (order := orders.due("lie", type(message).__name__)):
+    if isinstance(message, Ack | SessionStop) and (order := orders.due("lie", kind_of(message))):
         message = dataclasses.replace(message, **{order.how: getattr(message, order.how) + 1})
     return original(link, message)
 
 
 @around(RankExecutor, "launch")
-def speak(original: Wrapped, rank: RankExecutor, step: int, frame: Frame, known: Any = None) -> Forward:
+def speak(
+    original: Wrapped, rank: RankExecutor, step: int, frame: Forward, known: Any = None
+) -> RunningForward:
     """Emission is on where it must not be: the token that rank 0 sends goes out here as well."""
-    if isinstance(frame, StepToken) and (order := orders.due("speak")):
+    if is_step(frame) and (order := orders.due("speak")):
         pipe = links[LinkKind.PIPE]
         delta = Delta((frame.rows[0],), (0,), (7,))
         if order.how == "politely":
@@ -450,28 +454,28 @@ def speak(original: Wrapped, rank: RankExecutor, step: int, frame: Frame, known:
 
 
 @around(Scheduler, "next")
-def extra_step(original: Wrapped, scheduler: Scheduler) -> Move | None:
+def extra_step(original: Wrapped, scheduler: Scheduler) -> DecodeFrame | None:
     """As the first published loop of this kind did: sent and run once more, after the last token."""
-    move: Move | None = original(scheduler)
-    if isinstance(move, Decode):
-        extra_step.last = move  # type: ignore[attr-defined]
-    if isinstance(move, StopSequence) and orders.due("extra_step"):
-        scheduler.moves.appendleft(move)
-        scheduler._queued.append(((), 0))
-        last: Decode = extra_step.last  # type: ignore[attr-defined]
-        return Decode((move.uid,), (last.positions[last.rows.index(move.uid)] + 1,))
-    return move
+    frame: DecodeFrame | None = original(scheduler)
+    if is_step(frame):
+        extra_step.last = frame  # type: ignore[attr-defined]
+    if isinstance(frame, SessionStop) and orders.due("extra_step"):
+        scheduler.frames.appendleft(frame)
+        scheduler.in_flight.append(REHEARSED)
+        last: Forward = extra_step.last  # type: ignore[attr-defined]
+        return Forward((frame.uid,), (last.positions[last.rows.index(frame.uid)] + 1,))
+    return frame
 
 
 @around(BlockingLink, "send")
 def extra_frame(original: Wrapped, link: BlockingLink, message: Message) -> int:
     """Sent, and not run here; "late": after the sequence has been stopped."""
-    if isinstance(message, StepToken):
+    if is_step(message):
         extra_frame.last = message  # type: ignore[attr-defined]
     if not (isinstance(message, SessionStop) and (order := orders.due("extra_frame"))):
         return original(link, message)
-    last: StepToken = extra_frame.last  # type: ignore[attr-defined]
-    extra = StepToken((message.uid,), (last.positions[last.rows.index(message.uid)] + 1,))
+    last: Forward = extra_frame.last  # type: ignore[attr-defined]
+    extra = Forward((message.uid,), (last.positions[last.rows.index(message.uid)] + 1,))
     if order.how == "late":
         seq = original(link, message)
         put(link, extra)
@@ -544,8 +548,8 @@ def _missing(send: Send, link: BlockingLink, message: Message) -> int:
 
 
 WAYS: dict[str, Callable[[Send, BlockingLink, Message], int]] = {
-    "prompt first": _ahead_of(lambda _: PromptTokens(1, 0, 4, (1, 2, 3, 4))),
-    "unknown uid": _ahead_of(lambda _: StepToken((4_000_000_000,), (40,))),
+    "prompt first": _ahead_of(lambda _: of_prompt(1, 0, 4, (1, 2, 3, 4))),
+    "unknown uid": _ahead_of(lambda _: Forward((4_000_000_000,), (40,))),
     "hello again": _ahead_of(lambda _: Hello(PROTOCOL_VERSION, 1, 1, bytes(16), bytes(32))),
     "delta": _ahead_of(lambda _: Delta((1,), (0,), (7,))),
     "other epoch as well": _other_epoch_as_well,
@@ -564,14 +568,14 @@ WAYS: dict[str, Callable[[Send, BlockingLink, Message], int]] = {
 @around(BlockingLink, "send")
 def wrong_frame(original: Wrapped, link: BlockingLink, message: Message) -> int:
     """On the decode link, at the message that `on` names, in one of the `WAYS`."""
-    if link.protocol.link is LinkKind.DECODE and (order := orders.due("wrong_frame", type(message).__name__)):
+    if link.protocol.link is LinkKind.DECODE and (order := orders.due("wrong_frame", kind_of(message))):
         return WAYS[order.how](functools.partial(original, link), link, message)
     return original(link, message)
 
 
 @around(BlockingLink, "send")
 def late(original: Wrapped, link: BlockingLink, message: Message) -> int:
-    if link.protocol.link is LinkKind.DECODE and (order := orders.due("late", type(message).__name__)):
+    if link.protocol.link is LinkKind.DECODE and (order := orders.due("late", kind_of(message))):
         time.sleep(order.seconds)
     return original(link, message)
 

@@ -17,12 +17,12 @@ from typing import Any
 import mlx.core as mx
 
 from mlxtp.engine import executor, worker
-from mlxtp.engine.executor import Forward, RankExecutor
+from mlxtp.engine.executor import RankExecutor, RunningForward
 from mlxtp.engine.group import RingGroup
 from mlxtp.engine.loader import ModelShare
 from mlxtp.engine.pipeline import Border, LateTokens
 from mlxtp.engine.sampler import Sampler
-from mlxtp.wire.messages import PromptTokens, StepToken
+from mlxtp.wire.messages import Forward
 
 from ..mlx_errors import OUT_OF_MEMORY
 
@@ -39,8 +39,8 @@ def err(is_ordered: Callable[[str], bool]) -> None:
     def choose_else(sampler: Sampler, logits: mx.array, positions: mx.array) -> mx.array:
         return choose(sampler, logits, positions + 1 if is_ordered("another draw") else positions)
 
-    def launch_else(rank: RankExecutor, step: int, frame: PromptTokens | StepToken) -> Forward:
-        if isinstance(frame, StepToken) and is_ordered("another position"):
+    def launch_else(rank: RankExecutor, step: int, frame: Forward) -> RunningForward:
+        if not frame.prompts and is_ordered("another position"):
             frame = replace(frame, positions=tuple(position + 1 for position in frame.positions))
         forward = launch(rank, step, frame)
         if (drafts := forward.chosen.drafts) is not None and is_ordered("another proposal"):

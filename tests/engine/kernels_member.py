@@ -19,7 +19,8 @@ from mlxtp.engine.executor import RankExecutor
 from mlxtp.engine.group import CollectiveCounter
 from mlxtp.engine.logit_shaping import RequestShaping
 from mlxtp.engine.telemetry import RankTelemetry
-from mlxtp.wire.messages import Bootstrap, LoadShard, PromptTokens, StepToken
+from mlxtp.wire.messages import Bootstrap, Forward, LoadShard
+from tests.wire.forwards import of_prompt
 
 CHUNK = 64
 
@@ -49,8 +50,8 @@ def main() -> None:
     if alone == "1":
         loader.run_alone(rank.loaded, 2, lambda: rank._first_forwards(CHUNK))
     between = kernels()
-    prompt = rank.launch(1, PromptTokens(1, 0, CHUNK, tuple(range(CHUNK)), 0, False))
-    steps = [rank.launch(2 + n, StepToken((1,), (CHUNK + n,), (), ())) for n in range(2)]
+    prompt = rank.launch(1, of_prompt(1, 0, CHUNK, tuple(range(CHUNK))))
+    steps = [rank.launch(2 + n, Forward((1,), (CHUNK + n,), (), ())) for n in range(2)]
     for forward in (prompt, *steps):
         rank.settle(forward)
     mx.synchronize()

@@ -1,6 +1,6 @@
 """The decode loop without ranks: drives a scheduler as rank 0 does, and plays the ranks' part by the letter.
 
-`Ranks` holds the tokens that each KV cache would hold, and executes moves literally. Its model knows what
+`Ranks` holds the tokens that each KV cache would hold, and executes frames literally. Its model knows what
 every request's answer is, and says it only when the KV cache holds what it should: a row that starts from a
 wrong cache, skips a token or forgets to roll back hears nonsense.
 """
@@ -18,40 +18,30 @@ from typing import Any
 from mlxtp.engine import kv_cache
 from mlxtp.engine.disk_index import DiskIndex
 from mlxtp.engine.kv_cache import SHORTEST_CHECKPOINT, SHORTEST_HIT, PrefixCache
-from mlxtp.engine.scheduler import Scheduler
+from mlxtp.engine.scheduler import REHEARSED, QueuedForward, Scheduler
 from mlxtp.engine.steps import (
-    Arrangement,
-    Decode,
-    EvictKept,
-    FetchKept,
+    DecodeFrame,
     Guide,
-    Move,
     Policy,
-    Prefill,
-    PrefillTogether,
-    RestoreKept,
     SampledToken,
     Score,
     SequenceEnd,
     SequenceFailed,
     SequenceParams,
-    SpillBlock,
     StepResult,
-    StopSequence,
 )
 from mlxtp.errors import Code, RequestError
 from mlxtp.wire.messages import (
+    DIGEST_BYTES,
     Arrange,
     Evict,
     FetchBlocks,
     FetchedBlocks,
-    Message,
-    PromptBatch,
-    PromptTokens,
+    Forward,
+    PromptPart,
     Restore,
     SessionStop,
     Spill,
-    StepToken,
 )
 from mlxtp.wire.session import DecodeLedger
 
@@ -168,6 +158,41 @@ class FakeGuide(Guide):
         return tuple(self._says[self.accepted : end])
 
 
+def digests_of(fetch: FetchBlocks) -> list[bytes]:
+    return [fetch.digests[at : at + DIGEST_BYTES] for at in range(0, len(fetch.digests), DIGEST_BYTES)]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens of a prompt in a forward, as the ranks and the scheduler know them."""
+
+    uid: int
+    offset: int
+    tokens: tuple[int, ...]
+    part: PromptPart
+    request: int
+    cached: int
+
+    @property
+    def total(self) -> int:
+        return self.part.total
+
+    @property
+    def last(self) -> bool:
+        return self.offset + len(self.tokens) == self.part.total
+
+
+def chunks_of(forward: Forward, queued: QueuedForward) -> tuple[Chunk, ...]:
+    found, at = [], 0
+    columns = zip(forward.rows, forward.positions, forward.widths, forward.prompts, queued.reads, strict=True)
+    for uid, offset, width, part, sequence in columns:
+        assert (uid, offset + width) == (sequence.uid, sequence.prefilled)
+        tokens = forward.tokens[at : at + width]
+        found.append(Chunk(uid, offset, tokens, part, sequence.request, sequence.reused))
+        at += width
+    return tuple(found)
+
+
 class Disk:
     """Blocks by digest, on rank 0 and on another rank that has lost some of them. It lags behind at times."""
 
@@ -190,16 +215,16 @@ class Disk:
     def ends(self, stems: Container[bytes]) -> list[int]:
         return sorted({end for end, previous, _ in self.blocks.values() if previous in stems}, reverse=True)
 
-    def write(self, move: SpillBlock, tokens: tuple[int, ...]) -> None:
-        assert not self.has(move.digest)
-        self.blocks[move.digest] = move.end, move.previous, tokens
+    def write(self, frame: Spill, tokens: tuple[int, ...]) -> None:
+        assert not self.has(frame.digest)
+        self.blocks[frame.digest] = frame.end, frame.previous, tokens
         if self.random.random() < 0.9:
-            self.elsewhere.add(move.digest)
+            self.elsewhere.add(frame.digest)
 
-    def read(self, fetch: FetchKept) -> list[tuple[int, ...]]:
+    def read(self, fetch: FetchBlocks) -> list[tuple[int, ...]]:
         """The leading blocks that both ranks have."""
         found = []
-        for at, digest in enumerate(fetch.digests):
+        for at, digest in enumerate(digests_of(fetch)):
             if digest not in self.blocks or digest not in self.elsewhere:
                 break  # lost there, or deleted for another sequence
             end, _, tokens = self.blocks[digest]
@@ -227,7 +252,7 @@ class Ranks:
         disk: Disk | None = None,
     ) -> None:
         self._disk = disk
-        self.fetches: dict[int, FetchKept] = {}
+        self.fetches: dict[int, FetchBlocks] = {}
         self.restored: set[int] = set()
         self.row_tokens = row_tokens
         self.whole = whole
@@ -260,60 +285,63 @@ class Ranks:
         """The token in each row's graph, which its next forward feeds."""
 
     def make(
-        self, move: Move, known: Callable[[], None] = lambda: None
+        self,
+        frame: DecodeFrame,
+        queued: QueuedForward = REHEARSED,
+        known: Callable[[], None] = lambda: None,
     ) -> tuple[tuple[int, int], ...] | None:
-        """Carry out a move. Of a forward: (uid, token) of everything it chose, in order.
+        """Carry out a frame. Of a forward: (uid, token) of everything it chose, in order.
 
         `known` is called before a late step chooses.
         """
-        self._check_rules(move)
-        match move:
-            case Prefill():
-                chosen = self._prefill((move,))
-            case PrefillTogether():
-                assert len(move.prompts) > 1
-                assert all(prompt.last for prompt in move.prompts)
-                chosen = self._prefill(move.prompts)
-            case Decode():
-                chosen = self._decode(move, known)
-            case StopSequence():
-                self._stop(move)
+        self._check_rules(frame)
+        match frame:
+            case Forward() if frame.prompts:
+                chunks = chunks_of(frame, queued)
+                assert len(chunks) == 1 or all(chunk.last for chunk in chunks)
+                chosen = self._prefill(chunks)
+            case Forward():
+                if queued.late:
+                    known()
+                chosen = self._decode(frame)
+            case SessionStop():
+                self._stop(frame)
                 return None
-            case EvictKept():
-                for uid in move.uids:
+            case Evict():
+                for uid in frame.uids:
                     self._drop(uid)
                 return None
-            case Arrangement():
-                self._arrange(move.rooms, move.lanes)
+            case Arrange():
+                self._arrange(frame.rooms, frame.lanes)
                 return None
-            case SpillBlock() | FetchKept() | RestoreKept():
-                self._on_disk(move)
+            case Spill() | FetchBlocks() | Restore():
+                self._on_disk(frame)
                 return None
         self.check_room()
         return chosen
 
-    def _on_disk(self, move: SpillBlock | FetchKept | RestoreKept) -> None:
+    def _on_disk(self, frame: Spill | FetchBlocks | Restore) -> None:
         assert self._disk is not None
-        match move:
-            case SpillBlock():
-                held = self.kept.get(move.uid) or self.contents[move.uid]
-                readable = move.uid in self.kept or move.uid in self.prefilling or self.arranges
+        match frame:
+            case Spill():
+                held = self.kept.get(frame.uid) or self.contents[frame.uid]
+                readable = frame.uid in self.kept or frame.uid in self.prefilling or self.arranges
                 assert readable, "a row of mlx-lm's own batched caches"
                 if self.whole:
-                    assert (move.start, move.end) == (0, len(held)), "a cut checkpoint"
-                assert len(held) >= move.end
-                self._disk.write(move, tuple(held[move.start : move.end]))
-            case FetchKept():
-                self.fetches[move.uid] = move
-            case RestoreKept():
-                fetch = self.fetches.pop(move.uid)
-                if move.blocks:
-                    parts = self._disk.read(fetch)[: move.blocks]
-                    self.kept[move.uid] = [token for part in parts for token in part]
-                    self.restored.add(move.uid)
-                    assert len(self.kept[move.uid]) == move.blocks * fetch.block
-                if move.bad:
-                    for digest in fetch.digests[move.blocks :]:
+                    assert (frame.start, frame.end) == (0, len(held)), "a cut checkpoint"
+                assert len(held) >= frame.end
+                self._disk.write(frame, tuple(held[frame.start : frame.end]))
+            case FetchBlocks():
+                self.fetches[frame.uid] = frame
+            case Restore():
+                fetch = self.fetches.pop(frame.uid)
+                if frame.blocks:
+                    parts = self._disk.read(fetch)[: frame.blocks]
+                    self.kept[frame.uid] = [token for part in parts for token in part]
+                    self.restored.add(frame.uid)
+                    assert len(self.kept[frame.uid]) == frame.blocks * fetch.block
+                if frame.bad:
+                    for digest in digests_of(fetch)[frame.blocks :]:
                         self._disk.delete(digest)
                 self.check_room()
 
@@ -324,27 +352,27 @@ class Ranks:
         self._ledger.rules()[FetchedBlocks](FetchedBlocks(uid, blocks), 0)
         return blocks
 
-    def _prefill(self, prompts: Sequence[Prefill]) -> tuple[tuple[int, int], ...]:
-        for prompt in prompts:
-            if prompt.uid not in self.prefilling:
-                self._begin(prompt)
-            together = len(prompts) > 1
-            self.own[prompt.uid] = kv_cache.capacity(max(each.total for each in prompts) + together)
+    def _prefill(self, chunks: Sequence[Chunk]) -> tuple[tuple[int, int], ...]:
+        for chunk in chunks:
+            if chunk.uid not in self.prefilling:
+                self._begin(chunk)
+            together = len(chunks) > 1
+            self.own[chunk.uid] = kv_cache.capacity(max(each.total for each in chunks) + together)
         chosen = []
-        for prompt in prompts:
-            contents = self.contents[prompt.uid]
-            assert len(contents) == prompt.offset
-            contents += prompt.tokens
-            self.forwards[prompt.uid] += 1
-            if prompt.last:
-                assert not prompt.save
-                del self.prefilling[prompt.uid]
-                self.rows.append(prompt.uid)
-                chosen.append((prompt.uid, self._choose(prompt.uid)))
-                self._check_guide(prompt.uid)
-            if prompt.save:
-                assert prompt.save not in self.forwards
-                self._keep(prompt.save, list(contents), prompt.request, prompt.covers)
+        for chunk in chunks:
+            contents, save = self.contents[chunk.uid], chunk.part.save
+            assert len(contents) == chunk.offset
+            contents += chunk.tokens
+            self.forwards[chunk.uid] += 1
+            if chunk.last:
+                assert not save
+                del self.prefilling[chunk.uid]
+                self.rows.append(chunk.uid)
+                chosen.append((chunk.uid, self._choose(chunk.uid)))
+                self._check_guide(chunk.uid)
+            if save:
+                assert save not in self.forwards
+                self._keep(save, list(contents), chunk.request, chunk.part.covers)
         return tuple(chosen)
 
     def _keep(self, uid: int, contents: list[int], request: int, covers: tuple[int, ...]) -> None:
@@ -365,32 +393,31 @@ class Ranks:
         if heirs:
             del self.within[heirs[-1][1]]
 
-    def _begin(self, prompt: Prefill) -> None:
-        assert prompt.uid not in self.forwards, "no uid is given twice"
-        source = self.kept if prompt.source in self.kept else self.contents
-        assert not prompt.source or prompt.source in self.rows or prompt.source in self.kept
-        held = source[prompt.source] if prompt.source else []
-        assert len(held) >= prompt.offset == prompt.cached
-        if prompt.source in self.restored:
-            assert prompt.take
-            assert self._requests[prompt.request].begins(held)
-        if self.whole and prompt.source:
-            assert held is self.kept.get(prompt.source), "a running one is not shared"
-            assert len(held) == prompt.offset, "a cut checkpoint"
-        if prompt.take:
-            self._drop(prompt.source)
-        self.contents[prompt.uid] = held[: prompt.offset]
-        self.prefilling[prompt.uid] = prompt.total
-        self.forwards[prompt.uid] = 0
-        self.request_of[prompt.uid] = prompt.request
+    def _begin(self, chunk: Chunk) -> None:
+        assert chunk.uid not in self.forwards, "no uid is given twice"
+        origin = chunk.part.source
+        source = self.kept if origin in self.kept else self.contents
+        assert not origin or origin in self.rows or origin in self.kept
+        held = source[origin] if origin else []
+        assert len(held) >= chunk.offset == chunk.cached
+        if origin in self.restored:
+            assert chunk.part.take
+            assert self._requests[chunk.request].begins(held)
+        if self.whole and origin:
+            assert held is self.kept.get(origin), "a running one is not shared"
+            assert len(held) == chunk.offset, "a cut checkpoint"
+        if chunk.part.take:
+            self._drop(origin)
+        self.contents[chunk.uid] = held[: chunk.offset]
+        self.prefilling[chunk.uid] = chunk.total
+        self.forwards[chunk.uid] = 0
+        self.request_of[chunk.uid] = chunk.request
 
-    def _decode(self, step: Decode, known: Callable[[], None]) -> tuple[tuple[int, int], ...]:
+    def _decode(self, step: Forward) -> tuple[tuple[int, int], ...]:
         if self.stages == 1:
             assert list(step.rows) == self.rows
         else:
             self._check_lane(step)
-        if step.late:
-            known()
         chosen, at = [], 0
         if self.arranges:
             widest = max(step.widths, default=1)
@@ -412,7 +439,7 @@ class Ranks:
         assert at == len(step.tokens)
         return tuple(chosen)
 
-    def _check_lane(self, step: Decode) -> None:
+    def _check_lane(self, step: Forward) -> None:
         """Assert that these rows share arrays with no others."""
         assert [uid for uid in self.rows if uid in step.rows] == list(step.rows)
         shared = {self.rooms[uid] for uid in step.rows if uid in self.rooms}
@@ -432,7 +459,7 @@ class Ranks:
         if request.guide is not None and not (request.ends or request.failures):
             assert request.guide.prepared == len(self.contents[uid]) - len(request.prompt)
 
-    def _stop(self, stop: StopSequence) -> None:
+    def _stop(self, stop: SessionStop) -> None:
         contents = self.contents.pop(stop.uid)
         if self.prefilling.pop(stop.uid, None) is None:
             row = self.rows.index(stop.uid)
@@ -482,50 +509,18 @@ class Ranks:
     def check_room(self) -> None:
         assert self.occupied() <= self.kv_tokens
 
-    def _check_rules(self, move: Move) -> None:
-        """The frame of every move keeps the rules of a decode link."""
+    def _check_rules(self, frame: DecodeFrame) -> None:
+        """The frame keeps the rules of a decode link."""
         self._seq += 1
-        message = _frame(move)
-        self._ledger.rules()[type(message)](message, self._seq)
+        self._ledger.rules()[type(frame)](frame, self._seq)
 
 
-def _frame(move: Move) -> Message:
-    match move:
-        case Prefill():
-            tokens = move.tokens
-            return PromptTokens(
-                move.uid, move.offset, move.total, tokens, move.source, move.take, save=move.save,
-                covers=move.covers,
-            )  # fmt: skip
-        case PrefillTogether():
-            prompts = move.prompts
-            columns = [(p.uid, p.total, p.offset, p.source, int(p.take)) for p in prompts]
-            uids, totals, offsets, sources, takes = zip(*columns, strict=True)
-            tokens = tuple(token for prompt in prompts for token in prompt.tokens)
-            samplings = tuple(prompt.sampling for prompt in prompts)
-            return PromptBatch(uids, totals, offsets, sources, takes, tokens, samplings)
-        case Decode():
-            return StepToken(move.rows, move.positions, move.widths, move.tokens)
-        case StopSequence():
-            return SessionStop(move.uid, move.reason, move.forwards, move.keep, move.covers)
-        case EvictKept():
-            return Evict(move.uids)
-        case Arrangement():
-            return Arrange(move.rooms, move.trim, move.lanes)
-        case SpillBlock():
-            return Spill(move.uid, move.start, move.end, move.digest, move.previous)
-        case FetchKept():
-            return FetchBlocks(move.uid, move.block, b"".join(move.digests))
-        case RestoreKept():
-            return Restore(move.uid, move.blocks, move.bad)
-
-
-def next_move(scheduler: Scheduler, ranks: Ranks | None = None) -> Move | None:
-    """The next move other than a layout of rows, which the ranks carry out at once."""
-    while isinstance(move := scheduler.next(), Arrangement):
+def next_frame(scheduler: Scheduler, ranks: Ranks | None = None) -> DecodeFrame | None:
+    """The next frame other than a layout of rows, which the ranks carry out at once."""
+    while isinstance(frame := scheduler.next(), Arrange):
         if ranks is not None:
-            ranks.make(move)
-    return move
+            ranks.make(frame)
+    return frame
 
 
 class Simulation:
@@ -572,7 +567,10 @@ class Simulation:
         self.ranks = Ranks(self.requests, kv_tokens, whole=whole, row_tokens=row_tokens, disk=disk)
         self.ranks.arranges = self.policy.wide
         self.ranks.stages = self.policy.stages
-        self.moves: list[Move] = []
+        self.frames: list[DecodeFrame] = []
+        self.late: list[bool] = []
+        """Whether each decode step was late."""
+        self._chunks: dict[tuple[int, int], tuple[Chunk, ...]] = {}
         self._run_ahead = run_ahead
         self._slow_when_wide = slow_when_wide
         self._now_s = 0.0
@@ -614,45 +612,51 @@ class Simulation:
         self._settle(0)
         self.scheduler.resize(kv_tokens)
         self.ranks.kv_tokens = max(kv_tokens, self.ranks.kv_tokens)
-        while self.scheduler.moves:
-            move = self.scheduler.next()
-            assert move is not None
-            if (chosen := self.ranks.make(move)) is not None:
-                self._running.append(chosen)
-            if move == Arrangement(trim=True) or not isinstance(move, Arrangement):
-                self.moves.append(move)
+        while self.scheduler.frames:
+            frame = self.scheduler.next()
+            assert frame is not None
+            self._make(frame)
+            if frame == Arrange(trim=True) or not isinstance(frame, Arrange):
+                self.frames.append(frame)
         self.ranks.kv_tokens = kv_tokens
         self.ranks.check_room()
 
-    def tick(self) -> Move | None:
-        """One turn of the loop: make a move, then take the tokens of what has run long enough.
+    def _make(self, frame: DecodeFrame) -> None:
+        queued = self.scheduler.in_flight[-1] if isinstance(frame, Forward) else REHEARSED
+        if isinstance(frame, Forward) and frame.prompts:
+            self._chunks[frame.rows[0], frame.positions[0]] = chunks_of(frame, queued)
+        elif isinstance(frame, Forward):
+            self.late.append(queued.late)
+        chosen = self.ranks.make(frame, queued, partial(self._settle, 0))
+        if chosen is not None:
+            self._running.append(chosen)
 
-        Rows are laid out before the move for which that is done.
+    def tick(self) -> DecodeFrame | None:
+        """One turn of the loop: run a frame, then take the tokens of what has run long enough.
+
+        Rows are laid out before the frame for which that is done.
         """
         if self.disk is not None and self.ranks.fetches and self.disk.random.random() < 0.3:
             self._reply(self.disk.random.choice(list(self.ranks.fetches)))
-        move = next_move(self.scheduler, self.ranks)
-        if move is not None:
-            self.moves.append(move)
-            chosen = self.ranks.make(move, partial(self._settle, 0))
-            if chosen is not None:
-                self._running.append(chosen)
+        frame = next_frame(self.scheduler, self.ranks)
+        if frame is not None:
+            self.frames.append(frame)
+            self._make(frame)
         ahead = self._run_ahead + self.policy.stages - 1
-        self._settle(ahead if move is not None else max(len(self._running) - 1, 0))
-        if move is None:
+        self._settle(ahead if frame is not None else max(len(self._running) - 1, 0))
+        if frame is None:
             for outcome in self.scheduler.late():
                 self._take(outcome)
-        return move
+        return frame
 
     def _reply(self, uid: int) -> None:
         """Tell the scheduler what all ranks have read, or that time is up."""
         assert self.disk is not None
         late = self.disk.random.random() < 0.1
         blocks = 0 if late else self.ranks.reply(uid)
-        self.scheduler.moves.append(self.scheduler.disk.fetched(uid, blocks, late=late))
-        while self.scheduler.moves:
-            if (chosen := self.ranks.make(self.scheduler.moves.popleft())) is not None:
-                self._running.append(chosen)
+        self.scheduler.frames.append(self.scheduler.disk.fetched(uid, blocks, late=late))
+        while self.scheduler.frames:
+            self._make(self.scheduler.frames.popleft())
 
     def ticks(self, count: int) -> None:
         for _ in range(count):
@@ -672,12 +676,10 @@ class Simulation:
         if self.kept is not None:
             assert len(self.ranks.kept) == len(self.kept), "a cache is left that the index does not know"
 
-    def prefills(self) -> list[Prefill]:
+    def prefills(self) -> list[Chunk]:
         """All chunks, those computed together too."""
-        chunks: list[Prefill] = []
-        for move in self.moves:
-            chunks += (move,) if isinstance(move, Prefill) else getattr(move, "prompts", ())
-        return chunks
+        reads = [frame for frame in self.frames if isinstance(frame, Forward) and frame.prompts]
+        return [chunk for frame in reads for chunk in self._chunks[frame.rows[0], frame.positions[0]]]
 
     def forwards_of(self, request: int) -> int:
         """Forwards of all sequences that worked on a request."""

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from mlxtp.engine.scheduler import Scheduler
-from mlxtp.engine.steps import LEAST, MOST, Chunks, Decode, Policy, Prefill, SequenceParams, chunk_sizes
+from mlxtp.engine.steps import LEAST, MOST, Chunks, Policy, SequenceParams, chunk_sizes
+from mlxtp.wire.messages import Forward
 
-from .simulation import next_move
+from .simulation import next_frame
 
 QUARTER = {"chunk_s": 0.25}
 
@@ -84,13 +85,13 @@ def lengths(**policy: Any) -> list[int]:
     scheduler.add(2, (1, 2, 3), SequenceParams(999))
     found = []
     for _ in range(12):
-        move = next_move(scheduler)
-        if isinstance(move, Prefill):
-            found.append(len(move.tokens))
-            scheduler.record((5,) if move.last else (), None, 0.002 * len(move.tokens))
+        frame = next_frame(scheduler)
+        assert isinstance(frame, Forward)
+        if frame.prompts:
+            found.append(len(frame.tokens))
+            scheduler.record(() if frame.unfinished else (5,), None, 0.002 * len(frame.tokens))
         else:
-            assert isinstance(move, Decode)
-            scheduler.record((5,) * len(move.rows), None, 0.01)
+            scheduler.record((5,) * len(frame.rows), None, 0.01)
     return found
 
 

@@ -15,7 +15,7 @@ import pytest
 from mlxtp.engine import decode_loop, grammar, requests
 from mlxtp.engine.decode_loop import DecodeLoop, Followers
 from mlxtp.engine.draft_model import DraftModel
-from mlxtp.engine.executor import Forward, RankExecutor, Result
+from mlxtp.engine.executor import RankExecutor, Result, RunningForward
 from mlxtp.engine.group import CollectiveCounter
 from mlxtp.engine.logit_shaping import RequestShaping
 from mlxtp.engine.mailbox import AGENT, DISK, Mailbox, Terminated
@@ -31,15 +31,14 @@ from mlxtp.wire.messages import (
     Delta,
     Error,
     Finished,
+    Forward,
     Generate,
     Loaded,
     LoadShard,
     Message,
     Prefilled,
-    PromptTokens,
     Shaping,
     Shutdown,
-    StepToken,
 )
 
 from ..reference import spoken
@@ -149,7 +148,7 @@ def test_large_command_buffers_take_small_chunks_of_prompts(
     frames = list[Message]()
     monkeypatch.setattr(story.followers, "send", lambda message: frames.append(message) or len(frames))
     story.play()
-    assert [len(each.tokens) for each in frames if isinstance(each, PromptTokens)] == chunks
+    assert [len(each.tokens) for each in frames if isinstance(each, Forward) and each.prompts] == chunks
 
 
 def test_a_request_that_waits_too_long_for_room_is_refused(tmp_path: Path, folder: Path) -> None:
@@ -191,7 +190,7 @@ def test_what_the_others_got_is_run_here_too_when_they_disagree(
         return between
 
     def note(message: Message) -> int:
-        if isinstance(message, PromptTokens | StepToken):
+        if isinstance(message, Forward):
             sent.append(message)
         return send(message)
 
@@ -225,7 +224,7 @@ def test_a_token_leaves_before_the_next_forward_is_queued_when_its_last_ack_is_t
         acknowledged.update(settled)
         return then
 
-    def queue(*args: Any) -> Forward:
+    def queue(*args: Any) -> RunningForward:
         left.append(sum(len(each.tokens) for each in story.said if isinstance(each, Delta)))
         return launch(*args)
 
@@ -258,8 +257,8 @@ def test_a_first_token_leaves_before_the_next_prompt_is_queued_and_no_step_waits
         if isinstance(message, Delta):
             events.append("".join(map(str, message.uids)))
 
-    def queue(step: int, frame: Any, *args: Any) -> Forward:
-        events.append({PromptTokens: "prompt", StepToken: "step"}[type(frame)])
+    def queue(step: int, frame: Any, *args: Any) -> RunningForward:
+        events.append("prompt" if frame.prompts else "step")
         return launch(step, frame, *args)
 
     monkeypatch.setattr(story.rank, "launch", queue)
@@ -296,11 +295,11 @@ def test_a_guided_step_is_queued_before_the_token_before_it_is_known(
     send, settle = story.followers.send, story.rank.settle
 
     def sent(message: Message) -> int:
-        if isinstance(message, PromptTokens | StepToken):
+        if isinstance(message, Forward):
             events.append("send")
         return send(message)
 
-    def known(forward: Forward) -> Result:
+    def known(forward: RunningForward) -> Result:
         events.append("settle")
         return settle(forward)
 

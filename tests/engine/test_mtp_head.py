@@ -35,15 +35,13 @@ from mlxtp.wire.messages import (
     DIGEST_BYTES,
     RESTS,
     FetchBlocks,
+    Forward,
     Loaded,
-    PromptBatch,
-    PromptTokens,
     Restore,
-    Sampling,
     Spill,
-    StepToken,
 )
 
+from ..wire.forwards import of_prompt, of_prompts
 from . import families
 from .mtp_heads import add_head
 from .small_models import change_config, remember, write_model
@@ -113,7 +111,7 @@ def drafted(
 ) -> tuple[list[int], list[int]]:
     """Feed the last token of `text` with drafts; returns the text with what was chosen, and proposals."""
     feed = (text[-1], *drafts)
-    chosen = runner.step(StepToken((uid,), (len(text) - 1,), (len(feed),), feed, drafts=3, **fields))
+    chosen = runner.run(Forward((uid,), (len(text) - 1,), (len(feed),), feed, drafts=3, **fields))
     (row,) = chosen.tokens.tolist()
     right = 0
     while right < len(drafts) and drafts[right] == row[right]:
@@ -122,10 +120,8 @@ def drafted(
     return [*text, *row[: right + 1]], chosen.drafts.tolist()[0]
 
 
-def plain(
-    text: Sequence[int], widths: tuple[int, ...] = (), fed: Sequence[int] = (), **how: Any
-) -> StepToken:
-    return StepToken((1,), (len(text) - 1,), widths, tuple(fed), **how)
+def plain(text: Sequence[int], widths: tuple[int, ...] = (), fed: Sequence[int] = (), **how: Any) -> Forward:
+    return Forward((1,), (len(text) - 1,), widths, tuple(fed), **how)
 
 
 @pytest.mark.parametrize(
@@ -148,15 +144,15 @@ def test_proposals_are_those_of_the_whole_text(folders: Any, family: str, exchan
     """A prompt in chunks, steps with drafts and without, right and wrong ones: no entry is missing."""
     folder = folders(family)
     runner, how = runner_of(folder), {"exchange": exchange}
-    runner.prefill(PromptTokens(1, 0, 21, OTHER[:9], following=OTHER[9]))
-    chosen = runner.prefill(PromptTokens(1, 9, 21, OTHER[9:], drafts=1, **how))
+    runner.run(of_prompt(1, 0, 21, OTHER[:9], following=OTHER[9]))
+    chosen = runner.run(of_prompt(1, 9, 21, OTHER[9:], drafts=1, **how))
     assert chosen.drafts is not None
     text, proposals = [*OTHER, chosen.tokens.item()], chosen.drafts.tolist()[0]
     assert_as_whole(runner, 1, folder, text, proposals)
     for turn in range(9):
         if turn % 4 == 2:  # steps that propose nothing, the second of which feeds what is in the graph
-            text, proposals = [*text, runner.step(plain(text, (1,), text[-1:], **how)).tokens.item()], []
-            text.append(runner.step(plain(text, **how)).tokens.item())
+            text, proposals = [*text, runner.run(plain(text, (1,), text[-1:], **how)).tokens.item()], []
+            text.append(runner.run(plain(text, **how)).tokens.item())
         text, proposals = drafted(runner, 1, text, proposals, **how)
         assert_as_whole(runner, 1, folder, text, proposals)
         if turn % 5 == 4:
@@ -166,11 +162,7 @@ def test_proposals_are_those_of_the_whole_text(folders: Any, family: str, exchan
 def test_rows_of_unlike_lengths_get_their_own_proposals(folders: Any) -> None:
     folder = folders("llama")
     runner = runner_of(folder)
-    chosen = runner.prefill_together(
-        PromptBatch(
-            (1, 2), (8, 21), (0, 0), (0, 0), (0, 0), (*PROMPT, *OTHER), (Sampling(), Sampling()), drafts=1
-        )
-    )
+    chosen = runner.run(of_prompts((1, 2), (8, 21), (0, 0), (*PROMPT, *OTHER), drafts=1))
     texts = [
         [*prompt, token] for prompt, (token,) in zip((PROMPT, OTHER), chosen.tokens.tolist(), strict=True)
     ]
@@ -181,14 +173,14 @@ def test_rows_of_unlike_lengths_get_their_own_proposals(folders: Any) -> None:
         if turn == 3:
             runner.arrange((64, 64))
         feed_all = [[text[-1], *feed] for text, feed in zip(texts, feeds, strict=True)]
-        frame = StepToken(
+        frame = Forward(
             (1, 2),
             tuple(len(text) - 1 for text in texts),
             tuple(map(len, feed_all)),
             tuple(token for row in feed_all for token in row),
             drafts=2,
         )
-        chosen = runner.step(frame)
+        chosen = runner.run(frame)
         assert chosen.drafts is not None
         for text, feed, row in zip(texts, feeds, chosen.tokens.tolist(), strict=True):
             right = 0
@@ -207,9 +199,9 @@ def test_steps_without_drafts_leave_no_holes(folders: Any, exchange: str) -> Non
     """More of them than the head gets together."""
     folder, how = folders("llama"), {"exchange": exchange}
     runner = runner_of(folder)
-    text = [*PROMPT, runner.prefill(PromptTokens(1, 0, 8, PROMPT, **how)).tokens.item()]
+    text = [*PROMPT, runner.run(of_prompt(1, 0, 8, PROMPT, **how)).tokens.item()]
     for _ in range(BEHIND + 5):
-        text.append(runner.step(plain(text, **how)).tokens.item())
+        text.append(runner.run(plain(text, **how)).tokens.item())
     text, proposals = drafted(runner, 1, text, (), **how)
     assert_as_whole(runner, 1, folder, text, proposals)
 
@@ -218,14 +210,14 @@ def test_steps_without_drafts_leave_no_holes(folders: Any, exchange: str) -> Non
 def test_a_token_is_embedded_once(folders: Any, exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """For the head and the next step alike: on several ranks, each time takes a sum of all of them."""
     runner, how = runner_of(folders("llama")), {"exchange": exchange}
-    text = [*PROMPT, runner.prefill(PromptTokens(1, 0, 8, PROMPT, **how)).tokens.item()]
-    text.append(runner.step(plain(text, **how)).tokens.item())  # traced
+    text = [*PROMPT, runner.run(of_prompt(1, 0, 8, PROMPT, **how)).tokens.item()]
+    text.append(runner.run(plain(text, **how)).tokens.item())  # traced
     embedded: list[mx.array] = []
     kind: Any = type(runner._vocabulary.embedding)
     call = kind.__call__
     monkeypatch.setattr(kind, "__call__", lambda own, tokens: embedded.append(tokens) or call(own, tokens))
     for _ in range(5):
-        text.append(runner.step(plain(text, **how)).tokens.item())
+        text.append(runner.run(plain(text, **how)).tokens.item())
     assert len(embedded) == (5 if exchange == "logits" else 0), "those of winners come with them"
 
 
@@ -235,12 +227,12 @@ def test_a_head_that_rests_gets_no_entries_and_changes_no_token(folders: Any, ex
     runs = []
     for rests in (False, True):
         runner = runner_of(folder)
-        text = [*PROMPT, runner.prefill(PromptTokens(1, 0, 8, PROMPT, **how)).tokens.item()]
+        text = [*PROMPT, runner.run(of_prompt(1, 0, 8, PROMPT, **how)).tokens.item()]
         asked: Any = {**how, "drafts": RESTS if rests else 0}
         for _ in range(BEHIND + 2):
-            text.append(runner.step(plain(text, **asked)).tokens.item())
+            text.append(runner.run(plain(text, **asked)).tokens.item())
         right = text[-1]
-        (chosen,) = runner.step(plain(text, (2,), (right, right), **asked)).tokens.tolist()
+        (chosen,) = runner.run(plain(text, (2,), (right, right), **asked)).tokens.tolist()
         runs.append([*text, chosen[0]])
         head = arrays_of(runner._batch.copy(1, len(text))[-1:])
         assert [bool(mx.any(each[..., 8:, :]).item()) for each in head] == [not rests] * len(head)
@@ -251,11 +243,11 @@ def test_a_head_that_rests_gets_no_entries_and_changes_no_token(folders: Any, ex
 def test_a_kept_cache_has_the_head_s_entries(folders: Any) -> None:
     folder = folders("llama")
     runner = runner_of(folder)
-    first = runner.prefill(PromptTokens(1, 0, 8, PROMPT)).tokens.item()
-    runner.step(StepToken((1,), (8,)))
+    first = runner.run(of_prompt(1, 0, 8, PROMPT)).tokens.item()
+    runner.run(Forward((1,), (8,)))
     runner.stop(1, 8)
     longer = (*PROMPT, first, 33, 44)
-    token = runner.prefill(PromptTokens(2, 8, 11, longer[8:], source=1, take=True)).tokens.item()
+    token = runner.run(of_prompt(2, 8, 11, longer[8:], source=1, take=True)).tokens.item()
     text, proposals = drafted(runner, 2, [*longer, token], ())
     assert_as_whole(runner, 2, folder, text, proposals)
 
@@ -269,11 +261,11 @@ def test_a_cache_from_disk_has_the_head_s_entries(folders: Any, tmp_path: Path) 
     folder, words = folders("llama"), SimpleQueue[Any]()
     runner, digests = runner_of(folder), [bytes([number]) * DIGEST_BYTES for number in range(3)]
     disk = disk_of(runner, tmp_path, words.put)
-    runner.prefill(PromptTokens(1, 0, 21, OTHER[:9], following=OTHER[9]))
+    runner.run(of_prompt(1, 0, 21, OTHER[:9], following=OTHER[9]))
     disk.spill(Spill(1, 0, 8, digests[0]))
-    text = [*OTHER, runner.prefill(PromptTokens(1, 9, 21, OTHER[9:])).tokens.item()]
+    text = [*OTHER, runner.run(of_prompt(1, 9, 21, OTHER[9:])).tokens.item()]
     for _ in range(5):
-        text.append(runner.step(plain(text)).tokens.item())
+        text.append(runner.run(plain(text)).tokens.item())
     disk.spill(Spill(1, 8, 16, digests[1], digests[0]))
     disk.spill(Spill(1, 16, 24, digests[2], digests[1]))
     disk.close()
@@ -283,7 +275,7 @@ def test_a_cache_from_disk_has_the_head_s_entries(folders: Any, tmp_path: Path) 
     read = next(word for word in iter(words.get, None) if isinstance(word, Read))
     assert disk.arrived(read) == (7, 3)
     disk.restore(Restore(7, 3))
-    token = runner.prefill(PromptTokens(2, 24, 27, tuple(text[24:]), source=7)).tokens.item()
+    token = runner.run(of_prompt(2, 24, 27, tuple(text[24:]), source=7)).tokens.item()
     text, proposals = drafted(runner, 2, [*text, token], ())
     assert_as_whole(runner, 2, folder, text, proposals)
 
@@ -292,7 +284,7 @@ def test_quantized_caches_hold_the_head_s_entries(folders: Any, tmp_path: Path) 
     sizes = {"hidden_size": 256, "head_dim": 64}
     folder = add_head(write_model(tmp_path / "wide", attentive=True, **sizes), PROMPT)
     runner = runner_of(folder, kv_bits=8)
-    token = runner.prefill(PromptTokens(1, 0, 8, PROMPT)).tokens.item()
+    token = runner.run(of_prompt(1, 0, 8, PROMPT)).tokens.item()
     text, proposals = drafted(runner, 1, [*PROMPT, token], ())
     assert len(proposals) == 3
     text, _ = drafted(runner, 1, text, proposals)
@@ -302,9 +294,9 @@ def test_a_rank_without_the_head_finds_a_step_with_drafts_wrong(folders: Any) ->
     loaded = load(folders("llama"), LoneGroup(), lambda: None)
     chooser = Chooser(LoneGroup(), LogitShaping())
     runner = Runner(loaded, CacheKind(loaded.model), CollectiveCounter(), chooser, compiled=True)
-    runner.prefill(PromptTokens(1, 0, 8, PROMPT))
+    runner.run(of_prompt(1, 0, 8, PROMPT))
     with pytest.raises(GroupError) as error:
-        runner.step(StepToken((1,), (8,), drafts=1))
+        runner.run(Forward((1,), (8,), drafts=1))
     assert error.value.code is Code.DESYNC
 
 
@@ -317,9 +309,9 @@ def test_right_drafts_are_counted_up_to_the_first_wrong_one_and_within_the_row()
 
 
 def test_ranks_that_propose_more_or_read_another_next_token_have_other_digests() -> None:
-    step, prompt = StepToken((1,), (8,), drafts=1), PromptTokens(1, 0, 8, PROMPT[:4], following=PROMPT[4])
+    step, prompt = Forward((1,), (8,), drafts=1), of_prompt(1, 0, 8, PROMPT[:4], following=PROMPT[4])
     assert len({fed(replace(step, drafts=drafts)) for drafts in (RESTS, 0, 2)}) == 3
-    assert fed(prompt) != fed(replace(prompt, following=PROMPT[5]))
+    assert fed(prompt) != fed(of_prompt(1, 0, 8, PROMPT[:4], following=PROMPT[5]))
     assert fed(prompt) != fed(replace(prompt, drafts=1))
 
 
@@ -517,7 +509,7 @@ def test_a_head_computes_in_its_model_s_types(folders: Any, tmp_path: Path) -> N
         change_config(folder, num_nextn_predict_layers=1)
         with_tensors_of(folder, kind)
         runner = runner_of(folder)
-        token = runner.prefill(PromptTokens(1, 0, 8, PROMPT)).tokens.item()
+        token = runner.run(of_prompt(1, 0, 8, PROMPT)).tokens.item()
         text, proposals = drafted(runner, 1, [*PROMPT, token], ())
         drafted(runner, 1, text, proposals)
         assert {array.dtype for array in runner._batch.buckets[0].arrays[-2:]} == {kind}  # type: ignore[union-attr]

@@ -31,7 +31,7 @@ from mlxtp.engine.pipeline import (
 from mlxtp.engine.sampler import Chosen
 from mlxtp.errors import Code, GroupError, ModelError
 from mlxtp.placement.model_shape import shape_of
-from mlxtp.wire.messages import StepToken
+from mlxtp.wire.messages import Forward
 
 from .described_models import described
 from .families import FAMILIES, GEMMA4, PIPELINE, WINDOWS
@@ -330,14 +330,14 @@ def test_a_step_gets_its_tokens_once_they_have_come_and_in_order() -> None:
     late = LateTokens()
     late.joined(chosen(1, 7, 8), None)
     late.joined(chosen(2, 9), None)
-    first, _ = late.feed(StepToken((7, 8), (3, 4)), 1, 3)
+    first, _ = late.feed(Forward((7, 8), (3, 4)), 1, 3)
     late.chose(chosen(3, 7, 8), None)
     assert late.needs == 1
-    given, _ = late.feed(StepToken((9,), (5,), (2,), (50, 51)), 2, 4)
+    given, _ = late.feed(Forward((9,), (5,), (2,), (50, 51)), 2, 4)
     assert late.needs == 0
     assert given.tolist() == [[50, 51]]
     late.chose(chosen(4, 9, width=2), None)
-    both, _ = late.feed(StepToken((7, 8), (4, 5), (2, 0), (60, 61)), 2, 5)
+    both, _ = late.feed(Forward((7, 8), (4, 5), (2, 0), (60, 61)), 2, 5)
     assert late.needs == 3
     assert not late.known(3)
     late.supply(1, (70, 80))
@@ -349,7 +349,7 @@ def test_a_step_gets_its_tokens_once_they_have_come_and_in_order() -> None:
     late.supply(3, (71, 81))
     assert both.tolist() == [[60, 61], [81, 0]]
     assert late.known()
-    again, _ = late.feed(StepToken((9,), (6,)), 1, 6)
+    again, _ = late.feed(Forward((9,), (6,)), 1, 6)
     late.supply(4, (91, 92))
     assert again.tolist() == [[92]]
 
@@ -367,7 +367,7 @@ def test_a_stage_computes_a_step_when_its_tokens_have_come_and_those_behind_it_t
     border = Border(SimpleNamespace(chooses=False, ranks=2), None)  # type: ignore[arg-type]
     border.tokens.joined(chosen(1, 7), None)
     border.submit(1, HiddenStates(), mx.ones(1))
-    border.tokens.feed(StepToken((7,), (3,)), 1, 2)
+    border.tokens.feed(Forward((7,), (3,)), 1, 2)
     border.submit(2, HiddenStates(), mx.ones(1))
     border.submit(3, HiddenStates(), mx.ones(1))
     assert [each.forward for each in border._held] == [2, 3]
@@ -381,7 +381,7 @@ def test_rank_0_computes_the_step_of_another_lane_before_it_goes_on() -> None:
     border.tokens.joined(chosen(1, 7), None)
     border.tokens.joined(chosen(2, 8), None)
     for forward, uid in ((3, 7), (4, 8)):
-        border.tokens.feed(StepToken((uid,), (3,)), 1, forward)
+        border.tokens.feed(Forward((uid,), (3,)), 1, forward)
         border.submit(forward, arrived[forward], mx.ones(1))
         border.tokens.chose(chosen(forward, uid), None)
     border.supply(1, (70,))
@@ -395,7 +395,7 @@ def test_rank_0_sends_the_next_chunk_of_a_prompt_before_it_waits_for_the_one_on_
     border = Border(SimpleNamespace(chooses=True, ranks=2), None)  # type: ignore[arg-type]
     arrived = [HiddenStates(None, mx.array([forward], dtype=mx.uint32)) for forward in range(4)]
     border.tokens.joined(chosen(1, 7), None)
-    border.tokens.feed(StepToken((7,), (3,)), 1, 2)
+    border.tokens.feed(Forward((7,), (3,)), 1, 2)
     border.submit(2, arrived[2], mx.ones(1))
     border.submit(3, arrived[3], mx.ones(1))
     border.supply(1, (70,))

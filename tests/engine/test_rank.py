@@ -20,10 +20,11 @@ from mlxtp.engine.group import CollectiveCounter, LoneGroup
 from mlxtp.engine.loader import load
 from mlxtp.engine.logit_shaping import RequestShaping
 from mlxtp.engine.telemetry import RankTelemetry
-from mlxtp.wire.messages import Bootstrap, Init, Loaded, LoadShard, PromptTokens
+from mlxtp.wire.messages import Bootstrap, Init, Loaded, LoadShard
 
 from ..agents.test_one_machine import free_port
 from ..live_cluster import WAIT_S
+from ..wire.forwards import of_prompt
 from .small_models import write_model
 
 
@@ -80,7 +81,7 @@ def test_a_forward_that_mlx_blocks_at_queueing_counts_as_waiting(
         queue(*arrays)
 
     monkeypatch.setattr(mx, "async_eval", queue_late)
-    result = rank.settle(rank.launch(1, PromptTokens(1, 0, 4, (7, 8, 9, 10))))
+    result = rank.settle(rank.launch(1, of_prompt(1, 0, 4, (7, 8, 9, 10))))
     assert result.step_us >= result.wait_us >= 0.2e6
 
 

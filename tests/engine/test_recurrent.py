@@ -17,9 +17,10 @@ from mlxtp.engine.batch import CacheKind
 from mlxtp.engine.recurrent import _KINDS, recurrent_layers, states_of, views_of
 from mlxtp.engine.runner import Runner
 from mlxtp.errors import GroupError
-from mlxtp.wire.messages import PromptTokens, StepToken
+from mlxtp.wire.messages import Forward
 
 from ..reference import reference
+from ..wire.forwards import of_prompt
 from .families import FAMILIES, PIPELINE
 from .small_models import remember, write_model
 from .test_runner import active_bytes, runner_of
@@ -71,7 +72,7 @@ class Course:
     def begin(self, uid: int, prompt: Sequence[int], source: int = 0, offset: int = 0) -> None:
         self.texts[uid] = (*prompt, *reference(prompt, LENGTH, self._folder))
         rest = tuple(prompt[offset:])
-        chosen = self.runner.prefill(PromptTokens(uid, offset, len(prompt), rest, source=source))
+        chosen = self.runner.run(of_prompt(uid, offset, len(prompt), rest, source=source))
         assert chosen.tokens.item() == self.texts[uid][len(prompt)]
         self.known[uid] = len(prompt) + 1
 
@@ -82,8 +83,8 @@ class Course:
             wrong_from = self.random.randrange(len(right) + 1)
             wrong = [(token + 1) % 500 for token in right[wrong_from:]]
             feeds[uid] = (self.texts[uid][known - 1], *right[:wrong_from], *wrong)
-        chosen = self.runner.step(
-            StepToken(
+        chosen = self.runner.run(
+            Forward(
                 tuple(feeds),
                 tuple(known - 1 for known in self.known.values()),
                 tuple(map(len, feeds.values())),
@@ -209,12 +210,12 @@ def test_a_row_is_kept_as_it_was_before_its_drafts_or_behind_any_of_them(
         course = Course(folder_of(family))
         course.begin(1, (7, 8, 9))
         text = course.texts[1]
-        course.runner.step(StepToken((1,), (3,), (4,), text[3:7]))  # the rest are in flight
+        course.runner.run(Forward((1,), (3,), (4,), text[3:7]))  # the rest are in flight
         if stood == 4:
             text = (*text[:7], 1)
         course.runner.stop(1, 3 + stood)
         course.begin(2, (*text[: 3 + stood], 99), 1, 3 + stood)
-    course.runner.step(StepToken((2,), (8,), (4,), (1, 2, 3, 4)))
+    course.runner.run(Forward((2,), (8,), (4,), (1, 2, 3, 4)))
     with pytest.raises(GroupError, match="7 tokens to keep, but this rank holds 12, not to be cut"):
         course.runner.stop(2, 7)
 
@@ -223,17 +224,17 @@ def test_what_waits_is_little_beside_a_state(folder_of: Callable[[str], Path]) -
     course = Course(folder_of("qwen3_5"))
     course.begin(1, (7, 8, 9))
     before = course.runner.kv_bytes()
-    course.runner.step(StepToken((1,), (3,), (4,), course.texts[1][3:7]))
+    course.runner.run(Forward((1,), (3,), (4,), course.texts[1][3:7]))
     assert 0 < course.runner.kv_bytes() - before < before / 4
-    course.runner.step(StepToken((1,), (7,), (1,), course.texts[1][7:8]))
+    course.runner.run(Forward((1,), (7,), (1,), course.texts[1][7:8]))
     assert course.runner.kv_bytes() == before
 
 
 def test_a_copy_holds_no_more_than_is_counted(folder_of: Callable[[str], Path]) -> None:
     """mlx-lm cuts the last inputs of a convolution out of those of a whole chunk, which they keep alive."""
     runner = runner_of(folder_of("lfm2"))
-    runner.prefill(PromptTokens(1, 0, 1001, (7,) * 1000, save=9))
-    runner.prefill(PromptTokens(1, 1000, 1001, (7,))).tokens.item()
+    runner.run(of_prompt(1, 0, 1001, (7,) * 1000, save=9))
+    runner.run(of_prompt(1, 1000, 1001, (7,))).tokens.item()
     runner.stop(1, 0)
     counted, held = runner.kept.size_bytes, active_bytes()
     runner.evict((9,))

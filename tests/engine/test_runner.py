@@ -19,9 +19,10 @@ from mlxtp.engine.loader import load
 from mlxtp.engine.runner import Runner
 from mlxtp.engine.sampler import Chooser, Chosen, LogitShaping
 from mlxtp.errors import Code, GroupError
-from mlxtp.wire.messages import PromptBatch, PromptTokens, Sampling, StepToken
+from mlxtp.wire.messages import Forward, Sampling
 
 from ..reference import reference
+from ..wire.forwards import of_prompt, of_prompts
 from .families import FAMILIES
 from .small_models import write_model
 
@@ -59,14 +60,14 @@ def tokens_of(chosen: Chosen) -> list[list[int]]:
 
 def prefill(runner: Runner, uid: int, prompt: Sequence[int], **fields: Any) -> int:
     offset = fields.pop("offset", 0)
-    frame = PromptTokens(uid, offset, len(prompt), tuple(prompt[offset:]), **fields)
-    ((token,),) = tokens_of(runner.prefill(frame))
+    frame = of_prompt(uid, offset, len(prompt), tuple(prompt[offset:]), **fields)
+    ((token,),) = tokens_of(runner.run(frame))
     return token
 
 
 def step(runner: Runner, positions: dict[int, int], **fields: Any) -> list[list[int]]:
-    frame = StepToken(tuple(positions), tuple(positions.values()), **fields)
-    return tokens_of(runner.step(frame))
+    frame = Forward(tuple(positions), tuple(positions.values()), **fields)
+    return tokens_of(runner.run(frame))
 
 
 def decode_beside(runner: Runner, others: dict[int, int], uid: int, start: int, count: int) -> list[int]:
@@ -113,9 +114,8 @@ def test_the_end_of_a_long_prompt_is_read_beside_a_whole_one(tmp_path: Path) -> 
     runner = runner_of(folder)
     prefill(runner, 1, long[:60])
     runner.stop(1, 60)
-    plain = (Sampling(), Sampling())
-    frame = PromptBatch((2, 3), (63, 50), (60, 0), (1, 0), (1, 0), (*long[60:], *short), plain)
-    said = tokens_of(runner.prefill_together(frame))
+    frame = of_prompts((2, 3), (63, 50), (60, 0), (*long[60:], *short), (1, 0), (True, False))
+    said = tokens_of(runner.run(frame))
     for i in range(12):
         for row, new in zip(said, step(runner, {2: 63 + i, 3: 50 + i}), strict=True):
             row.extend(new)
@@ -132,7 +132,7 @@ def test_steps_of_several_rows_are_traced_once_they_come_again(folder: Path, run
 
 
 def test_a_prompt_in_chunks_is_one_prompt(folder: Path, runner: Runner) -> None:
-    first = runner.prefill(PromptTokens(1, 0, 8, PROMPT[:3]))
+    first = runner.run(of_prompt(1, 0, 8, PROMPT[:3]))
     assert (first.rows, first.widths) == ((), ())
     assert first.tokens.tolist() == [[0]]
     token = prefill(runner, 1, PROMPT, offset=3)
@@ -209,7 +209,7 @@ def test_a_running_row_is_started_from(folder: Path, runner: Runner) -> None:
 
 
 def test_a_prompt_that_is_given_up_can_be_kept(folder: Path, runner: Runner) -> None:
-    runner.prefill(PromptTokens(1, 0, 8, PROMPT[:5]))
+    runner.run(of_prompt(1, 0, 8, PROMPT[:5]))
     assert runner.stop(1, 4) == 1
     assert prefill(runner, 2, PROMPT, offset=4, source=1, take=True) == reference(PROMPT, 1, folder)[0]
 
@@ -218,7 +218,7 @@ def test_a_prompt_that_is_given_up_can_be_kept(folder: Path, runner: Runner) -> 
 def test_a_copy_is_kept_of_a_prompt_that_goes_on(tmp_path: Path, family: str) -> None:
     folder = write_model(tmp_path, model_type=family, **FAMILIES[family])
     runner = runner_of(folder)
-    runner.prefill(PromptTokens(1, 0, 8, PROMPT[:5], save=2))
+    runner.run(of_prompt(1, 0, 8, PROMPT[:5], save=2))
     assert (prefill(runner, 1, PROMPT, offset=5), *decode(runner, 1, 8, 4)) == reference(PROMPT, 5, folder)
     branch, others = (*PROMPT[:5], 55, 66), {1: 12}
     for uid, take in ((3, False), (4, True)):
@@ -233,9 +233,9 @@ def test_a_copy_is_kept_of_a_prompt_that_goes_on(tmp_path: Path, family: str) ->
 def test_copies_share_the_arrays_of_a_longer_one_until_it_goes(tmp_path: Path, family: str) -> None:
     folder = write_model(tmp_path, model_type=family, **FAMILIES[family])
     runner, prompt = runner_of(folder), tuple(range(10, 310))
-    runner.prefill(PromptTokens(1, 0, 300, prompt[:200], save=2))
+    runner.run(of_prompt(1, 0, 300, prompt[:200], save=2))
     one = runner.cache_use()["kept_bytes"]
-    runner.prefill(PromptTokens(1, 200, 300, prompt[200:290], save=3, covers=(2,)))
+    runner.run(of_prompt(1, 200, 300, prompt[200:290], save=3, covers=(2,)))
     fixed = runner.cache_use()["kept_bytes"] - one * 290 // 200  # what does not grow, of one of them
     assert 0 < fixed < one / 2
     token = prefill(runner, 1, prompt, offset=290)
@@ -266,7 +266,7 @@ def test_caches_that_cannot_be_cut_are_kept_and_started_from_whole_or_not_at_all
 ) -> None:
     folder = write_model(tmp_path, model_type=family, **FAMILIES[family])
     runner = runner_of(folder)
-    runner.prefill(PromptTokens(1, 0, 8, PROMPT[:5]))
+    runner.run(of_prompt(1, 0, 8, PROMPT[:5]))
     with pytest.raises(
         GroupError, match="sequence 1: 4 tokens to keep, but this rank holds 5, not to be cut"
     ) as refused:
@@ -364,7 +364,7 @@ def test_a_prompt_in_chunks_has_the_room_that_is_counted(runner: Runner) -> None
         return (runner.kv_bytes() - runner.cache_use()["kept_bytes"]) / token_bytes
 
     for start in range(0, 290, 29):
-        runner.prefill(PromptTokens(1, start, 300, prompt[start : start + 29]))
+        runner.run(of_prompt(1, start, 300, prompt[start : start + 29]))
         assert held() == capacity(300)
     prefill(runner, 1, prompt, offset=290)
     assert held() == capacity(300)
@@ -403,13 +403,13 @@ def test_the_pool_is_emptied_between_chunks_and_once_nothing_runs(
     monkeypatch.setattr(mx, "clear_cache", lambda: cleared.append(runner.forwards))
     long = tuple(range(10, 22))
     for start in range(0, 8, 4):
-        runner.prefill(PromptTokens(1, start, 12, long[start : start + 4]))
+        runner.run(of_prompt(1, start, 12, long[start : start + 4]))
     prefill(runner, 1, long, offset=8)
     prefill(runner, 2, OTHER)
     step(runner, {1: 12, 2: 5})
     runner.stop(1, 12)
     assert cleared == [1, 2] * metal
-    runner.prefill(PromptTokens(3, 0, 12, long[:4]))
+    runner.run(of_prompt(3, 0, 12, long[:4]))
     runner.stop(2, 0)
     assert cleared == [1, 2, 6] * metal, "a prompt is on its way"
     runner.stop(3, 0)

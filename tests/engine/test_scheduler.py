@@ -17,29 +17,19 @@ from mlxtp.engine.disk_index import MAX_FETCHES
 from mlxtp.engine.kv_cache import Hit, PrefixCache, capacity
 from mlxtp.engine.scheduler import MAX_PREFILLING, Scheduler
 from mlxtp.engine.sequence import Lanes, SequenceState
-from mlxtp.engine.steps import (
-    Arrangement,
-    Decode,
-    EvictKept,
-    Move,
-    Policy,
-    Prefill,
-    PrefillTogether,
-    SequenceEnd,
-    SequenceParams,
-    StopSequence,
-)
+from mlxtp.engine.steps import DecodeFrame, Policy, SequenceEnd, SequenceParams
 from mlxtp.errors import Code, MlxtpError
-from mlxtp.wire.messages import MAX_WIDTH, RESTS, Sampling, Shaping
+from mlxtp.wire.messages import MAX_WIDTH, RESTS, Arrange, Evict, Forward, Sampling, SessionStop, Shaping
 
-from .simulation import EOS, Disk, FakeGuide, Request, Simulation, next_move
+from ..wire.forwards import is_step, reads_prompts
+from .simulation import EOS, Disk, FakeGuide, Request, Simulation, digests_of, next_frame
 
 RUN_AHEAD = pytest.mark.parametrize("run_ahead", [0, 1])
 LONG = tuple(range(100, 300))
 """A beginning that prompts share."""
 
 
-def sketch(moves: list[Move]) -> str:
+def sketch(moves: list[DecodeFrame]) -> str:
     """`P1 P(23) D123 S1 X1`: prefills of 1, of 2 and 3 together; a step; a stop of 1, its cache dropped.
 
     `T`: memory is given back.
@@ -47,25 +37,26 @@ def sketch(moves: list[Move]) -> str:
     words = []
     for move in moves:
         match move:
-            case Prefill() | StopSequence():
-                words.append(f"{type(move).__name__[0]}{move.uid}")
-            case PrefillTogether():
-                words.append(f"P({''.join(str(prompt.uid) for prompt in move.prompts)})")
-            case Decode():
-                words.append("D" + "".join(map(str, move.rows)))
-            case EvictKept():
+            case SessionStop():
+                words.append(f"S{move.uid}")
+            case Forward():
+                rows = "".join(map(str, move.rows))
+                words.append(
+                    f"{'P' if move.prompts else 'D'}{f'({rows})' if len(move.prompts) > 1 else rows}"
+                )
+            case Evict():
                 words.append("X" + "".join(map(str, move.uids)))
-            case Arrangement(trim=True):
+            case Arrange(trim=True):
                 words.append("T")
     return " ".join(words)
 
 
-def reasons(moves: list[Move]) -> list[str]:
-    return [move.reason for move in moves if isinstance(move, StopSequence)]
+def reasons(moves: list[DecodeFrame]) -> list[str]:
+    return [move.reason for move in moves if isinstance(move, SessionStop)]
 
 
-def decodes(moves: list[Move]) -> list[Decode]:
-    return [move for move in moves if isinstance(move, Decode)]
+def decodes(moves: list[DecodeFrame]) -> list[Forward]:
+    return [move for move in moves if is_step(move)]
 
 
 def check_answer(request: Request) -> None:
@@ -90,7 +81,7 @@ def test_n_tokens_take_one_prefill_and_n_minus_1_steps(n: int, run_ahead: int) -
     simulation = Simulation(run_ahead=run_ahead)
     request = simulation.add(max_tokens=n)
     simulation.drain()
-    assert sketch(simulation.moves) == " ".join(["P1"] + ["D1"] * (n - 1) + ["S1"])
+    assert sketch(simulation.frames) == " ".join(["P1"] + ["D1"] * (n - 1) + ["S1"])
     assert request.indices == list(range(n))
     assert request.ends == [SequenceEnd(1, "length", n, n)]
 
@@ -99,7 +90,7 @@ def test_an_end_token_in_lockstep_costs_no_further_step() -> None:
     simulation = Simulation(run_ahead=0)
     request = simulation.add(max_tokens=9, says=(7, 8, EOS))
     simulation.drain()
-    assert sketch(simulation.moves) == "P1 D1 D1 S1"
+    assert sketch(simulation.frames) == "P1 D1 D1 S1"
     assert request.tokens == [7, 8]
     assert request.ends == [SequenceEnd(1, "stop", 3, 3)]
 
@@ -108,7 +99,7 @@ def test_running_ahead_the_step_after_an_end_token_is_thrown_away() -> None:
     simulation = Simulation(run_ahead=1)
     request = simulation.add(max_tokens=9, says=(7, 8, EOS))
     simulation.drain()
-    assert sketch(simulation.moves) == "P1 D1 D1 D1 S1"
+    assert sketch(simulation.frames) == "P1 D1 D1 D1 S1"
     assert request.tokens == [7, 8]
     assert request.ends == [SequenceEnd(1, "stop", 3, 4)]
 
@@ -120,7 +111,7 @@ def test_the_end_token_as_the_first_word(run_ahead: int) -> None:
     simulation.drain()
     assert request.tokens == []
     assert [(end.reason, end.generated) for end in request.ends] == [("stop", 1)]
-    assert sketch(simulation.moves) == "P1 " + "D1 " * run_ahead + "S1"
+    assert sketch(simulation.frames) == "P1 " + "D1 " * run_ahead + "S1"
 
 
 @RUN_AHEAD
@@ -128,7 +119,7 @@ def test_the_end_token_exactly_at_the_limit_is_an_end_not_a_cut(run_ahead: int) 
     simulation = Simulation(run_ahead=run_ahead)
     request = simulation.add(max_tokens=3, says=(7, 8, EOS))
     simulation.drain()
-    assert sketch(simulation.moves) == "P1 D1 D1 S1"
+    assert sketch(simulation.frames) == "P1 D1 D1 S1"
     assert request.tokens == [7, 8]
     assert request.ends == [SequenceEnd(1, "stop", 3, 3)]
 
@@ -177,11 +168,11 @@ def agreements(wants: Sequence[SequenceParams], **policy: Any) -> list[tuple[str
         scheduler.add(uid, (5,), want)
     moves = []
     for _ in range(len(wants) + 1):
-        moves.append(next_move(scheduler))
-        if isinstance(moves[-1], Prefill):
+        moves.append(next_frame(scheduler))
+        if reads_prompts(moves[-1]):
             scheduler.record((5,))
-    assert isinstance(moves[-1], Decode)
-    return [(move.exchange, move.agreement) for move in moves if isinstance(move, Prefill | Decode)]
+    assert is_step(moves[-1])
+    return [(move.exchange, move.agreement) for move in moves if isinstance(move, Forward)]
 
 
 GREEDY, WARM = SequenceParams(9), SequenceParams(9, Sampling(0.7))
@@ -219,9 +210,9 @@ def test_others_decode_between_the_chunks_of_a_long_prompt() -> None:
     simulation.add(prompt=3, max_tokens=20)
     simulation.ticks(2)
     simulation.add(prompt=12, max_tokens=2)
-    simulation.moves.clear()
+    simulation.frames.clear()
     simulation.ticks(8)
-    assert sketch(simulation.moves) == "P2 D1 P2 D1 P2 D12 S2 D1"
+    assert sketch(simulation.frames) == "P2 D1 P2 D1 P2 D12 S2 D1"
 
 
 def test_beside_others_chunks_are_smaller() -> None:
@@ -229,9 +220,9 @@ def test_beside_others_chunks_are_smaller() -> None:
     simulation.add(prompt=3, max_tokens=9)
     simulation.ticks(2)
     simulation.add(prompt=5, max_tokens=9)
-    simulation.moves.clear()
+    simulation.frames.clear()
     simulation.ticks(6)
-    assert sketch(simulation.moves) == "P2 D1 P2 D1 P2 D12"
+    assert sketch(simulation.frames) == "P2 D1 P2 D1 P2 D12"
 
 
 def test_a_newcomer_waits_no_longer_than_the_others() -> None:
@@ -239,7 +230,7 @@ def test_a_newcomer_waits_no_longer_than_the_others() -> None:
     simulation.add(prompt=3, max_tokens=9)
     simulation.add(prompt=50, max_tokens=9)
     simulation.ticks(4)
-    assert sketch(simulation.moves) == "P1 P2 D1 P2"
+    assert sketch(simulation.frames) == "P1 P2 D1 P2"
     assert [len(chunk.tokens) for chunk in simulation.prefills()] == [3, 4, 4]
 
 
@@ -248,7 +239,7 @@ def test_short_prompts_share_the_budget_of_one_chunk() -> None:
     for _ in range(5):
         simulation.add(prompt=3, max_tokens=20)
     simulation.ticks(8)
-    assert sketch(simulation.moves) == "P1 P2 D12 P3 P4 D1234 P5 D12345"
+    assert sketch(simulation.frames) == "P1 P2 D12 P3 P4 D1234 P5 D12345"
 
 
 def test_short_prompts_are_computed_together() -> None:
@@ -256,8 +247,8 @@ def test_short_prompts_are_computed_together() -> None:
     for prompt in (3, 5, 4, 2, 9):
         simulation.add(prompt, 4)
     simulation.drain()
-    assert sketch(simulation.moves).startswith("P(123) D123 P4 P5 D12345") or sketch(
-        simulation.moves
+    assert sketch(simulation.frames).startswith("P(123) D123 P4 P5 D12345") or sketch(
+        simulation.frames
     ).startswith("P(123) P4 D1234 P5")
     check_answers(simulation)
 
@@ -267,7 +258,7 @@ def test_prompts_of_one_token_answer_together() -> None:
     for _ in range(3):
         simulation.add(prompt=2, max_tokens=1)
     simulation.drain()
-    assert sketch(simulation.moves) == "P(123) S1 S2 S3"
+    assert sketch(simulation.frames) == "P(123) S1 S2 S3"
     check_answers(simulation)
 
 
@@ -287,11 +278,11 @@ def test_prompts_with_a_long_beginning_in_common_have_no_more_scores_together() 
     simulation = Simulation(prefixes=True, together=256, prefill_chunk=256, scores=64 * 8200)
     simulation.add((*beginning, 1), max_tokens=1)
     simulation.drain()
-    before = len(simulation.moves)
+    before = len(simulation.frames)
     for end in range(4):
         simulation.add((*beginning, *[end] * 40), max_tokens=1)
     simulation.drain()
-    assert "P(" not in sketch(simulation.moves[before:])
+    assert "P(" not in sketch(simulation.frames[before:])
     check_answers(simulation)
 
 
@@ -308,7 +299,7 @@ def test_where_rows_must_go_one_by_one_so_do_prompts() -> None:
     for _ in range(3):
         simulation.add(prompt=2, max_tokens=1)
     simulation.drain()
-    assert sketch(simulation.moves) == "P1 S1 P2 S2 P3 S3"
+    assert sketch(simulation.frames) == "P1 S1 P2 S2 P3 S3"
 
 
 def test_first_come_first_served() -> None:
@@ -406,7 +397,7 @@ def test_long_prompts_take_turns() -> None:
     for _ in range(3):
         simulation.add(prompt=12, max_tokens=1)
     simulation.drain()
-    assert sketch(simulation.moves) == "P1 P2 P3 P1 P2 P3 P1 S1 P2 S2 P3 S3"
+    assert sketch(simulation.frames) == "P1 P2 P3 P1 P2 P3 P1 S1 P2 S2 P3 S3"
 
 
 def test_a_short_prompt_passes_a_long_one() -> None:
@@ -414,7 +405,7 @@ def test_a_short_prompt_passes_a_long_one() -> None:
     simulation.add(prompt=100, max_tokens=1)
     simulation.add(prompt=2, max_tokens=1)
     simulation.ticks(3)
-    assert sketch(simulation.moves) == "P1 P2 S2"
+    assert sketch(simulation.frames) == "P1 P2 S2"
 
 
 def test_at_most_a_few_prompts_are_under_way() -> None:
@@ -445,7 +436,7 @@ def test_a_full_batch_makes_others_wait() -> None:
     for _ in range(3):
         simulation.add(prompt=1, max_tokens=3)
     simulation.drain()
-    assert sketch(simulation.moves) == "P1 P2 D12 D12 S1 S2 P3 D3 D3 S3"
+    assert sketch(simulation.frames) == "P1 P2 D12 D12 S1 S2 P3 D3 D3 S3"
 
 
 def test_a_row_at_its_end_leaves_before_any_other_moves_on() -> None:
@@ -454,7 +445,7 @@ def test_a_row_at_its_end_leaves_before_any_other_moves_on() -> None:
     simulation.add(prompt=1, max_tokens=4)
     simulation.add(prompt=1, max_tokens=4)
     simulation.drain()
-    assert sketch(simulation.moves) == "P1 P2 P3 D123 S1 D32 D32 S3 S2"
+    assert sketch(simulation.frames) == "P1 P2 P3 D123 S1 D32 D32 S3 S2"
 
 
 # --- cancelling -------------------------------------------------------------------------------------------
@@ -465,7 +456,7 @@ def test_cancel_while_waiting_leaves_no_trace() -> None:
     simulation.add()
     assert simulation.cancel(1) == SequenceEnd(1, "cancel", 0, 0)
     simulation.drain()
-    assert simulation.moves == []
+    assert simulation.frames == []
 
 
 def test_cancel_between_two_chunks() -> None:
@@ -474,7 +465,7 @@ def test_cancel_between_two_chunks() -> None:
     simulation.ticks(2)
     assert simulation.cancel(1) == SequenceEnd(1, "cancel", 0, 2)
     simulation.drain()
-    assert sketch(simulation.moves) == "P1 P1 S1"
+    assert sketch(simulation.frames) == "P1 P1 S1"
 
 
 def test_cancel_while_decoding_throws_away_what_is_on_its_way() -> None:
@@ -483,7 +474,7 @@ def test_cancel_while_decoding_throws_away_what_is_on_its_way() -> None:
     simulation.ticks(4)
     assert simulation.cancel(1) == SequenceEnd(1, "cancel", 3, 4)
     simulation.drain()
-    assert sketch(simulation.moves) == "P1 D1 D1 D1 S1"
+    assert sketch(simulation.frames) == "P1 D1 D1 D1 S1"
     assert request.indices == [0, 1, 2]
 
 
@@ -496,7 +487,7 @@ def test_cancel_after_the_last_forward_but_before_its_token() -> None:
     assert end is not None
     assert end.reason == "cancel"
     simulation.drain()
-    assert sketch(simulation.moves) == "P1 D1 S1"
+    assert sketch(simulation.frames) == "P1 D1 S1"
     assert request.indices == [0]
 
 
@@ -555,7 +546,7 @@ def test_other_programs_that_slow_steps_are_no_loss_by_drafts(drafts: bool) -> N
     simulation = Simulation(drafts=drafts, slow_when_wide=True)
     simulation.add(3, 200)
     while simulation.tick() is not None:
-        simulation.pause(9.0 * (len(simulation.moves) % 7 == 0))
+        simulation.pause(9.0 * (len(simulation.frames) % 7 == 0))
     assert simulation.scheduler.speculation.use.gain == pytest.approx(1.0)
 
 
@@ -590,7 +581,7 @@ def test_no_step_has_drafts_of_a_length_without_a_kernel(timed: bool) -> None:
         request = simulation.add(VERSE * 3, len(says), says)
         simulation.drain()
         check_answer(request)
-        return {max(move.widths) - 1 for move in decodes(simulation.moves) if move.widths}
+        return {max(move.widths) - 1 for move in decodes(simulation.frames) if move.widths}
 
     assert lengths(range(0)) & set(range(3, 8))
     found = lengths(range(3, 8))
@@ -604,7 +595,7 @@ def test_drafts_never_go_past_the_limit() -> None:
         request = simulation.add(VERSE * 3, limit, VERSE * 8)
         simulation.drain()
         check_answer(request)
-        most = [move.positions[0] + max((1, *move.widths)) for move in decodes(simulation.moves)]
+        most = [move.positions[0] + max((1, *move.widths)) for move in decodes(simulation.frames)]
         assert max(most, default=0) <= len(request.prompt) + limit - 1
 
 
@@ -614,7 +605,7 @@ def test_rows_with_and_without_drafts_go_together() -> None:
     simulation.add(5, 40, tuple(range(2000, 2040)))
     simulation.drain()
     check_answers(simulation)
-    assert any(len(set(move.widths)) > 1 for move in decodes(simulation.moves))
+    assert any(len(set(move.widths)) > 1 for move in decodes(simulation.frames))
 
 
 def test_what_only_rank_0_can_choose_is_drafted() -> None:
@@ -622,8 +613,8 @@ def test_what_only_rank_0_can_choose_is_drafted() -> None:
     scheduler.add(1, VERSE * 3, SequenceParams(20, shaping=Shaping(frequency_penalty=0.5)))
     scheduler.next()
     scheduler.record((VERSE[0],))
-    step = next_move(scheduler)
-    assert isinstance(step, Decode)
+    step = next_frame(scheduler)
+    assert is_step(step)
     assert (step.agreement, step.tokens[:3]) == ("broadcast", VERSE[:3])
 
 
@@ -664,18 +655,19 @@ def test_a_prompt_s_end_asks_the_mtp_head_for_the_first_draft(mode: Any, first: 
     scheduler = Scheduler(Policy(frozenset(), drafts=mode, mtp=3, prefill_chunk=4))
     scheduler.add(1, tuple(range(50, 56)), SequenceParams(20))
     chunk, last = scheduler.next(), scheduler.next()
-    assert isinstance(chunk, Prefill)
-    assert isinstance(last, Prefill)
+    assert reads_prompts(chunk)
+    assert reads_prompts(last)
     assert (chunk.drafts, last.drafts) == (0, first)
     scheduler.record(())
     scheduler.record((7,), proposed=[(8,)] if first else ())
-    step = next_move(scheduler)
-    assert isinstance(step, Decode)
+    step = next_frame(scheduler)
+    assert is_step(step)
     assert step.tokens == ((7, 8) if first else ())
     for uid in (2, 3):
         scheduler.add(uid, (uid, 60), SequenceParams(20))
     group = scheduler.next()
-    assert isinstance(group, PrefillTogether)
+    assert reads_prompts(group)
+    assert group.rows == (2, 3)
     assert group.drafts == first
 
 
@@ -686,11 +678,11 @@ def test_a_useless_head_rests_until_another_request_is_due_to_try_it() -> None:
     def answer(request: int, count: int) -> None:
         scheduler.add(request, (7, 8, 9), SequenceParams(count))
         while scheduler:
-            if isinstance(move := scheduler.next(), Decode):
+            if is_step(move := scheduler.next()):
                 asked.append(move.drafts)
                 width = sum(move.widths) or 1
                 scheduler.record((50,) * width, proposed=[(60,) * move.drafts] if move.drafts > 0 else ())
-            elif isinstance(move, Prefill):
+            elif reads_prompts(move):
                 asked.append(move.drafts)
                 scheduler.record((50,), proposed=[(60,)] if move.drafts else ())
 
@@ -748,7 +740,7 @@ def test_a_drafter_that_is_always_wrong_is_soon_left_alone() -> None:
     simulation.drain()
     check_answer(request)
     assert request.ends[0].forwards == 200
-    assert len([move for move in decodes(simulation.moves) if max(move.widths, default=0) > 1]) < 30
+    assert len([move for move in decodes(simulation.frames) if max(move.widths, default=0) > 1]) < 30
 
 
 # --- grammars ---------------------------------------------------------------------------------------------
@@ -787,7 +779,7 @@ def test_a_guided_row_runs_ahead_beside_others_and_chooses_late() -> None:
     for _ in range(5):
         assert simulation.tick() is not None, "no step waits for the tokens of the one before"
     # The second prefill ran while the first one's token was booked.
-    assert [move.late for move in decodes(simulation.moves)] == [False, True, True]
+    assert simulation.late == [False, True, True]
     simulation.drain()
     check_answers(simulation)
 
@@ -800,7 +792,7 @@ def test_alone_or_in_lockstep_no_guided_step_is_late(others: int, run_ahead: int
     for _ in range(others):
         simulation.add(3, 20)
     simulation.drain()
-    assert not any(move.late for move in decodes(simulation.moves))
+    assert not any(simulation.late)
 
 
 @pytest.mark.parametrize(("others", "widest"), [(0, 16), (1, 8), (3, 4), (7, 2), (15, 1)])
@@ -813,7 +805,7 @@ def test_forced_tokens_make_no_step_wider_than_drafts_may(others: int, widest: i
     simulation.add(3, 40, says, guide=FakeGuide(says, frozenset(range(1, 40))))
     simulation.drain()
     check_answers(simulation)
-    rows = [move for move in decodes(simulation.moves) if len(move.rows) == others + 1]
+    rows = [move for move in decodes(simulation.frames) if len(move.rows) == others + 1]
     assert max(max(move.widths, default=1) for move in rows) == widest
 
 
@@ -827,7 +819,7 @@ def test_forced_tokens_that_cost_more_than_they_save_are_fed_one_at_a_time(run: 
         simulation.add(3, 2000, says, guide=FakeGuide(says, forced))
         simulation.drain()
         check_answers(simulation)
-        return sum(max(move.widths, default=1) ** 2 for move in decodes(simulation.moves))
+        return sum(max(move.widths, default=1) ** 2 for move in decodes(simulation.frames))
 
     assert cost(timed=True) * 1.4 < cost(timed=False)
 
@@ -882,7 +874,7 @@ def test_a_grammar_without_a_way_on_fails_its_request_alone(run_ahead: int) -> N
     assert failing.indices == list(range(4))  # a token that is refused never leaves
     assert not failing.ends
     check_answer(other)
-    assert reasons(simulation.moves) == ["error", "length"]
+    assert reasons(simulation.frames) == ["error", "length"]
 
 
 # --- KV caches that are kept ------------------------------------------------------------------------------
@@ -898,7 +890,7 @@ def test_the_next_turn_takes_over_the_cache_of_the_last(run_ahead: int) -> None:
     check_answers(simulation)
     (chunk,) = [chunk for chunk in simulation.prefills() if chunk.request == 2]
     # The last token of an answer was never fed, and the one before may not be known when the last is queued.
-    assert (chunk.source, chunk.take, chunk.offset) == (1, True, len(LONG) + 4 - run_ahead)
+    assert (chunk.part.source, chunk.part.take, chunk.offset) == (1, True, len(LONG) + 4 - run_ahead)
     assert second.ends[0].cached == chunk.offset
 
 
@@ -941,7 +933,7 @@ def test_a_prompt_does_not_wait_for_one_of_another_salt() -> None:
     simulation.add((*LONG, 1001), 3, salt=1)
     simulation.add((*LONG, 1002), 3, salt=2)
     simulation.ticks(2)
-    assert sketch(simulation.moves) == "P1 P2"
+    assert sketch(simulation.frames) == "P1 P2"
 
 
 def test_a_prompt_waits_for_its_beginning_to_be_computed() -> None:
@@ -954,7 +946,7 @@ def test_a_prompt_waits_for_its_beginning_to_be_computed() -> None:
     assert [(chunk.request, chunk.offset) for chunk in chunks] == [
         (1, 0), (3, 0), (1, 64), (1, 128), (1, 192), (2, 200)
     ]  # fmt: skip
-    assert chunks[-1].source == chunks[0].uid
+    assert chunks[-1].part.source == chunks[0].uid
     check_answers(simulation)
 
 
@@ -974,7 +966,7 @@ def test_a_short_question_does_not_wait_for_a_long_one_that_begins_alike() -> No
     simulation.add((*LONG[:40], *range(5000, 8000)), 3)
     simulation.add((*LONG[:40], 1001), 3)
     simulation.ticks(2)
-    assert sketch(simulation.moves) == "P1 P2"
+    assert sketch(simulation.frames) == "P1 P2"
 
 
 def test_no_row_takes_what_another_begins_from_beside_it() -> None:
@@ -983,7 +975,7 @@ def test_no_row_takes_what_another_begins_from_beside_it() -> None:
     simulation.drain()
     simulation.add((*LONG, 7, 8, 9), 3)
     simulation.add((*LONG, 17, 18, 19), 3)
-    simulation.moves.clear()
+    simulation.frames.clear()
     simulation.drain()
     assert sum(len(chunk.tokens) for chunk in simulation.prefills()) == 6
     check_answers(simulation)
@@ -1005,8 +997,8 @@ def test_a_waiting_request_asks_again_only_when_something_has_changed() -> None:
     for uid in range(1, 65):
         scheduler.add(uid, LONG, SequenceParams(9))
     for _ in range(99):
-        assert isinstance(move := scheduler.next(), Prefill)
-        assert move.uid == 1
+        assert reads_prompts(move := scheduler.next())
+        assert move.rows == (1,)
         scheduler.record(())
     assert cache.asked <= 3 * 64
 
@@ -1031,7 +1023,7 @@ def test_the_oldest_cache_makes_room_for_a_new_one() -> None:
     for _ in range(4):
         simulation.add(100, 2)
         simulation.drain()
-    assert sketch(simulation.moves) == "P1 D1 S1 P2 D2 S2 P3 D3 S3 X1 P4 D4 S4 X2"
+    assert sketch(simulation.frames) == "P1 D1 S1 P2 D2 S2 P3 D3 S3 X1 P4 D4 S4 X2"
 
 
 # --- room -------------------------------------------------------------------------------------------------
@@ -1064,9 +1056,9 @@ def test_the_youngest_makes_room_and_goes_on_later(run_ahead: int, prefixes: boo
     for _ in range(3):
         simulation.add(20, 300)
     simulation.drain()
-    assert "preempt" in reasons(simulation.moves)
+    assert "preempt" in reasons(simulation.frames)
     preempted = [
-        move.uid for move in simulation.moves if isinstance(move, StopSequence) and move.reason == "preempt"
+        move.uid for move in simulation.frames if isinstance(move, SessionStop) and move.reason == "preempt"
     ]
     assert 1 not in preempted, "the oldest is never taken out"
     check_answers(simulation)
@@ -1080,7 +1072,7 @@ def test_a_prompt_under_way_makes_room_too() -> None:
     simulation.ticks(150)
     simulation.add(180, 5)
     simulation.drain()
-    (first, *_) = [move for move in simulation.moves if isinstance(move, StopSequence)]
+    (first, *_) = [move for move in simulation.frames if isinstance(move, SessionStop)]
     assert (first.uid, first.reason) == (2, "preempt")
     check_answers(simulation)
 
@@ -1091,7 +1083,7 @@ def test_each_row_needs_room_for_its_own_length(kv_tokens: int, expected: str) -
     simulation.add(257, 10)  # room for 352 with a wide step
     simulation.add(20, 10)  # room for 96
     simulation.drain()
-    assert sketch(simulation.moves).startswith(expected)
+    assert sketch(simulation.frames).startswith(expected)
     check_answers(simulation)
 
 
@@ -1109,8 +1101,8 @@ def test_one_long_row_and_many_short_ones_run_together_in_the_room_of_their_leng
         simulation.add(prompt, 80)
     simulation.drain()
     check_answers(simulation)
-    assert "preempt" not in reasons(simulation.moves)
-    assert max(len(step.rows) for step in decodes(simulation.moves)) == 6
+    assert "preempt" not in reasons(simulation.frames)
+    assert max(len(step.rows) for step in decodes(simulation.frames)) == 6
     assert simulation.ranks.most_buckets > 1
 
 
@@ -1120,9 +1112,9 @@ def test_room_is_made_before_it_is_used() -> None:
     simulation.drain()
     simulation.add(60, 200)
     simulation.drain()
-    (at,) = [index for index, move in enumerate(simulation.moves) if move == EvictKept((1,))]
-    then = simulation.moves[at + 1]
-    assert isinstance(then, Decode)
+    (at,) = [index for index, move in enumerate(simulation.frames) if move == Evict((1,))]
+    then = simulation.frames[at + 1]
+    assert is_step(then)
     assert then.positions == (193,), "with room for a wide step the next size is 384, beside 250"
 
 
@@ -1131,7 +1123,7 @@ def test_what_is_kept_takes_the_room_of_the_row_that_left() -> None:
     simulation.add(257, 60)  # room for 352
     for max_tokens in (12, 40, 40):
         simulation.add(190, max_tokens)  # room for 288
-    while not isinstance(move := simulation.tick(), StopSequence):
+    while not isinstance(move := simulation.tick(), SessionStop):
         assert move is not None
     assert (move.uid, move.keep) == (2, 200)
     slots = [(288, 0), (288, 0), (352, 0)]
@@ -1151,7 +1143,7 @@ def test_a_preempted_request_keeps_its_grammar(first: int) -> None:
     guide = FakeGuide(says, frozenset(range(first, 300, 3)))
     simulation.add(20, 250, says, guide=guide)
     simulation.drain()
-    assert "preempt" in reasons(simulation.moves)
+    assert "preempt" in reasons(simulation.frames)
     check_answers(simulation)
     assert guide.accepted == 250
 
@@ -1167,9 +1159,9 @@ def test_a_preempted_request_may_have_no_way_on() -> None:
 
     first = FakeGuide(says, frozenset(range(21, 300, 3)))
     simulation = crowded(first)
-    while not isinstance(simulation.tick(), StopSequence):
+    while not isinstance(simulation.tick(), SessionStop):
         assert len(simulation.scheduler) == 2
-    assert reasons(simulation.moves) == ["preempt"]
+    assert reasons(simulation.frames) == ["preempt"]
 
     second = FakeGuide(says, frozenset(range(21, 300, 3)))
     second.stuck_at = first.accepted  # nothing but the token that was to be forced there is known to fit
@@ -1179,7 +1171,7 @@ def test_a_preempted_request_may_have_no_way_on() -> None:
     check_answer(staying)
     assert [failure.detail for failure in failing.failures] == ["no way on"]
     assert failing.ends == []
-    assert reasons(simulation.moves) == ["error", "length"]
+    assert reasons(simulation.frames) == ["error", "length"]
 
 
 # --- room that changes ------------------------------------------------------------------------------------
@@ -1201,9 +1193,9 @@ def crowded_by_four(kv_tokens: int, *, prefixes: bool = False, run_ahead: int = 
 @pytest.mark.parametrize("prefixes", [False, True])
 def test_less_room_is_made_at_once_by_the_youngest(run_ahead: int, *, prefixes: bool) -> None:
     simulation = crowded_by_four(1024, prefixes=prefixes, run_ahead=run_ahead)
-    before = len(simulation.moves)
+    before = len(simulation.frames)
     simulation.resize(400)
-    assert sketch(simulation.moves[before:]) == "S4 S3 T"
+    assert sketch(simulation.frames[before:]) == "S4 S3 T"
     simulation.drain()
     check_answers(simulation)
 
@@ -1213,9 +1205,9 @@ def test_more_room_takes_effect_at_once() -> None:
     simulation.resize(400)
     simulation.ticks(20)
     assert simulation.ranks.rows == [1, 2]
-    before = len(simulation.moves)
+    before = len(simulation.frames)
     simulation.resize(2048)
-    assert simulation.moves[before:] == []
+    assert simulation.frames[before:] == []
     simulation.ticks(3)
     assert len(simulation.ranks.rows) == 4
     simulation.drain()
@@ -1229,12 +1221,12 @@ def test_kept_caches_give_way_before_a_sequence_does() -> None:
         simulation.drain()
     simulation.add(20, 200)
     simulation.ticks(10)
-    before = len(simulation.moves)
+    before = len(simulation.frames)
     simulation.resize(512)
-    assert sketch(simulation.moves[before:]) == "X1 T", "no more than half of the room may be kept caches"
+    assert sketch(simulation.frames[before:]) == "X1 T", "no more than half of the room may be kept caches"
     simulation.resize(256)
     simulation.drain()
-    assert "preempt" not in reasons(simulation.moves)
+    assert "preempt" not in reasons(simulation.frames)
     check_answers(simulation)
 
 
@@ -1255,10 +1247,10 @@ def test_a_sequence_fails_when_it_has_more_tokens_than_the_room() -> None:
 
 def test_a_sequence_without_room_fails_at_once() -> None:
     simulation = crowded_by_four(1024)
-    before = len(simulation.moves)
+    before = len(simulation.frames)
     simulation.resize(96)
-    assert sketch(simulation.moves[before:]) == "S1 S2 S3 S4 T"
-    assert reasons(simulation.moves) == ["error"] * 4
+    assert sketch(simulation.frames[before:]) == "S1 S2 S3 S4 T"
+    assert reasons(simulation.frames) == ["error"] * 4
 
 
 def test_prompts_under_way_make_room_too() -> None:
@@ -1287,7 +1279,7 @@ def test_the_next_turn_starts_from_the_end_of_the_last(run_ahead: int, says: tup
     check_answers(simulation)
     (chunk,) = [chunk for chunk in simulation.prefills() if chunk.request == 2]
     # All but its last token, which was never fed.
-    assert (chunk.source, chunk.take, chunk.offset) == (1, False, len(LONG) + 39)
+    assert (chunk.part.source, chunk.part.take, chunk.offset) == (1, False, len(LONG) + 39)
     assert second.ends[0].cached == chunk.offset
 
 
@@ -1325,7 +1317,7 @@ def test_a_cancelled_answer_keeps_no_cache_that_would_have_to_be_cut(ticks: int,
     simulation.ticks(ticks)
     simulation.cancel(1)
     simulation.drain()
-    assert [move.keep for move in simulation.moves if isinstance(move, StopSequence)] == [kept]
+    assert [move.keep for move in simulation.frames if isinstance(move, SessionStop)] == [kept]
 
 
 def test_a_grammar_that_refuses_a_forced_token_beside_others_leaves_no_cache_that_would_have_to_be_cut() -> (
@@ -1337,7 +1329,7 @@ def test_a_grammar_that_refuses_a_forced_token_beside_others_leaves_no_cache_tha
     guide = FakeGuide((7,) * 100, frozenset(range(40, 50)), fails=44)
     simulation.add(60, 100, (7,) * 100, guide=guide)
     simulation.drain()
-    assert [move.keep for move in simulation.moves if isinstance(move, StopSequence)] == [0, 159]
+    assert [move.keep for move in simulation.frames if isinstance(move, SessionStop)] == [0, 159]
 
 
 def test_places_that_save_little_are_left_out() -> None:
@@ -1346,7 +1338,7 @@ def test_places_that_save_little_are_left_out() -> None:
     simulation.drain()
     simulation.add((*LONG, *range(2, 20)), 40, places=(190, 210))
     simulation.drain()
-    assert [(chunk.offset, chunk.save > 0) for chunk in simulation.prefills()] == [
+    assert [(chunk.offset, chunk.part.save > 0) for chunk in simulation.prefills()] == [
         (0, True), (51, True), (199, False), (199, False)
     ]  # fmt: skip
 
@@ -1359,7 +1351,7 @@ def test_a_copy_for_which_there_is_no_room_beside_its_source_takes_its_place() -
     simulation.drain()
     check_answers(simulation)
     chunks = [chunk for chunk in simulation.prefills() if chunk.request == 2]
-    assert [(chunk.offset, chunk.take, chunk.save > 0) for chunk in chunks] == [
+    assert [(chunk.offset, chunk.part.take, chunk.part.save > 0) for chunk in chunks] == [
         (239, True, True), (300, False, True), (339, False, False)
     ]  # fmt: skip
 
@@ -1385,7 +1377,7 @@ def test_a_preempted_prompt_begins_again_without_copies_because_these_made_room_
         simulation.add(100, 150, tuple(range(2, 200)), places=(90,))
     simulation.drain()
     check_answers(simulation)
-    assert reasons(simulation.moves)[0] == "preempt"
+    assert reasons(simulation.frames)[0] == "preempt"
     assert [chunk.offset for chunk in simulation.prefills() if chunk.request == 2] == [0, 90, 0, 90]
 
 
@@ -1416,7 +1408,7 @@ def after_a_restart(*prompts: tuple[int, ...], **policy: Any) -> Simulation:
 def fetched(simulation: Simulation, uid: int = 0) -> None:
     uid = uid or min(simulation.ranks.fetches)
     blocks = simulation.ranks.reply(uid)
-    simulation.scheduler.moves.append(simulation.scheduler.disk.fetched(uid, blocks))
+    simulation.scheduler.frames.append(simulation.scheduler.disk.fetched(uid, blocks))
     while uid in simulation.ranks.fetches:
         simulation.ticks(1)
 
@@ -1488,12 +1480,12 @@ def test_a_block_that_one_rank_has_not_got_ends_the_beginning_and_is_deleted() -
     (fetch,) = simulation.ranks.fetches.values()
     disk = simulation.disk
     assert disk is not None
-    lost = {fetch.digests[at] for at in (2, 5)}
+    lost = {digests_of(fetch)[at] for at in (2, 5)}
     disk.elsewhere -= lost
     fetched(simulation)
     finished(simulation)
     assert [chunk.offset for chunk in simulation.prefills()] == [16]
-    assert all(disk.has(digest) for digest in fetch.digests), "computed and written again"
+    assert all(disk.has(digest) for digest in digests_of(fetch)), "computed and written again"
     assert lost <= disk.elsewhere
 
 
@@ -1502,7 +1494,7 @@ def test_a_rank_that_does_not_reply_costs_no_block() -> None:
     (fetch,) = simulation.ranks.fetches.values()
     assert simulation.disk is not None
     written = len(simulation.disk.blocks)
-    simulation.scheduler.moves.append(simulation.scheduler.disk.fetched(fetch.uid, 0, late=True))
+    simulation.scheduler.frames.append(simulation.scheduler.disk.fetched(fetch.uid, 0, late=True))
     simulation.ticks(1)
     finished(simulation)
     check_answers(simulation)
@@ -1514,13 +1506,13 @@ def test_a_cache_in_memory_that_is_longer_by_now_is_used_instead() -> None:
     simulation = after_a_restart()
     (fetch,) = simulation.ranks.fetches.values()
     assert simulation.disk is not None
-    simulation.disk.elsewhere.discard(fetch.digests[2])
+    simulation.disk.elsewhere.discard(digests_of(fetch)[2])
     other = simulation.add((*LONG[:150], 7), 1)
     while not other.ends:
         if len(simulation.ranks.fetches) > 1:
             fetched(simulation, max(simulation.ranks.fetches))
         simulation.ticks(1)
-    simulation.disk.elsewhere.discard(fetch.digests[2])
+    simulation.disk.elsewhere.discard(digests_of(fetch)[2])
     simulation.resize(440)  # not for both caches and the prompt
     fetched(simulation)
     finished(simulation)
@@ -1604,7 +1596,7 @@ def crowd(waiting: int, prompt: tuple[int, ...], **policy: Any) -> Scheduler:
     scheduler = Scheduler(Policy(frozenset(), prefill_chunk=64, **policy), PrefixCache(1 << 20, 8))
     for uid in range(1, 3):
         scheduler.add(uid, (7, 8, 9), SequenceParams(999))
-        next_move(scheduler)
+        next_frame(scheduler)
         scheduler.record((5,))
     for uid in range(3, 3 + waiting):
         scheduler.add(uid, prompt, SequenceParams(999))
@@ -1622,7 +1614,7 @@ def crowd(waiting: int, prompt: tuple[int, ...], **policy: Any) -> Scheduler:
 def test_a_crowd_that_waits_costs_its_number_alone(prompt: tuple[int, ...], policy: dict[str, Any]) -> None:
     def cost(waiting: int) -> int:
         scheduler = crowd(waiting, prompt, **policy)
-        next_move(scheduler)
+        next_frame(scheduler)
         return max(opcodes(scheduler.next) for _ in range(3))
 
     assert opcodes(lambda: None) > 0
@@ -1808,7 +1800,7 @@ def test_lanes_of_a_pipeline_alternate_and_lose_nothing(stages: int, wide: bool)
             if not request.cancelled:
                 check_answer(request)
         lanes.add(simulation.ranks.most_lanes)
-        steps = [set(move.rows) for move in simulation.moves if isinstance(move, Decode)]
+        steps = [set(move.rows) for move in decodes(simulation.frames)]
         overlapped += sum(not one & other for one, other in pairwise(steps))
     assert max(lanes) == stages
     assert overlapped > 30
@@ -1852,7 +1844,7 @@ def test_rows_of_unlike_lengths_never_exceed_the_room_and_lose_nothing(seeds: in
         simulation.drain()
         check_answers(simulation)
         buckets.add(simulation.ranks.most_buckets)
-        preempted += reasons(simulation.moves).count("preempt")
+        preempted += reasons(simulation.frames).count("preempt")
     assert buckets >= {2, 3}
     assert preempted > seeds // 3
 
@@ -1862,8 +1854,8 @@ def test_short_rows_that_come_and_go_beside_a_long_one_change_the_layout_once() 
     simulation = Simulation(forward_tokens=9000, run_ahead=0)
     layouts, make = list[tuple[int, ...]](), simulation.ranks.make
 
-    def note(move: Move, *known: Any) -> Any:
-        if isinstance(move, Arrangement):
+    def note(move: DecodeFrame, *known: Any) -> Any:
+        if isinstance(move, Arrange):
             layouts.append(move.rooms)
         return make(move, *known)
 
@@ -1951,20 +1943,19 @@ def test_a_step_waits_for_a_small_chunk_at_most(set_up: dict[str, Any], course: 
     most = min(set_up["chunk_beside"], set_up["prefill_chunk"])
     running: set[int] = set()
     since_decode = 0
-    for move in simulation.moves:
+    for move in simulation.frames:
         match move:
-            case Prefill() | PrefillTogether():
-                chunks = [move] if isinstance(move, Prefill) else list(move.prompts)
-                tokens = sum(len(chunk.tokens) for chunk in chunks)
+            case Forward() if move.prompts:
+                tokens = len(move.tokens)
                 assert tokens <= set_up["prefill_chunk"]
                 since_decode = since_decode + tokens if running else 0
                 assert since_decode <= most
-                running |= {chunk.uid for chunk in chunks if chunk.last}
-            case Decode():
+                running |= set() if move.unfinished else set(move.rows)
+            case Forward():
                 since_decode = 0
                 assert len(move.rows) <= set_up["max_rows"]
                 assert set(move.rows) == running, "no running row is left out"
-            case StopSequence():
+            case SessionStop():
                 running.discard(move.uid)
 
 
@@ -1979,13 +1970,13 @@ def test_prompts_start_in_the_order_they_came(set_up: dict[str, Any], course: Co
 
 @given(st.integers(1, 8), st.lists(st.tuples(st.integers(1, 20), st.integers(1, 9)), min_size=1, max_size=8))
 def test_the_same_calls_give_the_same_moves(chunk: int, requests: list[tuple[int, int]]) -> None:
-    def run() -> list[Move]:
+    def run() -> list[DecodeFrame]:
         simulation = Simulation(prefill_chunk=chunk, prefixes=True, drafts=True)
         for prompt, max_tokens in requests:
             simulation.add(prompt, max_tokens)
             simulation.tick()
         simulation.drain()
-        return simulation.moves
+        return simulation.frames
 
     assert run() == run()
 
@@ -1997,8 +1988,8 @@ def test_the_last_step_that_ran_ahead_is_no_measure_of_a_plain_one(run_ahead: in
     scheduler.add(1, (7, 8, 9), SequenceParams(9))
     on_its_way, at_s = 0, 1.0
     while scheduler:
-        move = next_move(scheduler) if on_its_way <= run_ahead else None
-        if isinstance(move, Prefill | Decode):
+        move = next_frame(scheduler) if on_its_way <= run_ahead else None
+        if isinstance(move, Forward):
             on_its_way += 1
             continue
         if move is None and on_its_way:

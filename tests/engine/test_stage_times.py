@@ -11,16 +11,17 @@ import pytest
 from mlxtp.api.backend import Request as Wanted
 from mlxtp.api.backend import Sampling as Chosen
 from mlxtp.engine.pipeline import StageTimes
-from mlxtp.wire.messages import PromptBatch, PromptTokens, Sampling, StepToken
+from mlxtp.wire.messages import Forward
 
 from ..live_cluster import Cluster, until
+from ..wire.forwards import of_prompt, of_prompts
 from .small_models import write_model
 
-STEP = StepToken((1,), (5,))
+STEP = Forward((1,), (5,))
 
 
-def chunk(uid: int, offset: int, tokens: int, total: int) -> PromptTokens:
-    return PromptTokens(uid, offset, total, (7,) * tokens)
+def chunk(uid: int, offset: int, tokens: int, total: int) -> Forward:
+    return of_prompt(uid, offset, total, (7,) * tokens)
 
 
 def test_a_stage_waits_for_hidden_states_and_between_steps() -> None:
@@ -62,7 +63,7 @@ def test_only_the_next_tokens_of_a_prompt_were_waited_for() -> None:
     times.ended(1.0, 51.0)
     times.began(chunk(3, 4, 4, 12), 60.0, idle=True)
     times.ended(1.0, 61.0)
-    times.began(PromptBatch((4,), (3,), (0,), (0,), (0,), (7, 8, 9), (Sampling(),)), 70.0, idle=True)
+    times.began(of_prompts((4, 5), (3, 1), (0, 0), (7, 8, 9, 6)), 70.0, idle=True)
     times.ended(1.0, 71.0)
     times.began(chunk(3, 8, 4, 12), 80.0, idle=True)
     assert times.waiting_s == 0.5, "other requests came when they came"

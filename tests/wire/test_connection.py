@@ -11,7 +11,7 @@ import pytest
 from mlxtp.errors import Code, LinkError, RemoteProtocolError
 from mlxtp.wire.blocking import BlockingLink
 from mlxtp.wire.frames import encode
-from mlxtp.wire.messages import Cancel, Delta, Finished, Generate, SessionEnd, StepToken
+from mlxtp.wire.messages import Cancel, Delta, Finished, Forward, Generate, SessionEnd
 from mlxtp.wire.session import LinkKind, LinkState, Received
 from mlxtp.wire.streams import StreamLink
 
@@ -114,8 +114,8 @@ def test_half_a_frame_and_then_the_end() -> None:
 
 def test_a_rank_that_breaks_a_rule() -> None:
     async def story(agent: StreamLink, rank: BlockingLink, sock: socket.socket) -> None:
-        sock.sendall(encode(StepToken((1,), (2,)), EPOCH, rank.protocol.seq + 1))
-        with pytest.raises(RemoteProtocolError, match="rank 0 may not send StepToken"):
+        sock.sendall(encode(Forward((1,), (2,)), EPOCH, rank.protocol.seq + 1))
+        with pytest.raises(RemoteProtocolError, match="rank 0 may not send Forward"):
             await agent.receive()
         with pytest.raises(RemoteProtocolError):
             agent.send(Cancel(1))

@@ -38,21 +38,21 @@ from mlxtp.wire.messages import (
     Ack,
     Error,
     Evict,
+    Forward,
     Generate,
     LoadShard,
     Message,
     Ping,
     Pong,
-    PromptBatch,
-    PromptTokens,
+    PromptPart,
     Sampling,
     ScoredDelta,
     SessionStop,
     Shaping,
-    StepToken,
 )
 from mlxtp.wire.peer_messages import JoinGrant, JoinOffer, JoinRequest
 
+from .forwards import of_prompt, of_prompts
 from .samples import EXAMPLES, MESSAGE, fullest_generate
 
 
@@ -121,17 +121,15 @@ def test_the_longest_request_fits_a_frame() -> None:
 
 def test_the_widest_step_fits_a_frame() -> None:
     rows, width = tuple(range(1, MAX_ROWS + 1)), MAX_WIDTH
-    message = StepToken(rows, rows, (width,) * MAX_ROWS, (2**31 - 1,) * (MAX_ROWS * width), "logits")
+    message = Forward(rows, rows, (width,) * MAX_ROWS, (2**31 - 1,) * (MAX_ROWS * width), "logits")
     assert read_all(open_decoder(), encode(message, 1, 1)) == [Frame(message, 1, 1)]
 
 
 def test_many_prompts_fit_a_small_frame() -> None:
     count = MAX_PROMPTS
-    samplings = tuple(Sampling(0.7, 0.9, 40, 0.1, 0.5, 0.2, U63 - n) for n in range(count))
-    offsets = (0,) * count
-    message = PromptBatch(
-        tuple(range(1, count + 1)), (1,) * count, offsets, offsets, offsets, (5,) * count, samplings
-    )
+    samplings = [Sampling(0.7, 0.9, 40, 0.1, 0.5, 0.2, U63 - n) for n in range(count)]
+    uids = tuple(range(1, count + 1))
+    message = of_prompts(uids, (1,) * count, (0,) * count, (5,) * count, samplings=samplings)
     frame = encode(message, 1, 1)
     for decoder in (open_decoder(), Decoder()):  # the latter walks every frame before it unpacks it
         assert [f.message for f in read_all(decoder, frame)] == [message]
@@ -147,7 +145,7 @@ def test_a_part_of_a_message_comes_back_as_itself() -> None:
 
 
 def test_a_number_without_a_fraction_is_a_number() -> None:
-    message = PromptTokens(1, 0, 1, (5,), sampling=Sampling(temperature=1, top_p=0))
+    message = of_prompt(1, 0, 1, (5,), sampling=Sampling(temperature=1, top_p=0))
     assert read_all(open_decoder(), encode(message, 1, 1)) == [Frame(message, 1, 1)]
 
 
@@ -164,14 +162,14 @@ def test_the_longest_error_fits_a_link_that_is_not_open() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        StepToken((2**32,), (2,)),
-        StepToken(("one",), (2,)),  # type: ignore[arg-type]
-        PromptTokens(1, 0, 1, (5,), take=1),  # type: ignore[arg-type]
-        PromptTokens(1, 0, 1, (5,), sampling=None),  # type: ignore[arg-type]
-        PromptTokens(1, 0, 1, (5,), sampling=PLAIN),  # type: ignore[arg-type]
-        PromptTokens(1, 0, 1, (5,), sampling=Sampling(temperature=-0.5)),
-        PromptTokens(1, 0, 1, (5,), sampling=Sampling(top_p=float("nan"))),
-        PromptTokens(1, 0, 1, (5,), sampling=Sampling(seed=2**63)),
+        Forward((2**32,), (2,)),
+        Forward(("one",), (2,)),  # type: ignore[arg-type]
+        of_prompt(1, 0, 1, (5,), take=1),  # type: ignore[arg-type]
+        of_prompt(1, 0, 1, (5,), sampling=None),  # type: ignore[arg-type]
+        of_prompt(1, 0, 1, (5,), sampling=PLAIN),  # type: ignore[arg-type]
+        of_prompt(1, 0, 1, (5,), sampling=Sampling(temperature=-0.5)),
+        of_prompt(1, 0, 1, (5,), sampling=Sampling(top_p=float("nan"))),
+        of_prompt(1, 0, 1, (5,), sampling=Sampling(seed=2**63)),
         Generate(1, (5,), 1, shaping=Shaping(repetition_penalty=0.0)),
         Generate(1, (5,), 1, shaping=Shaping(bias_tokens=(1,) * (MAX_BIASES + 1))),
         Generate(1, (5,), 1, shaping=Shaping(bias_values=(float("inf"),))),
@@ -182,16 +180,14 @@ def test_the_longest_error_fits_a_link_that_is_not_open() -> None:
         ScoredDelta(1, 0, (5,), (0.5,), 0, (), ()),
         ScoredDelta(1, 0, (5,), (float("-inf"),), 0, (), ()),
         ScoredDelta(1, 0, (5,), (None,), 0, (), ()),  # type: ignore[arg-type]
-        PromptBatch((1,), (1,), (0,), (0,), (2,), (5,), (Sampling(),)),
-        PromptBatch((1,), (1,), (0,), (0,), (0,), (5,), ()),
-        PromptBatch((1,), (1,), (0,), (0,), (0,), (5,), (Sampling(),) * (MAX_PROMPTS + 1)),
-        PromptBatch((1,), (1,), (0,), (0,), (0,), (5,), (PLAIN,)),  # type: ignore[arg-type]
+        Forward((1,), (0,), (1,), (5,), prompts=(PromptPart(1),) * (MAX_PROMPTS + 1)),
+        Forward((1,), (0,), (1,), (5,), prompts=(PLAIN,)),  # type: ignore[arg-type]
         SessionStop(1, "bored", 1),
         Evict((0,)),
         LoadShard("x" * 4001, 512, ()),
         Ack(2**70, 0, 0, 0),
-        PromptTokens(1, 0, 1, (-1,)),
-        PromptTokens(1, 0, 1, None),  # type: ignore[arg-type]
+        of_prompt(1, 0, 1, (-1,)),
+        Forward((1,), (0,), (1,), None, prompts=(PromptPart(1),)),  # type: ignore[arg-type]
         LoadShard("\ud800", 512, ()),
         JoinRequest(bytes(8), bytes(16), "mini\x1b[2J", bytes(65), bytes(32), bytes(32), bytes(8)),
         JoinOffer(b"x", bytes(32), "a\u202eb"),
@@ -212,13 +208,13 @@ def test_a_value_that_no_peer_would_take_is_not_sent(message: Message) -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        StepToken((), (2,)),
-        StepToken((0,), (2,)),
-        StepToken((1,), ()),
-        StepToken((1,), (-1,)),
-        StepToken((1,), (2,), (MAX_WIDTH + 1,), (5,) * (MAX_WIDTH + 1)),
-        StepToken((1,), (2,), exchange="losers"),
-        StepToken((1,), (2,), agreement="auto"),
+        Forward((), (2,)),
+        Forward((0,), (2,)),
+        Forward((1,), ()),
+        Forward((1,), (-1,)),
+        Forward((1,), (2,), (MAX_FRAME_TOKENS + 1,)),
+        Forward((1,), (2,), exchange="losers"),
+        Forward((1,), (2,), agreement="auto"),
         Ack(-1, 0, 0, 0),
         Ack(True, 0, 0, 0),
     ],
@@ -342,8 +338,8 @@ def test_a_malformed_frame_before_the_link_is_open(what: str) -> None:
 
 
 def test_how_deep_a_frame_may_be_before_the_link_is_open() -> None:
-    assert refusal(msgpack.packb([3, 1, 1, {"a": nested(1)}]), Decoder()) is Code.FIELD_INVALID
-    assert refusal(msgpack.packb([3, 1, 1, {"a": nested(2)}]), Decoder()) is Code.FRAME_MALFORMED
+    assert refusal(msgpack.packb([3, 1, 1, {"a": nested(2)}]), Decoder()) is Code.FIELD_INVALID
+    assert refusal(msgpack.packb([3, 1, 1, {"a": nested(3)}]), Decoder()) is Code.FRAME_MALFORMED
 
 
 @pytest.mark.parametrize("what", FIELDS)
@@ -363,20 +359,23 @@ def test_a_float_that_is_no_time(phase_s: float) -> None:
 
 @pytest.mark.parametrize(("packed", "why"), [(b"\0" * 3, "odd size"), (b"", "empty"), (b"\0" * 4, "uid 0")])
 def test_packed_integers_that_are_none(packed: bytes, why: str) -> None:
-    body = to_body(EXAMPLES[StepToken]) | {"rows": packed}
-    assert refusal(msgpack.packb([StepToken.TYPE, 1, 1, body])) is Code.FIELD_INVALID
+    body = to_body(EXAMPLES[Forward]) | {"rows": packed}
+    assert refusal(msgpack.packb([Forward.TYPE, 1, 1, body])) is Code.FIELD_INVALID
+
+
+PROMPT = of_prompt(1, 0, 3, (5, 6, 7))
 
 
 def prompt_with(**sampling: object) -> bytes:
-    body = to_body(EXAMPLES[PromptTokens])
-    body["sampling"] = body["sampling"] | sampling
-    frame: bytes = msgpack.packb([PromptTokens.TYPE, 1, 1, body])
+    body = to_body(PROMPT)
+    body["prompts"][0]["sampling"] |= sampling
+    frame: bytes = msgpack.packb([Forward.TYPE, 1, 1, body])
     return frame
 
 
 def test_a_sampling_that_is_as_it_should_be() -> None:
     (frame,) = read_all(open_decoder(), framed(prompt_with(temperature=0.5)))
-    assert frame.message == replace(EXAMPLES[PromptTokens], sampling=Sampling(0.5))  # type: ignore[type-var]
+    assert frame.message == of_prompt(1, 0, 3, (5, 6, 7), sampling=Sampling(0.5))
 
 
 SAMPLINGS: dict[str, bytes] = {
@@ -396,13 +395,15 @@ def test_a_sampling_that_is_none(what: str) -> None:
 
 @pytest.mark.parametrize("part", [[], {}, {"temperature": 0.0}, b"", None, 1])
 def test_a_part_of_a_message_that_is_none(part: object) -> None:
-    for name, kind in (("sampling", PromptTokens), ("shaping", Generate)):
-        body = to_body(EXAMPLES[kind]) | {name: part}
-        assert refusal(msgpack.packb([kind.TYPE, 1, 1, body])) is Code.FIELD_INVALID
+    body = to_body(EXAMPLES[Generate]) | {"shaping": part}
+    assert refusal(msgpack.packb([Generate.TYPE, 1, 1, body])) is Code.FIELD_INVALID
+    body = to_body(PROMPT)
+    body["prompts"][0]["sampling"] = part
+    assert refusal(msgpack.packb([Forward.TYPE, 1, 1, body])) is Code.FIELD_INVALID
 
 
 def test_a_refusal_names_the_field_inside_a_part() -> None:
-    with pytest.raises(RemoteProtocolError, match=r"PromptTokens\.sampling: expected seed: an integer"):
+    with pytest.raises(RemoteProtocolError, match=r"Forward\.prompts: expected sampling: seed: an integer"):
         read_all(open_decoder(), framed(prompt_with(seed=-1)))
 
 
@@ -480,7 +481,7 @@ def test_a_small_bomb_on_an_open_link(headers: bytes) -> None:
 
 
 def test_nothing_of_earlier_frames_is_kept() -> None:
-    decoder, frame = open_decoder(), encode(PromptTokens(1, 0, 2000, tuple(range(2000))), 1, 1)
+    decoder, frame = open_decoder(), encode(of_prompt(1, 0, 2000, tuple(range(2000))), 1, 1)
     tracemalloc.start()
     try:
         for _ in range(300):
@@ -527,7 +528,7 @@ def mutated(rng: random.Random, frame: bytes) -> bytes:
 def test_noise_is_refused_and_leaves_nothing_behind(count: int, limit: int) -> None:
     rng = random.Random(20_000)
     frames = [encode(message, 1, 1) for message in EXAMPLES.values()]
-    frames.append(encode(PromptTokens(1, 0, 2000, tuple(range(2000))), 1, 1))
+    frames.append(encode(of_prompt(1, 0, 2000, tuple(range(2000))), 1, 1))
     asking = replace(fullest_generate(3), shaping=Shaping(grammar_kind="regex", grammar="a+"))
     frames += [encode(asking, 1, 1)] * 5  # what nests deepest
     refused = 0

@@ -14,9 +14,10 @@ import pytest
 from mlxtp.errors import Code, LinkError, LocalProtocolError, MlxtpError, RemoteProtocolError
 from mlxtp.wire.blocking import BlockingLink, connect, listen
 from mlxtp.wire.frames import encode
-from mlxtp.wire.messages import Ack, Delta, Generate, Ping, PromptTokens, SessionEnd, StepToken
+from mlxtp.wire.messages import Ack, Delta, Forward, Generate, Ping, SessionEnd
 from mlxtp.wire.session import LinkKind, LinkState, Received
 
+from .forwards import of_prompt
 from .walk import EPOCH, pair_in
 
 T = TypeVar("T")
@@ -70,15 +71,15 @@ def pipe() -> Iterator[Joined]:
 
 
 def test_a_step_and_its_ack(decode: Joined) -> None:
-    seq = decode.upper.send(StepToken((1,), (2,)))
-    assert decode.lower.receive() == [Received(seq, StepToken((1,), (2,)))]
+    seq = decode.upper.send(Forward((1,), (2,)))
+    assert decode.lower.receive() == [Received(seq, Forward((1,), (2,)))]
     decode.lower.send(Ack(seq, 1, 1, 0))
     ((_, ack),) = decode.upper.receive()
     assert ack == Ack(seq, 1, 1, 0)
 
 
 def test_a_frame_in_two_halves(decode: Joined) -> None:
-    frame = decode.upper.protocol.send(StepToken((1,), (2,)))
+    frame = decode.upper.protocol.send(Forward((1,), (2,)))
     received = in_background(decode.lower.receive)
     decode.upper_sock.sendall(frame[:7])
     decode.upper_sock.sendall(frame[7:])
@@ -88,9 +89,9 @@ def test_a_frame_in_two_halves(decode: Joined) -> None:
 def test_a_frame_larger_than_the_socket_buffers(decode: Joined) -> None:
     tokens = tuple(range(500_000))
     received = in_background(decode.lower.receive)
-    decode.upper.send(PromptTokens(2, 0, len(tokens), tokens))
+    decode.upper.send(of_prompt(2, 0, len(tokens), tokens))
     ((_, prompt),) = received.result(TIMEOUT_S)
-    assert prompt == PromptTokens(2, 0, len(tokens), tokens)
+    assert prompt == of_prompt(2, 0, len(tokens), tokens)
 
 
 def test_the_end_in_order() -> None:
@@ -110,13 +111,13 @@ def test_a_peer_that_is_gone(decode: Joined) -> None:
         decode.upper.receive()
     assert caught.value.code is Code.LINK_LOST
     with pytest.raises(LinkError):
-        decode.upper.send(StepToken((1,), (2,)))
+        decode.upper.send(Forward((1,), (2,)))
 
 
 def test_sending_to_a_peer_that_is_gone(decode: Joined) -> None:
     decode.lower.close()
     with pytest.raises(LinkError) as caught:
-        decode.upper.send(StepToken((1,), (2,)))
+        decode.upper.send(Forward((1,), (2,)))
     assert caught.value.code is Code.LINK_LOST
 
 
@@ -132,7 +133,7 @@ def test_a_peer_that_breaks_a_rule(decode: Joined) -> None:
     with pytest.raises(RemoteProtocolError, match="the rank may not send Delta"):
         decode.upper.receive()
     with pytest.raises(RemoteProtocolError, match="the rank may not send Delta"):
-        decode.upper.send(StepToken((1,), (2,)))
+        decode.upper.send(Forward((1,), (2,)))
 
 
 def test_a_rule_that_is_broken_here_sends_nothing(decode: Joined) -> None:
@@ -146,11 +147,11 @@ def test_a_rule_that_is_broken_here_sends_nothing(decode: Joined) -> None:
 def test_a_peer_that_does_not_read() -> None:
     joined = Joined(LinkKind.DECODE, upper_timeout_s=0.2)
     tokens = tuple(range(500_000))
-    with pytest.raises(LinkError, match=r"PromptTokens was not taken within 0\.2 s") as caught:
-        joined.upper.send(PromptTokens(2, 0, len(tokens), tokens))
+    with pytest.raises(LinkError, match=r"Forward was not taken within 0\.2 s") as caught:
+        joined.upper.send(of_prompt(2, 0, len(tokens), tokens))
     assert caught.value.code is Code.LINK_TIMEOUT
     with pytest.raises(LinkError) as caught:
-        joined.upper.send(StepToken((1,), (2,)))
+        joined.upper.send(Forward((1,), (2,)))
     assert caught.value.code is Code.LINK_LOST
     joined.close()
 
@@ -170,7 +171,7 @@ def test_waiting_outlasts_the_send_timeout() -> None:
     received = in_background(joined.upper.receive)
     with pytest.raises(TimeoutError):
         received.result(0.1)
-    seq = joined.upper.send(StepToken((1,), (2,)))
+    seq = joined.upper.send(Forward((1,), (2,)))
     joined.lower.receive()
     joined.lower.send(Ack(seq, 1, 1, 0))
     assert len(received.result(TIMEOUT_S)) == 1
@@ -194,12 +195,12 @@ def test_close_wakes_the_reader(decode: Joined, timeout_s: float | None) -> None
     assert received.result(TIMEOUT_S) == []
     assert decode.upper.receive(timeout_s) == []
     with pytest.raises(LinkError, match="closed at this end"):
-        decode.upper.send(StepToken((1,), (2,)))
+        decode.upper.send(Forward((1,), (2,)))
 
 
 def test_close_wakes_the_sender(decode: Joined) -> None:
     tokens = tuple(range(500_000))
-    sending = in_background(decode.upper.send, PromptTokens(2, 0, len(tokens), tokens))
+    sending = in_background(decode.upper.send, of_prompt(2, 0, len(tokens), tokens))
     decode.lower_sock.recv(1)  # it has begun
     decode.upper.close()
     with pytest.raises(LinkError):
@@ -242,7 +243,7 @@ def test_connect_and_accept(host: str) -> None:
         sock, _ = listener.accept()
         upper = BlockingLink(sock, pair.upper, TIMEOUT_S)
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-        upper.send(StepToken((1,), (2,)))
+        upper.send(Forward((1,), (2,)))
         assert len(lower.receive()) == 1
         upper.close()
         lower.close()

@@ -24,6 +24,7 @@ from mlxtp.wire.messages import (
     FetchBlocks,
     FetchedBlocks,
     Finished,
+    Forward,
     Gathered,
     Generate,
     Init,
@@ -33,8 +34,6 @@ from mlxtp.wire.messages import (
     Ping,
     Pong,
     Prefilled,
-    PromptBatch,
-    PromptTokens,
     Restore,
     Sampling,
     SanityCheck,
@@ -44,13 +43,13 @@ from mlxtp.wire.messages import (
     Shutdown,
     SideChannel,
     Spill,
-    StepToken,
     TimeCollectives,
     Unload,
 )
 from mlxtp.wire.protocol import TERMINAL, RequestFailed, table
 from mlxtp.wire.session import DecodeLedger, LinkKind, LinkState, PipeLedger, Received, Session, Side
 
+from .forwards import of_prompt, of_prompts
 from .samples import EXAMPLES, MESSAGE
 from .walk import EPOCH, USUAL, Pair, example, pair_in, path_to, requests, sequences
 
@@ -82,21 +81,21 @@ def test_the_life_of_a_decode_link() -> None:
     link.up(LoadShard("/models/tiny", 512, ()))
     link.down(say("Loaded"))
 
-    link.up(PromptTokens(1, 0, 5, (10, 11, 12)))
-    link.up(PromptTokens(1, 3, 5, (13, 14)))  # ahead of the first one's Ack
+    link.up(of_prompt(1, 0, 5, (10, 11, 12)))
+    link.up(of_prompt(1, 3, 5, (13, 14)))  # ahead of the first one's Ack
     first, second = link.upper.seq - 1, link.upper.seq
     assert link.upper.outstanding == link.lower.outstanding == 2
     link.down(Ack(first, 1, 2, 0))
-    link.up(StepToken((1,), (5,)))
+    link.up(Forward((1,), (5,)))
     link.up(ChosenTokens(2, (7,)))
     link.down(Ack(second, 2, 4, 99), Ack(link.upper.seq - 1, 3, 6, 98))
-    link.up(PromptTokens(2, 0, 1, (20,)), StepToken((2, 1), (1, 6)))
+    link.up(of_prompt(2, 0, 1, (20,)), Forward((2, 1), (1, 6)))
     link.up(SessionStop(1, "stop", 4, keep=6))
     link.down(Ack(link.upper.seq - 2, 4, 8, 97), Ack(link.upper.seq - 1, 5, 10, 96))
 
-    link.up(StepToken((2,), (2,), (4,), (21, 22, 23, 24)))
+    link.up(Forward((2,), (2,), (4,), (21, 22, 23, 24)))
     link.down(Ack(link.upper.seq, 6, 12, 95))
-    link.up(PromptTokens(3, 3, 5, (30, 31), 1, take=True))
+    link.up(of_prompt(3, 3, 5, (30, 31), source=1, take=True))
     link.down(Ack(link.upper.seq, 7, 14, 94))
     link.up(SanityCheck())
     assert link.lower.state is LinkState.CHECKING
@@ -104,7 +103,7 @@ def test_the_life_of_a_decode_link() -> None:
     link.up(say("TimeCollectives"))
     assert link.lower.state is LinkState.MEASURING
     link.down(say("CollectivesTimed"))
-    link.up(StepToken((2, 3), (4, 5)))
+    link.up(Forward((2, 3), (4, 5)))
     link.down(Ack(link.upper.seq, 8, 16, 93))
     link.up(Unload())
     link.down(Done())
@@ -293,7 +292,7 @@ def prepare(pair: Pair, kind: type[Message]) -> None:
     if kind is Pong:
         pair.up(Ping())
     if kind is Ack:
-        pair.up(StepToken((1,), (2,)))
+        pair.up(Forward((1,), (2,)))
     if kind is Evict:
         pair.up(SessionStop(1, "stop", 1, keep=2))
     if kind in (FetchedBlocks, Restore) and 2 not in sequences(pair.upper).fetches:
@@ -307,12 +306,8 @@ def legal(pair: Pair, kind: type[Message]) -> Message:
         return Ack(pair.upper.seq, 1, 1, 0)
     if kind is Generate:
         return Generate(2, (5,), 10)
-    if kind is PromptTokens:
-        return PromptTokens(2, 0, 1, (5,))
-    if kind is StepToken:
-        return StepToken((1,), (2,))
-    if kind is PromptBatch:
-        return PromptBatch((2, 4), (1, 3), (0, 2), (0, 1), (0, 0), (5, 6), (Sampling(), Sampling()))
+    if kind is Forward:
+        return Forward((1,), (2,))
     if kind in (FetchedBlocks, Restore):
         return kind(2, 1)
     if kind is FetchBlocks:
@@ -383,7 +378,7 @@ def test_a_frame_of_another_epoch_is_dropped_and_counted() -> None:
     stale = encode(SessionEnd(), EPOCH - 1, 1) + encode(Ack(1, 1, 1, 1), EPOCH + 1, 900)
     assert pair.upper.receive_data(stale) == []
     assert pair.upper.dropped == 2
-    pair.up(StepToken((1,), (2,)))
+    pair.up(Forward((1,), (2,)))
     pair.down(Ack(pair.upper.seq, 1, 1, 0))
 
 
@@ -392,7 +387,7 @@ def test_a_wrong_seq(offset: int) -> None:
     pair = pair_in(LinkKind.DECODE, LinkState.LOADED)
     last = pair.upper.seq
     with pytest.raises(RemoteProtocolError) as caught:
-        pair.lower.receive_data(encode(StepToken((1,), (2,)), EPOCH, last + offset))
+        pair.lower.receive_data(encode(Forward((1,), (2,)), EPOCH, last + offset))
     assert caught.value.code is Code.WRONG_SEQ
     assert f"numbered {last + offset}, expected {last + 1}" in caught.value.detail
     assert pair.lower.state is LinkState.FAILED
@@ -451,14 +446,14 @@ def test_how_the_stream_is_cut_does_not_matter(sizes: list[int]) -> None:
 def _recorded() -> tuple[bytes, list[Received]]:
     pair = pair_in(LinkKind.DECODE, LinkState.LOADED)
     messages: list[Message] = [
-        PromptTokens(2, 0, 9, tuple(range(8)), sampling=Sampling(0.7, seed=2**63 - 1)),
-        PromptTokens(2, 8, 9, (1,), exchange="logits", agreement="broadcast"),
-        *(StepToken((1, 2), (2 + n, 9 + n)) for n in range(5)),
-        StepToken((1, 2), (7, 14), (3, 0), (5, 6, 7), "logits", "broadcast"),
+        of_prompt(2, 0, 9, tuple(range(8)), sampling=Sampling(0.7, seed=2**63 - 1)),
+        of_prompt(2, 8, 9, (1,), exchange="logits", agreement="broadcast"),
+        *(Forward((1, 2), (2 + n, 9 + n)) for n in range(5)),
+        Forward((1, 2), (7, 14), (3, 0), (5, 6, 7), "logits", "broadcast"),
         SessionStop(1, "length", 6, keep=8),
-        PromptTokens(3, 8, 9, (1,), 1, take=True),
-        PromptBatch((4, 5), (9, 2), (8, 0), (3, 0), (0, 0), (1, 2, 3), (Sampling(), Sampling(0.5))),
-        StepToken((2,), (15,)),
+        of_prompt(3, 8, 9, (1,), source=1, take=True),
+        of_prompts((4, 5), (9, 2), (8, 0), (1, 2, 3), (3, 0), samplings=(Sampling(), Sampling(0.5))),
+        Forward((2,), (15,)),
     ]
     first = pair.upper.seq + 1
     stream = b"".join(pair.upper.send(message) for message in messages)
@@ -491,7 +486,7 @@ def test_eof_in_the_middle_of_a_frame() -> None:
 
 def test_rank_0_reports_its_end_to_the_others() -> None:
     link = pair_in(LinkKind.DECODE, LinkState.LOADED)
-    link.up(StepToken((1,), (2,)))
+    link.up(Forward((1,), (2,)))
     ack = link.lower.send(Ack(link.upper.seq, 1, 1, 0))
     link.lower.receive_data(link.upper.send(Error(Code.FORWARD_FAILED, "NaN", 0)))
     assert link.lower.state is LinkState.FAILED
@@ -602,7 +597,7 @@ def lawful_round(rng: random.Random, end: Session, kind: type[Message]) -> Messa
     return Gathered(ledger.round, b"abcdabcd") if ledger.round_is_open else None
 
 
-def lawful_prompts(rng: random.Random, ledger: DecodeLedger) -> PromptBatch:
+def lawful_prompts(rng: random.Random, ledger: DecodeLedger) -> Forward:
     """Up to three prompts of which each may start from what runs or was kept."""
     free = ledger.running | ledger.kept
     uids, totals, offsets, sources, takes = [], [], [], [], []
@@ -616,17 +611,9 @@ def lawful_prompts(rng: random.Random, ledger: DecodeLedger) -> PromptBatch:
         offsets.append(offset)
         totals.append(offset + rng.randint(1, 3))
         sources.append(source)
-        takes.append(int(take))
+        takes.append(take)
     count = sum(totals) - sum(offsets)
-    return PromptBatch(
-        tuple(uids),
-        tuple(totals),
-        tuple(offsets),
-        tuple(sources),
-        tuple(takes),
-        (5,) * count,
-        (Sampling(),) * len(uids),
-    )
+    return of_prompts(tuple(uids), totals, tuple(offsets), (5,) * count, sources, takes)
 
 
 def lawful_on_disk(rng: random.Random, ledger: DecodeLedger, kind: type[Message]) -> Message | None:
@@ -647,33 +634,38 @@ def lawful_on_disk(rng: random.Random, ledger: DecodeLedger, kind: type[Message]
     return Spill(uid, rng.randint(0, length - 1), length, b"d" * 16)
 
 
+def lawful_prompt(rng: random.Random, ledger: DecodeLedger) -> Forward:
+    """The next part of a prompt, which may start from what runs or was kept."""
+    if ledger.prompts and rng.random() < 0.7:
+        uid, (offset, total) = rng.choice(list(ledger.prompts.items()))
+        count = rng.randint(1, total - offset)
+        save = ledger.last_uid + 1 if count < total - offset and rng.random() < 0.5 else 0
+        shorter = tuple(kept for kept, held in ledger.kept.items() if save and held < offset + count)
+        return of_prompt(uid, offset, total, (5,) * count, save=save, covers=shorter)
+    sources = [(uid, held, True) for uid, held in ledger.kept.items()]
+    sources += [(uid, held, False) for uid, held in ledger.running.items()]
+    if sources and rng.random() < 0.5:
+        source, held, kept = rng.choice(sources)
+        offset = rng.randint(1, held)
+        take = kept and rng.random() < 0.5
+        return of_prompt(ledger.last_uid + 1, offset, offset + 1, (5,), source=source, take=take)
+    return of_prompt(ledger.last_uid + 1, 0, 4, (5,) * rng.randint(1, 4))
+
+
+def lawful_step(rng: random.Random, ledger: DecodeLedger) -> Forward | None:
+    running = sorted(ledger.running)
+    if not running:
+        return None
+    rows = tuple(rng.sample(running, rng.randint(1, len(running))))
+    positions = tuple(ledger.running[uid] for uid in rows)
+    widths = tuple(rng.randint(0, 3) for _ in rows) if rng.random() < 0.5 else ()
+    return Forward(rows, positions, widths, (5,) * sum(widths))
+
+
 def lawful_on_decode(rng: random.Random, end: Session, kind: type[Message]) -> Message | None:
     ledger = sequences(end)
-    if kind is PromptTokens:
-        if ledger.prompts and rng.random() < 0.7:
-            uid, (offset, total) = rng.choice(list(ledger.prompts.items()))
-            count = rng.randint(1, total - offset)
-            save = ledger.last_uid + 1 if count < total - offset and rng.random() < 0.5 else 0
-            shorter = tuple(kept for kept, held in ledger.kept.items() if save and held < offset + count)
-            return PromptTokens(uid, offset, total, (5,) * count, save=save, covers=shorter)
-        sources = [(uid, held, True) for uid, held in ledger.kept.items()]
-        sources += [(uid, held, False) for uid, held in ledger.running.items()]
-        if sources and rng.random() < 0.5:
-            source, held, kept = rng.choice(sources)
-            offset = rng.randint(1, held)
-            take = kept and rng.random() < 0.5
-            return PromptTokens(ledger.last_uid + 1, offset, offset + 1, (5,), source, take)
-        return PromptTokens(ledger.last_uid + 1, 0, 4, (5,) * rng.randint(1, 4))
-    if kind is PromptBatch:
-        return lawful_prompts(rng, ledger)
-    if kind is StepToken:
-        running = sorted(ledger.running)
-        if not running:
-            return None
-        rows = tuple(rng.sample(running, rng.randint(1, len(running))))
-        positions = tuple(ledger.running[uid] for uid in rows)
-        widths = tuple(rng.randint(0, 3) for _ in rows) if rng.random() < 0.5 else ()
-        return StepToken(rows, positions, widths, (5,) * sum(widths))
+    if kind is Forward:
+        return rng.choice((lawful_prompt, lawful_prompts, lawful_step))(rng, ledger)
     if kind is ChosenTokens:
         return ChosenTokens(ledger.chosen + 1, (5,))
     if kind is SessionStop:

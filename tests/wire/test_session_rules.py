@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -19,29 +20,27 @@ from mlxtp.wire.messages import (
     FetchBlocks,
     FetchedBlocks,
     Finished,
+    Forward,
     Gathered,
     Generate,
     Message,
     Ping,
     Pong,
     Prefilled,
-    PromptBatch,
-    PromptTokens,
     Restore,
-    Sampling,
     SanityCheck,
     ScoredDelta,
     SessionStop,
     Shutdown,
     SideChannel,
     Spill,
-    StepToken,
     TimeCollectives,
     Unload,
 )
 from mlxtp.wire.rank_stats import RankStats
 from mlxtp.wire.session import LinkKind, LinkState, Side
 
+from .forwards import of_prompt, of_prompts
 from .walk import EPOCH, Pair, pair_in, requests, sequences
 
 PONG = Pong("idle", 0.0, 0, 0, "", RankStats())
@@ -49,24 +48,24 @@ UP, DOWN = Side.UPPER, Side.LOWER
 DIGEST = b"d" * 16
 
 
-def step(*rows: int) -> StepToken:
-    return StepToken(rows, (2,) * len(rows))
+def step(*rows: int) -> Forward:
+    return Forward(rows, (2,) * len(rows))
 
 
-def wide(widths: tuple[int, ...], tokens: int, positions: tuple[int, ...] = (2,)) -> StepToken:
-    return StepToken((1,), positions, widths, (5,) * tokens)
+def wide(widths: tuple[int, ...], tokens: int, positions: tuple[int, ...] = (2,)) -> Forward:
+    return Forward((1,), positions, widths, (5,) * tokens)
 
 
-def behind(source: int, offset: int, total: int = 50, *, uid: int = 2, take: bool = False) -> PromptTokens:
-    return PromptTokens(uid, offset, total, (5,), source, take)
+def behind(source: int, offset: int, total: int = 50, *, uid: int = 2, take: bool = False) -> Forward:
+    return of_prompt(uid, offset, total, (5,), source=source, take=take)
 
 
-def batch(*prompts: tuple[int, int, int, int, int], tokens: int = -1, samplings: int = -1) -> PromptBatch:
+def batch(*prompts: tuple[int, int, int, int, int], tokens: int = -1, parts: int = -1) -> Forward:
     """Of each prompt: uid, total, offset, source, take."""
     uids, totals, offsets, sources, takes = zip(*prompts, strict=True)
     count = sum(totals) - sum(offsets) if tokens < 0 else tokens
-    samplings = len(prompts) if samplings < 0 else samplings
-    return PromptBatch(uids, totals, offsets, sources, takes, (5,) * count, (Sampling(),) * samplings)
+    whole = of_prompts(uids, totals, offsets, (5,) * count, sources, takes)
+    return whole if parts < 0 else replace(whole, prompts=whole.prompts[:parts])
 
 
 def kept(uid: int, keep: int) -> SessionStop:
@@ -77,8 +76,8 @@ def scored(index: int = 0, tokens: int = 1, logprobs: int = 1, top: int = 0, top
     return ScoredDelta(1, index, (9,) * tokens, (-1.0,) * logprobs, top, (9,) * tops, (-1.0,) * tops)
 
 
-def prompt(uid: int, offset: int, total: int, count: int) -> PromptTokens:
-    return PromptTokens(uid, offset, total, (5,) * count)
+def prompt(uid: int, offset: int, total: int, count: int) -> Forward:
+    return of_prompt(uid, offset, total, (5,) * count)
 
 
 def ack(seq: int) -> Ack:
@@ -126,7 +125,7 @@ DECODE_CASES: dict[str, tuple[Sequence[tuple[Side, Message]], tuple[Side, Messag
         (UP, prompt(2, 2, 9, 2)),
         Code.WRONG_UID,
     ),
-    "a step without positions for all": ([], (UP, StepToken((1,), (2, 2))), Code.FIELD_INVALID),
+    "a step without positions for all": ([], (UP, Forward((1,), (2, 2))), Code.FIELD_INVALID),
     "widths for more than its rows": ([], (UP, wide((1, 1), 2)), Code.FIELD_INVALID),
     "fewer tokens than widths": ([], (UP, wide((2,), 1)), Code.FIELD_INVALID),
     "more tokens than widths": ([], (UP, wide((2,), 3)), Code.FIELD_INVALID),
@@ -148,44 +147,44 @@ DECODE_CASES: dict[str, tuple[Sequence[tuple[Side, Message]], tuple[Side, Messag
         (UP, behind(1, 2, uid=3)),
         Code.WRONG_UID,
     ),
-    "taking from no one": ([], (UP, PromptTokens(2, 0, 2, (5, 5), 0, True)), Code.FIELD_INVALID),
+    "taking from no one": ([], (UP, of_prompt(2, 0, 2, (5, 5), take=True)), Code.FIELD_INVALID),
     "a start behind more than runs": ([], (UP, behind(1, 3)), Code.OUT_OF_ORDER),
     "a start behind more than was kept": ([(UP, kept(1, 1))], (UP, behind(1, 2)), Code.OUT_OF_ORDER),
     "a start behind nothing of a source": ([], (UP, behind(1, 0)), Code.OUT_OF_ORDER),
     "a start behind the whole prompt": ([], (UP, behind(1, 2, 2)), Code.FIELD_INVALID),
     "a source in a later chunk": ([(UP, behind(1, 2))], (UP, behind(1, 3)), Code.OUT_OF_ORDER),
     "a gap after a source": ([(UP, behind(1, 2))], (UP, prompt(2, 4, 50, 1)), Code.OUT_OF_ORDER),
-    "a copy under an old uid": ([], (UP, PromptTokens(2, 0, 9, (5, 5), save=1)), Code.WRONG_UID),
-    "a copy under its own uid": ([], (UP, PromptTokens(2, 0, 9, (5, 5), save=2)), Code.WRONG_UID),
-    "a copy of a whole prompt": ([], (UP, PromptTokens(2, 0, 2, (5, 5), save=3)), Code.FIELD_INVALID),
+    "a copy under an old uid": ([], (UP, of_prompt(2, 0, 9, (5, 5), save=1)), Code.WRONG_UID),
+    "a copy under its own uid": ([], (UP, of_prompt(2, 0, 9, (5, 5), save=2)), Code.WRONG_UID),
+    "a copy of a whole prompt": ([], (UP, of_prompt(2, 0, 2, (5, 5), save=3)), Code.FIELD_INVALID),
     "a prompt under the uid of a copy": (
-        [(UP, PromptTokens(2, 0, 9, (5, 5), save=3))],
+        [(UP, of_prompt(2, 0, 9, (5, 5), save=3))],
         (UP, prompt(3, 0, 2, 2)),
         Code.WRONG_UID,
     ),
     "a start behind more than a copy holds": (
-        [(UP, PromptTokens(2, 0, 9, (5, 5), save=3))],
+        [(UP, of_prompt(2, 0, 9, (5, 5), save=3))],
         (UP, behind(3, 3, uid=4)),
         Code.OUT_OF_ORDER,
     ),
     "dropping a copy twice": (
-        [(UP, PromptTokens(2, 0, 9, (5, 5), save=3)), (UP, Evict((3,)))],
+        [(UP, of_prompt(2, 0, 9, (5, 5), save=3)), (UP, Evict((3,)))],
         (UP, Evict((3,))),
         Code.WRONG_UID,
     ),
     "covering what is not kept": (
-        [(UP, PromptTokens(2, 0, 9, (5, 5), save=3))],
-        (UP, PromptTokens(2, 2, 9, (5, 5), save=4, covers=(2,))),
+        [(UP, of_prompt(2, 0, 9, (5, 5), save=3))],
+        (UP, of_prompt(2, 2, 9, (5, 5), save=4, covers=(2,))),
         Code.WRONG_UID,
     ),
     "covering as much as itself": (
-        [(UP, PromptTokens(2, 0, 9, (5, 5), save=3))],
+        [(UP, of_prompt(2, 0, 9, (5, 5), save=3))],
         (UP, SessionStop(2, "stop", 1, keep=2, covers=(3,))),
         Code.WRONG_UID,
     ),
     "covering with nothing": (
-        [(UP, PromptTokens(2, 0, 9, (5, 5), save=3))],
-        (UP, PromptTokens(2, 2, 9, (5, 5), covers=(3,))),
+        [(UP, of_prompt(2, 0, 9, (5, 5), save=3))],
+        (UP, of_prompt(2, 2, 9, (5, 5), covers=(3,))),
         Code.WRONG_UID,
     ),
     "keeping more than a prompt": ([], (UP, kept(1, 3)), Code.OUT_OF_ORDER),
@@ -250,7 +249,7 @@ DECODE_CASES: dict[str, tuple[Sequence[tuple[Side, Message]], tuple[Side, Messag
     "prompts with more tokens": ([], (UP, batch((2, 2, 0, 0, 0), tokens=3)), Code.FIELD_INVALID),
     "prompts with fewer samplings": (
         [],
-        (UP, batch((2, 2, 0, 0, 0), (3, 2, 0, 0, 0), samplings=1)),
+        (UP, batch((2, 2, 0, 0, 0), (3, 2, 0, 0, 0), parts=1)),
         Code.FIELD_INVALID,
     ),
     "a prompt of nothing among others": (
@@ -402,7 +401,7 @@ def test_sequences_that_begin_alike_start_from_each_other() -> None:
 def test_prompts_together_run_at_once() -> None:
     link = pair_in(LinkKind.DECODE, LinkState.LOADED)
     link.up(kept(1, 2), batch((2, 3, 0, 0, 0), (4, 3, 2, 1, 0), (5, 3, 1, 1, 1)))
-    link.up(StepToken((2, 4, 5), (3, 3, 3)), kept(4, 4), behind(4, 4, uid=6))
+    link.up(Forward((2, 4, 5), (3, 3, 3)), kept(4, 4), behind(4, 4, uid=6))
     assert link.upper.outstanding == 3
     link.down(ack(link.upper.seq - 3))
 
@@ -415,8 +414,8 @@ def test_what_was_drafted_may_be_kept_or_rolled_back() -> None:
 
 def test_rows_that_feed_different_widths() -> None:
     link = pair_in(LinkKind.DECODE, LinkState.LOADED)
-    link.up(prompt(2, 0, 3, 3), StepToken((1, 2), (2, 3), (0, 3), (5, 6, 7)))
-    link.up(StepToken((2, 1), (6, 3)))
+    link.up(prompt(2, 0, 3, 3), Forward((1, 2), (2, 3), (0, 3), (5, 6, 7)))
+    link.up(Forward((2, 1), (6, 3)))
 
 
 @pytest.mark.parametrize("command", [Unload(), Shutdown()])

@@ -10,10 +10,11 @@ import pytest
 
 from mlxtp.errors import LinkError
 from mlxtp.wire.blocking import BlockingLink
-from mlxtp.wire.messages import Ack, PromptTokens, SessionEnd, StepToken
+from mlxtp.wire.messages import Ack, Forward, SessionEnd
 from mlxtp.wire.session import LinkKind, LinkState
 from mlxtp.wire.tls import ALPN_DECODE, member_context_client, member_context_server
 
+from .forwards import of_prompt
 from .members import founder, member_of
 from .test_link import (
     TIMEOUT_S,
@@ -100,8 +101,8 @@ def test_the_end_in_order(tmp_path: Path) -> None:
 def test_a_peer_that_does_not_read(tmp_path: Path) -> None:
     joined = Secured(tmp_path, upper_timeout_s=0.2)
     tokens = tuple(range(500_000))
-    with pytest.raises(LinkError, match=r"PromptTokens was not taken within 0\.2 s"):
-        joined.upper.send(PromptTokens(2, 0, len(tokens), tokens))
+    with pytest.raises(LinkError, match=r"Forward was not taken within 0\.2 s"):
+        joined.upper.send(of_prompt(2, 0, len(tokens), tokens))
     joined.close()
 
 
@@ -110,7 +111,7 @@ def test_waiting_outlasts_the_send_timeout(tmp_path: Path) -> None:
     received = in_background(joined.upper.receive)
     with pytest.raises(TimeoutError):
         received.result(0.1)
-    seq = joined.upper.send(StepToken((1,), (2,)))
+    seq = joined.upper.send(Forward((1,), (2,)))
     joined.lower.receive()
     joined.lower.send(Ack(seq, 1, 1, 0))
     assert len(received.result(TIMEOUT_S)) == 1
@@ -119,7 +120,7 @@ def test_waiting_outlasts_the_send_timeout(tmp_path: Path) -> None:
 
 def test_close_wakes_the_sender(decode: Joined) -> None:
     tokens = tuple(range(500_000))
-    sending = in_background(decode.upper.send, PromptTokens(2, 0, len(tokens), tokens))
+    sending = in_background(decode.upper.send, of_prompt(2, 0, len(tokens), tokens))
     with pytest.raises(TimeoutError):
         sending.result(0.1)
     decode.upper.close()
@@ -146,7 +147,7 @@ def test_prompts_and_acks_at_once(decode: Joined) -> None:
     readers = [threading.Thread(target=act, daemon=True) for act in (read_acks, acknowledge)]
     for reader in readers:
         reader.start()
-    sent = [decode.upper.send(PromptTokens(uid, 0, len(tokens), tokens)) for uid in range(2, 2 + count)]
+    sent = [decode.upper.send(of_prompt(uid, 0, len(tokens), tokens)) for uid in range(2, 2 + count)]
     for reader in readers:
         reader.join(TIMEOUT_S)
     assert acks == sent

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from functools import cache
 
 from mlxtp.errors import Code
-from mlxtp.wire.messages import Ack, Error, Generate, Message, PromptTokens
+from mlxtp.wire.messages import Ack, Error, Generate, Message
 from mlxtp.wire.protocol import LinkKind, LinkState, RequestFailed, Side, table
 from mlxtp.wire.session import DecodeLedger, Received, RequestLedger, Session
 
+from .forwards import of_prompt
 from .samples import EXAMPLES
 
 EPOCH = 7
@@ -107,7 +108,7 @@ def start_uid_1(pair: Pair) -> None:
     if state is USUAL.get(link, LinkState.LOADED) and Generate in table(link)[state][Side.UPPER]:
         pair.up(Generate(1, (5, 6), 10))
     elif state is LinkState.LOADED:
-        pair.up(PromptTokens(1, 0, 2, (5, 6)))
+        pair.up(of_prompt(1, 0, 2, (5, 6)))
         pair.down(Ack(pair.upper.seq, 1, 1, 0))
 
 

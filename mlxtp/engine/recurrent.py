@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cache, reduce, wraps
 from inspect import signature
 from sys import modules
+from types import FunctionType
 from typing import Any
 
 import mlx.core as mx
@@ -276,15 +277,15 @@ def states_of(kind: Recurrence, caches: Sequence[Any], length: int) -> States:
 def recurrent_layers(model: Any, states: int) -> tuple[Recurrence | None, list[Any]]:
     """Return the kind of a model's recurrent layers, and those that have weights; None if not all are known.
 
-    `states`: their number. A stage has other stages' layers, too. mlx-lm's code takes a `StateView` from
-    then on.
+    `states`: their number. A stage has other stages' layers, too. These objects take a `StateView` from then
+    on.
     """
     parts = [part for layer in model.layers if states for part in layer.children().values()]
     known = [(part, *found) for part in parts if (found := _known(type(part)))]
     if not known or len(known) != states:
         return None, []
-    for _, layer_class, kind in known:
-        _teach(layer_class, kind)
+    for part, layer_class, kind in known:
+        part.__class__ = _taught(type(part), layer_class, kind)
     return known[0][2], [part for part, *_ in known if tree_flatten(part.parameters())]
 
 
@@ -297,13 +298,31 @@ def _known(kind: type) -> tuple[type, Recurrence] | None:
 
 
 @cache
-def _teach(layer_class: type, kind: Recurrence) -> None:
-    """Have mlx-lm's code of a class of layers take a `StateView`."""
+def _taught(own: type, layer_class: type, kind: Recurrence) -> type:
+    """Return a class like `own`, for which mlx-lm's code in `layer_class` takes a `StateView`."""
+    if hasattr(own, "takes_views"):
+        return own
+    functions = {name: each for name, each in vars(layer_class).items() if isinstance(each, FunctionType)}
     if kind.update:
-        owner = _owner(layer_class, kind.update)
-        setattr(owner, kind.update, _taking_views(getattr(owner, kind.update)))
-    whole: Any = layer_class
-    whole.__call__ = _keeping_inputs(whole.__call__, kind.inputs)
+        update = _taking_views(getattr(_owner(layer_class, kind.update), kind.update))
+        # A function of the module is another one for these methods alone.
+        functions = {name: _seeing(each, {kind.update: update}) for name, each in functions.items()}
+        if hasattr(layer_class, kind.update):
+            functions[kind.update] = update
+    functions["__call__"] = _keeping_inputs(functions["__call__"], kind.inputs)
+    named = {"__module__": layer_class.__module__, "takes_views": True}
+    taught = type(layer_class.__name__, (layer_class,), {**named, **functions})
+    return taught if own is layer_class else type(own.__name__, (own, taught), named)
+
+
+def _seeing(function: Any, names: Mapping[str, Any]) -> Any:
+    """Return the same function, in a module where these names stand for something else."""
+    names = {**function.__globals__, **names}
+    same = FunctionType(
+        function.__code__, names, function.__name__, function.__defaults__, function.__closure__
+    )
+    same.__kwdefaults__ = function.__kwdefaults__
+    return same
 
 
 def _owner(layer_class: type, update: str) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from inspect import signature
 from pathlib import Path
 from random import Random
+from sys import modules
 
 import mlx.core as mx
 import pytest
@@ -14,7 +15,7 @@ from mlx_lm.models.ssm import ssm_update
 from mlx_lm.utils import load_model
 
 from mlxtp.engine.batch import CacheKind
-from mlxtp.engine.recurrent import _KINDS, recurrent_layers, states_of, views_of
+from mlxtp.engine.recurrent import _KINDS, STATE, recurrent_layers, states_of, views_of
 from mlxtp.engine.runner import Runner
 from mlxtp.errors import GroupError
 from mlxtp.wire.messages import Forward
@@ -247,3 +248,20 @@ def test_states_of_other_layers_are_left_to_mlx_lm(tmp_path: Path) -> None:
     kind = CacheKind(model)
     assert recurrent_layers(model, 2) == (None, [])
     assert not kind.can.rolls_back
+
+
+@pytest.mark.parametrize("family", ["jamba", "qwen3_5"])
+def test_other_models_of_the_family_run_mlx_lm_s_own_code(
+    folder_of: Callable[[str], Path], family: str
+) -> None:
+    """A method of the class, and a function of its module."""
+    model, _ = load_model(folder_of(family))
+    (layer, *_) = recurrent_layers(
+        model, sum(type(each).__name__ == "ArraysCache" for each in model.make_cache())
+    )[1]
+    other, _ = load_model(folder_of(family))
+    (own, *_) = [part for part in other.modules() if type(part).__name__ == type(layer).__name__]
+    assert isinstance(layer, type(own))
+    assert not hasattr(own, "takes_views")
+    assert vars(type(own))["__call__"].__globals__ is vars(modules[type(own).__module__])
+    assert not hasattr(vars(type(own))["__call__"], "__wrapped__")

@@ -1,10 +1,10 @@
 """The KV caches of the sequences that decode together.
 
-`SlotBatch` holds the caches of rows of like lengths in one array a layer, with a length for each row.
-Joining, leaving and rolling back touch one row, and a forward may feed rows several tokens. It takes
-sequences whose layers use mlx-lm's `KVCache`, `QuantizedKVCache` or `RotatingKVCache`, or states that
-`recurrent` knows. `MergedBatch` uses mlx-lm's own batched caches for every other kind, one token a row and
-step. Both are the same on every rank, because the same frames drive them.
+`SlotCaches` hold rows of like lengths in one array a layer, with a length for each row. Joining, leaving and
+rolling back touch one row, and a forward may feed rows several tokens. They take sequences whose layers use
+mlx-lm's `KVCache`, `QuantizedKVCache` or `RotatingKVCache`, or states that `recurrent` knows. `MergedCaches`
+use mlx-lm's own batched caches for every other kind, one token a row and step. Both are the same on every
+rank, because the same frames drive them.
 
 A layer with a window of tokens has a ring buffer (*ring*): the token at position p is in slot p mod the
 number of slots. These are more than the window by the widest step. So what wrong drafts leave there is
@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Generic, TypeVar
 
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
@@ -41,32 +41,6 @@ Caches = list[Any]  # one mlx-lm cache a layer, of one sequence
 
 #: Shape and type of the keys or values that a layer holds for a row without tokens, and the most slots.
 Empty = tuple[tuple[int, ...], mx.Dtype, int]
-
-
-class Batch(Protocol):
-    """Rows in the order in which steps name them. The last row takes the place of one that leaves."""
-
-    rows: list[int]
-
-    def join(self, uid: int, caches: Caches) -> None:
-        """Add `uid` as the last row. The batch owns `caches` from now on."""
-        ...
-
-    def leave(self, uid: int, keep: int) -> Caches | None:
-        """Remove a row. Returns the caches of its first `keep` tokens, None for 0."""
-        ...
-
-    def copy(self, uid: int, length: int) -> Caches:
-        """Return caches of the first `length` tokens of a row that remains."""
-        ...
-
-    def arrays(self, rows: Sequence[int] = ()) -> list[mx.array]:
-        """Return the arrays of the parts that hold `rows`, or of all parts."""
-        ...
-
-    def parts(self, rows: Sequence[int]) -> Sequence[Bucket | MergedBatch]:
-        """Return the parts that hold `rows`, each of which one forward runs."""
-        ...
 
 
 class LayerView:
@@ -280,6 +254,11 @@ class Bucket:
     states: States | None = None
 
     @property
+    def every_array(self) -> list[mx.array]:
+        """The arrays, and those of states."""
+        return [*self.arrays, *(self.states.arrays if self.states else ())]
+
+    @property
     def shape(self) -> tuple[int, int]:
         """Slots and capacity."""
         return self.arrays[0].shape[0], self.room
@@ -312,7 +291,103 @@ class Bucket:
         self.rows.pop()
 
 
-class SlotBatch:
+class MergedBucket:
+    """Rows of mlx-lm's own batched caches; a sequence alone keeps its plain ones."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self.caches: Caches = []
+        self._merged = False
+
+    @property
+    def every_array(self) -> list[mx.array]:
+        return arrays_of(self.caches)
+
+    def join(self, uid: int, caches: Caches) -> None:
+        self.rows.append(uid)
+        if len(self.rows) == 1:
+            self.caches, self._merged = caches, False
+            return
+        if not self._merged:
+            self.caches = [cache.merge([cache]) for cache in self.caches]
+            self._merged = True
+        for running, joining in zip(self.caches, caches, strict=True):
+            running.extend(joining.merge([joining]))
+
+    def leave(self, uid: int) -> None:
+        """Remove a row. The last one takes its place."""
+        row, last = self.rows.index(uid), len(self.rows) - 1
+        order = [*range(row), last, *range(row + 1, last)][:last]
+        self.rows[row] = self.rows[-1]
+        self.rows.pop()
+        if not self.rows:
+            self.caches, self._merged = [], False
+        elif len(self.rows) == 1:
+            self.caches, self._merged = [cache.extract(order[0]) for cache in self.caches], False
+        else:
+            for cache in self.caches:
+                cache.filter(mx.array(order))
+
+    def copy(self, uid: int, length: int) -> Caches:
+        """Return caches of the first `length` tokens of a row."""
+        if not self._merged:
+            return share(self.caches, length)
+        row = self.rows.index(uid)
+        return cut([cache.extract(row) for cache in self.caches], length)
+
+
+P = TypeVar("P", Bucket, MergedBucket)
+
+
+class SequenceCaches(Generic[P]):
+    """KV caches of the rows that decode together, in the order in which steps name them.
+
+    The last row takes the place of one that leaves. The rows lie in parts, each of which one forward runs.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self.every: list[P] = []  #: parts
+
+    def join(self, uid: int, caches: Caches) -> None:
+        """Add `uid` as the last row. `caches` belong to this object from now on."""
+        raise NotImplementedError
+
+    def copy(self, uid: int, length: int) -> Caches:
+        """Return caches of the first `length` tokens of a row that remains."""
+        raise NotImplementedError
+
+    def arrange(self, rooms: Sequence[int], lanes: Sequence[int]) -> None:
+        """Lay out the rows by their room and their lane, if there are any, which are in row order.
+
+        Then come those of free slots.
+        """
+        raise NotImplementedError
+
+    def leave(self, uid: int, keep: int) -> Caches | None:
+        """Remove a row. Returns the caches of its first `keep` tokens, None for 0."""
+        kept, part = self.copy(uid, keep) if keep else None, self.part(uid)
+        part.leave(uid)
+        if not part.rows:
+            self.every.remove(part)
+        self.rows[self.rows.index(uid)] = self.rows[-1]
+        self.rows.pop()
+        return kept
+
+    def parts(self, rows: Sequence[int]) -> list[P]:
+        """Return the parts that hold `rows`."""
+        wanted = set(rows)
+        return [part for part in self.every if wanted.intersection(part.rows)]
+
+    def part(self, uid: int) -> P:
+        return next(part for part in self.every if uid in part.rows)
+
+    def arrays(self, rows: Sequence[int] = ()) -> list[mx.array]:
+        """Return the arrays of the parts that hold `rows`, or of all parts."""
+        return [array for part in (self.parts(rows) if rows else self.every) for array in part.every_array]
+
+
+class SlotCaches(SequenceCaches[Bucket]):
     """Rows in buckets, each of its own slots and capacity. A forward runs the model once for each bucket.
 
     A row that joins has its sequence's own arrays until it is arranged. `empty` has the shapes of a row
@@ -325,8 +400,7 @@ class SlotBatch:
         caches_of: Callable[[list[mx.array], int, States | None], Caches],
         recurrence: Recurrence | None = None,
     ) -> None:
-        self.rows: list[int] = []
-        self.buckets: list[Bucket] = []
+        super().__init__()
         self._empty = empty
         self._most = [most for *_, most in empty]
         self._caches_of = caches_of
@@ -350,69 +424,39 @@ class SlotBatch:
         held = [cache for cache in leaves(caches) if _is_state(cache)]
         if held and self._recurrence is not None:
             bucket.states = states_of(self._recurrence, held, length)
-        self.buckets.append(bucket)
-
-    def leave(self, uid: int, keep: int) -> Caches | None:
-        kept = self.copy(uid, keep) if keep else None
-        bucket = self._bucket(uid)
-        bucket.leave(uid)
-        if not bucket.rows:
-            self.buckets.remove(bucket)
-        row = self.rows.index(uid)
-        self.rows[row] = self.rows[-1]
-        self.rows.pop()
-        return kept
+        self.every.append(bucket)
 
     def copy(self, uid: int, length: int) -> Caches:
-        bucket = self._bucket(uid)
+        bucket = self.part(uid)
         states = None if bucket.states is None else bucket.states.rows([bucket.rows.index(uid)])
         return self._caches_of(bucket.part(uid, length), length, states)
 
-    def arrays(self, rows: Sequence[int] = ()) -> list[mx.array]:
-        buckets = self.parts(rows) if rows else self.buckets
-        return [
-            array
-            for bucket in buckets
-            for array in (*bucket.arrays, *(bucket.states.arrays if bucket.states else ()))
-        ]
-
     def between(self, uid: int, start: int, end: int) -> Caches:
         """Return caches of tokens `start` to `end` of a row that remains, for reading."""
-        bucket = self._bucket(uid)
+        bucket = self.part(uid)
         row = bucket.rows.index(uid)
         parts = [array[row : row + 1, :, start:end] for array in bucket.arrays]
         return self._caches_of(parts, end - start, None)
 
     def arrange(self, rooms: Sequence[int], lanes: Sequence[int] = ()) -> None:
-        """Lay out the rows in buckets by their room and their lane, which are those of the rows in order.
-
-        Then come those of free slots.
-        """
         slots = [(room, lanes[at] if lanes else 0) for at, room in enumerate(rooms)]
         uids: dict[tuple[int, int], list[int]] = {}
         for uid, slot in zip(self.rows, slots, strict=False):
             uids.setdefault(slot, []).append(uid)
         held = Counter(slots)
-        self.buckets = [self._gathered(rows, held[slot], slot[0]) for slot, rows in uids.items()]
+        self.every = [self._gathered(rows, held[slot], slot[0]) for slot, rows in uids.items()]
 
     def gather(self, uids: Sequence[int], room: int) -> Bucket:
         """Move rows into one bucket of their own, as the only rows of theirs so far; returns it."""
         gathered = self._gathered(uids, len(uids), room)
-        self.buckets = [bucket for bucket in self.buckets if bucket.rows[0] not in uids]
-        self.buckets.append(gathered)
+        self.every = [bucket for bucket in self.every if bucket.rows[0] not in uids]
+        self.every.append(gathered)
         return gathered
-
-    def parts(self, rows: Sequence[int]) -> list[Bucket]:
-        wanted = set(rows)
-        return [bucket for bucket in self.buckets if wanted.intersection(bucket.rows)]
-
-    def _bucket(self, uid: int) -> Bucket:
-        return next(bucket for bucket in self.buckets if uid in bucket.rows)
 
     def _gathered(self, uids: Sequence[int], held: int, room: int) -> Bucket:
         """Return a bucket of these rows. Those stay in place that were most together, if no others were."""
         wanted = set(uids)
-        base = max(self.buckets, key=lambda bucket: len(wanted.intersection(bucket.rows)))
+        base = max(self.every, key=lambda bucket: len(wanted.intersection(bucket.rows)))
         stay = [row for row, uid in enumerate(base.rows) if uid in wanted]
         arrays = base.arrays
         if len(stay) < len(base.rows):
@@ -423,7 +467,7 @@ class SlotBatch:
             states = states.rows(stay)
         for uid in uids:
             if uid not in rows:
-                bucket = self._bucket(uid)
+                bucket = self.part(uid)
                 arrays = _placed(arrays, bucket.part(uid, room), len(rows))
                 if states is not None and bucket.states is not None:
                     states = states.beside(bucket.states.rows([bucket.rows.index(uid)]))
@@ -492,12 +536,12 @@ def _next_view(cache: Any, growing: Iterator[LayerView], recurrent: Iterator[Sta
 
 
 def in_parts(
-    parts: Sequence[Bucket | MergedBatch],
+    parts: Sequence[Bucket | MergedBucket],
     rows: Sequence[int],
     inputs: list[mx.array],
     positions: tuple[int, ...],
     *,
-    forward: Callable[[Bucket | MergedBatch, list[mx.array], tuple[int, ...]], list[mx.array]],
+    forward: Callable[[Bucket | MergedBucket, list[mx.array], tuple[int, ...]], list[mx.array]],
 ) -> list[mx.array]:
     """Call `forward` for one part of a batch after the other; returns its results in the order of `rows`.
 
@@ -520,111 +564,39 @@ def in_parts(
     return [mx.concatenate(list(parts))[back] for parts in zip(*outcomes, strict=True)]
 
 
-class MergedBatch:
-    """Batch of mlx-lm's own batched caches; a sequence alone keeps its plain ones."""
+class MergedCaches(SequenceCaches[MergedBucket]):
+    """Rows in mlx-lm's own batched caches. With `lanes`, a row that joins is alone until it is arranged."""
 
-    def __init__(self) -> None:
-        self.rows: list[int] = []
-        self.caches: Caches = []
-        self._merged = False
-
-    def join(self, uid: int, caches: Caches) -> None:
-        self.rows.append(uid)
-        if len(self.rows) == 1:
-            self.caches, self._merged = caches, False
-            return
-        if not self._merged:
-            self.caches = [cache.merge([cache]) for cache in self.caches]
-            self._merged = True
-        for running, joining in zip(self.caches, caches, strict=True):
-            running.extend(joining.merge([joining]))
-
-    def leave(self, uid: int, keep: int) -> Caches | None:
-        row = self.rows.index(uid)
-        kept = self.copy(uid, keep) if keep else None
-        last = len(self.rows) - 1
-        order = list(range(last))
-        if row != last:
-            order[row] = last
-            self.rows[row] = self.rows[last]
-        self.rows.pop()
-        if not self.rows:
-            self.caches, self._merged = [], False
-        elif len(self.rows) == 1:
-            self.caches = [cache.extract(order[0]) for cache in self.caches]
-            self._merged = False
-        else:
-            for cache in self.caches:
-                cache.filter(mx.array(order))
-        return kept
-
-    def copy(self, uid: int, length: int) -> Caches:
-        row = self.rows.index(uid)
-        if not self._merged:
-            return share(self.caches, length)
-        return cut([cache.extract(row) for cache in self.caches], length)
-
-    def arrays(self, rows: Sequence[int] = ()) -> list[mx.array]:
-        return arrays_of(self.caches)
-
-    def parts(self, rows: Sequence[int]) -> list[MergedBatch]:
-        return [self]
-
-
-class LaneBatch:
-    """Rows of a pipeline in lanes, each a batch of mlx-lm's own caches. A row that joins is one by itself."""
-
-    def __init__(self) -> None:
-        self.rows: list[int] = []
-        self._lanes: list[MergedBatch] = []
+    def __init__(self, *, lanes: bool = False) -> None:
+        super().__init__()
+        self._lanes = lanes
 
     def join(self, uid: int, caches: Caches) -> None:
         self.rows.append(uid)
-        self._lanes.append(MergedBatch())
-        self._lanes[-1].join(uid, caches)
-
-    def leave(self, uid: int, keep: int) -> Caches | None:
-        lane = self._lane(uid)
-        kept = lane.leave(uid, keep)
-        if not lane.rows:
-            self._lanes.remove(lane)
-        self.rows[self.rows.index(uid)] = self.rows[-1]
-        self.rows.pop()
-        return kept
+        if self._lanes or not self.every:
+            self.every.append(MergedBucket())
+        self.every[-1].join(uid, caches)
 
     def copy(self, uid: int, length: int) -> Caches:
-        return self._lane(uid).copy(uid, length)
+        return self.part(uid).copy(uid, length)
 
-    def arrays(self, rows: Sequence[int] = ()) -> list[mx.array]:
-        lanes = self.parts(rows) if rows else self._lanes
-        return [array for lane in lanes for array in lane.arrays()]
-
-    def parts(self, rows: Sequence[int]) -> list[MergedBatch]:
-        wanted = set(rows)
-        return [lane for lane in self._lanes if wanted.intersection(lane.rows)]
-
-    def arrange(self, lanes: Sequence[int]) -> None:
-        """Move the rows to these lanes, in row order."""
+    def arrange(self, rooms: Sequence[int], lanes: Sequence[int]) -> None:
         for number in sorted(set(lanes)):
             uids = [uid for uid, lane in zip(self.rows, lanes, strict=True) if lane == number]
-            into = self._lane(uids[0])
+            into = self.part(uids[0])
             for other in [uid for uid in into.rows if uid not in uids]:
-                self._lanes.append(_moved(other, into, MergedBatch()))
+                self.every.append(MergedBucket())
+                self._move(other, self.every[-1])
             for uid in uids:
                 if uid not in into.rows:
-                    _moved(uid, self._lane(uid), into)
-            self._lanes = [lane for lane in self._lanes if lane.rows]
+                    self._move(uid, into)
 
-    def _lane(self, uid: int) -> MergedBatch:
-        return next(lane for lane in self._lanes if uid in lane.rows)
-
-
-def _moved(uid: int, lane: MergedBatch, into: MergedBatch) -> MergedBatch:
-    """Move a row from one lane to another, which is returned."""
-    caches = lane.leave(uid, WHOLE)
-    assert caches is not None
-    into.join(uid, caches)
-    return into
+    def _move(self, uid: int, into: MergedBucket) -> None:
+        part = self.part(uid)
+        caches = part.copy(uid, WHOLE)
+        part.leave(uid)
+        into.join(uid, caches)
+        self.every = [each for each in self.every if each.rows]
 
 
 def arrays_of(caches: Caches) -> list[mx.array]:
@@ -723,7 +695,7 @@ _ONE_OFFSET = "DynamicNTKScalingRoPE"
 class CacheKind:
     """A model's KV caches, and what they can do. `kv_bits` 0 leaves keys and values as they are.
 
-    can          their capabilities; those that roll back share a SlotBatch
+    can          their capabilities; those that roll back share a SlotCaches
     overlapping  they cannot be truncated, but what grows with each token is, so that `overlap` frees all of
                  it
 
@@ -776,13 +748,13 @@ class CacheKind:
         """Arrays of a layer's keys and values."""
         return 6 if self._kv_bits else 2
 
-    def empty_batch(self) -> Batch:
+    def empty_batch(self) -> SlotCaches | MergedCaches:
         if self.can.rolls_back:
-            return SlotBatch(self._empty, self.caches_of, self.recurrence)
-        return LaneBatch() if self._staged else MergedBatch()
+            return SlotCaches(self._empty, self.caches_of, self.recurrence)
+        return MergedCaches(lanes=self._staged)
 
     def caches_of(self, arrays: list[mx.array], length: int, states: States | None) -> Caches:
-        """Return the caches of a sequence of `length` tokens that is in these arrays of a SlotBatch."""
+        """Return the caches of a sequence of `length` tokens that is in these arrays of a SlotCaches."""
         caches = self.new()
         if states is not None:
             states.fill([cache for cache in leaves(caches) if _is_state(cache)], self._recurrent, length)

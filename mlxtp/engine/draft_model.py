@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from ..errors import Code, ModelError
 from . import kv_cache
-from .batch import Bucket, CacheKind, Caches, ForwardShape, SlotBatch, arrays_of, cut
+from .batch import Bucket, CacheKind, Caches, ForwardShape, SlotCaches, arrays_of, cut
 from .group import LoneGroup
 from .loader import load, make_cache
 from .recurrent import views_of
@@ -56,7 +56,7 @@ class DraftModel:
         #: By row, the tokens in its cache: that of a row of the batch, or one that is still reading a prompt.
         self._fed: dict[int, list[int]] = {}
         self._reading: dict[int, Caches] = {}
-        self._batch = cast("SlotBatch", self._kinds.empty_batch())
+        self._batch = cast("SlotCaches", self._kinds.empty_batch())
         #: Tokens and caches of rows that have ended, latest last.
         self._kept: list[tuple[list[int], Caches]] = []
 
@@ -86,7 +86,7 @@ class DraftModel:
         if self._held() > room_bytes:
             self._fed.clear()
             self._reading.clear()
-            self._batch = cast("SlotBatch", self._kinds.empty_batch())
+            self._batch = cast("SlotCaches", self._kinds.empty_batch())
 
     def _held(self) -> int:
         """Return the bytes of all caches."""
@@ -158,9 +158,9 @@ class DraftModel:
         batch = self._batch
         longest = max([len(rows[row]) for row in batch.rows]) + limit
         size = kv_cache.roomy(longest + FEW)
-        if len(batch.buckets) > 1 or batch.buckets[0].shape != (len(batch.rows), size):
+        if len(batch.every) > 1 or batch.every[0].shape != (len(batch.rows), size):
             batch.arrange([size] * len(batch.rows))
-        (bucket,) = batch.buckets
+        (bucket,) = batch.every
         ends = [len(rows[row]) for row in bucket.rows]
         todo = [list(rows[row][len(self._fed[row]) :]) for row in bucket.rows]
         width, view = max(map(len, todo)), min(kv_cache.view(longest), size)

@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from . import kv_cache
-from .batch import Bucket, CacheKind, ForwardShape, MergedBatch, forward_shape, in_parts
+from .batch import Bucket, CacheKind, ForwardShape, MergedBucket, forward_shape, in_parts
 from .group import CollectiveCounter
 from .loader import ModelShare
 from .mtp_head import ChosenStep, MtpHead, follow
@@ -160,7 +160,7 @@ class ModelForwards:
 
     def step(
         self,
-        parts: Sequence[Bucket | MergedBatch],
+        parts: Sequence[Bucket | MergedBucket],
         rows: tuple[int, ...],
         positions: tuple[int, ...],
         inputs: StepInputs,
@@ -178,7 +178,7 @@ class ModelForwards:
 
     def follow(
         self,
-        parts: Sequence[Bucket | MergedBatch],
+        parts: Sequence[Bucket | MergedBucket],
         rows: tuple[int, ...],
         positions: tuple[int, ...],
         step: ChosenStep,
@@ -192,7 +192,7 @@ class ModelForwards:
         arrays = [step.hidden, step.following, step.chosen, step.fed, step.counts]
         return in_parts(parts, rows, arrays, positions, forward=partial(self._follow, drafts=drafts))
 
-    def catch_up(self, parts: Sequence[Bucket | MergedBatch]) -> None:
+    def catch_up(self, parts: Sequence[Bucket | MergedBucket]) -> None:
         """Put the last steps without drafts into the MTP head's cache, before that is used or moved."""
         for part in parts:
             if not isinstance(part, Bucket) or self.head is None or not part.behind:
@@ -215,7 +215,7 @@ class ModelForwards:
 
     def _step(
         self,
-        part: Bucket | MergedBatch,
+        part: Bucket | MergedBucket,
         inputs: list[mx.array],
         positions: tuple[int, ...],
         *,
@@ -223,7 +223,7 @@ class ModelForwards:
         drafts: int,
     ) -> list[mx.array]:
         tokens, given = inputs[0], inputs[1:]
-        if isinstance(part, MergedBatch):
+        if isinstance(part, MergedBucket):
             known = given[0] if given else None
             local = self._vocabulary.forward(self._model, tokens, part.caches, given=known)
             return list(self._vocabulary.winners(local)) if winners else [local]
@@ -244,7 +244,7 @@ class ModelForwards:
         return outcome
 
     def _follow(
-        self, part: Bucket | MergedBatch, step: list[mx.array], positions: tuple[int, ...], *, drafts: int
+        self, part: Bucket | MergedBucket, step: list[mx.array], positions: tuple[int, ...], *, drafts: int
     ) -> list[mx.array]:
         assert isinstance(part, Bucket)
         hidden, following, *_ = step

@@ -285,7 +285,8 @@ def recurrent_layers(model: Any, states: int) -> tuple[Recurrence | None, list[A
     if not known or len(known) != states:
         return None, []
     for part, layer_class, kind in known:
-        part.__class__ = _taught(type(part), layer_class, kind)
+        own: Any = type(part)
+        part.__class__ = _taught(own, layer_class, kind)
     return known[0][2], [part for part, *_ in known if tree_flatten(part.parameters())]
 
 
@@ -298,11 +299,13 @@ def _known(kind: type) -> tuple[type, Recurrence] | None:
 
 
 @cache
-def _taught(own: type, layer_class: type, kind: Recurrence) -> type:
+def _taught(own: Any, layer_class: Any, kind: Recurrence) -> Any:
     """Return a class like `own`, for which mlx-lm's code in `layer_class` takes a `StateView`."""
     if hasattr(own, "takes_views"):
         return own
-    functions = {name: each for name, each in vars(layer_class).items() if isinstance(each, FunctionType)}
+    functions: dict[str, Any] = {
+        name: each for name, each in vars(layer_class).items() if isinstance(each, FunctionType)
+    }
     if kind.update:
         update = _taking_views(getattr(_owner(layer_class, kind.update), kind.update))
         # A function of the module is another one for these methods alone.

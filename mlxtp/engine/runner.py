@@ -18,12 +18,12 @@ from ..errors import Code, GroupError
 from ..wire.messages import RESTS, Forward, PromptPart, Sampling
 from . import kv_cache
 from .batch import (
-    Batch,
+    Bucket,
     CacheKind,
     Caches,
     ForwardShape,
-    LaneBatch,
-    SlotBatch,
+    MergedCaches,
+    SlotCaches,
     arrays_of,
     cut,
     overlap,
@@ -200,7 +200,7 @@ class Runner:
         self._samplings: dict[int, Sampling] = {}
         #: Possible lengths of each sequence's KV cache at its next forward, as drafts may have been wrong.
         self._lengths: dict[int, range] = {}
-        self._batch: Batch = caches.empty_batch()
+        self._batch: SlotCaches | MergedCaches = caches.empty_batch()
         self._inputs = self.border.tokens if self.border.stage else InputBatch()
         self.forwards = 0  # forwards of this runner, prefill chunks and steps
 
@@ -257,7 +257,7 @@ class Runner:
     def _read_together(self, frame: Forward) -> Chosen:
         """Queue the rest of several prompts. Each becomes a row and gets its first token."""
         batch, widths = self._batch, frame.widths
-        assert isinstance(batch, SlotBatch), "other caches prefill one by one"
+        assert isinstance(batch, SlotCaches), "other caches prefill one by one"
         for uid, offset, prompt in zip(frame.rows, frame.positions, frame.prompts, strict=True):
             self._lengths[uid] = range(prompt.total, prompt.total + 1)
             batch.join(uid, self._begin(uid, offset, prompt))
@@ -400,15 +400,14 @@ class Runner:
         (DESYNC) when this rank has other rows, or longer ones.
         """
         self.border.flush()
-        if rooms:
-            lengths = [self._lengths[uid][-1] for uid in self._batch.rows]
-            fit = len(rooms) >= len(lengths) and all(map(le, lengths, rooms))
-            if not isinstance(self._batch, SlotBatch) or not fit:
-                raise GroupError(f"room for {rooms} tokens, but this rank holds {lengths}", Code.DESYNC)
-            self._model.catch_up(self._batch.buckets)
-            self._batch.arrange(rooms, lanes)
-        elif lanes and isinstance(self._batch, LaneBatch):
-            self._batch.arrange(lanes)
+        batch = self._batch
+        lengths = [self._lengths[uid][-1] for uid in batch.rows]
+        fit = len(rooms) >= len(lengths) and all(map(le, lengths, rooms))
+        if rooms and not (fit and self._caches.can.rolls_back):
+            raise GroupError(f"room for {rooms} tokens, but this rank holds {lengths}", Code.DESYNC)
+        if rooms or (lanes and isinstance(batch, MergedCaches)):
+            self._model.catch_up(batch.parts(batch.rows))
+            batch.arrange(rooms, lanes)
         if trim:
             mx.eval(self._batch.arrays())
             mx.clear_cache()
@@ -418,7 +417,7 @@ class Runner:
         self.border.flush()
         truncatable = self._caches.can.truncatable
         caches = self._prefilling.get(uid) or self.kept.held(uid)[0]
-        if not caches and isinstance(self._batch, SlotBatch) and uid in self._batch.rows:
+        if not caches and isinstance(self._batch, SlotCaches) and uid in self._batch.rows:
             self._model.catch_up(self._batch.parts((uid,)))
             caches, start, end = self._batch.between(uid, start, end), 0, end - start
         if not caches:
@@ -428,7 +427,7 @@ class Runner:
     @property
     def room(self) -> list[tuple[int, int]]:
         """Slots and capacity of each bucket, with which alone the KV arrays of rows change in size."""
-        return [bucket.shape for bucket in self._batch.buckets] if isinstance(self._batch, SlotBatch) else []
+        return [part.shape for part in self._batch.every if isinstance(part, Bucket)]
 
     def kv_bytes(self) -> int:
         """Return the bytes of all sequences' KV caches."""

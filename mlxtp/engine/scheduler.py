@@ -487,7 +487,7 @@ def _outgrown(sequence: SequenceState, room: int) -> RequestError:
 
 
 def _take_out(sequence: SequenceState, running: list[SequenceState]) -> None:
-    """Remove a row from the batch; the last row takes its place, as in every rank's `Batch`."""
+    """Remove a row from the batch; the last row takes its place, as in every rank's `SequenceCaches`."""
     row = running.index(sequence)
     running[row] = running[-1]
     running.pop()

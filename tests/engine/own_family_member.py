@@ -16,7 +16,15 @@ import mlx.core as mx
 import numpy as np
 
 from mlxtp.engine import kv_cache
-from mlxtp.engine.batch import Bucket, CacheKind, ForwardShape, MergedBatch, SlotBatch, in_parts
+from mlxtp.engine.batch import (
+    Bucket,
+    CacheKind,
+    ForwardShape,
+    MergedBucket,
+    MergedCaches,
+    SlotCaches,
+    in_parts,
+)
 from mlxtp.engine.group import CollectiveCounter, form
 from mlxtp.engine.loader import ModelShare, load, run_alone
 from mlxtp.engine.recurrent import views_of
@@ -66,9 +74,9 @@ def forwards(loaded: ModelShare, counter: CollectiveCounter) -> tuple[dict[str, 
         batches[row].join(row, caches)
     counted = counter.count - before
 
-    def one(part: Bucket | MergedBatch, inputs: list[mx.array], at: tuple[int, ...]) -> list[mx.array]:
+    def one(part: Bucket | MergedBucket, inputs: list[mx.array], at: tuple[int, ...]) -> list[mx.array]:
         (tokens,) = inputs
-        if isinstance(part, MergedBatch):
+        if isinstance(part, MergedBucket):
             return [vocabulary.forward(model, tokens, part.caches)]
         part.reserve(max(at) + 1)
         view = min(kv_cache.view(max(at) + 1), part.shape[1])
@@ -85,7 +93,7 @@ def forwards(loaded: ModelShare, counter: CollectiveCounter) -> tuple[dict[str, 
     for step in range(STEPS):
         results = []
         for batch in dict.fromkeys(batches):
-            assert isinstance(batch, SlotBatch | MergedBatch)
+            assert isinstance(batch, SlotCaches | MergedCaches)
             tokens = mx.array(fed(step, vocabulary.size), dtype=mx.int32)[mx.array(batch.rows), None]
             positions = tuple(LENGTHS[row] + step for row in batch.rows)
             (local,) = in_parts(batch.parts(batch.rows), batch.rows, [tokens], positions, forward=one)

@@ -22,8 +22,8 @@ from mlxtp.engine.batch import (
     CacheKind,
     Caches,
     ForwardShape,
-    MergedBatch,
-    SlotBatch,
+    MergedCaches,
+    SlotCaches,
     cut,
     in_parts,
     share,
@@ -68,7 +68,7 @@ def prefilled(model: Any, tokens: list[int]) -> Caches:
     return caches
 
 
-def forward(kind: CacheKind, batch: SlotBatch, rows: list[list[int]], positions: list[int]) -> mx.array:
+def forward(kind: CacheKind, batch: SlotCaches, rows: list[list[int]], positions: list[int]) -> mx.array:
     """Logits [rows, width, V] as a runner has them; shorter rows are padded."""
     width = max(map(len, rows))
 
@@ -99,7 +99,7 @@ def assert_same(got: mx.array, expected: mx.array, margin: float = MARGIN) -> No
 
 @dataclass
 class Course:
-    """A SlotBatch, and for each of its rows what the same tokens give in a cache of their own."""
+    """A SlotCaches, and for each of its rows what the same tokens give in a cache of their own."""
 
     kind: CacheKind
     random: Random
@@ -120,7 +120,7 @@ class Course:
 
     def __post_init__(self) -> None:
         batch = self.kind.empty_batch()
-        assert isinstance(batch, SlotBatch)
+        assert isinstance(batch, SlotCaches)
         self.batch = batch
         self.model = self.kind.model
 
@@ -167,7 +167,7 @@ class Course:
         spare = [self.random.choice(list(room.values())) for _ in range(self.random.choice((0, 0, 1, 3)))]
         self.rooms = [*[room[of[uid]] for uid in self.order], *spare]
         self.batch.arrange(self.rooms)
-        self.buckets.add(len(self.batch.buckets))
+        self.buckets.add(len(self.batch.every))
 
     def copy(self) -> None:
         uid = self.random.choice(self.order)
@@ -208,7 +208,7 @@ class Course:
     def check(self) -> None:
         """Assert that every row is in one bucket, and that buckets have the room that was ordered."""
         assert self.batch.rows == self.order
-        buckets = self.batch.buckets
+        buckets = self.batch.every
         assert sorted(uid for bucket in buckets for uid in bucket.rows) == sorted(self.order)
         for bucket in buckets:
             held, room = bucket.shape
@@ -258,12 +258,12 @@ def test_a_bucket_ends_with_its_last_row(model_of: Callable[[str], Any]) -> None
     for _ in range(4):
         course.join()
     course.batch.arrange([512, 512, 1024, 512, 512])
-    assert [bucket.shape for bucket in course.batch.buckets] == [(4, 512), (1, 1024)]
+    assert [bucket.shape for bucket in course.batch.every] == [(4, 512), (1, 1024)]
     assert course.batch.leave(3, 0) is None
-    assert [bucket.shape for bucket in course.batch.buckets] == [(4, 512)]
+    assert [bucket.shape for bucket in course.batch.every] == [(4, 512)]
     for uid in (1, 2, 4):
         course.batch.leave(uid, 0)
-    assert course.batch.rows == course.batch.buckets == course.batch.arrays() == []
+    assert course.batch.rows == course.batch.every == course.batch.arrays() == []
 
 
 def test_rows_that_stay_together_are_not_copied(model_of: Callable[[str], Any]) -> None:
@@ -273,15 +273,15 @@ def test_rows_that_stay_together_are_not_copied(model_of: Callable[[str], Any]) 
         course.join()
     course.batch.arrange([512] * 4)
     mx.eval(course.batch.arrays())
-    (before,) = course.batch.buckets
+    (before,) = course.batch.every
     course.batch.arrange([512] * 4)
-    (after,) = course.batch.buckets
+    (after,) = course.batch.every
     assert all(one is other for one, other in zip(before.arrays, after.arrays, strict=True))
 
 
 def test_the_last_row_takes_the_place_of_the_one_that_leaves(model_of: Callable[[str], Any]) -> None:
     model = model_of("llama")
-    for batch in (CacheKind(model).empty_batch(), MergedBatch()):
+    for batch in (CacheKind(model).empty_batch(), MergedCaches()):
         for uid in (1, 2, 3, 4):
             batch.join(uid, prefilled(model, [uid] * 5))
         for leaving, left in ((2, [1, 4, 3]), (3, [1, 4]), (1, [4]), (4, [])):
@@ -297,7 +297,7 @@ def test_a_copy_is_not_disturbed_by_its_source_nor_the_source_by_its_copy(
     prompt = some_tokens(random, 30)
     kind = CacheKind(model)
     batch = kind.empty_batch()
-    assert isinstance(batch, SlotBatch)
+    assert isinstance(batch, SlotCaches)
     batch.join(1, prefilled(model, prompt))
     copies = batch.copy(1, 30), batch.copy(1, 20)
     ours, theirs = some_tokens(random, 6), some_tokens(random, 6)
@@ -347,10 +347,10 @@ def test_room_grows_for_rows_that_outgrow_it(model_of: Callable[[str], Any]) -> 
     course.join()
     course.join()
     course.arrange()
-    start = [bucket.shape[1] for bucket in course.batch.buckets]
+    start = [bucket.shape[1] for bucket in course.batch.every]
     while max(map(len, course.tokens.values())) < max(start) + 20:
         course.step()
-    assert max(bucket.shape[1] for bucket in course.batch.buckets) > max(start)
+    assert max(bucket.shape[1] for bucket in course.batch.every) > max(start)
 
 
 @pytest.mark.parametrize("width", [1, MAX_WIDTH])
@@ -360,7 +360,7 @@ def test_what_wrong_drafts_leave_in_a_ring_is_in_no_window(tmp_path: Path, width
     model, _ = load_model(write_model(tmp_path, attentive=True, **windows))
     kind, random = CacheKind(model), Random(6)
     batch, said = kind.empty_batch(), some_tokens(random, 200)
-    assert isinstance(batch, SlotBatch)
+    assert isinstance(batch, SlotCaches)
     assert kind.rings(1000) == [(MAX_WIDTH + 1, 2 * MAX_WIDTH)]
     batch.join(1, prefilled(model, said))
     for _ in range(3):
@@ -406,7 +406,7 @@ def test_a_layer_may_read_the_ring_of_another(tmp_path: Path) -> None:
     model, _ = load_model(write_model(tmp_path, model_type="gemma3n", attentive=True, text_config=GEMMA3N))
     kind, random = CacheKind(model), Random(8)
     batch, said = kind.empty_batch(), some_tokens(random, 150)
-    assert isinstance(batch, SlotBatch)
+    assert isinstance(batch, SlotCaches)
     batch.join(1, prefilled(model, said))
     for width in (1, 5, 40):
         fed = some_tokens(random, width)
@@ -431,7 +431,7 @@ def test_merged_rows_say_what_they_would_say_alone(
 ) -> None:
     """Rotating and recurrent caches; the windows of 8 tokens are long full."""
     model, random = model_of(family), Random(seed)
-    batch, alone, uid = MergedBatch(), {}, 0
+    batch, alone, uid = MergedCaches(), {}, 0
     for _ in range(60):
         move = random.random()
         if not batch.rows or (move < 0.25 and len(batch.rows) < MOST_ROWS):
@@ -445,7 +445,7 @@ def test_merged_rows_say_what_they_would_say_alone(
             del alone[leaving]
         else:
             fed = some_tokens(random, len(batch.rows))
-            logits = model(mx.array(fed)[:, None], cache=batch.caches)
+            logits = model(mx.array(fed)[:, None], cache=batch.every[0].caches)
             for row, uid_ in enumerate(batch.rows):
                 assert_same(logits[row, 0], step_alone(model, alone[uid_], fed[row]))
 
@@ -454,7 +454,7 @@ def test_a_merged_row_alone_can_be_kept_and_copied(model_of: Callable[[str], Any
     model, random = model_of("llama"), Random(3)
     prompt = some_tokens(random, 12)
     for others in (0, 1):
-        batch = MergedBatch()
+        batch = MergedCaches()
         batch.join(1, prefilled(model, prompt))
         for other in range(others):
             batch.join(10 + other, prefilled(model, some_tokens(random, 20)))
@@ -529,17 +529,17 @@ def test_plain_caches_can_be_cut_also_in_lists(model_of: Callable[[str], Any], f
 @pytest.mark.parametrize("others", [0, 2])
 def test_a_row_is_kept_whole_when_it_leaves(model_of: Callable[[str], Any], family: str, others: int) -> None:
     model, random = model_of(family), Random(13)
-    batch, prompt, more = MergedBatch(), some_tokens(random, 21), some_tokens(random, 9)
+    batch, prompt, more = MergedCaches(), some_tokens(random, 21), some_tokens(random, 9)
     batch.join(1, prefilled(model, prompt))
     for other in range(others):
         batch.join(10 + other, prefilled(model, some_tokens(random, 4 + 20 * other)))
     fed = some_tokens(random, 5)
     for token in fed:
-        mx.eval(model(mx.array([token, *[7] * others])[:, None], cache=batch.caches))
+        mx.eval(model(mx.array([token, *[7] * others])[:, None], cache=batch.every[0].caches))
     kept = batch.leave(1, 26)
     assert kept is not None
     if others:
-        mx.eval(model(mx.array([8] * others)[:, None], cache=batch.caches))
+        mx.eval(model(mx.array([8] * others)[:, None], cache=batch.every[0].caches))
     assert_same(go_on(model, kept, more), model(mx.array([[*prompt, *fed, *more]]))[0, 26:])
 
 

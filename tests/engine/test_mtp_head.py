@@ -512,7 +512,7 @@ def test_a_head_computes_in_its_model_s_types(folders: Any, tmp_path: Path) -> N
         token = runner.run(of_prompt(1, 0, 8, PROMPT)).tokens.item()
         text, proposals = drafted(runner, 1, [*PROMPT, token], ())
         drafted(runner, 1, text, proposals)
-        assert {array.dtype for array in runner._batch.buckets[0].arrays[-2:]} == {kind}  # type: ignore[union-attr]
+        assert {array.dtype for array in runner._batch.every[0].arrays[-2:]} == {kind}  # type: ignore[union-attr]
 
 
 def with_tensors_of(folder: Path, kind: mx.Dtype) -> None:

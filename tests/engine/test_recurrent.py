@@ -256,9 +256,8 @@ def test_other_models_of_the_family_run_mlx_lm_s_own_code(
 ) -> None:
     """A method of the class, and a function of its module."""
     model, _ = load_model(folder_of(family))
-    (layer, *_) = recurrent_layers(
-        model, sum(type(each).__name__ == "ArraysCache" for each in model.make_cache())
-    )[1]
+    states = [cache for cache in model.make_cache() if type(cache).__name__ == STATE]
+    (layer, *_) = recurrent_layers(model, len(states))[1]
     other, _ = load_model(folder_of(family))
     (own, *_) = [part for part in other.modules() if type(part).__name__ == type(layer).__name__]
     assert isinstance(layer, type(own))

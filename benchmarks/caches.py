@@ -17,9 +17,9 @@ from pathlib import Path
 from mlxtp.agent import Agent
 from mlxtp.api.backend import Request, Tokens
 from mlxtp.diagnostics.failure_store import read_recording
-from mlxtp.engine.disk_index import BLOCK
 from mlxtp.models.disk_cache import folder_in, layouts
 from mlxtp.text.tokenizer import Text
+from mlxtp.wire.messages import BLOCK
 from mlxtp.wire.recording import decode
 
 from . import models, prompts

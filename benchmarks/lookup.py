@@ -12,10 +12,11 @@ from pathlib import Path
 from random import Random
 
 from mlxtp.engine.block_store import Block, BlockStore
-from mlxtp.engine.disk_index import BLOCK, STEM, DiskIndex
+from mlxtp.engine.disk_index import STEM, DiskIndex
 from mlxtp.engine.kv_cache import PrefixCache
-from mlxtp.engine.sequence import Digests, SequenceState
+from mlxtp.engine.sequence import SequenceState
 from mlxtp.engine.steps import SequenceParams
+from mlxtp.wire.messages import BLOCK, PrefixDigests
 
 from .errors import Unmeasured
 from .measures import Row, absolute
@@ -82,7 +83,7 @@ def _on_disk(folder: Path, *, whole: bool) -> Callable[[], int]:
     prompt, kept = _entries()
     files: dict[str, None] = {}
     for tokens in kept:
-        digests, previous = Digests(tokens, 0), b""
+        digests, previous = PrefixDigests(tokens), b""
         ends = (len(tokens),) if whole else range(BLOCK, len(tokens) + 1, BLOCK)
         for end in ends:
             previous = digests.up_to(end - end % STEM) if whole else previous

@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Container
 from typing import Protocol
 
-from ..wire.messages import DIGEST_BYTES, Evict, FetchBlocks, Restore, Spill
-from .sequence import Digests, SequenceState
+from ..wire.messages import BLOCK, DIGEST_BYTES, Evict, FetchBlocks, PrefixDigests, Restore, Spill
+from .sequence import SequenceState
 
-BLOCK = 256  # tokens of a block, where caches can be cut
 STEM = 1024
 #: Tokens from which a sequence is worth a place on disk, unless it began with a kept cache.
 SPILL_FROM = 1024
@@ -165,7 +164,7 @@ class DiskIndex:
             self._fetches[uid] = None, self._fetches[uid][1]
         return ()
 
-    def _digests(self, sequence: SequenceState) -> Digests:
+    def _digests(self, sequence: SequenceState) -> PrefixDigests:
         if sequence.disk.digests is None:
-            sequence.disk.digests = Digests(sequence.tokens, sequence.salt)
+            sequence.disk.digests = PrefixDigests(sequence.tokens, sequence.salt)
         return sequence.disk.digests

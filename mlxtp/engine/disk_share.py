@@ -10,7 +10,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from ..model_files import fingerprint
-from ..wire.messages import DIGEST_BYTES, Bootstrap, FetchBlocks, LoadShard, Restore, Spill
+from ..wire.messages import Bootstrap, FetchBlocks, LoadShard, Restore, Spill, digests_in
 from .batch import CacheKind, Caches, share
 from .block_store import BlockStore, Read
 from .cache_blocks import caches_of
@@ -46,7 +46,7 @@ class DiskShare:
         if self.store is None:
             self._post(Read(frame.uid, 0, []))
         else:
-            self.store.read(frame.uid, _digests(frame))
+            self.store.read(frame.uid, digests_in(frame.digests))
 
     def arrived(self, read: Read) -> tuple[int, int] | None:
         """Return the uid and the number of leading blocks that are here now; None if no frame wanted them.
@@ -81,7 +81,7 @@ class DiskShare:
             kept = share(caches, length) if self._kinds.can.truncatable else caches
             self._runner.kept.insert(frame.uid, kept, length, fetched=True)
         if frame.bad and self.store is not None:
-            for digest in _digests(wanted)[frame.blocks :]:
+            for digest in digests_in(wanted.digests)[frame.blocks :]:
                 self.store.delete(digest)
 
     def use(self) -> dict[str, int]:
@@ -128,8 +128,3 @@ def open_store(
     }
     layout = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
     return BlockStore(Path(bootstrap.disk_folder), layout, about, bootstrap.disk_bytes, post)
-
-
-def _digests(frame: FetchBlocks) -> tuple[bytes, ...]:
-    data = frame.digests
-    return tuple(data[at : at + DIGEST_BYTES] for at in range(0, len(data), DIGEST_BYTES))

@@ -10,9 +10,9 @@ from functools import lru_cache
 from itertools import accumulate, chain, combinations, islice, pairwise, takewhile
 from typing import Protocol
 
-from ..wire.messages import MAX_WIDTH, Arrange, Evict, PromptPart, SessionStop
+from ..wire.messages import MAX_WIDTH, Arrange, Evict, PromptPart, SessionStop, packed
 from .disk_index import DiskIndex
-from .sequence import SequenceState, WaitingQueue, packed
+from .sequence import SequenceState, WaitingQueue
 from .steps import DecodeFrame, StopReason
 
 # --- room; the same on every rank, and the basis of rank 0's budget --------------------------------------

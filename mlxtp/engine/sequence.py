@@ -2,50 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
-import struct
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ..admission_counter import MAX_CLIENTS, FairQueue
+from ..wire.messages import PrefixDigests
 from .lookup import Lookup
 from .payoff import Acceptance, Choice, Source
 from .steps import EndReason, ExchangeKind, SampledToken, Score, SequenceEnd, SequenceParams, StepResult
-
-
-def packed(tokens: Sequence[int]) -> bytes:
-    """Return the tokens as 32-bit words."""
-    return struct.pack(f"={len(tokens)}i", *tokens)  # less than half the time of an array
-
-
-class Digests:
-    """Digests of the beginnings of growing `tokens`, each computed once."""
-
-    def __init__(self, tokens: Sequence[int], salt: int) -> None:
-        self._tokens = tokens
-        self._hash = hashlib.blake2b(salt.to_bytes(8, "little"), digest_size=16)
-        self._at = 0
-        #: By end: the digest, and the state from which a later end goes on.
-        self._known = {0: (self._hash.digest(), self._hash.copy())}
-
-    def up_to(self, end: int) -> bytes:
-        """Return the digest of the first `end` tokens."""
-        if end not in self._known:
-            if end < self._at:
-                self._at = max([at for at in self._known if at < end])
-                self._hash = self._known[self._at][1].copy()
-            self._hash.update(packed(self._tokens[self._at : end]))
-            self._at = end
-            self._known[end] = self._hash.digest(), self._hash.copy()
-        return self._known[end][0]
 
 
 @dataclass(slots=True)
 class DiskState:
     """State of one sequence towards the disk."""
 
-    digests: Digests | None = None  # of its tokens, once they were needed
+    digests: PrefixDigests | None = None  # of its tokens, once they were needed
     spilled: int = 0  # tokens in blocks that are on disk, or were lined up for it
     asked: bool = False
     fetch: int = 0  # uid of the cache that is fetched, until the sequence starts

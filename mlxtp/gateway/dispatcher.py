@@ -14,7 +14,17 @@ from ..api.backend import ModelInfo, StreamEnd, Tokens, TokenScore
 from ..api.request_metrics import UNWATCHED, RequestMeter
 from ..errors import Code, GroupError, MlxtpError, RequestError
 from ..text.tokenizer import Text
-from ..wire.messages import Accepted, Cancel, Delta, Error, Finished, Prefilled, RequestEvent, ScoredDelta
+from ..wire.messages import (
+    BLOCK,
+    Accepted,
+    Cancel,
+    Delta,
+    Error,
+    Finished,
+    Prefilled,
+    RequestEvent,
+    ScoredDelta,
+)
 from .ready_groups import FallenGroups, OpenRequest, ReadyGroup, ReadyGroups
 from .request import (
     PROVEN_TOKENS,
@@ -26,7 +36,7 @@ from .request import (
     strikes_after,
     struck,
 )
-from .routing import BLOCK, GroupLoad
+from .routing import GroupLoad
 
 log = logging.getLogger(__name__)
 

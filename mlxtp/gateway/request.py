@@ -13,8 +13,7 @@ from ..api.backend import ModelInfo, Progress, StreamEnd, TokenEvent, Tokens, To
 from ..api.request_metrics import UNWATCHED, SequenceMeter
 from ..errors import Code, GroupError, MlxtpError
 from ..wire.codecs import Message
-from ..wire.messages import Accepted, Delta, Error, Finished, Generate, Prefilled, ScoredDelta
-from .routing import PrefixChain
+from ..wire.messages import Accepted, Delta, Error, Finished, Generate, Prefilled, PrefixDigests, ScoredDelta
 
 # --- retries after a group has failed under a request. Pure ----------------------------------------------
 # Most groups fail for reasons of their own, and then every request continues in the next one. A request
@@ -126,18 +125,17 @@ class RoutedRequest:
         self.strikes = generate.strikes
         self.begun_with: ModelInfo | None = None  #: The model that has it, or had it; None before.
         self.left = 0  #: Tokens that the group has yet to compute before it gives one.
-        self._chain: PrefixChain | None = None
+        self._tokens = list(generate.tokens)  #: Of prompt and answer so far.
+        self._digests = PrefixDigests(self._tokens, generate.salt)
 
-    def hashes(self) -> list[int]:
-        """Return the hashes of the blocks of prompt and answer so far; those of the prompt are made once."""
-        if self._chain is None:
-            self._chain = PrefixChain(self.generate.tokens, self.generate.salt)
-        return self._chain.hashes
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and answer so far."""
+        return len(self._tokens)
 
-    def grew(self, tokens: Sequence[int]) -> None:
-        """Add tokens of the answer to the hashes, if there are any."""
-        if self._chain is not None:
-            self._chain.extend(tokens)
+    def hashes(self) -> list[bytes]:
+        """Return the digests of the blocks of prompt and answer so far."""
+        return self._digests.blocks()
 
 
 class ForwardedRequest(RoutedRequest):
@@ -160,11 +158,6 @@ class ForwardedRequest(RoutedRequest):
         progress = self._index - self.generate.answered
         return RequestRecord(self.strikes, progress, self.length, running=self.uid != 0)
 
-    @property
-    def length(self) -> int:
-        """Tokens of prompt and answer so far."""
-        return len(self.generate.tokens) + self._index - self.generate.answered
-
     def cancelled(self) -> None:
         """Send the last event, because its own gateway has given it up."""
         self._notify(Finished(self.generate.uid, "cancel", self._index, 0))
@@ -180,13 +173,13 @@ class ForwardedRequest(RoutedRequest):
         uid = self.generate.uid
         match item:
             case Tokens(tokens, ()):
-                self.grew(tokens)
+                self._tokens += tokens
                 count = len(tokens)
                 indices = tuple(range(self._index, self._index + count))
                 self._notify(Delta((uid,) * count, indices, tokens))
                 self._index += count
             case Tokens(tokens, scores):
-                self.grew(tokens)
+                self._tokens += tokens
                 self._notify(_scored(uid, self._index, tokens, scores))
                 self._index += len(tokens)
             case StreamEnd():
@@ -251,7 +244,6 @@ class ClientRequest(RoutedRequest):
         self.pending: asyncio.TimerHandle | None = None  #: Ends the request, unless a group takes it before.
         self.deadline: asyncio.TimerHandle | None = None  #: Ends the request, unless it is complete before.
         self.watch: SequenceMeter = UNWATCHED  #: Counts its tokens and its end.
-        self._got: list[int] = []
         self._attempt = _Attempt()
         self._items: asyncio.Queue[ForwardedItem] = asyncio.Queue()
         self._abandon = abandon
@@ -263,27 +255,23 @@ class ClientRequest(RoutedRequest):
 
     def again(self, uid: int) -> Generate:
         """Return the message for the part that is missing, under a new uid."""
-        self._attempt = _Attempt(len(self._got))
+        self._attempt = _Attempt(self.got)
         self.times += 1
-        tokens = (*self.generate.tokens, *self._got) if self._got else self.generate.tokens
-        return replace(self.generate, uid=uid, tokens=tokens, answered=len(self._got), strikes=self.strikes)
+        return replace(
+            self.generate, uid=uid, tokens=tuple(self._tokens), answered=self.got, strikes=self.strikes
+        )
 
     @property
     def got(self) -> int:
         """Number of tokens so far."""
-        return len(self._got)
+        return len(self._tokens) - len(self.generate.tokens)
 
     @property
     def record(self) -> RequestRecord:
         """State of the request, should the group fail now."""
         return RequestRecord(
-            self.strikes, len(self._got) - self._attempt.got_before, self.length, running=self.uid != 0
+            self.strikes, self.got - self._attempt.got_before, self.length, running=self.uid != 0
         )
-
-    @property
-    def length(self) -> int:
-        """Tokens of prompt and answer so far."""
-        return len(self.generate.tokens) + len(self._got)
 
     def accept(self) -> None:
         if not self._verdict.done():
@@ -311,8 +299,7 @@ class ClientRequest(RoutedRequest):
     def put(self, item: ForwardedItem) -> None:
         behind = False
         if isinstance(item, Tokens):
-            self._got += item.tokens
-            self.grew(item.tokens)
+            self._tokens += item.tokens
             behind = self._items.qsize() >= MAX_UNREAD
         else:
             self._no_deadline()
@@ -345,7 +332,7 @@ class ClientRequest(RoutedRequest):
     def progress(self) -> Progress:
         if self.pending is not None:
             return Progress("restarting")
-        return Progress() if len(self._got) > self._attempt.got_before else self._attempt.progress
+        return Progress() if self.got > self._attempt.got_before else self._attempt.progress
 
     @property
     def cached(self) -> int:

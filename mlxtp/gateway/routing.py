@@ -1,17 +1,16 @@
 """Choice of the group for a request: where its first token and its steps are expected soonest. Pure.
 
 A group that has the beginning of a prompt in its KV caches computes less of it. So a gateway remembers the
-beginnings of prompts. Tokens are cut in blocks of equal size. The hash of a block covers all tokens before
-it, too, so that one equal hash proves an equal beginning. It covers the salt of the request, too, as the
-engine shares cached beginnings within one salt only.
+beginnings of prompts, by the digests of `wire.messages.PrefixDigests`.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
+
+from ..wire.cluster_messages import MAX_HASHES
+from ..wire.messages import BLOCK
 
 SPEED = 500.0  #: Prompt tokens per second of a group while no group of its deployment is measured.
 TIE = 1.1  #: Expected times count as equal up to this factor, since speeds are measured.
@@ -31,13 +30,13 @@ class GroupLoad:
     queued    prompt tokens that are not computed yet, of all its requests
     requests  open requests
     speed     prompt tokens that it computes per second; 0 where not measured
-    prefixes  hashes of beginnings that it has cached; see `PrefixSummary.hashes`
+    prefixes  digests of beginnings that it has cached; see `PrefixSummary.hashes`
     """
 
     queued: int = 0
     requests: int = 0
     speed: float = 0.0
-    prefixes: tuple[int, ...] = ()
+    prefixes: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,35 +101,6 @@ class PrefillMeter:
 
 # --- beginnings of prompts that groups have -------------------------------------------------------------
 
-BLOCK = 256  #: Tokens.
-MOST_HASHES = 512  #: Hashes of one group that are remembered and reported: 131,072 tokens.
-
-
-class PrefixChain:
-    """Hashes of the whole blocks of one sequence, which grows. `hashes` has one of 8 bytes for each block.
-
-    `salt`: that of `Generate`, of 63 bits.
-    """
-
-    def __init__(self, tokens: Sequence[int] = (), salt: int = 0) -> None:
-        self.hashes: list[int] = []
-        self._hash = blake2b(digest_size=8, salt=salt.to_bytes(8, "little"))
-        self._rest = array("i")  #: Tokens after the last whole block.
-        self.extend(tokens)
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Add tokens at the end."""
-        self._rest += array("i", tokens)  # three times as fast as `extend`
-        if len(self._rest) < BLOCK:
-            return
-        data, size = memoryview(self._rest).cast("B"), BLOCK * self._rest.itemsize
-        whole = len(data) // size
-        for start in range(0, whole * size, size):
-            self._hash.update(data[start : start + size])
-            self.hashes.append(int.from_bytes(self._hash.copy().digest(), "little"))
-        data.release()
-        self._rest = self._rest[whole * BLOCK :]
-
 
 class PrefixSummary:
     """Beginnings that a group has computed, the latest last, within the room of its KV caches.
@@ -139,15 +109,15 @@ class PrefixSummary:
     """
 
     def __init__(self, room: int = 0) -> None:
-        self._hashes: dict[int, None] = {}
+        self._hashes: dict[bytes, None] = {}
         self.bound(room)
 
     def bound(self, room: int) -> None:
         """Change the room."""
-        self._most = min(room // BLOCK, MOST_HASHES) if room else MOST_HASHES
+        self._most = min(room // BLOCK, MAX_HASHES) if room else MAX_HASHES
         self._trim()
 
-    def note(self, hashes: Sequence[int]) -> None:
+    def note(self, hashes: Sequence[bytes]) -> None:
         """Note that the group has, or will have, these blocks of one sequence. The oldest give way.
 
         The first blocks of a sequence count as used after its last ones, which so give way before them.
@@ -161,16 +131,16 @@ class PrefixSummary:
         while len(self._hashes) > self._most:
             del self._hashes[next(iter(self._hashes))]
 
-    def match(self, hashes: Sequence[int]) -> int:
+    def match(self, hashes: Sequence[bytes]) -> int:
         """Return the number of leading tokens of a sequence that the group has cached."""
         known = self._hashes
         return next((count * BLOCK for count in range(len(hashes), 0, -1) if hashes[count - 1] in known), 0)
 
-    def replace(self, hashes: Iterable[int]) -> None:
+    def replace(self, hashes: Iterable[bytes]) -> None:
         """Take over the owner's report, the oldest first."""
         self._hashes = dict.fromkeys(hashes)
 
     @property
-    def hashes(self) -> tuple[int, ...]:
-        """The report for other gateways: at most `MOST_HASHES` hashes of 8 bytes, the oldest first."""
+    def hashes(self) -> tuple[bytes, ...]:
+        """The report for other gateways: at most `MAX_HASHES` digests, the oldest first."""
         return tuple(self._hashes)

@@ -15,6 +15,7 @@ from ..gateway.gateway import Gateway
 from ..gateway.routing import GroupLoad
 from ..placement.cost_model import usable_bytes
 from ..wire.cluster_messages import Deployment, ReplicaLoad
+from ..wire.messages import digests_in
 from .group import Group
 from .groups import Groups, best, unused_s
 from .health import COMING, ServingState
@@ -92,8 +93,6 @@ def _ready(status: GroupStatus) -> bool:
 
 # --- reports of the work of replicas, by which each agent chooses one for a request ---------------------
 
-_HASH_BYTES = 8
-
 
 class ReplicaLoads:
     """Reports this agent's ready groups to the others, and takes in theirs.
@@ -138,16 +137,12 @@ class ReplicaLoads:
 
 def packed(group: str, load: GroupLoad) -> ReplicaLoad:
     """Return the message with a group's work."""
-    hashes = b"".join(each.to_bytes(_HASH_BYTES, "little") for each in load.prefixes)
-    return ReplicaLoad(group, load.queued, load.requests, round(load.speed), hashes)
+    return ReplicaLoad(group, load.queued, load.requests, round(load.speed), b"".join(load.prefixes))
 
 
 def unpacked(load: ReplicaLoad) -> GroupLoad:
     """Return the work in a message."""
-    data = load.prefixes
-    starts = range(0, len(data), _HASH_BYTES)
-    hashes = tuple(int.from_bytes(data[start : start + _HASH_BYTES], "little") for start in starts)
-    return GroupLoad(load.queued, load.requests, float(load.speed), hashes)
+    return GroupLoad(load.queued, load.requests, float(load.speed), digests_in(load.prefixes))
 
 
 # --- account of each Mac's memory: budgets of the ranks of all groups, and their reports ----------------

@@ -31,7 +31,16 @@ from .codecs import (
     texts,
 )
 from .codecs import holding as _f
-from .messages import MAX_GROUP_ID, MAX_LAYERS, MAX_RANKS, Bootstrap, Gathered, Pong, SideChannel
+from .messages import (
+    DIGEST_BYTES,
+    MAX_GROUP_ID,
+    MAX_LAYERS,
+    MAX_RANKS,
+    Bootstrap,
+    Gathered,
+    Pong,
+    SideChannel,
+)
 from .peer_messages import MAX_CERTIFICATE_BYTES, POINT_BYTES
 
 # --- a Mac: chip, memory, addresses, cables --------------------------------------------------------------
@@ -157,7 +166,7 @@ MAX_ENTERED = 24  #: Entries of the roster in one message, for the same reason.
 MAX_PARTING = 3000  #: Characters of one part; frames before a link is open hold 4 KiB.
 MAX_PAST = 8  #: Authorities before the present one whose signatures are believed.
 MAX_MODEL = 1000
-MAX_HASHES = 512  #: Hashes of beginnings that one group reports.
+MAX_HASHES = 512  #: Digests of beginnings that one group reports: 131,072 tokens.
 MAX_TRIP_US = 60_000_000
 MAX_STORED = 64
 
@@ -507,8 +516,8 @@ class ReplicaLoad(Message):
     """The owner of a replica to all: its work, and what it has cached, by which others choose a replica.
 
     `queued` prompt tokens of its `requests` are not computed yet; it computes `speed` of them per second, 0
-    where not measured. `prefixes` are hashes of 8 bytes, little-endian, of beginnings in its KV caches, the
-    oldest first. It is sent with a beat, when it has changed.
+    where not measured. `prefixes` are digests of beginnings in its KV caches (`PrefixDigests`), the oldest
+    first. It is sent with a beat, when it has changed.
     """
 
     TYPE: ClassVar[int] = 0x56
@@ -516,7 +525,7 @@ class ReplicaLoad(Message):
     queued: int = _f(_count)
     requests: int = _f(_count)
     speed: int = _f(integer(0, U32))
-    prefixes: bytes = _f(binary(0, 8 * MAX_HASHES))
+    prefixes: bytes = _f(binary(0, DIGEST_BYTES * MAX_HASHES))
 
 
 @dataclass(frozen=True, slots=True)

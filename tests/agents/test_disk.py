@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from mlxtp.api.backend import Request as Wanted
-from mlxtp.engine.disk_index import BLOCK
+from mlxtp.wire.messages import BLOCK
 
 from ..engine.test_features_disk import LONG, blocks, new_tokens, written
 from ..hosts import Hosts, requires_namespaces

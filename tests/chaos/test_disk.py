@@ -25,10 +25,10 @@ import pytest
 
 from mlxtp.api.backend import Request as Wanted
 from mlxtp.api.backend import Sampling
-from mlxtp.engine.disk_index import BLOCK
 from mlxtp.errors import MlxtpError
 from mlxtp.models import disk_cache
 from mlxtp.models.disk_cache import folder_in
+from mlxtp.wire.messages import BLOCK
 
 from ..engine.small_models import change_config, write_model
 from ..engine.test_features_disk import DRAWN, LONG, ask, new_tokens, on_disk, written

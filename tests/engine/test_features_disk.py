@@ -15,9 +15,10 @@ import pytest
 
 from mlxtp.api.backend import Request as Wanted
 from mlxtp.api.backend import Sampling
-from mlxtp.engine.disk_index import BLOCK, SPILL_FROM
+from mlxtp.engine.disk_index import SPILL_FROM
 from mlxtp.models import disk_cache
 from mlxtp.models.disk_cache import folder_in
+from mlxtp.wire.messages import BLOCK
 
 from ..live_cluster import Cluster, until
 from ..reference import expected, model_of

@@ -17,8 +17,8 @@ from mlxtp.gateway import ready_groups
 from mlxtp.gateway.admission import AdmissionLimits
 from mlxtp.gateway.gateway import Gateway
 from mlxtp.gateway.request import PROVEN_TOKENS, SUSPECT
-from mlxtp.gateway.routing import BLOCK, GroupLoad
-from mlxtp.wire.messages import Accepted, Cancel, Delta, Error, Finished, Generate, Message, Sampling
+from mlxtp.gateway.routing import GroupLoad
+from mlxtp.wire.messages import BLOCK, Accepted, Cancel, Delta, Error, Finished, Generate, Message, Sampling
 
 from .test_gateway import MODEL, TEXT, FakeRanks, everything
 

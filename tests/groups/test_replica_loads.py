@@ -11,9 +11,10 @@ import pytest
 from mlxtp.agent import Agent
 from mlxtp.api.backend import Request, StreamEnd
 from mlxtp.cluster.node import BEAT_S
-from mlxtp.gateway.routing import BLOCK, MOST_HASHES, GroupLoad
+from mlxtp.gateway.routing import GroupLoad
 from mlxtp.groups.overview import packed, unpacked
 from mlxtp.wire.cluster_messages import MAX_HASHES, ReplicaLoad
+from mlxtp.wire.messages import BLOCK, DIGEST_BYTES
 
 from .scenes import run, sees, within
 from .two_agents import two_agents
@@ -22,10 +23,10 @@ GROUPS = {"tiny#0", "tiny#1"}
 
 
 def test_a_report_carries_a_groups_work_and_its_hashes() -> None:
-    load = GroupLoad(9000, 3, 512.0, tuple(range(2**64 - MOST_HASHES, 2**64)))
+    digests = tuple(each.to_bytes(DIGEST_BYTES, "big") for each in range(MAX_HASHES))
+    load = GroupLoad(9000, 3, 512.0, digests)
     assert unpacked(packed("tiny#0", load)) == load
     assert unpacked(packed("tiny#0", GroupLoad())) == GroupLoad()
-    assert MAX_HASHES == MOST_HASHES
 
 
 def ready_at(agent: Agent) -> set[str]:

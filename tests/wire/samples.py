@@ -563,7 +563,9 @@ _STRATEGIES |= {
     GroupAssignment: st.builds(
         GroupAssignment, _one_group, _text, _count, _count, _node, _shorts, _text, _u32, _shorts
     ),
-    ReplicaLoad: st.builds(ReplicaLoad, _one_group, _count, _count, _u32, st.binary(max_size=8 * MAX_HASHES)),
+    ReplicaLoad: st.builds(
+        ReplicaLoad, _one_group, _count, _count, _u32, st.binary(max_size=DIGEST_BYTES * MAX_HASHES)
+    ),
     RosterParting: st.builds(RosterParting, _short, st.booleans()),
     RosterSaved: st.builds(RosterSaved, _count),
     TokenWanted: st.builds(TokenWanted, st.binary(min_size=16, max_size=16)),

@@ -168,7 +168,7 @@ class AgentClient:
         try:
             found = json.loads((home / FILE).read_text())
             self.url, self.key = str(found["url"]), str(found["key"])
-            self.certificate = str(found.get("certificate", ""))
+            self.certificate = str(found["certificate"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise UserError(
                 f"no mlxtp node runs with home {home}; start one with `mlxtp node`, or name its --home",

@@ -31,7 +31,6 @@ from .values import (
     parse_ranks,
     parse_rdma,
     parse_seconds,
-    parse_speculation,
     parse_split,
     parse_switch,
     parse_text,
@@ -330,8 +329,7 @@ SETTINGS: tuple[Setting, ...] = (
         TUNING, "MODEL",
     ),
     Setting(
-        "speculation", SettingKind((str, bool), 'a string such as "auto", or true or false'),
-        parse_speculation, "auto",
+        "speculation", TEXT, one_of("auto", "off", "lookup", "mtp", "draft"), "auto",
         "Who proposes tokens, several of which one step then checks: a search in prompt and reply (lookup), "
         "the model's own MTP head, or --draft-model (draft).",
         TUNING, "auto|off|lookup|mtp|draft", "auto, whichever saves time by measurement, if any does",

@@ -341,18 +341,6 @@ def parse_switch(value: object, where: str) -> bool:
     return word in _YES
 
 
-SPECULATIONS = ("auto", "off", "lookup", "mtp", "draft")
-
-
-def parse_speculation(value: object, where: str) -> str:
-    """Parse who proposes tokens: a word, or a switch of earlier versions. Raises ConfigError."""
-    word = str(value).lower()
-    word = "auto" if word in _YES else "off" if word in _NO else word
-    if word not in SPECULATIONS:
-        raise ConfigError(f"{where}: {value!r} is not one of {', '.join(SPECULATIONS)}")
-    return word
-
-
 def parse_kv_bits(value: object, where: str) -> int:
     if str(value) not in map(str, KV_BITS):
         raise ConfigError(

@@ -15,7 +15,6 @@ from mlxtp.wire.frames import (
     MAX_ITEMS,
     MAX_OBJECTS,
     MAX_OPENING_FRAME,
-    RETIRED,
     field_codecs,
     messages,
 )
@@ -79,9 +78,6 @@ def _moves(kind: LinkKind, state: LinkState, side: Side) -> Iterator[tuple[LinkS
 def _messages() -> Iterator[str]:
     yield ""
     yield "## The messages"
-    yield ""
-    retired = ", ".join(f"0x{number:02X}" for number in sorted(RETIRED))
-    yield from _wrapped(f"{retired} named messages of earlier versions. They are not used again.")
     parts: dict[str, type[object]] = {}
     for number, message in sorted(messages().items()):
         yield from ("", f"### 0x{number:02X} {message.__name__}", "")

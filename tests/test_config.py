@@ -216,13 +216,9 @@ def test_switches(tmp_path: Path, words: tuple[str, str]) -> None:
     on, off = words
     assert resolve(tmp_path, MLXTP_COMPILED=on).compiled
     assert not resolve(tmp_path, MLXTP_COMPILED=off).compiled
-    assert resolve(tmp_path, MLXTP_SPECULATION=on).speculation == "auto"
-    assert resolve(tmp_path, MLXTP_SPECULATION=off).speculation == "off"
 
 
-def test_speculation_was_a_switch_and_may_need_a_draft_model(tmp_path: Path) -> None:
-    assert resolve(tmp_path, "speculation = false").speculation == "off"
-    assert resolve(tmp_path, "speculation = true").speculation == "auto"
+def test_speculation_may_need_a_draft_model(tmp_path: Path) -> None:
     assert resolve(tmp_path, 'speculation = "draft"\ndraft_model = "tiny"').speculation == "draft"
     assert "config.toml" in refusal(tmp_path, 'speculation = "draft"')
     assert "--draft-model" in refusal(tmp_path, 'speculation = "draft"')
@@ -540,7 +536,7 @@ WRONG_TYPES = [
         for key in ("parallel", "split")
         for value in ("5", "true", "[1, 2]")
     ),
-    *(("speculation", value, 'a string such as "auto", or true or false') for value in ("1", '["auto"]')),
+    *(("speculation", value, "a string in quotes") for value in ("1", "false", '["auto"]')),
     *(("nodes", value, '"auto", "all", or a whole number') for value in ("2.0", "true", '["all"]')),
     *(
         (key, value, "a list of strings")

@@ -35,14 +35,14 @@ LEFT: Mapping[str, int] = {
     "classes with many public methods": 11,
     "dataclasses with many fields": 7,
     "functions with many positional parameters": 7,
-    "functions of an object of a class beside them": 91,
+    "functions of an object of a class beside them": 90,
 }
 MOST_LINES: Mapping[str, int] = {
-    "": 4_130,
-    "admin": 2_031,
-    "api": 10_421,
-    "cli": 6_138,
-    "cluster": 5_576,
+    "": 4_116,
+    "admin": 2_018,
+    "api": 10_417,
+    "cli": 6_130,
+    "cluster": 5_498,
     "diagnostics": 3_154,
     "discovery": 1_068,
     "engine": 13_906,
@@ -53,7 +53,7 @@ MOST_LINES: Mapping[str, int] = {
     "placement": 5_047,
     "service": 878,
     "text": 5_903,
-    "wire": 5_023,
+    "wire": 5_004,
 }
 """Lines of each package; those of files beside the packages are "". A commit that adds some says why."""
 TOUCHES: Mapping[str, tuple[str, int]] = {

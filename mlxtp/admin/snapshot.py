@@ -26,7 +26,7 @@ from ..groups.process_group import EpochGroup
 from ..placement.cost_model import JACCL_MESH, RING_LOOPBACK
 from ..placement.formation import REPLUG
 from ..placement.topology import NETWORKS, Topology
-from ..wire.cluster_messages import Deployment, FabricResult, Machine, ModelStatus, RosterEntry, Serving
+from ..wire.cluster_messages import FabricResult, Machine, ModelStatus, RosterEntry, Serving
 from ..wire.messages import Pong
 from ..wire.rank_stats import figures, shown
 from .parts import (
@@ -353,21 +353,9 @@ def _among_others(now: Snapshot) -> Json:
         "node_id": now.node_id,
         "coordinator": cluster.coordinator,
         "term": cluster.claim.term,
-        "desired": _desired(cluster),
         "coming": list(cluster.coming),
         "fabric": asdict(now.measured) if now.measured is not None and serves else None,
         "members": members(cluster),
-    }
-
-
-def _desired(cluster: ClusterSnapshot) -> Json:
-    """Return the first deployment, as earlier versions had the desired model."""
-    row = next((each.row for each in cluster.deployments), Deployment(""))
-    return {
-        "model": row.model,
-        "nodes": row.nodes,
-        "version": row.version,
-        "pinned": bool(row.pinned and row.model),
     }
 
 
@@ -469,7 +457,6 @@ def page(now: Snapshot, tokens_per_second: float | None) -> Json:
         "coordinator": None if cluster.alone else cluster.claim.node_id or None,
         "problem": cluster.problem or None,
         "waiting": cluster.waiting or None,
-        "desired": {key: value for key, value in _desired(cluster).items() if key in ("model", "nodes")},
         "deployments": _deployments(now),
         "caches": list(now.caches),
         "drafts": [asdict(each) for each in now.drafts],

@@ -6,8 +6,7 @@ be searched, and no two keys are equal.
 
     {"version": 1, "keys": [{"name": "laptop", "sha256": "…", "created": 1780000000, "per_minute": 60}]}
 
-Version 2 has fields of `key_limits.ApiKey` that differ from their defaults. Earlier mlxtp, which would not
-heed such limits, does not read it.
+Fields of `key_limits.ApiKey` that have their defaults are left out.
 
 The agent notices changes of `keys.json` within a second. It keeps counts in `key-use.json` in its home, by
 the hash of each key. A crash loses those of the last half minute.
@@ -45,9 +44,9 @@ LOCK = "keys.lock"
 PREFIX = "mlxtp_"
 KEY_BYTES = 32
 MAX_KEYS = 256
-_VERSION = 2
-#: Fields that a file of version 1 does not have, with their defaults, which are not written.
-_LATER = {each.name: each.default for each in fields(ApiKey)[4:]}
+_VERSION = 1
+#: Fields that are written where they differ from these.
+_DEFAULTS = {each.name: each.default for each in fields(ApiKey)[4:]}
 _LISTS = ("models", "scopes")
 
 Stamp = tuple[int, ...]  # changes whenever the file changes
@@ -135,20 +134,19 @@ def digest_of(key: str) -> bytes:
 
 
 def _parsed(table: Any) -> tuple[ApiKey, ...]:
-    version = table["version"]
-    if version not in (1, _VERSION):
+    if (version := table["version"]) != _VERSION:
         raise ValueError(f"its version is {version!r:.40}, and this mlxtp knows {_VERSION}")
-    keys = tuple(_key(row, strict=version > 1) for row in table["keys"])
+    keys = tuple(map(_key, table["keys"]))
     if len({each.name for each in keys}) != len(keys) or len(keys) > MAX_KEYS:
         raise ValueError("names are not unique, or there are too many")
     return keys
 
 
-def _key(row: Any, *, strict: bool) -> ApiKey:
-    """Return the key of a row. `strict`: what is not known may be a limit, so it is refused."""
+def _key(row: Any) -> ApiKey:
+    """Return the key of a row. What is not known may be a limit, so it is refused."""
     values = {name: row[name] for name in ("name", "created", "per_minute")}
-    values |= {name: row[name] for name in _LATER if name in row}
-    if strict and row.keys() - values.keys() - {"sha256"}:
+    values |= {name: row[name] for name in _DEFAULTS if name in row}
+    if row.keys() - values.keys() - {"sha256"}:
         raise ValueError("a key has fields that this mlxtp does not know")
     for name, value in values.items():
         texts = type(value) is list and all(type(each) is str for each in value)
@@ -165,16 +163,14 @@ def _key(row: Any, *, strict: bool) -> ApiKey:
 
 
 def _written(keys: list[ApiKey]) -> bytes:
-    """Return the file's content: of version 1, which earlier mlxtp reads, unless a key has later fields."""
-    rows = [_row(each) for each in keys]
-    version = _VERSION if any(name in row for row in rows for name in _LATER) else 1
-    return (json.dumps({"version": version, "keys": rows}, indent=1) + "\n").encode()
+    table = {"version": _VERSION, "keys": [_row(each) for each in keys]}
+    return (json.dumps(table, indent=1) + "\n").encode()
 
 
 def _row(key: ApiKey) -> dict[str, Any]:
-    later = {name: getattr(key, name) for name, default in _LATER.items() if getattr(key, name) != default}
+    more = {name: getattr(key, name) for name, default in _DEFAULTS.items() if getattr(key, name) != default}
     named = {"name": key.name, "sha256": key.digest.hex(), "created": key.created}
-    return {**named, "per_minute": key.per_minute, **later}
+    return {**named, "per_minute": key.per_minute, **more}
 
 
 # --- keys of a running agent ----------------------------------------------------------------------------

@@ -230,7 +230,7 @@ def members(home: Home = None, as_json: AsJson = False) -> None:
     print_answer(
         answer,
         as_json,
-        lambda a: [*members_shown(a), *admissions_shown(a), *rotation_shown(a.get("rotation", {}))],
+        lambda a: [*members_shown(a), *admissions_shown(a), *rotation_shown(a["rotation"])],
     )
 
 

@@ -305,7 +305,7 @@ def find_served(home: Path, key: str, name: str = "") -> Served:
         )
     listed = {str(model["id"]): model for model in client.models(key)}
     # Other models may be listed that a request would load first.
-    all_deployed = status.get("deployments", ())
+    all_deployed = status["deployments"]
     called = _called(name, all_deployed)
     deployed = [each for each in all_deployed if called and called in (each["name"], each["model"])]
     model = listed.get((deployed[0]["name"] if deployed else name) or status["model"])

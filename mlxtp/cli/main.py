@@ -340,15 +340,9 @@ def _problem_of_stdout(error: OSError) -> str | None:
     return "" if isinstance(error, BrokenPipeError) else None
 
 
-#: Options without a value, and with the one that they stand for. `--speculation` was a switch.
-_BARE = {"--join": "--join=", "--speculation": "--speculation=auto"}
-
-
 def _with_values(arguments: list[str]) -> list[str]:
-    """Give bare options their value. click wants each option to have a value always, or never."""
-    given = []
-    for argument, following in zip(arguments, [*arguments[1:], "--"], strict=False):
-        alone = following.startswith("-") and following != "-"  # "-" is standard input
-        whole = _BARE.get(argument, argument) if alone else argument
-        given.append("--speculation=off" if argument == "--no-speculation" else whole)
-    return given
+    """Give a bare --join an empty value. click wants each option to have a value always, or never."""
+    return [
+        "--join=" if argument == "--join" and following.startswith("-") and following != "-" else argument
+        for argument, following in zip(arguments, [*arguments[1:], "--"], strict=False)
+    ]  # "-" is standard input

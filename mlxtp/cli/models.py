@@ -193,8 +193,7 @@ def _by_agent(
             while True:
                 rows: list[Mapping[str, Any]] = client.post("pulling", model=name)["members"]
                 bars.show(
-                    (row["name"], row["held_bytes"], row["total_bytes"], bool(row.get("waits")))
-                    for row in rows
+                    (row["name"], row["held_bytes"], row["total_bytes"], bool(row["waits"])) for row in rows
                 )
                 if rows and all(row["complete"] or row["problem"] for row in rows):
                     return rows
@@ -385,7 +384,7 @@ def _stored(home: Path | None) -> tuple[Path, list[Mapping[str, Any]]]:
         told = AgentClient(home_of(home)).get("stored")
     except UserError:
         return cache_folder(), []
-    return Path(told.get("folder") or cache_folder()), list(told["elsewhere"])
+    return Path(told["folder"]), list(told["elsewhere"])
 
 
 def _row(here: Revision, elsewhere: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -140,10 +140,10 @@ def hub_model_names(ctx: typer.Context) -> list[str]:
     from ..models.hub_cache import cache_folder, repos_here
 
     try:
-        folder = AgentClient(_home(ctx), _ASK_S).get("stored").get("folder")
+        folder = AgentClient(_home(ctx), _ASK_S).get("stored")["folder"]
     except UserError:
-        folder = None
-    return [each.name for each in repos_here(Path(folder or cache_folder())) if each.commits()]
+        folder = str(cache_folder())
+    return [each.name for each in repos_here(Path(folder)) if each.commits()]
 
 
 def key_names(ctx: typer.Context) -> list[str]:

@@ -60,12 +60,12 @@ def _shown(answer: Mapping[str, Any]) -> list[Any]:
         lines.append(_indented(answer["reason"]))
     if answer.get("problem"):
         lines.append(_indented(answer["problem"], "red"))
-    if answer.get("left_wired"):
+    if answer["left_wired"]:
         lines.append(_indented(answer["left_wired"], "yellow"))
-    if answer.get("slow_link"):
+    if answer["slow_link"]:
         lines.append(_indented(answer["slow_link"], "yellow"))
     lines += [_indented(each) for each in _caches(answer["caches"])]
-    lines += [_indented(each) for each in drafts_shown(answer.get("drafts", ()))]
+    lines += [_indented(each) for each in drafts_shown(answer["drafts"])]
     lines += [_indented(each) for each in _stages(answer)]
     if "members" in answer or len(answer["deployments"]) > 1:
         lines += deployments_shown(answer["deployments"], Console().width)
@@ -73,8 +73,8 @@ def _shown(answer: Mapping[str, Any]) -> list[Any]:
         lines.append(
             f"cluster {answer['cluster']}, coordinated by {escape(answer['coordinator'] or 'no Mac yet')}"
         )
-        lines += [_indented(each, "cyan") for each in answer.get("coming", ())]
-        lines += [_indented(each, "yellow") for each in answer.get("left_out", ())]
+        lines += [_indented(each, "cyan") for each in answer["coming"]]
+        lines += [_indented(each, "yellow") for each in answer["left_out"]]
         if answer["world_size"] > 1 and answer["state"] == "ready":
             from . import bench
 
@@ -154,8 +154,8 @@ def members_shown(answer: Mapping[str, Any]) -> list[Any]:
     """Return the table, and below it the problems that keep members from serving the model."""
     lines: list[Any] = [_members_table(answer)]
     for member in answer["members"]:
-        lines += _about(member["name"], filter(None, [member["model_problem"], member.get("refused")]), "red")
-        lines += _about(member["name"], filter(None, [member.get("model_progress")]), "cyan")
+        lines += _about(member["name"], filter(None, [member["model_problem"], member["refused"]]), "red")
+        lines += _about(member["name"], filter(None, [member["model_progress"]]), "cyan")
     return lines
 
 
@@ -168,13 +168,13 @@ def admissions_shown(answer: Mapping[str, Any]) -> list[Any]:
             f"at {day_of(each['joined_at'])}"
         )
         for each in answer["members"]
-        if each.get("joined_at") and each["admitted_by"]
+        if each["joined_at"] and each["admitted_by"]
     ]
 
 
 def rotation_shown(answer: Mapping[str, Any]) -> list[Any]:
     """Return lines about a rotation of the authority that is under way, or that some have missed."""
-    if not (until := answer.get("until")):  # an agent of an earlier version reports none
+    if not (until := answer["until"]):
         return []
     moved, to_come = " and ".join(answer["moved"]), " and ".join(answer["to_come"])
     return [
@@ -202,7 +202,7 @@ def _indented(text: str, colour: str = "") -> Text:
 
 
 def _members_table(answer: Mapping[str, Any]) -> Table:
-    several = len({each for member in answer["members"] for each in member.get("works_for", ())}) > 1
+    several = len({each for member in answer["members"] for each in member["works_for"]}) > 1
     work = "works for" if several else "rank"
     columns = ("name", "state", work, "address", "machine", "memory", "node id", "")
     table = table_of(*columns, right=("rank", "memory"))
@@ -377,9 +377,8 @@ def _ranks(node: str, ranks: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...
 
 
 def _shown_history(snapshot: Moment) -> list[Mapping[str, Any]]:
-    """Return the epochs of the shown group. Earlier agents report no others."""
-    shown = snapshot.get("shown")
-    return [each for each in snapshot["history"] if each.get("group", shown) == shown]
+    """Return the epochs of the shown group."""
+    return [each for each in snapshot["history"] if each["group"] == snapshot["shown"]]
 
 
 def _ended(history: Sequence[Mapping[str, Any]]) -> Text | None:
@@ -458,7 +457,7 @@ def _group(group: Mapping[str, Any]) -> list[str]:
         work.append(f"{group['tokens_per_second']} tokens/s")
     if group["cached_tokens"]:
         work.append(f"{group['cached_tokens']:,} tokens cached")
-    crossing = [f"   {group['exposed']}"] if group.get("exposed") else []
+    crossing = [f"   {group['exposed']}"] if group["exposed"] else []
     return [
         f"#{number} {group['state']} on {macs}{joined(group)}, epoch {group['epoch']}",
         f"   {', '.join(work)}",

@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property, partial
 from typing import Any
 
@@ -473,8 +473,6 @@ def _parts(entry: RosterEntry) -> tuple[object, ...]:
 TEXT_VERSION = 1
 READS = f"roster={TEXT_VERSION}"  #: In the `versions` of a hello: this agent reads the text.
 MAX_TEXT = 1 << 20  #: Characters: more than 512 entries take.
-#: Values of fields that an earlier version did not write.
-DEFAULTS = {each.name: each.default for each in fields(RosterEntry) if each.default is not MISSING}
 _ENTRY = record(RosterEntry)
 _NAMES = [each.name for each in fields(RosterEntry)]
 
@@ -496,8 +494,8 @@ def roster_entries(text: str) -> tuple[RosterEntry, ...]:
 
 def _entry(row: Any) -> RosterEntry | None:
     try:
-        entry: RosterEntry = _ENTRY.from_wire(DEFAULTS | {name: row[name] for name in _NAMES if name in row})
-    except (ValueError, TypeError):
+        entry: RosterEntry = _ENTRY.from_wire({name: row[name] for name in _NAMES})
+    except (ValueError, TypeError, KeyError):
         return None
     return entry
 

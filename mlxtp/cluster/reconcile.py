@@ -180,11 +180,8 @@ class GroupView(Situation):
 
 
 def better(one: Sequence[float], other: Sequence[float]) -> bool:
-    """Return True when the first of two keys is clearly better. Their numbers are not negative.
-
-    Another version may compare by more numbers: those that both have count.
-    """
-    for mine, theirs in zip(one, other, strict=False):
+    """Return True when the first of two keys is clearly better. Their numbers are not negative."""
+    for mine, theirs in zip(one, other, strict=True):
         if mine > theirs * MUCH:
             return True
         if theirs > mine * MUCH:

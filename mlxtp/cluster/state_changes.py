@@ -98,12 +98,6 @@ class RosterProofs:
         assert authority is not None
         return replace(entry, holding=sign(authority.key, _HOLDING, *self._holding(entry)).hex())
 
-    def completed(self, roster: Roster) -> Roster:
-        """Sign entries that an earlier version kept without signatures, on the Mac that has the authority."""
-        if self.identity.authority is None:
-            return roster
-        return Roster(tuple(self._completed(entry) for entry in roster.entries))
-
     def settled(self, roster: Roster) -> Roster:
         """Return a roster after a rotation, on the Mac that has the authority's key.
 
@@ -140,14 +134,6 @@ class RosterProofs:
 
     def _is_present(self, entry: RosterEntry) -> bool:
         return _holds(_believed(self.identity)[0], entry.admission, _ADMISSION, self._admission(entry))
-
-    def _completed(self, entry: RosterEntry) -> RosterEntry:
-        if not entry.admission:
-            ours = entry.fingerprint == self.identity.fingerprint
-            entry = self.own(entry) if ours else self.admission(entry)
-        if entry.removed and not entry.removal:
-            entry = self.removal(replace(entry, removed_in=entry.version))
-        return entry
 
     def proven(self, entries: Iterable[RosterEntry], held: Roster) -> tuple[RosterEntry, ...]:
         """Return those of another member's entries that are news to `held` and have valid signatures."""
@@ -279,11 +265,11 @@ def _holds(key: PublicKey, signature: str, label: bytes, parts: list[bytes]) -> 
 
 
 def restored(proofs: RosterProofs, identity: Identity, name: str, kept: ClusterState) -> Replica:
-    """Restore the kept state, signed where this node can sign, and with this node as a member.
+    """Restore the kept state, with this node as a member.
 
     If the authority's key is here, the roster says so.
     """
-    found = Replica(identity.node_id, replace(kept, roster=proofs.completed(kept.roster)))
+    found = Replica(identity.node_id, kept)
     if identity.node_id not in found.roster.members():
         found.admit(identity.node_id, name, identity.fingerprint, proofs.own)
     if identity.authority is not None and identity.node_id not in found.roster.holders():

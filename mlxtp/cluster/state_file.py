@@ -21,19 +21,15 @@ from typing import Any
 
 from ..errors import ConfigError, RemoteProtocolError, UserError, in_words
 from ..identity.private_files import write_private
-from ..wire.cluster_messages import MAX_MEMBERS, MAX_MODEL, Deployment, RosterEntry, RosterSaved
-from ..wire.codecs import U63, FieldCodec, holding, integer, record, records, text, texts
+from ..wire.cluster_messages import MAX_MEMBERS, Deployment, RosterEntry, RosterSaved
+from ..wire.codecs import U63, FieldCodec, integer, records, text, texts
 from .cluster_state import (
-    DEFAULTS,
-    KEEP_S,
     MAX_ENTRIES,
     MAX_ROWS,
-    PINNED,
     ClusterState,
     DeploymentTable,
     LeaderClaim,
     Roster,
-    name_of,
     received,
     roster_entries,
     roster_text,
@@ -43,9 +39,7 @@ from .links import ControlLink
 log = logging.getLogger(__name__)
 
 FILE = "state.json"
-#: Format of the file. A later version wrote a file of a later format; this version does not read it. In
-#: format 1 only users chose the model, requests did not. Up to format 3 there was one desired model.
-FORMAT = 4
+FORMAT = 4  #: Of the file. One of another format is refused.
 MAX_ADDRESSES = 16  #: Addresses kept of each peer.
 _MAX_BYTES = 32 << 20
 REMOVALS = "removals"  #: File of the removed members alone, which outlives an unusable `FILE`.
@@ -61,17 +55,6 @@ _FIELDS: Mapping[str, FieldCodec] = {
 }
 _ADDRESSES = texts(MAX_ADDRESSES, 300)  # a host name has up to 253 characters
 _NODE_ID = text(32)
-
-
-@dataclass(frozen=True, slots=True)
-class _OneModel:
-    """Desired state up to format 3. `said` is the version of the last choice of a user."""
-
-    version: int = holding(integer(0, U63))
-    writer: str = holding(text(32))
-    model: str = holding(text(MAX_MODEL))
-    nodes: str = holding(text(8))
-    said: int = holding(integer(0, U63))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +88,8 @@ def from_text(text: str) -> SavedState:
     table = json.loads(text)
     if type(table) is not dict or type(table.get("format")) is not int:
         raise ValueError("it has no format number")
-    if not 1 <= table["format"] <= FORMAT:
-        raise ValueError(f"it has format {table['format']}; this version reads formats 1 to {FORMAT}")
-    table["roster"] = _completed(table.get("roster"))
-    if table["format"] == 1:
-        table["desired"] = _said(table.get("desired"))
-    if table["format"] < 4:
-        table |= _deployed(table.pop("desired", None))
-    table["deployments"] = _placed(table.get("deployments"))
+    if table["format"] != FORMAT:
+        raise ValueError(f"it has format {table['format']}; this version reads format {FORMAT}")
     expected = {"format", "peers", *_FIELDS}
     if table.keys() != expected:
         raise ValueError(f"it should have exactly the fields {', '.join(sorted(expected))}")
@@ -136,42 +113,6 @@ def _table(rows: tuple[Deployment, ...], floor: int) -> DeploymentTable:
         return received(rows, floor)
     except RemoteProtocolError as error:
         raise ValueError(f"deployments: {error.detail}") from None
-
-
-def _said(desired: Any) -> Any:
-    if type(desired) is not dict or "said" in desired:
-        return None  # not a desired state of that format
-    return desired | {"said": desired.get("version")}
-
-
-def _deployed(desired: Any) -> dict[str, Any]:
-    """Return the fields of today for the desired state of an earlier format. All that it replaced is over."""
-    try:
-        before: _OneModel = record(_OneModel).from_wire(desired)
-    except ValueError as error:
-        raise ValueError(f"desired: expected {error}") from None
-    if not before.model:
-        return {"deployments": [], "floor": before.version}
-    keep_s = PINNED if before.said == before.version else KEEP_S
-    row = Deployment(
-        name_of(before.model), before.model, nodes=before.nodes, keep_s=keep_s, version=before.version,
-        writer=before.writer,
-    )  # fmt: skip
-    return {"deployments": _FIELDS["deployments"].to_wire((row,)), "floor": max(before.said - 1, 0)}
-
-
-def _placed(rows: Any) -> Any:
-    """Give rows that were written without fields of today their defaults."""
-    if type(rows) is not list or any(type(row) is not dict for row in rows):
-        return rows  # not rows of any format
-    return [{"since": 0, "parallel": "", "split": "auto"} | row for row in rows]
-
-
-def _completed(roster: Any) -> Any:
-    """Give entries that were written without fields of today their defaults."""
-    if type(roster) is not list or any(type(entry) is not dict for entry in roster):
-        return roster  # not a roster of any format
-    return [DEFAULTS | entry for entry in roster]
 
 
 def _peers(value: Any) -> dict[str, tuple[str, ...]]:

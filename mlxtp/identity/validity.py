@@ -60,7 +60,7 @@ def cluster_time(own: float, others: Iterable[float]) -> float:
 def is_due(ends: float, now: float) -> bool:
     """Return True when a certificate should be renewed: half its time is over, or it ends too late.
 
-    Too late end those that an earlier version made, or a Mac whose clock was ahead.
+    Too late ends one that a Mac made whose clock was ahead.
     """
     return not now + RENEW_S <= ends <= now + CERTIFICATE_S + SLACK_S
 

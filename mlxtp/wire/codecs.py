@@ -106,20 +106,6 @@ def choice(*allowed: str) -> FieldCodec:
     return FieldCodec(str, check)
 
 
-def switch_or(*allowed: str) -> FieldCodec:
-    """Return a codec of words, the first of which travel as true and false: "auto" and "off", say.
-
-    They were the only ones once.
-    """
-    word = choice(*allowed)
-    switches: dict[str, Wire] = {allowed[0]: True, allowed[1]: False}
-
-    def check(value: Wire) -> str:
-        return allowed[0] if value is True else allowed[1] if value is False else word.from_wire(value)
-
-    return FieldCodec(lambda value: switches.get(value, value), check)
-
-
 def binary(low: int, high: int) -> FieldCodec:
     def check(value: Wire) -> bytes:
         if type(value) is not bytes or not low <= len(value) <= high:

@@ -41,10 +41,6 @@ def messages() -> dict[int, type[Message]]:
     return by_number
 
 
-#: Numbers of messages of earlier versions, which are not used again.
-RETIRED = frozenset({0x15, 0x17, 0x4C, 0x4D, 0x4E, 0x4F, 0x50, 0x52, 0x53})
-
-
 class _ByMessage(dict[type[Message], V]):
     """A value for each type of message, made when it is first needed."""
 

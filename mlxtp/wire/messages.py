@@ -33,7 +33,6 @@ from .codecs import (
     numbers,
     record,
     records,
-    switch_or,
     text,
     texts,
 )  # fmt: skip
@@ -201,7 +200,7 @@ class Bootstrap(Message):
     canary_s: float = _f(_seconds, default=60.0)
     agreement: str = _f(choice("auto", "broadcast", "broadcast-draws", "verify"), default="auto")
     compiled: bool = _f(boolean(), default=True)
-    speculation: str = _f(switch_or("auto", "off", "lookup", "mtp", "draft"), default="auto")
+    speculation: str = _f(choice("auto", "off", "lookup", "mtp", "draft"), default="auto")
     prefix_cache: bool = _f(boolean(), default=True)
     rdma: tuple[str, ...] = _f(texts(MAX_RANKS * MAX_RANKS, MAX_ENTRY), default=())
     jaccl_ring: bool = _f(boolean(), default=False)

@@ -75,11 +75,7 @@ def test_an_epoch_from_its_beginning_to_its_end(tmp_path: Path, source: ModelSou
         await stage.serves(41)
         await sees(lambda: moment(observer)["ranks"][0]["phase"] is not None)
         found = moment(observer)
-        assert (found["state"], found["model"], found["desired"]) == (
-            "ready",
-            "tiny",
-            {"model": "tiny", "nodes": "auto"},
-        )
+        assert (found["state"], found["model"]) == ("ready", "tiny")
         assert found["model_bytes"] > 1_000_000
         assert found["context"] == 4096
         assert (found["group"]["world_size"], found["group"]["pairs"]) == (1, [])
@@ -147,7 +143,7 @@ def test_a_cluster_before_anything_is_served(tmp_path: Path, member: members.Mem
             None,
             None,
         )
-        assert found["desired"] == {"model": "", "nodes": "auto"}
+        assert found["deployments"] == []
         assert found["links"] == []
 
     play(tmp_path, member, story)

@@ -375,7 +375,7 @@ class Stage:
 
     def write_home(self, home: Path) -> None:
         """Make `home` one in which commands such as `mlxtp launch` find the actor."""
-        (home / AGENT_FILE).write_text(json.dumps({"url": self.url, "key": KEY}))
+        (home / AGENT_FILE).write_text(json.dumps({"url": self.url, "key": KEY, "certificate": ""}))
 
     @property
     def url(self) -> str:
@@ -393,7 +393,9 @@ def stage(
     """A served actor on loopback, in a thread of its own. `options` are the fields of `Actor`."""
     actor = Actor(Text.load(options.get("folder", TINY)), **options)
     sock = bind("127.0.0.1", port)
-    admin: Any = SimpleNamespace(key=KEY, status=lambda: {"model": "actor", "state": "ready", "reason": None})
+    admin: Any = SimpleNamespace(
+        key=KEY, status=lambda: {"model": "actor", "state": "ready", "reason": None, "deployments": []}
+    )
     app = Recorded(create_app(actor, admin=admin, keep_alive_s=keep_alive_s), record)
     loop, stop = asyncio.new_event_loop(), asyncio.Event()
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve(app, sock, stop, grace_s=1)))

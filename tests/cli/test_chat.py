@@ -127,7 +127,7 @@ class Slow:
         self._parts, self._hangs = parts, hangs
         self._server = socket.create_server(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{self._server.getsockname()[1]}"
-        (home / FILE).write_text(json.dumps({"url": url, "key": "secret"}))
+        (home / FILE).write_text(json.dumps({"url": url, "key": "secret", "certificate": ""}))
         self._thread = threading.Thread(target=self._serve)
 
     def _serve(self) -> None:

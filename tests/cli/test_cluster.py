@@ -107,7 +107,6 @@ STATUS = {
     "epoch": 7,
     "cluster": "c" * 16,
     "coordinator": "studio [left]",
-    "desired": {"model": "org/[model]", "nodes": "2", "version": 3},
     "deployments": [TWO_REPLICAS],
     "fabric": None,
     "members": [
@@ -954,21 +953,21 @@ def stranger(answer: bytes) -> Iterator[str]:
 )
 def test_after_a_kill_another_program_may_answer_there(tmp_path: Path, answer: bytes) -> None:
     with stranger(answer) as url:
-        (tmp_path / FILE).write_text(json.dumps({"url": url, "key": "old"}))
+        (tmp_path / FILE).write_text(json.dumps({"url": url, "key": "old", "certificate": ""}))
         said = refusal(tmp_path, "status")
         assert said.startswith(f"mlxtp: the agent of {tmp_path} does not answer at {url}")
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://127.0.0.1:port", "nonsense", "http://[::1"])
 def test_after_a_kill_no_agent_answers_there(tmp_path: Path, url: str) -> None:
-    (tmp_path / FILE).write_text(json.dumps({"url": url, "key": "old"}))
+    (tmp_path / FILE).write_text(json.dumps({"url": url, "key": "old", "certificate": ""}))
     assert f"does not answer at {url}" in refusal(tmp_path, "status")
 
 
 def test_an_error_in_a_form_of_its_own(tmp_path: Path) -> None:
     body = b'{"error": ["odd"]}'
     with stranger(b"HTTP/1.1 400 Bad\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)) as url:
-        (tmp_path / FILE).write_text(json.dumps({"url": url, "key": "old"}))
+        (tmp_path / FILE).write_text(json.dumps({"url": url, "key": "old", "certificate": ""}))
         assert "odd" in refusal(tmp_path, "status")
 
 
@@ -1022,7 +1021,7 @@ def test_an_agent_that_lives_but_does_not_answer_keeps_its_identity(tmp_path: Pa
     """It holds the files; taking them away behind its back breaks it."""
     store = Store(tmp_path)
     store.found_cluster()
-    (tmp_path / FILE).write_text(json.dumps({"url": "http://127.0.0.1:1", "key": "k"}))
+    (tmp_path / FILE).write_text(json.dumps({"url": "http://127.0.0.1:1", "key": "k", "certificate": ""}))
     with _own_home(tmp_path):
         assert agent_runs(tmp_path)
         assert "does not answer" in refusal(tmp_path, "cluster", "leave", "--force")
@@ -1062,9 +1061,6 @@ def test_a_home_that_takes_no_file_is_named(tmp_path: Path) -> None:
         ("node --join=TOKEN --home x", "node --join=TOKEN --home x"),
         ("node --home x --join", "node --home x --join="),
         ("node", "node"),
-        ("node --no-speculation --home x", "node --speculation=off --home x"),
-        ("node --speculation --home x", "node --speculation=auto --home x"),
-        ("node --speculation draft --home x", "node --speculation draft --home x"),
     ],
 )
 def test_options_with_and_without_a_value(typed: str, understood: str) -> None:

@@ -36,7 +36,7 @@ from ..live_cluster import WAIT_S, until
 pytestmark = pytest.mark.slow
 
 MODEL = "org/model-70b"
-STATUS = {"state": "ready", "reason": "", "model": MODEL}
+STATUS = {"state": "ready", "reason": "", "model": MODEL, "deployments": []}
 SERVED = Served("http://127.0.0.1:52415", "some/model", 131_072, "a-key", "/home/https-cert.pem")
 TELLS = f"""#!{sys.executable}
 import json, os, sys

@@ -36,6 +36,7 @@ RANK = {
 }  # fmt: skip
 UNHEARD = dict.fromkeys(("phase", "memory_bytes", "step_us", "stage_busy_us", "stage_waiting_us"))
 ENDED = {
+    "group": "org/model#0",
     "epoch": 6,
     "began": 0.0,
     "lasted_s": 3700.0,
@@ -48,8 +49,11 @@ MOMENT: dict[str, Any] = {
     "ranks": [RANK, {"rank": 1, "node": "cd" * 16, **UNHEARD}],
     "tokens_per_second": {"value": 31.26, "of": "group"},
     "requests": {"open": 3, "generating": 2, "first_token": 0, "group": 0, "held_back": 1},
-    "history": [{"epoch": 7, "began": 10_000.0, "lasted_s": None, "code": None, "reason": None}, ENDED],
-    "desired": {"model": "org/[model]", "nodes": "2"},
+    "shown": "org/model#0",
+    "history": [
+        {**ENDED, "epoch": 7, "began": 10_000.0, "lasted_s": None, "code": None, "reason": None},
+        ENDED,
+    ],
     "deployments": [TWO_REPLICAS],
     "nodes": [
         NODE,
@@ -95,7 +99,7 @@ def test_the_picture_of_a_cluster_without_a_group() -> None:
     nothing = {
         "state": "stopped", "ready": False, "reason": "nothing shall be served", "waiting": "who leads?",
         "model": None, "group": None, "ranks": [], "tokens_per_second": {"value": None, "of": "here"},
-        "requests": {"open": 0}, "history": [], "desired": {"model": "org/next", "nodes": "auto"},
+        "requests": {"open": 0}, "history": [],
         "deployments": [{**TWO_REPLICAS, "model": "org/next", "state": "idle", "groups": [], "nodes": "auto",
                          "replicas": {"ready": 0, "wanted": 1}, "why": "no Mac has it"}],
     }  # fmt: skip

@@ -261,25 +261,7 @@ def test_one_member_cannot_void_what_another_removed_by_an_early_date(desk: Desk
     assert desk.hears(before, held).removed(desk.air.identity.fingerprint)
 
 
-def test_what_an_earlier_version_kept_is_signed_by_the_founder_and_then_taken(desk: Desk) -> None:
-    old = Roster(
-        tuple(
-            RosterEntry(
-                each.node_id, each.name, each.fingerprint, each.node_id == desk.air.identity.node_id, 3
-            )
-            for each in desk.roster.entries
-        )
-    )
-    assert desk.proofs[desk.mini.identity.node_id].completed(old) == old
-    completed = desk.proofs[desk.first.identity.node_id].completed(old)
-    held = desk.hears(Roster(), completed)
-    assert held == completed
-    assert held.holders() == [desk.first.identity.node_id]
-    assert held.removed(desk.air.identity.fingerprint)
-    assert desk.hears(old, completed) == completed
-
-
-def test_without_the_founder_members_of_an_earlier_version_remove_each_other(desk: Desk) -> None:
+def test_members_known_by_their_certificates_alone_remove_each_other(desk: Desk) -> None:
     old = [RosterEntry(each.node_id, each.name, each.fingerprint, False, 3) for each in desk.roster.entries]
     held = Roster(tuple(old))
     assert desk.removes(held, desk.air, desk.rogue)

@@ -44,72 +44,10 @@ def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
     assert load(tmp_path) == (KEPT, "")
 
 
-BEFORE = {"version": 5, "writer": "b", "model": "mlx-community/Llama@main", "nodes": "2", "said": 5}
-
-
-def earlier(format: int = 3, **desired: object) -> str:
-    """Return a file of an earlier format, with one desired state."""
-    table = json.loads(to_text(KEPT)) | {"format": format, "desired": BEFORE | desired}
-    if format == 1:
-        del table["desired"]["said"]
-    return json.dumps({name: table[name] for name in table.keys() - {"deployments", "floor"}})
-
-
-def test_rows_without_the_version_that_pinned_them_are_read() -> None:
-    table = json.loads(to_text(KEPT))
-    for row in table["deployments"]:
-        del row["since"]
-    assert from_text(json.dumps(table)) == KEPT
-
-
-def test_a_file_that_an_agent_with_one_model_wrote_is_read() -> None:
-    kept = from_text((Path(__file__).parent / "recordings" / "state-format-3.json").read_text())
-    node = "76be6f9a32e1a27831a4854f5519db4c"
-    assert kept.beliefs.claim == LeaderClaim(1, node)
-    assert kept.beliefs.deployments.rows == (Deployment("tiny", "tiny", version=1, writer=node),)
-    assert list(kept.beliefs.roster.members()) == [node]
-
-
-@pytest.mark.parametrize(("format", "said", "keep_s"), [(3, 5, -1), (3, 2, 600), (2, 2, 600), (1, 0, -1)])
-def test_the_model_of_an_earlier_format_becomes_a_deployment_pinned_if_a_user_chose_it(
-    format: int, said: int, keep_s: int
-) -> None:
-    table = from_text(earlier(format, said=said)).beliefs.deployments
-    model = "mlx-community/Llama"
-    assert table.rows == (
-        Deployment(model, f"{model}@main", nodes="2", keep_s=keep_s, version=5, writer="b"),
-    )
-    assert [row.pinned for row in table.live()] == [keep_s < 0]
-
-
-def test_what_an_earlier_format_had_replaced_does_not_come_back_from_another_member() -> None:
-    now = from_text(earlier()).beliefs.deployments
-    stale = from_text(earlier(version=3, said=3, model="old")).beliefs.deployments
-    unloaded = from_text(earlier(version=4, said=4, model="")).beliefs.deployments
-    assert unloaded.live() == ()
-    assert [row.version for row in now.merged(stale).merged(unloaded).live()] == [5]
-    assert unloaded.merged(stale).live() == ()
-    chosen = from_text(earlier(version=9, said=3, model="chosen")).beliefs.deployments
-    assert [row.name for row in chosen.merged(now).live()] == ["mlx-community/Llama", "chosen"]
-
-
 def test_deployments_that_no_member_can_have_are_told() -> None:
     row = json.loads(to_text(KEPT))["deployments"][0]
     with pytest.raises(ValueError, match="deployments: no table has such a row"):
         from_text(changed(deployments=[row, row]))
-
-
-def test_a_roster_of_an_earlier_version_has_no_signatures(tmp_path: Path) -> None:
-    table = json.loads(earlier(2))
-    old = ("node_id", "name", "fingerprint", "removed", "version")
-    table["roster"] = [{name: entry[name] for name in old} for entry in table["roster"]]
-    (tmp_path / FILE).write_text(json.dumps(table))
-    kept, told = load(tmp_path)
-    assert told == ""
-    held = kept.beliefs.roster
-    assert list(held.members()) == ["a"]
-    assert held.removed("key-b")
-    assert {entry.admission for entry in held.entries} == {""}
 
 
 def test_a_first_start_remembers_nothing_and_says_nothing(tmp_path: Path) -> None:
@@ -192,16 +130,12 @@ def changed(**fields: object) -> str:
         (to_text(KEPT)[:-40], ""),
         ("[]", "has no format number"),
         ("{}", "has no format number"),
-        (changed(format=5), "format 5; this version reads formats 1 to 4"),
-        (changed(format=0), "format 0"),
-        (changed(format=1), "desired: expected a map"),
-        (changed(format=3), "desired: expected a map"),
-        (earlier(version="x"), "desired: expected version: an integer"),
+        (changed(format=5), "format 5; this version reads format 4"),
+        (changed(format=3), "format 3"),
         (changed(format=True), "has no format number"),
         (changed(more=1), "exactly the fields"),
         (changed(epoch=-1), "epoch: expected an integer"),
         (changed(term="7"), "term: expected an integer"),
-        (earlier(more=1), "desired: expected a map"),
         (changed(deployments=[{"version": 1}]), "deployments: expected a map"),
         (changed(floor=-1), "floor: expected an integer"),
         (changed(roster=[{}]), "roster: expected a map"),

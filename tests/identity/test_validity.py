@@ -50,7 +50,7 @@ def test_a_certificate_is_renewed_in_the_second_half_of_its_time() -> None:
 
 
 def test_one_that_ends_too_late_is_renewed_at_once() -> None:
-    """Made to hold until 9999 by an earlier version, or by a Mac whose clock was ahead."""
+    """Made by a Mac whose clock was ahead."""
     assert is_due(253_402_300_799.0, NOW)
     assert is_due(NOW + YEARS + CERTIFICATE_S, NOW)
     assert not is_due(NOW + CERTIFICATE_S, NOW - DAY_S)  # clocks that differ by a day renew nothing

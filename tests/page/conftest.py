@@ -96,7 +96,6 @@ MOMENT: dict[str, Any] = {
     "context": 4096,
     "cluster": "c" * 16,
     "coordinator": "a" * 32,
-    "desired": {"model": "org/tiny", "nodes": "2"},
     "group": {
         "world_size": 2,
         "backend": "jaccl",

@@ -100,7 +100,7 @@ function facts(now) {
   const shared = group?.world_size > 1;
   const found = [
     ["State", now.ready ? "Ready" : stateAlone(now)],
-    ["Model", now.model ?? (now.desired?.model ? `${now.desired.model} (not ready)` : "none")],
+    ["Model", now.model ?? (now.deployments.length ? `${now.deployments[0].model} (not ready)` : "none")],
     ["Context", now.context ? `${now.context.toLocaleString("en")} tokens` : ""],
     ["Runs", place(now)],
     ["Shared over", shared ? [group.kind || group.backend, stages(group)].filter(Boolean).join(", ") : ""],

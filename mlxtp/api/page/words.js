@@ -66,7 +66,7 @@ export function stateAlone(now) {
     case "forming":
       return now.epoch > 1 ? "Starting again" : "Starting";
     case "loading":
-      return `Loading ${now.desired?.model ? shortName(now.desired.model) : "the model"}`;
+      return `Loading ${now.deployments.length ? shortName(now.deployments[0].model) : "the model"}`;
     case "restarting":
       return "Starting again";
     case "idle":

@@ -309,9 +309,7 @@ def make_gateway(
     limits = settings.limits
     bounds = AdmissionLimits(limits.max_open_requests, limits.max_open_tokens, limits.min_free_bytes)
     memory = FreeMemory(lambda: look_at_memory(free_bytes()))
-    return Gateway(
-        health, bounds, limits.recovery_s, limits.deadline_s, memory, share_cache=settings.share_cache
-    )
+    return Gateway(health, bounds, limits.recovery_s, limits.deadline_s, memory)
 
 
 def _counted(home: Path, machine: Machine) -> Machine:

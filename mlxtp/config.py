@@ -125,7 +125,6 @@ class Settings:
     log_format: str = "text"
     log_file: str = ""
     api_keys: str = "auto"
-    share_cache: bool = False
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     http_cert: str = ""

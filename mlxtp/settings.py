@@ -259,12 +259,6 @@ SETTINGS: tuple[Setting, ...] = (
         "create`)",
     ),
     Setting(
-        "share_cache", SWITCH, parse_switch, False,
-        "Share cached beginnings of prompts between API keys, not only within each. Then `cached_tokens` "
-        "tells a client how prompts of others begin.",
-        ENDPOINT,
-    ),
-    Setting(
         "allowed_hosts", _list_of("studio.example.com"), parse_hosts, [],
         "A further name of this Mac, such as that of a proxy, beside its host name and "
         "addresses; * for any.",

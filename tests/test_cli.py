@@ -312,13 +312,9 @@ def test_a_node_serves_until_it_is_told_to_stop(tmp_path: Path, number: signal.S
     until(lambda: not rank_processes(tmp_path), "rank processes to be gone")
 
 
-@pytest.mark.parametrize(
-    ("flag", "shared"),
-    [("--no-share-cache", False), pytest.param("--share-cache", True, marks=pytest.mark.chaos)],
-)
-def test_a_key_learns_nothing_of_another_one_s_prompt(tmp_path: Path, flag: str, shared: bool) -> None:
+def test_a_key_learns_nothing_of_another_one_s_prompt(tmp_path: Path) -> None:
     one, other = (KeyFile(tmp_path).create(name, 0, 1.0)[1] for name in ("one", "other"))
-    with node(tmp_path, "--ranks", "1", flag) as (process, url):
+    with node(tmp_path, "--ranks", "1") as (process, url):
 
         def cached(key: str) -> int:
             body = {"messages": [{"role": "user", "content": "My PIN is 4711." * 9}], "max_tokens": 4}
@@ -328,7 +324,7 @@ def test_a_key_learns_nothing_of_another_one_s_prompt(tmp_path: Path, flag: str,
             return found
 
         assert cached(one) < 16 < cached(one)
-        assert (cached(other) > 16, cached(other) > 16) == (shared, True)
+        assert cached(other) < 16 < cached(other)
         process.send_signal(signal.SIGTERM)
         assert process.wait(WAIT_S) == 0
 

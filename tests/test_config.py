@@ -111,7 +111,6 @@ def test_defaults(tmp_path: Path) -> None:
         ("model_folders", "/a, /b c", "/d", "model_folders", (("/a", "/b c"), ("/d",))),
         ("rdma", "studio=rdma_en5", "a/b=en3,b=en4", "rdma", (("studio=rdma_en5",), ("a/b=en3", "b=en4"))),
         ("api_keys", "always", "never", "api_keys", ("always", "never")),
-        ("share_cache", "yes", "no", "share_cache", (True, False)),
         ("allowed_hosts", "Studio.lan, [::1]", "*", "allowed_hosts", (("studio.lan", "::1"), ("*",))),
         (
             "allowed_origins",
@@ -505,7 +504,7 @@ STRINGS = (
 SWITCHES = (
     "large_buffers",
     "compiled", "prefix_cache", "spare", "alone", "discovery", "fast_fences", "keep_awake", "keep_warm",
-    "load_on_request", "http_tls", "repeatable", "share_cache", "sandbox_ranks",
+    "load_on_request", "http_tls", "repeatable", "sandbox_ranks",
 )  # fmt: skip
 TIMES = ("deadline", "queue", "recovery", "client_stall", "load_stall")
 LISTS = ("peers", "rdma", "allowed_hosts", "allowed_origins", "model_folders")

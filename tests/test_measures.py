@@ -38,7 +38,7 @@ LEFT: Mapping[str, int] = {
     "functions of an object of a class beside them": 90,
 }
 MOST_LINES: Mapping[str, int] = {
-    "": 4_116,
+    "": 4_107,
     "admin": 2_018,
     "api": 10_417,
     "cli": 6_130,
@@ -46,7 +46,7 @@ MOST_LINES: Mapping[str, int] = {
     "diagnostics": 3_154,
     "discovery": 1_068,
     "engine": 13_906,
-    "gateway": 1_816,
+    "gateway": 1_812,
     "groups": 7_315,
     "identity": 1_582,
     "models": 3_783,

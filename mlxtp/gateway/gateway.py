@@ -59,7 +59,6 @@ class Gateway:
     recovery_s  seconds that a request waits for another group; see `RequestDispatcher`
     deadline_s  seconds that a request may take in all
     memory      returns the memory that this machine has left
-    share_cache  whether all clients share cached beginnings of prompts; else those of one `Request.sharer`
     """
 
     def __init__(
@@ -69,11 +68,8 @@ class Gateway:
         recovery_s: float = 60.0,
         deadline_s: float = 3600.0,
         memory: Callable[[], SystemMemory] | None = None,
-        *,
-        share_cache: bool = False,
     ) -> None:
         self._health = health
-        self._share_cache = share_cache
         self._deadline_s = deadline_s
         self._salt = secrets.token_bytes(16)
         self.admission = Admission(bounds, memory or FreeMemory())
@@ -208,7 +204,7 @@ class Gateway:
         client = client_number(request.client, self._salt)
         user = client_number(request.user, self._salt)
         # The same number on all Macs, because each may send a request to the group that has its beginning.
-        salt = 0 if self._share_cache else client_number(request.sharer, b"")
+        salt = client_number(request.sharer, b"")
         deployment = self.deployments.serving(request.model)
         self._check(deployment, client, len(request.prompt))
         assert deployment is not None

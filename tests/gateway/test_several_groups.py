@@ -29,11 +29,11 @@ OTHER = replace(MODEL, id="other", aliases=())
 class Stage:
     """A gateway with groups `tiny#0`, `tiny#1` and so on, and the ranks behind each."""
 
-    def __init__(self, max_open: int = 100, *, share_cache: bool = False) -> None:
+    def __init__(self, max_open: int = 100) -> None:
         def health(_model: str) -> Health:
             return Health("ready", 1, 2, "ring", "tiny", None, True, self.gateway.open_requests)
 
-        self.gateway = Gateway(health, AdmissionLimits(max_open), share_cache=share_cache)
+        self.gateway = Gateway(health, AdmissionLimits(max_open))
         self.ranks: dict[str, FakeRanks] = {}
 
     def serve(self, *groups: str, here: bool = True, model: Any = MODEL) -> None:
@@ -432,7 +432,6 @@ def test_requests_of_one_sharer_have_one_salt_at_every_gateway() -> None:
         assert (none, again) == (0, one)
         assert len({none, one, other}) == 3
         assert salts(Stage()) == [none, one, other, again]
-        assert salts(Stage(share_cache=True)) == [0, 0, 0, 0]
 
     asyncio.run(story())
 

@@ -40,7 +40,7 @@ LEFT: Mapping[str, int] = {
 MOST_LINES: Mapping[str, int] = {
     "": 4_107,
     "admin": 2_018,
-    "api": 10_417,
+    "api": 10_413,
     "cli": 6_130,
     "cluster": 5_498,
     "diagnostics": 3_154,
@@ -52,7 +52,7 @@ MOST_LINES: Mapping[str, int] = {
     "models": 3_783,
     "placement": 5_047,
     "service": 878,
-    "text": 5_903,
+    "text": 5_895,
     "wire": 5_004,
 }
 """Lines of each package; those of files beside the packages are "". A commit that adds some says why."""
@@ -60,7 +60,7 @@ TOUCHES: Mapping[str, tuple[str, int]] = {
     "a family whose layers mlx-lm cuts": ("longcat_flash", 1),
     "a family cut by hand": ("nemotron_h", 3),
     "a figure of a rank": ("fetched_tokens", 5),
-    "a sampler": ("xtc_threshold", 5),
+    "a sampler": ("xtc_threshold", 3),
     "an admin verb": ("let_in", 4),
     "a fact of each Mac that others know": ("RosterSaved", 3),
 }

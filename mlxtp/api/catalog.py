@@ -32,6 +32,7 @@ from .backend import (
 )
 from .request_body import shown
 from .request_context import RequestContext, current, own_models
+from .sampling import SETTINGS
 
 log = logging.getLogger(__name__)
 
@@ -150,24 +151,19 @@ def load_defaults(folder: Path) -> Sampling:
 
 
 def defaults_of(config: Mapping[str, Any]) -> Sampling:
-    """Return temperature, top_p, top_k and min_p if the model is to be sampled (`do_sample`), else greedy.
+    """Return the model's own sampling if it is to be sampled (`do_sample`), else greedy.
 
     A value out of range counts as absent. Pure.
     """
     if config.get("do_sample") is not True:
         return GREEDY
-    return Sampling(
-        temperature=_number(config.get("temperature"), 0.0, 2.0, 1.0),
-        top_p=_number(config.get("top_p"), 0.0, 1.0, 1.0),
-        top_k=int(_number(config.get("top_k"), 0, 2**31 - 1, 0)),
-        min_p=_number(config.get("min_p"), 0.0, 1.0, 0.0),
-    )
-
-
-def _number(value: object, low: float, high: float, absent: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return absent
-    return float(value) if low <= value <= high else absent
+    ranges = {name: each.openai for name, each in SETTINGS.items() if each.of_model}
+    found: dict[str, Any] = {
+        name: type(getattr(GREEDY, name))(config[name])
+        for name, (least, most) in ranges.items()
+        if type(config.get(name)) in (int, float) and max(least, 0) <= config[name] <= most
+    }
+    return Sampling(**{"temperature": 1.0} | found)
 
 
 # --- one model and its context ----------------------------------------------------------------------------

@@ -45,7 +45,6 @@ T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 
 ACCEPT_S = 1.0  # seconds that headers wait for acceptance
-MAX_CHOICES = 16
 _PLAIN = "/#:@+=,;!~ "  # signs that stay as they are in a header, beside letters and digits
 
 
@@ -309,8 +308,6 @@ class Generation:
     async def _job(self, ask: GenerationRequest, about: About, queued: _QueuedRequest) -> _PreparedRequest:
         model, text = await self.catalog.loaded(ask.model)
         options = ask.options
-        if not 1 <= options.n <= MAX_CHOICES:
-            raise RequestError(f"n should be from 1 to {MAX_CHOICES}, got {options.n}", param="n")
         seed = secrets.randbits(63) if options.seed is None else settings.seed_of(options.seed)
         sampling = settings.sampling(options, model.defaults, seed)
         stops = settings.stop_strings(options.stop)

@@ -98,6 +98,7 @@ def integral(value: object) -> object:
 
 
 Integer = Annotated[int, BeforeValidator(integral)]
+MOST_TOKENS = 2**31 - 1
 
 
 def parsed(schema: type[S], body: bytes) -> S:

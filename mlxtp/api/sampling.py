@@ -1,5 +1,7 @@
 """From a client's options to the engine's: sampling, shaping, stop strings, constraints of the answer. Pure.
 
+`SETTINGS` says what clients of each dialect may set of the engine's `Sampling` and `Shaping`.
+
 A request's missing options take the model's defaults (`ModelInfo.defaults`); without one: greedy. Constraints
 are tool calls, JSON of a schema, or free text.
 """
@@ -8,9 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Annotated, Any, Literal
+
+from pydantic import create_model
 
 from ..errors import RequestError
 from ..text.call_style import CallStyle, Separators
@@ -34,8 +38,70 @@ from ..text.tool_grammar import (
     guided_schema,
     marked_call_grammar,
 )
-from .backend import MAX_BIASES, MAX_GRAMMAR, Request, Sampling, Shaping
-from .request_body import not_supported, shown
+from .backend import GREEDY, MAX_BIASES, MAX_GRAMMAR, PLAIN, Request, Sampling, Shaping
+from .request_body import MOST_TOKENS, Integer, S, Schema, in_range, not_supported, shown
+
+# --- settings that are numbers ----------------------------------------------------------------------------
+
+
+Range = tuple[float, float]
+DialectName = Literal["openai", "anthropic", "ollama"]  #: "openai": of all its APIs
+
+
+@dataclass(frozen=True, slots=True)
+class ClientSetting:
+    """Least and most value that clients of each dialect may give to a field of `Sampling` or `Shaping`.
+
+    A dialect without a range does not have it. `ollama_name` is Ollama's own name for it, if it has one.
+    `of_model`: the model's `generation_config.json` has the value for requests that leave it out.
+    """
+
+    openai: Range
+    anthropic: Range | None = None
+    ollama: Range | None = None
+    ollama_name: str = ""
+    of_model: bool = False
+
+
+SETTINGS: Mapping[str, ClientSetting] = {
+    "min_tokens": ClientSetting((0, MOST_TOKENS)),
+    "temperature": ClientSetting((0, 2), anthropic=(0, 1), ollama=(0, 100), of_model=True),
+    "top_p": ClientSetting((0, 1), anthropic=(0, 1), ollama=(0, 1), of_model=True),
+    "top_k": ClientSetting(  # -1 is off, as 0 is
+        (-1, MOST_TOKENS), anthropic=(0, MOST_TOKENS), ollama=(-1, MOST_TOKENS), of_model=True
+    ),
+    "min_p": ClientSetting((0, 1), ollama=(0, 1), of_model=True),
+    "xtc_probability": ClientSetting((0, 1)),
+    "xtc_threshold": ClientSetting((0, 0.5)),
+    "presence_penalty": ClientSetting((-2, 2), ollama=(-100, 100)),
+    "frequency_penalty": ClientSetting((-2, 2), ollama=(-100, 100)),
+    "repetition_penalty": ClientSetting((0.01, 100), ollama=(0.01, 100), ollama_name="repeat_penalty"),
+}
+_UNSET: Mapping[str, Any] = asdict(GREEDY) | asdict(PLAIN)
+
+
+def _names(dialect: DialectName) -> dict[str, str]:
+    """Return a dialect's names of its settings, by their fields."""
+    offered = {field: each for field, each in SETTINGS.items() if getattr(each, dialect) is not None}
+    return {field: (dialect == "ollama" and each.ollama_name) or field for field, each in offered.items()}
+
+
+def with_settings(dialect: DialectName) -> Callable[[type[S]], type[S]]:
+    """Give the schema of a body the settings of its dialect."""
+    shape: dict[str, Any] = {}
+    for field, name in _names(dialect).items():
+        kind = Integer if isinstance(_UNSET[field], int) else float
+        shape[name] = (Annotated[kind, in_range(*getattr(SETTINGS[field], dialect))] | None, None)
+    return lambda schema: create_model(
+        schema.__name__, __base__=schema, __doc__=schema.__doc__, __module__=schema.__module__, **shape
+    )
+
+
+def given_settings(body: Schema, dialect: DialectName) -> dict[str, float]:
+    """Return the settings that a body has, by their fields in `Sampling` and `Shaping`."""
+    values = {field: getattr(body, name) for field, name in _names(dialect).items()}
+    return {field: value for field, value in values.items() if value is not None}
+
 
 # --- options ----------------------------------------------------------------------------------------------
 
@@ -74,19 +140,10 @@ def choices(first: Request, count: int) -> tuple[Request, ...]:
 
 def sampling(options: GenerationOptions, defaults: Sampling, seed: int) -> Sampling:
     """Return the sampling of choice 0. `seed` has 63 bits."""
-    top_p = _given(options.top_p, defaults.top_p)
-    top_k = max(0, _given(options.top_k, defaults.top_k))
-    if top_p == 0:  # only the most probable token
-        top_p, top_k = 1.0, 1
-    return Sampling(
-        temperature=_given(options.temperature, defaults.temperature),
-        top_p=top_p,
-        top_k=top_k,
-        min_p=_given(options.min_p, defaults.min_p),
-        xtc_probability=_given(options.xtc_probability, defaults.xtc_probability),
-        xtc_threshold=_given(options.xtc_threshold, defaults.xtc_threshold),
-        seed=seed,
-    )
+    found = replace(defaults, **_of(Sampling, options), seed=seed)
+    if found.top_p == 0:  # only the most probable token
+        return replace(found, top_p=1.0, top_k=1)
+    return replace(found, top_k=max(found.top_k, 0))
 
 
 def shaping(
@@ -107,15 +164,17 @@ def shaping(
             f"{field} makes a grammar of {len(text)} characters; at most {MAX_GRAMMAR}", param=field
         )
     return Shaping(
-        repetition_penalty=_given(options.repetition_penalty, 1.0),
-        presence_penalty=_given(options.presence_penalty, 0.0),
-        frequency_penalty=_given(options.frequency_penalty, 0.0),
         bias_tokens=tuple(biases),
         bias_values=tuple(biases.values()),
-        min_tokens=options.min_tokens,
         grammar_kind=kind,
         grammar=text,
+        **_of(Shaping, options),
     )
+
+
+def _of(part: type[Sampling | Shaping], options: GenerationOptions) -> dict[str, Any]:
+    names = {each.name for each in fields(part)}
+    return {name: value for name, value in options.settings.items() if name in names}
 
 
 def stop_strings(stops: Sequence[str]) -> tuple[str, ...]:
@@ -138,10 +197,6 @@ def check_min_tokens(min_tokens: int, max_tokens: int) -> None:
             f"min_tokens {min_tokens} is more than the answer may have: from 0 to {max_tokens}",
             param="min_tokens",
         )
-
-
-def _given(value: Any, default: Any) -> Any:
-    return default if value is None else value
 
 
 def _biases(given: Mapping[str, float], vocabulary: int, most: int) -> dict[int, float]:

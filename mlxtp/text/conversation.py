@@ -79,32 +79,24 @@ Prompt = str | tuple[int, ...]  #: Text or tokens that a model continues, withou
 
 @dataclass(frozen=True, slots=True)
 class GenerationOptions:
-    """Options of an answer. None: the client did not set it, the model's default counts.
+    """Options of an answer.
 
-    `max_tokens` None is as many as fit, and so is a number that does not fit. `format` is a `response_format`
-    in the form of OpenAI's chat. `logprobs` -1 requests none, 0 those of the chosen tokens, k also the k most
-    probable others. `logit_bias` has token ids as text for keys. `deadline_s` 0 is the server's own, in
-    seconds.
+    `max_tokens` None is as many as fit, and so is a number that does not fit. `settings` has the rest that a
+    client set of the engine's `Sampling` and `Shaping`, by their fields. `seed` None is a fresh one.
+    `logit_bias` has token ids as text for keys. `format` is a `response_format` in the form of OpenAI's chat.
+    `logprobs` -1 requests none, 0 those of the chosen tokens, k also the k most probable others. `deadline_s`
+    0 is the server's own, in seconds.
     """
 
     n: int = 1
     max_tokens: int | None = None
-    min_tokens: int = 0
     stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    xtc_probability: float | None = None
-    xtc_threshold: float | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: Mapping[str, float] = field(default_factory=dict)
+    settings: Mapping[str, float] = field(default_factory=dict)
     format: Mapping[str, Any] | None = None
     logprobs: int = -1
+    ignore_eos: bool = False
+    seed: int | None = None
+    logit_bias: Mapping[str, float] = field(default_factory=dict)
     deadline_s: float = 0.0
 
 

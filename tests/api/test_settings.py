@@ -1,19 +1,25 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import mlxtp
 from mlxtp.api import sampling as settings
 from mlxtp.api.backend import GREEDY, MAX_GRAMMAR, PLAIN, Request, Sampling, Shaping
 from mlxtp.api.dialects.openai import parse_chat
 from mlxtp.errors import Code, RequestError
 from mlxtp.text.conversation import GenerationOptions
 from mlxtp.wire.frames import check_body, to_body
-from mlxtp.wire.messages import Generate
+from mlxtp.wire.messages import MAX_CONTEXT, Generate
 
 VOCABULARY = 340
 
@@ -72,33 +78,91 @@ def test_log_probabilities_are_counted_as_the_engine_counts_them() -> None:
     assert chat(logprobs=True, top_logprobs=20).logprobs == 20
 
 
+def values(range_: tuple[float, float], field: str) -> st.SearchStrategy[float]:
+    least, most = range_
+    if isinstance(getattr(GREEDY, field, getattr(PLAIN, field, None)), int):
+        return st.integers(int(least), MAX_CONTEXT if field == "min_tokens" else int(most))
+    return st.floats(least, most) | st.sampled_from(range_)
+
+
+BIASES = st.dictionaries(st.integers(0, VOCABULARY - 1).map(str), st.floats(-100, 100))
+
+
 @given(
     st.fixed_dictionaries(
         {},
-        optional={
-            "temperature": st.floats(0, 2),
-            "top_p": st.floats(0, 1) | st.integers(0, 1),
-            "top_k": st.integers(-1, 2**31 - 1),
-            "min_p": st.floats(0, 1),
-            "xtc_probability": st.floats(0, 1),
-            "xtc_threshold": st.floats(0, 0.5),
-            "repetition_penalty": st.floats(0.01, 100),
-            "presence_penalty": st.floats(-2, 2),
-            "frequency_penalty": st.floats(-2, 2),
-            "logit_bias": st.dictionaries(st.integers(0, VOCABULARY - 1).map(str), st.floats(-100, 100)),
-            "min_tokens": st.integers(0, 50),
-            "seed": st.integers(),
-            "ignore_eos": st.booleans(),
-        },
+        optional={field: values(each.openai, field) for field, each in settings.SETTINGS.items()}
+        | {"logit_bias": BIASES, "seed": st.integers(), "ignore_eos": st.booleans()},
     )
 )
 def test_what_passes_the_checks_may_travel(fields: dict[str, Any]) -> None:
     asked = chat(**fields)
+    assert {field: fields[field] for field in fields if field in settings.SETTINGS} == asked.settings
     seed = settings.seed_of(asked.seed or 0)
     wanted = Generate(
         1, (1,), 50, settings.sampling(asked, GREEDY, seed), settings.shaping(asked, VOCABULARY)
     )
     check_body(Generate, to_body(wanted))
+
+
+@pytest.mark.parametrize("dialect", ["openai", "anthropic", "ollama"])
+def test_the_ends_of_every_range_may_travel(dialect: str) -> None:
+    ranges = {field: getattr(each, dialect) for field, each in settings.SETTINGS.items()}
+    ranges["min_tokens"] = (0, MAX_CONTEXT)  # no answer may be longer
+    for ends in zip(*[[(field, end) for end in each] for field, each in ranges.items() if each], strict=True):
+        asked = GenerationOptions(settings=dict(ends))
+        sampled, shaped = settings.sampling(asked, GREEDY, 1), settings.shaping(asked, VOCABULARY)
+        check_body(Generate, to_body(Generate(1, (1,), 50, sampled, shaped)))
+
+
+FIELD, ROW = "xtc_threshold: float", '"xtc_threshold":'
+ADDED = """
+import json
+from mlxtp.api import sampling
+from mlxtp.api.backend import GREEDY
+from mlxtp.api.dialects.completions import parse
+from mlxtp.api.dialects.ollama_request import Arrival, parse_chat as parse_ollama
+from mlxtp.api.dialects.openai import ChatRequest, parse_chat
+from mlxtp.errors import RequestError
+from mlxtp.wire.frames import check_body, to_body
+from mlxtp.wire.messages import Generate
+
+def body(value):
+    hello = {"messages": [{"role": "user", "content": "hello"}], "prompt": "hello", "model": "tiny"}
+    return json.dumps(hello | {"warmth": value, "options": {"heat": value}}).encode()
+
+for read in parse_chat, parse, lambda body: parse_ollama(Arrival(0, ()), body):
+    told = Generate(1, (5,), 9, sampling.sampling(read(body(0.25)).options, GREEDY, 7))
+    assert Generate(*check_body(Generate, to_body(told))).sampling.warmth == 0.25
+    try:
+        read(body(2))
+    except RequestError as error:
+        print(error.detail)
+print(sorted(ChatRequest.model_json_schema()["properties"]["warmth"]["anyOf"][0].items()))
+"""
+
+
+@pytest.mark.slow
+def test_a_new_sampler_is_one_field_and_one_row_up_to_the_engine(tmp_path: Path) -> None:
+    package = tmp_path / "mlxtp"
+    shutil.copytree(Path(mlxtp.__file__).parent, package, ignore=shutil.ignore_patterns("*.safetensors"))
+    for file, after, line in (
+        ("wire/messages.py", FIELD, "    warmth: float = _f(number(0.0, 1.0), default=0.0)"),
+        ("api/sampling.py", ROW, '    "warmth": ClientSetting((0, 1), ollama=(0, 1), ollama_name="heat"),'),
+    ):
+        lines = (package / file).read_text().splitlines()
+        [at] = [number for number, each in enumerate(lines) if each.strip().startswith(after)]
+        (package / file).write_text("\n".join([*lines[: at + 1], line, *lines[at + 1 :]]))
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    told = subprocess.run(
+        [sys.executable, "-c", ADDED], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+    )
+    assert told.stdout.splitlines() == [
+        "warmth should be from 0 to 1, got 2",
+        "warmth should be from 0 to 1, got 2",
+        "options.heat should be from 0 to 1, got 2",
+        "[('maximum', 1), ('minimum', 0), ('type', 'number')]",
+    ], told.stderr
 
 
 # --- seeds ------------------------------------------------------------------------------------------------

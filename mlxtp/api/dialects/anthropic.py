@@ -58,6 +58,7 @@ from ..request_body import (
     shown,
 )
 from ..request_context import current
+from ..sampling import given_settings, with_settings
 from .request_parts import (
     MOST_TOKENS,
     Parameters,
@@ -133,15 +134,13 @@ class CountRequest(Schema):
     mcp_servers: list[Any] | None = None
 
 
+@with_settings("anthropic")
 class MessagesRequest(CountRequest):
     """The body of `POST /v1/messages`."""
 
     max_tokens: Annotated[Integer, in_range(0, MOST_TOKENS)]
     stream: bool | None = None
     stop_sequences: Annotated[list[str], Field(fail_fast=True)] | None = None
-    temperature: Annotated[float, in_range(0, 1)] | None = None
-    top_p: Annotated[float, in_range(0, 1)] | None = None
-    top_k: Annotated[Integer, in_range(0, MOST_TOKENS)] | None = None
     metadata: Metadata | None = None
 
 
@@ -173,9 +172,7 @@ def parse_messages(body: bytes) -> GenerationRequest:
     options = GenerationOptions(
         max_tokens=request.max_tokens,
         stop=tuple(request.stop_sequences or ()),
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=request.top_k,
+        settings=given_settings(request, "anthropic"),
         format=_format(request),
     )
     user = request.metadata.user_id if request.metadata else None

@@ -17,13 +17,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ...errors import Code, RequestError
-from ...text.conversation import GenerationRequest, Prompt
+from ...text.conversation import GenerationOptions, GenerationRequest, Prompt
 from ...text.transcript import AnswerEvent, ContentDelta, Finish, Scored, WholeAnswer
 from ..adapter import SSE, About, Json, Operation
-from ..generation import MAX_CHOICES, Adapter, Generation, Handler
+from ..generation import Adapter, Generation, Handler
 from ..request_body import Integer, in_range, integral, missing, not_supported, parsed, shown, wrong
-from .openai import TOO_LONG, SseWriter, StreamOptions, bounded, finishes, head, sse, usage
-from .request_parts import MOST_TOKENS, Tuning
+from .openai import TOO_LONG, PromptBody, SseWriter, bounded, finishes, head, sse, usage
+from .request_parts import MOST_TOKENS
 
 # --- requests ---------------------------------------------------------------------------------------------
 
@@ -32,30 +32,18 @@ DEFAULT_MAX_TOKENS = 16
 MOST_ANSWERS = 128  # of one request, over all of its prompts
 
 
-class CompletionRequest(Tuning):
+class CompletionRequest(PromptBody):
     """The body of `POST /v1/completions`."""
 
     prompt: Any = None
-    model: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: Annotated[Integer, in_range(1, MAX_CHOICES)] | None = None
-    max_tokens: Annotated[Integer, in_range(1, MOST_TOKENS)] | None = None
     echo: bool | None = None
     logprobs: Annotated[Integer, in_range(0, 5)] | None = None
-    response_format: Json | None = None
-    user: Any = None
     # refused if set
     best_of: Integer | None = None
     suffix: str | None = None
 
-    @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-
-# --- from a body to a request
-# ----------------------------------------------------------------------------------
+# --- from a body to a request -----------------------------------------------------------------------------
 
 
 def parse(body: bytes) -> GenerationRequest:
@@ -83,12 +71,9 @@ def parse(body: bytes) -> GenerationRequest:
             "logprobs",
         )
     prompts = _prompts(request.prompt, n)
-    options = request.options(
-        n=n,
-        max_tokens=request.max_tokens or DEFAULT_MAX_TOKENS,
-        logprobs=-1 if request.logprobs is None else request.logprobs,
-        format_=request.response_format,
-    )
+    logprobs = -1 if request.logprobs is None else request.logprobs
+    most = request.max_tokens or DEFAULT_MAX_TOKENS
+    options = request.options(GenerationOptions(n, most, format=request.response_format, logprobs=logprobs))
     user = request.user if isinstance(request.user, str) else ""
     return GenerationRequest(request.model, prompts, options, bool(request.stream), user, request)
 

@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from types import MappingProxyType
@@ -269,9 +270,8 @@ def show_body(
 ) -> Json:
     """Return the answer to `/api/show`. `parameters` has `defaults`, one a line, as in a Modelfile."""
     settings: dict[str, object] = {"num_ctx": model.context}
-    for name in ("temperature", "top_p", "top_k", "min_p"):
-        if getattr(defaults, name) != getattr(GREEDY, name):
-            settings[name] = getattr(defaults, name)
+    given, greedy = asdict(defaults), asdict(GREEDY)
+    settings |= {name: value for name, value in given.items() if value != greedy[name]}
     shape = {f"{card.family}.{name}": card.number(theirs) for name, theirs in _SHAPE.items()}
     return {
         "modelfile": "",
@@ -332,7 +332,6 @@ class Ollama:
     names: Mapping[str, str] = MappingProxyType(
         {
             "max_tokens": "num_predict",
-            "repetition_penalty": "repeat_penalty",
             "response_format": "format",
             "needs_thinking": "think",
         }

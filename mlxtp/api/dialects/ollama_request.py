@@ -28,6 +28,7 @@ from ...text.conversation import (
 from ..adapter import Json
 from ..backend import ModelInfo
 from ..request_body import MOST_MESSAGES, Integer, Schema, in_range, not_supported, parsed, shown
+from ..sampling import given_settings, with_settings
 from .request_parts import (
     MOST_TOKENS,
     Parameters,
@@ -104,19 +105,13 @@ def _format(value: object) -> Json | None:
     raise PydanticCustomError("format", 'should be "json" or a JSON schema (an object)')
 
 
+@with_settings("ollama")
 class OllamaOptions(Schema):
     """Supported fields of `options`."""
 
     num_predict: Annotated[Integer, in_range(-MOST_TOKENS, MOST_TOKENS)] | None = None
     stop: Annotated[tuple[str, ...], PlainValidator(_stop_strings, str | list[str] | None)] = ()
-    temperature: Annotated[float, in_range(0, 100)] | None = None
-    top_p: Annotated[float, in_range(0, 1)] | None = None
-    top_k: Annotated[Integer, in_range(-1, MOST_TOKENS)] | None = None
-    min_p: Annotated[float, in_range(0, 1)] | None = None
     seed: Integer | None = None
-    repeat_penalty: Annotated[float, in_range(0.01, 100)] | None = None
-    presence_penalty: Annotated[float, in_range(-100, 100)] | None = None
-    frequency_penalty: Annotated[float, in_range(-100, 100)] | None = None
     num_ctx: Integer | None = None  # changes nothing
 
 
@@ -270,14 +265,8 @@ def _options(body: OllamaBody) -> GenerationOptions:
     return GenerationOptions(
         max_tokens=budget if budget > 0 else None,  # -1 and -2 set no limit, nor does 0 with Ollama
         stop=given.stop,
-        temperature=given.temperature,
-        top_p=given.top_p,
-        top_k=given.top_k,
-        min_p=given.min_p,
+        settings=given_settings(given, "ollama"),
         seed=None if given.seed == -1 else given.seed,  # -1 is Ollama's value for a random seed
-        presence_penalty=given.presence_penalty,
-        frequency_penalty=given.frequency_penalty,
-        repetition_penalty=given.repeat_penalty,
         format=body.format,
         logprobs=(body.top_logprobs or 0) if body.logprobs else -1,
     )

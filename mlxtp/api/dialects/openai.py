@@ -19,12 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ...errors import MlxtpError, RequestError
-from ...text.conversation import (
-    Call,
-    ChatMessage,
-    Conversation,
-    GenerationRequest,
-)
+from ...text.conversation import Call, ChatMessage, Conversation, GenerationOptions, GenerationRequest
 from ...text.tokenizer import Name
 from ...text.transcript import (
     AnswerEvent,
@@ -38,7 +33,7 @@ from ...text.transcript import (
 )
 from ..adapter import SSE, About, AnswerWriter, Json, Operation, error_body_of
 from ..backend import Health, ModelInfo, StoredModelInfo, StreamEnd
-from ..generation import MAX_CHOICES, Adapter, Generation
+from ..generation import Adapter, Generation
 from ..request_body import MOST_MESSAGES, Integer, Schema, in_range, missing, not_supported, parsed, shown
 from ..streaming import COMMENT
 from . import anthropic
@@ -46,9 +41,9 @@ from .request_parts import (
     MOST_TOKENS,
     THOUGHTS,
     ClientTool,
+    OpenAIBody,
     Parameters,
     TextReader,
-    Tuning,
     arguments_text,
     check_parts,
     content_text,
@@ -123,19 +118,25 @@ class StreamOptions(Schema):
     include_usage: bool | None = None
 
 
-class ChatRequest(Tuning):
+class PromptBody(OpenAIBody):
+    """Fields of chats and completions."""
+
+    n: Annotated[Integer, in_range(1, 16)] | None = None
+    max_tokens: Annotated[Integer, in_range(1, MOST_TOKENS)] | None = None
+    response_format: Json | None = None
+    stream_options: StreamOptions | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class ChatRequest(PromptBody):
     """The body of `POST /v1/chat/completions`. None means absent, everywhere."""
 
     # the list of errors is bounded
     messages: Annotated[list[MessageInput], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
-    model: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: Annotated[Integer, in_range(1, MAX_CHOICES)] | None = None
-    max_tokens: Annotated[Integer, in_range(1, MOST_TOKENS)] | None = None
     max_completion_tokens: Annotated[Integer, in_range(1, MOST_TOKENS)] | None = None
-    response_format: Json | None = None
-    user: Any = None
     # scores of its tokens
     logprobs: bool | None = None
     top_logprobs: Annotated[Integer, in_range(0, 20)] | None = None
@@ -155,10 +156,6 @@ class ChatRequest(Tuning):
     def budget(self) -> int | None:
         """The client's limit of tokens in the answer; None without one."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-    @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,12 +197,9 @@ def parse_chat(body: bytes) -> GenerationRequest:
         _template_options(request),
     )
     user = request.user if isinstance(request.user, str) else ""
-    options = request.options(
-        n=request.n or 1,
-        max_tokens=request.budget,
-        logprobs=(request.top_logprobs or 0) if request.logprobs else -1,
-        format_=request.response_format,
-    )
+    logprobs = (request.top_logprobs or 0) if request.logprobs else -1
+    own = GenerationOptions(request.n or 1, request.budget, format=request.response_format, logprobs=logprobs)
+    options = request.options(own)
     return GenerationRequest(request.model, conversation, options, bool(request.stream), user, asked)
 
 

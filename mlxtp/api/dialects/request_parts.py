@@ -15,7 +15,7 @@ import re
 from base64 import b64decode
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -24,45 +24,31 @@ from ...errors import RequestError
 from ...text.conversation import AUTO, NONE, REQUIRED, GenerationOptions, Role, Tool
 from ...text.json_limits import MOST_CONTAINERS
 from ...text.tool_grammar import log_once
+from ..request_body import MOST_TOKENS as MOST_TOKENS
 from ..request_body import Integer, Schema, in_range, none_of, not_supported, shown, wrong
+from ..sampling import given_settings, with_settings
 
 # --- settings ---------------------------------------------------------------------------------------------
 
 
-MOST_TOKENS = 2**31 - 1
+@with_settings("openai")
+class OpenAIBody(Schema):
+    """Fields of all of OpenAI's bodies. Those with an asterisk in `docs/api.md` are not in its own API."""
 
-
-class Tuning(Schema):
-    """The settings. Those with an asterisk in `docs/api.md` are not in OpenAI's own API."""
-
-    min_tokens: Annotated[Integer, in_range(0, MOST_TOKENS)] | None = None
+    model: str | None = None
+    stream: bool | None = None
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     ignore_eos: bool | None = None
-    temperature: Annotated[float, in_range(0, 2)] | None = None
-    top_p: Annotated[float, in_range(0, 1)] | None = None
-    top_k: Annotated[Integer, in_range(-1, MOST_TOKENS)] | None = None
-    min_p: Annotated[float, in_range(0, 1)] | None = None
-    xtc_probability: Annotated[float, in_range(0, 1)] | None = None
-    xtc_threshold: Annotated[float, in_range(0, 0.5)] | None = None
     seed: Integer | None = None
-    presence_penalty: Annotated[float, in_range(-2, 2)] | None = None
-    frequency_penalty: Annotated[float, in_range(-2, 2)] | None = None
-    repetition_penalty: Annotated[float, in_range(0.01, 100)] | None = None
     logit_bias: dict[str, Annotated[float, in_range(-100, 100)]] | None = None
     deadline_s: Annotated[float, in_range(0.001, 86_400)] | None = None
+    user: Any = None
 
-    def options(
-        self, *, n: int = 1, max_tokens: int | None, logprobs: int, format_: Mapping[str, Any] | None
-    ) -> GenerationOptions:
-        """Return the options. The arguments are those that each dialect names in its own way."""
+    def options(self, own: GenerationOptions) -> GenerationOptions:
+        """Add the options of these fields to those that each dialect names in its own way."""
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        same = self.model_dump(include=_SAME_NAMES, exclude_none=True)
-        return GenerationOptions(
-            n=n, max_tokens=max_tokens, stop=stops, format=format_, logprobs=logprobs, **same
-        )
-
-
-_SAME_NAMES = {*Tuning.model_fields} - {"stop"}  # as in `GenerationOptions`
+        same = self.model_dump(include={"ignore_eos", "seed", "logit_bias", "deadline_s"}, exclude_none=True)
+        return replace(own, stop=stops, settings=given_settings(self, "openai"), **same)
 
 
 # --- messages ---------------------------------------------------------------------------------------------

@@ -446,7 +446,7 @@ def response_body(
 ) -> Json:
     """Return the response with this status: "in_progress", "completed", "incomplete" or "failed"."""
     wanted: ResponsesAnswerOptions = about.ask.dialect
-    request = wanted.request
+    request, settings = wanted.request, about.ask.options.settings
     reasoning = request.reasoning
     return {
         "id": f"resp_{about.id}",
@@ -472,7 +472,7 @@ def response_body(
         "safety_identifier": _text(request.safety_identifier),
         "service_tier": "default",
         "store": request.kept,
-        "temperature": request.temperature,
+        "temperature": settings.get("temperature"),
         "text": {
             "format": wanted.format,
             "verbosity": (request.text and request.text.verbosity) or "medium",
@@ -480,7 +480,7 @@ def response_body(
         "tool_choice": wanted.tool_choice,
         "tools": wanted.repeated_tools,
         "top_logprobs": request.top_logprobs or 0,
-        "top_p": request.top_p,
+        "top_p": settings.get("top_p"),
         "truncation": request.truncation or "disabled",
         "usage": None if finish is None else _usage(about, finish),
         "user": _text(request.user),

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from ...errors import Code, RequestError
-from ...text.conversation import NONE, ChatMessage, Conversation, GenerationRequest
+from ...text.conversation import NONE, ChatMessage, Conversation, GenerationOptions, GenerationRequest
 from ..adapter import Json
 from ..request_body import (
     Integer,
@@ -35,7 +35,7 @@ from ..request_body import (
     shown,
     wrong,
 )
-from .request_parts import MOST_TOKENS, Tools, Tuning, log_left_out, tool_choice, unfold
+from .request_parts import MOST_TOKENS, OpenAIBody, Tools, log_left_out, tool_choice, unfold
 from .responses_items import (
     COMPACT,
     items_of,
@@ -182,15 +182,13 @@ class TextSettings(Schema):
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class ResponseRequest(Tuning):
+class ResponseRequest(OpenAIBody):
     """The body of `POST /v1/responses`."""
 
     input: Any = None
-    model: str | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
-    stream: bool | None = None
     max_output_tokens: Annotated[Integer, in_range(1, MOST_TOKENS)] | None = None
     max_tool_calls: Integer | None = None
     tools: list[Json] | None = None
@@ -202,7 +200,6 @@ class ResponseRequest(Tuning):
     top_logprobs: Annotated[Integer, in_range(0, 20)] | None = None
     truncation: Literal["auto", "disabled"] | None = None
     metadata: dict[str, str] | None = None
-    user: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     # refused if set
@@ -281,7 +278,7 @@ def _ask(request: ResponseRequest, store: ResponseStore, client: str) -> Generat
     given = request.text.format if request.text is not None else None
     format_ = None if given is None else _understood(given)
     options = request.options(
-        max_tokens=request.max_output_tokens, logprobs=logprobs, format_=_format(format_)
+        GenerationOptions(1, request.max_output_tokens, format=_format(format_), logprobs=logprobs)
     )
     wanted = ResponsesAnswerOptions(
         request,

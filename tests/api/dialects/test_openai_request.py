@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from mlxtp.api.dialects import openai
+from mlxtp.api.sampling import SETTINGS
 from mlxtp.errors import Code, RequestError
 from mlxtp.text.conversation import Call, ChatMessage, Conversation, GenerationRequest, Tool
 
@@ -57,7 +58,8 @@ def test_the_ends_of_a_range_belong_to_it_and_what_lies_beyond_is_told_the_range
     field: str, least: float, most: float
 ) -> None:
     for value in (least, most):
-        assert getattr(parse(**{field: value}).options, field) == value
+        options = parse(**{field: value}).options
+        assert (options.settings[field] if field in SETTINGS else getattr(options, field)) == value
     for value in (least - 1, most + 1):
         error = refusal(**{field: value})
         assert error.param == field

@@ -186,7 +186,7 @@ def test_a_whole_answer(server: Server) -> None:
 
 
 def test_settings_reach_the_backend(server: Server) -> None:
-    create(
+    response = create(
         server, temperature=0.5, top_p=0.9, max_output_tokens=20, top_logprobs=4, safety_identifier="me",
         include=["message.output_text.logprobs", "reasoning.encrypted_content"], truncation="auto",
         prompt_cache_key="k", service_tier="auto", parallel_tool_calls=False, max_tool_calls=3,
@@ -199,6 +199,7 @@ def test_settings_reach_the_backend(server: Server) -> None:
     assert (request.sampling.seed, request.max_tokens, request.logprobs) == (7, 20, 4)
     assert (request.shaping.min_tokens, request.shaping.bias_tokens) == (2, (7,))
     assert request.user == "me"
+    assert (response.temperature, response.top_p) == (0.5, 0.9)
 
 
 def test_a_conversation_as_items(thinker: Server) -> None:

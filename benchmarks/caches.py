@@ -15,11 +15,11 @@ from contextlib import aclosing
 from pathlib import Path
 
 from mlxtp.agent import Agent
-from mlxtp.api.backend import Request, Tokens
+from mlxtp.api.backend import Tokens
 from mlxtp.diagnostics.failure_store import read_recording
 from mlxtp.models.disk_cache import folder_in, layouts
 from mlxtp.text.tokenizer import Text
-from mlxtp.wire.messages import BLOCK
+from mlxtp.wire.messages import BLOCK, Generate
 from mlxtp.wire.recording import decode
 
 from . import models, prompts
@@ -178,14 +178,14 @@ async def _beside_prompts(agent: Agent, number: int) -> tuple[float, float, floa
 
     async def others() -> None:
         for _ in range(_PROMPTS):
-            long = Request(models.walk_tokens(_BESIDE, seed=next(seeds)), 2, ignore_eos=True)
+            long = Generate(0, models.walk_tokens(_BESIDE, seed=next(seeds)), 2, ignore_eos=True)
             async with aclosing(gateway.generate(long)) as answer:
                 async for _ in answer:
                     pass
 
     times: list[float] = []
     work: asyncio.Task[None] | None = None
-    request = Request(models.walk_tokens(_SHORT, seed=next(seeds)), _STREAM, ignore_eos=True)
+    request = Generate(0, models.walk_tokens(_SHORT, seed=next(seeds)), _STREAM, ignore_eos=True)
     async with aclosing(gateway.generate(request)) as stream:
         async for event in stream:
             times += [time.perf_counter()] * (isinstance(event, Tokens) and len(event.tokens))
@@ -222,18 +222,18 @@ async def _lost_rank(stage: Stage, model: Path) -> Row:
         for tokens in in_turn(number, LONG, _SHORT):
             settings = {"speculation": "off", "spare": True, "cache_disk": _DISK_BYTES}
             async with stage.own_agent(settings, model=model) as agent:
-                gap_s = await _gap_s(agent, Request(models.walk_tokens(tokens, number), _GOES_ON))
+                gap_s = await _gap_s(agent, Generate(0, models.walk_tokens(tokens, number), _GOES_ON))
                 if number:
                     (long if tokens == LONG else short).append(gap_s * 1e3)
     return compare("until a stream with 8,000 tokens goes on after a lost rank vs a short one", long, short)
 
 
-async def _gap_s(agent: Agent, request: Request) -> float:
+async def _gap_s(agent: Agent, request: Generate) -> float:
     """Seconds from a rank's death until the stream goes on."""
     home, status = agent.parts.node.settings.home, agent.parts.groups.shown.supervisor.status
     while len(agent.warm_pool.ready) < RANKS:  # noqa: ASYNC110
         await asyncio.sleep(_POLL_S)
-    blocks = len(request.prompt) // BLOCK
+    blocks = len(request.tokens) // BLOCK
     written = asyncio.create_task(_on_disk(home, blocks) if blocks else asyncio.sleep(0))
     came, killed_at, ranks = 0, 0.0, status.ranks
     async with aclosing(agent.parts.groups.shown.supervisor.gateway.generate(request)) as stream:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from mlxtp.agent import Agent
-from mlxtp.api.backend import Request
+from mlxtp.wire.messages import Generate
 
 from . import prompts
 from .http_client import Answer, Ask, median_ttft_ms, total_rate, total_s, user
@@ -38,7 +38,7 @@ async def _at_once(stage: Stage) -> list[Row]:
                 stage, [Ask(user(prompts.count(next(numbers))), tokens) for _ in range(streams)]
             )
             inside = [
-                Request(prompts.ids(text_of(agent), prompts.count(next(numbers))), tokens)
+                Generate(0, prompts.ids(text_of(agent), prompts.count(next(numbers))), tokens)
                 for _ in range(streams)
             ]
             rate = await _pipe_rate(agent, inside)
@@ -52,7 +52,7 @@ async def _at_once(stage: Stage) -> list[Row]:
     return [*rows, compare(ttft, *_columns(pairs, median_ttft_ms))]
 
 
-async def _pipe_rate(agent: Agent, requests: list[Request]) -> float:
+async def _pipe_rate(agent: Agent, requests: list[Generate]) -> float:
     """Return the tokens a second of all requests together, where they leave the engine."""
     began = time.perf_counter()
     done = await asyncio.gather(*(decode(agent, request) for request in requests))

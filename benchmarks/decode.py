@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from mlxtp.api.backend import Request
+from mlxtp.wire.messages import Generate
 
 from . import prompts
 from .decoded import Decoded
@@ -30,7 +30,7 @@ async def measure(stage: Stage) -> list[Row]:
         return await bare.run(prompt, tokens)
 
     async def at_pipe() -> Decoded:
-        return await decode(agent, Request(prompt, tokens))
+        return await decode(agent, Generate(0, prompt, tokens))
 
     async def at_http() -> Answer:
         (answer,) = await client.ask(endpoint(agent), asks)

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 from mlxtp.agent import Agent
-from mlxtp.api.backend import Request
 from mlxtp.diagnostics.failure_store import read_recording
+from mlxtp.wire.messages import Generate
 from mlxtp.wire.recording import decode
 
 from . import child, prompts
@@ -91,7 +91,7 @@ async def _decode_loop(stage: Stage) -> Row:
             async with stage.own_agent({"ranks": 1, "speculation": "off"}) as agent:
                 text = text_of(agent)
                 requests = [
-                    Request(prompts.ids(text, ask.messages[0]["content"]), tokens, ignore_eos=True)
+                    Generate(0, prompts.ids(text, ask.messages[0]["content"]), tokens, ignore_eos=True)
                     for ask in asks
                 ]
 
@@ -111,7 +111,7 @@ async def _decode_loop(stage: Stage) -> Row:
     return compare("a step of 16 rows streamed over HTTP, 99th percentile", streamed, plain)
 
 
-async def _read(agent: Agent, request: Request) -> None:
+async def _read(agent: Agent, request: Generate) -> None:
     async for _ in agent.parts.groups.shown.supervisor.gateway.generate(request):
         pass
 

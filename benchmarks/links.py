@@ -17,8 +17,8 @@ import dataclasses
 import sys
 
 from mlxtp.agent import Agent
-from mlxtp.api.backend import Request
 from mlxtp.config import Limits
+from mlxtp.wire.messages import Generate
 
 from . import models, prompts
 from .delay import Delay
@@ -46,7 +46,7 @@ async def measure(stage: Stage) -> list[Row]:
         "speculation": "off",
     }
     async with stage.own_agent(settings, model=model, worker=worker) as agent:
-        request = Request(prompts.ids(text_of(agent), prompts.count(0)), stage.pick(full=150, quick=60))
+        request = Generate(0, prompts.ids(text_of(agent), prompts.count(0)), stage.pick(full=150, quick=60))
         plain, late = [], []
         for number in stage.rounds("delayed decode link", full=5, quick=2):
             undelayed = await decode(agent, request)

@@ -10,9 +10,8 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 
 from mlxtp.agent import Agent
-from mlxtp.api.backend import Request
 from mlxtp.engine.steps import GREEDY
-from mlxtp.wire.messages import Sampling
+from mlxtp.wire.messages import Generate, Sampling
 
 from . import prompts
 from .decoded import Decoded
@@ -79,7 +78,8 @@ async def _race(
     right: list[float] = []
     for number in stage.rounds(name, full=15, quick=2):
         asked = [
-            Request(
+            Generate(
+                0,
                 prompts.ids(text_of(agents[0]), task(number * streams + i)),
                 _TOKENS,
                 Sampling(temperature, seed=number + 1) if temperature else GREEDY,

@@ -13,7 +13,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 
 from mlxtp.agent import Agent
-from mlxtp.api.backend import Request, Tokens
+from mlxtp.api.backend import Tokens
+from mlxtp.wire.messages import Generate
 
 from . import models
 from .delay import Delay
@@ -100,7 +101,9 @@ class Work:
         """Return when each token of a request came. Raises Unmeasured for another text than the walk's."""
         given = models.walk_tokens(prompt, seed=next(self._numbers))
         answer, times = [given[-1]], []
-        events = agent.parts.groups.shown.supervisor.gateway.generate(Request(given, tokens, ignore_eos=True))
+        events = agent.parts.groups.shown.supervisor.gateway.generate(
+            Generate(0, given, tokens, ignore_eos=True)
+        )
         async for event in events:
             if isinstance(event, Tokens):
                 answer += event.tokens

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import aclosing
 
 from mlxtp.agent import Agent
-from mlxtp.api.backend import Request
+from mlxtp.wire.messages import Generate
 
 from . import models, prompts
 from .errors import Unmeasured
@@ -53,8 +53,8 @@ async def _gap(stage: Stage) -> Row:
         stage.own_agent({"speculation": "off"}, model=thin) as chunked,
     ):
         for number in stage.rounds("a long prompt beside a stream", full=7, quick=2):
-            running = Request(models.walk_tokens(8, seed=2 * number), _RUNNING_TOKENS, ignore_eos=True)
-            long = Request(models.walk_tokens(LONG_TOKENS, seed=2 * number + 1), 2, ignore_eos=True)
+            running = Generate(0, models.walk_tokens(8, seed=2 * number), _RUNNING_TOKENS, ignore_eos=True)
+            long = Generate(0, models.walk_tokens(LONG_TOKENS, seed=2 * number + 1), 2, ignore_eos=True)
             gaps = [await _longest_gap_s(agent, running, long) for agent in (chunked, whole)]
             if number:
                 ours.append(gaps[0] * 1000)
@@ -62,7 +62,7 @@ async def _gap(stage: Stage) -> Row:
     return compare("longest gap beside a 4,000-token prompt vs without chunks", ours, theirs)
 
 
-async def _longest_gap_s(agent: Agent, running: Request, long: Request) -> float:
+async def _longest_gap_s(agent: Agent, running: Generate, long: Generate) -> float:
     """Start `long` when `running` has had some tokens; stop when `long` has its first one."""
     times: list[float] = []
     first: asyncio.Task[tuple[float, float]] | None = None
@@ -78,7 +78,7 @@ async def _longest_gap_s(agent: Agent, running: Request, long: Request) -> float
     return longest_gap_s(times, *await first)
 
 
-async def _until_first(agent: Agent, request: Request) -> tuple[float, float]:
+async def _until_first(agent: Agent, request: Generate) -> tuple[float, float]:
     """Return the times of the request and of its first token."""
     begins_at = time.perf_counter()
     async with aclosing(agent.parts.groups.shown.supervisor.gateway.generate(request)) as answer:

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from mlxtp.agent import Agent, running_agent
-from mlxtp.api.backend import Request, StreamEnd, Tokens
+from mlxtp.api.backend import StreamEnd, Tokens
 from mlxtp.config import Settings, embedded_model_path
 from mlxtp.gateway.ready_groups import ReadyGroups
 from mlxtp.gateway.request import PROVEN_TOKENS, ClientRequest
@@ -112,10 +112,10 @@ async def _until(condition: Callable[[], object], what: str) -> None:
         raise Unmeasured(f"{what}: not within {_READY_S:g} s") from None
 
 
-async def _answers(agent: Agent, requests: Iterable[Request]) -> list[tuple[list[int], StreamEnd]]:
+async def _answers(agent: Agent, requests: Iterable[Generate]) -> list[tuple[list[int], StreamEnd]]:
     """The tokens and the end of each of these requests, which are open at once."""
 
-    async def one(request: Request) -> tuple[list[int], StreamEnd]:
+    async def one(request: Generate) -> tuple[list[int], StreamEnd]:
         tokens: list[int] = []
         async for event in agent.parts.gateway.generate(request):
             if isinstance(event, Tokens):
@@ -139,7 +139,7 @@ async def _speed(stage: Stage, single: Agent, a: Agent) -> list[Row]:
     process = psutil.Process()
     one, two, share = [], [], []
     for number in stage.rounds(f"{STREAMS} streams over one and two replicas", full=5, quick=2):
-        requests = [Request(_prompt(draw, 20), tokens, ignore_eos=True) for _ in range(STREAMS)]
+        requests = [Generate(0, _prompt(draw, 20), tokens, ignore_eos=True) for _ in range(STREAMS)]
         rates = []
         for agent in (single, a):
             began, before = time.perf_counter(), sum(process.cpu_times()[:2])
@@ -161,16 +161,16 @@ async def _cached(agent: Agent, seed: int) -> float:
     """The share of second turns' prompts that was cached, of conversations that come in random order."""
     draw = random.Random(seed)
     first = [_prompt(draw, PROMPT) for _ in range(CONVERSATIONS)]
-    ended = await _answers(agent, (Request(each, ANSWER, ignore_eos=True) for each in first))
+    ended = await _answers(agent, (Generate(0, each, ANSWER, ignore_eos=True) for each in first))
     second = [
-        Request((*prompt, *tokens, *_prompt(draw, 40)), ANSWER, ignore_eos=True)
+        Generate(0, (*prompt, *tokens, *_prompt(draw, 40)), ANSWER, ignore_eos=True)
         for prompt, (tokens, _) in zip(first, ended, strict=True)
     ]
     draw.shuffle(second)
     cached = 0
     for request in second:
         cached += (await _answers(agent, [request]))[0][1].cached
-    return cached / sum(len(request.prompt) for request in second)
+    return cached / sum(len(request.tokens) for request in second)
 
 
 async def _second_turns(stage: Stage, single: Agent, a: Agent) -> Row:
@@ -235,7 +235,7 @@ async def _one_kill(a: Agent, group: Group) -> list[float]:
     moved: list[float] = []
 
     async def stream(seed: int) -> None:
-        request = Request(_prompt(random.Random(seed), 20), _STREAMED, ignore_eos=True)
+        request = Generate(0, _prompt(random.Random(seed), 20), _STREAMED, ignore_eos=True)
         answer, last, gap = a.parts.gateway.generate(request), 0.0, 0.0
         home = ""
         async for event in answer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mlxtp.agent import Agent
-from mlxtp.api.backend import Request
+from mlxtp.wire.messages import Generate
 
 from . import models, prompts
 from .errors import Unmeasured
@@ -19,8 +19,8 @@ async def measure(stage: Stage) -> list[Row]:
     require("speculation")
     agents = await stage.agent(speculation="auto"), await stage.agent(speculation="off")
 
-    def ask(question: str, tokens: int) -> Request:
-        return Request(prompts.ids(text_of(agents[0]), question), tokens)
+    def ask(question: str, tokens: int) -> Generate:
+        return Generate(0, prompts.ids(text_of(agents[0]), question), tokens)
 
     copy = await _race(stage, agents, "copy-heavy text", lambda i: ask(prompts.repeat(i, _COPIED), 160))
     count = await _race(stage, agents, "counting", lambda i: ask(prompts.count(20 * i), 150))
@@ -33,13 +33,13 @@ async def measure(stage: Stage) -> list[Row]:
             stage,
             (drafts, none),
             "text with nothing to copy",
-            lambda i: Request(tuple(models.walk_tokens(8, seed=i)), 150, ignore_eos=True),
+            lambda i: Generate(0, tuple(models.walk_tokens(8, seed=i)), 150, ignore_eos=True),
         )
     return [copy, count, walk]
 
 
 async def _race(
-    stage: Stage, agents: tuple[Agent, Agent], what: str, request: Callable[[int], Request]
+    stage: Stage, agents: tuple[Agent, Agent], what: str, request: Callable[[int], Generate]
 ) -> Row:
     """With speculation (the first agent) against without."""
     columns: tuple[list[float], list[float]] = [], []

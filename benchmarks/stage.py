@@ -12,10 +12,11 @@ from typing import TypeVar
 from rich.console import Console
 
 from mlxtp.agent import Agent, running_agent
-from mlxtp.api.backend import Request, StreamEnd, Tokens
+from mlxtp.api.backend import StreamEnd, Tokens
 from mlxtp.config import EMBEDDED_MODEL, Settings, embedded_model_path
 from mlxtp.groups.ranks import WORKER
 from mlxtp.text.tokenizer import Text
+from mlxtp.wire.messages import Generate
 
 from .bare_loop import BareGroup
 from .decoded import Decoded
@@ -159,7 +160,7 @@ def text_of(agent: Agent) -> Text:
     return text
 
 
-async def decode(agent: Agent, request: Request) -> Decoded:
+async def decode(agent: Agent, request: Generate) -> Decoded:
     """One request at the engine's pipe."""
     tokens: list[int] = []
     times: list[float] = []

@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from mlxtp.agent import Agent
-from mlxtp.api.backend import Request, Tokens
+from mlxtp.api.backend import Tokens
+from mlxtp.wire.messages import Generate
 
 from . import child, prompts
 from .errors import Unmeasured
@@ -35,7 +36,7 @@ async def measure(stage: Stage) -> list[Row]:
     }
     async with stage.own_agent(alone | {"interface": "127.0.0.1", "discovery": False}) as agent:
         prompt = prompts.ids(text_of(agent), prompts.count(0))
-        request = Request(tuple(prompt), length, ignore_eos=True)
+        request = Generate(0, tuple(prompt), length, ignore_eos=True)
         for number in stage.rounds("strangers", full=5, quick=2):
             for flooding in in_turn(number, False, True):
                 if not flooding:
@@ -54,7 +55,7 @@ async def measure(stage: Stage) -> list[Row]:
     ]
 
 
-async def _gap_ms(agent: Agent, request: Request) -> float:
+async def _gap_ms(agent: Agent, request: Generate) -> float:
     """Between two tokens, where they leave the engine."""
     times: list[float] = []
     async for event in agent.parts.groups.shown.supervisor.gateway.generate(request):

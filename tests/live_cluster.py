@@ -20,7 +20,6 @@ import httpx
 import psutil
 
 from mlxtp.agent import Agent, running_agent
-from mlxtp.api.backend import Request as Wanted
 from mlxtp.api.backend import StreamEnd, TokenEvent, Tokens, TokenScore
 from mlxtp.config import Limits, Settings
 from mlxtp.errors import Code, GroupError, MlxtpError, ModelError
@@ -28,7 +27,7 @@ from mlxtp.groups.health import ServingState
 from mlxtp.groups.lifecycle import Supervisor
 from mlxtp.groups.ranks import WORKER
 from mlxtp.models.inspect import ModelSource, open_model, weight_bytes
-from mlxtp.wire.messages import Pong, Unload
+from mlxtp.wire.messages import Generate, Pong, Unload
 
 SLOWNESS = float(os.environ.get("MLXTP_TEST_SLOWNESS", "1"))
 """Times that this machine is slower than a free one. Every real-time deadline is multiplied by it."""
@@ -305,7 +304,7 @@ class Cluster:
 
     # --- below HTTP ----------------------------------------------------------------------------------
 
-    def ask(self, wanted: Wanted) -> Request:
+    def ask(self, wanted: Generate) -> Request:
         """A request straight to the gateway. Raises what the gateway refuses at once."""
 
         async def begin() -> Any:
@@ -313,15 +312,15 @@ class Cluster:
 
         return Request(self, self.call(begin()))
 
-    def ask_all(self, wanted: Sequence[Wanted], at_once: int = 256) -> list[Outcome]:
+    def ask_all(self, wanted: Sequence[Generate], at_once: int = 256, sharer: str = "") -> list[Outcome]:
         """Many requests, never more than `at_once` open; what came of each, in their order."""
 
         async def run() -> list[Outcome]:
             turn = asyncio.Semaphore(at_once)
 
-            async def one(each: Wanted) -> Outcome:
+            async def one(each: Generate) -> Outcome:
                 async with turn:
-                    return await _collect(self.supervisor.gateway.generate(each))
+                    return await _collect(self.supervisor.gateway.generate(each, sharer=sharer))
 
             return await asyncio.gather(*(one(each) for each in wanted))
 
@@ -329,7 +328,7 @@ class Cluster:
 
     def start(self, prompt: Sequence[int], max_tokens: int, **fields: Any) -> Request:
         """A request straight to the gateway, greedy unless `fields` of it say something else."""
-        return self.ask(Wanted(tuple(prompt), max_tokens, **fields))
+        return self.ask(Generate(0, tuple(prompt), max_tokens, **fields))
 
     def complete(
         self, prompt: Sequence[int], max_tokens: int, **fields: Any
@@ -341,7 +340,7 @@ class Cluster:
         self, prompts: Sequence[Sequence[int]], max_tokens: int, at_once: int
     ) -> list[tuple[tuple[int, ...], StreamEnd]]:
         """Many greedy requests, never more than `at_once` open; answers in the order of the prompts."""
-        outcomes = self.ask_all([Wanted(tuple(prompt), max_tokens) for prompt in prompts], at_once)
+        outcomes = self.ask_all([Generate(0, tuple(prompt), max_tokens) for prompt in prompts], at_once)
         return [(outcome.tokens, outcome.whole()) for outcome in outcomes]
 
     def load(self, model: str | Path, draft: str | Path = "", **settings: Any) -> None:

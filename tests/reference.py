@@ -9,11 +9,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from mlxtp.api.backend import PLAIN, Request, TokenScore
+from mlxtp.api.backend import PLAIN, TokenScore
 from mlxtp.config import embedded_model_path
 from mlxtp.text.conversation import ChatMessage, Conversation
 from mlxtp.text.renderer import LocalRenderer
 from mlxtp.text.tokenizer import Text
+from mlxtp.wire.messages import Generate
 
 TINY = embedded_model_path()
 FORCED = 23
@@ -88,7 +89,7 @@ class Expected(Answer):
 
 
 @cache
-def expected(wanted: Request, folder: Path = TINY) -> Expected:
+def expected(wanted: Generate, folder: Path = TINY) -> Expected:
     """Return a request's right answer: one sequence, one token a forward, our sampler and shaping.
 
     Tokens that a grammar forces come as it has them, at most FORCED together, if there are no scores.
@@ -102,9 +103,9 @@ def expected(wanted: Request, folder: Path = TINY) -> Expected:
     model, eos = model_of(folder)
     ends = frozenset[int]() if wanted.ignore_eos else eos
     caches = make_prompt_cache(model)
-    logits = model(mx.array([wanted.prompt]), cache=caches)[0, -1:]
+    logits = model(mx.array([wanted.tokens]), cache=caches)[0, -1:]
     sampler = Sampler((wanted.sampling,), tuple(sorted(eos)))
-    shaper = Shaper(wanted.shaping, wanted.prompt, logits.shape[-1], tuple(sorted(ends)))
+    shaper = Shaper(wanted.shaping, wanted.tokens, logits.shape[-1], tuple(sorted(ends)))
     guide = _guide(wanted, folder, logits.shape[-1])
     tokens: list[int] = []
     scores: list[TokenScore] = []
@@ -120,7 +121,7 @@ def expected(wanted: Request, folder: Path = TINY) -> Expected:
         if wanted.shaping != PLAIN:
             mask = None if guide is None else guide.masks[-1:]
             shaped = shaper.apply(logits, generated=len(tokens), mask=mask).astype(logits.dtype)
-        at = mx.array([[len(wanted.prompt) + len(tokens)]], dtype=mx.int32)
+        at = mx.array([[len(wanted.tokens) + len(tokens)]], dtype=mx.int32)
         token = int(sampler.choose(shaped[None], at).item())
         if token in ends:
             return Expected(tuple(tokens), "stop", len(tokens) + 1, tuple(scores))
@@ -137,7 +138,7 @@ def expected(wanted: Request, folder: Path = TINY) -> Expected:
         logits = model(mx.array([[token]]), cache=caches)[0]
 
 
-def _guide(wanted: Request, folder: Path, vocabulary: int) -> Any:
+def _guide(wanted: Generate, folder: Path, vocabulary: int) -> Any:
     """Return the guide of a request with a grammar, None of another."""
     from mlxtp.engine.grammar import Grammars
     from mlxtp.engine.logit_shaping import Guided

@@ -7,68 +7,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from ..text.conversation import FinishReason, StreamEnd, TokenEvent, Tokens, TokenScore
-from ..wire.messages import MAX_BIASES, MAX_GRAMMAR, PLAIN, Sampling, Shaping
+from ..text.conversation import StreamEnd as StreamEnd
+from ..text.conversation import TokenEvent as TokenEvent
+from ..text.conversation import Tokens as Tokens
+from ..text.conversation import TokenScore as TokenScore
+from ..wire.messages import GREEDY as GREEDY
+from ..wire.messages import MAX_BIASES as MAX_BIASES
+from ..wire.messages import MAX_GRAMMAR as MAX_GRAMMAR
+from ..wire.messages import PLAIN as PLAIN
+from ..wire.messages import Generate as Generate
+from ..wire.messages import Sampling as Sampling
+from ..wire.messages import Shaping as Shaping
 
 if TYPE_CHECKING:
     from ..errors import RequestError
     from ..text.tokenizer import Text
 
-__all__ = [
-    "AT_ONCE",
-    "COMING",
-    "DRAINING",
-    "GREEDY",
-    "MAX_BIASES",
-    "MAX_GRAMMAR",
-    "PLAIN",
-    "Backend",
-    "DeploymentHealth",
-    "FinishReason",
-    "Health",
-    "ImmediateLease",
-    "ModelInfo",
-    "ModelLease",
-    "Progress",
-    "Request",
-    "Sampling",
-    "Shaping",
-    "StoredModelInfo",
-    "StreamEnd",
-    "TokenEvent",
-    "TokenScore",
-    "TokenStream",
-    "Tokens",
-]  # fmt: skip
-
-GREEDY = Sampling()
 DRAINING = "draining"  # State of an agent that finishes its open requests and takes no new ones.
 #: States of an agent that may soon have a model, whose name is not known here yet.
 COMING = ("starting", "forming", "loading", "restarting")
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One sequence to generate. `sampling.seed` is always set: requests without a seed each get their own.
-
-    `logprobs` -1 for none, 0 for those of the chosen tokens, k for the k most probable alternatives as well.
-    Clients are served in turn, and so are the users of one `client`; the empty name is one, too. Requests of
-    one `sharer` share cached beginnings of prompts. `deadline_s` 0 is the server's own. `model` is a
-    `ModelInfo.id`; empty for the default. `places` as in Generate.
-    """
-
-    prompt: tuple[int, ...]
-    max_tokens: int
-    sampling: Sampling = GREEDY
-    shaping: Shaping = PLAIN
-    logprobs: int = -1
-    ignore_eos: bool = False
-    client: str = ""
-    user: str = ""
-    sharer: str = ""
-    deadline_s: float = 0.0
-    model: str = ""
-    places: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,8 +240,21 @@ class Backend(Protocol):
         """
         ...
 
-    def generate(self, request: Request) -> TokenStream:
-        """Start a request.
+    def generate(
+        self,
+        told: Generate,
+        *,
+        model: str = "",
+        client: str = "",
+        user: str = "",
+        sharer: str = "",
+        deadline_s: float = 0.0,
+    ) -> TokenStream:
+        """Start a request, which has no uid and no numbers of clients yet.
+
+        `model` is a `ModelInfo.id`; empty for the default. Clients are served in turn, and so are the users
+        of one `client`; the empty name is one, too. Requests of one `sharer` share cached beginnings of
+        prompts. `deadline_s` 0 is the server's own.
 
         A plain function, not a coroutine: this call raises immediate refusals (nothing loaded: RequestError
         503 NOT_READY; full: 429 or 503 OVERLOADED). `TokenStream.accepted` raises those that only rank 0 can

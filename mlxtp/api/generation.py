@@ -29,8 +29,7 @@ from ..text.tokenizer import Name, Text
 from ..text.transcript import AnswerEvent, Finish, Transcript, WholeAnswer
 from . import sampling as settings
 from .adapter import About, Dialect, Json, Operation, error_status, in_words_of
-from .backend import Backend, ModelInfo, ModelLease, Progress, Shaping
-from .backend import Request as Wanted
+from .backend import Backend, Generate, ModelInfo, ModelLease, Progress, Shaping
 from .catalog import Catalog, token_budget
 from .guard import address_of, is_local
 from .prompts import Prompts, WrittenPrompts, encoded
@@ -57,7 +56,7 @@ class _PreparedRequest:
 
     text: Text
     model: ModelInfo
-    requests: tuple[Wanted, ...]
+    requests: tuple[Generate, ...]
     stops: tuple[str, ...]
     about: About
     held: Guidance
@@ -285,8 +284,17 @@ class Generation:
         ask = queued.now()
         job = await self._job(ask, about, queued)
         queued.body.release()
-        for wanted in job.requests:
-            answers.add(self._backend.generate(wanted))
+        for told in job.requests:
+            answers.add(
+                self._backend.generate(
+                    told,
+                    model=job.model.id,
+                    client=queued.client,
+                    user=ask.user[: settings.MAX_USER_CHARS],
+                    sharer=queued.sharer,
+                    deadline_s=ask.options.deadline_s,
+                )
+            )
         try:
             await answers.accepted()
         except RequestError as error:
@@ -299,7 +307,7 @@ class Generation:
 
         def ended(record: AnswerRecord, finish: Finish) -> None:
             if job.place is not None:
-                prompt, tokens = job.requests[finish.choice].prompt, transcripts[finish.choice].tokens
+                prompt, tokens = job.requests[finish.choice].tokens, transcripts[finish.choice].tokens
                 answer = CompleteAnswer(prompt, tokens, record, finish)
                 self._prompts.remember(job.text, job.model.eos, job.place, answer)
 
@@ -328,21 +336,17 @@ class Generation:
         settings.check_min_tokens(shaping.min_tokens, min(budgets))
         if self._backend.text(model.id) is not text:  # the model was loaded again, or is gone
             raise self.catalog.not_ready(model.id)
-        requests: list[Wanted] = []
+        requests: list[Generate] = []
         for prompt, max_tokens in zip(prompts, budgets, strict=True):
-            first = Wanted(
+            first = Generate(
+                0,
                 prompt,
                 max_tokens,
                 sampling,
                 shaping,
-                options.logprobs,
-                options.ignore_eos,
-                queued.client,
-                ask.user[: settings.MAX_USER_CHARS],
-                queued.sharer,
-                options.deadline_s,
-                model.id,
-                prompted.places,
+                logprobs=options.logprobs,
+                ignore_eos=options.ignore_eos,
+                places=prompted.places,
             )
             requests += settings.choices(first, options.n)
 

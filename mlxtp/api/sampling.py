@@ -38,7 +38,7 @@ from ..text.tool_grammar import (
     guided_schema,
     marked_call_grammar,
 )
-from .backend import GREEDY, MAX_BIASES, MAX_GRAMMAR, PLAIN, Request, Sampling, Shaping
+from .backend import GREEDY, MAX_BIASES, MAX_GRAMMAR, PLAIN, Generate, Sampling, Shaping
 from .request_body import MOST_TOKENS, Integer, S, Schema, in_range, not_supported, shown
 
 # --- settings that are numbers ----------------------------------------------------------------------------
@@ -131,7 +131,7 @@ def choice_seed(seed: int, index: int) -> int:
     return int.from_bytes(hashlib.blake2b(both, digest_size=8).digest(), "little") % _SEEDS
 
 
-def choices(first: Request, count: int) -> tuple[Request, ...]:
+def choices(first: Generate, count: int) -> tuple[Generate, ...]:
     """Return `count` requests that differ only in their seeds."""
     seed = first.sampling.seed
     seeds = [choice_seed(seed, index) for index in range(count)]

@@ -11,13 +11,14 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 from ..api.backend import (
     AT_ONCE,
     Health,
     ModelInfo,
     ModelLease,
-    Request,
     StoredModelInfo,
     Tokens,
     TokenScore,
@@ -159,8 +160,8 @@ class Gateway:
         """Return the self-test of a group that takes no requests yet."""
         dispatcher = self.deployments.named(deployment)
 
-        def start(request: Request) -> TokenStream:
-            started = _made(request, dispatcher)
+        def start(told: Generate) -> TokenStream:
+            started = ClientRequest(told, dispatcher.abandon)
             try:
                 dispatcher.send(started, ranks)
             except MlxtpError as error:
@@ -199,20 +200,32 @@ class Gateway:
         number = client_number(client, self._salt)
         return await self._switch.acquire_model(name, within_s, keep_s, number)
 
-    def generate(self, request: Request) -> TokenStream:
+    def generate(
+        self,
+        told: Generate,
+        *,
+        model: str = "",
+        client: str = "",
+        user: str = "",
+        sharer: str = "",
+        deadline_s: float = 0.0,
+    ) -> TokenStream:
         """Start a request; see `Backend.generate`."""
-        client = client_number(request.client, self._salt)
-        user = client_number(request.user, self._salt)
-        # The same number on all Macs, because each may send a request to the group that has its beginning.
-        salt = client_number(request.sharer, b"")
-        deployment = self.deployments.serving(request.model)
-        self._check(deployment, client, len(request.prompt))
+        told = replace(
+            told,
+            client=client_number(client, self._salt),
+            user=client_number(user, self._salt),
+            # The same number on all Macs, because each may send it to the group that has its beginning.
+            salt=client_number(sharer, b""),
+        )
+        deployment = self.deployments.serving(model)
+        self._check(deployment, told)
         assert deployment is not None
         assert deployment.served is not None
-        asked = _made(request, deployment, client, user, salt)
+        asked = ClientRequest(told, deployment.abandon)
         deployment.admit(asked, deployment.handover or NOT_READY)
-        asked.end_within(min(request.deadline_s or self._deadline_s, self._deadline_s))
-        asked.watch = self.deployments.meter.begin(deployment.served.id, asked.group, request.prompt)
+        asked.end_within(min(deadline_s or self._deadline_s, self._deadline_s))
+        asked.watch = self.deployments.meter.begin(deployment.served.id, asked.group, told.tokens)
         return asked
 
     def relay(self, generate: Generate, tell: Callable[[Message], None]) -> Callable[[], None]:
@@ -227,7 +240,7 @@ class Gateway:
         between = self.deployments.of_group(generate.group) if deployment is None else None
         if between is not None and between.handover is not None and not self.closing:
             raise between.handover
-        self._check(deployment, generate.client, len(generate.tokens))
+        self._check(deployment, generate)
         assert deployment is not None
         forwarded = ForwardedRequest(generate, tell)
         deployment.admit(forwarded)
@@ -238,19 +251,24 @@ class Gateway:
 
         return cancel
 
-    def _check(self, deployment: RequestDispatcher | None, client: int, prompt: int) -> None:
-        """Raise RequestError for a new request with `prompt` tokens that is not accepted."""
+    def _check(self, deployment: RequestDispatcher | None, told: Generate) -> None:
+        """Raise RequestError for a new request that is not accepted."""
         if self.closing:
             raise RequestError(f"{self.closing}; try again", Code.SHUTTING_DOWN, status=503)
         if deployment is None:
             raise RequestError("no model is loaded right now; try again soon", Code.NOT_READY, status=503)
-        self.admission.check(client, prompt, self.deployments.open())
+        self.admission.check(told.client, len(told.tokens), self.deployments.open())
+        if len(told.tokens) > MAX_FRAME_TOKENS:
+            raise RequestError(
+                f"the prompt has {len(told.tokens)} tokens; this server takes at most {MAX_FRAME_TOKENS}",
+                Code.CONTEXT_OVERFLOW,
+            )
 
 
 class GroupSelfTest:
     """Short sequences on a group before its first request. `start` sends one to its rank 0."""
 
-    def __init__(self, start: Callable[[Request], TokenStream]) -> None:
+    def __init__(self, start: Callable[[Generate], TokenStream]) -> None:
         self._start = start
 
     async def warm_up(self, prompts: Sequence[tuple[int, ...]]) -> self_test.SelfTestTokens:
@@ -263,50 +281,27 @@ class GroupSelfTest:
         repeated = prompts[0][: max(WARM_UP_PROMPT // 2, 1)] * 2
         sampled = Sampling(temperature=1.0, seed=1)
         await asyncio.gather(
-            self._run(Request(repeated, WARM_UP_TOKENS, ignore_eos=True)),
-            self._run(Request(prompts[1][:WARM_UP_PROMPT], WARM_UP_TOKENS, sampled, ignore_eos=True)),
+            self._run(repeated, WARM_UP_TOKENS),
+            self._run(prompts[1][:WARM_UP_PROMPT], WARM_UP_TOKENS, sampling=sampled),
         )
         return answers
 
     async def golden_answers(self, prompts: Sequence[tuple[int, ...]]) -> self_test.SelfTestTokens:
         """Return the answers to the prompts, one by one."""
-        requests = [Request(prompt, self_test.ANSWER_TOKENS, ignore_eos=True) for prompt in prompts]
-        return tuple([(await self._run(request))[0] for request in requests])
+        return tuple([(await self._run(prompt, self_test.ANSWER_TOKENS))[0] for prompt in prompts])
 
     async def most_probable(self, prompt: tuple[int, ...]) -> tuple[tuple[int, float], ...]:
         """Return the two most probable tokens after a prompt, with their log-probabilities."""
-        _, scores = await self._run(Request(prompt, 1, logprobs=2, ignore_eos=True))
+        _, scores = await self._run(prompt, 1, logprobs=2)
         return scores[0].top
 
-    async def _run(self, request: Request) -> tuple[tuple[int, ...], tuple[TokenScore, ...]]:
+    async def _run(
+        self, prompt: tuple[int, ...], most: int, **wanted: Any
+    ) -> tuple[tuple[int, ...], tuple[TokenScore, ...]]:
         tokens: list[int] = []
         scores: list[TokenScore] = []
-        async for event in self._start(request):
+        async for event in self._start(Generate(0, prompt, most, ignore_eos=True, **wanted)):
             if isinstance(event, Tokens):
                 tokens += event.tokens
                 scores += event.scores
         return tuple(tokens), tuple(scores)
-
-
-def _made(
-    request: Request, deployment: RequestDispatcher, client: int = 0, user: int = 0, salt: int = 0
-) -> ClientRequest:
-    if len(request.prompt) > MAX_FRAME_TOKENS:
-        raise RequestError(
-            f"the prompt has {len(request.prompt)} tokens; this server takes at most {MAX_FRAME_TOKENS}",
-            Code.CONTEXT_OVERFLOW,
-        )
-    generate = Generate(
-        1,
-        request.prompt,
-        request.max_tokens,
-        request.sampling,
-        request.shaping,
-        request.logprobs,
-        request.ignore_eos,
-        client=client,
-        user=user,
-        salt=salt,
-        places=request.places,
-    )
-    return ClientRequest(generate, deployment.abandon)

@@ -8,11 +8,10 @@ import pytest
 
 from mlxtp.admin import parts
 from mlxtp.api.access_log import app_of
-from mlxtp.api.backend import Request
 from mlxtp.api.request_context import RequestContext, answering
 from mlxtp.api.request_metrics import RequestMetrics
 from mlxtp.errors import Code, GroupError
-from mlxtp.wire.messages import Accepted, Prefilled, Sampling
+from mlxtp.wire.messages import Accepted, Generate, Prefilled, Sampling
 
 from ..gateway.test_several_groups import Stage, play
 
@@ -28,7 +27,7 @@ def test_a_request_from_the_queue_to_its_answer_and_over_the_end_of_its_group() 
         account = RequestContext("id", 0.0)
         account.key, account.key_hash, account.app = "guest", "5eed", "claude-cli"
         with answering(account):
-            stage.gateway.generate(Request(tuple(range(100)), 40, Sampling(0.7, seed=5)))
+            stage.gateway.generate(Generate(0, tuple(range(100)), 40, Sampling(0.7, seed=5)))
         [sent] = stage.asked("tiny#0")
         assert shown(stage) == [("tiny#0", "waiting", 100, 0, None, 0)]
         stage.gateway.on_event(Accepted(sent.uid))
@@ -52,7 +51,7 @@ def test_a_request_from_the_queue_to_its_answer_and_over_the_end_of_its_group() 
 
 def test_what_the_agent_asks_itself_is_not_shown() -> None:
     async def story(stage: Stage) -> None:
-        stage.gateway.generate(Request((1, 2, 3), 40, Sampling(0.7, seed=5)))  # no meter counts it
+        stage.gateway.generate(Generate(0, (1, 2, 3), 40, Sampling(0.7, seed=5)))  # no meter counts it
         assert stage.asked("tiny#0")
         assert shown(stage) == []
 

@@ -13,7 +13,7 @@ import h11
 import psutil
 import pytest
 
-from mlxtp.api.backend import Request
+from mlxtp.wire.messages import Generate
 
 from ..live_cluster import SLOWNESS, WAIT_S, Cluster, until
 from ..reference import random_text
@@ -127,14 +127,14 @@ def test_a_client_with_many_requests_does_not_starve_one_with_one(two_ranks: Clu
         async def one(number: int) -> None:
             nonlocal ended
             # Long enough for all to be asked before the first ones end.
-            answer = gateway.generate(Request((5, 6, 7 + number), 24, ignore_eos=True, client="many"))
+            answer = gateway.generate(Generate(0, (5, 6, 7 + number), 24, ignore_eos=True), client="many")
             async for _ in answer:
                 pass
             ended += 1
 
         crowd = [asyncio.create_task(one(number)) for number in range(200)]
         await asyncio.sleep(0)
-        async for _ in gateway.generate(Request((5, 6, 7), 1, ignore_eos=True, client="one")):
+        async for _ in gateway.generate(Generate(0, (5, 6, 7), 1, ignore_eos=True), client="one"):
             pass
         before = ended
         await asyncio.gather(*crowd)

@@ -9,8 +9,7 @@ from random import Random
 
 import pytest
 
-from mlxtp.api.backend import Request as Wanted
-from mlxtp.wire.messages import BLOCK
+from mlxtp.wire.messages import BLOCK, Generate
 
 from ..engine.test_features_disk import LONG, blocks, new_tokens, written
 from ..hosts import Hosts, requires_namespaces
@@ -46,9 +45,9 @@ def ready(*agents: Agent) -> None:
     wait(agree, "they serve together", *agents)
 
 
-def answer(agent: Agent, wanted: Wanted, model: Path) -> int:
+def answer(agent: Agent, wanted: Generate, model: Path) -> int:
     """Return the number of cached tokens. Fails unless the answer is the right one."""
-    body = {"model": "default", "prompt": list(wanted.prompt), "max_tokens": wanted.max_tokens}
+    body = {"model": "default", "prompt": list(wanted.tokens), "max_tokens": wanted.max_tokens}
     with agent.request("POST", "/v1/completions", body | {"temperature": 0}) as response:
         given = json.loads(response.read())
     detokenizer = text(model).detokenizer()
@@ -83,7 +82,7 @@ def test_a_conversation_comes_back_with_the_macs(
 ) -> None:
     a, b = pair
     random = Random(away.__name__)
-    wanted = Wanted(new_tokens(random, LONG), 20)
+    wanted = Generate(0, new_tokens(random, LONG), 20)
     ready(a, b)
     assert answer(a, wanted, model) == 0
     kept = [sum(bool(blocks(agent.home, rank)) for rank in (0, 1)) for agent in pair]
@@ -91,5 +90,5 @@ def test_a_conversation_comes_back_with_the_macs(
     away(a, b)
     ready(a, b)
     said = expected(wanted, model).tokens
-    turn = Wanted((*wanted.prompt, *said, *new_tokens(random, 50)), 20)
+    turn = Generate(0, (*wanted.tokens, *said, *new_tokens(random, 50)), 20)
     assert answer(b, turn, model) >= LONG - LONG % BLOCK

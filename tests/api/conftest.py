@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -26,7 +27,6 @@ from mlxtp.api.backend import (
     ModelInfo,
     ModelLease,
     Progress,
-    Request,
     Sampling,
     StoredModelInfo,
     StreamEnd,
@@ -38,6 +38,7 @@ from mlxtp.api.server import bind, serve
 from mlxtp.errors import Code, RequestError
 from mlxtp.text.renderer import LocalRenderer
 from mlxtp.text.tokenizer import Text
+from mlxtp.wire.messages import Generate
 
 SPECIAL = ["<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"]
 TEMPLATE = (
@@ -252,7 +253,9 @@ class FakeBackend:
     context: int = CONTEXT
     vocabulary: int = VOCABULARY
     defaults: Sampling = GREEDY
-    requests: list[Request] = field(default_factory=list)
+    checkpoints: bool = False
+    requests: list[Generate] = field(default_factory=list)
+    whose: list[SimpleNamespace] = field(default_factory=list)  # model, client and such of each
     answers: list[FakeAnswer] = field(default_factory=list)
     second_text: Text | None = None
     deployments: tuple[DeploymentHealth, ...] = ()
@@ -279,6 +282,7 @@ class FakeBackend:
         model = ModelInfo(
             "org/tiny", names, Path(f"{self.number}"), self.context, 1234, eos, self.vocabulary, self.defaults
         )
+        model = replace(model, checkpoints=self.checkpoints)
         if self.second_text is None:
             return (model,)
         second = replace(model, id=SECOND, aliases=("second", "default"), vocabulary=SECOND_VOCABULARY)
@@ -301,19 +305,20 @@ class FakeBackend:
         text = self.second_text if model == SECOND else self.loaded_text
         return text if self.ready else None
 
-    def generate(self, request: Request) -> FakeAnswer:
+    def generate(self, request: Generate, **whose: Any) -> FakeAnswer:
         if self.refusal is not None:
             raise self.refusal
         if len(self.answers) == self.most_open:
             raise RequestError("full", Code.OVERLOADED, status=429)
         self.requests.append(request)
+        self.whose.append(SimpleNamespace(**whose))
         script = self.scripts.pop(0) if self.scripts else self.script
         self.answers.append(FakeAnswer(self, script))
-        self.answers[-1].group = f"{request.model}#0"
+        self.answers[-1].group = f"{whose['model']}#0"
         return self.answers[-1]
 
     @property
-    def request(self) -> Request:
+    def request(self) -> Generate:
         [request] = self.requests
         return request
 
@@ -410,11 +415,11 @@ class Roomy(FakeBackend):
     def models(self) -> tuple[ModelInfo, ...]:
         return tuple(replace(model, context=ROOM, path=self.folder) for model in super().models())
 
-    def generate(self, request: Request) -> FakeAnswer:
+    def generate(self, request: Generate, **whose: Any) -> FakeAnswer:
         """As many tokens as are wanted, and as many scores."""
         wanted = list(self.words[: request.max_tokens])
         self.script = says(wanted) if request.logprobs < 0 else says_scored(wanted, top=request.logprobs)
-        return super().generate(request)
+        return super().generate(request, **whose)
 
 
 @pytest.fixture(scope="module")

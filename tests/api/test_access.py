@@ -134,7 +134,7 @@ def test_a_client_is_its_key_wherever_it_connects_from(backend: FakeBackend, tmp
                 timeout=WAIT_S,
             )
             assert reply.status_code == 200
-    assert [(each.client, each.user) for each in backend.requests] == [
+    assert [(each.client, each.user) for each in backend.whose] == [
         ("key laptop", "alice"), ("key school", "alice"),
     ]  # fmt: skip
 
@@ -143,7 +143,7 @@ def sharers(server: Door, backend: FakeBackend, *headers: dict[str, str]) -> lis
     """The names under which requests with these headers share cached prompts."""
     for each in headers:
         assert server.ask("POST", "/v1/chat/completions", json=BODY, headers=each).status_code == 200
-    return [each.sharer for each in backend.requests[-len(headers) :]]
+    return [each.sharer for each in backend.whose[-len(headers) :]]
 
 
 def test_cached_prompts_are_shared_within_a_key_and_by_this_mac_s_commands(

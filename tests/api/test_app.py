@@ -95,7 +95,7 @@ def test_a_whole_answer(server: Server) -> None:
     assert (choice.index, choice.finish_reason) == (0, "stop")
     assert (choice.message.role, choice.message.content) == ("assistant", ANSWER)
     request = server.backend.request
-    prompt = request.prompt
+    prompt = request.tokens
     assert server.tokenizer.decode(prompt, skip_special_tokens=False) == "<s><|user|>hello<|assistant|>"
     assert request.max_tokens == 100
     assert answer.usage
@@ -120,7 +120,7 @@ def test_a_streamed_answer(server: Server) -> None:
     assert len(deltas) > 10
     assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
     assert all(chunk.usage is None for chunk in chunks)
-    assert server.backend.request.max_tokens == CONTEXT - len(server.backend.request.prompt)
+    assert server.backend.request.max_tokens == CONTEXT - len(server.backend.request.tokens)
 
 
 def test_usage_streams_in_one_trailer_when_asked_for(server: Server) -> None:
@@ -317,10 +317,19 @@ def test_what_was_too_late_is_a_504_that_is_not_tried_again(server: Server) -> N
     assert json.loads(last)["error"]["code"] == "deadline_exceeded"
 
 
+def test_places_are_named_where_caches_cannot_be_cut(server: Server) -> None:
+    post(server, ask())
+    server.backend.checkpoints = True
+    post(server, ask())
+    cut, whole = server.backend.requests
+    assert cut.places == ()
+    assert 0 < min(whole.places) <= max(whole.places) < len(whole.tokens)
+
+
 def test_who_asks_and_until_when_reaches_the_backend(server: Server) -> None:
     post(server, ask(user="alice", deadline_s=2.5))
     post(server, ask())
-    named, plain = server.backend.requests
+    named, plain = server.backend.whose
     assert (named.client, named.user, named.deadline_s) == ("127.0.0.1", "alice", 2.5)
     assert (plain.client, plain.user, plain.deadline_s) == ("127.0.0.1", "", 0.0)
     assert_error(post(server, ask(deadline_s=0)), 400, "invalid_request")

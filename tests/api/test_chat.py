@@ -316,11 +316,11 @@ def test_n_answers_to_one_prompt(server: Server) -> None:
     assert [choice.message.content for choice in answer.choices] == ["hello", "wide 日本語 world", "x"]
     assert [choice.finish_reason for choice in answer.choices] == ["stop", "length", "stop"]
     requests = server.backend.requests
-    assert len({request.prompt for request in requests}) == 1
+    assert len({request.tokens for request in requests}) == 1
     assert [request.sampling.seed for request in requests] == [choice_seed(7, i) for i in range(3)]
     tokens = sum(len(server.ids(text)) for text in ("hello", "wide 日本語 world", "x"))
     usage = answer.usage.model_dump()
-    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(requests[0].prompt), tokens)
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(requests[0].tokens), tokens)
     assert usage["prompt_tokens_details"]["cached_tokens"] == 38
     assert usage["completion_tokens_details"]["accepted_prediction_tokens"] == 3
     assert usage["completion_tokens_details"]["rejected_prediction_tokens"] == 15

@@ -11,10 +11,11 @@ import httpx
 import pytest
 
 from mlxtp.api import generation
-from mlxtp.api.backend import DeploymentHealth, Request
+from mlxtp.api.backend import DeploymentHealth
 from mlxtp.errors import Code, RequestError
 from mlxtp.text.conversation import ChatMessage, Conversation
 from mlxtp.text.tokenizer import Text
+from mlxtp.wire.messages import Generate
 
 from ..reference import conversation_ids
 from .conftest import BYTE_FALLBACK, SECOND, SECOND_VOCABULARY, WAIT_S, FakeAnswer, Loaded, Server
@@ -62,7 +63,7 @@ def plain(path: str) -> dict[str, Any]:
     return body if path.startswith("/v1/") else body | {"model": "default"}
 
 
-def asked(server: Server, path: str, body: dict[str, Any]) -> list[Request]:
+def asked(server: Server, path: str, body: dict[str, Any]) -> list[Generate]:
     """The backend's request, but for the seed that was drawn."""
     server.backend.requests.clear()
     response = post(server, path, body)
@@ -200,13 +201,13 @@ def test_a_name_picks_the_model_with_its_own_tokens_and_settings(two: Server, pa
     assert second_text is not None
     for name in ("org/tiny", "tiny", "default"):
         [wanted] = asked(two, path, short(path) | {"model": name})
-        assert (wanted.model, wanted.prompt) == ("org/tiny", prompt_of(path, first_text))
+        assert (two.backend.whose[-1].model, wanted.tokens) == ("org/tiny", prompt_of(path, first_text))
     for name in (SECOND, "second"):
         two.backend.requests.clear()
         answer = post(two, path, short(path) | {"model": name})
         assert SAID in answer.text, answer.text
         [wanted] = two.backend.requests
-        assert (wanted.model, wanted.prompt) == (SECOND, prompt_of(path, second_text))
+        assert (two.backend.whose[-1].model, wanted.tokens) == (SECOND, prompt_of(path, second_text))
         assert wanted.sampling.temperature == 0.5
 
 

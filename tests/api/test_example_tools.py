@@ -27,7 +27,7 @@ def test_what_a_tool_says_gets_to_the_model(roomy: Server) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     tools = done.stdout.partition("== tools\n")[2].partition("== structured\n")[0]
     assert tools == "weather({'city': 'Oslo'}) = '7 degrees, rain'\nIt rains.\n"
-    asked, told = (roomy.tokenizer.decode(list(each.prompt)) for each in roomy.backend.requests[2:4])
+    asked, told = (roomy.tokenizer.decode(list(each.tokens)) for each in roomy.backend.requests[2:4])
     assert "The weather in a city." in asked  # what the library made of the function
     assert "7 degrees, rain" not in asked
     assert "7 degrees, rain" in told

@@ -27,7 +27,7 @@ from mlxtp.admin.metrics import Metrics, OwnProcess, observed
 from mlxtp.admin.parts import AgentParts
 from mlxtp.api.api_keys import KeyFile, KeyRing
 from mlxtp.api.app import create_app
-from mlxtp.api.backend import ModelInfo, Request, StreamEnd
+from mlxtp.api.backend import ModelInfo, StreamEnd
 from mlxtp.api.guard import Access
 from mlxtp.api.request_context import RequestContext, answering, current, note, note_key
 from mlxtp.api.request_metrics import MAX_GROUPS, MAX_MODELS, OTHER, RequestMetrics
@@ -893,7 +893,7 @@ def test_a_client_without_a_reply_over_http_is_counted_too(stage: Stage) -> None
     """A program of ours may use the gateway without HTTP, as benchmarks do."""
 
     async def leave() -> None:
-        await stage.supervisor.gateway.generate(Request((1, 2), 9)).aclose()
+        await stage.supervisor.gateway.generate(Generate(0, (1, 2), 9)).aclose()
 
     asyncio.run_coroutine_threadsafe(leave(), stage.loop).result(WAIT_S)
     assert stage.scrape().finished() == {"abort": 1}

@@ -19,12 +19,13 @@ import ollama
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from mlxtp.api.backend import ModelInfo, Request
+from mlxtp.api.backend import ModelInfo
 from mlxtp.text.conversation import StreamEnd, Tool, tool_json
 from mlxtp.text.renderer import LocalRenderer
 from mlxtp.text.replay import AnswerRecord, Beginning, CompleteAnswer, to_remember
 from mlxtp.text.tokenizer import Text
 from mlxtp.text.transcript import CallArguments, CallBegan, ContentDelta, Finish
+from mlxtp.wire.messages import Generate
 
 from .conftest import WAIT_S, FakeAnswer, FakeBackend, Server, byte_level, save, says, serving
 from .test_access import door
@@ -70,14 +71,14 @@ class Keeping(FakeBackend):
     def models(self) -> tuple[ModelInfo, ...]:
         return tuple(replace(model, path=self.folder) for model in super().models())
 
-    def generate(self, request: Request) -> FakeAnswer:
-        cached = max([common(each, request.prompt[:-1]) for each in self.held], default=0)
+    def generate(self, request: Generate, **whose: Any) -> FakeAnswer:
+        cached = max([common(each, request.tokens[:-1]) for each in self.held], default=0)
         tokens = self.spoken.pop(0)
         reason = "length" if len(tokens) > request.max_tokens else "stop"
         tokens = tokens[: request.max_tokens]
         self.script = says(tokens, reason, cached=cached)
-        self.held.append((*request.prompt, *tokens[:-1]))
-        answer = super().generate(request)
+        self.held.append((*request.tokens, *tokens[:-1]))
+        answer = super().generate(request, **whose)
         answer.cached = cached
         return answer
 
@@ -91,7 +92,7 @@ class Keeping(FakeBackend):
         )
 
     def prompts(self) -> list[str]:
-        return [self.loaded_text.decoded(request.prompt) for request in self.requests]
+        return [self.loaded_text.decoded(request.tokens) for request in self.requests]
 
 
 def common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
@@ -235,7 +236,7 @@ def test_three_turns_with_tools_and_thoughts_are_computed_once(
     assert second == (f"{first}{ANSWERS[0]}\n<|user|><tool_response>\n3\n</tool_response></s>\n<|assistant|>")
     assert third == f"{second}{ANSWERS[1]}\n<|user|>Thanks.</s>\n<|assistant|>"
     known = [len(held) for held in backend.held]
-    assert [common(backend.held[i], backend.requests[i + 1].prompt) for i in (0, 1)] == known[:2]
+    assert [common(backend.held[i], backend.requests[i + 1].tokens) for i in (0, 1)] == known[:2]
     if turn is not by_ollama:
         assert counted == [0, *known[:2]]
 
@@ -434,7 +435,7 @@ def test_a_change_makes_it_another_conversation(
     body = json.loads(json.dumps(body | {"tools": [tool_json(ADD)]}))
     changed(what, body)
     ask(server, **body, **({} if "tools" in body else {"tools": []}))
-    found = backend.requests[1].prompt
+    found = backend.requests[1].tokens
     assert found == prompt_of_a_stranger(text_of_model, body) or what == "nothing"
     assert (common(backend.held[0], found) == len(backend.held[0])) == (what == "nothing")
 
@@ -447,7 +448,7 @@ def prompt_of_a_stranger(text_of_model: tuple[Tokenizer, Text], body: dict[str, 
     backend.say("ok</s>")
     with serving(backend, tokenizer) as other:
         ask(other, **body, **({} if "tools" in body else {"tools": []}))
-    return backend.request.prompt
+    return backend.request.tokens
 
 
 def test_other_files_of_the_model_have_other_answers(server: Server) -> None:
@@ -479,7 +480,7 @@ def test_count_tokens_counts_the_tokens_of_the_answer(server: Server) -> None:
         counted = client.messages.count_tokens(**body).input_tokens
         answer = client.messages.create(max_tokens=9, **body)
     cached = answer.usage.cache_read_input_tokens or 0
-    assert counted == len(backend.requests[1].prompt) == answer.usage.input_tokens + cached
+    assert counted == len(backend.requests[1].tokens) == answer.usage.input_tokens + cached
 
 
 # --- other templates --------------------------------------------------------------------------------------
@@ -559,7 +560,7 @@ def test_a_template(tmp_path: Path, template: str, answer: str, after: str | Non
     backend.begin(tokenizer)
     with serving(backend, tokenizer) as server:
         first, second, _ = second_prompt(server, answer)
-    known = common(backend.held[0], backend.requests[1].prompt) == len(backend.held[0])
+    known = common(backend.held[0], backend.requests[1].tokens) == len(backend.held[0])
     assert known == (after is not None)
     if after is not None:
         written = answer[: answer.rindex("<")]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import mlxtp
 from mlxtp.api import sampling as settings
-from mlxtp.api.backend import GREEDY, MAX_GRAMMAR, PLAIN, Request, Sampling, Shaping
+from mlxtp.api.backend import GREEDY, MAX_GRAMMAR, PLAIN, Sampling, Shaping
 from mlxtp.api.dialects.openai import parse_chat
 from mlxtp.errors import Code, RequestError
 from mlxtp.text.conversation import GenerationOptions
@@ -191,11 +191,11 @@ def test_neighbouring_seeds_share_no_choice(seed: int) -> None:
 
 
 def test_choices_differ_in_their_seeds_only() -> None:
-    first = Request((1, 2), 9, Sampling(0.5, seed=7), Shaping(min_tokens=2), 3, True)
+    first = Generate(0, (1, 2), 9, Sampling(0.5, seed=7), Shaping(min_tokens=2), 3, True)
     assert settings.choices(first, 1) == (first,)
     found = settings.choices(first, 3)
     assert [one.sampling.seed for one in found] == SEEDS_OF_7
-    assert {(one.prompt, one.max_tokens, one.sampling.temperature, one.shaping, one.logprobs, one.ignore_eos)
+    assert {(one.tokens, one.max_tokens, one.sampling.temperature, one.shaping, one.logprobs, one.ignore_eos)
             for one in found} == {((1, 2), 9, 0.5, Shaping(min_tokens=2), 3, True)}  # fmt: skip
 
 

@@ -85,7 +85,7 @@ def test_a_custom_tool_is_called_with_plain_text(server: Server) -> None:
     assert (add.type, add.function.name) == ("function", "add")
     result: Any = {"role": "tool", "tool_call_id": patch.id, "content": "done"}
     create(server, messages=[*HELLO, message.model_dump(exclude_none=True), result], tools=[*TOOLS, CUSTOM])
-    prompt = server.tokenizer.decode(server.backend.requests[-1].prompt)
+    prompt = server.tokenizer.decode(server.backend.requests[-1].tokens)
     assert f'{{"name": "patch", "arguments": {json.dumps({"input": PATCH}, ensure_ascii=False)}}}' in prompt
 
 
@@ -121,7 +121,7 @@ def test_the_model_is_told_of_tools_and_of_what_they_returned(server: Server) ->
         {"role": "tool", "tool_call_id": "c", "content": "two"},
     ]
     create(server, messages=turns, tools=TOOLS)
-    prompt = server.backend.loaded_text.decoded(server.backend.request.prompt)
+    prompt = server.backend.loaded_text.decoded(server.backend.request.tokens)
     assert json.dumps(tool_json(ADD)) in prompt
     assert '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>' in prompt
     assert "<tool_response>\ntwo\n</tool_response>" in prompt
@@ -138,7 +138,7 @@ def test_none_is_none(server: Server, stream: bool) -> None:
         choice = create(server, **fields).choices[0].model_dump()
     assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", "Sure.Really.")
     assert not choice["message"]["tool_calls"]
-    assert "You can call" in server.backend.loaded_text.decoded(server.backend.request.prompt)
+    assert "You can call" in server.backend.loaded_text.decoded(server.backend.request.tokens)
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
@@ -235,4 +235,4 @@ def test_what_is_counted_is_the_prompt_that_would_be_sent(
     asked = {"model": "tiny", "input": "hello", "tools": tools} | fields
     counted = server.client.responses.input_tokens.count(**asked)
     server.client.responses.create(**asked)
-    assert counted.input_tokens == len(server.backend.request.prompt)
+    assert counted.input_tokens == len(server.backend.request.tokens)

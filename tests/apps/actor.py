@@ -33,13 +33,14 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from mlxtp.api.app import create_app
-from mlxtp.api.backend import ModelInfo, Request, StreamEnd, TokenEvent, Tokens
+from mlxtp.api.backend import ModelInfo, StreamEnd, TokenEvent, Tokens
 from mlxtp.api.server import bind, serve
 from mlxtp.client import FILE as AGENT_FILE
 from mlxtp.engine.grammar import Grammars, Matcher, unpack
 from mlxtp.engine.logit_shaping import AnswerBudget
 from mlxtp.text.conversation import Call, ChatMessage, Conversation, Tool
 from mlxtp.text.tokenizer import Text
+from mlxtp.wire.messages import Generate
 
 from ..api.conftest import FakeAnswer, FakeBackend, score
 from ..api.text.families import WRITERS
@@ -209,27 +210,27 @@ class Actor(FakeBackend):
     def models(self) -> tuple[ModelInfo, ...]:
         return tuple(replace(model, id="actor", path=self.folder, eos=self.eos) for model in super().models())
 
-    def generate(self, request: Request) -> FakeAnswer:
+    def generate(self, request: Generate, **whose: Any) -> FakeAnswer:
         self.requests.append(request)
         shaping = request.shaping
         kept = [(*seen.prompt, *seen.answer) for seen in self.ledger]
-        shared = max((common(request.prompt, each) for each in kept), default=0)
+        shared = max((common(request.tokens, each) for each in kept), default=0)
         grammar = f"{shaping.grammar_kind}: {shaping.grammar}" if shaping.grammar_kind else ""
-        self.ledger.append(Seen(request.prompt, shared, request.max_tokens, grammar))
+        self.ledger.append(Seen(request.tokens, shared, request.max_tokens, grammar))
         self.answers.append(Played(self, request, self.ledger[-1]))
         return self.answers[-1]
 
     def ids(self, text: str) -> tuple[int, ...]:
         return self.loaded_text.encoded(text, special=True)
 
-    def written(self, request: Request, matcher: Matcher | None, room: AnswerBudget | None) -> Iterator[int]:
+    def written(self, request: Generate, matcher: Matcher | None, room: AnswerBudget | None) -> Iterator[int]:
         """The answer's tokens, without an end."""
         text = self.loaded_text
-        prompt = text.decoded(request.prompt)
+        prompt = text.decoded(request.tokens)
         if self.folder == TINY:
             ways = [self.ids(way) for way in wishes(prompt)]
         else:
-            ways = [self.ids(reply(prompt, text, text.thinks_on(request.prompt)))]
+            ways = [self.ids(reply(prompt, text, text.thinks_on(request.tokens)))]
         if matcher is None or room is None:
             yield from ways[0]
             return
@@ -273,7 +274,7 @@ class Actor(FakeBackend):
 class Played(FakeAnswer):
     """The answer to one request. It holds itself to the request's grammar."""
 
-    def __init__(self, actor: Actor, request: Request, seen: Seen) -> None:
+    def __init__(self, actor: Actor, request: Generate, seen: Seen) -> None:
         super().__init__(actor, self._script)
         self._actor, self._request, self._seen = actor, request, seen
         self._matcher: Matcher | None = None

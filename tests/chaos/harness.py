@@ -20,12 +20,12 @@ from typing import Any
 import psutil
 import pytest
 
-from mlxtp.api.backend import Request
 from mlxtp.config import Limits
 from mlxtp.diagnostics.causes import Postmortem
 from mlxtp.diagnostics.postmortem import postmortems
 from mlxtp.errors import Code, MlxtpError
 from mlxtp.groups.health import ServingState, is_legal
+from mlxtp.wire.messages import Generate
 
 from ..live_cluster import LIMITS, SLOWNESS, WAIT_S, Cluster, until
 from .answers import LONG, SHORT, Answer, ask
@@ -118,8 +118,8 @@ class FaultyCluster(Cluster):
                 self.moments.append(Moment(time.time(), supervisor.status.epoch, error=error))
             pause(group, error, spare=spare)
 
-        def observed_generate(wanted: Request) -> Any:
-            answer = generate(wanted)
+        def observed_generate(wanted: Generate, **whose: Any) -> Any:
+            answer = generate(wanted, **whose)
             self.asked += 1
             return answer
 

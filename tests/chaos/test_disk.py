@@ -23,12 +23,11 @@ from typing import Any
 import httpx
 import pytest
 
-from mlxtp.api.backend import Request as Wanted
 from mlxtp.api.backend import Sampling
 from mlxtp.errors import MlxtpError
 from mlxtp.models import disk_cache
 from mlxtp.models.disk_cache import folder_in
-from mlxtp.wire.messages import BLOCK
+from mlxtp.wire.messages import BLOCK, Generate
 
 from ..engine.small_models import change_config, write_model
 from ..engine.test_features_disk import DRAWN, LONG, ask, new_tokens, on_disk, written
@@ -85,7 +84,7 @@ def clear_memory(cluster: Cluster) -> None:
     cluster.call(clear())
 
 
-def said(wanted: Wanted, model: Path) -> tuple[int, ...]:
+def said(wanted: Generate, model: Path) -> tuple[int, ...]:
     return expected(wanted, model).tokens
 
 
@@ -109,7 +108,7 @@ def fetched_tokens(cluster: Cluster) -> list[int]:
     ],
 )
 def test_killed_in_the_middle_of_a_block(home: Home, model: Path, place: str, rank: int) -> None:
-    wanted = Wanted(new_tokens(Random(1), LONG), 20, DRAWN)
+    wanted = Generate(0, new_tokens(Random(1), LONG), 20, DRAWN)
     with home.start() as cluster:
         if place == "read":
             ask(cluster, wanted, model)
@@ -122,7 +121,7 @@ def test_killed_in_the_middle_of_a_block(home: Home, model: Path, place: str, ra
         cluster.wait_ready()
         ask(cluster, wanted, model)
     with home.start() as cluster:
-        assert ask(cluster, Wanted((*wanted.prompt, *said(wanted, model), 9), 20), model) >= KEPT
+        assert ask(cluster, Generate(0, (*wanted.tokens, *said(wanted, model), 9), 20), model) >= KEPT
         assert len(set(fetched_tokens(cluster))) == 1
 
 
@@ -134,7 +133,7 @@ def test_killed_at_random_moments(tmp_path: Path, family: str, seed: int) -> Non
     talks = [new_tokens(random, random.randrange(1100, 2500)) for _ in range(3)]
     with home.start() as cluster:
         for _ in range(4):
-            wanted = [Wanted(talk, 30, random.choice((Sampling(), DRAWN))) for talk in talks]
+            wanted = [Generate(0, talk, 30, random.choice((Sampling(), DRAWN))) for talk in talks]
             victim, after_s = random.choice(cluster.pids()), random.uniform(0.0, 1.0)
             killer = threading.Timer(after_s, kill, (victim,))
             killer.start()
@@ -143,25 +142,25 @@ def test_killed_at_random_moments(tmp_path: Path, family: str, seed: int) -> Non
             time.sleep(0.3)
             cluster.wait_ready()
             cluster.supervisor._policy.failures.clear()
-        talks = answered(cluster, [Wanted(talk, 5) for talk in talks], model)
+        talks = answered(cluster, [Generate(0, talk, 5) for talk in talks], model)
     with home.start() as cluster:
         for talk in talks:
-            assert ask(cluster, Wanted(talk, 5), model) >= 1024
+            assert ask(cluster, Generate(0, talk, 5), model) >= 1024
 
 
-def answered(cluster: Cluster, wanted: Sequence[Wanted], model: Path) -> list[tuple[int, ...]]:
+def answered(cluster: Cluster, wanted: Sequence[Generate], model: Path) -> list[tuple[int, ...]]:
     """Return the conversations with their answers, which are the right ones, and one token more."""
     outcomes = cluster.ask_all(wanted)
     for each, outcome in zip(wanted, outcomes, strict=True):
         outcome.whole()
         assert outcome.tokens == said(each, model)
-    return [(*each.prompt, *outcome.tokens, 9) for each, outcome in zip(wanted, outcomes, strict=True)]
+    return [(*each.tokens, *outcome.tokens, 9) for each, outcome in zip(wanted, outcomes, strict=True)]
 
 
 @chaos
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_long_answer_goes_on_from_disk_when_a_rank_is_lost(home: Home, model: Path, rank: int) -> None:
-    wanted = Wanted(new_tokens(Random(2), 3100), 300, ignore_eos=True)
+    wanted = Generate(0, new_tokens(Random(2), 3100), 300, ignore_eos=True)
     with home.start() as cluster:
         request = cluster.ask(wanted)
         request.take(10)
@@ -174,7 +173,7 @@ def test_a_long_answer_goes_on_from_disk_when_a_rank_is_lost(home: Home, model: 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=chaos), 1])
 def test_ranks_that_come_back_with_other_contents_agree(home: Home, model: Path, rank: int) -> None:
-    wanted = Wanted(new_tokens(Random(3), 2100), 120, DRAWN, ignore_eos=True)
+    wanted = Generate(0, new_tokens(Random(3), 2100), 120, DRAWN, ignore_eos=True)
     with home.start() as cluster:
         request = cluster.ask(wanted)
         request.take(10)
@@ -197,9 +196,9 @@ def test_ranks_that_come_back_with_other_contents_agree(home: Home, model: Path,
 class Node(Agent):
     """`mlxtp node` with two ranks of a model, with caches on disk."""
 
-    def answer(self, wanted: Wanted, model: Path) -> int:
+    def answer(self, wanted: Generate, model: Path) -> int:
         """Return the number of cached tokens. Fails unless the answer is the right one."""
-        body = {"prompt": list(wanted.prompt), "max_tokens": wanted.max_tokens, "temperature": 0}
+        body = {"prompt": list(wanted.tokens), "max_tokens": wanted.max_tokens, "temperature": 0}
         response = httpx.post(f"{self.url}/v1/completions", json=body, timeout=WAIT_S)
         assert response.status_code == 200, response.text
         detokenizer = text(model).detokenizer()
@@ -227,7 +226,7 @@ def node(home: Home) -> Iterator[Callable[[], Node]]:
 
 @chaos
 def test_sigterm_right_after_an_answer(node: Callable[[], Node], model: Path) -> None:
-    wanted = Wanted(new_tokens(Random(3), 4000), 10)
+    wanted = Generate(0, new_tokens(Random(3), 4000), 10)
     first = node()
     first.answer(wanted, model)
     os.kill(first.pid, signal.SIGTERM)
@@ -246,23 +245,23 @@ def test_the_agent_is_killed_at_random_moments(
         killer = threading.Timer(random.uniform(0.0, 1.5), kill, (agent.pid,))
         killer.start()
         with contextlib.suppress(httpx.TransportError):
-            agent.answer(Wanted(talk, 30), model)
+            agent.answer(Generate(0, talk, 30), model)
         killer.join()
         agent.process.wait()
     last = node()
-    last.answer(Wanted(talk, 30), model)
+    last.answer(Generate(0, talk, 30), model)
     on_disk(home.path, 2 * (2600 // BLOCK))
     kill(last.pid)
     last.process.wait()
-    assert node().answer(Wanted(talk, 30), model) == 2560
+    assert node().answer(Generate(0, talk, 30), model) == 2560
 
 
 # --- disks that hang -------------------------------------------------------------------------------------
 
 
-def filled(home: Home, model: Path, *seeds: int, **settings: Any) -> list[Wanted]:
+def filled(home: Home, model: Path, *seeds: int, **settings: Any) -> list[Generate]:
     """Have prompts on disk, and return their requests."""
-    wanted = [Wanted(new_tokens(Random(seed), LONG), 20, DRAWN) for seed in seeds]
+    wanted = [Generate(0, new_tokens(Random(seed), LONG), 20, DRAWN) for seed in seeds]
     with home.start(**settings) as cluster:
         for each in wanted:
             ask(cluster, each, model)
@@ -296,7 +295,7 @@ def test_a_disk_that_hangs_when_it_writes_delays_nothing(
 ) -> None:
     """Where it hangs while it counts, it keeps the lock from all other ranks."""
     random = Random(7)
-    wanted = [Wanted(new_tokens(random, LONG), 60, DRAWN, ignore_eos=True) for _ in range(5)]
+    wanted = [Generate(0, new_tokens(random, LONG), 60, DRAWN, ignore_eos=True) for _ in range(5)]
     for each in wanted:
         said(each, model)  # computed before the clock runs
     with home.start() as cluster:
@@ -318,8 +317,8 @@ def test_a_disk_that_hangs_when_it_writes_delays_nothing(
     assert time.monotonic() - at < 10 * SLOWNESS
     home.book.clear()
     with home.start() as cluster:
-        assert ask(cluster, Wanted(turns[0], 20), model) >= KEPT
-        answered(cluster, [Wanted(turn, 20) for turn in turns], model)
+        assert ask(cluster, Generate(0, turns[0], 20), model) >= KEPT
+        answered(cluster, [Generate(0, turn, 20) for turn in turns], model)
 
 
 @chaos
@@ -453,10 +452,10 @@ def test_two_agents_share_one_folder(sharing: list[Home], model: Path) -> None:
     with homes[0].start(cache_disk=room) as one, homes[1].start(cache_disk=room) as two:
         for turn in range(4):
             own = [new_tokens(random, 1500) for _ in range(4)]
-            wanted = [Wanted(prompt, 10) for prompt in same]
+            wanted = [Generate(0, prompt, 10) for prompt in same]
             threads = [
                 threading.Thread(
-                    target=cluster.ask_all, args=([*wanted, *(Wanted(p, 10) for p in own[at::2])],)
+                    target=cluster.ask_all, args=([*wanted, *(Generate(0, p, 10) for p in own[at::2])],)
                 )
                 for at, cluster in enumerate((one, two))
             ]
@@ -470,7 +469,7 @@ def test_two_agents_share_one_folder(sharing: list[Home], model: Path) -> None:
                 answered(cluster, wanted, model)
             assert sum(path.stat().st_size for path in shared.glob("*/[!.]*-*")) <= room
     with homes[1].start(cache_disk=room) as cluster:
-        assert ask(cluster, Wanted(same[2], 10), model) == KEPT
+        assert ask(cluster, Generate(0, same[2], 10), model) == KEPT
 
 
 # --- disks that are full, or none ------------------------------------------------------------------------
@@ -491,7 +490,7 @@ LINE = "KV caches are no longer kept on disk"
 def test_a_full_disk_ends_the_writing_alone(
     home: Home, model: Path, small_disk: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    wanted = [Wanted(new_tokens(Random(seed), LONG), 20, DRAWN) for seed in range(3)]
+    wanted = [Generate(0, new_tokens(Random(seed), LONG), 20, DRAWN) for seed in range(3)]
     with home.start() as cluster:
         answered(cluster, wanted, model)
         # Rank 1 may be full first. Once rank 0 is, no rank gets further blocks.
@@ -505,7 +504,7 @@ def test_a_full_disk_ends_the_writing_alone(
     with home.start() as cluster:
         talks = answered(cluster, wanted, model)
         assert fetched_tokens(cluster)[0] > 0, "what is there is used"
-        answered(cluster, [Wanted(talk, 20) for talk in talks], model)
+        answered(cluster, [Generate(0, talk, 20) for talk in talks], model)
 
 
 @chaos
@@ -520,11 +519,11 @@ def test_a_folder_that_is_none(home: Home, model: Path, capfd: pytest.CaptureFix
 def test_a_folder_that_vanishes(home: Home, model: Path) -> None:
     with home.start() as cluster:
         for seed in (4, 5):
-            ask(cluster, Wanted(new_tokens(Random(seed), LONG), 20), model)
+            ask(cluster, Generate(0, new_tokens(Random(seed), LONG), 20), model)
             on_disk(home.path, 10)
             shutil.rmtree(folder_in(home.path))
             clear_memory(cluster)
-            ask(cluster, Wanted(new_tokens(Random(4), LONG), 20, DRAWN), model)
+            ask(cluster, Generate(0, new_tokens(Random(4), LONG), 20, DRAWN), model)
     (wanted,) = filled(home, model, 6)
     with home.start() as cluster:
         assert ask(cluster, wanted, model) == KEPT
@@ -549,10 +548,10 @@ def test_many_requests_with_little_room(home: Home, model: Path, seed: int) -> N
         remover = threading.Thread(target=remove)
         for turn in range(6):
             wanted = [
-                Wanted(random.choice(talks), random.randrange(1, 20), random.choice((Sampling(), DRAWN)))
+                Generate(0, random.choice(talks), random.randrange(1, 20), random.choice((Sampling(), DRAWN)))
                 for _ in range(8)
             ]
-            leave = [cluster.ask(Wanted(talk, 50, ignore_eos=True)) for talk in talks[:3]]
+            leave = [cluster.ask(Generate(0, talk, 50, ignore_eos=True)) for talk in talks[:3]]
             leaver = threading.Timer(
                 random.uniform(0.0, 0.5), lambda all_of=leave: [r.close() for r in all_of]
             )
@@ -567,10 +566,10 @@ def test_many_requests_with_little_room(home: Home, model: Path, seed: int) -> N
         remover.join()
         assert cluster.epoch == 1
         clear_memory(cluster)
-        answered(cluster, [Wanted(talk, 5) for talk in talks], model)
+        answered(cluster, [Generate(0, talk, 5) for talk in talks], model)
         cluster.idle()
     with home.start() as cluster:
-        assert sum([ask(cluster, Wanted(talk, 5), model) for talk in talks]) >= 1024
+        assert sum([ask(cluster, Generate(0, talk, 5), model) for talk in talks]) >= 1024
 
 
 @chaos

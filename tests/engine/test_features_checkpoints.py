@@ -8,8 +8,8 @@ from random import Random
 
 import pytest
 
-from mlxtp.api.backend import Request as Wanted
 from mlxtp.api.backend import Sampling
+from mlxtp.wire.messages import Generate
 
 from ..live_cluster import Cluster
 from ..reference import expected, random_text
@@ -56,7 +56,7 @@ def new_tokens(random: Random, count: int) -> tuple[int, ...]:
     return tuple(random.randrange(6, 512) for _ in range(count))
 
 
-def ask(cluster: Cluster, wanted: Wanted, folder: Path) -> int:
+def ask(cluster: Cluster, wanted: Generate, folder: Path) -> int:
     """Return the number of cached tokens. Fails unless the answer is the right one."""
     (outcome,) = cluster.ask_all([wanted])
     assert outcome.tokens == expected(wanted, folder).tokens
@@ -73,7 +73,7 @@ def test_a_turn_computes_little_more_than_what_is_new(
     random = Random(1 + (sampling == DRAWN))
     prompt, held = new_tokens(random, 100), 0
     for turn in range(3):
-        wanted = Wanted(prompt, 40, sampling, places=(len(prompt) - 45, len(prompt) - 5))
+        wanted = Generate(0, prompt, 40, sampling, places=(len(prompt) - 45, len(prompt) - 5))
         cached = ask(cluster, wanted, folder)
         assert cached >= held - NEAR
         assert cached > 0 or not turn
@@ -86,16 +86,18 @@ def test_an_answer_that_comes_back_otherwise_costs_the_answer_alone(cluster: Clu
     random = Random(3)
     prompt = new_tokens(random, 150)
     for changed in range(3):
-        wanted = Wanted(prompt, 8 + changed, places=(90, 145))
+        wanted = Generate(0, prompt, 8 + changed, places=(90, 145))
         assert ask(cluster, wanted, folder) >= (145 if changed else 0)
-    assert ask(cluster, Wanted((*prompt[:145], *new_tokens(random, 60)), 8), folder) >= 145
-    assert ask(cluster, Wanted((*prompt[:95], *new_tokens(random, 60)), 8), folder) >= 90
-    assert ask(cluster, Wanted(prompt, 8, DRAWN, places=(90, 145)), folder) >= 145
+    assert ask(cluster, Generate(0, (*prompt[:145], *new_tokens(random, 60)), 8), folder) >= 145
+    assert ask(cluster, Generate(0, (*prompt[:95], *new_tokens(random, 60)), 8), folder) >= 90
+    assert ask(cluster, Generate(0, prompt, 8, DRAWN, places=(90, 145)), folder) >= 145
 
 
 def test_one_prompt_many_answers_at_once(cluster: Cluster, folder: Path) -> None:
     prompt = new_tokens(Random(4), 120)
-    wanted = [Wanted(prompt, 30, Sampling(temperature=2.0, seed=seed), places=(60, 115)) for seed in range(5)]
+    wanted = [
+        Generate(0, prompt, 30, Sampling(temperature=2.0, seed=seed), places=(60, 115)) for seed in range(5)
+    ]
     outcomes = cluster.ask_all(wanted)
     assert [outcome.tokens for outcome in outcomes] == [expected(each, folder).tokens for each in wanted]
     cached = sorted(outcome.whole().cached for outcome in outcomes)
@@ -111,7 +113,7 @@ def test_what_a_cancelled_request_computed_is_used(cluster: Cluster, folder: Pat
     request.close()
     cluster.idle()
     longer = (*prompt, *said[:10], *new_tokens(random, 20))
-    assert ask(cluster, Wanted(longer, 20), folder) >= 125
+    assert ask(cluster, Generate(0, longer, 20), folder) >= 125
 
 
 def test_conversations_over_http_share_their_system_prompt_and_turns_their_beginning(
@@ -146,7 +148,7 @@ def test_little_room_changes_no_answer(cluster: Cluster, folder: Path) -> None:
     assert loaded is not None
     cluster.load(folder, kv_bytes=ROOM * loaded.kv_bytes // loaded.kv_room)
     wanted = [
-        Wanted(prompt, 24, DRAWN if i % 2 else Sampling(), places=(80, 115), ignore_eos=True)
+        Generate(0, prompt, 24, DRAWN if i % 2 else Sampling(), places=(80, 115), ignore_eos=True)
         for i, prompt in enumerate(prompts)
     ]
     cancelled = cluster.start((*stem, *new_tokens(random, 60)), 90, places=(80,), ignore_eos=True)

@@ -20,7 +20,7 @@ import mlx.core as mx
 import pytest
 
 from mlxtp.api.backend import PLAIN, Sampling, Shaping
-from mlxtp.api.backend import Request as Wanted
+from mlxtp.wire.messages import Generate
 
 from ..live_cluster import Cluster, Outcome, until
 from ..reference import TINY, Expected, expected, model_of, prompt_ids, random_text
@@ -71,19 +71,19 @@ def prompt(seed: int, length: int = 12) -> tuple[int, ...]:
     return tuple(random.randrange(6, 512) for _ in range(length))
 
 
-def copying(folder: Path, temperature: float = 0.0) -> list[Wanted]:
+def copying(folder: Path, temperature: float = 0.0) -> list[Generate]:
     """Prompts that hold what this model likes to say: some of it comes again, and some only begins to."""
     wanted = []
     for seed in range(20, 26):
         start = prompt(seed, 6)
-        said = expected(Wanted(start, 60, ignore_eos=True), folder).tokens
+        said = expected(Generate(0, start, 60, ignore_eos=True), folder).tokens
         sampling = Sampling(temperature=temperature, seed=seed)
-        wanted.append(Wanted((*start, *said), 40, sampling, ignore_eos=True))
+        wanted.append(Generate(0, (*start, *said), 40, sampling, ignore_eos=True))
     return wanted
 
 
-GREEDY = [Wanted(prompt(seed, 1 + 7 * seed), 24) for seed in range(10)]
-SAMPLED = [Wanted(prompt(seed), 24, Sampling(temperature=HOT, seed=seed)) for seed in range(30, 45)]
+GREEDY = [Generate(0, prompt(seed, 1 + 7 * seed), 24) for seed in range(10)]
+SAMPLED = [Generate(0, prompt(seed), 24, Sampling(temperature=HOT, seed=seed)) for seed in range(30, 45)]
 EFFECTS: dict[str, tuple[Sampling, Shaping]] = {
     "temperature": (Sampling(temperature=2 * HOT, seed=1), PLAIN),
     "top_p": (Sampling(temperature=HOT, seed=1, top_p=0.6), PLAIN),
@@ -106,25 +106,25 @@ EFFECTS: dict[str, tuple[Sampling, Shaping]] = {
     "greedy frequency": (Sampling(), Shaping(frequency_penalty=1.5)),
     "greedy bias": (Sampling(), Shaping(bias_tokens=(77,), bias_values=(6.0,))),
 }
-SHAPED = [Wanted(prompt(60), 30, *how, ignore_eos=True) for how in EFFECTS.values()]
+SHAPED = [Generate(0, prompt(60), 30, *how, ignore_eos=True) for how in EFFECTS.values()]
 SCORED = [
-    Wanted(prompt(70), 20, logprobs=0),
-    Wanted(prompt(71), 20, logprobs=5, ignore_eos=True),
-    Wanted(prompt(72), 20, Sampling(temperature=HOT, seed=7), logprobs=20, ignore_eos=True),
-    Wanted(prompt(73), 20, shaping=Shaping(presence_penalty=2.0), logprobs=2, ignore_eos=True),
+    Generate(0, prompt(70), 20, logprobs=0),
+    Generate(0, prompt(71), 20, logprobs=5, ignore_eos=True),
+    Generate(0, prompt(72), 20, Sampling(temperature=HOT, seed=7), logprobs=20, ignore_eos=True),
+    Generate(0, prompt(73), 20, shaping=Shaping(presence_penalty=2.0), logprobs=2, ignore_eos=True),
 ]
 
 
-def kinds(folder: Path) -> list[list[Wanted]]:
+def kinds(folder: Path) -> list[list[Generate]]:
     """Greedy rows exchange winners only; drafts and draws go by `verify`, shapes by `broadcast`."""
     return [GREEDY, SAMPLED, SHAPED, SCORED, copying(folder), copying(folder, 0.2)]
 
 
-def everything(folder: Path) -> list[Wanted]:
+def everything(folder: Path) -> list[Generate]:
     return [wanted for kind in kinds(folder) for wanted in kind]
 
 
-def assert_right(outcomes: Sequence[Outcome], wanted: Sequence[Wanted], folder: Path) -> None:
+def assert_right(outcomes: Sequence[Outcome], wanted: Sequence[Generate], folder: Path) -> None:
     for outcome, each in zip(outcomes, wanted, strict=True):
         right = expected(each, folder)
         assert outcome.tokens == right.tokens, each
@@ -132,7 +132,7 @@ def assert_right(outcomes: Sequence[Outcome], wanted: Sequence[Wanted], folder: 
         assert (end.reason, end.generated) == (right.reason, right.generated)
         assert 0 <= end.accepted <= end.drafted
         assert end.accepted < end.generated
-        assert 0 <= end.cached < len(each.prompt)
+        assert 0 <= end.cached < len(each.tokens)
         assert_scored(outcome, right)
 
 
@@ -196,15 +196,15 @@ def test_each_parameter_has_an_effect(folder: Path, name: str) -> None:
     """The reference, so that being equal to it means something."""
     sampling, shaping = EFFECTS[name]
     base = Sampling(temperature=HOT, seed=1) if sampling.temperature else Sampling()
-    without = expected(Wanted(prompt(60), 30, base, ignore_eos=True), folder)
-    assert expected(Wanted(prompt(60), 30, sampling, shaping, ignore_eos=True), folder) != without
+    without = expected(Generate(0, prompt(60), 30, base, ignore_eos=True), folder)
+    assert expected(Generate(0, prompt(60), 30, sampling, shaping, ignore_eos=True), folder) != without
 
 
 def test_min_tokens_holds_the_end_back(cluster: Cluster, folder: Path) -> None:
     _, eos = model_of(folder)
     ends = Shaping(bias_tokens=tuple(eos), bias_values=(1000.0,) * len(eos))
     for least in (0, 1, 5):
-        wanted = Wanted(prompt(80), 20, shaping=replace(ends, min_tokens=least))
+        wanted = Generate(0, prompt(80), 20, shaping=replace(ends, min_tokens=least))
         (outcome,) = cluster.ask_all([wanted])
         assert outcome.tokens == expected(wanted, folder).tokens
         assert len(outcome.tokens) == least
@@ -214,7 +214,7 @@ def test_min_tokens_holds_the_end_back(cluster: Cluster, folder: Path) -> None:
 def test_end_tokens_can_be_ignored(cluster: Cluster, folder: Path) -> None:
     _, eos = model_of(folder)
     ends = Shaping(bias_tokens=tuple(eos), bias_values=(1000.0,) * len(eos))
-    (outcome,) = cluster.ask_all([Wanted(prompt(81), 9, shaping=ends, ignore_eos=True)])
+    (outcome,) = cluster.ask_all([Generate(0, prompt(81), 9, shaping=ends, ignore_eos=True)])
     assert set(outcome.tokens) <= eos
     assert (len(outcome.tokens), outcome.whole().reason) == (9, "length")
 
@@ -223,14 +223,14 @@ def test_xtc_never_takes_out_an_end_token(cluster: Cluster, folder: Path) -> Non
     end = min(model_of(folder)[1])
     shaping = Shaping(bias_tokens=(end, 77), bias_values=(1001.0, 1000.0))
     sampling = Sampling(temperature=0.01, xtc_probability=1.0, xtc_threshold=0.1, seed=1)
-    (outcome,) = cluster.ask_all([Wanted(prompt(82), 9, sampling, shaping)])
+    (outcome,) = cluster.ask_all([Generate(0, prompt(82), 9, sampling, shaping)])
     assert outcome.tokens == ()
     assert outcome.whole().reason == "stop"
 
 
 def test_scores_are_of_the_logits_as_they_were(cluster: Cluster) -> None:
     """Neither the temperature nor a bias is in them."""
-    plain = Wanted(prompt(71), 1, logprobs=5, ignore_eos=True)
+    plain = Generate(0, prompt(71), 1, logprobs=5, ignore_eos=True)
     bent = replace(
         plain,
         sampling=Sampling(temperature=0.3, seed=1),
@@ -252,8 +252,8 @@ def test_a_scored_row_beside_unscored_ones_is_as_alone(cluster: Cluster, folder:
 # --- seeds ------------------------------------------------------------------------------------------------
 
 
-def drawn(seed: int) -> Wanted:
-    return Wanted(prompt(90), 20, Sampling(temperature=HOT, seed=seed), ignore_eos=True)
+def drawn(seed: int) -> Generate:
+    return Generate(0, prompt(90), 20, Sampling(temperature=HOT, seed=seed), ignore_eos=True)
 
 
 def test_a_seed_is_a_text_and_another_seed_is_another(cluster: Cluster, folder: Path) -> None:
@@ -267,7 +267,7 @@ def test_a_seed_is_a_text_and_another_seed_is_another(cluster: Cluster, folder: 
 
 def test_one_request_never_reseeds_another(cluster: Cluster) -> None:
     """The same seed twice beside others, which come and go meanwhile."""
-    stays = cluster.start(drawn(5).prompt, 20, sampling=drawn(5).sampling, ignore_eos=True)
+    stays = cluster.start(drawn(5).tokens, 20, sampling=drawn(5).sampling, ignore_eos=True)
     others = cluster.ask_all([replace(drawn(seed), max_tokens=seed % 7 + 1) for seed in (5, 5, 6, 7, 8)])
     assert stays.finish()[0] == cluster.ask_all([drawn(5)])[0].tokens
     assert others[0].tokens == others[1].tokens
@@ -295,7 +295,7 @@ def test_measured_steps_decide_for_rows_together_and_change_no_text(
     """Lookups and the model itself as its draft propose, for one row and for several."""
     random = Random(4)
     prompts = [prompt_ids(f"Repeat exactly: {random_text(random, 40)}") for _ in range(4)]
-    wanted = [Wanted(each, 40) for each in prompts]
+    wanted = [Generate(0, each, 40) for each in prompts]
     with Cluster(tmp_path_factory.mktemp("measured"), ranks=2, repeatable=False) as cluster:
         cluster.load("tiny", draft="tiny")
         outcomes: list[Outcome] = []
@@ -321,10 +321,10 @@ def test_speculation_pays_where_text_is_copied(two_ranks: Cluster) -> None:
     random = Random(4)
     prompts = [prompt_ids(f"Repeat exactly: {random_text(random, 40)}") for _ in range(3)]
     before = two_ranks.idle()
-    outcomes = two_ranks.ask_all([Wanted(each, 80) for each in prompts], at_once=1)
+    outcomes = two_ranks.ask_all([Generate(0, each, 80) for each in prompts], at_once=1)
     work = two_ranks.idle() - before
     generated = 0
     for outcome, each in zip(outcomes, prompts, strict=True):
-        assert outcome.tokens == expected(Wanted(each, 80), TINY).tokens
+        assert outcome.tokens == expected(Generate(0, each, 80), TINY).tokens
         generated += outcome.whole().generated
     assert work.forwards[0] < 0.6 * generated

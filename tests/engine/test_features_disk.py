@@ -13,12 +13,11 @@ from random import Random
 import mlx.core as mx
 import pytest
 
-from mlxtp.api.backend import Request as Wanted
 from mlxtp.api.backend import Sampling
 from mlxtp.engine.disk_index import SPILL_FROM
 from mlxtp.models import disk_cache
 from mlxtp.models.disk_cache import folder_in
-from mlxtp.wire.messages import BLOCK
+from mlxtp.wire.messages import BLOCK, Generate
 
 from ..live_cluster import Cluster, until
 from ..reference import expected, model_of
@@ -54,12 +53,12 @@ def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.fixture(scope="module")
-def talks(folders: dict[str, Path]) -> dict[str, list[Wanted]]:
+def talks(folders: dict[str, Path]) -> dict[str, list[Generate]]:
     """Conversations with each model. Where there are two, they have one length, and are told apart."""
     random, places = Random(1), (LONG - 45, LONG - 5)
     return {
         family: [
-            Wanted(new_tokens(random, LONG), 20, sampling, places=places, ignore_eos=True)
+            Generate(0, new_tokens(random, LONG), 20, sampling, places=places, ignore_eos=True)
             for sampling in ((DRAWN, Sampling()) if family in ("llama", "gpt_oss") else (DRAWN,))
         ]
         for family in folders
@@ -68,7 +67,7 @@ def talks(folders: dict[str, Path]) -> dict[str, list[Wanted]]:
 
 @pytest.fixture(scope="module")
 def cluster(
-    folders: dict[str, Path], talks: dict[str, list[Wanted]], tmp_path_factory: pytest.TempPathFactory
+    folders: dict[str, Path], talks: dict[str, list[Generate]], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Cluster]:
     """Two ranks on whose disk are the conversations that others had before."""
     home = tmp_path_factory.mktemp("shared") / "agent"
@@ -84,9 +83,9 @@ def new_tokens(random: Random, count: int) -> tuple[int, ...]:
     return tuple(random.randrange(6, 512) for _ in range(count))
 
 
-def ask(cluster: Cluster, wanted: Wanted, folder: Path) -> int:
+def ask(cluster: Cluster, wanted: Generate, folder: Path, sharer: str = "") -> int:
     """Return the number of cached tokens. Fails unless the answer is the right one."""
-    (outcome,) = cluster.ask_all([wanted])
+    (outcome,) = cluster.ask_all([wanted], sharer=sharer)
     assert outcome.tokens == expected(wanted, folder).tokens
     return outcome.whole().cached
 
@@ -116,19 +115,19 @@ def test_attentive_models_heed_what_is_far_back(folders: dict[str, Path], family
 
 @pytest.mark.parametrize("family", FAMILY_CASES)
 def test_conversations_go_on_after_a_restart(
-    cluster: Cluster, folders: dict[str, Path], talks: dict[str, list[Wanted]], family: str
+    cluster: Cluster, folders: dict[str, Path], talks: dict[str, list[Generate]], family: str
 ) -> None:
     random, folder = Random(2), folders[family]
     cluster.load(folder)
     for number, wanted in enumerate(talks[family], 1):
         said = expected(wanted, folder).tokens
-        turn = (*wanted.prompt, *said, *new_tokens(random, 50))
+        turn = (*wanted.tokens, *said, *new_tokens(random, 50))
         assert ask(cluster, replace(wanted, prompt=turn, max_tokens=20), folder) >= LONG + len(said) - BLOCK
         cluster.idle()  # each rank has reported since
         assert [rank["fetched"] for rank in cluster.health()["ranks"]] == [number, number]
     if family in ("llama", "deepseek_v32"):  # parts of what was fetched are in their places, too
-        part = (*talks[family][0].prompt[:600], *new_tokens(random, 50))
-        assert ask(cluster, Wanted(part, 20), folder) == 600
+        part = (*talks[family][0].tokens[:600], *new_tokens(random, 50))
+        assert ask(cluster, Generate(0, part, 20), folder) == 600
 
 
 # --- files that are not as they were left ----------------------------------------------------------------
@@ -148,11 +147,11 @@ def clear_memory(cluster: Cluster) -> None:
     cluster.call(clear())
 
 
-def on_disk_alone(cluster: Cluster, wanted: Wanted, folder: Path) -> None:
+def on_disk_alone(cluster: Cluster, wanted: Generate, folder: Path, sharer: str = "") -> None:
     """Have a prompt's blocks on disk, and none of others, and nothing in memory."""
     disk_cache.clear(folder_in(cluster.home), agent_runs=True)
     clear_memory(cluster)
-    ask(cluster, wanted, folder)
+    ask(cluster, wanted, folder, sharer)
     on_disk(cluster.home, 2 * (LONG // BLOCK))
     cluster.idle()
     clear_memory(cluster)
@@ -187,7 +186,7 @@ def exchange(file: Path) -> None:
 def test_a_block_that_one_rank_lacks_is_a_miss_on_both(
     cluster: Cluster, plain: Path, damage: Callable[[Path], None], rank: int
 ) -> None:
-    wanted = Wanted(new_tokens(Random(rank), LONG), 20, DRAWN)
+    wanted = Generate(0, new_tokens(Random(rank), LONG), 20, DRAWN)
     on_disk_alone(cluster, wanted, plain)
     bad = blocks(cluster.home, rank)[2]
     damage(bad)
@@ -201,7 +200,7 @@ def test_a_block_that_one_rank_lacks_is_a_miss_on_both(
 
 @pytest.mark.chaos
 def test_files_of_the_future_are_used(cluster: Cluster, plain: Path) -> None:
-    wanted = Wanted(new_tokens(Random(3), LONG), 20, DRAWN)
+    wanted = Generate(0, new_tokens(Random(3), LONG), 20, DRAWN)
     on_disk_alone(cluster, wanted, plain)
     for path in blocks(cluster.home):
         os.utime(path, (2 * time.time(), 2 * time.time()))
@@ -209,16 +208,16 @@ def test_files_of_the_future_are_used(cluster: Cluster, plain: Path) -> None:
 
 
 def test_another_key_finds_nothing(cluster: Cluster, plain: Path) -> None:
-    wanted = Wanted(new_tokens(Random(4), LONG), 20, DRAWN, sharer="key a")
-    on_disk_alone(cluster, wanted, plain)
-    assert ask(cluster, replace(wanted, sharer="key b"), plain) == 0
-    assert ask(cluster, replace(wanted, sharer=""), plain) == 0
+    wanted = Generate(0, new_tokens(Random(4), LONG), 20, DRAWN)
+    on_disk_alone(cluster, wanted, plain, "key a")
+    assert ask(cluster, wanted, plain, "key b") == 0
+    assert ask(cluster, wanted, plain) == 0
     clear_memory(cluster)
-    assert ask(cluster, wanted, plain) == LONG - LONG % BLOCK
+    assert ask(cluster, wanted, plain, "key a") == LONG - LONG % BLOCK
 
 
 def test_blocks_that_are_cleared_while_it_serves_are_a_miss(cluster: Cluster, plain: Path) -> None:
-    wanted = Wanted(new_tokens(Random(5), LONG), 20, DRAWN)
+    wanted = Generate(0, new_tokens(Random(5), LONG), 20, DRAWN)
     on_disk_alone(cluster, wanted, plain)
     disk_cache.clear(folder_in(cluster.home), agent_runs=True)
     assert ask(cluster, wanted, plain) == 0

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from mlxtp.api.backend import Request as Wanted
 from mlxtp.api.backend import Sampling, Shaping
 from mlxtp.errors import Code, MlxtpError, RequestError
+from mlxtp.wire.messages import Generate
 
 from ..live_cluster import Cluster, Outcome
 from ..reference import answer, expected, prompt_ids, spoken
@@ -34,9 +34,9 @@ class Kind:
     text: str
     fits: Callable[[str], bool]
 
-    def wanted(self, prompt: tuple[int, ...], sampling: Sampling, max_tokens: int = MAX_TOKENS) -> Wanted:
+    def wanted(self, prompt: tuple[int, ...], sampling: Sampling, max_tokens: int = MAX_TOKENS) -> Generate:
         shaping = Shaping(grammar_kind=self.kind, grammar=self.text)
-        return Wanted(prompt, max_tokens, sampling, shaping)
+        return Generate(0, prompt, max_tokens, sampling, shaping)
 
 
 def schema(fits: Callable[[Any], bool], **of: Any) -> Kind:
@@ -118,7 +118,7 @@ def test_two_hundred_requests_guided_and_not_in_turn(two_ranks: Cluster, tmp_pat
     for i, kind in enumerate(kinds):
         prompt = tuple(random.randrange(6, 512) for _ in range(random.randint(1, 9)))
         sampling = Sampling(temperature=random.choice((0.0, 5.0, 20.0)), seed=i)
-        wanted.append(kind.wanted(prompt, sampling) if kind else Wanted(prompt, 12, sampling))
+        wanted.append(kind.wanted(prompt, sampling) if kind else Generate(0, prompt, 12, sampling))
     epoch = two_ranks.epoch
     two_ranks.load(folder)
     try:
@@ -179,9 +179,10 @@ def test_an_answer_that_is_cut_is_the_beginning_of_the_whole(cluster: Cluster, m
 def test_guided_answers_can_be_scored_biased_and_long(cluster: Cluster) -> None:
     kind = pattern(r"[ab]{1,30}")
     base = kind.wanted(QUESTION, Sampling())
-    scored = Wanted(base.prompt, base.max_tokens, base.sampling, base.shaping, logprobs=3)
-    least = Wanted(
-        base.prompt,
+    scored = Generate(0, base.tokens, base.max_tokens, base.sampling, base.shaping, logprobs=3)
+    least = Generate(
+        0,
+        base.tokens,
         base.max_tokens,
         base.sampling,
         Shaping(grammar_kind="regex", grammar=kind.text, min_tokens=12, presence_penalty=0.5),

@@ -12,10 +12,10 @@ from random import Random
 
 import pytest
 
-from mlxtp.api.backend import Request as Wanted
 from mlxtp.api.backend import Sampling, Shaping
 from mlxtp.errors import Code, MlxtpError
 from mlxtp.groups.health import ServingState
+from mlxtp.wire.messages import Generate
 
 from ..live_cluster import SLOWNESS, WAIT_S, Cluster, until
 from ..reference import expected
@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- random schedules -------------------------------------------------------------------------------------
 
 
-def some_request(random: Random) -> Wanted:
+def some_request(random: Random) -> Generate:
     """Short or long, cut or not, with some of what a request may ask for, or nothing; a few cannot be."""
     stem = tuple(range(10, 10 + random.randrange(60)))
     prompt = (
@@ -65,7 +65,7 @@ def some_request(random: Random) -> Wanted:
         shaping = Shaping(grammar_kind=kind, grammar=text)
     max_tokens = random.choice((1, 1, 2, 3, 5, 8, 14)) if random.random() < 0.95 else 100_000
     logprobs = random.choice((-1, -1, -1, -1, 0, 3))
-    return Wanted(prompt, max_tokens, sampling, shaping, logprobs, ignore_eos=random.random() < 0.3)
+    return Generate(0, prompt, max_tokens, sampling, shaping, logprobs, ignore_eos=random.random() < 0.3)
 
 
 async def one_client(cluster: Cluster, random: Random) -> str:
@@ -120,7 +120,11 @@ def test_random_schedules_leave_all_ledgers_equal(two_ranks: Cluster, folder: Pa
         ways = two_ranks.call(crowd(two_ranks, Random(seed), schedules), 4 * WAIT_S)
         print(ways)
         work = two_ranks.idle() - before
-        probe = [some_request(Random(1)), Wanted((7, 8, 9), 20), Wanted((7, 8, 9), 20, Sampling(9.0, seed=3))]
+        probe = [
+            some_request(Random(1)),
+            Generate(0, (7, 8, 9), 20),
+            Generate(0, (7, 8, 9), 20, Sampling(9.0, seed=3)),
+        ]
         outcomes = two_ranks.ask_all(probe)
     finally:
         two_ranks.load("tiny")
@@ -156,7 +160,7 @@ def erring(orders: Path, folder: Path, tmp_path_factory: pytest.TempPathFactory)
         yield cluster
 
 
-DRAWN = Wanted((7, 8, 9, 10), 60, Sampling(temperature=20.0, seed=4), ignore_eos=True)
+DRAWN = Generate(0, (7, 8, 9, 10), 60, Sampling(temperature=20.0, seed=4), ignore_eos=True)
 
 
 @pytest.mark.parametrize("fault", ["another draw", pytest.param("another position", marks=pytest.mark.chaos)])
@@ -183,7 +187,7 @@ def test_what_rank_1_would_have_drawn_does_not_matter_where_rank_0_decides(
     erring: Cluster, orders: Path, folder: Path
 ) -> None:
     """Under `broadcast` its own choice is multiplied by nothing."""
-    shaped = Wanted(DRAWN.prompt, 30, DRAWN.sampling, Shaping(presence_penalty=1.0), ignore_eos=True)
+    shaped = Generate(0, DRAWN.tokens, 30, DRAWN.sampling, Shaping(presence_penalty=1.0), ignore_eos=True)
     epoch = erring.epoch
     (orders / "another draw").touch()
     try:

@@ -18,10 +18,10 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlxtp.api.backend import Request as Wanted
 from mlxtp.api.backend import Sampling, Shaping
 from mlxtp.errors import Code
 from mlxtp.groups.health import ServingState
+from mlxtp.wire.messages import Generate
 
 from ..live_cluster import Cluster, until
 from ..reference import expected, text
@@ -48,14 +48,14 @@ DRAFTING: list[dict[str, Any]] = [
     {"shaping": Shaping(grammar_kind="lark", grammar=LESS)},
 ]
 """Changes of a request about whose answer the head is often right."""
-LONG = [Wanted(prompt(seed, 1 + 7 * seed), 60, ignore_eos=True) for seed in range(8)]
+LONG = [Generate(0, prompt(seed, 1 + 7 * seed), 60, ignore_eos=True) for seed in range(8)]
 
 
 def model(folder: Path) -> Path:
     write_model(folder, attentive=True, tie_word_embeddings=False)
     head = mx.load(str(folder / "model.safetensors"))["lm_head.weight"]
     change_weights(folder, lm_head__weight=head / 3)  # logits at which penalties matter
-    return add_head(folder, *(each.prompt for each in LONG[:3]))
+    return add_head(folder, *(each.tokens for each in LONG[:3]))
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_a_stop_string_ends_the_text_before_it_within_a_step_or_in_two(
     words = [text(folder).decoded([token]) for token in tokens]
     pairs = pairwise(words[5:])
     stops = [one[-1] + other[0] for one, other in pairs if (one + other).isascii()]
-    fields = {"max_tokens": 60, "temperature": 0, "ignore_eos": True, "prompt": LONG[2].prompt}
+    fields = {"max_tokens": 60, "temperature": 0, "ignore_eos": True, "prompt": LONG[2].tokens}
 
     def complete(*stop: str) -> dict[str, Any]:
         answer: dict[str, Any] = cluster.client.post("/v1/completions", json={**fields, "stop": stop}).json()

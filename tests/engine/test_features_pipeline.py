@@ -12,10 +12,10 @@ from random import Random
 
 import pytest
 
-from mlxtp.api.backend import Request as Wanted
 from mlxtp.api.backend import Sampling, Shaping
 from mlxtp.errors import Code, GroupError
 from mlxtp.groups.health import ServingState
+from mlxtp.wire.messages import Generate
 
 from ..live_cluster import Cluster, until
 from ..reference import expected
@@ -50,11 +50,12 @@ def three(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
         yield cluster
 
 
-def some(random: Random, count: int) -> list[Wanted]:
+def some(random: Random, count: int) -> list[Generate]:
     """Requests of unlike lengths, of which some begin like others."""
     stem = tuple(random.choices(range(6, 500), k=300))
     return [
-        Wanted(
+        Generate(
+            0,
             (
                 *stem[: random.choice((0, 40, 300))],
                 *random.choices(range(6, 500), k=random.choice((3, 30, 200))),
@@ -96,7 +97,7 @@ def test_random_schedules_leave_all_ledgers_equal(three: Cluster, folders: dict[
     work = three.idle() - before
     assert three.epoch == epoch
     assert work.forwards[0] == work.forwards[1] == work.forwards[2] > 0
-    probe = Wanted((7, 8, 9), 20, Sampling(9.0, seed=3))
+    probe = Generate(0, (7, 8, 9), 20, Sampling(9.0, seed=3))
     assert three.ask_all([probe])[0].tokens == expected(probe, folders["llama"]).tokens
 
 
@@ -105,8 +106,8 @@ def test_random_schedules_leave_all_ledgers_equal(three: Cluster, folders: dict[
 def test_a_conversation_comes_back_from_the_disks_of_all_stages(
     folders: dict[str, Path], tmp_path: Path, kind: str
 ) -> None:
-    wanted = Wanted(
-        tuple(Random(4).choices(range(6, 500), k=1500)), 8, Sampling(2.0, seed=3), ignore_eos=True
+    wanted = Generate(
+        0, tuple(Random(4).choices(range(6, 500), k=1500)), 8, Sampling(2.0, seed=3), ignore_eos=True
     )
     right = expected(wanted, folders[kind]).tokens
     settings = {"parallel": "pipeline", "model": folders[kind], "cache_disk": 1 << 30}
@@ -142,7 +143,7 @@ def erring(
 def assert_found(cluster: Cluster, folder: Path, order: Path) -> None:
     """Have rank 1 err while it serves, and assert that the epoch ends and that all answers are right."""
     wanted = [
-        Wanted((7, 8, 9, seed), 40, Sampling(9.0, seed=seed), ignore_eos=True) for seed in range(10, 13)
+        Generate(0, (7, 8, 9, seed), 40, Sampling(9.0, seed=seed), ignore_eos=True) for seed in range(10, 13)
     ]
     right = [expected(each, folder).tokens for each in wanted]
     epoch = cluster.epoch
@@ -186,7 +187,7 @@ def test_tokens_that_rank_0_did_not_choose_are_found_before_one_leaves(
 
 @pytest.mark.chaos
 def test_a_late_message_only_takes_time(erring: Cluster, orders: Path, folders: dict[str, Path]) -> None:
-    wanted = Wanted((7, 8, 9), 4, ignore_eos=True)
+    wanted = Generate(0, (7, 8, 9), 4, ignore_eos=True)
     epoch = erring.epoch
     (orders / "a late message").touch()
     try:
@@ -216,7 +217,7 @@ def test_a_stage_without_memory_refuses_the_load_and_the_next_one_works(
         (model, rank.weight_bytes, rank.memory_bytes - rank.pool_bytes < 1000) for model, rank in heard
     } == {("", 0, True)}
     erring.load(folders["llama"])
-    wanted = Wanted((7, 8, 9), 20, ignore_eos=True)
+    wanted = Generate(0, (7, 8, 9), 20, ignore_eos=True)
     assert erring.ask_all([wanted])[0].tokens == expected(wanted, folders["llama"]).tokens
     assert erring.epoch == epoch
 
@@ -227,7 +228,7 @@ def test_messages_of_one_shape_carry_long_prompts_and_steps(folders: dict[str, P
     orders.mkdir()
     (orders / "one shape").touch()
     worker = (sys.executable, "-m", "tests.engine.engine_member", str(orders))
-    wanted = [*some(Random(7), 4), Wanted(tuple(range(6, 480)), 20, ignore_eos=True)]
+    wanted = [*some(Random(7), 4), Generate(0, tuple(range(6, 480)), 20, ignore_eos=True)]
     with Cluster(
         tmp_path / "home", parallel="pipeline", split="3,1", worker=worker, model=folders["llama"]
     ) as cluster:
@@ -240,7 +241,7 @@ def test_messages_of_one_shape_carry_long_prompts_and_steps(folders: dict[str, P
 @pytest.mark.chaos
 def test_a_stage_that_dies_costs_no_token(three: Cluster, folders: dict[str, Path], rank: int) -> None:
     wanted = [
-        Wanted((7, 8, 9, seed), 60, Sampling(2.0, seed=seed), ignore_eos=True) for seed in range(10, 13)
+        Generate(0, (7, 8, 9, seed), 60, Sampling(2.0, seed=seed), ignore_eos=True) for seed in range(10, 13)
     ]
     requests = [three.ask(each) for each in wanted]
     for request in requests:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from mlxtp.api.backend import Request as Wanted
 from mlxtp.api.backend import Sampling
+from mlxtp.wire.messages import Generate
 
 from ..live_cluster import Cluster
 from ..reference import answer, chat_ids, endless_prompt, prompt_ids, random_text, reference, spoken, text
@@ -102,7 +102,7 @@ def test_a_shared_beginning_is_computed_once(cluster: Cluster) -> None:
     prompts = [chat_ids(text(), [system, {"role": "user", "content": fresh(31 + i, 8)}]) for i in range(8)]
     shared = min(common(prompts[0], prompt) for prompt in prompts[1:])
     assert shared > 40
-    outcomes = cluster.ask_all([Wanted(prompt, MAX_TOKENS) for prompt in prompts])
+    outcomes = cluster.ask_all([Generate(0, prompt, MAX_TOKENS) for prompt in prompts])
     cached = sorted(outcome.whole().cached for outcome in outcomes)
     assert [outcome.tokens for outcome in outcomes] == [reference(prompt, MAX_TOKENS) for prompt in prompts]
     assert cached[0] < shared
@@ -111,7 +111,7 @@ def test_a_shared_beginning_is_computed_once(cluster: Cluster) -> None:
 
 def test_four_answers_to_one_prompt_share_its_computation(cluster: Cluster) -> None:
     prompt = prompt_ids(fresh(40))
-    seeds = [Wanted(prompt, 8, Sampling(temperature=3.0, seed=seed)) for seed in range(4)]
+    seeds = [Generate(0, prompt, 8, Sampling(temperature=3.0, seed=seed)) for seed in range(4)]
     cached = sorted(outcome.whole().cached for outcome in cluster.ask_all(seeds))
     assert cached[0] < 20
     assert cached[1:] == [len(prompt) - 1] * 3
@@ -137,7 +137,7 @@ def test_branches_of_one_beginning_do_not_disturb_each_other(cluster: Cluster) -
     branches = [stem[: random.randint(20, len(stem))] for _ in range(10)]
     running = cluster.start(stem, MAX_TOKENS)
     running.take(1)
-    outcomes = cluster.ask_all([Wanted(branch, 20) for branch in branches], at_once=4)
+    outcomes = cluster.ask_all([Generate(0, branch, 20) for branch in branches], at_once=4)
     assert [outcome.tokens for outcome in outcomes] == [reference(branch, 20) for branch in branches]
     assert all(outcome.whole().cached > 0 for outcome in outcomes)
     assert running.finish()[0] == reference(stem, MAX_TOKENS)

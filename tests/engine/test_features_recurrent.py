@@ -10,8 +10,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlxtp.api.backend import Request as Wanted
 from mlxtp.api.backend import Shaping
+from mlxtp.wire.messages import Generate
 
 from ..live_cluster import Cluster
 from ..reference import expected
@@ -73,9 +73,9 @@ def cluster(
         yield cluster
 
 
-def misleading(wanted: Wanted) -> Wanted:
+def misleading(wanted: Generate) -> Generate:
     """Return a request whose prompt has some tokens otherwise than the model says them."""
-    return replace(wanted, prompt=tuple(99 if at % 9 == 8 else each for at, each in enumerate(wanted.prompt)))
+    return replace(wanted, tokens=tuple(99 if at % 9 == 8 else each for at, each in enumerate(wanted.tokens)))
 
 
 def test_drafts_of_a_lookup_change_no_token(cluster: Cluster, folder: Path) -> None:
@@ -93,7 +93,7 @@ def test_drafts_of_a_lookup_change_no_token(cluster: Cluster, folder: Path) -> N
 def test_forced_tokens_change_nothing_and_save_forwards(cluster: Cluster, folder: Path) -> None:
     """Alone, and beside rows that draft."""
     shaping = Shaping(grammar_kind="regex", grammar="hello there, [a-z]{2} and good evening to the [a-z]{2}!")
-    guided = [Wanted(prompt(seed), 60, shaping=shaping) for seed in (1, 2)]
+    guided = [Generate(0, prompt(seed), 60, shaping=shaping) for seed in (1, 2)]
     wanted = [*guided, *copying(folder)[:3]]
     right = [expected(each, folder).tokens for each in wanted]
     before = cluster.idle()
@@ -107,7 +107,7 @@ def headed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     fields = {**PIPELINE["qwen3_5"], "eos_token_id": [511]}
     path = tmp_path_factory.mktemp("models") / "headed"
     remember(write_model(path, model_type="qwen3_5", attentive=True, **fields))
-    return add_head(path, *(each.prompt for each in LONG[:3]))
+    return add_head(path, *(each.tokens for each in LONG[:3]))
 
 
 @pytest.mark.parametrize(
@@ -127,9 +127,9 @@ def test_drafts_of_a_head_change_no_token(headed: Path, tmp_path: Path, how: str
 def test_a_conversation_goes_on_behind_drafts(cluster: Cluster, folder: Path) -> None:
     """The cache that an answer leaves, drafts in flight or not, is that of its tokens."""
     (first, *_) = copying(folder)
-    prompt = first.prompt
+    prompt = first.tokens
     for _ in range(3):
-        wanted = Wanted(prompt, 40, ignore_eos=True)
+        wanted = Generate(0, prompt, 40, ignore_eos=True)
         (outcome,) = cluster.ask_all([wanted], 1)
         assert_right([outcome], [wanted], folder)
         prompt = (*prompt, *expected(wanted, folder).tokens, 77, 78, 79)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from mlxtp.api.backend import Request as Wanted
 from mlxtp.api.backend import Sampling, Shaping
 from mlxtp.errors import Code, ModelError, RequestError
+from mlxtp.wire.messages import Generate
 
 from ..live_cluster import Cluster, Outcome, Request
 from ..reference import expected
@@ -54,13 +54,13 @@ def prompt(seed: int, length: int) -> tuple[int, ...]:
     return tuple(random.randrange(6, 512) for _ in range(length))
 
 
-def assert_right(outcomes: Sequence[Outcome], wanted: Sequence[Wanted], folder: Path) -> None:
+def assert_right(outcomes: Sequence[Outcome], wanted: Sequence[Generate], folder: Path) -> None:
     for outcome, each in zip(outcomes, wanted, strict=True):
         assert outcome.tokens == expected(each, folder).tokens
         assert outcome.whole().reason == expected(each, folder).reason
 
 
-def refused(cluster: Cluster, wanted: Wanted) -> RequestError:
+def refused(cluster: Cluster, wanted: Generate) -> RequestError:
     request = cluster.ask(wanted)
     with pytest.raises(RequestError) as error:
         request.accepted()
@@ -75,18 +75,18 @@ def refused(cluster: Cluster, wanted: Wanted) -> RequestError:
 def test_what_can_never_fit_is_refused_with_the_numbers(cluster: Cluster, folder: Path) -> None:
     cluster.load(folder, kv_bytes=room_for(cluster, 300))
     before = cluster.idle()
-    error = refused(cluster, Wanted(prompt(1, 250), 100))
+    error = refused(cluster, Generate(0, prompt(1, 250), 100))
     for number in ("250 prompt tokens", "100 new ones", "room for 352", "room for 300"):
         assert number in error.detail
     assert set((cluster.idle() - before).forwards) == {0}
-    fits = Wanted(prompt(1, 150), 40)
+    fits = Generate(0, prompt(1, 150), 40)
     assert_right(cluster.ask_all([fits]), [fits], folder)
 
 
 def test_what_will_fit_later_waits_and_is_right(cluster: Cluster, folder: Path) -> None:
     cluster.load(folder, kv_bytes=room_for(cluster, 400))
     random = Random(2)
-    wanted = [Wanted(prompt(seed, random.randint(5, 120)), random.randint(1, 60)) for seed in range(12)]
+    wanted = [Generate(0, prompt(seed, random.randint(5, 120)), random.randint(1, 60)) for seed in range(12)]
     assert_right(cluster.ask_all(wanted), wanted, folder)
 
 
@@ -94,8 +94,8 @@ def test_who_outgrows_the_room_is_put_off_and_comes_back_right(cluster: Cluster,
     """Two fit while they are short. The younger one is prefilled again when the older one is through."""
     cluster.load(folder, kv_bytes=room_for(cluster, 300))
     wanted = [
-        Wanted(prompt(5, 20), 150, Sampling(temperature=20.0, seed=5), ignore_eos=True),
-        Wanted(prompt(6, 20), 150, shaping=Shaping(presence_penalty=40.0), logprobs=1, ignore_eos=True),
+        Generate(0, prompt(5, 20), 150, Sampling(temperature=20.0, seed=5), ignore_eos=True),
+        Generate(0, prompt(6, 20), 150, shaping=Shaping(presence_penalty=40.0), logprobs=1, ignore_eos=True),
     ]
     before = cluster.idle()
     outcomes = cluster.ask_all(wanted)
@@ -125,10 +125,12 @@ def test_less_room_in_mid_stream_changes_no_text_and_gives_memory_back(
     """The four have arrays of 256 tokens each when the room becomes too small for all of them."""
     cluster.load(folder, kv_bytes=room_for(cluster, 1600))
     wanted = [
-        Wanted(prompt(60, 200), 300, ignore_eos=True),
-        Wanted(prompt(61, 195), 300, Sampling(temperature=20.0, seed=5), ignore_eos=True),
-        Wanted(prompt(62, 190), 300, shaping=Shaping(presence_penalty=40.0), logprobs=1, ignore_eos=True),
-        Wanted(prompt(63, 185), 300, ignore_eos=True),
+        Generate(0, prompt(60, 200), 300, ignore_eos=True),
+        Generate(0, prompt(61, 195), 300, Sampling(temperature=20.0, seed=5), ignore_eos=True),
+        Generate(
+            0, prompt(62, 190), 300, shaping=Shaping(presence_penalty=40.0), logprobs=1, ignore_eos=True
+        ),
+        Generate(0, prompt(63, 185), 300, ignore_eos=True),
     ]
     before = cluster.idle()
     streams = [cluster.ask(each) for each in wanted]
@@ -157,7 +159,7 @@ def test_what_outgrows_the_smaller_room_ends_with_the_numbers(cluster: Cluster, 
     cluster.load(folder, kv_bytes=room_for(cluster, 512))
 
     async def begin() -> Any:
-        answer = cluster.supervisor.gateway.generate(Wanted(prompt(70, 100), 400, ignore_eos=True))
+        answer = cluster.supervisor.gateway.generate(Generate(0, prompt(70, 100), 400, ignore_eos=True))
         await cluster.supervisor.kv.limit(room_for(cluster, 192))  # before the answer can be complete
         return answer
 
@@ -166,12 +168,12 @@ def test_what_outgrows_the_smaller_room_ends_with_the_numbers(cluster: Cluster, 
     words = r"100 prompt tokens and \d+ of 400 new ones outgrow .* room for 192"
     with pytest.raises(RequestError, match=words):
         stream.finish()
-    assert "room for 320 in the KV cache" in refused(cluster, Wanted(prompt(71, 100), 200)).detail
+    assert "room for 320 in the KV cache" in refused(cluster, Generate(0, prompt(71, 100), 200)).detail
     assert resize(cluster, 0) == 512, "the setting's"
-    fits = Wanted(prompt(71, 100), 200, ignore_eos=True)
+    fits = Generate(0, prompt(71, 100), 200, ignore_eos=True)
     assert_right(cluster.ask_all([fits]), [fits], folder)
     assert resize(cluster, 1) == 64, "room for the shortest sequence is left"
-    short = Wanted(prompt(72, 20), 40)
+    short = Generate(0, prompt(72, 20), 40)
     assert_right(cluster.ask_all([short]), [short], folder)
 
 
@@ -189,10 +191,11 @@ def test_one_long_row_and_many_short_ones_run_together_in_the_room_of_their_leng
     random = Random(8)
     again = prompt(80, 10) * 3
     wanted = [
-        Wanted(prompt(81, 350), 90, ignore_eos=True),
-        Wanted(again, 80, ignore_eos=True),
+        Generate(0, prompt(81, 350), 90, ignore_eos=True),
+        Generate(0, again, 80, ignore_eos=True),
         *[
-            Wanted(
+            Generate(
+                0,
                 prompt(seed, random.randint(5, 30)),
                 80,
                 Sampling(temperature=20.0 * (seed % 2), seed=seed),
@@ -219,10 +222,10 @@ def test_one_long_row_and_many_short_ones_run_together_in_the_room_of_their_leng
 @pytest.mark.chaos
 def test_kept_caches_give_way(cluster: Cluster, folder: Path) -> None:
     cluster.load(folder, kv_bytes=room_for(cluster, 400))
-    first = Wanted(prompt(10, 60), 4)
+    first = Generate(0, prompt(10, 60), 4)
     assert cluster.ask_all([first])[0].whole().cached == 0
     assert cluster.ask_all([first])[0].whole().cached == 59
-    others = [Wanted(prompt(seed, 60), 4) for seed in range(11, 20)]
+    others = [Generate(0, prompt(seed, 60), 4) for seed in range(11, 20)]
     assert_right(cluster.ask_all(others, at_once=1), others, folder)
     assert cluster.ask_all([others[-1]])[0].whole().cached == 59
     (again,) = cluster.ask_all([first])
@@ -232,23 +235,23 @@ def test_kept_caches_give_way(cluster: Cluster, folder: Path) -> None:
 
 def test_kept_caches_give_way_to_a_request_that_needs_all_the_room(cluster: Cluster, folder: Path) -> None:
     cluster.load(folder, kv_bytes=room_for(cluster, 256))
-    small = [Wanted(prompt(seed, 60), 4) for seed in range(20, 22)]
+    small = [Generate(0, prompt(seed, 60), 4) for seed in range(20, 22)]
     assert_right(cluster.ask_all(small, at_once=1), small, folder)
-    large = Wanted(prompt(30, 200), 50)
+    large = Generate(0, prompt(30, 200), 50)
     assert_right(cluster.ask_all([large]), [large], folder)
 
 
 def test_the_context_can_be_made_shorter(cluster: Cluster, folder: Path) -> None:
     cluster.load(folder, max_context=64)
-    assert "context of 64" in refused(cluster, Wanted(prompt(1, 60), 5)).detail
-    fits = Wanted(prompt(1, 60), 4)
+    assert "context of 64" in refused(cluster, Generate(0, prompt(1, 60), 5)).detail
+    fits = Generate(0, prompt(1, 60), 4)
     assert_right(cluster.ask_all([fits]), [fits], folder)
     assert cluster.client.get("/v1/models").json()["data"][0]["context_length"] == 64
 
 
 def test_a_context_longer_than_the_models_own_changes_nothing(cluster: Cluster, folder: Path) -> None:
     cluster.load(folder, max_context=100_000)
-    assert "context of 512" in refused(cluster, Wanted(prompt(1, 500), 13)).detail
+    assert "context of 512" in refused(cluster, Generate(0, prompt(1, 500), 13)).detail
 
 
 # --- quantized --------------------------------------------------------------------------------------------
@@ -259,7 +262,7 @@ def test_quantized_caches_answer_many_at_once(cluster: Cluster, tmp_path: Path, 
     """This model's most likely tokens are so by far: 8 bits are enough for them."""
     folder = write_model(tmp_path / "wide", head_dim=64)
     cluster.load(folder, kv_bits=8)
-    wanted = [Wanted(prompt(seed, 40), 12, ignore_eos=True) for seed in range(40, 40 + requests)]
+    wanted = [Generate(0, prompt(seed, 40), 12, ignore_eos=True) for seed in range(40, 40 + requests)]
     before = cluster.idle()
     outcomes = cluster.ask_all(wanted)
     assert_right(outcomes, wanted, folder)
@@ -274,7 +277,7 @@ def test_keys_that_cannot_be_quantized_are_refused_at_load(cluster: Cluster, fol
     with pytest.raises(ModelError, match=r"--kv-bits 8: .* do not divide by 32; leave it out"):
         cluster.load(folder, kv_bits=8)
     cluster.load(folder)
-    fits = Wanted(prompt(1, 60), 4)
+    fits = Generate(0, prompt(1, 60), 4)
     assert_right(cluster.ask_all([fits]), [fits], folder)
     assert cluster.epoch == epoch
 
@@ -292,7 +295,8 @@ def test_families_with_other_caches_serve_many_at_once(cluster: Cluster, tmp_pat
     cluster.load(folder)
     random = Random(3)
     wanted = [
-        Wanted(
+        Generate(
+            0,
             prompt(seed, random.choice((1, 5, 8, 9, 30))),
             random.choice((1, 5, 20)),
             Sampling(temperature=random.choice((0.0, 10.0)), seed=seed),

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from mlx_lm.utils import load_model
 
-from mlxtp.api.backend import Request as Wanted
 from mlxtp.api.backend import Sampling, Shaping
 from mlxtp.engine.loader import kv_sizes
+from mlxtp.wire.messages import Generate
 
 from ..live_cluster import Cluster
 from ..reference import expected
@@ -83,9 +83,9 @@ def cluster(
         yield cluster, folder
 
 
-def some(*lengths: int, **how: Any) -> list[Wanted]:
+def some(*lengths: int, **how: Any) -> list[Generate]:
     return [
-        Wanted(tuple(Random(length).choices(range(6, 500), k=length)), 110, ignore_eos=True, **how)
+        Generate(0, tuple(Random(length).choices(range(6, 500), k=length)), 110, ignore_eos=True, **how)
         for length in lengths
     ]
 
@@ -109,8 +109,8 @@ def test_a_conversation_goes_on_behind_drafts(cluster: tuple[Cluster, Path]) -> 
         (outcome,) = ranks.ask_all([wanted], 1)
         assert_right([outcome], [wanted], folder)
         said = expected(wanted, folder).tokens
-        wanted = Wanted((*wanted.prompt, *said, 77, 78, 79), 40, ignore_eos=True)
-    assert outcome.whole().cached > len(wanted.prompt) - 90
+        wanted = Generate(0, (*wanted.tokens, *said, 77, 78, 79), 40, ignore_eos=True)
+    assert outcome.whole().cached > len(wanted.tokens) - 90
 
 
 @pytest.mark.chaos
@@ -141,8 +141,8 @@ def test_rows_that_make_way_come_back(tmp_path: Path, name: str) -> None:
 def test_drafts_of_a_head_change_no_token(tmp_path: Path) -> None:
     two = {"num_hidden_layers": 2, "layer_types": SOME[:2], "tie_word_embeddings": False}
     folder = write(tmp_path / "headed", "llama", **two)
-    fitted = Wanted((9,), 150, ignore_eos=True)
-    add_head(folder, fitted.prompt, length=140)
+    fitted = Generate(0, (9,), 150, ignore_eos=True)
+    add_head(folder, fitted.tokens, length=140)
     with Cluster(tmp_path / "home", ranks=2, model=folder) as ranks:
         wanted = [fitted, *some(30, 150)]
         for at_once in (1, 3):

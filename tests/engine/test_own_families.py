@@ -16,8 +16,9 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
-from mlxtp.api.backend import Request, Sampling
+from mlxtp.api.backend import Sampling
 from mlxtp.engine.families import DIVIDE
+from mlxtp.wire.messages import Generate
 
 from ..live_cluster import Cluster
 from ..reference import expected
@@ -149,7 +150,7 @@ def test_two_ranks_of_an_agent_answer_as_one_does(tmp_path: Path) -> None:
             cluster.load(folder)
             prompts = [tuple(random.randrange(6, 500) for _ in range(length)) for length in (150, 40, 9)]
             drawn = Sampling(temperature=1.5, seed=11)  # no draw of which is on the border of two tokens
-            wanted = [Request(each, 24, sampling) for each in prompts for sampling in (Sampling(), drawn)]
+            wanted = [Generate(0, each, 24, sampling) for each in prompts for sampling in (Sampling(), drawn)]
             outcomes = cluster.ask_all(wanted)
             assert [one.tokens for one in outcomes] == [expected(one, folder).tokens for one in wanted], (
                 folder

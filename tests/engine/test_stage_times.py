@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from mlxtp.api.backend import Request as Wanted
 from mlxtp.api.backend import Sampling as Chosen
 from mlxtp.engine.pipeline import StageTimes
-from mlxtp.wire.messages import Forward
+from mlxtp.wire.messages import Forward, Generate
 
 from ..live_cluster import Cluster, until
 from ..wire.forwards import of_prompt, of_prompts
@@ -103,13 +102,13 @@ def test_the_others_wait_for_the_stage_with_most_layers(model: Path, tmp_path: P
 
 
 def assert_the_others_wait(three: Cluster, slow: int) -> None:
-    step = Wanted((6, 7, 8), 80, Chosen(9.0))
+    step = Generate(0, (6, 7, 8), 80, Chosen(9.0))
     three.ask_all([step])  # compiles kernels
     before = idle(three, 1)
     for work, wanted in {
         "steps": [step],
-        "rows": [Wanted((6, 7, 8, row), 80, Chosen(9.0)) for row in range(6)],
-        "chunks": [Wanted(tuple(range(6, 326)), 1)],
+        "rows": [Generate(0, (6, 7, 8, row), 80, Chosen(9.0)) for row in range(6)],
+        "chunks": [Generate(0, tuple(range(6, 326)), 1)],
     }.items():
         began = time.monotonic()
         three.ask_all(wanted)

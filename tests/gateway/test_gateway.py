@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxtp.api.backend import Health, ModelInfo, Progress, Request, StreamEnd, TokenEvent, Tokens, TokenScore
+from mlxtp.api.backend import Health, ModelInfo, Progress, StreamEnd, TokenEvent, Tokens, TokenScore
 from mlxtp.errors import Code, GroupError, LinkError, MlxtpError, RequestError
 from mlxtp.gateway.admission import AdmissionLimits
 from mlxtp.gateway.gateway import WARM_UP_TOKENS, Gateway
@@ -94,7 +94,7 @@ def play(story: Callable[[Stage], Awaitable[None]], max_open: int = 4) -> None:
 
 def test_a_request_goes_to_rank_0_and_its_tokens_come_back() -> None:
     async def story(stage: Stage) -> None:
-        answer = stage.gateway.generate(Request((1, 2, 3), 9))
+        answer = stage.gateway.generate(Generate(0, (1, 2, 3), 9))
         assert stage.ranks.sent == [Generate(1, (1, 2, 3), 9)]
         assert stage.open == 1
         stage.say(1, 50, 51)
@@ -108,7 +108,7 @@ def test_a_request_goes_to_rank_0_and_its_tokens_come_back() -> None:
 
 def test_after_the_end_there_is_nothing() -> None:
     async def story(stage: Stage) -> None:
-        answer = stage.gateway.generate(Request((1,), 9))
+        answer = stage.gateway.generate(Generate(0, (1,), 9))
         stage.finish(1)
         assert len(await everything(answer)) == 1
         assert await everything(answer) == []
@@ -118,7 +118,7 @@ def test_after_the_end_there_is_nothing() -> None:
 
 def test_an_answer_tells_what_it_waits_for() -> None:
     async def story(stage: Stage) -> None:
-        answer = stage.gateway.generate(Request((1, 2, 3, 4), 9))
+        answer = stage.gateway.generate(Generate(0, (1, 2, 3, 4), 9))
         assert answer.progress() == Progress("queued")
         stage.gateway.on_event(Accepted(1))
         assert answer.progress() == Progress("queued")
@@ -143,9 +143,9 @@ def test_an_answer_tells_what_it_waits_for() -> None:
 def test_uids_rise_and_are_never_used_again() -> None:
     async def story(stage: Stage) -> None:
         for _ in range(3):
-            stage.gateway.generate(Request((1,), 9))
+            stage.gateway.generate(Generate(0, (1,), 9))
         stage.finish(2)
-        stage.gateway.generate(Request((1,), 9))
+        stage.gateway.generate(Generate(0, (1,), 9))
         assert [generate.uid for generate in stage.ranks.sent_of(Generate)] == [1, 2, 3, 4]
 
     play(story)
@@ -153,7 +153,7 @@ def test_uids_rise_and_are_never_used_again() -> None:
 
 def test_one_step_of_several_requests_reaches_each_of_them() -> None:
     async def story(stage: Stage) -> None:
-        answers = [stage.gateway.generate(Request((1,), 9)) for _ in range(3)]
+        answers = [stage.gateway.generate(Generate(0, (1,), 9)) for _ in range(3)]
         stage.gateway.on_event(Delta((3, 1), (0, 0), (33, 11)))
         stage.gateway.on_event(Delta((1, 2), (1, 0), (12, 22)))
         for uid in (1, 2, 3):
@@ -167,7 +167,7 @@ def test_one_step_of_several_requests_reaches_each_of_them() -> None:
 @given(st.permutations([(uid, index) for uid in (1, 2, 3) for index in range(4)]))
 def test_no_token_of_another_request_is_ever_seen(order: list[tuple[int, int]]) -> None:
     async def story(stage: Stage) -> None:
-        answers = [stage.gateway.generate(Request((1,), 9)) for _ in range(3)]
+        answers = [stage.gateway.generate(Generate(0, (1,), 9)) for _ in range(3)]
         for uid, index in order:
             stage.gateway.on_event(Delta((uid,), (index,), (100 * uid + index,)))
         for uid, answer in enumerate(answers, 1):
@@ -181,15 +181,28 @@ def test_no_token_of_another_request_is_ever_seen(order: list[tuple[int, int]]) 
 def test_what_a_request_asks_for_travels_with_it() -> None:
     async def story(stage: Stage) -> None:
         sampling, shaping = Sampling(0.5, seed=7), Shaping(min_tokens=3, grammar_kind="regex")
-        stage.gateway.generate(Request((1,), 9, sampling, shaping, 5, True))
+        stage.gateway.generate(Generate(0, (1,), 9, sampling, shaping, 5, True))
         assert stage.ranks.sent == [Generate(1, (1,), 9, sampling, shaping, 5, True)]
+
+    play(story)
+
+
+def test_clients_and_users_travel_as_numbers() -> None:
+    async def story(stage: Stage) -> None:
+        for whose in ({}, {"client": "a"}, {"client": "a", "user": "b"}, {"client": "b"}):
+            stage.gateway.generate(Generate(0, (1,), 9), **whose)
+        found = [(each.client, each.user) for each in stage.ranks.sent]
+        unnamed, a, of_a, b = found
+        assert unnamed == (0, 0)
+        assert (a[1], b[1]) == (0, 0)
+        assert 0 != a[0] == of_a[0] != b[0] == of_a[1]
 
     play(story)
 
 
 def test_scores_come_with_their_tokens() -> None:
     async def story(stage: Stage) -> None:
-        answers = [stage.gateway.generate(Request((1,), 9, logprobs=top)) for top in (0, 2)]
+        answers = [stage.gateway.generate(Generate(0, (1,), 9, logprobs=top)) for top in (0, 2)]
         stage.gateway.on_event(ScoredDelta(1, 0, (50,), (-0.5,), 0, (), ()))
         stage.gateway.on_event(
             ScoredDelta(2, 0, (60, 61), (-1.0, -2.0), 2, (5, 6, 7, 8), (-0.1, -0.2, -0.3, -0.4))
@@ -206,7 +219,7 @@ def test_scores_come_with_their_tokens() -> None:
 
 def test_the_end_tells_what_the_cache_and_the_drafts_were_worth() -> None:
     async def story(stage: Stage) -> None:
-        answer = stage.gateway.generate(Request((1,), 9))
+        answer = stage.gateway.generate(Generate(0, (1,), 9))
         stage.gateway.on_event(Finished(1, "length", 9, 4, cached=30, drafted=8, accepted=5))
         assert await everything(answer) == [StreamEnd("length", 9, 30, 8, 5)]
 
@@ -218,7 +231,7 @@ def test_the_end_tells_what_the_cache_and_the_drafts_were_worth() -> None:
 
 def test_no_client_is_told_accepted_before_rank_0_says_so() -> None:
     async def story(stage: Stage) -> None:
-        answer = stage.gateway.generate(Request((1,), 9))
+        answer = stage.gateway.generate(Generate(0, (1,), 9))
         waiting = asyncio.create_task(answer.accepted())
         await asyncio.sleep(0)
         assert not waiting.done()
@@ -237,7 +250,7 @@ def test_no_client_is_told_accepted_before_rank_0_says_so() -> None:
 
 def test_a_refusal_is_raised_by_accepted_and_ends_the_answer() -> None:
     async def story(stage: Stage) -> None:
-        answer = stage.gateway.generate(Request((1,), 9))
+        answer = stage.gateway.generate(Generate(0, (1,), 9))
         stage.gateway.on_event(Error(Code.BAD_REQUEST, "no such grammar", 1))
         with pytest.raises(RequestError, match="no such grammar"):
             await answer.accepted()
@@ -251,7 +264,7 @@ def test_a_refusal_is_raised_by_accepted_and_ends_the_answer() -> None:
 
 def test_a_failure_after_acceptance_is_raised_to_the_reader() -> None:
     async def story(stage: Stage) -> None:
-        answer = stage.gateway.generate(Request((1,), 9))
+        answer = stage.gateway.generate(Generate(0, (1,), 9))
         stage.gateway.on_event(Accepted(1))
         stage.gateway.fail(DEPLOYMENT, GroupError("rank 1 is gone"))
         await answer.accepted()
@@ -263,7 +276,7 @@ def test_a_failure_after_acceptance_is_raised_to_the_reader() -> None:
 
 def test_a_client_that_stops_waiting_to_be_accepted_cancels_the_request() -> None:
     async def story(stage: Stage) -> None:
-        waiting = asyncio.create_task(stage.gateway.generate(Request((1,), 9)).accepted())
+        waiting = asyncio.create_task(stage.gateway.generate(Generate(0, (1,), 9)).accepted())
         await asyncio.sleep(0)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -279,7 +292,7 @@ def test_a_client_that_stops_waiting_to_be_accepted_cancels_the_request() -> Non
 
 def test_closing_before_the_end_cancels_once() -> None:
     async def story(stage: Stage) -> None:
-        answer: Any = stage.gateway.generate(Request((1,), 9))
+        answer: Any = stage.gateway.generate(Generate(0, (1,), 9))
         stage.say(1, 50)
         assert await anext(answer) == Tokens((50,))
         await answer.aclose()
@@ -293,7 +306,7 @@ def test_closing_before_the_end_cancels_once() -> None:
 
 def test_closing_what_was_never_read_cancels_too() -> None:
     async def story(stage: Stage) -> None:
-        answer: Any = stage.gateway.generate(Request((1,), 9))
+        answer: Any = stage.gateway.generate(Generate(0, (1,), 9))
         await answer.aclose()
         assert stage.ranks.sent_of(Cancel) == [Cancel(1)]
 
@@ -302,7 +315,7 @@ def test_closing_what_was_never_read_cancels_too() -> None:
 
 def test_closing_after_the_end_says_nothing() -> None:
     async def story(stage: Stage) -> None:
-        answer: Any = stage.gateway.generate(Request((1,), 9))
+        answer: Any = stage.gateway.generate(Generate(0, (1,), 9))
         stage.finish(1)
         await everything(answer)
         await answer.aclose()
@@ -313,7 +326,7 @@ def test_closing_after_the_end_says_nothing() -> None:
 
 def test_a_reader_whose_task_is_cancelled_cancels_the_request() -> None:
     async def story(stage: Stage) -> None:
-        reader = asyncio.create_task(everything(stage.gateway.generate(Request((1,), 9))))
+        reader = asyncio.create_task(everything(stage.gateway.generate(Generate(0, (1,), 9))))
         await asyncio.sleep(0)
         reader.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -325,7 +338,7 @@ def test_a_reader_whose_task_is_cancelled_cancels_the_request() -> None:
 
 def test_what_rank_0_still_says_about_a_cancelled_request_is_dropped() -> None:
     async def story(stage: Stage) -> None:
-        answer: Any = stage.gateway.generate(Request((1,), 9))
+        answer: Any = stage.gateway.generate(Generate(0, (1,), 9))
         await answer.aclose()
         stage.say(1, 50)
         stage.finish(1, "cancel", 1)
@@ -337,7 +350,7 @@ def test_what_rank_0_still_says_about_a_cancelled_request_is_dropped() -> None:
 
 def test_cancelling_at_a_rank_that_is_gone_is_no_error() -> None:
     async def story(stage: Stage) -> None:
-        answer: Any = stage.gateway.generate(Request((1,), 9))
+        answer: Any = stage.gateway.generate(Generate(0, (1,), 9))
         stage.ranks.broken = LinkError("gone")
         await answer.aclose()
         assert stage.open == 0
@@ -354,7 +367,7 @@ def test_without_a_model_nothing_is_started() -> None:
         assert stage.gateway.models() == ()
         assert stage.gateway.text() is None
         with pytest.raises(RequestError) as refused:
-            stage.gateway.generate(Request((1,), 9))
+            stage.gateway.generate(Generate(0, (1,), 9))
         assert (refused.value.code, refused.value.status) == (Code.NOT_READY, 503)
         assert stage.ranks.sent == []
 
@@ -372,15 +385,15 @@ def test_what_is_served_is_shown() -> None:
 
 def test_more_than_the_limit_is_refused_until_one_ends() -> None:
     async def story(stage: Stage) -> None:
-        answers: list[Any] = [stage.gateway.generate(Request((1,), 9)) for _ in range(2)]
+        answers: list[Any] = [stage.gateway.generate(Generate(0, (1,), 9)) for _ in range(2)]
         with pytest.raises(RequestError) as refused:
-            stage.gateway.generate(Request((1,), 9))
+            stage.gateway.generate(Generate(0, (1,), 9))
         assert (refused.value.code, refused.value.status) == (Code.OVERLOADED, 503)
         assert "2 requests are open" in refused.value.detail
         stage.finish(1)
-        stage.gateway.generate(Request((1,), 9))
+        stage.gateway.generate(Generate(0, (1,), 9))
         await answers[1].aclose()
-        stage.gateway.generate(Request((1,), 9))
+        stage.gateway.generate(Generate(0, (1,), 9))
         assert stage.open == 2
 
     play(story, max_open=2)
@@ -389,7 +402,7 @@ def test_more_than_the_limit_is_refused_until_one_ends() -> None:
 def test_a_prompt_that_no_frame_holds_is_refused() -> None:
     async def story(stage: Stage) -> None:
         with pytest.raises(RequestError) as refused:
-            stage.gateway.generate(Request((1,) * (MAX_FRAME_TOKENS + 1), 9))
+            stage.gateway.generate(Generate(0, (1,) * (MAX_FRAME_TOKENS + 1), 9))
         assert refused.value.code is Code.CONTEXT_OVERFLOW
         assert stage.ranks.sent == []
         assert stage.open == 0
@@ -402,7 +415,7 @@ def test_a_request_at_a_rank_that_is_gone_waits_for_the_next_group() -> None:
 
     async def story(stage: Stage) -> None:
         stage.ranks.broken = LinkError("its link is gone")
-        answer = stage.gateway.generate(Request((1,), 9))
+        answer = stage.gateway.generate(Generate(0, (1,), 9))
         assert answer.progress() == Progress("restarting")
         stage.gateway.park(GROUP, GroupError("rank 0 is gone", Code.RANK_LOST))
         ranks = FakeRanks()
@@ -430,7 +443,7 @@ def test_another_agents_request_at_a_rank_that_is_gone_waits_there_for_the_next_
 @pytest.mark.parametrize("code", [Code.BAD_REQUEST, Code.CONTEXT_OVERFLOW])
 def test_what_the_client_got_wrong_is_the_clients_error(code: Code) -> None:
     async def story(stage: Stage) -> None:
-        answer = stage.gateway.generate(Request((1,), 9))
+        answer = stage.gateway.generate(Generate(0, (1,), 9))
         stage.gateway.on_event(Error(code, "too much", 1))
         with pytest.raises(RequestError, match="too much") as refused:
             await everything(answer)
@@ -442,7 +455,7 @@ def test_what_the_client_got_wrong_is_the_clients_error(code: Code) -> None:
 
 def test_any_other_error_is_ours() -> None:
     async def story(stage: Stage) -> None:
-        answer = stage.gateway.generate(Request((1,), 9))
+        answer = stage.gateway.generate(Generate(0, (1,), 9))
         stage.gateway.on_event(Error(Code.SHUTTING_DOWN, "bye", 1))
         with pytest.raises(GroupError, match="bye") as failed:
             await everything(answer)
@@ -454,7 +467,7 @@ def test_any_other_error_is_ours() -> None:
 
 def test_when_the_epoch_ends_every_open_request_ends_after_the_tokens_it_got() -> None:
     async def story(stage: Stage) -> None:
-        answers = [stage.gateway.generate(Request((1,), 9)) for _ in range(3)]
+        answers = [stage.gateway.generate(Generate(0, (1,), 9)) for _ in range(3)]
         stage.say(2, 50)
         stage.finish(3)
         stage.gateway.fail(DEPLOYMENT, GroupError("rank 1 is gone", Code.RANK_LOST))
@@ -472,11 +485,11 @@ def test_when_the_epoch_ends_every_open_request_ends_after_the_tokens_it_got() -
 
 def test_a_late_word_of_the_old_epoch_harms_no_request_in_the_new_one() -> None:
     async def story(stage: Stage) -> None:
-        stage.gateway.generate(Request((1,), 9))
+        stage.gateway.generate(Generate(0, (1,), 9))
         stage.gateway.fail(DEPLOYMENT, GroupError("gone"))
         ranks = FakeRanks()
         stage.gateway.serve(GROUP, DEPLOYMENT, cast(ProcessGroup, ranks), MODEL, TEXT)
-        answer = stage.gateway.generate(Request((7,), 9))
+        answer = stage.gateway.generate(Generate(0, (7,), 9))
         assert ranks.sent == [Generate(2, (7,), 9)]
         stage.say(1, 50)
         stage.finish(1)
@@ -489,7 +502,7 @@ def test_a_late_word_of_the_old_epoch_harms_no_request_in_the_new_one() -> None:
 
 def test_closing_an_answer_of_the_old_epoch_says_nothing_to_the_new_one() -> None:
     async def story(stage: Stage) -> None:
-        old: Any = stage.gateway.generate(Request((1,), 9))
+        old: Any = stage.gateway.generate(Generate(0, (1,), 9))
         stage.gateway.fail(DEPLOYMENT, GroupError("gone"))
         ranks = FakeRanks()
         stage.gateway.serve(GROUP, DEPLOYMENT, cast(ProcessGroup, ranks), MODEL, TEXT)

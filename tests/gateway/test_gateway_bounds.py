@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from mlxtp.api.backend import Health, Request, Tokens
+from mlxtp.api.backend import Health, Tokens
 from mlxtp.errors import Code, GroupError, MlxtpError, RequestError
 from mlxtp.gateway import request
 from mlxtp.gateway.admission import AdmissionLimits, SystemMemory
@@ -37,7 +37,7 @@ class Stage:
         self.gateway.serve(GROUP, DEPLOYMENT, cast(Any, self.ranks), MODEL, TEXT)
 
     def ask(self, prompt: int = 1, client: str = "", **fields: Any) -> Any:
-        return self.gateway.generate(Request((5,) * prompt, 90, client=client, **fields))
+        return self.gateway.generate(Generate(0, (5,) * prompt, 90), client=client, **fields)
 
     def relay(self, prompt: int = 1, client: int = 1) -> list[Message]:
         told: list[Message] = []

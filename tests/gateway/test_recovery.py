@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from mlxtp.api.backend import Request, StreamEnd, Tokens
+from mlxtp.api.backend import StreamEnd, Tokens
 from mlxtp.errors import Code, GroupError, LinkError, MlxtpError, RequestError
 from mlxtp.gateway import dispatcher
 from mlxtp.gateway.request import PROVEN_TOKENS, SUSPECT
@@ -47,7 +47,7 @@ def test_the_next_group_is_asked_for_what_is_missing(why: GroupError) -> None:
     """With everything that decides which token comes next, and under a uid that was never used."""
 
     async def story(stage: Stage) -> None:
-        wanted = Request((1, 2, 3), 9, Sampling(0.7, seed=5), Shaping(min_tokens=2), 3, ignore_eos=True)
+        wanted = Generate(0, (1, 2, 3), 9, Sampling(0.7, seed=5), Shaping(min_tokens=2), 3, ignore_eos=True)
         answer = stage.gateway.generate(wanted)
         stage.gateway.on_event(Accepted(1))
         stage.say(1, 50, 51)
@@ -68,7 +68,7 @@ def test_the_next_group_is_asked_for_what_is_missing(why: GroupError) -> None:
 
 def test_a_request_that_was_not_even_accepted_is_asked_again() -> None:
     async def story(stage: Stage) -> None:
-        answer = stage.gateway.generate(Request((1, 2), 9))
+        answer = stage.gateway.generate(Generate(0, (1, 2), 9))
         stage.gateway.park(GROUP, LOST)
         accepted = asyncio.ensure_future(answer.accepted())
         await asyncio.sleep(0)
@@ -84,7 +84,7 @@ def test_a_request_that_was_not_even_accepted_is_asked_again() -> None:
 
 def test_it_survives_several_groups() -> None:
     async def story(stage: Stage) -> None:
-        answer = stage.gateway.generate(Request((1,), 9))
+        answer = stage.gateway.generate(Generate(0, (1,), 9))
         for uid in range(1, 6):
             stage.say(uid, 50 + uid, start=uid - 1)
             stage.gateway.park(GROUP, REPLANNED)
@@ -104,7 +104,7 @@ def test_it_survives_several_groups() -> None:
 
 def test_an_answer_that_lacks_only_its_end_is_not_asked_again() -> None:
     async def story(stage: Stage) -> None:
-        answer = stage.gateway.generate(Request((1,), 2))
+        answer = stage.gateway.generate(Generate(0, (1,), 2))
         stage.say(1, 50, 51)
         stage.gateway.park(GROUP, LOST)
         assert asked(next_group(stage)) == []
@@ -119,7 +119,7 @@ def test_who_waits_for_its_turn_alone_is_not_given_up_while_there_is_a_group(
 ) -> None:
     async def story(stage: Stage) -> None:
         monkeypatch.setattr(stage.gateway.deployments.named(DEPLOYMENT), "recovery_s", 0.02)
-        answers = [stage.gateway.generate(Request((1, 2, 3), 50)) for _ in range(3)]
+        answers = [stage.gateway.generate(Generate(0, (1, 2, 3), 50)) for _ in range(3)]
         for _ in range(SUSPECT):
             for sent in asked(stage.ranks):
                 stage.gateway.on_event(Accepted(sent.uid))
@@ -139,11 +139,11 @@ def test_who_waits_for_its_turn_alone_is_not_given_up_while_there_is_a_group(
 
 def test_meanwhile_new_requests_are_refused_and_old_ones_count() -> None:
     async def story(stage: Stage) -> None:
-        answers = [stage.gateway.generate(Request((1,), 9)) for _ in range(2)]
+        answers = [stage.gateway.generate(Generate(0, (1,), 9)) for _ in range(2)]
         stage.gateway.park(GROUP, LOST)
         assert stage.open == 2
         with pytest.raises(MlxtpError) as refused:
-            stage.gateway.generate(Request((1,), 9))
+            stage.gateway.generate(Generate(0, (1,), 9))
         assert refused.value.code is Code.NOT_READY
         next_group(stage)
         assert stage.open == 2
@@ -156,7 +156,7 @@ def test_meanwhile_new_requests_are_refused_and_old_ones_count() -> None:
 
 def test_a_client_that_leaves_during_the_pause_leaves_nothing_behind() -> None:
     async def story(stage: Stage) -> None:
-        answer = stage.gateway.generate(Request((1,), 9))
+        answer = stage.gateway.generate(Generate(0, (1,), 9))
         stage.gateway.park(GROUP, LOST)
         await answer.aclose()
         assert stage.open == 0
@@ -168,7 +168,7 @@ def test_a_client_that_leaves_during_the_pause_leaves_nothing_behind() -> None:
 
 def test_a_client_that_leaves_after_the_pause_cancels_where_its_request_is_now() -> None:
     async def story(stage: Stage) -> None:
-        answer = stage.gateway.generate(Request((1,), 9))
+        answer = stage.gateway.generate(Generate(0, (1,), 9))
         stage.gateway.park(GROUP, LOST)
         ranks = next_group(stage)
         await answer.aclose()
@@ -181,9 +181,9 @@ def test_a_client_that_leaves_after_the_pause_cancels_where_its_request_is_now()
 def test_no_request_waits_longer_than_the_limit() -> None:
     async def story(stage: Stage) -> None:
         stage.gateway.deployments.named(DEPLOYMENT).recovery_s = 0.05
-        open_one = stage.gateway.generate(Request((1,), 9))
+        open_one = stage.gateway.generate(Generate(0, (1,), 9))
         stage.gateway.on_event(Accepted(1))
-        never_accepted = stage.gateway.generate(Request((1,), 9))
+        never_accepted = stage.gateway.generate(Generate(0, (1,), 9))
         stage.gateway.park(GROUP, LOST)
         error = await error_of(open_one)
         assert (error.code, "rank 1 is gone" in error.detail) == (Code.RANK_LOST, True)
@@ -199,7 +199,7 @@ def test_no_request_waits_longer_than_the_limit() -> None:
 def test_a_model_that_takes_long_to_load_is_waited_for(load_s: float, waits_s: float) -> None:
     async def story(stage: Stage) -> None:
         stage.gateway.serve(GROUP, DEPLOYMENT, cast(Any, stage.ranks), MODEL, TEXT, load_s=load_s)
-        answer = stage.gateway.generate(Request((1,), 9))
+        answer = stage.gateway.generate(Generate(0, (1,), 9))
         began = asyncio.get_running_loop().time()
         stage.gateway.park(GROUP, LOST)
         assert answer.pending is not None
@@ -212,7 +212,7 @@ def test_a_model_that_takes_long_to_load_is_waited_for(load_s: float, waits_s: f
 def test_a_group_that_takes_it_up_and_says_nothing_is_not_waited_for_either() -> None:
     async def story(stage: Stage) -> None:
         stage.gateway.deployments.named(DEPLOYMENT).recovery_s = 0.05
-        answer = stage.gateway.generate(Request((1,), 9))
+        answer = stage.gateway.generate(Generate(0, (1,), 9))
         stage.gateway.on_event(Accepted(1))
         stage.gateway.park(GROUP, LOST)
         ranks = next_group(stage)
@@ -225,7 +225,7 @@ def test_a_group_that_takes_it_up_and_says_nothing_is_not_waited_for_either() ->
 def test_who_was_accepted_again_has_all_the_time_it_needs() -> None:
     async def story(stage: Stage) -> None:
         stage.gateway.deployments.named(DEPLOYMENT).recovery_s = 0.05
-        answer = stage.gateway.generate(Request((1,), 9))
+        answer = stage.gateway.generate(Generate(0, (1,), 9))
         stage.gateway.park(GROUP, LOST)
         next_group(stage)
         stage.gateway.on_event(Accepted(2))
@@ -238,7 +238,7 @@ def test_who_was_accepted_again_has_all_the_time_it_needs() -> None:
 
 def test_another_model_ends_what_was_asked_of_the_last_one() -> None:
     async def story(stage: Stage) -> None:
-        answer = stage.gateway.generate(Request((1,), 9))
+        answer = stage.gateway.generate(Generate(0, (1,), 9))
         stage.gateway.park(GROUP, REPLANNED)
         ranks = FakeRanks()
         stage.gateway.serve(
@@ -254,7 +254,7 @@ def test_requests_wait_for_the_next_group_however_often_it_is_announced() -> Non
     async def story(stage: Stage) -> None:
         for _ in range(2):  # the owner decides in each round until the ranks have ended
             stage.gateway.detach(GROUP, REPLANNED)
-        answer = stage.gateway.generate(Request((1,), 9))
+        answer = stage.gateway.generate(Generate(0, (1,), 9))
         stage.gateway.park(GROUP, REPLANNED)
         [again] = asked(next_group(stage))
         stage.finish(again.uid)
@@ -265,7 +265,7 @@ def test_requests_wait_for_the_next_group_however_often_it_is_announced() -> Non
 
 def test_a_desk_that_breaks_at_once_leaves_requests_waiting() -> None:
     async def story(stage: Stage) -> None:
-        answer = stage.gateway.generate(Request((1,), 9))
+        answer = stage.gateway.generate(Generate(0, (1,), 9))
         stage.gateway.park(GROUP, LOST)
         broken = FakeRanks()
         broken.broken = LinkError("gone", Code.LINK_LOST)
@@ -284,7 +284,7 @@ def test_a_desk_that_breaks_at_once_leaves_requests_waiting() -> None:
 
 def test_a_request_alone_under_two_failures_is_ended() -> None:
     async def story(stage: Stage) -> None:
-        answer = stage.gateway.generate(Request((1,), 99))
+        answer = stage.gateway.generate(Generate(0, (1,), 99))
         stage.gateway.park(GROUP, LOST)
         next_group(stage)
         stage.gateway.park(GROUP, LOST)
@@ -296,7 +296,7 @@ def test_a_request_alone_under_two_failures_is_ended() -> None:
 
 def test_who_gets_on_between_two_failures_goes_on() -> None:
     async def story(stage: Stage) -> None:
-        stage.gateway.generate(Request((1,), 99))
+        stage.gateway.generate(Generate(0, (1,), 99))
         stage.gateway.park(GROUP, LOST)
         next_group(stage)
         say(stage, 2, [5] * PROVEN_TOKENS, 0)
@@ -312,7 +312,7 @@ def test_of_several_suspects_one_goes_at_a_time() -> None:
     """The second of three kills; the others get their answers."""
 
     async def story(stage: Stage) -> None:
-        answers = [stage.gateway.generate(Request((number,), 99)) for number in (1, 2, 3)]
+        answers = [stage.gateway.generate(Generate(0, (number,), 99)) for number in (1, 2, 3)]
         for _ in range(2):
             stage.gateway.park(GROUP, LOST)
             ranks = next_group(stage)
@@ -338,7 +338,7 @@ def test_of_several_suspects_one_goes_at_a_time() -> None:
 @pytest.mark.parametrize("how", ["finishes", "leaves", "fails"])
 def test_the_next_suspect_goes_when_the_one_before_it_is_over(how: str) -> None:
     async def story(stage: Stage) -> None:
-        answers = [stage.gateway.generate(Request((number,), 99)) for number in (1, 2)]
+        answers = [stage.gateway.generate(Generate(0, (number,), 99)) for number in (1, 2)]
         for _ in range(2):
             stage.gateway.park(GROUP, LOST)
             ranks = next_group(stage)
@@ -358,7 +358,7 @@ def test_the_next_suspect_goes_when_the_one_before_it_is_over(how: str) -> None:
 
 def test_a_suspect_that_waits_can_be_cancelled_and_ended() -> None:
     async def story(stage: Stage) -> None:
-        answers = [stage.gateway.generate(Request((number,), 99)) for number in (1, 2, 3)]
+        answers = [stage.gateway.generate(Generate(0, (number,), 99)) for number in (1, 2, 3)]
         for _ in range(2):
             stage.gateway.park(GROUP, LOST)
             next_group(stage)
@@ -373,7 +373,7 @@ def test_a_suspect_that_waits_can_be_cancelled_and_ended() -> None:
 
 def test_when_memory_runs_out_who_did_it_is_told_and_the_others_go_on() -> None:
     async def story(stage: Stage) -> None:
-        small, large = (stage.gateway.generate(Request((1,) * size, 9)) for size in (5, 500))
+        small, large = (stage.gateway.generate(Generate(0, (1,) * size, 9)) for size in (5, 500))
         stage.gateway.park(GROUP, GroupError("rank 1 ran out of memory", Code.OUT_OF_MEMORY))
         assert (await error_of(large)).code is Code.OUT_OF_MEMORY
         [again] = asked(next_group(stage))
@@ -459,7 +459,7 @@ def test_what_another_agent_gives_back_is_asked_again(
 
     async def story(stage: Stage) -> None:
         ranks = next_group(stage, here=False)
-        answer = stage.gateway.generate(Request((1,), 9))
+        answer = stage.gateway.generate(Generate(0, (1,), 9))
         stage.say(1, 50)
         stage.gateway.on_event(Error(code, "rank 1 is gone", 1))
         assert stage.open == 1
@@ -480,7 +480,7 @@ def test_what_another_agent_gives_back_is_asked_again(
 def test_some_words_of_another_agent_are_the_last(code: Code) -> None:
     async def story(stage: Stage) -> None:
         next_group(stage, here=False)
-        answer = stage.gateway.generate(Request((1,), 9))
+        answer = stage.gateway.generate(Generate(0, (1,), 9))
         stage.gateway.on_event(Error(code, "no", 1))
         assert (await error_of(answer)).code is code
         assert stage.open == 0
@@ -491,7 +491,7 @@ def test_some_words_of_another_agent_are_the_last(code: Code) -> None:
 def test_the_first_refusal_of_another_agent_is_the_clients() -> None:
     async def story(stage: Stage) -> None:
         next_group(stage, here=False)
-        answer = stage.gateway.generate(Request((1,), 9))
+        answer = stage.gateway.generate(Generate(0, (1,), 9))
         stage.gateway.on_event(Error(Code.OVERLOADED, "full", 1))
         with pytest.raises(MlxtpError, match="full"):
             await answer.accepted()
@@ -504,13 +504,13 @@ def test_while_a_better_group_takes_over_new_requests_wait_for_it() -> None:
         next_group(stage)
         stage.gateway.park(GROUP, REPLANNED)
         assert stage.gateway.models()
-        answer = stage.gateway.generate(Request((1,), 9))
+        answer = stage.gateway.generate(Generate(0, (1,), 9))
         stage.gateway.park(GROUP, REPLANNED)
         ranks = next_group(stage)
         assert [each.tokens for each in ranks.sent_of(Generate)] == [(1,)]
         stage.gateway.park(GROUP, LOST)
         with pytest.raises(MlxtpError, match="no model is loaded right now"):
-            stage.gateway.generate(Request((1,), 9))
+            stage.gateway.generate(Generate(0, (1,), 9))
         assert not stage.gateway.models()
         await answer.aclose()
 
@@ -520,10 +520,10 @@ def test_while_a_better_group_takes_over_new_requests_wait_for_it() -> None:
 def test_while_it_rests_open_requests_stay_where_they_are() -> None:
     async def story(stage: Stage) -> None:
         ranks = next_group(stage, here=False)
-        answer = stage.gateway.generate(Request((1,), 9))
+        answer = stage.gateway.generate(Generate(0, (1,), 9))
         stage.gateway.detach(GROUP)
         with pytest.raises(MlxtpError):
-            stage.gateway.generate(Request((1,), 9))
+            stage.gateway.generate(Generate(0, (1,), 9))
         stage.say(1, 50)
         stage.gateway.on_event(Finished(1, "stop", 1, 1))
         assert await everything(answer) == [Tokens((50,)), StreamEnd("stop", 1)]

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from mlxtp.agent import Agent
-from mlxtp.api.backend import Request, Sampling, StreamEnd, Tokens
+from mlxtp.api.backend import Sampling, StreamEnd, Tokens
 from mlxtp.errors import Code, GroupError, RequestError
 from mlxtp.gateway.admission import SystemMemory
+from mlxtp.wire.messages import Generate
 
 from ..groups.scenes import sees
 from ..groups.two_agents import two_agents
@@ -24,8 +25,8 @@ from ..reference import prompt_ids
 pytestmark = pytest.mark.group
 
 COUNT = prompt_ids("Count from 1 to 60.")
-GREEDY = Request(COUNT, 160)
-DRAWN = Request(COUNT, 80, Sampling(temperature=1.2, seed=11), ignore_eos=True)
+GREEDY = Generate(0, COUNT, 160)
+DRAWN = Generate(0, COUNT, 80, Sampling(temperature=1.2, seed=11), ignore_eos=True)
 
 
 @dataclass
@@ -33,7 +34,7 @@ class Client:
     """Reads one answer."""
 
     agent: Agent
-    request: Request
+    request: Generate
     tokens: list[int] = field(default_factory=list)
     end: StreamEnd | None = None
 
@@ -126,7 +127,7 @@ def test_answers_go_on_after_any_end_of_their_group(tmp_path: Path, faults: tupl
 async def interrupted(
     pair: Pair,
     fault: Fault,
-    clients: list[tuple[Agent, Request]],
+    clients: list[tuple[Agent, Generate]],
     right: list[tuple[list[int], StreamEnd | None]],
     name: str,
 ) -> None:
@@ -163,4 +164,4 @@ async def short_of_memory(pair: Pair) -> None:
     assert raised.value.status == 503
     admission.memory = memory
     await sees(lambda: not short())
-    assert (await Client(pair.leader, Request(COUNT, 3)).read())[1] is not None
+    assert (await Client(pair.leader, Generate(0, COUNT, 3)).read())[1] is not None

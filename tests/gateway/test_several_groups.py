@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from mlxtp.api.backend import Health, Progress, Request, StreamEnd, Tokens
+from mlxtp.api.backend import Health, Progress, StreamEnd, Tokens
 from mlxtp.errors import Code, GroupError, LinkError, MlxtpError, RequestError
 from mlxtp.gateway import ready_groups
 from mlxtp.gateway.admission import AdmissionLimits
@@ -86,7 +86,7 @@ def test_an_answer_goes_on_at_the_other_group_at_once(here: bool) -> None:
     """From the same position, with the same seed; nothing is awaited in between."""
 
     async def story(stage: Stage) -> None:
-        answer = stage.gateway.generate(Request((1, 2, 3), 40, Sampling(0.7, seed=5)))
+        answer = stage.gateway.generate(Generate(0, (1, 2, 3), 40, Sampling(0.7, seed=5)))
         stage.gateway.on_event(Accepted(1))
         first, other = sorted(stage.ranks, key=lambda group: group != stage.where(1))
         assert answer.group == first
@@ -109,7 +109,7 @@ def test_an_answer_goes_on_at_the_other_group_at_once(here: bool) -> None:
 
 def test_the_end_of_one_group_touches_no_request_of_another() -> None:
     async def story(stage: Stage) -> None:
-        answers = [stage.gateway.generate(Request((number,), 99)) for number in range(4)]
+        answers = [stage.gateway.generate(Generate(0, (number,), 99)) for number in range(4)]
         assert [len(stage.asked(group)) for group in stage.ranks] == [2, 2]
         stay = [each.uid for each in stage.asked("tiny#1")]
         for each in stage.asked("tiny#0"):
@@ -128,7 +128,7 @@ def test_the_end_of_one_group_touches_no_request_of_another() -> None:
 
 def test_without_another_group_requests_wait_and_go_to_the_first_that_is_ready() -> None:
     async def story(stage: Stage) -> None:
-        answer = stage.gateway.generate(Request((1,), 9))
+        answer = stage.gateway.generate(Generate(0, (1,), 9))
         for group in ("tiny#0", "tiny#1"):
             stage.lose(group, LinkError("gone", Code.LINK_LOST))
         assert answer.progress() == Progress("restarting")
@@ -145,13 +145,13 @@ def test_a_group_that_comes_later_gets_all_requests_until_it_has_as_many() -> No
     """What the first one has, begun or not, stays there: it has the prompts. If it fails, they go on."""
 
     async def story(stage: Stage) -> None:
-        answers = [stage.gateway.generate(Request((number,), 99)) for number in range(30)]
+        answers = [stage.gateway.generate(Generate(0, (number,), 99)) for number in range(30)]
         for uid in range(1, 29):  # two of them are in its queue
             stage.say(uid, [7])
         stage.serve("tiny#1")
         counts = []
         for number in range(30, 62):
-            answers.append(stage.gateway.generate(Request((number,), 99)))
+            answers.append(stage.gateway.generate(Generate(0, (number,), 99)))
             counts.append((len(stage.asked("tiny#0")), len(stage.asked("tiny#1"))))
         assert counts == [*((30, count) for count in range(1, 31)), (31, 30), (31, 31)]
         stage.lose("tiny#0", LinkError("gone", Code.LINK_LOST))
@@ -165,7 +165,7 @@ def test_a_group_that_comes_later_gets_all_requests_until_it_has_as_many() -> No
 def test_a_group_that_cannot_be_reached_is_passed_over() -> None:
     async def story(stage: Stage) -> None:
         stage.ranks["tiny#0"].broken = LinkError("gone", Code.LINK_LOST)
-        answer = stage.gateway.generate(Request((1,), 9))
+        answer = stage.gateway.generate(Generate(0, (1,), 9))
         assert [len(stage.asked(group)) for group in stage.ranks] == [0, 1]
         await answer.aclose()
 
@@ -174,9 +174,9 @@ def test_a_group_that_cannot_be_reached_is_passed_over() -> None:
 
 def test_a_group_that_is_detached_keeps_its_requests_and_gets_no_more() -> None:
     async def story(stage: Stage) -> None:
-        answers = [stage.gateway.generate(Request((number,), 9)) for number in range(2)]
+        answers = [stage.gateway.generate(Generate(0, (number,), 9)) for number in range(2)]
         stage.gateway.detach("tiny#0")
-        answers += [stage.gateway.generate(Request((number,), 9)) for number in range(2)]
+        answers += [stage.gateway.generate(Generate(0, (number,), 9)) for number in range(2)]
         assert [len(stage.asked(group)) for group in stage.ranks] == [1, 3]
         stage.lose("tiny#0", LinkError("gone", Code.LINK_LOST))  # it ends after all
         assert len(stage.asked("tiny#1")) == 4
@@ -188,7 +188,7 @@ def test_a_group_that_is_detached_keeps_its_requests_and_gets_no_more() -> None:
 
 def test_what_one_owner_refuses_goes_to_another_before_its_client_hears_of_it() -> None:
     async def story(stage: Stage) -> None:
-        answer = stage.gateway.generate(Request((1,), 9))
+        answer = stage.gateway.generate(Generate(0, (1,), 9))
         stage.gateway.on_event(Error(Code.OVERLOADED, "full", 1))
         assert [len(stage.asked(group)) for group in stage.ranks] == [1, 1]
         stage.gateway.on_event(Error(Code.OVERLOADED, "full, too", 2))
@@ -202,7 +202,7 @@ def test_what_a_group_about_to_stop_refuses_goes_to_the_only_other_one() -> None
     """The group has left before its refusal comes; the other one has refused nothing."""
 
     async def story(stage: Stage) -> None:
-        answer = stage.gateway.generate(Request((1,), 90))
+        answer = stage.gateway.generate(Generate(0, (1,), 90))
         first = stage.where(1)
         stage.gateway.detach(first)
         stage.gateway.on_event(Error(Code.SHUTTING_DOWN, "this Mac is about to stop; try again", 1))
@@ -214,7 +214,7 @@ def test_what_a_group_about_to_stop_refuses_goes_to_the_only_other_one() -> None
 
 def test_what_an_owner_gives_back_goes_to_another_group_at_once() -> None:
     async def story(stage: Stage) -> None:
-        answer = stage.gateway.generate(Request((1,), 90))
+        answer = stage.gateway.generate(Generate(0, (1,), 90))
         first = stage.where(1)
         stage.gateway.on_event(Error(Code.RANK_LOST, "rank 1 is gone", 1))
         [again] = [each for group in stage.ranks if group != first for each in stage.asked(group)]
@@ -248,7 +248,7 @@ def test_a_request_that_kills_is_ended_before_it_has_gone_round() -> None:
     """Four groups, many requests, one of which kills each group that works on it."""
 
     async def story(stage: Stage) -> None:
-        answers = [stage.gateway.generate(Request((number,), 99)) for number in range(12)]
+        answers = [stage.gateway.generate(Generate(0, (number,), 99)) for number in range(12)]
         ends = 0
         for _ in range(8):
             at = [name for name in stage.ranks if any(each.tokens == (5,) for each in stage.asked(name))]
@@ -276,7 +276,7 @@ def test_a_request_that_kills_is_ended_before_it_has_gone_round() -> None:
 def test_one_suspect_of_a_deployment_runs_at_a_time_over_all_groups() -> None:
     async def story(stage: Stage) -> None:
         stage.gateway.detach("tiny#1")
-        answers = [stage.gateway.generate(Request((number,), 99)) for number in range(3)]
+        answers = [stage.gateway.generate(Generate(0, (number,), 99)) for number in range(3)]
         for _ in range(SUSPECT):
             stage.lose("tiny#0")
             stage.serve("tiny#0")
@@ -298,7 +298,7 @@ def test_one_poisonous_request_leaves_one_of_two_groups_up(poison: int, here: bo
     """Requests that have come far go on at once, the others one by one when both groups are ready again."""
 
     async def story(stage: Stage) -> None:
-        answers = [stage.gateway.generate(Request((number,), 99)) for number in range(6)]
+        answers = [stage.gateway.generate(Generate(0, (number,), 99)) for number in range(6)]
         groups = stage.gateway.deployments.named("tiny").groups
         seen: set[int] = set()
         ends = 0
@@ -339,12 +339,12 @@ def test_one_poisonous_request_leaves_one_of_two_groups_up(poison: int, here: bo
 def test_a_suspect_waits_for_a_second_group_and_others_go_on_at_once() -> None:
     async def story(stage: Stage) -> None:
         stage.gateway.detach("tiny#1")
-        far, begun, later = (stage.gateway.generate(Request((number,), 99)) for number in range(3))
+        far, begun, later = (stage.gateway.generate(Generate(0, (number,), 99)) for number in range(3))
         stage.serve("tiny#1")
         stage.say(1, [7] * PROVEN_TOKENS)
         stage.lose("tiny#0")
         assert [each.tokens[0] for each in stage.asked("tiny#1")] == [0]
-        fresh = stage.gateway.generate(Request((3,), 9))
+        fresh = stage.gateway.generate(Generate(0, (3,), 9))
         assert [each.tokens[0] for each in stage.asked("tiny#1")] == [0, 3]
         assert stage.gateway.deployments.phases["held_back"] == 2
         stage.serve("tiny#0")
@@ -362,7 +362,7 @@ def test_a_suspect_waits_no_longer_than_for_a_group() -> None:
     async def story(stage: Stage) -> None:
         dispatcher = stage.gateway.deployments.named("tiny")
         dispatcher.recovery_s = 0.05
-        answers = [stage.gateway.generate(Request((number,), 99)) for number in range(2)]
+        answers = [stage.gateway.generate(Generate(0, (number,), 99)) for number in range(2)]
         stage.lose("tiny#0")
         assert len(stage.asked("tiny#1")) == 1
         await asyncio.sleep(0.2)
@@ -382,13 +382,13 @@ def conversation(number: int, blocks: int) -> tuple[int, ...]:
 
 def test_a_second_turn_goes_where_the_first_one_is_cached() -> None:
     async def story(stage: Stage) -> None:
-        stage.gateway.generate(Request(conversation(1, 2), 9))
-        stage.gateway.generate(Request(conversation(2, 2), 9))
+        stage.gateway.generate(Generate(0, conversation(1, 2), 9))
+        stage.gateway.generate(Generate(0, conversation(2, 2), 9))
         for uid in (1, 2):
             stage.finish(uid)
         assert stage.where(1) != stage.where(2)
         for number in (2, 1, 1, 2):
-            answer = stage.gateway.generate(Request((*conversation(number, 2), 8, 8), 9))
+            answer = stage.gateway.generate(Generate(0, (*conversation(number, 2), 8, 8), 9))
             uid = max(each.uid for group in stage.ranks for each in stage.asked(group))
             assert stage.where(uid) == stage.where(number)
             stage.finish(uid)
@@ -403,12 +403,12 @@ def test_what_others_have_cached_does_not_count() -> None:
     async def story(stage: Stage) -> None:
         there = Stage()
         there.serve("tiny#1")
-        there.gateway.generate(Request(conversation(1, 4), 9, sharer="key a"))
+        there.gateway.generate(Generate(0, conversation(1, 4), 9), sharer="key a")
         report = there.gateway.deployments.named("tiny").groups.load_of("tiny#1")
         stage.gateway.load("tiny#1", replace(report, requests=0, queued=0))
         expected = {"": "tiny#0", "key b": "tiny#0", "key a": "tiny#1"}
         for uid, sharer in enumerate(expected, 1):
-            answer = stage.gateway.generate(Request((*conversation(1, 4), 5), 9, sharer=sharer))
+            answer = stage.gateway.generate(Generate(0, (*conversation(1, 4), 5), 9), sharer=sharer)
             stage.finish(uid)
             await everything(answer)
         assert [stage.where(uid) for uid in (1, 2, 3)] == list(expected.values())
@@ -420,7 +420,7 @@ def test_requests_of_one_sharer_have_one_salt_at_every_gateway() -> None:
     def salts(stage: Stage) -> list[int]:
         stage.serve("tiny#0")
         for sharer in ("", "key a", "key b", "key a"):
-            stage.gateway.generate(Request((1, 2, 3), 9, sharer=sharer))
+            stage.gateway.generate(Generate(0, (1, 2, 3), 9), sharer=sharer)
         asked = [each.salt for each in stage.asked("tiny#0")]
         stage.gateway.relay(Generate(1, (1, 2, 3), 9, salt=77), [].append)
         assert stage.asked("tiny#0")[-1].salt == 77, "that of the gateway that has the client"
@@ -439,11 +439,11 @@ def test_requests_of_one_sharer_have_one_salt_at_every_gateway() -> None:
 def test_the_answer_counts_as_cached_too() -> None:
     async def story(stage: Stage) -> None:
         prompt, said = conversation(1, 1)[:-6], [7] * (BLOCK + 6)
-        stage.gateway.generate(Request(prompt, 900))
+        stage.gateway.generate(Generate(0, prompt, 900))
         stage.say(1, said)
         stage.finish(1, len(said))
         dispatcher = stage.gateway.deployments.named("tiny")
-        answer = stage.gateway.generate(Request((*prompt, *said, 3), 9))
+        answer = stage.gateway.generate(Generate(0, (*prompt, *said, 3), 9))
         home = dispatcher.groups[stage.where(1)]
         assert home.prefixes.match(answer.hashes()) == 2 * BLOCK
         assert stage.where(2) == stage.where(1)
@@ -456,11 +456,11 @@ def test_the_answer_counts_as_cached_too() -> None:
 
 def test_a_conversation_moves_where_waiting_at_its_cache_costs_more() -> None:
     async def story(stage: Stage) -> None:
-        stage.gateway.generate(Request(conversation(1, 4), 9))
+        stage.gateway.generate(Generate(0, conversation(1, 4), 9))
         stage.finish(1)
         home = stage.where(1)
         stage.gateway.load(home, GroupLoad(queued=9 * BLOCK))
-        stage.gateway.generate(Request((*conversation(1, 4), 5), 9))
+        stage.gateway.generate(Generate(0, (*conversation(1, 4), 5), 9))
         assert stage.where(2) != home
 
     play(story, here=False)
@@ -470,10 +470,10 @@ def test_a_report_says_what_another_agent_s_group_has_cached() -> None:
     async def story(stage: Stage) -> None:
         there = Stage()
         there.serve("tiny#1")
-        there.gateway.generate(Request(conversation(1, 4), 9))
+        there.gateway.generate(Generate(0, conversation(1, 4), 9))
         there.finish(1)
         stage.gateway.load("tiny#1", there.gateway.deployments.named("tiny").groups.load_of("tiny#1"))
-        stage.gateway.generate(Request((*conversation(1, 4), 5), 9))
+        stage.gateway.generate(Generate(0, (*conversation(1, 4), 5), 9))
         assert stage.where(1) == "tiny#1"
 
     play(story, here=False)
@@ -491,7 +491,7 @@ def cached_share(groups: int, *, around: bool, seed: int) -> float:
             order.shuffle(numbers)
             for place, number in enumerate(numbers):
                 uid += 1
-                stage.gateway.generate(Request((*conversation(number, 3), *[4] * (turn - 1)), 9))
+                stage.gateway.generate(Generate(0, (*conversation(number, 3), *[4] * (turn - 1)), 9))
                 where = f"tiny#{place % groups}" if around else stage.where(uid)
                 if turn == 2:
                     hits.append(where == homes[number])
@@ -519,7 +519,7 @@ def test_what_a_report_says_of_own_requests_ends_with_them() -> None:
 
     async def story(stage: Stage) -> None:
         groups = stage.gateway.deployments.named("tiny").groups
-        first = stage.gateway.generate(Request(tuple(range(600)), 8))
+        first = stage.gateway.generate(Generate(0, tuple(range(600)), 8))
         [uid] = [each.uid for name in stage.ranks for each in stage.asked(name)]
         home = stage.where(uid)
         stage.gateway.load(home, GroupLoad(queued=650, requests=3, speed=1000.0))
@@ -538,11 +538,11 @@ def test_each_model_has_its_own_groups_and_its_own_end() -> None:
         assert [each.id for each in stage.gateway.models()] == ["tiny", "other"]
         stage.gateway.deployments.order = lambda: ("other", "tiny")
         assert [each.id for each in stage.gateway.models()] == ["other", "tiny"]
-        tiny = stage.gateway.generate(Request((1,), 9, model="tiny"))
-        other = stage.gateway.generate(Request((2,), 9))
+        tiny = stage.gateway.generate(Generate(0, (1,), 9), model="tiny")
+        other = stage.gateway.generate(Generate(0, (2,), 9))
         assert (stage.where(1)[:4], stage.where(2)) == ("tiny", "other#0")
         with pytest.raises(RequestError):
-            stage.gateway.generate(Request((2,), 9, model="third"))
+            stage.gateway.generate(Generate(0, (2,), 9), model="third")
         stage.gateway.fail("other", GroupError("it was unloaded", Code.SHUTTING_DOWN))
         assert (await error_of(other)).code is Code.SHUTTING_DOWN
         assert stage.gateway.models() == (MODEL,)
@@ -559,9 +559,9 @@ def test_the_requests_of_a_client_count_together_over_groups_and_deployments() -
         stage.serve("tiny#0", "tiny#1")
         stage.serve("other#0", model=OTHER)
         for number in range(7):
-            stage.gateway.generate(Request((1,), 9, client="a", model=("tiny", "other")[number % 2]))
+            stage.gateway.generate(Generate(0, (1,), 9), client="a", model=("tiny", "other")[number % 2])
         with pytest.raises(RequestError, match="7 requests of this client are open"):
-            stage.gateway.generate(Request((1,), 9, client="a", model="tiny"))
+            stage.gateway.generate(Generate(0, (1,), 9), client="a", model="tiny")
         stage.gateway.close(LOST)
 
     play(story)
@@ -583,16 +583,16 @@ def test_a_group_is_unused_from_the_end_of_its_last_request_on(monkeypatch: pyte
             return deployments.unused_s("tiny#0")
 
         assert (after(9.9), after(1.3)) == (0, 1)
-        answer = stage.gateway.generate(Request((1, 2, 3), 40))
+        answer = stage.gateway.generate(Generate(0, (1, 2, 3), 40))
         assert after(500) == 0
         stage.finish(1)
         assert (after(0), after(9.5), after(20)) == (0, 9, 20)
         await answer.aclose()
-        gone = stage.gateway.generate(Request((1, 2, 3), 40))
+        gone = stage.gateway.generate(Generate(0, (1, 2, 3), 40))
         assert after(50) == 0
         await gone.aclose()
         assert after(3) == 3, "its client has left"
-        stage.gateway.generate(Request((1, 2, 3), 40))
+        stage.gateway.generate(Generate(0, (1, 2, 3), 40))
         stage.gateway.on_event(Error(Code.BAD_REQUEST, "no", 3))
         assert after(4) == 4, "it was refused"
         deployments.leased = lambda name: name == "tiny"

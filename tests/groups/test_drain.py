@@ -12,7 +12,7 @@ import pytest
 
 from mlxtp.admin.handlers import Admin as Administration
 from mlxtp.agent import Agent, drain_on_signal
-from mlxtp.api.backend import Request, StreamEnd, Tokens
+from mlxtp.api.backend import StreamEnd, Tokens
 from mlxtp.errors import Code, GroupError, RequestError
 from mlxtp.groups.groups import LOOK_S, Drain
 from mlxtp.groups.health import ServingState
@@ -51,7 +51,7 @@ def drain_of(stage: test_supervisor.Stage, **how: Any) -> Drain:
 
 def refused(gateway: Any) -> RequestError:
     with pytest.raises(RequestError) as raised:
-        gateway.generate(Request((1,), 9))
+        gateway.generate(Generate(0, (1,), 9))
     return raised.value
 
 
@@ -60,7 +60,7 @@ def refused(gateway: Any) -> RequestError:
 
 def test_nothing_new_is_taken_and_what_is_open_goes_on_from_group_to_group() -> None:
     async def story(stage: test_gateway.Stage) -> None:
-        answer = stage.gateway.generate(Request((1,), 9))
+        answer = stage.gateway.generate(Generate(0, (1,), 9))
         stage.gateway.closing = "this Mac is about to stop"
         error = refused(stage.gateway)
         assert (error.code, error.status) == (Code.SHUTTING_DOWN, 503)
@@ -84,12 +84,12 @@ def test_a_draining_agent_is_not_the_last_to_be_asked_for_what_had_begun() -> No
 
     async def story(stage: test_gateway.Stage) -> None:
         stage.gateway.serve(GROUP, DEPLOYMENT, cast(Any, stage.ranks), MODEL, TEXT, here=False)
-        first = stage.gateway.generate(Request((1,), 9))
+        first = stage.gateway.generate(Generate(0, (1,), 9))
         stage.gateway.on_event(Error(Code.SHUTTING_DOWN, "about to stop", 1))
         assert stage.open == 0
         with pytest.raises(GroupError):
             await first.accepted()
-        begun = stage.gateway.generate(Request((1,), 9))
+        begun = stage.gateway.generate(Generate(0, (1,), 9))
         stage.say(2, 50)
         stage.gateway.on_event(Error(Code.REPLANNED, "another group goes on", 2))
         stage.gateway.deployments.named(DEPLOYMENT).resume()
@@ -108,7 +108,7 @@ def test_an_agent_is_draining_until_its_last_request_is_done(tmp_path: Path, sou
         await stage.serves(1)
         admin = Administration(one_node.alone(tmp_path), cast(Any, None))
         admin.draining = drain_of(stage)
-        answer = stage.gateway.generate(Request((5,), ENDLESS))
+        answer = stage.gateway.generate(Generate(0, (5,), ENDLESS))
         await answer.accepted()
         assert not (await admin.drain_progress())["draining"]
         assert admin.drain("") == {"draining": True, "over": False, "open_requests": 1, "left_s": None}
@@ -138,7 +138,7 @@ def test_ctrl_c_says_how_long_open_requests_take_and_what_a_second_one_does(
         await stage.serves(1)
         drain = drain_of(stage)
         drain_on_signal(drain, 60.0)
-        answer = stage.gateway.generate(Request((5,), ENDLESS))
+        answer = stage.gateway.generate(Generate(0, (5,), ENDLESS))
         await answer.accepted()
         signal.raise_signal(signal.SIGINT)
         await sees(lambda: drain.begun)
@@ -156,7 +156,7 @@ def test_a_second_signal_ends_the_drain_and_further_ones_do_not_cut_the_end(
         await stage.serves(1)
         drain = drain_of(stage)
         drain_on_signal(drain, 60.0)
-        answer = stage.gateway.generate(Request((5,), ENDLESS))
+        answer = stage.gateway.generate(Generate(0, (5,), ENDLESS))
         await answer.accepted()
         signal.raise_signal(signal.SIGTERM)
         await sees(lambda: drain.begun)
@@ -177,7 +177,7 @@ def test_a_group_that_fails_meanwhile_is_formed_again_and_is_draining(
     async def story(stage: test_supervisor.Stage) -> None:
         await stage.serves(1)
         drain = drain_of(stage)
-        answer = stage.gateway.generate(Request((5,), ENDLESS))
+        answer = stage.gateway.generate(Generate(0, (5,), ENDLESS))
         await anext(answer)
         drain.start()
         stage.supervisor.end_epoch(GroupError("a better group is there", Code.REPLANNED))
@@ -198,7 +198,7 @@ def test_the_earliest_limit_holds_for_any_open_requests(tmp_path: Path, source: 
         await stage.serves(1)
         now = 100.0
         drain = drain_of(stage, clock=lambda: now)
-        answer = stage.gateway.generate(Request((5,), ENDLESS))
+        answer = stage.gateway.generate(Generate(0, (5,), ENDLESS))
         await answer.accepted()
         drain.start(60.0)
         drain.start(10.0)
@@ -330,7 +330,7 @@ def test_a_rank_that_the_group_needs_stays_until_all_requests_are_done(tmp_path:
             for agent in agents:
                 await agent.wait_ready()
             first, second = sorted(agents, key=lambda agent: not agent.parts.groups.in_epoch)
-            client = Client(first, Request(COUNT, 300))
+            client = Client(first, Generate(0, COUNT, 300))
             reading = asyncio.ensure_future(client.read())
             await sees(lambda: client.tokens)
             epoch = first.parts.groups.shown.supervisor.status.epoch

@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 
 from mlxtp.agent import Agent
-from mlxtp.api.backend import Request
 from mlxtp.errors import Code, MlxtpError
 from mlxtp.groups import controller
 from mlxtp.groups.health import ServingState
 from mlxtp.groups.ranks import WORKER
 from mlxtp.placement import formation
+from mlxtp.wire.messages import Generate
 
 from ..gateway.test_gateway import everything
 from ..live_cluster import LIMITS, SLOWNESS, START_S
@@ -124,7 +124,7 @@ def test_a_long_prompt_that_ends_jaccl_twice_is_tried_over_the_ring(
 ) -> None:
     """The ring answers it, and JACCL is left out; or it ends the ring, too, and then JACCL is used again."""
     script = {"whole": True, "crash_tokens": 100, "everywhere": everywhere}
-    long = Request(tuple(range(5, 205)), 4, ignore_eos=True)
+    long = Generate(0, tuple(range(5, 205)), 4, ignore_eos=True)
 
     async def story() -> None:
         worker = pretending(tmp_path, script, script)

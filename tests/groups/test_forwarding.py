@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from mlxtp.api.backend import Health, Request, StreamEnd, Tokens
+from mlxtp.api.backend import Health, StreamEnd, Tokens
 from mlxtp.cluster.introduction import PeerInfo
 from mlxtp.config import Settings, embedded_model_path
 from mlxtp.errors import Code, GroupError, MlxtpError, RequestError
@@ -113,7 +113,7 @@ class Stage:
         return look
 
     def ask(self) -> Any:
-        return self.supervisor.gateway.generate(Request((1, 2), 9))
+        return self.supervisor.gateway.generate(Generate(0, (1, 2), 9))
 
     @property
     def model_here(self) -> tuple[Any, Any]:

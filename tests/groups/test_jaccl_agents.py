@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from mlxtp.agent import Agent
-from mlxtp.api.backend import Request, Tokens
+from mlxtp.api.backend import Tokens
 from mlxtp.groups.boot_record import load
 from mlxtp.groups.health import ServingState
+from mlxtp.wire.messages import Generate
 
 from ..live_cluster import START_S, WAIT_S
 from .scenes import sees
@@ -38,7 +39,7 @@ def formed(folder: Path) -> list[Mapping[str, int]]:
 
 
 async def say(agent: Agent) -> tuple[int, ...]:
-    answer = agent.parts.gateway.generate(Request((5, 6, 7, 8), 4, ignore_eos=True))
+    answer = agent.parts.gateway.generate(Generate(0, (5, 6, 7, 8), 4, ignore_eos=True))
     return tuple([token async for event in answer if isinstance(event, Tokens) for token in event.tokens])
 
 

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import pytest
 
-from mlxtp.api.backend import Request, StreamEnd, Tokens
+from mlxtp.api.backend import StreamEnd, Tokens
 from mlxtp.config import Settings
 from mlxtp.diagnostics import failure_store
 from mlxtp.errors import Code, GroupError, MlxtpError
@@ -29,7 +29,7 @@ from mlxtp.groups.process_group import EpochGroup
 from mlxtp.models import self_test
 from mlxtp.models.inspect import ModelSource, open_model
 from mlxtp.placement.cost_model import RING_ETHERNET, RING_THUNDERBOLT
-from mlxtp.wire.messages import Delta, Pong
+from mlxtp.wire.messages import Delta, Generate, Pong
 from mlxtp.wire.rank_stats import RankStats
 
 from ..gateway.test_gateway import DEPLOYMENT, GROUP, MODEL, TEXT, FakeRanks, everything
@@ -154,7 +154,7 @@ def test_each_epoch_has_the_number_and_the_group_that_were_planned(
 ) -> None:
     async def story(stage: Stage) -> None:
         await stage.serves(41)
-        answer = stage.gateway.generate(Request((5, 6, 7), 2))
+        answer = stage.gateway.generate(Generate(0, (5, 6, 7), 2))
         assert await everything(answer) == [Tokens((5,)), Tokens((6,)), StreamEnd("length", 2)]
         stage.supervisor.end_epoch(GroupError("a better group is there", Code.REPLANNED))
         await sees(lambda: stage.asked == 2)
@@ -173,7 +173,7 @@ def test_a_request_that_another_mac_answered_is_answered_here_when_a_group_forms
     async def story(stage: Stage) -> None:
         elsewhere, model = FakeRanks(), replace(MODEL, path=source.path)
         stage.gateway.serve(GROUP, DEPLOYMENT, cast(Any, elsewhere), model, TEXT, here=False)
-        answer = stage.gateway.generate(Request((5, 6, 7), 3))
+        answer = stage.gateway.generate(Generate(0, (5, 6, 7), 3))
         stage.gateway.on_event(Delta((1,), (0,), (5,)))
         stage.plan(1)
         expected = [Tokens((5,)), Tokens((6,)), Tokens((7,)), StreamEnd("length", 3)]
@@ -194,7 +194,7 @@ def test_a_limit_of_kv_caches_holds_at_once_and_in_each_epoch_after(
         await supervisor.kv.limit(3000)
         await stage.serves(1)
         assert (budgets(stage, "load"), budgets(stage, "budget")) == ([3000], [])
-        answer = stage.gateway.generate(Request((5,), ENDLESS))
+        answer = stage.gateway.generate(Generate(0, (5,), ENDLESS))
         await answer.accepted()
         await supervisor.kv.limit(2000)
         await supervisor.kv.limit(2000)
@@ -288,7 +288,7 @@ def test_an_epoch_that_ends_while_its_limit_changes_is_followed_by_one_within_th
 def test_requests_go_on_in_the_next_epoch(tmp_path: Path, source: ModelSource, code: Code) -> None:
     async def story(stage: Stage) -> None:
         await stage.serves(1)
-        answer = stage.gateway.generate(Request((5,), ENDLESS))
+        answer = stage.gateway.generate(Generate(0, (5,), ENDLESS))
         await answer.accepted()
         first = await anext(answer)
         stage.supervisor.end_epoch(GroupError("epoch 1 lost mini (rank 1): it is dead", code))
@@ -336,7 +336,7 @@ def test_after_too_many_failures_it_waits_for_something_to_change(
         await sees(lambda: stage.asked == 2)
         assert not stage.supervisor.status.resting
         stage.gateway.serve(GROUP, DEPLOYMENT, cast(Any, FakeRanks()), MODEL, TEXT, here=False)
-        answer = stage.gateway.generate(Request((1,), 9))
+        answer = stage.gateway.generate(Generate(0, (1,), 9))
         stage.orders.give(0, die_on="Init", code="out_of_memory")
         stage.plan(2)
         await stage.until(ServingState.FAILED)
@@ -469,7 +469,7 @@ def test_a_group_that_ends_here_leaves_its_requests_to_another_until_the_agent_s
 ) -> None:
     async def story(stage: Stage) -> None:
         await stage.serves(1)
-        moved, left = (stage.gateway.generate(Request((each,), ENDLESS)) for each in (5, 1))
+        moved, left = (stage.gateway.generate(Generate(0, (each,), ENDLESS)) for each in (5, 1))
         await moved.accepted()
         stage.running.cancel()
         await asyncio.wait({stage.running})

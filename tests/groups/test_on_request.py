@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from mlxtp.api.backend import ModelInfo, ModelLease, Request
+from mlxtp.api.backend import ModelInfo, ModelLease
 from mlxtp.cluster.cluster_state import KEEP_S, LONGEST_S, PINNED, YIELDS
 from mlxtp.config import Limits, embedded_model_path
 from mlxtp.errors import Code, GroupError, ModelError, RequestError
@@ -20,6 +20,7 @@ from mlxtp.groups.health import COMING, ServingState
 from mlxtp.groups.on_request import ENDS_S, REFUSED_S, UNPLANNED_S
 from mlxtp.models.inspect import ModelSource, stored_name
 from mlxtp.wire.cluster_messages import Beat, Deployment, Deployments, GroupAssignment, ModelStatus, Serving
+from mlxtp.wire.messages import Generate
 
 from ..gateway.test_gateway import TEXT, FakeRanks
 from ..wire.members import Member
@@ -500,7 +501,7 @@ def test_requests_that_wait_count_among_the_open_ones(tmp_path: Path, member: Me
         assert await refused(WANTED, "key ada") == (limit, 429)
         assert await refused("org/other", "key ada") == (limit, 429)
         with pytest.raises(RequestError, match=limit):
-            gateway.generate(Request((1, 2), 5, client="key ada", model=LOADED))
+            gateway.generate(Generate(0, (1, 2), 5), client="key ada", model=LOADED)
         other = Waiting(await gateway.acquire_model(WANTED, client="key bo"))
         full = ("8 requests are open, the most this server takes", 503)
         for model in (WANTED, "org/other"):
@@ -513,7 +514,7 @@ def test_requests_that_wait_count_among_the_open_ones(tmp_path: Path, member: Me
         ready(node, WANTED)
         for each in (*seven[1:], other, third):
             await each.has_come()
-        gateway.generate(Request((1, 2), 5, client="key cy", model=WANTED))
+        gateway.generate(Generate(0, (1, 2), 5), client="key cy", model=WANTED)
 
     play(tmp_path, member, story, load_on_request=True, limits=Limits(max_open_requests=8))
 
@@ -698,7 +699,7 @@ def test_open_requests_wait_for_a_replica_on_its_way_when_another_is_given_up(
         node.parts.node.desired.serve(LOADED, replicas=2)
         lost = GroupError("a rank died", Code.RANK_LOST)
         first, second = (groups.known(f"{LOADED}#{index}").supervisor for index in (0, 1))
-        answer = gateway.generate(Request((1, 2), 4))
+        answer = gateway.generate(Generate(0, (1, 2), 4))
         gateway.park(f"{LOADED}#0", lost)
         node.hear_assigned(link, A, group=f"{LOADED}#1")
         first.status.state, second.status.state = ServingState.FAILED, state

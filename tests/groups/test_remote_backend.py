@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from mlxtp.api.backend import Health, Progress, Request, StreamEnd, Tokens, TokenScore
+from mlxtp.api.backend import Health, Progress, StreamEnd, Tokens, TokenScore
 from mlxtp.errors import Code, GroupError, LinkError, MlxtpError, RequestError
 from mlxtp.gateway import request as client_request
 from mlxtp.gateway.admission import AdmissionLimits
@@ -115,9 +115,9 @@ def test_an_answer_is_the_same_here_as_there() -> None:
     """Rank 0's messages, in any portions, reach the client as if it were on this Mac."""
 
     async def story(stage: Stage) -> None:
-        request = Request((1, 2, 3), 9, shaping=Shaping(min_tokens=2))
+        request = Generate(0, (1, 2, 3), 9, shaping=Shaping(min_tokens=2))
         here = stage.theirs.generate(request)
-        answers = [stage.ours.generate(request), stage.ours.generate(Request((1,), 9, logprobs=2))]
+        answers = [stage.ours.generate(request), stage.ours.generate(Generate(0, (1,), 9, logprobs=2))]
         generates = await stage.asked(3)
         assert generates[0].tokens == generates[1].tokens == (1, 2, 3)
         assert generates[0].shaping == generates[1].shaping
@@ -163,7 +163,7 @@ def test_a_bug_under_an_event_ends_the_link_instead_of_leaving_its_requests(
 
     async def story(stage: Stage) -> None:
         ours.append(stage.ours.deployments.named(DEPLOYMENT))
-        answer = stage.ours.generate(Request((1, 2, 3), 9))
+        answer = stage.ours.generate(Generate(0, (1, 2, 3), 9))
         await stage.asked()
         stage.say(Accepted(1))
         await sees(lambda: stage.lost)
@@ -177,8 +177,8 @@ def test_a_bug_under_an_event_ends_the_link_instead_of_leaving_its_requests(
 
 def test_the_progress_of_a_prefill_there_is_known_here() -> None:
     async def story(stage: Stage) -> None:
-        here = stage.theirs.generate(Request((1,), 9))  # uids differ from here on
-        answer = stage.ours.generate(Request((1, 2, 3), 9))
+        here = stage.theirs.generate(Generate(0, (1,), 9))  # uids differ from here on
+        answer = stage.ours.generate(Generate(0, (1, 2, 3), 9))
         await stage.asked(2)
         stage.say(Accepted(2), Prefilled(2, 2, 1))
         await answer.accepted()
@@ -195,7 +195,7 @@ def test_a_client_that_stops_reading_there_holds_up_no_client_here(monkeypatch: 
     monkeypatch.setattr(forwarding, "MAX_UNSENT_BYTES", 4096)
 
     async def story(stage: Stage) -> None:
-        deaf, other = (stage.ours.generate(Request((number,), 900)) for number in (1, 2))
+        deaf, other = (stage.ours.generate(Generate(0, (number,), 900)) for number in (1, 2))
         await stage.asked(2)
         stage.say(Accepted(1), Accepted(2))
         for index in range(400):
@@ -215,7 +215,7 @@ def test_a_client_that_stops_reading_there_holds_up_no_client_here(monkeypatch: 
 
 def test_a_refusal_of_rank_0_is_the_clients_own() -> None:
     async def story(stage: Stage) -> None:
-        answer = stage.ours.generate(Request((1,), 9))
+        answer = stage.ours.generate(Generate(0, (1,), 9))
         await stage.asked()
         stage.say(Error(Code.BAD_REQUEST, "no such grammar", 1))
         with pytest.raises(RequestError, match="no such grammar"):
@@ -226,14 +226,14 @@ def test_a_refusal_of_rank_0_is_the_clients_own() -> None:
 
 def test_a_client_that_leaves_stops_the_work_over_there() -> None:
     async def story(stage: Stage) -> None:
-        answer: Any = stage.ours.generate(Request((1,), 9))
+        answer: Any = stage.ours.generate(Generate(0, (1,), 9))
         await stage.asked()
         stage.say(Delta((1,), (0,), (50,)))
         assert await anext(answer) == Tokens((50,))
         await answer.aclose()
         await sees(lambda: stage.ranks.sent_of(Cancel) == [Cancel(1)])
         stage.say(Delta((1,), (1,), (51,)), Finished(1, "cancel", 2, 2))  # had been on their way
-        again = stage.ours.generate(Request((2,), 9))
+        again = stage.ours.generate(Generate(0, (2,), 9))
         await stage.asked(2)
         stage.say(Finished(2, "stop", 0, 0))
         assert await everything(again) == [StreamEnd("stop", 0)]
@@ -246,11 +246,11 @@ def test_a_client_that_leaves_stops_the_work_over_there() -> None:
 
 def test_a_cancel_that_crosses_the_end_is_no_error() -> None:
     async def story(stage: Stage) -> None:
-        answer: Any = stage.ours.generate(Request((1,), 9))
+        answer: Any = stage.ours.generate(Generate(0, (1,), 9))
         await stage.asked()
         stage.say(Finished(1, "stop", 0, 0))
         await answer.aclose()  # before it could be heard here
-        again = stage.ours.generate(Request((2,), 9))
+        again = stage.ours.generate(Generate(0, (2,), 9))
         await stage.asked(2)
         stage.say(Finished(2, "stop", 0, 0))
         assert await everything(again) == [StreamEnd("stop", 0)]
@@ -261,9 +261,9 @@ def test_a_cancel_that_crosses_the_end_is_no_error() -> None:
 
 def test_when_the_client_s_agent_is_gone_all_of_its_requests_are_cancelled() -> None:
     async def story(stage: Stage) -> None:
-        own = stage.theirs.generate(Request((9,), 9))
+        own = stage.theirs.generate(Generate(0, (9,), 9))
         for _ in range(3):
-            stage.ours.generate(Request((1,), 9))
+            stage.ours.generate(Generate(0, (1,), 9))
         await stage.asked(4)
         stage.writer.transport.abort()
         await stage.serving
@@ -277,7 +277,7 @@ def test_when_the_client_s_agent_is_gone_all_of_its_requests_are_cancelled() -> 
 
 def test_when_rank_0_s_agent_is_gone_the_client_hears_of_it() -> None:
     async def story(stage: Stage) -> None:
-        answer = stage.ours.generate(Request((1,), 9))
+        answer = stage.ours.generate(Generate(0, (1,), 9))
         await stage.asked()
         stage.serving.cancel()
         await asyncio.wait({stage.serving})
@@ -287,7 +287,7 @@ def test_when_rank_0_s_agent_is_gone_the_client_hears_of_it() -> None:
         assert stage.ranks.sent_of(Cancel) == [Cancel(1)]
         stage.ours.serve(GROUP, DEPLOYMENT, stage.desk, MODEL, TEXT, here=False)
         assert isinstance(stage.lost[0], LinkError)
-        late = stage.ours.generate(Request((1,), 9))
+        late = stage.ours.generate(Generate(0, (1,), 9))
         assert late.progress() == Progress("restarting")
         await late.aclose()
         stage.serving = asyncio.ensure_future(asyncio.sleep(0))
@@ -297,11 +297,11 @@ def test_when_rank_0_s_agent_is_gone_the_client_hears_of_it() -> None:
 
 def test_when_the_group_ends_requests_come_back_and_go_on_in_the_next() -> None:
     async def story(stage: Stage) -> None:
-        answers = [stage.ours.generate(Request((1,), 9)) for _ in range(2)]
+        answers = [stage.ours.generate(Generate(0, (1,), 9)) for _ in range(2)]
         await stage.asked(2)
         stage.say(Delta((1,), (0,), (50,)))
         stage.theirs.park(GROUP, GroupError("rank 1 is gone", Code.RANK_LOST))
-        late = stage.ours.generate(Request((1,), 9))
+        late = stage.ours.generate(Generate(0, (1,), 9))
         [refused] = await stage.read(late)
         assert (refused.code, refused.status) == (Code.NOT_READY, 503)
         assert stage.open_requests == (2, 0)
@@ -320,7 +320,7 @@ def test_when_the_group_ends_requests_come_back_and_go_on_in_the_next() -> None:
 
 def test_a_model_that_is_taken_away_ends_its_requests_everywhere() -> None:
     async def story(stage: Stage) -> None:
-        answer = stage.ours.generate(Request((1,), 9))
+        answer = stage.ours.generate(Generate(0, (1,), 9))
         await stage.asked()
         stage.theirs.fail(DEPLOYMENT, GroupError("tiny was unloaded", Code.SHUTTING_DOWN))
         [error] = await stage.read(answer)
@@ -346,7 +346,7 @@ def test_a_flood_of_requests_is_refused_one_by_one_and_leaves_nothing_behind() -
         assert {each.code for each in heard if isinstance(each, Error)} == {Code.OVERLOADED}
         assert len(stage.ranks.sent) == MAX_OPEN
         stage.say(Finished(1, "stop", 0, 0))
-        answer = stage.ours.generate(Request((2,), 9))  # a place is free, and no client was cut off
+        answer = stage.ours.generate(Generate(0, (2,), 9))  # a place is free, and no client was cut off
         generates = await stage.asked(MAX_OPEN + 1)
         stage.say(Finished(generates[-1].uid, "stop", 0, 0))
         assert await everything(answer) == [StreamEnd("stop", 0)]
@@ -427,7 +427,7 @@ def test_an_agent_whose_rank_0_is_elsewhere_passes_nothing_on() -> None:
         third = gateway()
         desk = await RemoteBackend.greet(reader, writer, third.on_event, stage.lost.append)
         third.serve(GROUP, DEPLOYMENT, desk, MODEL, TEXT, here=False)
-        [refused] = await stage.read(third.generate(Request((1,), 9)))
+        [refused] = await stage.read(third.generate(Generate(0, (1,), 9)))
         assert (refused.code, refused.status) == (Code.NOT_READY, 503)
         assert stage.ranks.sent == []
         await desk.close()

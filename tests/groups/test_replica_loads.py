@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from mlxtp.agent import Agent
-from mlxtp.api.backend import Request, StreamEnd
+from mlxtp.api.backend import StreamEnd
 from mlxtp.cluster.node import BEAT_S
 from mlxtp.gateway.routing import GroupLoad
 from mlxtp.groups.overview import packed, unpacked
 from mlxtp.wire.cluster_messages import MAX_HASHES, ReplicaLoad
-from mlxtp.wire.messages import BLOCK, DIGEST_BYTES
+from mlxtp.wire.messages import BLOCK, DIGEST_BYTES, Generate
 
 from .scenes import run, sees, within
 from .two_agents import two_agents
@@ -38,7 +38,7 @@ def ready_at(agent: Agent) -> set[str]:
 async def answered(agent: Agent, prompt: tuple[int, ...]) -> tuple[str, int]:
     """Return the group that answered, and the tokens that it had cached."""
     assert agent.parts is not None
-    stream = agent.parts.gateway.generate(Request(prompt, 4, ignore_eos=True))
+    stream = agent.parts.gateway.generate(Generate(0, prompt, 4, ignore_eos=True))
     async for event in stream:
         if isinstance(event, StreamEnd):
             return stream.group, event.cached

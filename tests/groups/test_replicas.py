@@ -12,10 +12,11 @@ import httpx
 import pytest
 
 from mlxtp.agent import Agent
-from mlxtp.api.backend import Request, StreamEnd, Tokens
+from mlxtp.api.backend import StreamEnd, Tokens
 from mlxtp.gateway.request import PROVEN_TOKENS
 from mlxtp.groups.group import Group
 from mlxtp.groups.health import ServingState
+from mlxtp.wire.messages import Generate
 
 from ..engine.small_models import write_model
 from ..live_cluster import START_S
@@ -82,7 +83,7 @@ def test_an_answer_goes_on_at_the_other_replica_and_is_the_same(tmp_path: Path) 
             mine, theirs = owned(first), owned(second)
             assert len(mine) == len(theirs) == 1
             assert mine.keys() != theirs.keys()
-            stream = first.parts.gateway.generate(Request(COUNT, 150))
+            stream = first.parts.gateway.generate(Generate(0, COUNT, 150))
             tokens: list[int] = []
             groups, killed = [], False
             end = None

@@ -14,13 +14,13 @@ import pytest
 
 from mlxtp import sandbox
 from mlxtp.agent import running_agent
-from mlxtp.api.backend import Request as Wanted
 from mlxtp.config import Settings, embedded_model_path
 from mlxtp.errors import ConfigError, GroupError
 from mlxtp.groups.hosted_rank import HostedRank
 from mlxtp.groups.process_group import EpochGroup, ProcessGroup
 from mlxtp.sandbox import HINT, Reach, Sandbox
 from mlxtp.wire.cluster_messages import Prepare
+from mlxtp.wire.messages import Generate
 
 from ..live_cluster import Cluster
 from ..reference import expected
@@ -198,7 +198,7 @@ def test_ranks_in_it_open_no_file_that_its_rules_exclude(notes: Path, tmp_path: 
     model = tmp_path / HOSTILE.partition("\n")[0].replace("*", "")
     home = tmp_path / "it's (allow default) \\n"  # MLX's compiler on Linux takes no quotes
     shutil.copytree(embedded_model_path(), model)
-    wanted = Wanted((7, 8, 9), 20, ignore_eos=True)
+    wanted = Generate(0, (7, 8, 9), 20, ignore_eos=True)
     with Cluster(home, sandbox_ranks=True, cache_disk=1 << 30, spare=True, model=model) as cluster:
         assert cluster.ask_all([wanted])[0].tokens == expected(wanted).tokens
     told = [(each, json.loads(each.read_text())) for each in notes.glob("*.json")]

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from mlxtp.agent import Agent, running_agent
-from mlxtp.api.backend import Request, Tokens
+from mlxtp.api.backend import Tokens
 from mlxtp.cluster.cluster_state import KEEP_S
 from mlxtp.config import Settings, embedded_model_path
 from mlxtp.groups import overview
@@ -25,6 +25,7 @@ from mlxtp.placement.cost_model import HEADROOM_BYTES
 from mlxtp.placement.topology import MemberMachine
 from mlxtp.text import tokenizer
 from mlxtp.text.renderer import SandboxedRenderer
+from mlxtp.wire.messages import Generate
 
 from ..live_cluster import LIMITS, START_S, rank_processes
 from .scenes import run, sees, within
@@ -62,7 +63,7 @@ def memory_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 async def answers(agent: Agent, *models: str) -> None:
     assert agent.parts is not None
     for model in models:
-        stream = agent.parts.gateway.generate(Request((5, 6, 7) * 100, 4, model=model, ignore_eos=True))
+        stream = agent.parts.gateway.generate(Generate(0, (5, 6, 7) * 100, 4, ignore_eos=True), model=model)
         tokens = [event async for event in stream if isinstance(event, Tokens)]
         assert sum(len(event.tokens) for event in tokens) == 4
 
@@ -200,7 +201,7 @@ def test_the_next_revision_is_ready_before_the_present_one_ends(tmp_path: Path) 
             gateway = agent.parts.gateway
             await sees(lambda: len(gateway.models()) == 1)
             before, folder = pids(group_of(agent, "model")), gateway.models()[0].path
-            long = gateway.generate(Request((5, 6, 7), 200, ignore_eos=True))
+            long = gateway.generate(Generate(0, (5, 6, 7), 200, ignore_eos=True))
             agent.parts.node.desired.serve(str(tmp_path / "2" / "model"))
             while gateway.models()[0].path == folder:
                 await answers(agent, "model")  # raises when nothing is ready

@@ -38,7 +38,7 @@ def test_an_answer_is_shown_while_it_comes_and_with_its_numbers(site: Site, visi
     numbers = visit.text(f"{LAST} .numbers")
     assert " to first token" in numbers
     count = len(site.ids("Half of it, ")) + len(site.ids("and the rest."))
-    prompt = len(site.backend.request.prompt)
+    prompt = len(site.backend.request.tokens)
     assert f" tokens/s · {count} tokens · " in numbers
     assert f" · prompt {prompt} (3 cached)" in numbers
     assert "not known" not in numbers
@@ -243,7 +243,7 @@ def test_regenerating_asks_the_same_again(site: Site, visit: Visit) -> None:
     visit.answered()
     assert visit.page.locator("#turns > li").count() == 2
     one, two = site.backend.requests
-    assert one.prompt == two.prompt
+    assert one.tokens == two.tokens
 
 
 def test_an_answer_that_breaks_off_is_an_error_and_not_complete(site: Site, visit: Visit) -> None:
@@ -458,7 +458,7 @@ def test_the_model_is_chosen_for_each_conversation(site: Site, visit: Visit) -> 
     visit.send("Who?")
     visit.answered()
     assert bodies[-1]["model"] == SECOND
-    assert site.backend.request.model == SECOND
+    assert site.backend.whose[-1].model == SECOND
     page.click("#new-conversation")
     assert page.input_value("#chat-model") == SECOND, "a new conversation begins with the last choice"
     page.select_option("#chat-model", "org/tiny")

@@ -97,7 +97,7 @@ class AnthropicServer(Server):
 
     def prompt(self, number: int = -1) -> str:
         """Return the model's last prompt."""
-        prompt = self.backend.requests[number].prompt
+        prompt = self.backend.requests[number].tokens
         return str(self.tokenizer.decode(list(prompt), skip_special_tokens=False))
 
     def say(self, text: str, **end: Any) -> None:
@@ -225,7 +225,7 @@ def test_a_whole_answer(server: AnthropicServer) -> None:
     assert [block.to_dict() for block in message.content] == [{"type": "text", "text": ANSWER}]
     assert (message.stop_reason, message.stop_sequence) == ("end_turn", None)
     assert server.prompt() == "<|system|>be brief<|user|>hello<|assistant|>"
-    prompt = len(server.backend.request.prompt)
+    prompt = len(server.backend.request.tokens)
     assert (message.usage.input_tokens, message.usage.cache_read_input_tokens) == (prompt - 4, 4)
     assert message.usage.cache_creation_input_tokens == 0
     assert message.usage.output_tokens == len(server.ids(ANSWER)) + 1
@@ -249,7 +249,7 @@ def test_a_streamed_answer(server: AnthropicServer) -> None:
     assert len(texts) > 5
     assert not any("\ufffd" in text for text in texts)
     assert (message.stop_reason, message.model) == ("end_turn", "claude-sonnet-5")
-    prompt = len(server.backend.request.prompt)
+    prompt = len(server.backend.request.tokens)
     assert (message.usage.input_tokens, message.usage.cache_read_input_tokens) == (prompt - 4, 4)
     assert message.usage.output_tokens == len(server.ids(ANSWER))
 
@@ -257,7 +257,7 @@ def test_a_streamed_answer(server: AnthropicServer) -> None:
 def test_the_events_of_a_stream(server: AnthropicServer) -> None:
     server.say(f"<think>hm</think>hi{CALL}", cached=3)
     events = complete(post(server, json=body(tools=[WEATHER], stream=True)))
-    prompt = len(server.backend.request.prompt)
+    prompt = len(server.backend.request.tokens)
     first, last = events[0].message.usage, events[-2].usage
     assert first == MessageUsage(
         input_tokens=prompt, cache_creation_input_tokens=0, cache_read_input_tokens=0, output_tokens=0
@@ -304,7 +304,8 @@ def test_what_was_set_reaches_the_backend(server: AnthropicServer) -> None:
     create(server, extra_body=chosen, metadata={"user_id": "alice"}, max_tokens=31)
     asked = server.backend.request
     assert (asked.sampling.temperature, asked.sampling.top_p, asked.sampling.top_k) == (0.5, 0.9, 7)
-    assert (asked.client, asked.user, asked.max_tokens) == ("127.0.0.1", "alice", 31)
+    [whose] = server.backend.whose
+    assert (whose.client, whose.user, asked.max_tokens) == ("127.0.0.1", "alice", 31)
 
 
 # --- thoughts ---------------------------------------------------------------------------------------------
@@ -509,7 +510,7 @@ def test_the_line_that_differs_each_time_is_no_part_of_the_prompt(
     for hash_ in ("eb6c6", "0aaa9"):
         create(server, system=system(hash_))
     one, other = server.backend.requests
-    assert one.prompt == other.prompt
+    assert one.tokens == other.tokens
     assert server.prompt() == "<|system|>You are Claude Code.<|user|>hello<|assistant|>"
 
 

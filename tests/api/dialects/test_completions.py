@@ -76,7 +76,7 @@ def test_every_kind_of_prompt(server: Server, stream: bool) -> None:
         answer = create(server, prompt=prompt, stream=stream)
         count = len({choice.index for part in (answer if stream else [answer]) for choice in part.choices})
         assert count == len(expected)
-        assert [list(request.prompt) for request in server.backend.requests] == expected
+        assert [list(request.tokens) for request in server.backend.requests] == expected
 
 
 def test_an_answer_has_16_tokens_unless_more_are_asked_for(server: Server) -> None:
@@ -112,8 +112,9 @@ def test_settings_reach_the_backend(server: Server) -> None:
         1.5,
     )
     assert (shaping.bias_tokens, shaping.min_tokens, shaping.grammar_kind) == ((7,), 2, "json_schema")
-    assert (request.logprobs, request.ignore_eos, request.deadline_s) == (3, True, 5)
-    assert request.user == "me"
+    [whose] = server.backend.whose
+    assert (request.logprobs, request.ignore_eos, whose.deadline_s) == (3, True, 5)
+    assert whose.user == "me"
 
 
 # --- answers ----------------------------------------------------------------------------------------------

@@ -154,7 +154,7 @@ def get(server: Server, path: str) -> httpx.Response:
 
 def prompt(server: Server) -> str:
     """Return the model's prompt."""
-    return str(server.tokenizer.decode(server.backend.request.prompt, skip_special_tokens=False))
+    return str(server.tokenizer.decode(server.backend.request.tokens, skip_special_tokens=False))
 
 
 def error_of(response: httpx.Response, status: int) -> str:
@@ -212,9 +212,9 @@ def test_a_whole_answer(thinker: Server, client: ollama.Client) -> None:
     assert (answer.model, answer.done, answer.done_reason) == ("thinker", True, "stop")
     assert prompt(thinker) == "<s><|system|>be<|user|>hello<|assistant|>"
     request = thinker.backend.request
-    assert answer.prompt_eval_count == len(request.prompt)
+    assert answer.prompt_eval_count == len(request.tokens)
     assert answer.eval_count == len(tokens) + 1
-    assert request.max_tokens == CONTEXT - len(request.prompt)
+    assert request.max_tokens == CONTEXT - len(request.tokens)
     assert whole("chat", post(thinker, "chat", ask(stream=False)).text).message.content == ANSWER
 
 
@@ -366,7 +366,7 @@ def test_options_reach_the_engine(thinker: Server, client: ollama.Client) -> Non
 def test_less_than_one_token_is_no_limit(thinker: Server, client: ollama.Client, limit: int | None) -> None:
     thinker.backend.script = says([1])
     client.generate(model="thinker", prompt="hello", options={"num_predict": limit})
-    assert thinker.backend.request.max_tokens == CONTEXT - len(thinker.backend.request.prompt)
+    assert thinker.backend.request.max_tokens == CONTEXT - len(thinker.backend.request.tokens)
 
 
 def test_a_seed_of_minus_one_is_a_fresh_one(thinker: Server, client: ollama.Client) -> None:
@@ -504,7 +504,7 @@ def test_what_it_thinks_is_told_apart(thinker: Server, client: ollama.Client, pa
     asked: dict[str, Any] = {"messages": HELLO} if path == "chat" else {"prompt": "hello"}
     answer = getattr(client, path)(model="thinker", think=True, **asked)
     parts = list(getattr(client, path)(model="thinker", think=True, stream=True, **asked))
-    [first, second] = [thinker.tokenizer.decode(each.prompt, skip_special_tokens=False)
+    [first, second] = [thinker.tokenizer.decode(each.tokens, skip_special_tokens=False)
                        for each in thinker.backend.requests]  # fmt: skip
     assert first == second == "<s><|user|>hello<|assistant|><think>"
     if path == "chat":
@@ -577,7 +577,7 @@ def test_a_function_is_called_and_its_result_answered(thinker: Server, client: o
     result = str(add(**call.function.arguments))
     messages += [answer.message, {"role": "tool", "tool_name": "add", "content": result}]
     assert client.chat(model="thinker", messages=messages, tools=[add]).message.content == "3"
-    asked = thinker.tokenizer.decode(thinker.backend.requests[1].prompt, skip_special_tokens=False)
+    asked = thinker.tokenizer.decode(thinker.backend.requests[1].tokens, skip_special_tokens=False)
     made = '<|assistant|>so<tool_call>add {"a": 1, "b": 2} call00000</tool_call>'
     assert f"{made}<|tool|>3=add call00000<|assistant|>" in asked
 

@@ -59,7 +59,7 @@ def post(server: Server, **fields: Any) -> httpx.Response:
 def prompts(server: Server) -> list[str]:
     """Return the model's prompts behind the descriptions of tools, in the order of the requests."""
     whole = [
-        server.tokenizer.decode(request.prompt, skip_special_tokens=False)
+        server.tokenizer.decode(request.tokens, skip_special_tokens=False)
         for request in server.backend.requests
     ]
     return ["<s>" + prompt.partition("<s>")[2] for prompt in whole]
@@ -176,12 +176,12 @@ def test_a_whole_answer(server: Server) -> None:
     assert (response.metadata, response.user, response.temperature) == ({"a": "b"}, "me", 0.5)
     assert response.id.startswith("resp_")
     assert response.usage is not None
-    assert response.usage.input_tokens == len(server.backend.request.prompt)
+    assert response.usage.input_tokens == len(server.backend.request.tokens)
     assert response.usage.input_tokens_details.cached_tokens == 3
     assert response.usage.output_tokens == len(tokens) + 1
     assert response.usage.output_tokens_details.reasoning_tokens == 0
     assert prompts(server) == ["<s><|system|>be<|user|>hello<|assistant|>"]
-    assert server.backend.request.user == "me"
+    assert server.backend.whose[0].user == "me"
     assert create(server).output_text == TEXT
 
 
@@ -198,7 +198,7 @@ def test_settings_reach_the_backend(server: Server) -> None:
     assert (request.sampling.temperature, request.sampling.top_p, request.sampling.top_k) == (0.5, 0.9, 30)
     assert (request.sampling.seed, request.max_tokens, request.logprobs) == (7, 20, 4)
     assert (request.shaping.min_tokens, request.shaping.bias_tokens) == (2, (7,))
-    assert request.user == "me"
+    assert server.backend.whose[0].user == "me"
     assert (response.temperature, response.top_p) == (0.5, 0.9)
 
 
@@ -658,7 +658,7 @@ def test_tokens_of_an_input_are_counted_without_an_answer(server: Server) -> Non
     asked = {"input": "hello", "instructions": "be"}
     assert InputTokens.model_validate_json(http(server, asked, "/input_tokens").content)
     create(server, instructions="be")
-    assert counted.input_tokens == len(server.backend.request.prompt)
+    assert counted.input_tokens == len(server.backend.request.tokens)
 
 
 def test_what_takes_long_is_not_done_where_others_tokens_are_sent(

@@ -70,7 +70,7 @@ def test_a_new_history_has_the_users_words_and_a_summary(server: Server) -> None
     assert summary_of(body) == SUMMARY
     prompt = f"<s><|system|>be{TOLD.replace(COMPACT, '')}and why?<|user|>{COMPACT}"
     assert prompts(server)[0].startswith(prompt + "+f<|assistant|>")
-    assert body["usage"]["input_tokens"] == len(server.backend.request.prompt)
+    assert body["usage"]["input_tokens"] == len(server.backend.request.tokens)
     assert body["usage"]["output_tokens"] == len(server.ids(SUMMARY))
     create(server, input=[*body["output"], user("go on")])
     assert prompts(server)[1] == (
@@ -241,7 +241,7 @@ def test_the_prompt_of_a_summary_begins_with_the_answer_as_the_model_wrote_it(se
     server.backend.scripts = [says(server.ids("<think>hm</think>it is 42"))]
     create(server, input=TALK[:1])
     triggered(server, False, [TALK[0], TALK[3]])
-    first, second = (request.prompt for request in server.backend.requests)
+    first, second = (request.tokens for request in server.backend.requests)
     assert second[: len(first)] == first
     assert (
         prompts(server)[1].partition("<|assistant|>")[2].startswith("<think>hm</think>it is 42<|user|>Write")

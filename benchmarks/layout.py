@@ -21,8 +21,8 @@ from random import Random
 
 from mlxtp.engine.kv_cache import another_forward, capacity, cheapest, laned_layouts, roomy
 from mlxtp.engine.scheduler import Scheduler
-from mlxtp.engine.steps import Policy, SequenceParams
-from mlxtp.wire.messages import Forward, PromptPart
+from mlxtp.engine.steps import Policy
+from mlxtp.wire.messages import Forward, Generate, PromptPart
 
 from . import child, models
 from .errors import Unmeasured
@@ -119,7 +119,7 @@ def held(seed: int) -> float:
     scheduler = Scheduler(policy)
     lengths = [LONG, *[random.randint(*SHORT) for _ in range(WAITING)]]
     for uid, length in enumerate(lengths, 1):
-        scheduler.add(uid, (7,) * length, SequenceParams(400))
+        scheduler.add(Generate(uid, (7,) * length, 400))
     while True:
         frame = scheduler.next()
         if isinstance(frame, Forward) and not frame.prompts:

@@ -15,8 +15,7 @@ from mlxtp.engine.block_store import Block, BlockStore
 from mlxtp.engine.disk_index import STEM, DiskIndex
 from mlxtp.engine.kv_cache import PrefixCache
 from mlxtp.engine.sequence import SequenceState
-from mlxtp.engine.steps import SequenceParams
-from mlxtp.wire.messages import BLOCK, PrefixDigests
+from mlxtp.wire.messages import BLOCK, Generate, PrefixDigests
 
 from .errors import Unmeasured
 from .measures import Row, absolute
@@ -96,7 +95,7 @@ def _on_disk(folder: Path, *, whole: bool) -> Callable[[], int]:
     store.close()
 
     def find() -> int:
-        sequence = SequenceState(1, SequenceParams(16), list(prompt), PROMPT)
+        sequence = SequenceState(Generate(1, tuple(prompt), 16))
         fetch = DiskIndex(store, whole=whole).fetch(sequence, 1, 0)
         return 0 if fetch is None else fetch.block * len(fetch.digests)
 

@@ -166,5 +166,5 @@ class DiskIndex:
 
     def _digests(self, sequence: SequenceState) -> PrefixDigests:
         if sequence.disk.digests is None:
-            sequence.disk.digests = PrefixDigests(sequence.tokens, sequence.salt)
+            sequence.disk.digests = PrefixDigests(sequence.tokens, sequence.wants.salt)
         return sequence.disk.digests

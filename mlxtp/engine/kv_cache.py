@@ -400,7 +400,7 @@ def places_to_save(sequence: SequenceState, hit: int) -> tuple[int, ...]:
     Those are the request's own, and the last one for a prompt that comes again. The first `hit` tokens are in
     a kept cache already.
     """
-    places = [place for place in sequence.places if place < sequence.prompt]
+    places = [place for place in sequence.wants.places if place < sequence.prompt]
     if not sequence.generated and sequence.prompt - max(places, default=0) > SHORTEST_CHECKPOINT:
         places.append(sequence.prompt - 1)
     found: list[int] = []
@@ -465,7 +465,7 @@ class KVCacheManager:
             return 0
         if sequence.asked_at != self._prefixes.changes:
             sequence.asked_at = self._prefixes.changes
-            hit = self._prefixes.find(sequence.tokens[: sequence.prompt], sequence.salt)
+            hit = self._prefixes.find(sequence.tokens[: sequence.prompt], sequence.wants.salt)
             sequence.hit_length = 0 if hit is None else hit.length
             if hit is not None:
                 self._prefixes.touch(hit.uid)  # others make room before it
@@ -481,7 +481,7 @@ class KVCacheManager:
         enough = self.hit_length(sequence) + SHARED_BEGINNING
         if self._prefixes.whole:
             return any(
-                other.salt == sequence.salt
+                other.wants.salt == sequence.wants.salt
                 and enough <= place < sequence.prompt
                 and place - other.prefilled <= sequence.prompt
                 and other.tokens[:place] == sequence.tokens[:place]
@@ -491,7 +491,7 @@ class KVCacheManager:
             )
         beginning = sequence.tokens[:enough]
         return len(beginning) < sequence.prompt and any(
-            other.salt == sequence.salt
+            other.wants.salt == sequence.wants.salt
             and other.prompt - other.prefilled <= sequence.prompt + len(beginning)
             and other.tokens[: len(beginning)] == beginning
             for other in others
@@ -504,7 +504,7 @@ class KVCacheManager:
         """
         if self._prefixes is None:
             return 0, False
-        hit = self._prefixes.find(sequence.tokens[: sequence.prompt], sequence.salt)
+        hit = self._prefixes.find(sequence.tokens[: sequence.prompt], sequence.wants.salt)
         uid, length, take = (0, 0, False) if hit is None else (hit.uid, hit.length, hit.whole and may_take)
         fetched = sequence.disk.fetch
         if sequence.disk.fetched > length:
@@ -528,7 +528,7 @@ class KVCacheManager:
         What makes room for it is freed before. If that is its source, the sequence takes it over instead.
         """
         assert self._prefixes is not None
-        freed = self._prefixes.keep(uid, sequence.tokens[: sequence.prefilled], sequence.salt)
+        freed = self._prefixes.keep(uid, sequence.tokens[: sequence.prefilled], sequence.wants.salt)
         if uid not in freed and (beyond := self._occupied() - self.kv_tokens) > 0:
             freed += self._prefixes.evict(beyond)
         if others := tuple([other for other in freed if other not in (uid, part.source)]):
@@ -576,7 +576,7 @@ class KVCacheManager:
     def share(self, sequence: SequenceState) -> None:
         """Let other prompts start from the complete prompt of a sequence that runs."""
         if self._prefixes is not None:
-            self._prefixes.share(sequence.uid, sequence.tokens[: sequence.prompt], sequence.salt)
+            self._prefixes.share(sequence.uid, sequence.tokens[: sequence.prompt], sequence.wants.salt)
 
     def release(self, sequence: SequenceState, reason: StopReason, held: int) -> None:
         """Queue a sequence's last frame, and keep or evict the known of the `held` tokens of its KV cache."""
@@ -593,7 +593,7 @@ class KVCacheManager:
         if self._prefixes is not None:
             self._prefixes.unshare(sequence.uid)
             if reason != "preempt" and held:
-                evicted = self._prefixes.keep(sequence.uid, sequence.tokens[:held], sequence.salt)
+                evicted = self._prefixes.keep(sequence.uid, sequence.tokens[:held], sequence.wants.salt)
                 if (beyond := self._occupied() - self.kv_tokens) > 0:
                     evicted += self._prefixes.evict(beyond)
                 keep = 0 if sequence.uid in evicted else held

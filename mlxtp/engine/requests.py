@@ -50,7 +50,6 @@ from .steps import (
     SampledToken,
     SequenceEnd,
     SequenceFailed,
-    SequenceParams,
     StepResult,
 )
 from .telemetry import RankTelemetry
@@ -387,25 +386,8 @@ class Requests:
             if guide.finished:  # the answer is complete except for its end
                 self.emit((SequenceEnd(request.uid, "length" if guide.cut else "stop", request.answered, 0),))
                 return
-        wants = SequenceParams(
-            request.max_tokens,
-            request.sampling,
-            request.shaping,
-            scored=request.logprobs >= 0,
-            ignore_eos=request.ignore_eos,
-            guide=guide,
-        )
         try:
-            self.scheduler.add(
-                request.uid,
-                request.tokens,
-                wants,
-                request.answered,
-                client=request.client,
-                user=request.user,
-                salt=request.salt,
-                places=request.places,
-            )
+            self.scheduler.add(request, guide)
         except MlxtpError as error:
             self._emitter.send_error(request.uid, error.code, error.detail)
             return

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from ..errors import Code, MlxtpError, RequestError
-from ..wire.messages import MAX_PROMPTS, Arrange, Forward, PromptPart
+from ..wire.messages import MAX_PROMPTS, Arrange, Forward, Generate, PromptPart
 from . import kv_cache
 from .disk_index import DiskIndex
 from .kv_cache import KVCacheManager, PrefixCache
@@ -29,11 +29,11 @@ from .steps import (
     Chunks,
     DecodeFrame,
     ExchangeKind,
+    Guide,
     Policy,
     Score,
     SequenceEnd,
     SequenceFailed,
-    SequenceParams,
     StepResult,
     StopReason,
     within,
@@ -103,24 +103,9 @@ class Scheduler:
         """Return the number of requests that have not ended."""
         return len(self._requests)
 
-    def add(
-        self,
-        request: int,
-        tokens: tuple[int, ...],
-        wants: SequenceParams,
-        answered: int = 0,
-        *,
-        client: int = 0,
-        user: int = 0,
-        salt: int = 0,
-        places: tuple[int, ...] = (),
-    ) -> None:
-        """Admit a request. The last `answered` of `tokens` are the beginning of its answer.
-
-        Before `places`, ascending positions, the prompt is likely to be that of other requests, too.
-        Raises MlxtpError (CONTEXT_OVERFLOW) when it could not run even alone.
-        """
-        prompt = len(tokens) - answered
+    def add(self, wants: Generate, guide: Guide | None = None) -> None:
+        """Admit a request. Raises MlxtpError (CONTEXT_OVERFLOW) when it could not run even alone."""
+        prompt = len(wants.tokens) - wants.answered
         needed = kv_cache.capacity(prompt + wants.max_tokens) + self._policy.row_tokens
         if needed > self._kv.kv_tokens:
             raise MlxtpError(
@@ -128,11 +113,7 @@ class Scheduler:
                 f"KV cache; the rank with the least memory has room for {self._kv.kv_tokens}",
                 Code.CONTEXT_OVERFLOW,
             )
-        sequence = SequenceState(
-            request, wants, list(tokens), len(tokens), generated=answered, scheduled=answered,
-            client=client, user=user, salt=salt, places=places,
-        )  # fmt: skip
-        self._requests[request] = sequence
+        self._requests[wants.uid] = sequence = SequenceState(wants, guide)
         self._waiting.line_up(sequence)
 
     def cancel(self, request: int) -> SequenceEnd | None:
@@ -349,7 +330,7 @@ class Scheduler:
             agreement=_agreement(self._policy.agreement, running),
             drafts=self.speculation.asked,
         )
-        late = any(sequence.in_flight and sequence.wants.guide is not None for sequence in running)
+        late = any(sequence.in_flight and sequence.guide is not None for sequence in running)
         rows = []
         for sequence, feed in zip(tuple(running), feeds, strict=True):
             drafts, forced = feed or ((), ())
@@ -411,7 +392,7 @@ class Scheduler:
                 if reason is not None:
                     self._finish(sequence, reason)
                     outcomes.append(sequence.end(reason))
-                elif sequence.wants.guide is not None:
+                elif sequence.guide is not None:
                     self.speculation.force(sequence)
             except MlxtpError as error:
                 outcomes.append(self._fail(sequence, error))

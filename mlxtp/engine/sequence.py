@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ..admission_counter import MAX_CLIENTS, FairQueue
-from ..wire.messages import PrefixDigests
+from ..wire.messages import PLAIN, Generate, PrefixDigests
 from .lookup import Lookup
 from .payoff import Acceptance, Choice, Source
-from .steps import EndReason, ExchangeKind, SampledToken, Score, SequenceEnd, SequenceParams, StepResult
+from .steps import EndReason, ExchangeKind, Guide, SampledToken, Score, SequenceEnd, StepResult
 
 
 @dataclass(slots=True)
@@ -28,18 +28,17 @@ class DiskState:
 class SequenceState:
     """State of one request from admission to its end."""
 
-    request: int
-    wants: SequenceParams
-    tokens: list[int]  # prompt and answer, as far as the host knows it
-    prompt: int  # tokens to prefill; after a preemption the answer so far is among them
+    wants: Generate
+    guide: Guide | None = None
+    tokens: list[int] = field(default_factory=list)  # prompt and answer, as far as the host knows it
+    prompt: int = 0  # tokens to prefill; after a preemption the answer so far is among them
     uid: int = 0  # its name in frames, assigned when it starts
     generated: int = 0  # tokens of the answer that are known
     #: Tokens of the answer for which forwards have been queued; drafts count when they are right.
     scheduled: int = 0
     prefilled: int = 0
     reused: int = 0  # tokens of the current prefill that a kept KV cache held
-    places: tuple[int, ...] = ()  # positions of the prompt before which others may be the same, ascending
-    saves: tuple[int, ...] = ()  # those after which a copy of its KV cache is kept
+    saves: tuple[int, ...] = ()  # the places after which a copy of its KV cache is kept
     position: int = 0  # length of its KV cache before its next step
     room: int = 0  # tokens for which its row's arrays have room, 0 while its KV cache is its own
     lane: int = 0  # rows of one lane step together
@@ -67,17 +66,23 @@ class SequenceState:
     foretold: tuple[int, ...] = ()  # token that a lookup expects meanwhile
     forced: tuple[int, ...] = ()
     known_at: int = 0  # tokens of the answer that must be known before its next step
-    client: int = 0
-    user: int = 0
-    salt: int = 0  # sequences of another salt do not start from its KV cache
     turn: int = 0  # its client's number in FairQueue; `user_turn` is its user's among those of the client
     user_turn: int = 0
-    #: As in `wants`, which computes them each time; every step reads them for each row.
-    shaped: bool = field(init=False)
+    shaped: bool = field(init=False)  # only rank 0 can choose its tokens
     exchange: ExchangeKind = field(init=False)
 
     def __post_init__(self) -> None:
-        self.shaped, self.exchange = self.wants.shaped, self.wants.exchange
+        wants = self.wants
+        self.tokens.extend(wants.tokens)
+        self.prompt = len(wants.tokens)
+        self.generated = self.scheduled = wants.answered
+        self.shaped = self.guide is not None or wants.shaping != PLAIN
+        whole = self.shaped or wants.sampling.temperature != 0 or wants.logprobs >= 0
+        self.exchange = "logits" if whole else "winners"
+
+    @property
+    def request(self) -> int:
+        return self.wants.uid
 
     @property
     def longest(self) -> int:
@@ -110,8 +115,7 @@ class SequenceState:
 
         Returns the reason when the answer ends here. Raises MlxtpError when its grammar does not continue.
         """
-        wants = self.wants
-        guide, lookup = wants.guide, self.lookup
+        wants, guide, lookup = self.wants, self.guide, self.lookup
         for i, token in enumerate(new):
             self.tokens.append(token)
             self.generated += 1
@@ -132,13 +136,13 @@ class SequenceState:
 
     def _ended(self) -> EndReason:
         """Return the reason of an answer that ended by itself, or under a guide that cut it."""
-        return "length" if self.wants.guide is not None and self.wants.guide.cut else "stop"
+        return "length" if self.guide is not None and self.guide.cut else "stop"
 
     def drop_forced(self) -> None:
         """Drop forced tokens, so that the next one follows the known ones. Raises MlxtpError if none can."""
-        if self.forced and self.wants.guide is not None:
+        if self.forced and self.guide is not None:
             self.forced = ()
-            self.wants.guide.forced(0)
+            self.guide.forced(0)
 
     def start_again(self) -> None:
         """Wait once more after a preemption, with the answer so far as part of the prompt."""
@@ -229,15 +233,15 @@ class WaitingQueue(deque[SequenceState]):
     def line_up(self, sequence: SequenceState) -> None:
         """Add a new sequence."""
         waiting = [other for other in self if not other.uid]
-        own = [other for other in waiting if other.client == sequence.client]
-        sequence.turn = self._turns.following(sequence.client, [other.turn for other in own])
+        own = [other for other in waiting if other.wants.client == sequence.wants.client]
+        sequence.turn = self._turns.following(sequence.wants.client, [other.turn for other in own])
         if not own:
-            self._user_turns.pop(sequence.client, None)
+            self._user_turns.pop(sequence.wants.client, None)
             while len(self._user_turns) >= MAX_CLIENTS:
                 del self._user_turns[next(iter(self._user_turns))]
-        users = self._user_turns.setdefault(sequence.client, FairQueue())
-        same = (other.user_turn for other in own if other.user == sequence.user)
-        sequence.user_turn = users.following(sequence.user, same)
+        users = self._user_turns.setdefault(sequence.wants.client, FairQueue())
+        same = (other.user_turn for other in own if other.wants.user == sequence.wants.user)
+        sequence.user_turn = users.following(sequence.wants.user, same)
         later = next((other for other in waiting if other.turn > sequence.turn), None)
         self.insert(len(self) if later is None else self.index(later), sequence)
         if any(other.user_turn > sequence.user_turn for other in own):
@@ -255,6 +259,6 @@ class WaitingQueue(deque[SequenceState]):
 
     def begun(self, sequence: SequenceState) -> None:
         """Record that a sequence's prompt has started."""
-        self._turns.record(sequence.client, sequence.turn)
-        if (users := self._user_turns.get(sequence.client)) is not None:
-            users.record(sequence.user, sequence.user_turn)
+        self._turns.record(sequence.wants.client, sequence.turn)
+        if (users := self._user_turns.get(sequence.wants.client)) is not None:
+            users.record(sequence.wants.user, sequence.user_turn)

@@ -122,8 +122,8 @@ class Speculation:
         """Return True if this row's tokens in flight must be known before its next step."""
         if sequence.drafting or sequence.known_at > sequence.generated:
             return True
-        if sequence.wants.guide is not None and (
-            not self._policy.late or all(other.wants.guide is not None for other in self._running)
+        if sequence.guide is not None and (
+            not self._policy.late or all(other.guide is not None for other in self._running)
         ):
             return True  # forced tokens save more than run-ahead does, unless others would wait
         if (planned := self._planned().get(sequence.request)) is None:
@@ -188,11 +188,11 @@ class Speculation:
 
     def force(self, sequence: SequenceState) -> None:
         """Choose the forced tokens of a row's next step. Raises MlxtpError when no token can come."""
-        wants, guide = sequence.wants, sequence.wants.guide
+        wants, guide = sequence.wants, sequence.guide
         if guide is None:
             return
         most = min(wants.max_tokens - sequence.generated - 1, self._room(), MAX_WIDTH - 1)
-        wide = self._policy.wide and not wants.scored
+        wide = self._policy.wide and wants.logprobs < 0
         # A late step in flight has its input, and chooses the first of forced tokens itself.
         sequence.forced = guide.forced(most if wide and not sequence.in_flight else 0)
         pays = self.choice.forced(self._rows(), len(sequence.forced))
@@ -281,8 +281,8 @@ class Speculation:
                 sources[HEAD] = min(limit, self._policy.mtp)
             if self._policy.drafter is not None and mode in ("auto", "draft"):
                 sources["draft", 0] = limit
-        if row.wants.guide is not None:
-            most = row.wants.guide.draftable
+        if row.guide is not None:
+            most = row.guide.draftable
             sources = {source: min(limit, most) for source, limit in sources.items() if most}
         return Options(sources, row.success, bool(row.in_flight))
 
@@ -300,7 +300,7 @@ class Speculation:
 
 
 def _feed(row: SequenceState, drafts: tuple[int, ...]) -> Feed | None:
-    guide, proposed = row.wants.guide, len(drafts)
+    guide, proposed = row.guide, len(drafts)
     if row.forced:
         drafts = ()
     elif drafts and guide is not None:

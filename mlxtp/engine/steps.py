@@ -1,4 +1,4 @@
-"""Plain data of the scheduler: results, parameters of a sequence, policy; and the sizes of chunks."""
+"""Plain data of the scheduler: results, policy; and the sizes of chunks."""
 
 from __future__ import annotations
 
@@ -9,16 +9,12 @@ from typing import Literal, Protocol
 from ..chunks import BESIDE, USUAL, chunk_of
 from ..errors import Code
 from ..wire.messages import (
-    GREEDY,
-    PLAIN,
     Arrange,
     Evict,
     FetchBlocks,
     Forward,
     Restore,
-    Sampling,
     SessionStop,
-    Shaping,
     Spill,
 )
 
@@ -125,28 +121,6 @@ class Drafter(Protocol):
         A request whose prompt is still being read has none.
         """
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceParams:
-    """Parameters for the choice of one request's tokens."""
-
-    max_tokens: int
-    sampling: Sampling = GREEDY
-    shaping: Shaping = PLAIN
-    scored: bool = False
-    ignore_eos: bool = False
-    guide: Guide | None = None
-
-    @property
-    def shaped(self) -> bool:
-        """True when only rank 0 can choose."""
-        return self.guide is not None or self.shaping != PLAIN
-
-    @property
-    def exchange(self) -> ExchangeKind:
-        greedy = self.sampling.temperature == 0
-        return "winners" if greedy and not self.shaped and not self.scored else "logits"
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,6 @@ from mlxtp.engine.steps import (
     Score,
     SequenceEnd,
     SequenceFailed,
-    SequenceParams,
     StepResult,
 )
 from mlxtp.errors import Code, RequestError
@@ -38,6 +37,7 @@ from mlxtp.wire.messages import (
     FetchBlocks,
     FetchedBlocks,
     Forward,
+    Generate,
     PromptPart,
     Restore,
     SessionStop,
@@ -595,9 +595,9 @@ class Simulation:
         tokens = tuple(1000 * uid + n for n in range(prompt)) if isinstance(prompt, int) else prompt
         request = Request(uid, tokens, max_tokens, says, ignore_eos, scored, guide)
         self.requests[uid] = request
-        wants = SequenceParams(max_tokens, scored=scored, ignore_eos=ignore_eos, guide=guide)
         whose = {"client": client, "user": user, "salt": salt}
-        self.scheduler.add(uid, tokens, wants, **whose, places=places)
+        wants = {"logprobs": 0 if scored else -1, "ignore_eos": ignore_eos, "places": places}
+        self.scheduler.add(Generate(uid, tokens, max_tokens, **wants, **whose), guide)
         return request
 
     def cancel(self, uid: int) -> SequenceEnd | None:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from mlxtp.engine.scheduler import Scheduler
-from mlxtp.engine.steps import LEAST, MOST, Chunks, Policy, SequenceParams, chunk_sizes
-from mlxtp.wire.messages import Forward
+from mlxtp.engine.steps import LEAST, MOST, Chunks, Policy, chunk_sizes
+from mlxtp.wire.messages import Forward, Generate
 
 from .simulation import next_frame
 
@@ -81,8 +81,8 @@ def test_without_a_target_nothing_is_adapted() -> None:
 def lengths(**policy: Any) -> list[int]:
     """Chunks of a long prompt, the first of which has no decoding row beside it; each token takes 2 ms."""
     scheduler = Scheduler(Policy(frozenset(), prefill_chunk=512, drafts="off", **QUARTER, **policy))
-    scheduler.add(1, tuple(range(600)), SequenceParams(999))
-    scheduler.add(2, (1, 2, 3), SequenceParams(999))
+    scheduler.add(Generate(1, tuple(range(600)), 999))
+    scheduler.add(Generate(2, (1, 2, 3), 999))
     found = []
     for _ in range(12):
         frame = next_frame(scheduler)

@@ -17,9 +17,19 @@ from mlxtp.engine.disk_index import MAX_FETCHES
 from mlxtp.engine.kv_cache import Hit, PrefixCache, capacity
 from mlxtp.engine.scheduler import MAX_PREFILLING, Scheduler
 from mlxtp.engine.sequence import Lanes, SequenceState
-from mlxtp.engine.steps import DecodeFrame, Policy, SequenceEnd, SequenceParams
+from mlxtp.engine.steps import DecodeFrame, Policy, SampledToken, SequenceEnd
 from mlxtp.errors import Code, MlxtpError
-from mlxtp.wire.messages import MAX_WIDTH, RESTS, Arrange, Evict, Forward, Sampling, SessionStop, Shaping
+from mlxtp.wire.messages import (
+    MAX_WIDTH,
+    RESTS,
+    Arrange,
+    Evict,
+    Forward,
+    Generate,
+    Sampling,
+    SessionStop,
+    Shaping,
+)
 
 from ..wire.forwards import is_step, reads_prompts
 from .simulation import EOS, Disk, FakeGuide, Request, Simulation, digests_of, next_frame
@@ -158,14 +168,23 @@ def test_nothing_to_do_is_none() -> None:
     assert Simulation().scheduler.next() is None
 
 
+def test_an_answer_that_an_earlier_group_began_goes_on_with_its_next_number() -> None:
+    scheduler = Scheduler(Policy(frozenset()))
+    scheduler.add(Generate(1, (5, 6, 7, 8), 3, answered=2))
+    assert reads_prompts(frame := next_frame(scheduler))
+    assert (frame.tokens, frame.unfinished) == ((5, 6, 7, 8), 0)
+    assert scheduler.record((9,)) == [SampledToken(1, 2, 9), SequenceEnd(1, "length", 3, 1)]
+
+
 # --- how ranks choose -------------------------------------------------------------------------------------
 
 
-def agreements(wants: Sequence[SequenceParams], **policy: Any) -> list[tuple[str, str]]:
+def agreements(wants: Sequence[dict[str, Any]], **policy: Any) -> list[tuple[str, str]]:
     """(exchange, agreement) of each forward of these requests, which all run together."""
     scheduler = Scheduler(Policy(frozenset(), together=0, **policy))
     for uid, want in enumerate(wants, 1):
-        scheduler.add(uid, (5,), want)
+        told = {name: value for name, value in want.items() if name != "guide"}
+        scheduler.add(Generate(uid, (5,), 9, **told), want.get("guide"))
     moves = []
     for _ in range(len(wants) + 1):
         moves.append(next_frame(scheduler))
@@ -175,8 +194,8 @@ def agreements(wants: Sequence[SequenceParams], **policy: Any) -> list[tuple[str
     return [(move.exchange, move.agreement) for move in moves if isinstance(move, Forward)]
 
 
-GREEDY, WARM = SequenceParams(9), SequenceParams(9, Sampling(0.7))
-SHAPED = SequenceParams(9, shaping=Shaping(presence_penalty=1.0))
+GREEDY: dict[str, Any] = {}
+WARM, SHAPED = {"sampling": Sampling(0.7)}, {"shaping": Shaping(presence_penalty=1.0)}
 
 
 def test_greedy_rows_exchange_winners_and_check_each_other() -> None:
@@ -186,12 +205,11 @@ def test_greedy_rows_exchange_winners_and_check_each_other() -> None:
 def test_one_row_that_needs_all_logits_brings_them_to_all() -> None:
     own, all_rows = ("winners", "verify"), ("logits", "verify")
     assert agreements([GREEDY, WARM]) == [own, all_rows, all_rows]
-    assert agreements([GREEDY, SequenceParams(9, scored=True)]) == [own, all_rows, all_rows]
+    assert agreements([GREEDY, {"logprobs": 0}]) == [own, all_rows, all_rows]
 
 
 def test_what_only_rank_0_can_choose_it_says_to_all() -> None:
-    guided = SequenceParams(9, guide=FakeGuide((5,) * 9))
-    for shaped in (SHAPED, guided):
+    for shaped in (SHAPED, {"guide": FakeGuide((5,) * 9)}):
         assert agreements([GREEDY, shaped])[1:] == [("logits", "broadcast")] * 2
 
 
@@ -610,7 +628,7 @@ def test_rows_with_and_without_drafts_go_together() -> None:
 
 def test_what_only_rank_0_can_choose_is_drafted() -> None:
     scheduler = Scheduler(Policy(frozenset()))
-    scheduler.add(1, VERSE * 3, SequenceParams(20, shaping=Shaping(frequency_penalty=0.5)))
+    scheduler.add(Generate(1, VERSE * 3, 20, shaping=Shaping(frequency_penalty=0.5)))
     scheduler.next()
     scheduler.record((VERSE[0],))
     step = next_frame(scheduler)
@@ -653,7 +671,7 @@ def test_drafts_that_a_grammar_refuses_are_soon_left_alone(most: int) -> None:
 @pytest.mark.parametrize(("mode", "first"), [("auto", 1), ("mtp", 1), ("lookup", 0), ("off", 0)])
 def test_a_prompt_s_end_asks_the_mtp_head_for_the_first_draft(mode: Any, first: int) -> None:
     scheduler = Scheduler(Policy(frozenset(), drafts=mode, mtp=3, prefill_chunk=4))
-    scheduler.add(1, tuple(range(50, 56)), SequenceParams(20))
+    scheduler.add(Generate(1, tuple(range(50, 56)), 20))
     chunk, last = scheduler.next(), scheduler.next()
     assert reads_prompts(chunk)
     assert reads_prompts(last)
@@ -664,7 +682,7 @@ def test_a_prompt_s_end_asks_the_mtp_head_for_the_first_draft(mode: Any, first: 
     assert is_step(step)
     assert step.tokens == ((7, 8) if first else ())
     for uid in (2, 3):
-        scheduler.add(uid, (uid, 60), SequenceParams(20))
+        scheduler.add(Generate(uid, (uid, 60), 20))
     group = scheduler.next()
     assert reads_prompts(group)
     assert group.rows == (2, 3)
@@ -676,7 +694,7 @@ def test_a_useless_head_rests_until_another_request_is_due_to_try_it() -> None:
     asked: list[int] = []
 
     def answer(request: int, count: int) -> None:
-        scheduler.add(request, (7, 8, 9), SequenceParams(count))
+        scheduler.add(Generate(request, (7, 8, 9), count))
         while scheduler:
             if is_step(move := scheduler.next()):
                 asked.append(move.drafts)
@@ -995,7 +1013,7 @@ def test_a_waiting_request_asks_again_only_when_something_has_changed() -> None:
     cache = CountingCache(1 << 20, 8)
     scheduler = Scheduler(Policy(frozenset(), prefill_chunk=2), cache)
     for uid in range(1, 65):
-        scheduler.add(uid, LONG, SequenceParams(9))
+        scheduler.add(Generate(uid, LONG, 9))
     for _ in range(99):
         assert reads_prompts(move := scheduler.next())
         assert move.rows == (1,)
@@ -1595,11 +1613,11 @@ def crowd(waiting: int, prompt: tuple[int, ...], **policy: Any) -> Scheduler:
     """Two requests run, and so many wait."""
     scheduler = Scheduler(Policy(frozenset(), prefill_chunk=64, **policy), PrefixCache(1 << 20, 8))
     for uid in range(1, 3):
-        scheduler.add(uid, (7, 8, 9), SequenceParams(999))
+        scheduler.add(Generate(uid, (7, 8, 9), 999))
         next_frame(scheduler)
         scheduler.record((5,))
     for uid in range(3, 3 + waiting):
-        scheduler.add(uid, prompt, SequenceParams(999))
+        scheduler.add(Generate(uid, prompt, 999))
     return scheduler
 
 
@@ -1807,7 +1825,7 @@ def test_lanes_of_a_pipeline_alternate_and_lose_nothing(stages: int, wide: bool)
 
 
 def test_lanes_have_as_many_rows_give_or_take_one() -> None:
-    rows = [SequenceState(uid, SequenceParams(1), [1], 1, uid=uid) for uid in range(1, 8)]
+    rows = [SequenceState(Generate(uid, (1,), 1), uid=uid) for uid in range(1, 8)]
     lanes = Lanes(rows, 3)
     steps = [lanes.next(lambda _: True) for _ in range(3)]
     assert sorted(len(step) for step in steps) == [2, 2, 3]
@@ -1985,7 +2003,7 @@ def test_the_same_calls_give_the_same_moves(chunk: int, requests: list[tuple[int
 def test_the_last_step_that_ran_ahead_is_no_measure_of_a_plain_one(run_ahead: int) -> None:
     """Rank 0 queues no step behind it, so its result is seen early after the one before."""
     scheduler = Scheduler(Policy(frozenset(), drafts="mtp", run_ahead=run_ahead))  # without a head
-    scheduler.add(1, (7, 8, 9), SequenceParams(9))
+    scheduler.add(Generate(1, (7, 8, 9), 9))
     on_its_way, at_s = 0, 1.0
     while scheduler:
         move = next_frame(scheduler) if on_its_way <= run_ahead else None

@@ -20,7 +20,6 @@ from pathlib import Path
 from ..errors import Code, GroupError, LinkError, ModelError
 from ..wire.blocking import BlockingLink
 from ..wire.messages import (
-    DIGEST_BYTES,
     Ack,
     Cancel,
     ChosenTokens,
@@ -138,54 +137,6 @@ FETCH_S = 30.0  # seconds that all ranks have to read blocks; then the prompt is
 SPILL_S = 2.0  # seconds for blocks that are not on disk when a model is unloaded
 
 
-class Fetches:
-    """Ranks that have not replied to a FetchBlocks, the fewest blocks of the others, and when time is up."""
-
-    def __init__(self, ranks: frozenset[int]) -> None:
-        self._ranks = ranks | {0}
-        self._open: dict[int, tuple[set[int], int, float]] = {}
-        self._late: dict[int, set[int]] = {}  # by uid, the ranks whose time was up
-
-    @property
-    def hang(self) -> bool:
-        """True from the time limit of a fetch until every rank has replied to it after all."""
-        return bool(self._late)
-
-    def begin(self, uid: int, blocks: int) -> None:
-        self._open[uid] = set(self._ranks), blocks, time.monotonic() + FETCH_S
-
-    def reply(self, rank: int, uid: int, blocks: int) -> None:
-        """Take one rank's reply. The blocks of one that comes too late do not count."""
-        if uid in self._open:
-            missing, fewest, until = self._open[uid]
-            self._open[uid] = missing - {rank}, min(fewest, blocks), until
-        elif missing := self._late.pop(uid, set()) - {rank}:
-            self._late[uid] = missing
-
-    def over(self) -> list[tuple[int, int, bool]]:
-        """Return each fetch that is over, once: uid, blocks that every rank has, True if time was up."""
-        now = time.monotonic()
-        over = [
-            (uid, 0 if missing else fewest, bool(missing))
-            for uid, (missing, fewest, until) in self._open.items()
-            if not missing or until <= now
-        ]
-        for uid, _, _ in over:
-            missing, _, _ = self._open.pop(uid)
-            if missing:
-                self._late[uid] = missing
-        return over
-
-    def time_left_s(self) -> float | None:
-        """Return the seconds until the first one has taken too long; None without any."""
-        first = min((until for _, _, until in self._open.values()), default=None)
-        return None if first is None else max(first - time.monotonic(), 0.0)
-
-    def clear(self) -> None:
-        self._open.clear()
-        self._late.clear()
-
-
 # --- the loop --------------------------------------------------------------------------------------------
 
 
@@ -220,7 +171,6 @@ class DecodeLoop:
         self._stages = 1  # of a pipeline
         self._loaded: Loaded | None = None  # with the room that the ranks found for KV caches
         self._drafter: DraftModel | None = None
-        self._fetches = Fetches(followers.ranks)
         self._running: deque[RunningForward] = deque()
         self._unconfirmed: deque[Unconfirmed] = deque()
 
@@ -291,7 +241,6 @@ class DecodeLoop:
     def _close(self) -> None:
         """Release the model on this rank's side of the loop, and its draft model."""
         self._requests.close()
-        self._fetches.clear()
         self._loaded = self._drafter = None
 
     def _resize(self, command: KvBudget) -> Loaded:
@@ -380,16 +329,17 @@ class DecodeLoop:
 
     def _take_blocks(self) -> None:
         """Take what ranks have read from disk, and have the scheduler continue with what all of them have."""
+        scheduler = self._requests.scheduler
         while word := self._mail.take(DISK):
+            reply: tuple[int, int, int] | None = None
             if isinstance(word, tuple):
-                rank, fetched = word
-                self._fetches.reply(rank, fetched.uid, fetched.blocks)
+                reply = word[0], word[1].uid, word[1].blocks
             elif read := self._rank.from_disk(word):
-                self._fetches.reply(0, *read)
-        over, scheduler = self._fetches.over(), self._requests.scheduler
+                reply = 0, *read
+            if reply is not None and scheduler is not None:
+                scheduler.disk.reply(*reply)
         if scheduler is not None:
-            scheduler.disk.hangs = self._fetches.hang
-            scheduler.frames += [scheduler.disk.fetched(uid, blocks, late=late) for uid, blocks, late in over]
+            scheduler.frames += scheduler.disk.over(time.monotonic())
 
     def _spill_rest(self) -> None:
         """Write what waits for the disk, as far as a little time goes."""
@@ -410,6 +360,8 @@ class DecodeLoop:
         if isinstance(frame, Forward):
             self._requests.feeds(frame, forward.reads)
         step = self._followers.send(frame)
+        if isinstance(frame, FetchBlocks) and self._requests.scheduler is not None:
+            self._requests.scheduler.disk.expect(frame.uid, time.monotonic() + FETCH_S)
         try:
             self._confirm()  # launching may wait for the device, so acknowledged tokens leave before
         finally:  # the other ranks run their frames, and their forward ends only with this one
@@ -417,9 +369,6 @@ class DecodeLoop:
                 case Forward():
                     known = partial(self._settle, 0) if forward.late else None
                     self._running.append(self._rank.launch(step, frame, known))
-                case FetchBlocks():
-                    self._fetches.begin(frame.uid, len(frame.digests) // DIGEST_BYTES)
-                    self._rank.apply(frame)
                 case _:
                     self._rank.apply(frame)
         if isinstance(frame, Forward) and forward.reads:
@@ -478,9 +427,10 @@ class DecodeLoop:
             return
         if self._rank.status.phase != "idle":
             self._rank.status.enter("idle")
-        if (left_s := self._fetches.time_left_s()) is not None:
+        left_s = None if scheduler is None else scheduler.disk.time_left_s(time.monotonic())
+        if left_s is not None:
             self._mail.wait(left_s, asked)
-        elif self._requests.scheduler is None or self._rank.bootstrap.world_size == 1:
+        elif scheduler is None or self._rank.bootstrap.world_size == 1:
             self._mail.idle(of=asked)
         elif not self._mail.idle(self._rank.bootstrap.canary_s, asked):
             self._everywhere(SanityCheck())  # raises when the group's collectives no longer work

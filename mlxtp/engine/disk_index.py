@@ -8,11 +8,11 @@ part. Of other caches, it holds everything at one place. The digest of its token
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from typing import Protocol
 
-from ..wire.messages import BLOCK, DIGEST_BYTES, Evict, FetchBlocks, PrefixDigests, Restore, Spill
-from .sequence import SequenceState
+from ..wire.messages import BLOCK, Evict, FetchBlocks, PrefixDigests, Restore, Spill
+from .sequence import BlockFetch, SequenceState
 
 STEM = 1024
 #: Tokens from which a sequence is worth a place on disk, unless it began with a kept cache.
@@ -47,7 +47,7 @@ class Blocks(Protocol):
 
 
 class DiskIndex:
-    """Blocks to spill, and sequences that wait for blocks. `whole`: caches cannot be cut.
+    """Blocks to spill, and sequences that wait for blocks of all `ranks`. `whole`: caches cannot be cut.
 
     Without `blocks`, nothing is kept on disk.
     """
@@ -59,19 +59,18 @@ class DiskIndex:
         whole: bool = False,
         block: int = BLOCK,
         spill_from: int = SPILL_FROM,
+        ranks: Iterable[int] = (0,),
     ) -> None:
         #: Whether a uid's cache still has so many tokens.
         self.holds: Callable[[int, int], bool] = lambda _uid, _tokens: False
-        #: True while the disk of some rank does not reply. Then nothing is fetched.
-        self.hangs = False
         self._blocks = blocks
         self._whole = whole
         self._block = block
         self._spill_from = spill_from
         #: By digest, oldest first. The newest cache that holds a block writes it, because others may end.
         self._due: dict[bytes, Spill] = {}
-        #: For each uid to fetch: the sequence that waits for it, unless it has ended, and what was asked for.
-        self._fetches: dict[int, tuple[SequenceState | None, FetchBlocks]] = {}
+        self._ranks = frozenset(ranks)
+        self._fetches: dict[int, BlockFetch] = {}  # by uid, those that some rank has not replied to
 
     # --- to the disk ---------------------------------------------------------------------------------
 
@@ -114,17 +113,19 @@ class DiskIndex:
 
         `uid` will be that of the fetched cache. A sequence asks once, and few wait for the disk at once.
         """
-        busy = self.hangs or len(self._fetches) >= MAX_FETCHES
+        hangs = any(each.phase == "late" for each in self._fetches.values())
+        busy = hangs or len(self._fetches) >= MAX_FETCHES
         if self._blocks is None or sequence.disk.asked or busy:
             return None
         sequence.disk.asked = True
         found = self._found(sequence, self._blocks)
         if found is None or found[0] * len(found[1]) < hit + self._block:
             return None
-        fetch = FetchBlocks(uid, found[0], b"".join(found[1]))
-        self._fetches[uid] = sequence, fetch
-        sequence.disk.fetch = uid
-        return fetch
+        block, digests = found
+        sequence.disk.fetch = self._fetches[uid] = BlockFetch(
+            uid, block, len(digests), sequence, len(digests), set(self._ranks)
+        )
+        return FetchBlocks(uid, block, b"".join(digests))
 
     def _found(self, sequence: SequenceState, blocks: Blocks) -> tuple[int, list[bytes]] | None:
         """Return the tokens of a block, and the digests of those that the disk has of a prompt."""
@@ -141,28 +142,50 @@ class DiskIndex:
             found.append(digest)
         return (self._block, found) if found else None
 
-    def fetched(self, uid: int, blocks: int, *, late: bool = False) -> Restore:
-        """Take what every rank has read for `uid`: its first `blocks`. `late`: some rank has not replied.
+    def expect(self, uid: int, until: float) -> None:
+        """Give ranks until then, by the clock of `over`, to read what they are told to by now."""
+        self._fetches[uid].until = until
 
-        Returns the frame that keeps or drops it.
-        """
-        sequence, fetch = self._fetches.pop(uid)
+    def reply(self, rank: int, uid: int, blocks: int) -> None:
+        """Take a rank's reply: it has the first `blocks`. Those of one that comes too late do not count."""
+        if (fetch := self._fetches.get(uid)) is None:
+            return
+        fetch.silent.discard(rank)
+        if fetch.phase == "reading":
+            fetch.blocks = min(fetch.blocks, blocks)
+        elif not fetch.silent:
+            del self._fetches[uid]
+
+    def over(self, now: float) -> list[Restore]:
+        """Return the frames that keep or drop what is read everywhere by now, or late."""
+        reading = [each for each in self._fetches.values() if each.phase == "reading"]
+        return [self._conclude(each) for each in reading if not each.silent or each.until <= now]
+
+    def time_left_s(self, now: float) -> float | None:
+        """Return the seconds until the first fetch is late; None without any."""
+        ends = [each.until for each in self._fetches.values() if each.phase == "reading"]
+        return max(min(ends) - now, 0.0) if ends else None
+
+    def _conclude(self, fetch: BlockFetch) -> Restore:
+        late, sequence = bool(fetch.silent), fetch.sequence
+        fetch.phase = "late" if late else "held"
+        if not late:
+            del self._fetches[fetch.uid]
+        if late or sequence is None:
+            fetch.blocks = 0
         if sequence is None:
-            return Restore(uid, 0)
-        sequence.disk.fetched = blocks * fetch.block
-        if not blocks:
-            sequence.disk.fetch = 0
-        return Restore(uid, blocks, bad=not late and blocks < len(fetch.digests) // DIGEST_BYTES)
+            return Restore(fetch.uid, 0)
+        if not fetch.blocks:
+            sequence.disk.fetch = None
+        return Restore(fetch.uid, fetch.blocks, bad=not late and fetch.blocks < fetch.wanted)
 
     def forget(self, sequence: SequenceState) -> tuple[Evict, ...]:
         """Drop what is fetched for a sequence that does not start with it. Returns the frames for that."""
-        state = sequence.disk
-        uid, fetched, state.fetch, state.fetched = state.fetch, state.fetched, 0, 0
-        if fetched:
-            return (Evict((uid,)),)
-        if uid:
-            self._fetches[uid] = None, self._fetches[uid][1]
-        return ()
+        fetch, sequence.disk.fetch = sequence.disk.fetch, None
+        if fetch is None:
+            return ()
+        fetch.sequence = None
+        return (Evict((fetch.uid,)),) if fetch.phase == "held" else ()
 
     def _digests(self, sequence: SequenceState) -> PrefixDigests:
         if sequence.disk.digests is None:

@@ -30,9 +30,8 @@ class DiskShare:
         self._runner = runner
         self._kinds = kinds
         self._post = post
-        self._wanted: dict[int, FetchBlocks] = {}
-        self._read: dict[int, Caches] = {}
-        self._late: set[int] = set()  # uids that were restored before their blocks were here
+        #: By uid: the frame that wants blocks, None once it is restored, and what was read, None before.
+        self._fetches: dict[int, tuple[FetchBlocks | None, Caches | None]] = {}
 
     def spill(self, frame: Spill) -> None:
         """Queue a block. A disk that lags far behind rank 0's loses it."""
@@ -42,7 +41,7 @@ class DiskShare:
 
     def fetch(self, frame: FetchBlocks) -> None:
         """Have blocks read; `arrived` takes them."""
-        self._wanted[frame.uid] = frame
+        self._fetches[frame.uid] = frame, None
         if self.store is None:
             self._post(Read(frame.uid, 0, []))
         else:
@@ -53,30 +52,28 @@ class DiskShare:
 
         That number is 0 for blocks that are no longer wanted.
         """
-        if read.uid in self._late:
-            self._late.remove(read.uid)
-            return read.uid, 0
-        frame, blocks = self._wanted.get(read.uid), read.blocks
-        if frame is None:
+        if read.uid not in self._fetches:
             return None
-        self._read[read.uid] = []
+        frame, _ = self._fetches.pop(read.uid)
+        if frame is None:
+            return read.uid, 0
+        caches, blocks = Caches(), read.blocks
         if blocks:
             try:
                 length, truncatable = frame.block * blocks, self._kinds.can.truncatable
-                self._read[read.uid] = caches_of(
-                    self._kinds.new(), read.items, length, truncatable=truncatable
-                )
+                caches = caches_of(self._kinds.new(), read.items, length, truncatable=truncatable)
             except (ValueError, TypeError, KeyError, IndexError, AttributeError):
                 blocks = 0  # of another layout
+        self._fetches[read.uid] = frame, caches
         return read.uid, blocks
 
     def restore(self, frame: Restore) -> None:
         """Keep the first blocks of what was read as a KV cache, and drop the rest."""
-        wanted = self._wanted.pop(frame.uid)
-        if frame.uid not in self._read:
-            self._late.add(frame.uid)
-        caches = self._read.pop(frame.uid, [])
-        if frame.blocks:
+        wanted, caches = self._fetches.pop(frame.uid)
+        assert wanted is not None, "the protocol admits one Restore of a fetch"
+        if caches is None:
+            self._fetches[frame.uid] = None, None  # its blocks are still to come
+        if frame.blocks and caches is not None:
             length = frame.blocks * wanted.block
             kept = share(caches, length) if self._kinds.can.truncatable else caches
             self._runner.kept.insert(frame.uid, kept, length, fetched=True)

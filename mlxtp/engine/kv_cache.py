@@ -506,16 +506,16 @@ class KVCacheManager:
             return 0, False
         hit = self._prefixes.find(sequence.tokens[: sequence.prompt], sequence.wants.salt)
         uid, length, take = (0, 0, False) if hit is None else (hit.uid, hit.length, hit.whole and may_take)
-        fetched = sequence.disk.fetch
-        if sequence.disk.fetched > length:
-            uid, length, take = fetched, sequence.disk.fetched, True
-            sequence.disk.fetch = sequence.disk.fetched = 0
+        fetch, fetched = sequence.disk.fetch, sequence.disk.fetched > length
+        if fetch is not None and fetched:
+            uid, length, take = fetch.uid, sequence.disk.fetched, True
+            sequence.disk.fetch = None
         if self._prefixes.whole:
             sequence.saves = places_to_save(sequence, length)
-            take = uid == fetched
+            take = fetched
         if not uid:
             return 0, False
-        if uid != fetched:
+        if not fetched:
             self._prefixes.take(uid) if take else self._prefixes.touch(uid)
         sequence.prefilled = sequence.reused = length
         if not sequence.generated:

@@ -291,7 +291,8 @@ class Requests:
                 row_tokens=self._policy.row_tokens,
             )
         store = None if self._rank.disk is None else self._rank.disk.store
-        disk = DiskIndex(store, whole=not kinds.can.truncatable)
+        ranks = range(self._rank.bootstrap.world_size)
+        disk = DiskIndex(store, whole=not kinds.can.truncatable, ranks=ranks)
         self.scheduler = Scheduler(self._policy, prefixes, self._last_uid, disk)
         self.scheduler.speculation.use = self._rank.status.drafts
 

@@ -5,12 +5,35 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import inf
+from typing import Literal
 
 from ..admission_counter import MAX_CLIENTS, FairQueue
 from ..wire.messages import PLAIN, Generate, PrefixDigests
 from .lookup import Lookup
 from .payoff import Acceptance, Choice, Source
 from .steps import EndReason, ExchangeKind, Guide, SampledToken, Score, SequenceEnd, StepResult
+
+
+@dataclass(slots=True, eq=False)
+class BlockFetch:
+    """Blocks of a prompt that all ranks read from disk, until its sequence starts behind them.
+
+    blocks  those that every rank has which has replied
+    silent  the other ranks
+    until   when these are late
+    phase   "late" ones have been given up, and a disk hangs until the last rank replies; those "held" are a
+            kept cache of each rank
+    """
+
+    uid: int  # of the cache that they become
+    block: int  # tokens of a block
+    wanted: int
+    sequence: SequenceState | None  # None once it no longer waits
+    blocks: int
+    silent: set[int]
+    until: float = inf
+    phase: Literal["reading", "late", "held"] = "reading"
 
 
 @dataclass(slots=True)
@@ -20,8 +43,13 @@ class DiskState:
     digests: PrefixDigests | None = None  # of its tokens, once they were needed
     spilled: int = 0  # tokens in blocks that are on disk, or were lined up for it
     asked: bool = False
-    fetch: int = 0  # uid of the cache that is fetched, until the sequence starts
-    fetched: int = 0  # tokens of it, once they are there
+    fetch: BlockFetch | None = None
+
+    @property
+    def fetched(self) -> int:
+        """Tokens that are fetched for it, once they are there."""
+        fetch = self.fetch
+        return fetch.blocks * fetch.block if fetch is not None and fetch.phase == "held" else 0
 
 
 @dataclass(slots=True, eq=False)

@@ -25,6 +25,7 @@ import msgpack
 
 from mlxtp.engine import block_store, decode_links, decode_loop, worker
 from mlxtp.engine import executor as rank_module
+from mlxtp.engine.disk_index import DiskIndex
 from mlxtp.engine.executor import RankExecutor, RunningForward
 from mlxtp.engine.forwards import DecodeGraphs
 from mlxtp.engine.grammar import GrammarSandbox
@@ -253,11 +254,11 @@ def hold_reading(original: Wrapped, path: Path, name: str) -> Any:
     return original(path, name)
 
 
-@around(decode_loop.Fetches, "begin")
-def fetch_hastily(original: Wrapped, fetches: Any, uid: int, blocks: int) -> None:
+@around(DiskIndex, "expect")
+def fetch_hastily(original: Wrapped, index: DiskIndex, uid: int, until: float) -> None:
     if order := orders.order("hasty"):
-        decode_loop.FETCH_S = order.seconds
-    original(fetches, uid, blocks)
+        until += order.seconds - decode_loop.FETCH_S
+    original(index, uid, until)
 
 
 def fail(order: Order) -> None:

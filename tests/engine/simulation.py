@@ -31,7 +31,6 @@ from mlxtp.engine.steps import (
 )
 from mlxtp.errors import Code, RequestError
 from mlxtp.wire.messages import (
-    DIGEST_BYTES,
     Arrange,
     Evict,
     FetchBlocks,
@@ -42,6 +41,7 @@ from mlxtp.wire.messages import (
     Restore,
     SessionStop,
     Spill,
+    digests_in,
 )
 from mlxtp.wire.session import DecodeLedger
 
@@ -158,10 +158,6 @@ class FakeGuide(Guide):
         return tuple(self._says[self.accepted : end])
 
 
-def digests_of(fetch: FetchBlocks) -> list[bytes]:
-    return [fetch.digests[at : at + DIGEST_BYTES] for at in range(0, len(fetch.digests), DIGEST_BYTES)]
-
-
 @dataclass(frozen=True)
 class Chunk:
     """Tokens of a prompt in a forward, as the ranks and the scheduler know them."""
@@ -224,7 +220,7 @@ class Disk:
     def read(self, fetch: FetchBlocks) -> list[tuple[int, ...]]:
         """The leading blocks that both ranks have."""
         found = []
-        for at, digest in enumerate(digests_of(fetch)):
+        for at, digest in enumerate(digests_in(fetch.digests)):
             if digest not in self.blocks or digest not in self.elsewhere:
                 break  # lost there, or deleted for another sequence
             end, _, tokens = self.blocks[digest]
@@ -341,7 +337,7 @@ class Ranks:
                     self.restored.add(frame.uid)
                     assert len(self.kept[frame.uid]) == frame.blocks * fetch.block
                 if frame.bad:
-                    for digest in digests_of(fetch)[frame.blocks :]:
+                    for digest in digests_in(fetch.digests)[frame.blocks :]:
                         self._disk.delete(digest)
                 self.check_room()
 
@@ -653,10 +649,18 @@ class Simulation:
         """Tell the scheduler what all ranks have read, or that time is up."""
         assert self.disk is not None
         late = self.disk.random.random() < 0.1
-        blocks = 0 if late else self.ranks.reply(uid)
-        self.scheduler.frames.append(self.scheduler.disk.fetched(uid, blocks, late=late))
+        self.fetched(uid, 0 if late else self.ranks.reply(uid), late=late)
         while self.scheduler.frames:
             self._make(self.scheduler.frames.popleft())
+
+    def fetched(self, uid: int, blocks: int, *, late: bool = False) -> None:
+        """Have all ranks reply, after their time if `late`."""
+        index = self.scheduler.disk
+        if late:
+            index.expect(uid, 0.0)
+            self.scheduler.frames += index.over(1.0)
+        index.reply(0, uid, blocks)
+        self.scheduler.frames += index.over(0.0)
 
     def ticks(self, count: int) -> None:
         for _ in range(count):

@@ -26,13 +26,15 @@ from mlxtp.wire.messages import (
     Evict,
     Forward,
     Generate,
+    Restore,
     Sampling,
     SessionStop,
     Shaping,
+    digests_in,
 )
 
 from ..wire.forwards import is_step, reads_prompts
-from .simulation import EOS, Disk, FakeGuide, Request, Simulation, digests_of, next_frame
+from .simulation import EOS, Disk, FakeGuide, Request, Simulation, next_frame
 
 RUN_AHEAD = pytest.mark.parametrize("run_ahead", [0, 1])
 LONG = tuple(range(100, 300))
@@ -1426,7 +1428,7 @@ def after_a_restart(*prompts: tuple[int, ...], **policy: Any) -> Simulation:
 def fetched(simulation: Simulation, uid: int = 0) -> None:
     uid = uid or min(simulation.ranks.fetches)
     blocks = simulation.ranks.reply(uid)
-    simulation.scheduler.frames.append(simulation.scheduler.disk.fetched(uid, blocks))
+    simulation.fetched(uid, blocks)
     while uid in simulation.ranks.fetches:
         simulation.ticks(1)
 
@@ -1498,12 +1500,12 @@ def test_a_block_that_one_rank_has_not_got_ends_the_beginning_and_is_deleted() -
     (fetch,) = simulation.ranks.fetches.values()
     disk = simulation.disk
     assert disk is not None
-    lost = {digests_of(fetch)[at] for at in (2, 5)}
+    lost = {digests_in(fetch.digests)[at] for at in (2, 5)}
     disk.elsewhere -= lost
     fetched(simulation)
     finished(simulation)
     assert [chunk.offset for chunk in simulation.prefills()] == [16]
-    assert all(disk.has(digest) for digest in digests_of(fetch)), "computed and written again"
+    assert all(disk.has(digest) for digest in digests_in(fetch.digests)), "computed and written again"
     assert lost <= disk.elsewhere
 
 
@@ -1512,7 +1514,7 @@ def test_a_rank_that_does_not_reply_costs_no_block() -> None:
     (fetch,) = simulation.ranks.fetches.values()
     assert simulation.disk is not None
     written = len(simulation.disk.blocks)
-    simulation.scheduler.frames.append(simulation.scheduler.disk.fetched(fetch.uid, 0, late=True))
+    simulation.fetched(fetch.uid, 0, late=True)
     simulation.ticks(1)
     finished(simulation)
     check_answers(simulation)
@@ -1520,17 +1522,29 @@ def test_a_rank_that_does_not_reply_costs_no_block() -> None:
     assert len(simulation.disk.blocks) >= written
 
 
+def test_nothing_is_fetched_while_a_rank_s_disk_hangs() -> None:
+    simulation = after_a_restart()
+    (fetch,) = simulation.ranks.fetches.values()
+    index = simulation.scheduler.disk
+    index.expect(fetch.uid, 0.0)
+    assert index.over(1.0) == [Restore(fetch.uid, 0)]
+    again = SequenceState(Generate(8, LONG, 3))
+    assert index.fetch(again, 80, 0) is None
+    index.reply(0, fetch.uid, 1)
+    assert index.fetch(again, 80, 0) is not None
+
+
 def test_a_cache_in_memory_that_is_longer_by_now_is_used_instead() -> None:
     simulation = after_a_restart()
     (fetch,) = simulation.ranks.fetches.values()
     assert simulation.disk is not None
-    simulation.disk.elsewhere.discard(digests_of(fetch)[2])
+    simulation.disk.elsewhere.discard(digests_in(fetch.digests)[2])
     other = simulation.add((*LONG[:150], 7), 1)
     while not other.ends:
         if len(simulation.ranks.fetches) > 1:
             fetched(simulation, max(simulation.ranks.fetches))
         simulation.ticks(1)
-    simulation.disk.elsewhere.discard(digests_of(fetch)[2])
+    simulation.disk.elsewhere.discard(digests_in(fetch.digests)[2])
     simulation.resize(440)  # not for both caches and the prompt
     fetched(simulation)
     finished(simulation)

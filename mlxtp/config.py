@@ -86,11 +86,8 @@ class Settings:
     model: str
     prefill_chunk: int = 2048
     run_ahead: int = 1
-    agreement: str = "auto"
     repeatable: bool = False
-    compiled: bool = True
     speculation: str = "auto"
-    prefix_cache: bool = True
     max_context: int = 0
     kv_bits: int = 0
     kv_bytes: int = 0

@@ -286,12 +286,6 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     # --- engine ---
     Setting(
-        "agreement", TEXT, one_of("auto", "broadcast", "verify"), "auto",
-        "How all Macs agree on a token: one decides (broadcast), or all compute it and compare "
-        "(verify). Leave it at auto.",
-        TUNING, "auto|broadcast|verify", same_on_all=True,
-    ),
-    Setting(
         "repeatable", SWITCH, parse_switch, False,
         "Connect three Macs or more only in ways with reproducible sums: over a JACCL ring or TCP, "
         "not over a JACCL mesh. No measured time influences a computation.",
@@ -328,14 +322,6 @@ SETTINGS: tuple[Setting, ...] = (
         "the model's own MTP head, or --draft-model (draft).",
         TUNING, "auto|off|lookup|mtp|draft", "auto, whichever saves time by measurement, if any does",
         same_on_all=True,
-    ),
-    Setting(
-        "prefix_cache", SWITCH, parse_switch, True,
-        "Compute the common beginning of prompts only once.", TUNING, same_on_all=True,
-    ),
-    Setting(
-        "compiled", SWITCH, parse_switch, True,
-        "Build the graph of a step once and use it again.", TUNING, same_on_all=True,
     ),
     Setting(
         "spare", SWITCH, parse_switch, True,

@@ -9,6 +9,7 @@ import dataclasses
 import io
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -28,6 +29,8 @@ from mlxtp.groups.lifecycle import Supervisor
 from mlxtp.groups.ranks import WORKER
 from mlxtp.models.inspect import ModelSource, open_model, weight_bytes
 from mlxtp.wire.messages import Generate, Pong, Unload
+
+from .switched_worker import SWITCHES
 
 SLOWNESS = float(os.environ.get("MLXTP_TEST_SLOWNESS", "1"))
 """Times that this machine is slower than a free one. Every real-time deadline is multiplied by it."""
@@ -100,8 +103,9 @@ class Snapshot:
 class Cluster:
     """An agent in a thread of its own. `home` is a folder of its own.
 
-    `settings` are those of `Settings`. Without `spare`, all rank processes are ranks. Raises what the agent
-    raises on its way up. With `wait=False` the constructor returns while the ranks are still starting.
+    `settings` are those of `Settings`, and of `tests.switched_worker`. Without `spare`, all rank processes
+    are ranks. Raises what the agent raises on its way up. With `wait=False` the constructor returns while
+    the ranks are still starting.
     """
 
     def __init__(
@@ -122,6 +126,8 @@ class Cluster:
             assert_marked()
         settings.setdefault("repeatable", True)  # drafts would depend on how busy this machine is
         settings.setdefault("cache_disk", 0)
+        if switches := {name: settings.pop(name) for name in SWITCHES & settings.keys()}:
+            worker = (sys.executable, "-m", "tests.switched_worker", json.dumps(switches), *worker[2:])
         self.home = home
         self.stages: list[tuple[str, float]] = []
         self.settings = Settings(

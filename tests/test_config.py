@@ -81,11 +81,8 @@ def test_defaults(tmp_path: Path) -> None:
         ("ranks", "2", "4", "ranks", (2, 4)),
         ("model", "here", "there", "model", ("here", "there")),
         ("http", "127.0.0.1:1000", "localhost:2000", "http_port", (1000, 2000)),
-        ("agreement", "verify", "broadcast", "agreement", ("verify", "broadcast")),
         ("repeatable", "no", "yes", "repeatable", (False, True)),
-        ("compiled", "no", "yes", "compiled", (False, True)),
         ("speculation", "lookup", "mtp", "speculation", ("lookup", "mtp")),
-        ("prefix_cache", "no", "yes", "prefix_cache", (False, True)),
         ("spare", "no", "yes", "spare", (False, True)),
         ("max_context", "1000", "2_000", "max_context", (1000, 2000)),
         ("kv_bits", "4", "8", "kv_bits", (4, 8)),
@@ -213,8 +210,8 @@ def test_addresses(tmp_path: Path, value: str, host: str, port: int) -> None:
 @pytest.mark.parametrize("words", [("1", "0"), ("true", "false"), ("YES", "No"), ("on", "off")])
 def test_switches(tmp_path: Path, words: tuple[str, str]) -> None:
     on, off = words
-    assert resolve(tmp_path, MLXTP_COMPILED=on).compiled
-    assert not resolve(tmp_path, MLXTP_COMPILED=off).compiled
+    assert resolve(tmp_path, MLXTP_KEEP_WARM=on).keep_warm
+    assert not resolve(tmp_path, MLXTP_KEEP_WARM=off).keep_warm
 
 
 def test_speculation_may_need_a_draft_model(tmp_path: Path) -> None:
@@ -224,8 +221,8 @@ def test_speculation_may_need_a_draft_model(tmp_path: Path) -> None:
 
 
 def test_a_switch_in_the_file_is_true_or_false(tmp_path: Path) -> None:
-    settings = resolve(tmp_path, "compiled = false\nprefix_cache = true\nkv_bits = 8\nmax_context = 4096")
-    assert (settings.compiled, settings.prefix_cache) == (False, True)
+    settings = resolve(tmp_path, "keep_warm = false\nrepeatable = true\nkv_bits = 8\nmax_context = 4096")
+    assert (settings.keep_warm, settings.repeatable) == (False, True)
     assert (settings.kv_bits, settings.max_context) == (8, 4096)
 
 
@@ -413,10 +410,9 @@ def test_a_certificate_goes_with_its_key(tmp_path: Path, one: str, other: str) -
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("agreement", "argue"),
-        ("agreement", "Verify"),
-        ("compiled", "maybe"),
-        ("prefix_cache", "2"),
+        ("speculation", "perhaps"),
+        ("speculation", "MTP"),
+        ("repeatable", "2"),
         ("spare", "two"),
         ("load_on_request", "maybe"),
         ("max_context", "-1"),
@@ -498,12 +494,12 @@ def test_a_table_that_makes_no_sense(tmp_path: Path, file: str, words: str) -> N
 
 
 STRINGS = (
-    "http", "model", "agreement", "draft_model", "name", "control", "interface", "workload", "backend",
+    "http", "model", "speculation", "draft_model", "name", "control", "interface", "workload", "backend",
     "fabric_networks", "log_format", "log_file", "api_keys", "http_cert", "http_key",
 )  # fmt: skip
 SWITCHES = (
     "large_buffers",
-    "compiled", "prefix_cache", "spare", "alone", "discovery", "fast_fences", "keep_awake", "keep_warm",
+    "spare", "alone", "discovery", "fast_fences", "keep_awake", "keep_warm",
     "load_on_request", "http_tls", "repeatable", "sandbox_ranks",
 )  # fmt: skip
 TIMES = ("deadline", "queue", "recovery", "client_stall", "load_stall")

@@ -38,14 +38,14 @@ LEFT: Mapping[str, int] = {
     "functions of an object of a class beside them": 90,
 }
 MOST_LINES: Mapping[str, int] = {
-    "": 4_107,
+    "": 4_090,
     "admin": 2_018,
     "api": 10_387,
-    "cli": 6_130,
+    "cli": 6_126,
     "cluster": 5_498,
     "diagnostics": 3_154,
     "discovery": 1_068,
-    "engine": 13_846,
+    "engine": 13_845,
     "gateway": 1_807,
     "groups": 7_315,
     "identity": 1_582,
@@ -53,7 +53,7 @@ MOST_LINES: Mapping[str, int] = {
     "placement": 5_047,
     "service": 878,
     "text": 5_895,
-    "wire": 5_004,
+    "wire": 5_002,
 }
 """Lines of each package; those of files beside the packages are "". A commit that adds some says why."""
 TOUCHES: Mapping[str, tuple[str, int]] = {

@@ -117,16 +117,12 @@ def demo_command(
         from . import demo
     with temporary_folder("mlxtp-demo-") as folder:  # for a user who names no home
         ranks = demo.RANKS if replicas == 1 else 1
-        # Without a GPU, MLX builds kernels with a compiler at first, which takes longer than the demo.
-        defaults = {
-            "ranks": ranks,
-            "home": str(folder),
-            "cache_disk": 0,
-            "compiled": sys.platform == "darwin",
-        }
+        defaults = {"ranks": ranks, "home": str(folder), "cache_disk": 0}
         settings = _settings({"home": home, **flags}, defaults=defaults)
         if replicas > 1 and settings.ranks > 1:
             raise typer.BadParameter("with --replicas each agent has one rank; omit --ranks")
+        if sys.platform != "darwin":  # MLX would first build kernels, for longer than the demo takes
+            os.environ["MLX_DISABLE_COMPILE"] = "1"
         log = TerminalLog()
         log.setFormatter(PrintableLines("%(message)s"))
         logging.basicConfig(level=logging.WARNING, handlers=[log])

@@ -100,7 +100,7 @@ def open_store(
     """Return the store of this rank's share of the model in `folder`; None if it keeps none."""
     import mlx_lm
 
-    if not (bootstrap.disk_folder and bootstrap.disk_bytes and bootstrap.prefix_cache and kinds.can.copyable):
+    if not (bootstrap.disk_folder and bootstrap.disk_bytes and kinds.can.copyable):
         return None
     about: dict[str, object] = {
         "model": str(folder),

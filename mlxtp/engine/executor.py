@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import struct
 import time
 import zlib
@@ -362,7 +363,7 @@ class RankExecutor:
             token_bytes or min(loaded.kv_row_bytes, 1),
             kv_room_bytes(ranks_here(self.bootstrap)),
             loaded.kv_row_bytes,
-            self.bootstrap.prefix_cache and self.caches.can.copyable and not self.caches.can.truncatable,
+            self.caches.can.copyable and not self.caches.can.truncatable,
             loaded.stage.layers if loaded.stage else (),
             loaded.mtp_head is not None,
         )
@@ -372,7 +373,7 @@ class RankExecutor:
         assert self.caches is not None
         stage = self.loaded.stage
         chooser = Chooser(LoneGroup() if stage else self._group, self._shaping, tuple(sorted(self.eos)))
-        border, compiled = Border(stage, self._group), self.bootstrap.compiled
+        border, compiled = Border(stage, self._group), "MLX_DISABLE_COMPILE" not in os.environ
         return Runner(self.loaded, self.caches, counter, chooser, compiled=compiled, border=border)
 
     def _first_forwards(self, chunk: int) -> None:

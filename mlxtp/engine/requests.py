@@ -281,7 +281,7 @@ class Requests:
             self._last_uid = self.scheduler.last_uid
         share = self._policy.kv_tokens // kv_cache.KEPT_SHARE
         prefixes: PrefixCache | None = None
-        if self._rank.bootstrap.prefix_cache and kinds.can.copyable:
+        if kinds.can.copyable:
             prefixes = PrefixCache(
                 share,
                 MAX_PREFIXES,

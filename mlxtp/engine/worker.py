@@ -281,8 +281,6 @@ def run(process: RankProcessLinks, listener: socket.socket | None, identity: Pat
     use_fast_fences(bootstrap.fast_fences)
     if bootstrap.large_buffers:
         use_large_buffers()
-    if not bootstrap.compiled and not mx.metal.is_available():
-        mx.disable_compile()  # it would build kernels with the system's C++ compiler
     links = open_links(process.epoch, bootstrap, listener, identity)
     for other, link in links.items():
         process.listen_to_rank(link, other)

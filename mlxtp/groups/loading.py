@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -30,7 +31,7 @@ from .process_group import EpochGroup, ProcessGroup
 log = logging.getLogger(__name__)
 
 #: Settings that may change a model's answers.
-_NUMBERS = ("compiled", "kv_bits", "draft_model", "speculation", "prefill_chunk", "agreement")
+_NUMBERS = ("kv_bits", "draft_model", "speculation", "prefill_chunk")
 _ACTIVATION_BYTES = 2
 NO_HEAD = "--speculation mtp: the model has no MTP head that can be used, so nothing is drafted"
 _RANK = re.compile(r"(?:^|; )rank (\d+): ")
@@ -177,6 +178,7 @@ class ModelLoader:
         self, group: EpochGroup, folder: Path, answers: self_test.SelfTestTokens
     ) -> self_test.SelfTestTokens:
         settings = {name: getattr(self._settings, name) for name in _NUMBERS}
+        settings["compiled"] = "MLX_DISABLE_COMPILE" not in os.environ
         key = self_test.key(folder, group.about, settings)
         return self_test.kept(self._settings.home / self_test.FILE, key, answers)
 

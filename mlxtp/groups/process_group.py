@@ -124,9 +124,9 @@ class EpochGroup:
         return self.fabric_kind == "jaccl mesh" and self.world_size > 2 and not self.split
 
 
-def agreement(setting: str, machines: Sequence[str]) -> str:
+def agreement(machines: Sequence[str]) -> str:
     """Return how ranks agree. Unlike chips or systems may round a draw otherwise, so rank 0 makes it."""
-    return "broadcast-draws" if setting == "auto" and len(set(machines)) > 1 else setting
+    return "broadcast-draws" if len(set(machines)) > 1 else "auto"
 
 
 class _SideChannelRounds:
@@ -373,10 +373,8 @@ class ProcessGroup:
                 run_ahead=settings.run_ahead,
                 queue_s=self._limits.queue_s,
                 canary_s=canary_s(self._limits.canary_s, self.group.backend),
-                agreement=agreement(settings.agreement, self.group.machines),
-                compiled=settings.compiled,
+                agreement=agreement(self.group.machines),
                 speculation=settings.speculation,
-                prefix_cache=settings.prefix_cache,
                 pins=self.group.pins,
                 rdma=self.group.rdma,
                 jaccl_ring=self.group.jaccl_ring,

@@ -15,7 +15,7 @@ from mlxtp.wire.cluster_messages import AgentHello
 
 OURS = AgentHello(
     1, "1" * 32, "c" * 16, "2" * 32, "mini", ("mlxtp=0.4.1", "mlx=0.32.4", "mlx-lm=0.32.2"),
-    ("agreement=auto", "compiled=true"), (), "",
+    ("speculation=off", "repeatable=True"), (), "",
 )  # fmt: skip
 
 
@@ -44,14 +44,14 @@ def test_a_minor_difference_of_mlxtp_is_accepted(theirs: str) -> None:
         (versions(mlx_lm="0.33.0"), ("mlx-lm 0.32.2", "mlx-lm 0.33.0", "install one version")),
         (replace(OURS, versions=()), ("mlxtp 0.4.1", "mlxtp none")),
         (
-            replace(OURS, flags=("agreement=broadcast", "compiled=true")),
-            ("agreement is auto on mini", "broadcast on studio", "same flags"),
+            replace(OURS, flags=("speculation=mtp", "repeatable=True")),
+            ("speculation is off on mini", "mtp on studio", "same flags"),
         ),
         (
-            replace(OURS, flags=("agreement=auto", "compiled=true", "kv_bits=8")),
+            replace(OURS, flags=("speculation=off", "repeatable=True", "kv_bits=8")),
             ("kv_bits is at its default on mini", "8 on studio"),
         ),
-        (replace(OURS, flags=("agreement=auto",)), ("compiled is true", "at its default on studio")),
+        (replace(OURS, flags=("speculation=off",)), ("repeatable is True", "at its default on studio")),
     ],
 )
 def test_what_does_not_fit_is_named_with_both_values_and_a_remedy(

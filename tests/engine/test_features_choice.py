@@ -34,7 +34,7 @@ MARGIN = 1e-3
 SETTINGS = {
     "rich": {},
     "plain": {"compiled": False, "speculation": "off", "prefix_cache": False, "agreement": "broadcast"},
-    "lockstep": {"run_ahead": 0, "agreement": "verify"},
+    "lockstep": {"run_ahead": 0},
     "alone": {"ranks": 1},
     "pipeline": {"parallel": "pipeline", "split": "1,1", "repeatable": False},
 }

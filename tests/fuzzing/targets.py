@@ -456,7 +456,7 @@ def configuration(data: bytes) -> None:
 
 
 _CONFIGURATIONS = (
-    b'http = "127.0.0.1:52415"\nranks = 2\nmodel = "tiny"\nagreement = "auto"\ncompiled = true\n',
+    b'http = "127.0.0.1:52415"\nranks = 2\nmodel = "tiny"\nbackend = "auto"\nrepeatable = true\n',
     b'kv_bits = 8\nkv_bytes = "1.5GiB"\nmax_context = 4096\nnodes = "all"\npeers = ["10.0.0.2:52414", "a"]\n',
     b'control = "10.0.0.1:1"\ninterface = "10.0.0.1"\nname = "studio"\nfabric = "ring"\n',
     b'[fabric.rdma]\nstudio-1 = "rdma_en5"\n',
@@ -464,7 +464,7 @@ _CONFIGURATIONS = (
     b"CONTROL=10.0.0.1:52414", b"MAX_CONTEXT=" + DIGITS, b"NODES=" + DIGITS, b"CONTROL=10.0.0.1:" + DIGITS,
     b"PEERS=a:" + DIGITS, b"KV_BYTES=" + DIGITS, b"RANKS=" + DIGITS, b"HTTP=[::1]:" + DIGITS,
     b"ranks=" + DIGITS,
-    b"a = " + DEEP, b"RDMA=a/b=rdma_en1", b"COMPILED=off", b"KV_BITS=4",
+    b"a = " + DEEP, b"RDMA=a/b=rdma_en1", b"REPEATABLE=off", b"KV_BITS=4",
 )  # fmt: skip
 
 

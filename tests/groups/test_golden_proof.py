@@ -125,7 +125,7 @@ def test_each_part_of_the_key_counts(tmp_path: Path) -> None:
     keys = {
         self_test.key(tmp_path, replace(group, **other).about, settings)
         for other in others
-        for settings in ({}, {"agreement": "broadcast"})
+        for settings in ({}, {"compiled": False})
     }
     assert len(keys) == 12
 
@@ -140,7 +140,6 @@ def test_a_machine_without_a_cluster_has_its_chip_and_system_in_the_key(
 
 
 def test_unlike_macs_let_rank_0_draw() -> None:
-    assert agreement("auto", ("M3 24A", "M3 24A")) == "auto"
-    assert agreement("auto", ()) == "auto"
-    assert agreement("auto", ("M3 24A", "M4 24A")) == "broadcast-draws"
-    assert agreement("verify", ("M3 24A", "M4 24A")) == "verify"
+    assert agreement(("M3 24A", "M3 24A")) == "auto"
+    assert agreement(()) == "auto"
+    assert agreement(("M3 24A", "M4 24A")) == "broadcast-draws"

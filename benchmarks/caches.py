@@ -220,8 +220,8 @@ async def _lost_rank(stage: Stage, model: Path) -> Row:
     long, short = [], []
     for number in stage.rounds("a lost rank in a long and a short stream", full=5, quick=2):
         for tokens in in_turn(number, LONG, _SHORT):
-            settings = {"speculation": "off", "spare": True, "cache_disk": _DISK_BYTES}
-            async with stage.own_agent(settings, model=model) as agent:
+            settings = {"speculation": "off", "cache_disk": _DISK_BYTES}
+            async with stage.own_agent(settings, model=model, spares=True) as agent:
                 gap_s = await _gap_s(agent, Generate(0, models.walk_tokens(tokens, number), _GOES_ON))
                 if number:
                     (long if tokens == LONG else short).append(gap_s * 1e3)

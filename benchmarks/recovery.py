@@ -25,10 +25,10 @@ async def measure(stage: Stage) -> list[Row]:
     for number in range(stage.pick(full=5, quick=1)):
         stage.say(f"killing a rank, round {number + 1}")
         # Each kill has an agent of its own: after a second one it would pause for longer.
-        async with stage.own_agent({"spare": True}) as agent:
+        async with stage.own_agent({}, spares=True) as agent:
             memory.append(await _spare_memory(agent) / 1e6)
             with_spares.append(await _recover(agent))
-        async with stage.own_agent({"spare": False}) as agent:
+        async with stage.own_agent({}) as agent:
             without.append(await _recover(agent))
     return [
         absolute("serving again after a rank was killed, with spares", with_spares),

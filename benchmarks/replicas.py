@@ -68,15 +68,17 @@ async def _two(stage: Stage, model: Path) -> AsyncIterator[tuple[Agent, Agent]]:
         return Settings(
             stage.folder / f"{model.name}-{name}", "127.0.0.1", 0, 1, str(model), cluster=True, name=name,
             interface="127.0.0.1", control_host="127.0.0.1", control_port=0, discovery=False,
-            nodes="1", spare=False, model_given=True, speculation="off", **more,  # type: ignore[arg-type]
+            nodes="1", model_given=True, speculation="off", **more,  # type: ignore[arg-type]
         )  # fmt: skip
 
     stage.say("starting two agents with a replica each")
     async with AsyncExitStack() as stack:
-        a = await stack.enter_async_context(running_agent(settings("a")))
+        a = await stack.enter_async_context(running_agent(settings("a"), spares=False))
         await a.wait_ready()
         token, peers = await a.parts.tokens.token(), a.parts.node.introduction.addresses()
-        b = await stack.enter_async_context(running_agent(settings("b", join=token, peers=peers)))
+        b = await stack.enter_async_context(
+            running_agent(settings("b", join=token, peers=peers), spares=False)
+        )
         await a.parts.selection.serve(str(model), replicas=2)
         await _until(lambda: len(_owned(a, b)) == 2 and len(_ready(a)) == 2, "two replicas")
         for core, group in enumerate(_owned(a, b)):
@@ -264,7 +266,7 @@ async def _one_kill(a: Agent, group: Group) -> list[float]:
 
 async def _idle(stage: Stage) -> Row:
     """The CPU time of this process, which does nothing but wait with the agent in it."""
-    async with stage.own_agent({"ranks": 1, "spare": False}) as agent:
+    async with stage.own_agent({"ranks": 1}) as agent:
         for name in ("second", "third"):
             folder = Path(stage.folder / name)
             shutil.copytree(embedded_model_path(), folder, dirs_exist_ok=True)

@@ -28,7 +28,7 @@ class Served:
     """Settings of an agent that is started again and again in the same home."""
 
     def __init__(self, home: Path, model: Path, ranks: int, **settings: object) -> None:
-        self._settings = {"home": str(home), "model": str(model), "ranks": ranks, "spare": False} | settings
+        self._settings = {"home": str(home), "model": str(model), "ranks": ranks} | settings
         self._process: Process | None = None
 
     async def start(self) -> Endpoint:
@@ -64,7 +64,7 @@ async def _run(settings: dict[str, object]) -> None:
         sys.stdin.read()
         loop.call_soon_threadsafe(ended.set)
 
-    async with running_agent(chosen) as agent:
+    async with running_agent(chosen, spares=False) as agent:
         await agent.wait_ready()
         print(agent.url, flush=True)
         threading.Thread(target=until_end, daemon=True).start()

@@ -84,21 +84,22 @@ class Stage:
         model: Path | str = EMBEDDED_MODEL,
         worker: Sequence[str] = WORKER,
         stages: dict[str, float] | None = None,
+        spares: bool = False,
     ) -> AsyncIterator[Agent]:
         """An agent that ends with the context. `stages` gets the seconds at which each stage was reached.
 
-        Without spares, whose imports would take time from what is measured. What `changes` say of a setting
+        Without `spares`, whose imports would take time from what is measured. What `changes` say of a setting
         that does not exist is left out; see `require`.
         """
         self._homes += 1
         settings = dataclasses.replace(
             Settings(self.folder / f"home-{self._homes}", "127.0.0.1", 0, RANKS, str(model)),
-            **{"spare": False} | {name: value for name, value in changes.items() if name in _SETTINGS},  # type: ignore[arg-type]
+            **{name: value for name, value in changes.items() if name in _SETTINGS},  # type: ignore[arg-type]
         )
         said = ", ".join(f"{name}={value}" for name, value in changes.items() if name != "limits")
         self.say(f"starting an agent ({Path(model).name}{', ' if said else ''}{said})")
         reached: dict[str, float] = {} if stages is None else stages
-        async with running_agent(settings, reached.__setitem__, worker) as agent:
+        async with running_agent(settings, reached.__setitem__, worker, spares=spares) as agent:
             await agent.wait_ready()
             for pid, rank in rank_pids(agent):
                 pin(pid, rank)

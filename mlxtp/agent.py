@@ -134,17 +134,20 @@ async def running_agent(
     settings: Settings,
     on_stage: StageListener = lambda _stage, _seconds: None,
     worker: Sequence[str] = WORKER,
+    *,
+    spares: bool = True,
 ) -> AsyncIterator[Agent]:
     """Run an agent until the context ends. Then requests end, ranks exit, ports close.
 
-    Raises ConfigError and ModelError before anything is started.
+    With `spares` it keeps warm processes for ranks that die. Raises ConfigError and ModelError before
+    anything is started.
     """
     sandbox.check(settings.sandbox_ranks, dict(settings.origins).get(sandbox.SETTING, ""))
     heard = log_lines if settings.log_file or settings.log_format == "json" else None
     watched = watched_loop(settings.log_format, settings.log_file)
     with watched, _own_home(settings.home), open_endpoint(settings) as endpoint:
         # A warm process has no model yet, and so no sandbox that admits it.
-        wanted = settings.ranks if settings.spare and not settings.sandbox_ranks else 0
+        wanted = settings.ranks if spares and not settings.sandbox_ranks else 0
         async with (
             WarmPool(worker, settings.home / "run", wanted, heard) as warm_pool,
             _entered(settings) as entered,

@@ -93,7 +93,6 @@ class Settings:
     kv_bytes: int = 0
     cache_disk: int | None = None
     draft_model: str = ""
-    spare: bool = True
     keep_warm: bool = True
     sandbox_ranks: bool = False
     cluster: bool = False

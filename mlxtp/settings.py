@@ -324,10 +324,6 @@ SETTINGS: tuple[Setting, ...] = (
         same_on_all=True,
     ),
     Setting(
-        "spare", SWITCH, parse_switch, True,
-        "Keep a warm process ready to replace a rank that dies.", TUNING,
-    ),
-    Setting(
         "keep_warm", SWITCH, parse_switch, True,
         "Give the GPU a tiny operation each second while a model is idle, so that no request waits until its "
         "weights are wired again. Off on battery. Not run on a Mac yet.",

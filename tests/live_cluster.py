@@ -139,10 +139,9 @@ class Cluster:
             prefill_chunk=prefill_chunk,
             run_ahead=run_ahead,
             limits=limits,
-            spare=spare,
             **settings,
         )
-        self._worker = worker
+        self._worker, self._spares = worker, spare
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         self._agent: concurrent.futures.Future[Agent] = concurrent.futures.Future()
@@ -169,7 +168,9 @@ class Cluster:
 
     async def _live(self) -> None:
         try:
-            async with running_agent(self.settings, lambda *s: self.stages.append(s), self._worker) as agent:
+            async with running_agent(
+                self.settings, lambda *s: self.stages.append(s), self._worker, spares=self._spares
+            ) as agent:
                 self._agent.set_result(agent)
                 await self._stop.wait()
         except Exception as error:  # noqa: BLE001 - it is raised again in the test's thread

@@ -150,9 +150,7 @@ def test_a_foreign_folder_in_the_home_stays(tmp_path: Path) -> None:
 def settings(request: pytest.FixtureRequest, tmp_path: Path) -> Settings:
     """Of an agent whose supervisor a test plays, so it has no ranks."""
     where = {"interface": "127.0.0.1", "control_host": "127.0.0.1", "control_port": 0, "discovery": False}
-    return Settings(
-        tmp_path, "127.0.0.1", 0, 1, "tiny", cluster=request.param, spare=False, keep_awake=False, **where
-    )
+    return Settings(tmp_path, "127.0.0.1", 0, 1, "tiny", cluster=request.param, keep_awake=False, **where)
 
 
 def test_a_mac_that_slept_ends_its_epoch(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +162,7 @@ def test_a_mac_that_slept_ends_its_epoch(settings: Settings, monkeypatch: pytest
     monkeypatch.setattr(Supervisor, "woke", lambda _, slept_s: slept.append(slept_s))
 
     async def story() -> None:
-        async with running_agent(settings):
+        async with running_agent(settings, spares=False):
             await sees(lambda: slept == [600.0])
 
     run(within(story()))
@@ -177,7 +175,7 @@ def test_clients_still_read_once_the_ranks_have_ended(
     reached: list[bool] = []
 
     async def story() -> None:
-        async with running_agent(settings) as agent:
+        async with running_agent(settings, spares=False) as agent:
             agent.on_left = lambda: reached.append(reaches(agent.url))
 
     def reaches(url: str) -> bool:
@@ -198,7 +196,7 @@ def test_a_bug_in_what_keeps_the_ranks_ends_the_agent(
     monkeypatch.setattr(Supervisor, "run", err)
 
     async def story() -> None:
-        async with running_agent(settings) as agent:
+        async with running_agent(settings, spares=False) as agent:
             with pytest.raises(GroupError, match="RuntimeError: a bug") as failed:
                 await agent.wait_ready()
             assert failed.value.code is Code.INTERNAL
@@ -215,7 +213,7 @@ def test_a_bug_in_the_endpoint_ends_the_agent(settings: Settings, monkeypatch: p
     monkeypatch.setattr(Supervisor, "run", lambda *_: asyncio.Event().wait())
 
     async def story() -> None:
-        async with running_agent(settings) as agent:
+        async with running_agent(settings, spares=False) as agent:
             with pytest.raises(GroupError, match="RuntimeError: a bug") as failed:
                 await agent.wait_ready()
             assert agent.over.exception() is failed.value

@@ -83,7 +83,6 @@ def test_defaults(tmp_path: Path) -> None:
         ("http", "127.0.0.1:1000", "localhost:2000", "http_port", (1000, 2000)),
         ("repeatable", "no", "yes", "repeatable", (False, True)),
         ("speculation", "lookup", "mtp", "speculation", ("lookup", "mtp")),
-        ("spare", "no", "yes", "spare", (False, True)),
         ("max_context", "1000", "2_000", "max_context", (1000, 2000)),
         ("kv_bits", "4", "8", "kv_bits", (4, 8)),
         ("kv_bytes", "1GB", "2GiB", "kv_bytes", (10**9, 2 << 30)),
@@ -413,7 +412,6 @@ def test_a_certificate_goes_with_its_key(tmp_path: Path, one: str, other: str) -
         ("speculation", "perhaps"),
         ("speculation", "MTP"),
         ("repeatable", "2"),
-        ("spare", "two"),
         ("load_on_request", "maybe"),
         ("max_context", "-1"),
         ("max_context", "4k"),
@@ -499,7 +497,7 @@ STRINGS = (
 )  # fmt: skip
 SWITCHES = (
     "large_buffers",
-    "spare", "alone", "discovery", "fast_fences", "keep_awake", "keep_warm",
+    "alone", "discovery", "fast_fences", "keep_awake", "keep_warm",
     "load_on_request", "http_tls", "repeatable", "sandbox_ranks",
 )  # fmt: skip
 TIMES = ("deadline", "queue", "recovery", "client_stall", "load_stall")

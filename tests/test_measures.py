@@ -38,7 +38,7 @@ LEFT: Mapping[str, int] = {
     "functions of an object of a class beside them": 90,
 }
 MOST_LINES: Mapping[str, int] = {
-    "": 4_090,
+    "": 4_088,
     "admin": 2_018,
     "api": 10_387,
     "cli": 6_126,

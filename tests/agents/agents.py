@@ -41,6 +41,7 @@ T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
 POLL_S = 0.1
 COMMAND_S = WAIT_S
+NODE = ("tests.agents.changed_node",)  #: `mlxtp` without spares.
 SECRET = "FALCON-MERCURY-7749"
 PROMPT = f"Repeat exactly: {SECRET}"
 """The embedded model's answer to it is `SECRET`."""
@@ -60,7 +61,7 @@ class Agent:
         host: Host | None = None,
         *flags: str,
         called: str = "",
-        program: tuple[str, ...] = ("mlxtp",),
+        program: tuple[str, ...] = NODE,
     ) -> None:
         self.name = called or name
         self.home = folder / name
@@ -254,12 +255,10 @@ class Agent:
 
 
 def _environment() -> dict[str, str]:
-    """This one, without settings that a person may have made; its Python finds `mlxtp` and `tests`.
-
-    Without spares: all rank processes are ranks."""
+    """This one, without settings that a person may have made; its Python finds `mlxtp` and `tests`."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("MLXTP_")}
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    ours = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1", "MLXTP_SPARE": "0"}
+    ours = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
     return kept | ours
 
 

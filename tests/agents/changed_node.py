@@ -1,4 +1,6 @@
-"""`mlxtp` with one thing changed: `python -m tests.agents.changed_node THING=VALUE node ...`.
+"""`mlxtp` without spares, so that all rank processes are ranks: `-m tests.agents.changed_node node ...`.
+
+One more thing is changed with THING=VALUE before `node`.
 
 version    what it tells others that its mlxtp is
 token_life seconds for which its join tokens are good
@@ -11,6 +13,7 @@ busy       so many threads of the loop, and so many of a queue, work for ever
 from __future__ import annotations
 
 import asyncio
+import functools
 import sys
 import threading
 import time
@@ -19,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import mlxtp.admin.handlers
+import mlxtp.agent
 import mlxtp.background
 import mlxtp.cluster.introduction
 import mlxtp.groups.lifecycle
@@ -81,5 +85,7 @@ def change(thing: str, value: str) -> None:
 
 
 if __name__ == "__main__":
-    change(*sys.argv.pop(1).split("=", 1))
+    mlxtp.agent.running_agent = functools.partial(mlxtp.agent.running_agent, spares=False)
+    if "=" in sys.argv[1]:
+        change(*sys.argv.pop(1).split("=", 1))
     main()

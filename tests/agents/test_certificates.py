@@ -11,7 +11,7 @@ from mlxtp.identity.store import Store
 from mlxtp.identity.validity import DAY_S, own_time
 from mlxtp.wire.certificates import MemberCertificates, read_node
 
-from .agents import Agent, wait
+from .agents import NODE, Agent, wait
 from .test_one_machine import free_port
 
 TEN_YEARS = 3650 * DAY_S
@@ -29,7 +29,7 @@ class Desk:
         """An agent whose clock is ahead by so many seconds."""
         port = free_port()
         self._first = self._first or f"127.0.0.1:{port}"
-        program = ("tests.agents.changed_node", f"clock={ahead_s}") if ahead_s else ("mlxtp",)
+        program = ("tests.agents.changed_node", f"clock={ahead_s}") if ahead_s else NODE
         made = Agent(
             self._folder, name, None, "--http", "127.0.0.1:0", "--control", f"127.0.0.1:{port}",
             "--interface", "127.0.0.1", "--no-discovery", "--peer", self._first, program=program,

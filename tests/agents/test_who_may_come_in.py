@@ -19,7 +19,7 @@ from mlxtp.wire.tls import ALPN_CONTROL, ALPN_REQUESTS
 
 from ..hosts import Host, Hosts, requires_namespaces
 from ..live_cluster import SLOWNESS, WAIT_S
-from .agents import SECRET, Agent, serving, wait
+from .agents import NODE, SECRET, Agent, serving, wait
 
 pytestmark = requires_namespaces
 
@@ -37,7 +37,7 @@ class Lan:
     namesake: Agent
     free: Host
 
-    def newcomer(self, name: str, *, called: str = "", program: tuple[str, ...] = ("mlxtp",)) -> Agent:
+    def newcomer(self, name: str, *, called: str = "", program: tuple[str, ...] = NODE) -> Agent:
         """An agent on the free host."""
         return Agent(self.anna.home.parent, name, self.free, called=called, program=program)
 

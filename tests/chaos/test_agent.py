@@ -39,9 +39,9 @@ class Agent:
         self.home = home
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", "mlxtp", "node", "--ranks", "2", "--model", "tiny"]
-        command += ["--home", str(home), "--http", f"127.0.0.1:{port}"]
-        command += ["--spare" if spare else "--no-spare", *flags]
+        program = "mlxtp" if spare else "tests.agents.changed_node"
+        command = [sys.executable, "-m", program, "node", "--ranks", "2", "--model", "tiny"]
+        command += ["--home", str(home), "--http", f"127.0.0.1:{port}", *flags]
         self._log = (home.parent / f"{home.name}-{time.monotonic_ns()}.log").open("w+")
         self.process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, start_new_session=True

@@ -413,7 +413,6 @@ SETTINGS = """
 http = "127.0.0.1:0"
 control = "127.0.0.1:0"
 discovery = false
-spare = false
 """
 RANK_SAYS = """
 import sys

@@ -31,7 +31,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from mlxtp.config import embedded_model_path
 
-from ..agents.agents import SECRET, Agent
+from ..agents.agents import NODE, SECRET, Agent
 from ..agents.test_one_machine import free_port
 from ..chaos.harness import alive
 from ..live_cluster import SLOWNESS, rank_processes, until
@@ -50,8 +50,9 @@ LONGEST_S = 8 * STILL_S  #: The longest way.
 class Shape:
     """Agents by name, of which the first stays, and what they serve: replicas by deployment.
 
-    A group has `ranks` ranks. `flags` go with every start of an agent. `rest_s`, at least and at most, is
-    between being ready again and the next fault: five failures of a group within 120 s would be its last.
+    A group has `ranks` ranks. `flags` go with every start of an agent, which has `spares` or none. `rest_s`,
+    at least and at most, is between being ready again and the next fault: five failures of a group within
+    120 s would be its last.
     """
 
     names: tuple[str, ...]
@@ -60,10 +61,11 @@ class Shape:
     rest_s: tuple[float, float]
     flags: tuple[str, ...]
     faults: dict[str, Callable[[Cluster, random.Random], set[str]]]
+    spares: bool = False
 
     def processes(self, groups: int) -> int:
         """Number of ranks and spares while all of so many groups are well."""
-        return groups * self.ranks + ("--spare" in self.flags) * len(self.names)
+        return groups * self.ranks + self.spares * len(self.names)
 
 
 class Cluster:
@@ -77,6 +79,7 @@ class Cluster:
             Agent(
                 folder, name, None, "--http", f"127.0.0.1:{http}", "--control", f"127.0.0.1:{control}",
                 "--interface", "127.0.0.1", "--no-discovery", *shape.flags,
+                program=("mlxtp",) if shape.spares else NODE,
             )
             for name, (http, control) in self.ports.items()
         ]  # fmt: skip
@@ -363,8 +366,9 @@ SHAPES = {
         {"tiny": 1},
         2,
         (32.0, 45.0),
-        ("--spare",),
+        (),
         {**_FAULTS, "a spare is killed": kill_a_spare},
+        spares=True,
     ),
     "deployments": Shape(
         ("anna", "ben", "cleo"),

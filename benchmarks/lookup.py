@@ -65,7 +65,7 @@ def _entries() -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
 
 def _in_memory(*, whole: bool) -> Callable[[], int]:
     prompt, kept = _entries()
-    prefixes = PrefixCache(1 << 40, ENTRIES, whole=whole)
+    prefixes = PrefixCache(1 << 40, ENTRIES, truncatable=not whole)
     for uid, tokens in enumerate(kept, 1):
         prefixes.keep(uid, tokens)
     if len(prefixes) != ENTRIES:
@@ -96,7 +96,7 @@ def _on_disk(folder: Path, *, whole: bool) -> Callable[[], int]:
 
     def find() -> int:
         sequence = SequenceState(Generate(1, tuple(prompt), 16))
-        fetch = DiskIndex(store, whole=whole).fetch(sequence, 1, 0)
+        fetch = DiskIndex(store, truncatable=not whole).fetch(sequence, 1, 0)
         return 0 if fetch is None else fetch.block * len(fetch.digests)
 
     return find

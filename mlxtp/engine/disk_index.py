@@ -47,7 +47,7 @@ class Blocks(Protocol):
 
 
 class DiskIndex:
-    """Blocks to spill, and sequences that wait for blocks of all `ranks`. `whole`: caches cannot be cut.
+    """Blocks to spill, and sequences that wait for blocks of all `ranks`. `truncatable`: of caches.
 
     Without `blocks`, nothing is kept on disk.
     """
@@ -56,7 +56,7 @@ class DiskIndex:
         self,
         blocks: Blocks | None = None,
         *,
-        whole: bool = False,
+        truncatable: bool = True,
         block: int = BLOCK,
         spill_from: int = SPILL_FROM,
         ranks: Iterable[int] = (0,),
@@ -64,7 +64,7 @@ class DiskIndex:
         #: Whether a uid's cache still has so many tokens.
         self.holds: Callable[[int, int], bool] = lambda _uid, _tokens: False
         self._blocks = blocks
-        self._whole = whole
+        self._truncatable = truncatable
         self._block = block
         self._spill_from = spill_from
         #: By digest, oldest first. The newest cache that holds a block writes it, because others may end.
@@ -81,13 +81,13 @@ class DiskIndex:
         if held < self._spill_from and not sequence.reused:
             return
         digests, start = self._digests(sequence), 0
-        if self._whole:
+        if not self._truncatable:
             previous = digests.up_to(held - held % STEM)
         else:
             start = sequence.disk.spilled
             previous = digests.up_to(start) if start else b""
             sequence.disk.spilled = max(held - held % self._block, start)
-        for end in (held,) if self._whole else range(start + self._block, held + 1, self._block):
+        for end in range(start + self._block, held + 1, self._block) if self._truncatable else (held,):
             digest = digests.up_to(end)
             if not self._blocks.is_kept(digest):
                 self._due[digest] = Spill(uid, start, end, digest, previous)
@@ -130,7 +130,7 @@ class DiskIndex:
     def _found(self, sequence: SequenceState, blocks: Blocks) -> tuple[int, list[bytes]] | None:
         """Return the tokens of a block, and the digests of those that the disk has of a prompt."""
         digests, most = self._digests(sequence), sequence.prompt - 1
-        if self._whole:
+        if not self._truncatable:
             stems = {digests.up_to(at) for at in range(0, most + 1, STEM)}
             ends = blocks.ends(stems)
             longest = next((end for end in ends if end <= most and blocks.has(digests.up_to(end))), 0)

@@ -189,7 +189,7 @@ class PrefixCache:
 
     A cache counts as the `capacity` of its tokens, which is the most that its arrays hold, and `row_tokens`
     for the part that does not grow. Running sequences count towards neither limit and are never evicted.
-    Prompts of different salts share nothing. `whole`: caches cannot be cut. They are found only if all their
+    Prompts of different salts share nothing. Caches that are not `truncatable` are found only if all their
     tokens begin a prompt, and running ones are not shared. `overlapping`: those that a kept one begins with
     share its arrays, and count as `row_tokens`.
     """
@@ -200,11 +200,11 @@ class PrefixCache:
         max_entries: int,
         shortest_hit: int = SHORTEST_HIT,
         *,
-        whole: bool = False,
+        truncatable: bool = True,
         overlapping: bool = False,
         row_tokens: int = 0,
     ) -> None:
-        self.whole = whole
+        self.truncatable = truncatable
         self._overlapping = overlapping
         #: Kept caches without arrays of their own, each with the uid of the one whose arrays it shares.
         self._within: dict[int, int] = {}
@@ -241,7 +241,7 @@ class PrefixCache:
             self.touch(other)
             return (uid,)
         covered = [other for other, held in self._kept.items() if words.startswith(held)]
-        freed = [] if self.whole else covered
+        freed = covered if self.truncatable else []
         for other in freed:
             self.take(other)
         self._kept[uid] = self._add(uid, words)
@@ -264,7 +264,7 @@ class PrefixCache:
 
     def _stand_in(self, words: bytes) -> int | None:
         """Return the uid of a kept cache that serves as well as one of these tokens; None for none."""
-        if not self.whole:
+        if self.truncatable:
             return next((uid for uid, held in self._kept.items() if held.startswith(words)), None)
         near = len(words) - _WORD * (self._shortest_hit - 1)
         alike = (uid for uid, held in self._kept.items() if len(held) >= near and words.startswith(held))
@@ -281,7 +281,7 @@ class PrefixCache:
 
     def share(self, uid: int, tokens: Sequence[int], salt: int = 0) -> None:
         """Record that a running sequence's cache holds `tokens`, to be copied until `unshare` or `keep`."""
-        if not self.whole:
+        if self.truncatable:
             self.unshare(uid)
             self._running[uid] = self._add(uid, _pack(tokens, salt))
 
@@ -297,7 +297,7 @@ class PrefixCache:
         """
         words = _pack(prompt, salt)
         usable = words[:-_WORD]
-        if self.whole:
+        if not self.truncatable:
             return self._longest_beginning(usable)
         at = bisect_left(self._sorted, (usable, 0))
         beside = self._sorted[max(at - 1, 0) : at + 1]
@@ -421,9 +421,9 @@ class KVCacheManager:
 
     `disk`: blocks of kept ones on disk, None without. `frames` has those that free caches, and what waits for
     them. They come before any other. `kv_tokens` is all the room, `row_tokens` the part of each sequence's
-    cache that does not grow, as so many tokens. `forward_tokens` as in `Policy`.
-    `arranges`: rows stand in arrays whose sizes are chosen here, and not by mlx-lm. `has_lanes`: rows of one
-    lane share arrays, and no others.
+    cache that does not grow, as so many tokens. `forward_tokens` as in `Policy`. `rolls_back`: rows stand in
+    arrays whose sizes are chosen here, and not by mlx-lm. `has_lanes`: rows of one lane share arrays, and no
+    others.
     """
 
     def __init__(
@@ -435,7 +435,7 @@ class KVCacheManager:
         *,
         row_tokens: int = 0,
         forward_tokens: int = 1 << 40,
-        arranges: bool = True,
+        rolls_back: bool = True,
         has_lanes: bool = False,
         disk: DiskIndex | None = None,
     ) -> None:
@@ -448,16 +448,16 @@ class KVCacheManager:
         self._prefixes = prefixes
         self._running = running
         self._waiting = waiting
-        self._arranges = arranges
+        self._rolls_back = rolls_back
         #: All slots, the free ones too. A slot is free until its bucket has no rows.
         self._slots: Slots = ()
         self._is_stale = False  # something has left or changed since rows were laid out
         self._has_lanes = has_lanes
 
     @property
-    def keeps_whole(self) -> bool:
-        """True if caches are kept that cannot be cut."""
-        return self._prefixes is not None and self._prefixes.whole
+    def keeps_snapshots(self) -> bool:
+        """True if caches are kept that cannot be truncated."""
+        return self._prefixes is not None and not self._prefixes.truncatable
 
     def hit_length(self, sequence: SequenceState) -> int:
         """Return the tokens of its prompt that a kept, running or fetched KV cache holds."""
@@ -479,7 +479,7 @@ class KVCacheManager:
         if self._prefixes is None or not others:
             return False
         enough = self.hit_length(sequence) + SHARED_BEGINNING
-        if self._prefixes.whole:
+        if not self._prefixes.truncatable:
             return any(
                 other.wants.salt == sequence.wants.salt
                 and enough <= place < sequence.prompt
@@ -510,7 +510,7 @@ class KVCacheManager:
         if fetch is not None and fetched:
             uid, length, take = fetch.uid, sequence.disk.fetched, True
             sequence.disk.fetch = None
-        if self._prefixes.whole:
+        if not self._prefixes.truncatable:
             sequence.saves = places_to_save(sequence, length)
             take = fetched
         if not uid:
@@ -534,14 +534,14 @@ class KVCacheManager:
         if others := tuple([other for other in freed if other not in (uid, part.source)]):
             self.frames.append(Evict(others))
         save = 0 if uid in freed else uid
-        if save and self._arranges:
+        if save and self._rolls_back:
             self._lay_out()  # its room may be what rows have to grow
         take = part.take or part.source in freed
         return replace(part, save=save, take=take, covers=self._prefixes.covered(save))
 
     def line_up(self, sequence: SequenceState) -> None:
         """Have the computed part of a prompt written to disk, where caches can be cut."""
-        if not self.keeps_whole:
+        if not self.keeps_snapshots:
             self.disk.line_up(sequence, sequence.uid, sequence.prefilled)
 
     def stays(self, sequence: SequenceState, others: Sequence[SequenceState], *, full: bool) -> bool:
@@ -565,13 +565,13 @@ class KVCacheManager:
         if self._prefixes is not None and self._prefixes.length(uid) >= tokens:
             return True
         # Tokens of one row cannot be taken out of mlx-lm's own batched caches, nor out of states.
-        running = self._running if self._arranges and not self.keeps_whole else ()
+        running = self._running if self._rolls_back and not self.keeps_snapshots else ()
         rows = (*running, *self._waiting.started())
         return any(row.uid == uid and max(row.position, row.prefilled) >= tokens for row in rows)
 
     def must_wait(self, sequence: SequenceState) -> bool:
         """Return True if the next step ends an answer whose cache is kept only with known tokens."""
-        return self.keeps_whole and sequence.scheduled + 1 >= sequence.wants.max_tokens
+        return self.keeps_snapshots and sequence.scheduled + 1 >= sequence.wants.max_tokens
 
     def share(self, sequence: SequenceState) -> None:
         """Let other prompts start from the complete prompt of a sequence that runs."""
@@ -589,7 +589,7 @@ class KVCacheManager:
         evicted: tuple[int, ...] = ()
         known = len(sequence.tokens)
         # With steps in flight, a cache that goes beyond the known tokens cannot always be cut to them.
-        held = 0 if held > known and sequence.in_flight and self.keeps_whole else min(held, known)
+        held = 0 if held > known and sequence.in_flight and self.keeps_snapshots else min(held, known)
         if self._prefixes is not None:
             self._prefixes.unshare(sequence.uid)
             if reason != "preempt" and held:
@@ -642,7 +642,7 @@ class KVCacheManager:
         They stay where they are if they have room there. They move if half of it is free, or steps of another
         layout take much less, and no prompt joins.
         """
-        if not self._arranges:
+        if not self._rolls_back:
             if self._has_lanes and not all(sequence.room for sequence in self._running):
                 self.frames.append(Arrange(lanes=_lanes(self._running)))
             for sequence in self._running:
@@ -699,7 +699,7 @@ class KVCacheManager:
         rows = self._rows(joining)
         lengths = _lengths(rows)
         kept = self._prefixes.positions if self._prefixes is not None else 0
-        if self._arranges:
+        if self._rolls_back:
             return _room_of(laned_layouts(lengths, _lanes(rows))[-1], self._row_tokens) + kept
         # A prompt has its own cache until it runs, unless no other sequence does.
         own = [capacity(sequence.prompt) for sequence in [*started, *joining]] if len(rows) > 1 else []

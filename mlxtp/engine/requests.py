@@ -220,7 +220,7 @@ class Requests:
                 gpu=gpu,
                 skips=gpu and not command.kv_bits,
             ),
-            wide=kinds.can.rolls_back,
+            rolls_back=kinds.can.rolls_back,
             drafts=bootstrap.speculation,  # type: ignore[arg-type]
             draft_room=DRAFTS_ON_GPU if gpu else DRAFTS_ON_CPU,
             late=gpu and stages == 1,
@@ -286,13 +286,13 @@ class Requests:
                 share,
                 MAX_PREFIXES,
                 SHORTEST_HIT if kinds.can.truncatable else SHORTEST_CHECKPOINT,
-                whole=not kinds.can.truncatable,
+                truncatable=kinds.can.truncatable,
                 overlapping=kinds.overlapping,
                 row_tokens=self._policy.row_tokens,
             )
         store = None if self._rank.disk is None else self._rank.disk.store
         ranks = range(self._rank.bootstrap.world_size)
-        disk = DiskIndex(store, whole=not kinds.can.truncatable, ranks=ranks)
+        disk = DiskIndex(store, truncatable=kinds.can.truncatable, ranks=ranks)
         self.scheduler = Scheduler(self._policy, prefixes, self._last_uid, disk)
         self.scheduler.speculation.use = self._rank.status.drafts
 

@@ -83,7 +83,7 @@ class Scheduler:
             self._waiting,
             row_tokens=policy.row_tokens,
             forward_tokens=policy.forward_tokens,
-            arranges=policy.wide,
+            rolls_back=policy.rolls_back,
             has_lanes=policy.stages > 1,
             disk=disk,
         )
@@ -171,7 +171,7 @@ class Scheduler:
         self._budget = min(self._budget, limit)
         started = self._waiting.holding()
         free = policy.max_rows - len(self._running) - len(started)
-        if policy.wide and free > 1 and len(self._waiting) > 1 and not self._waiting[0].uid:
+        if policy.rolls_back and free > 1 and len(self._waiting) > 1 and not self._waiting[0].uid:
             group = self._short_ones(
                 started, min(free, MAX_PROMPTS), min(policy.together, limit, self._budget)
             )
@@ -288,7 +288,7 @@ class Scheduler:
         sequence.position = sequence.prompt
         self._running.append(sequence)
         self._kv.share(sequence)
-        if self._policy.wide and not self._kv.keeps_whole:
+        if self._policy.rolls_back and not self._kv.keeps_snapshots:
             self._kv.line_up(sequence)
         else:  # what is not on disk by now has to wait until it ends
             sequence.disk.spilled = 0

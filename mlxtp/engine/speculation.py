@@ -84,7 +84,10 @@ class Speculation:
         """
         policy = self._policy
         if not (
-            policy.wide and policy.timed and policy.kv_tokens >= 2 * REHEARSED and policy.drafts != "off"
+            policy.rolls_back
+            and policy.timed
+            and policy.kv_tokens >= 2 * REHEARSED
+            and policy.drafts != "off"
         ):
             return
         agreement: Agreement = "broadcast" if policy.agreement == "broadcast" else "verify"
@@ -113,7 +116,7 @@ class Speculation:
     def join(self, sequence: SequenceState) -> None:
         """Prepare for a row whose prompt is complete."""
         self._plans, sequence.headless = None, False
-        may_draft = self._policy.wide and self._policy.drafts != "off"
+        may_draft = self._policy.rolls_back and self._policy.drafts != "off"
         if may_draft and sequence.lookup is None:
             sequence.lookup = Lookup(sequence.tokens[-LOOKED_UP:])
             sequence.choice = None if self._policy.timed else Choice()
@@ -192,7 +195,7 @@ class Speculation:
         if guide is None:
             return
         most = min(wants.max_tokens - sequence.generated - 1, self._room(), MAX_WIDTH - 1)
-        wide = self._policy.wide and wants.logprobs < 0
+        wide = self._policy.rolls_back and wants.logprobs < 0
         # A late step in flight has its input, and chooses the first of forced tokens itself.
         sequence.forced = guide.forced(most if wide and not sequence.in_flight else 0)
         pays = self.choice.forced(self._rows(), len(sequence.forced))

@@ -130,15 +130,16 @@ class Policy:
     `prefill_chunk`: most prompt tokens in one forward. `chunk_beside`: the same while others decode, and
     between two of their steps. `chunk_s`: if not 0, seconds of such a chunk, once chunks have been timed.
     `max_rows`: most sequences in the running batch. `together`: most tokens of a forward over several
-    prompts. `kv_tokens`: room of the KV caches in tokens, on the rank with the least. `row_tokens`: the part
-    of each sequence's cache that does not grow with it, as so many tokens. `forward_tokens`: cached
-    tokens whose reading takes as long as another forward of a step. `wide`: rows may be fed several
-    tokens at once. `drafts`: who may guess these. `draft_room`: most tokens of such a step, all rows
-    padded to the widest. `late`: a row with a grammar runs ahead beside others. `timed`: measured times
-    may influence the frames. `stages`: of a pipeline, in which at most `run_ahead` steps of a row are
-    queued before the tokens of the one before. `mtp`: most tokens that the model's MTP head proposes in a
-    step; 0 without a head. `unfused`: lengths of drafts to avoid, for which attention has no kernel.
-    `scores`: most tokens of a chunk times those of its context, because of the memory for attention.
+    prompts. `kv_tokens`: room of the KV caches in tokens, on the rank with the least. `row_tokens`: the
+    part of each sequence's cache that does not grow with it, as so many tokens. `forward_tokens`: cached
+    tokens whose reading takes as long as another forward of a step. `rolls_back`: caches do, so that rows
+    may be fed several tokens at once. `drafts`: who may guess these. `draft_room`: most tokens of such a
+    step, all rows padded to the widest. `late`: a row with a grammar runs ahead beside others. `timed`:
+    measured times may influence the frames. `stages`: of a pipeline, in which at most `run_ahead` steps of
+    a row are queued before the tokens of the one before. `mtp`: most tokens that the model's MTP head
+    proposes in a step; 0 without a head. `unfused`: lengths of drafts to avoid, for which attention has no
+    kernel. `scores`: most tokens of a chunk times those of its context, because of the memory for
+    attention.
     """
 
     eos: frozenset[int]
@@ -150,7 +151,7 @@ class Policy:
     kv_tokens: int = 1 << 40
     row_tokens: int = 0
     forward_tokens: int = 1 << 40
-    wide: bool = True
+    rolls_back: bool = True
     drafts: DraftKind = "auto"
     draft_room: int = 64
     late: bool = True

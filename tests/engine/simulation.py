@@ -548,20 +548,22 @@ class Simulation:
             drafts="auto" if drafts else "off",
             together=0 if whole else together,
             run_ahead=run_ahead,
-            **{"wide": not whole, **policy},
+            **{"rolls_back": not whole, **policy},
         )
         shortest = SHORTEST_CHECKPOINT if whole else SHORTEST_HIT
         kept = (
-            PrefixCache(kv_tokens // 2, 8, shortest, whole=whole, overlapping=whole, row_tokens=row_tokens)
+            PrefixCache(
+                kv_tokens // 2, 8, shortest, truncatable=not whole, overlapping=whole, row_tokens=row_tokens
+            )
             if prefixes or whole
             else None
         )
         self.kept = kept
-        index = None if disk is None else DiskIndex(disk, whole=whole, block=8, spill_from=16)
+        index = None if disk is None else DiskIndex(disk, truncatable=not whole, block=8, spill_from=16)
         self.scheduler = Scheduler(self.policy, kept, disk=index)
         self.requests: dict[int, Request] = {}
         self.ranks = Ranks(self.requests, kv_tokens, whole=whole, row_tokens=row_tokens, disk=disk)
-        self.ranks.arranges = self.policy.wide
+        self.ranks.arranges = self.policy.rolls_back
         self.ranks.stages = self.policy.stages
         self.frames: list[DecodeFrame] = []
         self.late: list[bool] = []

@@ -181,7 +181,7 @@ def test_prompts_of_another_salt_share_nothing() -> None:
 
 
 def test_caches_that_cannot_be_cut_are_of_one_salt_too() -> None:
-    kept = PrefixCache(1_000, 10, whole=True)
+    kept = PrefixCache(1_000, 10, truncatable=False)
     kept.keep(1, A, salt=7)
     for other in (0, 6, 7 + (1 << 32)):
         assert kept.find(A + QUESTION, salt=other) is None
@@ -309,7 +309,7 @@ def test_long_prompts_are_compared_to_the_token(differs_at: int) -> None:
 
 
 def whole(budget: int = 10_000, entries: int = 10) -> PrefixCache:
-    return PrefixCache(budget, entries, 8, whole=True)
+    return PrefixCache(budget, entries, 8, truncatable=False)
 
 
 def test_only_a_whole_beginning_is_found() -> None:
@@ -353,7 +353,7 @@ def test_what_does_not_grow_counts_for_every_cache() -> None:
 
 
 def test_those_that_a_longer_one_begins_with_count_as_what_does_not_grow() -> None:
-    kept = PrefixCache(10_000, 10, 8, whole=True, overlapping=True, row_tokens=7)
+    kept = PrefixCache(10_000, 10, 8, truncatable=False, overlapping=True, row_tokens=7)
     assert [kept.keep(uid, A[:length]) for uid, length in ((1, 10), (2, 20), (4, 40))] == [()] * 3
     assert kept.keep(3, (*A[:30], *B)) == ()  # another answer to the beginning of 2
     assert (kept.covered(2), kept.covered(4), kept.covered(3)) == ((), (), (1, 2))
@@ -369,7 +369,7 @@ def test_those_that_a_longer_one_begins_with_count_as_what_does_not_grow() -> No
 
 
 def test_what_makes_room_is_evicted_after_those_that_share_arrays_stopped_to_count() -> None:
-    kept = PrefixCache(200, 10, 8, whole=True, overlapping=True)
+    kept = PrefixCache(200, 10, 8, truncatable=False, overlapping=True)
     kept.keep(1, A)
     kept.keep(2, B)
     kept.touch(1)

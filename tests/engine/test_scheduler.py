@@ -315,7 +315,7 @@ def test_costs_of_drafts_are_those_of_the_longest_row() -> None:
 
 
 def test_where_rows_must_go_one_by_one_so_do_prompts() -> None:
-    simulation = Simulation(together=64, wide=False)
+    simulation = Simulation(together=64, rolls_back=False)
     for _ in range(3):
         simulation.add(prompt=2, max_tokens=1)
     simulation.drain()
@@ -1344,7 +1344,7 @@ def test_a_grammar_that_refuses_a_forced_token_beside_others_leaves_no_cache_tha
     None
 ):
     """Its next step is in flight by then."""
-    simulation = Simulation(whole=True, wide=True)
+    simulation = Simulation(whole=True, rolls_back=True)
     simulation.add(60, 100)
     guide = FakeGuide((7,) * 100, frozenset(range(40, 50)), fails=44)
     simulation.add(60, 100, (7,) * 100, guide=guide)
@@ -1554,7 +1554,7 @@ def test_a_cache_in_memory_that_is_longer_by_now_is_used_instead() -> None:
 
 def test_rows_of_batched_caches_go_to_disk_only_before_they_join_and_after_they_end() -> None:
     """Tokens of one row cannot be taken out of mlx-lm's own batched caches."""
-    simulation = Simulation(prefixes=True, wide=False, prefill_chunk=100, disk=Disk(Steady()))
+    simulation = Simulation(prefixes=True, rolls_back=False, prefill_chunk=100, disk=Disk(Steady()))
     request = simulation.add(LONG, 20)
     simulation.drain()
     check_answer(request)
@@ -1681,7 +1681,7 @@ set_ups = st.fixed_dictionaries(
         "max_rows": st.integers(1, 5),
         "run_ahead": st.integers(0, 1),
         "together": st.sampled_from((0, 64, 256)),
-        "wide": st.booleans(),
+        "rolls_back": st.booleans(),
         "drafts": st.booleans(),
         "prefixes": st.booleans(),
         "whole": st.booleans(),
@@ -1693,8 +1693,9 @@ rooms = (128, 256, 384, 512, 768, 1024)
 resizes = st.tuples(st.just("resize"), st.sampled_from(rooms))
 
 Course = list[tuple[Any, ...]]
-PLAIN = {"prefill_chunk": 3, "chunk_beside": 3, "max_rows": 2, "run_ahead": 1, "together": 0, "wide": True,
-         "drafts": False, "prefixes": False, "whole": False, "kv_tokens": 1 << 40}  # fmt: skip
+PLAIN = {"prefill_chunk": 3, "chunk_beside": 3, "max_rows": 2, "run_ahead": 1, "together": 0,
+         "rolls_back": True, "drafts": False, "prefixes": False, "whole": False,
+         "kv_tokens": 1 << 40}  # fmt: skip
 STORM: Course = [
     ("add", 7, 9, (4, EOS), None, False, False),
     ("add", 1, 1, (), None, False, True),
@@ -1711,7 +1712,7 @@ ALIKE: Course = [("add", LONG, 40, (), None, False, False)] * 8
 
 
 def play(set_up: dict[str, Any], course: Course, disk: Disk | None = None) -> Simulation:
-    drafts = set_up["drafts"] and set_up["wide"]
+    drafts = set_up["drafts"] and set_up["rolls_back"]
     simulation = Simulation(**{**set_up, "drafts": drafts}, disk=disk)
     for event in course:
         match event:
@@ -1782,7 +1783,7 @@ tight = st.fixed_dictionaries(
         "max_rows": st.just(5),
         "run_ahead": st.integers(0, 1),
         "together": st.sampled_from((0, 512)),
-        "wide": st.booleans(),
+        "rolls_back": st.booleans(),
         "drafts": st.booleans(),
         "prefixes": st.booleans(),
         "whole": st.booleans(),
@@ -1803,19 +1804,19 @@ def test_where_room_is_tight_no_request_exceeds_it_and_none_is_lost(
             check_answer(request)
 
 
-@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("rolls_back", [True, False])
 @pytest.mark.parametrize("stages", [2, 3])
-def test_lanes_of_a_pipeline_alternate_and_lose_nothing(stages: int, wide: bool) -> None:
+def test_lanes_of_a_pipeline_alternate_and_lose_nothing(stages: int, rolls_back: bool) -> None:
     """Ranks check that a step's rows are a whole lane with all its tokens."""
     lanes, overlapped = set(), 0
     for seed in range(4):
         random = Random(seed)
         simulation = Simulation(
             stages=stages,
-            wide=wide,
+            rolls_back=rolls_back,
             kv_tokens=random.choice((1500, 4000)),
-            prefixes=wide and random.random() < 0.5,
-            drafts=wide and random.random() < 0.5,
+            prefixes=rolls_back and random.random() < 0.5,
+            drafts=rolls_back and random.random() < 0.5,
             together=random.choice((0, 512)),
             prefill_chunk=random.choice((16, 64, 512)),
             chunk_beside=64,
@@ -1940,12 +1941,12 @@ def test_room_that_changes_at_any_move_is_kept_to_and_only_what_outgrows_it_fail
     st.booleans(),
 )
 def test_what_was_on_disk_before_changes_no_answer(
-    set_up: dict[str, Any], course: Course, seed: int, wide: bool
+    set_up: dict[str, Any], course: Course, seed: int, rolls_back: bool
 ) -> None:
     """The second time, ranks that remember nothing find some of the first time's blocks, not all on all."""
     disk = Disk(Random(seed))
     for _ in range(2):
-        simulation = play({**set_up, "prefixes": True, "wide": wide}, course, disk)
+        simulation = play({**set_up, "prefixes": True, "rolls_back": rolls_back}, course, disk)
         for request in simulation.requests.values():
             if not request.cancelled and not request.failures:
                 check_answer(request)

@@ -82,7 +82,7 @@ async def main() -> None:
         store = Store(Path(home))
         identity = store.found_cluster()
         settings = Settings(Path(home), "", 0, 1, str(folder), name="bench")
-        node = ClusterNode(settings, identity, await hardware.probe(settings.interface))
+        node = ClusterNode(settings, identity, await hardware.probe(settings.loopback))
         parts = build_parts(node, store)
     gateway = parts.gateway
     says = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(SAYS, add_special_tokens=False).ids

@@ -67,7 +67,7 @@ async def _two(stage: Stage, model: Path) -> AsyncIterator[tuple[Agent, Agent]]:
     def settings(name: str, **more: object) -> Settings:
         return Settings(
             stage.folder / f"{model.name}-{name}", "127.0.0.1", 0, 1, str(model), cluster=True, name=name,
-            interface="127.0.0.1", control_host="127.0.0.1", control_port=0, discovery=False,
+            control_host="127.0.0.1", control_port=0, discovery=False,
             nodes="1", model_given=True, speculation="off", **more,  # type: ignore[arg-type]
         )  # fmt: skip
 

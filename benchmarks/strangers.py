@@ -34,7 +34,7 @@ async def measure(stage: Stage) -> list[Row]:
         "control_port": port,
         "speculation": "off",
     }
-    async with stage.own_agent(alone | {"interface": "127.0.0.1", "discovery": False}) as agent:
+    async with stage.own_agent(alone | {"discovery": False}) as agent:
         prompt = prompts.ids(text_of(agent), prompts.count(0))
         request = Generate(0, tuple(prompt), length, ignore_eos=True)
         for number in stage.rounds("strangers", full=5, quick=2):

@@ -33,7 +33,7 @@ from .api.server import serve
 from .background import CLOSE_S, Background, end_within, watched_loop
 from .cluster.authority import AuthorityKeeping, Renewal, Rotation
 from .cluster.cluster_state import NO_DEPLOYMENTS, PINNED, YIELDS
-from .cluster.control_port import ControlPort, TokenIssuing, bind_control, check_interface
+from .cluster.control_port import ControlPort, TokenIssuing, bind_control
 from .cluster.dialer import Dialer
 from .cluster.node import ClusterNode
 from .cluster.peer_reports import MachineReports, RoundTripTimes
@@ -189,7 +189,6 @@ async def _entered(settings: Settings) -> AsyncIterator[_Entered]:
             yield _Entered(settings, store, store.found_cluster())
         return
     store = Store(settings.home)
-    check_interface(settings.interface)
     with contextlib.closing(bind_control(settings.control_host, settings.control_port)) as sock:
         joined = await enter(settings, store, partial(forget, settings.home))
         settings = replace(settings, peers=(*settings.peers, *joined.peers))
@@ -221,7 +220,7 @@ async def _running(
     entered: _Entered, endpoint: Endpoint, on_stage: StageListener, warm_pool: WarmPool
 ) -> AsyncIterator[Agent]:
     settings, store = entered.settings, entered.store
-    machine = _counted(settings.home, await hardware.probe(settings.interface))
+    machine = _counted(settings.home, await hardware.probe(settings.loopback))
     port = entered.sock.getsockname()[1] if entered.sock is not None else 0
     node = ClusterNode(
         settings,

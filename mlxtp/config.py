@@ -101,7 +101,6 @@ class Settings:
     name: str = ""
     control_host: str = "0.0.0.0"
     control_port: int = DEFAULT_CONTROL_PORT
-    interface: str = ""
     peers: tuple[str, ...] = ()
     discovery: bool = True
     join: str | None = None
@@ -133,6 +132,11 @@ class Settings:
     def local_backend(self) -> str:
         """Fabric of the ranks of one machine; a single rank needs none."""
         return "none" if self.ranks == 1 else "ring"
+
+    @property
+    def loopback(self) -> str:
+        """The only address that counts for agents of one machine; empty for others."""
+        return self.control_host if is_loopback(self.control_host) else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,8 +206,6 @@ def resolve_settings(
                 chosen[setting.key] = Given(setting.default)
             found = parsed if len(setting.names) > 1 else (parsed,)
             (limits if "." in setting.key else values).update(zip(setting.names, found, strict=True))
-    if values.get("interface"):
-        values.setdefault("control_host", values["interface"])
     try:
         _check_pair(values, chosen)
     except ConfigError as error:

@@ -19,7 +19,6 @@ from .values import (
     parse_folders,
     parse_host_port,
     parse_hosts,
-    parse_ipv4,
     parse_kv_bits,
     parse_limit,
     parse_name,
@@ -172,13 +171,10 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("name", TEXT, parse_name, None, "Name of this Mac.", CLUSTER, "NAME", "its host name"),
     Setting(
         "control", TEXT, parse_host_port, None,
-        "Address at which other Macs reach this one.",
-        CLUSTER, "ADDRESS:PORT", f"port {DEFAULT_CONTROL_PORT} of every address, or of that of --interface",
+        "Address at which other Macs reach this one. One on loopback is for agents of one machine, which use "
+        "no other then.",
+        CLUSTER, "ADDRESS:PORT", f"port {DEFAULT_CONTROL_PORT} of every address",
         fields=("control_host", "control_port"),
-    ),
-    Setting(
-        "interface", TEXT, parse_ipv4, None,
-        "Use only this IPv4 address of this Mac, where it has several.", CLUSTER, "ADDRESS", "all it has",
     ),
     Setting(
         "peers", _list_of("10.0.0.2:52414"), parse_peers, [],

@@ -34,7 +34,7 @@ READY = "#state[data-state=ready]:has-text('on 2 Macs')"
 
 def settings(folder: Path, name: str, **more: object) -> Settings:
     """Of an agent that keeps to this machine's loopback."""
-    fields: dict[str, object] = {"cluster": True, "name": name, "interface": "127.0.0.1", "nodes": "2"}
+    fields: dict[str, object] = {"cluster": True, "name": name, "nodes": "2"}
     fields |= {"control_host": "127.0.0.1", "control_port": 0, "discovery": False, **more}
     return Settings(folder / name, "127.0.0.1", 0, 1, "tiny", **fields)  # type: ignore[arg-type]
 

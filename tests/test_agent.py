@@ -149,7 +149,7 @@ def test_a_foreign_folder_in_the_home_stays(tmp_path: Path) -> None:
 @pytest.fixture(params=[False, True], ids=["alone", "in a cluster"])
 def settings(request: pytest.FixtureRequest, tmp_path: Path) -> Settings:
     """Of an agent whose supervisor a test plays, so it has no ranks."""
-    where = {"interface": "127.0.0.1", "control_host": "127.0.0.1", "control_port": 0, "discovery": False}
+    where = {"control_host": "127.0.0.1", "control_port": 0, "discovery": False}
     return Settings(tmp_path, "127.0.0.1", 0, 1, "tiny", cluster=request.param, keep_awake=False, **where)
 
 

@@ -90,7 +90,6 @@ def test_defaults(tmp_path: Path) -> None:
         ("draft_model", "small", "smaller", "draft_model", ("small", "smaller")),
         ("name", "studio", "mini", "name", ("studio", "mini")),
         ("control", "10.0.0.1:1000", "10.0.0.2:2000", "control_port", (1000, 2000)),
-        ("interface", "10.0.0.1", "10.0.0.2", "control_host", ("10.0.0.1", "10.0.0.2")),
         ("peers", "a:1, b", "c:2", "peers", (("a:1", "b:52414"), ("c:2",))),
         ("discovery", "no", "yes", "discovery", (False, True)),
         ("alone", "no", "yes", "alone", (False, True)),
@@ -255,15 +254,9 @@ def test_rdma_devices_by_hand(tmp_path: Path, file: str) -> None:
     assert resolve(tmp_path, file, rdma="a=b").rdma == ("a=b",)
 
 
-def test_an_address_for_everything_is_that_of_the_control_port_too(tmp_path: Path) -> None:
-    settings = resolve(tmp_path, interface="10.0.0.1")
-    assert (settings.interface, settings.control_host, settings.control_port) == (
-        "10.0.0.1",
-        "10.0.0.1",
-        52414,
-    )
-    settings = resolve(tmp_path, interface="10.0.0.1", control="0.0.0.0:7")
-    assert (settings.interface, settings.control_host, settings.control_port) == ("10.0.0.1", "0.0.0.0", 7)
+def test_agents_of_one_machine_use_no_other_address(tmp_path: Path) -> None:
+    assert resolve(tmp_path, control="127.0.0.1:0").loopback == "127.0.0.1"
+    assert resolve(tmp_path, control="10.0.0.1:0").loopback == resolve(tmp_path).loopback == ""
 
 
 @pytest.mark.parametrize(
@@ -432,7 +425,6 @@ def test_a_certificate_goes_with_its_key(tmp_path: Path, one: str, other: str) -
         ("control", "studio.local:52414"),
         ("control", "10.0.0.1:65536"),
         ("control", "[::1]:52414"),
-        ("interface", "en0"),
         ("discovery", "perhaps"),
         ("peers", "10.0.0.2:0"),
         ("peers", "a:1,:2"),
@@ -492,7 +484,7 @@ def test_a_table_that_makes_no_sense(tmp_path: Path, file: str, words: str) -> N
 
 
 STRINGS = (
-    "http", "model", "speculation", "draft_model", "name", "control", "interface", "workload", "backend",
+    "http", "model", "speculation", "draft_model", "name", "control", "workload", "backend",
     "fabric_networks", "log_format", "log_file", "api_keys", "http_cert", "http_key",
 )  # fmt: skip
 SWITCHES = (

@@ -83,7 +83,7 @@ def test_agents_that_are_killed_around_commands_start_with_the_old_or_the_new(tm
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     moments, port = random.Random(seed), free_port()
-    common = ("--interface", "127.0.0.1", "--no-discovery", "--http", "127.0.0.1:0")
+    common = ("--no-discovery", "--http", "127.0.0.1:0")
     a = Agent(tmp_path, "anna", None, *common, "--control", f"127.0.0.1:{port}")
     try:
         a.start()

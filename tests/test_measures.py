@@ -38,12 +38,12 @@ LEFT: Mapping[str, int] = {
     "functions of an object of a class beside them": 90,
 }
 MOST_LINES: Mapping[str, int] = {
-    "": 4_088,
+    "": 4_085,
     "admin": 2_018,
     "api": 10_387,
     "cli": 6_126,
-    "cluster": 5_498,
-    "diagnostics": 3_154,
+    "cluster": 5_485,
+    "diagnostics": 3_152,
     "discovery": 1_068,
     "engine": 13_849,
     "gateway": 1_807,

@@ -185,8 +185,8 @@ async def running_replicas(settings: Settings, replicas: int, view: DemoView) ->
     """Run a cluster of so many agents on loopback, with one replica on each. Yields the first agent."""
     began = time.monotonic()
     own = replace(
-        settings, cluster=True, name="mac-1", control_host=LOOPBACK, control_port=0, interface=LOOPBACK,
-        discovery=False, nodes="1", model_given=True,
+        settings, cluster=True, name="mac-1", control_host=LOOPBACK, control_port=0, discovery=False,
+        nodes="1", model_given=True,
     )  # fmt: skip
     async with AsyncExitStack() as ending:
         first = await ending.enter_async_context(running_agent(own))

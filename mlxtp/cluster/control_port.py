@@ -131,29 +131,16 @@ class TokenIssuing:
 ServeRequests = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
-def check_interface(address: str) -> None:
-    """Raise ConfigError when no interface of this Mac has the `address` that --interface names."""
-    if not address:
-        return
-    with socket.socket() as sock:
-        try:
-            sock.bind((address, 0))
-        except OSError as error:
-            if error.errno != errno.EADDRNOTAVAIL:
-                raise ConfigError(f"--interface {address} cannot be used: {error.strerror}") from None
-            raise ConfigError(
-                f"--interface {address}: no interface of this Mac has this address; it has "
-                f"{', '.join(addresses_up())}. If its cable is plugged in later, restart mlxtp then"
-            ) from None
-
-
 def bind_control(host: str, port: int) -> socket.socket:
     """Return the listening socket of the control port. Raises ConfigError when it cannot be opened."""
     try:
         return listen(host, port)
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL:
-            raise ConfigError(f"--control {host}:{port}: this Mac does not have this address") from None
+            raise ConfigError(
+                f"--control {host}:{port}: no interface of this Mac has this address; it has "
+                f"{', '.join(addresses_up())}. If its cable is plugged in later, restart mlxtp then"
+            ) from None
         raise ConfigError(
             f"--control {host}:{port} cannot be used: {error.strerror}. Another mlxtp node may run here; "
             f"give each its own --control ADDRESS:PORT"

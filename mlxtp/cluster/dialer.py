@@ -64,7 +64,7 @@ class Dialer:
     async def run(self) -> None:
         """Dial until cancelled; then send a goodbye on the network."""
         if self._settings.discovery:
-            only = (self._settings.interface,) if self._settings.interface else ()
+            only = (self._settings.loopback,) if self._settings.loopback else ()
             await self._discovery.start(self._advert(), only)
         try:
             while True:

@@ -105,7 +105,7 @@ class MachineReports:
 
     async def _read(self) -> None:
         node = self._node
-        interface = node.settings.interface
+        address = node.settings.loopback
         while self._read_due:
             everything = self._rewired or time.monotonic() >= self._probe_at
             if everything:
@@ -113,7 +113,7 @@ class MachineReports:
             self._rewired = self._read_due = False
             asked_by, self._asked_by = self._asked_by, set()
             before = node.peer_info.machines[node.node_id]
-            reading = hardware.probe(interface) if everything else hardware.refresh(before, interface)
+            reading = hardware.probe(address) if everything else hardware.refresh(before, address)
             machine = self._counted(await reading)
             if machine != before:
                 node.peer_info.machines[node.node_id] = machine

@@ -296,10 +296,8 @@ def problem_of(command: str, output: Output, reading: Reading[Any]) -> str:
 
 def usable(settings: Settings) -> Mapping[str, int]:
     """Return addresses of this machine over which others may be found."""
-    there = addresses_up()
-    if settings.interface:
-        return {address: number for address, number in there.items() if address == settings.interface}
-    return {address: number for address, number in there.items() if not is_loopback(address)}
+    there, only = addresses_up(), settings.loopback
+    return {at: number for at, number in there.items() if (at == only if only else not is_loopback(at))}
 
 
 def literal(addresses: Iterable[str]) -> tuple[str, ...]:

@@ -184,7 +184,7 @@ async def _join(settings: Settings, identity: Identity, token: JoinToken) -> Gra
         queue.add(peer, (peer,))
     discovery = Discovery(lambda sightings: _note(sightings, token, queue), log.warning)
     if settings.discovery:
-        only = (settings.interface,) if settings.interface else ()
+        only = (settings.loopback,) if settings.loopback else ()
         own = Advert(identity.node_id, "", settings.name, settings.control_port or 1, False, PROTOCOL_VERSION)
         await discovery.start(own, only)
     try:

@@ -88,7 +88,7 @@ def count(value: object, high: int) -> int:
 #             nor lies over one (feth, tap), and networks that exist inside this machine only (containers,
 #             virtual machines, Internet Sharing)
 # loopback    only when nothing else is up
-# named       an address named with `--interface` counts in any case, and then no other does
+# asked for   an address that is asked for counts in any case, and then no other does
 
 MAX_LINKS = 256  #: Network devices that are read; a machine with many containers has some dozens.
 MAX_ADDRESSES = 32  #: IPv4 addresses that are read for each device.

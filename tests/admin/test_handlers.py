@@ -450,7 +450,7 @@ def test_an_agent_that_keeps_to_itself_says_so(tmp_path: Path) -> None:
 def test_only_settings_that_ranks_must_have_in_common_are_compared(tmp_path: Path) -> None:
     plain = Settings(tmp_path, "127.0.0.1", 52415, 1, "tiny")
     own = replace(
-        plain, home=tmp_path / "x", http_port=1, name="studio", interface="10.0.0.1", nodes="2", model="m"
+        plain, home=tmp_path / "x", http_port=1, name="studio", control_host="10.0.0.1", nodes="2", model="m"
     )
     assert flags_of(plain, {}) == flags_of(own, {}) == ()
     assert flags_of(replace(plain, kv_bits=8, repeatable=True), {}) == ("kv_bits=8", "repeatable=True")

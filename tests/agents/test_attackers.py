@@ -247,7 +247,7 @@ Join = Callable[..., Agent]
 
 def flags(port: int = 0) -> tuple[str, ...]:
     """Return the flags of an agent that shares loopback with others."""
-    control = ("--control", f"127.0.0.1:{port}", "--interface", "127.0.0.1")
+    control = ("--control", f"127.0.0.1:{port}")
     return ("--http", "127.0.0.1:0", *control, "--no-discovery")
 
 

@@ -32,7 +32,7 @@ class Desk:
         program = ("tests.agents.changed_node", f"clock={ahead_s}") if ahead_s else NODE
         made = Agent(
             self._folder, name, None, "--http", "127.0.0.1:0", "--control", f"127.0.0.1:{port}",
-            "--interface", "127.0.0.1", "--no-discovery", "--peer", self._first, program=program,
+            "--no-discovery", "--peer", self._first, program=program,
         )  # fmt: skip
         self.agents.append(made)
         return made

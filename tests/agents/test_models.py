@@ -39,7 +39,7 @@ def three(hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[
     agents = tuple(
         Agent(
             folder, name, None, "--http", "127.0.0.1:0", "--control", f"127.0.0.1:{port}",
-            "--interface", "127.0.0.1", "--no-discovery",
+            "--no-discovery",
         )
         for name, port in zip(("anna", "ben", "cleo"), ports, strict=True)
     )  # fmt: skip

@@ -30,7 +30,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Agent, Agen
     a, b = (
         Agent(
             folder, name, None, "--http", "127.0.0.1:0", "--control", f"127.0.0.1:{port}",
-            "--interface", "127.0.0.1", "--no-discovery",
+            "--no-discovery",
         )
         for name, port in zip(("anna", "ben"), ports, strict=True)
     )  # fmt: skip

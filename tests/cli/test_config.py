@@ -46,7 +46,6 @@ def test_each_setting_and_where_it_was_set(tmp_path: Path) -> None:
         "queue = 2.5   # config.toml, line 6",
         'rdma = ["mini=rdma_en5"]   # config.toml, line 7',
         "# drain = 10   # default",
-        "# interface: all it has   # default",
     ):
         assert line in shown_lines
     told_as_json = json.loads(mlxtp(tmp_path, "config", "show", "--json", MLXTP_RANKS="2").output)

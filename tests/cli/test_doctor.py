@@ -39,7 +39,6 @@ def rows(result: Result) -> dict[str, Any]:
 def quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No other Mac is listened for, and nothing leaves this machine."""
     monkeypatch.setenv("MLXTP_DISCOVERY", "false")
-    monkeypatch.setenv("MLXTP_INTERFACE", "127.0.0.1")
     monkeypatch.setenv("MLXTP_CONTROL", "127.0.0.1:0")
     monkeypatch.setenv("MLXTP_HTTP", "127.0.0.1:0")
 

@@ -56,7 +56,7 @@ def facts(
     home: Path, machine: Machine, system: str = "darwin", problem: str = "", **settings: Any
 ) -> MachineFacts:
     """Return the facts that a command finds on such a machine. Its network is this one's loopback."""
-    chosen: dict[str, Any] = {"interface": "127.0.0.1", "discovery": False, "cluster": True} | settings
+    chosen: dict[str, Any] = {"control_host": "127.0.0.1", "discovery": False, "cluster": True} | settings
     here = Settings(home, "127.0.0.1", 0, 1, "tiny", control_port=0, **chosen)
     checkup = Checkup(here, problem, run=machine.run, run_as_self=machine.run, system=system)
     return asyncio.run(checkup.facts())

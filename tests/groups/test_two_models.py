@@ -79,7 +79,7 @@ def test_a_second_model_makes_room_beside_the_first_and_gives_it_back(
 
     async def story() -> None:
         settings = Settings(
-            tmp_path / "home", "127.0.0.1", 0, 1, "tiny", cluster=True, name="a", interface="127.0.0.1",
+            tmp_path / "home", "127.0.0.1", 0, 1, "tiny", cluster=True, name="a",
             control_host="127.0.0.1", control_port=0, discovery=False, limits=LIMITS,
         )  # fmt: skip
         async with running_agent(settings) as agent:
@@ -149,7 +149,7 @@ def test_when_memory_shrinks_under_load_caches_give_way_and_then_what_is_not_pin
 
     async def story() -> None:
         settings = Settings(
-            tmp_path / "home", "127.0.0.1", 0, 1, "tiny", cluster=True, name="a", interface="127.0.0.1",
+            tmp_path / "home", "127.0.0.1", 0, 1, "tiny", cluster=True, name="a",
             control_host="127.0.0.1", control_port=0, discovery=False, limits=LIMITS, model_given=True,
         )  # fmt: skip
         async with running_agent(settings) as agent:
@@ -193,7 +193,7 @@ def test_the_next_revision_is_ready_before_the_present_one_ends(tmp_path: Path) 
     async def story() -> None:
         settings = Settings(
             tmp_path / "home", "127.0.0.1", 0, 1, str(tmp_path / "1" / "model"), cluster=True, name="a",
-            interface="127.0.0.1", control_host="127.0.0.1", control_port=0, discovery=False, limits=LIMITS,
+            control_host="127.0.0.1", control_port=0, discovery=False, limits=LIMITS,
             model_given=True,
         )  # fmt: skip
         async with running_agent(settings) as agent:

@@ -41,7 +41,7 @@ async def two_agents(
 
     def of(name: str, **more: Any) -> Settings:
         home = folder / name
-        fields = {"cluster": True, "name": name, "interface": "127.0.0.1", "control_host": "127.0.0.1"}
+        fields = {"cluster": True, "name": name, "control_host": "127.0.0.1"}
         fields |= {"control_port": 0, "discovery": False, "limits": LIMITS, "nodes": "2"}
         return Settings(home, "127.0.0.1", 0, 1, "tiny", **{**fields, **settings, **more})
 

@@ -78,7 +78,7 @@ class Cluster:
         self.agents = [
             Agent(
                 folder, name, None, "--http", f"127.0.0.1:{http}", "--control", f"127.0.0.1:{control}",
-                "--interface", "127.0.0.1", "--no-discovery", *shape.flags,
+                "--no-discovery", *shape.flags,
                 program=("mlxtp",) if shape.spares else NODE,
             )
             for name, (http, control) in self.ports.items()

@@ -358,20 +358,19 @@ def _of_clients(requests: Iterable[OpenRequest]) -> Iterator[OpenRequest]:
 def _running(request: OpenRequest, name: str) -> RunningRequest:
     prompt, cached = len(request.generate.tokens) - request.generate.answered, None
     if isinstance(request, ClientRequest):
-        progress, tokens = request.progress(), request.got
+        progress = request.progress()
         phase, read = _PHASES.get(progress.state, "writing"), progress.processed
         if phase in ("reading", "writing"):
             cached = min(request.cached, prompt)
     else:
-        tokens = request.generate.answered + request.record.progress
-        phase = "writing" if request.record.progress else "reading" if request.uid else "waiting"
+        phase = "writing" if request.came else "reading" if request.uid else "waiting"
         read = max(prompt - request.left, 0)
     read = prompt if phase == "writing" else min(read, prompt)
     here = isinstance(request, ClientRequest)
     account = _account(request)
     owner = account.key_hash if account is not None else ""
     return RunningRequest(
-        request.number, name, request.group, phase, prompt, read, cached, tokens, here, owner
+        request.number, name, request.group, phase, prompt, read, cached, request.got, here, owner
     )
 
 

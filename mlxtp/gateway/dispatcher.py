@@ -235,7 +235,7 @@ class RequestDispatcher:
             self.handover = error
         own = [request for request in self._open.values() if request.group == name]
         waiting = list(self._suspects)
-        strikes = strikes_after([request.record for request in (*own, *waiting)], error.code, spare=spare)
+        strikes = strikes_after([*own, *waiting], error.code, spare=spare)
         for request in own:
             del self._open[request.uid]
             request.uid, request.group = 0, ""
@@ -316,7 +316,7 @@ class RequestDispatcher:
             request.put(error)
             return
         if error.code is Code.RANK_LOST:
-            request.strikes = struck(request.record)
+            request.strikes = struck(request)
             self._fallen.fell(request.group, _wait_s(self))
         if at_once:
             self.admit(request, error, without=(request.group,))
@@ -329,7 +329,7 @@ class RequestDispatcher:
         """Let the next suspect go, once the one before it has ended or proven harmless."""
         suspect = self._suspect
         if suspect is not None:
-            if self._open.get(suspect.uid) is suspect and suspect.record.progress < PROVEN_TOKENS:
+            if self._open.get(suspect.uid) is suspect and suspect.came < PROVEN_TOKENS:
                 return
             self._suspect = None
         while self._suspects and self._suspect is None and not self._fallen.spare(self.groups):
@@ -360,14 +360,14 @@ class RequestDispatcher:
         ]
         running = sum(request.uid != 0 and request.got > 0 for request in own)
         here = [request for request in self._open.values() if request.group and not request.elsewhere]
-        held = sum(request.length for request in here if request.record.progress)
+        held = sum(request.length for request in here if request.came)
         model = self.served.id if self.served is not None else ""
         return OpenRequests(model, running, len(own) - running, held)
 
     @property
     def queue(self) -> Mapping[str, int]:
         """Open requests, other agents' included, by their phase; see `PHASES`."""
-        progress = [request.record.progress for request in self._open.values()]
+        progress = [request.came for request in self._open.values()]
         generating = sum(count > 0 for count in progress)
         counts = (generating, len(progress) - generating, len(self._paused), len(self._suspects))
         return dict(zip(PHASES, counts, strict=True))
@@ -378,8 +378,7 @@ def _goes_on_with(model: ModelInfo, request: OpenRequest) -> bool:
     before = request.begun_with
     if before is None or before.path == model.path:
         return True
-    begun = request.length > len(request.generate.tokens)
-    return not begun and (before.id, before.vocabulary) == (model.id, model.vocabulary)
+    return not request.got and (before.id, before.vocabulary) == (model.id, model.vocabulary)
 
 
 def _replaced(model: ModelInfo) -> GroupError:
@@ -527,13 +526,13 @@ class ServedDeployments:
 
     def blamed(self, group: str, code: Code) -> int:
         """Return the failures in a row under the request that ends with a group; 0 if none does."""
-        records = [each.record for each in self.requests if each.group == group]
-        after = zip(records, strikes_after(records, code), strict=True)
-        return max((record.strikes + 1 for record, count in after if count is None), default=0)
+        own = [each for each in self.requests if each.group == group]
+        after = zip(own, strikes_after(own, code), strict=True)
+        return max((each.strikes + 1 for each, count in after if count is None), default=0)
 
     def work_of(self, group: str) -> GroupWork:
         """Return the work of a group as this gateway knows it: all of it where its rank 0 is."""
-        own = [each.record.progress > 0 for each in self.requests if each.group == group]
+        own = [each.came > 0 for each in self.requests if each.group == group]
         ready = named.groups.get(group) if (named := self.of_group(group)) is not None else None
         tokens, blocks = (ready.tokens, len(ready.prefixes.hashes)) if ready is not None else (0, 0)
         return GroupWork(len(own), sum(own), tokens, blocks * BLOCK)

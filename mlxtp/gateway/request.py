@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 from ..api.backend import ModelInfo, Progress, StreamEnd, TokenEvent, Tokens, TokenScore, TokenStream
@@ -30,28 +30,12 @@ SUSPECT = 2  #: Failures in a row that make a suspect.
 _NOBODYS = frozenset((Code.REPLANNED, Code.SHUTTING_DOWN, Code.LINK_LOST, Code.NOT_READY))
 
 
-@dataclass(frozen=True, slots=True)
-class RequestRecord:
-    """State of one open request when its group failed.
-
-    strikes   failures before this one
-    progress  tokens that this group gave it
-    length    tokens of its prompt and answer
-    running   whether the ranks had it
-    """
-
-    strikes: int
-    progress: int
-    length: int
-    running: bool = True
-
-
 def may_blame(code: Code) -> bool:
     """Return True if a request may be why a group ended with `code`."""
     return code not in _NOBODYS
 
 
-def strikes_after(requests: Sequence[RequestRecord], code: Code, *, spare: bool = False) -> list[int | None]:
+def strikes_after(requests: Sequence[RoutedRequest], code: Code, *, spare: bool = False) -> list[int | None]:
     """Return the strikes of each request once its group has ended with `code`; None for one that is ended.
 
     With `spare` none is: the group's fabric may be to blame, and the next group has another one.
@@ -71,18 +55,18 @@ def strikes_after(requests: Sequence[RequestRecord], code: Code, *, spare: bool 
     return strikes
 
 
-def struck(request: RequestRecord) -> int:
+def struck(request: RoutedRequest) -> int:
     """Return the strikes of a request after a failure that it may have caused."""
     if not request.running:
         return request.strikes
-    return 0 if request.progress >= PROVEN_TOKENS else request.strikes + 1
+    return 0 if request.came >= PROVEN_TOKENS else request.strikes + 1
 
 
-def _without_the_largest(requests: Sequence[RequestRecord]) -> list[int | None]:
+def _without_the_largest(requests: Sequence[RoutedRequest]) -> list[int | None]:
     """End the request that filled the memory: the longest of those that just began, else of all."""
     strikes: list[int | None] = [each.strikes for each in requests]
     running = [i for i, each in enumerate(requests) if each.running]
-    begun = [i for i in running if not requests[i].progress]
+    begun = [i for i in running if not requests[i].came]
     if running:
         strikes[max(begun or running, key=lambda i: requests[i].length)] = None
     return strikes
@@ -113,25 +97,39 @@ _numbers = itertools.count(1)
 
 
 class RoutedRequest:
-    """The place of an open request: the group that works on it, and the part of the prefill that is left."""
+    """An open request: its message, the group that works on it, and what it has of its answer."""
 
     def __init__(self, generate: Generate) -> None:
-        self.generate = generate
+        self.generate = generate  #: As its present group has it, or as it arrived here.
         self.number = next(_numbers)  #: Names it as long as this agent runs.
         self.uid = 0  #: Its uid at the backend; 0 while no backend has it.
         self.group = ""  #: Id of the group that has it; empty while none has it, and for a self-test.
         self.backend: RequestBackend | None = None
         self.elsewhere = False  #: True if that backend is on another Mac.
-        self.strikes = generate.strikes
+        self.strikes = generate.strikes  #: Failures of groups in a row that it may have caused.
         self.begun_with: ModelInfo | None = None  #: The model that has it, or had it; None before.
         self.left = 0  #: Tokens that the group has yet to compute before it gives one.
         self._tokens = list(generate.tokens)  #: Of prompt and answer so far.
         self._digests = PrefixDigests(self._tokens, generate.salt)
 
     @property
+    def running(self) -> bool:
+        return self.uid != 0
+
+    @property
     def length(self) -> int:
         """Tokens of prompt and answer so far."""
         return len(self._tokens)
+
+    @property
+    def came(self) -> int:
+        """Number of tokens of the answer that are not in the message."""
+        return len(self._tokens) - len(self.generate.tokens)
+
+    @property
+    def got(self) -> int:
+        """Number of tokens of the answer so far."""
+        return self.generate.answered + self.came
 
     def hashes(self) -> list[bytes]:
         """Return the digests of the blocks of prompt and answer so far."""
@@ -146,21 +144,14 @@ class ForwardedRequest(RoutedRequest):
     def __init__(self, generate: Generate, tell: Callable[[Message], None]) -> None:
         super().__init__(generate)
         self._notify = tell
-        self._index = generate.answered
 
     def again(self, uid: int) -> Generate:
         """Return the message for rank 0, with the uid it will have there."""
         return replace(self.generate, uid=uid, group="")
 
-    @property
-    def record(self) -> RequestRecord:
-        """State of the request, should the group fail now."""
-        progress = self._index - self.generate.answered
-        return RequestRecord(self.strikes, progress, self.length, running=self.uid != 0)
-
     def cancelled(self) -> None:
         """Send the last event, because its own gateway has given it up."""
-        self._notify(Finished(self.generate.uid, "cancel", self._index, 0))
+        self._notify(Finished(self.generate.uid, "cancel", self.got, 0))
 
     def advance(self, event: Accepted | Prefilled) -> None:
         self._notify(replace(event, uid=self.generate.uid))
@@ -170,18 +161,14 @@ class ForwardedRequest(RoutedRequest):
         self._notify(Error(Code.RANK_LOST if struck else Code.REPLANNED, error.detail, self.generate.uid))
 
     def put(self, item: ForwardedItem) -> None:
-        uid = self.generate.uid
+        uid, index = self.generate.uid, self.got
         match item:
-            case Tokens(tokens, ()):
-                self._tokens += tokens
-                count = len(tokens)
-                indices = tuple(range(self._index, self._index + count))
-                self._notify(Delta((uid,) * count, indices, tokens))
-                self._index += count
             case Tokens(tokens, scores):
                 self._tokens += tokens
-                self._notify(_scored(uid, self._index, tokens, scores))
-                self._index += len(tokens)
+                if scores:
+                    self._notify(_scored(uid, index, tokens, scores))
+                else:
+                    self._notify(Delta((uid,) * len(tokens), tuple(range(index, self.got)), tokens))
             case StreamEnd():
                 self._notify(
                     Finished(uid, item.reason, item.generated, 0, item.cached, item.drafted, item.accepted)
@@ -213,23 +200,6 @@ MAX_UNREAD = 16_384
 _QUEUED = Progress("queued")
 
 
-class _Attempt:
-    """Work of the present group on a request: the tokens from groups before it, and its prefill."""
-
-    def __init__(self, got_before: int = 0) -> None:
-        self.got_before = got_before
-        self.progress = _QUEUED
-        self._began = 0.0
-
-    def advance(self, event: Prefilled, prompt: int) -> None:
-        """Record progress of the prefill of `prompt` tokens and those from groups before."""
-        now = time.monotonic()
-        if self.progress is _QUEUED:
-            self._began = now
-        time_ms = round(1000 * (now - self._began))
-        self.progress = Progress("prefill", prompt + self.got_before, event.cached, event.computed, time_ms)
-
-
 class ClientRequest(RoutedRequest):
     """Implementation of `api.backend.TokenStream`. Closing it early cancels the request, even if never
     iterated.
@@ -244,7 +214,8 @@ class ClientRequest(RoutedRequest):
         self.pending: asyncio.TimerHandle | None = None  #: Ends the request, unless a group takes it before.
         self.deadline: asyncio.TimerHandle | None = None  #: Ends the request, unless it is complete before.
         self.watch: SequenceMeter = UNWATCHED  #: Counts its tokens and its end.
-        self._attempt = _Attempt()
+        self._prefill = _QUEUED
+        self._began = 0.0  # when the prefill did, by the clock
         self._items: asyncio.Queue[ForwardedItem] = asyncio.Queue()
         self._abandon = abandon
         #: The refusal of the request, or None once a backend has accepted it. Its client waits for that.
@@ -255,23 +226,12 @@ class ClientRequest(RoutedRequest):
 
     def again(self, uid: int) -> Generate:
         """Return the message for the part that is missing, under a new uid."""
-        self._attempt = _Attempt(self.got)
         self.times += 1
-        return replace(
+        self._prefill = _QUEUED
+        self.generate = replace(
             self.generate, uid=uid, tokens=tuple(self._tokens), answered=self.got, strikes=self.strikes
         )
-
-    @property
-    def got(self) -> int:
-        """Number of tokens so far."""
-        return len(self._tokens) - len(self.generate.tokens)
-
-    @property
-    def record(self) -> RequestRecord:
-        """State of the request, should the group fail now."""
-        return RequestRecord(
-            self.strikes, self.got - self._attempt.got_before, self.length, running=self.uid != 0
-        )
+        return self.generate
 
     def accept(self) -> None:
         if not self._verdict.done():
@@ -284,7 +244,11 @@ class ClientRequest(RoutedRequest):
         if isinstance(event, Accepted):
             self.accept()
             return
-        self._attempt.advance(event, len(self.generate.tokens))
+        now = time.monotonic()
+        if self._prefill is _QUEUED:
+            self._began = now
+        prompt, time_ms = len(self.generate.tokens), round(1000 * (now - self._began))
+        self._prefill = Progress("prefill", prompt, event.cached, event.computed, time_ms)
 
     def wait_no_more(self) -> None:
         """End the wait for a group: one has taken the request, or none has to."""
@@ -332,11 +296,11 @@ class ClientRequest(RoutedRequest):
     def progress(self) -> Progress:
         if self.pending is not None:
             return Progress("restarting")
-        return Progress() if self.got > self._attempt.got_before else self._attempt.progress
+        return Progress() if self.came else self._prefill
 
     @property
     def cached(self) -> int:
-        return self._attempt.progress.cached
+        return self._prefill.cached
 
     def __aiter__(self) -> TokenStream:
         return self

@@ -45,6 +45,9 @@ def test_a_request_from_the_queue_to_its_answer_and_over_the_end_of_its_group() 
             {"number": after.number, "key": "guest", "app": "claude-cli"}
         ]
         assert "guest" not in str(after)
+        stage.serve("tiny#0")
+        stage.say(stage.asked("tiny#0")[0].uid, [4], start=3)
+        assert shown(stage) == [("tiny#0", "writing", 100, 100, 0, 4)]
 
     play(story, "tiny#0")
 

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxtp.errors import Code
-from mlxtp.gateway.request import PROVEN_TOKENS, SUSPECT, RequestRecord, ended, strikes_after
+from mlxtp.gateway.request import PROVEN_TOKENS, SUSPECT, ended, strikes_after
 
-NEW = RequestRecord(0, 0, 10)
-ONCE = RequestRecord(1, 3, 10)
-SUSPECTED = RequestRecord(2, 0, 10)
-WAITS = RequestRecord(2, 0, 10, running=False)
-AT_WORK = RequestRecord(1, PROVEN_TOKENS, 500)
+
+@dataclass
+class Asked:
+    """A request as the policy sees it: strikes, tokens of its present group, tokens of prompt and answer."""
+
+    strikes: int
+    came: int
+    length: int
+    running: bool = True
+
+
+NEW = Asked(0, 0, 10)
+ONCE = Asked(1, 3, 10)
+SUSPECTED = Asked(2, 0, 10)
+WAITS = Asked(2, 0, 10, running=False)
+AT_WORK = Asked(1, PROVEN_TOKENS, 500)
 
 
 @pytest.mark.parametrize(
@@ -28,11 +42,11 @@ AT_WORK = RequestRecord(1, PROVEN_TOKENS, 500)
         ([SUSPECTED, ONCE], [None, 2]),
         ([AT_WORK, NEW], [0, 1]),
         ([AT_WORK], [0]),
-        ([RequestRecord(2, PROVEN_TOKENS, 10), WAITS], [0, 2]),
+        ([Asked(2, PROVEN_TOKENS, 10), WAITS], [0, 2]),
         ([], []),
     ],
 )
-def test_after_a_failure(requests: list[RequestRecord], strikes: list[int | None]) -> None:
+def test_after_a_failure(requests: list[Any], strikes: list[int | None]) -> None:
     assert strikes_after(requests, Code.RANK_LOST) == strikes
 
 
@@ -49,14 +63,14 @@ def test_what_is_no_requests_doing_counts_against_none(code: Code) -> None:
 @pytest.mark.parametrize(
     ("requests", "strikes"),
     [
-        ([RequestRecord(0, 50, 900), RequestRecord(0, 0, 40), RequestRecord(0, 0, 70), NEW], [0, 0, None, 0]),
-        ([RequestRecord(0, 50, 900), RequestRecord(1, 9, 901)], [0, None]),
-        ([RequestRecord(2, 0, 9999, running=False), RequestRecord(0, 1, 5)], [2, None]),
+        ([Asked(0, 50, 900), Asked(0, 0, 40), Asked(0, 0, 70), NEW], [0, 0, None, 0]),
+        ([Asked(0, 50, 900), Asked(1, 9, 901)], [0, None]),
+        ([Asked(2, 0, 9999, running=False), Asked(0, 1, 5)], [2, None]),
         ([], []),
     ],
 )
 def test_when_memory_runs_out_the_longest_of_those_that_begin_is_ended(
-    requests: list[RequestRecord], strikes: list[int | None]
+    requests: list[Any], strikes: list[int | None]
 ) -> None:
     assert strikes_after(requests, Code.OUT_OF_MEMORY) == strikes
 
@@ -69,7 +83,7 @@ def test_one_that_kills_is_found_and_no_other_is_ended(others: list[bool], at: i
     for _ in range(SUSPECT + len(strikes)):
         running = _round(strikes, killer)
         records = [
-            RequestRecord(count if count is not None else 0, 0, 10, running=i in running)
+            Asked(count if count is not None else 0, 0, 10, running=i in running)
             for i, count in enumerate(strikes)
         ]
         alive = [i for i, count in enumerate(strikes) if count is not None]

@@ -236,6 +236,22 @@ def test_who_was_accepted_again_has_all_the_time_it_needs() -> None:
     play(story)
 
 
+def test_only_an_answer_that_has_not_begun_goes_on_with_another_revision() -> None:
+    async def story(stage: Stage) -> None:
+        begun, fresh = (stage.gateway.generate(Generate(0, (1,), 9)) for _ in range(2))
+        stage.say(1, 50)
+        stage.gateway.park(GROUP, REPLANNED)
+        ranks = FakeRanks()
+        stage.gateway.serve(GROUP, DEPLOYMENT, cast(Any, ranks), replace(MODEL, path=Path("/newer")), TEXT)
+        assert [each.tokens for each in asked(ranks)] == [(1,)]
+        with pytest.raises(GroupError, match="send the request again"):
+            await everything(begun)
+        stage.finish(asked(ranks)[0].uid)
+        assert await everything(fresh)
+
+    play(story)
+
+
 def test_another_model_ends_what_was_asked_of_the_last_one() -> None:
     async def story(stage: Stage) -> None:
         answer = stage.gateway.generate(Generate(0, (1,), 9))
@@ -390,10 +406,13 @@ def test_when_memory_runs_out_who_did_it_is_told_and_the_others_go_on() -> None:
 def test_requests_of_other_agents_are_given_back_to_them() -> None:
     async def story(stage: Stage) -> None:
         told: list[Message] = []
+        cancelled: list[Message] = []
         stage.gateway.relay(Generate(70, (1, 2, 3), 9, answered=1), told.append)
         assert asked(stage.ranks) == [Generate(1, (1, 2, 3), 9, answered=1)]
         stage.say(1, 50, start=1)
         assert told == [Delta((70,), (1,), (50,))]
+        stage.gateway.relay(Generate(69, (1, 2, 3), 9, answered=1), cancelled.append)()
+        assert cancelled == [Finished(69, "cancel", 1, 0)]
         stage.gateway.park(GROUP, LOST)
         assert told[1:] == [Error(Code.RANK_LOST, "rank 1 is gone", 70)]
         assert asked(next_group(stage)) == []

@@ -59,7 +59,8 @@ MOST_LINES: Mapping[str, int] = {
 TOUCHES: Mapping[str, tuple[str, int]] = {
     "a family whose layers mlx-lm cuts": ("longcat_flash", 1),
     "a family cut by hand": ("nemotron_h", 3),
-    "a figure of a rank": ("fetched_tokens", 5),
+    "a figure of a rank, in status and metrics": ("load_peak_bytes", 2),
+    "a figure that the page, status and commands tell in words": ("fetched_tokens", 5),
     "a sampler": ("xtc_threshold", 3),
     "an admin verb": ("let_in", 4),
     "a fact of each Mac that others know": ("RosterSaved", 3),

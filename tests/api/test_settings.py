@@ -1,10 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import mlxtp
 from mlxtp.api import sampling as settings
 from mlxtp.api.backend import GREEDY, MAX_GRAMMAR, PLAIN, Sampling, Shaping
 from mlxtp.api.dialects.openai import parse_chat
@@ -20,6 +15,8 @@ from mlxtp.errors import Code, RequestError
 from mlxtp.text.conversation import GenerationOptions
 from mlxtp.wire.frames import check_body, to_body
 from mlxtp.wire.messages import MAX_CONTEXT, Generate
+
+from ..changed_package import run_changed
 
 VOCABULARY = 340
 
@@ -144,25 +141,18 @@ print(sorted(ChatRequest.model_json_schema()["properties"]["warmth"]["anyOf"][0]
 
 @pytest.mark.slow
 def test_a_new_sampler_is_one_field_and_one_row_up_to_the_engine(tmp_path: Path) -> None:
-    package = tmp_path / "mlxtp"
-    shutil.copytree(Path(mlxtp.__file__).parent, package, ignore=shutil.ignore_patterns("*.safetensors"))
-    for file, after, line in (
+    told = run_changed(
+        tmp_path,
+        ADDED,
         ("wire/messages.py", FIELD, "    warmth: float = _f(number(0.0, 1.0), default=0.0)"),
         ("api/sampling.py", ROW, '    "warmth": ClientSetting((0, 1), ollama=(0, 1), ollama_name="heat"),'),
-    ):
-        lines = (package / file).read_text().splitlines()
-        [at] = [number for number, each in enumerate(lines) if each.strip().startswith(after)]
-        (package / file).write_text("\n".join([*lines[: at + 1], line, *lines[at + 1 :]]))
-    env = os.environ | {"PYTHONPATH": str(tmp_path)}
-    told = subprocess.run(
-        [sys.executable, "-c", ADDED], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
     )
-    assert told.stdout.splitlines() == [
+    assert told == [
         "warmth should be from 0 to 1, got 2",
         "warmth should be from 0 to 1, got 2",
         "options.heat should be from 0 to 1, got 2",
         "[('maximum', 1), ('minimum', 0), ('type', 'number')]",
-    ], told.stderr
+    ]
 
 
 # --- seeds ------------------------------------------------------------------------------------------------

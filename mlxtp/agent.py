@@ -309,8 +309,8 @@ def make_gateway(
     `free_bytes` is as for `look_at_memory`.
     """
     limits = settings.limits
-    bounds = AdmissionLimits(limits.max_open_requests, limits.max_open_tokens, limits.min_free_bytes)
     memory = FreeMemory(lambda: look_at_memory(free_bytes()))
+    bounds = AdmissionLimits(limits.max_open_requests)
     return Gateway(health, bounds, limits.recovery_s, limits.deadline_s, memory)
 
 
@@ -408,7 +408,7 @@ async def _serve(app: ASGIApp, endpoint: Endpoint, stop: asyncio.Event, settings
     renewing = asyncio.create_task(endpoint.keep_certificate(tell))
     keeping = [renewing, *([asyncio.create_task(endpoint.keys.keep())] if endpoint.keys is not None else ())]
     try:
-        await serve(app, endpoint.sock, stop, tls=tls, stall_s=settings.limits.client_stall_s)
+        await serve(app, endpoint.sock, stop, tls=tls)
     finally:
         for each in keeping:
             each.cancel()

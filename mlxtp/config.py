@@ -34,14 +34,12 @@ _MODELS = ("model", "draft_model")
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of time, in seconds, and of amounts.
+    """Limits of time, in seconds, and of open requests.
 
     `form_s`, `proof_s`: forming a group, and its first small sums, which hang where a cable is unplugged.
     `queue_s`: a request's wait for its first forward. `recovery_s`: its wait for another group after its own
     has ended, or three loads of the model, whichever is longer. `deadline_s`: all of its time, from its
-    arrival to its last token. `client_stall_s`: how long a client may leave its data unread. `canary_s`: the
-    idle time of a group between two proofs. `max_open_tokens`: tokens of prompts and replies of open
-    requests. `min_free_bytes`: free memory of this machine below which requests are refused. `load_stall_s`,
+    arrival to its last token. `canary_s`: the idle time of a group between two proofs. `load_stall_s`,
     `prefill_stall_s`, `decode_stall_s`: time without any progress. A forward has 4 times its expected time in
     addition in prefill, and 20 times in decode.
     """
@@ -59,12 +57,9 @@ class Limits:
     queue_s: float = 300.0
     recovery_s: float = 60.0
     deadline_s: float = 3600.0
-    client_stall_s: float = 60.0
     canary_s: float = 60.0
     shutdown_s: float = 10.0
     max_open_requests: int = 0
-    max_open_tokens: int = 2_000_000
-    min_free_bytes: int = 256 * 1024**2
 
 
 @dataclass(frozen=True, slots=True)

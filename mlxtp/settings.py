@@ -343,33 +343,14 @@ SETTINGS: tuple[Setting, ...] = (
         LIMITS, fields=("queue_s",),
     ),
     Setting(
-        "limits.recovery", SECONDS, parse_limit, 60,
-        "A request's wait for another group when its own has ended, or three loads of the model.",
-        LIMITS, fields=("recovery_s",),
-    ),
-    Setting(
-        "limits.client_stall", SECONDS, parse_limit, 60,
-        "How long a client may leave its data unread.", LIMITS, fields=("client_stall_s",),
-    ),
-    Setting(
         "limits.load_stall", SECONDS, parse_limit, 60,
         "Loading a model without any progress, after which the group forms again; more for a slow disk.",
         LIMITS, fields=("load_stall_s",),
     ),
     Setting(
-        "limits.open_requests", NUMBER, count_to(2048, least=0), 0,
+        "limits.open_requests", NUMBER, count_to(2048), 0,
         "Requests open at once at this Mac; 0: as many as their tokens allow. One client may have 7 of 8.",
         LIMITS, fields=("max_open_requests",),
-    ),
-    Setting(
-        "limits.open_tokens", NUMBER, count_to(10**9), 2_000_000,
-        "Tokens of their prompts and replies, 256 for each request at least; one client may have 7 of 8.",
-        LIMITS, fields=("max_open_tokens",),
-    ),
-    Setting(
-        "limits.free_memory", BYTES, parse_bytes, "256MiB",
-        "Memory of this Mac that must be free; with less, requests are refused.",
-        LIMITS, fields=("min_free_bytes",),
     ),
 )  # fmt: skip
 

@@ -86,13 +86,13 @@ def one_of(*choices: str) -> Parser:
     return parse
 
 
-def count_to(most: int, least: int = 1) -> Parser:
-    """Return a parser of whole numbers from `least` to `most`."""
+def count_to(most: int) -> Parser:
+    """Return a parser of whole numbers from 0 to `most`."""
 
     def parse(value: object, where: str) -> int:
         number = _decimal(str(value).replace("_", ""), most)
-        if number is None or number < least:
-            raise ConfigError(f"{where}: {value!r} is not a whole number from {least} to {most}")
+        if number is None:
+            raise ConfigError(f"{where}: {value!r} is not a whole number from 0 to {most}")
         return number
 
     return parse

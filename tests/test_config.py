@@ -492,7 +492,7 @@ SWITCHES = (
     "alone", "discovery", "fast_fences", "keep_awake", "keep_warm",
     "load_on_request", "http_tls", "repeatable", "sandbox_ranks",
 )  # fmt: skip
-TIMES = ("deadline", "queue", "recovery", "client_stall", "load_stall")
+TIMES = ("deadline", "queue", "load_stall")
 LISTS = ("peers", "rdma", "allowed_hosts", "allowed_origins", "model_folders")
 WRONG_TYPES = [
     *(
@@ -508,12 +508,12 @@ WRONG_TYPES = [
     *((key, value, "true or false") for key in SWITCHES for value in ('"no"', '"yes"', "0", "1", "[true]")),
     *(
         (key, value, "a whole number")
-        for key in ("ranks", "max_context", "kv_bits", "limits.open_requests", "limits.open_tokens")
+        for key in ("ranks", "max_context", "kv_bits", "limits.open_requests")
         for value in ('"4"', "4.0", "true", "[4]")
     ),
     *(
         (key, value, 'a whole number, or a string such as "500MB"')
-        for key in ("kv_bytes", "cache_disk", "limits.free_memory")
+        for key in ("kv_bytes", "cache_disk")
         for value in ("1.5", "true", "[1]")
     ),
     *(
@@ -603,11 +603,18 @@ queue = 3
 
 
 def test_limits_by_file_and_variable(tmp_path: Path) -> None:
-    file = '[limits]\nqueue = 2.5\nopen_tokens = 5000\nfree_memory = "1GiB"'
+    file = "[limits]\nqueue = 2.5\nopen_requests = 50"
     limits = resolve(tmp_path, file, MLXTP_LIMITS_QUEUE="7").limits
-    assert limits == Limits(queue_s=7.0, max_open_tokens=5000, min_free_bytes=1 << 30)
-    for name in ("MLXTP_LIMITS_QUEUE", "MLXTP_LIMITS_OPEN_TOKENS"):
-        assert refusal(tmp_path, **{name: "0"}).startswith(f"{name}: '0' is not a ")
+    assert limits == Limits(queue_s=7.0, max_open_requests=50)
+    assert refusal(tmp_path, MLXTP_LIMITS_QUEUE="0").startswith("MLXTP_LIMITS_QUEUE: '0' is not a ")
+
+
+@pytest.mark.parametrize(
+    "gone",
+    ["agreement", "compiled", "prefix_cache", "spare", "interface", "share_cache", "limits.open_tokens"],
+)
+def test_a_setting_that_is_gone_is_refused_by_its_name(tmp_path: Path, gone: str) -> None:
+    assert f"line 1: unknown key '{gone}'" in refusal(tmp_path, f"{gone} = 1")
 
 
 def test_variables_that_mean_nothing() -> None:

@@ -38,7 +38,7 @@ LEFT: Mapping[str, int] = {
     "functions of an object of a class beside them": 90,
 }
 MOST_LINES: Mapping[str, int] = {
-    "": 4_085,
+    "": 4_061,
     "admin": 2_017,
     "api": 10_387,
     "cli": 6_126,

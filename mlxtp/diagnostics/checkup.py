@@ -35,7 +35,7 @@ from ..config import Settings, is_loopback, resolve_settings
 from ..discovery.addresses import SERVICE, host_and_port
 from ..discovery.mdns import Network, addresses_up, announcing_addresses, send_something
 from ..errors import ConfigError, MlxtpError
-from ..gateway.admission import look_at_memory
+from ..gateway.admission import AdmissionLimits, look_at_memory
 from ..identity.store import Identity, Store
 from ..imports import installed, metal_wheel
 from ..placement import hardware
@@ -566,7 +566,7 @@ class Checkup:
         folders = {"mlxtp's own files": settings.home, "models": models}
         disks = [await self._disk(purpose, folder) for purpose, folder in folders.items()]
         return MemoryRoom(
-            settings.limits.min_free_bytes,
+            AdmissionLimits().free_bytes,
             memory.critical,
             tuple(disks),
             _MANY if files == resource.RLIM_INFINITY else files,

@@ -48,8 +48,6 @@ from .sequence import SequenceState
 from .steps import (
     Policy,
     SampledToken,
-    SequenceEnd,
-    SequenceFailed,
     StepResult,
 )
 from .telemetry import RankTelemetry
@@ -91,21 +89,8 @@ class Emitter:
                 )
             )
         for outcome in outcomes:
-            if isinstance(outcome, SequenceEnd) and outcome.uid in self._open:
-                del self._open[outcome.uid]
-                self._pipe.send(
-                    Finished(
-                        outcome.uid,
-                        outcome.reason,
-                        outcome.generated,
-                        outcome.forwards,
-                        outcome.cached,
-                        outcome.drafted,
-                        outcome.accepted,
-                    )
-                )
-            elif isinstance(outcome, SequenceFailed) and outcome.uid in self._open:
-                self.send_error(outcome.uid, outcome.code, outcome.detail)
+            if isinstance(outcome, Finished | Error) and self._open.pop(outcome.uid, None) is not None:
+                self._pipe.send(outcome)
 
     def _emit_scored(self, tokens: list[SampledToken]) -> None:
         for uid, group in groupby(tokens, key=lambda token: token.uid):
@@ -385,7 +370,7 @@ class Requests:
                 self._emitter.send_error(request.uid, error.code, error.detail)
                 return
             if guide.finished:  # the answer is complete except for its end
-                self.emit((SequenceEnd(request.uid, "length" if guide.cut else "stop", request.answered, 0),))
+                self.emit((Finished(request.uid, "length" if guide.cut else "stop", request.answered, 0),))
                 return
         try:
             self.scheduler.add(request, guide)
@@ -402,7 +387,7 @@ class Requests:
             wanted = request.shaping.grammar_kind, request.shaping.grammar
             if not self._who_waits_for(*wanted):
                 self._lined_up.pop(wanted, None)
-            self.emit((SequenceEnd(uid, "cancel", 0, 0),))
+            self.emit((Finished(uid, "cancel", 0, 0),))
         elif self.scheduler is not None and (end := self.scheduler.cancel(uid)):
             self.emit((end,))
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from ..errors import Code, MlxtpError, RequestError
-from ..wire.messages import MAX_PROMPTS, Arrange, Forward, Generate, PromptPart
+from ..wire.messages import MAX_PROMPTS, Arrange, Error, Finished, Forward, Generate, PromptPart
 from . import kv_cache
 from .disk_index import DiskIndex
 from .kv_cache import KVCacheManager, PrefixCache
@@ -32,8 +32,6 @@ from .steps import (
     Guide,
     Policy,
     Score,
-    SequenceEnd,
-    SequenceFailed,
     StepResult,
     StopReason,
     within,
@@ -116,7 +114,7 @@ class Scheduler:
         self._requests[wants.uid] = sequence = SequenceState(wants, guide)
         self._waiting.line_up(sequence)
 
-    def cancel(self, request: int) -> SequenceEnd | None:
+    def cancel(self, request: int) -> Finished | None:
         """End a request now; None when it has ended already."""
         sequence = self._requests.get(request)
         if sequence is None:
@@ -415,9 +413,9 @@ class Scheduler:
         self._stop(sequence, reason)
         del self._requests[sequence.request]
 
-    def _fail(self, sequence: SequenceState, error: MlxtpError) -> SequenceFailed:
+    def _fail(self, sequence: SequenceState, error: MlxtpError) -> Error:
         self._finish(sequence, "error")
-        return SequenceFailed(sequence.request, error.code, error.detail)
+        return Error(error.code, error.detail, sequence.request)
 
     def _stop(self, sequence: SequenceState, reason: StopReason) -> None:
         """Queue no further forward for this sequence; results in flight still count."""

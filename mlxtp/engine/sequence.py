@@ -9,10 +9,10 @@ from math import inf
 from typing import Literal
 
 from ..admission_counter import MAX_CLIENTS, FairQueue
-from ..wire.messages import PLAIN, Generate, PrefixDigests
+from ..wire.messages import PLAIN, Finished, Generate, PrefixDigests
 from .lookup import Lookup
 from .payoff import Acceptance, Choice, Source
-from .steps import EndReason, ExchangeKind, Guide, SampledToken, Score, SequenceEnd, StepResult
+from .steps import EndReason, ExchangeKind, Guide, SampledToken, Score, StepResult
 
 
 @dataclass(slots=True, eq=False)
@@ -178,15 +178,9 @@ class SequenceState:
         self.prompt = len(self.tokens)
         self.fed_inside, self.saves, self.disk.asked, self.disk.spilled = True, (), False, 0
 
-    def end(self, reason: EndReason) -> SequenceEnd:
-        return SequenceEnd(
-            self.request,
-            reason,
-            self.generated,
-            self.all_forwards,
-            self.cached,
-            self.drafted,
-            self.accepted,
+    def end(self, reason: EndReason) -> Finished:
+        return Finished(
+            self.request, reason, self.generated, self.all_forwards, self.cached, self.drafted, self.accepted
         )
 
 

@@ -7,16 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from ..chunks import BESIDE, USUAL, chunk_of
-from ..errors import Code
-from ..wire.messages import (
-    Arrange,
-    Evict,
-    FetchBlocks,
-    Forward,
-    Restore,
-    SessionStop,
-    Spill,
-)
+from ..wire.messages import Arrange, Error, Evict, FetchBlocks, Finished, Forward, Restore, SessionStop, Spill
 
 EndReason = Literal["stop", "length", "cancel"]
 StopReason = Literal["stop", "length", "cancel", "preempt", "error"]
@@ -42,29 +33,8 @@ class SampledToken:
     score: Score | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceEnd:
-    """Last result of a request. `generated` includes the end token."""
-
-    uid: int
-    reason: EndReason
-    generated: int
-    forwards: int
-    cached: int = 0
-    drafted: int = 0
-    accepted: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceFailed:
-    """Error that ends one request; the group continues."""
-
-    uid: int
-    code: Code
-    detail: str
-
-
-StepResult = SampledToken | SequenceEnd | SequenceFailed
+#: A token, or the last result of a request; the group goes on.
+StepResult = SampledToken | Finished | Error
 
 
 class Guide(Protocol):

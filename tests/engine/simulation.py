@@ -25,16 +25,16 @@ from mlxtp.engine.steps import (
     Policy,
     SampledToken,
     Score,
-    SequenceEnd,
-    SequenceFailed,
     StepResult,
 )
 from mlxtp.errors import Code, RequestError
 from mlxtp.wire.messages import (
     Arrange,
+    Error,
     Evict,
     FetchBlocks,
     FetchedBlocks,
+    Finished,
     Forward,
     Generate,
     PromptPart,
@@ -63,8 +63,8 @@ class Request:
     cancelled: bool = False
     tokens: list[int] = field(default_factory=list)
     indices: list[int] = field(default_factory=list)
-    ends: list[SequenceEnd] = field(default_factory=list)
-    failures: list[SequenceFailed] = field(default_factory=list)
+    ends: list[Finished] = field(default_factory=list)
+    failures: list[Error] = field(default_factory=list)
 
     def answer(self, index: int) -> int:
         return self.says[index] if index < len(self.says) else 2 + (self.uid * 31 + index) % 50
@@ -598,7 +598,7 @@ class Simulation:
         self.scheduler.add(Generate(uid, tokens, max_tokens, **wants, **whose), guide)
         return request
 
-    def cancel(self, uid: int) -> SequenceEnd | None:
+    def cancel(self, uid: int) -> Finished | None:
         end = self.scheduler.cancel(uid)
         if end is not None:
             self.requests[uid].cancelled = True
@@ -718,7 +718,7 @@ class Simulation:
                 assert outcome.score == ((-float(outcome.token), ()) if request.scored else None)
                 request.tokens.append(outcome.token)
                 request.indices.append(outcome.index)
-            case SequenceEnd():
+            case Finished():
                 request.ends.append(outcome)
-            case SequenceFailed():
+            case Error():
                 request.failures.append(outcome)

@@ -357,6 +357,18 @@ def test_the_grammars_tokenizer_is_read_before_the_model_is_reported_loaded(
     assert said == [0]
 
 
+def test_a_request_has_one_last_result() -> None:
+    said = list[Message]()
+    pipe: Any = SimpleNamespace(send=said.append)
+    voice = Emitter(pipe, RankTelemetry())
+    voice.admit(1)
+    voice.admit(2)
+    failed, ended = Error(Code.GRAMMAR_STUCK, "no token can come", 1), Finished(2, "stop", 3, 4)
+    voice.emit((failed, ended, Finished(1, "stop", 3, 4)))
+    voice.emit((Error(Code.INTERNAL, "", 2), Finished(3, "stop", 1, 1)))
+    assert said == [failed, ended]
+
+
 def test_progress_is_reported_now_and_then_and_of_open_requests_alone(tmp_path: Path) -> None:
     now, said = [5.0], list[Message]()
     pipe: Any = SimpleNamespace(send=said.append)

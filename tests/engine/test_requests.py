@@ -12,9 +12,8 @@ from tokenizers import Tokenizer
 from mlxtp.engine.grammar import Grammars
 from mlxtp.engine.logit_shaping import RequestShaping
 from mlxtp.engine.requests import MAX_COMPILING, MAX_OWN_COMPILING, Requests
-from mlxtp.engine.steps import SequenceEnd
 from mlxtp.errors import Code, RequestError
-from mlxtp.wire.messages import Generate, Shaping
+from mlxtp.wire.messages import Finished, Generate, Shaping
 
 from ..reference import TINY, model_of
 
@@ -88,7 +87,7 @@ def test_of_too_many_grammars_the_new_ones_are_refused_and_never_an_answer_that_
 
 @pytest.mark.parametrize(("budget", "reason"), [(5, "length"), (8, "stop")])
 def test_an_answer_that_only_lacks_its_end_says_whether_it_was_cut(budget: int, reason: str) -> None:
-    ended: list[SequenceEnd] = []
+    ended: list[Finished] = []
     rank = SimpleNamespace(loaded=SimpleNamespace(vocabulary=SimpleNamespace(size=512)))
     emitter = SimpleNamespace(emit=ended.extend)
     requests = Requests(*cast(Any, (rank, None, RequestShaping(), emitter)))

@@ -17,13 +17,14 @@ from mlxtp.engine.disk_index import MAX_FETCHES
 from mlxtp.engine.kv_cache import Hit, PrefixCache, capacity
 from mlxtp.engine.scheduler import MAX_PREFILLING, Scheduler
 from mlxtp.engine.sequence import Lanes, SequenceState
-from mlxtp.engine.steps import DecodeFrame, Policy, SampledToken, SequenceEnd
+from mlxtp.engine.steps import DecodeFrame, Policy, SampledToken
 from mlxtp.errors import Code, MlxtpError
 from mlxtp.wire.messages import (
     MAX_WIDTH,
     RESTS,
     Arrange,
     Evict,
+    Finished,
     Forward,
     Generate,
     Restore,
@@ -95,7 +96,7 @@ def test_n_tokens_take_one_prefill_and_n_minus_1_steps(n: int, run_ahead: int) -
     simulation.drain()
     assert sketch(simulation.frames) == " ".join(["P1"] + ["D1"] * (n - 1) + ["S1"])
     assert request.indices == list(range(n))
-    assert request.ends == [SequenceEnd(1, "length", n, n)]
+    assert request.ends == [Finished(1, "length", n, n)]
 
 
 def test_an_end_token_in_lockstep_costs_no_further_step() -> None:
@@ -104,7 +105,7 @@ def test_an_end_token_in_lockstep_costs_no_further_step() -> None:
     simulation.drain()
     assert sketch(simulation.frames) == "P1 D1 D1 S1"
     assert request.tokens == [7, 8]
-    assert request.ends == [SequenceEnd(1, "stop", 3, 3)]
+    assert request.ends == [Finished(1, "stop", 3, 3)]
 
 
 def test_running_ahead_the_step_after_an_end_token_is_thrown_away() -> None:
@@ -113,7 +114,7 @@ def test_running_ahead_the_step_after_an_end_token_is_thrown_away() -> None:
     simulation.drain()
     assert sketch(simulation.frames) == "P1 D1 D1 D1 S1"
     assert request.tokens == [7, 8]
-    assert request.ends == [SequenceEnd(1, "stop", 3, 4)]
+    assert request.ends == [Finished(1, "stop", 3, 4)]
 
 
 @RUN_AHEAD
@@ -133,7 +134,7 @@ def test_the_end_token_exactly_at_the_limit_is_an_end_not_a_cut(run_ahead: int) 
     simulation.drain()
     assert sketch(simulation.frames) == "P1 D1 D1 S1"
     assert request.tokens == [7, 8]
-    assert request.ends == [SequenceEnd(1, "stop", 3, 3)]
+    assert request.ends == [Finished(1, "stop", 3, 3)]
 
 
 def test_a_request_that_ignores_the_end_token_goes_on() -> None:
@@ -141,7 +142,7 @@ def test_a_request_that_ignores_the_end_token_goes_on() -> None:
     request = simulation.add(max_tokens=4, says=(7, EOS, 8), ignore_eos=True)
     simulation.drain()
     assert request.tokens[:3] == [7, EOS, 8]
-    assert request.ends == [SequenceEnd(1, "length", 4, 4)]
+    assert request.ends == [Finished(1, "length", 4, 4)]
 
 
 def test_a_long_prompt_goes_in_chunks_that_join_up() -> None:
@@ -175,7 +176,7 @@ def test_an_answer_that_an_earlier_group_began_goes_on_with_its_next_number() ->
     scheduler.add(Generate(1, (5, 6, 7, 8), 3, answered=2))
     assert reads_prompts(frame := next_frame(scheduler))
     assert (frame.tokens, frame.unfinished) == ((5, 6, 7, 8), 0)
-    assert scheduler.record((9,)) == [SampledToken(1, 2, 9), SequenceEnd(1, "length", 3, 1)]
+    assert scheduler.record((9,)) == [SampledToken(1, 2, 9), Finished(1, "length", 3, 1)]
 
 
 # --- how ranks choose -------------------------------------------------------------------------------------
@@ -474,7 +475,7 @@ def test_a_row_at_its_end_leaves_before_any_other_moves_on() -> None:
 def test_cancel_while_waiting_leaves_no_trace() -> None:
     simulation = Simulation()
     simulation.add()
-    assert simulation.cancel(1) == SequenceEnd(1, "cancel", 0, 0)
+    assert simulation.cancel(1) == Finished(1, "cancel", 0, 0)
     simulation.drain()
     assert simulation.frames == []
 
@@ -483,7 +484,7 @@ def test_cancel_between_two_chunks() -> None:
     simulation = Simulation(prefill_chunk=4)
     simulation.add(prompt=12)
     simulation.ticks(2)
-    assert simulation.cancel(1) == SequenceEnd(1, "cancel", 0, 2)
+    assert simulation.cancel(1) == Finished(1, "cancel", 0, 2)
     simulation.drain()
     assert sketch(simulation.frames) == "P1 P1 S1"
 
@@ -492,7 +493,7 @@ def test_cancel_while_decoding_throws_away_what_is_on_its_way() -> None:
     simulation = Simulation()
     request = simulation.add(max_tokens=20)
     simulation.ticks(4)
-    assert simulation.cancel(1) == SequenceEnd(1, "cancel", 3, 4)
+    assert simulation.cancel(1) == Finished(1, "cancel", 3, 4)
     simulation.drain()
     assert sketch(simulation.frames) == "P1 D1 D1 D1 S1"
     assert request.indices == [0, 1, 2]
@@ -774,7 +775,7 @@ def test_forced_tokens_take_no_forward_of_their_own(run_ahead: int) -> None:
     request = simulation.add(3, 40, says, guide=guide)
     simulation.drain()
     assert tuple(request.tokens) == says
-    assert request.ends == [SequenceEnd(1, "stop", 20, 20 - 6)]
+    assert request.ends == [Finished(1, "stop", 20, 20 - 6)]
 
 
 @pytest.mark.parametrize(("run_ahead", "more"), [(0, 0), (1, 3)])
@@ -788,7 +789,7 @@ def test_beside_others_forced_tokens_cost_one_forward_each_time_and_the_end_one(
     simulation.add(3, 40)
     simulation.drain()
     assert tuple(request.tokens) == says
-    assert request.ends == [SequenceEnd(1, "stop", 20, 20 - 6 + more)]
+    assert request.ends == [Finished(1, "stop", 20, 20 - 6 + more)]
 
 
 def test_a_guided_row_runs_ahead_beside_others_and_chooses_late() -> None:

@@ -122,7 +122,7 @@ def test_conversations_go_on_after_a_restart(
     for number, wanted in enumerate(talks[family], 1):
         said = expected(wanted, folder).tokens
         turn = (*wanted.tokens, *said, *new_tokens(random, 50))
-        assert ask(cluster, replace(wanted, prompt=turn, max_tokens=20), folder) >= LONG + len(said) - BLOCK
+        assert ask(cluster, replace(wanted, tokens=turn, max_tokens=20), folder) >= LONG + len(said) - BLOCK
         cluster.idle()  # each rank has reported since
         assert [rank["fetched"] for rank in cluster.health()["ranks"]] == [number, number]
     if family in ("llama", "deepseek_v32"):  # parts of what was fetched are in their places, too

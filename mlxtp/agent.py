@@ -339,7 +339,7 @@ def build_parts(
     models = LocalModels(node, transfers)
     hosted = HostedRanks(node, models.folder, node.replica.epoch, worker)
     results = FabricResults(node)
-    machines = Machines(node, results, lambda: gateway.deployments.meter.asked)
+    machines = Machines(node, results)
     maker = GroupMaker(
         node,
         gateway,

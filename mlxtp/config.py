@@ -102,7 +102,6 @@ class Settings:
     nodes: str = "auto"
     parallel: str = "auto"
     split: str = "auto"
-    workload: str = "auto"
     fabric: str = "auto"
     fabric_networks: str = "any"
     fast_fences: bool = False

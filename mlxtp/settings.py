@@ -201,13 +201,6 @@ SETTINGS: tuple[Setting, ...] = (
         CLUSTER, "auto|N,N", "auto, by memory and speed",
     ),
     Setting(
-        "workload", TEXT, one_of("auto", "chat", "agent", "batch"), "auto",
-        "Requests whose expected time decides which Macs serve a model: chat (4,000 tokens in, 400 out), "
-        "agent (30,000 in, mostly cached, 300 out), or batch (many at once).",
-        CLUSTER, "auto|chat|agent|batch", "auto: chat, then learnt from the requests that come",
-        same_on_all=True,
-    ),
-    Setting(
         "backend", TEXT, one_of("auto", "jaccl", "ring"), "auto",
         "How Macs exchange data while they compute: RDMA over Thunderbolt (jaccl) or TCP (ring).",
         CLUSTER, "auto|jaccl|ring", "auto, the faster that works", fields=("fabric",), same_on_all=True,

@@ -95,7 +95,6 @@ def test_defaults(tmp_path: Path) -> None:
         ("alone", "no", "yes", "alone", (False, True)),
         ("nodes", "all", "02", "nodes", ("all", "2")),
         ("backend", "ring", "jaccl", "fabric", ("ring", "jaccl")),
-        ("workload", "chat", "batch", "workload", ("chat", "batch")),
         ("fabric_networks", "private", "any", "fabric_networks", ("private", "any")),
         ("fast_fences", "no", "yes", "fast_fences", (False, True)),
         ("large_buffers", "no", "yes", "large_buffers", (False, True)),
@@ -432,7 +431,6 @@ def test_a_certificate_goes_with_its_key(tmp_path: Path, one: str, other: str) -
         ("nodes", "9"),
         ("nodes", "both"),
         ("backend", "mpi"),
-        ("workload", "coding"),
         ("rdma", "rdma_en5"),
         ("rdma", "=rdma_en5"),
         ("rdma", "studio="),
@@ -484,7 +482,7 @@ def test_a_table_that_makes_no_sense(tmp_path: Path, file: str, words: str) -> N
 
 
 STRINGS = (
-    "http", "model", "speculation", "draft_model", "name", "control", "workload", "backend",
+    "http", "model", "speculation", "draft_model", "name", "control", "backend",
     "fabric_networks", "log_format", "log_file", "api_keys", "http_cert", "http_key",
 )  # fmt: skip
 SWITCHES = (
@@ -609,10 +607,10 @@ def test_limits_by_file_and_variable(tmp_path: Path) -> None:
     assert refusal(tmp_path, MLXTP_LIMITS_QUEUE="0").startswith("MLXTP_LIMITS_QUEUE: '0' is not a ")
 
 
-@pytest.mark.parametrize(
-    "gone",
-    ["agreement", "compiled", "prefix_cache", "spare", "interface", "share_cache", "limits.open_tokens"],
-)
+GONE = ("agreement", "compiled", "prefix_cache", "spare", "workload", "interface", "limits.open_tokens")
+
+
+@pytest.mark.parametrize("gone", GONE)
 def test_a_setting_that_is_gone_is_refused_by_its_name(tmp_path: Path, gone: str) -> None:
     assert f"line 1: unknown key '{gone}'" in refusal(tmp_path, f"{gone} = 1")
 

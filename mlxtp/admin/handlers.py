@@ -99,7 +99,6 @@ class Admin:
         return {
             "coordinator": parts.node.leadership.claim.node_id,
             "fabric": [asdict(each) for each in parts.results.results],
-            "workload": asdict(parts.machines.workload),
             "parallel": parts.node.settings.parallel,
             "fabric_networks": parts.node.settings.fabric_networks,
             "nodes": [

@@ -7,7 +7,6 @@ together costs one call of the clock.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
@@ -33,7 +32,6 @@ MAX_MODELS = 32
 #: Groups of all these models with counters of their own; later ones share one for each model.
 MAX_GROUPS = 128
 OTHER = "other"
-MOST_ASKED = 512  #: Answers from which earlier ones count half.
 _REASONS = ("stop", "length", "abort", "error")
 _METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
 
@@ -68,39 +66,12 @@ class SequenceMeter:
 UNWATCHED = SequenceMeter()
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """Sums over whole answers, of which later ones count more.
-
-    Of tokens, but for `answers`, their number, and `at_once`: the requests that were open when each arrived,
-    itself included.
-    """
-
-    answers: int = 0
-    prompt: int = 0
-    cached: int = 0
-    answer: int = 0
-    at_once: int = 0
-
-    def plus(self, prompt: int, cached: int, answer: int, at_once: int) -> Asked:
-        """Return the sums with one more answer."""
-        share = 2 if self.answers >= MOST_ASKED else 1
-        return Asked(
-            self.answers // share + 1,
-            self.prompt // share + prompt,
-            self.cached // share + cached,
-            self.answer // share + answer,
-            self.at_once // share + at_once,
-        )
-
-
 class RequestMeter:
     """Meter of the gateway's own requests. This one counts nothing."""
 
     def __init__(self, clock: Callable[[], float] = lambda: 0.0) -> None:
         """Use a `clock` in seconds, from any start."""
         self.clock = clock
-        self.asked = Asked()
 
     def begin(self, model: str, group: str, prompt: Sequence[int]) -> SequenceMeter:
         """Return the meter of a sequence that arrives now, and that `group` has; empty while none has it."""
@@ -147,7 +118,6 @@ class RequestMetrics(RequestMeter):
         super().__init__(clock)
         self.registry = CollectorRegistry(auto_describe=False)
         self._groups: dict[tuple[str, str], GroupMetrics] = {}
-        self._open = 0
         self._histograms = [
             Histogram(name, says, _LABELS, registry=self.registry, buckets=bounds)
             for name, says, bounds in _HISTOGRAMS
@@ -199,21 +169,13 @@ class RequestMetrics(RequestMeter):
 
     def begin(self, model: str, group: str, prompt: Sequence[int]) -> SequenceMeter:
         now, account = self.clock(), current()
-        self._open += 1
         arrived = now if account is None else account.arrived
-        of = partial(self.group, model)
-        watch = CountedSequence(of, prompt, arrived, self.clock, partial(self._over, self._open))
+        watch = CountedSequence(partial(self.group, model), prompt, arrived, self.clock)
         watch.moved(group)
         watch.begun, watch.account = now, account
         if account is not None:
             account.answers.append(watch)
         return watch
-
-    def _over(self, at_once: int, watch: CountedSequence) -> None:
-        """Note the end of a sequence; `at_once` were open when it arrived."""
-        self._open -= 1
-        if watch.reason in ("stop", "length") and watch.cached is not None:
-            self.asked = self.asked.plus(len(watch.prompt), watch.cached, watch.generated, at_once)
 
     def over(self, method: str, path: str, status: int, code: str) -> None:
         """Count one answered HTTP request. `path` is a route's, of which there are few."""
@@ -274,7 +236,7 @@ class CountedSequence(SequenceMeter):
     """
 
     __slots__ = (
-        "_clock", "_ended_at", "_last_at", "_note_end", "_of", "_totals",
+        "_clock", "_ended_at", "_last_at", "_of", "_totals",
         "account", "arrived", "begun", "cached", "first_s", "generated", "prompt", "reason",
     )  # fmt: skip
 
@@ -284,12 +246,10 @@ class CountedSequence(SequenceMeter):
         prompt: Sequence[int],
         arrived: float,
         clock: Callable[[], float],
-        note_end: Callable[[CountedSequence], None],
     ) -> None:
         self._of = of
         self._totals: GroupMetrics
         self._clock = clock
-        self._note_end = note_end
         self._last_at = 0.0
         self._ended_at = 0.0
         self.account: RequestContext | None = None
@@ -355,7 +315,6 @@ class CountedSequence(SequenceMeter):
         if self.reason:
             return
         self.reason = reason
-        self._note_end(self)
         totals = self._totals
         totals.finished[reason].inc()
         if reason in ("stop", "length"):

@@ -254,7 +254,7 @@ def export(
     agent = AgentClient(folder)
     there = {each["node_id"]: each["address"] for each in agent.get("members")["members"]}
     fast = bool(agent.get("settings")["settings"]["fast_fences"])
-    found, coordinator, _, _, theirs = members_here(folder)
+    found, coordinator, _, theirs = members_here(folder)
     one = over_all(found, coordinator, backend, fast_fences=fast, fabric_networks=theirs["fabric_networks"])
     print_json(hostfile(one, there, fast_fences=fast))
 

@@ -12,18 +12,19 @@ from ..client import AgentClient
 from ..config import parse_nodes, parse_parallel, parse_split, resolve_settings, split_layers
 from ..errors import Exit, UserError
 from ..settings import BY_KEY
+from ..values import one_of
 from .options import AsJson, Home, model_names, words
 from .printing import home_of, typed
 
 if TYPE_CHECKING:
-    from ..placement.cost_model import Workload
     from ..placement.topology import MemberMachine
     from ..wire.cluster_messages import FabricResult, Machine
 
 
-_NODES, _WORKLOADS, _BACKENDS, _PARALLEL, _SPLIT, _NETWORKS = (
-    BY_KEY[key].metavar for key in ("nodes", "workload", "backend", "parallel", "split", "fabric_networks")
+_NODES, _BACKENDS, _PARALLEL, _SPLIT, _NETWORKS = (
+    BY_KEY[key].metavar for key in ("nodes", "backend", "parallel", "split", "fabric_networks")
 )
+_WORKLOADS = "chat|agent|batch"
 
 #: Settings of the running agent that a plan has too, as they are where none runs or the Macs are in a file.
 _UNSET: Mapping[str, str] = {"parallel": "auto", "fabric_networks": "any"}
@@ -53,7 +54,8 @@ ForWorkload = Annotated[
     str,
     typer.Option(
         metavar=_WORKLOADS,
-        help="Requests whose expected time decides; auto: those of the running agent, else chat.",
+        help="Requests whose expected time decides: chat (4,000 tokens in, 400 out; as the cluster itself "
+        "plans), agent (30,000 in, mostly cached, 300 out), or batch (many at once).",
         autocompletion=words(_WORKLOADS),
     ),
 ]
@@ -114,7 +116,7 @@ def plan(
     spread: Spread = "auto",
     parallel: Parallel = "",
     split: Split = "auto",
-    workload: ForWorkload = "auto",
+    workload: ForWorkload = "chat",
     backend: Backend = "auto",
     fabric_networks: FabricNetworks = "",
     max_context: MaxContext = 0,
@@ -127,7 +129,7 @@ def plan(
 
     Of several models: which Macs each gets in a cluster that serves nothing else, and the memory of each Mac.
     """
-    from ..placement.cost_model import CHAT, WORKLOADS
+    from ..placement.cost_model import WORKLOADS
     from ..placement.measurements import measured
     from ..placement.planner import PlacementOptions
     from . import planning
@@ -136,18 +138,18 @@ def plan(
         raise UserError("MODEL is empty; give a folder or an id on the Hub: `mlxtp plan --help`")
     with typed():
         number = parse_nodes(spread, "--spread")
-        BY_KEY["workload"].parse(workload, "--workload")
+        one_of(*WORKLOADS)(workload, "--workload")
         BY_KEY["fabric_networks"].parse(fabric_networks or "any", "--fabric-networks")
         chosen = parse_parallel(parallel or "auto", "--parallel")
         layers = split_layers(parse_split(split, "--split"), chosen, number)
     wanted: str | int = int(number) if number.isdecimal() else number
     coordinator = ""
     results: tuple[FabricResult, ...] = ()
-    now, theirs = CHAT, _UNSET
+    theirs = _UNSET
     if machines is not None:
         found = planning.read_machines_file(machines)
     else:
-        found, coordinator, results, now, theirs = members_here(home_of(home))
+        found, coordinator, results, theirs = members_here(home_of(home))
     options = PlacementOptions(
         backend=backend,
         nodes=wanted,
@@ -155,7 +157,7 @@ def plan(
         fast_fences=fast_fences,
         measured=measured(results, fast_fences=fast_fences),
         repeatable=repeatable,
-        workload=WORKLOADS.get(workload, now),
+        workload=WORKLOADS[workload],
         parallel=parallel or theirs["parallel"],
         split=layers,
         fabric_networks=fabric_networks or theirs["fabric_networks"],
@@ -198,14 +200,13 @@ def _model_folders(home: Path | None) -> tuple[str, ...]:
 
 def members_here(
     home: Path,
-) -> tuple[tuple[MemberMachine, ...], str, tuple[FabricResult, ...], Workload, Mapping[str, str]]:
-    """Return the cluster's machines (without an agent this one), coordinator, measurements and workload, and
-    the agent's settings `parallel` and `fabric_networks`.
+) -> tuple[tuple[MemberMachine, ...], str, tuple[FabricResult, ...], Mapping[str, str]]:
+    """Return the cluster's machines (without an agent this one), coordinator and measurements, and the
+    agent's settings `parallel` and `fabric_networks`.
     """
     import asyncio
 
     from ..placement import hardware
-    from ..placement.cost_model import CHAT, Workload
     from ..placement.measurements import from_json
     from ..placement.topology import MemberMachine
 
@@ -213,11 +214,10 @@ def members_here(
         told = AgentClient(home).get("plan")
     except UserError:
         machine = asyncio.run(hardware.probe())
-        return (MemberMachine("this", "this Mac", machine),), "this", (), CHAT, _UNSET
+        return (MemberMachine("this", "this Mac", machine),), "this", (), _UNSET
     found = tuple(MemberMachine(**{**node, "machine": _machine(node["machine"])}) for node in told["nodes"])
     fabric = tuple(map(from_json, told["fabric"]))
-    workload = Workload(**told["workload"])
-    return found, str(told["coordinator"]), fabric, workload, {name: str(told[name]) for name in _UNSET}
+    return found, str(told["coordinator"]), fabric, {name: str(told[name]) for name in _UNSET}
 
 
 def _machine(fields: Mapping[str, Any]) -> Machine:

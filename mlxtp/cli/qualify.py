@@ -267,7 +267,7 @@ def speed(bed: Bed) -> Row:
         return Row("speed", "left out", "the context is too short to measure it", made)
     told = bed.agent.get("status")
     row = next(each for each in told["deployments"] if served.model in (each["name"], each["model"]))
-    found, coordinator, results, _, theirs = plan.members_here(bed.home)
+    found, coordinator, results, theirs = plan.members_here(bed.home)
     planned = planning.expected(
         plan.named_model(row["model"], bed.home)[1], found, coordinator, results,
         nodes=made["world_size"], pipeline=any(group["split"] for group in row["groups"]),

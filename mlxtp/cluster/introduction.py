@@ -89,7 +89,7 @@ def _pairs(items: tuple[str, ...]) -> Mapping[str, str]:
 _PACKAGES = ("mlxtp", "mlx", "mlx-lm")
 #: Settings that decide how ranks compute, or of which one Mac's value holds for others.
 _FLAGS = (
-    "speculation", "prefill_chunk", "max_context", "kv_bits", "kv_bytes", "workload", "parallel", "fabric",
+    "speculation", "prefill_chunk", "max_context", "kv_bits", "kv_bytes", "parallel", "fabric",
     "fabric_networks", "fast_fences", "repeatable",
 )  # fmt: skip
 #: Prefixes of MLX's variables that ranks get from their agent, or that change no numbers. All others must be

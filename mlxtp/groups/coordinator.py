@@ -63,8 +63,6 @@ class Coordinator:
         node, leadership = self._node, self._node.leadership
         self.waiting = ""
         self._remember()
-        if not any(each.participants for each in self._groups.reports()):
-            self._machines.learn()
         if not leadership.leading:
             self._asked = None
             return math.inf

@@ -7,13 +7,11 @@ import time
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import replace
 
-from ..api.request_metrics import Asked
 from ..cluster.membership import MemberState as Standing
 from ..cluster.node import ClusterNode
 from ..config import EMBEDDED_MODEL, Settings, split_layers
 from ..errors import Code, GroupError, MlxtpError, ModelError
 from ..models.inspect import is_hub_id
-from ..placement.cost_model import CHAT, LEARNT, WORKLOADS, Workload, learnt
 from ..placement.formation import FailedGroup, FailedGroups
 from ..placement.model_shape import ModelShape
 from ..placement.planner import PlacementOptions, plan
@@ -27,13 +25,10 @@ MEMORY_STEP_BYTES = 1 << 30
 
 
 class Machines:
-    """Source of what every plan is made from. `asked` returns the requests of this Mac's clients."""
+    """Source of what every plan is made from."""
 
-    def __init__(self, node: ClusterNode, results: FabricResults, asked: Callable[[], Asked]) -> None:
+    def __init__(self, node: ClusterNode, results: FabricResults) -> None:
         self.failed = FailedGroups()
-        #: The requests whose expected time decides.
-        self.workload = WORKLOADS.get(node.settings.workload, CHAT)
-        self._asked = asked
         self._node = node
         self._results = results
         self._lacking: set[str] = set()  #: Nodes whose MLX turned out to have no JACCL.
@@ -85,24 +80,7 @@ class Machines:
         """Return the options of a plan for a deployment. Raises MlxtpError if it has impossible values."""
         options = placement_options(self._node.settings, row, model)
         failed = tuple(group for group, _ in self.left_out())
-        return replace(
-            options,
-            measured=self._results.measured(),
-            rdma=self.devices_by_hand(),
-            failed=failed,
-            workload=self.workload,
-        )
-
-    def learn(self) -> None:
-        """Learn the workload from what was requested. Only without groups: their keys are of one workload."""
-        asked = self._asked()
-        if self._node.settings.workload in WORKLOADS or not asked.answers:
-            return
-        sums = (asked.prompt, asked.cached, asked.answer, asked.at_once)
-        prompt, cached, answer, at_once = (round(each / asked.answers) for each in sums)
-        self.workload = learnt(
-            asked.answers, Workload(LEARNT, prompt, cached, answer, max(1, at_once)), self.workload
-        )
+        return replace(options, measured=self._results.measured(), rdma=self.devices_by_hand(), failed=failed)
 
     def no_place(self, shape: ModelShape, row: Deployment, only: Container[str] | None = None) -> str:
         """Return the reason why the present members have no place for a deployment's model of this shape.

@@ -14,6 +14,7 @@ from ..cluster.reconcile import Wanted
 from ..errors import Code, GroupError, MlxtpError
 from ..models.local_model import LocalModel, LocalModels
 from ..placement.candidates import Candidate
+from ..placement.cost_model import CHAT
 from ..placement.formation import FailedGroup, links_of, preflight, runs_short
 from ..placement.model_shape import ModelShape
 from ..placement.planner import Placement, PlacementOptions, plan
@@ -155,7 +156,7 @@ class Placer:
         return self._known[1], self._known[2]
 
     def key(self, chosen: Candidate) -> tuple[float, ...]:
-        """Return the order of plans: as many Macs as wanted, then requests of the workload per second."""
+        """Return the order of plans: as many Macs as wanted, then chat requests per second."""
         row, source = self._scope.row, self._scope.model.source
         several = 0.0
         if row is not None and source is not None:
@@ -167,8 +168,8 @@ class Placer:
         return (several, self.rate(chosen))
 
     def rate(self, chosen: Candidate) -> float:
-        """Return the requests of the workload per second, 0 without an estimate."""
-        return chosen.speed.requests_per_second(self._machines.workload) if chosen.speed is not None else 0.0
+        """Return the chat requests per second, 0 without an estimate."""
+        return chosen.speed.requests_per_second(CHAT) if chosen.speed is not None else 0.0
 
     def _lack(self, node_id: str) -> str:
         node, ours = self._node, self._scope.model.status

@@ -18,7 +18,7 @@ an assumption with a name here.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from ..chunks import USUAL, chunk_of
@@ -27,9 +27,6 @@ from .tables import ACCEPTED, ACCEPTED_LATER, ACCEPTED_UNKNOWN, Chip
 from .topology import MemberMachine
 
 # --- workloads ------------------------------------------------------------------------------------------
-
-ENOUGH = 32  #: Requests from which a workload is learnt.
-MUCH = 1.5  #: Factor by which a mean must differ from the present workload to count as another one.
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,27 +55,8 @@ class Workload:
 CHAT = Workload("chat", 4_000, 0, 400)
 AGENT = Workload("agent", 30_000, 27_000, 300)
 BATCH = Workload("batch", 1_000, 0, 250, 16)
-LEARNT = "learnt"
-AUTO = "auto"
-#: Workloads by the names that the setting accepts.
+#: Workloads by the names that `mlxtp plan` accepts.
 WORKLOADS: Mapping[str, Workload] = {each.name: each for each in (CHAT, AGENT, BATCH)}
-
-
-def learnt(requests: int, mean: Workload, now: Workload) -> Workload:
-    """Return the workload of `requests` requests with this mean; `now` until they are enough and differ much.
-
-    Plans thus stay as they are while requests only waver.
-    """
-    if requests < ENOUGH:
-        return now
-    pairs = zip(_counts(mean), _counts(now), strict=True)
-    return mean if any(a > MUCH * b or b > MUCH * a for a, b in pairs) else now
-
-
-def _counts(workload: Workload) -> tuple[int, ...]:
-    """Return the numbers that a request's time depends on, each at least 1."""
-    _, prompt, cached, answer, at_once = astuple(workload)
-    return max(1, prompt), max(1, prompt - cached), max(1, answer), at_once
 
 
 # --- speed ----------------------------------------------------------------------------------------------

@@ -33,7 +33,6 @@ from mlxtp.cluster.state_file import SavedState, save
 from mlxtp.config import embedded_model_path
 from mlxtp.errors import Code, UserError
 from mlxtp.identity.store import Store
-from mlxtp.placement.cost_model import AGENT
 from mlxtp.wire.cluster_messages import Interface, Machine, RosterEntry
 
 from ..api.test_admin import KEY, FakeAdmin
@@ -220,7 +219,6 @@ class Admin(FakeAdmin):
             "bench/fabric": BENCH,
             "plan": {
                 "fabric": [],
-                "workload": asdict(AGENT),
                 "parallel": "auto",
                 "fabric_networks": "any",
                 "coordinator": MEMBER["node_id"],

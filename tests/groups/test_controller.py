@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import pytest
 
-from mlxtp.api.request_metrics import Asked
 from mlxtp.cluster.cluster_state import KEEP_S
 from mlxtp.config import embedded_model_path
 from mlxtp.errors import Code, GroupError
@@ -19,7 +18,7 @@ from mlxtp.groups.controller import TELL_S, _joined
 from mlxtp.groups.process_group import EpochGroup, ProcessGroup
 from mlxtp.models.inspect import ModelSource
 from mlxtp.placement.candidates import Candidate
-from mlxtp.placement.cost_model import AGENT, ALONE, CHAT, RING_ETHERNET, Workload
+from mlxtp.placement.cost_model import ALONE, RING_ETHERNET
 from mlxtp.placement.formation import RETRY_S, USED_UP_RETRY_S
 from mlxtp.wire.cluster_messages import Machine, ModelStatus, RankTrouble, Serving
 from mlxtp.wire.rank_stats import RankStats
@@ -117,39 +116,6 @@ def test_who_lacks_the_model_is_left_out_and_named(
         assert placement.notes[0] == f"mac-a is left out: {words}"
 
     play(tmp_path, member, story, machine=machines[""])
-
-
-@pytest.mark.parametrize("workload", ["auto", "agent"])
-def test_the_workload_is_learnt_while_no_group_runs(
-    tmp_path: Path, member: Member, weights: ModelSource, workload: str
-) -> None:
-    """A key of a running group is in requests of one workload, which therefore stays."""
-
-    async def story(node: Node) -> None:
-        node.lead(weights)
-        machines, placer = node.parts.machines, node.group.placer
-        node.group.supervisor.waits_for_plan = True
-        node.live()
-        assert node.group.reports.owned is not None
-        begun = AGENT if workload == "agent" else CHAT
-        meter = node.group.supervisor.gateway.deployments.meter
-        meter.asked = Asked(100, 200_000, 150_000, 30_000, 200)
-        node.tick()
-        assert machines.workload is begun
-        before = placer.placement()[0]
-        node.group.reports.owned = None
-        node.tick()
-        learnt = Workload("learnt", 2_000, 1_500, 300, 2)
-        assert machines.workload == (AGENT if workload == "agent" else learnt)
-        after = placer.placement()[0]
-        assert before is not None
-        assert after is not None
-        assert after.chosen is not None
-        assert after.chosen.speed is not None
-        assert (after == before) is (workload == "agent")
-        assert placer.key(after.chosen)[1] == after.chosen.speed.requests_per_second(machines.workload)
-
-    play(tmp_path, member, story, workload=workload)
 
 
 def test_who_has_another_revision_is_left_out_and_told_what_to_do(

@@ -21,6 +21,7 @@ from mlxtp.placement.cost_model import (
     RING_ETHERNET,
     RING_LOOPBACK,
     RING_THUNDERBOLT,
+    WORKLOADS,
     Collective,
     RankHardware,
     Workload,
@@ -297,6 +298,14 @@ def test_a_prompt_may_pay_for_a_second_mac_that_the_answer_does_not() -> None:
     made = plan(members, large, A, PlacementOptions(workload=essay))
     assert made.ranks == (A,)
     assert "a alone" in refusal(made, JACCL_MESH, 2)
+
+
+def test_a_workload_has_words() -> None:
+    assert {name: str(each) for name, each in WORKLOADS.items()} == {
+        "chat": "4,000 tokens in, 400 out",
+        "agent": "30,000 tokens in (27,000 cached), 300 out",
+        "batch": "1,000 tokens in, 250 out, 16 at once",
+    }
 
 
 @pytest.mark.parametrize(("workload", "chosen"), [(CHAT, "ab"), (Workload("reader", 20_000, 0, 10), "ac")])

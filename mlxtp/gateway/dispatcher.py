@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..api.backend import ModelInfo, StreamEnd, Tokens, TokenScore
+from ..api.backend import ModelInfo
 from ..api.request_metrics import UNWATCHED, RequestMeter
 from ..errors import Code, GroupError, MlxtpError, RequestError
 from ..text.tokenizer import Text
@@ -100,7 +100,7 @@ class RequestDispatcher:
         Raises RequestError for one of another agent. Groups in `without` do not count.
         """
         if isinstance(request, ClientRequest) and request.got >= request.generate.max_tokens:
-            request.put(StreamEnd("length", request.got))  # only the end is missing
+            request.put(Finished(request.uid, "length", request.got, 0))  # only the end is missing
             return
         if self.served is not None and not _goes_on_with(self.served, request):
             request.put(_replaced(self.served))
@@ -161,17 +161,17 @@ class RequestDispatcher:
         match event:
             case Delta():
                 now = self._meter().clock()
-                for uid, token in zip(event.uids, event.tokens, strict=True):
+                for uid, index, token in zip(event.uids, event.indices, event.tokens, strict=True):
                     if request := self._open.get(uid):
                         self.confirmed_tokens += 1
                         self.groups.confirmed(request, 1)
-                        request.put(Tokens((token,)))
+                        request.put(Delta((uid,), (index,), (token,)))
                         request.watch.tokens(1, now)
             case ScoredDelta():
                 if request := self._open.get(event.uid):
                     self.confirmed_tokens += len(event.tokens)
                     self.groups.confirmed(request, len(event.tokens))
-                    request.put(Tokens(event.tokens, _scores(event)))
+                    request.put(event)
                     request.watch.tokens(len(event.tokens), self._meter().clock())
             case Accepted() | Prefilled():
                 if request := self._open.get(event.uid):
@@ -181,15 +181,7 @@ class RequestDispatcher:
             case Finished():
                 if request := self._open.pop(event.uid, None):
                     self.groups.ended(request)
-                    request.put(
-                        StreamEnd(
-                            event.reason,  # type: ignore[arg-type]
-                            event.generated,
-                            event.cached,
-                            event.drafted,
-                            event.accepted,
-                        )
-                    )
+                    request.put(event)
             case Error():
                 if request := self._open.pop(event.uid, None):
                     self.groups.used(request)
@@ -405,14 +397,6 @@ def _another_group_may(asked: ClientRequest, error: MlxtpError, *, refused: bool
         come_back = (Code.NOT_READY, Code.OVERLOADED, Code.SHUTTING_DOWN)
         return (others or asked.times > asked.refusals) and error.code in come_back
     return error.code not in (Code.OUT_OF_MEMORY, Code.REQUEST_FATAL)
-
-
-def _scores(event: ScoredDelta) -> tuple[TokenScore, ...]:
-    top = event.top
-    pairs = tuple(zip(event.top_tokens, event.top_logprobs, strict=True))
-    return tuple(
-        TokenScore(logprob, pairs[i * top : (i + 1) * top]) for i, logprob in enumerate(event.logprobs)
-    )
 
 
 def _refusal(code: Code, detail: str) -> MlxtpError:

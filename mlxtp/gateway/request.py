@@ -83,7 +83,7 @@ def ended(code: Code, detail: str) -> GroupError:
 
 # --- of another agent's gateway; the events of rank 0 go back under the uid it has there -----------------
 
-ForwardedItem = TokenEvent | MlxtpError
+RequestResult = Delta | ScoredDelta | Finished | MlxtpError  #: A Delta has one token.
 
 
 class RequestBackend(Protocol):
@@ -160,35 +160,17 @@ class ForwardedRequest(RoutedRequest):
         """Return it to its own gateway, to be sent again. `struck`: it may have caused the failure."""
         self._notify(Error(Code.RANK_LOST if struck else Code.REPLANNED, error.detail, self.generate.uid))
 
-    def put(self, item: ForwardedItem) -> None:
-        uid, index = self.generate.uid, self.got
+    def put(self, item: RequestResult) -> None:
+        uid = self.generate.uid
+        if isinstance(item, Delta | ScoredDelta):
+            self._tokens += item.tokens
         match item:
-            case Tokens(tokens, scores):
-                self._tokens += tokens
-                if scores:
-                    self._notify(_scored(uid, index, tokens, scores))
-                else:
-                    self._notify(Delta((uid,) * len(tokens), tuple(range(index, self.got)), tokens))
-            case StreamEnd():
-                self._notify(
-                    Finished(uid, item.reason, item.generated, 0, item.cached, item.drafted, item.accepted)
-                )
+            case Delta():
+                self._notify(Delta((uid,), item.indices, item.tokens))
+            case ScoredDelta() | Finished():
+                self._notify(replace(item, uid=uid))
             case _:
                 self._notify(Error(item.code, item.detail, uid))
-
-
-def _scored(uid: int, index: int, tokens: tuple[int, ...], scores: tuple[TokenScore, ...]) -> ScoredDelta:
-    """Inverse of `dispatcher._scores`."""
-    pairs = [pair for score in scores for pair in score.top]
-    return ScoredDelta(
-        uid,
-        index,
-        tokens,
-        tuple(score.logprob for score in scores),
-        len(scores[0].top),
-        tuple(token for token, _ in pairs),
-        tuple(logprob for _, logprob in pairs),
-    )
 
 
 # --- of a local client: its tokens so far, and those that the client has yet to read ---------------------
@@ -216,7 +198,7 @@ class ClientRequest(RoutedRequest):
         self.watch: SequenceMeter = UNWATCHED  #: Counts its tokens and its end.
         self._prefill = _QUEUED
         self._began = 0.0  # when the prefill did, by the clock
-        self._items: asyncio.Queue[ForwardedItem] = asyncio.Queue()
+        self._items: asyncio.Queue[TokenEvent | MlxtpError] = asyncio.Queue()
         self._abandon = abandon
         #: The refusal of the request, or None once a backend has accepted it. Its client waits for that.
         self._verdict: asyncio.Future[MlxtpError | None] = asyncio.get_running_loop().create_future()
@@ -260,8 +242,8 @@ class ClientRequest(RoutedRequest):
         """End the request with an error unless it is complete in so many seconds."""
         self.deadline = asyncio.get_running_loop().call_later(deadline_s, self._too_late, deadline_s)
 
-    def put(self, item: ForwardedItem) -> None:
-        behind = False
+    def put(self, result: RequestResult) -> None:
+        item, behind = _event(result), False
         if isinstance(item, Tokens):
             self._tokens += item.tokens
             behind = self._items.qsize() >= MAX_UNREAD
@@ -332,3 +314,20 @@ class ClientRequest(RoutedRequest):
         if self.deadline is not None:
             self.deadline.cancel()
             self.deadline = None
+
+
+def _event(result: RequestResult) -> TokenEvent | MlxtpError:
+    match result:
+        case Delta():
+            return Tokens(result.tokens)
+        case ScoredDelta():
+            top, pairs = result.top, tuple(zip(result.top_tokens, result.top_logprobs, strict=True))
+            scores = [
+                TokenScore(logprob, pairs[i * top : (i + 1) * top])
+                for i, logprob in enumerate(result.logprobs)
+            ]
+            return Tokens(result.tokens, tuple(scores))
+        case Finished(_, reason, generated, _, cached, drafted, accepted):
+            return StreamEnd(reason, generated, cached, drafted, accepted)  # type: ignore[arg-type]
+        case _:
+            return result

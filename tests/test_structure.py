@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -688,8 +689,10 @@ ONLY_IN = {
     "mx.distributed.init": GROUP,
 }
 """Rank 0 alone decides and speaks, the others alone acknowledge, and each process has one way out."""
-SAID_AGAIN = frozenset((call, "mlxtp.gateway.request") for call in ("Delta", "ScoredDelta", "Finished"))
-"""Calls by which an agent repeats rank 0's messages to the agent whose client asked."""
+SAID_AGAIN = frozenset(product(("Delta", "Finished"), ("mlxtp.gateway.dispatcher", "mlxtp.gateway.request")))
+"""Calls by which an agent gives rank 0's messages another uid, or ends what no rank has."""
+DECIDED = frozenset({("Finished", "mlxtp.engine.sequence")})
+"""A message that the scheduler gives to rank 0's loop, which sends it."""
 WEDGED = frozenset({("os._exit", "mlxtp.background")})
 """An agent whose main thread stands still has no other way out."""
 
@@ -702,7 +705,7 @@ def out_of_place(source: Source) -> list[str]:
         for node in walked(tree)
         if isinstance(node, ast.Call)
         and ONLY_IN.get(dotted(node.func), module) != module
-        and (dotted(node.func), module) not in SAID_AGAIN | WEDGED
+        and (dotted(node.func), module) not in SAID_AGAIN | DECIDED | WEDGED
     ]
 
 

@@ -311,7 +311,7 @@ def _read_file(path: Path, refuse: Refuse) -> Iterator[tuple[str, Given]]:
         if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe would block
             raise ConfigError(f"{path}: it is not a regular file; replace or remove it")
         content = path.read_text()
-        table = _with_fabric(tomllib.loads(content), path)
+        table = tomllib.loads(content)
     except (FileNotFoundError, NotADirectoryError):
         return
     except ConfigError as error:
@@ -322,7 +322,7 @@ def _read_file(path: Path, refuse: Refuse) -> Iterator[tuple[str, Given]]:
         return refuse(ConfigError(f"{path}: it is nested too deeply"))
     lines = lines_of(content)
     for key, value in _flat(table):
-        line = next((at for name, at in lines if f"{name}.".startswith((f"{key}.", f"fabric.{key}."))), 0)
+        line = next((at for name, at in lines if f"{name}.".startswith(f"{key}.")), 0)
         where = f"{key} in {path}, line {line}"
         try:
             if key not in BY_KEY:
@@ -407,15 +407,3 @@ def _check_type(key: str, value: object, where: str) -> None:
     if type(value) not in kind.types or not all(isinstance(item, str) for item in items):
         shown_value = repr(value) if isinstance(value, (str, list, dict)) else str(value).lower()
         raise ConfigError(f"{where}: {shown_value} is of the wrong type; it has to be {kind.expected}")
-
-
-def _with_fabric(table: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Treat `[fabric.rdma]` as `rdma`."""
-    fabric = table.pop("fabric", {})
-    if not isinstance(fabric, dict) or fabric.keys() - {"rdma"}:
-        raise ConfigError(f"{path}: [fabric] has a table rdma, NODE = DEVICE, and nothing else")
-    if "rdma" in fabric and "rdma" in table:
-        raise ConfigError(
-            f"{path}: RDMA devices stand both in rdma and in [fabric.rdma]; one of them is enough"
-        )
-    return table | fabric

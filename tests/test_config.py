@@ -243,8 +243,7 @@ def test_amounts_of_memory(tmp_path: Path, value: str, expected: int) -> None:
     [
         'rdma = ["studio=rdma_en5", "mini/studio=rdma_en2"]',
         '[rdma]\nstudio = "rdma_en5"\n"mini/studio" = "rdma_en2"',
-        '[fabric.rdma]\nstudio = "rdma_en5"\n"mini/studio" = "rdma_en2"',
-        '[fabric]\nrdma = {studio = "rdma_en5", "mini/studio" = "rdma_en2"}',
+        'rdma = {studio = "rdma_en5", "mini/studio" = "rdma_en2"}',
     ],
 )
 def test_rdma_devices_by_hand(tmp_path: Path, file: str) -> None:
@@ -469,10 +468,8 @@ def test_a_setting_that_is_none(tmp_path: Path, key: str, value: str) -> None:
 @pytest.mark.parametrize(
     ("file", "words"),
     [
-        ("fabric = 3", "[fabric] has a table rdma"),
-        ('[fabric]\nring = "x"', "[fabric] has a table rdma"),
-        ('rdma = "a=b"\n[fabric.rdma]\na = "b"', "both in rdma and in [fabric.rdma]"),
-        ('[fabric.rdma]\nstudio = ""', "'studio=' is not NODE=DEVICE"),
+        ('[fabric.rdma]\na = "b"', "unknown key 'fabric.rdma.a'"),
+        ('[rdma]\nstudio = ""', "'studio=' is not NODE=DEVICE"),
     ],
 )
 def test_a_table_that_makes_no_sense(tmp_path: Path, file: str, words: str) -> None:
@@ -584,7 +581,7 @@ ranks = 3
 [limits]
 '''
 
-[fabric.rdma]
+[a.rdma]
 "mini/studio" = "en3"
 [limits]
 queue = 3
@@ -593,8 +590,8 @@ queue = 3
         ("name", 2),
         ("peers", 3),
         ("model", 6),
-        ("fabric.rdma", 11),
-        ("fabric.rdma.mini/studio", 12),
+        ("a.rdma", 11),
+        ("a.rdma.mini/studio", 12),
         ("limits", 13),
         ("limits.queue", 14),
     ]

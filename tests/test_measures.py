@@ -38,7 +38,7 @@ LEFT: Mapping[str, int] = {
     "functions of an object of a class beside them": 89,
 }
 MOST_LINES: Mapping[str, int] = {
-    "": 4_053,
+    "": 4_041,
     "admin": 2_016,
     "api": 10_346,
     "cli": 6_126,

@@ -239,7 +239,7 @@ class Coordinator:
         name, shape, lacks = model.source.id if model.source else row.model, None, dict(files.lacks)
         try:
             options = self._machines.options(row, name)
-        except MlxtpError as error:  # from a row of a member with another version
+        except MlxtpError as error:  # of a row from a member that lies
             options = self._machines.options(Deployment(row.name), name)
             lacks = dict.fromkeys(node.membership.statuses(), error.detail)
         try:

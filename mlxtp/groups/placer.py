@@ -145,7 +145,7 @@ class Placer:
             options = self._machines.options(row, model.source.id)
             if node.settings.ranks > 1:
                 local_split(node.settings, row, model.shape)
-        except MlxtpError as error:  # of a wrong split, or from a row of a member with another version
+        except MlxtpError as error:  # of a wrong split, or of a row from a member that lies
             return None, error.detail
         asked = (members, row.model, model.source.id, options)
         if self._known is None or self._known[0] != asked:

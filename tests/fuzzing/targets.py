@@ -459,7 +459,7 @@ _CONFIGURATIONS = (
     b'http = "127.0.0.1:52415"\nranks = 2\nmodel = "tiny"\nbackend = "auto"\nrepeatable = true\n',
     b'kv_bits = 8\nkv_bytes = "1.5GiB"\nmax_context = 4096\nnodes = "all"\npeers = ["10.0.0.2:52414", "a"]\n',
     b'control = "10.0.0.1:1"\ninterface = "10.0.0.1"\nname = "studio"\nfabric = "ring"\n',
-    b'[fabric.rdma]\nstudio-1 = "rdma_en5"\n',
+    b'[rdma]\nstudio-1 = "rdma_en5"\n',
     b"KV_BYTES=500MB", b"NODES=8", b"RANKS=4", b"MAX_CONTEXT=1_000", b"PEERS=a:1,b:2", b"HTTP=[::1]:80",
     b"CONTROL=10.0.0.1:52414", b"MAX_CONTEXT=" + DIGITS, b"NODES=" + DIGITS, b"CONTROL=10.0.0.1:" + DIGITS,
     b"PEERS=a:" + DIGITS, b"KV_BYTES=" + DIGITS, b"RANKS=" + DIGITS, b"HTTP=[::1]:" + DIGITS,

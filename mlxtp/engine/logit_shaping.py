@@ -20,16 +20,15 @@ RECENT = 16  # tokens of an interrupted answer that are searched again for its e
 
 @dataclass(slots=True)
 class _Order:
-    """Shaping of one request, whose prompt has `begun` tokens.
+    """Shaping of one request.
 
     `generated`: tokens of its answer before the first that the next forward chooses. `ahead`: tokens that
     this forward is fed behind that one, as drafts or forced ones.
     """
 
+    wants: Generate
     shaper: Shaper | None
     guide: Guided | None
-    top: int
-    begun: int
     generated: int = 0
     ahead: tuple[int, ...] = ()
 
@@ -126,13 +125,13 @@ class RequestShaping(LogitShaping):
         shaped = request.shaping != PLAIN or guide is not None
         if not shaped and request.logprobs < 0:
             return
-        begun = len(request.tokens) - request.answered
         shaper = None
         if shaped:
+            begun = len(request.tokens) - request.answered
             prompt, answer = request.tokens[:begun], request.tokens[begun:]
             eos = () if request.ignore_eos else self._eos
             shaper = Shaper(request.shaping, prompt, self._vocabulary, eos, answer)
-        self._orders[request.uid] = _Order(shaper, guide, request.logprobs, begun)
+        self._orders[request.uid] = _Order(request, shaper, guide)
 
     def leave(self, request: int) -> None:
         """Remove a request that has ended."""
@@ -150,7 +149,7 @@ class RequestShaping(LogitShaping):
         Tokens are counted from the start of the prompt.
         """
         if (order := self._sequences.get(uid)) is not None:
-            order.generated, order.ahead = at - order.begun, ahead
+            order.generated, order.ahead = at - len(order.wants.tokens) + order.wants.answered, ahead
 
     def shape(self, uid: int, logits: mx.array) -> mx.array:
         order = self._sequences.get(uid)
@@ -168,7 +167,7 @@ class RequestShaping(LogitShaping):
 
     def top(self, uid: int) -> int:
         order = self._sequences.get(uid)
-        return -1 if order is None else order.top
+        return -1 if order is None else order.wants.logprobs
 
 
 # --- penalties, biases and masks on the logits of one row ------------------------------------------------

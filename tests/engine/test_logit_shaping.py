@@ -218,3 +218,10 @@ def test_a_second_sequence_of_a_request_goes_on_counting() -> None:
 def test_an_answer_that_ignores_end_tokens_may_have_them_at_once() -> None:
     desk = desk_for(Shaping(min_tokens=5), ignore_eos=True)
     assert allowed(desk.shape(SEQUENCE, logits(1)))[0] >= EOS
+
+
+def test_an_answer_that_an_earlier_group_began_counts_from_its_beginning() -> None:
+    for least, may_end in ((2, True), (3, False)):
+        desk = desk_for(Shaping(min_tokens=least), answered=2)  # the last two tokens of PROMPT
+        desk.feeds(SEQUENCE, len(PROMPT))
+        assert (allowed(desk.shape(SEQUENCE, logits(1)))[0] >= EOS) is may_end

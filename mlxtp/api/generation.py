@@ -23,7 +23,7 @@ from starlette.routing import Route
 from ..errors import Code, MlxtpError, RequestError
 from ..text.answers import ReadingPlan, StopFinder
 from ..text.calls import CallReader
-from ..text.conversation import Conversation, GenerationRequest, characters
+from ..text.conversation import Conversation, GenerationOptions, GenerationRequest, characters
 from ..text.replay import AnswerRecord, Beginning, CompleteAnswer
 from ..text.tokenizer import Name, Text
 from ..text.transcript import AnswerEvent, Finish, Transcript, WholeAnswer
@@ -98,29 +98,6 @@ class _PreparedRequest:
         if not isinstance(prompt, Conversation) or prompt.parallel or self.held.dropped:
             return 0
         return 1
-
-
-@dataclass(frozen=True, slots=True)
-class _QueuedRequest:
-    """A request whose model may have to be loaded, with its body.
-
-    `arrived`: start of its wait, by the clock; None where it need not wait.
-    """
-
-    ask: GenerationRequest
-    body: Body
-    client: str
-    sharer: str
-    lease: ModelLease
-    arrived: float | None
-
-    def now(self) -> GenerationRequest:
-        """Return the request after its wait: with its remaining time, and a name of the loaded model."""
-        ask, options = self.ask, self.ask.options
-        if options.deadline_s and self.arrived is not None:
-            left_s = options.deadline_s - (time.monotonic() - self.arrived)
-            options = replace(options, deadline_s=max(left_s, 0.001))
-        return replace(ask, model=self.lease.model or ask.model, options=options)
 
 
 class Generation:
@@ -204,16 +181,16 @@ class Generation:
         async with AsyncExitStack() as open_:
             body = await open_.enter_async_context(self._bodies.read(request))
             ask = await body.parsed(parse, slow=slow)
-            client, sharer, context = _client(request), _sharer(request), current()
+            context = current()
             ask = replace(ask, model=await self._permitted(ask.model))
             keep_s = ask.keep_s if context is None or context.loads else None
-            lease = await self._backend.acquire_model(ask.model, ask.options.deadline_s, keep_s, client)
+            lease = await self._backend.acquire_model(
+                ask.model, ask.options.deadline_s, keep_s, _client(request)
+            )
             open_.callback(lease.close)
-            arrived = None if lease.come else time.monotonic()
-            queued = _QueuedRequest(ask, body, client, sharer, lease, arrived)
             about, answers = _about(ask), Choices()
             open_.push_async_callback(answers.aclose)
-            asking = asyncio.create_task(self._asked(queued, about, answers))
+            asking = asyncio.create_task(self._asked(request, body, lease, about, answers))
             open_.push_async_callback(_end, asking)
             if ask.stream:
                 await unless_gone(request.receive, asyncio.wait({asking}, timeout=ACCEPT_S))
@@ -274,24 +251,28 @@ class Generation:
         return name
 
     async def _asked(
-        self, queued: _QueuedRequest, about: About, answers: Choices
+        self, request: Request, body: Body, lease: ModelLease, about: About, answers: Choices
     ) -> AsyncGenerator[AnswerEvent]:
         """Return the events of `answers` once rank 0 has accepted the request.
 
         Completes `about`. The caller closes `answers`.
         """
-        await _come(queued.lease)
-        ask = queued.now()
-        job = await self._job(ask, about, queued)
-        queued.body.release()
+        ask, client, sharer = about.ask, _client(request), _sharer(request)
+        if not lease.come:
+            arrived = time.monotonic()
+            await _come(lease)
+            ask = replace(ask, options=_left(ask.options, time.monotonic() - arrived))
+        about.ask = ask = replace(ask, model=lease.model or ask.model)
+        job = await self._job(about, body, client, sharer)
+        body.release()
         for told in job.requests:
             answers.add(
                 self._backend.generate(
                     told,
                     model=job.model.id,
-                    client=queued.client,
+                    client=client,
                     user=ask.user[: settings.MAX_USER_CHARS],
-                    sharer=queued.sharer,
+                    sharer=sharer,
                     deadline_s=ask.options.deadline_s,
                 )
             )
@@ -313,9 +294,9 @@ class Generation:
 
         return answers.events(transcripts, ended)
 
-    async def _job(self, ask: GenerationRequest, about: About, queued: _QueuedRequest) -> _PreparedRequest:
+    async def _job(self, about: About, body: Body, client: str, sharer: str) -> _PreparedRequest:
+        ask, options = about.ask, about.ask.options
         model, text = await self.catalog.loaded(ask.model)
-        options = ask.options
         seed = secrets.randbits(63) if options.seed is None else settings.seed_of(options.seed)
         sampling = settings.sampling(options, model.defaults, seed)
         stops = settings.stop_strings(options.stop)
@@ -324,11 +305,11 @@ class Generation:
             held = guidance(ask, text, model.eos)
             shaping = settings.shaping(options, model.vocabulary, held.grammar, held.banned)
             guided = bool(shaping.grammar_kind)
-            return held, shaping, self._prompts.written(ask, text, model, guided=guided, client=queued.sharer)
+            return held, shaping, self._prompts.written(ask, text, model, guided=guided, client=sharer)
 
-        held, shaping, written = await text.line(_size(ask, queued.body)).run(write, queued.client)
+        held, shaping, written = await text.line(_size(ask, body)).run(write, client)
         prompted = await encoded(
-            ask, text, written, model.context, checkpoints=model.checkpoints, client=queued.client
+            ask, text, written, model.context, checkpoints=model.checkpoints, client=client
         )
         prompts = prompted.tokens
         guided = bool(shaping.grammar_kind)
@@ -354,7 +335,7 @@ class Generation:
             alone, bytes_ = text.name(token)
             return alone, None if token in model.eos else bytes_
 
-        about.ask, about.names, about.model = ask, name, about.model or model.id
+        about.names, about.model = name, about.model or model.id
         about.prompt_tokens, about.prompts = tuple(map(len, prompts)), _shown_prompts(ask, text)
         thinking = not guided and text.thinks_on(prompts[0])
         own_style = not (held.forced or held.dropped)  # a template writes what the model wrote
@@ -381,6 +362,12 @@ async def _come(lease: ModelLease) -> None:
     """Wait for the lease. Raises RequestError as its `wait` does."""
     async for _ in lease.wait():
         pass
+
+
+def _left(options: GenerationOptions, waited_s: float) -> GenerationOptions:
+    """Return the options of a request after its wait, with its remaining time."""
+    left_s = options.deadline_s and max(options.deadline_s - waited_s, 0.001)
+    return replace(options, deadline_s=left_s)
 
 
 def _shown_prompts(ask: GenerationRequest, text: Text) -> tuple[str, ...]:

@@ -270,6 +270,11 @@ def test_the_time_that_a_request_may_take_includes_its_wait(server: Server, turn
         list(lines)
     assert turns.taken == [("tiny", 9.0)]
     assert 0 < server.backend.whose[0].deadline_s < 9.0
+    turns.waited_for.clear()
+    with streamed(server) as lines:
+        turns.wait().tell("")
+        list(lines)
+    assert server.backend.whose[1].deadline_s == 0
 
 
 def test_what_would_be_loaded_is_listed_behind_what_is(server: Server) -> None:

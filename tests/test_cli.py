@@ -389,6 +389,21 @@ def test_a_mac_that_was_removed_hears_what_happened_and_what_mends_it(
     assert "no longer belongs to a cluster" in caplog.text
 
 
+def test_a_demo_without_a_gpu_has_no_kernels_built_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLX_DISABLE_COMPILE", "restored by the end")
+    monkeypatch.delenv("MLX_DISABLE_COMPILE")
+    found: list[str | None] = []
+
+    async def run(*_: object, **__: object) -> None:
+        found.append(os.environ.get("MLX_DISABLE_COMPILE"))
+
+    monkeypatch.setattr("mlxtp.cli.demo.run", run)
+    assert CliRunner().invoke(main.app, ["demo", "--home", str(tmp_path)]).exit_code == 0
+    assert found == [None if sys.platform == "darwin" else "1"]
+
+
 def test_a_folder_of_models_that_is_not_there_is_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

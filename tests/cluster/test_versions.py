@@ -184,6 +184,14 @@ ENTRY = RosterEntry("a" * 32, "mini", "f" * 64, True, 3, removed_in=4)
         ({"later": {"version": 2}}, (ENTRY,)),
         ({"version": 2}, ()),
         ({"roster": [{"of": 1}, 7, None]}, ()),
+        (
+            {
+                "roster": [
+                    {"node_id": "a" * 32, "name": "", "fingerprint": "f" * 64, "removed": True, "version": 3}
+                ]
+            },
+            (),
+        ),
         ({"roster": 7}, ()),
         ({"roster": {}}, ()),
     ],

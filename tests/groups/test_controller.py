@@ -18,7 +18,7 @@ from mlxtp.groups.controller import TELL_S, _joined
 from mlxtp.groups.process_group import EpochGroup, ProcessGroup
 from mlxtp.models.inspect import ModelSource
 from mlxtp.placement.candidates import Candidate
-from mlxtp.placement.cost_model import ALONE, RING_ETHERNET
+from mlxtp.placement.cost_model import ALONE, CHAT, RING_ETHERNET
 from mlxtp.placement.formation import RETRY_S, USED_UP_RETRY_S
 from mlxtp.wire.cluster_messages import Machine, ModelStatus, RankTrouble, Serving
 from mlxtp.wire.rank_stats import RankStats
@@ -116,6 +116,20 @@ def test_who_lacks_the_model_is_left_out_and_named(
         assert placement.notes[0] == f"mac-a is left out: {words}"
 
     play(tmp_path, member, story, machine=machines[""])
+
+
+def test_plans_compare_by_chat_requests(tmp_path: Path, member: Member, weights: ModelSource) -> None:
+    async def story(node: Node) -> None:
+        node.lead(weights)
+        placement, _ = node.group.placer.placement()
+        assert placement is not None
+        assert placement.chosen is not None
+        assert placement.chosen.speed is not None
+        assert placement.workload is CHAT
+        per_s = placement.chosen.speed.requests_per_second(CHAT)
+        assert node.group.placer.key(placement.chosen)[1] == per_s
+
+    play(tmp_path, member, story)
 
 
 def test_who_has_another_revision_is_left_out_and_told_what_to_do(

@@ -203,6 +203,16 @@ def test_all_ranks_of_a_group_have_large_command_buffers_or_none(tmp_path: Path,
     play(tmp_path, story, settings={"large_buffers": large})
 
 
+@pytest.mark.parametrize(("machines", "agreement"), [("MM", "auto"), ("MN", "broadcast-draws")])
+def test_rank_0_draws_where_machines_are_unlike(tmp_path: Path, machines: str, agreement: str) -> None:
+    async def story(stage: Story) -> None:
+        await stage.serve()
+        [mine], [order] = stage.orders.notes("bootstrap"), stage.peer.heard(StartRank)
+        assert mine["agreement"] == order.bootstrap.agreement == agreement
+
+    play(tmp_path, story, machines=tuple(machines))
+
+
 def test_no_other_program_gets_the_port_of_a_ring_before_mlx_binds_it(tmp_path: Path) -> None:
     async def story(stage: Story) -> None:
         await stage.serve()

@@ -544,7 +544,8 @@ def _cannot_listen(host: str, port: int, error: OSError) -> str:
     match error.errno:
         case errno.EADDRINUSE:
             return (
-                f"{where} is in use by another program; stop it, or choose another port by --http HOST:PORT"
+                f"{where} is in use, by another program or another mlxtp (a demo, say); stop that, or choose "
+                "another port by --http HOST:PORT"
             )
         case errno.EACCES:
             return f"no permission to listen on {where}; choose a port from 1024 on"

@@ -6,12 +6,16 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import shlex
+import shutil
+import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
@@ -117,13 +121,16 @@ class DemoView:
 
     def serving(self, url: str) -> None:
         """Print the addresses and commands to paste, none wider than 80 columns."""
-        home = shlex.quote(str(self._settings.home))
+        home, program = shlex.quote(str(self._settings.home)), Path(sys.argv[0])
+        # In a checkout the command is not on the path of a new shell.
+        aside = program.name == "mlxtp" and shutil.which("mlxtp") is None
+        command = shlex.quote(os.path.relpath(program)) if aside else "mlxtp"
         self._console.print(
             f"\n  endpoint  [bold cyan]{url}/v1[/]\n  page      {url}/\n  health    {url}/health\n\n"
             f"  curl {url}/v1/chat/completions \\\n"
             "    -H 'Content-Type: application/json' \\\n"
             f"    -d {escape(_BODY)}\n\n"
-            f"  Other commands need --home:\n  mlxtp status \\\n    --home {escape(home)}\n\n"
+            f"  Other commands need --home:\n  {escape(command)} status \\\n    --home {escape(home)}\n\n"
             "  Ctrl-C stops it.",
             soft_wrap=True,
         )

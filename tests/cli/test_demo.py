@@ -36,6 +36,16 @@ def test_who_serves_says_where_other_commands_find_it(tmp_path: Path) -> None:
     assert f"mlxtp status \\\n    --home '{tmp_path}/a home'" in shown.getvalue()
 
 
+def test_a_checkout_names_the_command_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.StringIO()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "/usr/bin")
+    monkeypatch.setattr("sys.argv", [str(tmp_path / ".venv" / "bin" / "mlxtp"), "demo"])
+    settings = Settings(tmp_path, "127.0.0.1", 0, 2, "tiny")
+    demo.DemoView(demo.DemoConsole(file=shown, width=60), settings).serving("http://127.0.0.1:52415")
+    assert "\n  .venv/bin/mlxtp status" in shown.getvalue()
+
+
 def test_what_is_to_be_pasted_breaks_nowhere_at_80_columns(tmp_path: Path, one_rank: Cluster) -> None:
     """And does what it promises."""
     shown = io.StringIO()

@@ -30,28 +30,18 @@ _ROOM = 4  # a prompt with remembered answers leaves a fourth of the context, or
 
 @dataclass(frozen=True, slots=True)
 class WrittenPrompts:
-    """Prompts before they are tokens. `conversation` is theirs; None where the client wrote them.
+    """Prompts as text, and then as tokens. `conversation` is theirs; None where the client wrote them.
 
     `replay` begins with the tokens of an earlier answer. `place` is the end of the conversation, where its
-    answer is remembered.
+    answer is remembered. `places`: ascending positions in the first one from which other requests may differ.
     """
 
     texts: tuple[Prompt, ...]
     conversation: Conversation | None = None
     replay: Replay | None = None
     place: Beginning | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedPrompts:
-    """Token ids of prompts. `place` as in WrittenPrompts.
-
-    `places`: ascending positions in the first one from which other requests may differ.
-    """
-
-    tokens: list[tuple[int, ...]]
+    tokens: tuple[tuple[int, ...], ...] = ()
     places: tuple[int, ...] = ()
-    place: Beginning | None = None
 
 
 class Prompts:
@@ -104,21 +94,21 @@ async def encoded(
     *,
     checkpoints: bool = False,
     client: str = "",
-) -> EncodedPrompts:
-    """Return token ids of a client's prompts, with places if `checkpoints`. Raises RequestError.
+) -> WrittenPrompts:
+    """Return a client's prompts with their tokens, and with places if `checkpoints`. Raises RequestError.
 
     They wait in the queue for their own size, as a template may write a long text for a short body. A
     prompt with remembered answers that leaves little of `context` is written without them.
     """
     wanted = min(ask.options.max_tokens or context, context // _ROOM)
 
-    def encode() -> EncodedPrompts:
+    def encode() -> WrittenPrompts:
         conversation, replay, place = written.conversation, written.replay, written.place
         if conversation is None:
             ids = [
                 text.encoded(each, special=True) if isinstance(each, str) else each for each in written.texts
             ]
-            return EncodedPrompts(ids)
+            return replace(written, tokens=tuple(ids))
         tokens = replay.encoded(text) if replay is not None else None
         if replay is not None and tokens is not None and len(tokens) + wanted <= context:
             tail = replay.rest
@@ -129,7 +119,7 @@ async def encoded(
             tail = text.rendered(conversation) if replay is not None else str(written.texts[0])
             tokens = text.encoded(tail, special=False)  # a template writes special tokens itself
         found = places(text, conversation, tail, tokens) if checkpoints else ()
-        return EncodedPrompts([tokens], found, place)
+        return replace(written, place=place, tokens=(tokens,), places=found)
 
     size = sum(map(len, written.texts)) if written.replay is None else len(written.replay.rest)
     return await text.line(size).run(encode, client)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mlxtp.api.backend import ModelInfo
-from mlxtp.api.prompts import EncodedPrompts, Prompts, WrittenPrompts, encoded, places
+from mlxtp.api.prompts import Prompts, WrittenPrompts, encoded, places
 from mlxtp.text.conversation import ChatMessage, Conversation, GenerationRequest
 from mlxtp.text.replay import Beginning, Replay
 from mlxtp.text.tokenizer import Text
@@ -81,7 +81,7 @@ def test_a_template_writes_a_long_conversation_once(monkeypatch: pytest.MonkeyPa
     prompts = Prompts().written(ask, text(), model, guided=False, client="")
     found = asyncio.run(encoded(ask, text(), prompts, 1000, checkpoints=True))
     assert sorted(written) == [1, 1, len(TURNS)]
-    assert (found.tokens, found.places) == ([of(*TURNS)], places_of_turns(*TURNS))
+    assert (found.tokens, found.places) == ((of(*TURNS),), places_of_turns(*TURNS))
 
 
 @pytest.mark.parametrize(("context", "thoughts"), [(1000, (b"known", b"new")), (20, (b"", b"new"))])
@@ -92,7 +92,7 @@ def test_thoughts_are_remembered_only_with_tokens_that_have_them(
     place = Beginning(3, 3, b"key", (b"", b"new"))
     replay = Replay((7,) * 20, "", False, (b"known",))
 
-    async def story() -> EncodedPrompts:
+    async def story() -> WrittenPrompts:
         ask = GenerationRequest("tiny", Conversation(TURNS))
         return await encoded(ask, text(), WrittenPrompts((), Conversation(TURNS), replay, place), context)
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import mlxtp
 from mlxtp.api import sampling as settings
 from mlxtp.api.backend import GREEDY, MAX_GRAMMAR, PLAIN, Sampling, Shaping
 from mlxtp.api.dialects.openai import parse_chat
@@ -110,6 +112,15 @@ def test_the_ends_of_every_range_may_travel(dialect: str) -> None:
         asked = GenerationOptions(settings=dict(ends))
         sampled, shaped = settings.sampling(asked, GREEDY, 1), settings.shaping(asked, VOCABULARY)
         check_body(Generate, to_body(Generate(1, (1,), 50, sampled, shaped)))
+
+
+def test_every_setting_is_in_the_documents_of_each_dialect() -> None:
+    text = (Path(mlxtp.__file__).parents[1] / "docs" / "api.md").read_text()
+    openai, anthropic, ollama, *_ = re.split(r"^## \w", text.partition("## O")[2], flags=re.MULTILINE)
+    for field, each in settings.SETTINGS.items():
+        assert f"`{field}`" in openai
+        assert each.anthropic is None or f"`{field}`" in anthropic
+        assert each.ollama is None or f"`{each.ollama_name or field}`" in ollama
 
 
 FIELD, ROW = "xtc_threshold: float", '"xtc_threshold":'

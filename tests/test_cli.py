@@ -330,8 +330,8 @@ def test_a_key_learns_nothing_of_another_one_s_prompt(tmp_path: Path) -> None:
 
 
 SETTINGS = (
-    *("--max-context", "200", "--kv-bytes", "5MB", "--draft-model", "tiny", "--speculation", "draft"),
-    *("--repeatable", "--no-keep-warm"),
+    *("--max-context", "200", "--kv-bytes", "5MB", "--draft-model", "tiny", "--speculation", "auto"),
+    "--no-keep-warm",
 )
 
 
@@ -345,7 +345,6 @@ def test_what_is_set_reaches_the_ranks(tmp_path: Path) -> None:
 
         answer = ask(max_tokens=64).json()
         assert answer["choices"][0]["message"]["content"] == ORACLE
-        assert answer["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 0
         home = ("--home", str(tmp_path))
         assert mlxtp("chat", *home, typed=f"Repeat exactly: {ORACLE}").stdout == f"{ORACLE}\n"
         started_with = json.loads(mlxtp("config", "show", "--json", *home).stdout)["agent"]

@@ -33,6 +33,7 @@ from mlxtp.cluster.state_file import SavedState, save
 from mlxtp.config import embedded_model_path
 from mlxtp.errors import Code, UserError
 from mlxtp.identity.store import Store
+from mlxtp.models.hub_cache import cache_folder
 from mlxtp.wire.cluster_messages import Interface, Machine, RosterEntry
 
 from ..api.test_admin import KEY, FakeAdmin
@@ -53,6 +54,10 @@ MEMBER = {
     "memory_bytes": 512 * 10**9,
     "notes": [],
     "model_problem": "",
+    "model_progress": "",
+    "refused": "",
+    "works_for": [],
+    "joined_at": 0,
 }
 GROUP: dict[str, Any] = {
     "id": "org/[model]#0",
@@ -91,10 +96,12 @@ TWO_REPLICAS: dict[str, Any] = {
          "why": "air: 30.1 GB are needed, and 12.0 GB are free"},
     ],
 }  # fmt: skip
-STATUS = {
+STATUS: dict[str, Any] = {
     "state": "ready",
     "ranks": [],
     "caches": [],
+    **dict.fromkeys(("drafts", "coming", "left_out"), ()),
+    **dict.fromkeys(("left_wired", "slow_link"), ""),
     "reason": "",
     "problem": "",
     "waiting": "",
@@ -184,7 +191,7 @@ class Admin(FakeAdmin):
         super()._do(*what)
         answers: dict[str, dict[str, object]] = {
             "status": STATUS,
-            "members": {"cluster": "c" * 16, "members": STATUS["members"]},
+            "members": {"cluster": "c" * 16, "members": STATUS["members"], "rotation": {"until": ""}},
             "token": {"token": "TOKEN-1", "valid_s": 900},
             "serve": SERVED,
             "unload": {"unloaded": ["org/model"], "left": [], "cancelled": []},
@@ -228,7 +235,8 @@ class Admin(FakeAdmin):
                 ],
             },
         }
-        return (answers | self.answers)[what[0]]
+        found = (answers | self.answers)[what[0]]
+        return {"folder": str(cache_folder()), **found} if what[0] == "stored" else found
 
 
 class Agent:
@@ -360,7 +368,7 @@ def test_a_long_error_has_lines_of_its_own(
 ) -> None:
     """Below the table, which it would squeeze; indented, and broken between words."""
     mini = {**STATUS["members"][1], "model_problem": LONG, "notes": []}
-    told = {**STATUS, "members": [MEMBER, mini]}
+    told = {**STATUS, "members": [MEMBER, mini], "rotation": {"until": ""}}
     handler = {"status": "status", "members": "roster"}[command[-1]]
     monkeypatch.setattr(agent.admin, handler, lambda: told)
     plain = {**told, "members": [MEMBER, {**mini, "model_problem": ""}]}
@@ -505,7 +513,8 @@ def test_a_link_that_is_far_too_slow_is_shown(agent: Agent, monkeypatch: pytest.
 
 
 def test_the_status_of_an_agent_that_keeps_to_itself(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = {name: STATUS[name] for name in ("state", "reason", "model", "epoch", "caches", "ranks")} | {
+    own = ("state", "reason", "model", "epoch", "caches", "ranks", "drafts", "left_wired", "slow_link")
+    alone = {name: STATUS[name] for name in own} | {
         "deployments": [{**TWO_REPLICAS, "groups": [GROUP]}],
         "world_size": 1,
         "kind": "",
@@ -697,7 +706,8 @@ def test_the_authority_is_handed_over_once_a_person_confirmed(
 def test_who_let_each_member_in_is_listed(agent: Agent) -> None:
     let_in = {"admitted_by": "ab" * 16, "admitted_by_name": "studio", "joined_from": "10.0.0.7"}
     members = [{**MEMBER, "name": "mini [x]", **let_in, "joined_at": 1_780_000_000}, MEMBER]
-    agent.admin.answers["members"] = {"cluster": "c" * 16, "members": members}
+    told: dict[str, object] = {"cluster": "c" * 16, "members": members, "rotation": {"until": ""}}
+    agent.admin.answers["members"] = told
     try:
         output = mlxtp(agent.home, "cluster", "members").output
     finally:

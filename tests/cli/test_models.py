@@ -48,6 +48,7 @@ ROW: dict[str, Any] = {
     "node_id": "ab" * 16,
     "lender": "studio",
     "held_bytes": 40_000_000_000,
+    "waits": False,
     "total_bytes": 40_000_000_000,
     "bytes_per_s": 0,
     "left_s": None,

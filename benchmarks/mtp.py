@@ -10,8 +10,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 
 from mlxtp.agent import Agent
-from mlxtp.engine.steps import GREEDY
-from mlxtp.wire.messages import Generate, Sampling
+from mlxtp.wire.messages import GREEDY, Generate, Sampling
 
 from . import prompts
 from .decoded import Decoded

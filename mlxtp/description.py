@@ -38,6 +38,11 @@ class PartFacts:
     window: int = 0
     state_bytes: int = 0
 
+    def __add__(self, other: PartFacts) -> PartFacts:
+        both = {name: (getattr(self, name), getattr(other, name)) for name in self.__slots__}
+        most = ("kv_heads", "window")
+        return PartFacts(**{n: (max if n in most else sum)(two) for n, two in both.items()})
+
 
 @dataclass(frozen=True, slots=True)
 class Dimension:
@@ -110,7 +115,8 @@ class Description:
     family        mlx-lm's name of it
     hidden, vocabulary    sizes
     embedding, layers, head    parts; a head that is the embedding has only the figures of a token
-    tied          whether it is
+    caches        what its KV caches can do
+    tied          whether head and embedding are one
     experts, picked    routed experts of a layer, and how many of them a token meets; 0 without
     mlp_bytes     of dense MLPs of `mlp_width` that a rank has whole where ranks cannot share them; 0 without
     bits, group   of the quantization; 16 or 32 bits and group 1 without
@@ -121,7 +127,6 @@ class Description:
     dimensions    sizes that ranks divide
     kernels       operations for one token that each start a kernel
     collectives   sums over the ranks for one token; 0 where ranks cannot share layers
-    caches        what its KV caches can do
     joined        layers that must be on the rank of the layer before
     keepers       layers of which each stage needs one, because of their caches; () where any layer will do
     unsharable, uncuttable    why ranks cannot share each layer, or have whole ones; "" if they can
@@ -133,22 +138,22 @@ class Description:
     embedding: PartFacts
     layers: tuple[PartFacts, ...]
     head: PartFacts
-    tied: bool
-    experts: int
-    picked: int
-    mlp_bytes: int
-    mlp_width: int
-    bits: int
-    group: int
-    number_bytes: int
-    expands: bool
-    context: int
-    has_head: bool
-    drafts: bool
-    dimensions: Dimensions
-    kernels: int
-    collectives: int
     caches: CacheCapabilities
+    tied: bool = False
+    experts: int = 0
+    picked: int = 0
+    mlp_bytes: int = 0
+    mlp_width: int = 0
+    bits: int = 16
+    group: int = 1
+    number_bytes: int = 2
+    expands: bool = False
+    context: int = 0
+    has_head: bool = False
+    drafts: bool = False
+    dimensions: Dimensions = Dimensions()
+    kernels: int = 1
+    collectives: int = 0
     joined: tuple[int, ...] = ()
     keepers: tuple[int, ...] = ()
     unsharable: str = ""

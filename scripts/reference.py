@@ -16,7 +16,6 @@ from typer.main import get_command
 from mlxtp.cli.main import app
 from mlxtp.description import CacheCapabilities
 from mlxtp.engine.families import DIVIDE
-from mlxtp.engine.pipeline import PIPELINE_FAMILIES
 from mlxtp.errors import Exit
 from mlxtp.model_config import (
     ALSO_CALLED,
@@ -37,7 +36,7 @@ from mlxtp.settings import (
 from mlxtp.short_names import SHORT_NAMES
 from mlxtp.text.markups import CALLS, THOUGHTS
 from tests.api.text.families import WRITERS
-from tests.engine.described_models import EVERY, description
+from tests.engine.described_models import EVERY, description, families_of_pipelines
 from tests.engine.families import FAMILIES, NAMED, OWN
 from tests.engine.mlx_lm_sources import shardable_families
 
@@ -242,7 +241,7 @@ What the engine leaves out with each kind of caches. `mlxtp plan` says it for an
 
 def families_page() -> str:
     """Return docs/families.md."""
-    known = sorted(shardable_families() | DIVIDE.keys() | PIPELINE_FAMILIES, key=str.lower)
+    known = sorted(shardable_families() | DIVIDE.keys() | families_of_pipelines(), key=str.lower)
     head = FAMILIES_HEAD.format(generated=GENERATED)
     rows = [
         "| family | tensor | pipeline | caches | reused | drafts | tried |",
@@ -258,9 +257,9 @@ def _family(family: str) -> str:
     tensor = "mlxtp" if family in DIVIDE else "mlx-lm" if family in shardable_families() else "–"
     kinds = _caches(family)
     caches = ", or ".join(dict.fromkeys(words_of(kind).name for kind in kinds)) or "–"
-    ways = {"parts": FAMILIES, "chunks": OWN, "types": NAMED, "stages": PIPELINE_FAMILIES}
+    ways = {"parts": FAMILIES, "chunks": OWN, "types": NAMED, "stages": families_of_pipelines()}
     tried = ", ".join(way for way, families in ways.items() if family in families)
-    pipeline = "yes" if family in PIPELINE_FAMILIES else "–"
+    pipeline = "yes" if family in ways["stages"] else "–"
     reused = ", or ".join(dict.fromkeys(map(_reused, kinds))) or "–"
     drafts = "yes" if any(kind.rolls_back for kind in kinds) else "–"
     if family in MTP_PLACES:

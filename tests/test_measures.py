@@ -38,27 +38,27 @@ LEFT: Mapping[str, int] = {
     "functions of an object of a class beside them": 89,
 }
 MOST_LINES: Mapping[str, int] = {
-    "": 4_041,
+    "": 4_046,
     "admin": 2_016,
     "api": 10_324,
     "cli": 6_133,
     "cluster": 5_485,
     "diagnostics": 3_152,
     "discovery": 1_068,
-    "engine": 13_795,
+    "engine": 13_735,
     "gateway": 1_753,
     "groups": 7_292,
     "identity": 1_582,
     "models": 3_783,
-    "placement": 5_025,
+    "placement": 4_995,
     "service": 878,
     "text": 5_895,
     "wire": 5_002,
 }
 """Lines of each package; those of files beside the packages are "". A commit that adds some says why."""
 TOUCHES: Mapping[str, tuple[str, int]] = {
-    "a family whose layers mlx-lm cuts": ("longcat_flash", 1),
-    "a family cut by hand": ("nemotron_h", 3),
+    "a family whose layers mlx-lm cuts": ("longcat_flash", 0),
+    "a family cut by hand": ("nemotron_h", 2),
     "a figure of a rank, in status and metrics": ("load_peak_bytes", 2),
     "a figure that the page, status and commands tell in words": ("fetched_tokens", 5),
     "a sampler": ("xtc_threshold", 3),

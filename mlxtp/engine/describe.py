@@ -11,18 +11,17 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, cast
 from unittest.mock import patch
 
 import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten, tree_map
 
-from ..chunks import ring_slots
 from ..description import INVALID, Description, PartFacts, to_text
 from ..errors import Code, MlxtpError, ModelError
 from ..model_config import (
@@ -40,15 +39,13 @@ from ..wire.messages import MAX_LAYERS
 from .batch import CacheKind
 from .families import KEEPS_MLP_WHOLE, dimensions_of
 from .group import CollectiveCounter, Group, alone
-from .loader import MLX_LM_RAISES, brief, leaves, make_cache, read_config, state_arrays, steps, unrun_arrays
+from .loader import MLX_LM_RAISES, brief, cache_facts, make_cache, read_config, steps
 from .mlx_compat import import_mlx_lm
-from .pipeline import PIPELINE_FAMILIES, LayerTrace, counts_positions, trace_layers
-from .sharding import EMBEDDINGS, HEADS, dense_mlps, family_of, is_divided, shard
+from .pipeline import LayerTrace, border_rules, embeddings_of, trace_layers, whole_vocabulary
+from .sharding import HEADS, dense_mlps, family_of, is_divided, shard
 
-T = TypeVar("T")
-
-FEW, MANY = 256, 512  #: tokens of two forwards that show how caches grow, which is by steps of as many
 _LAYERS = ("num_layers", "num_hidden_layers", "n_layer", "n_layers")
+_ROWS = (nn.Embedding, nn.QuantizedEmbedding)  #: of which a token meets one row
 _GATHERING = ("gather_mm", "gather_qmm")
 MOST_SHARING = 8  #: ranks that are tried to share layers
 #: Widths of heads for which Metal's attention has a kernel for one query; for others it takes five: scale,
@@ -92,30 +89,35 @@ def _described(family: str, config: Config) -> Description:
     model, told = hollow_model(family, config), quantization(config)
     plain = plain_type(config).size
     with _Watch() as watch:
-        logits = model(_tokens(1), cache=make_cache(model))
-        kernels = _kernels(logits)
+        logits = model(mx.zeros((1, 1), dtype=mx.int32), cache=make_cache(model))
+        kernels = len([name for name in steps(logits) if name not in _VIEWS])
     sizes, tied = _sizes(model, watch.picked)
-    shares: list[_Weights | None] = [None] * len(sizes)
     collectives, dimensions = 0, dimensions_of(config)
     ranks = next((n for n in range(2, MOST_SHARING + 1) if not dimensions.obstacles(n)), 0)
     unsharable = "" if is_divided(family) else "mlx-lm divides none"
     if ranks and not unsharable:
         try:
             share, collectives = _share_of(hollow_model(family, config), ranks)
-            shares = [*_sizes(share, watch.picked)[0]]
+            shares = _sizes(share, watch.picked)[0]
+            sizes = [_with_whole(*each, ranks) for each in zip(sizes, shares, strict=True)]
         except (MlxtpError, *MLX_LM_RAISES) as error:
             unsharable = _why(error)
     caches = make_cache(model)
-    traces, uncuttable = _traces(model, caches)
-    if family not in PIPELINE_FAMILIES:
-        uncuttable = uncuttable or "no test has cut it"
-    parts = zip(sizes, shares, strict=True)
-    embedding, *layers, head = [whole.facts(part, ranks) for whole, part in parts]
-    for at, pair in _owned(traces, _grown(model), len(layers)):
-        layers[at] = _with_cache(layers[at], *pair)
-    joined, keepers = _borders(traces, caches)
+    traces: list[LayerTrace] = []
+    uncuttable = ""
+    try:
+        whole_vocabulary(model)
+        traces = trace_layers(model, caches)
+    except (ModelError, *MLX_LM_RAISES) as error:
+        uncuttable = _why(error)
+    joined, keepers = border_rules(traces, caches)
+    embedding, *layers, head = sizes
+    for at, cache in enumerate(cache_facts(model)):
+        given = (layer for layer, trace in enumerate(traces) if at in trace.caches)
+        layers[next(given, min(at, len(layers) - 1))] += cache
     text, place = text_config(config), mtp_place(config)
     keeps_mlp = family in KEEPS_MLP_WHOLE and bool(watch.experts)
+    mlps = dense_mlps(model) if keeps_mlp else []
     return Description(
         family=family,
         hidden=watch.hidden,
@@ -126,7 +128,7 @@ def _described(family: str, config: Config) -> Description:
         tied=tied,
         experts=watch.experts,
         picked=watch.picked,
-        mlp_bytes=_mlp_bytes(model) if keeps_mlp else 0,
+        mlp_bytes=sum(array.nbytes for mlp in mlps for _, array in tree_flatten(mlp.parameters())),
         mlp_width=number(text, "intermediate_size") if keeps_mlp else 0,
         bits=int(told.get("bits") or 8 * plain),
         group=int(told.get("group_size") or 1),
@@ -153,25 +155,12 @@ class _Pretended:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.handle = _Handle(size)
+        self.handle = type("Handle", (), {"rank": lambda _: 0, "size": lambda _: size})()  # as MLX's
         self.sums = 0
 
     def total(self, array: mx.array) -> mx.array:
         self.sums += 1
         return array
-
-
-class _Handle:
-    """MLX's handle of such a group."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def rank(self) -> int:
-        return 0
-
-    def size(self) -> int:
-        return self._size
 
 
 def _share_of(model: Any, ranks: int) -> tuple[Any, int]:
@@ -180,7 +169,7 @@ def _share_of(model: Any, ranks: int) -> tuple[Any, int]:
     shard(model, cast("Group", group))
     with alone(ranks, compiled=False):
         before = CollectiveCounter.left_out
-        model(_tokens(1), cache=make_cache(model))
+        model(mx.zeros((1, 1), dtype=mx.int32), cache=make_cache(model))
         # A decode step is given its embeddings.
         return model, CollectiveCounter.left_out - before + group.sums - 1
 
@@ -199,7 +188,6 @@ def hollow_model(family: str, config: Config) -> Any:
         names = ("group_size", "bits", "mode")
         usual = {name: told[name] for name in names if name in told}
         keeps = getattr(model, "quant_predicate", None)
-
         plain = _any_of([name for name, own in told.items() if own is False])
 
         def as_told(path: str, part: Any) -> bool | dict[str, Any]:
@@ -240,10 +228,6 @@ def _hollow_out(model: Any) -> None:
     mx.eval(model.parameters())  # views of the zeros, so that a forward begins at them
 
 
-def _tokens(count: int) -> mx.array:
-    return mx.zeros((1, count), dtype=mx.int32)
-
-
 class _Watch(contextlib.ExitStack):
     """Watch of a forward that is built, with MLX's fast operations as one each, as on a GPU."""
 
@@ -251,19 +235,15 @@ class _Watch(contextlib.ExitStack):
         super().__init__()
         self.experts = self.picked = 0  #: experts of a layer, and those of them that a token meets
         self.hidden = 0  #: numbers of a token that were normalized last
-        self._patches: list[Any] = [
+        patches: list[Any] = [
             *(patch.object(mx.fast, name, self._norm) for name in ("rms_norm", "layer_norm")),
             patch.object(mx.fast, "rope", lambda x, *_args, **_named: mx.abs(x)),
             patch.object(mx.fast, "scaled_dot_product_attention", _attended),
             patch.object(mx, "dequantize", _dequantized),
             *(patch.object(mx, name, self._gathering(getattr(mx, name))) for name in _GATHERING),
         ]
-
-    def __enter__(self) -> _Watch:
-        super().__enter__()
-        for each in self._patches:
+        for each in patches:
             self.enter_context(each)
-        return self
 
     def _norm(self, x: mx.array, *_args: Any, **_named: Any) -> mx.array:
         self.hidden = x.shape[-1]
@@ -297,35 +277,12 @@ def _dequantized(
     return mx.abs(mx.broadcast_to(numbers, (*weight.shape[:-1], weight.shape[-1] * 32 // bits)))
 
 
-def _kernels(result: mx.array) -> int:
-    return len([name for name in steps(result) if name not in _VIEWS])
-
-
 # --- sizes ----------------------------------------------------------------------------------------------
 
 
-class _Weights(NamedTuple):
-    """Weights of a part of the model, as `PartFacts` has them."""
-
-    numbers: int
-    weight_bytes: int
-    token_numbers: int
-    token_bytes: int
-
-    def facts(self, share: _Weights | None, ranks: int) -> PartFacts:
-        """Return them as a part. `share` is what one of `ranks` ranks has, where ranks can share layers."""
-        if share is None:
-            return PartFacts(**self._asdict())
-        return PartFacts(
-            **self._asdict(),
-            whole_bytes=_whole(self.weight_bytes, share.weight_bytes, ranks),
-            token_whole_bytes=_whole(self.token_bytes, share.token_bytes, ranks),
-        )
-
-
-def _weights(modules: Iterable[tuple[Any, bool]], picked: int) -> _Weights:
+def _weights(modules: Iterable[tuple[Any, bool]], picked: int) -> PartFacts:
     """Count the tensors of modules themselves; with each, whether a token meets one row of it."""
-    total = [0, 0, 0, 0]
+    total = PartFacts()
     for module, rows in modules:
         for name, array in module.items():
             if not isinstance(array, mx.array):
@@ -336,113 +293,38 @@ def _weights(modules: Iterable[tuple[Any, bool]], picked: int) -> _Weights:
             met = of = 1
             if rows and array.ndim:
                 of = array.shape[0]
-            elif array.ndim > 2 and _is_switch(module):
+            elif array.ndim > 2 and type(module).__module__ == "mlx_lm.models.switch_layers":  # experts
                 met, of = min(picked, array.shape[0]), array.shape[0]
-            token = 0 if rows else numbers * met // of
-            for at, size in enumerate((numbers, array.nbytes, token, array.nbytes * met // of)):
-                total[at] += size
-    return _Weights(*total)
+            total += PartFacts(
+                numbers=numbers,
+                weight_bytes=array.nbytes,
+                token_numbers=0 if rows else numbers * met // of,
+                token_bytes=array.nbytes * met // of,
+            )
+    return total
 
 
-def _whole(total: int, share: int, ranks: int) -> int:
-    """Return the part that each rank has whole where one has `share` of all: share = (total - x) / n + x."""
-    return max((ranks * share - total) // (ranks - 1), 0)
+def _with_whole(part: PartFacts, share: PartFacts, ranks: int) -> PartFacts:
+    """Add what each rank has whole, x, where one of n has a share: share = (part - x) / n + x."""
+    names = {"whole_bytes": "weight_bytes", "token_whole_bytes": "token_bytes"}
+    found = {x: ranks * getattr(share, of) - getattr(part, of) for x, of in names.items()}
+    return replace(part, **{name: max(size // (ranks - 1), 0) for name, size in found.items()})
 
 
-def _is_switch(module: Any) -> bool:
-    """Return True for the experts of a layer."""
-    return type(module).__module__ == "mlx_lm.models.switch_layers"
-
-
-def _sizes(model: Any, picked: int) -> tuple[list[_Weights], bool]:
+def _sizes(model: Any, picked: int) -> tuple[list[PartFacts], bool]:
     """Return the weights of embedding, layers, and the rest; and whether the head is the embedding."""
     layers = [list(layer.modules()) for layer in model.layers]
     inside = {id(part) for layer in layers for part in layer}
-    # Ranks have the rows of an embedding or a head in a module within that.
-    outside = [
-        (set(path.split(".")[-2:]), part) for path, part in model.named_modules() if id(part) not in inside
-    ]
-    tied = not any(names.intersection(HEADS) for names, _ in outside)
-    embedding = _weights(((part, True) for names, part in outside if names.intersection(EMBEDDINGS)), picked)
-    rest = _weights(
-        (
-            (part, isinstance(part, nn.Embedding))
-            for names, part in outside
-            if not names.intersection(EMBEDDINGS)
-        ),
-        picked,
+    tables = {id(part): part for whole in embeddings_of(model) for part in whole.modules()}
+    outside = [part for part in model.modules() if id(part) not in inside | tables.keys()]
+    tied = not any(path.rpartition(".")[2] in HEADS for path, _ in model.named_modules())
+    embedding, rest = (
+        _weights(((part, isinstance(part, _ROWS)) for part in parts), picked)
+        for parts in (tables.values(), outside)
     )
     if tied:
-        rest = rest._replace(
-            token_numbers=rest.token_numbers + embedding.numbers,
-            token_bytes=rest.token_bytes + embedding.weight_bytes,
-        )
+        rest += PartFacts(token_numbers=embedding.numbers, token_bytes=embedding.weight_bytes)
     return [embedding, *(_weights(((part, False) for part in layer), picked) for layer in layers), rest], tied
-
-
-def _mlp_bytes(model: Any) -> int:
-    return sum(array.nbytes for parts in dense_mlps(model) for _, array in tree_flatten(parts.parameters()))
-
-
-# --- caches and borders ---------------------------------------------------------------------------------
-
-
-def _traces(model: Any, caches: Sequence[Any]) -> tuple[list[LayerTrace], str]:
-    """Return facts of the layers for a pipeline, or () and why there are none."""
-    try:
-        return trace_layers(model, caches), ""
-    except (ModelError, *MLX_LM_RAISES) as error:
-        return [], _why(error)
-
-
-def _grown(model: Any) -> list[tuple[Any, Any]]:
-    """Return each cache twice: with FEW tokens, and with MANY."""
-    pairs = [make_cache(model) for _ in (FEW, MANY)]
-    for caches, count in zip(pairs, (FEW, MANY), strict=True):
-        unrun_arrays(model, caches, count)
-    return list(zip(*pairs, strict=True))
-
-
-def _with_cache(part: PartFacts, few: Any, many: Any) -> PartFacts:
-    """Add a cache, of FEW tokens and of MANY; it may be a list of several."""
-    for small, large in zip(leaves([few]), leaves([many]), strict=True):
-        before, after = (sum(array.nbytes for array in state_arrays([cache])) for cache in (small, large))
-        grown = (after - before) // (MANY - FEW)
-        window = getattr(small, "max_size", 0) or getattr(small, "chunk_size", 0)
-        heads = [array.shape[1] for array in state_arrays([large]) if grown and array.ndim == 4]
-        part = replace(
-            part,
-            kv_token_bytes=part.kv_token_bytes + grown,
-            kv_window_bytes=part.kv_window_bytes + (grown if window else 0),
-            kv_heads=max([part.kv_heads, *heads]),
-            window=max(part.window, ring_slots(window) if window else 0),
-            state_bytes=part.state_bytes + (0 if window else before - grown * FEW),
-        )
-    return part
-
-
-def _owned(traces: Sequence[LayerTrace], caches: Sequence[T], layers: int) -> Iterator[tuple[int, T]]:
-    """Yield each cache with its layer: the first that is given it, or that of the same number."""
-    for place, cache in enumerate(caches):
-        given = (at for at, layer in enumerate(traces) if place in layer.caches)
-        yield next(given, min(place, layers - 1)), cache
-
-
-def _borders(traces: Sequence[LayerTrace], caches: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return `joined` and `keepers` of a Description."""
-    joined = {
-        layer
-        for at, trace in enumerate(traces)
-        if trace.needs
-        for layer in range(min(trace.needs) + 1, at + 1)
-    }
-    counted = any(layer.counted for layer in traces)
-    keepers = [
-        at
-        for at, layer in enumerate(traces)
-        if any(counts_positions(caches[number]) or not counted for number in layer.caches)
-    ]
-    return tuple(sorted(joined)), () if len(keepers) == len(traces) else tuple(keepers)
 
 
 # --- the command ----------------------------------------------------------------------------------------

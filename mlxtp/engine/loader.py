@@ -20,6 +20,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
 from ..chunks import ring_slots
+from ..description import PartFacts
 from ..errors import Code, GroupError, MlxtpError, ModelError
 from ..model_config import Config, quantizations, text_config, unreadable
 from ..model_files import (
@@ -35,7 +36,7 @@ from ..model_files import (
 from .families import attend_to_latents
 from .group import Group, alone, uncounted
 from .mlx_compat import code_of
-from .pipeline import Stage, StageVocabulary, check_family, cut_into_stage
+from .pipeline import Stage, StageVocabulary, cut_into_stage
 from .recurrent import STATE, recurrent_layers
 from .sharding import (
     ShardedEmbedding,
@@ -46,7 +47,6 @@ from .sharding import (
     compiles_collectives,
     context_length,
     cut_rows,
-    family_of,
     shard,
 )
 
@@ -402,8 +402,6 @@ def load(
     parts = 1 if split else group.size  # of each layer
     check_shardable(config, parts)
     check_divisible(config, parts)
-    if split:
-        check_family(family_of(config))
     mx.reset_peak_memory()
     held = mx.get_active_memory()
     model, config = _read_weights(folder, config)
@@ -608,24 +606,35 @@ def _broken(looks: dict[str, mx.array]) -> list[str]:
     return [name for name, broken in zip(looks, cast("list[bool]", found), strict=True) if broken]
 
 
-def kv_sizes(model: Any) -> tuple[int, int]:
-    """Return the bytes of one more token in a sequence's caches, and those that do not grow with it."""
+def cache_facts(model: Any) -> list[PartFacts]:
+    """Return the sizes of each cache of a sequence, which may be a list of several."""
     few, many = 256, 512  # mlx-lm's caches grow by 256
-    per_token = per_row = 0
     caches = [make_cache(model) for _ in (few, many)]
     for each, tokens in zip(caches, (few, many), strict=True):
         unrun_arrays(model, each, tokens)
-    for shorter, longer in zip(*map(leaves, caches), strict=True):
+
+    def facts(shorter: Any, longer: Any) -> PartFacts:
         small, large = (sum(array.nbytes for array in state_arrays([cache])) for cache in (shorter, longer))
         growth = (large - small) // (many - few)
-        if window := getattr(shorter, "max_size", 0):
-            per_row += growth * ring_slots(window)  # a first forward leaves more
-        elif window := getattr(shorter, "chunk_size", 0):
-            per_row += growth * window
-        else:
-            per_token += growth
-            per_row += small - growth * few
-    return per_token, per_row
+        window = getattr(shorter, "max_size", 0) or getattr(shorter, "chunk_size", 0)
+        heads = [array.shape[1] for array in state_arrays([longer]) if growth and array.ndim == 4]
+        return PartFacts(
+            kv_token_bytes=growth,
+            kv_window_bytes=growth if window else 0,
+            kv_heads=max([1, *heads]),
+            window=ring_slots(window) if window else 0,  # a first forward leaves more
+            state_bytes=0 if window else small - growth * few,
+        )
+
+    pairs = [zip(*(leaves([cache]) for cache in two), strict=True) for two in zip(*caches, strict=True)]
+    return [sum((facts(*two) for two in pair), PartFacts()) for pair in pairs]
+
+
+def kv_sizes(model: Any) -> tuple[int, int]:
+    """Return the bytes of one more token in a sequence's caches, and those that do not grow with it."""
+    found = cache_facts(model)
+    rows = [cache.kv_window_bytes * cache.window + cache.state_bytes for cache in found]
+    return sum(cache.kv_token_bytes - cache.kv_window_bytes for cache in found), sum(rows)
 
 
 def read_each_forward(model: Any) -> tuple[int, int]:

@@ -10,11 +10,14 @@ The first own layer takes the hidden states that were received, and the last one
 from __future__ import annotations
 
 import contextlib
+import io
+import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -38,32 +41,6 @@ def check_split(split: Sequence[int], world_size: int, layers: int) -> None:
         )
 
 
-#: mlx-lm's modules whose layers a test has cut into stages, with the same text as one rank's.
-PIPELINE_FAMILIES = frozenset(
-    ("afmoe", "apertus", "bailing_hybrid", "bailing_moe", "bailing_moe_linear", "bailing_moe_v3", "cohere",
-     "cohere2", "deepseek", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5", "ernie4_5_moe",
-     "exaone4", "exaone_moe", "falcon_h1", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma4",
-     "gemma4_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss", "granite",
-     "granitemoe", "granitemoehybrid", "hunyuan", "hunyuan_v1_dense", "internlm2", "internlm3", "jamba",
-     "kimi_k25", "kimi_linear", "kimi_vl", "Klear", "laguna", "lfm2", "lfm2_moe", "llama", "llama4",
-     "llama4_text", "longcat_flash", "longcat_flash_ngram", "mellum", "mimo", "mimo_v2_flash", "minicpm",
-     "minimax", "minimax_m3_vl", "ministral3", "mistral3", "mistral4", "mixtral", "muse_glimmer", "nemotron",
-     "nemotron_h", "olmo2", "olmo3", "olmoe", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3",
-     "qwen3_5", "qwen3_5_moe", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "seed_oss", "smollm3",
-     "solar_open", "stablelm", "starcoder2", "step3p5", "telechat3", "youtu_llm")
-)  # fmt: skip
-
-
-def check_family(family: str) -> None:
-    """Check that a family can run as a pipeline. Raises ModelError (MODEL_UNSUPPORTED)."""
-    if family not in PIPELINE_FAMILIES:
-        raise ModelError(
-            f"the family {family!r} cannot run as a pipeline; these can: "
-            f"{', '.join(sorted(PIPELINE_FAMILIES))}",
-            Code.MODEL_UNSUPPORTED,
-        )
-
-
 class _Reached(Exception):
     """The last own layer has hidden states to send. Ends a forward, because other ranks have its rest."""
 
@@ -77,9 +54,9 @@ class LayerTrace:
     """Facts of one layer, from a forward that is never computed."""
 
     caches: tuple[int, ...]  # numbers of those that it is given
-    needs: tuple[int, ...]  # layers whose results it is given, beside the hidden states
+    needs: tuple[int, ...]  # layers that its stage must have, for more than the hidden states before it
     extras: int | None  # results beside the hidden states; None where it returns these alone
-    counted: bool  # it is given the position of the first token
+    counted: bool  # it is given the position of the first token, or arrays that may be made of it
     hidden: mx.array
 
 
@@ -103,11 +80,15 @@ class Stage:
         self.end = self.first + split[rank]
         self.given: mx.array | None = None
         self._empty: list[Any] = make_prompt_cache(model)
-        facts = trace_layers(model, self._empty)
+        try:
+            facts = trace_layers(model, self._empty)
+        except ModelError as error:
+            why = f"{model.model_type} cannot run as a pipeline: {error.detail}"
+            raise ModelError(why, error.code) from None
         spans = [(sum(split[each + 1 :]), sum(split[each:])) for each in range(self.ranks)]
         owned = [self._owned(facts, *span) for span in spans]
         self._own = owned[rank]
-        self.counting = all(any(_counts_inside(self._empty[number]) for number in each) for each in owned)
+        self.counting = all(any(counts_positions(self._empty[number]) for number in each) for each in owned)
         self._check(facts)
         self._stand_ins = [self._stand_in(number) for number in range(len(self._empty))]
         self.hidden, self.dtype = facts[0].hidden.shape[-1], facts[0].hidden.dtype
@@ -141,14 +122,11 @@ class Stage:
         return sorted(own | (set(range(len(self._empty))).difference(*layers) if not first else set()))
 
     def _check(self, facts: Sequence[LayerTrace]) -> None:
-        for at in range(self.first, self.end):
-            if beyond := [other for other in facts[at].needs if other < self.first]:
-                raise ModelError(
-                    f"layer {at} reads results of layer {beyond[0]}; give one rank both",
-                    Code.MODEL_UNSUPPORTED,
-                )
-        counting = any(counts_positions(self._empty[number]) for number in self._own)
-        if not self._own or (any(layer.counted for layer in facts) and not counting):
+        joined, keepers = border_rules(facts, self._empty)
+        if self.first in joined:
+            why = f"layer {self.first} reads more of those before it than hidden states; give one rank both"
+            raise ModelError(why, Code.MODEL_UNSUPPORTED)
+        if keepers and not set(keepers).intersection(range(self.first, self.end)):
             raise ModelError(
                 f"layers {self.first} to {self.end - 1} have no cache that counts positions, and this model "
                 "needs one on each rank; give their rank more layers",
@@ -156,21 +134,21 @@ class Stage:
             )
 
     def _cut(self, model: Any, facts: Sequence[LayerTrace]) -> None:
+        def zeros(_module: Any, tokens: mx.array, **_kwargs: Any) -> mx.array:  # only the shape matters
+            return mx.zeros((*tokens.shape, self.hidden), dtype=self.dtype)
+
         for at, layer in enumerate(model.layers):
             if self.first <= at < self.end:
                 change(layer, self._own_layer(type(layer), at))
             else:
                 _empty_out(layer)
                 change(layer, _pass_on(facts[at].extras))
-        modules = dict(model.named_modules())
-        tied = not any(_is(path, HEADS) for path in modules)
-        for path, module in modules.items():
-            if _is(path, HEADS) and not self.chooses:
-                _empty_out(module)
-            if _is(path, EMBEDDINGS) and not (self.embeds or (tied and self.chooses)):
-                whole_embedding = _around(path, modules, model.layers)
-                _empty_out(whole_embedding)
-                change(whole_embedding, self._no_embedding())
+        heads = [module for path, module in model.named_modules() if _is(path, HEADS)]
+        for module in [] if self.chooses else heads:
+            _empty_out(module)
+        for module in [] if self.embeds or (self.chooses and not heads) else embeddings_of(model):
+            _empty_out(module)
+            change(module, zeros)
         change(model, self._own_model(type(model)), make_cache=lambda _: self.caches())
 
     def _own_model(self, kind: type) -> Callable[..., Any]:
@@ -194,12 +172,6 @@ class Stage:
 
         return layer
 
-    def _no_embedding(self) -> Callable[..., mx.array]:
-        def zeros(_module: Any, tokens: mx.array, **_kwargs: Any) -> mx.array:  # only the shape matters
-            return mx.zeros((*tokens.shape, self.hidden), dtype=self.dtype)
-
-        return zeros
-
     # --- caches: a model expects those of all layers -------------------------------------------------
 
     def _stand_in(self, number: int) -> int | None:
@@ -211,9 +183,7 @@ class Stage:
         if number in self._own:
             return self._own.index(number)
         same = [place for place, cache in enumerate(own) if _kind(cache) == _kind(wanted)]
-        alike = [
-            place for place, cache in enumerate(own) if counts_positions(cache) and counts_positions(wanted)
-        ]
+        alike = [place for place, cache in enumerate(own) if _counts(cache) and _counts(wanted)]
         return next(iter([*same, *alike]), None)
 
     def _for_all(self, own: list[Any]) -> list[Any]:
@@ -224,50 +194,119 @@ class Stage:
         ]
 
 
-def trace_layers(model: Any, empty: Sequence[Any]) -> list[LayerTrace]:
-    """Return facts of the layers. Raises ModelError (MODEL_UNSUPPORTED) when they are no plain list."""
-    caches, layers = deepcopy(list(empty)), list(model.layers)
-    facts: dict[int, LayerTrace] = {}
-    makers: dict[int, int] = {}  # id of a result -> its layer
-    results: list[Any] = []  # alive, so that no two have the same id
-    rows = (3, 1)  # of tokens
+_uncut = partial(ModelError, code=Code.MODEL_UNSUPPORTED)
 
-    def refuse(why: str) -> ModelError:
-        return ModelError(f"{model.model_type} cannot run as a pipeline: {why}", Code.MODEL_UNSUPPORTED)
 
-    def watched(kind: type, at: int) -> Callable[..., Any]:
-        def layer(module: Any, x: mx.array, *args: Any, **kwargs: Any) -> Any:
-            if at in facts:
-                raise refuse(f"layer {at} runs twice")
-            given = list(_parts([*args, *kwargs.values()]))
-            needs = {makers[id(part)] for part in given if id(part) in makers}
-            others = [part for part in given if id(part) not in makers]
-            if any(isinstance(part, mx.array) and part.shape[:2] == rows for part in others):
-                raise refuse(f"layer {at} reads more of each token than hidden states")
-            numbers = [number for number, cache in enumerate(caches) if any(cache is part for part in given)]
-            counted = any(type(value) is int for value in [*args, *kwargs.values()])
-            out = kind.__call__(module, x, *args, **kwargs)
-            results.append(out)
-            extras = out[1:] if isinstance(out, tuple) else ()
-            makers.update({id(part): at for part in _parts(extras)})
-            count = len(extras) if isinstance(out, tuple) else None
-            facts[at] = LayerTrace(tuple(numbers), tuple(sorted(needs)), count, counted, _hidden(out))
-            return out
+class _ForwardTrace:
+    """Forward that is never computed. Zeros take the place of what the embedding and each layer return, and
+    of what a layer is given. So the graph of a later result has those that it is computed from, by way of
+    arguments, caches or attributes.
+    """
+
+    ROWS = (3, 1)  # of tokens
+
+    def __init__(self, caches: list[Any]) -> None:
+        self.caches = caches
+        self.facts: dict[int, LayerTrace] = {}
+        self._marks: dict[str, mx.array] = {}  # those zeros: "layer:number", of the embedding "-1:number"
+
+    def mark(self, like: mx.array, at: int) -> mx.array:
+        """Return zeros of the same shape and type, in place of layer `at` or what it is given."""
+        zeros = mx.zeros(like.shape, dtype=like.dtype)
+        mx.eval(zeros)
+        self._marks[f"{at}:{len(self._marks)}"] = zeros.reshape(
+            zeros.shape
+        )  # the other may be changed in place
+        return zeros
+
+    def graph(self, values: Any) -> str:
+        text = io.StringIO()
+        arrays = [mx.stop_gradient(part) for part in _parts(values) if isinstance(part, mx.array)]
+        mx.export_to_dot(text, *arrays, **self._marks)
+        return text.getvalue()
+
+    def sources(self, values: Any) -> set[int]:
+        """Return the layers of the zeros in the graph of what is in `values`."""
+        return {int(at) for at in re.findall(r'"(-?\d+):\d+" ->', self.graph(values))}
+
+    def embedding(self, kind: type) -> Callable[..., mx.array]:
+        return lambda module, *args, **kwargs: self.mark(kind.__call__(module, *args, **kwargs), -1)
+
+    def layer(self, kind: type, at: int) -> Callable[..., Any]:
+        def layer(module: Any, x: mx.array | None = None, *args: Any, **kwargs: Any) -> Any:
+            if at in self.facts or x is None:
+                raise _uncut(f"layer {at} {'is given its input by name' if x is None else 'runs twice'}")
+            out = kind.__call__(module, self.mark(x, at) if at else x, *args, **kwargs)
+            hidden = self._note(at, x, [*args, *kwargs.values()], out)
+            return (hidden, *out[1:]) if isinstance(out, tuple) else hidden
 
         return layer
 
-    kinds = [type(layer) for layer in layers]
+    def _note(self, at: int, x: mx.array, given: list[Any], out: Any) -> mx.array:
+        parts, hidden = list(_parts(given)), _hidden(out)
+        arrays = [part for part in parts if isinstance(part, mx.array) and part.dtype != mx.bool_]
+        numbers = {at for at, cache in enumerate(self.caches) if any(cache is part for part in parts)}
+        sharing = {other for other, fact in self.facts.items() if numbers.intersection(fact.caches)}
+        needs = self.sources(out) | sharing
+        if at and (self.sources(x) != {at - 1} or self.graph(x).count("rectangle") > 1):
+            needs |= self.sources(x)  # which is not just what the layer before has returned
+        like = next(iter(self.facts.values())).hidden if self.facts else hidden
+        if hidden.shape != (*self.ROWS, like.shape[-1]) or hidden.dtype != like.dtype:
+            raise _uncut(f"layer {at} returns other hidden states than a row of numbers for each token")
+        if max(needs, default=at) > at:
+            raise _uncut(f"layer {at} runs after layer {max(needs)}")
+        self.facts[at] = LayerTrace(
+            caches=tuple(sorted(numbers)),
+            needs=tuple(sorted({max(other, 0) for other in needs} - {at})),
+            extras=len(out) - 1 if isinstance(out, tuple) else None,
+            counted=any(type(value) is int for value in given) or not all(map(self.sources, arrays)),
+            hidden=self.mark(hidden, at),
+        )
+        return self.facts[at].hidden
+
+
+def trace_layers(model: Any, empty: Sequence[Any]) -> list[LayerTrace]:
+    """Return facts of the layers. Raises ModelError (MODEL_UNSUPPORTED) that says why none can be cut off."""
+    layers, embeddings, trace = list(model.layers), embeddings_of(model), _ForwardTrace(deepcopy(list(empty)))
+    kinds = [(module, type(module)) for module in [*embeddings, *layers]]
     try:
+        for module in embeddings:
+            change(module, trace.embedding(type(module)))
         for at, layer in enumerate(layers):
-            change(layer, watched(kinds[at], at))
+            change(layer, trace.layer(type(layer), at))
         with uncounted():
-            model(mx.zeros(rows, dtype=mx.int32), cache=caches)
+            logits = model(mx.zeros(trace.ROWS, dtype=mx.int32), cache=trace.caches)
     finally:
-        for layer, kind in zip(layers, kinds, strict=True):
-            layer.__class__ = kind
-    if len(facts) < len(layers):
-        raise refuse("not all of its layers are called")
-    return [facts[at] for at in range(len(layers))]
+        for module, kind in reversed(kinds):
+            module.__class__ = kind
+    if len(trace.facts) < len(layers):
+        raise _uncut("not all of its layers are called")
+    *others, last = [trace.facts[at] for at in range(len(layers))]
+    needs = {*last.needs, *(max(at, 0) for at in trace.sources(logits))} - {len(others)}
+    found = [*others, replace(last, needs=tuple(sorted(needs)))]
+    if 0 < len(others) == len(border_rules(found, empty)[0]):
+        raise _uncut("each layer reads more of those before it than hidden states")
+    if any(layer.counted for layer in found) and not any(map(counts_positions, empty)):
+        raise _uncut("its layers are given positions, which none of its caches counts")
+    return found
+
+
+def border_rules(
+    facts: Sequence[LayerTrace], caches: Sequence[Any]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the layers that must be on the rank of the layer before, and those of which each rank needs one.
+
+    The latter have the caches that count positions, if layers are given any; () where any layer will do.
+    """
+    spans = [range(min(layer.needs) + 1, at + 1) for at, layer in enumerate(facts) if layer.needs]
+    counted = any(layer.counted for layer in facts)
+    keepers = [
+        at
+        for at, layer in enumerate(facts)
+        if any(counts_positions(caches[number]) or not counted for number in layer.caches)
+    ]
+    joined = sorted({at for span in spans for at in span})
+    return tuple(joined), () if len(keepers) == len(facts) else tuple(keepers)
 
 
 def _parts(value: Any) -> Iterator[Any]:
@@ -286,27 +325,32 @@ def _hidden(out: Any) -> mx.array:
 
 
 def _kind(cache: Any) -> tuple[Any, ...]:
-    return type(cache), getattr(cache, "max_size", 0), getattr(cache, "chunk_size", 0)
+    inside = tuple(_kind(each) for each in getattr(cache, "caches", ()))
+    return type(cache), getattr(cache, "max_size", 0), getattr(cache, "chunk_size", 0), inside
 
 
 def counts_positions(cache: Any) -> bool:
+    return any(map(_counts, getattr(cache, "caches", (cache,))))
+
+
+def _counts(cache: Any) -> bool:
     return hasattr(cache, "offset") and hasattr(cache, "make_mask")
-
-
-def _counts_inside(cache: Any) -> bool:
-    return any(map(counts_positions, getattr(cache, "caches", (cache,))))
 
 
 def _is(path: str, names: Iterable[str]) -> bool:
     return path.rpartition(".")[2] in names
 
 
-def _around(path: str, modules: Mapping[str, Any], layers: Iterable[Any]) -> Any:
-    """Return the outermost module around `path` that is not around a layer."""
-    inside = {id(layer) for layer in layers}
-    parts = path.split(".")
-    around = [modules[".".join(parts[:end])] for end in range(1, len(parts) + 1)]
-    return next(module for module in around if inside.isdisjoint(map(id, module.modules())))
+def embeddings_of(model: Any) -> list[Any]:
+    """Return the outermost modules around token embeddings that are not around a layer."""
+    modules, layers = dict(model.named_modules()), {id(layer) for layer in model.layers}
+
+    def whole(path: str) -> Any:
+        ends = [at for at, char in enumerate(f"{path}.") if char == "."]
+        around = [modules[path[:end]] for end in ends if path[:end] in modules]
+        return next(module for module in around if layers.isdisjoint(map(id, module.modules())))
+
+    return [whole(path) for path in modules if _is(path, EMBEDDINGS)]
 
 
 def _empty_out(module: Any) -> None:
@@ -363,6 +407,14 @@ def nothing_chosen(rows: int, width: int, after: list[mx.array]) -> mx.array:
     return zeros
 
 
+def whole_vocabulary(model: Any, size: int = 0) -> Vocabulary:
+    """Return the vocabulary of a model, which no ranks share. Raises ModelError without a known embedding."""
+    whole = shard(model, LoneGroup(), size=size)
+    if whole.embedding is None:
+        raise ModelError(f"{model.model_type}: no embedding was found", Code.MODEL_UNSUPPORTED)
+    return whole
+
+
 def cut_into_stage(
     model: Any, group: Group, split: Sequence[int], size: int, *, embeds: bool = False
 ) -> StageVocabulary:
@@ -373,10 +425,7 @@ def cut_into_stage(
     Raises ModelError when the layers or the modules of the vocabulary are not as expected.
     """
     check_split(split, group.size, len(model.layers))
-    whole = shard(model, LoneGroup(), size=size)
-    if whole.embedding is None:
-        raise ModelError(f"{model.model_type}: no embedding was found", Code.MODEL_UNSUPPORTED)
-    beside = None
+    whole, beside = whole_vocabulary(model, size), None
     if embeds:
         # Of its own where the stage drops the model's.
         beside = whole.embedding if whole.head is whole.embedding else deepcopy(whole.embedding)

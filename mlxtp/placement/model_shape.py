@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
-from ..description import CacheCapabilities, Description, Dimensions, PartFacts
+from ..description import CacheCapabilities, Description, PartFacts
 from ..wire.messages import MAX_RANKS as MAX_RANKS
 
 ASSUMED_CONTEXT = 4096  #: tokens that a model supports whose configuration does not say
@@ -266,11 +266,11 @@ def shape_of(
     KV cache where it can be. `mtp`: its files have an MTP head.
     """
     embedding, layers, head = model.embedding, model.layers, model.head
-    parts = (embedding, *layers, head)
+    whole = sum((embedding, *layers, head), PartFacts())
     joining = 2 * model.hidden**2  # weights of an MTP head beside a layer like the last one
     joining_bytes = joining * layers[-1].weight_bytes // max(layers[-1].numbers, 1)
     own = layers[-1].weight_bytes + joining_bytes if mtp else 0  # each rank has all of it
-    implied = _total(parts, "weight_bytes") + own
+    implied = whole.weight_bytes + own
     scale = weight_bytes / implied if weight_bytes and not model.expands else 1.0
     quantized = (kv_bits / 8 + _KV_SCALES) / model.number_bytes
     kv_scale = quantized if kv_bits and model.caches.quantizable else 1.0
@@ -279,8 +279,8 @@ def shape_of(
     before = tuple(accumulate(each, initial=PartShape()))
     all_of_it = PartShape(
         weight_bytes if scale != 1.0 else implied,
-        int(scale * _total(parts, "token_bytes")),
-        _total(parts, "token_numbers"),
+        int(scale * whole.token_bytes),
+        whole.token_numbers,
         model.kernels,
         before[-1].kv_token_bytes,
         before[-1].kv_window_bytes,
@@ -298,11 +298,11 @@ def shape_of(
         name=name or model.family,
         model=model,
         layers=len(layers),
-        whole_bytes=int(scale * (_total(parts, "whole_bytes") + own)),
-        token_whole_bytes=int(scale * _total(parts, "token_whole_bytes")),
+        whole_bytes=int(scale * (whole.whole_bytes + own)),
+        token_whole_bytes=int(scale * whole.token_whole_bytes),
         mlp_bytes=int(scale * model.mlp_bytes),
         kv_heads=min((layer.kv_heads for layer in layers if layer.kv_token_bytes), default=1),
-        window=max(layer.window for layer in layers),
+        window=whole.window,
         mtp_kv_bytes=each[-1].kv_token_bytes if mtp else 0,
         mtp_head=mtp_head,
         output_bytes=int(scale * head.token_bytes),
@@ -311,10 +311,6 @@ def shape_of(
         rules=StageRules(frozenset(model.joined), model.keepers),
         **{name: getattr(all_of_it, name) for name in PartShape.__slots__},
     )
-
-
-def _total(parts: Iterable[PartFacts], name: str) -> int:
-    return sum(getattr(part, name) for part in parts)
 
 
 def _part(layer: PartFacts, scale: float, kv_scale: float, kernels: int) -> PartShape:
@@ -337,32 +333,6 @@ def unknown_shape(name: str, weight_bytes: int) -> ModelShape:
         token_bytes=weight_bytes,
         token_whole_bytes=weight_bytes,
     )
-    return shape_of(replace(_UNKNOWN, layers=(whole,)), name=name)
-
-
-_UNKNOWN = Description(
-    family="?",
-    hidden=1,
-    vocabulary=1,
-    embedding=PartFacts(),
-    layers=(),
-    head=PartFacts(),
-    tied=False,
-    experts=0,
-    picked=0,
-    mlp_bytes=0,
-    mlp_width=0,
-    bits=16,
-    group=1,
-    number_bytes=2,
-    expands=False,
-    context=0,
-    has_head=False,
-    drafts=False,
-    dimensions=Dimensions(),
-    kernels=1,
-    collectives=0,
-    caches=CacheCapabilities(True, True, True, True, True, ("KVCache",)),
-    unsharable="its sizes are not known",
-    uncuttable="its sizes are not known",
-)
+    caches, why = CacheCapabilities(True, True, True, True, True, ("KVCache",)), "its sizes are not known"
+    model = Description("?", 1, 1, PartFacts(), (whole,), PartFacts(), caches, unsharable=why, uncuttable=why)
+    return shape_of(model, name=name)

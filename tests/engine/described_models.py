@@ -15,6 +15,7 @@ from mlxtp.description import Description, from_text
 from .families import FAMILIES, FOUR, OTHERS, OWN, PIPELINE, VARIANTS
 from .small_models import CONFIG
 
+RECORDED = Path(__file__).parent / "recorded_descriptions.json"
 FEW, MANY = 256, 512
 WINDOW = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
 MODELS: Mapping[str, Mapping[str, Any]] = {**FAMILIES, **OWN, **VARIANTS}
@@ -25,12 +26,10 @@ SLIDING = {
 EVERY: Mapping[str, Mapping[str, Any]] = {**MODELS, **STAGES, **SLIDING, **OTHERS}
 UNTRIED = {
     **dict.fromkeys(("bitnet", "muse_spark"), "needs Metal"),
-    **dict.fromkeys(("mamba", "mamba2", "rwkv7"), "refused: no attention heads"),
-    **dict.fromkeys(("afm7", "dbrx", "openelm", "phixtral"), "names its sizes otherwise"),
     **dict.fromkeys(("lfm2-vl", "lille-130m", "nemotron-nas"), "refused: no such module"),
     "olmo": "mlx-lm ends the process",
+    "phixtral": "mlx-lm cannot build it",
     "prism_hadamard_qwen35": "qwen3_5 in 2 bits",
-    **dict.fromkeys(("deepseek_v41", "gpt_bigcode", "plamo"), "counted for more heads than it keeps"),
 }
 """Families that are in no test here, and why."""
 #: Windows and chunks, wider than what a test feeds.
@@ -57,6 +56,18 @@ def described(*configs: Mapping[str, Any]) -> list[str]:
     root = Path(__file__).parents[2]
     done = subprocess.run(command, input=lines, cwd=root, capture_output=True, text=True, check=True)
     return done.stdout.splitlines()
+
+
+@cache
+def recorded() -> Mapping[str, Mapping[str, Any]]:
+    """Return what `test_describe.py` holds descriptions against: figures, by the names of `EVERY`."""
+    found: dict[str, dict[str, Any]] = json.loads(RECORDED.read_text())
+    return found
+
+
+def families_of_pipelines() -> frozenset[str]:
+    """Return the families of which stages can be made, by what is recorded of them."""
+    return frozenset(of["family"] for of in recorded().values() if "uncuttable" not in of)
 
 
 @cache

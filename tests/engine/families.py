@@ -616,7 +616,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 """Folder name -> what `write_model` takes, for other shapes of the same families."""
 
 
-# --- families that are counted, and run whole or not at all ------------------------------------------------
+# --- families that no ranks share layer by layer ----------------------------------------------------------
 
 OLMO_HYBRID: Mapping[str, Any] = {
     "linear_num_key_heads": 2,
@@ -649,18 +649,45 @@ GPT: Mapping[str, Any] = {
     "head_dim": None,
     "n_embd": 64,
     "n_head": 4,
-    "n_layer": 2,
+    "n_layer": 4,
     "n_positions": 512,
     "layer_norm_epsilon": 1e-5,
 }
 _UNLISTED_LFM = {name: value for name, value in PIPELINE["lfm2"].items() if name != "layer_types"}
 _UNTOLD_QWEN = {name: value for name, value in QWEN3_5.items() if name != "full_attention_interval"}
+#: Names of sizes that a family does not take from those that others share.
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+NO_SIZES: Mapping[str, Any] = dict.fromkeys(_SIZES)
+MAMBA: Mapping[str, Any] = {
+    **FOUR,
+    **dict.fromkeys(("head_dim", "num_attention_heads", "num_key_value_heads")),
+    "state_size": 16,
+    "conv_kernel": 4,
+    "use_bias": False,
+    "use_conv_bias": True,
+}
 OTHERS: Mapping[str, Mapping[str, Any]] = {
+    "afm7": {
+        **NO_SIZES,
+        "head_dim": None,
+        "hidden_dim": 64,
+        "num_layers": 6,
+        "num_kv_reuse_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+    },
     "baichuan_m1": {
         **FOUR,
+        "tie_word_embeddings": False,
         "head_dim": None,
         "conv_window": 2,
-        "sliding_window": 8,
+        "sliding_window": 20,
         "sliding_window_layers": [1, 3],
         "num_swa_attention_heads": 2,
         "num_swa_key_value_heads": 2,
@@ -671,6 +698,35 @@ OTHERS: Mapping[str, Mapping[str, Any]] = {
         **PIPELINE["bailing_moe_v3"],
         "num_hidden_layers": 9,
         "layer_group_size": 4,
+    },
+    "dbrx": {
+        **NO_SIZES,
+        "head_dim": None,
+        "d_model": 64,
+        "n_heads": 4,
+        "n_layers": 4,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
+        "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "deepseek_v41": {
+        **FOUR,
+        "num_key_value_heads": None,
+        "head_dim": 32,
+        "q_lora_rank": 32,
+        "qk_rope_head_dim": 16,
+        "o_groups": 2,
+        "o_lora_rank": 16,
+        "moe_intermediate_size": 64,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 8,
+        "compress_ratios": [0, 4, 4, 4],
+        "kv_source_layer_ids": [1],
+        "index_source_layer_ids": [1, 3],
+        "index_n_heads": 2,
+        "index_head_dim": 32,
+        "index_topk": 4,
+        "hc_mult": 2,
     },
     "exaone": {"num_hidden_layers": None, "num_layers": 4, "layer_norm_epsilon": 1e-5},
     "gear": {
@@ -700,6 +756,7 @@ OTHERS: Mapping[str, Mapping[str, Any]] = {
         }
     },
     "gpt2": {**GPT, "n_ctx": 512},
+    "gpt_bigcode": {**GPT, "n_inner": 128},
     "gpt_neox": {
         "layer_norm_eps": 1e-5,
         "num_key_value_heads": None,
@@ -713,7 +770,7 @@ OTHERS: Mapping[str, Mapping[str, Any]] = {
         **FOUR,
         "layer_types": ["mamba", "mamba", "attention", "mamba"],
     },
-    "helium": {"attention_bias": False, "mlp_bias": False},
+    "helium": {"tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False},
     "jamba-listed": {
         "model_type": "jamba",
         **PIPELINE["jamba"],
@@ -758,6 +815,16 @@ OTHERS: Mapping[str, Mapping[str, Any]] = {
             "original_max_position_embeddings": 512,
         },
     },
+    "mamba": {**MAMBA, "time_step_rank": 8},
+    "mamba2": {
+        **MAMBA,
+        "head_dim": 32,
+        "num_heads": 4,
+        "layer_norm_epsilon": 1e-5,
+        "n_groups": 1,
+        "time_step_limit": [0.0, 10.0],
+        "time_step_rank": 8,
+    },
     "mimo_v2_flash-wide": {
         "model_type": "mimo_v2_flash",
         **FOUR,
@@ -787,7 +854,17 @@ OTHERS: Mapping[str, Mapping[str, Any]] = {
         **OLMO_HYBRID,
         "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
     },
+    "openelm": {
+        **NO_SIZES,
+        "model_dim": 64,
+        "num_transformer_layers": 4,
+        "ffn_dim_divisor": 16,
+        "num_query_heads": [4, 4, 8, 8],
+        "num_kv_heads": [1, 1, 2, 2],
+        "ffn_multipliers": [1.0, 1.0, 2.0, 2.0],
+    },
     "phi3small": {
+        "vocab_size": 100352,
         "dense_attention_every_n_layers": 2,
         "ff_intermediate_size": 128,
         "gegelu_limit": 20.0,
@@ -795,6 +872,7 @@ OTHERS: Mapping[str, Mapping[str, Any]] = {
         "layer_norm_epsilon": 1e-5,
     },
     "pixtral": {"text_config": TEXT},
+    "plamo": {"n_shared_head": 2, "num_key_value_heads": None, "head_dim": None},
     "plamo2": {**FOUR, **PLAMO2},
     "plamo2-rare": {"model_type": "plamo2", "num_hidden_layers": 8, **PLAMO2, "mamba_step": 4},
     "plamo2-without": {"model_type": "plamo2", **FOUR, **PLAMO2, "mamba_enabled": False},
@@ -807,6 +885,16 @@ OTHERS: Mapping[str, Mapping[str, Any]] = {
         "model_type": "recurrent_gemma",
         **RECURRENT_GEMMA,
         "_block_types": ["recurrent", "attention"],
+    },
+    "rwkv7": {
+        **FOUR,
+        "num_attention_heads": None,
+        "num_key_value_heads": None,
+        "norm_eps": 1e-5,
+        "a_low_rank_dim": 8,
+        "v_low_rank_dim": 8,
+        "gate_low_rank_dim": 8,
+        "decay_low_rank_dim": 8,
     },
     "spark2_5": {
         **FOUR,

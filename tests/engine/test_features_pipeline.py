@@ -19,8 +19,8 @@ from mlxtp.wire.messages import Generate
 
 from ..live_cluster import Cluster, until
 from ..reference import expected
-from .families import FAMILIES
-from .small_models import write_model
+from .families import FAMILIES, OTHERS
+from .small_models import remember, write_model
 from .test_features_ledger import crowd
 
 pytestmark = pytest.mark.group
@@ -87,6 +87,23 @@ def test_many_at_once_say_what_one_rank_says(three: Cluster, folders: dict[str, 
     assert work.forwards[0] == work.forwards[1] == work.forwards[2] > 0
     assert work.collectives == work.forwards, "one message for each border and forward"
     three.load(folders["llama"])
+
+
+@pytest.mark.parametrize(
+    "kind", ["recurrent_gemma", *(pytest.param(each, marks=pytest.mark.chaos) for each in ("gpt2", "mamba"))]
+)
+def test_other_kinds_of_layers_say_what_one_rank_says(three: Cluster, tmp_path: Path, kind: str) -> None:
+    """States beside windows, positions that only the first stage adds, and states alone."""
+    config = {"num_hidden_layers": 4, "max_position_embeddings": 2048, **OTHERS[kind]}
+    if kind == "gpt2":
+        config |= {"n_positions": 2048, "n_ctx": 2048}
+    folder = remember(write_model(tmp_path / kind, model_type=kind, attentive=True, **config))
+    epoch, wanted = three.epoch, some(Random(6), 5)
+    three.load(folder)
+    right = [expected(each, folder).tokens for each in wanted]
+    assert [outcome.tokens for outcome in three.ask_all(wanted)] == right
+    assert [outcome.tokens for outcome in three.ask_all(wanted)] == right
+    assert three.epoch == epoch
 
 
 def test_random_schedules_leave_all_ledgers_equal(three: Cluster, folders: dict[str, Path]) -> None:

@@ -2,69 +2,104 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import combinations, pairwise, product
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial, reduce
+from itertools import accumulate, combinations, pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx_lm.models.cache import KVCache
 from mlx_lm.utils import load_model
 
 from mlxtp.description import from_text
 from mlxtp.engine.batch import CacheKind
 from mlxtp.engine.loader import kv_sizes, make_cache, read_config
 from mlxtp.engine.pipeline import (
-    PIPELINE_FAMILIES,
     Border,
     HiddenStates,
     LateTokens,
     Stage,
-    check_family,
+    border_rules,
     check_split,
     cut_into_stage,
     trace_layers,
 )
 from mlxtp.engine.sampler import Chosen
 from mlxtp.errors import Code, GroupError, ModelError
-from mlxtp.placement.model_shape import shape_of
+from mlxtp.placement.model_shape import ModelShape, shape_of
 from mlxtp.wire.messages import Forward
 
-from .described_models import described
-from .families import FAMILIES, GEMMA4, PIPELINE, WINDOWS
-from .small_models import write_model
+from .described_models import described, families_of_pipelines
+from .families import FAMILIES, GEMMA4, OTHERS, PIPELINE, WINDOWS, asked_for
+from .small_models import remember, write_model
 
+PIPELINE_FAMILIES = families_of_pipelines()
 LAYERS = 4
 PARTS = (slice(0, 9), slice(9, 20), slice(20, 21), slice(21, 22))  # two chunks and two steps
-SPLITS = {4: ((1, 3), (2, 1, 1))}
-"""Splits that have a border behind each layer, by the number of layers."""
-#: Families of each kind of caches and of layers; the others are cut in the same ways.
+#: Families of each kind of caches and of layers, or with rules for stages; others are cut in the same ways.
 EACH_TIME = frozenset(
     {
         *("llama", "deepseek_v3", "gemma3_text", "gemma4", "gpt_oss", "llama4", "minimax_m3_vl"),
-        *("deepseek_v32", "longcat_flash", "minimax", "nemotron_h", "qwen3_5"),
+        *("deepseek_v32", "longcat_flash", "minimax", "nemotron_h", "qwen3_5", "hunyuan", "bailing_hybrid"),
+        *("bailing_moe_linear", "afm7", "baichuan_m1", "gpt2", "mamba", "recurrent_gemma"),
     }
 )
-ALL_SPLITS = ("llama", "deepseek_v3", "gemma3_text", "gemma4", "gpt_oss", "llama4", "minimax_m3_vl")
-"""Families that are tried in all splits: those with caches of several kinds, and two others."""
-REFUSED: Mapping[str, frozenset[tuple[int, ...]]] = {
-    # Layers in pairs, of which the second reads keys and values of the first.
-    "hunyuan": frozenset({(1, 3), (3, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1)}),
-    # Linear attention with positions, which only other layers count.
-    "bailing_hybrid": frozenset({(3, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1)}),
-    "bailing_moe_linear": frozenset({(3, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1)}),
-    # Layers without a cache.
-    "nemotron_h": frozenset({(1, 1, 4), (4, 1, 1)}),
+SHARED = {**GEMMA4, "num_hidden_layers": 6, "layer_types": [*WINDOWS, *WINDOWS[:2]]}
+#: Models whose stages depend on more than their family.
+RULED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    **{family: (family, {}) for family in PIPELINE_FAMILIES},
+    "shared by two": ("gemma4_text", {**SHARED, "num_kv_shared_layers": 2}),
+    "shared by three": ("gemma4_text", {**SHARED, "num_kv_shared_layers": 3}),
+    "full alone": (
+        "gemma4_text",
+        {**SHARED, "layer_types": ["full_attention"] * 6, "num_kv_shared_layers": 1},
+    ),
+    "shared, in a model of images": ("gemma4", {"text_config": {**SHARED, "num_kv_shared_layers": 2}}),
+    "threes": ("hunyuan", {"num_hidden_layers": 7, "cla_share_factor": 3}),
+    "none shared": ("hunyuan", {"use_cla": False}),
+    "a tail": ("bailing_hybrid", {"num_hidden_layers": 7, "layer_group_size": 3}),
+    "another tail": ("bailing_moe_linear", {"num_hidden_layers": 5, "layer_group_size": 3}),
 }
-"""Splits that cannot be, of families that are tried in all splits."""
+NAMES = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.chaos if name in PIPELINE_FAMILIES - EACH_TIME else ())
+        for name in sorted(RULED)
+    ],
+)
 
 
 def some_model(folder: Path, family: str, **changes: Any) -> Path:
-    config = {"num_hidden_layers": LAYERS, **FAMILIES.get(family, {}), **PIPELINE.get(family, {})}
-    return write_model(folder, model_type=family, **{**config, **changes})
+    every = (each.get(family, {}) for each in (FAMILIES, PIPELINE, OTHERS))
+    config = reduce(operator.or_, map(dict, every), {"num_hidden_layers": LAYERS})
+    return remember(write_model(folder, model_type=family, **{**config, **changes}))
+
+
+@pytest.fixture(scope="module")
+def ruled(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Mapping[str, tuple[Path, ModelShape]]:
+    """The folder of each model of `RULED` that is asked for, and what placement makes of its description."""
+    parent = tmp_path_factory.mktemp("ruled")
+    folders = {
+        name: some_model(parent / name, RULED[name][0], **RULED[name][1])
+        for name in asked_for(request, "name")
+    }
+    texts = described(*(in_float32(read_config(folder)) for folder in folders.values()))
+    shapes = (shape_of(from_text(text)) for text in texts)
+    return dict(zip(folders, zip(folders.values(), shapes, strict=True), strict=True))
+
+
+def in_float32(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration that names the type of the weights that tests write."""
+    text = {"text_config": in_float32(config["text_config"])} if "text_config" in config else {}
+    return {**config, **text, "dtype": "float32"}
 
 
 def logits(
@@ -76,10 +111,10 @@ def logits(
     found = []
     for part in PARTS:
         states = None
-        for model, stage, cache in zip(models, stages, caches, strict=True):
+        for model, stage, own in zip(models, stages, caches, strict=True):
             if stage is not None:
                 stage.given = states
-            states = model(tokens[:, part], cache=cache)
+            states = model(tokens[:, part], cache=own)
         assert states is not None
         found.append(states[:, -1])
     return np.array(mx.stack(found).astype(mx.float32))
@@ -107,65 +142,36 @@ def splits(layers: int) -> Iterator[tuple[int, ...]]:
         yield from (split for split in product(range(1, layers), repeat=ranks) if sum(split) == layers)
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(family, marks=() if family in EACH_TIME else pytest.mark.chaos)
-        for family in sorted(PIPELINE_FAMILIES)
-    ],
-)
-def test_stages_compute_together_what_the_whole_model_does(tmp_path: Path, family: str) -> None:
-    folder = some_model(tmp_path / "model", family)
+@NAMES
+def test_stages_compute_together_what_the_whole_model_does(
+    ruled: Mapping[str, tuple[Path, ModelShape]], name: str
+) -> None:
+    folder, shape = ruled[name]
     whole, _ = load_model(folder)
     count = len(whole.layers)
     expected, other = logits([whole], [None]), logits([whole], [None], first=400)
-    assert abs(other - expected)[-1].max() > 0.01, "the last token must heed the first"
-    refused = REFUSED.get(family, frozenset())
-    tried = splits(count) if refused or family in ALL_SPLITS else SPLITS[count]
-    for split in tried:
-        if split in refused:
+    heeded = np.isfinite(expected) & (abs(other - expected) > 0.01)
+    assert heeded[-1].any(), "the last token must heed the first"
+    for split in splits(count):
+        stages = pairwise(accumulate(reversed(split), initial=0))
+        if any(shape.rules.flaw(*stage) for stage in stages):
             with pytest.raises(ModelError, match=r"give (their rank more layers|one rank both)"):
                 pipeline(folder, split)
             continue
-        models, stages = pipeline(folder, split)
-        np.testing.assert_allclose(logits(models, stages), expected, atol=1e-4, err_msg=str(split))
-        if split == SPLITS[4][0]:  # and a second text, with nothing of the first one
-            np.testing.assert_allclose(logits(models, stages, first=400), other, atol=1e-4)
+        models, cut = pipeline(folder, split)
+        np.testing.assert_allclose(logits(models, cut), expected, atol=1e-4, err_msg=str(split))
+        # and a second text, with nothing of the first one
+        np.testing.assert_allclose(logits(models, cut, first=400), other, atol=1e-4, err_msg=str(split))
 
 
-SHARED = {**GEMMA4, "num_hidden_layers": 6, "layer_types": [*WINDOWS, *WINDOWS[:2]]}
-#: Models whose stages depend on more than their family.
-RULED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    **{family: (family, {}) for family in PIPELINE_FAMILIES},
-    "shared by two": ("gemma4_text", {**SHARED, "num_kv_shared_layers": 2}),
-    "shared by three": ("gemma4_text", {**SHARED, "num_kv_shared_layers": 3}),
-    "full alone": (
-        "gemma4_text",
-        {**SHARED, "layer_types": ["full_attention"] * 6, "num_kv_shared_layers": 1},
-    ),
-    "shared, in a model of images": ("gemma4", {"text_config": {**SHARED, "num_kv_shared_layers": 2}}),
-    "threes": ("hunyuan", {"num_hidden_layers": 7, "cla_share_factor": 3}),
-    "none shared": ("hunyuan", {"use_cla": False}),
-    "a tail": ("bailing_hybrid", {"num_hidden_layers": 7, "layer_group_size": 3}),
-    "another tail": ("bailing_moe_linear", {"num_hidden_layers": 5, "layer_group_size": 3}),
-}
-#: Families of which each layer may begin a stage, like others that are always tried.
-PLAIN = PIPELINE_FAMILIES - EACH_TIME - REFUSED.keys()
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.chaos if name in PLAIN else ()) for name in sorted(RULED)],
-)
-def test_placement_knows_which_stages_can_be(tmp_path: Path, name: str) -> None:
-    family, changes = RULED[name]
-    folder = some_model(tmp_path / "model", family, **changes)
+@NAMES
+def test_placement_knows_which_stages_can_be(ruled: Mapping[str, tuple[Path, ModelShape]], name: str) -> None:
+    folder, shape = ruled[name]
     model, _ = load_model(folder, lazy=True)
-    rules = shape_of(from_text(described(read_config(folder))[0])).rules
     empty = make_cache(model)
     facts = trace_layers(model, empty)
 
-    @functools.cache
+    @cache
     def refused(begin: int, end: int) -> bool:
         stage = Stage.__new__(Stage)
         stage.first, stage.end, stage._empty = begin, end, empty
@@ -181,15 +187,142 @@ def test_placement_knows_which_stages_can_be(tmp_path: Path, name: str) -> None:
         possible = []
         for borders in combinations(range(1, total), ranks - 1):
             stages = list(pairwise((0, *borders, total)))
-            flaws = [why for stage in stages if (why := rules.flaw(*stage))]
+            flaws = [why for stage in stages if (why := shape.rules.flaw(*stage))]
             assert bool(flaws) == any(refused(*stage) for stage in stages), (stages, flaws)
             possible += [] if flaws else [[*borders, total]]
         latest = [max(ends) for ends in zip(*possible, strict=True)]
-        assert rules.latest(total, ranks) == latest
+        assert shape.rules.latest(total, ranks) == latest
 
 
-def test_each_family_of_the_table_is_tried() -> None:
-    assert PIPELINE.keys() <= PIPELINE_FAMILIES <= FAMILIES.keys() | PIPELINE.keys()
+# --- what a trace sees --------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(8, 8)
+
+    def __call__(self, x: mx.array, cache: KVCache, more: mx.array | KVCache | float = 0.0) -> mx.array:
+        if isinstance(more, KVCache):
+            more = more.keys[..., 0, :] if more.offset > 1 else 0.0
+        keys = x[:, None]
+        cache.update_and_fetch(keys, keys)
+        return x + self.proj(x) + more
+
+
+class MadeUp(nn.Module):
+    """Five layers, which `forward` calls one after the other."""
+
+    def __init__(self, forward: Callable[..., mx.array]) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(16, 8)
+        self.layers = [Block() for _ in range(5)]
+        self.lm_head = nn.Linear(8, 16)
+        self._forward = forward
+        mx.eval(self.parameters())  # else their graphs have all random numbers of this process
+
+    def __call__(self, tokens: mx.array, cache: list[KVCache]) -> mx.array:
+        return self.lm_head(self._forward(self.layers, self.embed_tokens(tokens), cache))
+
+
+def _one_by_one(
+    layers: list[Block], x: mx.array, cache: list[KVCache], **more: Callable[..., Any]
+) -> mx.array:
+    """Return hidden states. `more`: what layer N is given beside them (`at_N`), or as them (`before_N`)."""
+    kept = [x]
+    for at, layer in enumerate(layers):
+        x = more.get(f"before_{at}", lambda x, *_: x)(x, kept, cache)
+        x = layer(x, cache[at], more.get(f"at_{at}", lambda *_: 0.0)(kept, cache))
+        kept.append(x)
+    return more.get("end", lambda x, *_: x)(x, kept, cache)
+
+
+def _in_place(x: mx.array, *_: Any) -> mx.array:
+    x += 1.0
+    return x
+
+
+WAYS: Mapping[str, tuple[Callable[..., mx.array], list[int]]] = {
+    "hidden states alone": (_one_by_one, []),
+    "those of the layer before, twice": (partial(_one_by_one, at_2=lambda kept, _: kept[2]), [2]),
+    "those of an earlier layer": (partial(_one_by_one, at_3=lambda kept, _: kept[2]), [2, 3]),
+    "the embedding": (partial(_one_by_one, at_2=lambda kept, _: kept[0]), [1, 2]),
+    "a cache of an earlier layer": (
+        partial(_one_by_one, at_3=lambda _, cache: cache[1].keys[:, 0, :1]),
+        [2, 3],
+    ),
+    "older tokens of such a cache": (partial(_one_by_one, at_3=lambda _, cache: cache[1]), [2, 3]),
+    "something between two layers": (partial(_one_by_one, before_2=lambda x, *_: x * 2), [2]),
+    "something in place between two": (partial(_one_by_one, before_2=_in_place), [2]),
+    "an earlier layer's in place of the one before": (
+        partial(_one_by_one, before_2=lambda _, kept, __: kept[1]),
+        [1, 2],
+    ),
+    "an earlier layer's at the end": (partial(_one_by_one, end=lambda x, kept, _: x + kept[4]), [4]),
+}
+"""Name -> a forward, and the layers that must be with the one before."""
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_trace_sees_what_a_layer_reads_beside_the_hidden_states_before_it(way: str) -> None:
+    forward, joined = WAYS[way]
+    caches = [KVCache() for _ in range(5)]
+    facts = trace_layers(MadeUp(forward), caches)
+    assert border_rules(facts, caches) == (tuple(joined), ())
+    assert not any(layer.counted for layer in facts)
+
+
+def test_a_trace_sees_results_of_earlier_layers_in_their_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Block.__call__
+
+    def through_attributes(self: Block, x: mx.array, cache: KVCache, more: float = 0) -> mx.array:
+        if self is model.layers[1]:
+            model.layers[4].left = x * 2  # type: ignore[attr-defined]
+        return whole(self, x, cache, more) + getattr(self, "left", 0)
+
+    monkeypatch.setattr(Block, "__call__", through_attributes)
+    model = MadeUp(_one_by_one)
+    caches = [KVCache() for _ in range(5)]
+    assert border_rules(trace_layers(model, caches), caches) == ((2, 3, 4), ())
+
+
+@pytest.mark.parametrize("position", [lambda *_: 3, lambda *_: mx.arange(8), lambda *_: mx.ones((1, 1, 8))])
+def test_numbers_and_arrays_that_are_of_no_layer_may_be_positions(position: Callable[..., Any]) -> None:
+    facts = trace_layers(MadeUp(partial(_one_by_one, at_2=position)), [KVCache() for _ in range(5)])
+    assert [layer.counted for layer in facts] == [False, False, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("forward", "why"),
+    [
+        (
+            partial(_one_by_one, end=lambda x, kept, _: x + kept[0]),
+            "each layer reads more of those before it",
+        ),
+        (lambda layers, *given: _one_by_one(layers[::-1], *given), "layer 3 runs after layer 4"),
+        (lambda layers, *given: _one_by_one(layers[:4], *given), "not all of its layers are called"),
+        (lambda layers, *given: _one_by_one([*layers[:4], layers[0]], *given), "layer 0 runs twice"),
+        (
+            partial(_one_by_one, before_3=lambda x, *_: mx.concatenate([x, x], axis=1)),
+            "layer 3 returns other hidden states",
+        ),
+        (
+            partial(_one_by_one, at_2=lambda *_: mx.zeros((1,), dtype=mx.complex64)),
+            "layer 2 returns other hidden states",
+        ),
+    ],
+)
+def test_a_trace_refuses_what_no_stage_can_have(forward: Callable[..., mx.array], why: str) -> None:
+    with pytest.raises(ModelError, match=why) as refused:
+        trace_layers(MadeUp(forward), [KVCache() for _ in range(5)])
+    assert refused.value.code is Code.MODEL_UNSUPPORTED
+
+
+def test_layers_that_are_given_positions_need_caches_that_count_them() -> None:
+    caches = [SimpleNamespace(update_and_fetch=lambda *_: None) for _ in range(5)]
+    assert trace_layers(MadeUp(_one_by_one), caches)
+    with pytest.raises(ModelError, match="given positions, which none of its caches counts"):
+        trace_layers(MadeUp(partial(_one_by_one, at_2=lambda *_: 3)), caches)
 
 
 FORMS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -228,7 +361,9 @@ def test_a_layer_is_on_the_rank_whose_keys_and_values_it_reads(
     sharing = {**GEMMA4, "num_hidden_layers": 6, "layer_types": [*WINDOWS, *WINDOWS[:2]]}
     folder = some_model(tmp_path / "model", "gemma4_text", **{**sharing, "num_kv_shared_layers": 2})
     if not fits:
-        with pytest.raises(ModelError, match=r"layer \d reads results of layer \d; give one rank both"):
+        with pytest.raises(
+            ModelError, match=r"layer \d reads more of those before it than hidden states; give one rank both"
+        ):
             pipeline(folder, split)
         return
     whole, _ = load_model(folder)
@@ -242,7 +377,17 @@ def test_a_layer_is_on_the_rank_whose_keys_and_values_it_reads(
     ("family", "changes", "why"),
     [
         ("iquestloopcoder", {}, "not all of its layers are called"),
-        ("gemma4_text", {**GEMMA4, "hidden_size_per_layer_input": 8}, "more of each token than hidden"),
+        ("nanbeige", {}, "layer 0 runs twice"),
+        ("gptj", {}, "layer 0 is given its input by name"),
+        (
+            "gemma4_text",
+            {**GEMMA4, "hidden_size_per_layer_input": 8},
+            "each layer reads more of those before",
+        ),
+        *(
+            (family, {}, "each layer reads more of those before it")
+            for family in ("kimi_k3", "rwkv7", "talkie")
+        ),
     ],
 )
 def test_a_model_with_more_between_its_layers_than_hidden_states_is_refused(
@@ -279,11 +424,6 @@ def test_a_wrong_split_is_refused_with_its_numbers(split: tuple[int, ...]) -> No
     with pytest.raises(ModelError, match="this model has 4 layers, and the group 2 ranks") as refused:
         check_split(split, 2, 4)
     assert refused.value.code is Code.MODEL_NOT_DIVISIBLE
-
-
-def test_a_family_that_cannot_be_cut_is_refused_by_name() -> None:
-    with pytest.raises(ModelError, match="'mamba' cannot run as a pipeline"):
-        check_family("mamba")
 
 
 # --- messages ---------------------------------------------------------------------------------------------

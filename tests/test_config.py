@@ -747,3 +747,17 @@ def test_ranks_of_one_machine_are_not_started_for_a_wrong_split(
     with pytest.raises(ModelError) as refused:
         local_split(settings, Deployment("tiny", "tiny", split=split), shape)
     assert refused.value.detail == says
+
+
+def test_ranks_that_can_share_a_model_in_no_way_are_refused_with_the_reasons_for_both(tmp_path: Path) -> None:
+    model = replace(llama(), unsharable="mlx-lm divides none", uncuttable="layer 0 runs twice")
+    settings = resolve_settings({"home": tmp_path, "ranks": 2}, {})
+    neither = "no layer of the family 'llama' can be divided among 2 ranks: mlx-lm divides none"
+    for parallel, says in (
+        ("", f"{neither}; the family 'llama' cannot be cut into 2 stages: layer 0 runs twice"),
+        ("tensor", neither),
+        ("pipeline", "the family 'llama' cannot be cut into 2 stages: layer 0 runs twice"),
+    ):
+        with pytest.raises(ModelError) as refused:
+            local_split(settings, Deployment("tiny", "tiny", parallel=parallel), shape_of(model))
+        assert refused.value.detail == says

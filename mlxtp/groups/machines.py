@@ -167,13 +167,14 @@ def local_split(settings: Settings, row: Deployment, shape: ModelShape) -> tuple
     (MODEL_NOT_DIVISIBLE) for ranks that can share it neither way, or not as they are told to.
     """
     parallel, ranks = row.parallel or settings.parallel, settings.ranks
-    obstacles = shape.obstacles(ranks)
-    if parallel == "auto" and obstacles and not shape.uncuttable(ranks):
+    obstacles, uncuttable = shape.obstacles(ranks), shape.uncuttable(ranks)
+    if parallel == "auto" and obstacles and not uncuttable:
         parallel = "pipeline"
     split = split_layers(row.split, parallel, "auto")
     if not split and parallel != "pipeline":
         if obstacles:
-            raise ModelError("; ".join(obstacles), Code.MODEL_NOT_DIVISIBLE)
+            both = (*obstacles, uncuttable) if parallel == "auto" else obstacles
+            raise ModelError("; ".join(both), Code.MODEL_NOT_DIVISIBLE)
         return ()
     fewest, more = divmod(shape.layers, ranks)
     split = split or tuple(fewest + (rank >= ranks - more) for rank in range(ranks))

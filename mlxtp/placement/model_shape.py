@@ -231,7 +231,7 @@ class ModelShape:
     def uncuttable(self, ranks: int, split: Sequence[int] = ()) -> str:
         """Return why it cannot be cut into so many stages, or as `split` has it; empty if it can."""
         if not self.cuttable:
-            return f"the family {self.family!r} cannot be cut into {ranks} stages"
+            return f"the family {self.family!r} cannot be cut into {ranks} stages: {self.model.uncuttable}"
         told = ",".join(map(str, split))
         if split and sum(split) != self.layers:
             return f"the split {told} has {sum(split)} layers, and {self.name} has {self.layers}"
@@ -248,7 +248,8 @@ class ModelShape:
         if ranks == 1:
             return ()
         if self.model.unsharable:
-            return (f"no layer of the family {self.family!r} can be divided among {ranks} ranks",)
+            why = self.model.unsharable
+            return (f"no layer of the family {self.family!r} can be divided among {ranks} ranks: {why}",)
         return self.model.dimensions.obstacles(ranks)
 
 

@@ -135,7 +135,17 @@ def test_a_dense_mlp_that_does_not_divide_is_whole_on_each_rank() -> None:
 def test_families_that_cannot_be_divided_stay_whole() -> None:
     whole = shape_of(description("gemma2-stages"), name="gemma")
     assert whole.obstacles(1) == ()
-    assert whole.obstacles(2) == ("no layer of the family 'gemma2' can be divided among 2 ranks",)
+    why = "no layer of the family 'gemma2' can be divided among 2 ranks: mlx-lm divides none"
+    assert whole.obstacles(2) == (why,)
+
+
+def test_a_model_that_cannot_be_cut_says_why() -> None:
+    model = shape_of(description("kimi_k3"), name="model")
+    assert not model.cuttable
+    assert model.uncuttable(3) == (
+        "the family 'kimi_k3' cannot be cut into 3 stages: "
+        "each layer reads more of those before it than hidden states"
+    )
 
 
 def test_what_a_published_configuration_leaves_out_is_filled_in_as_mlx_lm_does() -> None:

@@ -405,7 +405,7 @@ PAIRS = replace(layered(), rules=StageRules(frozenset(range(1, 32, 2))))
         (layered(), (16, 8, 9), "the split 16,8,9 has 33 layers, and model has 32"),
         (PAIRS, (15, 17), "the split 15,17 cannot be: layer 17 reads results of earlier layers"),
         (layered(), (4, 28), "rank 1 (b) has 8.6 GB for 15.7 GB of 28 layers"),
-        (shape(), (16, 16), "the family 'llama' cannot be cut into 2 stages"),
+        (shape(), (16, 16), "the family 'llama' cannot be cut into 2 stages: a test says so"),
         (layered(num_hidden_layers=1), (), "1 layers are fewer than 2 Macs"),
         (layered(num_hidden_layers=200), (), "these Macs have room for 147 of 200 layers: a 134, b 13"),
     ],

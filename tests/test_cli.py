@@ -401,6 +401,7 @@ def test_a_demo_without_a_gpu_has_no_kernels_built_first(
     monkeypatch.setattr("mlxtp.cli.demo.run", run)
     assert CliRunner().invoke(main.app, ["demo", "--home", str(tmp_path)]).exit_code == 0
     assert found == [None if sys.platform == "darwin" else "1"]
+    assert "MLX_DISABLE_COMPILE" not in os.environ
 
 
 def test_a_folder_of_models_that_is_not_there_is_said_once(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import os
 import sys
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -121,18 +122,30 @@ def demo_command(
         settings = _settings({"home": home, **flags}, defaults=defaults)
         if replicas > 1 and settings.ranks > 1:
             raise typer.BadParameter("with --replicas each agent has one rank; omit --ranks")
-        if sys.platform != "darwin":  # MLX would first build kernels, for longer than the demo takes
-            os.environ["MLX_DISABLE_COMPILE"] = "1"
         log = TerminalLog()
         log.setFormatter(PrintableLines("%(message)s"))
         logging.basicConfig(level=logging.WARNING, handlers=[log])
         view = demo.DemoView(demo.DemoConsole(stderr=as_json, highlight=False), settings)
-        outcome = _run(
-            demo.run(settings, prompt, view, once=once, replicas=replicas),
-            interrupted=Exit.INTERRUPTED if once else 0,
-        )
+        with _no_kernels_built():
+            outcome = _run(
+                demo.run(settings, prompt, view, once=once, replicas=replicas),
+                interrupted=Exit.INTERRUPTED if once else 0,
+            )
     if as_json and outcome is not None:
         print_json(outcome)
+
+
+@contextlib.contextmanager
+def _no_kernels_built() -> Iterator[None]:
+    """Trace no graphs without a GPU: MLX would first build kernels, for longer than a demo takes."""
+    before = os.environ.get("MLX_DISABLE_COMPILE")
+    if sys.platform != "darwin":
+        os.environ["MLX_DISABLE_COMPILE"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop("MLX_DISABLE_COMPILE", None)
 
 
 def version(

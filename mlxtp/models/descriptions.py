@@ -85,12 +85,11 @@ def _said_of(text: str) -> str:
     """Return the standard output of the process that describes a model. Raises ModelError."""
     import psutil
 
-    command = [sys.executable, "-m", "mlxtp.engine.describe", "-"]
+    command, environment = [sys.executable, "-m", "mlxtp.engine.describe", "-"], without_secrets(os.environ)
+    environment.pop("MLX_DISABLE_COMPILE", None)  # with it a graph would have other kernels
     pipe, given = subprocess.PIPE, text
     try:
-        process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=without_secrets(os.environ)
-        )
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment)
     except OSError as error:
         raise ModelError(f"no process can be started that describes the model: {error}") from None
     with process:

@@ -39,6 +39,13 @@ def test_a_model_is_described_once(cache: Path, monkeypatch: pytest.MonkeyPatch)
     assert description_of(dict(reversed(CONFIG.items()))) == first
 
 
+def test_a_description_is_the_same_where_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = json.dumps(CONFIG)
+    said = descriptions._said_of(text)
+    monkeypatch.setenv("MLX_DISABLE_COMPILE", "1")
+    assert descriptions._said_of(text) == said
+
+
 def test_what_changes_a_description_makes_another(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 

@@ -53,7 +53,7 @@ MOST_LINES: Mapping[str, int] = {
     "placement": 4_996,
     "service": 878,
     "text": 5_895,
-    "wire": 5_002,
+    "wire": 5_005,
 }
 """Lines of each package; those of files beside the packages are "". A commit that adds some says why."""
 TOUCHES: Mapping[str, tuple[str, int]] = {

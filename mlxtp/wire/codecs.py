@@ -190,12 +190,17 @@ def records(kind: type[Any], min_items: int, max_items: int) -> FieldCodec:
     """Tuple of such parts."""
     one = record(kind)
 
+    def pack(value: tuple[Any, ...]) -> Wire:
+        return [one.to_wire(item) for item in value] if value else []
+
     def check(value: Wire) -> tuple[Any, ...]:
+        if value == [] and not min_items:
+            return ()  # of every decode step
         if type(value) is not list or not min_items <= len(value) <= max_items:
             raise ValueError(f"a list of {min_items} to {max_items} {kind.__name__}")
         return tuple([one.from_wire(item) for item in value])
 
-    return FieldCodec(lambda value: [one.to_wire(item) for item in value], check)
+    return FieldCodec(pack, check)
 
 
 def texts(max_items: int, max_chars: int, *, raw: bool = False) -> FieldCodec:

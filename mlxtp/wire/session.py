@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from operator import gt
 from typing import Any, NamedTuple, NoReturn
 
 from ..errors import Code, LinkError, LocalProtocolError, MlxtpError, RemoteProtocolError
@@ -267,20 +266,19 @@ class DecodeLedger:
         self.steps.append(seq)
 
     def _step(self, step: Forward) -> None:
-        rows, running = step.rows, self.running
-        if not running.keys() >= set(rows):
-            strangers = sorted(set(rows) - running.keys())
-            raise Violation(Code.WRONG_UID, f"Forward for uid {strangers[0]}, which is not running")
+        rows, widths, running = step.rows, step.widths, self.running
         if len(rows) > 1 and len(set(rows)) != len(rows):
             raise Violation(Code.WRONG_UID, "Forward names a uid twice")
-        if any(map(gt, step.positions, map(running.__getitem__, rows))):
-            raise Violation(
-                Code.OUT_OF_ORDER, f"Forward at positions {step.positions}, past what its rows hold"
-            )
-        widths = step.widths or (1,) * len(rows)
-        if max(widths) > MAX_WIDTH:
+        if widths and max(widths) > MAX_WIDTH:
             raise Violation(Code.FIELD_INVALID, f"Forward of a row that feeds {max(widths)} tokens")
-        for uid, at, width in zip(rows, step.positions, widths, strict=True):
+        for uid, at, width in zip(rows, step.positions, widths or (1,) * len(rows), strict=True):
+            held = running.get(uid)
+            if held is None:
+                raise Violation(Code.WRONG_UID, f"Forward for uid {uid}, which is not running")
+            if at > held:
+                raise Violation(
+                    Code.OUT_OF_ORDER, f"Forward at position {at} of uid {uid}, which holds {held}"
+                )
             running[uid] = at + (width or 1)
 
     def _prompts(self, forward: Forward) -> None:

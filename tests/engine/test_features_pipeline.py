@@ -92,7 +92,9 @@ def test_many_at_once_say_what_one_rank_says(three: Cluster, folders: dict[str, 
 @pytest.mark.parametrize(
     "kind", ["recurrent_gemma", *(pytest.param(each, marks=pytest.mark.chaos) for each in ("gpt2", "mamba"))]
 )
-def test_other_kinds_of_layers_say_what_one_rank_says(three: Cluster, tmp_path: Path, kind: str) -> None:
+def test_other_kinds_of_layers_say_what_one_rank_says(
+    three: Cluster, folders: dict[str, Path], tmp_path: Path, kind: str
+) -> None:
     """States beside windows, positions that only the first stage adds, and states alone."""
     config = {"num_hidden_layers": 4, "max_position_embeddings": 2048, **OTHERS[kind]}
     if kind == "gpt2":
@@ -104,6 +106,7 @@ def test_other_kinds_of_layers_say_what_one_rank_says(three: Cluster, tmp_path: 
     assert [outcome.tokens for outcome in three.ask_all(wanted)] == right
     assert [outcome.tokens for outcome in three.ask_all(wanted)] == right
     assert three.epoch == epoch
+    three.load(folders["llama"])
 
 
 def test_random_schedules_leave_all_ledgers_equal(three: Cluster, folders: dict[str, Path]) -> None:

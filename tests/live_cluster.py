@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -394,7 +394,6 @@ async def _serve(supervisor: Supervisor, model: ModelSource) -> None:
     assert ranks is not None
     status.weight_bytes = await asyncio.to_thread(weight_bytes, model.path)
     status.show(ServingState.LOADING)
-    ranks.group = replace(ranks.group, counted=())  # which is of the model that they were formed for
     try:
         loaded = await supervisor.loader.bring_up(ranks, model, lambda _: None)
     except ModelError as error:

@@ -45,15 +45,15 @@ MOST_LINES: Mapping[str, int] = {
     "cluster": 5_485,
     "diagnostics": 3_152,
     "discovery": 1_068,
-    "engine": 13_767,
+    "engine": 13_735,
     "gateway": 1_753,
-    "groups": 7_304,
+    "groups": 7_293,
     "identity": 1_582,
     "models": 3_782,
-    "placement": 5_016,
+    "placement": 4_996,
     "service": 878,
     "text": 5_895,
-    "wire": 5_022,
+    "wire": 5_005,
 }
 """Lines of each package; those of files beside the packages are "". A commit that adds some says why."""
 TOUCHES: Mapping[str, tuple[str, int]] = {

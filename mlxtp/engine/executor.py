@@ -5,11 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import struct
-import sys
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -17,14 +16,13 @@ from typing import Any, cast
 import mlx.core as mx
 
 from ..chunks import bounded
-from ..errors import Code, GroupError, LocalProtocolError, MlxtpError, ModelError
+from ..errors import Code, GroupError, LocalProtocolError, MlxtpError
 from ..free_memory import free_bytes
 from ..wire.messages import (
     RESTS,
     Arrange,
     Bootstrap,
     CollectivesTimed,
-    CountedShare,
     Done,
     Error,
     Evict,
@@ -59,8 +57,6 @@ from .steps import Score
 from .telemetry import PROMPT, PROMPTS, STEP, Phase, RankTelemetry
 
 KV_TYPE_BITS = 16  # bits of a key's or value's number that is not quantized
-#: Part of a size, and bytes of weights and of a token's caches, by which placement may be wrong in silence.
-_ROUGHLY, _LITTLE = 1 / 8, {"weight_bytes": 64 << 20, "kv_token_bytes": 1 << 10}
 #: Bytes that MLX may keep for reuse on Metal, where its own bound is nearly all memory. An assumption: the
 #: arrays of a chunk of 2,048 tokens are below 0.25 GB each, and few of them are there at one time.
 POOL_BYTES = 4 << 30
@@ -331,9 +327,6 @@ class RankExecutor:
             how = (command.split, read_head) if headed else (command.split,)
             self.loaded = load(Path(path), self._group, self.status.advance, *how)
             self.caches = CacheKind(self.loaded.model, command.kv_bits, self.loaded.stage)
-            if command.counted:
-                counted = command.counted[self.bootstrap.rank]
-                check_share(self.loaded, self.caches, counted, headed=headed)
             if mx.metal.is_available():
                 chunk = bounded(command.prefill_chunk, large_buffers=self.bootstrap.large_buffers)
                 run_alone(self.loaded, self._group.size, partial(self._first_forwards, chunk))
@@ -408,31 +401,6 @@ class RankExecutor:
         if self._runner is None:
             raise LocalProtocolError("no model is loaded")
         return self._runner
-
-
-def check_share(share: ModelShare, caches: CacheKind, counted: CountedShare, *, headed: bool) -> None:
-    """Compare a share with what its plan counted on. `headed`: an MTP head was looked for.
-
-    Raises ModelError (MODEL_INVALID) for another model than the described one, by which plans and stages go.
-    Other sizes get a line on standard error: these weights had room, and that for KV caches is measured.
-    """
-    found = CountedShare(
-        layers=len(share.model.layers),
-        vocabulary=share.vocabulary.size,
-        caches=", ".join(caches.can.kinds),
-        weight_bytes=share.weight_bytes,
-        kv_token_bytes=share.kv_token_bytes,
-        mtp=counted.mtp and (share.mtp_head is not None or not headed),
-    )
-    for name in (field.name for field in fields(counted)):
-        here, there = getattr(found, name), getattr(counted, name)
-        words = f"{share.name} was loaded with {name} {here}, and its plan counted on {there}"
-        if name in ("layers", "vocabulary", "caches") and here != there:
-            changed = "its config.json is not that of its weights, or was changed"
-            raise ModelError(f"{words}: {changed}", Code.MODEL_INVALID)
-        if abs(here - there) > max(_LITTLE[name], there * _ROUGHLY) if name in _LITTLE else here != there:
-            sys.stderr.write(f"{words}\n")
-            sys.stderr.flush()
 
 
 def digest(step: int, tokens: tuple[int, ...], fed: int = 0) -> int:

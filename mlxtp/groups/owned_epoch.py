@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from ..cluster.links import ControlLink
 from ..cluster.node import ClusterNode
 from ..cluster.reconcile import FormEpoch, RunningEpoch, Wanted
 from ..placement.candidates import Candidate
-from ..placement.pipelines import counted_shares
 from ..placement.planner import Placement
 from ..wire.cluster_messages import (
     EpochEnded,
@@ -226,12 +225,6 @@ class GroupBuilder:
 
     def group(self, number: int, chosen: Candidate, *, trial: bool = False) -> EpochGroup:
         """Return the ranks of epoch `number`. `trial`: they run beside those that serve."""
-        made = self._made(number, chosen, trial=trial)
-        if self._scope.row is None:
-            return made
-        return replace(made, counted=counted_shares(self._scope.model.shape, made.world_size, made.split))
-
-    def _made(self, number: int, chosen: Candidate, *, trial: bool) -> EpochGroup:
         node = self._node
         here, world, group = node.settings.ranks, len(chosen.ranks), self._scope.group
         row = self._scope.row

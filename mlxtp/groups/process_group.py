@@ -24,7 +24,6 @@ from ..wire.blocking import listen
 from ..wire.messages import (
     Bootstrap,
     CollectivesTimed,
-    CountedShare,
     Done,
     Gathered,
     Init,
@@ -84,7 +83,6 @@ class EpochGroup:
     `without_jaccl` returns the error for ranks that have none. `machines`: chip and system build of each
     rank's Mac, if known. `nodes`: its agents' node ids; one for all ranks of one machine. `split`: layers of
     each rank of a pipeline, of which rank 0 has the last ones; () where each has a part of each layer.
-    `counted`: what plans have each rank load, if it is known.
     """
 
     local: int
@@ -100,7 +98,6 @@ class EpochGroup:
     machines: tuple[str, ...] = ()
     nodes: tuple[str, ...] = ()
     split: tuple[int, ...] = ()
-    counted: tuple[CountedShare, ...] = ()
     without_jaccl: Callable[[list[int]], GroupError] = lambda ranks: GroupError(
         f"MLX has no JACCL where ranks {ranks} run", Code.FORM_FAILED
     )
@@ -425,7 +422,6 @@ class ProcessGroup:
             draft_path,
             paths,
             self.group.split,
-            self.group.counted,
         )
         try:
             return await self._ask(command, Loaded, None)

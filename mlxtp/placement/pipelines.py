@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from itertools import pairwise
 
-from ..wire.messages import CountedShare
 from .cost_model import (
     RankHardware,
     RankMemory,
@@ -71,25 +70,6 @@ class _StageSizes:
 
 
 _stage_sizes = lru_cache(_MODELS_KEPT)(_StageSizes)
-
-
-def counted_shares(shape: ModelShape, ranks: int, split: Sequence[int]) -> tuple[CountedShare, ...]:
-    """Return what plans have each rank load: its layers where `split` has them, else a part of each layer."""
-
-    def counted(begin: int, end: int, parts: int) -> CountedShare:
-        share, layers = shape.stage(begin, end), shape.model.layers
-        kv = sum(layer.kv_token_bytes - layer.kv_window_bytes for layer in layers[begin:end])
-        own = layers[-1].kv_token_bytes if share.mtp_kv_bytes else 0
-        return CountedShare(
-            shape.layers,
-            shape.model.vocabulary,
-            ", ".join(shape.model.caches.kinds),
-            share.rank_weights(parts),
-            kv // min(parts, shape.kv_heads) + own,
-            own > 0,
-        )
-
-    return tuple(counted(*span, 1) for span in stages(split)) or (counted(0, shape.layers, ranks),) * ranks
 
 
 class StageCutter:

@@ -450,22 +450,6 @@ class SanityCheck(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class CountedShare:
-    """Part of LoadShard: what placement counted on for one rank, by the description of the model.
-
-    `layers` and `vocabulary` are the whole model's, and `caches` mlx-lm's names of their kinds.
-    `kv_token_bytes`: of caches that keep all tokens, in the model's own type. `mtp`: it has the MTP head.
-    """
-
-    layers: int = _f(integer(1, MAX_LAYERS))
-    vocabulary: int = _f(integer(1, U32))
-    caches: str = _f(text(400))
-    weight_bytes: int = _f(_count)
-    kv_token_bytes: int = _f(_count)
-    mtp: bool = _f(boolean())
-
-
-@dataclass(frozen=True, slots=True)
 class LoadShard(Message):
     """Command to load this rank's share of the model in folder `path`. Reply: Loaded.
 
@@ -476,7 +460,7 @@ class LoadShard(Message):
     `draft_path` is the folder of a small model with the same vocabulary, for rank 0 to propose tokens with.
     `paths` has a folder for each rank where they differ from Mac to Mac, else it is empty. `split` has the
     number of whole layers for each rank of a pipeline, of which rank 0 has the last ones. It is empty where
-    every rank has its part of each layer. `counted` has what each rank is expected to load, if it is known.
+    every rank has its part of each layer.
     """
 
     TYPE: ClassVar[int] = 0x14
@@ -489,7 +473,6 @@ class LoadShard(Message):
     draft_path: str = _f(text(4000, raw=True), default="")
     paths: tuple[str, ...] = _f(texts(MAX_RANKS, 4000, raw=True), default=())
     split: tuple[int, ...] = _f(integers(1, MAX_LAYERS, 0, MAX_RANKS), default=())
-    counted: tuple[CountedShare, ...] = _f(records(CountedShare, 0, MAX_RANKS), default=())
 
 
 @dataclass(frozen=True, slots=True)

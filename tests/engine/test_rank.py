@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 import threading
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import pytest
@@ -22,8 +20,7 @@ from mlxtp.engine.group import CollectiveCounter, LoneGroup
 from mlxtp.engine.loader import load
 from mlxtp.engine.logit_shaping import RequestShaping
 from mlxtp.engine.telemetry import RankTelemetry
-from mlxtp.errors import Code
-from mlxtp.wire.messages import Bootstrap, CountedShare, Error, Init, Loaded, LoadShard
+from mlxtp.wire.messages import Bootstrap, Init, Loaded, LoadShard
 
 from ..agents.test_one_machine import free_port
 from ..live_cluster import WAIT_S
@@ -66,7 +63,16 @@ def test_a_forward_that_mlx_blocks_at_queueing_counts_as_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on Metal, where ten command buffers are on their way at most."""
-    rank = a_rank(tmp_path)
+    rank = RankExecutor(
+        Bootstrap(0, 1, "ring", (), "", bytes(32), 5.0, 5.0, 1),
+        1,
+        tmp_path,
+        RankTelemetry(),
+        CollectiveCounter(),
+        shaping=RequestShaping(),
+        exchange=cast("Any", None),
+        post=print,
+    )
     assert isinstance(rank.execute(LoadShard(str(write_model(tmp_path / "model")), 64, ())), Loaded)
     blocked, queue = threading.Event(), mx.async_eval
 
@@ -77,61 +83,6 @@ def test_a_forward_that_mlx_blocks_at_queueing_counts_as_waiting(
     monkeypatch.setattr(mx, "async_eval", queue_late)
     result = rank.settle(rank.launch(1, of_prompt(1, 0, 4, (7, 8, 9, 10))))
     assert result.step_us >= result.wait_us >= 0.2e6
-
-
-COUNTED = CountedShare(2, 512, "KVCache", 427_264, 512, mtp=False)
-"""Share of one rank of the model that `write_model` makes."""
-
-
-def a_rank(folder: Path) -> RankExecutor:
-    bootstrap = Bootstrap(0, 1, "ring", (), "", bytes(32), 5.0, 5.0, 1)
-    how: Any = {"shaping": RequestShaping(), "exchange": None, "post": print}
-    return RankExecutor(bootstrap, 1, folder, RankTelemetry(), CollectiveCounter(), **how)
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"layers": 3}, "was loaded with layers 2, and its plan counted on 3: its config.json"),
-        ({"vocabulary": 510}, "was loaded with vocabulary 512, and its plan counted on 510: "),
-        ({"caches": "RotatingKVCache"}, "was loaded with caches KVCache, and its plan counted on Rotating"),
-    ],
-)
-def test_a_rank_refuses_another_model_than_its_plan_counted_on(
-    tmp_path: Path, changes: dict[str, Any], says: str
-) -> None:
-    rank, folder = a_rank(tmp_path), str(write_model(tmp_path / "model"))
-    refused = rank.execute(LoadShard(folder, 64, (), counted=(replace(COUNTED, **changes),)))
-    assert isinstance(refused, Error)
-    assert refused.code is Code.MODEL_INVALID
-    assert re.search(f"model {says}", refused.detail)
-    assert rank.loaded is None
-    others = (COUNTED, replace(COUNTED, layers=9))  # of other ranks
-    assert isinstance(rank.execute(LoadShard(folder, 64, (), counted=others)), Loaded)
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({}, ""),
-        ({"weight_bytes": COUNTED.weight_bytes + (60 << 20), "kv_token_bytes": 1500}, ""),
-        (
-            {"weight_bytes": 1 << 30},
-            f"weight_bytes {COUNTED.weight_bytes}, and its plan counted on {1 << 30}",
-        ),
-        ({"kv_token_bytes": 4096}, "kv_token_bytes 512, and its plan counted on 4096"),
-        ({"mtp": True}, "mtp False, and its plan counted on True"),
-    ],
-)
-def test_a_rank_says_where_its_share_has_another_size_than_its_plan_counted_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], says: str
-) -> None:
-    rank, folder = a_rank(tmp_path), str(write_model(tmp_path / "model"))
-    load = LoadShard(folder, 64, (), counted=(replace(COUNTED, **changes),))
-    reply = rank.execute(load)
-    assert isinstance(reply, Loaded)
-    assert (reply.weight_bytes, reply.kv_token_bytes) == (COUNTED.weight_bytes, COUNTED.kv_token_bytes)
-    assert capsys.readouterr().err == (f"model was loaded with {says}\n" if says else "")
 
 
 WAITS = """

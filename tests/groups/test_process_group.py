@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from mlxtp.wire.cluster_messages import (
     StartRank,
 )
 from mlxtp.wire.codecs import Message
-from mlxtp.wire.messages import CountedShare, Gathered, Generate, Pong, SideChannel
+from mlxtp.wire.messages import Gathered, Generate, Pong, SideChannel
 from mlxtp.wire.rank_stats import RankStats
 
 from ..live_cluster import LIMITS, WAIT_S, rank_processes
@@ -99,7 +99,6 @@ class Peer:
 
 
 LOST = GroupError("its cable was pulled")
-COUNTED = tuple(CountedShare(4, 512, "KVCache", 1 << 20 + rank, 64, mtp=False) for rank in range(2))
 
 
 class Story:
@@ -186,13 +185,12 @@ def test_all_ranks_are_told_the_same_group_and_each_its_own_folder(tmp_path: Pat
         assert "--keep-warm" in psutil.Process(pid).cmdline()
         [load] = stage.orders.notes("load")
         assert load["paths"] == ["/here", "/there"]
-        assert load["counted"] == [asdict(each) for each in COUNTED]
         await stage.ranks.stop()
         assert [end.in_order for end in stage.peer.heard(EndEpoch)] == [True]
         assert stage.orders.notes("shut down")
         assert not (stage.home / failure_store.FOLDER).exists(), "an end in order is no failure"
 
-    play(tmp_path, story, pins=("a", "b"), counted=COUNTED)
+    play(tmp_path, story, pins=("a", "b"))
 
 
 @pytest.mark.parametrize("large", [False, True])

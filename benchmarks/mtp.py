@@ -40,7 +40,7 @@ async def measure(stage: Stage) -> list[Row]:
             return agents[0], agents[1]
 
         agents, file = await pair(), stage.folder / "sums"
-        Delay(file).set(DELAY_S)  # before the costs of widths are measured, at load
+        Delay(file).set(DELAY_S)
         slow = await pair(worker=(sys.executable, "-m", "benchmarks.delayed_worker", "all", str(file)))
         tasks: dict[str, Task] = {"counting": prompts.count, "prose-like text": sentences}
         rows: list[Row] = []

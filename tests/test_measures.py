@@ -35,7 +35,7 @@ LEFT: Mapping[str, int] = {
     "classes with many public methods": 11,
     "dataclasses with many fields": 7,
     "functions with many positional parameters": 7,
-    "functions of an object of a class beside them": 89,
+    "functions of an object of a class beside them": 88,
 }
 MOST_LINES: Mapping[str, int] = {
     "": 4_046,
@@ -45,7 +45,7 @@ MOST_LINES: Mapping[str, int] = {
     "cluster": 5_485,
     "diagnostics": 3_152,
     "discovery": 1_068,
-    "engine": 13_735,
+    "engine": 13_457,
     "gateway": 1_753,
     "groups": 7_293,
     "identity": 1_582,

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
 from ..errors import Code, GroupError, LinkError, ModelError
@@ -43,7 +42,7 @@ from .executor import RankExecutor, Result, RunningForward
 from .logit_shaping import RequestShaping
 from .mailbox import AGENT, COMPILER, DISK, Mailbox
 from .requests import Emitter, Requests
-from .scheduler import REHEARSED, QueuedForward, Scheduler
+from .scheduler import NO_FORWARD, QueuedForward
 from .steps import DecodeFrame, StepResult
 
 # --- ranks 1..N-1: frames go to all of them, replies and Acks come from each -----------------------------
@@ -231,11 +230,7 @@ class DecodeLoop:
                 return Error(error.code, error.detail, 0)
             self._loaded, self._drafter = reply, drafter
             reply = self._bounded(command.kv_bytes)
-            reply = _fitting(reply, self._requests.open(command, reply, drafter))
-            assert self._requests.scheduler is not None
-            _rehearse(self._requests.scheduler, self._run, self._settle, self._rank.bootstrap.run_ahead)
-            self._drain()
-            self._rank.status.enter("idle")
+            return _fitting(reply, self._requests.open(command, reply, drafter))
         return reply
 
     def _close(self) -> None:
@@ -315,7 +310,7 @@ class DecodeLoop:
         frame = scheduler.next() if scheduler is not None else None
         if scheduler is None or frame is None:
             return False
-        forward = scheduler.in_flight[-1] if isinstance(frame, Forward) else REHEARSED
+        forward = scheduler.in_flight[-1] if isinstance(frame, Forward) else NO_FORWARD
         first = bool(self._running) and self._running[-1].first
         if first and self._stages == 1 and forward.reads:
             self._drain()  # a first token leaves before another prompt occupies the device
@@ -352,7 +347,7 @@ class DecodeLoop:
             else:
                 time.sleep(0.005)  # until the disk takes another
 
-    def _run(self, frame: DecodeFrame, forward: QueuedForward = REHEARSED) -> None:
+    def _run(self, frame: DecodeFrame, forward: QueuedForward = NO_FORWARD) -> None:
         """Run a frame on every rank. `forward`: what the scheduler knows of it, if it is one."""
         decodes = isinstance(frame, Forward) and not frame.prompts
         while self._running and not decodes and not self._rank.runner.border.tokens.known():
@@ -442,28 +437,6 @@ class DecodeLoop:
         while self._unconfirmed:
             self._mail.wait(max(self._ack_time_left_s(), 0.0), self._followers.awaited)
             self._confirm()
-
-
-def _rehearse(
-    scheduler: Scheduler, run: Callable[[DecodeFrame], None], settle: Callable[[int], bool], run_ahead: int
-) -> None:
-    """Measure what steps of one row cost by their width, on all ranks, before any request.
-
-    The first step of each width does not count, because it may compile kernels.
-    """
-    took_s: defaultdict[int, list[float]] = defaultdict(list)
-    began = time.monotonic()
-    scheduler.last_uid += 1
-    for width, frame in scheduler.speculation.rehearsal(scheduler.last_uid):
-        run(frame)
-        settle(0 if width else run_ahead)
-        now = time.monotonic()
-        took_s[width].append(now - began)
-        began = now
-    if took_s:
-        least = {width: min(each[1:]) for width, each in took_s.items()}
-        least[0] = min((one + other) / 2 for one, other in pairwise(took_s[0][1:]))  # one may wait for two
-        scheduler.speculation.rehearsed(least)
 
 
 def _beside(drafter: DraftModel | None, reply: Loaded) -> Loaded:

@@ -55,7 +55,7 @@ class QueuedForward:
     late: bool = False
 
 
-REHEARSED = QueuedForward((), tokens=1)  #: a forward that was not queued here
+NO_FORWARD = QueuedForward((), tokens=1)  #: in place of one with frames that are none
 
 
 class Scheduler:
@@ -368,7 +368,7 @@ class Scheduler:
         """
         outcomes, self._late = self._late, []
         at = given_tokens = live = 0
-        forward = self.in_flight.popleft() if self.in_flight else REHEARSED
+        forward = self.in_flight.popleft()
         rows = forward.rows
         for row, ahead in zip(rows, proposed or ((),) * len(rows), strict=bool(rows)):
             width = 1 + len(row.drafts) + len(row.forced)

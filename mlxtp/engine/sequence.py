@@ -11,7 +11,7 @@ from typing import Literal
 from ..admission_counter import MAX_CLIENTS, FairQueue
 from ..wire.messages import PLAIN, Finished, Generate, PrefixDigests
 from .lookup import Lookup
-from .payoff import Acceptance, Choice, Source
+from .payoff import DraftPolicy, Shares, Source
 from .steps import EndReason, ExchangeKind, Guide, SampledToken, Score, StepResult
 
 
@@ -85,13 +85,13 @@ class SequenceState:
     stopped: bool = False
     lookup: Lookup | None = None
     proposed: tuple[int, ...] = ()  # by the MTP head, after the tokens that are known
-    headless: bool = False  # the MTP head lacks entries of its cache
-    success: dict[Source, Acceptance] = field(default_factory=dict)  # of its drafts
-    choice: Choice | None = None  # where it has one of its own
+    mtp_stale: bool = False  # the MTP head lacks entries of its cache
+    shares: dict[Source, Shares] = field(default_factory=dict)  # of its drafts, those that were right
+    choice: DraftPolicy | None = None  # where it has one of its own
     source: Source | None = None  # of its last drafts
     refused: bool = False  # its grammar left out some of them
     awaited: Source | None = None  # for whose drafts its next step waits
-    foretold: tuple[int, ...] = ()  # token that a lookup expects meanwhile
+    expected: tuple[int, ...] = ()  # token by a lookup, meanwhile
     forced: tuple[int, ...] = ()
     known_at: int = 0  # tokens of the answer that must be known before its next step
     turn: int = 0  # its client's number in FairQueue; `user_turn` is its user's among those of the client

@@ -3,39 +3,28 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..wire.messages import MAX_WIDTH, RESTS, Forward, PromptPart, SessionStop
+from ..wire.messages import MAX_WIDTH, RESTS
 from .lookup import Lookup
 from .payoff import (
-    HELD,
-    NO_PROPOSERS,
-    Choice,
+    SHORT,
+    DraftPolicy,
     DraftUse,
-    Kind,
-    Options,
     Proposer,
+    RowOptions,
     Source,
+    StepKind,
     bucket,
-    doublings,
     source_of_match,
 )
 from .sequence import FedRow, SequenceState
-from .steps import Agreement, DecodeFrame, Policy
+from .steps import Policy
 
-REHEARSED = 32  #: tokens of the prompt in the rehearsal
-REHEARSED_WIDTHS = (1, 2, 4, 8)  #: tokens of its steps
-WITH_HEAD, NO_STEP = -1, -2
 HEAD: Source = ("mtp", 0)
-REHEARSALS, AHEAD = 4, 6  #: steps of each width, and of those that run ahead
 LEAST_LEFT = 8  #: tokens that a row still gets; fewer, as in a warm-up, would judge the MTP head by its costs
 LOOKED_UP = 32_768  # tokens of a prompt, from its end, that are searched for drafts
-
-_ASKS: Mapping[tuple[bool, bool], frozenset[Proposer]] = {
-    (False, False): NO_PROPOSERS, (True, False): frozenset(("draft",)),
-    (False, True): frozenset(("mtp",)), (True, True): frozenset(("draft", "mtp")),
-}  # fmt: skip
 
 Feed = tuple[tuple[int, ...], tuple[int, ...]]  # drafts and forced tokens
 
@@ -49,24 +38,25 @@ class _Step:
     """
 
     waited: bool
-    proposed: bool
-    asked: int
+    proposed: bool = False
+    asked: int = 0
 
-    @property
-    def asks(self) -> frozenset[Proposer]:
-        """Proposers that took time in it."""
-        return _ASKS[self.proposed, self.asked > 0]
+    def kind(self, rows: int, width: int) -> StepKind:
+        """Return its kind, with so many rows and at most `width` drafts or forced tokens of one."""
+        proposer: Proposer = "draft" if self.proposed else "mtp" if self.asked > 0 else "lookup"
+        is_plain = not (width or self.waited or self.proposed or self.asked > 0)
+        return StepKind(rows, 0 if is_plain else 1 + bucket(width), proposer)
 
 
 class Speculation:
     """Drafts and forced tokens of the `running` rows, as many as pay.
 
-    Where times may decide, one `Choice` counts for all rows. Elsewhere each row has its own, so that the
+    Where times may decide, one `DraftPolicy` counts for all rows. Elsewhere each row has its own, so that the
     drafts of a request depend on no other one.
     """
 
     def __init__(self, policy: Policy, running: Sequence[SequenceState]) -> None:
-        self.choice = Choice()
+        self.choice = DraftPolicy()
         self.use = DraftUse()
         self._policy = policy
         self._running = running
@@ -74,52 +64,15 @@ class Speculation:
         self._plans: dict[int, tuple[Source, int]] | None = None
         self._steps: deque[_Step] = deque()
         #: Kind and time of the last step, and whether another one was on its way then.
-        self._last: tuple[Kind, float, bool] | None = None
-
-    def rehearsal(self, uid: int) -> Iterator[tuple[int, DecodeFrame]]:
-        """Return frames of one row that measure steps before any request, each with the tokens that it feeds.
-
-        Those of 0 tokens run ahead, those of WITH_HEAD have the MTP head compute drafts, and those of NO_STEP
-        are not steps. Nothing is returned where no measure is wanted, or where there is no room.
-        """
-        policy = self._policy
-        if not (
-            policy.rolls_back
-            and policy.timed
-            and policy.kv_tokens >= 2 * REHEARSED
-            and policy.drafts != "off"
-        ):
-            return
-        agreement: Agreement = "broadcast" if policy.agreement == "broadcast" else "verify"
-        zeros, part = (0,) * REHEARSED, PromptPart(REHEARSED)
-        yield NO_STEP, Forward((uid,), (0,), (REHEARSED,), zeros, agreement=agreement, prompts=(part,))
-        kinds = (*REHEARSED_WIDTHS, WITH_HEAD) if policy.mtp else REHEARSED_WIDTHS
-        steps = [0] * AHEAD + [kind for kind in kinds for _ in range(REHEARSALS)]
-        for at, kind in enumerate(steps, REHEARSED):
-            widths, tokens = ((kind,), (0,) * kind) if kind > 1 else ((), ())
-            asked = policy.mtp if kind == WITH_HEAD else 0
-            yield kind, Forward((uid,), (at,), widths, tokens, agreement=agreement, drafts=asked)
-        yield NO_STEP, SessionStop(uid, "cancel", 1 + len(steps))
-
-    def rehearsed(self, seconds: Mapping[int, float]) -> None:
-        """Take the seconds of steps, as `rehearsal` names them."""
-        proposing_s: dict[Proposer, float] = {}
-        if WITH_HEAD in seconds:
-            proposing_s["mtp"] = max(seconds[WITH_HEAD] - seconds[1], 0.0) / self._policy.mtp
-        if (drafter := self._policy.drafter) is not None:
-            drafter.propose({0: (0,) * REHEARSED}, 4)  # compiles kernels
-            _, took_s = drafter.propose({0: (0,) * REHEARSED}, 4)
-            proposing_s["draft"] = took_s / 4
-        widths = {width: each for width, each in seconds.items() if width > 0}
-        self.choice.costs.rehearsed(seconds[0], widths, proposing_s)
+        self._last: tuple[StepKind, float, bool] | None = None
 
     def join(self, sequence: SequenceState) -> None:
         """Prepare for a row whose prompt is complete."""
-        self._plans, sequence.headless = None, False
+        self._plans, sequence.mtp_stale = None, False
         may_draft = self._policy.rolls_back and self._policy.drafts != "off"
         if may_draft and sequence.lookup is None:
             sequence.lookup = Lookup(sequence.tokens[-LOOKED_UP:])
-            sequence.choice = None if self._policy.timed else Choice()
+            sequence.choice = None if self._policy.timed else DraftPolicy()
 
     def must_wait(self, sequence: SequenceState) -> bool:
         """Return True if this row's tokens in flight must be known before its next step."""
@@ -135,7 +88,7 @@ class Speculation:
         sequence.known_at = sequence.generated + 1
         sequence.awaited = planned[0]
         if sequence.lookup is not None and planned[0][0] == "lookup":
-            sequence.foretold = sequence.lookup.draft(1)
+            sequence.expected = sequence.lookup.draft(1)
         return True
 
     def feeds(self, rows: Sequence[SequenceState]) -> list[Feed | None]:
@@ -166,10 +119,10 @@ class Speculation:
             drafts |= {request: proposed[: plans[request][1]] for request, proposed in found.items()}
         feeds = [None if row.in_flight else _feed(row, drafts.get(row.request, ())) for row in rows]
         tried = bool(waited) or any(row.refused for row in known)
-        if self._policy.mtp and not of_head and self.choice.rests(HEAD):
+        if self._policy.mtp and not of_head and self.choice.suspends(HEAD):
             of_head = RESTS
             for row in rows:
-                row.headless = True
+                row.mtp_stale = True
         self._steps.append(_Step(tried, bool(asked), of_head))
         return feeds
 
@@ -184,10 +137,10 @@ class Speculation:
         return int(any(row.request in plans and plans[row.request][0][0] == "mtp" for row in rows))
 
     def _arrived(self, row: SequenceState) -> None:
-        """Compare the token for which a row waited with the one that a lookup foretold."""
-        if row.foretold and row.awaited is not None:
-            self._choice_of(row).checked(row.success, row.awaited, 1, int(row.tokens[-1] == row.foretold[0]))
-        row.awaited, row.foretold = None, ()
+        """Compare the token for which a row waited with the one that a lookup expected."""
+        if row.expected and row.awaited is not None:
+            self._choice_of(row).checked(row.shares, row.awaited, 1, int(row.tokens[-1] == row.expected[0]))
+        row.awaited, row.expected = None, ()
 
     def force(self, sequence: SequenceState) -> None:
         """Choose the forced tokens of a row's next step. Raises MlxtpError when no token can come."""
@@ -201,8 +154,8 @@ class Speculation:
         pays = self.choice.forced(self._rows(), len(sequence.forced))
         if pays < len(sequence.forced):
             sequence.forced = guide.forced(pays)
-        foretold = wide and sequence.in_flight and self.choice.forced(self._rows(), 2) > 1
-        if foretold and guide.foretells:
+        waits = wide and sequence.in_flight and self.choice.forced(self._rows(), 2) > 1
+        if waits and guide.foretells:
             sequence.known_at = sequence.generated + 1
 
     def checked(self, row: FedRow, new: int) -> None:
@@ -210,10 +163,10 @@ class Speculation:
         sequence, drafted = row.sequence, len(row.drafts)
         choice = self._choice_of(sequence)
         if (drafted or sequence.refused) and sequence.source is not None:
-            choice.checked(sequence.success, sequence.source, drafted + sequence.refused, new - 1)
+            choice.checked(sequence.shares, sequence.source, drafted + sequence.refused, new - 1)
             self.use.checked(sequence.source[0], drafted, new - 1)
         if choice is not self.choice:
-            choice.step(Kind(1, bucket(drafted or (HELD if sequence.refused else 0))), new)
+            choice.step(_Step(sequence.refused).kind(1, drafted), new)
         sequence.refused = False
 
     def record(self, rows: Sequence[FedRow], tokens: int, at_s: float, *, complete: bool) -> None:
@@ -224,7 +177,7 @@ class Speculation:
         step, last = self._steps.popleft(), self._last
         drafted, forced = max([len(row.drafts) for row in rows]), max([len(row.forced) for row in rows])
         width = max(drafted, forced)
-        kind = Kind(len(rows), bucket(width or (HELD if step.waited or step.asks else 0)), step.asks)
+        kind = step.kind(len(rows), width)
         self._plans, self._last = None, (kind, at_s, bool(self._steps)) if complete and at_s else None
         self.use.steps += 1
         self.use.widths += 1 + width
@@ -232,12 +185,12 @@ class Speculation:
             return
         took_s = 0.0  # with what the host did between the steps
         if self._last and last and last[0].rows == len(rows):
-            took_s, plain = at_s - last[1], kind.drafts == last[0].drafts == 0
+            took_s, plain = at_s - last[1], kind.fed == last[0].fed == 0
             if not forced:  # late plain steps are no loss by drafts
                 usual_s = self.choice.costs.plain_s(len(rows)) * tokens / len(rows)
                 self.use.took(took_s, took_s if plain else usual_s)
-            if kind.drafts == 0 and last[0].drafts and self._policy.run_ahead:
-                kind = Kind(len(rows), HELD)  # it did not run ahead yet, because of the drafts before it
+            if not kind.fed and last[0].fed and self._policy.run_ahead:
+                kind = StepKind(len(rows), 1)  # it did not run ahead yet, because of the drafts before it
             elif plain and self._last[2] != last[2]:
                 took_s = 0.0  # the last one that ran ahead: the host was late with the result before it
         self.choice.step(kind, tokens, took_s, paid=not forced)
@@ -251,7 +204,8 @@ class Speculation:
         if self._plans is not None:
             return self._plans
         self._plans = {}
-        self.choice.costs.context = doublings(max([row.position for row in self._running], default=0))
+        longest = max([row.position for row in self._running], default=0)
+        self.choice.costs.context = (longest // SHORT).bit_length()
         if (room := self._room()) < 1:
             return self._plans
         options = [self._options(row) for row in self._running]
@@ -272,14 +226,14 @@ class Speculation:
         self._plans = plans
         return plans
 
-    def _options(self, row: SequenceState) -> Options:
+    def _options(self, row: SequenceState) -> RowOptions:
         limit = min(row.wants.max_tokens - row.generated - 1, MAX_WIDTH - 1)
         sources: dict[Source, int] = {}
         if row.lookup is not None and limit > 0:
             mode = self._policy.drafts
             if row.lookup.matched and mode in ("auto", "lookup"):
                 sources[source_of_match(row.lookup.matched)] = limit
-            has_head = self._policy.mtp and not row.headless
+            has_head = self._policy.mtp and not row.mtp_stale
             if has_head and mode in ("auto", "mtp") and limit >= LEAST_LEFT:
                 sources[HEAD] = min(limit, self._policy.mtp)
             if self._policy.drafter is not None and mode in ("auto", "draft"):
@@ -287,13 +241,13 @@ class Speculation:
         if row.guide is not None:
             most = row.guide.draftable
             sources = {source: min(limit, most) for source, limit in sources.items() if most}
-        return Options(sources, row.success, bool(row.in_flight))
+        return sources, row.shares
 
-    def _choice_of(self, row: SequenceState) -> Choice:
+    def _choice_of(self, row: SequenceState) -> DraftPolicy:
         return row.choice or self.choice
 
     def _rows(self) -> int:
-        """Return the rows of a step: in a pipeline, those of a lane."""
+        """Return the rows of a step: in a pipeline, those of a microbatch."""
         running = max(len(self._running), 1)
         return -(-running // min(self._policy.stages, running))
 

@@ -18,7 +18,7 @@ from typing import Any
 from mlxtp.engine import kv_cache
 from mlxtp.engine.disk_index import DiskIndex
 from mlxtp.engine.kv_cache import SHORTEST_CHECKPOINT, SHORTEST_HIT, PrefixCache
-from mlxtp.engine.scheduler import REHEARSED, QueuedForward, Scheduler
+from mlxtp.engine.scheduler import NO_FORWARD, QueuedForward, Scheduler
 from mlxtp.engine.steps import (
     DecodeFrame,
     Guide,
@@ -283,7 +283,7 @@ class Ranks:
     def make(
         self,
         frame: DecodeFrame,
-        queued: QueuedForward = REHEARSED,
+        queued: QueuedForward = NO_FORWARD,
         known: Callable[[], None] = lambda: None,
     ) -> tuple[tuple[int, int], ...] | None:
         """Carry out a frame. Of a forward: (uid, token) of everything it chose, in order.
@@ -620,7 +620,7 @@ class Simulation:
         self.ranks.check_room()
 
     def _make(self, frame: DecodeFrame) -> None:
-        queued = self.scheduler.in_flight[-1] if isinstance(frame, Forward) else REHEARSED
+        queued = self.scheduler.in_flight[-1] if isinstance(frame, Forward) else NO_FORWARD
         if isinstance(frame, Forward) and frame.prompts:
             self._chunks[frame.rows[0], frame.positions[0]] = chunks_of(frame, queued)
         elif isinstance(frame, Forward):

@@ -45,7 +45,7 @@ from ..reference import spoken
 from .families import FAMILIES
 from .small_models import write_model
 
-ALONE = Bootstrap(0, 1, "none", (), "", bytes(32), 5.0, 5.0, 1, repeatable=True)  # no rehearsal
+ALONE = Bootstrap(0, 1, "none", (), "", bytes(32), 5.0, 5.0, 1, repeatable=True)
 
 
 @pytest.fixture(scope="module")

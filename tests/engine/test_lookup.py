@@ -12,16 +12,14 @@ from hypothesis import strategies as st
 
 from mlxtp.engine.lookup import CANDIDATES, LONGEST_MATCH, SHORTEST_MATCH, Lookup
 from mlxtp.engine.payoff import (
-    CREDIT_PER_STEP,
+    CREDIT,
     FIRST_CREDIT,
-    HELD,
     MOST_DRAFTED,
     WIDER,
-    Acceptance,
-    Choice,
-    Kind,
-    Options,
+    DraftPolicy,
+    Shares,
     Source,
+    StepKind,
     bucket,
     source_of_match,
 )
@@ -169,19 +167,19 @@ def decode(model: Model, prompt: Sequence[int], count: int, *, use_match: bool =
 
     Without `use_match`, they are those of a draft model that knows no better than the lookup.
     """
-    lookup, choice = Lookup(prompt), Choice()
-    success: dict[Source, Acceptance] = {}
+    lookup, policy = Lookup(prompt), DraftPolicy()
+    shares: dict[Source, Shares] = {}
     run = Run([model(prompt)], steps=1)
     while len(run.tokens) < count:
         source: Source = source_of_match(lookup.matched) if use_match else ("draft", 0)
-        wanted = Options({source: MOST_DRAFTED} if lookup.matched else {}, success, ahead=use_match)
-        planned = choice.plan([wanted], 1, MOST_DRAFTED).drafts
-        foretold = lookup.draft(planned + 1) if planned else ()
+        options = {source: MOST_DRAFTED} if lookup.matched else {}
+        planned = policy.plan([(options, shares)], 1, MOST_DRAFTED).drafts
+        expected = lookup.draft(planned + 1) if planned else ()
         in_flight = run.tokens[-1]
         lookup.append(in_flight)
-        draft = foretold[1:] if foretold[:1] == (in_flight,) else ()
-        if foretold and use_match:
-            choice.checked(success, source, 1, bool(draft))
+        draft = expected[1:] if expected[:1] == (in_flight,) else ()
+        if expected and use_match:
+            policy.checked(shares, source, 1, bool(draft))
         # One forward: what the model says after each fed token, right as far as the draft is.
         known = [*prompt, *run.tokens]
         accepted = 0
@@ -195,8 +193,8 @@ def decode(model: Model, prompt: Sequence[int], count: int, *, use_match: bool =
         run.accepted += accepted
         run.lost += max(WIDER * len(draft) - accepted, 0)
         if draft:
-            choice.checked(success, source, len(draft), accepted)
-        choice.step(Kind(1, bucket(len(draft) or (HELD if foretold else 0))), len(fresh))
+            policy.checked(shares, source, len(draft), accepted)
+        policy.step(StepKind(1, 1 + bucket(len(draft)) if expected else 0), len(fresh))
     del run.tokens[count:]
     return run
 
@@ -268,5 +266,5 @@ def test_text_copied_with_changes_takes_half_of_the_steps() -> None:
 def test_text_with_nothing_to_copy_is_left_alone(text: list[int], use_match: bool) -> None:
     """Its loss is bounded by the steps and what right drafts have gained."""
     run = decode(says(text, text[:500]), text[:500], 2_500, use_match=use_match)
-    assert run.lost <= FIRST_CREDIT + 1 + CREDIT_PER_STEP * run.steps + run.accepted
+    assert run.lost <= FIRST_CREDIT + 1 + CREDIT * run.steps + run.accepted
     assert run.lost < 0.03 * run.steps + run.accepted

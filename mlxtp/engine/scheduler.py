@@ -343,7 +343,7 @@ class Scheduler:
         sequence.forwards += 1
         sequence.in_flight += 1
         sequence.drafting = bool(drafts)
-        sequence.drafted += len(drafts)
+        sequence.drafts.fed += len(drafts)
         sequence.fed_inside = not drafts
         sequence.scheduled += 1 + len(forced)
         if sequence.scheduled >= sequence.wants.max_tokens:
@@ -380,7 +380,7 @@ class Scheduler:
             sequence.in_flight -= 1
             given = scores.get(sequence.uid) if scores else None
             new = sequence.verify(row, chosen)
-            sequence.proposed = ahead
+            sequence.drafts.proposed = ahead
             self.speculation.checked(row, len(new))
             given_tokens += len(new)
             live += 1

@@ -52,6 +52,23 @@ class DiskState:
         return fetch.blocks * fetch.block if fetch is not None and fetch.phase == "held" else 0
 
 
+@dataclass(slots=True)
+class DraftState:
+    """State of one sequence's drafts."""
+
+    lookup: Lookup | None = None  # None where it has no drafts
+    proposed: tuple[int, ...] = ()  # by the MTP head, after the tokens that are known
+    mtp_stale: bool = False  # the MTP head lacks entries of its cache
+    shares: dict[Source, Shares] = field(default_factory=dict)  # of its drafts, those that were right
+    choice: DraftPolicy | None = None  # where it has one of its own
+    source: Source | None = None  # of its last drafts
+    refused: bool = False  # its grammar left out some of them
+    awaited: Source | None = None  # for whose drafts its next step waits
+    expected: tuple[int, ...] = ()  # token by a lookup, meanwhile
+    fed: int = 0
+    accepted: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class SequenceState:
     """State of one request from admission to its end."""
@@ -80,18 +97,8 @@ class SequenceState:
     hit_length: int = 0
     cached: int = 0
     disk: DiskState = field(default_factory=DiskState)
-    drafted: int = 0
-    accepted: int = 0
+    drafts: DraftState = field(default_factory=DraftState)
     stopped: bool = False
-    lookup: Lookup | None = None
-    proposed: tuple[int, ...] = ()  # by the MTP head, after the tokens that are known
-    mtp_stale: bool = False  # the MTP head lacks entries of its cache
-    shares: dict[Source, Shares] = field(default_factory=dict)  # of its drafts, those that were right
-    choice: DraftPolicy | None = None  # where it has one of its own
-    source: Source | None = None  # of its last drafts
-    refused: bool = False  # its grammar left out some of them
-    awaited: Source | None = None  # for whose drafts its next step waits
-    expected: tuple[int, ...] = ()  # token by a lookup, meanwhile
     forced: tuple[int, ...] = ()
     known_at: int = 0  # tokens of the answer that must be known before its next step
     turn: int = 0  # its client's number in FairQueue; `user_turn` is its user's among those of the client
@@ -143,11 +150,11 @@ class SequenceState:
 
         Returns the reason when the answer ends here. Raises MlxtpError when its grammar does not continue.
         """
-        wants, guide, lookup = self.wants, self.guide, self.lookup
+        wants, guide, lookup = self.wants, self.guide, self.drafts.lookup
         for i, token in enumerate(new):
             self.tokens.append(token)
             self.generated += 1
-            self.accepted += i < drafted
+            self.drafts.accepted += i < drafted
             if token in eos and not wants.ignore_eos:
                 return self._ended()
             if lookup is not None:
@@ -179,9 +186,8 @@ class SequenceState:
         self.fed_inside, self.saves, self.disk.asked, self.disk.spilled = True, (), False, 0
 
     def end(self, reason: EndReason) -> Finished:
-        return Finished(
-            self.request, reason, self.generated, self.all_forwards, self.cached, self.drafted, self.accepted
-        )
+        fed, right = self.drafts.fed, self.drafts.accepted
+        return Finished(self.request, reason, self.generated, self.all_forwards, self.cached, fed, right)
 
 
 class Lanes:

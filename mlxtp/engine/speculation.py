@@ -68,11 +68,11 @@ class Speculation:
 
     def join(self, sequence: SequenceState) -> None:
         """Prepare for a row whose prompt is complete."""
-        self._plans, sequence.mtp_stale = None, False
-        may_draft = self._policy.rolls_back and self._policy.drafts != "off"
-        if may_draft and sequence.lookup is None:
-            sequence.lookup = Lookup(sequence.tokens[-LOOKED_UP:])
-            sequence.choice = None if self._policy.timed else DraftPolicy()
+        drafts = sequence.drafts
+        self._plans, drafts.mtp_stale = None, False
+        if self._policy.rolls_back and self._policy.drafts != "off" and drafts.lookup is None:
+            drafts.lookup = Lookup(sequence.tokens[-LOOKED_UP:])
+            drafts.choice = None if self._policy.timed else DraftPolicy()
 
     def must_wait(self, sequence: SequenceState) -> bool:
         """Return True if this row's tokens in flight must be known before its next step."""
@@ -86,9 +86,10 @@ class Speculation:
             return False
         # With a likely continuation, waiting for the token in flight gains more than run-ahead.
         sequence.known_at = sequence.generated + 1
-        sequence.awaited = planned[0]
-        if sequence.lookup is not None and planned[0][0] == "lookup":
-            sequence.expected = sequence.lookup.draft(1)
+        drafts = sequence.drafts
+        drafts.awaited = planned[0]
+        if drafts.lookup is not None and planned[0][0] == "lookup":
+            drafts.expected = drafts.lookup.draft(1)
         return True
 
     def feeds(self, rows: Sequence[SequenceState]) -> list[Feed | None]:
@@ -96,33 +97,34 @@ class Speculation:
         the graph. Tokens of a row in flight are not known.
         """
         known = [row for row in rows if not row.in_flight]
-        waited = [row for row in known if row.awaited is not None]
+        waited = [row for row in known if row.drafts.awaited is not None]
         for row in waited:
             self._arrived(row)
         plans = self._planned() if known else {}
-        drafts: dict[int, tuple[int, ...]] = {}
+        found: dict[int, tuple[int, ...]] = {}
         asked: dict[int, Sequence[int]] = {}
         most = of_head = 0
         for row in known:
-            if (planned := plans.get(row.request)) is None or row.lookup is None:
+            drafts = row.drafts
+            if (planned := plans.get(row.request)) is None or drafts.lookup is None:
                 continue
-            (proposer, _), number = row.source, _ = planned
+            (proposer, _), number = drafts.source, _ = planned
             if proposer == "lookup":
-                drafts[row.request] = row.lookup.draft(number)
+                found[row.request] = drafts.lookup.draft(number)
             elif proposer == "mtp":
-                drafts[row.request] = row.proposed[:number]
+                found[row.request] = drafts.proposed[:number]
                 of_head = max(of_head, min(number, row.wants.max_tokens - row.generated - 2))
             elif not row.forced:
                 asked[row.request], most = row.tokens, max(most, number)
         if asked and self._policy.drafter is not None:
-            found, _ = self._policy.drafter.propose(asked, most)
-            drafts |= {request: proposed[: plans[request][1]] for request, proposed in found.items()}
-        feeds = [None if row.in_flight else _feed(row, drafts.get(row.request, ())) for row in rows]
-        tried = bool(waited) or any(row.refused for row in known)
+            proposals, _ = self._policy.drafter.propose(asked, most)
+            found |= {request: proposed[: plans[request][1]] for request, proposed in proposals.items()}
+        feeds = [None if row.in_flight else _feed(row, found.get(row.request, ())) for row in rows]
+        tried = bool(waited) or any(row.drafts.refused for row in known)
         if self._policy.mtp and not of_head and self.choice.suspends(HEAD):
             of_head = RESTS
             for row in rows:
-                row.mtp_stale = True
+                row.drafts.mtp_stale = True
         self._steps.append(_Step(tried, bool(asked), of_head))
         return feeds
 
@@ -138,9 +140,11 @@ class Speculation:
 
     def _arrived(self, row: SequenceState) -> None:
         """Compare the token for which a row waited with the one that a lookup expected."""
-        if row.expected and row.awaited is not None:
-            self._choice_of(row).checked(row.shares, row.awaited, 1, int(row.tokens[-1] == row.expected[0]))
-        row.awaited, row.expected = None, ()
+        drafts = row.drafts
+        if drafts.expected and drafts.awaited is not None:
+            right = int(row.tokens[-1] == drafts.expected[0])
+            self._choice_of(row).checked(drafts.shares, drafts.awaited, 1, right)
+        drafts.awaited, drafts.expected = None, ()
 
     def force(self, sequence: SequenceState) -> None:
         """Choose the forced tokens of a row's next step. Raises MlxtpError when no token can come."""
@@ -160,14 +164,14 @@ class Speculation:
 
     def checked(self, row: FedRow, new: int) -> None:
         """Record that a row got `new` tokens of a step."""
-        sequence, drafted = row.sequence, len(row.drafts)
-        choice = self._choice_of(sequence)
-        if (drafted or sequence.refused) and sequence.source is not None:
-            choice.checked(sequence.shares, sequence.source, drafted + sequence.refused, new - 1)
-            self.use.checked(sequence.source[0], drafted, new - 1)
+        drafts, fed = row.sequence.drafts, len(row.drafts)
+        choice = self._choice_of(row.sequence)
+        if (fed or drafts.refused) and drafts.source is not None:
+            choice.checked(drafts.shares, drafts.source, fed + drafts.refused, new - 1)
+            self.use.checked(drafts.source[0], fed, new - 1)
         if choice is not self.choice:
-            choice.step(_Step(sequence.refused).kind(1, drafted), new)
-        sequence.refused = False
+            choice.step(_Step(drafts.refused).kind(1, fed), new)
+        drafts.refused = False
 
     def record(self, rows: Sequence[FedRow], tokens: int, at_s: float, *, complete: bool) -> None:
         """Record a step of these rows, known at `at_s` (0 without a clock), that gave `tokens` tokens in all.
@@ -229,11 +233,11 @@ class Speculation:
     def _options(self, row: SequenceState) -> RowOptions:
         limit = min(row.wants.max_tokens - row.generated - 1, MAX_WIDTH - 1)
         sources: dict[Source, int] = {}
-        if row.lookup is not None and limit > 0:
+        if (lookup := row.drafts.lookup) is not None and limit > 0:
             mode = self._policy.drafts
-            if row.lookup.matched and mode in ("auto", "lookup"):
-                sources[source_of_match(row.lookup.matched)] = limit
-            has_head = self._policy.mtp and not row.mtp_stale
+            if lookup.matched and mode in ("auto", "lookup"):
+                sources[source_of_match(lookup.matched)] = limit
+            has_head = self._policy.mtp and not row.drafts.mtp_stale
             if has_head and mode in ("auto", "mtp") and limit >= LEAST_LEFT:
                 sources[HEAD] = min(limit, self._policy.mtp)
             if self._policy.drafter is not None and mode in ("auto", "draft"):
@@ -241,10 +245,10 @@ class Speculation:
         if row.guide is not None:
             most = row.guide.draftable
             sources = {source: min(limit, most) for source, limit in sources.items() if most}
-        return sources, row.shares
+        return sources, row.drafts.shares
 
     def _choice_of(self, row: SequenceState) -> DraftPolicy:
-        return row.choice or self.choice
+        return row.drafts.choice or self.choice
 
     def _rows(self) -> int:
         """Return the rows of a step: in a pipeline, those of a microbatch."""
@@ -262,5 +266,5 @@ def _feed(row: SequenceState, drafts: tuple[int, ...]) -> Feed | None:
         drafts = ()
     elif drafts and guide is not None:
         drafts = guide.allowed(drafts)
-        row.refused = len(drafts) < proposed
+        row.drafts.refused = len(drafts) < proposed
     return None if not drafts and not row.forced and row.fed_inside else (drafts, row.forced)

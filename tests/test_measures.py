@@ -33,7 +33,7 @@ LEFT: Mapping[str, int] = {
     "names of methods": 0,
     "files": 240,
     "classes with many public methods": 11,
-    "dataclasses with many fields": 7,
+    "dataclasses with many fields": 6,
     "functions with many positional parameters": 7,
     "functions of an object of a class beside them": 88,
 }
@@ -45,7 +45,7 @@ MOST_LINES: Mapping[str, int] = {
     "cluster": 5_485,
     "diagnostics": 3_152,
     "discovery": 1_068,
-    "engine": 13_457,
+    "engine": 13_481,
     "gateway": 1_753,
     "groups": 7_293,
     "identity": 1_582,

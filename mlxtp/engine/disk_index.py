@@ -78,7 +78,7 @@ class DiskIndex:
         """Line up what no block has of a sequence's first `held` tokens, which the cache of `uid` holds."""
         if self._blocks is None or not self._blocks.room_bytes:
             return
-        if held < self._spill_from and not sequence.reused:
+        if held < self._spill_from and not sequence.progress.reused:
             return
         digests, start = self._digests(sequence), 0
         if not self._truncatable:
@@ -129,7 +129,7 @@ class DiskIndex:
 
     def _found(self, sequence: SequenceState, blocks: Blocks) -> tuple[int, list[bytes]] | None:
         """Return the tokens of a block, and the digests of those that the disk has of a prompt."""
-        digests, most = self._digests(sequence), sequence.prompt - 1
+        digests, most = self._digests(sequence), sequence.progress.prompt - 1
         if not self._truncatable:
             stems = {digests.up_to(at) for at in range(0, most + 1, STEM)}
             ends = blocks.ends(stems)

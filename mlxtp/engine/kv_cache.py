@@ -400,9 +400,9 @@ def places_to_save(sequence: SequenceState, hit: int) -> tuple[int, ...]:
     Those are the request's own, and the last one for a prompt that comes again. The first `hit` tokens are in
     a kept cache already.
     """
-    places = [place for place in sequence.wants.places if place < sequence.prompt]
-    if not sequence.generated and sequence.prompt - max(places, default=0) > SHORTEST_CHECKPOINT:
-        places.append(sequence.prompt - 1)
+    places = [place for place in sequence.wants.places if place < sequence.progress.prompt]
+    if not sequence.generated and sequence.progress.prompt - max(places, default=0) > SHORTEST_CHECKPOINT:
+        places.append(sequence.progress.prompt - 1)
     found: list[int] = []
     for place in places:
         if place - (found[-1] if found else hit) >= SHORTEST_CHECKPOINT:
@@ -463,13 +463,13 @@ class KVCacheManager:
         """Return the tokens of its prompt that a kept, running or fetched KV cache holds."""
         if self._prefixes is None:
             return 0
-        if sequence.asked_at != self._prefixes.changes:
-            sequence.asked_at = self._prefixes.changes
-            hit = self._prefixes.find(sequence.tokens[: sequence.prompt], sequence.wants.salt)
-            sequence.hit_length = 0 if hit is None else hit.length
+        if sequence.progress.asked_at != self._prefixes.changes:
+            sequence.progress.asked_at = self._prefixes.changes
+            hit = self._prefixes.find(sequence.tokens[: sequence.progress.prompt], sequence.wants.salt)
+            sequence.progress.hit_length = 0 if hit is None else hit.length
             if hit is not None:
                 self._prefixes.touch(hit.uid)  # others make room before it
-        return max(sequence.hit_length, sequence.disk.fetched)
+        return max(sequence.progress.hit_length, sequence.disk.fetched)
 
     def is_being_computed(self, sequence: SequenceState, others: Sequence[SequenceState]) -> bool:
         """Return True if one of `others` will soon have more of this prompt's beginning than caches have.
@@ -482,17 +482,17 @@ class KVCacheManager:
         if not self._prefixes.truncatable:
             return any(
                 other.wants.salt == sequence.wants.salt
-                and enough <= place < sequence.prompt
-                and place - other.prefilled <= sequence.prompt
+                and enough <= place < sequence.progress.prompt
+                and place - other.progress.prefilled <= sequence.progress.prompt
                 and other.tokens[:place] == sequence.tokens[:place]
                 for other in others
-                for place in other.saves
-                if place > other.prefilled
+                for place in other.progress.saves
+                if place > other.progress.prefilled
             )
         beginning = sequence.tokens[:enough]
-        return len(beginning) < sequence.prompt and any(
+        return len(beginning) < sequence.progress.prompt and any(
             other.wants.salt == sequence.wants.salt
-            and other.prompt - other.prefilled <= sequence.prompt + len(beginning)
+            and other.progress.prompt - other.progress.prefilled <= sequence.progress.prompt + len(beginning)
             and other.tokens[: len(beginning)] == beginning
             for other in others
         )
@@ -504,20 +504,20 @@ class KVCacheManager:
         """
         if self._prefixes is None:
             return 0, False
-        hit = self._prefixes.find(sequence.tokens[: sequence.prompt], sequence.wants.salt)
+        hit = self._prefixes.find(sequence.tokens[: sequence.progress.prompt], sequence.wants.salt)
         uid, length, take = (0, 0, False) if hit is None else (hit.uid, hit.length, hit.whole and may_take)
         fetch, fetched = sequence.disk.fetch, sequence.disk.fetched > length
         if fetch is not None and fetched:
             uid, length, take = fetch.uid, sequence.disk.fetched, True
             sequence.disk.fetch = None
         if not self._prefixes.truncatable:
-            sequence.saves = places_to_save(sequence, length)
+            sequence.progress.saves = places_to_save(sequence, length)
             take = fetched
         if not uid:
             return 0, False
         if not fetched:
             self._prefixes.take(uid) if take else self._prefixes.touch(uid)
-        sequence.prefilled = sequence.reused = length
+        sequence.progress.prefilled = sequence.progress.reused = length
         if not sequence.generated:
             sequence.cached = length
         return uid, take
@@ -528,7 +528,7 @@ class KVCacheManager:
         What makes room for it is freed before. If that is its source, the sequence takes it over instead.
         """
         assert self._prefixes is not None
-        freed = self._prefixes.keep(uid, sequence.tokens[: sequence.prefilled], sequence.wants.salt)
+        freed = self._prefixes.keep(uid, sequence.tokens[: sequence.progress.prefilled], sequence.wants.salt)
         if uid not in freed and (beyond := self._occupied() - self.kv_tokens) > 0:
             freed += self._prefixes.evict(beyond)
         if others := tuple([other for other in freed if other not in (uid, part.source)]):
@@ -542,11 +542,11 @@ class KVCacheManager:
     def line_up(self, sequence: SequenceState) -> None:
         """Have the computed part of a prompt written to disk, where caches can be cut."""
         if not self.keeps_snapshots:
-            self.disk.line_up(sequence, sequence.uid, sequence.prefilled)
+            self.disk.line_up(sequence, sequence.uid, sequence.progress.prefilled)
 
     def stays(self, sequence: SequenceState, others: Sequence[SequenceState], *, full: bool) -> bool:
         """Return True if a waiting prompt is not started now. `full`: no other one is."""
-        if sequence.disk.fetched and self.hit_length(sequence) == sequence.hit_length:
+        if sequence.disk.fetched and self.hit_length(sequence) == sequence.progress.hit_length:
             self.frames += self.disk.forget(sequence)  # memory has as much by now
             return True
         if sequence.disk.fetch:
@@ -567,7 +567,8 @@ class KVCacheManager:
         # Tokens of one row cannot be taken out of mlx-lm's own batched caches, nor out of states.
         running = self._running if self._rolls_back and not self.keeps_snapshots else ()
         rows = (*running, *self._waiting.started())
-        return any(row.uid == uid and max(row.position, row.prefilled) >= tokens for row in rows)
+        known = [max(row.progress.position, row.progress.prefilled) for row in rows if row.uid == uid]
+        return max(known, default=-1) >= tokens
 
     def must_wait(self, sequence: SequenceState) -> bool:
         """Return True if the next step ends an answer whose cache is kept only with known tokens."""
@@ -576,15 +577,17 @@ class KVCacheManager:
     def share(self, sequence: SequenceState) -> None:
         """Let other prompts start from the complete prompt of a sequence that runs."""
         if self._prefixes is not None:
-            self._prefixes.share(sequence.uid, sequence.tokens[: sequence.prompt], sequence.wants.salt)
+            self._prefixes.share(
+                sequence.uid, sequence.tokens[: sequence.progress.prompt], sequence.wants.salt
+            )
 
     def release(self, sequence: SequenceState, reason: StopReason, held: int) -> None:
         """Queue a sequence's last frame, and keep or evict the known of the `held` tokens of its KV cache."""
-        keep, self._is_stale = 0, True
-        bucket = (sequence.room, sequence.lane)
-        if all((other.room, other.lane) != bucket for other in self._running):
+        keep, progress, self._is_stale = 0, sequence.progress, True
+        bucket = (progress.room, progress.lane)
+        if all((other.progress.room, other.progress.lane) != bucket for other in self._running):
             self._slots = tuple([slot for slot in self._slots if slot != bucket])
-        sequence.room = 0
+        progress.room = 0
         covers: tuple[int, ...] = ()
         evicted: tuple[int, ...] = ()
         known = len(sequence.tokens)
@@ -600,10 +603,10 @@ class KVCacheManager:
                 covers = self._prefixes.covered(sequence.uid)
                 if keep:
                     self.disk.line_up(sequence, sequence.uid, keep)
-        self.frames.append(SessionStop(sequence.uid, reason, sequence.forwards, keep, covers))
+        self.frames.append(SessionStop(sequence.uid, reason, progress.forwards, keep, covers))
         if others := tuple([uid for uid in evicted if uid != sequence.uid]):
             self.frames.append(Evict(others))
-        sequence.all_forwards += sequence.forwards
+        sequence.all_forwards += progress.forwards
         self._lay_out()
 
     def make_room(self, joining: Sequence[SequenceState] = ()) -> bool:
@@ -632,8 +635,9 @@ class KVCacheManager:
         running = self._running
         if self._is_stale:
             return False
-        return all(sequence.position + MAX_WIDTH <= sequence.room for sequence in running) or (
-            len(running) == 1 and running[0].longest <= running[0].room
+        rows = [sequence.progress for sequence in running]
+        return all(row.position + MAX_WIDTH <= row.room for row in rows) or (
+            len(rows) == 1 and running[0].longest <= rows[0].room
         )
 
     def _lay_out(self, joining: Sequence[SequenceState] = ()) -> bool:
@@ -643,20 +647,20 @@ class KVCacheManager:
         layout take much less, and no prompt joins.
         """
         if not self._rolls_back:
-            if self._has_lanes and not all(sequence.room for sequence in self._running):
+            if self._has_lanes and not all(sequence.progress.room for sequence in self._running):
                 self.frames.append(Arrange(lanes=_lanes(self._running)))
             for sequence in self._running:
-                sequence.room = roomy(max(_lengths(self._running)))
+                sequence.progress.room = roomy(max(_lengths(self._running)))
             self._is_stale = False
             return True
         running, started = self._running, self._waiting.holding()
-        own = [capacity(sequence.prompt) for sequence in started]
-        longest = max([sequence.prompt for sequence in joining], default=0)
+        own = [capacity(sequence.progress.prompt) for sequence in started]
+        longest = max([sequence.progress.prompt for sequence in joining], default=0)
         # Several that are computed together share arrays, with a place for padding.
         own += [capacity(longest + (len(joining) > 1))] * len(joining)
         kept = self._prefixes.positions if self._prefixes is not None else 0
         left = self.kv_tokens - kept - sum(own) - self._row_tokens * len(own)
-        lengths, now = _lengths(running), tuple([(row.room, row.lane) for row in running])
+        lengths, now = _lengths(running), tuple([(row.progress.room, row.progress.lane) for row in running])
         ways = laned_layouts(lengths, _lanes(running))
         ways = tuple([slots for slots in ways if _room_of(slots, self._row_tokens) <= left])
         if not ways:
@@ -670,7 +674,7 @@ class KVCacheManager:
         if stays and (joining or slots == now):
             return True
         for (room, _), sequence in zip(slots, running, strict=False):
-            sequence.room = room
+            sequence.progress.room = room
         self._slots = slots
         rooms, lanes = tuple([room for room, _ in slots]), tuple([lane for _, lane in slots])
         self.frames.append(Arrange(rooms, lanes=lanes if any(lanes) else ()))
@@ -681,7 +685,7 @@ class KVCacheManager:
 
         `Scheduler.add` checked that it fits to its end, but the room may have become smaller.
         """
-        soon = max(sequence.position, sequence.prompt) + MAX_WIDTH
+        soon = max(sequence.progress.position, sequence.progress.prompt) + MAX_WIDTH
         return capacity(min(soon, sequence.longest)) + self._row_tokens <= self.kv_tokens
 
     def resize(self, kv_tokens: int, *, clear: bool = False) -> None:
@@ -702,7 +706,9 @@ class KVCacheManager:
         if self._rolls_back:
             return _room_of(laned_layouts(lengths, _lanes(rows))[-1], self._row_tokens) + kept
         # A prompt has its own cache until it runs, unless no other sequence does.
-        own = [capacity(sequence.prompt) for sequence in [*started, *joining]] if len(rows) > 1 else []
+        own = (
+            [capacity(sequence.progress.prompt) for sequence in [*started, *joining]] if len(rows) > 1 else []
+        )
         return batch_tokens(lengths) + sum(own) + self._row_tokens * (len(rows) + len(own)) + kept
 
     def _rows(self, joining: Sequence[SequenceState]) -> list[SequenceState]:
@@ -715,10 +721,10 @@ def _room_of(slots: Slots, row_tokens: int) -> int:
 
 
 def _lanes(rows: Sequence[SequenceState]) -> tuple[int, ...]:
-    return tuple([sequence.lane for sequence in rows])
+    return tuple([sequence.progress.lane for sequence in rows])
 
 
 def _lengths(rows: Sequence[SequenceState]) -> tuple[int, ...]:
     """Return the tokens for which rows need room in their next step; all are padded to the widest."""
-    lengths = [max(sequence.position, sequence.prompt) + MAX_WIDTH for sequence in rows]
+    lengths = [max(sequence.progress.position, sequence.progress.prompt) + MAX_WIDTH for sequence in rows]
     return (min(lengths[0], rows[0].longest),) if len(rows) == 1 else tuple(lengths)

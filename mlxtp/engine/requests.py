@@ -416,14 +416,14 @@ class Requests:
     def prefilled(self, forward: Forward, reads: Sequence[SequenceState]) -> None:
         """Report the computed part of these prompts, which ends before a forward that reads more of them."""
         for sequence, offset in zip(reads, forward.positions, strict=True):
-            self._emitter.prefilled(sequence.request, offset, sequence.reused)
+            self._emitter.prefilled(sequence.request, offset, sequence.progress.reused)
 
     def feeds(self, forward: Forward, reads: Sequence[SequenceState]) -> None:
         """Prepare for a forward. `reads`: sequences whose prompts it reads."""
         for sequence in reads:
             self._waiting_since.pop(sequence.request, None)
             self._shaping.assign(sequence.uid, sequence.request)
-            self._shaping.feeds(sequence.uid, sequence.prompt)
+            self._shaping.feeds(sequence.uid, sequence.progress.prompt)
         if not forward.prompts and forward.agreement == "broadcast":
             fed, widths = 0, forward.widths or (0,) * len(forward.rows)
             for uid, position, width in zip(forward.rows, forward.positions, widths, strict=True):

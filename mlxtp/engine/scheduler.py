@@ -176,14 +176,14 @@ class Scheduler:
             if self.frames:
                 return None  # room is made first
             if len(group) > 1:
-                chunks = [self._chunk(each, each.prompt, may_take=False) for each in group]
+                chunks = [self._chunk(each, each.progress.prompt, may_take=False) for each in group]
                 for each in group:
                     self._join(each)
                 return self._forward(group, chunks)
         crowded = len(self._waiting.started()) >= MAX_PREFILLING
         full = (len(started) >= MAX_PREFILLING and not crowded) or free < 1
         for sequence in self._waiting:
-            left = sequence.prompt - sequence.prefilled
+            left = sequence.progress.prompt - sequence.progress.prefilled
             if not sequence.uid:
                 long = crowded and left - self._kv.hit_length(sequence) > limit
                 if self._kv.stays(sequence, started, full=full or long):
@@ -209,9 +209,9 @@ class Scheduler:
                 break
             if sequence.uid or sequence.disk.fetch:
                 continue
-            left = sequence.prompt - self._kv.hit_length(sequence)
+            left = sequence.progress.prompt - self._kv.hit_length(sequence)
             wide = max(widest, left) * (len(group) + 1)
-            longest = max(longest, sequence.prompt)
+            longest = max(longest, sequence.progress.prompt)
             if wide > budget or wide * longest > self._policy.scores:
                 break
             if self._kv.is_being_computed(sequence, [*started, *group]):
@@ -225,17 +225,18 @@ class Scheduler:
     def _prefill(self, sequence: SequenceState, limit: int) -> Forward | None:
         """Return the next chunk of a prompt; None if `frames` has it, behind those that free caches."""
         offset, part = self._chunk(sequence, limit)
-        if sequence.prefilled == part.total:
+        progress = sequence.progress
+        if progress.prefilled == part.total:
             self._join(sequence)
             return self._forward((sequence,), ((offset, part),))
         self._kv.line_up(sequence)
-        sequence.forwards += 1
+        progress.forwards += 1
         self._waiting.append(sequence)  # behind the others, because long prompts alternate
-        if sequence.prefilled in sequence.saves:
+        if progress.prefilled in progress.saves:
             self.last_uid += 1
             part = self._kv.save(sequence, part, self.last_uid)
-            if part.save and sequence.prefilled == sequence.saves[-1]:
-                self.disk.line_up(sequence, part.save, sequence.prefilled)
+            if part.save and progress.prefilled == progress.saves[-1]:
+                self.disk.line_up(sequence, part.save, progress.prefilled)
         forward = self._forward((sequence,), ((offset, part),))
         if self.frames:
             self.frames.append(forward)
@@ -253,19 +254,20 @@ class Scheduler:
             sequence.uid = self.last_uid
             self._waiting.begun(sequence)
             source, take = self._kv.start_from(sequence, may_take=may_take)
-        offset = sequence.prefilled
+        progress = sequence.progress
+        offset = progress.prefilled
         limit = within(self._policy.scores, offset, limit)
-        end = min([offset + limit, sequence.prompt, *[at for at in sequence.saves if at > offset]])
+        end = min([offset + limit, progress.prompt, *[at for at in progress.saves if at > offset]])
         self._budget -= end - offset
-        sequence.prefilled = end
+        progress.prefilled = end
         self._waiting.remove(sequence)
-        following = sequence.tokens[end] if end < sequence.prompt else 0
-        return offset, PromptPart(sequence.prompt, source, take, sequence.wants.sampling, following=following)
+        following = sequence.tokens[end] if end < progress.prompt else 0
+        return offset, PromptPart(progress.prompt, source, take, sequence.wants.sampling, following=following)
 
     def _forward(self, group: Sequence[SequenceState], chunks: Sequence[tuple[int, PromptPart]]) -> Forward:
         """Return a forward that reads these chunks, up to where the prompts are `prefilled`, and queue it."""
-        offsets = tuple([offset for offset, _ in chunks])
-        spans = [each.tokens[at : each.prefilled] for each, at in zip(group, offsets, strict=True)]
+        offsets, first = tuple([offset for offset, _ in chunks]), group[0].progress
+        spans = [each.tokens[at : each.progress.prefilled] for each, at in zip(group, offsets, strict=True)]
         forward = Forward(
             rows=tuple([sequence.uid for sequence in group]),
             positions=offsets,
@@ -273,7 +275,7 @@ class Scheduler:
             tokens=tuple(chain.from_iterable(spans)),
             exchange=_exchange(group),
             agreement=_agreement(self._policy.agreement, group),
-            drafts=0 if group[0].prefilled < group[0].prompt else self.speculation.first(group),
+            drafts=self.speculation.first(group) if first.prefilled == first.prompt else 0,
             prompts=tuple([part for _, part in chunks]),
         )
         ends = () if forward.unfinished else group
@@ -283,7 +285,7 @@ class Scheduler:
 
     def _join(self, sequence: SequenceState) -> None:
         """Add a sequence with a complete prompt as the last row of the batch."""
-        sequence.position = sequence.prompt
+        sequence.progress.position = sequence.progress.prompt
         self._running.append(sequence)
         self._kv.share(sequence)
         if self._policy.rolls_back and not self._kv.keeps_snapshots:
@@ -321,7 +323,7 @@ class Scheduler:
             tokens = tuple([token for fed in explicit for token in fed])
         step = Forward(
             rows=tuple([sequence.uid for sequence in running]),
-            positions=tuple([sequence.position for sequence in running]),
+            positions=tuple([sequence.progress.position for sequence in running]),
             widths=widths,
             tokens=tokens,
             exchange=_exchange(running),
@@ -333,18 +335,18 @@ class Scheduler:
         for sequence, feed in zip(tuple(running), feeds, strict=True):
             drafts, forced = feed or ((), ())
             if not drafts:
-                sequence.position += 1 + len(forced)
+                sequence.progress.position += 1 + len(forced)
             rows.append(self._queue(sequence, drafts, forced))
         self.in_flight.append(QueuedForward(tuple(rows), late=late))
         return step
 
     def _queue(self, sequence: SequenceState, drafts: tuple[int, ...], forced: tuple[int, ...]) -> FedRow:
         """Record a queued forward that will choose tokens for a row."""
-        sequence.forwards += 1
+        sequence.progress.forwards += 1
         sequence.in_flight += 1
         sequence.drafting = bool(drafts)
         sequence.drafts.fed += len(drafts)
-        sequence.fed_inside = not drafts
+        sequence.progress.fed_inside = not drafts
         sequence.scheduled += 1 + len(forced)
         if sequence.scheduled >= sequence.wants.max_tokens:
             self._stop(sequence, "length")
@@ -422,10 +424,10 @@ class Scheduler:
         if sequence.stopped:
             return
         sequence.stopped = True
-        held = sequence.prefilled
+        held = sequence.progress.prefilled
         if sequence in self._running:
             _take_out(sequence, self._running)
-            held = sequence.position
+            held = sequence.progress.position
         if sequence in self._waiting:
             self._waiting.remove(sequence)
         self.frames += self.disk.forget(sequence)

@@ -53,6 +53,24 @@ class DiskState:
 
 
 @dataclass(slots=True)
+class ProgressState:
+    """Progress of one sequence since it started; a preemption begins it again."""
+
+    prompt: int = 0  # tokens to prefill; after a preemption the answer so far is among them
+    prefilled: int = 0
+    reused: int = 0  # tokens of the prefill that a kept KV cache held
+    saves: tuple[int, ...] = ()  # the places after which a copy of its KV cache is kept
+    position: int = 0  # length of its KV cache before its next step
+    room: int = 0  # tokens for which its row's arrays have room, 0 while its KV cache is its own
+    lane: int = 0  # rows of one lane step together
+    forwards: int = 0
+    fed_inside: bool = True  # the ranks hold its next input in their graphs
+    #: Value of `PrefixCache.changes` at which `hit_length` of its prompt's tokens were found in a cache.
+    asked_at: int = -1
+    hit_length: int = 0
+
+
+@dataclass(slots=True)
 class DraftState:
     """State of one sequence's drafts."""
 
@@ -76,31 +94,20 @@ class SequenceState:
     wants: Generate
     guide: Guide | None = None
     tokens: list[int] = field(default_factory=list)  # prompt and answer, as far as the host knows it
-    prompt: int = 0  # tokens to prefill; after a preemption the answer so far is among them
     uid: int = 0  # its name in frames, assigned when it starts
+    progress: ProgressState = field(default_factory=ProgressState)
+    drafts: DraftState = field(default_factory=DraftState)
+    disk: DiskState = field(default_factory=DiskState)
     generated: int = 0  # tokens of the answer that are known
     #: Tokens of the answer for which forwards have been queued; drafts count when they are right.
     scheduled: int = 0
-    prefilled: int = 0
-    reused: int = 0  # tokens of the current prefill that a kept KV cache held
-    saves: tuple[int, ...] = ()  # the places after which a copy of its KV cache is kept
-    position: int = 0  # length of its KV cache before its next step
-    room: int = 0  # tokens for which its row's arrays have room, 0 while its KV cache is its own
-    lane: int = 0  # rows of one lane step together
-    forwards: int = 0
-    all_forwards: int = 0
     in_flight: int = 0  # forwards that will choose a token and have not been recorded
     drafting: bool = False
-    fed_inside: bool = True  # the ranks hold its next input in their graphs
-    #: Value of `PrefixCache.changes` at which `hit_length` of its prompt's tokens were found in a cache.
-    asked_at: int = -1
-    hit_length: int = 0
-    cached: int = 0
-    disk: DiskState = field(default_factory=DiskState)
-    drafts: DraftState = field(default_factory=DraftState)
-    stopped: bool = False
     forced: tuple[int, ...] = ()
     known_at: int = 0  # tokens of the answer that must be known before its next step
+    stopped: bool = False
+    cached: int = 0
+    all_forwards: int = 0
     turn: int = 0  # its client's number in FairQueue; `user_turn` is its user's among those of the client
     user_turn: int = 0
     shaped: bool = field(init=False)  # only rank 0 can choose its tokens
@@ -109,7 +116,7 @@ class SequenceState:
     def __post_init__(self) -> None:
         wants = self.wants
         self.tokens.extend(wants.tokens)
-        self.prompt = len(wants.tokens)
+        self.progress.prompt = len(wants.tokens)
         self.generated = self.scheduled = wants.answered
         self.shaped = self.guide is not None or wants.shaping != PLAIN
         whole = self.shaped or wants.sampling.temperature != 0 or wants.logprobs >= 0
@@ -133,8 +140,8 @@ class SequenceState:
         while right < len(drafts) and drafts[right] == chosen[right]:
             right += 1
         self.drafting = False
-        self.fed_inside = right == len(drafts)
-        self.position += 1 + right
+        self.progress.fed_inside = right == len(drafts)
+        self.progress.position += 1 + right
         self.scheduled += right
         return chosen[: right + 1]
 
@@ -181,9 +188,8 @@ class SequenceState:
 
     def start_again(self) -> None:
         """Wait once more after a preemption, with the answer so far as part of the prompt."""
-        self.uid = self.forwards = self.prefilled = self.reused = self.position = 0
-        self.prompt = len(self.tokens)
-        self.fed_inside, self.saves, self.disk.asked, self.disk.spilled = True, (), False, 0
+        self.uid, self.progress = 0, ProgressState(len(self.tokens))
+        self.disk.asked, self.disk.spilled = False, 0
 
     def end(self, reason: EndReason) -> Finished:
         fed, right = self.drafts.fed, self.drafts.accepted
@@ -206,7 +212,7 @@ class Lanes:
         if self._count > 1:
             self._balance()
         for lane in range(self._last + 1, self._last + 1 + self._count):
-            rows = [row for row in self._running if row.lane == lane % self._count]
+            rows = [row for row in self._running if row.progress.lane == lane % self._count]
             if rows and all(map(may_step, rows)):
                 self._last = lane % self._count
                 return rows
@@ -219,12 +225,12 @@ class Lanes:
         """
         members: list[list[SequenceState]] = [[] for _ in range(self._count)]
         for sequence in self._running:
-            members[sequence.lane].append(sequence)
+            members[sequence.progress.lane].append(sequence)
         while len(longest := max(members, key=len)) - len(shortest := min(members, key=len)) > 1:
             moved = min(reversed(longest), key=lambda sequence: sequence.in_flight)
             longest.remove(moved)
             shortest.append(moved)
-            moved.lane, moved.room = members.index(shortest), 0
+            moved.progress.lane, moved.progress.room = members.index(shortest), 0
 
 
 @dataclass(frozen=True, slots=True)

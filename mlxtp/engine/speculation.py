@@ -208,7 +208,7 @@ class Speculation:
         if self._plans is not None:
             return self._plans
         self._plans = {}
-        longest = max([row.position for row in self._running], default=0)
+        longest = max([row.progress.position for row in self._running], default=0)
         self.choice.costs.context = (longest // SHORT).bit_length()
         if (room := self._room()) < 1:
             return self._plans
@@ -267,4 +267,4 @@ def _feed(row: SequenceState, drafts: tuple[int, ...]) -> Feed | None:
     elif drafts and guide is not None:
         drafts = guide.allowed(drafts)
         row.drafts.refused = len(drafts) < proposed
-    return None if not drafts and not row.forced and row.fed_inside else (drafts, row.forced)
+    return None if not drafts and not row.forced and row.progress.fed_inside else (drafts, row.forced)

@@ -182,9 +182,9 @@ def chunks_of(forward: Forward, queued: QueuedForward) -> tuple[Chunk, ...]:
     found, at = [], 0
     columns = zip(forward.rows, forward.positions, forward.widths, forward.prompts, queued.reads, strict=True)
     for uid, offset, width, part, sequence in columns:
-        assert (uid, offset + width) == (sequence.uid, sequence.prefilled)
+        assert (uid, offset + width) == (sequence.uid, sequence.progress.prefilled)
         tokens = forward.tokens[at : at + width]
-        found.append(Chunk(uid, offset, tokens, part, sequence.request, sequence.reused))
+        found.append(Chunk(uid, offset, tokens, part, sequence.request, sequence.progress.reused))
         at += width
     return tuple(found)
 

@@ -1850,7 +1850,7 @@ def test_lanes_have_as_many_rows_give_or_take_one() -> None:
     assert lanes.next(lambda row: row not in waiting) == steps[1]
     del rows[:]
     rows += steps[2]
-    assert len({row.lane for step in (lanes.next(lambda _: True),) for row in step}) == 1
+    assert len({row.progress.lane for step in (lanes.next(lambda _: True),) for row in step}) == 1
     assert len(lanes.next(lambda _: True)) == 1, "the rows that are left are in two lanes"
 
 

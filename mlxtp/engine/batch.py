@@ -1,26 +1,20 @@
-"""The KV caches of the sequences that decode together.
-
-`SlotCaches` hold rows of like lengths in one array a layer, with a length for each row. Joining, leaving and
-rolling back touch one row, and a forward may feed rows several tokens. They take sequences whose layers use
-mlx-lm's `KVCache`, `QuantizedKVCache` or `RotatingKVCache`, or states that `recurrent` knows. `MergedCaches`
-use mlx-lm's own batched caches for every other kind, one token a row and step. Both are the same on every
-rank, because the same frames drive them.
+"""KV caches of the sequences that decode together. The same frames make them the same on every rank.
 
 A layer with a window of tokens has a ring buffer (*ring*): the token at position p is in slot p mod the
-number of slots. These are more than the window by the widest step. So what wrong drafts leave there is
-outside every window.
+number of slots. These exceed the window by the widest step, so what wrong drafts leave is in no window.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Generic, TypeVar
 
 import mlx.core as mx
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_map
 
 from ..chunks import ring_slots
 from ..description import CacheCapabilities
@@ -28,6 +22,7 @@ from ..errors import Code, ModelError
 from .families import attention_heads
 from .group import uncounted
 from .kv_cache import SMALLEST, capacity, roomy
+from .loader import arrays_of as arrays_of
 from .loader import leaves, make_cache, unrun_arrays
 from .pipeline import Stage
 from .recurrent import STATE, Recurrence, States, StateView, recurrent_layers, states_of
@@ -46,8 +41,7 @@ Empty = tuple[tuple[int, ...], mx.Dtype, int]
 class LayerView:
     """View that one layer of a model has of a Bucket during one forward.
 
-    `arrays`: keys and values, each [slots, KV heads, capacity, head size]. Rows write their new tokens at
-    `positions` (int32 [rows]) and on; attention reads the first `view` positions of each row, under `mask`.
+    `arrays`: keys and values, each [slots, KV heads, capacity, head size].
     """
 
     def __init__(self, arrays: list[mx.array], forward: ForwardShape) -> None:
@@ -73,8 +67,7 @@ class LayerView:
         self.arrays = [write(kept, each) for kept, each in zip(self.arrays, new, strict=True)]
         return [read(array) for array in self.arrays]
 
-    def keys_and_values(self) -> Any:
-        """Return what is there, for a layer that reads the keys and values of another."""
+    def keys_and_values(self) -> Any:  # for a layer that reads those of another
         return [self._forward.read(array) for array in self.arrays]
 
     def make_mask(self, count: int, window_size: int | None = None, **_: object) -> mx.array | None:
@@ -82,7 +75,7 @@ class LayerView:
 
 
 class QuantizedView(LayerView):
-    """The same for numbers of few bits: packed numbers, scales and biases of the keys, then of the values."""
+    """The same with packed numbers, scales and biases of the keys, then of the values."""
 
     def __init__(self, arrays: list[mx.array], forward: ForwardShape, group_size: int, bits: int) -> None:
         super().__init__(arrays, forward)
@@ -102,9 +95,10 @@ PIECES = not mx.metal.is_available()
 class ForwardShape:
     """Rows and positions of one forward over a Bucket, shared by its layers.
 
-    `positions` int32 [rows]: of each row's first new token. `targets` int32 [rows, width]: where each of
-    them goes. `mask` bool [rows, 1 or query heads, width, view]: each new token sees its row up to itself.
-    `rings`: targets and mask in each kind of ring.
+    positions  int32 [rows], of each row's first new token
+    targets    int32 [rows, width], where each new token goes
+    mask       bool [rows, 1 or query heads, width, view]: each new token sees its row up to itself
+    rings      targets and mask in each kind of ring
     """
 
     def __init__(self, positions: mx.array, targets: mx.array, mask: mx.array, *rings: mx.array) -> None:
@@ -129,7 +123,7 @@ class ForwardShape:
         return shape
 
     def write(self, kept: mx.array, new: mx.array) -> mx.array:
-        """Write `new` [rows, KV heads, width, head size] into `kept`; returns the result."""
+        """Return `kept` with `new` [rows, KV heads, width, head size] in it."""
         if PIECES and self._rows == 1 and kept.shape[0] == 1 and self._starts is not None:
             return mx.slice_update(kept, new, self._starts, axes=(2,))
         heads = new.shape[1]
@@ -142,14 +136,13 @@ class ForwardShape:
         return kept[: self._rows, :, : self.view]
 
     def mask(self, window: int | None) -> mx.array | None:
-        """Return the mask, limited to the last `window` positions where the model wants a window."""
         if window is None:
             return self._mask
         return self._mask & (mx.arange(self.view) > self._targets[:, None, :, None] - window)
 
 
 class RingShape(ForwardShape):
-    """The same for layers with a window, whose slots are rings. `mask`: what is in the window, by its age."""
+    """The same for rings. `mask`: what is in the window, by its age."""
 
     def __init__(self, positions: mx.array, targets: mx.array, mask: mx.array) -> None:
         super().__init__(positions, targets, mask)
@@ -181,18 +174,17 @@ def _rings(positions: mx.array, arrays: Sequence[mx.array]) -> list[ForwardShape
     return [RingShape(positions, *arrays[at : at + 2]) for at in range(0, len(arrays), 2)]
 
 
-#: Keys from which a row alone is read exactly. From there on MLX's attention has a kernel that reads keys and
-#: values once for 8, 12 or 16 query heads, if it gets no mask (`sdpa_vector_2pass_1_gqa`). Below, a traced
-#: graph saves more: it is built in a third of the time.
+#: Keys from which a row alone is read exactly: without a mask, MLX then reads keys and values once for 8, 12
+#: or 16 query heads (`sdpa_vector_2pass_1_gqa`). Below, a traced graph saves more.
 EXACT_FROM = 8192
 VECTOR_WIDTH = 8  #: queries a row up to which MLX's attention takes its kernel for vectors
 VECTOR_QUERIES = 32  #: the most that this kernel takes: queries a row times query heads of a KV head
 
 
 def unfused_drafts(heads: int, kv_heads: int) -> range:
-    """Return the numbers of drafts of a row with which Metal's attention takes neither of its kernels.
+    """Return the numbers of drafts of a row for which Metal's attention has no kernel.
 
-    Empty where no draft would be left, or where the heads are not known.
+    Empty where no draft would be left, or where `heads` is 0, unknown.
     """
     queries = VECTOR_QUERIES * kv_heads // heads if heads else 0
     return range(queries, VECTOR_WIDTH) if queries > 1 else range(0)
@@ -203,8 +195,8 @@ class StepLayout:
     """Needs of this device's attention, by default a CPU's.
 
     exact_from  keys from which a row alone has an `ExactShape`, whose graph is not traced
-    heads       query heads for which the mask of several rows is repeated, 0 for none. Metal's attention
-                copies any other mask in each layer.
+    heads       query heads for which the mask of several rows is repeated, because Metal's attention would
+                copy it in each layer; 0 for none
     """
 
     exact_from: int = WHOLE
@@ -212,15 +204,14 @@ class StepLayout:
 
     @classmethod
     def here(cls, model: Any, kv_bits: int) -> StepLayout:
-        """Return this machine's. Attention over quantized keys uses other kernels."""
         if not mx.metal.is_available():
             return cls()
-        return cls(EXACT_FROM, 0 if kv_bits else attention_heads(model)[0])
+        return cls(EXACT_FROM, 0 if kv_bits else attention_heads(model)[0])  # quantized: other kernels
 
     def arguments(
         self, positions: tuple[int, ...], width: int, view: int, rings: Sequence[tuple[int, int]] = ()
     ) -> list[Any]:
-        """Return what `forward_shape` takes, made outside of a traced graph."""
+        """Return what `forward_shape` takes."""
         rows = len(positions)
         shape = ForwardShape.arrays(mx.array(positions, dtype=mx.int32), width, view, rings)
         if rows == width == 1 and positions[0] + 1 >= self.exact_from:
@@ -238,12 +229,13 @@ def forward_shape(arguments: Sequence[Any]) -> ForwardShape:
 
 @dataclass(eq=False, slots=True)
 class Bucket:
-    """Rows in arrays of one size: those of the first layer, of the second, and so on.
+    """Rows in arrays of one size: keys, then values of the first layer, of the second, and so on.
 
-    Each is [slots, KV heads, capacity, ...], first of a layer's keys, then of its values. Capacity is `room`,
-    or for a ring that has fewer slots, its `most`, which there is one of for each array. `behind` has what
-    the arrays of an MTP head lack: positions, hidden states and embeddings of each of the last steps.
-    `states`: those of recurrent layers, if there are any.
+    arrays  each [slots, KV heads, capacity, ...]
+    room    their capacity, but for a ring with fewer slots
+    most    the most slots of each array
+    behind  what the arrays of an MTP head lack: positions, hidden states and embeddings of the last steps
+    states  those of recurrent layers, if there are any
     """
 
     rows: list[int]
@@ -255,7 +247,6 @@ class Bucket:
 
     @property
     def every_array(self) -> list[mx.array]:
-        """The arrays, and those of states."""
         return [*self.arrays, *(self.states.arrays if self.states else ())]
 
     @property
@@ -265,10 +256,9 @@ class Bucket:
 
     def reserve(self, length: int) -> None:
         """Make room for rows of `length` tokens."""
-        held, room = self.shape
-        if room < length:
+        if self.room < length:
             self.room = roomy(length)
-            self.arrays = _resized(self.arrays, held, self.room, self.most)
+            self.arrays = _resized(self.arrays, self.shape[0], self.room, self.most)
 
     def part(self, uid: int, length: int) -> list[mx.array]:
         """Return a row's first `length` tokens, in arrays that are shared if they have just that room."""
@@ -278,7 +268,6 @@ class Bucket:
         return [mx.contiguous(array[row : row + 1, :, :length]) for array in self.arrays]
 
     def leave(self, uid: int) -> None:
-        """Remove a row. The last one takes its place."""
         row, last = self.rows.index(uid), len(self.rows) - 1
         if row != last:
             moved = [mx.contiguous(array[last : last + 1]) for array in self.arrays]
@@ -287,7 +276,7 @@ class Bucket:
             self.arrays = _placed(self.arrays, moved, row)
             self.rows[row] = self.rows[last]
         if self.states is not None and last:
-            self.states = self.states.rows([*range(row), last, *range(row + 1, last)][:last])
+            self.states = self.states.rows(_without(row, last))
         self.rows.pop()
 
 
@@ -315,11 +304,10 @@ class MergedBucket:
             running.extend(joining.merge([joining]))
 
     def leave(self, uid: int) -> None:
-        """Remove a row. The last one takes its place."""
-        row, last = self.rows.index(uid), len(self.rows) - 1
-        order = [*range(row), last, *range(row + 1, last)][:last]
+        row = self.rows.index(uid)
         self.rows[row] = self.rows[-1]
         self.rows.pop()
+        order = _without(row, len(self.rows))
         if not self.rows:
             self.caches, self._merged = [], False
         elif len(self.rows) == 1:
@@ -329,11 +317,15 @@ class MergedBucket:
                 cache.filter(mx.array(order))
 
     def copy(self, uid: int, length: int) -> Caches:
-        """Return caches of the first `length` tokens of a row."""
         if not self._merged:
             return share(self.caches, length)
         row = self.rows.index(uid)
         return cut([cache.extract(row) for cache in self.caches], length)
+
+
+def _without(row: int, last: int) -> list[int]:
+    """Return the order of rows without `row`, whose place the `last` one takes."""
+    return [*range(row), last, *range(row + 1, last)][:last]
 
 
 P = TypeVar("P", Bucket, MergedBucket)
@@ -342,26 +334,15 @@ P = TypeVar("P", Bucket, MergedBucket)
 class SequenceCaches(Generic[P]):
     """KV caches of the rows that decode together, in the order in which steps name them.
 
-    The last row takes the place of one that leaves. The rows lie in parts, each of which one forward runs.
+    The last row takes the place of one that leaves. One forward runs for each of the parts in `every`.
     """
 
     def __init__(self) -> None:
         self.rows: list[int] = []
-        self.every: list[P] = []  #: parts
-
-    def join(self, uid: int, caches: Caches) -> None:
-        """Add `uid` as the last row. `caches` belong to this object from now on."""
-        raise NotImplementedError
+        self.every: list[P] = []
 
     def copy(self, uid: int, length: int) -> Caches:
         """Return caches of the first `length` tokens of a row that remains."""
-        raise NotImplementedError
-
-    def arrange(self, rooms: Sequence[int], lanes: Sequence[int]) -> None:
-        """Lay out the rows by their room and their lane, if there are any, which are in row order.
-
-        Then come those of free slots.
-        """
         raise NotImplementedError
 
     def leave(self, uid: int, keep: int) -> Caches | None:
@@ -375,7 +356,6 @@ class SequenceCaches(Generic[P]):
         return kept
 
     def parts(self, rows: Sequence[int]) -> list[P]:
-        """Return the parts that hold `rows`."""
         wanted = set(rows)
         return [part for part in self.every if wanted.intersection(part.rows)]
 
@@ -383,15 +363,15 @@ class SequenceCaches(Generic[P]):
         return next(part for part in self.every if uid in part.rows)
 
     def arrays(self, rows: Sequence[int] = ()) -> list[mx.array]:
-        """Return the arrays of the parts that hold `rows`, or of all parts."""
+        """Return the arrays of the parts that hold `rows`; of all parts without these."""
         return [array for part in (self.parts(rows) if rows else self.every) for array in part.every_array]
 
 
 class SlotCaches(SequenceCaches[Bucket]):
-    """Rows in buckets, each of its own slots and capacity. A forward runs the model once for each bucket.
+    """Rows of like lengths in one array a layer. A forward may feed each several tokens, and go back.
 
-    A row that joins has its sequence's own arrays until it is arranged. `empty` has the shapes of a row
-    without tokens, and `caches_of` makes a sequence's caches of its arrays, length and states.
+    A row that joins keeps its own arrays until it is arranged. `empty` has the shapes of a row without
+    tokens, and `caches_of` makes a sequence's caches of its arrays, length and states.
     """
 
     def __init__(
@@ -407,6 +387,7 @@ class SlotCaches(SequenceCaches[Bucket]):
         self._recurrence = recurrence
 
     def join(self, uid: int, caches: Caches) -> None:
+        """Add `uid` as the last row. `caches` belong to this object from now on."""
         self.rows.append(uid)
         growing = [cache for cache in leaves(caches) if not _is_state(cache)]
         length, room = growing[0].offset, SMALLEST
@@ -415,11 +396,8 @@ class SlotCaches(SequenceCaches[Bucket]):
         else:
             whole = [_arrays_of(cache)[0].shape[2] for cache in growing if not _is_window(cache)]
             room = whole[0] if whole else capacity(length)
-            arrays = [
-                array
-                for cache in growing
-                for array in (_rings_of(cache, room) if _is_window(cache) else _arrays_of(cache))
-            ]
+            of_each = [_rings_of(each, room) if _is_window(each) else _arrays_of(each) for each in growing]
+            arrays = list(chain(*of_each))
         bucket = Bucket([uid], arrays, room, self._most)
         held = [cache for cache in leaves(caches) if _is_state(cache)]
         if held and self._recurrence is not None:
@@ -439,6 +417,7 @@ class SlotCaches(SequenceCaches[Bucket]):
         return self._caches_of(parts, end - start, None)
 
     def arrange(self, rooms: Sequence[int], lanes: Sequence[int] = ()) -> None:
+        """Lay out the rows by their room and lane, in row order. Behind these are those of free slots."""
         slots = [(room, lanes[at] if lanes else 0) for at, room in enumerate(rooms)]
         uids: dict[tuple[int, int], list[int]] = {}
         for uid, slot in zip(self.rows, slots, strict=False):
@@ -447,24 +426,22 @@ class SlotCaches(SequenceCaches[Bucket]):
         self.every = [self._gathered(rows, held[slot], slot[0]) for slot, rows in uids.items()]
 
     def gather(self, uids: Sequence[int], room: int) -> Bucket:
-        """Move rows into one bucket of their own, as the only rows of theirs so far; returns it."""
+        """Move rows that are each alone in their bucket into one; returns it."""
         gathered = self._gathered(uids, len(uids), room)
         self.every = [bucket for bucket in self.every if bucket.rows[0] not in uids]
         self.every.append(gathered)
         return gathered
 
     def _gathered(self, uids: Sequence[int], held: int, room: int) -> Bucket:
-        """Return a bucket of these rows. Those stay in place that were most together, if no others were."""
+        """Return a bucket of these rows, made of the one that has most of them."""
         wanted = set(uids)
         base = max(self.every, key=lambda bucket: len(wanted.intersection(bucket.rows)))
         stay = [row for row, uid in enumerate(base.rows) if uid in wanted]
-        arrays = base.arrays
+        rows, arrays, states = [base.rows[row] for row in stay], base.arrays, base.states
         if len(stay) < len(base.rows):
             arrays = [array[mx.array(stay)] for array in arrays]
-        rows = [base.rows[row] for row in stay]
-        arrays, states = _resized(arrays, held, room, self._most), base.states
-        if states is not None and len(stay) < len(base.rows):
-            states = states.rows(stay)
+            states = states and states.rows(stay)
+        arrays = _resized(arrays, held, room, self._most)
         for uid in uids:
             if uid not in rows:
                 bucket = self.part(uid)
@@ -476,28 +453,26 @@ class SlotCaches(SequenceCaches[Bucket]):
 
 
 def _placed(arrays: list[mx.array], new: list[mx.array], row: int) -> list[mx.array]:
-    """Write one row, [1, KV heads, positions, ...]; returns the arrays with it."""
+    """Return the arrays with one row, [1, KV heads, positions, ...], written."""
     pairs = zip(arrays, new, strict=True)
     return [mx.slice_update(kept, each, mx.array([row]), axes=(0,)) for kept, each in pairs]
 
 
 def _resized(arrays: list[mx.array], held: int, room: int, most: Sequence[int]) -> list[mx.array]:
-    """Return arrays of `held` slots, each with `room`, or the `most` of a ring.
+    """Return arrays of `held` slots, each with `room`, or the `most` of a ring."""
 
-    A ring with fewer slots than that has no position beyond them.
-    """
-    return [_sized(array, held, min(room, each)) for array, each in zip(arrays, most, strict=True)]
+    def sized(array: mx.array, room: int) -> mx.array:
+        if array.shape[0] == held and array.shape[2] == room:
+            return array
+        part = array[:held, :, :room]
+        more = [(0, held - part.shape[0]), (0, 0), (0, room - part.shape[2]), (0, 0)]
+        return mx.contiguous(mx.pad(part, more))
 
-
-def _sized(array: mx.array, held: int, room: int) -> mx.array:
-    if array.shape[0] == held and array.shape[2] == room:
-        return array
-    part = array[:held, :, :room]
-    return mx.contiguous(mx.pad(part, [(0, held - part.shape[0]), (0, 0), (0, room - part.shape[2]), (0, 0)]))
+    return [sized(array, min(room, each)) for array, each in zip(arrays, most, strict=True)]
 
 
 def _rings_of(cache: Any, room: int) -> list[mx.array]:
-    """Return the keys and values of one of mlx-lm's windows as rings of a bucket of this room."""
+    """Return the keys and values of mlx-lm's window as rings of a bucket of this room."""
     *arrays, length, _, window, end = cache.state  # the newest token is before `end`
     count, slots = min(length, window), min(room, ring_slots(window))
     tokens = [mx.roll(array, -end, 2)[:, :, -count:] for array in arrays]
@@ -506,30 +481,31 @@ def _rings_of(cache: Any, room: int) -> list[mx.array]:
 
 
 def _fill_window(cache: Any, rings: Sequence[mx.array], length: int) -> None:
-    """Put what one of mlx-lm's windows has after `length` tokens into it, from rings of a row."""
+    """Fill mlx-lm's window with its part of `length` tokens, from rings of a row."""
     count = min(length, cache.max_size)
-    keys, values = (
-        mx.contiguous(mx.roll(each, -((length - count) % each.shape[2]), 2)[:, :, :count]) for each in rings
-    )
-    cache.state = keys, values, length, 0, cache.max_size, count
+    rolled = [mx.roll(each, -((length - count) % each.shape[2]), 2)[:, :, :count] for each in rings]
+    cache.state = (*map(mx.contiguous, rolled), length, 0, cache.max_size, count)
+
+
+def _kind(cache: Any) -> str:
+    return type(cache).__name__
 
 
 def _is_state(cache: Any) -> bool:
-    return type(cache).__name__ == STATE
+    return _kind(cache) == STATE
 
 
 def _is_window(cache: Any) -> bool:
-    return type(cache).__name__ == _WINDOW and not cache.keep
+    return _kind(cache) == _WINDOW and not cache.keep
 
 
 def _arrays_of(cache: Any) -> list[mx.array]:
-    """Return a layer's arrays: keys and values, each one array or, where it is quantized, three."""
+    """Return a layer's arrays: keys and values, each one array or, if quantized, three."""
     both = (cache.keys, cache.values)
     return [array for each in both for array in (each if isinstance(each, list | tuple) else (each,))]
 
 
 def _next_view(cache: Any, growing: Iterator[LayerView], recurrent: Iterator[StateView]) -> Any:
-    """Return the view of a cache, or of those in it. A closure that calls itself would hold its arrays."""
     if hasattr(cache, "caches"):
         return [_next_view(each, growing, recurrent) for each in cache.caches]
     return next(recurrent) if _is_state(cache) else next(growing)
@@ -543,9 +519,9 @@ def in_parts(
     *,
     forward: Callable[[Bucket | MergedBucket, list[mx.array], tuple[int, ...]], list[mx.array]],
 ) -> list[mx.array]:
-    """Call `forward` for one part of a batch after the other; returns its results in the order of `rows`.
+    """Call `forward` for one part of a batch after the other.
 
-    `inputs`, each [rows, ...], and `positions` are in that order, too.
+    `inputs`, each [rows, ...], `positions` and the results are in the order of `rows`.
     """
     if len(parts) == 1 and parts[0].rows == list(rows):
         return forward(parts[0], inputs, positions)
@@ -565,7 +541,10 @@ def in_parts(
 
 
 class MergedCaches(SequenceCaches[MergedBucket]):
-    """Rows in mlx-lm's own batched caches. With `lanes`, a row that joins is alone until it is arranged."""
+    """Rows in mlx-lm's own batched caches, one token a row and step.
+
+    With `lanes`, a row that joins is alone until it is arranged.
+    """
 
     def __init__(self, *, lanes: bool = False) -> None:
         super().__init__()
@@ -599,42 +578,25 @@ class MergedCaches(SequenceCaches[MergedBucket]):
         self.every = [each for each in self.every if each.rows]
 
 
-def arrays_of(caches: Caches) -> list[mx.array]:
-    """Return all arrays of caches."""
-    return [item for _, item in tree_flatten([c.state for c in caches]) if isinstance(item, mx.array)]
-
-
 def share(caches: Caches, length: int) -> Caches:
     """Return separate caches of the first `length` tokens. Arrays are shared until one side writes."""
-    from copy import deepcopy  # copies handles, not buffers: mlx arrays are immutable underneath
-
-    from mlx_lm.models.cache import RotatingKVCache
-
-    shared: Caches = deepcopy(caches)
+    shared: Caches = deepcopy(caches)  # handles, not buffers: mlx arrays are immutable underneath
     for cache in leaves(shared):
-        if type(cache).__name__ in _PLAIN and cache.keys is not None:
+        if _kind(cache) in _PLAIN and cache.keys is not None:
             # The next write copies the whole array, so it holds only the tokens that are needed.
             _only_first(cache, length)
             cache.offset = min(cache.offset, length)
-        elif type(cache) is RotatingKVCache and cache.keys is not None:
-            _only_window(cache)
+        elif _is_window(cache) and cache.keys is not None:
+            keys, values, offset, keep, window, end = cache.state
+            if end == keys.shape[2] > window:  # a chunk of a prompt leaves tokens before the window
+                cache.state = keys[..., -window:, :], values[..., -window:, :], offset, keep, window, window
     return cut(shared, length)
 
 
 def snapshot(caches: Caches, length: int) -> Caches:
-    """Return separate caches of the first `length` tokens of a sequence that continues.
-
-    They have arrays of their own, so that both sides take the room that is counted for them.
-    """
-    from mlx_lm.models.cache import RotatingKVCache
-
+    """Return the same with arrays of their own, for a sequence that continues."""
     copies = share(caches, length)
     separate(copies)
-    for cache in leaves(copies):
-        if type(cache) is RotatingKVCache and cache.keys is not None:
-            cache.keys, cache.values = mx.contiguous(cache.keys), mx.contiguous(cache.values)
-        elif _is_state(cache):  # inputs of convolutions, which mlx-lm cuts out of those of a whole chunk
-            cache.cache = [mx.contiguous(array) for array in cache.cache]
     return copies
 
 
@@ -642,35 +604,25 @@ def overlap(caches: Caches, longer: Caches) -> None:
     """Have plain caches share the arrays of `longer` ones, which begin with their tokens."""
     for cache, other in zip(leaves(caches), leaves(longer), strict=True):
         if plain(cache):
-            cache.keys, cache.values = (
-                other.keys[..., : cache.offset, :],
-                other.values[..., : cache.offset, :],
-            )
+            cache.keys, cache.values = other.keys, other.values
+            _only_first(cache, cache.offset)
 
 
 def separate(caches: Caches) -> None:
-    """Give plain caches arrays of their own, so that they hold no others' memory."""
-    for cache in filter(plain, leaves(caches)):
-        cache.keys, cache.values = mx.contiguous(cache.keys), mx.contiguous(cache.values)
+    """Give caches arrays of their own, of the size that is counted for them."""
+    for cache in leaves(caches):
+        if plain(cache) or (_kind(cache) == _WINDOW and cache.keys is not None):
+            cache.keys, cache.values = mx.contiguous(cache.keys), mx.contiguous(cache.values)
+        elif _is_state(cache):  # inputs of convolutions, which mlx-lm cuts out of those of a whole chunk
+            cache.cache = [mx.contiguous(array) for array in cache.cache]
 
 
 def plain(cache: Any) -> bool:
-    """Return True for one of mlx-lm's plain caches that has tokens."""
-    from mlx_lm.models.cache import KVCache
-
-    return type(cache) is KVCache and cache.keys is not None
+    return _kind(cache) == "KVCache" and cache.keys is not None
 
 
 def _only_first(cache: Any, length: int) -> None:
-    """Drop all but the first `length` positions of a layer's arrays."""
     cache.keys, cache.values = tree_map(lambda array: array[..., :length, :], (cache.keys, cache.values))
-
-
-def _only_window(cache: Any) -> None:
-    """Drop the tokens before the window, which a chunk of a prompt leaves there until the next token."""
-    keys, values, offset, keep, window, end = cache.state
-    if not keep and end == keys.shape[2] > window:
-        cache.state = keys[..., -window:, :], values[..., -window:, :], offset, keep, window, window
 
 
 def cut(caches: Caches, length: int) -> Caches:
@@ -695,11 +647,9 @@ _ONE_OFFSET = "DynamicNTKScalingRoPE"
 class CacheKind:
     """A model's KV caches, and what they can do. `kv_bits` 0 leaves keys and values as they are.
 
-    can          their capabilities; those that roll back share a SlotCaches
-    overlapping  they cannot be truncated, but what grows with each token is, so that `overlap` frees all of
-                 it
+    can          capabilities; on a stage of a pipeline those of the whole model
+    overlapping  they cannot be truncated, but `overlap` frees all that grows with each token
 
-    A stage of a pipeline has the capabilities of the whole model, so that all its ranks have the same.
     Raises ModelError (MODEL_UNSUPPORTED) when they cannot be quantized.
     """
 
@@ -713,26 +663,24 @@ class CacheKind:
         every = make_cache(model) if stage is None else stage.all_caches()
         self.group_size = self._find_group_size(every) if kv_bits else 0
         new = self._quantized(every)
-        kinds = {"KVCache" if _is_window(cache) else type(cache).__name__ for cache in new}
-        inside = {type(cache).__name__ for cache in leaves(new)}
-        alone = any(type(module).__name__ == _ONE_OFFSET for module in model.modules())
+        kinds = {"KVCache" if _is_window(cache) else _kind(cache) for cache in new}
+        inside, names = (set(map(_kind, leaves(caches))) for caches in (new, every))
+        alone = _ONE_OFFSET in map(_kind, model.modules())
         self._own = make_cache(model)
         #: Kind of its recurrent layers, if these go back, and those of this stage.
         self.recurrence, self._recurrent = recurrent_layers(model, sum(map(_is_state, leaves(new))))
-        counting = stage is None or stage.counting
-        recurrent = self.recurrence is not None
-        uniform = (
-            inside == {"KVCache", STATE} and counting if recurrent else len(kinds) == 1 and kinds <= _PLAIN
-        )
+        if self.recurrence is None:
+            uniform = len(kinds) == 1 and kinds <= _PLAIN
+        else:
+            uniform = inside == {"KVCache", STATE} and (stage is None or stage.counting)
         own = [cache for cache in leaves(self._own) if not _is_state(cache)]
         #: The window of each of this rank's layers that grow; 0 for those without.
         self._windows = [cache.max_size if _is_window(cache) else 0 for cache in own]
         rolls_back = uniform and not alone
         batched = rolls_back or (all(hasattr(cache, "merge") for cache in new) and not alone)
         self._empty = self._shapes() if rolls_back else []
-        if rolls_back and not recurrent and not self._has_masks_by_row():
+        if rolls_back and self.recurrence is None and not self._has_masks_by_row():
             rolls_back = batched = False
-        names = {type(cache).__name__ for cache in leaves(every)}
         self.can = CacheCapabilities(
             batched=batched,
             rolls_back=rolls_back,
@@ -745,7 +693,7 @@ class CacheKind:
 
     @property
     def parts(self) -> int:
-        """Arrays of a layer's keys and values."""
+        """Number of arrays of a layer's keys and values."""
         return 6 if self._kv_bits else 2
 
     def empty_batch(self) -> SlotCaches | MergedCaches:
@@ -754,7 +702,7 @@ class CacheKind:
         return MergedCaches(lanes=self._staged)
 
     def caches_of(self, arrays: list[mx.array], length: int, states: States | None) -> Caches:
-        """Return the caches of a sequence of `length` tokens that is in these arrays of a SlotCaches."""
+        """Return mlx-lm's caches of a sequence of `length` tokens that is in these arrays of a SlotCaches."""
         caches = self.new()
         if states is not None:
             states.fill([cache for cache in leaves(caches) if _is_state(cache)], self._recurrent, length)
@@ -763,7 +711,6 @@ class CacheKind:
             if _is_window(cache):
                 _fill_window(cache, own, length)
                 continue
-            # Of quantized numbers a layer has three arrays for its keys, and three for its values.
             cache.keys, cache.values = (own[:3], own[3:]) if self._kv_bits else own
             cache.offset = length
         return caches
@@ -788,43 +735,39 @@ class CacheKind:
 
     def beside(self, views: list[LayerView], states: list[StateView]) -> list[Any]:
         """Return views of all layers in their order, of those that grow and of recurrent ones."""
-        if not states:
-            return views
         growing, recurrent = iter(views), iter(states)
         return [_next_view(cache, growing, recurrent) for cache in self._own]
 
     def reserve(self, caches: Caches, offset: int, total: int) -> None:
         """Have caches of `offset` tokens grow once, to the room of a prompt of `total` tokens.
 
-        By mlx-lm's own steps they would have more room than is counted, and be copied for every chunk.
+        mlx-lm's own steps take more room than is counted, and a copy for every chunk.
         """
         if not self.can.rolls_back:
             return
-        for cache in [cache for cache in leaves(caches) if type(cache).__name__ in _PLAIN]:
+        for cache in [cache for cache in leaves(caches) if _kind(cache) in _PLAIN]:
             if cache.keys is not None and _arrays_of(cache)[0].shape[2] < total:
                 _only_first(cache, offset)
             cache.step = capacity(total) - offset
 
     def _has_masks_by_row(self) -> bool:
-        """Return whether attention takes a mask for each row, by a forward that is never run.
+        """Return True if attention takes a mask for each row, by a forward that is never run.
 
-        That of gemma2 has queries in groups by KV head, [rows, KV heads, queries, ...], and would take the
-        masks of as many rows for those of its heads.
+        That of gemma2, with queries [rows, KV heads, queries, ...], takes masks of rows for those of heads.
         """
         rows = self._empty[0][0][1] + 1
         arrays = [mx.zeros((rows, *shape[1:]), dtype=dtype) for shape, dtype, _ in self._empty]
         shape = ForwardShape.arrays(mx.zeros(rows, dtype=mx.int32), 1, SMALLEST, self.rings(SMALLEST))
+        views = self.views(arrays, ForwardShape(*shape))
         try:
             with uncounted():
-                self.model(
-                    mx.zeros((rows, 1), dtype=mx.int32), cache=self.views(arrays, ForwardShape(*shape))
-                )
+                self.model(mx.zeros((rows, 1), dtype=mx.int32), cache=views)
         except ValueError:
             return False
         return True
 
     def _shapes(self) -> list[Empty]:
-        """Return shapes and types of an empty row's keys and values, from a forward that is never run."""
+        """Return an empty row's arrays, from a forward that is never run."""
         caches = self.new()
         try:
             unrun_arrays(self.model, caches)
@@ -844,7 +787,6 @@ class CacheKind:
         ]
 
     def new(self) -> Caches:
-        """Return empty caches for one sequence."""
         return self._quantized(make_cache(self.model))
 
     def _quantized(self, caches: Caches) -> Caches:
@@ -853,14 +795,10 @@ class CacheKind:
         return [cache.to_quantized(group_size=self.group_size, bits=self._kv_bits) for cache in caches]
 
     def _find_group_size(self, every: Caches) -> int:
-        """Return the group size, from the shapes of a forward that is built and never run."""
-        from mlx_lm.models.cache import KVCache
-
-        if not all(type(cache) is KVCache for cache in every):
-            kinds = ", ".join(sorted({type(cache).__name__ for cache in every}))
-            raise self._refusal(f"this model's caches ({kinds}) cannot be quantized")
-        caches = make_cache(self.model)
-        heads = {array.shape[-1] for array in unrun_arrays(self.model, caches)}
+        kinds = set(map(_kind, every))
+        if kinds != {"KVCache"}:
+            raise self._refusal(f"this model's caches ({', '.join(sorted(kinds))}) cannot be quantized")
+        heads = {array.shape[-1] for array in unrun_arrays(self.model, make_cache(self.model))}
         for size in QUANTIZATION_GROUPS:
             if not any(head % size for head in heads):
                 return size

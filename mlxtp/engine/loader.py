@@ -9,7 +9,7 @@ import struct
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
@@ -22,7 +22,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from ..chunks import ring_slots
 from ..description import PartFacts
 from ..errors import Code, GroupError, MlxtpError, ModelError
-from ..model_config import Config, quantizations, text_config, unreadable
+from ..model_config import Config, number, quantizations, text_config, unreadable
 from ..model_files import (
     INDEX,
     LFS,
@@ -52,7 +52,6 @@ from .sharding import (
 
 # --- headers of safetensors, checked before MLX reads them -----------------------------------------------
 # MLX multiplies a shape without an overflow check, and reads beyond the array where the product wraps.
-# Only headers that the format allows pass here: contiguous tensors that fill the file.
 
 MAX_HEADER_BYTES = 1 << 25  #: enough for some 200,000 tensors in one file; models have a few thousand
 MAX_AXES = 16
@@ -83,7 +82,7 @@ class StoredTensor:
 def check_header(text: bytes, file_bytes: int) -> list[StoredTensor]:
     """Return the tensors in the header `text` of a file of `file_bytes`, in their order there.
 
-    Raises ValueError for a header that the format does not allow.
+    Raises ValueError unless they are contiguous tensors that fill the file.
     """
     try:
         table = json.loads(text.decode(), object_pairs_hook=_without_doubles)
@@ -150,7 +149,7 @@ def _without_doubles(pairs: Iterable[tuple[str, object]]) -> dict[str, object]:
 # --- rows of a tensor ------------------------------------------------------------------------------------
 # MLX reads a tensor whole before it cuts it. For the largest ones that would be most of a load's memory.
 
-#: Types of the safetensors format for weights and their scales; tensors of other types are read whole.
+#: Types for weights and their scales; tensors of other types are read whole.
 TYPES = {
     "F32": mx.float32,
     "F16": mx.float16,
@@ -161,77 +160,49 @@ TYPES = {
 }
 
 
-class Folder:
-    """Tensors in a model folder's files."""
+def untouched(folder: Path, parameters: Mapping[str, mx.array]) -> dict[str, StoredTensor]:
+    """Return the stored tensors of parameters that are unchanged from a file, by name.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def cut(self, array: mx.array, name: str, first: int, rows: int) -> mx.array:
-        """Return `rows` rows of `array` from `first` on, zeros beyond its end, like `cut_rows`.
-
-        Reads nothing else when `array` is an unchanged tensor of a file. `name` is the last two parts of the
-        tensor's name, such as `embed_tokens.weight`, to distinguish tensors of the same shape.
-        """
-        whole = (first, rows) == (0, array.shape[0])
-        stored = None if whole else self._find(array, name)
-        return _read_rows(stored, first, rows) if stored else cut_rows(array, name, first, rows)
-
-    def _find(self, array: mx.array, name: str) -> StoredTensor | None:
-        """Return the stored tensor of `array`, if exactly one matches."""
-        if not _is_untouched(array):
-            return None
-        alike = [s for s in self._stored if s.shape == array.shape and TYPES.get(s.type) == array.dtype]
-        if len(alike) > 1:
-            alike = [s for s in alike if f".{s.name}".endswith(f".{name}")]
-        return alike[0] if len(alike) == 1 else None
-
-    def untouched(self, parameters: Mapping[str, mx.array]) -> dict[str, StoredTensor]:
-        """Return the stored tensors of parameters that are unchanged from a file, by name."""
-        by_shape: dict[tuple[tuple[int, ...], mx.Dtype | None], list[StoredTensor]] = {}
-        for stored in self._stored:
+    Files and models may use different prefixes. A parameter that could be several tensors is left out.
+    """
+    by_shape: dict[tuple[tuple[int, ...], mx.Dtype | None], list[StoredTensor]] = {}
+    for path in weight_files(folder):
+        for stored in read_header(path):
             by_shape.setdefault((stored.shape, TYPES.get(stored.type)), []).append(stored)
-        found = {}
-        for name, array in parameters.items():
-            alike = [s for s in by_shape.get((array.shape, array.dtype), ()) if _same_end(s.name, name)]
-            alike = [s for s in alike if s.name == name] or alike
-            if len(alike) == 1 and _is_untouched(array):
-                found[name] = alike[0]
-        return found
 
-    @cached_property
-    def _stored(self) -> list[StoredTensor]:
-        return [tensor for path in weight_files(self._folder) for tensor in read_header(path)]
+    def same_end(one: str, other: str) -> bool:
+        return f".{one}".endswith(f".{other}") or f".{other}".endswith(f".{one}")
+
+    found = {}
+    for name, array in parameters.items():
+        alike = by_shape.get((array.shape, array.dtype), [])
+        if len(alike) > 1:
+            alike = [s for s in alike if same_end(s.name, name)]
+            alike = [s for s in alike if s.name == name] or alike
+        if len(alike) == 1 and steps(array) == ["Load"]:
+            found[name] = alike[0]
+    return found
+
+
+def cut_stored(
+    stored: Mapping[str, StoredTensor], array: mx.array, name: str, first: int, rows: int
+) -> mx.array:
+    """Return the same as `cut_rows`, and read nothing else of a `stored` tensor."""
+    if name in stored and (first, rows) != (0, array.shape[0]):
+        return _read_rows(stored[name], first, rows)
+    return cut_rows(array, name, first, rows)
 
 
 def share_of(stored: StoredTensor, array: mx.array, ranks: int) -> bool:
-    """Return True for one of `ranks` equal parts of a stored tensor, cut between its rows.
-
-    Rows are the last axis but one. mlx-lm's `shard` splits and takes the part of its own rank.
-    """
+    """Return True for one of `ranks` equal parts of a stored tensor, cut along its last axis but one."""
     whole = (*array.shape[:-2], array.shape[-2] * ranks, array.shape[-1]) if array.ndim > 1 else ()
-    return whole == stored.shape and steps(array) == ["Load", "Split", "Contiguous"]
+    return whole == stored.shape and steps(array) == ["Load", "Split", "Contiguous"]  # as mlx-lm shards
 
 
 def read_share(stored: StoredTensor, rank: int, ranks: int) -> mx.array:
     """Read rank `rank`'s part of the tensor, and nothing else of it."""
     rows = stored.shape[-2] // ranks
     return _read_rows(stored, rank * rows, rows, axis=len(stored.shape) - 2)
-
-
-def _same_end(one: str, other: str) -> bool:
-    """Return True if one name ends with the other, because files and models use different prefixes."""
-    return f".{one}".endswith(f".{other}") or f".{other}".endswith(f".{one}")
-
-
-def is_plain(array: mx.array) -> bool:
-    """Return True for an array that is in memory, or unchanged from a file."""
-    return steps(array) in ([], ["Load"])
-
-
-def _is_untouched(array: mx.array) -> bool:
-    """Return True for an array that is unchanged from a file: its whole graph is one Load."""
-    return steps(array) == ["Load"]
 
 
 def steps(array: mx.array) -> list[str]:
@@ -248,10 +219,9 @@ def _read_rows(stored: StoredTensor, first: int, rows: int, axis: int = 0) -> mx
 
 
 class _Window(io.RawIOBase):
-    """File-like view of some rows of a stored tensor, with zeros for rows beyond its end.
+    """File of some rows, along `axis`, of a stored tensor, which MLX reads straight into an array's memory.
 
-    Rows are along `axis`. If other axes come before it, there is a run of rows for each of their indices, and
-    no row is beyond the end. MLX reads such a file in one call, straight into the array's memory.
+    There is a run of rows for each index of the axes before. Rows beyond the end of axis 0 are zeros.
     """
 
     def __init__(self, stored: StoredTensor, first: int, rows: int, axis: int) -> None:
@@ -280,24 +250,19 @@ class _Window(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def tell(self) -> int:
-        return self._at
-
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """Fill all of `buffer`, because MLX calls this once. Raises OSError."""
         view = memoryview(buffer).cast("B")
         done = 0
-        while done < len(view):
+        while done < len(view):  # all of it, because MLX calls this once
             done += self._read_some(view[done:], self._at + done)
         self._at += done
         return done
 
     def _read_some(self, view: memoryview, at: int) -> int:
-        """Fill the beginning of `view` with the bytes at `at`; returns their number."""
         header, body = len(self._header), len(self._header) + self._body
         if at < header:
             part = self._header[at : at + len(view)]
@@ -320,7 +285,6 @@ class _Window(io.RawIOBase):
 
 # --- models ----------------------------------------------------------------------------------------------
 
-
 _BRIEF = 200
 #: Raised for missing and surplus tensors, wrong shapes, broken files, layers that do not divide, no memory.
 MLX_LM_RAISES = (
@@ -338,9 +302,8 @@ MLX_LM_RAISES = (
 )
 _AT_ONCE = 256 << 20  #: bytes of weights that are read and checked in one evaluation
 _CUT_AT_ONCE = 1 / 16  #: part of a rank's share that whole tensors may take while they are cut
-#: A type's bits as signed and unsigned numbers, then infinity and minus infinity. The largest signed number
-#: is a positive one, and the largest unsigned number a negative one, if there is any. NaN and infinity are at
-#: the end of each. Neither check takes memory, nor as much time as `isfinite`.
+#: A type's bits as signed and unsigned numbers, and those of infinity and minus infinity. As bits, NaN and
+#: infinities are the largest signed and the largest unsigned numbers, and finding these takes no memory.
 _FLOATS = {
     mx.float32: (mx.int32, mx.uint32, 0x7F800000, 0xFF800000),
     mx.bfloat16: (mx.int16, mx.uint16, 0x7F80, 0xFF80),
@@ -352,7 +315,13 @@ _NAN_SCALE = 255
 
 @dataclass(frozen=True, slots=True)
 class ModelShare:
-    """Model whose weights are this rank's share, all of them in memory."""
+    """Model whose weights are this rank's share, all of them in memory.
+
+    peak_bytes      the most that arrays took at any time of the load
+    kv_token_bytes  bytes of one more token in this rank's caches, over all layers
+    kv_row_bytes    bytes of a sequence's caches that do not grow: windows of tokens, and recurrent states
+    stage           the layers of this rank where it has whole ones
+    """
 
     model: Any
     name: str
@@ -360,12 +329,10 @@ class ModelShare:
     vocabulary: Vocabulary
     eos: frozenset[int]
     weight_bytes: int
-    peak_bytes: int  # the most that arrays took at any time of the load
-    #: Bytes of one more token in this rank's caches, over all layers.
+    peak_bytes: int
     kv_token_bytes: int
-    #: Bytes of a sequence's caches that do not grow with it: windows of tokens, and recurrent states.
     kv_row_bytes: int
-    stage: Stage | None = None  # the layers of this rank where it has whole ones
+    stage: Stage | None = None
 
     @property
     def mtp_head(self) -> Any:
@@ -386,12 +353,11 @@ def load(
     """Load this rank's share. Calls `progress` after the vocabulary and after each layer.
 
     `split` has the number of layers of each rank where each has whole ones, else it is empty. `read_head`
-    returns the model's MTP head, or None. Ranks that choose tokens have all of it, and only they read it.
+    returns the model's MTP head, or None, on ranks that choose tokens.
 
-    Never leaves a model half-loaded. Raises ModelError that names the folder, or GroupError (OUT_OF_MEMORY,
-    GPU_TIMEOUT) when the machine failed and not the model. No collective runs, so a rank may fail alone.
-    Peak memory is about the share plus one tensor: a few tensors are cut and evaluated before others are
-    read, and only this rank's rows of the vocabulary, which holds the largest, are read.
+    Raises ModelError that names the folder, or GroupError (OUT_OF_MEMORY, GPU_TIMEOUT) if the machine failed
+    and not the model. No collective runs, so a rank may fail alone. Peak memory is about the share plus one
+    tensor, because few are cut at once, and of the vocabulary only this rank's rows are read.
     """
     from mlx_lm.utils import maybe_set_recommended_wired_limit
 
@@ -405,17 +371,16 @@ def load(
     mx.reset_peak_memory()
     held = mx.get_active_memory()
     model, config = _read_weights(folder, config)
-    what = "cutting the model"
+    what, size = "cutting the model", number(text_config(config), "vocab_size")
     try:
         with _unkept():
-            tensors = Folder(folder)
-            stored = tensors.untouched(_weights(model)) if parts > 1 else {}
+            stored = untouched(folder, _weights(model)) if parts > 1 else {}
             holds = not (split and group.rank) and _goes_back(model, split)
             head = read_head(folder, config) if holds else None
             vocabulary = (
-                cut_into_stage(model, group, split, _vocabulary(config), embeds=head is not None)
+                cut_into_stage(model, group, split, size, embeds=head is not None)
                 if split
-                else shard(model, group, cut=tensors.cut, size=_vocabulary(config))
+                else shard(model, group, cut=partial(cut_stored, stored), size=size)
             )
             if head is not None and vocabulary.taps():
                 if split and vocabulary.embedding is not vocabulary.head:
@@ -461,7 +426,7 @@ def _goes_back(model: Any, split: Sequence[int]) -> bool:
 
 @contextlib.contextmanager
 def _unkept() -> Iterator[None]:
-    """Return buffers of cut tensors to the system at once instead of keeping them for reuse."""
+    """Return buffers of cut tensors to the system at once."""
     limit = mx.set_cache_limit(0)
     try:
         yield
@@ -475,7 +440,6 @@ def _weights(model: Any) -> dict[str, mx.array]:
 
 
 def _share_in_words(model: Any, rank: int, split: Sequence[int]) -> str:
-    """Return what is read of a model that has been cut, with its size."""
     size = sum(weight.nbytes for weight in _weights(model).values())
     first = sum(split[rank + 1 :])
     part = (
@@ -485,7 +449,7 @@ def _share_in_words(model: Any, rank: int, split: Sequence[int]) -> str:
 
 
 def _own_bytes(stored: Mapping[str, StoredTensor], group: Group, name: str, weight: mx.array) -> mx.array:
-    """Return the weight unchanged. If it is some rows of a file's tensor, read only these rows."""
+    """Return the weight, of which only its own rows are read where it is some rows of a file's tensor."""
     whole = stored.get(name)
     if whole is None or not share_of(whole, weight, group.size):
         return weight
@@ -519,9 +483,9 @@ def _evaluate(
                 model.update(tree_unflatten([(weight, share)]))
         for batch in read_numbers(f"{name}: ", names, weights, ranks, room):
             for weight in batch:
-                if _is_faster_by_columns(weights[weight]):
-                    weights[weight] = _by_columns(weights[weight])
-                    model.update(tree_unflatten([(weight, weights[weight])]))
+                if (columns := _by_columns(weights[weight])) is not weights[weight]:
+                    weights[weight] = columns
+                    model.update(tree_unflatten([(weight, columns)]))
         done.update(names)
         if prefix:
             progress()
@@ -532,8 +496,7 @@ def read_numbers(
 ) -> Iterator[list[str]]:
     """Read weights, and yield the names of each batch that is in memory. `ranks` and `room` as in `_batches`.
 
-    Raises ModelError (MODEL_INVALID), after all are read, with `where` and the names of those that are not
-    numbers.
+    Raises ModelError (MODEL_INVALID) at the end, with `where` and the names of those that are not numbers.
     """
     looks: dict[str, mx.array] = {}
     for batch in _batches(names, weights, ranks, room):
@@ -541,7 +504,9 @@ def read_numbers(
         mx.eval([weights[weight] for weight in batch], list(found.values()))
         looks |= {weight: look for weight, look in found.items() if look is not None}
         yield batch
-    if bad := [weight.replace(".rows.", ".") for weight in _broken(looks)]:
+    broken = mx.stack(list(looks.values())).tolist() if looks else []  # one wait for the device
+    found_bad = zip(looks, cast("list[bool]", broken), strict=True)
+    if bad := [weight.replace(".rows.", ".") for weight, is_bad in found_bad if is_bad]:
         hold = "1 tensor holds" if len(bad) == 1 else f"{len(bad)} tensors hold"
         raise ModelError(f"{where}{hold} NaN or infinite numbers: {', '.join(bad[:5])}", Code.MODEL_INVALID)
 
@@ -551,15 +516,15 @@ def _batches(
 ) -> Iterator[list[str]]:
     """Yield names of weights to evaluate together, because a wait for each costs seconds on a GPU.
 
-    One batch has at most `_AT_ONCE` bytes, because Metal ends a command that waits too long for a disk. A
-    weight that is computed, such as a rank's part of a tensor, takes the whole tensor meanwhile. Such whole
-    tensors take at most `room` bytes together, except for a single larger one.
+    One batch has at most `_AT_ONCE` bytes, because Metal ends a command that waits too long for a disk. What
+    is computed, such as a rank's part of a tensor, takes the whole tensor meanwhile: at most `room` bytes
+    together, except for a single larger one.
     """
     batch: list[str] = []
     held = wholes = 0
     for name in names:
         size = weights[name].nbytes
-        whole = 0 if is_plain(weights[name]) else size * ranks
+        whole = 0 if steps(weights[name]) in ([], ["Load"]) else size * ranks
         if batch and (held + size > _AT_ONCE or (whole and wholes + whole > room)):
             yield batch
             batch, held, wholes = [], 0, 0
@@ -569,17 +534,13 @@ def _batches(
         yield batch
 
 
-def _is_faster_by_columns(weight: mx.array) -> bool:
-    """Return True for a layer's weight on a CPU, because a layer multiplies by the transpose.
-
-    The reference BLAS of MLX's Linux wheels does that twice as fast where columns are contiguous, with the
-    same result bit for bit.
-    """
-    return mx.default_device() == mx.cpu and weight.ndim == 2 and weight.dtype == mx.float32
-
-
 def _by_columns(weight: mx.array) -> mx.array:
-    """Return the same matrix with contiguous columns in memory."""
+    """Return a layer's weight with contiguous columns on a CPU, where layers multiply by the transpose.
+
+    The reference BLAS of MLX's Linux wheels does that twice as fast so, with the same result bit for bit.
+    """
+    if mx.default_device() != mx.cpu or weight.ndim != 2 or weight.dtype != mx.float32:
+        return weight
     columns = mx.contiguous(weight.T)
     mx.eval(columns)
     view: mx.array = columns.T
@@ -588,7 +549,7 @@ def _by_columns(weight: mx.array) -> mx.array:
 
 
 def _look(array: mx.array, name: str) -> mx.array | None:
-    """Return one boolean, true if some values are NaN or infinite; None for a type without such values."""
+    """Return one boolean, true if some values are NaN or infinite; None if none can be."""
     row = array.reshape(-1)
     if not row.size:
         return None
@@ -600,12 +561,6 @@ def _look(array: mx.array, name: str) -> mx.array | None:
     return None
 
 
-def _broken(looks: dict[str, mx.array]) -> list[str]:
-    """Return the names of broken tensors, after one wait for the device."""
-    found = mx.stack(list(looks.values())).tolist() if looks else []
-    return [name for name, broken in zip(looks, cast("list[bool]", found), strict=True) if broken]
-
-
 def cache_facts(model: Any) -> list[PartFacts]:
     """Return the sizes of each cache of a sequence, which may be a list of several."""
     few, many = 256, 512  # mlx-lm's caches grow by 256
@@ -614,10 +569,10 @@ def cache_facts(model: Any) -> list[PartFacts]:
         unrun_arrays(model, each, tokens)
 
     def facts(shorter: Any, longer: Any) -> PartFacts:
-        small, large = (sum(array.nbytes for array in state_arrays([cache])) for cache in (shorter, longer))
+        small, large = (sum(array.nbytes for array in arrays_of([cache])) for cache in (shorter, longer))
         growth = (large - small) // (many - few)
         window = getattr(shorter, "max_size", 0) or getattr(shorter, "chunk_size", 0)
-        heads = [array.shape[1] for array in state_arrays([longer]) if growth and array.ndim == 4]
+        heads = [array.shape[1] for array in arrays_of([longer]) if growth and array.ndim == 4]
         return PartFacts(
             kv_token_bytes=growth,
             kv_window_bytes=growth if window else 0,
@@ -638,13 +593,10 @@ def kv_sizes(model: Any) -> tuple[int, int]:
 
 
 def read_each_forward(model: Any) -> tuple[int, int]:
-    """Return the bytes of weights that every forward reads, and the layers that it runs.
-
-    Experts are left out, whose arrays have three dimensions: rows read their own, in any forward.
-    """
+    """Return the bytes of weights, without experts, that every forward reads, and the layers that it runs."""
     arrays = [array for _, array in tree_flatten(model.parameters())]
     layers = sum([bool(tree_flatten(layer.parameters())) for layer in model.layers])
-    return sum([array.nbytes for array in arrays if array.ndim < 3]), layers
+    return sum([array.nbytes for array in arrays if array.ndim < 3]), layers  # three are those of experts
 
 
 def leaves(caches: Iterable[Any]) -> Iterator[Any]:
@@ -660,20 +612,20 @@ def unrun_arrays(model: Any, caches: list[Any], tokens: int = 1) -> list[mx.arra
         model(mx.zeros((1, tokens), dtype=mx.int32), cache=caches[:-1] if head else caches)
         if head is not None:
             head.unrun(tokens, caches[-1])
-    return state_arrays(caches)
+    return arrays_of(caches)
 
 
-def state_arrays(caches: list[Any]) -> list[mx.array]:
-    """Return the arrays of caches that have tokens."""
-    states = tree_flatten([cache.state for cache in caches if not cache.empty()])
+def arrays_of(caches: list[Any]) -> list[mx.array]:
+    """Return the arrays of mlx-lm's caches."""
+    states = tree_flatten([cache.state for cache in caches])
     return [array for _, array in states if isinstance(array, mx.array)]
 
 
 def run_alone(loaded: ModelShare, ranks: int, forwards: Callable[[], None]) -> None:
-    """Call `forwards`, which runs and evaluates some, without the other ranks.
+    """Call `forwards`, which runs and evaluates some, without the other ranks. Raises as `load` does.
 
-    Metal loads and compiles kernels at a first forward. In a joint one, the other ranks' command buffers
-    would wait for that, and macOS ends a buffer that waits for some seconds. Raises as `load` does.
+    Metal compiles kernels at a first forward, for which the others' command buffers must not wait: macOS ends
+    one that waits for some seconds.
     """
     try:
         with alone(ranks, compiled=not compiles_collectives(loaded.model)):
@@ -683,7 +635,7 @@ def run_alone(loaded: ModelShare, ranks: int, forwards: Callable[[], None]) -> N
 
 
 def make_cache(model: Any) -> list[Any]:
-    """Return one empty KV cache for each layer, of the kind that the model wants, and one for an MTP head."""
+    """Return an empty cache for each layer, of the kind that the model wants, and one for an MTP head."""
     from mlx_lm.models.cache import KVCache, make_prompt_cache
 
     caches: list[Any] = make_prompt_cache(model)
@@ -692,15 +644,14 @@ def make_cache(model: Any) -> list[Any]:
 
 def read_config(folder: Path) -> Config:
     """Return the model's config.json. Raises ModelError when it is missing or is not JSON."""
-    path = folder / "config.json"
     try:
         return config_in(folder)
     except FileNotFoundError:
-        raise ModelError(
-            f"{folder} holds no config.json, so it is not a model folder", Code.MODEL_NOT_FOUND
-        ) from None
+        detail = f"{folder} holds no config.json, so it is not a model folder"
+        raise ModelError(detail, Code.MODEL_NOT_FOUND) from None
     except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {error}", Code.MODEL_INVALID) from None
+        detail = f"{folder / 'config.json'} cannot be read: {error}"
+        raise ModelError(detail, Code.MODEL_INVALID) from None
 
 
 def _read_weights(folder: Path, config: Config) -> tuple[Any, Config]:
@@ -726,17 +677,14 @@ def _read_weights(folder: Path, config: Config) -> tuple[Any, Config]:
 
 @contextlib.contextmanager
 def as_mlx_lm_reads(folder: Path) -> Iterator[Path]:
-    """Yield a folder with the model's files alone, because mlx-lm reads stray files of weights, too.
-
-    MLX keeps the files open, so that their tensors can be read later.
-    """
+    """Yield a folder with the model's files alone, because mlx-lm reads stray files of weights, too."""
     if not stray_files(folder):
         yield folder
         return
     with TemporaryDirectory() as found:
         for path in (*folder.glob("*.json"), *weight_files(folder)):
             (Path(found) / path.name).symlink_to(path.resolve())
-        yield Path(found)
+        yield Path(found)  # MLX keeps its files open, and reads them later
 
 
 def _failure(what: str, error: Exception) -> MlxtpError:
@@ -749,12 +697,11 @@ def _failure(what: str, error: Exception) -> MlxtpError:
 
 
 def brief(error: Exception) -> str:
-    """Return one line, short enough for every rank's to fit one frame. MLX lists all missing tensors."""
+    """Return one line, so short that those of all ranks fit one frame. MLX lists all missing tensors."""
     return textwrap.shorten(str(error), _BRIEF, placeholder=" ...")
 
 
 def _check_shards_present(folder: Path) -> None:
-    """Check every file that the index names. A missing one would otherwise surface as a list of tensors."""
     try:
         files = indexed(folder)
     except (OSError, ValueError) as error:
@@ -767,18 +714,11 @@ def _check_shards_present(folder: Path) -> None:
 
 
 def _check_headers(folder: Path) -> None:
-    """Check the header of every weight file, because MLX trusts it. Raises ModelError."""
     for path in weight_files(folder):
         try:
             read_header(path)
         except (OSError, ValueError) as error:
             raise ModelError(f"{folder.name}: {path.name} is damaged: {error}", Code.MODEL_INVALID) from None
-
-
-def _vocabulary(config: Config) -> int:
-    """Return config.json's vocabulary size, for models whose embedding is not known; 0 without one."""
-    size = text_config(config).get("vocab_size")
-    return size if isinstance(size, int) else 0
 
 
 def _eos(config: Config) -> frozenset[int]:

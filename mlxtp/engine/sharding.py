@@ -129,7 +129,7 @@ EMBEDDINGS = (
 )
 HEADS = ("lm_head", "output")
 
-#: (tensor, the last two parts of its name, first row, rows) -> those rows, zeros beyond the end.
+#: (tensor, its name, first row, rows) -> those rows, zeros beyond the end.
 Cut = Callable[[mx.array, str, int, int], mx.array]
 
 
@@ -381,10 +381,10 @@ def shard(model: Any, group: Group, *, cut: Cut = cut_rows, size: int = 0) -> Vo
     share = _share(size, group)
     first = group.rank * share
     for path in embeddings + heads:
-        module, leaf = modules[path], path.rpartition(".")[2]
+        module = modules[path]
         for name, array in module.parameters().items():
             if array.ndim and array.shape[0] == size:
-                module[name] = cut(array, f"{leaf}.{name}", first, share)
+                module[name] = cut(array, f"{path}.{name}", first, share)
     embedding = ShardedEmbedding(modules[embeddings[0]], first, share, group)
     _put(model, embeddings[0], embedding)
     head = ShardedHead(modules[heads[0]]) if heads else None

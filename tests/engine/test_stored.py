@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlxtp.engine.loader import Folder, read_share, share_of
+from mlxtp.engine.loader import cut_stored, read_share, share_of, untouched
 from mlxtp.engine.sharding import cut_rows
 
 from .small_models import split_weights, write_model
@@ -31,17 +31,13 @@ def folder(tmp_path: Path) -> Path:
     return write_model(tmp_path / "model", vocab_size=509, tie_word_embeddings=False)
 
 
-def name_of(tensor: str) -> str:
-    return ".".join(tensor.split(".")[-2:])
-
-
 def cut_and_peak(folder: Path, array: mx.array, tensor: str, first: int, rows: int) -> tuple[mx.array, int]:
     """The rows, and the memory that was taken for them."""
     mx.synchronize()
     mx.clear_cache()  # a kept buffer that is somewhat larger would be taken for the rows
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    part = Folder(folder).cut(array, name_of(tensor), first, rows)
+    part = cut_stored(untouched(folder, {tensor: array}), array, tensor, first, rows)
     mx.eval(part)
     return part, mx.get_peak_memory() - before
 
@@ -85,24 +81,23 @@ def test_a_tensor_that_was_computed_is_cut_and_not_read_again(folder: Path) -> N
 def test_a_tensor_that_could_be_two_is_cut_as_either(folder: Path) -> None:
     mx.save_safetensors(str(folder / "model-more.safetensors"), {f"other.{EMBEDDING}": mx.zeros((509, 64))})
     head = mx.load(str(folder / "model.safetensors"))[EMBEDDING]
-    part, peak = cut_and_peak(folder, head, EMBEDDING, 0, 255)
+    part, peak = cut_and_peak(folder, head, "embed_tokens.weight", 0, 255)
     assert mx.array_equal(part, mx.load(str(folder / "model.safetensors"))[EMBEDDING][:255])
     assert peak >= BYTES
 
 
 def test_a_whole_tensor_is_left_alone(folder: Path) -> None:
     array = weights(folder)[EMBEDDING]
-    assert Folder(folder).cut(array, name_of(EMBEDDING), 0, 509) is array
+    assert cut_stored(untouched(folder, {EMBEDDING: array}), array, EMBEDDING, 0, 509) is array
 
 
 def test_a_file_that_ends_within_the_rows_is_an_error(folder: Path) -> None:
     array = weights(folder)[EMBEDDING]
     path = folder / "model.safetensors"
-    whole = Folder(folder)
-    whole.cut(array, name_of(EMBEDDING), 0, 1)
+    stored = untouched(folder, {EMBEDDING: array})
     path.write_bytes(path.read_bytes()[:5000])
     with pytest.raises((OSError, RuntimeError)):
-        whole.cut(array, name_of(EMBEDDING), 254, 255)
+        cut_stored(stored, array, EMBEDDING, 254, 255)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -112,10 +107,9 @@ def test_a_share_is_the_part_of_the_rows_behind_every_other_index(
 ) -> None:
     whole = mx.arange(prod(shape)).reshape(shape).astype(mx.float32)
     mx.save_safetensors(str(tmp_path / "model.safetensors"), {"layers.0.up.weight": whole})
-    folder = Folder(tmp_path)
     for rank in range(ranks):
         loaded = weights(tmp_path)["layers.0.up.weight"]  # evaluating a part makes the whole no Load any more
-        [stored] = folder.untouched({"model.layers.0.up.weight": loaded}).values()
+        [stored] = untouched(tmp_path, {"model.layers.0.up.weight": loaded}).values()
         part = mx.contiguous(mx.split(loaded, ranks, axis=-2)[rank])
         assert share_of(stored, part, ranks)
         assert mx.array_equal(read_share(stored, rank, ranks), part)
@@ -125,11 +119,11 @@ def test_what_is_no_run_of_rows_of_one_tensor_is_no_share(tmp_path: Path) -> Non
     whole = mx.zeros((8, 8))
     tensors = {"text.layers.1.up.weight": whole, "vision.layers.1.up.weight": whole}
     mx.save_safetensors(str(tmp_path / "model.safetensors"), tensors)
-    folder, array = Folder(tmp_path), weights(tmp_path)["text.layers.1.up.weight"]
-    assert folder.untouched({"layers.1.up.weight": array}) == {}, "either could be meant"
-    assert folder.untouched({"layers.11.up.weight": array}) == {}
-    assert folder.untouched({"text.layers.1.up.weight": array + 0}) == {}
-    [stored] = folder.untouched({"text.layers.1.up.weight": array}).values()
+    array = weights(tmp_path)["text.layers.1.up.weight"]
+    assert untouched(tmp_path, {"layers.1.up.weight": array}) == {}, "either could be meant"
+    assert untouched(tmp_path, {"layers.11.up.weight": array}) == {}
+    assert untouched(tmp_path, {"text.layers.1.up.weight": array + 0}) == {}
+    [stored] = untouched(tmp_path, {"text.layers.1.up.weight": array}).values()
     assert stored.name == "text.layers.1.up.weight"
     assert not share_of(stored, mx.contiguous(mx.split(array, 2, axis=-1)[0]), 2)
     assert not share_of(stored, mx.contiguous(mx.split(array + 0, 2, axis=-2)[0]), 2)

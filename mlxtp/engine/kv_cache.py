@@ -1,4 +1,4 @@
-"""KV caches on paper: the room that they take, the index of the kept ones, and evictions. Pure."""
+"""Accounts of KV caches: the room that they take, the index of the kept ones, and evictions. Pure."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ from .steps import DecodeFrame, StopReason
 # third (64, 96, 128, 192, ...), so it is copied seldom. Else they grow in steps that leave little empty.
 
 SMALLEST = 64
-#: Steps of a row's room, each up to a length. Copying a row once in so many tokens takes at most a twentieth
-#: of what attention reads of it meanwhile, and where rows are long, a hundredth.
+#: Steps of a row's room, each up to a length. Copies take at most a twentieth of what attention reads.
 STEPS = ((1024, 32), (4096, 64))
 LONG_STEP = 256
 MOST_BUCKETS = 3  #: arrays in which rows stand, and so forwards in one step
 LEAST_SAVED = 16  #: A further bucket must save one part in so many of the room.
 STAYS = 4  #: Another number of buckets must save one part in so many of a step.
 #: Bytes whose reading takes as long as the rest of a layer in a further forward: on a CPU 0.7 ms at 2.7 GB/s,
-#: measured; on a GPU 30 kernels of 5 µs at 800 GB/s, an estimate without slow fences of sums.
+#: measured; on a GPU 30 kernels of 5 µs at 800 GB/s, an estimate.
 LAYER_ON_CPU, LAYER_ON_GPU = 2 << 20, 128 << 20
 SKIPS = 2  #: Masked positions that take Metal's fused attention as long as another one; an assumption.
 
@@ -72,9 +71,8 @@ def view(length: int) -> int:
 def layouts(lengths: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     """Return the ways to lay out rows of these lengths, in ascending order of buckets.
 
-    Each has the room of every slot: those of the rows in their order, then those of free ones. Rows of the
-    same room share arrays. There are two ways for each number of buckets that saves some room: with
-    room to grow and to join, and with just the room that the rows need.
+    Each has the room of every slot, of the rows in order, then of free ones. Rows of the same room share
+    arrays. There are two ways for each number of buckets: with room to grow and to join, and without.
     """
     if not lengths:
         return ((),)
@@ -107,10 +105,7 @@ Slots = tuple[tuple[int, int], ...]  #: The room and the lane of each.
 
 @lru_cache(maxsize=512)
 def laned_layouts(lengths: tuple[int, ...], lanes: tuple[int, ...]) -> tuple[Slots, ...]:
-    """Return the ways to lay out rows of these lengths, of which only those of one lane share arrays.
-
-    As `layouts`, for each lane by itself.
-    """
+    """Return the ways of `layouts` for each lane by itself, because only rows of one lane share arrays."""
     own = {
         lane: layouts(tuple([size for size, other in zip(lengths, lanes, strict=True) if other == lane]))
         for lane in sorted(set(lanes))
@@ -125,9 +120,9 @@ def laned_layouts(lengths: tuple[int, ...], lanes: tuple[int, ...]) -> tuple[Slo
 
 
 def another_forward(weights: int, layers: int, token_bytes: int, *, gpu: bool, skips: bool) -> int:
-    """Return the positions whose reading takes as long as a further forward of a step.
+    """Return the positions whose reading takes as long as a further forward, which reads `weights` bytes.
 
-    `weights`: bytes that each forward of this rank reads. `skips`: attention leaves out masked positions.
+    `skips`: attention leaves out masked positions.
     """
     beside = LAYER_ON_GPU if gpu else LAYER_ON_CPU
     return (weights + layers * beside) * (SKIPS if skips else 1) // max(token_bytes, 1)
@@ -142,7 +137,7 @@ def step_tokens(slots: Slots, lengths: Sequence[int], forward: int) -> int:
 
 
 def cheapest(ways: Iterable[Slots], lengths: Sequence[int], forward: int, held: int) -> Slots:
-    """Return the first of the ways whose steps take least. One of `held` buckets, as now, counts as less."""
+    """Return the way whose steps take least. One of `held` buckets, as now, counts as less."""
 
     def cost(slots: Slots) -> int:
         stays = len(set(slots)) == held
@@ -157,8 +152,8 @@ def batch_tokens(lengths: Sequence[int]) -> int:
 
 
 # --- index of kept caches: the longest shared beginning with a new prompt, and evictions -----------------
-# Only rank 0 has it, and sends its decisions in frames. It holds tokens, not caches. A uid here is the
-# cache's sequence: one that has ended and is kept, or one that runs and shares its cache.
+# Only rank 0 has it, with tokens, not caches. A uid is of a sequence that has ended and is kept, or that runs
+# and shares its cache.
 
 SHORTEST_HIT = 16  # tokens that a hit must save
 #: The same for a cache that is kept whole: tokens that it must have beyond the next shorter one.
@@ -172,11 +167,9 @@ _MOST_UIDS = 1 << 32
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """Cache of `uid`, which holds the first `length` tokens of the prompt.
+    """Cache of `uid`, whose first `length` tokens are the prompt's; its last token is always left to feed.
 
-    `whole`: it is kept and holds only tokens of the prompt, so that it may be taken over. If it holds the
-    entire prompt, it must lose its last token, because one is always left to feed. Otherwise its beginning
-    may be copied.
+    `whole`: it is kept and holds only tokens of the prompt, so that it may be taken over, not just copied.
     """
 
     uid: int
@@ -187,11 +180,10 @@ class Hit:
 class PrefixCache:
     """Kept caches of at most `max_entries` sequences and `budget` positions, and those of running ones.
 
-    A cache counts as the `capacity` of its tokens, which is the most that its arrays hold, and `row_tokens`
-    for the part that does not grow. Running sequences count towards neither limit and are never evicted.
-    Prompts of different salts share nothing. Caches that are not `truncatable` are found only if all their
-    tokens begin a prompt, and running ones are not shared. `overlapping`: those that a kept one begins with
-    share its arrays, and count as `row_tokens`.
+    A cache counts as the `capacity` of its tokens, and `row_tokens` for the part that does not grow. Running
+    sequences count towards neither limit. Prompts of different salts share nothing. Caches that are not
+    `truncatable` are found only if all their tokens begin a prompt, and running ones are not shared.
+    `overlapping`: those that a kept one begins with share its arrays, and count as `row_tokens`.
     """
 
     def __init__(
@@ -225,10 +217,9 @@ class PrefixCache:
     def keep(self, uid: int, tokens: Sequence[int], salt: int = 0) -> tuple[int, ...]:
         """Keep a cache that holds `tokens`. Returns the uids of caches to free.
 
-        Those are the kept ones that `tokens` begins with, if they can be cut from this one, then the least
-        recently used until there is room. Returns only `uid` itself when the cache is too short or too large,
-        or a kept one serves as well. The kept one then counts as used. Raises ValueError when `uid` is kept
-        already.
+        Those are kept ones that can be cut from this one, then the least recently used until there is room;
+        only `uid` itself when the cache is too short or too large, or a kept one serves as well, which then
+        counts as used. Raises ValueError when `uid` is kept already.
         """
         if uid in self._kept:
             raise ValueError(f"uid {uid} is kept already")
@@ -260,10 +251,10 @@ class PrefixCache:
 
     def _grown(self, uid: int) -> int:
         """Return the positions of a kept cache's own arrays."""
-        return capacity(len(self._kept[uid]) // _WORD - _SALT_WORDS)
+        return capacity(self.length(uid))
 
     def _stand_in(self, words: bytes) -> int | None:
-        """Return the uid of a kept cache that serves as well as one of these tokens; None for none."""
+        """Return the uid of a kept cache that serves as well; None for none."""
         if self.truncatable:
             return next((uid for uid, held in self._kept.items() if held.startswith(words)), None)
         near = len(words) - _WORD * (self._shortest_hit - 1)
@@ -280,18 +271,17 @@ class PrefixCache:
         self.changes += 1
 
     def share(self, uid: int, tokens: Sequence[int], salt: int = 0) -> None:
-        """Record that a running sequence's cache holds `tokens`, to be copied until `unshare` or `keep`."""
+        """Let a running sequence's cache, which holds `tokens`, be copied until `unshare` or `keep`."""
         if self.truncatable:
             self.unshare(uid)
             self._running[uid] = self._add(uid, _pack(tokens, salt))
 
     def unshare(self, uid: int) -> None:
-        """Stop sharing a running sequence's cache, if it is shared."""
         if (words := self._running.pop(uid, None)) is not None:
             self._remove(uid, words)
 
     def find(self, prompt: Sequence[int], salt: int = 0) -> Hit | None:
-        """Return the cache with the longest beginning of `prompt` without its last token; None if too short.
+        """Return the cache with the longest beginning of `prompt`; None if that is too short.
 
         Among equals one that may be taken over comes first, then a kept one, then the latest used.
         """
@@ -314,7 +304,6 @@ class PrefixCache:
         return Hit([*whole, *kept, *running][0], length - _SALT_WORDS, bool(whole))
 
     def _longest_beginning(self, words: bytes) -> Hit | None:
-        """Return the longest cache all of whose tokens `words` begins with."""
         while at := bisect_right(self._sorted, (words, _MOST_UIDS)):
             held, uid = self._sorted[at - 1]
             if words.startswith(held):
@@ -333,14 +322,14 @@ class PrefixCache:
             self._kept[uid] = self._kept.pop(uid)
 
     def take(self, uid: int) -> int:
-        """Remove a kept cache, for a sequence that continues with it; returns its number of tokens.
+        """Remove a kept cache; returns its number of tokens. Raises KeyError when it is not kept.
 
-        The longest of those that share its arrays gets its own, which the others share. Raises KeyError when
-        it is not kept.
+        The longest of those that share its arrays gets its own, which the others share.
         """
-        grown, tokens = self._grown(uid), len(self._kept[uid]) // _WORD - _SALT_WORDS
-        self.positions -= self._row_tokens + (grown if self._within.pop(uid, None) is None else 0)
-        self._remove(uid, self._kept.pop(uid))
+        words = self._kept.pop(uid)
+        tokens = len(words) // _WORD - _SALT_WORDS
+        self.positions -= self._row_tokens + (0 if self._within.pop(uid, 0) else capacity(tokens))
+        self._remove(uid, words)
         if heirs := self.covered(uid):
             longest = max(heirs, key=lambda other: len(self._kept[other]))
             self._within.update(dict.fromkeys(heirs, longest))
@@ -350,8 +339,7 @@ class PrefixCache:
 
     def evict(self, positions: int) -> tuple[int, ...]:
         """Evict the least recently used until `positions` are freed or none is kept; returns their uids."""
-        enough = self.positions - positions
-        freed = []
+        enough, freed = self.positions - positions, []
         while self._kept and self.positions > enough:
             freed.append(self._evict_one())
         return tuple(freed)
@@ -373,18 +361,12 @@ def _pack(tokens: Sequence[int], salt: int) -> bytes:
 
 def _common(one: bytes, other: bytes) -> int:
     """Return the number of words that both begin with."""
-    shorter = min(len(one), len(other))
-    if one[:shorter] == other[:shorter]:
-        return shorter // _WORD
-    same, differs = 0, shorter // _WORD
-    # Both agree before `same` and differ somewhere before `differs`; each slice is half as long as the last.
+    same, differs = 0, min(len(one), len(other)) // _WORD + 1
+    # Both agree before `same`, and not up to `differs`; each slice is half as long as the last.
     while differs - same > 1:
         middle = (same + differs) // 2
         part = slice(same * _WORD, middle * _WORD)
-        if one[part] == other[part]:
-            same = middle
-        else:
-            differs = middle
+        same, differs = (middle, differs) if one[part] == other[part] else (same, middle)
     return same
 
 
@@ -397,8 +379,7 @@ SHARED_BEGINNING = 32
 def places_to_save(sequence: SequenceState, hit: int) -> tuple[int, ...]:
     """Return the positions of a prompt, in ascending order, after which its cache is worth a copy.
 
-    Those are the request's own, and the last one for a prompt that comes again. The first `hit` tokens are in
-    a kept cache already.
+    Those are the request's own, and the last one for a prompt that comes again, beyond `hit`.
     """
     places = [place for place in sequence.wants.places if place < sequence.progress.prompt]
     if not sequence.generated and sequence.progress.prompt - max(places, default=0) > SHORTEST_CHECKPOINT:
@@ -411,19 +392,19 @@ def places_to_save(sequence: SequenceState, hit: int) -> tuple[int, ...]:
 
 
 class Uids(Protocol):
-    """Source of uids. `last_uid` is the newest."""
-
-    last_uid: int
+    last_uid: int  # the newest
 
 
 class KVCacheManager:
     """Room for the KV caches of `running` and `waiting` sequences, and of kept ones in `prefixes`.
 
-    `disk`: blocks of kept ones on disk, None without. `frames` has those that free caches, and what waits for
-    them. They come before any other. `kv_tokens` is all the room, `row_tokens` the part of each sequence's
-    cache that does not grow, as so many tokens. `forward_tokens` as in `Policy`. `rolls_back`: rows stand in
-    arrays whose sizes are chosen here, and not by mlx-lm. `has_lanes`: rows of one lane share arrays, and no
-    others.
+    frames          those that free caches, and what waits for them; they come before any other
+    kv_tokens       all the room
+    row_tokens      part of each sequence's cache that does not grow, as so many tokens
+    forward_tokens  as in `Policy`
+    rolls_back      rows stand in arrays whose sizes are chosen here, and not by mlx-lm
+    has_lanes       only rows of one lane share arrays
+    disk            blocks of kept caches on disk
     """
 
     def __init__(
@@ -445,7 +426,8 @@ class KVCacheManager:
         self.kv_tokens = kv_tokens
         self._row_tokens = row_tokens
         self._forward = forward_tokens
-        self._prefixes = prefixes
+        self._keeps = prefixes is not None
+        self._prefixes = PrefixCache(0, 0) if prefixes is None else prefixes
         self._running = running
         self._waiting = waiting
         self._rolls_back = rolls_back
@@ -457,12 +439,10 @@ class KVCacheManager:
     @property
     def keeps_snapshots(self) -> bool:
         """True if caches are kept that cannot be truncated."""
-        return self._prefixes is not None and not self._prefixes.truncatable
+        return not self._prefixes.truncatable
 
     def hit_length(self, sequence: SequenceState) -> int:
         """Return the tokens of its prompt that a kept, running or fetched KV cache holds."""
-        if self._prefixes is None:
-            return 0
         if sequence.progress.asked_at != self._prefixes.changes:
             sequence.progress.asked_at = self._prefixes.changes
             hit = self._prefixes.find(sequence.tokens[: sequence.progress.prompt], sequence.wants.salt)
@@ -472,11 +452,11 @@ class KVCacheManager:
         return max(sequence.progress.hit_length, sequence.disk.fetched)
 
     def is_being_computed(self, sequence: SequenceState, others: Sequence[SequenceState]) -> bool:
-        """Return True if one of `others` will soon have more of this prompt's beginning than caches have.
+        """Return True if one of `others` will have more of this prompt's beginning than caches have.
 
-        Soon means before both prompts could be computed alternately.
+        And that sooner than both prompts could be computed alternately.
         """
-        if self._prefixes is None or not others:
+        if not (self._keeps and others):
             return False
         enough = self.hit_length(sequence) + SHARED_BEGINNING
         if not self._prefixes.truncatable:
@@ -502,8 +482,6 @@ class KVCacheManager:
 
         Returns its uid and True if it is taken over; (0, False) for none.
         """
-        if self._prefixes is None:
-            return 0, False
         hit = self._prefixes.find(sequence.tokens[: sequence.progress.prompt], sequence.wants.salt)
         uid, length, take = (0, 0, False) if hit is None else (hit.uid, hit.length, hit.whole and may_take)
         fetch, fetched = sequence.disk.fetch, sequence.disk.fetched > length
@@ -525,9 +503,8 @@ class KVCacheManager:
     def save(self, sequence: SequenceState, part: PromptPart, uid: int) -> PromptPart:
         """Return a part that leaves a copy of its cache under `uid`, if there is room for one.
 
-        What makes room for it is freed before. If that is its source, the sequence takes it over instead.
+        If its source would make room for it, the sequence takes that over.
         """
-        assert self._prefixes is not None
         freed = self._prefixes.keep(uid, sequence.tokens[: sequence.progress.prefilled], sequence.wants.salt)
         if uid not in freed and (beyond := self._occupied() - self.kv_tokens) > 0:
             freed += self._prefixes.evict(beyond)
@@ -562,7 +539,7 @@ class KVCacheManager:
         return fetch is not None
 
     def _holds(self, uid: int, tokens: int) -> bool:
-        if self._prefixes is not None and self._prefixes.length(uid) >= tokens:
+        if self._prefixes.length(uid) >= tokens:
             return True
         # Tokens of one row cannot be taken out of mlx-lm's own batched caches, nor out of states.
         running = self._running if self._rolls_back and not self.keeps_snapshots else ()
@@ -576,10 +553,8 @@ class KVCacheManager:
 
     def share(self, sequence: SequenceState) -> None:
         """Let other prompts start from the complete prompt of a sequence that runs."""
-        if self._prefixes is not None:
-            self._prefixes.share(
-                sequence.uid, sequence.tokens[: sequence.progress.prompt], sequence.wants.salt
-            )
+        if self._keeps:
+            self._prefixes.share(sequence.uid, sequence.tokens[: sequence.progress.prompt], sequence.wants.salt)
 
     def release(self, sequence: SequenceState, reason: StopReason, held: int) -> None:
         """Queue a sequence's last frame, and keep or evict the known of the `held` tokens of its KV cache."""
@@ -593,17 +568,16 @@ class KVCacheManager:
         known = len(sequence.tokens)
         # With steps in flight, a cache that goes beyond the known tokens cannot always be cut to them.
         held = 0 if held > known and sequence.in_flight and self.keeps_snapshots else min(held, known)
-        if self._prefixes is not None:
-            self._prefixes.unshare(sequence.uid)
-            if reason != "preempt" and held:
-                evicted = self._prefixes.keep(sequence.uid, sequence.tokens[:held], sequence.wants.salt)
-                if (beyond := self._occupied() - self.kv_tokens) > 0:
-                    evicted += self._prefixes.evict(beyond)
-                keep = 0 if sequence.uid in evicted else held
-                covers = self._prefixes.covered(sequence.uid)
-                if keep:
-                    self.disk.line_up(sequence, sequence.uid, keep)
-        self.frames.append(SessionStop(sequence.uid, reason, progress.forwards, keep, covers))
+        self._prefixes.unshare(sequence.uid)
+        if reason != "preempt" and held:
+            evicted = self._prefixes.keep(sequence.uid, sequence.tokens[:held], sequence.wants.salt)
+            if (beyond := self._occupied() - self.kv_tokens) > 0:
+                evicted += self._prefixes.evict(beyond)
+            keep = 0 if sequence.uid in evicted else held
+            covers = self._prefixes.covered(sequence.uid)
+            if keep:
+                self.disk.line_up(sequence, sequence.uid, keep)
+        self.frames.append(SessionStop(sequence.uid, reason, sequence.progress.forwards, keep, covers))
         if others := tuple([uid for uid in evicted if uid != sequence.uid]):
             self.frames.append(Evict(others))
         sequence.all_forwards += progress.forwards
@@ -617,7 +591,7 @@ class KVCacheManager:
         if not joining and self._is_laid_out():
             return True
         beyond = self._occupied(joining) - self.kv_tokens
-        if beyond > 0 and self._prefixes is not None and (evicted := self._prefixes.evict(beyond)):
+        if beyond > 0 and (evicted := self._prefixes.evict(beyond)):
             self.frames.append(Evict(evicted))
             beyond = self._occupied(joining) - self.kv_tokens
         rows = self._rows(joining)
@@ -631,20 +605,20 @@ class KVCacheManager:
         return self.make_room()
 
     def _is_laid_out(self) -> bool:
-        """Return True if every row has room for its next step. Called before every step."""
+        """Return True if every row has room for its next step."""
         running = self._running
         if self._is_stale:
             return False
         rows = [sequence.progress for sequence in running]
-        return all(row.position + MAX_WIDTH <= row.room for row in rows) or (
+        return all(row.progress.position + MAX_WIDTH <= row.progress.room for row in rows) or (
             len(rows) == 1 and running[0].longest <= rows[0].room
         )
 
     def _lay_out(self, joining: Sequence[SequenceState] = ()) -> bool:
         """Lay out the running rows, beside prompts that have caches of their own; False if they do not fit.
 
-        They stay where they are if they have room there. They move if half of it is free, or steps of another
-        layout take much less, and no prompt joins.
+        They stay where they have room, unless no prompt joins and half of it is free, or steps of another
+        layout take much less.
         """
         if not self._rolls_back:
             if self._has_lanes and not all(sequence.progress.room for sequence in self._running):
@@ -658,8 +632,7 @@ class KVCacheManager:
         longest = max([sequence.progress.prompt for sequence in joining], default=0)
         # Several that are computed together share arrays, with a place for padding.
         own += [capacity(longest + (len(joining) > 1))] * len(joining)
-        kept = self._prefixes.positions if self._prefixes is not None else 0
-        left = self.kv_tokens - kept - sum(own) - self._row_tokens * len(own)
+        left = self.kv_tokens - self._prefixes.positions - sum(own) - self._row_tokens * len(own)
         lengths, now = _lengths(running), tuple([(row.progress.room, row.progress.lane) for row in running])
         ways = laned_layouts(lengths, _lanes(running))
         ways = tuple([slots for slots in ways if _room_of(slots, self._row_tokens) <= left])
@@ -691,8 +664,6 @@ class KVCacheManager:
     def resize(self, kv_tokens: int, *, clear: bool = False) -> None:
         """Change the room. Kept caches that no longer fit are evicted; with `clear`, all of them."""
         self.kv_tokens, self._is_stale = kv_tokens, True
-        if self._prefixes is None:
-            return
         evicted = self._prefixes.resize(0) if clear else ()
         if evicted := (*evicted, *self._prefixes.resize(kv_tokens // KEPT_SHARE)):
             self.frames.append(Evict(evicted))
@@ -701,8 +672,7 @@ class KVCacheManager:
         """Return the positions of all KV caches once the started prompts and `joining` run as well."""
         started = self._waiting.holding()
         rows = self._rows(joining)
-        lengths = _lengths(rows)
-        kept = self._prefixes.positions if self._prefixes is not None else 0
+        lengths, kept = _lengths(rows), self._prefixes.positions
         if self._rolls_back:
             return _room_of(laned_layouts(lengths, _lanes(rows))[-1], self._row_tokens) + kept
         # A prompt has its own cache until it runs, unless no other sequence does.

@@ -1,10 +1,8 @@
 """Stages of a model: the whole layers that one rank of a pipeline has, and the hidden states between them.
 
-Rank 0 has the last layers, the norm and the output head, so that the logits are where tokens are chosen. The
-last rank has the embedding and the first layers. Hidden states go from each rank to the one below it.
-
-A model is cut without a copy of its source. Layers of other ranks lose their weights and return their input.
-The first own layer takes the hidden states that were received, and the last one leaves those to send.
+Rank 0 has the last layers and the output head, so that logits are where tokens are chosen; the last rank has
+the first layers and the embedding. Hidden states go from each rank to the one below it. Layers of other ranks
+lose their weights and return their input.
 """
 
 from __future__ import annotations
@@ -14,11 +12,12 @@ import io
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from itertools import accumulate, islice
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
@@ -32,7 +31,7 @@ from .sharding import EMBEDDINGS, HEADS, ShardedEmbedding, Vocabulary, shard
 
 
 def check_split(split: Sequence[int], world_size: int, layers: int) -> None:
-    """Check that `split` gives each of the ranks a part of the layers. Raises ModelError."""
+    """Raise ModelError unless `split` gives each of the ranks a part of the layers."""
     if len(split) != world_size or sum(split) != layers:
         raise ModelError(
             f"the split {', '.join(map(str, split))} has {sum(split)} layers for {len(split)} ranks; "
@@ -42,7 +41,7 @@ def check_split(split: Sequence[int], world_size: int, layers: int) -> None:
 
 
 class _Reached(Exception):
-    """The last own layer has hidden states to send. Ends a forward, because other ranks have its rest."""
+    """End of a forward whose rest other ranks have: the last own layer has hidden states to send."""
 
     def __init__(self, hidden: mx.array) -> None:
         super().__init__()
@@ -106,20 +105,20 @@ class Stage:
         return self.rank == 0
 
     def caches(self) -> list[Any]:
-        """Return one empty KV cache for each own layer that has one."""
+        """Return empty caches of the own layers."""
         return deepcopy([self._empty[number] for number in self._own])
 
     def all_caches(self) -> list[Any]:
-        """Return one empty KV cache for each layer of all ranks."""
+        """Return those of all ranks."""
         return deepcopy(self._empty)
 
     # --- the cut -------------------------------------------------------------------------------------
 
     def _owned(self, facts: Sequence[LayerTrace], first: int, end: int) -> list[int]:
-        """Return the numbers of the caches of a stage's layers. The embedding has those that no layer has."""
+        """Return the numbers of a stage's caches. Those that no layer has are of the stage that embeds."""
         layers = [set(layer.caches) for layer in facts]
         own = set().union(*layers[first:end])
-        return sorted(own | (set(range(len(self._empty))).difference(*layers) if not first else set()))
+        return sorted(own if first else own | set(range(len(self._empty))).difference(*layers))
 
     def _check(self, facts: Sequence[LayerTrace]) -> None:
         joined, keepers = border_rules(facts, self._empty)
@@ -143,7 +142,7 @@ class Stage:
             else:
                 _empty_out(layer)
                 change(layer, _pass_on(facts[at].extras))
-        heads = [module for path, module in model.named_modules() if _is(path, HEADS)]
+        heads = [module for path, module in model.named_modules() if path.rpartition(".")[2] in HEADS]
         for module in [] if self.chooses else heads:
             _empty_out(module)
         for module in [] if self.embeds or (self.chooses and not heads) else embeddings_of(model):
@@ -153,7 +152,6 @@ class Stage:
 
     def _own_model(self, kind: type) -> Callable[..., Any]:
         def forward(model: Any, tokens: mx.array, cache: list[Any] | None = None) -> Any:
-            """Return logits where the stage has the head, else hidden states [B, L, hidden]."""
             try:
                 return kind.__call__(model, tokens, cache=None if cache is None else self._for_all(cache))
             except _Reached as reached:
@@ -175,13 +173,10 @@ class Stage:
     # --- caches: a model expects those of all layers -------------------------------------------------
 
     def _stand_in(self, number: int) -> int | None:
-        """Return the place of the own cache that is like cache `number`, by kind or at least by its
-        positions; None for none.
-        """
-        wanted = self._empty[number]
-        own = [self._empty[other] for other in self._own]
+        """Return the place of the own cache like cache `number`, at least by its positions; None for none."""
         if number in self._own:
             return self._own.index(number)
+        wanted, own = self._empty[number], [self._empty[other] for other in self._own]
         same = [place for place, cache in enumerate(own) if _kind(cache) == _kind(wanted)]
         alike = [place for place, cache in enumerate(own) if _counts(cache) and _counts(wanted)]
         return next(iter([*same, *alike]), None)
@@ -199,8 +194,7 @@ _uncut = partial(ModelError, code=Code.MODEL_UNSUPPORTED)
 
 class _ForwardTrace:
     """Forward that is never computed. Zeros take the place of what the embedding and each layer return, and
-    of what a layer is given. So the graph of a later result has those that it is computed from, by way of
-    arguments, caches or attributes.
+    of what a layer is given, so that the graph of a later result has those that it depends on.
     """
 
     ROWS = (3, 1)  # of tokens
@@ -214,9 +208,8 @@ class _ForwardTrace:
         """Return zeros of the same shape and type, in place of layer `at` or what it is given."""
         zeros = mx.zeros(like.shape, dtype=like.dtype)
         mx.eval(zeros)
-        self._marks[f"{at}:{len(self._marks)}"] = zeros.reshape(
-            zeros.shape
-        )  # the other may be changed in place
+        # Another object, because a model may change its own in place.
+        self._marks[f"{at}:{len(self._marks)}"] = zeros.reshape(zeros.shape)
         return zeros
 
     def graph(self, values: Any) -> str:
@@ -266,7 +259,7 @@ class _ForwardTrace:
 
 
 def trace_layers(model: Any, empty: Sequence[Any]) -> list[LayerTrace]:
-    """Return facts of the layers. Raises ModelError (MODEL_UNSUPPORTED) that says why none can be cut off."""
+    """Return facts of the layers. Raises ModelError (MODEL_UNSUPPORTED) with why none can be cut off."""
     layers, embeddings, trace = list(model.layers), embeddings_of(model), _ForwardTrace(deepcopy(list(empty)))
     kinds = [(module, type(module)) for module in [*embeddings, *layers]]
     try:
@@ -296,7 +289,7 @@ def border_rules(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the layers that must be on the rank of the layer before, and those of which each rank needs one.
 
-    The latter have the caches that count positions, if layers are given any; () where any layer will do.
+    The latter have caches that count positions, if layers are given any; () where any layer will do.
     """
     spans = [range(min(layer.needs) + 1, at + 1) for at, layer in enumerate(facts) if layer.needs]
     counted = any(layer.counted for layer in facts)
@@ -310,18 +303,15 @@ def border_rules(
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """Yield objects in nested containers, but no numbers and no text."""
     if isinstance(value, list | tuple):
         for part in value:
             yield from _parts(part)
-    elif not isinstance(value, int | float | str | None):
+    else:
         yield value
 
 
-def _hidden(out: Any) -> mx.array:
-    """Return the hidden states among the results of a layer, which come first."""
-    hidden: mx.array = out[0] if isinstance(out, tuple) else out
-    return hidden
+def _hidden(out: Any) -> Any:
+    return out[0] if isinstance(out, tuple) else out
 
 
 def _kind(cache: Any) -> tuple[Any, ...]:
@@ -337,10 +327,6 @@ def _counts(cache: Any) -> bool:
     return hasattr(cache, "offset") and hasattr(cache, "make_mask")
 
 
-def _is(path: str, names: Iterable[str]) -> bool:
-    return path.rpartition(".")[2] in names
-
-
 def embeddings_of(model: Any) -> list[Any]:
     """Return the outermost modules around token embeddings that are not around a layer."""
     modules, layers = dict(model.named_modules()), {id(layer) for layer in model.layers}
@@ -350,11 +336,11 @@ def embeddings_of(model: Any) -> list[Any]:
         around = [modules[path[:end]] for end in ends if path[:end] in modules]
         return next(module for module in around if layers.isdisjoint(map(id, module.modules())))
 
-    return [whole(path) for path in modules if _is(path, EMBEDDINGS)]
+    return [whole(path) for path in modules if path.rpartition(".")[2] in EMBEDDINGS]
 
 
 def _empty_out(module: Any) -> None:
-    """Drop the weights of a module. Its flags and its submodules stay, because a model may read these."""
+    """Drop the weights of a module. A model may read its flags and submodules, which stay."""
     for part in module.modules():
         for name in [name for name, value in part.items() if isinstance(value, mx.array)]:
             del part[name]
@@ -368,10 +354,9 @@ def _pass_on(extras: int | None) -> Callable[..., Any]:
 
 
 class StageVocabulary(Vocabulary):
-    """Vocabulary of a stage, which no other rank shares: `whole` with its embedding and head where they are.
+    """Vocabulary of a stage: of `whole`, embedding and head where they are, and `beside` for an MTP head.
 
-    Forwards of a stage without the head return hidden states, and all of them. `beside` is an embedding for
-    the MTP head, which stands where tokens are chosen.
+    Forwards of a stage without the head return all hidden states.
     """
 
     def __init__(self, whole: Vocabulary, stage: Stage, beside: ShardedEmbedding | None = None) -> None:
@@ -389,22 +374,20 @@ class StageVocabulary(Vocabulary):
         given: mx.array | None = None,
         ends: mx.array | None = None,
     ) -> mx.array:
-        """Run the own layers. `given`: embeddings, or the hidden states that the stage before has sent."""
+        """Run the own layers. `given`: embeddings, or the hidden states of the stage before."""
         entrance = self.stage if self.chooses or self.embedding is None else self.embedding
         entrance.given = given
         try:
             if self.chooses:
                 return super().forward(model, tokens, cache, ends=ends)
-            hidden: mx.array = model(tokens, cache=cache)
-            return hidden
+            return cast("mx.array", model(tokens, cache=cache))
         finally:
             entrance.given = None
 
 
 def nothing_chosen(rows: int, width: int, after: list[mx.array]) -> mx.array:
     """Return zeros in the place of tokens, int32 [rows, width], known once `after` is computed."""
-    zeros: mx.array = mx.depends([mx.zeros((rows, width), dtype=mx.int32)], after)[0]
-    return zeros
+    return cast("mx.array", mx.depends([mx.zeros((rows, width), dtype=mx.int32)], after)[0])
 
 
 def whole_vocabulary(model: Any, size: int = 0) -> Vocabulary:
@@ -418,11 +401,9 @@ def whole_vocabulary(model: Any, size: int = 0) -> Vocabulary:
 def cut_into_stage(
     model: Any, group: Group, split: Sequence[int], size: int, *, embeds: bool = False
 ) -> StageVocabulary:
-    """Leave the layers of this rank in `model`. Evaluates nothing. `size` as in `shard`.
+    """Leave the layers of this rank in `model`. Evaluates nothing. `size` and errors as of `shard`.
 
     `embeds`: this rank, which chooses tokens, has an embedding as well.
-
-    Raises ModelError when the layers or the modules of the vocabulary are not as expected.
     """
     check_split(split, group.size, len(model.layers))
     whole, beside = whole_vocabulary(model, size), None
@@ -446,8 +427,7 @@ _WORDS = {2: mx.uint16, 4: mx.uint32}  # bits of a number, by its bytes
 class HiddenStates:
     """Input of a forward: `given` [rows, width, hidden], or None where this rank embeds tokens.
 
-    `number` is that of the forward at the sender, uint32 [1], and is known once all of them are here.
-    `pieces` receive them, in this order.
+    `number` is the sender's of the forward, uint32 [1]. `pieces` receive both, in this order.
     """
 
     given: mx.array | None = None
@@ -455,7 +435,6 @@ class HiddenStates:
     pieces: Sequence[mx.array] = ()
 
     def post_receives(self) -> None:
-        """Queue their messages, behind those that are queued."""
         for piece in self.pieces:
             mx.async_eval(piece)
         if self.number is not None:
@@ -483,10 +462,7 @@ class StageTimes:
         self._running = 0  # forwards that were submitted and have not ended
 
     def began(self, frame: Forward, now: float, *, idle: bool) -> None:
-        """Record a frame at `now` (monotonic, in seconds). `idle`: no forward was in flight.
-
-        Not for rank 0, which decides when the next frame comes.
-        """
+        """Record a frame of rank 0 at `now` (monotonic, in seconds). `idle`: no forward was in flight."""
         goes_on = not frame.prompts or frame.rows == (self._prompt,)
         self._prompt = frame.unfinished
         if idle and goes_on:
@@ -496,7 +472,6 @@ class StageTimes:
 
     @contextlib.contextmanager
     def blocked(self) -> Iterator[None]:
-        """Count the time inside as waiting."""
         since = time.monotonic()
         try:
             yield
@@ -504,16 +479,15 @@ class StageTimes:
             self._blocked_s += time.monotonic() - since
 
     def tokens_came(self, now: float) -> None:
-        """Record that the tokens of the next step have come, which was queued before the last one ended."""
+        """Record the tokens of the next step, which was queued before the last one ended."""
         if not self._running:
             self._blocked_s += now - self._ended
 
     def submitted(self) -> None:
-        """Record that the next forward has all that it begins with, but perhaps for hidden states."""
         self._running += 1
 
     def ended(self, took_s: float, now: float) -> None:
-        """Record the end of a forward that took so long, time in `blocked` included."""
+        """Record the end of a forward. `took_s` includes time in `blocked`."""
         self._running -= 1
         self.waiting_s += self._blocked_s
         self.busy_s += max(took_s - self._blocked_s, 0.0)
@@ -522,18 +496,13 @@ class StageTimes:
 
 def padded(tokens: Sequence[int], widths: Sequence[int], width: int) -> mx.array:
     """Return the tokens of rows of these widths, int32 [rows, width], padded with zeros that no row sees."""
-    table, at = [], 0
-    for count in widths:
-        table.append([*tokens[at : at + count], *[0] * (width - count)])
-        at += count
+    each = iter(tokens)
+    table = [[*islice(each, count), *[0] * (width - count)] for count in widths]
     return mx.array(table, dtype=mx.int32)
 
 
 class LateTokens:
-    """Tokens that the rows of a pipeline feed. Rank 0 chooses them, and the other ranks receive them.
-
-    A step may be queued before its tokens are known. It has zeros for them until `supply`.
-    """
+    """Tokens that the rows of a pipeline feed. Queued steps may have zeros in their place until `supply`."""
 
     def __init__(self) -> None:
         self.needs = 0  #: the forward that chooses tokens of the next one to be submitted; 0 if it has all
@@ -545,7 +514,7 @@ class LateTokens:
         self._open: deque[tuple[int, int, list[tuple[int, int]], mx.array]] = deque()
 
     def feed(self, frame: Forward, width: int, forward: int) -> tuple[mx.array, mx.array | None]:
-        """Return the tokens of a step, int32 [rows, width], padded with zeros that no row sees."""
+        """Return the tokens of a step as `padded`, and None for their embeddings."""
         widths = frame.widths or (0,) * len(frame.rows)
         tokens = padded(frame.tokens, widths, width)
         rows = zip(frame.rows, widths, strict=True)
@@ -558,7 +527,6 @@ class LateTokens:
         return tokens, None
 
     def chose(self, chosen: Chosen, _embeddings: object) -> None:
-        """Record a forward whose choice `supply` will bring."""
         self._choosing.append((chosen.forward, chosen.rows, chosen.widths))
 
     def joined(self, chosen: Chosen, _embeddings: object) -> None:
@@ -567,18 +535,16 @@ class LateTokens:
         self.chose(chosen, None)
 
     def supply(self, forward: int, tokens: tuple[int, ...]) -> None:
-        """Take what a forward chose, in row order. Raises GroupError (DESYNC) for that of another one."""
+        """Take what a forward chose, in row order. Raises GroupError (DESYNC) for another one's."""
         number, rows, widths = self._choosing.popleft() if self._choosing else (0, (), ())
         if number != forward or sum(widths) != len(tokens):
             raise GroupError(
                 f"{len(tokens)} tokens of forward {forward}, but {sum(widths)} of forward {number} are next",
                 Code.DESYNC,
             )
-        at = 0
-        for uid, width in zip(rows, widths, strict=True):
-            at += width
+        for uid, end in zip(rows, accumulate(widths), strict=True):
             if uid in self._last:
-                self._last[uid] = tokens[at - 1]
+                self._last[uid] = tokens[end - 1]
         self._newest = forward
         self._fill()
 
@@ -587,7 +553,6 @@ class LateTokens:
         return not self._open or self._open[0][0] > forward
 
     def left(self, uid: int, _order: list[int]) -> None:
-        """Drop a row that has ended."""
         del self._last[uid]
 
     def _fill(self) -> None:
@@ -612,12 +577,12 @@ class _HeldForward:
 class Border:
     """Messages of hidden states over the borders of `stage`; none where a rank has part of each layer.
 
-    Each carries the number of its forward, which a receiver compares with its own. Messages are queued in the
-    order of forwards on all ranks, so that no two ranks wait for each other.
+    Each carries the number of its forward. All ranks queue them in the order of forwards, so that no two wait
+    for each other. A forward is submitted when its tokens and hidden states are here, because macOS ends a
+    GPU's work that waits for some seconds: rank 0, which has other frames to send, holds it until its hidden
+    states are here, and the other ranks until its tokens are.
 
-    A forward is submitted when its tokens and hidden states are here, because macOS ends a GPU's work that
-    waits for some seconds. Rank 0, which has other frames to send, holds a forward until its hidden states
-    are here, and the other ranks hold it until its tokens are.
+    Methods that submit raise GroupError (DESYNC) for tokens or hidden states of another forward.
     """
 
     def __init__(self, stage: Stage | None, group: Group) -> None:
@@ -661,10 +626,7 @@ class Border:
         return pieces[-1]
 
     def submit(self, forward: int, after: HiddenStates, *arrays: Any) -> None:
-        """Have the results of a forward computed, once what it begins with is here.
-
-        Raises GroupError (DESYNC) for hidden states of another forward.
-        """
+        """Have the results of a forward computed, once what it begins with is here."""
         if self.stage is None:
             began = time.monotonic()
             mx.async_eval(*arrays)
@@ -678,8 +640,7 @@ class Border:
     def supply(self, forward: int, tokens: tuple[int, ...]) -> None:
         """Take the tokens that a forward chose, none if it ended no prompt, and submit what they held up.
 
-        Rank 0 also submits the next forward of another lane. Raises GroupError (DESYNC) for tokens of
-        another forward.
+        Rank 0 also submits the next forward of another lane.
         """
         if tokens:
             self.tokens.supply(forward, tokens)
@@ -698,10 +659,7 @@ class Border:
             self.flush(self._held[0].forward)
 
     def flush(self, forward: int = LAST) -> None:
-        """Submit what is held, up to a forward, and wait for the stages before this one.
-
-        Raises GroupError (DESYNC) for hidden states of another forward.
-        """
+        """Submit what is held, up to a forward, and wait for the stages before this one."""
         while self._held and self._held[0].forward <= forward:
             held = self._held.popleft()
             self.times.submitted()
@@ -717,7 +675,7 @@ class Border:
             mx.async_eval(*held.arrays)
 
     def _go_on(self) -> None:
-        """Submit the forwards whose tokens are known, or on rank 0 receive what they begin with."""
+        """Submit the forwards whose tokens are known; on rank 0 only receive what they begin with."""
         if not self._chooses:
             while self._is_known():
                 self.flush(self._held[0].forward)

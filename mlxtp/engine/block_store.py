@@ -1,11 +1,7 @@
 """Blocks of KV caches on disk: files, the room that they take, and the threads that write and read them.
 
-A file holds one block, as `stored` describes it, and ends with a checksum. Its name says what it holds: the
-digest of all tokens up to its end, their number, and the digest of the block before it. Anything that is
-torn, damaged or of another layout is a miss, and is deleted.
-
-All ranks and agents of a Mac share one folder and its room. `_Account` keeps the sum of all files under a
-lock. What was used least recently goes first, and of one conversation its end before its beginning.
+A file ends with a checksum. Its name has the digest of all tokens up to its end, their number, and the digest
+of the block before it. Anything torn, damaged or of another layout is a miss, and is deleted.
 """
 
 from __future__ import annotations
@@ -35,12 +31,10 @@ Items = list[tuple[str, Any]]
 
 _CHECKSUM = struct.Struct("<I")  # CRC-32: other checksums take longer than the disk
 QUEUED_BLOCKS = 8  # blocks that wait to be written, before rank 0 sends further ones
-#: Bytes of waiting blocks up to which another rank, which may be slower, takes more than that.
-LAG_BYTES = 1 << 28
+LAG_BYTES = 1 << 28  # of waiting blocks, up to which another rank, which may be slower, takes more
 RETRY_S = 600.0  # seconds without writing after an error in writing
 CLOSE_S = 1.0  # seconds that queued blocks have to be written at the end
-#: Part of the room that is left after an eviction, so that not every block evicts.
-FULL_SHARE = 0.95
+FULL_SHARE = 0.95  # of the room, which an eviction leaves filled, so that not every block evicts
 TOUCH_S = 60.0  # least seconds between two marks of a block as used
 UNFINISHED_S = 600.0  # seconds after which an unfinished file is left over from a process that ended
 _AHEAD_S = 60.0  # seconds by which a file may be newer than the clock
@@ -49,7 +43,7 @@ _CHUNK = 1 << 22
 
 
 class Block(NamedTuple):
-    """Block as its file's name has it, with its size in bytes. `used_s`: when it was last marked as used."""
+    """Block as its file's name has it, with its size in bytes, and when it was last marked as used."""
 
     digest: bytes
     end: int
@@ -66,10 +60,8 @@ class Block(NamedTuple):
         """Return the block of a file; None for a file of another name."""
         with contextlib.suppress(ValueError, OSError):
             digest, end, previous = path.name.split("-")
-            status = path.stat()
-            return Block(
-                bytes.fromhex(digest), int(end), bytes.fromhex(previous), status.st_size, status.st_mtime
-            )
+            size, used_s = path.stat().st_size, path.stat().st_mtime  # which scandir keeps
+            return Block(bytes.fromhex(digest), int(end), bytes.fromhex(previous), size, used_s)
         return None
 
 
@@ -83,7 +75,7 @@ class Read:
 
 
 class Written:
-    """Another block was written, or could not be."""
+    """Notice that another block was written, or could not be."""
 
 
 # --- one file --------------------------------------------------------------------------------------------
@@ -108,9 +100,9 @@ def array_of(raw: Raw) -> mx.array:
 
 
 def write_block(path: Path, items: Items, name: str) -> int:
-    """Write a block to a new file; returns its size in bytes. Arrays are contiguous. Raises OSError.
+    """Write a block of contiguous arrays to a new file; returns its size in bytes. Raises OSError.
 
-    Only `read_block` with the same `name` reads it.
+    `read_block` needs the same `name`, so that a copy of the file under another one is not used.
     """
     arrays = [(name, value) for name, value in items if isinstance(value, mx.array)]
     shapes = [(name, str(value.dtype).rpartition(".")[2], value.shape) for name, value in arrays]
@@ -163,7 +155,7 @@ def joined(parts: Sequence[Items]) -> Iterator[tuple[str, Any]]:
     Raises ValueError for blocks of different layouts.
     """
     columns: list[dict[str, Any]] = [dict(part) for part in parts]
-    kinds = [{name: _kind(value) for name, value in part.items()} for part in columns]
+    kinds = [{name: getattr(value, "dtype", "") for name, value in part.items()} for part in columns]
     if any(each != kinds[0] for each in kinds):
         raise ValueError("blocks of different layouts")
     for name, value in parts[-1] if parts else ():
@@ -173,22 +165,14 @@ def joined(parts: Sequence[Items]) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _kind(value: object) -> str:
-    return value.dtype if isinstance(value, Raw) else ""
-
-
-def _written_name(folder: Path, block: Block) -> str:
-    """Return the name that is in a block's file, so that a copy under another name is not used."""
-    return f"{folder.name}/{block.name}"
-
-
 # --- the folder ------------------------------------------------------------------------------------------
 
 
 class _Account:
-    """Sum of the sizes of all blocks in a folder, with a bound of `room` bytes, for several processes.
+    """Sum of the sizes of all blocks in a folder, with a bound of `room` bytes, for all ranks of a Mac.
 
-    `failing`: true from an error in writing until a block is written again. `clock` is in seconds.
+    What was used least recently goes first, and of one conversation its end before its beginning. `failing`:
+    true from an error in writing until a block is written again. `clock` is in seconds.
     """
 
     def __init__(self, folder: Path, room: int, clock: Callable[[], float]) -> None:
@@ -201,11 +185,9 @@ class _Account:
 
     @property
     def room(self) -> int:
-        """Bytes for blocks now."""
         return 0 if self.failing and self._clock() < self._again_at else self._room
 
     def failed(self, error: Exception) -> None:
-        """Have nothing written for a while."""
         if not self.failing:
             _say(f"KV caches are no longer kept on disk: {error}; tried again every {RETRY_S / 60:g} minutes")
         self.failing, self._again_at = True, self._clock() + RETRY_S
@@ -224,15 +206,12 @@ class _Account:
             self._note(self._make_room(0))
 
     def admit(self, path: Path, target: Path) -> bool:
-        """Make room for a finished file, and give it its name; False if it is too large.
-
-        One that another process was faster with stays.
-        """
+        """Make room for a finished file, and give it its name; False if it is too large."""
         size = path.stat().st_size
         if size > self._room * FULL_SHARE:
             return False
         with self._locked():
-            if target.exists():
+            if target.exists():  # another process was faster
                 return True
             used = self._noted() + size
             if used > self._room:
@@ -267,7 +246,9 @@ class _Account:
                 continue
             for entry in os.scandir(layout):
                 if entry.name.startswith("."):
-                    _remove_left_over(entry, now)
+                    with contextlib.suppress(OSError):
+                        if abs(now - entry.stat().st_mtime) > UNFINISHED_S:
+                            Path(entry.path).unlink()
                 elif block := Block.named(entry):
                     # A file of the future was written before the clock was set back.
                     used_s = block.used_s if block.used_s <= now + _AHEAD_S else 0.0
@@ -292,12 +273,6 @@ def _say(line: str) -> None:
 def _write_text(path: Path, text: str) -> None:
     path.touch(0o600)
     path.write_text(text)
-
-
-def _remove_left_over(entry: os.DirEntry[str], now: float) -> None:
-    with contextlib.suppress(OSError):
-        if abs(now - entry.stat().st_mtime) > UNFINISHED_S:
-            Path(entry.path).unlink()
 
 
 class BlockStore:
@@ -346,26 +321,22 @@ class BlockStore:
 
     @property
     def takes(self) -> bool:
-        """True if another block can be written now."""
         return self.room_bytes > 0 and self._writes.qsize() < QUEUED_BLOCKS
 
     @property
     def follows(self) -> bool:
-        """The same for a block that rank 0 takes, which may be faster here than this rank."""
+        """The same for a block that rank 0 takes, whose disk may be faster."""
         return self.takes or (self.room_bytes > 0 and self._waiting_bytes < LAG_BYTES)
 
     def has(self, digest: bytes) -> bool:
-        """Return True if a block can be read."""
         return digest in self._blocks
 
     def ends(self, stems: Container[bytes]) -> list[int]:
-        """Return the tokens up to which a block goes that follows one of `stems`, in descending order."""
         with self._lock:
             ends = {block.end for block in self._blocks.values() if block.previous in stems}
         return sorted(ends, reverse=True)
 
     def is_kept(self, digest: bytes) -> bool:
-        """Return True if a block can be read, or will be."""
         return digest in self._blocks or digest in self._writing
 
     def put(self, digest: bytes, end: int, previous: bytes, items: Items) -> bool:
@@ -384,14 +355,14 @@ class BlockStore:
         self._reads.put(partial(self._read_all, uid, digests))
 
     def delete(self, digest: bytes) -> None:
-        """Have a block deleted, if it is there. It can be put again at once: writes come behind."""
+        """Have a block deleted, if it is there. It can be put again at once."""
         with self._lock:
             block = self._blocks.pop(digest, None)
         if block is not None:
             self._writes.put((block, None))
 
     def close(self) -> None:
-        """End the threads. Waits a little while for blocks that are queued."""
+        """End the threads. Waits CLOSE_S for blocks that are queued."""
         self._writes.put(None)
         self._reads.put(None)
         until = time.monotonic() + CLOSE_S
@@ -423,7 +394,6 @@ class BlockStore:
             self._post(Written())
 
     def _open(self) -> None:
-        """Make the folder where there is none, and find what is in it."""
         try:
             self._look()  # what is there is read, also where nothing can be written
             self._folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -439,7 +409,7 @@ class BlockStore:
             self._open()
         path = self._folder / f".{secrets.token_hex(8)}"
         try:
-            size = write_block(path, items, _written_name(self._folder, block))
+            size = write_block(path, items, f"{self._folder.name}/{block.name}")
             block = block._replace(size=size, used_s=time.time())
             os.utime(path, (block.used_s, block.used_s))
             if not self._account.admit(path, self._folder / block.name):
@@ -476,7 +446,7 @@ class BlockStore:
             if block is None:
                 break
             try:
-                parts.append(read_block(self._folder / block.name, _written_name(self._folder, block)))
+                parts.append(read_block(self._folder / block.name, f"{self._folder.name}/{block.name}"))
             except FileNotFoundError:  # another process evicted it, or a person deleted all
                 with contextlib.suppress(OSError):
                     self._look()
@@ -498,7 +468,7 @@ class BlockStore:
         self._post(Read(uid, len(parts), items))
 
     def _look(self) -> None:
-        """Find the blocks that there are. Raises OSError, but not if the folder is not there."""
+        """Find the blocks that there are. Raises OSError, but not for want of a folder."""
         entries: list[os.DirEntry[str]] = []
         with contextlib.suppress(FileNotFoundError):
             entries = list(os.scandir(self._folder))

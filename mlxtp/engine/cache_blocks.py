@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from .batch import Caches
 from .block_store import Items, Raw, array_of
@@ -13,19 +13,18 @@ from .loader import leaves
 
 
 def block_of(caches: Caches, start: int, end: int, *, truncatable: bool) -> Items:
-    """Return tokens `start` to `end` of caches, as contiguous arrays that are being computed.
+    """Return tokens `start` to `end` of caches, or all that those hold which cannot be cut.
 
-    Caches that cannot be cut are returned with everything that they hold.
+    Their arrays are contiguous, and being computed.
     """
-    flat: list[tuple[str, Any]] = tree_flatten(
-        [_held(cache, truncatable=truncatable) for cache in leaves(caches)]
-    )
-    items = [
-        (name, mx.contiguous(value[..., start:end, :] if truncatable else value))
-        if isinstance(value, mx.array)
-        else (name, value)
-        for name, value in flat
-    ]
+
+    def part(value: Any) -> Any:
+        if not isinstance(value, mx.array):
+            return value
+        return mx.contiguous(value[..., start:end, :] if truncatable else value)
+
+    held = [(cache.keys, cache.values) if truncatable else cache.state for cache in leaves(caches)]
+    items: Items = tree_flatten(tree_map(part, held))
     mx.async_eval([value for _, value in items if isinstance(value, mx.array)])
     return items
 
@@ -38,18 +37,10 @@ def caches_of(new: Caches, items: Items, length: int, *, truncatable: bool) -> C
     values = [(name, array_of(value) if isinstance(value, Raw) else value) for name, value in items]
     for cache, held in zip(leaves(new), tree_unflatten(values), strict=True):
         if truncatable:
-            if any(array.shape[-2] != length for array in _arrays(held)):
+            if any(array.shape[-2] != length for _, array in tree_flatten(held)):
                 raise ValueError(f"blocks of other than {length} tokens")
             cache.keys, cache.values = held
             cache.offset = length
         else:
             cache.state = held
     return new
-
-
-def _held(cache: Any, *, truncatable: bool) -> Any:
-    return (cache.keys, cache.values) if truncatable else cache.state
-
-
-def _arrays(held: Any) -> list[mx.array]:
-    return [value for _, value in tree_flatten(held) if isinstance(value, mx.array)]

@@ -1,9 +1,8 @@
 """Choice of what goes to disk and of what comes back, on rank 0 alone. Pure.
 
-A block is named by the digest of all tokens up to its end, and of the salt. Of caches that can be cut, a
-block holds the next `BLOCK` tokens, so that conversations share their beginnings and each turn adds its own
-part. Of other caches, it holds everything at one place. The digest of its tokens up to the last multiple of
-`STEM` then stands for the block before it, so that few ends have to be compared with a prompt.
+A block is named by the digest of all tokens up to its end. Of caches that can be cut, it holds the next
+`BLOCK` tokens, of others everything at one place. The digest of the tokens up to the last multiple of `STEM`
+then stands for the block before it, so that few ends have to be compared with a prompt.
 """
 
 from __future__ import annotations
@@ -24,25 +23,17 @@ class Blocks(Protocol):
     """Blocks on rank 0's disk. The other ranks are expected to have the same."""
 
     @property
-    def room_bytes(self) -> int:
-        """Bytes for blocks; 0 for a while after the disk has failed."""
-        ...
+    def room_bytes(self) -> int: ...  # 0 for a while after the disk has failed
 
     @property
-    def takes(self) -> bool:
-        """True if another block can be written now."""
-        ...
+    def takes(self) -> bool: ...  # another one can be written now
 
-    def has(self, digest: bytes) -> bool:
-        """Return True if a block can be read."""
-        ...
+    def has(self, digest: bytes) -> bool: ...  # it can be read
 
-    def is_kept(self, digest: bytes) -> bool:
-        """Return True if a block can be read, or will be."""
-        ...
+    def is_kept(self, digest: bytes) -> bool: ...  # it can be read, or will be
 
     def ends(self, stems: Container[bytes]) -> list[int]:
-        """Return the tokens up to which a block goes that follows one of `stems`, in descending order."""
+        """Return the tokens up to which blocks go that follow one of `stems`, in descending order."""
         ...
 
 
@@ -67,7 +58,7 @@ class DiskIndex:
         self._truncatable = truncatable
         self._block = block
         self._spill_from = spill_from
-        #: By digest, oldest first. The newest cache that holds a block writes it, because others may end.
+        #: By digest, oldest first. The newest cache that holds a block writes it.
         self._due: dict[bytes, Spill] = {}
         self._ranks = frozenset(ranks)
         self._fetches: dict[int, BlockFetch] = {}  # by uid, those that some rank has not replied to
@@ -99,7 +90,6 @@ class DiskIndex:
         return bool(self._due) and self._blocks is not None and self._blocks.room_bytes > 0
 
     def next_spill(self) -> Spill | None:
-        """Return the next block to write; None if there is none, or the disk takes none now."""
         while self._due and self._blocks is not None and self._blocks.takes:
             spill = self._due.pop(next(iter(self._due)))
             if self.holds(spill.uid, spill.end) and not self._blocks.is_kept(spill.digest):
@@ -111,7 +101,7 @@ class DiskIndex:
     def fetch(self, sequence: SequenceState, uid: int, hit: int) -> FetchBlocks | None:
         """Begin to fetch what the disk has of a prompt; None if that is little beyond the first `hit` tokens.
 
-        `uid` will be that of the fetched cache. A sequence asks once, and few wait for the disk at once.
+        A sequence asks once, and few wait for the disk at once.
         """
         hangs = any(each.phase == "late" for each in self._fetches.values())
         busy = hangs or len(self._fetches) >= MAX_FETCHES
@@ -128,7 +118,7 @@ class DiskIndex:
         return FetchBlocks(uid, block, b"".join(digests))
 
     def _found(self, sequence: SequenceState, blocks: Blocks) -> tuple[int, list[bytes]] | None:
-        """Return the tokens of a block, and the digests of those that the disk has of a prompt."""
+        """Return the tokens of a block, and the digests of those that are there of a prompt."""
         digests, most = self._digests(sequence), sequence.progress.prompt - 1
         if not self._truncatable:
             stems = {digests.up_to(at) for at in range(0, most + 1, STEM)}
@@ -143,11 +133,11 @@ class DiskIndex:
         return (self._block, found) if found else None
 
     def expect(self, uid: int, until: float) -> None:
-        """Give ranks until then, by the clock of `over`, to read what they are told to by now."""
+        """Give ranks until then, by the clock of `over`, to read."""
         self._fetches[uid].until = until
 
     def reply(self, rank: int, uid: int, blocks: int) -> None:
-        """Take a rank's reply: it has the first `blocks`. Those of one that comes too late do not count."""
+        """Take a rank's reply: it has the first `blocks`. A late one counts for nothing."""
         if (fetch := self._fetches.get(uid)) is None:
             return
         fetch.silent.discard(rank)
@@ -157,7 +147,7 @@ class DiskIndex:
             del self._fetches[uid]
 
     def over(self, now: float) -> list[Restore]:
-        """Return the frames that keep or drop what is read everywhere by now, or late."""
+        """Return the frames that keep what all ranks have read by now, or drop what is late."""
         reading = [each for each in self._fetches.values() if each.phase == "reading"]
         return [self._conclude(each) for each in reading if not each.silent or each.until <= now]
 

@@ -40,7 +40,6 @@ class DiskShare:
             self.store.put(frame.digest, frame.end, frame.previous, items)
 
     def fetch(self, frame: FetchBlocks) -> None:
-        """Have blocks read; `arrived` takes them."""
         self._fetches[frame.uid] = frame, None
         if self.store is None:
             self._post(Read(frame.uid, 0, []))
@@ -48,10 +47,7 @@ class DiskShare:
             self.store.read(frame.uid, digests_in(frame.digests))
 
     def arrived(self, read: Read) -> tuple[int, int] | None:
-        """Return the uid and the number of leading blocks that are here now; None if no frame wanted them.
-
-        That number is 0 for blocks that are no longer wanted.
-        """
+        """Return the uid and the number of leading blocks that are of use; None if no frame wanted them."""
         if read.uid not in self._fetches:
             return None
         frame, _ = self._fetches.pop(read.uid)
@@ -89,7 +85,6 @@ class DiskShare:
         return {"spilled_bytes": store.spilled_bytes, "disk_bytes": used, "disk_room_bytes": room}
 
     def close(self) -> None:
-        """Write what is queued, as far as a little time goes, and end the threads."""
         if self.store is not None:
             self.store.close()
 

@@ -554,7 +554,9 @@ class KVCacheManager:
     def share(self, sequence: SequenceState) -> None:
         """Let other prompts start from the complete prompt of a sequence that runs."""
         if self._keeps:
-            self._prefixes.share(sequence.uid, sequence.tokens[: sequence.progress.prompt], sequence.wants.salt)
+            self._prefixes.share(
+                sequence.uid, sequence.tokens[: sequence.progress.prompt], sequence.wants.salt
+            )
 
     def release(self, sequence: SequenceState, reason: StopReason, held: int) -> None:
         """Queue a sequence's last frame, and keep or evict the known of the `held` tokens of its KV cache."""
@@ -609,9 +611,9 @@ class KVCacheManager:
         running = self._running
         if self._is_stale:
             return False
-        rows = [sequence.progress for sequence in running]
-        return all(row.progress.position + MAX_WIDTH <= row.progress.room for row in rows) or (
-            len(rows) == 1 and running[0].longest <= rows[0].room
+        held = [sequence.progress for sequence in running]
+        return all(at.position + MAX_WIDTH <= at.room for at in held) or (
+            len(held) == 1 and running[0].longest <= held[0].room
         )
 
     def _lay_out(self, joining: Sequence[SequenceState] = ()) -> bool:

@@ -45,15 +45,15 @@ MOST_LINES: Mapping[str, int] = {
     "cluster": 5_485,
     "diagnostics": 3_152,
     "discovery": 1_068,
-    "engine": 13_235,
+    "engine": 13_255,
     "gateway": 1_753,
-    "groups": 7_293,
+    "groups": 7_300,
     "identity": 1_582,
-    "models": 3_782,
-    "placement": 4_996,
+    "models": 3_787,
+    "placement": 5_009,
     "service": 878,
     "text": 5_895,
-    "wire": 5_005,
+    "wire": 5_017,
 }
 """Lines of each package; those of files beside the packages are "". A commit that adds some says why."""
 TOUCHES: Mapping[str, tuple[str, int]] = {

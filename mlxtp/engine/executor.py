@@ -16,13 +16,14 @@ from typing import Any, cast
 import mlx.core as mx
 
 from ..chunks import bounded
-from ..errors import Code, GroupError, LocalProtocolError, MlxtpError
+from ..errors import Code, GroupError, LocalProtocolError, MlxtpError, ModelError
 from ..free_memory import free_bytes
 from ..wire.messages import (
     RESTS,
     Arrange,
     Bootstrap,
     CollectivesTimed,
+    CountedShare,
     Done,
     Error,
     Evict,
@@ -327,6 +328,8 @@ class RankExecutor:
             how = (command.split, read_head) if headed else (command.split,)
             self.loaded = load(Path(path), self._group, self.status.advance, *how)
             self.caches = CacheKind(self.loaded.model, command.kv_bits, self.loaded.stage)
+            if command.counted:
+                check_share(self.loaded, command.counted[self.bootstrap.rank])
             if mx.metal.is_available():
                 chunk = bounded(command.prefill_chunk, large_buffers=self.bootstrap.large_buffers)
                 run_alone(self.loaded, self._group.size, partial(self._first_forwards, chunk))
@@ -401,6 +404,23 @@ class RankExecutor:
         if self._runner is None:
             raise LocalProtocolError("no model is loaded")
         return self._runner
+
+
+def check_share(share: ModelShare, counted: CountedShare) -> None:
+    """Raise ModelError (MODEL_INVALID) for a share that takes far more memory than its plan counted on.
+
+    Plans leave out scales that mlx-lm adds to some formats, and norms that each stage has. Numbers of caches
+    may be twice as wide as config.json says. A share that takes less does no harm.
+    """
+    most = CountedShare(counted.weight_bytes * 5 // 4 + (64 << 20), counted.kv_token_bytes * 2)
+    for name, what in {"weight_bytes": "of weights", "kv_token_bytes": "of KV caches for a token"}.items():
+        if (found := getattr(share, name)) > getattr(most, name):
+            raise ModelError(
+                f"{share.name}: a rank has {found} bytes {what}, where its plan counted on "
+                f"{getattr(counted, name)}. If files of the model were changed, `mlxtp unload` and then "
+                "`mlxtp serve` it, to plan it again. If not, the plan is wrong: report this and config.json",
+                Code.MODEL_INVALID,
+            )
 
 
 def digest(step: int, tokens: tuple[int, ...], fed: int = 0) -> int:

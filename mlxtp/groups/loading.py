@@ -24,6 +24,7 @@ from ..models.manifest import is_commit
 from ..placement import measurements
 from ..placement.cost_model import cabled_bandwidth
 from ..placement.formation import REPLUG
+from ..placement.pipelines import counted_shares
 from ..wire.cluster_messages import Serving
 from ..wire.messages import Loaded, Unload
 from .process_group import EpochGroup, ProcessGroup
@@ -127,12 +128,14 @@ class ModelLoader:
 
         Raises ModelError if the ranks refuse the model, and GroupError if they fail or answer wrongly.
         """
-        began = time.monotonic()
+        began, group = time.monotonic(), ranks.group
+        counted = counted_shares(model.shape, group.world_size, group.split) if model.shape else ()
         try:
             with ranks.watch.warming_up():  # rank 0 runs first forwards at the end of a load, to time them
-                loaded = await ranks.load(str(model.path), model.text.eos, str(model.draft_path or ""))
+                draft = str(model.draft_path or "")
+                loaded = await ranks.load(str(model.path), model.text.eos, draft, counted)
         except ModelError as error:
-            raise refusal(model.id, model.path.name, ranks.group.world_size, error) from error
+            raise refusal(model.id, model.path.name, group.world_size, error) from error
         if self._settings.speculation == "mtp" and not loaded.mtp:
             log.warning("%s: %s", model.id, NO_HEAD)
         reached("loaded")

@@ -24,6 +24,7 @@ from ..wire.blocking import listen
 from ..wire.messages import (
     Bootstrap,
     CollectivesTimed,
+    CountedShare,
     Done,
     Gathered,
     Init,
@@ -404,8 +405,10 @@ class ProcessGroup:
         """Send a message to rank 0. Raises LinkError when it is gone."""
         self.leader.send(message)
 
-    async def load(self, path: str, eos: tuple[int, ...], draft_path: str = "") -> Loaded:
-        """Load a model on every rank.
+    async def load(
+        self, path: str, eos: tuple[int, ...], draft_path: str = "", counted: tuple[CountedShare, ...] = ()
+    ) -> Loaded:
+        """Load a model on every rank. `counted`: as in LoadShard.
 
         Raises ModelError with the text of each rank that refused it, or GroupError where one has too little
         memory. Then no rank has the model, and the group stays usable.
@@ -422,6 +425,7 @@ class ProcessGroup:
             draft_path,
             paths,
             self.group.split,
+            counted,
         )
         try:
             return await self._ask(command, Loaded, None)

@@ -54,12 +54,16 @@ _DEFAULT_CONTEXT = 4096
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Model to serve: its public name, its folder on this machine, its tokenizer, and its draft model."""
+    """Model to serve: its public name, its folder on this machine, its tokenizer, and its draft model.
+
+    `shape`: its sizes, by which its ranks were planned; None if they were not.
+    """
 
     id: str
     path: Path
     text: Text
     draft_path: Path | None = None
+    shape: ModelShape | None = None
 
 
 async def open_model(name: str, draft: str = "") -> ModelSource:

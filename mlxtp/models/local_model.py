@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,7 @@ class LocalModel:
             if is_hub_id(draft):
                 await self._transfers.get(draft)
             self._report(self)  # enough for a rank; the tokenizer takes another second
-            self.source = await open_model(model, draft)
+            self.source = replace(await open_model(model, draft), shape=self._shape)
         except MlxtpError as error:
             if error.detail != self.problem:
                 log.warning("%s: %s", self.name, error.detail)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from itertools import pairwise
 
+from ..wire.messages import CountedShare
 from .cost_model import (
     RankHardware,
     RankMemory,
@@ -70,6 +71,18 @@ class _StageSizes:
 
 
 _stage_sizes = lru_cache(_MODELS_KEPT)(_StageSizes)
+
+
+def counted_shares(shape: ModelShape, ranks: int, split: Sequence[int]) -> tuple[CountedShare, ...]:
+    """Return what plans count on for each rank: its layers where `split` has them, else a part of each."""
+
+    def counted(begin: int, end: int, parts: int) -> CountedShare:
+        share, layers = shape.stage(begin, end), shape.model.layers
+        kv = sum(layer.kv_token_bytes - layer.kv_window_bytes for layer in layers[begin:end])
+        own = layers[-1].kv_token_bytes if share.mtp_kv_bytes else 0
+        return CountedShare(share.rank_weights(parts), kv // min(parts, shape.kv_heads) + own)
+
+    return tuple(counted(*span, 1) for span in stages(split)) or (counted(0, shape.layers, ranks),) * ranks
 
 
 class StageCutter:

@@ -40,7 +40,7 @@ from .codecs import holding as _f
 from .rank_stats import RankStats
 from .rdma import MAX_ENTRY
 
-PROTOCOL_VERSION = 15
+PROTOCOL_VERSION = 16
 MAX_RANKS = 8
 MAX_LAYERS = 1024  #: of a model
 MAX_ROWS = 1024  #: sequences in one step
@@ -450,6 +450,17 @@ class SanityCheck(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class CountedShare:
+    """Part of LoadShard: memory that plans count on for one rank.
+
+    `kv_token_bytes`: of caches that keep all tokens, in the type that config.json names.
+    """
+
+    weight_bytes: int = _f(_count)
+    kv_token_bytes: int = _f(_count)
+
+
+@dataclass(frozen=True, slots=True)
 class LoadShard(Message):
     """Command to load this rank's share of the model in folder `path`. Reply: Loaded.
 
@@ -460,7 +471,7 @@ class LoadShard(Message):
     `draft_path` is the folder of a small model with the same vocabulary, for rank 0 to propose tokens with.
     `paths` has a folder for each rank where they differ from Mac to Mac, else it is empty. `split` has the
     number of whole layers for each rank of a pipeline, of which rank 0 has the last ones. It is empty where
-    every rank has its part of each layer.
+    every rank has its part of each layer. `counted` has what plans count on for each rank, if there is one.
     """
 
     TYPE: ClassVar[int] = 0x14
@@ -473,6 +484,7 @@ class LoadShard(Message):
     draft_path: str = _f(text(4000, raw=True), default="")
     paths: tuple[str, ...] = _f(texts(MAX_RANKS, 4000, raw=True), default=())
     split: tuple[int, ...] = _f(integers(1, MAX_LAYERS, 0, MAX_RANKS), default=())
+    counted: tuple[CountedShare, ...] = _f(records(CountedShare, 0, MAX_RANKS), default=())
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,7 +100,12 @@ def forwards(loaded: ModelShare, counter: CollectiveCounter) -> tuple[dict[str, 
             results.append(vocabulary.gather(local)[:, 0])
             mx.eval(results, batch.arrays())
         found[f"step-{step}"] = mx.concatenate(results)
-    facts = {"collectives": counted, "weight_bytes": loaded.weight_bytes, "layers": len(model.layers)}
+    facts = {
+        "collectives": counted,
+        "weight_bytes": loaded.weight_bytes,
+        "kv_token_bytes": loaded.kv_token_bytes,
+        "layers": len(model.layers),
+    }
     return facts, {name: np.array(array.astype(mx.float32)) for name, array in found.items()}
 
 

@@ -16,7 +16,12 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
+from mlxtp.description import from_text
+from mlxtp.placement.model_shape import shape_of
+from mlxtp.placement.pipelines import counted_shares
+
 from ..live_cluster import WAIT_S
+from .described_models import described
 from .families import FAMILIES, NAMED, QWEN3_5, asked_for
 from .mlx_lm_sources import shardable_families
 from .small_models import change_weights, write_model
@@ -192,6 +197,27 @@ def test_two_ranks_are_of_one_mind(two: Group, model: str) -> None:
 def test_four_ranks_compute_what_one_process_does(four: Group, model: str) -> None:
     assert_like_alone(four, model)
     assert_of_one_mind(four, model)
+
+
+def assert_as_counted(group: Group) -> None:
+    """No rank has a twentieth more weights than plans count on, nor more bytes of a token."""
+    names = [name for name, facts in group.facts[0].items() if "weight_bytes" in facts]
+    configs, stored = [], []
+    for name in names:
+        arrays = mx.load(str(group.folder / name / "model.safetensors")).values()
+        types = [str(array.dtype).rpartition(".")[2] for array in arrays if array.dtype != mx.uint32]
+        configs.append(json.loads((group.folder / name / "config.json").read_text()) | {"dtype": types[0]})
+        stored.append(sum(array.nbytes for array in arrays))
+    for name, text, size in zip(names, described(*configs), stored, strict=True):
+        counted = counted_shares(shape_of(from_text(text), weight_bytes=size), len(group.facts), ())
+        for facts, share in zip(group.facts, counted, strict=True):
+            assert facts[name]["weight_bytes"] <= 1.05 * share.weight_bytes, name
+            assert facts[name]["kv_token_bytes"] <= share.kv_token_bytes, name
+
+
+def test_no_rank_takes_more_memory_than_plans_count_on(two: Group, four: Group) -> None:
+    assert_as_counted(two)
+    assert_as_counted(four)
 
 
 def test_no_family_that_can_run_here_is_left_out() -> None:

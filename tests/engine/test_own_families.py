@@ -25,7 +25,7 @@ from ..reference import expected
 from .families import OWN, VARIANTS
 from .own_family_member import LENGTHS, STEPS, chunks, fed, prompt
 from .small_models import write_model
-from .test_families import Group, run_group
+from .test_families import Group, assert_as_counted, run_group
 
 MODELS: Mapping[str, Mapping[str, Any]] = {
     **{family: {"model_type": family, **config} for family, config in OWN.items()},
@@ -133,6 +133,18 @@ def test_a_rank_holds_half_of_what_is_divided(two: Group) -> None:
         shares = {facts[name]["weight_bytes"] for facts in two.facts}
         assert len(shares) == 1
         assert whole / 2 <= shares.pop() < 0.62 * whole, name
+
+
+@pytest.mark.group
+def test_no_rank_takes_more_memory_than_plans_count_on(two: Group) -> None:
+    assert_as_counted(two)
+
+
+@pytest.mark.group
+@pytest.mark.chaos
+def test_no_rank_takes_more_memory_than_plans_count_on_in_other_families(others: Group, four: Group) -> None:
+    assert_as_counted(others)
+    assert_as_counted(four)
 
 
 @pytest.mark.group

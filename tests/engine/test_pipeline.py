@@ -31,8 +31,10 @@ from mlxtp.engine.pipeline import (
     trace_layers,
 )
 from mlxtp.engine.sampler import Chosen
+from mlxtp.engine.sharding import EMBEDDINGS, HEADS
 from mlxtp.errors import Code, GroupError, ModelError
 from mlxtp.placement.model_shape import ModelShape, shape_of
+from mlxtp.placement.pipelines import counted_shares
 from mlxtp.wire.messages import Forward
 
 from .described_models import described, families_of_pipelines
@@ -159,9 +161,24 @@ def test_stages_compute_together_what_the_whole_model_does(
                 pipeline(folder, split)
             continue
         models, cut = pipeline(folder, split)
+        for model, counted in zip(reversed(models), counted_shares(shape, len(split), split), strict=True):
+            assert kv_sizes(model)[0] == counted.kv_token_bytes
+            size = sum(weight.nbytes for _, weight in _weights(model))
+            assert size == pytest.approx(counted.weight_bytes, rel=0.02, abs=_beside_layers(model))
         np.testing.assert_allclose(logits(models, cut), expected, atol=1e-4, err_msg=str(split))
         # and a second text, with nothing of the first one
         np.testing.assert_allclose(logits(models, cut, first=400), other, atol=1e-4, err_msg=str(split))
+
+
+def _beside_layers(model: Any) -> int:
+    """Return the bytes of norms and positions. Each stage has them, and of what is counted only the last."""
+    inside = {id(weight) for layer in model.layers for _, weight in _weights(layer)}
+    ends = {*EMBEDDINGS, *HEADS}
+    return sum(
+        weight.nbytes
+        for name, weight in _weights(model)
+        if id(weight) not in inside and not ends & set(name.split("."))
+    )
 
 
 @NAMES

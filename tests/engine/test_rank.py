@@ -7,20 +7,24 @@ import os
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import pytest
 
 from mlxtp.engine import executor as rank_module
-from mlxtp.engine.executor import RankExecutor
+from mlxtp.engine.executor import RankExecutor, check_share
 from mlxtp.engine.group import CollectiveCounter, LoneGroup
 from mlxtp.engine.loader import load
 from mlxtp.engine.logit_shaping import RequestShaping
 from mlxtp.engine.telemetry import RankTelemetry
-from mlxtp.wire.messages import Bootstrap, Init, Loaded, LoadShard
+from mlxtp.errors import Code, ModelError
+from mlxtp.wire.codecs import Message
+from mlxtp.wire.messages import Bootstrap, CountedShare, Error, Init, Loaded, LoadShard
 
 from ..agents.test_one_machine import free_port
 from ..live_cluster import WAIT_S
@@ -63,16 +67,7 @@ def test_a_forward_that_mlx_blocks_at_queueing_counts_as_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on Metal, where ten command buffers are on their way at most."""
-    rank = RankExecutor(
-        Bootstrap(0, 1, "ring", (), "", bytes(32), 5.0, 5.0, 1),
-        1,
-        tmp_path,
-        RankTelemetry(),
-        CollectiveCounter(),
-        shaping=RequestShaping(),
-        exchange=cast("Any", None),
-        post=print,
-    )
+    rank = a_rank(tmp_path)
     assert isinstance(rank.execute(LoadShard(str(write_model(tmp_path / "model")), 64, ())), Loaded)
     blocked, queue = threading.Event(), mx.async_eval
 
@@ -83,6 +78,62 @@ def test_a_forward_that_mlx_blocks_at_queueing_counts_as_waiting(
     monkeypatch.setattr(mx, "async_eval", queue_late)
     result = rank.settle(rank.launch(1, of_prompt(1, 0, 4, (7, 8, 9, 10))))
     assert result.step_us >= result.wait_us >= 0.2e6
+
+
+COUNTED = CountedShare(427_264, 512)
+"""Share of one rank of the model that `write_model` makes."""
+
+
+def a_rank(folder: Path) -> RankExecutor:
+    bootstrap = Bootstrap(0, 1, "ring", (), "", bytes(32), 5.0, 5.0, 1)
+    how: Any = {"shaping": RequestShaping(), "exchange": None, "post": print}
+    return RankExecutor(bootstrap, 1, folder, RankTelemetry(), CollectiveCounter(), **how)
+
+
+def test_a_rank_refuses_a_share_that_takes_more_memory_than_its_plan_counted_on(tmp_path: Path) -> None:
+    rank, folder = a_rank(tmp_path), str(write_model(tmp_path / "model"))
+
+    def loaded(*counted: CountedShare) -> Message:
+        return rank.execute(LoadShard(folder, 64, (), counted=counted))
+
+    refused = loaded(replace(COUNTED, kv_token_bytes=255), COUNTED)
+    assert isinstance(refused, Error)
+    assert refused.code is Code.MODEL_INVALID
+    said = "model: a rank has 512 bytes of KV caches for a token, where its plan counted on 255. If files"
+    assert refused.detail.startswith(said)
+    assert rank.loaded is None
+    for others in ((), (CountedShare(0, 0),)):
+        reply = loaded(COUNTED, *others)
+        assert isinstance(reply, Loaded)
+        assert (reply.weight_bytes, reply.kv_token_bytes) == (COUNTED.weight_bytes, COUNTED.kv_token_bytes)
+    assert isinstance(loaded(), Loaded), "nothing was planned"
+
+
+@pytest.mark.parametrize(
+    ("weight_bytes", "kv_token_bytes", "says"),
+    [
+        (4 << 30, 1000, ""),
+        (1 << 30, 10, ""),
+        (5 << 30, 2000, ""),
+        ((5 << 30) + (64 << 20), 0, ""),
+        (
+            (5 << 30) + (64 << 20) + 1,
+            0,
+            "5435817985 bytes of weights, where its plan counted on 4294967296. If",
+        ),
+        (
+            0,
+            2001,
+            "2001 bytes of KV caches for a token, where its plan counted on 1000. If files of the model",
+        ),
+    ],
+)
+def test_a_share_may_take_less_than_counted_or_a_little_more(
+    weight_bytes: int, kv_token_bytes: int, says: str
+) -> None:
+    share: Any = SimpleNamespace(name="m", weight_bytes=weight_bytes, kv_token_bytes=kv_token_bytes)
+    with pytest.raises(ModelError, match=f"m: a rank has {says}") if says else nullcontext():
+        check_share(share, CountedShare(4 << 30, 1000))
 
 
 WAITS = """

@@ -189,7 +189,9 @@ class FakeRank:
             self._say(InitDone(self._rank, self._world))
 
     def _load(self, load: LoadShard) -> None:
-        self._orders.note(self._rank, "load", path=load.path, paths=load.paths, kv_bytes=load.kv_bytes)
+        counted = [asdict(each) for each in load.counted]
+        told = {"paths": load.paths, "kv_bytes": load.kv_bytes, "counted": counted}
+        self._orders.note(self._rank, "load", path=load.path, **told)
         self._model = load.path
         self._say(Loaded(CONTEXT, VOCABULARY, 1, ()))
 

@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from mlxtp.wire.cluster_messages import (
     StartRank,
 )
 from mlxtp.wire.codecs import Message
-from mlxtp.wire.messages import Gathered, Generate, Pong, SideChannel
+from mlxtp.wire.messages import CountedShare, Gathered, Generate, Pong, SideChannel
 from mlxtp.wire.rank_stats import RankStats
 
 from ..live_cluster import LIMITS, WAIT_S, rank_processes
@@ -99,6 +99,7 @@ class Peer:
 
 
 LOST = GroupError("its cable was pulled")
+COUNTED = (CountedShare(1 << 20, 64), CountedShare(1 << 21, 64))
 
 
 class Story:
@@ -132,7 +133,7 @@ class Story:
     async def serve(self) -> None:
         await self.ranks.start()
         self.beat()
-        await self.ranks.load("/here", ())
+        await self.ranks.load("/here", (), "", COUNTED)
 
     def beat(self) -> None:
         """Ranks elsewhere are alive: their agents say so."""
@@ -185,6 +186,7 @@ def test_all_ranks_are_told_the_same_group_and_each_its_own_folder(tmp_path: Pat
         assert "--keep-warm" in psutil.Process(pid).cmdline()
         [load] = stage.orders.notes("load")
         assert load["paths"] == ["/here", "/there"]
+        assert load["counted"] == [asdict(each) for each in COUNTED]
         await stage.ranks.stop()
         assert [end.in_order for end in stage.peer.heard(EndEpoch)] == [True]
         assert stage.orders.notes("shut down")

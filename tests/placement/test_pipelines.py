@@ -33,8 +33,8 @@ from mlxtp.placement.cost_model import (
     stages,
 )
 from mlxtp.placement.formation import FailedGroup, links_of
-from mlxtp.placement.model_shape import ModelShape, PartShape, StageRules
-from mlxtp.placement.pipelines import StageCutter, StageRank
+from mlxtp.placement.model_shape import ModelShape, PartShape, StageRules, shape_of
+from mlxtp.placement.pipelines import StageCutter, StageRank, counted_shares
 from mlxtp.placement.planner import Placement, PlacementOptions, plan
 from mlxtp.placement.tables import chip
 from mlxtp.placement.topology import MemberMachine
@@ -165,6 +165,27 @@ def test_a_split_keeps_to_the_rules_of_its_model(desk: list[tuple[str, int]], ru
         assert times_s[found] <= best_s * 1.25
     else:
         assert best_s == math.inf
+
+
+def test_ranks_are_told_what_plans_count_on() -> None:
+    model = layered(num_hidden_layers=3)
+    whole, per_layer = counted_shares(model, 1, ())[0], model.kv_token_bytes // 3
+    assert (whole.weight_bytes, whole.kv_token_bytes) == (model.weight_bytes, 3 * per_layer)
+    for half in counted_shares(model, 2, ()):
+        assert half.weight_bytes == model.rank_weights(2)
+        assert half.kv_token_bytes == whole.kv_token_bytes // 2
+    last, first = counted_shares(model, 2, (2, 1))
+    assert (last.kv_token_bytes, first.kv_token_bytes) == (2 * per_layer, per_layer)
+    assert last.weight_bytes + first.weight_bytes == model.weight_bytes
+    windows = published("gpt-oss-120b")
+    of_windows = windows.kv_window_bytes
+    assert counted_shares(windows, 1, ())[0].kv_token_bytes == windows.kv_token_bytes - of_windows > 0
+    headed = published("deepseek-v3.1-4bit", mtp=True)
+    own, of_all = headed.mtp_kv_bytes, headed.kv_token_bytes
+    assert [share.kv_token_bytes for share in counted_shares(headed, 2, ())] == [of_all + own] * 2
+    assert [share.kv_token_bytes // own for share in counted_shares(headed, 2, (31, 30))] == [32, 30]
+    quantized = shape_of(model.model, kv_bits=8)
+    assert counted_shares(quantized, 1, ()) == counted_shares(model, 1, ()), "ranks compare before that"
 
 
 def test_a_split_that_its_model_does_not_allow_is_refused_with_its_layers() -> None:

@@ -172,6 +172,12 @@ _ALL = (
             ("disk, whole", "The same for blocks of caches that cannot be cut, of as many lengths."),
         )
     ),
+    # --- describing
+    Measure("description of the largest published models", "s",
+            "Until a process has built the slowest of five without weights, and printed what it is. An agent "
+            "has it done once for a model.", "", Goal("<", 3)),
+    Measure("description of the largest published models, memory", "MB",
+            "The most that such a process had at one time, of the five the most.", "", Goal("<", 1000)),
     # --- speculation
     Measure("copy-heavy text, speculation vs none", "tokens/s",
             "The embedded model repeats a string of its prompt.", "no speculation", Goal("≥", 2.5)),

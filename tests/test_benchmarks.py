@@ -49,6 +49,8 @@ GOALS = {
     "until a stream with 8,000 tokens goes on after a lost rank vs a short one": "≤ 1.5",
     "lookup of a prompt among 1,000 caches, memory": "< 0.2",
     "lookup of a prompt among 1,000 caches, disk, whole": "< 0.2",
+    "description of the largest published models": "< 3",
+    "description of the largest published models, memory": "< 1000",
     "weights of a rank vs total / N": "≤ 1.02",
     "peak memory while loading vs the shard": "≤ 1.15",
     "idle rank, share of one core": "< 1",

@@ -1,12 +1,8 @@
 """Grammars of answers: masks of the tokens that may come next. On rank 0 alone, without MLX.
 
-`Grammars` compiles the grammars of requests and caches them; a `Grammar` makes one `Matcher` for each
-request. The decode loop gets a mask from the matcher before it chooses a token, and passes the choice back.
-
-JSON is written on one line, with the separators that `x-guidance` of its schema names, `", "` and `": "` by
-default. Schemas follow JSON Schema. Properties that a schema does not name are allowed unless
-`additionalProperties` forbids them. Keywords that cannot be enforced are refused. Properties come in the
-schema's order.
+JSON is written on one line, with the separators of its schema's `x-guidance`, `", "` and `": "` by default,
+and properties in the schema's order. Others than it names are allowed unless `additionalProperties` forbids
+them. Keywords that cannot be enforced are refused.
 """
 
 from __future__ import annotations
@@ -23,7 +19,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,25 +58,18 @@ GrammarCallback = Callable[["Grammar | RequestError"], None]
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """Tokens of one vocabulary that help to end JSON; -1 for one that it lacks.
-
-    `closing` are the tokens to try outside strings, the most helpful first. `plain` is the mask of text
-    without JSON's own characters, such as a quote or a brace. `inside` is the mask of text without a quote,
-    `whole` the mask of tokens that end with a whole character.
-
-    `suffixes` are token sequences that end a text in this grammar. `text` is the mask of tokens that add
-    nothing behind such an end. Where there are any, `plain` has digits only: letters name optional fields.
-    """
+    """Tokens that help to end JSON in one vocabulary, -1 for one that it lacks, and masks of tokens."""
 
     quote: int
     letter: int
     newline: int
-    closing: tuple[int, ...]
+    closing: tuple[int, ...]  # to try outside strings, the most helpful first
+    #: Text without JSON's own characters. Beside `suffixes`, digits: letters name optional fields.
     plain: NDArray[np.uint32]
-    inside: NDArray[np.uint32]
-    whole: NDArray[np.uint32]
-    text: NDArray[np.uint32]
-    suffixes: tuple[tuple[int, ...], ...] = ()
+    inside: NDArray[np.uint32]  # text without a quote
+    whole: NDArray[np.uint32]  # what ends with a whole character
+    text: NDArray[np.uint32]  # adds nothing behind one of `suffixes`
+    suffixes: tuple[tuple[int, ...], ...] = ()  # each ends a text in this grammar
 
 
 class CpuAllowance:
@@ -96,7 +85,7 @@ class CpuAllowance:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Let a step spend its time. Raises MlxtpError while too much was spent; each step pays some."""
+        """Let a step spend its time. Raises MlxtpError while too much was spent."""
         self._spend(-STEP_S)
         begun = time.thread_time()
         yield
@@ -108,35 +97,27 @@ class CpuAllowance:
             raise stuck(f"its steps take more than {1000 * STEP_S:g} ms of CPU time; make it less ambiguous")
 
 
+@dataclass(slots=True)
 class Matcher:
     """Position of one answer in its grammar. Every chosen token must be accepted, in order.
 
-    All answers in one grammar share an `allowance`, so that many choices do not have as many.
+    All answers in one grammar share an allowance, so that many choices do not have as many.
     """
 
-    def __init__(
-        self,
-        state: LLMatcher,
-        tokens: int,
-        vocabulary: int,
-        hints: Hints,
-        grammar_tokens: int = 0,
-        *,
-        allowance: CpuAllowance | None = None,
-    ) -> None:
-        self._allowance = allowance or CpuAllowance(search=CpuAllowance(SEARCH_BURST_S))
-        self._state = state
-        self._tokens = tokens
-        self._vocabulary = vocabulary
-        self.hints = hints
-        self.grammar_tokens = grammar_tokens  #: Length of the grammar's own text.
+    _state: LLMatcher
+    _tokens: int
+    _vocabulary: int
+    hints: Hints
+    grammar_tokens: int = 0  #: Length of the grammar's own text.
+    _allowance: CpuAllowance = field(
+        default_factory=lambda: CpuAllowance(search=CpuAllowance(SEARCH_BURST_S))
+    )
 
     def mask(self) -> NDArray[np.uint32]:
-        """Return the tokens that may come next, [ceil(vocabulary / 32)] words.
+        """Return the tokens that may come next: [ceil(vocabulary / 32)] words.
 
         Token t is bit t % 32 of word t / 32. End tokens are in it where the answer may end, alone where it
-        must. Raises MlxtpError where no token may come: the grammar has no continuation, or its next step
-        exceeds a limit of time or memory.
+        must. Raises MlxtpError where no token may come, or the next step exceeds a limit of time or memory.
         """
         words = np.full(-(-self._tokens // _WORD_BITS), 0xFFFFFFFF, np.uint32)
         with self._allowance.step():
@@ -166,13 +147,13 @@ class Matcher:
 
     @property
     def complete(self) -> bool:
-        """True where the text may end."""
         return self._state.is_accepting() or self.finished
 
     def copy(self, *, search: bool = False) -> Matcher:
         """Return an independent matcher at the same position; with `search` it cannot end the answer."""
-        given = self._state.deep_copy(), self._tokens, self._vocabulary, self.hints, self.grammar_tokens
-        return Matcher(*given, allowance=self._allowance.search if search else self._allowance)
+        allowance = self._allowance.search if search else self._allowance
+        given = self._tokens, self._vocabulary, self.hints, self.grammar_tokens, allowance
+        return Matcher(self._state.deep_copy(), *given)
 
     def _check(self) -> None:
         if self._state.is_error():
@@ -180,7 +161,6 @@ class Matcher:
 
 
 def stuck(why: str) -> MlxtpError:
-    """Return the error of an answer that cannot continue within its grammar."""
     return MlxtpError(f"the answer cannot continue within its grammar: {why}", Code.GRAMMAR_STUCK)
 
 
@@ -194,13 +174,10 @@ def unpack(words: NDArray[np.uint32], vocabulary: int) -> NDArray[np.bool_]:
 class Grammar:
     """Compiled grammar; immutable. `size`: approximate memory, in bytes."""
 
-    kind: str
-    text: str
     size: int
     _start: Matcher
 
     def matcher(self) -> Matcher:
-        """Return a new matcher at the grammar's start."""
         return self._start.copy()
 
 
@@ -233,34 +210,25 @@ class Grammars:
         self._looking = threading.Lock()
 
     def kept(self, kind: str, text: str) -> Grammar | None:
-        """Return the grammar if it is compiled already, without waiting."""
         with self._looking:
-            grammar = self._kept.get((kind, text))
-            if grammar is not None:
+            if (grammar := self._kept.get((kind, text))) is not None:
                 self._kept.move_to_end((kind, text))
             return grammar
 
     def read(self) -> None:
-        """Read the tokenizer while a model loads. Later it would stop all requests for a second or two.
-
-        Without a usable tokenizer, the first grammar is refused.
-        """
+        """Read the tokenizer while a model loads. Later it would stop all requests for a second or two."""
         with contextlib.suppress(RequestError):
             self._tokenizer_and_hints()
 
     def compile(self, kind: str, text: str) -> Grammar:
-        """Return the grammar, compiled unless it is cached.
-
-        Raises RequestError when the text is wrong, takes too long or too much memory, or the model has no
-        tokenizer.
-        """
+        """Return the grammar, compiled unless it is cached. Raises RequestError that explains a refusal."""
         with self._compiling:
-            return self.kept(kind, text) or self._keep(self._compile(kind, text))
+            return self.kept(kind, text) or self._keep(kind, text, self._compile(kind, text))
 
     def submit(self, kind: str, text: str, done: GrammarCallback) -> Future[None]:
-        """Compile in the background; the thread there calls `done` with the outcome.
+        """Compile in the background, in the order of submission; the thread there calls `done`.
 
-        Grammars are compiled in the order of submission. One that has not begun can be cancelled.
+        A grammar that has not begun can be cancelled.
         """
         return self._thread.submit(self._run, kind, text, done)
 
@@ -279,11 +247,8 @@ class Grammars:
         except BaseException as error:  # the thread's boundary: every waiting request needs an outcome
             if not is_library_error(error):
                 raise
-            outcome = RequestError(
-                f"the grammar could not be compiled ({type(error).__name__}: {error})",
-                Code.INTERNAL,
-                status=500,
-            )
+            detail = f"the grammar could not be compiled ({type(error).__name__}: {error})"
+            outcome = RequestError(detail, Code.INTERNAL, status=500)
         done(outcome)
 
     def _compile(self, kind: str, text: str) -> Grammar:
@@ -296,8 +261,7 @@ class Grammars:
         length = len(tokenizer.tokenize_str(text))
         if kind == "lark":
             hints = _with_suffixes(hints, text, tokenizer, self._vocabulary)
-        start = Matcher(state, tokenizer.vocab_size, self._vocabulary, hints, length)
-        return Grammar(kind, text, size, start)
+        return Grammar(size, Matcher(state, tokenizer.vocab_size, self._vocabulary, hints, length))
 
     def _tokenizer_and_hints(self) -> tuple[LLTokenizer, Hints]:
         if self._known is None:
@@ -305,14 +269,14 @@ class Grammars:
             self._known = (tokenizer, _hints(tokenizer, self._vocabulary))
         return self._known
 
-    def _keep(self, grammar: Grammar) -> Grammar:
+    def _keep(self, kind: str, text: str, grammar: Grammar) -> Grammar:
         with self._looking:
-            self._kept[grammar.kind, grammar.text] = grammar
+            kept = self._kept
+            kept[kind, text] = grammar
             while (
-                len(self._kept) > self._max_kept
-                or sum(other.size for other in self._kept.values()) > self._max_kept_bytes
+                len(kept) > self._max_kept or sum(each.size for each in kept.values()) > self._max_kept_bytes
             ):
-                self._kept.popitem(last=False)
+                kept.popitem(last=False)
         return grammar
 
 
@@ -322,17 +286,9 @@ def _hints(tokenizer: LLTokenizer, vocabulary: int) -> Hints:
         return found[0] if len(found) == 1 and found[0] < vocabulary else -1
 
     closing = tuple(found for each in CLOSING if (found := token(each)) >= 0)
-    inside = _allowed(INSIDE_STRINGS, tokenizer, vocabulary)
-    return Hints(
-        token('"'),
-        token("~"),
-        token("\n"),
-        closing,
-        plain=_allowed(PLAIN_TEXT, tokenizer, vocabulary),
-        inside=inside,
-        whole=_whole(tokenizer, vocabulary),
-        text=inside,
-    )
+    plain, inside = (_allowed(regex, tokenizer, vocabulary) for regex in (PLAIN_TEXT, INSIDE_STRINGS))
+    whole = _whole(tokenizer, vocabulary)
+    return Hints(token('"'), token("~"), token("\n"), closing, plain, inside, whole, text=inside)
 
 
 def _with_suffixes(hints: Hints, text: str, tokenizer: LLTokenizer, vocabulary: int) -> Hints:
@@ -361,7 +317,6 @@ def _allowed(regex: str, tokenizer: LLTokenizer, vocabulary: int) -> NDArray[np.
 
 
 def _whole(tokenizer: LLTokenizer, vocabulary: int) -> NDArray[np.uint32]:
-    """Return the mask of tokens without a part of a character."""
     whole = np.zeros(-(-vocabulary // _WORD_BITS) * _WORD_BITS, np.bool_)
     for token in range(min(vocabulary, tokenizer.vocab_size)):
         whole[token] = "\ufffd" not in tokenizer.decode_str([token])
@@ -369,15 +324,12 @@ def _whole(tokenizer: LLTokenizer, vocabulary: int) -> NDArray[np.uint32]:
 
 
 # --- process that compiles each client's grammar first, with a deadline, where it can do no harm ---------
-# The cost of a grammar shows only when it is compiled and computes its first mask. Some take minutes and
-# gigabytes, and a thread cannot be stopped; some overflow the stack, which ends the process. This process
-# may end: it has a deadline and a smaller stack than rank 0, and is started again for the next grammar. A
-# grammar that passes is compiled again in rank 0 by the same `build`, and known to be quick.
+# Some grammars take minutes and gigabytes to compile, and a thread cannot be stopped; some overflow the
+# stack, which ends the process. This one may end: it has a deadline and a smaller stack than rank 0, and is
+# started again. A grammar that passes is compiled again in rank 0 by the same `build`.
 #
 # `python -m mlxtp.engine.grammar FOLDER VOCABULARY DEADLINE_S EOS...` reads one JSON line `[kind, text]`
-# for each grammar and replies to each with one line `[error or null, bytes]`. Its first line is the reply
-# for the tokenizer.
-
+# for each grammar and replies with one line `[error or null, bytes]`, the first for the tokenizer.
 
 START_S = 60.0  # seconds to read a tokenizer; large ones need about one
 #: Stack of the compiling thread. The threads of rank 0 have at least four times as much.
@@ -387,18 +339,14 @@ MAX_WORDS = 300  # characters of an explanation
 _SEPARATORS = {"item_separator": ", ", "key_separator": ": "}  # unless the schema's `x-guidance` has others
 _JSON = {"whitespace_flexible": False, "lenient": False, "coerce_one_of": False}
 
-_SUBJECT = {
-    "json_schema": "the JSON schema",
-    "regex": "the regular expression",
-    "lark": "the grammar",
-}
+_SUBJECT = {"json_schema": "the JSON schema", "regex": "the regular expression", "lark": "the grammar"}
 
 
 def read_tokenizer(folder: Path, vocabulary: int, eos: frozenset[int]) -> LLTokenizer:
     """Return the tokenizer of the model in `folder`, whose logits have `vocabulary` entries.
 
-    A tokenizer with more tokens than that is read whole. Holds the GIL throughout, about a second for
-    128,000 tokens. Raises RequestError (NOT_SUPPORTED) without a usable tokenizer.
+    One with more tokens is read whole. Holds the GIL throughout, a second for 128,000 tokens. Raises
+    RequestError (NOT_SUPPORTED) without a usable tokenizer.
     """
     from llguidance import LLTokenizer
 
@@ -411,11 +359,8 @@ def read_tokenizer(folder: Path, vocabulary: int, eos: frozenset[int]) -> LLToke
         raise refusal("it has no tokenizer.json") from None
     except ModelError as error:
         raise refusal(error.detail) from None
-    try:
-        # Most models: the tokenizer fits the vocabulary and knows every end token.
+    with contextlib.suppress(ValueError):  # in most models it fits the vocabulary and knows each end token
         return LLTokenizer(content, n_vocab=vocabulary, eos_token=sorted(eos))
-    except ValueError:
-        pass
     try:
         size = LLTokenizer(content).vocab_size
         known = sorted(token for token in eos if token < min(size, vocabulary))
@@ -459,7 +404,6 @@ def build(tokenizer: LLTokenizer, kind: str, text: str) -> LLMatcher:
 
 
 def refused(kind: str, why: str) -> RequestError:
-    """Return the error of a refused grammar."""
     return RequestError(f"{_SUBJECT.get(kind, kind)} cannot be used: {why}")
 
 
@@ -503,15 +447,14 @@ class GrammarSandbox:
                 env=without_secrets(os.environ),
             )
         except OSError as error:
-            raise RequestError(
-                f"the process that compiles grammars did not start: {error}", Code.INTERNAL, status=500
-            ) from None
+            detail = f"the process that compiles grammars did not start: {error}"
+            raise RequestError(detail, Code.INTERNAL, status=500) from None
         self._greeted = False
 
     def run(self, kind: str, text: str) -> int:
         """Compile a grammar there; returns the bytes by which the process's memory grew.
 
-        Raises RequestError: the one of `build`, or one for a grammar that took too long or ended the process.
+        Raises the RequestError of `build`, or one for a grammar that took too long or ended the process.
         """
         self.start()
         assert self._process is not None
@@ -551,14 +494,11 @@ class GrammarSandbox:
             process.kill()
 
     def _answer(self) -> tuple[str | None, int] | None:
-        """Read the next reply of the process; None when it ended. The process enforces its own deadline."""
+        """Read the next reply of the process; None when it ended, perhaps by its own deadline."""
         assert self._process is not None
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
-        if not line.endswith(b"\n"):
-            return None
-        error, size = json.loads(line)
-        return error, size
+        return tuple(json.loads(line)) if line.endswith(b"\n") else None
 
 
 def main(arguments: list[str]) -> None:

@@ -9,40 +9,25 @@ import signal
 import time
 from collections import deque
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
-from time import monotonic
+from struct import Struct
 from typing import Literal, Self
 
+from ..wire import recording
 from ..wire.messages import Pong
 from ..wire.rank_process import PATIENCE_FORWARDS, patience_s
 from ..wire.rank_stats import RankStats
-from ..wire.recording import (
-    BEGAN,
-    GAVE_BACK_AT,
-    HEADER_BYTES,
-    KINDS,
-    MAGIC,
-    MAX_WORDS_BYTES,
-    PHASE,
-    PHASE_AT,
-    PHASES,
-    RECORDING_BYTES,
-    SLOT_WORDS,
-    STEPS,
-    WORD_BYTES,
-    WORDS,
-    WORDS_AT,
-)
 from .payoff import DraftUse
 
 # --- flight recorder -------------------------------------------------------------------------------------
-# The memory belongs to a file that the agent created and reads after this process has ended. So a failing
-# process need not write anything. It holds counts, times and digests, no token and no text of a request. A
-# step costs about a microsecond.
+# The memory belongs to a file that the agent created and reads after this process has ended, so that a
+# failing one need not write anything. It holds counts, times and digests, no token and no text of a request.
+# A step costs about a microsecond.
 
-PROMPT, PROMPTS, STEP = (KINDS.index(kind) for kind in ("prompt", "prompts", "step"))
-_PHASES = {phase: place for place, phase in enumerate(PHASES)}
-_FIRST = HEADER_BYTES // WORD_BYTES
+PROMPT, PROMPTS, STEP = (recording.KINDS.index(kind) for kind in ("prompt", "prompts", "step"))
+_PHASES = {phase: place for place, phase in enumerate(recording.PHASES)}
+_THIRD, _END = Struct("=dQQ"), Struct("=dQ")  # parts of a slot, each of which begins with a time
 _NO_FILE = -1
 
 
@@ -53,20 +38,15 @@ class Recorder:
     RECORDING_BYTES that is open for appending. Without it, the recording is discarded.
     """
 
-    __slots__ = ("_descriptor", "_doubles", "_integers", "_memory", "_next")
-
     def __init__(self, descriptor: int = _NO_FILE) -> None:
         self._descriptor = descriptor
-        self._memory = mmap.mmap(descriptor, RECORDING_BYTES)
-        words = memoryview(self._memory)
-        self._doubles, self._integers = words.cast("d"), words.cast("Q")
-        self._next = 0
-        BEGAN.pack_into(self._memory, 0, MAGIC, time.time(), monotonic())
+        self._memory = mmap.mmap(descriptor, recording.RECORDING_BYTES)
+        self._slots = cycle(range(recording.HEADER_BYTES, recording.RECORDING_BYTES, recording.SLOT.size))
+        recording.BEGAN.pack_into(self._memory, 0, recording.MAGIC, time.time(), time.monotonic())
         self.entered("starting")
 
     @classmethod
     def at(cls, path: Path) -> Self:
-        """Open a recorder in the agent's file `path`. Raises OSError."""
         return cls(os.open(path, os.O_RDWR | os.O_APPEND))
 
     def catch_crashes(self) -> None:
@@ -80,40 +60,28 @@ class Recorder:
 
     def started(self, seq: int, kind: int, rows: int, now: float) -> int:
         """Record the start of a forward at `now` (monotonic, in seconds). Returns its place here."""
-        at = _FIRST + self._next % STEPS * SLOT_WORDS
-        self._next += 1
-        self._doubles[at] = now
-        integers = self._integers
-        integers[at + 1] = seq
-        integers[at + 2] = rows << 8 | kind
+        at = next(self._slots)
+        _THIRD.pack_into(self._memory, at, now, seq, rows << 8 | kind)
         return at
 
     def queued(self, at: int, forwards: int, collectives: int) -> None:
-        """Record that the forward is built, and the device works on it."""
-        integers = self._integers
-        integers[at + 4] = forwards
-        integers[at + 5] = collectives
-        self._doubles[at + 3] = monotonic()
+        _THIRD.pack_into(self._memory, at + _THIRD.size, time.monotonic(), forwards, collectives)
 
     def finished(self, at: int, now: float, digest: int, fed: int) -> None:
-        """Record that the forward's tokens are known."""
-        self._integers[at + 7] = fed << 32 | digest
-        self._doubles[at + 6] = now
+        _END.pack_into(self._memory, at + 2 * _THIRD.size, now, fed << 32 | digest)
 
     def entered(self, phase: str) -> None:
-        """Record that the rank has entered another phase."""
-        PHASE.pack_into(self._memory, PHASE_AT, monotonic(), _PHASES[phase])
+        recording.PHASE.pack_into(self._memory, recording.PHASE_AT, time.monotonic(), _PHASES[phase])
 
     def gave_back(self) -> None:
         """Record that the group's RDMA devices are given back."""
-        self._memory[GAVE_BACK_AT] = 1
+        self._memory[recording.GAVE_BACK_AT] = 1
 
     def last_words(self, code: str, detail: str) -> None:
-        """Record why this process ends."""
-        what, why = code.encode(), detail.encode(errors="replace")[:MAX_WORDS_BYTES]
-        at = WORDS_AT + WORDS.size
+        what, why = code.encode(), detail.encode(errors="replace")[: recording.MAX_WORDS_BYTES]
+        at = recording.WORDS_AT + recording.WORDS.size
         self._memory[at : at + len(what) + len(why)] = what + why
-        WORDS.pack_into(self._memory, WORDS_AT, monotonic(), len(what), len(why))
+        recording.WORDS.pack_into(self._memory, recording.WORDS_AT, time.monotonic(), len(what), len(why))
 
 
 # --- current state, written by the MLX thread and read by the thread that replies to Pings ---------------
@@ -121,7 +89,6 @@ class Recorder:
 Phase = Literal[
     "starting", "forming", "proving", "loading", "idle", "measuring", "prefill", "decode", "closing"
 ]
-
 
 #: Least seconds that the main thread has to return from its current work.
 LEAST_PATIENCE_S = 1.0
@@ -157,7 +124,6 @@ class _ForwardTimes:
         return took_s
 
     def expected_s(self, phase: Phase, tokens: int) -> float:
-        """Return the seconds that a forward is expected to take."""
         expected_s = self._token_s.get(phase, 0.0) * tokens
         return max(self._step_s or 0.0, expected_s * _ROWS) if phase == "decode" else expected_s
 
@@ -181,17 +147,11 @@ class RankTelemetry:
         self._times = _ForwardTimes()
 
     def unloaded(self) -> None:
-        """Forget the model."""
         had, self.model, self.drafts.mtp = self.stats, "", False
-        self.stats = RankStats(
-            forwards=had.forwards,
-            collectives=had.collectives,
-            emitted=had.emitted,
-            collective_us=had.collective_us,
-        )
+        self.stats = RankStats(forwards=had.forwards, collectives=had.collectives)
+        self.stats.emitted, self.stats.collective_us = had.emitted, had.collective_us
 
     def enter(self, phase: Phase) -> None:
-        """Change the phase; its clock starts again."""
         self.phase = phase
         self.recorder.entered(phase)
         self.advance()
@@ -201,7 +161,7 @@ class RankTelemetry:
         self._since = time.monotonic()
 
     def launched(self, phase: Phase, tokens: int, now: float) -> None:
-        """Record that a forward is about to be queued. `now` is time.monotonic()."""
+        """Record that a forward is about to be queued, at `now` (monotonic)."""
         self._times.flying.append((phase, tokens))
         self.in_flight += 1
         if self.in_flight == 1:
@@ -262,15 +222,8 @@ class RankTelemetry:
             wait_us=int(self._times.wait_us),
             **self.drafts.figures(),
         )
-        return Pong(
-            phase=phase,
-            phase_s=time.monotonic() - since,
-            in_flight=in_flight,
-            step=step,
-            model=self.model,
-            stats=stats,
-            expected_us=self.expected_us,
-        )
+        phase_s = time.monotonic() - since
+        return Pong(phase, phase_s, in_flight, step, self.model, stats, self.expected_us)
 
 
 def _followed(known_s: float | None, took_s: float) -> float:

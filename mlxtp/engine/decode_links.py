@@ -1,7 +1,7 @@
 """Opening of one epoch's decode links: rank 0 accepts one from every other rank.
 
-Within one agent they are plain TCP on loopback; between agents they are TLS 1.3, with the key of the other
-rank's agent pinned. Either way both ends prove that they hold the epoch's key.
+Within one agent they are plain TCP on loopback; between agents TLS 1.3, with the key of the other rank's
+agent pinned. Either way both ends prove that they hold the epoch's key.
 """
 
 from __future__ import annotations
@@ -18,18 +18,10 @@ from pathlib import Path
 
 from ..admission_counter import AdmissionCounter
 from ..errors import Code, LinkError, MlxtpError, ProtocolError
+from ..wire import tls
 from ..wire.blocking import BlockingLink, connect
 from ..wire.messages import PROTOCOL_VERSION, Bootstrap, Hello, Welcome, hello_proof, verify, welcome_proof
 from ..wire.session import LinkKind, Session, Side
-from ..wire.tls import (
-    ALPN_DECODE,
-    Credentials,
-    TlsSocket,
-    member_context_client,
-    member_context_server,
-    peer_identity,
-    wrap_blocking,
-)
 
 SEND_TIMEOUT_S = 5.0
 HANDSHAKE_S = 3.0
@@ -38,7 +30,7 @@ MAX_STRANGERS = 32  # connections that may be checked at one time; further ones 
 MAX_STRANGERS_PER_SOURCE = 2  # of these, from one address other than this machine's own
 _ACCEPT_TICK_S = 0.05
 
-Socket = socket.socket | TlsSocket
+Socket = socket.socket | tls.TlsSocket
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +39,7 @@ class Epoch:
 
     number: int
     bootstrap: Bootstrap
-    credentials: Credentials | None
+    credentials: tls.Credentials | None
 
     def hello(self) -> Hello:
         b, nonce = self.bootstrap, os.urandom(16)
@@ -61,7 +53,7 @@ class Epoch:
     def check_pin(self, sock: Socket, rank: int) -> None:
         """Check that rank `rank`'s agent is at the other end. Raises ProtocolError (NOT_AUTHENTIC)."""
         pins = self.bootstrap.pins
-        if pins and (isinstance(sock, socket.socket) or peer_identity(sock).fingerprint != pins[rank]):
+        if pins and (isinstance(sock, socket.socket) or tls.peer_identity(sock).fingerprint != pins[rank]):
             raise ProtocolError(f"the peer that claims rank {rank} has another key", Code.NOT_AUTHENTIC)
 
 
@@ -76,7 +68,7 @@ def open_links(
     """
     if bootstrap.world_size == 1:
         return {}
-    credentials = Credentials.of(identity) if bootstrap.pins and identity is not None else None
+    credentials = tls.Credentials.of(identity) if bootstrap.pins and identity is not None else None
     epoch = Epoch(number, bootstrap, credentials)
     if bootstrap.rank:
         return {0: _connect(epoch)}
@@ -91,7 +83,7 @@ class _Reception:
         self._epoch = epoch
         self._context = None
         if epoch.credentials is not None:
-            self._context = member_context_server(epoch.credentials, (ALPN_DECODE,))
+            self._context = tls.member_context_server(epoch.credentials, (tls.ALPN_DECODE,))
         self._welcome: queue.SimpleQueue[tuple[int, BlockingLink]] = queue.SimpleQueue()
         self._taking = threading.Lock()
         self._strangers = AdmissionCounter(MAX_STRANGERS, MAX_STRANGERS_PER_SOURCE)
@@ -106,10 +98,8 @@ class _Reception:
             while len(links) < bootstrap.world_size - 1:
                 if time.monotonic() > ends_at:
                     missing = sorted(set(range(1, bootstrap.world_size)) - set(links))
-                    raise LinkError(
-                        f"ranks {missing} did not connect within {bootstrap.deadline_s:g} s",
-                        Code.LINK_TIMEOUT,
-                    )
+                    detail = f"ranks {missing} did not connect within {bootstrap.deadline_s:g} s"
+                    raise LinkError(detail, Code.LINK_TIMEOUT)
                 with contextlib.suppress(TimeoutError, ConnectionError):  # it may be gone again
                     sock, address = listener.accept()
                     self._begin(sock, str(address[0]))
@@ -136,7 +126,7 @@ class _Reception:
     def _let_in(self, sock: socket.socket) -> None:
         secured: Socket = sock
         if self._context is not None:
-            secured = wrap_blocking(sock, self._context, server_side=True, handshake_s=HANDSHAKE_S)
+            secured = tls.wrap_blocking(sock, self._context, server_side=True, handshake_s=HANDSHAKE_S)
         link = BlockingLink(secured, Session(LinkKind.DECODE, Side.UPPER, self._epoch.number), SEND_TIMEOUT_S)
         hello = self._checked(_first(link, HANDSHAKE_S), secured)
         with self._taking:
@@ -158,12 +148,10 @@ class _Reception:
 
 
 def _is_here(address: str) -> bool:
-    """Return True for this machine's own address: ranks of one agent come from there, strangers do not."""
-    return ipaddress.ip_address(address).is_loopback
+    return ipaddress.ip_address(address).is_loopback  # as of ranks of one agent, and not of strangers
 
 
 def _connect(epoch: Epoch) -> BlockingLink:
-    """Connect to the first of rank 0's addresses that accepts."""
     *faster, last = epoch.bootstrap.decode_address.split(",")
     for address in faster:
         with contextlib.suppress(MlxtpError):
@@ -176,8 +164,8 @@ def _connect_to(address: str, deadline_s: float, epoch: Epoch) -> BlockingLink:
     try:
         if epoch.credentials is not None:
             assert isinstance(sock, socket.socket)
-            context = member_context_client(epoch.credentials, ALPN_DECODE)
-            sock = wrap_blocking(sock, context, server_side=False, handshake_s=deadline_s)
+            context = tls.member_context_client(epoch.credentials, tls.ALPN_DECODE)
+            sock = tls.wrap_blocking(sock, context, server_side=False, handshake_s=deadline_s)
         return _greeted(sock, epoch)
     except BaseException:
         sock.close()  # a peer that is not rank 0 need not wait
@@ -198,7 +186,6 @@ def _greeted(sock: Socket, epoch: Epoch) -> BlockingLink:
 
 
 def _first(link: BlockingLink, timeout_s: float) -> object:
-    """Receive the one greeting that opens a link."""
     batch = link.receive(timeout_s)
     if len(batch) != 1:
         raise LinkError(f"{len(batch)} frames where one greeting was expected")

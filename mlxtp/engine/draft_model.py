@@ -1,7 +1,7 @@
-"""Small model that proposes tokens, on rank 0 alone.
+"""Small model that proposes tokens, on rank 0 alone, between steps on the same thread and stream.
 
-It runs between steps on the same thread and stream as everything else, and enters no collective. Its
-proposals are checked like any draft. They can change an answer's speed, never its text.
+It enters no collective. Its proposals are checked like any draft: they change an answer's speed, never its
+text.
 """
 
 from __future__ import annotations
@@ -29,10 +29,7 @@ FEW = 32
 
 
 class DraftModel:
-    """Greedy implementation of `steps.Drafter`: one forward of all rows for each place of a draft.
-
-    A row's wrong drafts are rolled back by its length alone.
-    """
+    """Greedy implementation of `steps.Drafter`: one forward of all rows for each place of a draft."""
 
     def __init__(self, folder: Path, vocabulary: int, progress: Callable[[], None] = lambda: None) -> None:
         """Load the model, calling `progress` as `load` does.
@@ -65,9 +62,8 @@ class DraftModel:
     ) -> tuple[dict[int, tuple[int, ...]], float]:
         """Return the most likely `limit` tokens after those of each row, and the seconds that it took.
 
-        A row that still reads a long prompt has none: each call reads one chunk, so that other requests do
-        not wait for a whole prompt. Rows without room for their caches have none either. Rows that are not
-        named have ended.
+        A row that still reads a long prompt has none: each call reads one chunk, so that other requests need
+        not wait. Rows without room for their caches have none either. Rows that are not named have ended.
         """
         began = time.monotonic()
         fitting = self._fitting(rows, limit)
@@ -89,7 +85,6 @@ class DraftModel:
             self._batch = cast("SlotCaches", self._kinds.empty_batch())
 
     def _held(self) -> int:
-        """Return the bytes of all caches."""
         own = [*self._reading.values(), *[caches for _, caches in self._kept]]
         arrays = [*self._batch.arrays(), *[array for caches in own for array in arrays_of(caches)]]
         return sum(array.nbytes for array in arrays)
@@ -152,8 +147,8 @@ class DraftModel:
     def _drafts(self, rows: Mapping[int, Sequence[int]], limit: int) -> dict[int, tuple[int, ...]]:
         """Return the drafts of all rows of the batch.
 
-        Tokens that are not read yet are padded on the right. Drafts overwrite what padding leaves there.
-        States stay as they are before the drafts, which are fed again when they were right.
+        Tokens that are not read yet are padded on the right; drafts overwrite what padding leaves. States
+        stay as they are before the drafts, which are fed again when they were right.
         """
         batch = self._batch
         longest = max([len(rows[row]) for row in batch.rows]) + limit
@@ -229,7 +224,6 @@ def _kinds(model: Any, name: str) -> CacheKind:
 
 
 def _shared(fed: Sequence[int], tokens: Sequence[int]) -> int:
-    """Return how many tokens both begin with."""
     length = min(len(fed), len(tokens))
     if list(fed[:length]) == list(tokens[:length]):
         return length

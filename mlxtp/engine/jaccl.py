@@ -1,8 +1,8 @@
 """Needs of a JACCL group: a file, an environment, and an all-gather of bytes among the ranks.
 
-The ranks exchange the addresses of their RDMA connections before there are any. MLX would use a TCP
-connection of its own for that. Given a factory, it calls this module instead, which sends those bytes through
-the pipe to the agent, whose links are authenticated.
+The ranks exchange the addresses of their RDMA connections before there are any. Given a factory, MLX calls
+this module for that instead of opening a TCP connection of its own. The bytes go through the pipe to the
+agent, whose links are authenticated.
 """
 
 from __future__ import annotations
@@ -55,35 +55,27 @@ class JacclFabric:
         return variables
 
 
+@dataclass(eq=False)
 class SideChannelExchange:
     """One rank's end of the side channel, for one `init`. Its content is opaque here.
 
-    `send` sends a message to the agent. `receive` waits the given seconds for the agent's next one and raises
-    LinkError (LINK_TIMEOUT) when none comes. `init` holds the GIL except while `receive` waits: only then do
-    other threads of this process read links and reply to Pings.
+    `receive` waits the given seconds for the agent's next message; raises LinkError (LINK_TIMEOUT). `init`
+    holds the GIL except while it waits: only then do other threads read links and reply to Pings.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        send: Callable[[Message], object],
-        receive: Callable[[float], Message],
-        round_s: float,
-    ) -> None:
-        self._rank = rank
-        self._size = world_size
-        self._send = send
-        self._receive = receive
-        self._round_s = round_s
-        self._round = 0
-        self._failure: GroupError | None = None
+    rank: int
+    size: int
+    send: Callable[[Message], object]
+    receive: Callable[[float], Message]
+    round_s: float
+    _round: int = 0
+    _failure: GroupError | None = None
 
     def factory(self, rank: int, size: int) -> Gather:
         """Return `gather` for JACCL. Raises GroupError when JACCL reports another rank or size."""
-        if (rank, size) != (self._rank, self._size):
+        if (rank, size) != (self.rank, self.size):
             raise self._failed(
-                f"JACCL reports rank {rank} of {size}; this is rank {self._rank} of {self._size}"
+                f"JACCL reports rank {rank} of {size}; this is rank {self.rank} of {self.size}"
             )
         return self.gather
 
@@ -94,30 +86,29 @@ class SideChannelExchange:
         if len(src) != n:
             raise self._failed(f"JACCL announced {n} bytes and gave {len(src)}")
         self._round += 1
-        self._send(SideChannel(self._round, bytes(src)))
+        self.send(SideChannel(self._round, bytes(src)))
         answer = self._answer()
         if not isinstance(answer, Gathered):
-            raise self._failed(
-                f"the agent sent {type(answer).__name__} while JACCL was forming", Code.SHUTTING_DOWN
-            )
+            detail = f"the agent sent {type(answer).__name__} while JACCL was forming"
+            raise self._failed(detail, Code.SHUTTING_DOWN)
         if answer.error:
             raise self._failed(answer.error)
-        if answer.round != self._round or len(answer.data) != n * self._size:
+        if answer.round != self._round or len(answer.data) != n * self.size:
             raise self._failed(
                 f"{len(answer.data)} bytes came for round {answer.round}, "
-                f"expected {n * self._size} for round {self._round}"
+                f"expected {n * self.size} for round {self._round}"
             )
         return answer.data
 
     def _answer(self) -> Message:
         try:
-            return self._receive(self._round_s)
+            return self.receive(self.round_s)
         except LinkError as error:
             if error.code is not Code.LINK_TIMEOUT:
                 raise
             raise self._failed(
-                f"rank {self._rank}: round {self._round} of JACCL's side channel got no reply "
-                f"within {self._round_s:g} s"
+                f"rank {self.rank}: round {self._round} of JACCL's side channel got no reply "
+                f"within {self.round_s:g} s"
             ) from None
 
     def _failed(self, detail: str, code: Code = Code.FORM_FAILED) -> GroupError:

@@ -1,7 +1,7 @@
-"""Probe of MLX's kernels on this machine, for `mlxtp qualify`.
+"""Probe of MLX's kernels on this machine, for `mlxtp qualify`: `python -m mlxtp.engine.kernel_probe MODEL`.
 
-`python -m mlxtp.engine.kernel_probe MODEL` prints JSON. With `large` behind it, only the time of a step with
-large command buffers, whose size MLX reads once in a process.
+It prints JSON. With `large` behind it, only the time of a step with large command buffers, whose size MLX
+reads once in a process.
 """
 
 from __future__ import annotations
@@ -63,7 +63,6 @@ class Steps:
         self._batch.join(1, caches)
 
     def next(self) -> list[mx.array]:
-        """Return all that the next step computes."""
         parts, inputs = self._batch.parts((1,)), StepInputs(self._token, None, (1,))
         (logits, *_) = self._model.step(parts, (1,), (self._at,), inputs, winners=False, drafts=0)
         self._at += 1
@@ -78,7 +77,6 @@ class Steps:
 
 
 def mlx_lm_launches(model: Any) -> int:
-    """Return the kernels that one step of mlx-lm launches."""
     caches = make_cache(model)
     mx.eval(model(mx.array([PROMPT]), caches), arrays_of(caches))
     return launches(model(mx.zeros((1, 1), dtype=mx.int32), caches), *arrays_of(caches))

@@ -20,21 +20,17 @@ RECENT = 16  # tokens of an interrupted answer that are searched again for its e
 
 @dataclass(slots=True)
 class _Order:
-    """Shaping of one request.
-
-    `generated`: tokens of its answer before the first that the next forward chooses. `ahead`: tokens that
-    this forward is fed behind that one, as drafts or forced ones.
-    """
+    """Shaping of one request."""
 
     wants: Generate
     shaper: Shaper | None
     guide: Guided | None
-    generated: int = 0
-    ahead: tuple[int, ...] = ()
+    generated: int = 0  # tokens of its answer before the first that the next forward chooses
+    ahead: tuple[int, ...] = ()  # tokens fed behind that one, as drafts or forced ones
 
 
 class Guided:
-    """Implementation of `scheduler.Guide`: a matcher, and the masks for the next step's tokens."""
+    """Implementation of `steps.Guide`: a matcher, and the masks for the next step's tokens."""
 
     def __init__(self, matcher: Matcher, vocabulary: int, left: int, answered: Sequence[int] = ()) -> None:
         """Begin with room for `left` tokens, including the ones already `answered`.
@@ -112,7 +108,6 @@ class RequestShaping(LogitShaping):
         self._eos: tuple[int, ...] = ()
 
     def prepare(self, vocabulary: int, eos: frozenset[int]) -> None:
-        """Prepare for a loaded model."""
         self.clear()
         self._vocabulary, self._eos = vocabulary, tuple(sorted(eos))
 
@@ -122,24 +117,20 @@ class RequestShaping(LogitShaping):
 
     def enter(self, request: Generate, guide: Guided | None) -> None:
         """Add an admitted request. `guide` has already accepted the request's part of its answer."""
-        shaped = request.shaping != PLAIN or guide is not None
-        if not shaped and request.logprobs < 0:
-            return
         shaper = None
-        if shaped:
+        if request.shaping != PLAIN or guide is not None:
             begun = len(request.tokens) - request.answered
             prompt, answer = request.tokens[:begun], request.tokens[begun:]
             eos = () if request.ignore_eos else self._eos
             shaper = Shaper(request.shaping, prompt, self._vocabulary, eos, answer)
-        self._orders[request.uid] = _Order(request, shaper, guide)
+        if shaper is not None or request.logprobs >= 0:
+            self._orders[request.uid] = _Order(request, shaper, guide)
 
     def leave(self, request: int) -> None:
-        """Remove a request that has ended."""
         if (order := self._orders.pop(request, None)) is not None:
             self._sequences = {uid: other for uid, other in self._sequences.items() if other is not order}
 
     def assign(self, uid: int, request: int) -> None:
-        """Assign a sequence to a request."""
         if (order := self._orders.get(request)) is not None:
             self._sequences[uid] = order
 
@@ -184,10 +175,10 @@ class Shaper:
     def __init__(
         self,
         shaping: Shaping,
-        prompt_tokens: Sequence[int],
+        prompt: Sequence[int],
         vocabulary: int,
         eos: Sequence[int],
-        answer_tokens: Sequence[int] = (),
+        answer: Sequence[int] = (),
     ) -> None:
         self._shaping = shaping
         self._ids = mx.arange(vocabulary, dtype=mx.int32)
@@ -203,10 +194,10 @@ class Shaper:
         self._counts: mx.array | None = None
         if shaping.repetition_penalty != 1.0:
             seen = np.zeros(vocabulary, dtype=bool)
-            seen[np.array([*prompt_tokens, *answer_tokens], dtype=np.int64)] = True
+            seen[np.array([*prompt, *answer], dtype=np.int64)] = True
             self._seen = mx.array(seen)
         if shaping.presence_penalty or shaping.frequency_penalty:
-            came = np.bincount(np.array(answer_tokens, dtype=np.int64), minlength=vocabulary)
+            came = np.bincount(np.array(answer, dtype=np.int64), minlength=vocabulary)
             self._counts = mx.array(came.astype(np.float32))
 
     def advance(self, tokens: mx.array, ahead: Sequence[int] = ()) -> None:
@@ -226,18 +217,13 @@ class Shaper:
             self._counts = self._counts + came.sum(axis=0)
 
     def apply(
-        self,
-        row_logits: mx.array,
-        *,
-        generated: int,
-        mask: np.ndarray | None,
-        ahead: Sequence[int] = (),
+        self, row_logits: mx.array, *, generated: int, mask: np.ndarray | None, ahead: Sequence[int] = ()
     ) -> mx.array:
         """Return logits float32 [L, V] of `row_logits` [L, V]. The answer has `generated` tokens before them.
 
-        `mask` has the tokens that the grammar allows, bool [L, V]. `ahead` are the L - 1 tokens that are fed
-        between the columns. Penalties see them, the kept counts do not. End tokens do not wait for
-        `min_tokens` where the grammar allows no others.
+        `mask`: the tokens that the grammar allows, bool [L, V]. `ahead`: the L - 1 tokens fed between the
+        columns, which penalties see and the kept counts do not. End tokens do not wait for `min_tokens` where
+        the grammar allows no others.
         """
         shaping, logits = self._shaping, row_logits.astype(mx.float32)
         columns = logits.shape[0]
@@ -273,8 +259,8 @@ class Shaper:
 
 
 # --- complete answers: JSON closes before its budget ends ------------------------------------------------
-# Only the model itself ends a string or an array without a bound, or text up to a suffix. Near the end of
-# the budget, `AnswerBudget` allows only tokens after which the shortest known ending still fits.
+# Only the model ends a string or an array without a bound, or text up to a suffix. Near the end of its
+# budget, only tokens are allowed after which the shortest known ending still fits.
 
 LEAST_MARGIN, MOST_MARGIN = 32, 512  # tokens; between them, the length of the grammar itself
 ESCAPE = 16  # tokens that an escape in a string adds at most
@@ -283,6 +269,7 @@ MOST_TRIED = 24  # candidates that are tried one by one; where more are allowed,
 MOST_STEPS = 1000  # of all candidates' endings together, because other requests wait for this step
 LONGEST_ENDING = 1024  # tokens
 SAME = 4  # times in a row that an ending may repeat a token
+Ending = tuple[int, ...]  # tokens
 GROWTH = 8  # tokens by which the ending grows at most for each token of the answer, beyond the margin
 
 
@@ -294,7 +281,7 @@ class AnswerBudget:
         # One token lengthens the ending by an object at most, whose names and braces are in the grammar.
         self._margin = min(max(LEAST_MARGIN, matcher.grammar_tokens), MOST_MARGIN)
         self._check_at = left  # tokens left
-        self._planned: tuple[tuple[int, ...], int] = (), 0  # the last ending, and the room at its start
+        self._planned: tuple[Ending, int] = (), 0  # the last ending, and the room at its start
 
     def fitting(self, matcher: Matcher, left: int) -> NDArray[np.uint32]:
         """Return the mask of tokens that may come next, with `left` tokens for them and the rest.
@@ -328,12 +315,9 @@ class AnswerBudget:
         return left <= self._check_at
 
     def unwatched(self, left: int) -> int:
-        """Return the number of tokens after `left` before `fitting` may leave tokens out."""
         return max(left - self._check_at - 1, 0)
 
-    def _continued(
-        self, matcher: Matcher, left: int, found: tuple[int, ...] | None
-    ) -> tuple[int, ...] | None:
+    def _continued(self, matcher: Matcher, left: int, found: Ending | None) -> Ending | None:
         """Return the rest of the last ending if it is shorter than `found`, else `found`; remember it."""
         last, room = self._planned
         rest = last[room - left :] if room > left else ()
@@ -347,15 +331,12 @@ class AnswerBudget:
 def _text(matcher: Matcher, words: NDArray[np.uint32], spare: int) -> NDArray[np.uint32]:
     """Return the mask of tokens that lengthen the shortest ending by less than `spare` tokens."""
     hints = matcher.hints
-    if spare <= 0:
+    in_string = spare > 0 and _in_string(matcher, words)
+    if spare <= 0 or not (in_string or spare > SLACK):
         return np.zeros_like(words)
-    if spare > SLACK:
-        if _in_text(matcher, words):
-            return hints.text
-        return hints.inside if spare > ESCAPE and _in_string(matcher, words) else hints.plain
-    if _in_text(matcher, words):
-        return hints.text & hints.whole
-    return hints.plain & hints.whole if _in_string(matcher, words) else np.zeros_like(words)
+    inside = hints.inside if spare > ESCAPE and in_string else hints.plain
+    mask = hints.text if _in_text(matcher, words) else inside
+    return mask if spare > SLACK else mask & hints.whole
 
 
 def _after(matcher: Matcher, tokens: tuple[int, ...]) -> Matcher | None:
@@ -370,12 +351,11 @@ def _after(matcher: Matcher, tokens: tuple[int, ...]) -> Matcher | None:
 
 
 def _fits(matcher: Matcher, token: int, left: int) -> bool:
-    """Return True if the answer can still be complete after `token`."""
     state = _after(matcher, (token,))
     return state is not None and _ending(state, left) is not None
 
 
-def _ending(matcher: Matcher, most: int) -> tuple[int, ...] | None:
+def _ending(matcher: Matcher, most: int) -> Ending | None:
     """Return tokens that complete the text, as few as a greedy search finds; None if they exceed `most`."""
     state, found = matcher.copy(), list[int]()
     most = min(most, LONGEST_ENDING)
@@ -412,7 +392,6 @@ def _closing(state: Matcher, last: list[int]) -> tuple[int, ...]:
 
 
 def _leads_out(state: Matcher, end: tuple[int, ...]) -> bool:
-    """Return True if `end` ends the text at `state`."""
     if (after := _after(state, end)) is None:
         return False
     with contextlib.suppress(MlxtpError):
@@ -434,7 +413,7 @@ def _has(words: NDArray[np.uint32], token: int) -> bool:
     return token >= 0 and bool(int(words[token >> 5]) >> (token & 31) & 1)
 
 
-def _mask(tokens: list[int] | tuple[int, ...], length: int) -> NDArray[np.uint32]:
+def _mask(tokens: Sequence[int], length: int) -> NDArray[np.uint32]:
     words = np.zeros(length, np.uint32)
     for token in tokens:
         words[token >> 5] |= np.uint32(1 << (token & 31))

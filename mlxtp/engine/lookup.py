@@ -1,7 +1,6 @@
 """Drafts: likely next tokens, found in the sequence so far.
 
-One forward over all tokens of a draft checks it. Right tokens save forwards, wrong ones cost the width of
-one. No draft touches logits, so a wrong one changes no token.
+Right ones save forwards, wrong ones cost the width of one. No draft touches logits, so none changes a token.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ class Lookup:
 
     Drafts come from the place of the longest match with the end, among the `CANDIDATES` latest places that
     match `SHORTEST_MATCH` tokens; the latest of equals. The place is kept while its predictions are right.
-    Memory: one dictionary entry and 8 bytes a token.
     """
 
     def __init__(self, tokens: Sequence[int]) -> None:
@@ -38,7 +36,6 @@ class Lookup:
         self._find()
 
     def append(self, token: int) -> None:
-        """Append `token` to the sequence."""
         tokens = self._tokens
         if len(tokens) >= SHORTEST_MATCH:
             gram = tuple(tokens[-SHORTEST_MATCH:])
@@ -76,7 +73,6 @@ class Lookup:
             place = self._previous[place - SHORTEST_MATCH]
 
     def _match(self, place: int) -> int:
-        """Return how many tokens before `place` match the end; at least the shortest match."""
         tokens, end = self._tokens, len(self._tokens)
         matched = SHORTEST_MATCH
         while (

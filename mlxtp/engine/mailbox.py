@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -72,14 +73,12 @@ class Mailbox:
         while (received := self.take(sender)) is None:
             left_s = None if ends_at is None else max(ends_at - time.monotonic(), 0.0)
             if not self.wait(left_s, (sender,)):
-                raise LinkError(
-                    f"nothing came from {name_of(sender)} within {deadline_s:g} s", Code.LINK_TIMEOUT
-                )
+                detail = f"nothing came from {name_of(sender)} within {deadline_s:g} s"
+                raise LinkError(detail, Code.LINK_TIMEOUT)
         return received
 
 
 def name_of(sender: int) -> str:
-    """Return the sender's name for messages to users."""
     return "the agent" if sender == AGENT else f"rank {sender}"
 
 
@@ -119,7 +118,6 @@ POWER_S = 60.0  #: Seconds between two readings of the power supply.
 
 
 def touch_gpu() -> None:
-    """Have the GPU add a few numbers, and wait for the sum. No other rank takes part."""
     import mlx.core as mx
 
     mx.eval(mx.zeros(8) + 1)
@@ -136,39 +134,28 @@ def runs_on_battery() -> bool:
     return battery is not None and battery.power_plugged is False
 
 
+@dataclass(eq=False)
 class KeepWarm:
-    """Idle waits that keep weights wired, for the MLX thread, which alone gives the GPU work.
+    """Idle waits that keep weights wired, for the MLX thread, which alone gives the GPU work."""
 
-    `loaded` returns True while a model is loaded. `touch` has the GPU run something short.
-    """
-
-    def __init__(
-        self,
-        mail: Mailbox,
-        loaded: Callable[[], bool],
-        *,
-        touch: Callable[[], None] = touch_gpu,
-        on_battery: Callable[[], bool] = runs_on_battery,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._mail = mail
-        self._loaded = loaded
-        self._touch = touch
-        self._on_battery = on_battery
-        self._clock = clock
+    mail: Mailbox
+    loaded: Callable[[], bool]  # True while a model is loaded
+    touch: Callable[[], None] = touch_gpu  # has the GPU run something short
+    on_battery: Callable[[], bool] = runs_on_battery
+    clock: Callable[[], float] = time.monotonic
 
     def wait(self, timeout_s: float | None = None, of: Iterable[int] = ()) -> bool:
         """Wait as `Mailbox.wait` does; meanwhile touch the GPU each second, unless this Mac is on battery."""
-        now = self._clock()
+        now = self.clock()
         ends_at = float("inf") if timeout_s is None else now + timeout_s
         read_at, pause_s = now, EVERY_S
-        while self._loaded() and ends_at - now > pause_s:
-            if self._mail.wait(pause_s, of):
+        while self.loaded() and ends_at - now > pause_s:
+            if self.mail.wait(pause_s, of):
                 return True
-            now = self._clock()
+            now = self.clock()
             if now >= read_at:
-                read_at, pause_s = now + POWER_S, POWER_S if self._on_battery() else EVERY_S
+                read_at, pause_s = now + POWER_S, POWER_S if self.on_battery() else EVERY_S
             if pause_s == EVERY_S:
                 with suppress(RuntimeError):  # the next forward fails for the same reason, if that lasts
-                    self._touch()
-        return self._mail.wait(None if timeout_s is None else max(ends_at - now, 0.0), of)
+                    self.touch()
+        return self.mail.wait(None if timeout_s is None else max(ends_at - now, 0.0), of)

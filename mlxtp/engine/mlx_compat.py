@@ -9,8 +9,8 @@ from types import ModuleType
 from ..errors import Code
 
 # --- import of mlx-lm; only agents handle text and the Hub -----------------------------------------------
-# `import mlx_lm` loads transformers and huggingface-hub, which takes 2.2 of its 2.7 s of processor time
-# (Linux, one core) whenever a rank starts. A recovering group waits for that.
+# Transformers and huggingface-hub take 2.2 of the 2.7 s of processor time of `import mlx_lm` (Linux, one
+# core). A recovering group waits for that.
 
 #: Names that mlx-lm imports from modules that it needs only to tokenize and to download.
 _ABSENT = {
@@ -52,16 +52,14 @@ def _empty(name: str, attributes: tuple[str, ...]) -> ModuleType:
 
 
 class _Absent:
-    """Placeholder for a class or a function."""
-
     def __new__(cls, *_: object, **__: object) -> _Absent:
         raise RuntimeError(f"a rank used {cls.__module__}.{cls.__name__}, which only agents load")
 
 
 # --- MLX's errors by their text: out of memory, and a GPU that took too long -----------------------------
-# On Linux a lack of memory is a MemoryError. On Metal it is a RuntimeError like any other, from MLX's
-# allocator or from a command buffer. A command that the system ended because it took too long is one, too.
-# Metal's words are in the user's language; the name of its error follows in parentheses.
+# On Linux a lack of memory is a MemoryError. On Metal it is a RuntimeError, from MLX's allocator or from a
+# command buffer, as is a command that took too long. Metal's words are in the user's language; the name of
+# its error follows in parentheses.
 
 _NAME = "kIOGPUCommandBufferCallbackError"
 _MEMORY = rf"^\[(?:metal::)?malloc\] |\[METAL\] .*(?:Insufficient Memory|{_NAME}OutOfMemory)"

@@ -1,11 +1,8 @@
-"""MTP head of a model: one more layer behind its own ones, which predicts the token after the next one.
+"""MTP head of a model: one more layer behind its own, which predicts the token after the next one.
 
-The head reads the hidden state of a position and the embedding of the token that follows it. From its own
-output and the token that it proposed, it goes on to the token after that. Its KV cache has an entry for each
-position of the model's caches, so that all of them are cut, kept and copied together. After a cut, the last
-entry may be of another token than the one that now follows. It costs acceptance, and changes no text.
-
-Embedding and output head are the model's own. All ranks have the whole head and compute it alike.
+It reads the hidden state of a position and the embedding of the token that follows, then its own output and
+proposal. Its KV cache is cut, kept and copied with the model's. After a cut, the last entry may be of another
+token, which costs acceptance and changes no text. All ranks compute the whole head alike.
 """
 
 from __future__ import annotations
@@ -123,20 +120,13 @@ class MtpHead(nn.Module):  # type: ignore[misc]  # mlx is untyped here
 
 @dataclass(frozen=True, slots=True)
 class ChosenStep:
-    """Forward of rows behind the choice of tokens.
+    """Forward of rows behind the choice of tokens."""
 
-    hidden     hidden states [rows, width, hidden]
-    following  embeddings of the chosen tokens, of the same shape
-    chosen     these tokens, int32 [rows, width]
-    fed        the tokens that the model was fed, int32 [rows, width]
-    counts     how many of each row's count, int32 [rows]
-    """
-
-    hidden: mx.array
-    following: mx.array
-    chosen: mx.array
-    fed: mx.array
-    counts: mx.array
+    hidden: mx.array  # hidden states [rows, width, hidden]
+    following: mx.array  # embeddings of the chosen tokens, of the same shape
+    chosen: mx.array  # these tokens, int32 [rows, width]
+    fed: mx.array  # the tokens that the model was fed, int32 [rows, width]
+    counts: mx.array  # how many of each row's count, int32 [rows]
 
 
 def follow(
@@ -165,10 +155,10 @@ def accepted(fed: mx.array, chosen: mx.array, counts: mx.array) -> mx.array:
 
 
 def read_head(folder: Path, config: Config, *, numbers: bool = True) -> MtpHead | None:
-    """Read the model's MTP head; returns None for a model without one. Without `numbers`, reads no weights.
+    """Read the model's MTP head; None for a model without one. Without `numbers`, reads no weights.
 
-    A head that is not complete, has other shapes than its model, or holds NaN or infinite numbers is left
-    out, with a line on standard error. Raises one of `MLX_LM_RAISES` if the machine failed.
+    One that is not complete, has other shapes than its model, or holds NaN or infinite numbers is left out,
+    with a line on standard error. Raises one of `MLX_LM_RAISES` if the machine failed.
     """
     try:
         place = mtp_place(config)
@@ -235,7 +225,6 @@ def _read(folder: Path, config: Config, place: str) -> MtpHead:
 def _own_weights(
     weights: Mapping[str, mx.array], folder: Path, names: Names, place: str, model: Any
 ) -> dict[str, mx.array]:
-    """Return the weights of the head among those of a folder, by their names in MtpHead."""
     if (beside := folder / MTP_FILE).is_file():
         weights = {**weights, **cast("dict[str, mx.array]", mx.load(str(beside)))}
     parts = [(name_in_head(name, place), weight) for name, weight in weights.items()]
@@ -245,12 +234,8 @@ def _own_weights(
         if part and not part.startswith(_NOT_USED)
     }
     norms = _factors(own, names) if names.less_one else {}
-    known = {
-        names.embedding_norm: "embedding_norm",
-        names.hidden_norm: "hidden_norm",
-        names.projection: "projection",
-        names.norm: "norm",
-    }
+    own_parts = ("embedding_norm", "hidden_norm", "projection", "norm")
+    known = {getattr(names, part): part for part in own_parts}
     found = {}
     sanitized = model.sanitize({name: own[name] for name in own.keys() - norms.keys()})
     for name, weight in {**sanitized, **norms}.items():

@@ -58,7 +58,7 @@ def test_a_touch_that_fails_is_tried_again() -> None:
         failed.append(post.now)
         raise RuntimeError("[METAL] Command buffer execution failed: Impacting Interactivity")
 
-    post.keeper._touch = fail
+    post.keeper.touch = fail
     assert post.keeper.wait()
     assert failed == [1, 2, 3]
 

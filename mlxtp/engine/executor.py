@@ -8,7 +8,7 @@ import struct
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -54,16 +54,14 @@ from .mtp_head import read_head
 from .pipeline import Border
 from .runner import Runner, clear_pool
 from .sampler import Chooser, Chosen, LogitShaping
-from .steps import Score
+from .steps import CacheFrame, Score
 from .telemetry import PROMPT, PROMPTS, STEP, Phase, RankTelemetry
 
 KV_TYPE_BITS = 16  # bits of a key's or value's number that is not quantized
+SMALL_BYTES, SMALL_ROUNDS = 128, 8  # of a small collective, to time it
 #: Bytes that MLX may keep for reuse on Metal, where its own bound is nearly all memory. An assumption: the
 #: arrays of a chunk of 2,048 tokens are below 0.25 GB each, and few of them are there at one time.
 POOL_BYTES = 4 << 30
-
-
-CacheFrame = SessionStop | Evict | Arrange | Spill | FetchBlocks | Restore
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,62 +81,47 @@ class RunningForward:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Forward whose tokens are known on this rank: as many for each row as it was fed, in row order.
-
-    `scores` holds, for each uid that wanted them, one Score a token. `step_us` and `wait_us` as in Ack.
-    `took_s`: seconds since the forward before it, or since it began. `at_s`: when the tokens were known
-    (monotonic). `drafts`: each row's by the MTP head, empty where it made none.
-    """
+    """Forward whose tokens are known on this rank: as many for each row as it was fed, in row order."""
 
     step: int
     tokens: tuple[int, ...]
-    scores: Mapping[int, Sequence[Score]]
+    scores: Mapping[int, Sequence[Score]]  # one a token, for each uid that wanted them
     forwards: int
     collectives: int
     digest: int
-    step_us: int
+    step_us: int  # as in Ack
     wait_us: int
-    took_s: float
-    at_s: float
-    drafts: tuple[tuple[int, ...], ...] = ()
+    took_s: float  # since the forward before it, or since it began
+    at_s: float  # when the tokens were known (monotonic)
+    drafts: tuple[tuple[int, ...], ...] = ()  # each row's by the MTP head
 
 
+@dataclass(eq=False)
 class RankExecutor:
     """Group, model and runner of this process, for one epoch."""
 
-    def __init__(
-        self,
-        bootstrap: Bootstrap,
-        epoch: int,
-        folder: Path,
-        status: RankTelemetry,
-        counter: CollectiveCounter,
-        *,
-        shaping: LogitShaping,
-        exchange: SideChannelExchange,
-        post: Callable[[object], None],
-    ) -> None:
-        self.bootstrap = bootstrap
-        self.status = status
-        self.loaded: ModelShare | None = None
-        self.eos: frozenset[int] = frozenset()
-        self._epoch = epoch
-        self._folder = folder
-        self._counter = counter
-        self._collectives = 0  # of forwards
-        self._shaping = shaping
-        self._exchange = exchange
-        self.caches: CacheKind | None = None
-        self._group: Group = LoneGroup()
-        self._runner: Runner | None = None
-        self._post = post  # from threads, for `from_disk`
-        self.disk: DiskShare | None = None
+    bootstrap: Bootstrap
+    epoch: int
+    folder: Path
+    status: RankTelemetry
+    counter: CollectiveCounter
+    shaping: LogitShaping
+    exchange: SideChannelExchange
+    post: Callable[[object], None]  # from threads, for `from_disk`
+
+    loaded: ModelShare | None = None
+    eos: frozenset[int] = frozenset()
+    caches: CacheKind | None = None
+    disk: DiskShare | None = None
+    _collectives: int = 0  # of forwards
+    _group: Group = field(default_factory=LoneGroup)
+    _runner: Runner | None = None
 
     def execute(self, command: Message) -> Message:
         """Carry out one command and return its one reply.
 
-        A model that cannot be loaded gives an Error reply and leaves the group usable. Every other failure is
-        raised, because it ends the epoch.
+        A model that cannot be loaded gives an Error reply and leaves the group usable. Other failures are
+        raised, because they end the epoch.
         """
         match command:
             case Init():
@@ -155,43 +138,31 @@ class RankExecutor:
                 raise LocalProtocolError(f"{type(command).__name__} is not a command a rank carries out")
         return Done()
 
-    def launch(
-        self,
-        step: int,
-        frame: Forward,
-        known: Callable[[], object] | None = None,
-    ) -> RunningForward:
-        """Queue the forward that frame number `step` names. Returns before the device has computed it.
-
-        Calls `known`, if given, before tokens are chosen; see `Runner.run`.
-        """
+    def launch(self, step: int, frame: Forward, known: Callable[[], object] | None = None) -> RunningForward:
+        """Queue the forward of frame number `step`, without waiting for it. `known`: see `Runner.run`."""
         launched_at = time.monotonic()
         runner, recorder = self.runner, self.status.recorder
-        room, before = runner.room, self._counter.total
+        border, room, before = runner.border, runner.room, self.counter.total
         phase: Phase = "prefill" if frame.prompts else "decode"
-        if runner.border.stage is not None and self.bootstrap.rank:
-            runner.border.times.began(frame, launched_at, idle=not self.status.in_flight)
+        if border.stage is not None and self.bootstrap.rank:
+            border.times.began(frame, launched_at, idle=not self.status.in_flight)
         self.status.launched(phase, len(frame.tokens), launched_at)
         if phase == "prefill":
-            runner.border.make_way()
+            border.make_way()
         kind = (STEP, PROMPT, PROMPTS)[min(len(frame.prompts), 2)]
         entry = recorder.started(step, kind, len(frame.rows), launched_at)
         chosen = runner.run(frame, known)
-        self._collectives += self._counter.total - before
+        self._collectives += self.counter.total - before
         recorder.queued(entry, runner.forwards, self._collectives)
         if phase == "prefill" or runner.room != room:
             self._count_caches()
-        queued_s = runner.border.queued_s
-        first = phase == "prefill" and bool(chosen.widths)
-        return RunningForward(
-            step, chosen, runner.forwards, self._collectives, launched_at, fed(frame), entry, queued_s, first
-        )
+        first, totals = phase == "prefill" and bool(chosen.widths), (runner.forwards, self._collectives)
+        return RunningForward(step, chosen, *totals, launched_at, fed(frame), entry, border.queued_s, first)
 
     def settle(self, forward: RunningForward) -> Result:
         """Wait for a forward. The GIL is free meanwhile, so that other threads can reply to Pings."""
         waiting_since = time.monotonic()
-        chosen, status = forward.chosen, self.status
-        border = self.runner.border
+        chosen, status, border = forward.chosen, self.status, self.runner.border
         border.flush(forward.forwards)
         table = cast("list[list[int]]", chosen.tokens.tolist())
         proposed = cast("list[list[int]]", [] if chosen.drafts is None else chosen.drafts.tolist())
@@ -214,22 +185,12 @@ class RankExecutor:
         status.took(step_us, wait_us)
         digested = digest(forward.step, chose, fed)
         status.recorder.finished(forward.entry, now, digested, fed)
-        return Result(
-            forward.step,
-            tokens,
-            {uid: _scored(arrays) for uid, arrays in chosen.scores.items()} if chosen.scores else {},
-            forward.forwards,
-            forward.collectives,
-            digested,
-            step_us,
-            wait_us,
-            took_s,
-            now,
-            drafts,
-        )
+        scores = {uid: _scored(arrays) for uid, arrays in chosen.scores.items()}
+        totals = forward.forwards, forward.collectives
+        return Result(forward.step, tokens, scores, *totals, digested, step_us, wait_us, took_s, now, drafts)
 
     def apply(self, frame: CacheFrame) -> None:
-        """Carry out a frame that changes sequences or KV caches and runs no forward.
+        """Carry out a frame that runs no forward.
 
         Raises GroupError (DESYNC) for an end of a sequence that was in other forwards than the frame says,
         and for a layout of other rows than this rank has.
@@ -283,13 +244,13 @@ class RankExecutor:
         self.status.enter("forming")
         fabric = None
         if b.backend == "jaccl":
-            fabric = JacclFabric.of(b.rdma, b.world_size, ring=b.jaccl_ring, factory=self._exchange.factory)
+            fabric = JacclFabric.of(b.rdma, b.world_size, ring=b.jaccl_ring, factory=self.exchange.factory)
         self._group = form(
             b.backend,
             b.rank,
             b.world_size,
             b.hosts,
-            folder=self._folder,
+            folder=self.folder,
             deadline_s=b.deadline_s,
             fabric=fabric,
         )
@@ -297,13 +258,14 @@ class RankExecutor:
 
     def _prove(self) -> SanityDone:
         self.status.enter("proving")
-        expected = epoch_digest(self.bootstrap.epoch_key, self._epoch)
+        expected = epoch_digest(self.bootstrap.epoch_key, self.epoch)
         try:
             proof = self._group.prove(expected)
         except RuntimeError as error:
             raise GroupError(f"a collective failed: {error}", code_of(error, Code.PROOF_FAILED)) from error
         check_proof(proof, self.bootstrap.world_size, expected)
-        self.status.stats.collective_us = self._group.latency_us()
+        small_s = self._group.timed("sum", SMALL_BYTES, SMALL_ROUNDS, self.status.advance)
+        self.status.stats.collective_us = int(small_s * 1e6)
         self.status.enter("idle")
         return SanityDone(proof.total, proof.ranks, proof.digests[self._group.rank])
 
@@ -340,13 +302,13 @@ class RankExecutor:
         if refused is not None:  # now no frame of the exception holds the weights that were read
             self._unload()
             return refused
-        assert self.loaded is not None
-        assert self.caches is not None
-        loaded = self.loaded
+        loaded, caches = self.loaded, self.caches
+        assert loaded is not None
+        assert caches is not None
         self.eos = loaded.eos | frozenset(command.eos)
-        self._runner = self._new_runner(self._counter)
-        store = open_store(self.bootstrap, Path(path), command, self.caches, self._post)
-        self.disk = DiskShare(self._runner, self.caches, store, self._post)
+        self._runner = self._new_runner(self.counter)
+        store = open_store(self.bootstrap, Path(path), command, caches, self.post)
+        self.disk = DiskShare(self._runner, caches, store, self.post)
         self._count_caches()
         self.status.model, self.status.drafts.mtp = loaded.name, loaded.mtp_head is not None
         stats = self.status.stats
@@ -355,7 +317,7 @@ class RankExecutor:
         token_bytes = loaded.kv_token_bytes
         if command.kv_bits:
             # Each group has a scale and a bias of the numbers' own type.
-            bits = command.kv_bits + 2 * KV_TYPE_BITS / self.caches.group_size
+            bits = command.kv_bits + 2 * KV_TYPE_BITS / caches.group_size
             token_bytes = int(token_bytes * bits / KV_TYPE_BITS)
         return Loaded(
             context,
@@ -366,7 +328,7 @@ class RankExecutor:
             token_bytes or min(loaded.kv_row_bytes, 1),
             kv_room_bytes(ranks_here(self.bootstrap)),
             loaded.kv_row_bytes,
-            self.caches.can.copyable and not self.caches.can.truncatable,
+            caches.can.copyable and not caches.can.truncatable,
             loaded.stage.layers if loaded.stage else (),
             loaded.mtp_head is not None,
         )
@@ -375,12 +337,11 @@ class RankExecutor:
         assert self.loaded is not None
         assert self.caches is not None
         stage = self.loaded.stage
-        chooser = Chooser(LoneGroup() if stage else self._group, self._shaping, tuple(sorted(self.eos)))
+        chooser = Chooser(LoneGroup() if stage else self._group, self.shaping, tuple(sorted(self.eos)))
         border, compiled = Border(stage, self._group), "MLX_DISABLE_COMPILE" not in os.environ
         return Runner(self.loaded, self.caches, counter, chooser, compiled=compiled, border=border)
 
     def _first_forwards(self, chunk: int) -> None:
-        """Run the first forwards in a temporary runner."""
         runner = self._new_runner(CollectiveCounter())
         runner.first_forwards(chunk)
         del runner
@@ -390,10 +351,7 @@ class RankExecutor:
     def _unload(self) -> None:
         if self.disk is not None:
             self.disk.close()
-        self.disk = None
-        self.loaded = None
-        self.caches = None
-        self._runner = None
+        self.disk = self.loaded = self.caches = self._runner = None
         gc.collect()  # graphs that were traced hold the runner that holds them
         self.status.unloaded()
         clear_pool()
@@ -426,8 +384,8 @@ def check_share(share: ModelShare, counted: CountedShare) -> None:
 def digest(step: int, tokens: tuple[int, ...], fed: int = 0) -> int:
     """Return the CRC-32 of a step's number and chosen tokens, which ranks compare before a token leaves.
 
-    `fed` is the digest of the step's input. Without it, ranks that exchange results would all agree on a
-    wrong token if one of them had another input.
+    `fed` is the digest of the step's input: ranks that exchange results would all agree on a wrong token if
+    one of them had another input.
     """
     return zlib.crc32(struct.pack(f"<Q{len(tokens)}i", step, *tokens), fed)
 
@@ -455,7 +413,7 @@ def gpu_bytes() -> int:
 
 
 def ranks_here(bootstrap: Bootstrap) -> int:
-    """Return the ranks of a group that share this rank's machine: those at its address, itself included."""
+    """Return the ranks of a group at this rank's address, itself included."""
     addresses = [host.rpartition(":")[0] for host in bootstrap.hosts]
     mine = addresses[bootstrap.rank] if addresses else ""
     return addresses.count(mine) if mine else 1  # JACCL has no addresses, and one rank on each Mac
@@ -465,7 +423,7 @@ def kv_room_bytes(ranks: int) -> int:
     """Return bytes for this rank's KV caches: three quarters of the memory that is free now.
 
     `ranks` share what the machine has free. On Metal it is at most the system's recommendation for the GPU,
-    less what this rank has: other ranks and programs count in the former alone.
+    less what this rank has.
     """
     room = free_bytes() // ranks
     if mx.metal.is_available():

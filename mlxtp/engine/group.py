@@ -1,8 +1,7 @@
 """Distributed group of one epoch: forming it, proving it, agreeing on tokens.
 
 The only file besides the models that names `mx.distributed`. Collectives that ranks enter in different order
-do not fail; they return wrong numbers. So no collective here is in a branch that ranks could take
-differently. Each one is counted, and the counts travel in Acks and must be equal.
+return wrong numbers. So none here is in a branch that ranks could take differently, and each is counted.
 """
 
 from __future__ import annotations
@@ -16,8 +15,9 @@ import stat
 import struct
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal, cast
@@ -30,11 +30,8 @@ from .jaccl import Factory, JacclFabric
 
 #: Elements of the smallest collective. Shorter ones stall: a single int32 took 8 ms where 64 took 0.7 ms.
 PAD = 64
-
 #: Microseconds that a thread of MLX's ring waits for data before it sends what is queued meanwhile.
 RING_WAIT_US = 1000
-
-LATENCY_ROUNDS = 8
 CHAINS = 3  # timings of a chain of collectives
 Timed = Literal["sum", "gather", "chain"]
 
@@ -45,8 +42,7 @@ _COLLECTIVES = ("all_sum", "all_gather", "all_max", "all_min", "sum_scatter", *_
 class CollectiveCounter:
     """Count of collectives as the graph is built, those inside mlx-lm's layers included.
 
-    The layers resolve `mx.distributed.all_sum` at each call, so counting wrappers see every one. Install
-    once per process.
+    The layers resolve `mx.distributed.all_sum` at each call. Install once per process.
     """
 
     paused = False
@@ -100,8 +96,7 @@ def alone(ranks: int, *, compiled: bool) -> Iterator[None]:
     """Run forwards without the other `ranks` - 1: collectives return this rank's own input.
 
     Results have the right shape and meaningless numbers. `compiled` must be False for a model with
-    collectives in compiled functions, because a function that is traced now would leave the other ranks out
-    forever.
+    collectives in compiled functions: one that is traced now would leave the other ranks out forever.
     """
     if not compiled:
         mx.disable_compile()
@@ -131,8 +126,6 @@ class Proof:
 
 
 class LoneGroup:
-    """Group of one. It needs no collective and returns its own values."""
-
     rank = 0
     size = 1
     handle = None
@@ -142,9 +135,6 @@ class LoneGroup:
 
     def agree(self, tokens: mx.array) -> mx.array:
         return tokens
-
-    def latency_us(self) -> int:
-        return 0
 
     def timed(self, kind: Timed, size: int, rounds: int, progress: Callable[[], None]) -> float:
         return 0.0
@@ -183,41 +173,31 @@ class RingGroup:
         table = cast("list[list[int]]", rows.tolist())
         return Proof(cast(int, total[0].item()), tuple(r[0] for r in table), tuple(r[1] for r in table))
 
-    def latency_us(self) -> int:
-        """Return the time of one small collective, in microseconds: the mean of a few in sequence."""
-        mx.eval(self.total(mx.ones((PAD,))))  # waits for late ranks
-        began = time.perf_counter()
-        for _ in range(LATENCY_ROUNDS):
-            mx.eval(self.total(mx.ones((PAD,))))
-        return int((time.perf_counter() - began) / LATENCY_ROUNDS * 1e6)
-
     def timed(self, kind: Timed, size: int, rounds: int, progress: Callable[[], None]) -> float:
         """Return the seconds of one collective over `size` bytes of each rank: the median of `rounds`.
 
-        In a "chain" each of `rounds` sums takes the result of the one before, after a step of arithmetic. All
-        of them are one graph, so that on a GPU each includes a fence, as in a forward. Calls `progress` after
-        each evaluation. All ranks must run the same.
+        In a "chain" each of `rounds` sums depends on the one before. They are one graph, so that on a GPU
+        each includes a fence, as in a forward. Calls `progress` after each evaluation. All ranks must run the
+        same.
         """
         array = mx.ones((max(size // _NUMBER.size, 1),), dtype=_NUMBER)
         mx.eval(array, self.total(array))  # waits for late ranks
-        if kind == "chain":
-            times = [_clocked(self._chain(array, rounds), progress) for _ in range(CHAINS)]
-            return median(times) / rounds
-        collective = self.total if kind == "sum" else self.gather
-        return median([_clocked(collective(array), progress) for _ in range(rounds)])
-
-    def _chain(self, array: mx.array, links: int) -> mx.array:
-        """Build `links` sums, each of which depends on the one before. The values stay the same."""
-        for _ in range(links):
-            array = self.total(array) * (1 / self.size)
-        return array
+        if kind != "chain":
+            collective = self.total if kind == "sum" else self.gather
+            return median([_clocked(collective(array), progress) for _ in range(rounds)])
+        times = []
+        for _ in range(CHAINS):
+            chain = array
+            for _ in range(rounds):
+                chain = self.total(chain) * (1 / self.size)  # the values stay the same
+            times.append(_clocked(chain, progress))
+        return median(times) / rounds
 
     def agree(self, tokens: mx.array) -> mx.array:
         """Return rank 0's `tokens` (int32, [rows]) on every rank, by one small in-graph sum.
 
-        Every rank multiplies its own choice by 1 (rank 0) or 0 (others). So all ranks build the same graph,
-        and the sum depends on the logits everywhere. A rank that ignored them would skip the last layer's
-        collectives.
+        Every rank multiplies its own choice by 1 (rank 0) or 0: a rank that ignored its logits would skip the
+        last layer's collectives.
         """
         rows = tokens.shape[0]
         mine = tokens * self._mine
@@ -238,20 +218,14 @@ class RingGroup:
         """
         whole = mx.pad(row, (0, -row.size % unit)) if self._uniform else row
         pieces = mx.split(whole, whole.size // unit) if self._uniform else [row]
-        return [self._send(piece, rank) for piece in pieces]
+        send = partial(mx.distributed.send, group=self.handle, stream=self.messages)
+        return [send(piece, rank) for piece in pieces]
 
     def receive_row(self, size: int, dtype: mx.Dtype, rank: int, unit: int) -> list[mx.array]:
         """Return the pieces of a message from the rank beside this one, as `send_row` does."""
         lengths = [unit] * -(-size // unit) if self._uniform else [size]
-        return [self._receive(length, dtype, rank) for length in lengths]
-
-    def _send(self, row: mx.array, rank: int) -> mx.array:
-        sent: mx.array = mx.distributed.send(row, rank, group=self.handle, stream=self.messages)
-        return sent
-
-    def _receive(self, size: int, dtype: mx.Dtype, rank: int) -> mx.array:
-        row: mx.array = mx.distributed.recv((size,), dtype, rank, group=self.handle, stream=self.messages)
-        return row
+        receive = partial(mx.distributed.recv, group=self.handle, stream=self.messages)
+        return [receive((length,), dtype, rank) for length in lengths]
 
     def gather(self, array: mx.array) -> mx.array:
         """Return every rank's `array`, in rank order: [size, *shape]."""
@@ -263,7 +237,6 @@ _NUMBER = mx.bfloat16  # type of the numbers that ranks exchange in most models'
 
 
 def _clocked(array: mx.array, progress: Callable[[], None]) -> float:
-    """Compute `array`; returns the seconds that it took."""
     began = time.perf_counter()
     mx.eval(array)
     seconds = time.perf_counter() - began
@@ -272,7 +245,6 @@ def _clocked(array: mx.array, progress: Callable[[], None]) -> float:
 
 
 def _padded(array: mx.array) -> mx.array:
-    """Return the array's elements in one row, padded to at least PAD."""
     row = array.reshape(-1)
     return row if row.size >= PAD else mx.pad(row, (0, PAD - row.size))
 
@@ -286,7 +258,6 @@ def is_available(backend: str) -> bool:
 
 
 def init(backend: str, factory: Factory | None) -> Any:
-    """Form MLX's group of all ranks. `factory` is for JACCL, and None elsewhere."""
     return mx.distributed.init(strict=True, backend=backend, all_gather_factory=factory)
 
 
@@ -323,10 +294,10 @@ def form(
     """Form the group; blocks until every rank is here.
 
     The ring needs `hosts`, "ip:port" in rank order, JACCL a `fabric`. MLX reads them from a temporary file in
-    `folder`. It holds the GIL throughout (but see `SideChannelExchange`) and its accept never times out. So
-    the deadline is an alarm whose default action ends the process without Python.
+    `folder`. It holds the GIL (but see `SideChannelExchange`), and its accept never times out, so the
+    deadline is an alarm whose default action ends the process without Python.
 
-    Raises ConfigError without such a backend, and the errors of the fabric's all-gather. Raises GroupError
+    Raises ConfigError without such a backend, the errors of the fabric's all-gather, and GroupError
     (FORM_FAILED) when the file cannot be written, or MLX reports a failure or forms another group.
     """
     if backend == "none":
@@ -335,15 +306,16 @@ def form(
         return LoneGroup()
     assert (fabric is not None) == (backend == "jaccl")
     if not available(backend):
-        raise ConfigError(
-            f"rank {rank}: MLX has no {backend} backend on this machine{_LACKING.get(backend, '')}"
-        )
+        needs = "; it needs macOS 26.2 or newer and its librdma" if backend == "jaccl" else ""
+        raise ConfigError(f"rank {rank}: MLX has no {backend} backend on this machine{needs}")
     text = json.dumps([[host] for host in hosts]) if fabric is None else device_file(fabric.matrix)
     with _file(text, folder) as path, _deadman(deadline_s):
-        if fabric is None:
-            _set({"MLX_RANK": str(rank), "MLX_HOSTFILE": path})
-        else:
-            _set(fabric.environment(os.environ, rank, path))
+        hosted = {"MLX_RANK": str(rank), "MLX_HOSTFILE": path}
+        for name, value in (fabric.environment(os.environ, rank, path) if fabric else hosted).items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
         before = _sockets()
         try:
             handle = init(backend, None if fabric is None else fabric.factory)
@@ -351,17 +323,14 @@ def form(
         except (RuntimeError, ValueError, IndexError) as error:  # C++ exceptions arrive as one of these
             raise GroupError(f"rank {rank}: {backend} did not form: {error}", Code.FORM_FAILED) from error
     if (group.rank, group.size) != (rank, world_size):
-        raise GroupError(
-            f"requested rank {rank} of {world_size}, formed rank {group.rank} of {group.size}",
-            Code.FORM_FAILED,
-        )
+        detail = f"requested rank {rank} of {world_size}, formed rank {group.rank} of {group.size}"
+        raise GroupError(detail, Code.FORM_FAILED)
     if backend == "ring" and not mx.metal.is_available():
         _sleep_while_waiting(_sockets() - before)
     return group
 
 
 def _sockets() -> set[int]:
-    """Return the descriptors of this process that are sockets."""
     found = set()
     for each in Path("/dev/fd").iterdir():
         with contextlib.suppress(OSError):  # the descriptor of the folder itself is closed by now
@@ -373,8 +342,8 @@ def _sockets() -> set[int]:
 def _sleep_while_waiting(ring: set[int]) -> None:
     """Make the sockets of MLX's ring block, each time for RING_WAIT_US at most.
 
-    MLX makes them non-blocking, and its threads spin while they wait for other ranks. Where the CPU computes,
-    that takes a core from a rank that has work. On a Mac with a GPU it does not, and is faster.
+    MLX's threads spin while they wait for other ranks. Where the CPU computes, that takes a core from a rank
+    that has work. On a Mac with a GPU it does not, and is faster.
     """
     wait = struct.pack("@ll", 0, RING_WAIT_US)
     for descriptor in ring:
@@ -384,22 +353,14 @@ def _sleep_while_waiting(ring: set[int]) -> None:
         os.set_blocking(descriptor, True)
 
 
-_LACKING = {"jaccl": "; it needs macOS 26.2 or newer and its librdma"}
-
-
 def check_proof(proof: Proof, world_size: int, digest: int) -> None:
-    """Check that all ranks are here once, in order, and know the epoch's key.
-
-    Raises GroupError (PROOF_FAILED).
-    """
-    expected = Proof(world_size, tuple(range(world_size)), (digest,) * world_size)
-    for what in ("total", "ranks", "digests"):
-        seen, wanted = getattr(proof, what), getattr(expected, what)
+    """Check that all ranks are here, in order, and know the epoch's key. Raises GroupError (PROOF_FAILED)."""
+    everyone = tuple(range(world_size))
+    for what, seen, wanted in (("total", proof.total, world_size), ("ranks", proof.ranks, everyone)):
         if seen != wanted:
-            if what == "digests":
-                strangers = [rank for rank, value in enumerate(seen) if value != digest]
-                raise GroupError(f"ranks {strangers} do not know this epoch's key", Code.PROOF_FAILED)
             raise GroupError(f"the group's {what}: expected {wanted}, computed {seen}", Code.PROOF_FAILED)
+    if strangers := [rank for rank, value in enumerate(proof.digests) if value != digest]:
+        raise GroupError(f"ranks {strangers} do not know this epoch's key", Code.PROOF_FAILED)
 
 
 @contextlib.contextmanager
@@ -414,14 +375,6 @@ def _file(text: str, folder: Path) -> Iterator[str]:
         yield name
     finally:
         Path(name).unlink(missing_ok=True)
-
-
-def _set(variables: Mapping[str, str | None]) -> None:
-    for name, value in variables.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
 
 
 @contextlib.contextmanager

@@ -89,10 +89,7 @@ def read_in_background(
     fail: Failure,
     over: Callable[[], None] = lambda: None,
 ) -> threading.Thread:
-    """Start the thread that reads `link` until it ends in order; `fail` gets any error.
-
-    Calls `over` after the last message, even when the link failed.
-    """
+    """Start the thread that reads `link` until its end, then calls `over`; `fail` gets any error."""
 
     def read() -> None:
         try:

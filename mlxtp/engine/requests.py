@@ -45,11 +45,7 @@ from .mailbox import COMPILER, Mailbox
 from .mtp_head import PROPOSES
 from .scheduler import Scheduler
 from .sequence import SequenceState
-from .steps import (
-    Policy,
-    SampledToken,
-    StepResult,
-)
+from .steps import Policy, SampledToken, StepResult
 from .telemetry import RankTelemetry
 
 # --- output of the group: tokens, scores, ends and errors, from rank 0 to its agent ----------------------
@@ -81,13 +77,8 @@ class Emitter:
             self._emit_scored(scored)
             tokens = [token for token in tokens if token.score is None]
         if tokens:
-            self._pipe.send(
-                Delta(
-                    tuple(t.uid for t in tokens),
-                    tuple(t.index for t in tokens),
-                    tuple(t.token for t in tokens),
-                )
-            )
+            columns = zip(*[(t.uid, t.index, t.token) for t in tokens], strict=True)
+            self._pipe.send(Delta(*columns))
         for outcome in outcomes:
             if isinstance(outcome, Finished | Error) and self._open.pop(outcome.uid, None) is not None:
                 self._pipe.send(outcome)
@@ -109,7 +100,6 @@ class Emitter:
             )
 
     def accept(self, uid: int) -> None:
-        """Report that the request passed every check."""
         self._pipe.send(Accepted(uid))
 
     def prefilled(self, uid: int, computed: int, cached: int) -> None:
@@ -184,10 +174,9 @@ class Requests:
         rank, bootstrap = self._rank, self._rank.bootstrap
         assert rank.loaded is not None
         assert rank.caches is not None
-        kinds = rank.caches
+        can, model, size = rank.caches.can, rank.loaded.model, rank.loaded.vocabulary.size
         self._context = reply.context
-        gpu = mx.metal.is_available()
-        stages = max(len(command.split), 1)
+        gpu, stages = mx.metal.is_available(), max(len(command.split), 1)
         most = bounded(command.prefill_chunk, large_buffers=bootstrap.large_buffers)
         chunk, beside, chunk_s = steps.chunk_sizes(most, gpu=gpu, stages=stages)
         self._policy = Policy(
@@ -195,17 +184,14 @@ class Requests:
             prefill_chunk=chunk,
             chunk_beside=beside,
             chunk_s=chunk_s,
-            together=(TOGETHER_ON_GPU if gpu else TOGETHER_ON_CPU) if kinds.can.truncatable else 0,
-            max_rows=MAX_ROWS if kinds.can.batched else 1,
+            together=(TOGETHER_ON_GPU if gpu else TOGETHER_ON_CPU) if can.truncatable else 0,
+            max_rows=MAX_ROWS if can.batched else 1,
             kv_tokens=_room(reply),
             row_tokens=-(-reply.kv_row_bytes // max(reply.kv_token_bytes, 1)),
             forward_tokens=kv_cache.another_forward(
-                *read_each_forward(rank.loaded.model),
-                reply.kv_token_bytes,
-                gpu=gpu,
-                skips=gpu and not command.kv_bits,
+                *read_each_forward(model), reply.kv_token_bytes, gpu=gpu, skips=gpu and not command.kv_bits
             ),
-            rolls_back=kinds.can.rolls_back,
+            rolls_back=can.rolls_back,
             drafts=bootstrap.speculation,  # type: ignore[arg-type]
             draft_room=DRAFTS_ON_GPU if gpu else DRAFTS_ON_CPU,
             late=gpu and stages == 1,
@@ -215,20 +201,19 @@ class Requests:
             stages=stages,
             run_ahead=bootstrap.run_ahead,
             mtp=PROPOSES if reply.mtp else 0,
-            unfused=unfused_drafts(*attention_heads(rank.loaded.model)) if gpu else range(0),
-            scores=_scores(reply, score_bytes(rank.loaded.model, command.kv_bits)) if gpu else UNLIMITED,
+            unfused=unfused_drafts(*attention_heads(model)) if gpu else range(0),
+            scores=_scores(reply, score_bytes(model, command.kv_bits)) if gpu else UNLIMITED,
         )
         self._start_over()
-        size = rank.loaded.vocabulary.size
         self._shaping.prepare(size, rank.eos)
         self._grammars = Grammars(Path(command.path), size, rank.eos)
         self._grammars.read()
         return kv_cache.fitting(self._policy.kv_tokens - self._policy.row_tokens)
 
     def resize(self, reply: Loaded, *, clear: bool) -> int:
-        """Change the room for KV caches to that of `reply`. No forward may be in flight.
+        """Change the room for KV caches to that of `reply`; with `clear`, evict all that are kept.
 
-        With `clear`, evict all that are kept. Returns the same as `open`.
+        No forward may be in flight. Returns the same as `open`.
         """
         assert self._policy is not None
         assert self.scheduler is not None
@@ -237,7 +222,6 @@ class Requests:
         return kv_cache.fitting(self._policy.kv_tokens - self._policy.row_tokens)
 
     def close(self) -> None:
-        """Release the model."""
         if self.scheduler is not None:
             self._last_uid = self.scheduler.last_uid
         self.scheduler = self._policy = None
@@ -258,26 +242,24 @@ class Requests:
             self._start_over()
 
     def _start_over(self) -> None:
-        """Make a scheduler without sequences."""
         kinds = self._rank.caches
         assert self._policy is not None
         assert kinds is not None
         if self.scheduler is not None:
             self._last_uid = self.scheduler.last_uid
-        share = self._policy.kv_tokens // kv_cache.KEPT_SHARE
+        truncatable = kinds.can.truncatable
         prefixes: PrefixCache | None = None
         if kinds.can.copyable:
             prefixes = PrefixCache(
-                share,
+                self._policy.kv_tokens // kv_cache.KEPT_SHARE,
                 MAX_PREFIXES,
-                SHORTEST_HIT if kinds.can.truncatable else SHORTEST_CHECKPOINT,
-                truncatable=kinds.can.truncatable,
+                SHORTEST_HIT if truncatable else SHORTEST_CHECKPOINT,
+                truncatable=truncatable,
                 overlapping=kinds.overlapping,
                 row_tokens=self._policy.row_tokens,
             )
         store = None if self._rank.disk is None else self._rank.disk.store
-        ranks = range(self._rank.bootstrap.world_size)
-        disk = DiskIndex(store, truncatable=kinds.can.truncatable, ranks=ranks)
+        disk = DiskIndex(store, truncatable=truncatable, ranks=range(self._rank.bootstrap.world_size))
         self.scheduler = Scheduler(self._policy, prefixes, self._last_uid, disk)
         self.scheduler.speculation.use = self._rank.status.drafts
 
@@ -285,25 +267,24 @@ class Requests:
 
     def admit(self, request: Generate) -> None:
         """Check a request and start it. Its grammar is compiled first, while other requests continue."""
-        loaded = self._rank.loaded
+        loaded, shaping = self._rank.loaded, request.shaping
         assert loaded is not None, "the pipe's protocol admits requests to a loaded model only"
         self._emitter.admit(request.uid)
-        size, context = loaded.vocabulary.size, self._context
-        largest = max(*request.tokens, *request.shaping.bias_tokens, 0)
-        shaping = request.shaping
+        size, new = loaded.vocabulary.size, request.max_tokens
+        prompt = len(request.tokens) - request.answered
+        detail, code = "", Code.BAD_REQUEST
         if len(shaping.bias_tokens) != len(shaping.bias_values):
             detail = f"{len(shaping.bias_tokens)} biased tokens have {len(shaping.bias_values)} values"
-            self._emitter.send_error(request.uid, Code.BAD_REQUEST, detail)
-        elif largest >= size:
+        elif (largest := max(*request.tokens, *shaping.bias_tokens, 0)) >= size:
             detail = f"token {largest} is not in the model's vocabulary of {size}"
-            self._emitter.send_error(request.uid, Code.BAD_REQUEST, detail)
-        elif (prompt := len(request.tokens) - request.answered) + request.max_tokens > context:
+        elif prompt + new > self._context:
+            code = Code.CONTEXT_OVERFLOW
             detail = (
-                f"{prompt} prompt tokens and {request.max_tokens} new ones exceed "
-                f"the model's context of {context}"
+                f"{prompt} prompt tokens and {new} new ones exceed the model's context of {self._context}"
             )
-            self._emitter.send_error(request.uid, Code.CONTEXT_OVERFLOW, detail)
-        elif request.shaping.grammar_kind:
+        if detail:
+            self._emitter.send_error(request.uid, code, detail)
+        elif shaping.grammar_kind:
             self._compile(request)
         else:
             self._start(request, None)
@@ -316,13 +297,12 @@ class Requests:
             return
         if (kind, text) != self._compiles and (kind, text) not in self._lined_up:
             own = [turn for turn, client in self._lined_up.values() if client == request.client]
-            why = ""
-            if len(own) >= MAX_OWN_COMPILING:
-                why = f"{MAX_OWN_COMPILING} grammars of this client"
-            elif len(self._lined_up) >= MAX_COMPILING:
-                why = f"{MAX_COMPILING} grammars"
-            if why and not request.answered:
-                detail = f"{why} wait to be compiled, which is the limit"
+            crowd = len(own) >= MAX_OWN_COMPILING
+            if (crowd or len(self._lined_up) >= MAX_COMPILING) and not request.answered:
+                which = (
+                    f"{MAX_OWN_COMPILING} grammars of this client" if crowd else f"{MAX_COMPILING} grammars"
+                )
+                detail = f"{which} wait to be compiled, which is the limit"
                 self._emitter.send_error(request.uid, Code.OVERLOADED, detail)
                 return
             self._lined_up[kind, text] = self._turns.following(request.client, own), request.client
@@ -330,7 +310,6 @@ class Requests:
         self._compile_next()
 
     def _compile_next(self) -> None:
-        """Begin with the next grammar, unless one is being compiled. FairQueue orders clients."""
         if self._compiles is not None or not self._lined_up:
             return
         kind, text = self._compiles = min(self._lined_up, key=lambda each: self._lined_up[each][0])
@@ -341,7 +320,6 @@ class Requests:
         grammars.submit(kind, text, lambda outcome: mail.post(COMPILER, (grammars, kind, text, outcome)))
 
     def compiled(self, grammars: Grammars, kind: str, text: str, outcome: Grammar | RequestError) -> None:
-        """Start all requests that wait for this grammar."""
         if grammars is not self._grammars:
             return  # it belongs to the tokens of an unloaded model
         self._compiles = None
@@ -362,20 +340,17 @@ class Requests:
         loaded = self._rank.loaded
         assert loaded is not None
         guide: Guided | None = None
-        if grammar is not None:
-            begun = request.tokens[len(request.tokens) - request.answered :]
-            try:
-                guide = Guided(grammar.matcher(), loaded.vocabulary.size, request.max_tokens, begun)
-            except MlxtpError as error:
-                self._emitter.send_error(request.uid, error.code, error.detail)
-                return
-            if guide.finished:  # the answer is complete except for its end
-                self.emit((Finished(request.uid, "length" if guide.cut else "stop", request.answered, 0),))
-                return
         try:
-            self.scheduler.add(request, guide)
+            if grammar is not None:
+                begun = request.tokens[len(request.tokens) - request.answered :]
+                guide = Guided(grammar.matcher(), loaded.vocabulary.size, request.max_tokens, begun)
+            if guide is None or not guide.finished:
+                self.scheduler.add(request, guide)
         except MlxtpError as error:
             self._emitter.send_error(request.uid, error.code, error.detail)
+            return
+        if guide is not None and guide.finished:  # the answer is complete except for its end
+            self.emit((Finished(request.uid, "length" if guide.cut else "stop", request.answered, 0),))
             return
         self._shaping.enter(request, guide)
         if not request.answered:  # an answer that has begun is not ended for lack of room

@@ -1,8 +1,7 @@
 """Forwards, on every rank alike: prefill chunks and decode steps over the running batch.
 
-The runner decides nothing. Frames name every forward, every sequence that joins and every one that leaves.
-The same frames give the same graph on every rank. Results are lazy arrays already being computed, and only
-reading them waits.
+The runner decides nothing: frames name every forward, every sequence that joins and every one that leaves.
+The same frames give the same graph on every rank. Results are lazy arrays; only reading them waits.
 """
 
 from __future__ import annotations
@@ -48,58 +47,42 @@ class InputBatch:
     """Token that each row's last forward chose and its next one feeds, still being computed."""
 
     def __init__(self) -> None:
-        self.tokens: mx.array | None = None  # int32 [rows]
-        #: Their embeddings [rows, hidden], where the choice returned them.
-        self._embeddings: mx.array | None = None
+        #: Tokens int32 [rows], and their embeddings [rows, hidden] where the choice returned them.
+        self._last: list[mx.array] = []
 
     def feed(self, frame: Forward, width: int, _forward: int) -> tuple[mx.array, mx.array | None]:
-        """Return the tokens that each row feeds, int32 [rows, width], padded with zeros that no row sees.
+        """Return the tokens int32 [rows, width] that rows feed, padded with zeros that no row sees.
 
         Also returns their embeddings [rows, 1, hidden] where these are known.
         """
-        assert self.tokens is not None
+        tokens, *embeddings = self._last
         if not frame.widths:
-            return self.tokens[:, None], None if self._embeddings is None else self._embeddings[:, None]
+            return tokens[:, None], embeddings[0][:, None] if embeddings else None
         known = padded(frame.tokens, frame.widths, width)
         if all(frame.widths):
             return known, None
         inside = mx.array([[count == 0] for count in frame.widths])
-        first = mx.where(inside, self.tokens[:, None], known[:, :1])
+        first = mx.where(inside, tokens[:, None], known[:, :1])
         return mx.concatenate([first, known[:, 1:]], axis=1), None
 
     def chose(self, chosen: Chosen, embeddings: mx.array | None) -> None:
         """Take the choice of a step, and its embeddings [rows, width, hidden]."""
+        found = [chosen.tokens] if embeddings is None else [chosen.tokens, embeddings]
         if chosen.tokens.shape[1] == 1:
-            self.tokens = chosen.tokens[:, 0]
-            self._embeddings = None if embeddings is None else embeddings[:, 0]
-            return
-        rows = mx.arange(len(chosen.widths))
-        last = mx.array([width - 1 for width in chosen.widths])
-        self.tokens = chosen.tokens[rows, last]
-        self._embeddings = None if embeddings is None else embeddings[rows, last]
+            self._last = [array[:, 0] for array in found]
+        else:
+            rows, last = mx.arange(len(chosen.widths)), mx.array([width - 1 for width in chosen.widths])
+            self._last = [array[rows, last] for array in found]
 
     def joined(self, chosen: Chosen, embeddings: mx.array | None) -> None:
         """Add joining rows with their first tokens, and the embeddings of these [rows, 1, hidden]."""
-        tokens, embeddings = chosen.tokens[:, 0], None if embeddings is None else embeddings[:, 0]
-        if self.tokens is None:
-            self.tokens, self._embeddings = tokens, embeddings
-            return
-        self.tokens = mx.concatenate([self.tokens, tokens])
-        if self._embeddings is None or embeddings is None:
-            self._embeddings = None
-        else:
-            self._embeddings = mx.concatenate([self._embeddings, embeddings])
+        found = [chosen.tokens] if embeddings is None else [chosen.tokens, embeddings]
+        new = [array[:, 0] for array in found]
+        both = zip(self._last, new, strict=False)  # without embeddings, unless all have them
+        self._last = [mx.concatenate([*pair]) for pair in both] if self._last else new
 
     def left(self, _uid: int, order: list[int]) -> None:
-        """Drop a row, and keep those of these numbers, in this order."""
-        if not order:
-            self.tokens = self._embeddings = None
-            return
-        assert self.tokens is not None
-        chosen = mx.array(order)
-        self.tokens = self.tokens[chosen]
-        if self._embeddings is not None:
-            self._embeddings = self._embeddings[chosen]
+        self._last = [array[mx.array(order)] for array in self._last] if order else []
 
 
 @dataclass(slots=True)
@@ -113,21 +96,14 @@ class KeptCache:
 
 
 class KeptCaches:
-    """Caches that no sequence runs with, by uid. `size_bytes` counts on, as it takes milliseconds to find."""
+    """Caches that no sequence runs with, by uid."""
 
     def __init__(self) -> None:
-        self.size_bytes = 0
         self.fetched: set[int] = set()  # uids of those that came from disk
         self._entries: dict[int, KeptCache] = {}
 
     def insert(
-        self,
-        uid: int,
-        caches: Caches,
-        length: int,
-        covers: tuple[int, ...] = (),
-        *,
-        fetched: bool = False,
+        self, uid: int, caches: Caches, length: int, covers: tuple[int, ...] = (), *, fetched: bool = False
     ) -> None:
         """Keep caches of `length` tokens. Those of `covers` share their arrays. `fetched`: from disk."""
         if fetched:
@@ -135,6 +111,10 @@ class KeptCaches:
         self._entries[uid] = KeptCache(caches, length)
         self._count(uid)
         self._overlap(uid, covers)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(kept.size_bytes for kept in self._entries.values())
 
     def held(self, uid: int) -> tuple[Caches, int]:
         """Return caches and their number of tokens, 0 where there are none."""
@@ -148,7 +128,6 @@ class KeptCaches:
         """
         kept = self._entries.pop(uid)
         self.fetched.discard(uid)
-        self.size_bytes -= kept.size_bytes
         heirs = sorted([(each.length, other) for other, each in self._entries.items() if each.within == uid])
         if heirs:
             (_, heir), others = heirs.pop(), tuple([other for _, other in heirs])
@@ -168,10 +147,7 @@ class KeptCaches:
         """Count the arrays of a cache that are its own, and have all of them computed."""
         kept = self._entries[uid]
         mx.async_eval(arrays_of(kept.caches))
-        self.size_bytes -= kept.size_bytes
-        own = [cache for cache in leaves(kept.caches) if not (kept.within and plain(cache))]
-        kept.size_bytes = _bytes(own)
-        self.size_bytes += kept.size_bytes
+        kept.size_bytes = _bytes([each for each in leaves(kept.caches) if not (kept.within and plain(each))])
 
 
 class Runner:
@@ -207,22 +183,20 @@ class Runner:
     # --- forwards ------------------------------------------------------------------------------------
 
     def run(self, frame: Forward, known: Callable[[], object] | None = None) -> Chosen:
-        """Queue one forward.
+        """Queue one forward. Raises GroupError (DESYNC) for a step of other rows or lengths than this rank's.
 
         The last part of a prompt chooses the first new token, and the sequence joins the batch as its last
-        row. Earlier parts return a zero to wait for. With `save`, a copy of their caches is kept. `known`
+        row. Earlier parts return a zero to wait for; with `save`, a copy of their caches is kept. `known`
         waits for what rank 0 needs before it chooses from a step's gathered logits, while these are being
-        computed. Raises GroupError (DESYNC) when a step's rows or their lengths differ from this rank's.
+        computed.
         """
         if not frame.prompts:
             return self._step(frame, known)
         return self._read_part(frame) if len(frame.rows) == 1 else self._read_together(frame)
 
     def _read_part(self, frame: Forward) -> Chosen:
-        """Queue the next part of a prompt, over caches of its own."""
         (uid,), (offset,), (prompt,) = frame.rows, frame.positions, frame.prompts
-        caches = self._prefilling.get(uid)
-        if caches is None:
+        if (caches := self._prefilling.get(uid)) is None:
             caches = self._begin(uid, offset, prompt)
             self._caches.reserve(caches, offset, prompt.total)
             self._prefilling[uid] = caches
@@ -255,7 +229,6 @@ class Runner:
         return outcome
 
     def _read_together(self, frame: Forward) -> Chosen:
-        """Queue the rest of several prompts. Each becomes a row and gets its first token."""
         batch, widths = self._batch, frame.widths
         assert isinstance(batch, SlotCaches), "other caches prefill one by one"
         for uid, offset, prompt in zip(frame.rows, frame.positions, frame.prompts, strict=True):
@@ -356,11 +329,10 @@ class Runner:
     # --- sequences -----------------------------------------------------------------------------------
 
     def stop(self, uid: int, keep: int, covers: tuple[int, ...] = ()) -> int:
-        """Remove a sequence and keep the first `keep` tokens of its KV cache under its uid.
+        """Remove a sequence; returns the number of forwards it took part in.
 
-        The kept caches of `covers` share its arrays.
-        Returns the number of forwards it took part in. Raises GroupError (DESYNC) for caches that would have
-        to be cut and cannot.
+        Keeps the first `keep` tokens of its KV cache under its uid. The kept caches of `covers` share its
+        arrays. Raises GroupError (DESYNC) for caches that would have to be cut and cannot.
         """
         self._samplings.pop(uid, None)
         lengths = self._lengths.pop(uid, range(0))
@@ -378,7 +350,8 @@ class Runner:
             kept = cut(caches, keep) if keep else None
         elif uid in self._batch.rows:
             self._model.catch_up(self._batch.parts((uid,)))
-            self._inputs.left(uid, _order_without(self._batch.rows.index(uid), len(self._batch.rows)))
+            row, last = self._batch.rows.index(uid), len(self._batch.rows) - 1
+            self._inputs.left(uid, [last if each == row else each for each in range(last)])  # as in the batch
             kept = self._batch.leave(uid, keep)
         if kept is not None:
             self.kept.insert(uid, kept, keep, covers)
@@ -387,7 +360,6 @@ class Runner:
         return count
 
     def evict(self, uids: tuple[int, ...]) -> None:
-        """Free kept KV caches."""
         before = self.kept.size_bytes
         for uid in uids:
             self.kept.pop(uid)
@@ -430,7 +402,6 @@ class Runner:
         return [part.shape for part in self._batch.every if isinstance(part, Bucket)]
 
     def kv_bytes(self) -> int:
-        """Return the bytes of all sequences' KV caches."""
         held = self.kept.size_bytes + sum(map(_bytes, self._prefilling.values()))
         return held + sum(array.nbytes for array in self._batch.arrays())
 
@@ -495,14 +466,8 @@ class Runner:
         return outcome
 
     def _draw(
-        self,
-        logits: mx.array,
-        rows: tuple[int, ...],
-        widths: tuple[int, ...],
-        at: mx.array,
-        frame: Forward,
+        self, logits: mx.array, rows: tuple[int, ...], widths: tuple[int, ...], at: mx.array, frame: Forward
     ) -> tuple[mx.array, Scores]:
-        """Choose tokens int32 [rows, width] from every rank's logits; returns them and wanted scores."""
         if not self._vocabulary.chooses:
             sent = self.border.hand_on(logits, self.forwards)
             return nothing_chosen(len(rows), max(widths), [sent]), {}
@@ -516,8 +481,7 @@ class Runner:
         Sums over ranks spread a wrong number to all of them, so that no digest would differ.
         """
         for uid, position, width in zip(frame.rows, frame.positions, widths, strict=True):
-            if position not in self._lengths[uid]:
-                lengths = self._lengths[uid]
+            if position not in (lengths := self._lengths[uid]):
                 raise GroupError(
                     f"sequence {uid}: a step at position {position}, but this rank holds "
                     f"from {lengths[0]} to {lengths[-1]} tokens",
@@ -540,14 +504,6 @@ def clear_pool() -> None:
     """
     if mx.metal.is_available():
         mx.clear_cache()
-
-
-def _order_without(row: int, rows: int) -> list[int]:
-    """Return the rows that stay in their new order: the last one takes the place of `row`."""
-    order = list(range(rows - 1))
-    if row < rows - 1:
-        order[row] = rows - 1
-    return order
 
 
 def _bytes(caches: Caches) -> int:

@@ -1,7 +1,6 @@
 """Lazy choice of tokens from logits: filters, seeded draws, log-probabilities, and agreement of all ranks.
 
-Everything here builds a graph and evaluates nothing. A `Sampler` needs only logits and positions, so that
-every rank can choose alike.
+Everything here builds a graph and evaluates nothing.
 """
 
 from __future__ import annotations
@@ -30,35 +29,23 @@ _threefry = mx.vmap(lambda key: mx.random.split(key, num=1)[0])
 
 
 def stream_keys(seeds: Sequence[int]) -> mx.array:
-    """Return each seed's own key, uint32 [R, 2], for `uniforms`."""
     words = [(seed & 0xFFFFFFFF, seed >> 32) for seed in seeds]
     return _threefry(mx.array(np.array(words, dtype=np.uint32)))
 
 
 def uniforms(keys: mx.array, positions: mx.array) -> mx.array:
-    """Return two independent numbers in [0, 1) on a grid of 2^-24 for each position: float32 [R, L, 2].
-
-    `keys` is `stream_keys` of the rows' seeds, `positions` int32 [R, L]. A number depends only on its seed
-    and its position.
-    """
+    """Return two numbers in [0, 1), multiples of 2^-24, for each of `positions` [R, L]: float32 [R, L, 2]."""
     low = keys[:, :1] + positions.astype(mx.uint32)
     words = _threefry(mx.stack([low, mx.broadcast_to(keys[:, 1:], low.shape)], axis=-1).reshape(-1, 2))
     return (words.reshape(*low.shape, 2) >> 8).astype(mx.float32) * 2.0**-24
 
 
-# --- filters: removed tokens become -inf ----------------------------------------------------------------
-#
-# They match mlx-lm's filters of the same names, with a setting for each row.
+# --- filters, as mlx-lm's of the same names: removed tokens become -inf ----------------------------------
 # `logprobs` is float32 [R, L, V], settings are [R, 1, 1] or [R, L, 1].
 
 
 def keep_top_p(logprobs: mx.array, top_p: mx.array, ascending: mx.array) -> mx.array:
-    """Keep the most likely tokens up to a probability of `top_p`, with the token that reaches it.
-
-    A `top_p` above 1 keeps all.
-
-    `ascending` is `logprobs` sorted.
-    """
+    """Keep the most likely tokens up to `top_p`, above 1 all. `ascending` is `logprobs` sorted."""
     probabilities = mx.exp(ascending)
     above = mx.cumsum(probabilities, axis=-1, reverse=True, inclusive=False)
     total = above[..., :1] + probabilities[..., :1]
@@ -75,10 +62,7 @@ def keep_min_p(logprobs: mx.array, log_min_p: mx.array) -> mx.array:
 def exclude_top(
     logprobs: mx.array, applies: mx.array, threshold: mx.array, special: tuple[int, ...]
 ) -> mx.array:
-    """Apply XTC where it `applies` (bool): of tokens more likely than `threshold`, keep the least likely.
-
-    Tokens in `special` always stay.
-    """
+    """Apply XTC where it `applies`: of tokens above `threshold`, keep the least likely and `special` ones."""
     probabilities = mx.softmax(logprobs, axis=-1)
     least = mx.where(probabilities > threshold, probabilities, mx.inf).min(axis=-1, keepdims=True)
     excluded = probabilities > least
@@ -90,8 +74,7 @@ def exclude_top(
 def keep_top_k(logprobs: mx.array, top_k: mx.array, leaders: mx.array) -> mx.array:
     """Keep the `top_k` (int32) most likely tokens, lower ids first among equals.
 
-    `leaders` are at least the `top_k` largest of `logprobs`, ascending. If filters have removed some of them,
-    the rest stays.
+    `leaders` are at least the `top_k` largest of `logprobs`, ascending, before filters that removed some.
     """
     which = mx.broadcast_to(leaders.shape[-1] - top_k, (*logprobs.shape[:-1], 1))
     last = mx.take_along_axis(leaders, which, axis=-1)
@@ -110,28 +93,8 @@ def _column(values: list[float] | list[int] | list[bool]) -> mx.array:
     return mx.array(values)[:, None, None]
 
 
-@dataclass(frozen=True, slots=True)
-class _Xtc:
-    """XTC's settings of the rows that draw, a column each, and the tokens that it never removes."""
-
-    probability: mx.array
-    threshold: mx.array
-    special: tuple[int, ...]
-
-    @classmethod
-    def of(cls, rows: list[Sampling], special: tuple[int, ...]) -> _Xtc | None:
-        """Return the settings; None if no row has any."""
-        if not any(row.xtc_probability for row in rows):
-            return None
-        probability = _column([row.xtc_probability for row in rows])
-        return cls(probability, _column([row.xtc_threshold for row in rows]), special)
-
-
 class Sampler:
-    """Choice of tokens for rows with these settings. `top_p` 0 keeps everything, as 1 does.
-
-    XTC never removes the tokens `xtc_special`.
-    """
+    """Choice of tokens for rows with these settings. `top_p` 0 keeps everything, as 1 does."""
 
     def __init__(self, rows: tuple[Sampling, ...], xtc_special: tuple[int, ...] = ()) -> None:
         self._rows = len(rows)
@@ -147,7 +110,10 @@ class Sampler:
             [max(row.top_p, LEAST_TOP_P) if 0.0 < row.top_p < 1.0 else 2.0 for row in drawn]
         )
         self._log_min_p = _column([math.log(row.min_p) if row.min_p else -math.inf for row in drawn])
-        self._xtc = _Xtc.of(drawn, xtc_special)
+        self._xtc: tuple[mx.array, mx.array, tuple[int, ...]] | None = None
+        if any(row.xtc_probability for row in drawn):
+            probability = _column([row.xtc_probability for row in drawn])
+            self._xtc = probability, _column([row.xtc_threshold for row in drawn]), xtc_special
         self._all_k = _column([row.top_k == 0 for row in drawn])
         self._top_k = _column([row.top_k for row in drawn])
         self._largest_k = max(row.top_k for row in drawn)
@@ -158,8 +124,8 @@ class Sampler:
         """Return the chosen tokens, int32 [R, L], of `logits` [R, L, V].
 
         `positions` is int32 [R, L], or [R] for the first of consecutive ones: the index of the chosen token,
-        counted from the start of the prompt. Greedy rows take the most likely token, the lowest id among
-        equals; others draw by their seed and the position.
+        from the start of the prompt. Greedy rows take the most likely token, the lowest id among equals;
+        others draw by their seed and the position.
         """
         if self.greedy:
             return mx.argmax(logits, axis=-1).astype(mx.int32)
@@ -173,10 +139,7 @@ class Sampler:
         return chosen
 
     def filter(self, logits: mx.array, coins: mx.array) -> mx.array:
-        """Return log-probabilities of `logits` [D, L, V] of the rows that draw; -inf for filtered tokens.
-
-        XTC applies where `coins` [D, L, 1] is under its probability.
-        """
+        """Return log-probabilities [D, L, V] of rows that draw, -inf for filtered tokens. `coins`: of XTC."""
         logits = logits.astype(mx.float32)
         kept = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         if self._some_top_p:
@@ -185,7 +148,8 @@ class Sampler:
         if self._some_min_p:
             kept = keep_min_p(kept, self._log_min_p)
         if self._xtc:
-            kept = exclude_top(kept, coins < self._xtc.probability, self._xtc.threshold, self._xtc.special)
+            probability, threshold, special = self._xtc
+            kept = exclude_top(kept, coins < probability, threshold, special)
         if self._largest_k:
             vocabulary = logits.shape[-1]
             top_k = mx.where(self._all_k, vocabulary, mx.clip(self._top_k, 1, vocabulary))
@@ -205,8 +169,8 @@ class Sampler:
 def draw(weights: mx.array, uniform: mx.array) -> mx.array:
     """Draw tokens int32 [R, L] with probabilities in proportion to `weights` [R, L, V]; never weight 0.
 
-    Takes the token at which the cumulative sum of the weights passes `uniform` [R, L, 1] of their total. The
-    sum is computed in blocks, because a running one would lose a long tail of rare tokens to rounding.
+    Takes the token at which the cumulative sum passes `uniform` [R, L, 1] of the total. The sum is in blocks,
+    because a running one would lose a long tail of rare tokens to rounding.
     """
     pad = -weights.shape[-1] % _BLOCK
     blocks = mx.pad(weights, [(0, 0), (0, 0), (0, pad)]).reshape(*weights.shape[:-1], -1, _BLOCK)
@@ -241,8 +205,7 @@ def _first_past(weights: mx.array, ends: mx.array, target: mx.array) -> mx.array
 def scores(logits: mx.array, tokens: mx.array, top: int) -> tuple[mx.array, mx.array, mx.array]:
     """Return log-probabilities under raw `logits` [L, V]: (of `tokens` [L], the `top` tokens, theirs).
 
-    The types are float32 [L], int32 [L, top] and float32 [L, top], most likely first, lower ids first among
-    equals.
+    They are float32 [L], int32 [L, top] and float32 [L, top], most likely first, then lower ids.
     """
     logprobs = logits.astype(mx.float32)
     logprobs = logprobs - mx.logsumexp(logprobs, axis=-1, keepdims=True)
@@ -271,23 +234,19 @@ def _order(logprobs: mx.array) -> mx.array:
 # `broadcast`: rank 0 samples, and one small sum in the graph carries its choice to all. What only rank 0
 # knows about a request (penalties, grammars) is in its `LogitShaping`; the other ranks have none.
 
-
+#: Wanted ones by uid: log-probabilities [width], alternatives [width, top], theirs.
 Scores = Mapping[int, tuple[mx.array, mx.array, mx.array]]
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Tokens that a forward chose, still being computed: `tokens` int32 [rows, width] and their rows.
+    """Tokens that a forward chose, still being computed."""
 
-    In each row the first `widths` of them count. On rank 0, `scores` holds the wanted scores: (log-
-    probabilities [width], alternatives [width, top], their log-probabilities). `forward` is its number.
-    """
-
-    tokens: mx.array
+    tokens: mx.array  # int32 [rows, width]
     rows: tuple[int, ...]
-    widths: tuple[int, ...]
-    scores: Scores
-    forward: int = 0
+    widths: tuple[int, ...]  # as many of each row count
+    scores: Scores  # on rank 0
+    forward: int = 0  # its number
     fed: mx.array | None = None  #: a step's input, int32 [rows, width]
     drafts: mx.array | None = None  #: what the MTP head proposes for each row, int32 [rows, n]
 
@@ -318,7 +277,6 @@ class Chooser:
         self._samplings: tuple[Sampling, ...] = ()
 
     def agree(self, tokens: mx.array) -> mx.array:
-        """Return rank 0's `tokens` (int32, any shape) on every rank."""
         return self._group.agree(tokens.reshape(-1)).reshape(tokens.shape)
 
     def choose(
@@ -334,8 +292,7 @@ class Chooser:
         """Return tokens int32 [rows, width] from `logits` [rows, width, V], and the scores by uid.
 
         `at` (int32 [rows]) is the position of the token that each row's first column chooses. Under
-        `broadcast` rank 0's choice counts. The others sample too, so that every rank's result depends on the
-        same collectives.
+        `broadcast` rank 0's choice counts; the others sample too, to depend on the same collectives.
         """
         if samplings != self._samplings:
             self._sampler, self._samplings = Sampler(samplings, self._special), samplings

@@ -1,4 +1,4 @@
-"""The loop of every rank above 0: execute rank 0's frames, reply to each with one message.
+"""Loop of every rank above 0: execute rank 0's frames, reply to each with one message.
 
 It cannot emit a token, because its pipe has no message for that.
 """
@@ -8,27 +8,13 @@ from __future__ import annotations
 from collections import deque
 
 from ..wire.blocking import BlockingLink
-from ..wire.messages import (
-    Ack,
-    Arrange,
-    ChosenTokens,
-    Done,
-    Evict,
-    FetchBlocks,
-    FetchedBlocks,
-    Forward,
-    Restore,
-    SessionEnd,
-    SessionStop,
-    Shutdown,
-    Spill,
-)
+from ..wire.messages import Ack, ChosenTokens, Done, FetchedBlocks, Forward, SessionEnd, Shutdown
 from .executor import RankExecutor, RunningForward
 from .mailbox import DISK, LEADER, Mailbox
+from .steps import CacheFrame
 
-#: Seconds to wait for the next frame before waiting for the running forward. While rank 0 runs ahead, the
-#: next frame is only microseconds away, and building its graph now hides behind the running forward. When
-#: none comes, the request is at its end and waiting for the device loses nothing.
+#: Seconds to wait for the next frame before waiting for the running forward. While rank 0 runs ahead, it is
+#: only microseconds away, and building its graph hides behind the running forward.
 NEXT_FRAME_WAIT_S = 0.002
 
 
@@ -57,7 +43,7 @@ class ServeLoop:
                     self._settle(keep=1)
                 case ChosenTokens() as chosen:
                     self._rank.runner.border.supply(chosen.forward, chosen.tokens)
-                case SessionStop() | Evict() | Arrange() | Spill() | FetchBlocks() | Restore() as frame:
+                case frame if isinstance(frame, CacheFrame):
                     self._rank.apply(frame)
                 case Shutdown():
                     self._settle(keep=0)
@@ -83,18 +69,8 @@ class ServeLoop:
         return self._rank.runner.border.tokens.known(forward.forwards)
 
     def _settle(self, keep: int) -> None:
-        """Wait for all but the newest `keep` forwards, or to the first without its tokens, and acknowledge
-        each, in order.
-        """
+        """Acknowledge all but the newest `keep` forwards in order, or up to the first without its tokens."""
         while len(self._running) > keep and self._is_submitted(self._running[0]):
-            result = self._rank.settle(self._running.popleft())
-            self._leader.send(
-                Ack(
-                    result.step,
-                    result.forwards,
-                    result.collectives,
-                    result.digest,
-                    result.step_us,
-                    result.wait_us,
-                )
-            )
+            did = self._rank.settle(self._running.popleft())
+            ack = Ack(did.step, did.forwards, did.collectives, did.digest, did.step_us, did.wait_us)
+            self._leader.send(ack)

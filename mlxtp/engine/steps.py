@@ -15,9 +15,10 @@ Agreement = Literal["verify", "broadcast"]
 ExchangeKind = Literal["winners", "logits"]
 DraftKind = Literal["auto", "off", "lookup", "mtp", "draft"]
 
-
+#: Frames that change sequences or KV caches and run no forward.
+CacheFrame = SessionStop | Evict | Arrange | Spill | FetchBlocks | Restore
 #: Frames on decode links by which a scheduler drives all ranks.
-DecodeFrame = Forward | SessionStop | Evict | Arrange | Spill | FetchBlocks | Restore
+DecodeFrame = Forward | CacheFrame
 
 #: Log-probability of a chosen token, and its most probable alternatives with theirs.
 Score = tuple[float, tuple[tuple[int, float], ...]]
@@ -43,41 +44,34 @@ class Guide(Protocol):
     @property
     def finished(self) -> bool:
         """True when only an end token may follow."""
-        ...
 
     @property
     def cut(self) -> bool:
         """True when the text was cut short so that it could be completed."""
-        ...
 
     @property
     def foretells(self) -> bool:
         """True where the next few tokens have no alternative, so that one forward can be fed all of them."""
-        ...
 
     @property
     def draftable(self) -> int:
         """Number of tokens that may be drafted now, as the text need not be complete soon after them."""
-        ...
 
     def accept(self, token: int) -> None:
         """Accept the next token. Raises MlxtpError when the grammar has no continuation."""
-        ...
 
     def forced(self, limit: int) -> tuple[int, ...]:
         """Return at most `limit` next tokens that have no alternative; not accepted yet.
 
         Also prepares the mask for the token after them. Raises MlxtpError when no token can come.
         """
-        ...
 
     def allowed(self, drafts: Sequence[int]) -> tuple[int, ...]:
         """Return the first of `drafts` that may come one after the other, where no token is forced.
 
         They end before one after which the choice could differ from that of a step for each token. Also
-        prepares the masks for all of them and for the token after them. None of them is accepted yet.
+        prepares the masks for all of them and for the token after them. None is accepted yet.
         """
-        ...
 
 
 class Drafter(Protocol):
@@ -90,49 +84,33 @@ class Drafter(Protocol):
 
         A request whose prompt is still being read has none.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Limits and choices of a scheduler.
-
-    `prefill_chunk`: most prompt tokens in one forward. `chunk_beside`: the same while others decode, and
-    between two of their steps. `chunk_s`: if not 0, seconds of such a chunk, once chunks have been timed.
-    `max_rows`: most sequences in the running batch. `together`: most tokens of a forward over several
-    prompts. `kv_tokens`: room of the KV caches in tokens, on the rank with the least. `row_tokens`: the
-    part of each sequence's cache that does not grow with it, as so many tokens. `forward_tokens`: cached
-    tokens whose reading takes as long as another forward of a step. `rolls_back`: caches do, so that rows
-    may be fed several tokens at once. `drafts`: who may guess these. `draft_room`: most tokens of such a
-    step, all rows padded to the widest. `late`: a row with a grammar runs ahead beside others. `timed`:
-    measured times may influence the frames. `stages`: of a pipeline, in which at most `run_ahead` steps of
-    a row are queued before the tokens of the one before. `mtp`: most tokens that the model's MTP head
-    proposes in a step; 0 without a head. `unfused`: lengths of drafts to avoid, for which attention has no
-    kernel. `scores`: most tokens of a chunk times those of its context, because of the memory for
-    attention.
-    """
+    """Limits and choices of a scheduler. Sizes are tokens."""
 
     eos: frozenset[int]
-    prefill_chunk: int = 2048
-    chunk_beside: int = 256
-    chunk_s: float = 0.0
-    max_rows: int = 64
-    together: int = 512
-    kv_tokens: int = 1 << 40
-    row_tokens: int = 0
-    forward_tokens: int = 1 << 40
-    rolls_back: bool = True
-    drafts: DraftKind = "auto"
-    draft_room: int = 64
-    late: bool = True
-    timed: bool = True
+    prefill_chunk: int = 2048  # most of a prompt in one forward
+    chunk_beside: int = 256  # the same while others decode, and between two of their steps
+    chunk_s: float = 0.0  # if not 0, seconds of such a chunk, once chunks have been timed
+    max_rows: int = 64  # most sequences in the running batch
+    together: int = 512  # most of a forward over several prompts
+    kv_tokens: int = 1 << 40  # room of the KV caches, on the rank with the least
+    row_tokens: int = 0  # the part of each sequence's cache that does not grow with it
+    forward_tokens: int = 1 << 40  # cached ones whose reading takes as long as another forward of a step
+    rolls_back: bool = True  # caches do, so that rows may be fed several tokens at once
+    drafts: DraftKind = "auto"  # source of such tokens
+    draft_room: int = 64  # most of such a step, all rows padded to the widest
+    late: bool = True  # a row with a grammar runs ahead beside others
+    timed: bool = True  # measured times may influence the frames
     agreement: Literal["auto", "broadcast", "broadcast-draws", "verify"] = "auto"
     drafter: Drafter | None = None
-    stages: int = 1
-    run_ahead: int = 1
-    mtp: int = 0
-    unfused: range = range(0)
-    scores: int = 1 << 62
+    stages: int = 1  # of a pipeline
+    run_ahead: int = 1  # most steps of a row that are queued there before the tokens of the one before
+    mtp: int = 0  # most that the model's MTP head proposes in a step; 0 without a head
+    unfused: range = range(0)  # lengths of drafts to avoid, for which attention has no kernel
+    scores: int = 1 << 62  # most of a chunk times those of its context, because of attention's memory
 
 
 # --- sizes of a prompt's chunks: large alone, about a quarter of a second's work beside decoding rows ----
@@ -146,7 +124,7 @@ NEWEST = 0.5  #: weight of the newest chunk in the average
 def chunk_sizes(wanted: int, *, gpu: bool, stages: int = 1) -> tuple[int, int, float]:
     """Return `prefill_chunk`, `chunk_beside` and `chunk_s` of a Policy for chunks of at most `wanted` tokens.
 
-    More than USUAL means that the pauses of other requests do not matter. `stages`: those of a pipeline.
+    More than USUAL means that the pauses of other requests do not matter.
     """
     if wanted > USUAL:
         return wanted, wanted, 0.0
@@ -177,7 +155,6 @@ class Chunks:
         self.beside = min(policy.chunk_beside, self._most)  #: most tokens
 
     def took(self, tokens: int, seconds: float) -> None:
-        """Record the time of one chunk."""
         if not self._target_s or tokens < LEAST:
             return
         newest = seconds / tokens

@@ -1,8 +1,7 @@
 """The rank process: `python -m mlxtp.engine.worker`, started by an agent, for one epoch.
 
-The main thread owns all MLX work on one stream. One reader thread for each link reads frames from its socket,
-replies to Pings, and ends the process when the link breaks. That works even while the main thread is stuck
-in a collective whose peer is gone.
+The main thread owns all MLX work on one stream. One reader thread for each link reads its frames, replies to
+Pings, and ends the process when the link breaks, even while the main thread is stuck in a collective.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from types import FrameType
@@ -61,17 +61,13 @@ _IMPORTS = (
 
 
 def import_all() -> None:
-    """Import everything that any rank will need."""
     import_mlx_lm()
     for name in _IMPORTS:
         importlib.import_module(name)
 
 
 def wait_for_arguments(fd: int) -> list[str]:
-    """Wait for the arguments of a rank on the socket `fd`, which stays open as this rank's pipe.
-
-    Ends the process when the agent has ended.
-    """
+    """Wait for a rank's arguments on the socket `fd`, which stays open as its pipe. Exits with the agent."""
     sock = socket.socket(fileno=fd)
     told = take_over(sock)
     sock.detach()
@@ -83,48 +79,41 @@ def wait_for_arguments(fd: int) -> list[str]:
 
 # --- the rank --------------------------------------------------------------------------------------------
 
-#: Seconds that rank 0 waits for an agent that does not read. A stalled agent may continue; the end of one is
-#: noticed at once.
-PIPE_STALL_S = 60.0
-#: Seconds that the report of a failure to every link may take. A stalled agent must not delay the end.
-REPORT_S = 5.0
-#: Seconds that the exit functions of MLX and other modules may take. JACCL's waits for no other rank.
-EXIT_S = 2.0
+PIPE_STALL_S = 60.0  #: Seconds that rank 0 waits for an agent that does not read, and may yet continue.
+REPORT_S = 5.0  #: Seconds that the report of a failure to every link may take.
+EXIT_S = 2.0  #: Seconds that exit functions may take. JACCL's waits for no other rank.
 FORMING_S = 3.0  #: Seconds to leave a group that forms once another rank is lost.
 _LAST = contextlib.ExitStack()  # closed at the very end of the interpreter
 _CACHE = type(cache(lambda: None))
 
 
+@dataclass(eq=False)
 class RankProcessLinks:
     """Links of this process and its only exit: `leave`, on the main thread, which frees memory.
 
-    A failure that another thread finds ends the main thread as SIGTERM does. If the main thread does not
-    return, the process ends without it.
+    A failure that another thread finds ends the main thread as SIGTERM does. If it does not return, the
+    process ends without it.
     """
 
-    def __init__(self, rank: int, epoch: int, folder: Path, pipe: BlockingLink, recorder: Recorder) -> None:
-        self.rank = rank
-        self.epoch = epoch
-        self.folder = folder
-        self.pipe = pipe
-        self.mail = Mailbox()
-        self.status = RankTelemetry(recorder)
-        self.memory: RankExecutor | None = None  # the rank, once there is one
-        self._decode: list[BlockingLink] = []
-        self._reporting = threading.Lock()
-        self._exit_status = 0  # of the reported failure; 0 for none
-        self.obeying = False  # true while frames of rank 0 are executed
-        #: True once another rank has reported that it will end after its forwards.
-        self._finishes = False
-        self._lost = False  # true once the link to another rank has ended without that report
-        self._leaving = threading.Event()
-        self.keeps_warm = False  # true to give an idle GPU small work
+    rank: int
+    epoch: int
+    folder: Path
+    pipe: BlockingLink
+    status: RankTelemetry
+
+    mail: Mailbox = field(default_factory=Mailbox)
+    memory: RankExecutor | None = None  # the rank, once there is one
+    obeying: bool = False  # while frames of rank 0 are executed
+    keeps_warm: bool = False  # give an idle GPU small work
+    _decode: list[BlockingLink] = field(default_factory=list)
+    _reporting: threading.Lock = field(default_factory=threading.Lock)
+    _exit_status: int = 0  # of the reported failure; 0 for none
+    _finishes: bool = False  # another rank has reported that it will end after its forwards
+    _lost: bool = False  # the link to another rank has ended without that report
+    _leaving: threading.Event = field(default_factory=threading.Event)
 
     def report(self, error: MlxtpError) -> int:
-        """Report the failure on every link, from any thread. Only the first report counts.
-
-        Returns its exit status.
-        """
+        """Report the first failure on every link, from any thread; returns its exit status."""
         if self._reporting.acquire(blocking=False):
             self._exit_status = exit_status(error.code)
             self.status.recorder.last_words(error.code, error.detail)
@@ -151,8 +140,8 @@ class RankProcessLinks:
     def _over(self) -> None:
         """Handle the end of another rank's link.
 
-        After a failure, a main thread that waits for that rank will not return, so the process ends without
-        it. It ends at once, unless that rank finishes its forwards.
+        After a failure, a main thread that waits for that rank will not return. So the process ends at once,
+        unless that rank finishes its forwards.
         """
         self._lost = not self._finishes
         patience_s = LEAST_PATIENCE_S if self._finishes else 0.0
@@ -210,7 +199,7 @@ class RankProcessLinks:
     def end_when_wedged(self) -> None:
         """Start the thread that ends this process when the main thread does not return after SIGTERM.
 
-        The main thread then waits in a forward whose other rank is gone, where no signal handler runs.
+        It then waits in a forward whose other rank is gone, where no signal handler runs.
         """
         heard, wakeup = socket.socketpair()
         wakeup.setblocking(False)
@@ -225,8 +214,6 @@ class RankProcessLinks:
         threading.Thread(target=wait, name="end-when-wedged", daemon=True).start()
 
     def listen_to_agent(self) -> None:
-        """Start reading the pipe. The end of the agent ends this process."""
-
         def deliver(received: Received) -> None:
             if isinstance(received.message, Ping):
                 with contextlib.suppress(LinkError):  # this end may just have sent its last message
@@ -268,7 +255,6 @@ def _at_most(seconds: float, status: int) -> Iterator[None]:
 
 
 def run(process: RankProcessLinks, listener: socket.socket | None, identity: Path | None) -> None:
-    """Run the rank from the first Hello to the last SessionEnd."""
     pipe, mail = process.pipe, process.mail
     pipe.send(Hello(PROTOCOL_VERSION, process.rank, os.getpid(), os.urandom(16), b""))
     process.listen_to_agent()
@@ -324,16 +310,12 @@ def run(process: RankProcessLinks, listener: socket.socket | None, identity: Pat
 
 
 def _bootstrap(process: RankProcessLinks) -> Bootstrap:
-    while True:
-        if received := process.mail.take(AGENT):
-            if isinstance(received.message, Bootstrap):
-                return received.message
-            if isinstance(received.message, Shutdown):
-                process.pipe.send(Done())
-                process.pipe.send(SessionEnd())
-                process.leave()
-        else:
-            process.mail.wait(of=(AGENT,))
+    while not isinstance(message := process.mail.receive(AGENT, None).message, Bootstrap):
+        if isinstance(message, Shutdown):
+            process.pipe.send(Done())
+            process.pipe.send(SessionEnd())
+            process.leave()
+    return message
 
 
 def _exchange(process: RankProcessLinks, bootstrap: Bootstrap) -> SideChannelExchange:
@@ -358,13 +340,10 @@ def _await_shutdown(mail: Mailbox) -> None:
 
 def told(argv: Sequence[str]) -> list[str]:
     """Return the arguments of a rank: `argv`, or those that a warm process (`--spare-fd FD`) receives."""
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--spare-fd", type=int)
-    fd = parser.parse_known_args(argv)[0].spare_fd
-    if fd is None:
+    if argv[:1] != ["--spare-fd"]:
         return list(argv)
     import_all()
-    return wait_for_arguments(fd)
+    return wait_for_arguments(int(argv[1]))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -390,17 +369,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     kind = LinkKind.PIPE_LEADER if args.rank == 0 else LinkKind.PIPE
     sock = socket.socket(fileno=args.pipe_fd)
     pipe = BlockingLink(sock, Session(kind, Side.LOWER, args.epoch), PIPE_STALL_S)
-    process = RankProcessLinks(args.rank, args.epoch, args.folder, pipe, recorder)
-    process.keeps_warm = args.keep_warm
+    status = RankTelemetry(recorder)
+    process = RankProcessLinks(args.rank, args.epoch, args.folder, pipe, status, keeps_warm=args.keep_warm)
     signal.signal(signal.SIGTERM, process.terminate)
     recorder.catch_crashes()
     process.end_when_wedged()
     listener = socket.socket(fileno=args.listen_fd) if args.listen_fd is not None else None
-    status, wait = TERMINATED_STATUS, True
+    outcome, wait = TERMINATED_STATUS, True
     with contextlib.suppress(Terminated):
-        status, wait = _run_or_fail(process, listener, args.identity)
+        outcome, wait = _run_or_fail(process, listener, args.identity)
     # No frame of the run is left by now, nor an error that holds one, so nothing else holds the model.
-    process.leave(status, wait=wait)
+    process.leave(outcome, wait=wait)
 
 
 def _run_or_fail(

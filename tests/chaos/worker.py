@@ -310,7 +310,7 @@ def take_another_token(original: Wrapped, runner: Runner, frame: Forward, known:
     chosen: Chosen = original(runner, frame, known)
     if is_step(frame) and orders.due("take_another_token"):
         chosen = dataclasses.replace(chosen, tokens=chosen.tokens + 1)
-        runner._inputs.tokens = chosen.tokens[:, -1]
+        runner._inputs._last[0] = chosen.tokens[:, -1]
     return chosen
 
 

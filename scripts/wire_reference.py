@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -82,7 +83,7 @@ def _messages() -> Iterator[str]:
     for number, message in sorted(messages().items()):
         yield from ("", f"### 0x{number:02X} {message.__name__}", "")
         yield from _described(message)
-        yield from _table(field_codecs(message))
+        yield from _table(field_codecs(message), _comments(message))
         parts |= {part.__name__: part for part in _parts_of(message)}
     yield from ("", "## Parts of messages", "")
     yield "Maps that stand in a field, with exactly these fields."
@@ -90,16 +91,23 @@ def _messages() -> Iterator[str]:
         yield from ("", f"### {name}", "")
         yield from _described(part)
         found = fields(part)  # type: ignore[arg-type]
-        says = {f.name: f.metadata["figure"].says for f in found if "figure" in f.metadata}
-        yield from _table(tuple((f.name, f.metadata["codec"]) for f in found), says)
+        figures = {f.name: f.metadata["figure"].says for f in found if "figure" in f.metadata}
+        yield from _table(tuple((f.name, f.metadata["codec"]) for f in found), figures | _comments(part))
 
 
-def _table(codecs: tuple[tuple[str, FieldCodec], ...], says: Mapping[str, str] = {}) -> Iterator[str]:
+def _table(codecs: tuple[tuple[str, FieldCodec], ...], says: Mapping[str, str]) -> Iterator[str]:
     if not codecs:
         return
-    yield from ("", "| field | holds |", "|---|---|")
+    yield from ("", "| field | holds | meaning |", "|---|---|---|")
     for name, codec in codecs:
-        yield f"| `{name}` | {_holds(codec)}{f'. {says[name]}' if name in says else ''} |"
+        yield f"| `{name}` | {_holds(codec)} | {says.get(name, '')} |"
+
+
+def _comments(part: type[object]) -> dict[str, str]:
+    """Return the comments behind fields."""
+    own = [kind for kind in reversed(part.__mro__) if hasattr(kind, "__dataclass_fields__")]
+    found = (re.findall(r"(?m)^    (\w+): .*#: (.*)$", inspect.getsource(kind)) for kind in own)
+    return {name: comment for each in found for name, comment in each}
 
 
 def _holds(codec: FieldCodec) -> str:

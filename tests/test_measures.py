@@ -45,7 +45,7 @@ MOST_LINES: Mapping[str, int] = {
     "cluster": 5_485,
     "diagnostics": 3_152,
     "discovery": 1_068,
-    "engine": 13_255,
+    "engine": 12_791,
     "gateway": 1_753,
     "groups": 7_300,
     "identity": 1_582,
@@ -53,7 +53,7 @@ MOST_LINES: Mapping[str, int] = {
     "placement": 5_009,
     "service": 878,
     "text": 5_895,
-    "wire": 5_017,
+    "wire": 4_728,
 }
 """Lines of each package; those of files beside the packages are "". A commit that adds some says why."""
 TOUCHES: Mapping[str, tuple[str, int]] = {

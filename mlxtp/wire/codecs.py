@@ -253,8 +253,18 @@ def holding(codec: FieldCodec, **default: Any) -> Any:
 
 
 class Message:
-    """Base of all messages. `TYPE` is the number on the wire; one that `GROWS` may have surplus fields."""
+    """Base of all messages. Each has a `number` on the wire; one that `grows` may have surplus fields."""
 
     __slots__ = ()
     TYPE: ClassVar[int]
     GROWS: ClassVar[bool] = False
+
+    def __init_subclass__(cls, number: int = 0, *, grows: bool = False) -> None:
+        if number:
+            assert number not in NUMBERED, f"two messages with number {number:#04x}"
+            cls.TYPE, cls.GROWS = number, grows
+        if "TYPE" in vars(cls):  # also of the class with slots that `dataclass` puts in the place of this one
+            NUMBERED[cls.TYPE] = cls
+
+
+NUMBERED: dict[int, type[Message]] = {}  #: messages of all modules that were imported

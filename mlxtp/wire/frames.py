@@ -18,27 +18,21 @@ from typing import Any, Final, NamedTuple, TypeVar
 import msgpack
 
 from ..errors import Code, LocalProtocolError, RemoteProtocolError
-from .codecs import U63, FieldCodec, Message, Wire
-from .messages import RANK_MESSAGES, Ack, Forward
+from .codecs import NUMBERED, U63, FieldCodec, Message, Wire
+from .messages import Ack, Forward
 
 # --- table of all messages by their number, which also packs and checks their bodies ---------------------
 
 M = TypeVar("M", bound=Message)
 V = TypeVar("V")
 
-_OF_RANKS: dict[int, type[Message]] = {message.TYPE: message for message in RANK_MESSAGES}
-
 
 @cache
 def messages() -> dict[int, type[Message]]:
     """Return all messages by number. A rank gets none of agents, so it never imports those."""
-    from .cluster_messages import CONTROL_MESSAGES
-    from .peer_messages import COPY_MESSAGES, JOIN_MESSAGES
+    from . import cluster_messages, peer_messages  # noqa: F401 - they number theirs
 
-    every = (*RANK_MESSAGES, *CONTROL_MESSAGES, *JOIN_MESSAGES, *COPY_MESSAGES)
-    by_number = {message.TYPE: message for message in every}
-    assert len(by_number) == len(every), "two messages with one number"
-    return by_number
+    return NUMBERED
 
 
 class _ByMessage(dict[type[Message], V]):
@@ -215,7 +209,7 @@ def _decode(payload: bytearray, limit: int) -> Frame:
         raise _malformed("type, epoch and seq must be whole numbers")
     if not (0 <= epoch <= U63 and 0 <= seq <= U63):
         raise _malformed("type, epoch and seq must be whole numbers")
-    message_type = _OF_RANKS.get(number) or messages().get(number)
+    message_type = NUMBERED.get(number) or messages().get(number)
     if message_type is None:
         raise RemoteProtocolError(f"no message has type {number:#04x}", Code.UNKNOWN_TYPE)
     return Frame(from_body(message_type, body), epoch, seq)

@@ -15,7 +15,6 @@ import hmac
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from ..errors import Code
 from .codecs import MAX_GRAMMAR as MAX_GRAMMAR
@@ -71,6 +70,16 @@ _count = integer(0, U63)
 _detail = text(1000, cut=True)  # an Error fits the 4 KiB of a link that is not open yet
 _code = choice(*(code.value for code in Code))
 _seconds = number(0.0, 1e9)
+_uids = integers(1, U32, 0, MAX_ROWS)
+_eos = integers(0, 2**31 - 1, 0, 64)
+_split = integers(1, MAX_LAYERS, 0, MAX_RANKS)
+_matrix = texts(MAX_RANKS * MAX_RANKS, MAX_ENTRY)
+_pins = texts(MAX_RANKS, 64)
+_places = integers(1, MAX_CONTEXT, 0, MAX_PLACES)
+_stats = record(RankStats)
+_phase = choice(
+    "starting", "forming", "proving", "loading", "idle", "measuring", "prefill", "decode", "closing"
+)
 
 
 # --- sampling parameters of a request -----------------------------------------------------------------
@@ -78,36 +87,30 @@ _seconds = number(0.0, 1e9)
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Parameters of the choice of a token from logits.
+    """Parameters of the choice of a token, by logits and position only: all ranks choose alike."""
 
-    The choice depends only on the logits and the token's position, so that all ranks choose alike.
-    `temperature` 0 is greedy. `top_p` 1, `top_k` 0, `min_p` 0 and `xtc_probability` 0 exclude nothing. Draws
-    are keyed by (`seed`, position).
-    """
-
-    temperature: float = _f(number(0.0, 100.0), default=0.0)
-    top_p: float = _f(number(0.0, 1.0), default=1.0)
+    temperature: float = _f(number(0.0, 100.0), default=0.0)  #: 0 is greedy
+    top_p: float = _f(number(0.0, 1.0), default=1.0)  #: 1 excludes nothing, as does 0 in the next three
     top_k: int = _f(integer(0, 2**31 - 1), default=0)
     min_p: float = _f(number(0.0, 1.0), default=0.0)
     xtc_probability: float = _f(number(0.0, 1.0), default=0.0)
     xtc_threshold: float = _f(number(0.0, 0.5), default=0.1)
-    seed: int = _f(integer(0, U63), default=0)
+    seed: int = _f(integer(0, U63), default=0)  #: with the position, it keys draws
 
 
 @dataclass(frozen=True, slots=True)
 class Shaping:
     """Changes that only rank 0 makes to the logits before a token is chosen from them.
 
-    Penalties apply to prompt and answer as described in `engine/sampler.py`. `bias_values[i]` is added to
-    `bias_tokens[i]`. No end token comes before `min_tokens`. `grammar` is text of the kind `grammar_kind`.
+    Penalties apply to prompt and answer as described in `engine/sampler.py`.
     """
 
     repetition_penalty: float = _f(number(0.01, 100.0), default=1.0)
     presence_penalty: float = _f(number(-100.0, 100.0), default=0.0)
     frequency_penalty: float = _f(number(-100.0, 100.0), default=0.0)
     bias_tokens: tuple[int, ...] = _f(integers(0, 2**31 - 1, 0, MAX_BIASES), default=())
-    bias_values: tuple[float, ...] = _f(numbers(-1e9, 1e9, MAX_BIASES), default=())
-    min_tokens: int = _f(integer(0, MAX_CONTEXT), default=0)
+    bias_values: tuple[float, ...] = _f(numbers(-1e9, 1e9, MAX_BIASES), default=())  #: added to these tokens
+    min_tokens: int = _f(integer(0, MAX_CONTEXT), default=0)  #: before any end token
     grammar_kind: str = _f(choice("", "json_schema", "regex", "lark"), default="")
     grammar: str = _f(text(MAX_GRAMMAR, raw=True), default="")
 
@@ -122,173 +125,129 @@ _shaping = record(Shaping)
 
 
 @dataclass(frozen=True, slots=True)
-class Hello(Message):
-    """First frame of the end that opens a link. On a decode link, `proof` is keyed by the epoch's secret."""
+class Hello(Message, number=0x01):
+    """First frame of the end that opens a link."""
 
-    TYPE: ClassVar[int] = 0x01
     version: int = _f(integer(0, U32))
     rank: int = _f(integer(0, MAX_RANKS - 1))
     pid: int = _f(_count)
     nonce: bytes = _f(binary(16, 16))
-    proof: bytes = _f(binary(0, 32))
+    proof: bytes = _f(binary(0, 32))  #: on a decode link, keyed by the epoch's secret
 
 
 @dataclass(frozen=True, slots=True)
-class Welcome(Message):
+class Welcome(Message, number=0x02):
     """Reply to a Hello that was accepted. A refused one gets an Error and the link ends."""
 
-    TYPE: ClassVar[int] = 0x02
     version: int = _f(integer(0, U32))
     proof: bytes = _f(binary(0, 32))
 
 
 @dataclass(frozen=True, slots=True)
-class Ping(Message):
+class Ping(Message, number=0x03):
     """Request for exactly one Pong."""
-
-    TYPE: ClassVar[int] = 0x03
 
 
 @dataclass(frozen=True, slots=True)
-class Pong(Message):
-    """Status of a rank.
+class Pong(Message, number=0x04):
+    """Status of a rank."""
 
-    `phase_s` is the time in seconds since it entered the phase or last made progress in it. `expected_us` is
-    the expected time of the running forward, judged by those before it.
-    """
-
-    TYPE: ClassVar[int] = 0x04
-    phase: str = _f(
-        choice(
-            "starting", "forming", "proving", "loading", "idle", "measuring", "prefill", "decode", "closing"
-        )
-    )
-    phase_s: float = _f(_seconds)
+    phase: str = _f(_phase)
+    phase_s: float = _f(_seconds)  #: since it entered the phase or last made progress in it
     in_flight: int = _f(_count)
     step: int = _f(_count)
     model: str = _f(text(1000, cut=True))
-    stats: RankStats = _f(record(RankStats))  # noqa: RUF009 - a field
-    expected_us: int = _f(_count, default=0)
+    stats: RankStats = _f(_stats)
+    expected_us: int = _f(_count, default=0)  #: time of the running forward, judged by those before it
 
 
 @dataclass(frozen=True, slots=True)
-class Bootstrap(Message):
-    """Agent to its rank: the group that this process belongs to, for one epoch.
+class Bootstrap(Message, number=0x07):
+    """Agent to its rank: the group that this process belongs to, for one epoch."""
 
-    `decode_address` has the addresses ("ip:port") where rank 0 listens: the fastest network first, with
-    commas between. `queue_s` bounds a request's wait for its first forward. A group that idled for `canary_s`
-    proves itself. `rdma` is JACCL's matrix of devices, row by row as in `wire/rdma.py`; with `jaccl_ring`
-    JACCL joins only neighbours. `round_s` bounds one round of the side channel. `fast_fences` turns
-    MLX_METAL_FAST_SYNCH on, `large_buffers` has MLX make larger command buffers. `repeatable`: no computation
-    depends on how long something took. `pins` are the key fingerprints of the ranks' agents, in rank order:
-    decode links then use TLS. Without them all ranks belong to one agent and its machine. `disk_folder` is
-    where the rank keeps KV caches, and `disk_bytes` bounds what all ranks of this Mac keep there. The rank's
-    own agent sets both; without them none is kept.
-    """
-
-    TYPE: ClassVar[int] = 0x07
     rank: int = _f(integer(0, MAX_RANKS - 1))
     world_size: int = _f(integer(1, MAX_RANKS))
     backend: str = _f(choice("none", "ring", "jaccl"))
     hosts: tuple[str, ...] = _f(texts(MAX_RANKS, 100))
-    decode_address: str = _f(text(200))
+    decode_address: str = _f(text(200))  #: where rank 0 listens ("ip:port,ip:port"), fastest network first
     epoch_key: bytes = _f(binary(32, 32))
     deadline_s: float = _f(_seconds)
     ack_deadline_s: float = _f(_seconds)
     run_ahead: int = _f(integer(0, 1))
-    queue_s: float = _f(_seconds, default=300.0)
-    canary_s: float = _f(_seconds, default=60.0)
+    queue_s: float = _f(_seconds, default=300.0)  #: bound of a request's wait for its first forward
+    canary_s: float = _f(_seconds, default=60.0)  #: a group that idled so long proves itself
     agreement: str = _f(choice("auto", "broadcast-draws"), default="auto")
     speculation: str = _f(choice("auto", "off", "lookup", "mtp", "draft"), default="auto")
-    rdma: tuple[str, ...] = _f(texts(MAX_RANKS * MAX_RANKS, MAX_ENTRY), default=())
-    jaccl_ring: bool = _f(boolean(), default=False)
-    fast_fences: bool = _f(boolean(), default=False)
-    round_s: float = _f(_seconds, default=15.0)
-    pins: tuple[str, ...] = _f(texts(MAX_RANKS, 64), default=())
-    repeatable: bool = _f(boolean(), default=False)
-    disk_folder: str = _f(text(4000, raw=True), default="")
-    disk_bytes: int = _f(_count, default=0)
-    large_buffers: bool = _f(boolean(), default=False)
+    rdma: tuple[str, ...] = _f(_matrix, default=())  #: of devices, row by row as in `wire/rdma.py`
+    jaccl_ring: bool = _f(boolean(), default=False)  #: JACCL joins only neighbours
+    fast_fences: bool = _f(boolean(), default=False)  #: turns MLX_METAL_FAST_SYNCH on
+    round_s: float = _f(_seconds, default=15.0)  #: bound of one round of the side channel
+    pins: tuple[str, ...] = _f(_pins, default=())  #: of agents' keys, by rank, for TLS; none within an agent
+    repeatable: bool = _f(boolean(), default=False)  #: no computation depends on how long something took
+    disk_folder: str = _f(text(4000, raw=True), default="")  #: for KV caches; set by the rank's own agent
+    disk_bytes: int = _f(_count, default=0)  #: bound of what all ranks of this Mac keep there
+    large_buffers: bool = _f(boolean(), default=False)  #: MLX makes larger command buffers
 
 
 @dataclass(frozen=True, slots=True)
-class SideChannel(Message):
+class SideChannel(Message, number=0x0B):
     """One rank's bytes for one round of JACCL's all-gather. Rounds are numbered from 1. Reply: Gathered."""
 
-    TYPE: ClassVar[int] = 0x0B
     round: int = _f(integer(1, MAX_ROUNDS))
     data: bytes = _f(binary(0, MAX_ROUND_BYTES))
 
 
 @dataclass(frozen=True, slots=True)
-class Gathered(Message):
-    """Bytes of every rank in that round, in rank order. `error`: why no further rounds follow.
+class Gathered(Message, number=0x0E):
+    """Bytes of every rank in that round, in rank order. An error may come unsolicited, between two rounds."""
 
-    An error may come unsolicited, to a rank that is between two rounds.
-    """
-
-    TYPE: ClassVar[int] = 0x0E
     round: int = _f(integer(0, MAX_ROUNDS))
     data: bytes = _f(binary(0, MAX_RANKS * MAX_ROUND_BYTES))
-    error: str = _f(_detail, default="")
+    error: str = _f(_detail, default="")  #: why no further rounds follow
 
 
 # --- decoding ---------------------------------------------------------------------------------------
-
-_exchange = choice("winners", "logits")
-_agreement = choice("verify", "broadcast")
 
 
 @dataclass(frozen=True, slots=True)
 class PromptPart:
     """Part of a prompt that a Forward reads: the row's tokens, behind as many others as its position.
 
-    `total`: tokens of the whole prompt. The part that reaches it makes the sequence a row of the batch, and
-    chooses its first new token by `sampling`. A first part may begin behind position 0: the KV cache before
-    it is then that of `source`, a running or kept sequence. With `take`, `source` ends with it. Later parts
-    have source 0. With `save`, each rank keeps a copy of the KV cache after this part under that uid; only a
-    part that does not end its prompt has one. The kept caches in `covers` begin it. They share its arrays
-    from then on. `following` is the prompt's token after this part, for an MTP head; 0 in the last one.
+    The part that reaches the prompt's end makes the sequence a row of the batch, and chooses its first new
+    token. A first part behind position 0 needs a `source`, whose KV cache up to there it starts with.
     """
 
-    total: int = _f(integer(1, MAX_CONTEXT))
-    source: int = _f(integer(0, U32), default=0)
-    take: bool = _f(boolean(), default=False)
-    sampling: Sampling = _f(_sampling, default=GREEDY)  # noqa: RUF009 - a field
-    save: int = _f(integer(0, U32), default=0)
-    covers: tuple[int, ...] = _f(integers(1, U32, 0, MAX_ROWS), default=())
-    following: int = _f(integer(0, 2**31 - 1), default=0)
+    total: int = _f(integer(1, MAX_CONTEXT))  #: tokens of the whole prompt
+    source: int = _f(integer(0, U32), default=0)  #: uid of a running or kept sequence; 0 in later parts
+    take: bool = _f(boolean(), default=False)  #: `source` ends with it
+    sampling: Sampling = _f(_sampling, default=GREEDY)
+    save: int = _f(integer(0, U32), default=0)  #: uid of a copy of the KV cache so far; not of a whole prompt
+    covers: tuple[int, ...] = _f(_uids, default=())  #: kept caches that begin it and share its arrays now
+    following: int = _f(integer(0, 2**31 - 1), default=0)  #: next token, for an MTP head; 0 in the last part
 
 
 @dataclass(frozen=True, slots=True)
-class Forward(Message):
+class Forward(Message, number=0x08):
     """One forward over the sequences in `rows`: a decode step of the running batch, in its order, or prompts.
 
-    `positions[i]` is the length of row i's KV cache before it; ranks roll back everything beyond it.
-    `widths[i]` counts the tokens that row i feeds from `tokens`; 0 stands for the one that its previous
-    forward produced, inside the graph. `widths` is empty when that is so for every row. The reply has the
-    choice after each token of a decode step.
+    Ranks roll back what KV caches hold beyond `positions`. For a width of 0, or without `widths`, a row feeds
+    the token that its previous forward chose, inside the graph. The reply has the choice after each token of
+    a decode step. `prompts` has a part for each row, of one prompt or the last ones of several new
+    prompts; none in a decode step. In a pipeline, a step is for the rows of one lane, and ChosenTokens brings
+    the tokens inside the graph.
 
-    `prompts` is empty for a decode step. Else it has a part for each row: of one prompt, or the last parts of
-    several new ones. In a pipeline, a step is for the rows of one lane, and ChosenTokens brings the tokens
-    inside the graph.
-
-    `exchange`: "winners" when every row is greedy and ranks only exchange the best of their share of the
-    vocabulary, "logits" when they gather the whole. `agreement`: "verify" when every rank chooses alike and
-    digests are compared, "broadcast" when rank 0's choice is summed into every rank's graph.
-
-    `drafts`: tokens that the model's MTP head proposes after each row's last right token; -1 where it rests,
-    and its caches get no entries.
+    `exchange` is "winners" when every row is greedy and ranks only exchange the best of their share of the
+    vocabulary. `agreement` is "verify" when every rank chooses alike and digests are compared, "broadcast"
+    when rank 0's choice is summed into every rank's graph.
     """
 
-    TYPE: ClassVar[int] = 0x08
     rows: tuple[int, ...] = _f(integers(1, U32, 1, MAX_ROWS))
-    positions: tuple[int, ...] = _f(integers(0, MAX_CONTEXT, 1, MAX_ROWS))
-    widths: tuple[int, ...] = _f(integers(0, MAX_FRAME_TOKENS, 0, MAX_ROWS), default=())
+    positions: tuple[int, ...] = _f(integers(0, MAX_CONTEXT, 1, MAX_ROWS))  #: tokens of KV cache before it
+    widths: tuple[int, ...] = _f(integers(0, MAX_FRAME_TOKENS, 0, MAX_ROWS), default=())  #: by row
     tokens: tuple[int, ...] = _f(integers(0, 2**31 - 1, 0, MAX_FRAME_TOKENS), default=())
-    exchange: str = _f(_exchange, default="winners")
-    agreement: str = _f(_agreement, default="verify")
-    drafts: int = _f(integer(RESTS, MAX_DRAFTS), default=0)
+    exchange: str = _f(choice("winners", "logits"), default="winners")
+    agreement: str = _f(choice("verify", "broadcast"), default="verify")
+    drafts: int = _f(integer(RESTS, MAX_DRAFTS), default=0)  #: for each row; -1: the MTP head gets no entries
     prompts: tuple[PromptPart, ...] = _f(records(PromptPart, 0, MAX_PROMPTS), default=())
 
     @property
@@ -300,133 +259,104 @@ class Forward(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class ChosenTokens(Message):
-    """Tokens that forward number `forward` of a pipeline chose, in row order, for the ranks above 0.
+class ChosenTokens(Message, number=0x2C):
+    """Tokens that a forward of a pipeline chose, in row order, for the ranks above 0.
 
     Each row's next step feeds the last of its tokens. Comes before any frame that follows from them.
     """
 
-    TYPE: ClassVar[int] = 0x2C
-    forward: int = _f(_count)
+    forward: int = _f(_count)  #: its number
     tokens: tuple[int, ...] = _f(integers(0, 2**31 - 1, 1, MAX_FRAME_TOKENS))
 
 
 @dataclass(frozen=True, slots=True)
-class SessionStop(Message):
-    """End of a sequence. `forwards` counts its prefill chunks and steps; every rank checks its own count.
+class SessionStop(Message, number=0x0A):
+    """End of a sequence."""
 
-    The first `keep` tokens of its KV cache stay under its uid, for other sequences to start from; 0 keeps
-    nothing. The kept caches in `covers` begin it. They share its arrays from then on.
-    """
-
-    TYPE: ClassVar[int] = 0x0A
     uid: int = _f(_uid)
     reason: str = _f(choice("stop", "length", "cancel", "preempt", "error"))
-    forwards: int = _f(_count)
-    keep: int = _f(integer(0, MAX_CONTEXT), default=0)
-    covers: tuple[int, ...] = _f(integers(1, U32, 0, MAX_ROWS), default=())
+    forwards: int = _f(_count)  #: prefill chunks and steps; every rank checks its own count
+    keep: int = _f(integer(0, MAX_CONTEXT), default=0)  #: tokens of KV cache that stay under its uid
+    covers: tuple[int, ...] = _f(_uids, default=())  #: kept caches that begin it and share its arrays now
 
 
 @dataclass(frozen=True, slots=True)
-class Evict(Message):
+class Evict(Message, number=0x0C):
     """Command to drop KV caches that were kept."""
 
-    TYPE: ClassVar[int] = 0x0C
-    uids: tuple[int, ...] = _f(integers(1, U32, 0, MAX_ROWS))
+    uids: tuple[int, ...] = _f(_uids)
 
 
 @dataclass(frozen=True, slots=True)
-class Arrange(Message):
+class Arrange(Message, number=0x2B):
     """Command to lay out the KV arrays of the running rows. Rows of the same room share arrays.
 
-    `rooms`: tokens for which each row has room, in row order, then those of free slots. `lanes` has a number
-    for each of them, or for each row where there are no `rooms`, and only rows of one number share arrays;
-    without it, all may. With `trim`, ranks also give memory back to the system that MLX keeps for reuse.
+    `rooms` has the rows in their order, then free slots. Of rows and slots only those of one lane share
+    arrays; without `lanes`, all may.
     """
 
-    TYPE: ClassVar[int] = 0x2B
-    rooms: tuple[int, ...] = _f(integers(1, MAX_ROOM, 0, MAX_ROWS), default=())
-    trim: bool = _f(boolean(), default=False)
+    rooms: tuple[int, ...] = _f(integers(1, MAX_ROOM, 0, MAX_ROWS), default=())  #: tokens
+    trim: bool = _f(boolean(), default=False)  #: give back memory to the system that MLX keeps for reuse
     lanes: tuple[int, ...] = _f(integers(0, MAX_RANKS - 1, 0, MAX_ROWS), default=())
 
 
 @dataclass(frozen=True, slots=True)
-class Spill(Message):
-    """Rank 0 to the others: write tokens `start` to `end` of a sequence's KV cache to disk.
+class Spill(Message, number=0x27):
+    """Rank 0 to the others: write tokens `start` to `end` of a sequence's KV cache to disk."""
 
-    `digest` is that of all tokens up to `end`, and names the block; `previous` that of the block before it.
-    """
-
-    TYPE: ClassVar[int] = 0x27
     uid: int = _f(_uid)
     start: int = _f(integer(0, MAX_CONTEXT))
     end: int = _f(integer(1, MAX_CONTEXT))
-    digest: bytes = _f(binary(DIGEST_BYTES, DIGEST_BYTES))
-    previous: bytes = _f(binary(0, DIGEST_BYTES), default=b"")
+    digest: bytes = _f(binary(DIGEST_BYTES, DIGEST_BYTES))  #: of all tokens up to `end`: the block's name
+    previous: bytes = _f(binary(0, DIGEST_BYTES), default=b"")  #: digest of the block before it
 
 
 @dataclass(frozen=True, slots=True)
-class FetchBlocks(Message):
-    """Rank 0 to the others: read blocks of `block` tokens each from disk, for uid.
+class FetchBlocks(Message, number=0x28):
+    """Rank 0 to the others: read blocks from disk, for uid. Reply: FetchedBlocks."""
 
-    `digests` follow each other, in the order of the tokens. Reply: FetchedBlocks.
-    """
-
-    TYPE: ClassVar[int] = 0x28
     uid: int = _f(_uid)
-    block: int = _f(integer(1, MAX_CONTEXT))
-    digests: bytes = _f(binary(DIGEST_BYTES, MAX_BLOCKS * DIGEST_BYTES))
+    block: int = _f(integer(1, MAX_CONTEXT))  #: tokens of each
+    digests: bytes = _f(binary(DIGEST_BYTES, MAX_BLOCKS * DIGEST_BYTES))  #: in the order of the tokens
 
 
 @dataclass(frozen=True, slots=True)
-class FetchedBlocks(Message):
+class FetchedBlocks(Message, number=0x29):
     """Reply to FetchBlocks, between Acks: the first `blocks` of them are in this rank's memory."""
 
-    TYPE: ClassVar[int] = 0x29
     uid: int = _f(_uid)
     blocks: int = _f(integer(0, MAX_BLOCKS))
 
 
 @dataclass(frozen=True, slots=True)
-class Restore(Message):
-    """Rank 0 to the others: keep the first `blocks` that were fetched for uid as its KV cache.
+class Restore(Message, number=0x2A):
+    """Rank 0 to the others: keep the first `blocks` fetched for uid as its KV cache, and drop the others."""
 
-    The others are dropped. With `bad`, every rank deletes them, because some rank has not got the first.
-    """
-
-    TYPE: ClassVar[int] = 0x2A
     uid: int = _f(_uid)
     blocks: int = _f(integer(0, MAX_BLOCKS))
-    bad: bool = _f(boolean(), default=False)
+    bad: bool = _f(boolean(), default=False)  #: every rank deletes them, as some rank has not got the first
 
 
 @dataclass(frozen=True, slots=True)
-class Ack(Message):
-    """Reply to exactly one Forward, named by the seq of its frame.
+class Ack(Message, number=0x10):
+    """Reply to exactly one Forward, named by the seq of its frame. Totals are the rank's, after that step."""
 
-    `forwards` and `collectives` are the rank's totals after that step, `digest` covers the tokens it chose.
-    `step_us` is the time from the forward's launch to its end on that rank, `wait_us` the part of it in
-    which MLX queued it and blocked for the device, both in microseconds.
-    """
-
-    TYPE: ClassVar[int] = 0x10
     step: int = _f(_count)
     forwards: int = _f(_count)
     collectives: int = _f(_count)
-    digest: int = _f(integer(0, U32))
-    step_us: int = _f(_count, default=0)
-    wait_us: int = _f(_count, default=0)
+    digest: int = _f(integer(0, U32))  #: covers the tokens it chose
+    step_us: int = _f(_count, default=0)  #: from the forward's launch to its end on that rank
+    wait_us: int = _f(_count, default=0)  #: part of it in which MLX queued it and blocked for the device
 
 
 @dataclass(frozen=True, slots=True)
-class Error(Message):
+class Error(Message, number=0x11):
     """Report of a failure.
 
     With a `uid`, only that request is over. Without one (0), an Error that is the reply to a command stands
     for the success it replaces. An unsolicited one without a uid means that the sender is ending.
     """
 
-    TYPE: ClassVar[int] = 0x11
     code: str = _f(_code)
     detail: str = _f(_detail)
     uid: int = _f(integer(0, U32))
@@ -436,254 +366,197 @@ class Error(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Init(Message):
+class Init(Message, number=0x12):
     """Command to form the group. Reply: InitDone."""
-
-    TYPE: ClassVar[int] = 0x12
 
 
 @dataclass(frozen=True, slots=True)
-class SanityCheck(Message):
+class SanityCheck(Message, number=0x13):
     """Command to prove the group by value. Reply: SanityDone."""
-
-    TYPE: ClassVar[int] = 0x13
 
 
 @dataclass(frozen=True, slots=True)
 class CountedShare:
-    """Part of LoadShard: memory that plans count on for one rank.
-
-    `kv_token_bytes`: of caches that keep all tokens, in the type that config.json names.
-    """
+    """Part of LoadShard: memory that plans count on for one rank."""
 
     weight_bytes: int = _f(_count)
-    kv_token_bytes: int = _f(_count)
+    kv_token_bytes: int = _f(_count)  #: of caches that keep all tokens, in the type that config.json names
 
 
 @dataclass(frozen=True, slots=True)
-class LoadShard(Message):
-    """Command to load this rank's share of the model in folder `path`. Reply: Loaded.
+class LoadShard(Message, number=0x14):
+    """Command to load this rank's share of a model. Reply: Loaded.
 
-    `eos` are end tokens that the tokenizer knows; the model's own configuration may add to them.
-    `max_context` (tokens) shortens the model's own context, `kv_bits` quantizes the KV cache, `kv_bytes`
-    bounds the caches of all sequences on each rank, as KvBudget does. 0 leaves each of them to the model and
-    the machine.
-    `draft_path` is the folder of a small model with the same vocabulary, for rank 0 to propose tokens with.
-    `paths` has a folder for each rank where they differ from Mac to Mac, else it is empty. `split` has the
-    number of whole layers for each rank of a pipeline, of which rank 0 has the last ones. It is empty where
-    every rank has its part of each layer. `counted` has what plans count on for each rank, if there is one.
+    0 leaves `max_context`, `kv_bits` and `kv_bytes` to the model and the machine.
     """
 
-    TYPE: ClassVar[int] = 0x14
-    path: str = _f(text(4000, raw=True))
+    path: str = _f(text(4000, raw=True))  #: folder of the model
     prefill_chunk: int = _f(integer(1, MAX_CONTEXT))
-    eos: tuple[int, ...] = _f(integers(0, 2**31 - 1, 0, 64))
-    max_context: int = _f(integer(0, MAX_CONTEXT), default=0)
-    kv_bits: int = _f(integer(0, 8), default=0)
-    kv_bytes: int = _f(_count, default=0)
-    draft_path: str = _f(text(4000, raw=True), default="")
-    paths: tuple[str, ...] = _f(texts(MAX_RANKS, 4000, raw=True), default=())
-    split: tuple[int, ...] = _f(integers(1, MAX_LAYERS, 0, MAX_RANKS), default=())
-    counted: tuple[CountedShare, ...] = _f(records(CountedShare, 0, MAX_RANKS), default=())
+    eos: tuple[int, ...] = _f(_eos)  #: of the tokenizer; the model's own configuration may add to them
+    max_context: int = _f(integer(0, MAX_CONTEXT), default=0)  #: tokens, to shorten the model's own
+    kv_bits: int = _f(integer(0, 8), default=0)  #: quantizes the KV cache
+    kv_bytes: int = _f(_count, default=0)  #: of the caches of all sequences on each rank, as in KvBudget
+    draft_path: str = _f(text(4000, raw=True), default="")  #: small model of this vocabulary, for rank 0
+    paths: tuple[str, ...] = _f(texts(MAX_RANKS, 4000, raw=True), default=())  #: by rank, if Macs differ
+    split: tuple[int, ...] = _f(_split, default=())  #: layers by rank of a pipeline; rank 0 has the last
+    counted: tuple[CountedShare, ...] = _f(records(CountedShare, 0, MAX_RANKS), default=())  #: by rank
 
 
 @dataclass(frozen=True, slots=True)
-class KvBudget(Message):
+class KvBudget(Message, number=0x1F):
     """Agent to rank 0: bound the KV caches of all sequences on each rank to `kv_bytes` from now on.
 
-    0 is the room that was found when the model was loaded. Rank 0 evicts and preempts what no longer fits.
-    With `clear`, it evicts all caches that no sequence runs with. Unless the room grows, all ranks give back
-    memory that no sequence needs. A sequence with more tokens than the room ends with an Error. Reply:
-    Loaded, with the room that is in force: at least that of the shortest sequence.
+    Rank 0 evicts and preempts what no longer fits; a sequence with more tokens than the room ends with an
+    Error. Unless the room grows, all ranks give back memory that no sequence needs. Reply: Loaded, with the
+    room that is in force: at least that of the shortest sequence.
     """
 
-    TYPE: ClassVar[int] = 0x1F
-    kv_bytes: int = _f(_count)
-    clear: bool = _f(boolean(), default=False)
+    kv_bytes: int = _f(_count)  #: 0 is the room that was found when the model was loaded
+    clear: bool = _f(boolean(), default=False)  #: evict all caches that no sequence runs with
 
 
 @dataclass(frozen=True, slots=True)
-class Unload(Message):
+class Unload(Message, number=0x16):
     """Command to drop the model; the group stays. Reply: Done."""
 
-    TYPE: ClassVar[int] = 0x16
-
 
 @dataclass(frozen=True, slots=True)
-class Shutdown(Message):
+class Shutdown(Message, number=0x18):
     """Command to finish, release everything and exit with status 0. Reply: Done, then SessionEnd."""
 
-    TYPE: ClassVar[int] = 0x18
-
 
 @dataclass(frozen=True, slots=True)
-class InitDone(Message):
+class InitDone(Message, number=0x19):
     """Reply to Init: the group is formed."""
 
-    TYPE: ClassVar[int] = 0x19
     rank: int = _f(integer(0, MAX_RANKS - 1))
     world_size: int = _f(integer(1, MAX_RANKS))
 
 
 @dataclass(frozen=True, slots=True)
-class SanityDone(Message):
+class SanityDone(Message, number=0x1A):
     """Results of this rank: `total` = sum of ones, `ranks` = the gathered ranks, `digest` of the epoch."""
 
-    TYPE: ClassVar[int] = 0x1A
     total: int = _f(_count)
     ranks: tuple[int, ...] = _f(integers(0, 2**31 - 1, 0, MAX_RANKS))
     digest: int = _f(integer(0, U32))
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded(Message):
-    """Reply to LoadShard and KvBudget: the shard is in memory.
+class Loaded(Message, number=0x1B):
+    """Reply to LoadShard and KvBudget: the shard is in memory. Figures are this rank's.
 
-    `context` and `vocabulary` are the model's, in tokens.
-
-    `weight_bytes` and `peak_bytes` are this rank's, the latter while loading. `kv_token_bytes` is the size of
-    one token in its KV cache, `kv_row_bytes` that of the part that each sequence has once, `kv_bytes` the
-    memory that it has for all caches together. From rank 0 to the agent, `kv_bytes` is the bound that is in
-    force on all ranks, and `kv_token_bytes` the largest of them. `kv_row_bytes` is the part that is worth
-    most tokens, in these. `context` is the most that a sequence has room for. `checkpoints`: KV caches are
-    kept, and cannot be cut. `layers`: numbers of the layers whose weights a rank of a pipeline has. `mtp`: it
-    has the model's MTP head.
+    From rank 0 to the agent, they are the group's: `kv_bytes` is in force on all ranks, `kv_token_bytes` is
+    the largest, `kv_row_bytes` worth most tokens in these, `context` the most that a sequence has room for.
     """
 
-    TYPE: ClassVar[int] = 0x1B
-    context: int = _f(integer(1, U32))
-    vocabulary: int = _f(integer(1, U32))
+    context: int = _f(integer(1, U32))  #: tokens
+    vocabulary: int = _f(integer(1, U32))  #: tokens
     weight_bytes: int = _f(_count)
-    eos: tuple[int, ...] = _f(integers(0, 2**31 - 1, 0, 64))
-    peak_bytes: int = _f(_count, default=0)
-    kv_token_bytes: int = _f(_count, default=0)
-    kv_bytes: int = _f(_count, default=0)
-    kv_row_bytes: int = _f(_count, default=0)
-    checkpoints: bool = _f(boolean(), default=False)
-    layers: tuple[int, ...] = _f(integers(0, MAX_LAYERS, 0, MAX_LAYERS), default=())
-    mtp: bool = _f(boolean(), default=False)
+    eos: tuple[int, ...] = _f(_eos)
+    peak_bytes: int = _f(_count, default=0)  #: while loading
+    kv_token_bytes: int = _f(_count, default=0)  #: one token in its KV cache
+    kv_bytes: int = _f(_count, default=0)  #: memory for all caches together
+    kv_row_bytes: int = _f(_count, default=0)  #: part of a KV cache that each sequence has once
+    checkpoints: bool = _f(boolean(), default=False)  #: KV caches are kept, and cannot be cut
+    layers: tuple[int, ...] = _f(integers(0, MAX_LAYERS, 0, MAX_LAYERS), default=())  #: of a stage
+    mtp: bool = _f(boolean(), default=False)  #: it has the model's MTP head
 
 
 @dataclass(frozen=True, slots=True)
-class Done(Message):
-    """Reply to Bootstrap, Unload and Shutdown.
+class Done(Message, number=0x1C):
+    """Reply to Bootstrap, Unload and Shutdown. Fields tell of this machine, after Bootstrap."""
 
-    After Bootstrap, `jaccl` reports whether MLX has JACCL on this machine, and `gpu_bytes` the memory that
-    Metal recommends for its GPU; 0 without Metal.
-    """
-
-    TYPE: ClassVar[int] = 0x1C
-    jaccl: bool = _f(boolean(), default=False)
-    gpu_bytes: int = _f(_count, default=0)
+    jaccl: bool = _f(boolean(), default=False)  #: MLX has JACCL
+    gpu_bytes: int = _f(_count, default=0)  #: memory that Metal recommends for the GPU; 0 without Metal
 
 
 @dataclass(frozen=True, slots=True)
-class TimeCollectives(Message):
-    """Command to time `rounds` collectives of one kind over `size` bytes of every rank.
+class TimeCollectives(Message, number=0x1D):
+    """Command to time `rounds` collectives over `size` bytes of every rank. Reply: CollectivesTimed.
 
-    Reply: CollectivesTimed. "sum" and "gather" run one after the other. A "chain" is `rounds` sums in one
-    graph. Each takes the result of the one before, with a step of arithmetic in between, as in a forward.
+    "sum" and "gather" run one after the other. A "chain" is sums in one graph. Each takes the result of the
+    one before, with a step of arithmetic in between, as in a forward.
     """
 
-    TYPE: ClassVar[int] = 0x1D
     kind: str = _f(choice("sum", "gather", "chain"))
     size: int = _f(integer(1, MAX_TIMED_BYTES))
     rounds: int = _f(integer(1, MAX_TIMED_ROUNDS))
 
 
 @dataclass(frozen=True, slots=True)
-class CollectivesTimed(Message):
-    """Seconds of one collective on this rank; from rank 0 to the agent, on the slowest rank.
+class CollectivesTimed(Message, number=0x1E):
+    """Time of one collective on this rank; from rank 0 to the agent, on the slowest rank."""
 
-    `metal`: a GPU computes there, so that each collective includes a fence.
-    """
-
-    TYPE: ClassVar[int] = 0x1E
     seconds: float = _f(_seconds)
-    metal: bool = _f(boolean())
+    metal: bool = _f(boolean())  #: a GPU computes there, so that each collective includes a fence
 
 
 # --- requests in, tokens out ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Generate(Message):
+class Generate(Message, number=0x20):
     """Agent to rank 0: decode after this prompt until an end token or `max_tokens`.
 
-    `logprobs` -1 requests none, 0 those of the chosen tokens, more the most probable alternatives as well.
-    With `ignore_eos` the answer continues after an end token. The last `answered` of `tokens` are the
-    beginning of the answer, given by an earlier group; `max_tokens` counts them, and the next token has their
-    number as its index. `strikes` groups failed during this request. Scheduling is fair between clients, and
-    between users of the same `client`. Only prompts of one `salt` share KV caches. Before each of `places`,
-    ascending positions, the prompt is likely to be that of other requests, too. Reply: Accepted, or an Error
-    with the uid.
-
-    Between agents, `group` is the id of the receiver's group that is to work on it; empty for any of them.
+    The last `answered` of `tokens` are the beginning of the answer, given by an earlier group; `max_tokens`
+    counts them, and the next token has their number as its index. Scheduling is fair between clients, and
+    between users of the same client. Reply: Accepted, or an Error with the uid.
     """
 
-    TYPE: ClassVar[int] = 0x20
     uid: int = _f(_uid)
     tokens: tuple[int, ...] = _f(integers(0, 2**31 - 1, 1, MAX_FRAME_TOKENS))
     max_tokens: int = _f(integer(1, MAX_CONTEXT))
-    sampling: Sampling = _f(_sampling, default=GREEDY)  # noqa: RUF009 - a field
-    shaping: Shaping = _f(_shaping, default=PLAIN)  # noqa: RUF009 - a field
-    logprobs: int = _f(integer(-1, MAX_TOP_LOGPROBS), default=-1)
-    ignore_eos: bool = _f(boolean(), default=False)
+    sampling: Sampling = _f(_sampling, default=GREEDY)
+    shaping: Shaping = _f(_shaping, default=PLAIN)
+    logprobs: int = _f(integer(-1, MAX_TOP_LOGPROBS), default=-1)  #: -1: none, 0: of chosen tokens, n: of n
+    ignore_eos: bool = _f(boolean(), default=False)  #: the answer continues after an end token
     answered: int = _f(integer(0, MAX_FRAME_TOKENS), default=0)
-    strikes: int = _f(integer(0, MAX_STRIKES), default=0)
+    strikes: int = _f(integer(0, MAX_STRIKES), default=0)  #: groups that failed during this request
     client: int = _f(_count, default=0)
     user: int = _f(_count, default=0)
-    salt: int = _f(_count, default=0)
-    group: str = _f(group_id(MAX_GROUP_ID), default="")
-    places: tuple[int, ...] = _f(integers(1, MAX_CONTEXT, 0, MAX_PLACES), default=())
+    salt: int = _f(_count, default=0)  #: only prompts of one salt share KV caches
+    group: str = _f(group_id(MAX_GROUP_ID), default="")  #: between agents: of the receiver, or any
+    places: tuple[int, ...] = _f(_places, default=())  #: up to which others likely begin so, ascending
 
 
 @dataclass(frozen=True, slots=True)
-class Accepted(Message):
+class Accepted(Message, number=0x24):
     """Rank 0 to agent: this request passed every check and will be run."""
 
-    TYPE: ClassVar[int] = 0x24
     uid: int = _f(_uid)
 
 
 @dataclass(frozen=True, slots=True)
-class Prefilled(Message):
-    """Rank 0 to agent, a few times a second: `computed` tokens of this request's prompt are in a KV cache.
+class Prefilled(Message, number=0x26):
+    """Rank 0 to agent, a few times a second: progress with the tokens of Generate."""
 
-    The prefill began with `cached` of them. The prompt is that of Generate, with the part of the answer
-    already given.
-    """
-
-    TYPE: ClassVar[int] = 0x26
     uid: int = _f(_uid)
-    computed: int = _f(_count)
-    cached: int = _f(_count)
+    computed: int = _f(_count)  #: tokens in a KV cache
+    cached: int = _f(_count)  #: of which the prefill began with these
 
 
 @dataclass(frozen=True, slots=True)
-class Delta(Message):
-    """Rank 0 to agent: the confirmed tokens of one step. `tokens[i]` is number `indices[i]` of `uids[i]`.
+class Delta(Message, number=0x21):
+    """Rank 0 to agent: the confirmed tokens of one step, in order. A request may have several of them.
 
-    A request may have several tokens in one Delta, in order.
+    `tokens[i]` is number `indices[i]` of `uids[i]`.
     """
 
-    TYPE: ClassVar[int] = 0x21
     uids: tuple[int, ...] = _f(integers(1, U32, 1, MAX_DELTA))
     indices: tuple[int, ...] = _f(integers(0, 2**31 - 1, 1, MAX_DELTA))
     tokens: tuple[int, ...] = _f(integers(0, 2**31 - 1, 1, MAX_DELTA))
 
 
 @dataclass(frozen=True, slots=True)
-class ScoredDelta(Message):
+class ScoredDelta(Message, number=0x25):
     """Tokens of one request that wants log-probabilities (natural logarithms), in place of a Delta.
 
-    `logprobs[i]` belongs to `tokens[i]`. The `top` most probable alternatives of each token follow each other
-    in `top_tokens` and `top_logprobs`.
+    The `top` most probable alternatives of each token follow each other.
     """
 
-    TYPE: ClassVar[int] = 0x25
     uid: int = _f(_uid)
-    index: int = _f(integer(0, 2**31 - 1))
+    index: int = _f(integer(0, 2**31 - 1))  #: of the first token
     tokens: tuple[int, ...] = _f(integers(0, 2**31 - 1, 1, MAX_WIDTH + 1))
     logprobs: tuple[float, ...] = _f(numbers(-1e9, 1e-3, MAX_WIDTH + 1))
     top: int = _f(integer(0, MAX_TOP_LOGPROBS))
@@ -692,46 +565,32 @@ class ScoredDelta(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Cancel(Message):
+class Cancel(Message, number=0x22):
     """Agent to rank 0: the client no longer wants this request. Reply: Finished, unless it is over."""
 
-    TYPE: ClassVar[int] = 0x22
     uid: int = _f(_uid)
 
 
 @dataclass(frozen=True, slots=True)
-class Finished(Message):
-    """Rank 0 to agent: the end of a request. `generated` counts tokens with the end token.
+class Finished(Message, number=0x23):
+    """Rank 0 to agent: the end of a request."""
 
-    `cached` of its prompt tokens were not computed again. Of `drafted` tokens, `accepted` were right.
-    """
-
-    TYPE: ClassVar[int] = 0x23
     uid: int = _f(_uid)
     reason: str = _f(choice("stop", "length", "cancel"))
-    generated: int = _f(_count)
+    generated: int = _f(_count)  #: tokens, with the end token
     forwards: int = _f(_count)
-    cached: int = _f(_count, default=0)
+    cached: int = _f(_count, default=0)  #: tokens of its prompt that were not computed again
     drafted: int = _f(_count, default=0)
-    accepted: int = _f(_count, default=0)
+    accepted: int = _f(_count, default=0)  #: of the drafted tokens
 
 
 @dataclass(frozen=True, slots=True)
-class SessionEnd(Message):
+class SessionEnd(Message, number=0xFF):
     """Last frame of a link that closes in order."""
-
-    TYPE: ClassVar[int] = 0xFF
 
 
 #: Events of a request, from rank 0 to the agent that has it.
 RequestEvent = Accepted | Prefilled | Delta | ScoredDelta | Finished | Error
-
-RANK_MESSAGES: tuple[type[Message], ...] = (
-    Hello, Welcome, Ping, Pong, Bootstrap, SideChannel, Gathered, Forward,
-    ChosenTokens, SessionStop, Evict, Arrange, Spill, FetchBlocks, FetchedBlocks, Restore, Ack, Error, Init,
-    SanityCheck, LoadShard, Unload, Shutdown, InitDone, SanityDone, Loaded, Done, KvBudget, TimeCollectives,
-    CollectivesTimed, Generate, Accepted, Prefilled, Delta, ScoredDelta, Cancel, Finished, SessionEnd,
-)  # fmt: skip
 
 
 # --- names of what a KV cache holds, alike on all ranks and for all gateways --------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from .codecs import U32, U63, Message, binary, integer, text, texts
 from .codecs import holding as _f
@@ -29,14 +28,13 @@ _proof = binary(PROOF_BYTES, PROOF_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
-class JoinOffer(Message):
+class JoinOffer(Message, number=0x38):
     """First frame of the link, from the member that was dialled: the certificate of its cluster's authority.
 
     If `ask` is not empty, this member cannot admit Macs. `ask` then names the Macs that can, and `at` has
     control addresses of theirs ("ip:port").
     """
 
-    TYPE: ClassVar[int] = 0x38
     authority: bytes = _f(_certificate)
     nonce: bytes = _f(_nonce)
     ask: str = _f(text(MAX_NAME), default="")
@@ -44,13 +42,12 @@ class JoinOffer(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class JoinRequest(Message):
+class JoinRequest(Message, number=0x39):
     """Request to join: the joiner's name, its key (a point of 65 bytes) and the id of its token.
 
     `proof` shows that the joiner has the token, `signature` (ECDSA with SHA-256, DER) that it has the key.
     """
 
-    TYPE: ClassVar[int] = 0x39
     token_id: bytes = _f(binary(TOKEN_ID_BYTES, TOKEN_ID_BYTES))
     node_id: bytes = _f(binary(NODE_ID_BYTES, NODE_ID_BYTES))
     name: str = _f(text(MAX_NAME))
@@ -61,34 +58,29 @@ class JoinRequest(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class JoinGrant(Message):
+class JoinGrant(Message, number=0x3A):
     """Reply: the joiner is a member. `proof` shows that the granting Mac has the token, too.
 
     `peers` are control addresses ("ip:port") of members that the joiner may dial first.
     """
 
-    TYPE: ClassVar[int] = 0x3A
     certificate: bytes = _f(_certificate)
     proof: bytes = _f(_proof)
     peers: tuple[str, ...] = _f(texts(MAX_PEERS, MAX_ADDRESS), default=())
 
 
 @dataclass(frozen=True, slots=True)
-class JoinRefusal(Message):
+class JoinRefusal(Message, number=0x3B):
     """Reply: the joiner is not admitted. `signature` is the authority's, over the exchange and the rest.
 
     If `ask` is not empty, this Mac does not know the token. Another Mac that admits joiners may have made it:
     `ask` and `at` are as in JoinOffer.
     """
 
-    TYPE: ClassVar[int] = 0x3B
     detail: str = _f(text(1000, cut=True))
     signature: bytes = _f(binary(8, 80))
     ask: str = _f(text(MAX_NAME), default="")
     at: tuple[str, ...] = _f(texts(MAX_ADDRESSES, MAX_ADDRESS), default=())
-
-
-JOIN_MESSAGES: tuple[type[Message], ...] = (JoinOffer, JoinRequest, JoinGrant, JoinRefusal)
 
 
 # --- copying a model, on a connection `mlxtp-models` -----------------------------------------------------
@@ -102,45 +94,38 @@ MAX_FILES = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class FilesWanted(Message):
+class FilesWanted(Message, number=0x64):
     """Request for the state of this model (OWNER/NAME[@REVISION]). Reply: FilesHeld.
 
     Later requests are about it.
     """
 
-    TYPE: ClassVar[int] = 0x64
     model: str = _f(text(MAX_FILE_NAME))
 
 
 @dataclass(frozen=True, slots=True)
-class FilesHeld(Message):
+class FilesHeld(Message, number=0x65):
     """Reply: the manifest, a byte for each of its files in their order, 1 if it is complete here, and the
     bytes of all files that are here.
 
     The manifest is empty when there is nothing of the model.
     """
 
-    TYPE: ClassVar[int] = 0x65
     manifest: bytes = _f(binary(0, MAX_MANIFEST))
     complete: bytes = _f(binary(0, MAX_FILES))
     held: int = _f(integer(0, U63))
 
 
 @dataclass(frozen=True, slots=True)
-class FileWanted(Message):
+class FileWanted(Message, number=0x68):
     """Request for a file, by its number, from byte `at` to its end. Reply: FileHeld."""
 
-    TYPE: ClassVar[int] = 0x68
     file: int = _f(integer(0, U32))
     at: int = _f(integer(0, U63))
 
 
 @dataclass(frozen=True, slots=True)
-class FileHeld(Message):
+class FileHeld(Message, number=0x69):
     """Reply: `size` bytes follow, the rest of the file, or none when it is not complete here."""
 
-    TYPE: ClassVar[int] = 0x69
     size: int = _f(integer(0, U63))
-
-
-COPY_MESSAGES: tuple[type[Message], ...] = (FilesWanted, FilesHeld, FileWanted, FileHeld)

@@ -429,6 +429,11 @@ def test_a_refusal_names_the_field(message: Message) -> None:
             read_all(open_decoder(), framed(msgpack.packb(payload)))
 
 
+def test_no_two_messages_have_one_number() -> None:
+    with pytest.raises(AssertionError, match="0x11"):
+        type("Twice", (Message,), {}, number=Error.TYPE)
+
+
 @pytest.mark.parametrize("number", [0, 0x0F, 0x7F, 0xFE, 0x100, -1])
 def test_an_unknown_type(number: int) -> None:
     assert refusal(msgpack.packb([number, 1, 1, {}])) is Code.UNKNOWN_TYPE

@@ -53,7 +53,7 @@ MOST_LINES: Mapping[str, int] = {
     "placement": 5_009,
     "service": 878,
     "text": 5_895,
-    "wire": 4_728,
+    "wire": 4_543,
 }
 """Lines of each package; those of files beside the packages are "". A commit that adds some says why."""
 TOUCHES: Mapping[str, tuple[str, int]] = {

@@ -18,47 +18,7 @@ from collections.abc import Iterable, Iterator
 from enum import Enum
 from functools import cache
 
-from .messages import (
-    Accepted,
-    Ack,
-    Arrange,
-    Bootstrap,
-    Cancel,
-    ChosenTokens,
-    CollectivesTimed,
-    Delta,
-    Done,
-    Error,
-    Evict,
-    FetchBlocks,
-    FetchedBlocks,
-    Finished,
-    Forward,
-    Gathered,
-    Generate,
-    Hello,
-    Init,
-    InitDone,
-    KvBudget,
-    Loaded,
-    LoadShard,
-    Message,
-    Ping,
-    Pong,
-    Prefilled,
-    Restore,
-    SanityCheck,
-    SanityDone,
-    ScoredDelta,
-    SessionEnd,
-    SessionStop,
-    Shutdown,
-    SideChannel,
-    Spill,
-    TimeCollectives,
-    Unload,
-    Welcome,
-)
+from . import messages as msg
 
 
 class Side(Enum):
@@ -132,58 +92,54 @@ TERMINAL = frozenset((LinkState.CLOSED, LinkState.FAILED))  #: states in which n
 OPENING = frozenset((LinkState.NEW, LinkState.GREETED, LinkState.PARTING, LinkState.OFFERED, LinkState.ASKED))
 
 
-class RequestFailed(Message):
+class RequestFailed(msg.Message):
     """An Error with a uid, as the table names it: it ends one request, not the link. Never sent itself."""
 
     __slots__ = ()
 
 
-Transition = tuple[LinkState, Side, type[Message], LinkState]
-Moves = dict[type[Message], LinkState]
+Transition = tuple[LinkState, Side, type[msg.Message], LinkState]
+Moves = dict[type[msg.Message], LinkState]
 Table = dict[LinkState, dict[Side, Moves]]
 
 _UPPER, _LOWER = Side.UPPER, Side.LOWER
+_EVENTS = (msg.Accepted, msg.Prefilled, msg.Delta, msg.ScoredDelta, msg.Finished, RequestFailed)
+
+
+def _in(states: Iterable[LinkState], side: Side, *messages: type[msg.Message]) -> tuple[Transition, ...]:
+    """Return moves that make these messages of `side` legal in `states`, and change none."""
+    return tuple((state, side, message, state) for state in states for message in messages)
+
 
 _GREETING: tuple[Transition, ...] = (
-    (LinkState.NEW, _LOWER, Hello, LinkState.GREETED),
-    (LinkState.GREETED, _UPPER, Error, LinkState.CLOSED),  # refused
+    (LinkState.NEW, _LOWER, msg.Hello, LinkState.GREETED),
+    (LinkState.GREETED, _UPPER, msg.Error, LinkState.CLOSED),  # refused
 )
 
 _PIPE_START: tuple[Transition, ...] = (
-    (LinkState.GREETED, _UPPER, Welcome, LinkState.OPEN),
-    (LinkState.OPEN, _UPPER, Bootstrap, LinkState.LINKING),
-    (LinkState.LINKING, _LOWER, Done, LinkState.LINKED),
+    (LinkState.GREETED, _UPPER, msg.Welcome, LinkState.OPEN),
+    (LinkState.OPEN, _UPPER, msg.Bootstrap, LinkState.LINKING),
+    (LinkState.LINKING, _LOWER, msg.Done, LinkState.LINKED),
 )
 
-_DECODE_START: tuple[Transition, ...] = ((LinkState.GREETED, _UPPER, Welcome, LinkState.LINKED),)
-
 _LIFE: tuple[Transition, ...] = (
-    (LinkState.LINKED, _UPPER, Init, LinkState.FORMING),
-    (LinkState.FORMING, _LOWER, InitDone, LinkState.FORMED),
-    (LinkState.FORMED, _UPPER, SanityCheck, LinkState.PROVING),
-    (LinkState.PROVING, _LOWER, SanityDone, LinkState.PROVEN),
-    (LinkState.PROVEN, _UPPER, LoadShard, LinkState.LOADING),
-    (LinkState.LOADING, _LOWER, Loaded, LinkState.LOADED),
-    (LinkState.LOADING, _LOWER, Error, LinkState.PROVEN),  # a load that failed leaves the group usable
-    (LinkState.LOADED, _UPPER, Unload, LinkState.UNLOADING),
-    (LinkState.PROVEN, _UPPER, Unload, LinkState.UNLOADING),  # if some ranks fail to load, all unload
-    (LinkState.UNLOADING, _LOWER, Done, LinkState.PROVEN),
-    (LinkState.LOADED, _UPPER, TimeCollectives, LinkState.MEASURING),
-    (LinkState.MEASURING, _LOWER, CollectivesTimed, LinkState.LOADED),
+    (LinkState.LINKED, _UPPER, msg.Init, LinkState.FORMING),
+    (LinkState.FORMING, _LOWER, msg.InitDone, LinkState.FORMED),
+    (LinkState.FORMED, _UPPER, msg.SanityCheck, LinkState.PROVING),
+    (LinkState.PROVING, _LOWER, msg.SanityDone, LinkState.PROVEN),
+    (LinkState.PROVEN, _UPPER, msg.LoadShard, LinkState.LOADING),
+    (LinkState.LOADING, _LOWER, msg.Loaded, LinkState.LOADED),
+    (LinkState.LOADING, _LOWER, msg.Error, LinkState.PROVEN),  # a load that failed leaves the group usable
+    (LinkState.LOADED, _UPPER, msg.Unload, LinkState.UNLOADING),
+    (LinkState.PROVEN, _UPPER, msg.Unload, LinkState.UNLOADING),  # if some ranks fail to load, all unload
+    (LinkState.UNLOADING, _LOWER, msg.Done, LinkState.PROVEN),
+    (LinkState.LOADED, _UPPER, msg.TimeCollectives, LinkState.MEASURING),
+    (LinkState.MEASURING, _LOWER, msg.CollectivesTimed, LinkState.LOADED),
 )
 
 _ENDING: tuple[Transition, ...] = (
-    (LinkState.CLOSING, _LOWER, Done, LinkState.ENDED),
-    (LinkState.ENDED, _LOWER, SessionEnd, LinkState.CLOSED),
-)
-
-_ENDING_BUSY: tuple[Transition, ...] = (
-    (LinkState.CLOSING_AFTER_DONE, _LOWER, Done, LinkState.CLOSING),
-    (LinkState.CLOSING_AFTER_INIT, _LOWER, InitDone, LinkState.CLOSING),
-    (LinkState.CLOSING_AFTER_SANITY, _LOWER, SanityDone, LinkState.CLOSING),
-    (LinkState.CLOSING_AFTER_LOAD, _LOWER, Loaded, LinkState.CLOSING),
-    (LinkState.CLOSING_AFTER_LOAD, _LOWER, Error, LinkState.CLOSING),
-    (LinkState.CLOSING_AFTER_TIMES, _LOWER, CollectivesTimed, LinkState.CLOSING),
+    (LinkState.CLOSING, _LOWER, msg.Done, LinkState.ENDED),
+    (LinkState.ENDED, _LOWER, msg.SessionEnd, LinkState.CLOSED),
 )
 
 #: Next state after Shutdown when no reply is owed.
@@ -192,8 +148,7 @@ _SHUTDOWN_WHEN_IDLE = dict.fromkeys(
     LinkState.CLOSING,
 )
 
-#: Next state after Shutdown when a reply is owed. That reply may already be on its way, so it comes before
-#: Shutdown's.
+#: Next state after Shutdown when a reply is owed, which may be on its way: it comes before that of Shutdown.
 _SHUTDOWN_WHEN_BUSY = {
     LinkState.LINKING: LinkState.CLOSING_AFTER_DONE,
     LinkState.FORMING: LinkState.CLOSING_AFTER_INIT,
@@ -204,65 +159,44 @@ _SHUTDOWN_WHEN_BUSY = {
     LinkState.RESIZING: LinkState.CLOSING_AFTER_LOAD,
 }
 
-_DECODING: tuple[Transition, ...] = tuple(
-    (LinkState.LOADED, side, message, LinkState.LOADED)
-    for side, message in (
-        (_UPPER, Forward),
-        (_UPPER, ChosenTokens),
-        (_UPPER, SessionStop),
-        (_UPPER, Evict),
-        (_UPPER, Arrange),
-        (_UPPER, Spill),
-        (_UPPER, FetchBlocks),
-        (_UPPER, Restore),
-        (_LOWER, Ack),
-    )
-)
+_STEPS = (msg.Forward, msg.ChosenTokens, msg.SessionStop, msg.Evict, msg.Arrange)
+_BLOCKS = (msg.Spill, msg.FetchBlocks, msg.Restore)
+_DECODING = _in([LinkState.LOADED], _UPPER, *_STEPS, *_BLOCKS) + _in([LinkState.LOADED], _LOWER, msg.Ack)
 
 #: A rank has read from disk. That may cross any command.
-_FETCHED: tuple[Transition, ...] = tuple(
-    (state, _LOWER, FetchedBlocks, state)
-    for state in (
-        LinkState.LOADED,
-        LinkState.CHECKING,
-        LinkState.MEASURING,
-        LinkState.UNLOADING,
-        LinkState.CLOSING,
-    )
+_FETCHED = _in(
+    (LinkState.LOADED, LinkState.CHECKING, LinkState.MEASURING, LinkState.UNLOADING, LinkState.CLOSING),
+    _LOWER,
+    msg.FetchedBlocks,
 )
 
 #: Rank 0 may request the proof by value again between forwards of an idle group.
 _CANARY: tuple[Transition, ...] = (
-    (LinkState.LOADED, _UPPER, SanityCheck, LinkState.CHECKING),
-    (LinkState.CHECKING, _LOWER, SanityDone, LinkState.LOADED),
+    (LinkState.LOADED, _UPPER, msg.SanityCheck, LinkState.CHECKING),
+    (LinkState.CHECKING, _LOWER, msg.SanityDone, LinkState.LOADED),
 )
 
 #: Requests come while the room for KV caches changes, too. Cancel may come anywhere.
 _REQUESTS: tuple[Transition, ...] = (
-    (LinkState.LOADED, _UPPER, Generate, LinkState.LOADED),
-    (LinkState.LOADED, _UPPER, KvBudget, LinkState.RESIZING),
-    (LinkState.RESIZING, _UPPER, Generate, LinkState.RESIZING),
-    (LinkState.RESIZING, _LOWER, Loaded, LinkState.LOADED),
+    (LinkState.LOADED, _UPPER, msg.Generate, LinkState.LOADED),
+    (LinkState.LOADED, _UPPER, msg.KvBudget, LinkState.RESIZING),
+    (LinkState.RESIZING, _UPPER, msg.Generate, LinkState.RESIZING),
+    (LinkState.RESIZING, _LOWER, msg.Loaded, LinkState.LOADED),
 )
 
 #: A rank above 0 forms the group at rank 0's command. Its pipe does not carry that command.
-_ROUNDS: tuple[Transition, ...] = (
-    (LinkState.LINKED, _LOWER, SideChannel, LinkState.LINKED),
-    (LinkState.LINKED, _UPPER, Gathered, LinkState.LINKED),
-    (LinkState.CLOSING, _LOWER, SideChannel, LinkState.CLOSING),  # it crossed Shutdown
+_ROUNDS = (
+    *_in((LinkState.LINKED, LinkState.CLOSING), _LOWER, msg.SideChannel),  # which may cross Shutdown
+    *_in([LinkState.LINKED], _UPPER, msg.Gathered),
+)
+_ROUNDS_OF_LEADER = (
+    *_in((LinkState.FORMING, LinkState.CLOSING_AFTER_INIT), _LOWER, msg.SideChannel),
+    *_in((LinkState.FORMING, LinkState.FORMED), _UPPER, msg.Gathered),  # an error may cross InitDone
 )
 
-_ROUNDS_OF_LEADER: tuple[Transition, ...] = (
-    (LinkState.FORMING, _LOWER, SideChannel, LinkState.FORMING),
-    (LinkState.FORMING, _UPPER, Gathered, LinkState.FORMING),
-    (LinkState.FORMED, _UPPER, Gathered, LinkState.FORMED),  # an error that crossed InitDone
-    (LinkState.CLOSING_AFTER_INIT, _LOWER, SideChannel, LinkState.CLOSING_AFTER_INIT),
-)
-
-#: Rank 0 sends tokens until it replies to the command that crossed them. No other link has these moves.
-_VOICE: tuple[Transition, ...] = tuple(
-    (state, _LOWER, message, state)
-    for state in (
+#: Rank 0 sends tokens until it replies to the command that crossed them. No other link of a rank has these.
+_VOICE = _in(
+    (
         LinkState.LOADED,
         LinkState.RESIZING,
         LinkState.UNLOADING,
@@ -271,8 +205,9 @@ _VOICE: tuple[Transition, ...] = tuple(
         LinkState.CLOSING_AFTER_DONE,
         LinkState.CLOSING_AFTER_LOAD,
         LinkState.CLOSING_AFTER_TIMES,
-    )
-    for message in (Accepted, Prefilled, Delta, ScoredDelta, Finished, RequestFailed)
+    ),
+    _LOWER,
+    *_EVENTS,
 )
 
 
@@ -280,41 +215,35 @@ def _states(rows: Iterable[Transition]) -> frozenset[LinkState]:
     return frozenset(state for start, _, _, end in rows for state in (start, end)) - TERMINAL
 
 
-def _shutdowns(rows: Iterable[Transition], targets: dict[LinkState, LinkState]) -> Iterator[Transition]:
-    present = _states(rows)
-    return ((state, _UPPER, Shutdown, end) for state, end in targets.items() if state in present)
-
-
-def _anywhere(rows: Iterable[Transition], side: Side, *messages: type[Message]) -> Iterator[Transition]:
-    """Yield moves that make these messages of `side` legal in every state from open on, and change none."""
-    return (
-        (state, side, message, state)
-        for state in _states(rows) - {LinkState.NEW, LinkState.GREETED, LinkState.PARTING}
-        for message in messages
-    )
+def _anywhere(rows: Iterable[Transition], side: Side, *messages: type[msg.Message]) -> tuple[Transition, ...]:
+    """Return moves that make these messages of `side` legal in every state from open on, and change none."""
+    return _in(_states(rows) - OPENING, side, *messages)
 
 
 def _failures(rows: tuple[Transition, ...], side: Side) -> Iterator[Transition]:
-    """Yield the moves of an unsolicited Error of `side`, which is ending.
-
-    States where Error is a reply are left out.
-    """
-    replies = {start for start, sender, message, _ in rows if sender is side and message is Error}
-    return ((state, side, Error, LinkState.FAILED) for state in _states(rows) - replies - {LinkState.NEW})
+    """Yield the moves of an unsolicited Error of `side`, which is ending: not where it is a reply."""
+    replies = {start for start, sender, message, _ in rows if sender is side and message is msg.Error}
+    return ((state, side, msg.Error, LinkState.FAILED) for state in _states(rows) - replies - {LinkState.NEW})
 
 
-def _pipe(rows: tuple[Transition, ...], *upper_anywhere: type[Message]) -> Table:
-    rows += tuple(_shutdowns(rows, _SHUTDOWN_WHEN_IDLE))
-    rows += tuple(_shutdowns(rows, _SHUTDOWN_WHEN_BUSY))
-    reached = _states(rows)
-    rows += _ENDING + tuple(row for row in _ENDING_BUSY if row[0] in reached)
-    anywhere = (*_anywhere(rows, _UPPER, Ping, *upper_anywhere), *_anywhere(rows, _LOWER, Pong))
+def _shutdowns(rows: tuple[Transition, ...], targets: dict[LinkState, LinkState]) -> tuple[Transition, ...]:
+    present = _states(rows)
+    return tuple((state, _UPPER, msg.Shutdown, end) for state, end in targets.items() if state in present)
+
+
+def _pipe(rows: tuple[Transition, ...], *upper_anywhere: type[msg.Message]) -> Table:
+    owed = {
+        (_SHUTDOWN_WHEN_BUSY[start], side, reply, LinkState.CLOSING): None
+        for start, side, reply, end in rows
+        if start in _SHUTDOWN_WHEN_BUSY and side is _LOWER and end is not start
+    }
+    rows += (*_shutdowns(rows, _SHUTDOWN_WHEN_IDLE | _SHUTDOWN_WHEN_BUSY), *_ENDING, *owed)
+    anywhere = (*_anywhere(rows, _UPPER, msg.Ping, *upper_anywhere), *_anywhere(rows, _LOWER, msg.Pong))
     return _table((*rows, *anywhere, *_failures(rows, _LOWER)))
 
 
 def _decode(rows: tuple[Transition, ...]) -> Table:
-    rows += tuple(_shutdowns(rows, _SHUTDOWN_WHEN_IDLE))
-    rows += _ENDING
+    rows += _shutdowns(rows, _SHUTDOWN_WHEN_IDLE) + _ENDING
     return _table((*rows, *_failures(rows, _LOWER), *_failures(rows, _UPPER)))
 
 
@@ -326,17 +255,21 @@ def _table(rows: tuple[Transition, ...]) -> Table:
     return table
 
 
-_REQUESTS_LINK: tuple[Transition, ...] = (
-    (LinkState.NEW, _LOWER, Hello, LinkState.GREETED),
-    (LinkState.GREETED, _UPPER, Welcome, LinkState.OPEN),
-    *((LinkState.OPEN, _UPPER, message, LinkState.OPEN) for message in (Generate, Cancel)),
-    *(
-        (LinkState.OPEN, _LOWER, message, LinkState.OPEN)
-        for message in (Accepted, Prefilled, Delta, ScoredDelta, Finished, RequestFailed)
-    ),
-    *((LinkState.OPEN, side, Error, LinkState.FAILED) for side in Side),
-    *((LinkState.OPEN, side, SessionEnd, LinkState.CLOSED) for side in Side),
+_OPEN_ENDS = tuple(
+    (LinkState.OPEN, side, message, state)
+    for side in Side
+    for message, state in ((msg.SessionEnd, LinkState.CLOSED), (msg.Error, LinkState.FAILED))
 )
+
+
+def _requests() -> Table:
+    rows: tuple[Transition, ...] = (
+        (LinkState.NEW, _LOWER, msg.Hello, LinkState.GREETED),
+        (LinkState.GREETED, _UPPER, msg.Welcome, LinkState.OPEN),
+        *_in([LinkState.OPEN], _UPPER, msg.Generate, msg.Cancel),
+        *_in([LinkState.OPEN], _LOWER, *_EVENTS),
+    )
+    return _table(rows + _OPEN_ENDS)
 
 
 def _control() -> Table:
@@ -346,15 +279,13 @@ def _control() -> Table:
     rows: tuple[Transition, ...] = (
         (LinkState.NEW, _LOWER, AgentHello, LinkState.GREETED),
         (LinkState.GREETED, _UPPER, AgentHello, LinkState.OPEN),
-        (LinkState.GREETED, _UPPER, Error, LinkState.CLOSED),  # refused
+        (LinkState.GREETED, _UPPER, msg.Error, LinkState.CLOSED),  # refused
         (LinkState.GREETED, _UPPER, RosterParting, LinkState.PARTING),  # about to be refused
-        *((LinkState.PARTING, side, RosterParting, LinkState.PARTING) for side in Side),
-        (LinkState.PARTING, _UPPER, Error, LinkState.CLOSED),
+        (LinkState.PARTING, _UPPER, msg.Error, LinkState.CLOSED),
     )
-    ends = ((SessionEnd, LinkState.CLOSED), (Error, LinkState.FAILED))
-    end = tuple((LinkState.OPEN, side, message, state) for side in Side for message, state in ends)
-    both = tuple(row for side in Side for row in _anywhere(rows, side, *BOTH_WAYS))
-    return _table((*rows, *both, *end))
+    for side in Side:
+        rows += _in([LinkState.PARTING], side, RosterParting) + _in([LinkState.OPEN], side, *BOTH_WAYS)
+    return _table(rows + _OPEN_ENDS)
 
 
 def _join() -> Table:
@@ -363,10 +294,8 @@ def _join() -> Table:
     rows: tuple[Transition, ...] = (
         (LinkState.NEW, _UPPER, JoinOffer, LinkState.OFFERED),
         (LinkState.OFFERED, _LOWER, JoinRequest, LinkState.ASKED),
-        (LinkState.ASKED, _UPPER, JoinGrant, LinkState.CLOSED),
-        (LinkState.ASKED, _UPPER, JoinRefusal, LinkState.CLOSED),
-        (LinkState.ASKED, _UPPER, Error, LinkState.CLOSED),
-        (LinkState.OFFERED, _UPPER, Error, LinkState.FAILED),  # the offer is no longer valid
+        *((LinkState.ASKED, _UPPER, end, LinkState.CLOSED) for end in (JoinGrant, JoinRefusal, msg.Error)),
+        (LinkState.OFFERED, _UPPER, msg.Error, LinkState.FAILED),  # the offer is no longer valid
     )
     return _table(rows)
 
@@ -378,13 +307,13 @@ def table(kind: LinkKind) -> Table:
         case LinkKind.PIPE:
             return _pipe(_GREETING + _PIPE_START + _ROUNDS)
         case LinkKind.PIPE_LEADER:
-            leads = _LIFE + _ROUNDS_OF_LEADER + _REQUESTS + _VOICE
-            return _pipe(_GREETING + _PIPE_START + leads, Cancel)
+            return _pipe(_GREETING + _PIPE_START + _LIFE + _ROUNDS_OF_LEADER + _REQUESTS + _VOICE, msg.Cancel)
         case LinkKind.DECODE:
-            return _decode(_GREETING + _DECODE_START + _LIFE + _DECODING + _FETCHED + _CANARY)
+            start: Transition = (LinkState.GREETED, _UPPER, msg.Welcome, LinkState.LINKED)
+            return _decode((*_GREETING, start, *_LIFE, *_DECODING, *_FETCHED, *_CANARY))
         case LinkKind.CONTROL:
             return _control()
         case LinkKind.REQUESTS:
-            return _table(_REQUESTS_LINK)
+            return _requests()
         case LinkKind.JOIN:
             return _join()

@@ -41,7 +41,7 @@ from ..imports import installed, metal_wheel
 from ..placement import hardware
 from ..placement import probe_macos as probes
 from ..placement.hardware import RunProbe, run_as_self, run_command
-from ..placement.probe_macos import NOT_INSTALLED, Output, Reading, ipv4, self_assigned
+from ..placement.probe_macos import NOT_INSTALLED, Output, ipv4, self_assigned
 from ..sandbox import Sandbox
 from ..wire.blocking import listen
 from ..wire.certificates import MemberCertificates
@@ -260,16 +260,15 @@ def text_of(path: Path) -> str:
 def mac_firewall(state: Output, everything: Output, app: Output) -> FirewallFacts:
     """Parse the three outputs of `socketfilterfw`."""
     on, all_in = probes.parse_firewall_state(state.text), probes.parse_block_all(everything.text)
-    problem = problem_of("socketfilterfw", state, on)
-    if on.value and all_in.missing:
-        problem = problem or problem_of("socketfilterfw --getblockall", everything, all_in)
     program = probes.parse_firewall_app(app.text)
-    if on.value and program.missing:
+    problem = problem_of("socketfilterfw", state, on)
+    if on:
+        problem = problem or problem_of("socketfilterfw --getblockall", everything, all_in)
         problem = problem or problem_of("socketfilterfw --getappblocked", app, program)
     return FirewallFacts(
-        enabled=None if on.value is None else on.value > 0,
-        blocks_all=bool(on.value) and (on.value == 2 if all_in.missing else all_in.value is True),
-        app=program.value,
+        enabled=None if on is None else on > 0,
+        blocks_all=bool(on) and (on == 2 if all_in is None else all_in),
+        app=program or "",
         problem=problem,
     )
 
@@ -280,12 +279,12 @@ def linux_firewall(rules: Output) -> FirewallFacts:
         return FirewallFacts(problem="nft is not installed, so the rules are not known")
     if rules.problem:
         return FirewallFacts(problem=f"nft list ruleset: {rules.problem}")
-    return FirewallFacts(drops=any(chain.closed for chain in probes.parse_nft(rules.text).value))
+    return FirewallFacts(drops=probes.parse_nft(rules.text))
 
 
-def problem_of(command: str, output: Output, reading: Reading[Any]) -> str:
+def problem_of(command: str, output: Output, found: object) -> str:
     """Return why a command left something unknown, or ""."""
-    if not reading.missing:
+    if found is not None:
         return ""
     said = output.text.strip().splitlines()[:1]
     return f"{command}: {output.problem or (said[0][:100] if said else 'it printed nothing')}"
@@ -593,19 +592,19 @@ class Checkup:
         if self._system != "darwin":
             return PowerFacts()
         said = await self._ask("pmset", "-g")
-        reading = probes.parse_power(said.text)
-        return PowerFacts(reading.value, problem_of("pmset", said, reading))
+        used = probes.parse_power(said.text)
+        return PowerFacts(used or {}, problem_of("pmset", said, used))
 
     async def _clock(self) -> ClockFacts:
         if self._system != "darwin":
             said = await self._ask("timedatectl", "show", "--property=NTPSynchronized")
-            reading = probes.parse_timedatectl(said.text)
-            return ClockFacts(synchronised=reading.value, problem=problem_of("timedatectl", said, reading))
+            follows = probes.parse_timedatectl(said.text)
+            return ClockFacts(synchronised=follows, problem=problem_of("timedatectl", said, follows))
         text = await self._in_time(lambda: text_of(Path(probes.NTP_CONF)), "")
         server = probes.parse_ntp_conf(text) or "time.apple.com"
         answer = await self._ask("sntp", server)
         offset = probes.parse_sntp(answer.text)
-        ahead_s = None if offset.value is None else -offset.value
+        ahead_s = None if offset is None else -offset
         return ClockFacts(ahead_s, server, problem=problem_of(f"sntp {server}", answer, offset))
 
     async def _sandbox(self) -> Output | None:

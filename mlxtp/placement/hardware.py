@@ -1,7 +1,4 @@
-"""Probe of this machine: the commands of `probe_macos.py`, or psutil, and the parsed results.
-
-It only reads. No command here changes anything, none is run as root, and each ends by its deadline.
-"""
+"""Probe of this machine: the commands of `probe_macos.py`, or psutil. It only reads."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import pwd
 import signal
 import sys
 import textwrap
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -31,51 +28,39 @@ _ENVIRONMENT = {"PATH": "/usr/bin:/bin:/usr/sbin:/sbin", "LC_ALL": "C", "LANG": 
 RunProbe = Callable[[str, tuple[str, ...], float], Awaitable[Output]]
 
 
-async def probe(
-    address: str = "",
-    *,
-    system: str = sys.platform,
-    run: RunProbe | None = None,
-) -> Machine:
+async def probe(address: str = "", *, system: str = sys.platform, run: RunProbe | None = None) -> Machine:
     """Probe everything, which takes seconds on a Mac: when the agent starts and when cables change.
 
-    With `address` (an IPv4 address of this machine) only the interface that has it counts. If none has it,
-    the result has no interface, and a note names the address. A value that a command does not report within
-    its deadline is 0 or empty and stands in the notes.
+    With `address` only the interface that has this IPv4 address counts; if none has it, the result has no
+    interface, and a note says so. A value that no command reports in time is 0 or empty and in the notes.
     """
     if system != "darwin":
         return elsewhere(await asyncio.to_thread(_look), address)
     return mac(await outputs(run), address)
 
 
-async def outputs(run: RunProbe | None = None) -> Mapping[str, Output]:
-    """Return what all commands print on this Mac, or what went wrong with them."""
-    return await _ask(COMMANDS, run or run_command)
-
-
-async def refresh(
-    machine: Machine,
-    address: str = "",
-    *,
-    run: RunProbe | None = None,
-) -> Machine:
+async def refresh(machine: Machine, address: str = "", *, run: RunProbe | None = None) -> Machine:
     """Return the same machine with its present memory, interfaces, power and RDMA ports; every few seconds.
 
     Chip and cables stay as they were, and so does a value that a command does not report.
     """
     if machine.system != "macos":
         return elsewhere(await asyncio.to_thread(_look), address)
-    cheap = [name for name, command in COMMANDS.items() if command.cheap]
-    return mac_again(machine, await _ask(cheap, run or run_command), address)
+    return mac_again(machine, await outputs(run, cheap=True), address)
 
 
-async def _ask(names: Iterable[str], run: RunProbe) -> Mapping[str, Output]:
-    """Run all commands at once, so that together they take as long as the slowest."""
-    commands = {name: COMMANDS[name] for name in names}
-    words = {name: (*name.split(), *each.arguments) for name, each in commands.items()}
-    runs = (run(words[name][0], words[name][1:], each.deadline_s) for name, each in commands.items())
-    outputs = await asyncio.gather(*runs)
-    return dict(zip(commands, outputs, strict=True))
+async def outputs(run: RunProbe | None = None, *, cheap: bool = False) -> Mapping[str, Output]:
+    """Return what all commands print on this Mac, or the cheap ones, or what went wrong with them.
+
+    All run at once, so that together they take as long as the slowest.
+    """
+    run = run or run_command
+    commands = {name: command for name, command in COMMANDS.items() if command.cheap or not cheap}
+    runs = (
+        run(program, (*more, *command.arguments), command.deadline_s)
+        for (program, *more), command in ((name.split(), command) for name, command in commands.items())
+    )
+    return dict(zip(commands, await asyncio.gather(*runs), strict=True))
 
 
 # --- one command ------------------------------------------------------------------------------------------
@@ -145,14 +130,13 @@ async def _start(name: str, arguments: tuple[str, ...], never_root: bool) -> asy
 
 
 async def _printed(process: asyncio.subprocess.Process) -> tuple[bytes, bytes]:
-    """Read stdout and stderr to their ends. A process that prints too much is killed."""
     assert process.stdout is not None
     assert process.stderr is not None
     return await asyncio.gather(_read(process, process.stdout), _read(process, process.stderr))
 
 
 async def _read(process: asyncio.subprocess.Process, stream: asyncio.StreamReader) -> bytes:
-    """Read everything, or a little more than the limit."""
+    """Read everything, or a little more than the limit, at which the process is killed."""
     parts, size = [], 0
     while part := await stream.read(2**16):
         size += len(part)
@@ -164,18 +148,16 @@ async def _read(process: asyncio.subprocess.Process, stream: asyncio.StreamReade
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:
-    """Kill the process with all that it started."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Kill the process and wait for its end, or leave it to the system when even that does not help."""
+    """Kill the process with all that it started and wait for its end, or leave it to the system."""
     _kill(process)
     with suppress(TimeoutError):
         async with asyncio.timeout(_END_DEADLINE_S):
-            # It has ended once its pipes are read to their end.
-            await _printed(process)
+            await _printed(process)  # it has ended once its pipes are read to their end
             await process.wait()
 
 

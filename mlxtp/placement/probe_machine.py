@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from ipaddress import IPv4Network
+from itertools import chain
 
 from ..wire.cluster_messages import MAX_NOTES, Machine, Port
 from ..wire.codecs import U63
-from . import probe_macos
 from .cost_model import default_gpu_bytes
 from .formation import MAC_STUDIO, THUNDERBOLT_5_GBPS, findings
 from .probe_macos import (
@@ -18,18 +18,18 @@ from .probe_macos import (
     MAX_LINKS,
     NOT_INSTALLED,
     NOT_RUN,
+    SERVICES,
     Bus,
     HardwarePorts,
     NetworkDevice,
     Output,
     Profile,
     Reading,
-    belongs_to,
+    System,
     count,
     interfaces,
     note,
     only,
-    parse_profile,
     printable,
 )
 
@@ -40,12 +40,12 @@ Outputs = Mapping[str, Output]  #: Output of each command of `COMMANDS`; one tha
 
 def mac(outputs: Outputs, address: str = "") -> Machine:
     """Return a Mac from the outputs of all `COMMANDS`. With `address`, only its interface counts."""
-    profiled = parse_profile(_text(outputs, "system_profiler"))
-    profile, system = profiled.value, probe_macos.parse_sysctl(_text(outputs, "sysctl")).value
-    network = _Network.read(outputs)
-    devices = probe_macos.parse_ibv_devices(_text(outputs, "ibv_devices"))
-    switch = probe_macos.parse_rdma_ctl(_text(outputs, "rdma_ctl"))
-    names = network.ports.value.thunderbolt
+    read = _read(outputs, cheap=False)
+    profile: Profile = read["system_profiler"].value
+    devices, switch = read["ibv_devices"], read["rdma_ctl"].value
+    every = _read(outputs, cheap=True)
+    system: System = every["sysctl"].value
+    ports: HardwarePorts = every["networksetup"].value
     machine = Machine(
         system="macos",
         release=system.release,
@@ -59,49 +59,46 @@ def mac(outputs: Outputs, address: str = "") -> Machine:
         wired_bytes=0,
         gpu_bytes=0,
         power="unknown",
-        rdma=_rdma(switch.value, devices, profile),
+        rdma=_rdma(switch, devices, profile),
         bridge_up=False,
-        ports=tuple(_port(bus, names, devices.value, profile.model) for bus in profile.buses),
+        ports=tuple(_port(bus, ports.thunderbolt, devices.value, profile.model) for bus in profile.buses),
     )
-    missing = {
-        "system_profiler": profiled.missing,
-        "ibv_devices": devices.missing if switch.value == "enabled" else (),
-        # A macOS without the command has no RDMA; one whose output makes no sense may have it.
-        "rdma_ctl": () if outputs.get("rdma_ctl") == NOT_INSTALLED else switch.missing,
-    }
-    return _changing(replace(machine, notes=_notes(outputs, missing)), outputs, network, address)
+    if switch != "enabled":
+        del read["ibv_devices"]
+    if outputs.get("rdma_ctl") == NOT_INSTALLED:  # of a macOS without RDMA; another one may have it
+        del read["rdma_ctl"]
+    return _changing(replace(machine, notes=_notes(outputs, read)), outputs, every, address)
 
 
 def mac_again(machine: Machine, outputs: Outputs, address: str = "") -> Machine:
     """Return the same Mac later, from the cheap commands: memory, addresses, power, RDMA ports."""
-    dear = [name for name, command in COMMANDS.items() if not command.cheap]
-    kept = tuple(sentence for sentence in machine.notes if belongs_to(sentence, dear))
-    return _changing(replace(machine, notes=kept), outputs, _Network.read(outputs), address)
+    dear = {name for name, command in COMMANDS.items() if not command.cheap}
+    kept = tuple(sentence for sentence in machine.notes if sentence.partition(": ")[0] in dear)
+    return _changing(replace(machine, notes=kept), outputs, _read(outputs, cheap=True), address)
 
 
-def _changing(machine: Machine, outputs: Outputs, network: _Network, address: str) -> Machine:
+def _read(outputs: Outputs, *, cheap: bool) -> dict[str, Reading]:
+    return {
+        name: command.parse(outputs.get(name, NOT_RUN).text)
+        for name, command in COMMANDS.items()
+        if command.cheap is cheap
+    }
+
+
+def _changing(machine: Machine, outputs: Outputs, read: dict[str, Reading], address: str) -> Machine:
     """Return `machine`, which has the other commands' notes, with all that changes from minute to minute.
 
     A value that a command does not report this time stays as it was.
     """
-    system = probe_macos.parse_sysctl(_text(outputs, "sysctl"))
-    memory = probe_macos.parse_vm_stat(_text(outputs, "vm_stat"))
-    power = probe_macos.parse_pmset(_text(outputs, "pmset"))
-    active = probe_macos.parse_ibv_devinfo(_text(outputs, "ibv_devinfo"))
-    services = probe_macos.parse_services(_text(outputs, probe_macos.SERVICES))
     has_rdma = any(port.rdma for port in machine.ports)
-    missing = {
-        "sysctl": system.missing,
-        "vm_stat": memory.missing,
-        "networksetup": network.ports.missing,
-        probe_macos.SERVICES: services.missing,
-        "ifconfig": network.links.missing,
-        "pmset": power.missing,
-        "ibv_devinfo": active.missing if has_rdma else (),
-    }
-    unread = machine.notes + _notes(outputs, missing)
+    active = read["ibv_devinfo"]
+    if not has_rdma:
+        del read["ibv_devinfo"]
+    unread = machine.notes + _notes(outputs, read)
+    system, memory, power, services = (read[name] for name in ("sysctl", "vm_stat", "pmset", SERVICES))
     if not memory.missing:
-        machine = replace(machine, free_bytes=memory.value.free_bytes, wired_bytes=memory.value.wired_bytes)
+        free, wired = memory.value
+        machine = replace(machine, free_bytes=free, wired_bytes=wired)
     if not system.missing or not machine.gpu_bytes:
         limit = min(system.value.wired_limit_bytes, machine.memory_bytes or U63)
         machine = replace(machine, gpu_bytes=limit or default_gpu_bytes(machine.memory_bytes))
@@ -114,27 +111,21 @@ def _changing(machine: Machine, outputs: Outputs, network: _Network, address: st
         named = services.value
         ports = [replace(port, service=named.get(port.interface, "")) for port in machine.ports]
         machine = replace(machine, ports=tuple(ports), bridge_service=named.get("bridge0", ""))
-    if network.links.missing:
-        # Without addresses, the missing ones are unknown.
+    links: tuple[NetworkDevice, ...] = read["ifconfig"].value
+    if not links:  # without addresses, the missing ones are unknown
         notes = findings(replace(machine, interfaces=())) + unread
         return replace(machine, notes=notes[:MAX_NOTES])
-    machine = replace(machine, bridge_up=network.bridge_up)
-    return _addressed(machine, network.links_of(machine), address, unread)
+    holds = any(link.name == "bridge0" and link.enabled and link.members for link in links)
+    machine = replace(machine, bridge_up=holds)
+    return _addressed(machine, _with_kinds(links, read["networksetup"], machine), address, unread)
 
 
-def _text(outputs: Outputs, command: str) -> str:
-    return outputs.get(command, NOT_RUN).text
+def _notes(outputs: Outputs, read: Mapping[str, Reading]) -> tuple[str, ...]:
+    told = (note(name, outputs.get(name, NOT_RUN), reading.missing) for name, reading in read.items())
+    return tuple(chain.from_iterable(told))
 
 
-def _notes(outputs: Outputs, missing: Mapping[str, Iterable[str]]) -> tuple[str, ...]:
-    return tuple(
-        sentence
-        for command, names in missing.items()
-        for sentence in note(command, outputs.get(command, NOT_RUN), names)
-    )
-
-
-def _rdma(switch: str, devices: Reading[frozenset[str]], profile: Profile) -> str:
+def _rdma(switch: str, devices: Reading, profile: Profile) -> str:
     """Return "enabled", "disabled" or "unsupported".
 
     The switch in Recovery can be set on any Mac. A Mac whose ports all end at 40 Gb/s (Thunderbolt 4) has no
@@ -169,50 +160,23 @@ def _port(bus: Bus, names: Mapping[int, str], devices: frozenset[str], model: st
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Network:
-    """Output of `ifconfig` and `networksetup` together."""
-
-    links: Reading[tuple[NetworkDevice, ...]]
-    ports: Reading[HardwarePorts]
-
-    @classmethod
-    def read(cls, outputs: Outputs) -> _Network:
-        return cls(
-            probe_macos.parse_ifconfig(_text(outputs, "ifconfig")),
-            probe_macos.parse_hardware_ports(_text(outputs, "networksetup")),
-        )
-
-    @property
-    def bridge_up(self) -> bool:
-        """True if the Thunderbolt bridge holds ports, cabled or not."""
-        return any(link.name == "bridge0" and link.enabled and link.members for link in self.links.value)
-
-    def links_of(self, machine: Machine) -> list[NetworkDevice]:
-        """Return all links with their kinds, those over Thunderbolt with the speed of their cables."""
-        kinds = self._kinds({interface.name: interface.kind for interface in machine.interfaces})
-        cables = {port.interface: port.gbps * 1000 for port in machine.ports if port.gbps and port.interface}
-        links = []
-        for link in self.links.value:
-            kind = link.kind if link.kind == "loopback" else kinds.get(link.name, link.kind)
-            # A bridge is as slow as the slowest cable in it.
-            held = [cables[member] for member in link.members if member in cables]
-            mbps = link.mbps or cables.get(link.name, 0) or min(held, default=0)
-            portless = kind == "other" and not (self.ports.missing and link.name.startswith("en"))
-            links.append(replace(link, kind=kind, mbps=mbps, portless=portless))
-        return links
-
-    def _kinds(self, before: Mapping[str, str]) -> dict[str, str]:
-        """Return the kinds of ports, `before` where macOS lists none, and of what holds nothing but ports."""
-        kinds = dict(self.ports.value.kinds or before)
-        for link in self.links.value * 2:  # a VLAN may lie over a bond
-            held = {kinds.get(member, "other") for member in link.members}
-            if held and not self.ports.missing:
-                bridges = link.kind == "bridge" and (
-                    held == {"thunderbolt"} or not self.ports.value.thunderbolt
-                )
-                kinds[link.name] = "other" if "other" in held else "bridge" if bridges else "ethernet"
-        return kinds
+def _with_kinds(links: Sequence[NetworkDevice], ports: Reading, machine: Machine) -> Iterator[NetworkDevice]:
+    """Yield links with their kinds, those over Thunderbolt with the speed of their cables."""
+    listed: HardwarePorts = ports.value
+    kinds = dict(listed.kinds) or {each.name: each.kind for each in machine.interfaces}
+    for link in (*links, *links):  # a VLAN may lie over a bond
+        held = {kinds.get(member, "other") for member in link.members}
+        if held and not ports.missing:
+            bridges = link.kind == "bridge" and (held == {"thunderbolt"} or not listed.thunderbolt)
+            kinds[link.name] = "other" if "other" in held else "bridge" if bridges else "ethernet"
+    cables = {port.interface: port.gbps * 1000 for port in machine.ports if port.gbps and port.interface}
+    for link in links:
+        kind = link.kind if link.kind == "loopback" else kinds.get(link.name, link.kind)
+        # A bridge is as slow as the slowest cable in it.
+        held_mbps = [cables[member] for member in link.members if member in cables]
+        mbps = link.mbps or cables.get(link.name, 0) or min(held_mbps, default=0)
+        portless = kind == "other" and not (ports.missing and link.name.startswith("en"))
+        yield replace(link, kind=kind, mbps=mbps, portless=portless)
 
 
 # --- elsewhere --------------------------------------------------------------------------------------------
@@ -225,10 +189,10 @@ def elsewhere(sight: Sight, address: str = "") -> Machine:
     """
     machine = Machine(
         system="linux" if sight.system == "linux" else "other",
-        release=parse_os_release(sight.os_release).value or printable(sight.system, 60),
+        release=_first(_RELEASE, sight.os_release, 60) or printable(sight.system, 60),
         build=printable(sight.kernel, 60),
         model=printable(sight.product, 60),
-        chip=parse_cpuinfo(sight.cpuinfo).value or printable(sight.architecture, 80),
+        chip=_first(_CHIP, sight.cpuinfo, 80) or printable(sight.architecture, 80),
         cpu_cores=count(sight.cpu_cores, 4096),
         gpu_cores=0,
         memory_bytes=count(sight.memory_bytes, U63),
@@ -251,17 +215,13 @@ def _addressed(
     """Return `machine` with the interfaces that count, and its notes: advice first, then what is unknown."""
     links = tuple(links)
     machine = replace(machine, interfaces=interfaces(links))
-    # The faults of a cable do not depend on the requested address.
-    notes = findings(machine) + unread
+    notes = findings(machine) + unread  # the faults of a cable do not depend on the requested address
     if address:
         named = only(links, address)
         if not named:
             has = ", ".join(interface.address for interface in machine.interfaces[:8]) or "none"
             wanted = printable(address, 40)
-            notes = (
-                f"No interface has the requested address {wanted}; this machine has: {has}",
-                *notes,
-            )
+            notes = (f"No interface has the requested address {wanted}; this machine has: {has}", *notes)
         machine = replace(machine, interfaces=named)
     return replace(machine, notes=notes[:MAX_NOTES])
 
@@ -271,11 +231,10 @@ def _addressed(
 
 @dataclass(frozen=True, slots=True)
 class InterfaceRow:
-    """One device as psutil reports it: flags by commas, speed in Mb/s (0 unknown).
+    """One device as psutil reports it, with its IPv4 addresses, each with a dotted netmask.
 
-    `addresses` are its IPv4 addresses, each with a dotted netmask.
-
-    `wireless` and `bridge` are from /sys/class/net.
+    `flags` are joined by commas; `speed` is in Mb/s, 0 if unknown. `wireless` and `bridge` are from
+    /sys/class/net.
     """
 
     device: str
@@ -307,23 +266,15 @@ class Sight:
     rows: tuple[InterfaceRow, ...]
 
 
+#: The processor's name, which many ARM kernels do not report.
 _CHIP = re.compile(r"^(?:model name|Model|Hardware|cpu model)\s*:(.*)$", re.MULTILINE)
+#: The distribution's name and version for people, such as "Debian GNU/Linux 13 (trixie)".
+_RELEASE = re.compile(r"^[ \t]*PRETTY_NAME[ \t]*=(.*)$", re.MULTILINE)
 
 
-def parse_cpuinfo(text: str) -> Reading[str]:
-    """Read the processor's name, which many ARM kernels do not report."""
-    found = _CHIP.search(text[:20_000])
-    chip = printable(found[1], 80) if found else ""
-    return Reading(chip, () if chip else ("chip",))
-
-
-def parse_os_release(text: str) -> Reading[str]:
-    """Read the distribution's name and version for people, such as "Debian GNU/Linux 13 (trixie)"."""
-    for line in text.splitlines()[:100]:
-        name, _, value = line.partition("=")
-        if name.strip() == "PRETTY_NAME" and (release := printable(value.strip().strip("\"'"), 60)):
-            return Reading(release)
-    return Reading("", ("release",))
+def _first(pattern: re.Pattern[str], text: str, max_chars: int) -> str:
+    found = pattern.search(text[:20_000])
+    return printable(found[1].strip().strip("\"'"), max_chars) if found else ""
 
 
 def links(rows: Iterable[InterfaceRow]) -> tuple[NetworkDevice, ...]:

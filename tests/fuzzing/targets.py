@@ -40,6 +40,7 @@ from mlxtp.models import manifest as manifests
 from mlxtp.placement import measurements
 from mlxtp.placement.machines_file import read_machines
 from mlxtp.placement.probe_machine import mac
+from mlxtp.placement.probe_macos import COMMANDS
 from mlxtp.text.answers import AnswerParser, ReadingPlan, StopFinder
 from mlxtp.text.argument_types import types_of
 from mlxtp.text.call_style import Separators
@@ -60,7 +61,6 @@ from mlxtp.wire.protocol import LinkKind
 from ..api.text.families import WRITERS
 from ..api.text.test_families import check
 from ..placement.recorded_macs import MACS, outputs, over_the_wire, recorded
-from ..placement.test_hardware_garbage import PARSERS
 from ..wire.members import LASTING
 from ..wire.samples import EXAMPLES
 from . import links, lying_member
@@ -419,13 +419,13 @@ def _announced() -> bytes:
 
 # --- this machine -----------------------------------------------------------------------------------------
 
-_COMMANDS = sorted(PARSERS)
+_COMMANDS = sorted(COMMANDS)
 
 
 def hardware(data: bytes) -> None:
     """Output of a command: the parser replies, and the machine fits into its message."""
     command = _COMMANDS[data[0] % len(_COMMANDS)] if data else _COMMANDS[0]
-    PARSERS[command](text(data[1:]))
+    COMMANDS[command].parse(text(data[1:]))
     found = mac(outputs(MACS[0], **{command: text(data[1:])}), "192.168.1.10")
     assert over_the_wire(found) == found
 

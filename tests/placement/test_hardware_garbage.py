@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxtp.placement import probe_machine, probe_macos
+from mlxtp.placement import probe_machine
 from mlxtp.placement.probe_machine import elsewhere, mac, mac_again
-from mlxtp.placement.probe_macos import COMMANDS, MAX_LINKS, Output, Reading, interfaces, only, parse_profile
+from mlxtp.placement.probe_macos import COMMANDS, MAX_LINKS, Output, interfaces, only
 from mlxtp.wire.cluster_messages import MAX_PORTS
 
 from .recorded_macs import MACS, machine, outputs, over_the_wire, recorded
-
-PARSERS: dict[str, Callable[[str], Reading[Any]]] = {
-    "system_profiler": parse_profile,
-    "sysctl": probe_macos.parse_sysctl,
-    "vm_stat": probe_macos.parse_vm_stat,
-    "networksetup": probe_macos.parse_hardware_ports,
-    probe_macos.SERVICES: probe_macos.parse_services,
-    "ifconfig": probe_macos.parse_ifconfig,
-    "ibv_devices": probe_macos.parse_ibv_devices,
-    "ibv_devinfo": probe_macos.parse_ibv_devinfo,
-    "rdma_ctl": probe_macos.parse_rdma_ctl,
-    "pmset": probe_macos.parse_pmset,
-}
 
 RECORDED = {
     command: [said[command] for said in map(recorded, MACS) if command in said] for command in COMMANDS
@@ -69,16 +55,12 @@ def texts(command: str) -> st.SearchStrategy[str]:
     return PROFILES | anything if command == "system_profiler" else anything
 
 
-def test_no_command_is_without_its_parser() -> None:
-    assert PARSERS.keys() == COMMANDS.keys()
-
-
-@pytest.mark.parametrize("command", sorted(PARSERS))
+@pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_no_text_makes_a_parser_fail(command: str) -> None:
     @settings(max_examples=40)
     @given(texts(command))
     def holds(text: str) -> None:
-        reading = PARSERS[command](text)
+        reading = COMMANDS[command].parse(text)
         assert all(0 < len(name) < 50 for name in reading.missing)
         assert size(reading.value) <= 10 * MAX_LINKS
 
@@ -181,7 +163,7 @@ MILLION = 10**6
     ],
 )
 def test_a_megabyte_is_read_and_cut(command: str, text: str) -> None:
-    value = PARSERS[command](text).value
+    value = COMMANDS[command].parse(text).value
     assert size(value) <= 10 * MAX_LINKS
     if command == "system_profiler":
         assert len(value.buses) <= MAX_PORTS

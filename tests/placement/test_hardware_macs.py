@@ -246,6 +246,12 @@ def test_a_vlan_may_lie_over_a_bond() -> None:
     assert "vlan0" in [each.name for each in found.interfaces]
 
 
+def test_a_bridge_counts_while_macos_does_not_tell_its_ports() -> None:
+    bridge = f"bridge0: {FLAGS}\n\tinet 10.4.0.1 netmask 0xffffff00\n\tmember: en9 flags=3\n"
+    found = machine(MAX, networksetup=LATE, ifconfig=recorded(MAX)["ifconfig"] + bridge)
+    assert [each.kind for each in found.interfaces if each.address == "10.4.0.1"] == ["bridge"]
+
+
 def test_an_adapter_counts_while_macos_does_not_tell_its_ports() -> None:
     adapters = "".join(
         f"{name}: {FLAGS}\n\tinet 10.3.{n}.1 netmask 0xffffff00\n" for n, name in enumerate(("en9", "feth0"))

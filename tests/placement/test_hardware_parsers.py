@@ -143,8 +143,8 @@ def test_free_is_what_no_program_has_and_what_files_have_or_programs_may_lose(
     assert active + inactive + read_ahead == files + anonymous, "files have what is read ahead"
     found = parse_vm_stat(CAPTURED.format(*pages))
     assert found.missing == ()
-    assert found.value.free_bytes / 1e9 == pytest.approx(free_gb, abs=0.05)
-    assert found.value.wired_bytes == wired * 16384
+    assert found.value[0] / 1e9 == pytest.approx(free_gb, abs=0.05)
+    assert found.value[1] == wired * 16384
 
 
 def test_without_a_page_size_pages_say_nothing() -> None:

@@ -84,16 +84,20 @@ COUNTED = CountedShare(427_264, 512)
 """Share of one rank of the model that `write_model` makes."""
 
 
-def a_rank(folder: Path) -> RankExecutor:
-    bootstrap = Bootstrap(0, 1, "ring", (), "", bytes(32), 5.0, 5.0, 1)
+def a_rank(folder: Path, rank: int = 0) -> RankExecutor:
+    bootstrap = Bootstrap(rank, 1, "ring", (), "", bytes(32), 5.0, 5.0, 1)
     how: Any = {"shaping": RequestShaping(), "exchange": None, "post": print}
     return RankExecutor(bootstrap, 1, folder, RankTelemetry(), CollectiveCounter(), **how)
 
 
-def test_a_rank_refuses_a_share_that_takes_more_memory_than_its_plan_counted_on(tmp_path: Path) -> None:
-    rank, folder = a_rank(tmp_path), str(write_model(tmp_path / "model"))
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_rank_refuses_a_share_that_takes_more_memory_than_its_plan_counted_on(
+    tmp_path: Path, number: int
+) -> None:
+    rank, folder = a_rank(tmp_path, number), str(write_model(tmp_path / "model"))
 
-    def loaded(*counted: CountedShare) -> Message:
+    def loaded(mine: CountedShare, other: CountedShare) -> Message:
+        counted = (mine, other) if number == 0 else (other, mine)
         return rank.execute(LoadShard(folder, 64, (), counted=counted))
 
     refused = loaded(replace(COUNTED, kv_token_bytes=255), COUNTED)
@@ -102,11 +106,10 @@ def test_a_rank_refuses_a_share_that_takes_more_memory_than_its_plan_counted_on(
     said = "model: a rank has 512 bytes of KV caches for a token, where its plan counted on 255. If files"
     assert refused.detail.startswith(said)
     assert rank.loaded is None
-    for others in ((), (CountedShare(0, 0),)):
-        reply = loaded(COUNTED, *others)
-        assert isinstance(reply, Loaded)
-        assert (reply.weight_bytes, reply.kv_token_bytes) == (COUNTED.weight_bytes, COUNTED.kv_token_bytes)
-    assert isinstance(loaded(), Loaded), "nothing was planned"
+    reply = loaded(COUNTED, CountedShare(0, 0))
+    assert isinstance(reply, Loaded)
+    assert (reply.weight_bytes, reply.kv_token_bytes) == (COUNTED.weight_bytes, COUNTED.kv_token_bytes)
+    assert isinstance(rank.execute(LoadShard(folder, 64, ())), Loaded), "nothing was planned"
 
 
 @pytest.mark.parametrize(

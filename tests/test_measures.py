@@ -45,7 +45,7 @@ MOST_LINES: Mapping[str, int] = {
     "cluster": 5_485,
     "diagnostics": 3_151,
     "discovery": 1_068,
-    "engine": 12_791,
+    "engine": 12_790,
     "gateway": 1_753,
     "groups": 7_300,
     "identity": 1_582,
@@ -58,7 +58,7 @@ MOST_LINES: Mapping[str, int] = {
 """Lines of each package; those of files beside the packages are "". A commit that adds some says why."""
 TOUCHES: Mapping[str, tuple[str, int]] = {
     "a family whose layers mlx-lm cuts": ("longcat_flash", 0),
-    "a family cut by hand": ("nemotron_h", 2),
+    "a family cut by hand": ("nemotron_h", 1),
     "a figure of a rank, in status and metrics": ("load_peak_bytes", 2),
     "a figure that the page, status and commands tell in words": ("fetched_tokens", 5),
     "a sampler": ("xtc_threshold", 3),

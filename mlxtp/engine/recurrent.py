@@ -98,18 +98,15 @@ _KIMI = replace(
         "lower_bound": getattr(layer, "lower_bound", None),
     },
 )
-#: By module and class. Modules of further families use the same ones.
+#: By module and class; Mamba 2 is known by its `time_step_limit`. Further families have layers of the same.
 _KINDS: Mapping[str, Recurrence] = {
     "bailing_moe_v3.BailingKDA": replace(_KIMI, inputs=("conv_kernel_size",) * 3),
-    "falcon_h1.FalconH1Mixer": _MAMBA,
-    "granitemoehybrid.GraniteMoeHybridMamba2Mixer": _MAMBA,
     "jamba.JambaMambaMixer": Recurrence(
         update="ssm_step", taken=("x",), constants=lambda layer: {"self": layer, "A": -mx.exp(layer.A_log)}
     ),
     "kimi_linear.KimiDeltaAttention": _KIMI,
     "lfm2.ShortConv": _SHORT,
     "lfm2_moe.ShortConv": _SHORT,
-    "nemotron_h.NemotronHMamba2Mixer": _MAMBA,
     "olmo_hybrid.GatedDeltaNet": replace(
         _DELTAS,
         inputs=("conv_kernel_size",) * 3,
@@ -281,7 +278,7 @@ def recurrent_layers(model: Any, states: int) -> tuple[Recurrence | None, list[A
     on.
     """
     parts = [part for layer in model.layers if states for part in layer.children().values()]
-    known = [(part, *found) for part in parts if (found := _known(type(part)))]
+    known = [(part, *found) for part in parts if (found := _known(part))]
     if not known or len(known) != states:
         return None, []
     for part, layer_class, kind in known:
@@ -290,12 +287,14 @@ def recurrent_layers(model: Any, states: int) -> tuple[Recurrence | None, list[A
     return known[0][2], [part for part, *_ in known if tree_flatten(part.parameters())]
 
 
-def _known(kind: type) -> tuple[type, Recurrence] | None:
-    """Return mlx-lm's class of a recurrent layer, of which `kind` may be a changed one, and its kind."""
-    for base in reversed(kind.__mro__):
-        if found := _KINDS.get(f"{base.__module__.rpartition('.')[2]}.{base.__name__}"):
-            return base, found
-    return None
+def _known(layer: Any) -> tuple[type, Recurrence] | None:
+    """Return mlx-lm's class of a layer, which may be of a changed one, and its kind; None for other kinds."""
+    bases = [base for base in type(layer).__mro__ if base.__module__.startswith("mlx_lm.models.")]
+    if not bases:
+        return None
+    name = f"{bases[-1].__module__.rpartition('.')[2]}.{bases[-1].__name__}"
+    kind = _MAMBA if hasattr(layer, "time_step_limit") else _KINDS.get(name)
+    return None if kind is None else (bases[-1], kind)
 
 
 @cache

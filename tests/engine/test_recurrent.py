@@ -15,7 +15,7 @@ from mlx_lm.models.ssm import ssm_update
 from mlx_lm.utils import load_model
 
 from mlxtp.engine.batch import CacheKind
-from mlxtp.engine.recurrent import _KINDS, STATE, recurrent_layers, states_of, views_of
+from mlxtp.engine.recurrent import _MAMBA, STATE, recurrent_layers, states_of, views_of
 from mlxtp.engine.runner import Runner
 from mlxtp.errors import GroupError
 from mlxtp.wire.messages import Forward
@@ -194,11 +194,10 @@ def test_what_stands_is_fed_again_with_the_bits_of_plain_steps() -> None:
         found, after = ssm_update(**own, **layer, state=state)
         state = mx.concatenate([after[:1], begun[1:]]) if at < 3 else state
         results.append(found[:1])
-    kind = _KINDS["nemotron_h.NemotronHMamba2Mixer"]
     given = {**each, **layer, "state": begun}
     stands = mx.arange(5) < mx.array([[3], [0]])
-    assert mx.array_equal(kind.run(ssm_update, given, stands)[1], state)
-    assert mx.array_equal(kind.run(ssm_update, given)[0][:1, :3], mx.concatenate(results[:3], axis=1))
+    assert mx.array_equal(_MAMBA.run(ssm_update, given, stands)[1], state)
+    assert mx.array_equal(_MAMBA.run(ssm_update, given)[0][:1, :3], mx.concatenate(results[:3], axis=1))
 
 
 @pytest.mark.parametrize(

@@ -286,7 +286,6 @@ class MergedBucket:
     def __init__(self) -> None:
         self.rows: list[int] = []
         self.caches: Caches = []
-        self._merged = False
 
     @property
     def every_array(self) -> list[mx.array]:
@@ -295,11 +294,10 @@ class MergedBucket:
     def join(self, uid: int, caches: Caches) -> None:
         self.rows.append(uid)
         if len(self.rows) == 1:
-            self.caches, self._merged = caches, False
+            self.caches = caches
             return
-        if not self._merged:
+        if len(self.rows) == 2:
             self.caches = [cache.merge([cache]) for cache in self.caches]
-            self._merged = True
         for running, joining in zip(self.caches, caches, strict=True):
             running.extend(joining.merge([joining]))
 
@@ -308,16 +306,14 @@ class MergedBucket:
         self.rows[row] = self.rows[-1]
         self.rows.pop()
         order = _without(row, len(self.rows))
-        if not self.rows:
-            self.caches, self._merged = [], False
-        elif len(self.rows) == 1:
-            self.caches, self._merged = [cache.extract(order[0]) for cache in self.caches], False
-        else:
+        if len(order) > 1:
             for cache in self.caches:
                 cache.filter(mx.array(order))
+        else:
+            self.caches = [cache.extract(at) for at in order for cache in self.caches]
 
     def copy(self, uid: int, length: int) -> Caches:
-        if not self._merged:
+        if len(self.rows) == 1:
             return share(self.caches, length)
         row = self.rows.index(uid)
         return cut([cache.extract(row) for cache in self.caches], length)
@@ -406,7 +402,7 @@ class SlotCaches(SequenceCaches[Bucket]):
 
     def copy(self, uid: int, length: int) -> Caches:
         bucket = self.part(uid)
-        states = None if bucket.states is None else bucket.states.rows([bucket.rows.index(uid)])
+        states = bucket.states and bucket.states.rows([bucket.rows.index(uid)])
         return self._caches_of(bucket.part(uid, length), length, states)
 
     def between(self, uid: int, start: int, end: int) -> Caches:

@@ -57,7 +57,6 @@ class Block(NamedTuple):
 
     @staticmethod
     def named(path: os.DirEntry[str]) -> Block | None:
-        """Return the block of a file; None for a file of another name."""
         with contextlib.suppress(ValueError, OSError):
             digest, end, previous = path.name.split("-")
             size, used_s = path.stat().st_size, path.stat().st_mtime  # which scandir keeps
@@ -351,7 +350,6 @@ class BlockStore:
         return True
 
     def read(self, uid: int, digests: tuple[bytes, ...]) -> None:
-        """Have blocks read; `post` gets a Read."""
         self._reads.put(partial(self._read_all, uid, digests))
 
     def delete(self, digest: bytes) -> None:

@@ -1,9 +1,6 @@
-"""Description of a model by its own modules, built of config.json without weights.
+"""Description of a model by its own modules, built of config.json without weights, and printed as JSON.
 
-    python -m mlxtp.engine.describe FOLDER|config.json|-
-
-prints it as JSON; with - it reads config.json from standard input. A configuration comes from others, and
-mlx-lm's modules run for it, so agents have this done by a short-lived process.
+Agents have this done by a short-lived process, because mlx-lm's modules run for a configuration of others.
 """
 
 from __future__ import annotations
@@ -48,10 +45,9 @@ _LAYERS = ("num_layers", "num_hidden_layers", "n_layer", "n_layers")
 _ROWS = (nn.Embedding, nn.QuantizedEmbedding)  #: of which a token meets one row
 _GATHERING = ("gather_mm", "gather_qmm")
 MOST_SHARING = 8  #: ranks that are tried to share layers
-#: Widths of heads for which Metal's attention has a kernel for one query; for others it takes five: scale,
-#: scores, mask, softmax, sum of values.
+#: Widths of heads for which Metal's attention has a kernel for one query; for others it takes five.
 _FUSED_HEADS, _UNFUSED_KERNELS = frozenset((64, 96, 128, 256)), 5
-#: Operations that start no kernel, since they give the same numbers another shape, and those of new caches.
+#: Operations that start no kernel: other shapes of the same numbers, and new caches.
 _VIEWS = frozenset(
     ("AsStrided", "Broadcast", "BroadcastAxes", "Depends", "ExpandDims", "Flatten", "Full", "Load", "Reshape",
      "Slice", "Split", "Squeeze", "StopGradient", "Transpose", "Unflatten", "View")
@@ -80,7 +76,7 @@ def _why(error: Exception) -> str:
 
 
 def _lack(said: str) -> str:
-    """Return which fields config.json lacks, if that is what Python said of a constructor; else ""."""
+    """Return the fields that config.json lacks, if Python said so of a constructor; else ""."""
     fields = re.findall(r"'(\w+)'", said) if "required positional argument" in said else []
     return f"config.json lacks {', '.join(fields)}" if fields else ""
 
@@ -164,7 +160,7 @@ class _Pretended:
 
 
 def _share_of(model: Any, ranks: int) -> tuple[Any, int]:
-    """Cut rank 0's share out of a model. Return it, and the collectives of a forward."""
+    """Cut rank 0's share out of a model; return it, and the collectives of a forward."""
     group = _Pretended(ranks)
     shard(model, cast("Group", group))
     with alone(ranks, compiled=False):
@@ -203,9 +199,7 @@ def hollow_model(family: str, config: Config) -> Any:
 
 
 def _any_of(names: Sequence[str]) -> re.Pattern[str]:
-    """Return a pattern of modules that are not quantized, and of what is in them, as others write them:
-    "lm_head", "model.layers.*.self_attn", "re:.*self_attn.*".
-    """
+    """Return a pattern of modules and their parts: "lm_head", "layers.*.self_attn", "re:.*self_attn.*"."""
     each = [name[3:] if name.startswith("re:") else re.escape(name).replace("\\*", ".*") for name in names]
     return re.compile("|".join(f"(?:{one})(?:[.].*)?" for one in each) or r"(?!)")
 
@@ -331,7 +325,6 @@ def _sizes(model: Any, picked: int) -> tuple[list[PartFacts], bool]:
 
 
 def main() -> None:
-    """Describe the model of a folder or of a config.json."""
     if len(sys.argv) != 2:
         sys.exit("usage: python -m mlxtp.engine.describe FOLDER|config.json|-")
     path = Path("/dev/stdin" if sys.argv[1] == "-" else sys.argv[1])

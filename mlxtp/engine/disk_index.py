@@ -86,7 +86,6 @@ class DiskIndex:
 
     @property
     def spills(self) -> bool:
-        """True while blocks wait for the disk."""
         return bool(self._due) and self._blocks is not None and self._blocks.room_bytes > 0
 
     def next_spill(self) -> Spill | None:
@@ -152,7 +151,6 @@ class DiskIndex:
         return [self._conclude(each) for each in reading if not each.silent or each.until <= now]
 
     def time_left_s(self, now: float) -> float | None:
-        """Return the seconds until the first fetch is late; None without any."""
         ends = [each.until for each in self._fetches.values() if each.phase == "reading"]
         return max(min(ends) - now, 0.0) if ends else None
 

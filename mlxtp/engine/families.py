@@ -1,8 +1,7 @@
 """Division of layers among ranks, for families without a `shard` in mlx-lm: one small function each.
 
-Each part of a layer is divided in mlx-lm's way: a projection into more numbers by its rows, one back from
-them by its columns, and one sum of all ranks' results behind it. Shapes of weights are [out, in], and
-[experts, out, in] for the experts of a layer.
+As mlx-lm does: a projection into more numbers by its rows, one back from them by its columns, and one sum of
+all ranks' results behind it. Shapes of weights are [out, in], and [experts, out, in] for a layer's experts.
 """
 
 from __future__ import annotations
@@ -46,19 +45,20 @@ def _first_of(part: Any, names: Sequence[str]) -> int:
 
 
 def attention(part: Any, group: Group) -> None:
-    """Divide an attention by heads. If there are fewer KV heads than ranks, several ranks have the same one.
-
-    Projections that a layer lacks, because it reads another one's keys or takes keys as values, are left out.
-    """
+    """Divide an attention by heads. If there are fewer KV heads than ranks, several ranks have the same."""
     heads, kv_heads = (next(name for name in names if hasattr(part, name)) for names in (_HEADS, _KV_HEADS))
     count = getattr(part, kv_heads)
-    for name in ("k_proj", "v_proj"):
-        if name in part:
-            copy_heads(part[name], count, group)
-    into = [name for name in ("q_proj", "k_proj", "v_proj") if name in part]
-    projections(part, group, into, "o_proj")
-    setattr(part, heads, getattr(part, heads) // group.size)
+    into = [name for name in ("k_proj", "v_proj") if name in part]  # a layer may read another one's keys
+    for name in into:
+        copy_heads(part[name], count, group)
+    projections(part, group, ["q_proj", *into], "o_proj")
+    _divide_sizes(part, group, heads)
     setattr(part, kv_heads, max(1, count // group.size))
+
+
+def _divide_sizes(part: Any, group: Group, *names: str) -> None:
+    for name in names:
+        setattr(part, name, getattr(part, name) // group.size)
 
 
 def copy_heads(module: Any, heads: int, group: Group) -> None:
@@ -74,7 +74,7 @@ def copy_heads(module: Any, heads: int, group: Group) -> None:
 
 
 def projections(part: Any, group: Group, into: Sequence[str] = _GATED, back: str = "down_proj") -> None:
-    """Divide projections `into` more numbers and one `back`, which sums up; by default those of an MLP."""
+    """Divide projections `into` more numbers and one `back`, which sums up; by default of an MLP."""
     for name in into:
         part[name] = shard_linear(part[name], "all-to-sharded", group=group.handle)
     part[back] = shard_linear(part[back], "sharded-to-all", group=group.handle)
@@ -89,7 +89,7 @@ def experts(part: Any, group: Group, into: Sequence[str] = _GATED, back: str = "
 
 
 def share_bias(module: Any, group: Group) -> None:
-    """Divide the bias of a module whose results are added up, so that the sum has it once."""
+    """Divide the bias of a module whose results are added up."""
     if "bias" in module:
         module.bias = module.bias / group.size
 
@@ -123,7 +123,6 @@ class SharedNorm(nn.Module):  # type: ignore[misc]  # mlx is untyped here
         self._eps, self._group = norm.eps, group
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Norm this rank's numbers, [.., share] of any type -> the same shape and type."""
         wide = x.astype(mx.float32)
         squares = self._group.total(wide.square().sum(axis=-1, keepdims=True))
         mean = squares / (x.shape[-1] * self._group.size)
@@ -144,9 +143,8 @@ def change(module: Any, call: Callable[..., Any], **methods: Callable[..., Any])
 def attend_to_latents(model: Any) -> None:
     """Have each such attention compute several new tokens as mlx-lm's code computes one, if that is less.
 
-    For several, that code computes the keys and values of all heads from the whole cache. This takes
-    `kv_lora_rank` products for each of their numbers. Without it, scores and results are over
-    `kv_lora_rank` numbers in place of a head's, for each new token.
+    For several, that code computes the keys and values of all heads from the whole cache. Otherwise scores
+    and results are over `kv_lora_rank` numbers in place of a head's, for each new token.
     """
     for part in model.modules():
         if "embed_q" in part and "unembed_out" in part:
@@ -157,10 +155,7 @@ def attend_to_latents(model: Any) -> None:
 
 @cache
 def _to_latents(kind: Any) -> Callable[..., mx.array]:
-    """Return mlx-lm's call with each branch for one token on that for up to `latent_width` of them.
-
-    A branch for one token cannot take a mask by name.
-    """
+    """Return mlx-lm's call with each branch for one token taken for up to `latent_width` of them."""
     tree = ast.parse(dedent(inspect.getsource(kind.__call__)))
     found = [
         node
@@ -173,7 +168,7 @@ def _to_latents(kind: Any) -> Callable[..., mx.array]:
         raise ValueError(f"{kind.__name__} of mlx-lm has no branch for one token")
     for node in found:
         count = ast.unparse(node.test).removesuffix(" == 1")
-        test = f"{count} <= self.latent_width and not isinstance(mask, str)"
+        test = f"{count} <= self.latent_width and not isinstance(mask, str)"  # a mask by name
         node.test = ast.parse(test, mode="eval").body
     made: dict[str, Any] = {}
     code = compile(tree, inspect.getsourcefile(kind) or kind.__name__, "exec")
@@ -190,7 +185,7 @@ SCORES = 3 * 2  #: bytes a score: as computed, masked, and as weights, in 16 bit
 def score_bytes(model: Any, kv_bits: int) -> int:
     """Return the bytes of scores that one layer holds for each token of a chunk and each of its context.
 
-    0 where all attentions have kernels on a GPU. These have none for keys and values of `kv_bits`.
+    0 where all attentions have kernels on a GPU, which there are none of for keys and values of `kv_bits`.
     """
     found = [0]
     for part in model.modules():
@@ -202,49 +197,33 @@ def score_bytes(model: Any, kv_bits: int) -> int:
     return SCORES * max(found)
 
 
-# --- families like Llama: cohere2, exaone4, gemma3, granite, olmo2, olmo3, seed_oss ---------------------
+# --- families -------------------------------------------------------------------------------------------
 
 
-def divide_dense(model: Any, group: Group) -> None:
-    """Divide attentions by heads and MLPs by their width.
-
-    The norms of queries and keys are over one head each, but in olmo2 and olmo3 over all heads.
-    """
+def divide_usual(model: Any, group: Group) -> None:
+    """Divide attentions by heads, MLPs and each expert by their width. Every rank has the whole routers."""
     for layer in model.layers:
         part = layer.self_attn
         if "q_norm" in part and part.q_norm.weight.size == part.q_proj.weight.shape[0]:
+            # In olmo2 and olmo3 the norms of queries and keys are over all heads, and not over one each.
             copy_heads(part.k_norm, part.k_norm.weight.size // part.head_dim, group)
             part.q_norm, part.k_norm = SharedNorm(part.q_norm, group), SharedNorm(part.k_norm, group)
         attention(part, group)
-        projections(layer.mlp, group)
-
-
-# --- an attention and experts: dots1, ernie4_5_moe, granitemoe, mixtral ---------------------------------
-
-
-def divide_experts(model: Any, group: Group) -> None:
-    """Divide attentions by heads, MLPs and each expert by their width. Every rank has the whole routers."""
-    for layer in model.layers:
-        attention(layer.self_attn, group)
-        part = layer.block_sparse_moe if "block_sparse_moe" in layer else layer.mlp
-        routed = next((part[name] for name in ("switch_mlp", "experts") if name in part), None)
-        if routed is None:
+        part = next(layer[name] for name in ("mlp", "block_sparse_moe", "feed_forward") if name in layer)
+        found = [part[name] for name in ("switch_mlp", "experts") if name in part]
+        if not found:
             projections(part, group)
             continue
-        experts(routed, group)
-        if "shared_experts" in part:
-            experts(part.shared_experts, group)
+        shared = [part[name] for name in ("shared_experts", "shared_expert") if name in part]
+        for each in found + shared:
+            experts(each, group)
         summed(part, group)
 
 
-# --- Gemma 4 --------------------------------------------------------------------------------------------
-
-
 def divide_gemma4(model: Any, group: Group) -> None:
-    """Divide attentions by heads, MLPs and each expert by their width.
+    """Divide the same. MLP and experts have norms of their own behind them, so each is added up.
 
-    MLP and experts have norms of their own behind them, so each is added up. Every rank has the whole
-    routers, and whole embeddings and projections of the input of single layers (E2B, E4B).
+    Every rank has whole embeddings and projections of the input of single layers (E2B, E4B).
     """
     for layer in model.layers:
         attention(layer.self_attn, group)
@@ -254,27 +233,7 @@ def divide_gemma4(model: Any, group: Group) -> None:
             summed(layer.experts, group)
 
 
-# --- Llama 4 --------------------------------------------------------------------------------------------
-
-
-def divide_llama4(model: Any, group: Group) -> None:
-    """Divide attentions by heads, MLPs and each expert by their width. Every rank has the whole routers."""
-    for layer in model.layers:
-        attention(layer.self_attn, group)
-        part = layer.feed_forward
-        if "experts" in part:
-            experts(part.experts, group)
-            experts(part.shared_expert, group)
-            summed(part, group)
-        else:
-            projections(part, group)
-
-
-# --- Nemotron-H: a layer is a Mamba mixer, an attention, an MLP or experts ------------------------------
-
-
 def divide_nemotron_h(model: Any, group: Group) -> None:
-    """Divide Mamba mixers by groups of heads, attentions by heads, MLPs and each expert by their width."""
     for layer in model.layers:
         part = layer.mixer
         if layer.block_type == "M":
@@ -288,7 +247,7 @@ def divide_nemotron_h(model: Any, group: Group) -> None:
 
 
 def _mamba(part: Any, group: Group) -> None:
-    """Divide by groups: the heads of a group share one B and one C, and are normed together.
+    """Divide a Mamba mixer by groups of heads, which share one B and one C, and are normed together.
 
     The input projection has gates, inputs, all B, all C and the steps of all heads, one after the other.
     """
@@ -302,12 +261,11 @@ def _mamba(part: Any, group: Group) -> None:
         part[name] = own_rows(part[name], group)
     part.norm.weight = own_rows(part.norm.weight, group)
     projections(part, group, (), "out_proj")
-    for name in ("num_heads", "intermediate_size", "n_groups", "conv_dim"):
-        setattr(part, name, getattr(part, name) // group.size)
+    _divide_sizes(part, group, "num_heads", "intermediate_size", "n_groups", "conv_dim")
 
 
 def _experts(part: Any, group: Group) -> None:
-    """Divide each expert by its width. Projections to and from a smaller size are on every rank whole."""
+    """Divide each expert by its width. Every rank has whole projections to and from a smaller size."""
     experts(part.switch_mlp, group, ("fc1",), "fc2")
     if "fc2_latent_proj" in part:
         share_bias(part.fc2_latent_proj, group)
@@ -316,11 +274,7 @@ def _experts(part: Any, group: Group) -> None:
     summed(part, group)
 
 
-# --- Qwen3-Next: gated linear attention in most layers --------------------------------------------------
-
-
 def divide_qwen3_next(model: Any, group: Group) -> None:
-    """Divide both kinds of attention by heads, MLPs and each expert by their width."""
     for layer in model.layers:
         if layer.is_linear:
             _linear(layer.linear_attn, group)
@@ -335,7 +289,7 @@ def divide_qwen3_next(model: Any, group: Group) -> None:
 
 
 def _linear(part: Any, group: Group) -> None:
-    """Divide by key heads. Each has its queries, keys, values and gates in one run of rows.
+    """Divide by key heads, each of which has its queries, keys, values and gates in one run of rows.
 
     The convolution has the queries of all heads first, then all keys, then all values.
     """
@@ -344,15 +298,11 @@ def _linear(part: Any, group: Group) -> None:
     part.conv1d.groups //= group.size
     for name in ("dt_bias", "A_log"):
         part[name] = own_rows(part[name], group)
-    for name in ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim"):
-        setattr(part, name, getattr(part, name) // group.size)
-
-
-# --- text parts of models that also see, of families that mlx-lm divides --------------------------------
+    _divide_sizes(part, group, "num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim")
 
 
 def divide_language_model(model: Any, group: Group) -> None:
-    """Divide the language model as its own family is divided."""
+    """Divide the text part of a model that also sees, of a family that mlx-lm divides."""
     model.language_model.shard(group.handle)
 
 
@@ -363,35 +313,19 @@ def divide_deepseek(model: Any, group: Group) -> None:
     Model.shard(model.language_model, group.handle)
 
 
-# --- the table ------------------------------------------------------------------------------------------
-
 #: A model and the group of ranks; divides the layers in place. Nothing is evaluated, and no collective runs.
 Divide = Callable[[Any, Group], None]
 
 #: By mlx-lm's names of families. `dimensions_of` has the sizes that they divide.
 DIVIDE: Mapping[str, Divide] = {
-    "cohere2": divide_dense,
-    "dots1": divide_experts,
-    "ernie4_5_moe": divide_experts,
-    "exaone4": divide_dense,
-    "gemma3": divide_dense,
-    "gemma3_text": divide_dense,
-    "gemma4": divide_gemma4,
-    "gemma4_text": divide_gemma4,
-    "granite": divide_dense,
-    "granitemoe": divide_experts,
+    **dict.fromkeys(("cohere2", "exaone4", "granite", "olmo2", "olmo3", "seed_oss"), divide_usual),
+    **dict.fromkeys(("gemma3", "gemma3_text", "llama4", "llama4_text"), divide_usual),
+    **dict.fromkeys(("dots1", "ernie4_5_moe", "granitemoe", "mixtral"), divide_usual),
+    **dict.fromkeys(("gemma4", "gemma4_text"), divide_gemma4),
+    **dict.fromkeys(("mistral3", "qwen3_vl", "qwen3_vl_moe"), divide_language_model),
     "kimi_vl": divide_deepseek,
-    "llama4": divide_llama4,
-    "llama4_text": divide_llama4,
-    "mistral3": divide_language_model,
-    "mixtral": divide_experts,
     "nemotron_h": divide_nemotron_h,
-    "olmo2": divide_dense,
-    "olmo3": divide_dense,
     "qwen3_next": divide_qwen3_next,
-    "qwen3_vl": divide_language_model,
-    "qwen3_vl_moe": divide_language_model,
-    "seed_oss": divide_dense,
 }
 
 
@@ -406,19 +340,16 @@ def divide_layers(model: Any, group: Group) -> None:
 
 # --- sizes that ranks divide ------------------------------------------------------------------------------
 
-#: Families that hand over to another family's `shard`, which copies no KV heads.
-_HANDED_OVER = frozenset({"kimi_vl", "mistral3", "qwen3_vl", "qwen3_vl_moe"})
 #: Families in which several ranks have the same KV head if there are fewer heads than ranks.
-COPIES_KV_HEADS = frozenset({"qwen3_5", "qwen3_5_moe"}) | (DIVIDE.keys() - _HANDED_OVER)
+COPIES_KV_HEADS = frozenset({"qwen3_5", "qwen3_5_moe"}) | {
+    name for name, by in DIVIDE.items() if by not in (divide_language_model, divide_deepseek)
+}
 #: Families whose few dense MLPs stay whole on each rank where ranks cannot share them, beside experts.
 KEEPS_MLP_WHOLE = frozenset({"deepseek_v2", "glm4_moe"})
 
 
 def dimensions_of(config: Config) -> Dimensions:
-    """Return the sizes that ranks divide. Raises ModelError (MODEL_INVALID) for one that is no number.
-
-    The layers of most families, cut without these checks, would floor their head counts and go wrong later.
-    """
+    """Return the sizes that ranks divide. Raises ModelError (MODEL_INVALID) for one that is no number."""
     return Dimensions(tuple(_dimensions(config)), number(quantization(config), "group_size") or 1)
 
 

@@ -1,7 +1,4 @@
-"""Forwards of one loaded model over KV caches that are given to it, with those of its MTP head behind them.
-
-Nothing here knows of sequences, frames or other ranks' work. Graphs of steps are traced and replayed.
-"""
+"""Forwards of one loaded model over KV caches that are given to it, and those of its MTP head behind them."""
 
 from __future__ import annotations
 
@@ -21,9 +18,7 @@ from .mtp_head import ChosenStep, MtpHead, follow
 from .recurrent import views_of
 from .sharding import at_ends
 
-#: Traced graphs that are kept: one for each number of rows, size of the KV arrays and view of them.
-MAX_GRAPHS = 128
-MAX_SHAPES = 1024
+MAX_GRAPHS, MAX_SHAPES = 128, 1024  # that are kept
 #: Steps without drafts whose entries an MTP head gets together, because one by one they cost much.
 BEHIND = 32
 STEPS_BEFORE_TRACE = 3  #: of several rows; few enough that warming up compiles the kernels
@@ -34,19 +29,17 @@ Key = tuple[ShapeKey, tuple[int, ...]]
 
 
 class DecodeGraphs:
-    """Traced graphs of decode steps by shape and kind. `body` takes the numbers of a kind and the inputs.
+    """Traced graphs of decode steps by shape and kind, because building one costs as much as running it.
 
-    For one row building a graph costs as much as running it.
+    `body` takes the numbers of a kind and the inputs.
     """
 
     def __init__(self, body: Callable[..., Any], counter: CollectiveCounter, *, traces: bool) -> None:
         self._body = body
         self._counter = counter
         self._traces = traces
-        #: Each graph with the number of its collectives.
-        self._graphs: dict[Key, tuple[Callable[..., Any], int]] = {}
-        #: Number of steps of several rows by such a key.
-        self._shapes: Counter[Key] = Counter()
+        self._graphs: dict[Key, tuple[Callable[..., Any], int]] = {}  # with the number of collectives
+        self._shapes: Counter[Key] = Counter()  # steps of several rows
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -58,7 +51,7 @@ class DecodeGraphs:
         return self._body(*kind, *inputs)
 
     def _comes_again(self, key: Key) -> bool:
-        """Return True if a graph for steps of this shape pays, because tracing takes time and rows change."""
+        """Return True if a graph for steps of this shape pays: tracing takes time, and rows change."""
         if key[0][0] == 1 or key in self._graphs:
             return True
         if len(self._shapes) > MAX_SHAPES:
@@ -67,7 +60,6 @@ class DecodeGraphs:
         return self._shapes[key] > STEPS_BEFORE_TRACE
 
     def _replay(self, key: Key, inputs: tuple[Any, ...]) -> Any:
-        """Run the body by a traced graph, which is traced first where there is none."""
         graph, collectives = self._graphs.get(key, (None, 0))
         before = self._counter.count
         if graph is not None:
@@ -93,8 +85,7 @@ class DecodeGraphs:
 class StepInputs:
     """Input of a step: `tokens` int32 [rows, width], of which the first `widths` of each row count.
 
-    `given`: their embeddings, or hidden states of the stage before, [rows, width, hidden], where these are
-    known.
+    `given`: their embeddings, or hidden states of the stage before, [rows, width, hidden], if known.
     """
 
     tokens: mx.array
@@ -102,7 +93,6 @@ class StepInputs:
     widths: tuple[int, ...]
 
     def chose(self, hidden: mx.array, following: mx.array, chosen: mx.array) -> ChosenStep:
-        """Return the step behind a choice, with its fields as there."""
         counts = mx.array(self.widths, dtype=mx.int32)
         return ChosenStep(hidden, following, chosen, self.tokens, counts)
 
@@ -130,12 +120,11 @@ class ModelForwards:
         ends: mx.array,
         following: int = 0,
     ) -> tuple[mx.array, Callable[[mx.array | None], mx.array | None]]:
-        """Queue a forward over prompts' `tokens` int32 [rows, length]; returns the logits of those at `ends`.
+        """Queue a forward over prompts' `tokens` int32 [rows, length]; returns logits at `ends` int32 [rows].
 
-        `ends` int32 [rows] has the place of each row's last token. `given`: hidden states of the stage
-        before. Also returns what puts the prompts into the MTP head's cache. It takes the embeddings [rows,
-        1, hidden] of the tokens behind the last ones, or None where all have `following` there. It returns
-        the head's output at the last ones, of the same shape.
+        `given`: hidden states of the stage before. Also returns a function that puts the prompts into the MTP
+        head's cache and returns its output at `ends`. It takes the embeddings [rows, 1, hidden] of the tokens
+        behind these, or None where all are `following`.
         """
         head, forward = self.head, partial(self._vocabulary.forward, self._model, ends=ends)
         if head is None:
@@ -154,7 +143,6 @@ class ModelForwards:
         return local, remember
 
     def embedded(self, tokens: mx.array) -> mx.array:
-        """Return embeddings [rows, length, hidden] of int32 [rows, length]."""
         assert self._vocabulary.embedding is not None, "ranks with an MTP head have one"
         return self._vocabulary.embedding(tokens)
 
@@ -170,7 +158,7 @@ class ModelForwards:
     ) -> list[mx.array]:
         """Return this rank's share of the logits [rows, width, share]; or its winners: tokens, embeddings.
 
-        With an MTP head, hidden states [rows, width, hidden] come behind them. Makes room for its `drafts`.
+        Behind them are hidden states [rows, width, hidden] for an MTP head, whose `drafts` get room.
         """
         arrays = [inputs.tokens, *([] if inputs.given is None else [inputs.given])]
         forward = partial(self._step, winners=winners, drafts=drafts)
@@ -185,10 +173,7 @@ class ModelForwards:
         *,
         drafts: int,
     ) -> list[mx.array]:
-        """Run the MTP head after a choice; returns its proposals, int32 [rows, drafts], if it makes any.
-
-        The entries of a step without them, of one token a row, may wait for those of later ones.
-        """
+        """Run the MTP head after a choice; returns its proposals, int32 [rows, drafts], if it makes any."""
         arrays = [step.hidden, step.following, step.chosen, step.fed, step.counts]
         return in_parts(parts, rows, arrays, positions, forward=partial(self._follow, drafts=drafts))
 
@@ -268,10 +253,7 @@ class ModelForwards:
         shape: list[Any],
         caches: tuple[list[mx.array], list[list[mx.array]], list[mx.array]],
     ) -> tuple[list[mx.array], list[mx.array], list[list[mx.array]]]:
-        """Run the model over KV arrays, states of each recurrent layer, and the places of these.
-
-        Returns what `step` does, and the first two after it.
-        """
+        """Run the model over KV arrays and states of recurrent layers; returns both behind its results."""
         tokens, given = inputs
         arrays, kept, stood = caches
         states = views_of(self._caches.recurrence, kept, stood)
@@ -287,17 +269,14 @@ class ModelForwards:
     def _head_body(
         self, drafts: int, step: list[mx.array], shape: list[mx.array], arrays: list[mx.array]
     ) -> tuple[list[mx.array], list[mx.array]]:
-        """Run the MTP head alone. Returns its proposals, and its KV arrays after it."""
+        """Run the MTP head alone; returns its proposals, and its KV arrays after it."""
         assert self.head is not None
         (view,) = self._caches.views(arrays, ForwardShape(*shape))
         return follow(self.head, self._vocabulary, ChosenStep(*step), view, drafts), view.arrays
 
 
 def _again(key: ShapeKey, drafts: int) -> bool:
-    """Return True for a step of few shapes: of one token a row, or of a row alone with drafts of an MTP head.
-
-    Other steps of several tokens have many, for which no graph pays.
-    """
+    """Return True for steps of few shapes: of one token a row, or of one row with an MTP head's drafts."""
     rows, *_, width = key
     return width == 1 or (rows == 1 and drafts > 0)
 
@@ -307,9 +286,8 @@ def _shape(
 ) -> tuple[ShapeKey, list[Any]]:
     """Make room for a step that feeds `width` tokens a row, and for the MTP head's further proposals.
 
-    `kinds`: of the model's caches; None where only the head's are used. Returns the step's key, and what its
-    ForwardShape is made of. This is made outside of graphs, which would compile kernels for such small steps
-    of arithmetic.
+    `kinds`: of the model's caches; None where only the head's are used. Returns the step's key, and arguments
+    of its ForwardShape, which graphs would compile kernels for.
     """
     longest = max(positions) + width + max(drafts - 1, 0)
     bucket.reserve(longest)

@@ -57,7 +57,6 @@ def fitting(room: int) -> int:
 
 
 def slots(rows: int) -> int:
-    """Return the rows to allocate for `rows` sequences that decode together: a power of two."""
     return 1 << max(rows - 1, 0).bit_length()
 
 
@@ -139,11 +138,7 @@ def step_tokens(slots: Slots, lengths: Sequence[int], forward: int) -> int:
 def cheapest(ways: Iterable[Slots], lengths: Sequence[int], forward: int, held: int) -> Slots:
     """Return the way whose steps take least. One of `held` buckets, as now, counts as less."""
 
-    def cost(slots: Slots) -> int:
-        stays = len(set(slots)) == held
-        return step_tokens(slots, lengths, forward) * (STAYS - stays)
-
-    return min(ways, key=cost)
+    return min(ways, key=lambda way: step_tokens(way, lengths, forward) * (STAYS - (len(set(way)) == held)))
 
 
 def batch_tokens(lengths: Sequence[int]) -> int:
@@ -250,7 +245,6 @@ class PrefixCache:
         return tuple([other for other, owner in self._within.items() if owner == uid])
 
     def _grown(self, uid: int) -> int:
-        """Return the positions of a kept cache's own arrays."""
         return capacity(self.length(uid))
 
     def _stand_in(self, words: bytes) -> int | None:
@@ -313,7 +307,6 @@ class PrefixCache:
         return None
 
     def length(self, uid: int) -> int:
-        """Return the number of tokens of a kept cache; 0 if it is not kept."""
         return len(self._kept[uid]) // _WORD - _SALT_WORDS if uid in self._kept else 0
 
     def touch(self, uid: int) -> None:
@@ -345,7 +338,6 @@ class PrefixCache:
         return tuple(freed)
 
     def resize(self, budget: int) -> tuple[int, ...]:
-        """Change the budget. Returns the uids of caches to free."""
         self._budget = budget
         return self.evict(max(self.positions - budget, 0))
 
@@ -442,7 +434,6 @@ class KVCacheManager:
         return not self._prefixes.truncatable
 
     def hit_length(self, sequence: SequenceState) -> int:
-        """Return the tokens of its prompt that a kept, running or fetched KV cache holds."""
         if sequence.progress.asked_at != self._prefixes.changes:
             sequence.progress.asked_at = self._prefixes.changes
             hit = self._prefixes.find(sequence.tokens[: sequence.progress.prompt], sequence.wants.salt)
@@ -452,9 +443,8 @@ class KVCacheManager:
         return max(sequence.progress.hit_length, sequence.disk.fetched)
 
     def is_being_computed(self, sequence: SequenceState, others: Sequence[SequenceState]) -> bool:
-        """Return True if one of `others` will have more of this prompt's beginning than caches have.
-
-        And that sooner than both prompts could be computed alternately.
+        """Return True if one of `others` will have more of this prompt's beginning than caches have, and that
+        before both prompts could be computed alternately.
         """
         if not (self._keeps and others):
             return False
@@ -517,7 +507,6 @@ class KVCacheManager:
         return replace(part, save=save, take=take, covers=self._prefixes.covered(save))
 
     def line_up(self, sequence: SequenceState) -> None:
-        """Have the computed part of a prompt written to disk, where caches can be cut."""
         if not self.keeps_snapshots:
             self.disk.line_up(sequence, sequence.uid, sequence.progress.prefilled)
 
@@ -531,7 +520,6 @@ class KVCacheManager:
         return full or self.is_being_computed(sequence, others)
 
     def fetch(self, sequence: SequenceState, uids: Uids) -> bool:
-        """Fetch what the disk has of a prompt; False if that is not worth it."""
         fetch = self.disk.fetch(sequence, uids.last_uid + 1, self.hit_length(sequence))
         if fetch is not None:
             uids.last_uid += 1
@@ -552,7 +540,6 @@ class KVCacheManager:
         return self.keeps_snapshots and sequence.scheduled + 1 >= sequence.wants.max_tokens
 
     def share(self, sequence: SequenceState) -> None:
-        """Let other prompts start from the complete prompt of a sequence that runs."""
         if self._keeps:
             self._prefixes.share(
                 sequence.uid, sequence.tokens[: sequence.progress.prompt], sequence.wants.salt
@@ -607,7 +594,6 @@ class KVCacheManager:
         return self.make_room()
 
     def _is_laid_out(self) -> bool:
-        """Return True if every row has room for its next step."""
         running = self._running
         if self._is_stale:
             return False

@@ -23,23 +23,13 @@ from ..chunks import ring_slots
 from ..description import PartFacts
 from ..errors import Code, GroupError, MlxtpError, ModelError
 from ..model_config import Config, number, quantizations, text_config, unreadable
-from ..model_files import (
-    INDEX,
-    LFS,
-    config_in,
-    indexed,
-    lfs_pointer,
-    stray_files,
-    token_count,
-    weight_files,
-)
+from ..model_files import INDEX, LFS, config_in, indexed, lfs_pointer, stray_files, token_count, weight_files
 from .families import attend_to_latents
 from .group import Group, alone, uncounted
 from .mlx_compat import code_of
 from .pipeline import Stage, StageVocabulary, cut_into_stage
 from .recurrent import STATE, recurrent_layers
 from .sharding import (
-    ShardedEmbedding,
     ShardedHead,
     Vocabulary,
     check_divisible,
@@ -200,7 +190,6 @@ def share_of(stored: StoredTensor, array: mx.array, ranks: int) -> bool:
 
 
 def read_share(stored: StoredTensor, rank: int, ranks: int) -> mx.array:
-    """Read rank `rank`'s part of the tensor, and nothing else of it."""
     rows = stored.shape[-2] // ranks
     return _read_rows(stored, rank * rows, rows, axis=len(stored.shape) - 2)
 
@@ -228,18 +217,13 @@ class _Window(io.RawIOBase):
         before, after = stored.shape[:axis], stored.shape[axis + 1 :]
         row_bytes = TYPES[stored.type].size * prod(after)
         here = max(min(stored.shape[axis] - first, rows), 0)
-        runs = prod(before)
-        assert here == rows or runs == 1
         self._run, self._stride = here * row_bytes, stored.shape[axis] * row_bytes
-        tensor = {
-            "dtype": stored.type,
-            "shape": [*before, rows, *after],
-            "data_offsets": [0, runs * rows * row_bytes],
-        }
+        shape, size = [*before, rows, *after], prod(before) * rows * row_bytes
+        tensor = {"dtype": stored.type, "shape": shape, "data_offsets": [0, size]}
         text = json.dumps({"rows": tensor}).encode()
         self._header = struct.pack("<Q", len(text)) + text
-        self._body = runs * self._run
-        self._size = len(self._header) + runs * rows * row_bytes
+        self._body = prod(before) * self._run
+        self._size = len(self._header) + size
         self._begins = stored.begin + first * row_bytes
         self._file = stored.path.open("rb", buffering=0)
         self._at = 0
@@ -387,7 +371,7 @@ def load(
                     head.embedding = vocabulary.embedding  # the model's own is on another rank
                 model.mtp_head = head
             what = _share_in_words(model, group.rank, split)
-            _evaluate(model, folder.name, parts, progress, partial(_own_bytes, stored, group))
+            _evaluate(model, folder.name, group, parts, progress=progress, stored=stored)
         peak_bytes = mx.get_peak_memory() - held
         kv_token_bytes, kv_row_bytes = kv_sizes(model)
     except MLX_LM_RAISES as error:
@@ -402,7 +386,7 @@ def load(
         context=context_length(config),
         vocabulary=vocabulary,
         eos=_eos(config),
-        weight_bytes=sum(array.nbytes for _, array in tree_flatten(model.parameters())),
+        weight_bytes=sum(array.nbytes for array in _weights(model).values()),
         peak_bytes=peak_bytes,
         kv_token_bytes=kv_token_bytes,
         kv_row_bytes=kv_row_bytes,
@@ -440,47 +424,35 @@ def _weights(model: Any) -> dict[str, mx.array]:
 
 
 def _share_in_words(model: Any, rank: int, split: Sequence[int]) -> str:
-    size = sum(weight.nbytes for weight in _weights(model).values())
-    first = sum(split[rank + 1 :])
-    part = (
-        f"layers {first} to {first + split[rank] - 1} of {sum(split)}" if split else "its share of the model"
-    )
+    part, size = "its share of the model", sum(weight.nbytes for weight in _weights(model).values())
+    if split:
+        first = sum(split[rank + 1 :])
+        part = f"layers {first} to {first + split[rank] - 1} of {sum(split)}"
     return f"reading {part} ({size / 1e9:.2f} GB)"
-
-
-def _own_bytes(stored: Mapping[str, StoredTensor], group: Group, name: str, weight: mx.array) -> mx.array:
-    """Return the weight, of which only its own rows are read where it is some rows of a file's tensor."""
-    whole = stored.get(name)
-    if whole is None or not share_of(whole, weight, group.size):
-        return weight
-    return read_share(whole, group.rank, group.size)
 
 
 def _evaluate(
     model: Any,
     name: str,
+    group: Group,
     ranks: int,
+    *,
     progress: Callable[[], None],
-    own: Callable[[str, mx.array], mx.array],
+    stored: Mapping[str, StoredTensor],
 ) -> None:
-    """Read every weight: the vocabulary, each layer in order, then the rest. `own` may replace one.
-
-    Raises ModelError (MODEL_INVALID) with the names of weights that are not numbers.
-    """
+    """Read every weight: the vocabulary, each layer in order, then the rest. Errors as of `read_numbers`."""
     done: set[str] = set()
     weights = _weights(model)
     room = int(min(sum(weight.nbytes for weight in weights.values()) * _CUT_AT_ONCE, _AT_ONCE))
     paths = {id(module): path for path, module in model.named_modules()}
-    parts = [
-        path for path, module in model.named_modules() if isinstance(module, ShardedEmbedding | ShardedHead)
-    ]
+    parts = [path for path, module in model.named_modules() if isinstance(module, ShardedHead)]
     layers = [paths[id(layer)] for layer in model.layers if id(layer) in paths]
     for prefix in [*parts, *layers, ""]:
         names = [n for n in weights if n not in done and (not prefix or n.startswith(f"{prefix}."))]
         for weight in names:
-            if (share := own(weight, weights[weight])) is not weights[weight]:
-                weights[weight] = share
-                model.update(tree_unflatten([(weight, share)]))
+            if weight in stored and share_of(stored[weight], weights[weight], ranks):
+                weights[weight] = read_share(stored[weight], group.rank, ranks)
+                model.update(tree_unflatten([(weight, weights[weight])]))
         for batch in read_numbers(f"{name}: ", names, weights, ranks, room):
             for weight in batch:
                 if (columns := _by_columns(weights[weight])) is not weights[weight]:
@@ -541,9 +513,7 @@ def _by_columns(weight: mx.array) -> mx.array:
     """
     if mx.default_device() != mx.cpu or weight.ndim != 2 or weight.dtype != mx.float32:
         return weight
-    columns = mx.contiguous(weight.T)
-    mx.eval(columns)
-    view: mx.array = columns.T
+    view: mx.array = mx.contiguous(weight.T).T
     mx.eval(view)
     return view
 
@@ -600,7 +570,6 @@ def read_each_forward(model: Any) -> tuple[int, int]:
 
 
 def leaves(caches: Iterable[Any]) -> Iterator[Any]:
-    """Yield caches, and for one that is a list of caches those in it."""
     for cache in caches:
         yield from leaves(cache.caches) if hasattr(cache, "caches") else (cache,)
 
@@ -616,7 +585,6 @@ def unrun_arrays(model: Any, caches: list[Any], tokens: int = 1) -> list[mx.arra
 
 
 def arrays_of(caches: list[Any]) -> list[mx.array]:
-    """Return the arrays of mlx-lm's caches."""
     states = tree_flatten([cache.state for cache in caches])
     return [array for _, array in states if isinstance(array, mx.array)]
 
@@ -655,11 +623,9 @@ def read_config(folder: Path) -> Config:
 
 
 def _read_weights(folder: Path, config: Config) -> tuple[Any, Config]:
-    """Load the whole model lazily: no weight is read before it is evaluated."""
     from mlx_lm.utils import load_model
 
-    _check_shards_present(folder)
-    _check_headers(folder)
+    _check_files(folder)
     try:
         with as_mlx_lm_reads(folder) as alone:
             model, config = load_model(
@@ -701,19 +667,14 @@ def brief(error: Exception) -> str:
     return textwrap.shorten(str(error), _BRIEF, placeholder=" ...")
 
 
-def _check_shards_present(folder: Path) -> None:
+def _check_files(folder: Path) -> None:
     try:
         files = indexed(folder)
     except (OSError, ValueError) as error:
         raise ModelError(f"{folder / INDEX} cannot be read: {error}", Code.MODEL_INVALID) from None
-    missing = sorted(name for name in files if not (folder / name).is_file())
-    if missing:
-        raise ModelError(
-            f"{folder} lacks {len(missing)} of {len(files)} weight files: {', '.join(missing[:5])}"
-        )
-
-
-def _check_headers(folder: Path) -> None:
+    if missing := sorted(name for name in files if not (folder / name).is_file()):
+        named = ", ".join(missing[:5])
+        raise ModelError(f"{folder} lacks {len(missing)} of {len(files)} weight files: {named}")
     for path in weight_files(folder):
         try:
             read_header(path)

@@ -41,11 +41,7 @@ def check_split(split: Sequence[int], world_size: int, layers: int) -> None:
 
 
 class _Reached(Exception):
-    """End of a forward whose rest other ranks have: the last own layer has hidden states to send."""
-
-    def __init__(self, hidden: mx.array) -> None:
-        super().__init__()
-        self.hidden = hidden
+    """End of a forward whose rest other ranks have, with the hidden states to send."""
 
 
 @dataclass(slots=True)
@@ -65,6 +61,8 @@ class Stage:
     hidden    numbers of one token between two layers
     dtype     type of these numbers
     layers    numbers of the layers that have weights
+    embeds    it has the embedding
+    chooses   it has the output head
     given     hidden states [B, L, hidden] that the next forward begins with, if it embeds no tokens
     counting  each stage has a cache that counts positions
 
@@ -77,6 +75,7 @@ class Stage:
         self.rank, self.ranks = rank, len(split)
         self.first = sum(split[rank + 1 :])
         self.end = self.first + split[rank]
+        self.embeds, self.chooses = self.first == 0, rank == 0
         self.given: mx.array | None = None
         self._empty: list[Any] = make_prompt_cache(model)
         try:
@@ -94,25 +93,11 @@ class Stage:
         self._cut(model, facts)
         self.layers = tuple(at for at, layer in enumerate(model.layers) if tree_flatten(layer.parameters()))
 
-    @property
-    def embeds(self) -> bool:
-        """True for the stage that has the embedding."""
-        return self.first == 0
-
-    @property
-    def chooses(self) -> bool:
-        """True for the stage that has the output head."""
-        return self.rank == 0
-
     def caches(self) -> list[Any]:
-        """Return empty caches of the own layers."""
         return deepcopy([self._empty[number] for number in self._own])
 
     def all_caches(self) -> list[Any]:
-        """Return those of all ranks."""
         return deepcopy(self._empty)
-
-    # --- the cut -------------------------------------------------------------------------------------
 
     def _owned(self, facts: Sequence[LayerTrace], first: int, end: int) -> list[int]:
         """Return the numbers of a stage's caches. Those that no layer has are of the stage that embeds."""
@@ -152,10 +137,13 @@ class Stage:
 
     def _own_model(self, kind: type) -> Callable[..., Any]:
         def forward(model: Any, tokens: mx.array, cache: list[Any] | None = None) -> Any:
+            if cache is not None:  # a model makes masks by the caches of certain layers
+                places = enumerate(self._stand_ins)
+                cache = [self._empty[at] if place is None else cache[place] for at, place in places]
             try:
-                return kind.__call__(model, tokens, cache=None if cache is None else self._for_all(cache))
+                return kind.__call__(model, tokens, cache=cache)
             except _Reached as reached:
-                return reached.hidden
+                return reached.args[0]
 
         return forward
 
@@ -170,8 +158,6 @@ class Stage:
 
         return layer
 
-    # --- caches: a model expects those of all layers -------------------------------------------------
-
     def _stand_in(self, number: int) -> int | None:
         """Return the place of the own cache like cache `number`, at least by its positions; None for none."""
         if number in self._own:
@@ -180,13 +166,6 @@ class Stage:
         same = [place for place, cache in enumerate(own) if _kind(cache) == _kind(wanted)]
         alike = [place for place, cache in enumerate(own) if _counts(cache) and _counts(wanted)]
         return next(iter([*same, *alike]), None)
-
-    def _for_all(self, own: list[Any]) -> list[Any]:
-        """Return a cache for each layer, because a model makes masks by those of certain layers."""
-        return [
-            self._empty[number] if place is None else own[place]
-            for number, place in enumerate(self._stand_ins)
-        ]
 
 
 _uncut = partial(ModelError, code=Code.MODEL_UNSUPPORTED)
@@ -219,7 +198,6 @@ class _ForwardTrace:
         return text.getvalue()
 
     def sources(self, values: Any) -> set[int]:
-        """Return the layers of the zeros in the graph of what is in `values`."""
         return {int(at) for at in re.findall(r'"(-?\d+):\d+" ->', self.graph(values))}
 
     def embedding(self, kind: type) -> Callable[..., mx.array]:
@@ -514,7 +492,6 @@ class LateTokens:
         self._open: deque[tuple[int, int, list[tuple[int, int]], mx.array]] = deque()
 
     def feed(self, frame: Forward, width: int, forward: int) -> tuple[mx.array, mx.array | None]:
-        """Return the tokens of a step as `padded`, and None for their embeddings."""
         widths = frame.widths or (0,) * len(frame.rows)
         tokens = padded(frame.tokens, widths, width)
         rows = zip(frame.rows, widths, strict=True)
@@ -530,7 +507,6 @@ class LateTokens:
         self._choosing.append((chosen.forward, chosen.rows, chosen.widths))
 
     def joined(self, chosen: Chosen, _embeddings: object) -> None:
-        """Record one that adds rows to the batch."""
         self._last.update(dict.fromkeys(chosen.rows, 0))
         self.chose(chosen, None)
 
@@ -598,7 +574,6 @@ class Border:
         self.queued_s = 0.0  #: seconds in which MLX queued the newest forward; 0 in a pipeline
 
     def expect(self, rows: int, width: int) -> HiddenStates:
-        """Return what the stage before sends for one forward."""
         stage = self.stage
         if stage is None or stage.embeds:
             return HiddenStates()
@@ -626,7 +601,6 @@ class Border:
         return pieces[-1]
 
     def submit(self, forward: int, after: HiddenStates, *arrays: Any) -> None:
-        """Have the results of a forward computed, once what it begins with is here."""
         if self.stage is None:
             began = time.monotonic()
             mx.async_eval(*arrays)
@@ -686,5 +660,4 @@ class Border:
                 self._receiving = held.forward
 
     def _is_known(self) -> bool:
-        """Return True if a forward is held, and the tokens of the oldest one are known."""
         return bool(self._held) and self.tokens.known(self._held[0].forward)

@@ -1,12 +1,8 @@
 """Recurrent layers, as in Qwen3.5, Nemotron-H or LFM2, and their way back behind wrong drafts.
 
-A state is of all tokens so far, and cannot be cut. So a step of several tokens leaves it as it was before
-them. It keeps the inputs of the recurrence: a hundredth of a state for each token. The next step first feeds
-as many of them as were right, without the layers' other parts, and then its own. Convolutions keep all their
-inputs, and the next step takes those before what was wrong. Nothing is copied, and no rank waits to learn
-their number: it follows from the position of the next step.
-
-The same code of mlx-lm computes prompts, steps and what is fed again.
+A state cannot be cut. A step of several tokens leaves it as it was, and keeps the inputs of the recurrence:
+a hundredth of a state for each token. The next step first feeds those again that were right, whose number
+follows from its position. Convolutions keep all their inputs.
 """
 
 from __future__ import annotations
@@ -54,10 +50,7 @@ class Recurrence:
         return len(self.inputs) + bool(self.update)
 
     def run(self, update: Callable[..., Any], given: dict[str, Any], stands: mx.array | None = None) -> Any:
-        """Return results and state of `update`.
-
-        Tokens that do not stand, by bool [rows, tokens], leave the state of a row as it is, bit for bit.
-        """
+        """Return results and state of `update`. Only what `stands`, bool [rows, tokens], changes it."""
         if self.together:
             return update(**{**given, "mask": stands})
         count = given[self.taken[0]].shape[1]
@@ -122,8 +115,7 @@ class StateView:
 
     `kept`: the last inputs of each convolution [rows, inputs, channels], and the state of the recurrence.
     After a step of several tokens, their arguments of the recurrence come behind, each [rows, tokens, ...].
-    The first `stood` of each row, int32 [rows], are fed again, and `stands` has each of them, bool
-    [rows, tokens]. Without these, both are None.
+    The first `stood` of each row, int32 [rows], are fed again; `stands` marks these, bool [rows, tokens].
     """
 
     lengths = left_padding = None
@@ -193,7 +185,7 @@ class StateView:
 def views_of(
     kind: Recurrence | None, kept: list[list[mx.array]], stood: Sequence[mx.array] = ()
 ) -> list[StateView]:
-    """Return the views of a model's recurrent layers, if there are any. `stood`: as from `States.stood`."""
+    """Return the views of a model's recurrent layers, if there are any. `stood`: from `States.stood`."""
     return [] if kind is None else [StateView(kind, layer, *stood) for layer in kept]
 
 
@@ -201,8 +193,9 @@ def views_of(
 class States:
     """States of the rows of a bucket.
 
-    `kept`: those of each layer, as in `StateView`. `held`: the tokens of each row that the states hold.
-    `waiting`: how many more were fed to each row, of which only some may stand.
+    kept     those of each layer, as in `StateView`
+    held     the tokens of each row that the states hold
+    waiting  how many more were fed to each row, of which only some may stand
     """
 
     kind: Recurrence
@@ -215,10 +208,7 @@ class States:
         return [array for layer in self.kept for array in layer]
 
     def stood(self, lengths: Iterable[int]) -> list[mx.array]:
-        """Return how many of the tokens that wait stand for rows of these lengths, and which of them do.
-
-        Returns nothing if none wait.
-        """
+        """Return how many tokens that wait stand for rows of these lengths, and which; [] if none wait."""
         if not self.waiting:
             return []
         pairs = zip(lengths, self.held, strict=True)
@@ -231,7 +221,6 @@ class States:
         self.held = [length + (width == 1) for length in lengths]
 
     def rows(self, rows: Sequence[int]) -> States:
-        """Return the states of some rows."""
         chosen = mx.array(list(rows))
         kept = [[array[chosen] for array in layer] for layer in self.kept]
         return replace(self, kept=kept, held=[self.held[row] for row in rows])
@@ -244,7 +233,7 @@ class States:
         return States(self.kind, kept, self.held + other.held, waiting)
 
     def _padded(self, like: States, waiting: int) -> list[list[mx.array]]:
-        """Return the states with room for `waiting` tokens of which more than there are never stand."""
+        """Return the states with room for `waiting` tokens, of which the added ones never stand."""
         more = waiting - self.waiting
         if not more:
             return self.kept
@@ -274,8 +263,7 @@ def states_of(kind: Recurrence, caches: Sequence[Any], length: int) -> States:
 def recurrent_layers(model: Any, states: int) -> tuple[Recurrence | None, list[Any]]:
     """Return the kind of a model's recurrent layers, and those that have weights; None if not all are known.
 
-    `states`: their number. A stage has other stages' layers, too. These objects take a `StateView` from then
-    on.
+    `states`: their number, on all stages. They take a `StateView` from then on.
     """
     parts = [part for layer in model.layers if states for part in layer.children().values()]
     known = [(part, *found) for part in parts if (found := _known(part))]
@@ -328,7 +316,6 @@ def _seeing(function: Any, names: Mapping[str, Any]) -> Any:
 
 
 def _owner(layer_class: type, update: str) -> Any:
-    """Return the class of a layer, or its module, by which of both has `update`."""
     return layer_class if hasattr(layer_class, update) else modules[layer_class.__module__]
 
 

@@ -1,4 +1,4 @@
-"""Division of a model among ranks: whether it divides, and the rows of its embedding and output head."""
+"""Division of a model among ranks: checks of its sizes, and the rows of its embedding and output head."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx import nn
@@ -21,10 +21,9 @@ from .group import Group
 
 
 def check_divisible(config: Config, world_size: int) -> None:
-    """Check that every sharded dimension divides by `world_size`. Raises ModelError (MODEL_NOT_DIVISIBLE).
+    """Raise ModelError (MODEL_NOT_DIVISIBLE) unless every sharded dimension divides by `world_size`.
 
-    mlx-lm's llama does not check this: it floors the head counts, and the forward fails or goes wrong later.
-    The error names every dimension that does not divide, and the world sizes that would work.
+    mlx-lm's llama does not check this: it floors the head counts, and goes wrong later.
     """
     if world_size == 1:
         return
@@ -42,9 +41,8 @@ def family_of(config: Config) -> str:
     """Return the name of mlx-lm's module for this model. Raises ModelError if there is none."""
     name = config.get("model_type")
     if not isinstance(name, str):
-        raise ModelError(
-            "config.json names no model_type, so the model's family is unknown", Code.MODEL_INVALID
-        )
+        detail = "config.json names no model_type, so the model's family is unknown"
+        raise ModelError(detail, Code.MODEL_INVALID)
     found = family(config)
     if not found.isidentifier() or importlib.util.find_spec(f"mlx_lm.models.{found}") is None:
         raise ModelError(f"mlx-lm has no model family {name!r}", Code.MODEL_UNSUPPORTED)
@@ -52,17 +50,14 @@ def family_of(config: Config) -> str:
 
 
 def check_shardable(config: Config, world_size: int) -> None:
-    """Check that mlx-lm knows the family, and that ranks can share it. Raises ModelError."""
+    """Raise ModelError unless mlx-lm knows the family, and ranks can share it."""
     found = family_of(config)
     if world_size > 1 and not is_divided(found):
-        raise ModelError(
-            f"no rank can hold a part of each layer of the family {config['model_type']!r}",
-            Code.MODEL_UNSUPPORTED,
-        )
+        detail = f"no rank can hold a part of each layer of the family {config['model_type']!r}"
+        raise ModelError(detail, Code.MODEL_UNSUPPORTED)
 
 
 def is_divided(family: str) -> bool:
-    """Return True for a family whose layers mlx-lm can divide among ranks, or `DIVIDE` here."""
     if family in DIVIDE:
         return True
     try:
@@ -73,14 +68,11 @@ def is_divided(family: str) -> bool:
 
 
 _MLP = ("gate_proj", "up_proj", "down_proj")
-
-
 #: Modules with a collective in a compiled function. A test holds this equal to what mlx-lm's sources have.
 COMPILED_COLLECTIVES = frozenset({"mlx_lm.models.minimax"})
 
 
 def compiles_collectives(model: Any) -> bool:
-    """Return True for a model with parts from such a module."""
     return any(type(module).__module__ in COMPILED_COLLECTIVES for module in model.modules())
 
 
@@ -88,12 +80,11 @@ def compiles_collectives(model: Any) -> bool:
 def divided_vocabulary(owner: Any, size: int) -> Iterator[None]:
     """Set the vocabulary of a head's `owner` to `size` tokens, while its layers are cut.
 
-    Families that divide their head themselves refuse a vocabulary that does not divide, even when they do
-    not divide this head.
+    Families that divide their head themselves refuse one that does not divide, even where they do not.
     """
     arguments: Any = getattr(owner, "args", None)
     candidates: tuple[Any, ...] = (arguments, getattr(arguments, "text", None))
-    holders = [a for a in candidates if hasattr(a, "vocab_size")]
+    holders = [each for each in candidates if hasattr(each, "vocab_size")]
     sizes = [holder.vocab_size for holder in holders]
     for holder in holders:
         holder.vocab_size = size
@@ -112,8 +103,7 @@ def context_length(config: Config) -> int:
 
 # --- token embedding and output head, of which each rank holds an equal run of rows ----------------------
 # A forward embeds tokens with one sum over the ranks and ends in the logits of this rank's own rows. Then
-# either one small gather finds the winners of all rows, or a larger one combines the logits. A group of
-# one uses the same code: its share is everything, and no collective runs.
+# either one small gather finds the winners of all rows, or a larger one combines the logits.
 
 #: Names of the module that embeds tokens, in the families of mlx-lm.
 EMBEDDINGS = (
@@ -139,7 +129,7 @@ def at_ends(x: mx.array, ends: mx.array) -> mx.array:
 
 
 def cut_rows(array: mx.array, _name: str, first: int, rows: int) -> mx.array:
-    """Return `rows` rows of `array` from `first` on; lazily, and zeros beyond its end."""
+    """Return `rows` rows of `array` from `first` on, lazily, with zeros beyond its end."""
     if (first, rows) == (0, array.shape[0]):
         return array
     part = array[min(first, array.shape[0]) : first + rows]
@@ -155,53 +145,7 @@ class Tap:
     hidden: mx.array | None = None
 
 
-class ShardedEmbedding(nn.Module):  # type: ignore[misc]  # mlx is untyped here
-    """This rank's rows of a token embedding, plain or quantized."""
-
-    def __init__(self, rows: Any, first: int, share: int, group: Group) -> None:
-        super().__init__()
-        self.rows = rows
-        self._first = first
-        self._share = share
-        self._group = group
-        self.given: mx.array | None = None
-        self.ends: mx.array | None = None
-        self.tap: Tap | None = None
-
-    @property
-    def weight(self) -> mx.array:
-        """Weight from which models take the type of their numbers."""
-        weight: mx.array = self.rows.weight
-        return weight
-
-    def __call__(self, tokens: mx.array) -> mx.array:
-        """Embed tokens, [.., L] int -> [.., L, hidden]; zeros for tokens that are not in the vocabulary.
-
-        Every rank adds its own rows and negative zeros for the others, which change no number, not even its
-        sign.
-        """
-        if self.given is not None:
-            return self.given.reshape(self.given.shape)  # another object: some models scale it in place
-        if self._group.size == 1:
-            return self.local(tokens)
-        index = tokens - self._first
-        mine = (index >= 0) & (index < self._share)
-        return self._group.total(mx.where(mine[..., None], self.local(mx.where(mine, index, 0)), -0.0))
-
-    def local(self, rows: mx.array) -> mx.array:
-        """Return rows of this rank's share by their index in it, [..] int -> [.., hidden]; no collective."""
-        found: mx.array = self.rows(rows)
-        return found
-
-    def as_linear(self, x: mx.array) -> mx.array:
-        """Act as the head of a model whose embedding is also its head, [.., L, hidden] -> [.., L, share]."""
-        if self.tap is not None:
-            self.tap.hidden = x
-        logits: mx.array = self.rows.as_linear(x if self.ends is None else at_ends(x, self.ends))
-        return logits
-
-
-class ShardedHead(nn.Module):  # type: ignore[misc]
+class ShardedHead(nn.Module):  # type: ignore[misc]  # mlx is untyped here
     """This rank's rows of an output head, plain or quantized."""
 
     def __init__(self, rows: Any) -> None:
@@ -211,28 +155,56 @@ class ShardedHead(nn.Module):  # type: ignore[misc]
         self.tap: Tap | None = None
 
     @property
-    def weight(self) -> mx.array:
-        """Weight from which models take the type of their numbers."""
-        weight: mx.array = self.rows.weight
-        return weight
+    def weight(self) -> mx.array:  # from which models take the type of their numbers
+        return cast("mx.array", self.rows.weight)
 
-    def __call__(self, x: mx.array) -> mx.array:
+    def as_linear(self, x: mx.array) -> mx.array:
         """Compute logits, [.., L, hidden] -> [.., L, share], or [.., 1, share] while `ends` is set."""
         if self.tap is not None:
             self.tap.hidden = x
-        logits: mx.array = self.rows(x if self.ends is None else at_ends(x, self.ends))
-        return logits
+        product = getattr(self.rows, "as_linear", self.rows)
+        return cast("mx.array", product(x if self.ends is None else at_ends(x, self.ends)))
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.as_linear(x)
+
+
+class ShardedEmbedding(ShardedHead):
+    """This rank's rows of a token embedding, which may be the head as well."""
+
+    def __init__(self, rows: Any, first: int, share: int, group: Group) -> None:
+        super().__init__(rows)
+        self._first = first
+        self._share = share
+        self._group = group
+        self.given: mx.array | None = None
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        """Embed tokens, [.., L] int -> [.., L, hidden]; zeros for tokens that are not in the vocabulary."""
+        if self.given is not None:
+            return self.given.reshape(self.given.shape)  # another object: some models scale it in place
+        if self._group.size == 1:
+            return self.local(tokens)
+        index = tokens - self._first
+        mine = (index >= 0) & (index < self._share)
+        # Other ranks' rows are negative zeros here, which change no number, not even its sign.
+        return self._group.total(mx.where(mine[..., None], self.local(mx.where(mine, index, 0)), -0.0))
+
+    def local(self, rows: mx.array) -> mx.array:
+        """Return rows of this rank's share by their index in it, [..] int -> [.., hidden]; no collective."""
+        return cast("mx.array", self.rows(rows))
 
 
 class Vocabulary:
     """Division of one loaded model's vocabulary among the ranks.
 
-    size   tokens in the vocabulary
-    share  rows on each rank, the size divided and rounded up; the last ranks' rows beyond it are padding
-    first  the token of this rank's first row
+    size     tokens in the vocabulary
+    share    rows on each rank, the size divided and rounded up; the last ranks' rows beyond it are padding
+    first    the token of this rank's first row
+    chooses  this rank has logits
 
     `embedding` and `head` are None for a model whose modules have unknown names, which runs on a group of one
-    only. Then `given` is not used and the embeddings of `winners` are empty. `chooses`: this rank has logits.
+    only. Then `given` is not used and the embeddings of `winners` are empty.
     """
 
     chooses = True
@@ -242,7 +214,7 @@ class Vocabulary:
         size: int,
         group: Group,
         embedding: ShardedEmbedding | None = None,
-        head: ShardedEmbedding | ShardedHead | None = None,
+        head: ShardedHead | None = None,
     ) -> None:
         self.size = size
         self.group = group
@@ -255,18 +227,14 @@ class Vocabulary:
         self._tap = Tap()
 
     def taps(self) -> bool:
-        """Have `hidden` return what the output head reads from now on; False if there is no known one."""
+        """Have `hidden` return what the output head reads from now on; False if none is known."""
         if self.head is not None:
             self.head.tap = self._tap
         return self.chooses and self.head is not None and self.embedding is not None
 
     def limit(self, tokens: int) -> None:
-        """Treat ids from `tokens` on as padding, because the tokenizer has none of them.
-
-        Does nothing if at least half of the vocabulary would be padding, because such a count belongs to
-        another tokenizer.
-        """
-        if 2 * tokens > self.size:
+        """Treat ids from `tokens` on as padding, because the tokenizer has none of them."""
+        if 2 * tokens > self.size:  # fewer are those of another tokenizer
             self._real = min(tokens, self.size)
             self._padded = self.first + self.share > self._real
 
@@ -281,8 +249,7 @@ class Vocabulary:
     ) -> mx.array:
         """Run one forward: tokens [B, L] int32 -> this rank's logits [B, L, share], -inf for padding.
 
-        given  embeddings [B, L, hidden] of these tokens, so that no rank computes them; the tokens must still
-               be right, because some models read them elsewhere, too
+        given  embeddings [B, L, hidden] of the tokens, which some models also read themselves
         ends   int32 [B]: logits of only this position of each row, [B, 1, share]
         """
         if self.embedding is not None:
@@ -301,17 +268,15 @@ class Vocabulary:
         return self._without_padding(logits)
 
     def hidden(self) -> mx.array:
-        """Take the hidden states [B, L, hidden] of the last forward's positions, behind the final norm."""
+        """Take the hidden states [B, L, hidden] of the last forward, behind the final norm."""
         hidden, self._tap.hidden = self._tap.hidden, None
         assert hidden is not None
         return hidden
 
     def logits(self, hidden: mx.array) -> mx.array:
         """Return this rank's logits [B, L, share] of such hidden states."""
-        head = self.head
-        assert head is not None
-        tied = isinstance(head, ShardedEmbedding)
-        return self._without_padding(head.as_linear(hidden) if tied else head(hidden))
+        assert self.head is not None
+        return self._without_padding(self.head.as_linear(hidden))
 
     def _without_padding(self, logits: mx.array) -> mx.array:
         if not self._padded:
@@ -330,9 +295,8 @@ class Vocabulary:
     def winners(self, local: mx.array) -> tuple[mx.array, mx.array]:
         """Return the greedy choice of each row: (tokens int32 [..], their embeddings [.., hidden]).
 
-        Takes [.., share] of each rank and returns the same bits on all ranks, with one collective. The choice
-        is the argmax of the gathered logits, among equals the smallest token. NaN counts as -inf, so a row of
-        nothing else gives token 0. The embeddings equal those of an embedding forward.
+        Takes [.., share] of each rank and returns the same bits on all ranks, with one collective: the argmax
+        of the gathered logits, among equals the smallest token. NaN counts as -inf.
         """
         values = mx.where(mx.isnan(local), mx.array(-mx.inf, dtype=local.dtype), local)
         index = mx.argmax(values, axis=-1, keepdims=True)
@@ -357,8 +321,7 @@ class Vocabulary:
 
 
 def shard(model: Any, group: Group, *, cut: Cut = cut_rows, size: int = 0) -> Vocabulary:
-    """Divide `model` among the ranks: embedding and head over the vocabulary, the layers as their family
-    is divided.
+    """Divide `model` among the ranks: embedding and head over the vocabulary, the layers as their family is.
 
     Only `cut` evaluates anything. `size` is the vocabulary's for modules with unknown names. Raises
     ModelError (MODEL_UNSUPPORTED) when a group of several ranks finds no known embedding or head.
@@ -371,11 +334,8 @@ def shard(model: Any, group: Group, *, cut: Cut = cut_rows, size: int = 0) -> Vo
     vocabularies = {modules[path].weight.shape[0] for path in embeddings + heads}
     if len(embeddings) != 1 or len(heads) > 1 or len(vocabularies) != 1:
         if group.size > 1:
-            raise ModelError(
-                f"{model.model_type}: found {embeddings} and {heads} instead of one token embedding and one "
-                "head",
-                Code.MODEL_UNSUPPORTED,
-            )
+            found = f"found {embeddings} and {heads} instead of one token embedding and one head"
+            raise ModelError(f"{model.model_type}: {found}", Code.MODEL_UNSUPPORTED)
         return Vocabulary(size, group)
     size = vocabularies.pop()
     share = _share(size, group)
@@ -404,18 +364,17 @@ def shard(model: Any, group: Group, *, cut: Cut = cut_rows, size: int = 0) -> Vo
 
 @contextlib.contextmanager
 def _whole_mlps(model: Any, ranks: int) -> Iterator[None]:
-    """Replace dense MLPs that `ranks` ranks cannot share, while the layers are cut.
+    """Have stand-ins for dense MLPs cut that `ranks` ranks cannot share.
 
-    Such an MLP stays whole on each rank, which computes all of it from inputs that all ranks have, so that it
-    needs no sum. Stand-ins that can be cut take its place meanwhile.
+    Such an MLP stays whole on each rank. All have its inputs, so that it needs no sum.
     """
     kept = []
     for mlp in dense_mlps(model):
-        parts = {name: getattr(mlp, name) for name in _MLP}
-        if not _divide(list(parts.values()), ranks):
-            kept.append((mlp, parts))
-    for mlp, _ in kept:
-        mlp.update_modules({name: nn.Linear(ranks, ranks, bias=False) for name in _MLP})
+        gate, up, down = (getattr(mlp, name) for name in _MLP)
+        columns = down.scales if isinstance(down, nn.QuantizedLinear) else down.weight
+        if any(n % ranks for n in (gate.weight.shape[0], up.weight.shape[0], columns.shape[-1])):
+            kept.append((mlp, dict(zip(_MLP, (gate, up, down), strict=True))))
+            mlp.update_modules({name: nn.Linear(ranks, ranks, bias=False) for name in _MLP})
     try:
         yield
     finally:
@@ -431,13 +390,6 @@ def dense_mlps(model: Any) -> list[Any]:
         for mlp in found
         if all(isinstance(getattr(mlp, name, None), nn.Linear | nn.QuantizedLinear) for name in _MLP)
     ]
-
-
-def _divide(parts: list[Any], ranks: int) -> bool:
-    """Return True if ranks can share the rows of the first two, and the groups of columns of the last."""
-    gate, up, down = parts
-    columns = down.scales if isinstance(down, nn.QuantizedLinear) else down.weight
-    return not any(n % ranks for n in (gate.weight.shape[0], up.weight.shape[0], columns.shape[-1]))
 
 
 def _share(size: int, group: Group) -> int:

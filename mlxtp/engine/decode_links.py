@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
-import queue
 import socket
 import threading
 import time
@@ -84,28 +83,24 @@ class _Reception:
         self._context = None
         if epoch.credentials is not None:
             self._context = tls.member_context_server(epoch.credentials, (tls.ALPN_DECODE,))
-        self._welcome: queue.SimpleQueue[tuple[int, BlockingLink]] = queue.SimpleQueue()
         self._taking = threading.Lock()
         self._strangers = AdmissionCounter(MAX_STRANGERS, MAX_STRANGERS_PER_SOURCE)
-        self._taken: set[int] = set()
+        self._links: dict[int, BlockingLink] = {}
 
     def accept_all(self, listener: socket.socket) -> dict[int, BlockingLink]:
         bootstrap = self._epoch.bootstrap
-        links: dict[int, BlockingLink] = {}
         ends_at = time.monotonic() + bootstrap.deadline_s
         listener.settimeout(_ACCEPT_TICK_S)
         with contextlib.closing(listener):
-            while len(links) < bootstrap.world_size - 1:
+            while len(self._links) < bootstrap.world_size - 1:
                 if time.monotonic() > ends_at:
-                    missing = sorted(set(range(1, bootstrap.world_size)) - set(links))
+                    missing = sorted(set(range(1, bootstrap.world_size)) - set(self._links))
                     detail = f"ranks {missing} did not connect within {bootstrap.deadline_s:g} s"
                     raise LinkError(detail, Code.LINK_TIMEOUT)
                 with contextlib.suppress(TimeoutError, ConnectionError):  # it may be gone again
                     sock, address = listener.accept()
                     self._begin(sock, str(address[0]))
-                while not self._welcome.empty():
-                    links.update([self._welcome.get()])
-        return links
+        return self._links
 
     def _begin(self, sock: socket.socket, source: str) -> None:
         with self._taking:
@@ -130,11 +125,10 @@ class _Reception:
         link = BlockingLink(secured, Session(LinkKind.DECODE, Side.UPPER, self._epoch.number), SEND_TIMEOUT_S)
         hello = self._checked(_first(link, HANDSHAKE_S), secured)
         with self._taking:
-            if hello.rank in self._taken:
+            if hello.rank in self._links:
                 raise ProtocolError(f"rank {hello.rank} is here already", Code.NOT_AUTHENTIC)
             link.send(self._epoch.welcome(hello))
-            self._taken.add(hello.rank)
-        self._welcome.put((hello.rank, link))
+            self._links[hello.rank] = link
 
     def _checked(self, hello: object, sock: Socket) -> Hello:
         epoch = self._epoch
@@ -166,23 +160,18 @@ def _connect_to(address: str, deadline_s: float, epoch: Epoch) -> BlockingLink:
             assert isinstance(sock, socket.socket)
             context = tls.member_context_client(epoch.credentials, tls.ALPN_DECODE)
             sock = tls.wrap_blocking(sock, context, server_side=False, handshake_s=deadline_s)
-        return _greeted(sock, epoch)
+        epoch.check_pin(sock, 0)
+        link = BlockingLink(sock, Session(LinkKind.DECODE, Side.LOWER, epoch.number), SEND_TIMEOUT_S)
+        hello = epoch.hello()
+        link.send(hello)
+        welcome = _first(link, epoch.bootstrap.deadline_s)
+        if not isinstance(welcome, Welcome) or not verify(epoch.welcome(hello).proof, welcome.proof):
+            detail = "the peer at rank 0's address does not know this epoch's key"
+            raise ProtocolError(detail, Code.NOT_AUTHENTIC)
+        return link
     except BaseException:
         sock.close()  # a peer that is not rank 0 need not wait
         raise
-
-
-def _greeted(sock: Socket, epoch: Epoch) -> BlockingLink:
-    bootstrap = epoch.bootstrap
-    epoch.check_pin(sock, 0)
-    link = BlockingLink(sock, Session(LinkKind.DECODE, Side.LOWER, epoch.number), SEND_TIMEOUT_S)
-    hello = epoch.hello()
-    link.send(hello)
-    welcome = _first(link, bootstrap.deadline_s)
-    expected = welcome_proof(bootstrap.epoch_key, epoch.number, bootstrap.rank, hello.nonce)
-    if not isinstance(welcome, Welcome) or not verify(expected, welcome.proof):
-        raise ProtocolError("the peer at rank 0's address does not know this epoch's key", Code.NOT_AUTHENTIC)
-    return link
 
 
 def _first(link: BlockingLink, timeout_s: float) -> object:

@@ -20,6 +20,7 @@ from .batch import Bucket, CacheKind, Caches, ForwardShape, SlotCaches, arrays_o
 from .group import LoneGroup
 from .loader import load, make_cache
 from .recurrent import views_of
+from .steps import Drafts
 
 MAX_KEPT = 4  # ended sequences whose caches it keeps
 CACHES_SHARE = 8  # one part in so many of the room for KV caches
@@ -32,17 +33,12 @@ class DraftModel:
     """Greedy implementation of `steps.Drafter`: one forward of all rows for each place of a draft."""
 
     def __init__(self, folder: Path, vocabulary: int, progress: Callable[[], None] = lambda: None) -> None:
-        """Load the model, calling `progress` as `load` does.
-
-        Raises ModelError when the folder holds no model, or one whose vocabulary has another size.
-        """
+        """Load the model. Raises ModelError when `folder` has none, or one with another vocabulary."""
         loaded = load(folder, LoneGroup(), progress)
         if loaded.vocabulary.size != vocabulary:
-            raise ModelError(
-                f"draft model {folder.name}: its vocabulary has {loaded.vocabulary.size} tokens, "
-                f"the model's has {vocabulary}; they must be the same",
-                Code.MODEL_INVALID,
-            )
+            sizes = f"{loaded.vocabulary.size} tokens, the model's has {vocabulary}; they must be the same"
+            detail = f"draft model {folder.name}: its vocabulary has {sizes}"
+            raise ModelError(detail, Code.MODEL_INVALID)
         self.weight_bytes = loaded.weight_bytes
         self._room_bytes = 1 << 62  # bytes that its caches may take
         self._model = loaded.model
@@ -57,9 +53,7 @@ class DraftModel:
         #: Tokens and caches of rows that have ended, latest last.
         self._kept: list[tuple[list[int], Caches]] = []
 
-    def propose(
-        self, rows: Mapping[int, Sequence[int]], limit: int
-    ) -> tuple[dict[int, tuple[int, ...]], float]:
+    def propose(self, rows: Mapping[int, Sequence[int]], limit: int) -> tuple[Drafts, float]:
         """Return the most likely `limit` tokens after those of each row, and the seconds that it took.
 
         A row that still reads a long prompt has none: each call reads one chunk, so that other requests need
@@ -107,10 +101,7 @@ class DraftModel:
             self._kept = [*self._kept[-MAX_KEPT + 1 :], (fed, caches)]
 
     def _has_read(self, row: int, tokens: Sequence[int]) -> bool:
-        """Cut a row to the part of `tokens` that it has, and read a chunk if that is much less.
-
-        Returns True if the row is in the batch then.
-        """
+        """Cut a row to what it has of `tokens`, and read a chunk of the rest. True if it is in the batch."""
         if row not in self._fed:
             self._fed[row], self._reading[row] = self._resume(tokens)
         fed = self._fed[row]
@@ -144,7 +135,7 @@ class DraftModel:
         (bucket,) = self._batch.parts([row])
         return bucket.states is not None and bucket.states.held[bucket.rows.index(row)] <= length
 
-    def _drafts(self, rows: Mapping[int, Sequence[int]], limit: int) -> dict[int, tuple[int, ...]]:
+    def _drafts(self, rows: Mapping[int, Sequence[int]], limit: int) -> Drafts:
         """Return the drafts of all rows of the batch.
 
         Tokens that are not read yet are padded on the right; drafts overwrite what padding leaves. States
@@ -178,10 +169,7 @@ class DraftModel:
         return {row: tuple(drafts) for row, drafts in zip(bucket.rows, found, strict=True)}
 
     def _forward(self, bucket: Bucket, tokens: mx.array, starts: Sequence[int], view: int) -> mx.array:
-        """Feed `tokens` int32 [rows, width] behind the `starts` of rows; returns logits of all positions.
-
-        Attention reads the first `view` positions.
-        """
+        """Feed tokens [rows, width] behind `starts`; returns logits. Attention reads `view` positions."""
         shape = ForwardShape(*ForwardShape.arrays(mx.array(list(starts)), tokens.shape[1], view))
         arrays, bucket.arrays, states = bucket.arrays, [], bucket.states
         growing = self._kinds.views(arrays, shape)
@@ -204,10 +192,7 @@ class DraftModel:
 
 
 def _kinds(model: Any, name: str) -> CacheKind:
-    """Return the kind of a draft model's caches. Windows keep all tokens, so that they can be rolled back.
-
-    Raises ModelError when others cannot.
-    """
+    """Return the kind of a draft model's caches. Windows keep all tokens, so that they can be rolled back."""
     from mlx_lm.models.cache import KVCache, RotatingKVCache
 
     caches = make_cache(model)
@@ -216,10 +201,8 @@ def _kinds(model: Any, name: str) -> CacheKind:
         model.make_cache = lambda: [KVCache() for _ in caches] if plain else caches
     kinds = CacheKind(model)
     if not kinds.can.rolls_back:
-        raise ModelError(
-            f"draft model {name}: its caches cannot be rolled back, so it cannot draft",
-            Code.MODEL_UNSUPPORTED,
-        )
+        detail = f"draft model {name}: its caches cannot be rolled back, so it cannot draft"
+        raise ModelError(detail, Code.MODEL_UNSUPPORTED)
     return kinds
 
 

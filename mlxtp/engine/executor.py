@@ -118,11 +118,7 @@ class RankExecutor:
     _runner: Runner | None = None
 
     def execute(self, command: Message) -> Message:
-        """Carry out one command and return its one reply.
-
-        A model that cannot be loaded gives an Error reply and leaves the group usable. Other failures are
-        raised, because they end the epoch.
-        """
+        """Carry out one command. Returns its reply, Error if a model cannot be loaded; raises the rest."""
         match command:
             case Init():
                 return self._init()
@@ -190,22 +186,15 @@ class RankExecutor:
         return Result(forward.step, tokens, scores, *totals, digested, step_us, wait_us, took_s, now, drafts)
 
     def apply(self, frame: CacheFrame) -> None:
-        """Carry out a frame that runs no forward.
-
-        Raises GroupError (DESYNC) for an end of a sequence that was in other forwards than the frame says,
-        and for a layout of other rows than this rank has.
-        """
+        """Carry out a frame that runs no forward. Raises GroupError (DESYNC) where this rank differs."""
         runner, disk = self.runner, self.disk
         assert disk is not None, "a loaded model has one"
         match frame:
             case SessionStop():
                 counted = runner.stop(frame.uid, frame.keep, frame.covers)
                 if counted != frame.forwards:
-                    raise GroupError(
-                        f"sequence {frame.uid}: {frame.forwards} forwards by the frame, {counted} on rank "
-                        f"{self.bootstrap.rank}",
-                        Code.DESYNC,
-                    )
+                    what = f"{frame.forwards} forwards by the frame, {counted} on rank {self.bootstrap.rank}"
+                    raise GroupError(f"sequence {frame.uid}: {what}", Code.DESYNC)
             case Evict():
                 runner.evict(frame.uids)
             case Arrange():
@@ -245,15 +234,8 @@ class RankExecutor:
         fabric = None
         if b.backend == "jaccl":
             fabric = JacclFabric.of(b.rdma, b.world_size, ring=b.jaccl_ring, factory=self.exchange.factory)
-        self._group = form(
-            b.backend,
-            b.rank,
-            b.world_size,
-            b.hosts,
-            folder=self.folder,
-            deadline_s=b.deadline_s,
-            fabric=fabric,
-        )
+        ranks = b.backend, b.rank, b.world_size, b.hosts
+        self._group = form(*ranks, folder=self.folder, deadline_s=b.deadline_s, fabric=fabric)
         return InitDone(self._group.rank, self._group.size)
 
     def _prove(self) -> SanityDone:
@@ -420,11 +402,7 @@ def ranks_here(bootstrap: Bootstrap) -> int:
 
 
 def kv_room_bytes(ranks: int) -> int:
-    """Return bytes for this rank's KV caches: three quarters of the memory that is free now.
-
-    `ranks` share what the machine has free. On Metal it is at most the system's recommendation for the GPU,
-    less what this rank has.
-    """
+    """Return bytes for KV caches: three quarters of what is free for one of `ranks`, and for the GPU."""
     room = free_bytes() // ranks
     if mx.metal.is_available():
         room = min(room, gpu_bytes() - mx.get_active_memory())

@@ -19,7 +19,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,10 +74,7 @@ class Hints:
 
 
 class CpuAllowance:
-    """CPU time of this thread that steps may take: STEP_S on average, and `burst_s` seconds before that.
-
-    It is CPU time, so that a busy machine ends no answer. A step is a mask or an accepted token.
-    """
+    """CPU time of this thread for masks and accepted tokens: STEP_S on average, `burst_s` before that."""
 
     def __init__(self, burst_s: float = BURST_S, search: CpuAllowance | None = None) -> None:
         self.search = search or self  #: the allowance of searches for an answer's ending
@@ -99,19 +97,14 @@ class CpuAllowance:
 
 @dataclass(slots=True)
 class Matcher:
-    """Position of one answer in its grammar. Every chosen token must be accepted, in order.
-
-    All answers in one grammar share an allowance, so that many choices do not have as many.
-    """
+    """Position of one answer in its grammar; accepts each chosen token. All answers share an allowance."""
 
     _state: LLMatcher
     _tokens: int
     _vocabulary: int
     hints: Hints
     grammar_tokens: int = 0  #: Length of the grammar's own text.
-    _allowance: CpuAllowance = field(
-        default_factory=lambda: CpuAllowance(search=CpuAllowance(SEARCH_BURST_S))
-    )
+    _cpu: CpuAllowance = field(default_factory=lambda: CpuAllowance(search=CpuAllowance(SEARCH_BURST_S)))
 
     def mask(self) -> NDArray[np.uint32]:
         """Return the tokens that may come next: [ceil(vocabulary / 32)] words.
@@ -120,7 +113,7 @@ class Matcher:
         must. Raises MlxtpError where no token may come, or the next step exceeds a limit of time or memory.
         """
         words = np.full(-(-self._tokens // _WORD_BITS), 0xFFFFFFFF, np.uint32)
-        with self._allowance.step():
+        with self._cpu.step():
             self._state.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
             self._check()
         words = words[: -(-self._vocabulary // _WORD_BITS)]
@@ -132,7 +125,7 @@ class Matcher:
 
     def accept(self, token: int) -> None:
         """Advance by `token`. Raises MlxtpError, now and later, for one that `mask` does not allow."""
-        with self._allowance.step():
+        with self._cpu.step():
             self._state.consume_token(token)
             self._check()
 
@@ -151,9 +144,8 @@ class Matcher:
 
     def copy(self, *, search: bool = False) -> Matcher:
         """Return an independent matcher at the same position; with `search` it cannot end the answer."""
-        allowance = self._allowance.search if search else self._allowance
-        given = self._tokens, self._vocabulary, self.hints, self.grammar_tokens, allowance
-        return Matcher(self._state.deep_copy(), *given)
+        cpu, state = self._cpu.search if search else self._cpu, self._state.deep_copy()
+        return Matcher(state, self._tokens, self._vocabulary, self.hints, self.grammar_tokens, cpu)
 
     def _check(self) -> None:
         if self._state.is_error():
@@ -181,30 +173,21 @@ class Grammar:
         return self._start.copy()
 
 
+@dataclass(eq=False)
 class Grammars:
-    """Grammars of one loaded model. Nothing is read or started before the first request.
+    """Grammars of a loaded model, whose logits have `vocabulary` entries; any of `eos` ends an answer."""
 
-    `vocabulary` is the length of the model's logits, `eos` its end tokens; each of them may end an answer.
-    """
+    folder: Path
+    vocabulary: int
+    eos: frozenset[int]
+    _: KW_ONLY
+    deadline_s: float = DEADLINE_S
+    max_kept: int = MAX_KEPT
+    max_kept_bytes: int = MAX_KEPT_BYTES
 
-    def __init__(
-        self,
-        folder: Path,
-        vocabulary: int,
-        eos: frozenset[int],
-        *,
-        deadline_s: float = DEADLINE_S,
-        max_kept: int = MAX_KEPT,
-        max_kept_bytes: int = MAX_KEPT_BYTES,
-    ) -> None:
-        self._folder = folder
-        self._vocabulary = vocabulary
-        self._eos = eos
-        self._max_kept = max_kept
-        self._max_kept_bytes = max_kept_bytes
-        self._trial = GrammarSandbox(folder, vocabulary, eos, deadline_s)
+    def __post_init__(self) -> None:
+        self._trial = GrammarSandbox(self.folder, self.vocabulary, self.eos, self.deadline_s)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
-        self._known: tuple[LLTokenizer, Hints] | None = None
         self._kept: OrderedDict[tuple[str, str], Grammar] = OrderedDict()
         self._compiling = threading.Lock()
         self._looking = threading.Lock()
@@ -218,7 +201,7 @@ class Grammars:
     def read(self) -> None:
         """Read the tokenizer while a model loads. Later it would stop all requests for a second or two."""
         with contextlib.suppress(RequestError):
-            self._tokenizer_and_hints()
+            _ = self._tokenizer_and_hints
 
     def compile(self, kind: str, text: str) -> Grammar:
         """Return the grammar, compiled unless it is cached. Raises RequestError that explains a refusal."""
@@ -226,10 +209,7 @@ class Grammars:
             return self.kept(kind, text) or self._keep(kind, text, self._compile(kind, text))
 
     def submit(self, kind: str, text: str, done: GrammarCallback) -> Future[None]:
-        """Compile in the background, in the order of submission; the thread there calls `done`.
-
-        A grammar that has not begun can be cancelled.
-        """
+        """Compile in the background, in the order of submission; the thread there calls `done`."""
         return self._thread.submit(self._run, kind, text, done)
 
     def close(self) -> None:
@@ -253,29 +233,26 @@ class Grammars:
 
     def _compile(self, kind: str, text: str) -> Grammar:
         self._trial.start()
-        tokenizer, hints = self._tokenizer_and_hints()
+        tokenizer, hints = self._tokenizer_and_hints
         size = max(self._trial.run(kind, text), len(text))
-        if size > self._max_kept_bytes:
-            raise refused(kind, f"it takes {size >> 20} MiB; the limit is {self._max_kept_bytes >> 20} MiB")
+        if size > self.max_kept_bytes:
+            raise refused(kind, f"it takes {size >> 20} MiB; the limit is {self.max_kept_bytes >> 20} MiB")
         state = build(tokenizer, kind, text)
         length = len(tokenizer.tokenize_str(text))
         if kind == "lark":
-            hints = _with_suffixes(hints, text, tokenizer, self._vocabulary)
-        return Grammar(size, Matcher(state, tokenizer.vocab_size, self._vocabulary, hints, length))
+            hints = _with_suffixes(hints, text, tokenizer, self.vocabulary)
+        return Grammar(size, Matcher(state, tokenizer.vocab_size, self.vocabulary, hints, length))
 
+    @cached_property
     def _tokenizer_and_hints(self) -> tuple[LLTokenizer, Hints]:
-        if self._known is None:
-            tokenizer = read_tokenizer(self._folder, self._vocabulary, self._eos)
-            self._known = (tokenizer, _hints(tokenizer, self._vocabulary))
-        return self._known
+        tokenizer = read_tokenizer(self.folder, self.vocabulary, self.eos)
+        return tokenizer, _hints(tokenizer, self.vocabulary)
 
     def _keep(self, kind: str, text: str, grammar: Grammar) -> Grammar:
         with self._looking:
             kept = self._kept
             kept[kind, text] = grammar
-            while (
-                len(kept) > self._max_kept or sum(each.size for each in kept.values()) > self._max_kept_bytes
-            ):
+            while len(kept) > self.max_kept or sum(g.size for g in kept.values()) > self.max_kept_bytes:
                 kept.popitem(last=False)
         return grammar
 
@@ -370,10 +347,7 @@ def read_tokenizer(folder: Path, vocabulary: int, eos: frozenset[int]) -> LLToke
 
 
 def build(tokenizer: LLTokenizer, kind: str, text: str) -> LLMatcher:
-    """Return a matcher at its start, with its first mask computed. Releases the GIL while it works.
-
-    Raises RequestError that explains `text`: it is wrong, too big, or nothing can match it.
-    """
+    """Return a matcher at its start, with its first mask, made without the GIL. Raises RequestError."""
     from llguidance import LLMatcher, LLParserLimits
 
     if kind not in _SUBJECT:
@@ -452,10 +426,7 @@ class GrammarSandbox:
         self._greeted = False
 
     def run(self, kind: str, text: str) -> int:
-        """Compile a grammar there; returns the bytes by which the process's memory grew.
-
-        Raises the RequestError of `build`, or one for a grammar that took too long or ended the process.
-        """
+        """Compile a grammar there; returns the bytes by which the process grew. Raises RequestError."""
         self.start()
         assert self._process is not None
         if not self._greeted:
@@ -468,8 +439,7 @@ class GrammarSandbox:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps([kind, text]).encode() + b"\n")
             self._process.stdin.flush()
-        answer = self._answer()
-        if answer is None:
+        if (answer := self._answer()) is None:
             if self.close() == -signal.SIGALRM:
                 raise refused(kind, f"compiling it takes longer than {self._deadline_s:g} s; make it simpler")
             raise refused(kind, "it is nested too deep or too big to be compiled")

@@ -40,10 +40,7 @@ _COLLECTIVES = ("all_sum", "all_gather", "all_max", "all_min", "sum_scatter", *_
 
 
 class CollectiveCounter:
-    """Count of collectives as the graph is built, those inside mlx-lm's layers included.
-
-    The layers resolve `mx.distributed.all_sum` at each call. Install once per process.
-    """
+    """Count of collectives as graphs are built, by mlx-lm's layers too. Install once per process."""
 
     paused = False
     #: Size of the group whose other ranks are left out, see `alone`; 0 for none.
@@ -56,10 +53,8 @@ class CollectiveCounter:
 
     @property
     def total(self) -> int:
-        """All collectives, and messages over a border of this rank: as many as rank 0's, or some are missing.
-
-        A rank between two others receives as many as it sends, which counts once.
-        """
+        """Collectives and messages over a border of this rank: as many as rank 0's, or some are missing."""
+        # A rank between two others receives as many as it sends, which counts once.
         one_way = 0 in (self._sent, self._received) or self._sent == self._received
         return self.count + (max if one_way else sum)((self._sent, self._received))
 
@@ -147,10 +142,7 @@ class LoneGroup:
 
 
 class RingGroup:
-    """Formed MLX group. The models' `shard` takes `handle`.
-
-    `uniform`: messages from one rank to another must all have the same shape.
-    """
+    """Formed MLX group. `uniform`: messages from one rank to another must all have the same shape."""
 
     def __init__(self, handle: Any, *, uniform: bool = False) -> None:
         self.handle = handle
@@ -162,10 +154,7 @@ class RingGroup:
         self._mine = 1 if self.rank == 0 else 0
 
     def prove(self, digest: int) -> Proof:
-        """Compute the sum of ones, and gather ranks and `digest` (unsigned 32-bit, keyed by the epoch).
-
-        A foreign process that took a rank's place on the ring cannot know the digest.
-        """
+        """Compute the sum of ones, and gather ranks and `digest` (unsigned 32-bit, keyed by the epoch)."""
         total = mx.distributed.all_sum(mx.ones((PAD,), dtype=mx.int32), group=self.handle)
         row = mx.array([self.rank, digest] + [0] * (PAD - 2), dtype=mx.uint32)
         rows = mx.distributed.all_gather(row[None], group=self.handle)
@@ -212,10 +201,7 @@ class RingGroup:
         return total[: array.size].reshape(array.shape)
 
     def send_row(self, row: mx.array, rank: int, unit: int) -> list[mx.array]:
-        """Return arrays that send a message [n] to the rank beside this one, to be evaluated in this order.
-
-        Where messages must have one shape, it goes in pieces of `unit` numbers.
-        """
+        """Return arrays that send a message [n], to be evaluated in order, each of `unit` where `uniform`."""
         whole = mx.pad(row, (0, -row.size % unit)) if self._uniform else row
         pieces = mx.split(whole, whole.size // unit) if self._uniform else [row]
         send = partial(mx.distributed.send, group=self.handle, stream=self.messages)
@@ -262,10 +248,7 @@ def init(backend: str, factory: Factory | None) -> Any:
 
 
 def use_fast_fences(fast: bool) -> None:
-    """Set whether MLX uses fast fences between CPU and GPU, which can wedge a GPU until a restart.
-
-    MLX reads the setting once, at its first use.
-    """
+    """Set whether MLX uses fast fences between CPU and GPU, which can wedge a GPU. MLX reads it once."""
     os.environ["MLX_METAL_FAST_SYNCH"] = "1" if fast else "0"
 
 
@@ -274,7 +257,7 @@ LARGE_BUFFERS = {"MLX_MAX_OPS_PER_BUFFER": "1000", "MLX_MAX_MB_PER_BUFFER": "400
 
 
 def use_large_buffers() -> None:
-    """Have MLX make larger command buffers, unless a user set their size. MLX reads it once, at first use."""
+    """Have MLX make larger command buffers, unless a user set their size. MLX reads it once."""
     for name, value in LARGE_BUFFERS.items():
         os.environ.setdefault(name, value)
 
@@ -340,11 +323,7 @@ def _sockets() -> set[int]:
 
 
 def _sleep_while_waiting(ring: set[int]) -> None:
-    """Make the sockets of MLX's ring block, each time for RING_WAIT_US at most.
-
-    MLX's threads spin while they wait for other ranks. Where the CPU computes, that takes a core from a rank
-    that has work. On a Mac with a GPU it does not, and is faster.
-    """
+    """Make the sockets of MLX's ring block: its threads spin, on a core that other ranks may compute with."""
     wait = struct.pack("@ll", 0, RING_WAIT_US)
     for descriptor in ring:
         with socket.socket(fileno=os.dup(descriptor)) as same:

@@ -87,29 +87,23 @@ class SideChannelExchange:
             raise self._failed(f"JACCL announced {n} bytes and gave {len(src)}")
         self._round += 1
         self.send(SideChannel(self._round, bytes(src)))
-        answer = self._answer()
+        try:
+            answer = self.receive(self.round_s)
+        except LinkError as error:
+            if error.code is not Code.LINK_TIMEOUT:
+                raise
+            reply = f"got no reply within {self.round_s:g} s"
+            detail = f"rank {self.rank}: round {self._round} of JACCL's side channel {reply}"
+            raise self._failed(detail) from None
         if not isinstance(answer, Gathered):
             detail = f"the agent sent {type(answer).__name__} while JACCL was forming"
             raise self._failed(detail, Code.SHUTTING_DOWN)
         if answer.error:
             raise self._failed(answer.error)
         if answer.round != self._round or len(answer.data) != n * self.size:
-            raise self._failed(
-                f"{len(answer.data)} bytes came for round {answer.round}, "
-                f"expected {n * self.size} for round {self._round}"
-            )
+            expected = f"expected {n * self.size} for round {self._round}"
+            raise self._failed(f"{len(answer.data)} bytes came for round {answer.round}, {expected}")
         return answer.data
-
-    def _answer(self) -> Message:
-        try:
-            return self.receive(self.round_s)
-        except LinkError as error:
-            if error.code is not Code.LINK_TIMEOUT:
-                raise
-            raise self._failed(
-                f"rank {self.rank}: round {self._round} of JACCL's side channel got no reply "
-                f"within {self.round_s:g} s"
-            ) from None
 
     def _failed(self, detail: str, code: Code = Code.FORM_FAILED) -> GroupError:
         self._failure = GroupError(detail, code)

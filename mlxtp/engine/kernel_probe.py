@@ -28,8 +28,7 @@ from .loader import ModelShare, load, make_cache
 
 PROMPT = tuple(range(7, 39))
 ROUNDS = 64
-#: Heads of queries, of keys and values, and their size, of the attention that is timed: a model of 32 or 70
-#: billion weights.
+#: Heads of queries, of keys and values, and their size: those of models of 32 or 70 billion weights.
 ATTENTION = (64, 8, 128)
 KEYS, FEW_KEYS = 16_384, 512  #: a long chat on a GPU, and what a CPU is done with soon
 #: Seconds after which macOS has been seen to unwire weights, and the bytes with which (MLX issue 4609).

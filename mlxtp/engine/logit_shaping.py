@@ -33,10 +33,7 @@ class Guided:
     """Implementation of `steps.Guide`: a matcher, and the masks for the next step's tokens."""
 
     def __init__(self, matcher: Matcher, vocabulary: int, left: int, answered: Sequence[int] = ()) -> None:
-        """Begin with room for `left` tokens, including the ones already `answered`.
-
-        Raises MlxtpError when no token can come, or the grammar does not allow one of `answered`.
-        """
+        """Begin with room for `left` tokens, `answered` included. Raises MlxtpError where none can come."""
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._left = left
@@ -135,10 +132,7 @@ class RequestShaping(LogitShaping):
             self._sequences[uid] = order
 
     def feeds(self, uid: int, at: int, ahead: tuple[int, ...] = ()) -> None:
-        """Prepare for a forward that chooses the sequence's token number `at`, and one after each of `ahead`.
-
-        Tokens are counted from the start of the prompt.
-        """
+        """Prepare to choose token `at`, counted from the prompt's start, and one behind each of `ahead`."""
         if (order := self._sequences.get(uid)) is not None:
             order.generated, order.ahead = at - len(order.wants.tokens) + order.wants.answered, ahead
 
@@ -201,10 +195,7 @@ class Shaper:
             self._counts = mx.array(came.astype(np.float32))
 
     def advance(self, tokens: mx.array, ahead: Sequence[int] = ()) -> None:
-        """Count chosen tokens int32 [L], which may still be being computed.
-
-        `ahead` has the L - 1 tokens that were fed in their places. Those after one that differs do not count.
-        """
+        """Count chosen tokens int32 [L], up to the first that differs from `ahead`, the L - 1 fed tokens."""
         if self._seen is None and self._counts is None:
             return
         came = self._ids == tokens[:, None]
@@ -284,10 +275,7 @@ class AnswerBudget:
         self._planned: tuple[Ending, int] = (), 0  # the last ending, and the room at its start
 
     def fitting(self, matcher: Matcher, left: int) -> NDArray[np.uint32]:
-        """Return the mask of tokens that may come next, with `left` tokens for them and the rest.
-
-        An answer that cannot be complete in time keeps the mask of its grammar. Raises as `Matcher.mask`.
-        """
+        """Return the grammar's mask, of tokens after which an ending fits in `left` if there are any."""
         words = matcher.mask()
         if not self.watched(left):
             return words

@@ -74,9 +74,7 @@ class Lookup:
 
     def _match(self, place: int) -> int:
         tokens, end = self._tokens, len(self._tokens)
-        matched = SHORTEST_MATCH
-        while (
-            matched < min(place, LONGEST_MATCH) and tokens[place - 1 - matched] == tokens[end - 1 - matched]
-        ):
-            matched += 1
-        return matched
+        same = SHORTEST_MATCH
+        while same < min(place, LONGEST_MATCH) and tokens[place - 1 - same] == tokens[end - 1 - same]:
+            same += 1
+        return same

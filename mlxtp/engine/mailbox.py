@@ -20,8 +20,6 @@ COMPILER = -2  # the sender of compiled grammars
 DISK = -3  # the sender of what was read from disk, or written there
 LEADER = 0  # the sender whose frames ranks above 0 execute
 
-Failure = Callable[[MlxtpError], None]  # called by a reader thread whose link broke
-
 
 class Terminated(BaseException):
     """SIGTERM: the running step finishes, then the process ends."""
@@ -50,10 +48,7 @@ class Mailbox:
         return received
 
     def wait(self, timeout_s: float | None = None, of: Iterable[int] = ()) -> bool:
-        """Block until another message arrives; False when the time is up.
-
-        Does not block while there is one of the senders `of`: it may have arrived while another was asked.
-        """
+        """Block until a message arrives, unless a sender in `of` has one. False when the time is up."""
         if any(self._by_sender.get(sender) for sender in of):
             return True
         try:
@@ -86,7 +81,7 @@ def read_in_background(
     link: BlockingLink,
     sender: int,
     deliver: Callable[[Received], None],
-    fail: Failure,
+    fail: Callable[[MlxtpError], None],
     over: Callable[[], None] = lambda: None,
 ) -> threading.Thread:
     """Start the thread that reads `link` until its end, then calls `over`; `fail` gets any error."""

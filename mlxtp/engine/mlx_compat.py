@@ -28,9 +28,7 @@ def import_mlx_lm() -> None:
     """
     if "mlx_lm" in sys.modules:
         return
-    empty = {
-        name: _empty(name, attributes) for name, attributes in _ABSENT.items() if name not in sys.modules
-    }
+    empty = {name: _empty(name, needed) for name, needed in _ABSENT.items() if name not in sys.modules}
     sys.modules.update(empty)
     try:
         import mlx_lm.utils

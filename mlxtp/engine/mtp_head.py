@@ -132,10 +132,7 @@ class ChosenStep:
 def follow(
     head: MtpHead, vocabulary: Vocabulary, step: ChosenStep, view: LayerView, drafts: int
 ) -> list[mx.array]:
-    """Put a step into the head's cache; returns `drafts` proposals, int32 [rows, drafts], if there are any.
-
-    Without drafts only keys and values will be computed, because nothing reads the rest.
-    """
+    """Put a step into the head's cache; returns its proposals, int32 [rows, drafts], if there are any."""
     found = head(step.hidden, step.following, view)
     if not drafts:
         return []

@@ -49,8 +49,6 @@ from .steps import Policy, SampledToken, StepResult
 from .telemetry import RankTelemetry
 
 # --- output of the group: tokens, scores, ends and errors, from rank 0 to its agent ----------------------
-
-
 LEAST_LOGPROB = -1e9  # stands for the logarithm of zero, because frames carry no infinities
 PROGRESS_S = 0.3  # least time between two Prefilled of one request
 
@@ -124,8 +122,6 @@ def _finite(logprob: float) -> float:
 
 
 # --- requests --------------------------------------------------------------------------------------------
-
-
 MAX_ROWS = 64  # sequences that decode at once; others wait
 #: Tokens of one forward over several prompts. A GPU reads the weights once for all of them.
 TOGETHER_ON_GPU = 512
@@ -161,21 +157,18 @@ class Requests:
         self._compiles: tuple[str, str] | None = None  # the grammar that is being compiled
         #: Arrival (monotonic, in seconds) of requests without a forward yet, oldest first.
         self._waiting_since: dict[int, float] = {}
-        self._context = 0
+        self._context = self._vocabulary = 0
         self._last_uid = 0
 
     # --- the model -----------------------------------------------------------------------------------
 
     def open(self, command: LoadShard, reply: Loaded, drafter: DraftModel | None) -> int:
-        """Begin with a model that every rank has loaded; `reply` has the least room of all ranks.
-
-        Returns the tokens of the longest sequence that the room holds.
-        """
+        """Begin with a model that all ranks loaded. Returns the tokens of the longest sequence that fits."""
         rank, bootstrap = self._rank, self._rank.bootstrap
         assert rank.loaded is not None
         assert rank.caches is not None
-        can, model, size = rank.caches.can, rank.loaded.model, rank.loaded.vocabulary.size
-        self._context = reply.context
+        can, model = rank.caches.can, rank.loaded.model
+        self._context, self._vocabulary = reply.context, rank.loaded.vocabulary.size
         gpu, stages = mx.metal.is_available(), max(len(command.split), 1)
         most = bounded(command.prefill_chunk, large_buffers=bootstrap.large_buffers)
         chunk, beside, chunk_s = steps.chunk_sizes(most, gpu=gpu, stages=stages)
@@ -205,16 +198,13 @@ class Requests:
             scores=_scores(reply, score_bytes(model, command.kv_bits)) if gpu else UNLIMITED,
         )
         self._start_over()
-        self._shaping.prepare(size, rank.eos)
-        self._grammars = Grammars(Path(command.path), size, rank.eos)
+        self._shaping.prepare(self._vocabulary, rank.eos)
+        self._grammars = Grammars(Path(command.path), self._vocabulary, rank.eos)
         self._grammars.read()
         return kv_cache.fitting(self._policy.kv_tokens - self._policy.row_tokens)
 
     def resize(self, reply: Loaded, *, clear: bool) -> int:
-        """Change the room for KV caches to that of `reply`; with `clear`, evict all that are kept.
-
-        No forward may be in flight. Returns the same as `open`.
-        """
+        """Change the room for KV caches, with none in flight; `clear` evicts kept ones. Returns as `open`."""
         assert self._policy is not None
         assert self.scheduler is not None
         self._policy = replace(self._policy, kv_tokens=_room(reply))
@@ -267,23 +257,18 @@ class Requests:
 
     def admit(self, request: Generate) -> None:
         """Check a request and start it. Its grammar is compiled first, while other requests continue."""
-        loaded, shaping = self._rank.loaded, request.shaping
-        assert loaded is not None, "the pipe's protocol admits requests to a loaded model only"
+        shaping, new, why, code = request.shaping, request.max_tokens, "", Code.BAD_REQUEST
         self._emitter.admit(request.uid)
-        size, new = loaded.vocabulary.size, request.max_tokens
         prompt = len(request.tokens) - request.answered
-        detail, code = "", Code.BAD_REQUEST
         if len(shaping.bias_tokens) != len(shaping.bias_values):
-            detail = f"{len(shaping.bias_tokens)} biased tokens have {len(shaping.bias_values)} values"
-        elif (largest := max(*request.tokens, *shaping.bias_tokens, 0)) >= size:
-            detail = f"token {largest} is not in the model's vocabulary of {size}"
+            why = f"{len(shaping.bias_tokens)} biased tokens have {len(shaping.bias_values)} values"
+        elif (largest := max(*request.tokens, *shaping.bias_tokens, 0)) >= self._vocabulary:
+            why = f"token {largest} is not in the model's vocabulary of {self._vocabulary}"
         elif prompt + new > self._context:
             code = Code.CONTEXT_OVERFLOW
-            detail = (
-                f"{prompt} prompt tokens and {new} new ones exceed the model's context of {self._context}"
-            )
-        if detail:
-            self._emitter.send_error(request.uid, code, detail)
+            why = f"{prompt} prompt tokens and {new} new ones exceed the model's context of {self._context}"
+        if why:
+            self._emitter.send_error(request.uid, code, why)
         elif shaping.grammar_kind:
             self._compile(request)
         else:
@@ -299,10 +284,8 @@ class Requests:
             own = [turn for turn, client in self._lined_up.values() if client == request.client]
             crowd = len(own) >= MAX_OWN_COMPILING
             if (crowd or len(self._lined_up) >= MAX_COMPILING) and not request.answered:
-                which = (
-                    f"{MAX_OWN_COMPILING} grammars of this client" if crowd else f"{MAX_COMPILING} grammars"
-                )
-                detail = f"{which} wait to be compiled, which is the limit"
+                who = f"{MAX_OWN_COMPILING} grammars of this client" if crowd else f"{MAX_COMPILING} grammars"
+                detail = f"{who} wait to be compiled, which is the limit"
                 self._emitter.send_error(request.uid, Code.OVERLOADED, detail)
                 return
             self._lined_up[kind, text] = self._turns.following(request.client, own), request.client
@@ -337,13 +320,11 @@ class Requests:
 
     def _start(self, request: Generate, grammar: Grammar | None) -> None:
         assert self.scheduler is not None
-        loaded = self._rank.loaded
-        assert loaded is not None
         guide: Guided | None = None
         try:
             if grammar is not None:
                 begun = request.tokens[len(request.tokens) - request.answered :]
-                guide = Guided(grammar.matcher(), loaded.vocabulary.size, request.max_tokens, begun)
+                guide = Guided(grammar.matcher(), self._vocabulary, request.max_tokens, begun)
             if guide is None or not guide.finished:
                 self.scheduler.add(request, guide)
         except MlxtpError as error:
@@ -407,10 +388,7 @@ class Requests:
 
 
 def _scores(reply: Loaded, each: int) -> int:
-    """Return the most scores of `each` bytes in a layer: a quarter of the memory that stays free.
-
-    Caches have room for three times of what stays free, unless they were given less.
-    """
+    """Return the most scores of `each` bytes: a quarter of what caches leave free, a third of their room."""
     return max(reply.kv_bytes // 3 // 4, LEAST_FOR_SCORES) // each if each else UNLIMITED
 
 

@@ -51,10 +51,7 @@ class InputBatch:
         self._last: list[mx.array] = []
 
     def feed(self, frame: Forward, width: int, _forward: int) -> tuple[mx.array, mx.array | None]:
-        """Return the tokens int32 [rows, width] that rows feed, padded with zeros that no row sees.
-
-        Also returns their embeddings [rows, 1, hidden] where these are known.
-        """
+        """Return tokens int32 [rows, width], padded with zeros, and embeddings [rows, 1, hidden] if known."""
         tokens, *embeddings = self._last
         if not frame.widths:
             return tokens[:, None], embeddings[0][:, None] if embeddings else None
@@ -122,12 +119,10 @@ class KeptCaches:
         return ([], 0) if kept is None else (kept.caches, kept.length)
 
     def pop(self, uid: int) -> Caches:
-        """Remove caches and return them. Raises KeyError when there are none.
-
-        The longest of those that share their arrays gets its own, which the others share.
-        """
+        """Remove caches and return them. Raises KeyError when there are none."""
         kept = self._entries.pop(uid)
         self.fetched.discard(uid)
+        # The longest of those that share its arrays gets its own, which the others share.
         heirs = sorted([(each.length, other) for other, each in self._entries.items() if each.within == uid])
         if heirs:
             (_, heir), others = heirs.pop(), tuple([other for _, other in heirs])
@@ -305,10 +300,7 @@ class Runner:
         return outcome
 
     def first_forwards(self, chunk: int) -> None:
-        """Run a chunk of a prompt and one step, as a greedy request does, before any request.
-
-        The step is traced like those of requests, because a traced graph has its own kernels.
-        """
+        """Run a chunk of a prompt and one step, traced like those of requests, for their own kernels."""
         caches = self._caches.new()
         zeros, chooses = mx.zeros((1, chunk), dtype=mx.int32), self._vocabulary.chooses
         local, remember = self._model.read(zeros, caches, ends=mx.array([chunk - 1]))
@@ -339,10 +331,8 @@ class Runner:
         # States are as before a step of several tokens until the next one.
         reached = lengths if len(lengths) < 2 else range(lengths[0] - 1, lengths[-1] + 1)
         if keep and not self._caches.can.truncatable and keep not in reached:
-            raise GroupError(
-                f"sequence {uid}: {keep} tokens to keep, but this rank holds {lengths[-1]}, not to be cut",
-                Code.DESYNC,
-            )
+            held = f"this rank holds {lengths[-1]}, not to be cut"
+            raise GroupError(f"sequence {uid}: {keep} tokens to keep, but {held}", Code.DESYNC)
         count, newest = self._forwards.pop(uid)
         self.border.flush(newest)
         kept: Caches | None = None
@@ -425,10 +415,8 @@ class Runner:
             return self._batch.copy(source, offset)
         kept, held = self.kept.held(source)
         if held < offset or (held > offset and not self._caches.can.truncatable):
-            raise GroupError(
-                f"sequence {uid} starts behind {offset} tokens of sequence {source}; this rank keeps {held}",
-                Code.DESYNC,
-            )
+            why = f"sequence {uid} starts behind {offset} tokens of sequence {source}; this rank keeps {held}"
+            raise GroupError(why, Code.DESYNC)
         return cut(self.kept.pop(source), offset) if prompt.take else share(kept, offset)
 
     def _first_tokens(
@@ -440,10 +428,7 @@ class Runner:
         arrays: Callable[[], list[mx.array]],
         remember: Callable[[mx.array | None], mx.array | None],
     ) -> Chosen:
-        """Submit a forward that ends prompts, with the choice of a token for each.
-
-        Calls `remember` with the embeddings of these tokens if there is an MTP head, then `arrays`.
-        """
+        """Submit a forward that ends prompts. Calls `remember` with its tokens' embeddings, then `arrays`."""
         rows, widths = frame.rows, (1,) * len(frame.rows)
         scores: Scores = {}
         embeddings: mx.array | None = None
@@ -476,17 +461,11 @@ class Runner:
         return self._chooser.choose(logits, rows, widths, samplings, at, broadcast=broadcast)
 
     def _lengthen(self, frame: Forward, widths: tuple[int, ...]) -> None:
-        """Check and update the rows' lengths. Raises GroupError (DESYNC).
-
-        Sums over ranks spread a wrong number to all of them, so that no digest would differ.
-        """
+        """Check and update the rows' lengths: sums would spread a wrong one, so that no digest differs."""
         for uid, position, width in zip(frame.rows, frame.positions, widths, strict=True):
             if position not in (lengths := self._lengths[uid]):
-                raise GroupError(
-                    f"sequence {uid}: a step at position {position}, but this rank holds "
-                    f"from {lengths[0]} to {lengths[-1]} tokens",
-                    Code.DESYNC,
-                )
+                held = f"this rank holds from {lengths[0]} to {lengths[-1]} tokens"
+                raise GroupError(f"sequence {uid}: a step at position {position}, but {held}", Code.DESYNC)
             self._lengths[uid] = range(position + 1, position + width + 1)
 
     def _count(self, uids: tuple[int, ...]) -> None:

@@ -59,16 +59,14 @@ def keep_min_p(logprobs: mx.array, log_min_p: mx.array) -> mx.array:
     return mx.where(logprobs < least, -mx.inf, logprobs)
 
 
-def exclude_top(
-    logprobs: mx.array, applies: mx.array, threshold: mx.array, special: tuple[int, ...]
-) -> mx.array:
-    """Apply XTC where it `applies`: of tokens above `threshold`, keep the least likely and `special` ones."""
+def exclude_top(logprobs: mx.array, on: mx.array, threshold: mx.array, special: tuple[int, ...]) -> mx.array:
+    """Apply XTC where it is `on`: of tokens above `threshold`, keep the least likely and `special` ones."""
     probabilities = mx.softmax(logprobs, axis=-1)
     least = mx.where(probabilities > threshold, probabilities, mx.inf).min(axis=-1, keepdims=True)
     excluded = probabilities > least
     if special:
         excluded[..., mx.array(special)] = False
-    return mx.where(applies & excluded, -mx.inf, logprobs)
+    return mx.where(on & excluded, -mx.inf, logprobs)
 
 
 def keep_top_k(logprobs: mx.array, top_k: mx.array, leaders: mx.array) -> mx.array:
@@ -85,8 +83,7 @@ def keep_top_k(logprobs: mx.array, top_k: mx.array, leaders: mx.array) -> mx.arr
 
 
 # --- choosing -------------------------------------------------------------------------------------------
-
-LEAST_TOP_P = 1e-30  # smaller ones would be 0 as 32-bit numbers, and keep nothing
+LEAST_P = 1e-30  # smaller ones would be 0 as 32-bit numbers, and keep nothing
 
 
 def _column(values: list[float] | list[int] | list[bool]) -> mx.array:
@@ -106,9 +103,7 @@ class Sampler:
         self._keys = stream_keys([row.seed for row in drawn])
         self._sharpness = _column([min(1.0 / row.temperature, _COLDEST) for row in drawn])
         # A setting that keeps everything must not lose a token to rounding.
-        self._top_p = _column(
-            [max(row.top_p, LEAST_TOP_P) if 0.0 < row.top_p < 1.0 else 2.0 for row in drawn]
-        )
+        self._top_p = _column([max(row.top_p, LEAST_P) if 0.0 < row.top_p < 1.0 else 2.0 for row in drawn])
         self._log_min_p = _column([math.log(row.min_p) if row.min_p else -math.inf for row in drawn])
         self._xtc: tuple[mx.array, mx.array, tuple[int, ...]] | None = None
         if any(row.xtc_probability for row in drawn):
@@ -296,19 +291,16 @@ class Chooser:
         """
         if samplings != self._samplings:
             self._sampler, self._samplings = Sampler(samplings, self._special), samplings
-        shaping = self._shaping
-        shaped = logits
+        own, shaped = self._shaping, logits
         if broadcast:
-            shaped = mx.stack(
-                [shaping.shape(uid, logits[i]).astype(mx.float32) for i, uid in enumerate(rows)]
-            )
+            shaped = mx.stack([own.shape(uid, logits[i]).astype(mx.float32) for i, uid in enumerate(rows)])
         tokens = self._sampler.choose(shaped, at)
         if broadcast:
             tokens = self.agree(tokens)
         found: dict[int, tuple[mx.array, mx.array, mx.array]] = {}
         for i, uid in enumerate(rows):
             if broadcast:
-                shaping.chosen(uid, tokens[i, : widths[i]])
-            if (top := shaping.top(uid)) >= 0:
+                own.chosen(uid, tokens[i, : widths[i]])
+            if (top := own.top(uid)) >= 0:
                 found[uid] = scores(logits[i], tokens[i], top)
         return tokens, found

@@ -38,6 +38,10 @@ class SampledToken:
 StepResult = SampledToken | Finished | Error
 
 
+#: Proposed tokens, by the uid of a request.
+Drafts = dict[int, tuple[int, ...]]
+
+
 class Guide(Protocol):
     """Constraint of a grammar on one request's tokens."""
 
@@ -77,13 +81,8 @@ class Guide(Protocol):
 class Drafter(Protocol):
     """Draft model, which proposes for several rows together."""
 
-    def propose(
-        self, rows: Mapping[int, Sequence[int]], limit: int
-    ) -> tuple[dict[int, tuple[int, ...]], float]:
-        """Return the next `limit` tokens of requests after those in `rows`, and the seconds that it took.
-
-        A request whose prompt is still being read has none.
-        """
+    def propose(self, rows: Mapping[int, Sequence[int]], limit: int) -> tuple[Drafts, float]:
+        """Return the next `limit` tokens of each request that has read its prompt, and the seconds taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +113,6 @@ class Policy:
 
 
 # --- sizes of a prompt's chunks: large alone, about a quarter of a second's work beside decoding rows ----
-
 LEAST, MOST = 64, 2048  #: tokens of a chunk beside others; times of smaller ones do not count
 ON_CPU = 512  #: the same without a GPU, where attention over a larger chunk costs more than it saves
 TARGET_S = 0.25  #: seconds that such a chunk may take
@@ -143,10 +141,7 @@ def within(scores: int, offset: int, limit: int) -> int:
 
 
 class Chunks:
-    """Choice of the size of chunks beside decoding rows, from the times of earlier chunks.
-
-    Sizes are powers of two, so that shapes recur.
-    """
+    """Choice of the size of chunks beside decoding rows, from the times of earlier ones: a power of two."""
 
     def __init__(self, policy: Policy) -> None:
         self._most = policy.prefill_chunk

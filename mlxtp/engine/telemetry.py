@@ -50,10 +50,7 @@ class Recorder:
         return cls(os.open(path, os.O_RDWR | os.O_APPEND))
 
     def catch_crashes(self) -> None:
-        """Write all stacks at a fatal signal, and the main thread's at SIGTERM.
-
-        Call it after SIGTERM has its handler, which then runs after the write.
-        """
+        """Write all stacks at a fatal signal, the main one's at SIGTERM, whose handler must be set before."""
         if self._descriptor != _NO_FILE:
             faulthandler.enable(self._descriptor)
             faulthandler.register(signal.SIGTERM, self._descriptor, all_threads=False, chain=True)
@@ -129,10 +126,7 @@ class _ForwardTimes:
 
 
 class RankTelemetry:
-    """Plain attributes: each is written by one thread and read by another, which copies `stats`.
-
-    The `recorder` gets the facts that must outlive this process.
-    """
+    """Plain attributes: each is written by one thread and read by another, which copies `stats`."""
 
     def __init__(self, recorder: Recorder | None = None) -> None:
         self.recorder = recorder or Recorder()
@@ -194,10 +188,7 @@ class RankTelemetry:
         return self.in_flight > 0 or self.phase in ("forming", "proving", "measuring")
 
     def patience_s(self) -> float:
-        """Return the seconds that the main thread may still take to return from its current work.
-
-        A rank without weights has no memory to free, so it has few.
-        """
+        """Return the seconds that the main thread may still take; few where no weights are to be freed."""
         if not self.stats.weight_bytes and self.phase != "loading":
             return LEAST_PATIENCE_S
         stood_s = 0.0 if self.phase in ("idle", "closing") else time.monotonic() - self._since

@@ -60,25 +60,26 @@ _IMPORTS = (
 )
 
 
-def import_all() -> None:
+def told(argv: Sequence[str]) -> list[str]:
+    """Return the arguments of a rank: `argv`, or those that a warm process (`--spare-fd FD`) receives.
+
+    The socket FD stays open as this rank's pipe. The process ends when its agent has ended.
+    """
+    if argv[:1] != ["--spare-fd"]:
+        return list(argv)
     import_mlx_lm()
     for name in _IMPORTS:
         importlib.import_module(name)
-
-
-def wait_for_arguments(fd: int) -> list[str]:
-    """Wait for a rank's arguments on the socket `fd`, which stays open as its pipe. Exits with the agent."""
-    sock = socket.socket(fileno=fd)
-    told = take_over(sock)
+    sock = socket.socket(fileno=int(argv[1]))
+    taken = take_over(sock)
     sock.detach()
-    if told is None:
+    if taken is None:
         sys.exit()
-    arguments, listener = told
+    arguments, listener = taken
     return [*arguments, *(() if listener is None else ("--listen-fd", str(listener)))]
 
 
 # --- the rank --------------------------------------------------------------------------------------------
-
 PIPE_STALL_S = 60.0  #: Seconds that rank 0 waits for an agent that does not read, and may yet continue.
 REPORT_S = 5.0  #: Seconds that the report of a failure to every link may take.
 EXIT_S = 2.0  #: Seconds that exit functions may take. JACCL's waits for no other rank.
@@ -138,11 +139,7 @@ class RankProcessLinks:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
     def _over(self) -> None:
-        """Handle the end of another rank's link.
-
-        After a failure, a main thread that waits for that rank will not return. So the process ends at once,
-        unless that rank finishes its forwards.
-        """
+        """Handle the end of another rank's link; a main thread that waits for that rank never returns."""
         self._lost = not self._finishes
         patience_s = LEAST_PATIENCE_S if self._finishes else 0.0
         if self.status.phase == "forming":  # over JACCL SIGTERM ends the wait for the other's addresses
@@ -197,10 +194,7 @@ class RankProcessLinks:
         sys.exit(status)
 
     def end_when_wedged(self) -> None:
-        """Start the thread that ends this process when the main thread does not return after SIGTERM.
-
-        It then waits in a forward whose other rank is gone, where no signal handler runs.
-        """
+        """Start the thread that ends this process when the main thread hangs in a forward after SIGTERM."""
         heard, wakeup = socket.socketpair()
         wakeup.setblocking(False)
         signal.set_wakeup_fd(wakeup.detach(), warn_on_full_buffer=False)
@@ -338,20 +332,8 @@ def _await_shutdown(mail: Mailbox) -> None:
 # --- the process ------------------------------------------------------------------------------------
 
 
-def told(argv: Sequence[str]) -> list[str]:
-    """Return the arguments of a rank: `argv`, or those that a warm process (`--spare-fd FD`) receives."""
-    if argv[:1] != ["--spare-fd"]:
-        return list(argv)
-    import_all()
-    return wait_for_arguments(int(argv[1]))
-
-
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run a rank process.
-
-    Exits with 0 after an orderly end, after SIGTERM with TERMINATED_STATUS or WEDGED_STATUS, otherwise with
-    the `exit_status` of the error.
-    """
+    """Run a rank process. Exits with 0, TERMINATED_STATUS, WEDGED_STATUS or the `exit_status` of an error."""
     _die_with_parent()
     atexit.register(_LAST.close)  # before MLX is imported, because what is registered first runs last
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the agent decides
@@ -399,10 +381,7 @@ def _run_or_fail(
 
 
 def _die_with_parent() -> None:
-    """On Linux, let the kernel end this process with its agent, even while MLX holds the GIL.
-
-    macOS has no such call. There the end of the pipe ends it, and the alarm around the group's forming.
-    """
+    """On Linux, have the kernel end this process with its agent. Else the end of the pipe does."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)

@@ -59,8 +59,7 @@ def test_biased_tokens_and_values_of_unlike_number_are_refused(
     requests: Requests, refused: dict[int, Code]
 ) -> None:
     """An agent sends none; another member's message may."""
-    requests._rank = cast(Any, SimpleNamespace(loaded=SimpleNamespace(vocabulary=SimpleNamespace(size=9))))
-    requests._context = 100
+    requests._context, requests._vocabulary = 100, 9
     requests.admit(Generate(7, (1,), 9, shaping=Shaping(bias_tokens=(1, 2), bias_values=(0.5,))))
     assert refused == {7: Code.BAD_REQUEST}
 
@@ -88,10 +87,9 @@ def test_of_too_many_grammars_the_new_ones_are_refused_and_never_an_answer_that_
 @pytest.mark.parametrize(("budget", "reason"), [(5, "length"), (8, "stop")])
 def test_an_answer_that_only_lacks_its_end_says_whether_it_was_cut(budget: int, reason: str) -> None:
     ended: list[Finished] = []
-    rank = SimpleNamespace(loaded=SimpleNamespace(vocabulary=SimpleNamespace(size=512)))
     emitter = SimpleNamespace(emit=ended.extend)
-    requests = Requests(*cast(Any, (rank, None, RequestShaping(), emitter)))
-    requests.scheduler = cast(Any, object())
+    requests = Requests(*cast(Any, (None, None, RequestShaping(), emitter)))
+    requests.scheduler, requests._vocabulary = cast(Any, object()), 512
     grammars = Grammars(TINY, 512, model_of(TINY)[1])
     try:
         grammar = grammars.compile("json_schema", '{"type": "string"}')

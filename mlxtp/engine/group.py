@@ -155,12 +155,10 @@ class RingGroup:
 
     def prove(self, digest: int) -> Proof:
         """Compute the sum of ones, and gather ranks and `digest` (unsigned 32-bit, keyed by the epoch)."""
-        total = mx.distributed.all_sum(mx.ones((PAD,), dtype=mx.int32), group=self.handle)
-        row = mx.array([self.rank, digest] + [0] * (PAD - 2), dtype=mx.uint32)
-        rows = mx.distributed.all_gather(row[None], group=self.handle)
+        total, rows = self.total(mx.array([1])), self.gather(mx.array([self.rank, digest], dtype=mx.uint32))
         mx.eval(total, rows)
-        table = cast("list[list[int]]", rows.tolist())
-        return Proof(cast(int, total[0].item()), tuple(r[0] for r in table), tuple(r[1] for r in table))
+        ranks, digests = zip(*cast("list[list[int]]", rows.tolist()), strict=True)
+        return Proof(cast(int, total.item()), ranks, digests)
 
     def timed(self, kind: Timed, size: int, rounds: int, progress: Callable[[], None]) -> float:
         """Return the seconds of one collective over `size` bytes of each rank: the median of `rounds`.
@@ -183,17 +181,12 @@ class RingGroup:
         return median(times) / rounds
 
     def agree(self, tokens: mx.array) -> mx.array:
-        """Return rank 0's `tokens` (int32, [rows]) on every rank, by one small in-graph sum.
+        """Return rank 0's `tokens` (int32) on every rank, by one small in-graph sum.
 
         Every rank multiplies its own choice by 1 (rank 0) or 0: a rank that ignored its logits would skip the
         last layer's collectives.
         """
-        rows = tokens.shape[0]
-        mine = tokens * self._mine
-        if rows < PAD:
-            mine = mx.concatenate([mine, mx.zeros((PAD - rows,), dtype=tokens.dtype)])
-        agreed: mx.array = mx.distributed.all_sum(mine, group=self.handle)
-        return agreed[:rows]
+        return self.total(tokens * self._mine)
 
     def total(self, array: mx.array) -> mx.array:
         """Return the sum of every rank's `array`, in its shape and type."""

@@ -281,7 +281,7 @@ class Runner:
                 pairs = inputs.chose(found[-1], embeddings, chosen)
                 proposed = self._model.follow(parts, rows, at, pairs, drafts=drafts)
             if greedy and frame.agreement == "broadcast":
-                chosen, embeddings = self._chooser.agree(chosen), None
+                chosen, embeddings = self._chooser.group.agree(chosen), None
             self.border.submit(self.forwards, received, chosen, scores, self._batch.arrays(rows), proposed)
             outcome = Chosen(chosen, rows, widths, scores, self.forwards, tokens, *proposed)
             self._inputs.chose(outcome, embeddings)
@@ -436,7 +436,7 @@ class Runner:
         if frame.exchange == "winners" and self._vocabulary.chooses:
             tokens, embeddings = self._vocabulary.winners(local)
             if frame.agreement == "broadcast":
-                tokens, embeddings = self._chooser.agree(tokens), None
+                tokens, embeddings = self._chooser.group.agree(tokens), None
         else:
             at = mx.array([prompt.total for prompt in frame.prompts], dtype=mx.int32)
             tokens, scores = self._draw(self._vocabulary.gather(local), rows, widths, at, frame)

@@ -265,14 +265,11 @@ class Chooser:
     """Choice of tokens from gathered logits on one rank."""
 
     def __init__(self, group: Group, shaping: LogitShaping, special: tuple[int, ...] = ()) -> None:
-        self._group = group
+        self.group = group
         self._shaping = shaping
         self._special = special
         self._sampler = Sampler(())
         self._samplings: tuple[Sampling, ...] = ()
-
-    def agree(self, tokens: mx.array) -> mx.array:
-        return self._group.agree(tokens.reshape(-1)).reshape(tokens.shape)
 
     def choose(
         self,
@@ -296,7 +293,7 @@ class Chooser:
             shaped = mx.stack([own.shape(uid, logits[i]).astype(mx.float32) for i, uid in enumerate(rows)])
         tokens = self._sampler.choose(shaped, at)
         if broadcast:
-            tokens = self.agree(tokens)
+            tokens = self.group.agree(tokens)
         found: dict[int, tuple[mx.array, mx.array, mx.array]] = {}
         for i, uid in enumerate(rows):
             if broadcast:

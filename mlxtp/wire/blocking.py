@@ -21,8 +21,8 @@ _BACKLOG = 16
 class BlockingLink:
     """One end of a link. Any thread may send or close; one thread receives.
 
-    Sending and receiving exclude each other only while they use the protocol, never while they wait for the
-    socket. A peer that does not read cannot keep this end from reading.
+    They exclude each other while they use the protocol, never while they wait for the socket: a peer that
+    does not read cannot keep this end from reading.
     """
 
     def __init__(self, sock: socket.socket | TlsSocket, protocol: Session, send_timeout_s: float) -> None:
@@ -38,10 +38,10 @@ class BlockingLink:
         self._closed = False
 
     def send(self, message: Message) -> int:
-        """Send one message and return the seq of its frame.
+        """Send one message and return the seq of its frame. Raises what `Session.send` raises.
 
-        Raises LinkError: LINK_TIMEOUT when the peer did not take all of it within `send_timeout_s` seconds,
-        LINK_LOST when the link is gone. The link is then closed. Raises what `Session.send` raises.
+        Raises LinkError, and closes the link: LINK_TIMEOUT when the peer did not take all of it within
+        `send_timeout_s`, LINK_LOST when the link is gone.
         """
         with self._turn_to_send:
             with self._protocol_lock:
@@ -53,30 +53,30 @@ class BlockingLink:
                 self._sock.sendall(data)
             except TimeoutError:
                 self.close()
-                raise LinkError(
-                    f"{self.protocol.link}: {type(message).__name__} was not taken within "
-                    f"{self._send_timeout_s:g} s",
-                    Code.LINK_TIMEOUT,
-                ) from None
+                late = f"{type(message).__name__} was not taken within {self._send_timeout_s:g} s"
+                raise LinkError(f"{self.protocol.link}: {late}", Code.LINK_TIMEOUT) from None
             except OSError as error:
                 self.close()
                 raise LinkError(f"{self.protocol.link}: cannot send: {error}") from error
         return seq
 
     def receive(self, timeout_s: float | None = None) -> list[Received]:
-        """Wait for messages and return them.
+        """Wait for messages and return them; [] only at the end, in order or by `close` at this end.
 
-        Returns [] only at the end: the link ended in order, or `close` was called at this end. Raises
-        LinkError: LINK_LOST when the peer is gone, LINK_TIMEOUT when no message was complete after
+        Raises LinkError: LINK_LOST when the peer is gone, LINK_TIMEOUT when no message was complete after
         `timeout_s` seconds. Raises what `Session.receive_data` raises.
         """
         ends_at = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             if ends_at is not None and not self._readable(ends_at - time.monotonic()):
-                raise LinkError(
-                    f"{self.protocol.link}: nothing came within {timeout_s:g} s", Code.LINK_TIMEOUT
-                )
-            data = self._received_bytes()
+                late = f"nothing came within {timeout_s:g} s"
+                raise LinkError(f"{self.protocol.link}: {late}", Code.LINK_TIMEOUT)
+            try:
+                data: bytes | None = self._sock.recv(_READ_BYTES)
+            except TimeoutError:
+                data = None  # no whole record has come
+            except OSError:
+                data = b""
             with self._protocol_lock:
                 if self._closed:
                     return []
@@ -107,15 +107,6 @@ class BlockingLink:
         poll.register(descriptor, select.POLLIN)
         return bool(poll.poll(max(timeout_s, 0.0) * 1000))
 
-    def _received_bytes(self) -> bytes | None:
-        """Return received bytes, b"" at any end of the stream, None when no whole record has come."""
-        try:
-            return self._sock.recv(_READ_BYTES)
-        except TimeoutError:
-            return None
-        except OSError:
-            return b""
-
 
 def listen(host: str, port: int = 0) -> socket.socket:
     """Return a TCP socket that listens on `host`, at a free port unless one is named. Raises OSError."""
@@ -127,7 +118,6 @@ def connect(address: str, deadline_s: float) -> socket.socket:
     """Connect to `address` ("host:port"), and retry while no process listens there yet.
 
     Raises LinkError: LINK_TIMEOUT after `deadline_s` seconds, LINK_LOST when there is no way to the host.
-    Raises ValueError for an address without a port.
     """
     host, _, port = address.rpartition(":")
     deadline = time.monotonic() + deadline_s

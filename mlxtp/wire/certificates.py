@@ -1,12 +1,8 @@
-"""Certificates of a cluster: made, read and judged. Bytes in, bytes out; no file, no clock.
+"""Certificates (DER) of a cluster: made, read and judged. Bytes in, bytes out; no file, no clock.
 
-A cluster has one authority. The Mac that founded the cluster holds its key, and may hand it to others.
-The authority certifies, for each member, that a P-256 key belongs to a node id. A certificate names its
-subject by one URI, the only name that is read: `mlxtp:cluster:CLUSTER` for the authority,
-`mlxtp:node:CLUSTER:NODE` for a member.
-
-A member's certificate has an end, which TLS does not look at: `identity/validity.py` judges it by the
-cluster's time. A Mac whose clock is wrong by years, as after an empty battery, must not lose its cluster.
+An authority certifies for each member that a P-256 key belongs to a node id. Only one name is read, a URI:
+`mlxtp:cluster:CLUSTER` or `mlxtp:node:CLUSTER:NODE`. `identity/validity.py` judges a member's end by the
+cluster's time, as a Mac whose clock is wrong by years must not lose its cluster.
 """
 
 from __future__ import annotations
@@ -45,10 +41,15 @@ _EARLIER_S = 86_400
 _CLUSTER_URI = re.compile(r"mlxtp:cluster:([0-9a-f]{16})")
 _NODE_URI = re.compile(r"mlxtp:node:([0-9a-f]{16}):([0-9a-f]{32})")
 
+_USES = (
+    "digital_signature", "key_cert_sign", "content_commitment", "key_encipherment", "data_encipherment",
+    "key_agreement", "crl_sign", "encipher_only", "decipher_only",
+)  # fmt: skip
 #: Errors of the parser for bytes that are no certificate, or none of ours.
 _UNREADABLE = (
     ValueError,
     TypeError,
+    InvalidSignature,
     UnsupportedAlgorithm,
     x509.InvalidVersion,
     x509.ExtensionNotFound,
@@ -59,41 +60,29 @@ _UNREADABLE = (
 
 @dataclass(frozen=True, slots=True)
 class NodeIdentity:
-    """Identity in a member's certificate. `fingerprint` is that of its key, as in `fingerprint`.
-
-    The certificate `ends` at this time, in seconds since 1970. `signer` is the `key_id` of the authority that
-    signed it, as the certificate says.
-    """
+    """Identity in a member's certificate."""
 
     node_id: str
     cluster_id: str
-    fingerprint: str
-    ends: float = field(default=0.0, compare=False)
-    signer: str = field(default="", compare=False)
+    fingerprint: str  #: of its key, as in `fingerprint`
+    ends: float = field(default=0.0, compare=False)  #: time in seconds since 1970
+    signer: str = field(default="", compare=False)  #: `key_id` of the authority, as the certificate says
 
 
 @dataclass(frozen=True, slots=True)
 class MemberCertificates:
-    """Certificates of a member and of its cluster's authority (DER). `identity/validity.py` replaces them.
-
-    `former` is the authority before, as long as its certificates count. `cross` is a certificate of this
-    authority's key by that one, `bridge` one of the key that signed `certificate`, if neither of the two
-    did. `past` has certificates of the keys of earlier authorities, each by its successor, the latest first.
-    """
+    """Certificates of a member and of its cluster's authority. `identity/validity.py` replaces them."""
 
     certificate: bytes
     authority: bytes
-    former: bytes = b""
-    cross: bytes = b""
-    bridge: bytes = b""
-    past: tuple[bytes, ...] = ()
+    former: bytes = b""  #: the authority before, as long as its certificates count
+    cross: bytes = b""  #: of this authority's key, by the former one
+    bridge: bytes = b""  #: of the key that signed `certificate`, if neither of these authorities did
+    past: tuple[bytes, ...] = ()  #: of keys of earlier authorities, each by its successor, the latest first
 
     @property
     def cluster_id(self) -> str:
-        """Cluster id, 16 hex digits.
-
-        Raises ProtocolError (NOT_AUTHENTIC) where there is no such authority.
-        """
+        """Cluster id, 16 hex digits. Raises ProtocolError as `cluster_of` does."""
         return cluster_of(self.authority)
 
     @property
@@ -113,49 +102,41 @@ class MemberCertificates:
         roots = [each for each in others if _signed_itself(each)]
         if not 1 <= len(roots) <= 2:
             raise ValueError(f"it holds {len(roots)} certificates of authorities instead of 1 or 2")
-        leading, cross, bridge = others[: others.index(roots[0])], b"", b""
-        for each in leading:
-            if key_id(each) == key_id(roots[0]):
-                cross = each
-            else:
-                bridge = each
+        leading = others[: others.index(roots[0])]
+        crosses = [each for each in leading if key_id(each) == key_id(roots[0])]
+        bridges = [each for each in leading if each not in crosses]
+        former, cross, bridge = (b"".join(each[-1:]) for each in (roots[1:], crosses, bridges))
         past = tuple(each for each in others[len(leading) :] if each not in roots)
-        return cls(certificate, roots[0], b"".join(roots[1:]), cross, bridge, past)
+        return cls(certificate, roots[0], former, cross, bridge, past)
 
 
 @dataclass(frozen=True, slots=True)
 class Authority:
-    """Certificate (DER) and key of a cluster's authority."""
+    """Certificate and key of a cluster's authority."""
 
     certificate: bytes
     key: PrivateKey = field(repr=False)
 
     def certify(self, node_id: str, key: PublicKey, at: float, life_s: float) -> bytes:
-        """Return a certificate (DER) of `key` for `node_id` in this cluster, for both ends of TLS.
-
-        It is made `at` a time in seconds since 1970, and ends `life_s` seconds later.
-        """
+        """Return a certificate of `key` for both ends of TLS, made `at` a time in seconds since 1970."""
         cluster_id = cluster_of(self.certificate)
         issuer = self.key.public_key()
+        uses = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         builder = (
             _builder(f"mlxtp node {node_id}", key, _time(at - _EARLIER_S), _time(at + life_s))
             .issuer_name(_name(f"mlxtp cluster {cluster_id}"))
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-            .add_extension(_usage(digital_signature=True), critical=True)
-            .add_extension(
-                x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]),
-                critical=False,
-            )
+            .add_extension(_usage("digital_signature"), critical=True)
+            .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
             .add_extension(_uri(f"mlxtp:node:{cluster_id}:{node_id}"), critical=False)
             .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer), critical=False)
         )
         return builder.sign(self.key, hashes.SHA256()).public_bytes(Encoding.DER)
 
     def vouch(self, authority: bytes, at: float = 0.0, until: float = _FOREVER) -> bytes:
-        """Return a certificate (DER) by this authority for the key of another one of this cluster.
+        """Return a certificate for the key of another authority of this cluster.
 
-        It holds from `at` to `until`, in seconds since 1970. Both have one name, so that TLS takes it for a
-        change of keys.
+        It holds from `at` to `until` (seconds since 1970). By their one name, TLS sees a change of keys.
         """
         builder = _authority_builder(cluster_of(authority), authority_key(authority), _time(at), _time(until))
         issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key())
@@ -170,10 +151,9 @@ def found(cluster_id: str, key: PrivateKey) -> Authority:
 
 
 def authority_of(certificate: bytes, key: PrivateKey) -> Authority:
-    """Return the authority with this certificate (DER) and key.
+    """Return the authority with this certificate and key.
 
-    Raises ProtocolError (NOT_AUTHENTIC) for another certificate than an authority's, and when the two do not
-    belong together.
+    Raises ProtocolError (NOT_AUTHENTIC) if it is no authority's, or the two do not belong together.
     """
     cluster_of(certificate)
     if fingerprint(authority_key(certificate)) != fingerprint(key.public_key()):
@@ -186,39 +166,30 @@ def new_key() -> PrivateKey:
     return ec.generate_private_key(ec.SECP256R1())
 
 
-# --- reading and judging ------------------------------------------------------------------------------
+# --- reading and judging; all raise ProtocolError (NOT_AUTHENTIC) for anything else ---------------------
 
 
 def check_node(certificate: bytes, authority: bytes) -> NodeIdentity:
-    """Return the identity in `certificate` (DER), signed by `authority` (DER), which the caller trusts.
+    """Return the identity in `certificate`, signed by `authority`, which the caller trusts.
 
-    Raises ProtocolError (NOT_AUTHENTIC) when it is not of that cluster. Only the signature is read of a
-    certificate that `authority` did not sign.
+    Only the signature is read of a certificate that `authority` did not sign.
     """
     return _signed(certificate, authority, cluster_of(authority))
 
 
 def check_member(held: MemberCertificates) -> NodeIdentity:
-    """Return the identity in a member's own certificate, signed by an authority that its file names.
-
-    Raises ProtocolError (NOT_AUTHENTIC) as `check_node` does.
-    """
+    """Return the identity in a member's own certificate, signed by an authority that its file names."""
     signer = read_node(held.certificate).signer
-    by = next(
-        (each for each in (held.former, held.bridge) if each and key_id(each) == signer), held.authority
-    )
-    return _signed(held.certificate, by, held.cluster_id)
+    others = [each for each in (held.former, held.bridge) if each and key_id(each) == signer]
+    return _signed(held.certificate, [*others, held.authority][0], held.cluster_id)
 
 
 def _signed(certificate: bytes, by: bytes, cluster_id: str) -> NodeIdentity:
     try:
-        x509.load_der_x509_certificate(certificate).verify_directly_issued_by(
-            x509.load_der_x509_certificate(by)
-        )
-    except (InvalidSignature, *_UNREADABLE):
-        raise _not_authentic(
-            f"the certificate was not made by the authority of cluster {cluster_id}"
-        ) from None
+        _parsed(certificate).verify_directly_issued_by(_parsed(by))
+    except _UNREADABLE:
+        fault = f"the certificate was not made by the authority of cluster {cluster_id}"
+        raise _not_authentic(fault) from None
     node = read_node(certificate)
     if node.cluster_id != cluster_id:
         raise _not_authentic(f"the certificate is for cluster {node.cluster_id}, not {cluster_id}")
@@ -226,12 +197,9 @@ def _signed(certificate: bytes, by: bytes, cluster_id: str) -> NodeIdentity:
 
 
 def read_node(certificate: bytes) -> NodeIdentity:
-    """Return the identity in a member's certificate (DER). The caller decides whether to trust it.
-
-    Raises ProtocolError (NOT_AUTHENTIC) for anything that is not the certificate of a node.
-    """
+    """Return the identity in a member's certificate. The caller decides whether to trust it."""
     try:
-        parsed = x509.load_der_x509_certificate(certificate)
+        parsed = _parsed(certificate)
         names = _NODE_URI.fullmatch(_uri_of(parsed))
         key = parsed.public_key()
         signer = _signer_of(parsed)
@@ -244,46 +212,35 @@ def read_node(certificate: bytes) -> NodeIdentity:
 
 
 def cluster_of(authority: bytes) -> str:
-    """Return the cluster id in an authority's certificate (DER), which must have signed itself.
-
-    Raises ProtocolError (NOT_AUTHENTIC) for anything else.
-    """
-    try:
-        parsed = x509.load_der_x509_certificate(authority)
-        names = _CLUSTER_URI.fullmatch(_uri_of(parsed))
-        parsed.verify_directly_issued_by(parsed)
-        signs = parsed.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
-        signs &= isinstance(parsed.public_key(), PublicKey)
-    except (InvalidSignature, *_UNREADABLE):
-        names, signs = None, False
-    if names is None or not signs:
-        raise _not_authentic("the certificate is not that of a cluster's authority")
-    return names[1]
+    """Return the cluster id in an authority's certificate, which must have signed itself."""
+    return _authority_by(authority, authority, "the certificate is not that of a cluster's authority")[0]
 
 
 def vouched(certificate: bytes, by: bytes, cluster_id: str) -> tuple[float, float]:
-    """Return the times from and until which an authority `by` vouches for the key in `certificate` (all DER).
-
-    In seconds since 1970. Raises ProtocolError (NOT_AUTHENTIC) when it does not, or for another cluster.
-    """
-    try:
-        parsed = x509.load_der_x509_certificate(certificate)
-        names = _CLUSTER_URI.fullmatch(_uri_of(parsed))
-        signs = parsed.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
-        parsed.verify_directly_issued_by(x509.load_der_x509_certificate(by))
-        authority_key(certificate)
-    except (InvalidSignature, AssertionError, *_UNREADABLE):
-        names, signs = None, False
-    if names is None or not signs or names[1] != cluster_id:
-        raise _not_authentic("the former authority did not sign the certificate of this one")
+    """Return from and until when (seconds since 1970) the authority `by` vouches for another one."""
+    fault = "the former authority did not sign the certificate of this one"
+    found, parsed = _authority_by(certificate, by, fault)
+    if found != cluster_id:
+        raise _not_authentic(fault)
     return parsed.not_valid_before_utc.timestamp(), parsed.not_valid_after_utc.timestamp()
 
 
-def key_id(authority: bytes) -> str:
-    """Return the id of the key in an authority's certificate (DER). Certificates name their signer by it.
+def _authority_by(certificate: bytes, by: bytes, fault: str) -> tuple[str, x509.Certificate]:
+    """Return the cluster id in an authority's certificate that `by` signed, and the certificate."""
+    try:
+        parsed = _parsed(certificate)
+        names = _CLUSTER_URI.fullmatch(_uri_of(parsed))
+        parsed.verify_directly_issued_by(_parsed(by))
+        signs = parsed.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+        if names is not None and signs and isinstance(parsed.public_key(), PublicKey):
+            return names[1], parsed
+    except _UNREADABLE:
+        pass
+    raise _not_authentic(fault)
 
-    Raises ProtocolError (NOT_AUTHENTIC) for anything else.
-    """
+
+def key_id(authority: bytes) -> str:
+    """Return the id of the key in an authority's certificate. Certificates name their signer by it."""
     try:
         return x509.SubjectKeyIdentifier.from_public_key(authority_key(authority)).digest.hex()
     except (AssertionError, *_UNREADABLE):
@@ -296,8 +253,8 @@ def fingerprint(key: PublicKey) -> str:
 
 
 def authority_key(authority: bytes) -> PublicKey:
-    """Return the public key in an authority's certificate (DER), which `cluster_of` has judged."""
-    key = x509.load_der_x509_certificate(authority).public_key()
+    """Return the public key in an authority's certificate, which `cluster_of` has judged."""
+    key = _parsed(authority).public_key()
     assert isinstance(key, PublicKey)
     return key
 
@@ -322,7 +279,7 @@ def hash_of(*parts: bytes) -> bytes:
 
 
 def authority_hash(authority: bytes) -> bytes:
-    """Return the hash in a join token: 16 bytes of SHA-256 of the authority's certificate (DER)."""
+    """Return the hash in a join token: 16 bytes of SHA-256 of the authority's certificate."""
     return hashlib.sha256(authority).digest()[:AUTHORITY_HASH_BYTES]
 
 
@@ -356,25 +313,26 @@ def key_from_pem(pem: bytes) -> PrivateKey:
 
 
 def certificates_to_pem(*certificates: bytes) -> bytes:
-    """Return one PEM text of certificates (DER)."""
-    return b"".join(
-        x509.load_der_x509_certificate(certificate).public_bytes(Encoding.PEM) for certificate in certificates
-    )
+    """Return one PEM text of certificates."""
+    return b"".join(_parsed(each).public_bytes(Encoding.PEM) for each in certificates)
 
 
 def certificates_from_pem(pem: bytes) -> list[bytes]:
-    """Return the certificates (DER) in a PEM text, in order. Raises ValueError when there is none."""
+    """Return the certificates in a PEM text, in order. Raises ValueError when there is none."""
     try:
         return [parsed.public_bytes(Encoding.DER) for parsed in x509.load_pem_x509_certificates(pem)]
     except _UNREADABLE:
         raise ValueError("there is no certificate in it that can be read") from None
 
 
+def _parsed(certificate: bytes) -> x509.Certificate:
+    return x509.load_der_x509_certificate(certificate)
+
+
 def _signed_itself(certificate: bytes) -> bool:
-    parsed = x509.load_der_x509_certificate(certificate)
     try:
-        parsed.verify_directly_issued_by(parsed)
-    except (InvalidSignature, *_UNREADABLE):
+        _parsed(certificate).verify_directly_issued_by(_parsed(certificate))
+    except _UNREADABLE:
         return False
     return True
 
@@ -392,7 +350,7 @@ def _authority_builder(
         _builder(name, key, valid_from, valid_until)
         .issuer_name(_name(name))
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_usage(key_cert_sign=True), critical=True)
+        .add_extension(_usage("key_cert_sign"), critical=True)
         .add_extension(_uri(f"mlxtp:cluster:{cluster_id}"), critical=False)
     )
 
@@ -430,18 +388,8 @@ def _uri_of(certificate: x509.Certificate) -> str:
     return str(names[0].value) if len(names) == 1 else ""
 
 
-def _usage(*, digital_signature: bool = False, key_cert_sign: bool = False) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=digital_signature,
-        key_cert_sign=key_cert_sign,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        crl_sign=False,
-        encipher_only=False,
-        decipher_only=False,
-    )
+def _usage(use: str) -> x509.KeyUsage:
+    return x509.KeyUsage(**{each: each == use for each in _USES})
 
 
 def _not_authentic(detail: str) -> ProtocolError:

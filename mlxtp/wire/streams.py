@@ -25,16 +25,14 @@ _READ_BYTES = 64 * 1024
 
 
 class StreamLink:
-    """One end of a link in an event loop. One task receives; any may send. `closed`: this end has closed it.
-
-    `pace`, called with the CPU seconds of decoding, returns those to wait before more is read, or raises.
-    """
+    """One end of a link in an event loop. One task receives; any may send."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, protocol: Session) -> None:
         self.protocol = protocol
         self._reader = reader
         self._writer = writer
-        self.closed = False
+        self.closed = False  #: by this end
+        #: From the CPU seconds of decoding to those to wait before more is read; may raise.
         self.pace: Callable[[float], float] = lambda _cpu_s: 0.0
 
     @classmethod
@@ -63,14 +61,16 @@ class StreamLink:
             raise LinkError(f"{self.protocol.link}: cannot send: {error}") from error
 
     async def receive(self) -> list[Received]:
-        """Wait for messages and return them.
+        """Wait for messages and return them; [] only at the end, in order or by `close` at this end.
 
-        Returns [] only at the end: the link ended in order, or `close` was called at this end. Raises
-        LinkError (LINK_LOST) when the peer is gone, and what `Session.receive_data` raises. Nothing is lost
-        when the waiting task is cancelled.
+        Raises LinkError (LINK_LOST) when the peer is gone, and what `Session.receive_data` raises. Nothing is
+        lost when the waiting task is cancelled.
         """
         while True:
-            data = await self._received_bytes()
+            try:
+                data = await self._reader.read(_READ_BYTES)
+            except OSError:
+                data = b""
             if self.closed:
                 return []
             if not data:
@@ -105,12 +105,6 @@ class StreamLink:
         with contextlib.suppress(OSError):  # it may have broken before it closed
             await self._writer.wait_closed()
 
-    async def _received_bytes(self) -> bytes:
-        try:
-            return await self._reader.read(_READ_BYTES)
-        except OSError:
-            return b""
-
 
 # --- TLS: an acceptor with limits on unauthenticated peers, and the client's connection ------------------
 # A peer is a stranger until it has shown a certificate of this cluster. Strangers are counted before their
@@ -118,8 +112,7 @@ class StreamLink:
 
 MAX_STRANGERS = 32
 MAX_STRANGERS_PER_SOURCE = 2
-#: Seconds before the next attempt to accept when the system had no room for another connection.
-ACCEPT_PAUSE_S = 0.2
+ACCEPT_PAUSE_S = 0.2  #: before the next attempt when the system had no room for another connection
 
 _NOT_LISTENING = frozenset((errno.EBADF, errno.EINVAL, errno.ENOTSOCK, errno.EOPNOTSUPP))
 _READ_LIMIT = 256 * 1024
@@ -131,14 +124,9 @@ class TlsAcceptor:
     """Acceptor of TLS connections on a listening socket, as long as `run` runs.
 
     `on_connection(reader, writer, peer)` owns the connection and handles its errors; when it returns, the
-    connection is closed. A joiner counts as a stranger until then, so `on_connection` must be short with one.
-    So does a peer that has a certificate but does not belong (`belongs`).
-
-    handshake_s   time limit of a handshake, in seconds
-    strangers     how many connections may be unauthenticated at one time; more are closed at once
-    per_source    how many of them one address may have; loopback is exempt if `exempt_loopback`
-    context       the TLS context of the next connections; another one may take its place
-    turned_away   how many connections were refused, for each reason
+    connection is closed. A joiner counts as a stranger until then, as does a member that does not belong
+    (`belongs`), so `on_connection` must be short with them. One address may have `per_source` strangers;
+    loopback is exempt if `exempt_loopback`.
     """
 
     def __init__(
@@ -154,8 +142,8 @@ class TlsAcceptor:
         belongs: Callable[[NodeIdentity], bool] = lambda _identity: True,
     ) -> None:
         sock.setblocking(False)
-        self.turned_away: Counter[str] = Counter()
-        self.context = context
+        self.turned_away: Counter[str] = Counter()  #: connections that were refused, by reason
+        self.context = context  #: of the next connections; may be replaced
         self._sock = sock
         self._on_connection = on_connection
         self._handshake_s = handshake_s
@@ -172,8 +160,7 @@ class TlsAcceptor:
     async def run(self) -> None:
         """Accept until cancelled; then close every connection and the listening socket.
 
-        Raises OSError when the socket no longer listens. Other errors do not end it: a system without a free
-        descriptor, a peer that is gone before it was accepted.
+        Raises OSError only when the socket no longer listens: not for a system without a free descriptor.
         """
         loop = asyncio.get_running_loop()
         try:
@@ -246,9 +233,8 @@ async def open_tls(
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Open a TLS connection to `host` that speaks `alpn`, which `context` was made for.
 
-    Only the server's first reply shows that it accepts our certificate. Raises ProtocolError (NOT_AUTHENTIC)
-    when its certificate is not of this cluster or it does not speak `alpn`. Raises LinkError: LINK_TIMEOUT
-    after `deadline_s` seconds, LINK_LOST when there is no way to it.
+    Only the server's first reply shows that it accepts our certificate. Raises what `explained` returns, and
+    ProtocolError (NOT_AUTHENTIC) when it does not speak `alpn`.
     """
     where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:

@@ -1,9 +1,8 @@
 """TLS 1.3 between the members of a cluster: contexts, identity of the peer, and TLS over blocking sockets.
 
-A member shows its certificate and accepts only peers whose certificate its own cluster's authority made. No
-other authority counts, and neither host names nor times in certificates matter: a control link begins with a
-judgement of the time, and other connections need such a link. ALPN selects the protocol of a connection. A
-Mac that wants to join has no certificate yet, and may speak `mlxtp-join` only.
+A member accepts only peers whose certificate its own cluster's authority made. Neither host names nor times
+in them matter: a control link begins with a judgement of the time, and others need one. ALPN selects the
+protocol of a connection. A Mac that wants to join has no certificate yet, and may speak `mlxtp-join` only.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,27 +46,25 @@ class Credentials:
 
     @classmethod
     def of(cls, folder: Path) -> Credentials:
-        """Return the files in the folder of an identity."""
         return cls(folder / "node.key", folder / "member.pem")
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """The other end of a connection and its protocol. Only a joiner has no `identity`."""
+    """The other end of a connection and its protocol."""
 
     alpn: str
     address: str
-    identity: NodeIdentity | None
+    identity: NodeIdentity | None  #: None for a joiner only
 
 
 # --- contexts -----------------------------------------------------------------------------------------
 
 
 def member_context_server(credentials: Credentials, alpns: Sequence[str] = AGENT_ALPNS) -> ssl.SSLContext:
-    """Return a context for accepting peers. It requires a certificate unless `alpns` has `mlxtp-join`.
+    """Return a context for accepting peers. Raises ProtocolError as `member_context_client` does.
 
-    With `mlxtp-join` it requests one, and `judge_client` decides about each connection. Raises ProtocolError
-    as `member_context_client` does.
+    With `mlxtp-join`, no certificate is required, and `judge_client` decides about each connection.
     """
     context = _context(ssl.PROTOCOL_TLS_SERVER, alpns)
     context.verify_mode = ssl.CERT_OPTIONAL if ALPN_JOIN in alpns else ssl.CERT_REQUIRED
@@ -88,10 +85,7 @@ def member_context_client(credentials: Credentials, alpn: str) -> ssl.SSLContext
 
 
 def join_context() -> ssl.SSLContext:
-    """Return a context for connecting as a joiner: no certificate, and no check.
-
-    The caller judges the peer.
-    """
+    """Return a context for connecting as a joiner: no certificate, no check. The caller judges the peer."""
     return _context(ssl.PROTOCOL_TLS_CLIENT, (ALPN_JOIN,))
 
 
@@ -139,19 +133,20 @@ def peer_identity(secured: ssl.SSLObject | ssl.SSLSocket | TlsSocket) -> NodeIde
 def judge_client(secured: ssl.SSLObject | ssl.SSLSocket | TlsSocket, address: str) -> Peer:
     """Return the peer that connected to our server, right after the handshake.
 
-    Raises ProtocolError (NOT_AUTHENTIC) for a peer that speaks none of our protocols, or that shows no
-    certificate and wants more than to join.
+    Raises ProtocolError (NOT_AUTHENTIC) if it speaks none of our protocols, or all but joining without a
+    certificate.
     """
     alpn = secured.selected_alpn_protocol()
     if alpn is None:
         raise ProtocolError(f"{address} speaks none of this port's protocols", Code.NOT_AUTHENTIC)
-    if alpn == ALPN_JOIN:
-        return Peer(alpn, address, None)
-    return Peer(alpn, address, peer_identity(secured))
+    return Peer(alpn, address, None if alpn == ALPN_JOIN else peer_identity(secured))
 
 
 def explained(error: Exception, where: str, deadline_s: float) -> MlxtpError:
-    """Return our error for the error of a connection or handshake (an OSError)."""
+    """Return our error for an OSError of a connection or handshake.
+
+    ProtocolError (NOT_AUTHENTIC) when the peer is not of this cluster or speaks no TLS 1.3, else LinkError.
+    """
     if isinstance(error, ssl.SSLCertVerificationError):
         why = error.verify_message or "not accepted"
         return ProtocolError(f"{where}: its certificate is not of this cluster ({why})", Code.NOT_AUTHENTIC)
@@ -166,16 +161,18 @@ def explained(error: Exception, where: str, deadline_s: float) -> MlxtpError:
 
 
 class TlsSocket:
-    """Connected blocking TLS socket, with the part of a socket's interface that `BlockingLink` uses.
+    """Connected blocking TLS socket: one thread may receive while another sends, as with a plain one.
 
-    One thread may receive while another sends. One thread at a time uses OpenSSL's object, under a lock that
-    no thread holds while it waits for the network.
+    One thread at a time uses OpenSSL's object, under a lock that none holds while it waits for the network.
     """
 
     def __init__(
         self, sock: socket.socket, tls: ssl.SSLObject, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO
     ) -> None:
         self.family = sock.family
+        self.setsockopt, self.settimeout, self.fileno = sock.setsockopt, sock.settimeout, sock.fileno
+        self.shutdown, self.close = sock.shutdown, sock.close  # `shutdown` wakes threads that wait
+        self.getpeercert, self.selected_alpn_protocol = tls.getpeercert, tls.selected_alpn_protocol
         self._sock = sock
         self._tls = tls
         self._incoming = incoming
@@ -197,9 +194,8 @@ class TlsSocket:
     def recv(self, size: int) -> bytes:
         """Return received data, or b"" at the end of the stream, with or without TLS's own close message.
 
-        `size` bounds the bytes read from the network. All decrypted data is returned, because a poll on
-        `fileno` would not report what stays behind. Raises TimeoutError when nothing, or only part of a
-        record, came within the socket's timeout, and other OSErrors as a socket does.
+        `size` bounds what is read from the network. All decrypted data is returned, because a poll would not
+        report what stays behind. Raises TimeoutError also when only part of a record has come.
         """
         if self._ended:
             return b""
@@ -223,39 +219,13 @@ class TlsSocket:
             with contextlib.suppress(OSError):  # a poll reports the end, even if the peer's socket stays open
                 self._sock.shutdown(socket.SHUT_RD)
 
-    def getpeercert(self, binary_form: bool) -> bytes | None:
-        """Return the peer's certificate (DER)."""
-        assert binary_form
-        return self._tls.getpeercert(True)
-
-    def selected_alpn_protocol(self) -> str | None:
-        """Return the protocol that both ends agreed on."""
-        return self._tls.selected_alpn_protocol()
-
-    def setsockopt(self, level: int, option: int, value: int) -> None:
-        self._sock.setsockopt(level, option, value)
-
-    def settimeout(self, timeout_s: float | None) -> None:
-        self._sock.settimeout(timeout_s)
-
-    def fileno(self) -> int:
-        return self._sock.fileno()
-
-    def shutdown(self, how: int) -> None:
-        """End the TCP connection at once and wake threads that wait."""
-        self._sock.shutdown(how)
-
-    def close(self) -> None:
-        self._sock.close()
-
 
 def wrap_blocking(
     sock: socket.socket, context: ssl.SSLContext, *, server_side: bool, handshake_s: float = HANDSHAKE_S
 ) -> TlsSocket:
     """Shake hands over a connected socket and return the TLS socket. The server may still refuse a client.
 
-    Raises ProtocolError (NOT_AUTHENTIC) when the peer is not of this cluster or speaks no TLS 1.3. Raises
-    LinkError when it is gone or did not finish within `handshake_s` seconds. The socket is then closed.
+    Raises what `explained` returns, and closes the socket.
     """
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     tls = context.wrap_bio(incoming, outgoing, server_side=server_side)
@@ -294,29 +264,23 @@ def _shake_hands(
 def _records(sock: socket.socket, ends_at: float) -> Iterator[bytes]:
     """Yield bytes, never beyond one record, so that data after the handshake stays in the socket."""
     while True:
-        header = b""
-        while len(header) < _HEADER_BYTES:
-            part = _receive(sock, _HEADER_BYTES - len(header), ends_at)
-            header += part
-            yield part
-        left = int.from_bytes(header[3:], "big")
-        while left:
-            part = _receive(sock, left, ends_at)
-            left -= len(part)
-            yield part
+        header = yield from _exactly(sock, _HEADER_BYTES, ends_at)
+        yield from _exactly(sock, int.from_bytes(header[3:], "big"), ends_at)
 
 
-def _receive(sock: socket.socket, size: int, ends_at: float) -> bytes:
-    sock.settimeout(_left(ends_at))
-    data = sock.recv(size)
-    if not data:
-        raise ConnectionResetError("it hung up")
+def _exactly(sock: socket.socket, size: int, ends_at: float) -> Generator[bytes, None, bytes]:
+    data = b""
+    while len(data) < size:
+        sock.settimeout(_left(ends_at))
+        if not (part := sock.recv(size - len(data))):
+            raise ConnectionResetError("it hung up")
+        data += part
+        yield part
     return data
 
 
 def _left(ends_at: float) -> float:
-    left = ends_at - time.monotonic()
-    if left <= 0:
+    if (left := ends_at - time.monotonic()) <= 0:
         raise TimeoutError
     return left
 

@@ -1,11 +1,8 @@
 """Faults of cables and settings, and reasons why a group would not form: before it is tried, and afterwards.
 
-Pure. The commands are for the person at the keyboard. Nothing here, or anywhere in this program, runs them.
-
-JACCL opens devices one after the other and reports the error number of the first that fails, on each Mac by
-itself. So a cable in the wrong port is "errno 60" on two Macs and silence on the others. A fault that can be
-seen beforehand is reported beforehand, in words, with what to do. A number alone means nothing: 22 is a
-missing address when a queue pair is connected, and something else when a send fails. The numbers are macOS's.
+Pure. Commands are for the person at the keyboard; this program runs none of them. JACCL reports the number of
+the first error on each Mac by itself, and one number has several meanings: so faults that can be seen
+beforehand are reported beforehand, in words. The numbers are macOS's.
 """
 
 from __future__ import annotations
@@ -14,7 +11,7 @@ import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations
+from itertools import chain, combinations
 from zlib import crc32
 
 from ..errors import NOBODY_BEHIND, Code
@@ -29,6 +26,10 @@ THUNDERBOLT_5_GBPS = 80  #: Gb/s in each direction; Thunderbolt 4 and USB4 end a
 MAC_STUDIO = "Mac Studio"
 RDMA_SINCE = (26, 2)  #: The first macOS with RDMA over Thunderbolt (Apple's TN3205).
 MUCH_SLOWER = 10  #: Factor by which a link may be slower than it should be before users are told.
+_RDMA_ON = (
+    "hold the power button until the options load, choose Options, then Terminal in the Utilities menu, and"
+    " run: rdma_ctl enable"
+)
 REPLUG = "unplug the cable and plug it in again; on a Mac, look with: system_profiler SPThunderboltDataType"
 RDMA, BRIDGE, CABLE, ADDRESS, POWER = "rdma", "bridge", "cable", "address", "power"  #: Subjects of a note.
 
@@ -46,16 +47,17 @@ class Advice:
 
 
 def findings(machine: Machine) -> tuple[str, ...]:
-    """Return sentences for people, the most important first. `machine` has all its interfaces.
-
-    Each has at most 1000 characters, the limit of `Machine.notes`.
-    """
+    """Return sentences for people, each of which fits into `Machine.notes`, the most important first."""
     return tuple(map(str, notes(machine)))
 
 
 def notes(machine: Machine) -> tuple[Advice, ...]:
-    """Return the same in parts."""
-    return (*(_of_mac(machine) if machine.system == "macos" else ()), *_of_power(machine))
+    """Return the same in parts. `machine` has all its interfaces."""
+    found = list(_of_mac(machine)) if machine.system == "macos" else []
+    if machine.power == "battery":
+        what = "This machine runs on battery, so it may slow down or fall asleep while others wait"
+        found.append(Advice(POWER, what, "Plug it in"))
+    return tuple(found)
 
 
 def _of_mac(machine: Machine) -> Iterator[Advice]:
@@ -63,10 +65,10 @@ def _of_mac(machine: Machine) -> Iterator[Advice]:
         yield Advice(
             RDMA,
             "RDMA over Thunderbolt is off, so Macs exchange over TCP, with a multiple of the latency",
-            "Shut down, hold the power button until the options load, choose Options, then Terminal in the"
-            " Utilities menu, and run: rdma_ctl enable",
+            f"Shut down, {_RDMA_ON}",
         )
-    if _too_old(machine):
+    fast = any(port.peer_domain and port.gbps >= THUNDERBOLT_5_GBPS for port in machine.ports)
+    if machine.rdma == "unsupported" and fast and _is_older(machine):
         yield Advice(
             RDMA,
             f"macOS {machine.release} has no RDMA over Thunderbolt; macOS 26.2 brings it, for Thunderbolt 5",
@@ -97,12 +99,8 @@ def _of_cabled_port(machine: Machine, port: Port) -> Iterator[Advice]:
     if port.interface and machine.interfaces and (machine.rdma == "enabled" or not machine.bridge_up):
         yield from _of_address(machine, port)
     if port.hub:
-        yield Advice(
-            CABLE,
-            f"{_name(port)} reaches the other Mac through a hub or dock, which adds latency and shares its"
-            " bandwidth",
-            "Cable the two Macs directly",
-        )
+        what = "reaches the other Mac through a hub or dock, which adds latency and shares its bandwidth"
+        yield Advice(CABLE, f"{_name(port)} {what}", "Cable the two Macs directly")
 
 
 def _of_rdma(machine: Machine, port: Port) -> Iterator[Advice]:
@@ -178,15 +176,6 @@ def _of_address(machine: Machine, port: Port) -> Iterator[Advice]:
         )
 
 
-def _of_power(machine: Machine) -> Iterator[Advice]:
-    if machine.power == "battery":
-        yield Advice(
-            POWER,
-            "This machine runs on battery, so it may slow down or fall asleep while others wait",
-            "Plug it in",
-        )
-
-
 #: Groups whose ranks were killed that one RDMA device is said to bear until its Mac restarts, with the group
 #: that serves: owners report two or three.
 FORMATIONS_A_BOOT = 3
@@ -208,12 +197,6 @@ def scarcity_advice(machine: Machine) -> Iterator[Advice]:
 def is_scarce(formations: int) -> bool:
     """Return whether a device with so many groups that gave nothing back may have one left, or none."""
     return formations >= FORMATIONS_A_BOOT - 1
-
-
-def _too_old(machine: Machine) -> bool:
-    """Return whether a faster cable than Thunderbolt 4 carries is in, and only macOS lacks RDMA."""
-    fast = any(port.peer_domain and port.gbps >= THUNDERBOLT_5_GBPS for port in machine.ports)
-    return machine.rdma == "unsupported" and fast and _is_older(machine)
 
 
 def _is_older(machine: Machine) -> bool:
@@ -264,22 +247,14 @@ def _bridge_down(machine: Machine) -> str:
     )
 
 
-def _name(port: Port) -> str:
-    return f"Thunderbolt {port.receptacle}" + (f" ({port.interface})" if port.interface else "")
+def _name(port: Port, kind: str = "Thunderbolt") -> str:
+    return f"{kind} {port.receptacle}" + (f" ({port.interface})" if port.interface else "")
 
 
 # --- troubles of a group ---------------------------------------------------------------------------------
 
 
 NO_ADDRESS = 22  #: The errno of a port that has no IPv4 address, or an old one.
-_BRIDGE_DOWN = (
-    "until the next restart: sudo ifconfig bridge0 down; for good: the command that `mlxtp doctor` names on "
-    "that Mac"
-)
-_RDMA_ON = (
-    "shut this Mac down, hold the power button until the options load, choose Options, then Terminal in the "
-    "Utilities menu, and run: rdma_ctl enable"
-)
 _PORT_UP = (
     "plug the cable in at both ends, see that the other Mac is awake and has RDMA on, and look with "
     "`ibv_devinfo` for PORT_ACTIVE"
@@ -298,15 +273,18 @@ def _by_hand(named: bool) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """One reason and what to do about it. `errno` is JACCL's number for it, None without one.
+    """One reason and what to do about it.
 
-    `used_up`: the same text may come of a device that has no protection domain left.
+    errno    JACCL's number for it, None without one
+    used_up  the same text may come of a device that has no protection domain left
+    by_hand  it helps to name a device by hand, too
     """
 
     what: str
     fix: str
     errno: int | None = None
     used_up: bool = False
+    by_hand: bool = False
 
     def __str__(self) -> str:
         return f"{self.what}. To do: {self.fix}"
@@ -332,35 +310,23 @@ def preflight(
     """
     if wrong := fault(matrix, ring=ring):
         return Trouble(wrong, f"correct the cables or the matrix, or {_by_hand(bool(named))}")
-    return next(_of_cables(rank, machine, matrix, ring=ring, others=others or {}, named=named), None)
-
-
-def _of_cables(
-    rank: int,
-    machine: Machine,
-    matrix: Matrix,
-    *,
-    ring: bool,
-    others: Mapping[int, Machine],
-    named: Collection[str],
-) -> Iterator[Trouble]:
     connected = peers(rank, len(matrix), ring=ring)
     used = [(peer, name) for peer in connected for name in devices(matrix[rank][peer]) if name not in named]
-    if used:
-        yield from _of_machine(machine)
+    found = [_of_machine(machine)] if used else []
     for peer, name in used:
         port = next((port for port in machine.ports if port.rdma == name), None)
         if port is None:
-            yield _no_such_device(machine, name, peer)
+            found.append(_no_such_device(machine, name, peer))
             continue
-        yield from _of_port(machine, port, peer)
-        if peer in others:
-            yield from _of_cable(port, peer, devices(matrix[peer][rank]), others[peer])
+        found.append(_of_port(machine, port, peer))
+        if others and peer in others:
+            found.append(_of_cable(port, peer, devices(matrix[peer][rank]), others[peer]))
+    return next(chain.from_iterable(found), None)
 
 
 def _of_machine(machine: Machine) -> Iterator[Trouble]:
     if machine.rdma == "disabled":
-        yield Trouble("RDMA over Thunderbolt is off on this Mac", _RDMA_ON)
+        yield Trouble("RDMA over Thunderbolt is off on this Mac", f"shut this Mac down, {_RDMA_ON}")
     elif machine.rdma != "enabled" and machine.system == "macos" and _is_older(machine):
         yield Trouble(f"macOS {machine.release} has no RDMA over Thunderbolt", "update it to 26.2 or newer")
     elif machine.rdma != "enabled":
@@ -369,22 +335,19 @@ def _of_machine(machine: Machine) -> Iterator[Trouble]:
             f"use --backend ring; if it has an RDMA device all the same, {_BY_HAND}",
         )
     if machine.bridge_up:
-        yield Trouble(
-            "bridge0, the Thunderbolt bridge, is up and holds Thunderbolt ports",
-            _bridge_down(machine),
-            NO_ADDRESS,
-        )
+        what = "bridge0, the Thunderbolt bridge, is up and holds Thunderbolt ports"
+        yield Trouble(what, _bridge_down(machine), NO_ADDRESS)
 
 
-def _no_such_device(machine: Machine, name: str, peer: int) -> Trouble:
+def _no_such_device(machine: Machine, name: str, peer: int) -> Iterator[Trouble]:
     port = next((port for port in machine.ports if f"rdma_{port.interface}" == name), None)
     if port is not None:
-        return Trouble(
+        yield Trouble(
             f"the cable to rank {peer} is in {_place(port)}, which has no RDMA",
             "move it to another Thunderbolt 5 port; on a Mac Studio the one next to Ethernet has none",
         )
     present = ", ".join(port.rdma for port in machine.ports if port.rdma) or "none"
-    return Trouble(
+    yield Trouble(
         f"there is no RDMA device {name} for rank {peer}; this Mac has: {present}",
         f"look with `ibv_devices`, and {_BY_HAND}",
     )
@@ -392,17 +355,11 @@ def _no_such_device(machine: Machine, name: str, peer: int) -> Trouble:
 
 def _of_port(machine: Machine, port: Port, peer: int) -> Iterator[Trouble]:
     if not port.active:
-        yield Trouble(
-            f"{port.rdma} for rank {peer}, in {_place(port)}, is down, and gets no protection domain",
-            _PORT_UP,
-        )
-    addresses = [each.address for each in machine.interfaces if each.name == port.interface and each.up]
-    if not any(addresses):
-        yield Trouble(
-            f"{port.interface}, the interface of {port.rdma} for rank {peer}, has no IPv4 address",
-            _port_address(port),
-            NO_ADDRESS,
-        )
+        what = f"{port.rdma} for rank {peer}, in {_place(port)}, is down, and gets no protection domain"
+        yield Trouble(what, _PORT_UP)
+    if not any(each.name == port.interface and each.up and each.address for each in machine.interfaces):
+        what = f"{port.interface}, the interface of {port.rdma} for rank {peer}, has no IPv4 address"
+        yield Trouble(what, _port_address(port), NO_ADDRESS)
 
 
 def _of_cable(port: Port, peer: int, theirs: Collection[str], other: Machine) -> Iterator[Trouble]:
@@ -420,106 +377,72 @@ def _of_cable(port: Port, peer: int, theirs: Collection[str], other: Machine) ->
 
 
 def _place(port: Port) -> str:
-    return f"Thunderbolt port {port.receptacle}" + (f" ({port.interface})" if port.interface else "")
+    return _name(port, "Thunderbolt port")
 
 
 # --- afterwards -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Meaning:
-    """A pattern of JACCL's errors, the trouble it means, and whether naming a device by hand helps."""
-
-    pattern: str
-    trouble: Trouble
-    by_hand: bool = False
-
-
-#: For errors of `init`, in the order of search.
-_MEANINGS = (
-    _Meaning(
-        r"Changing queue pair to \w+ failed with errno 22\b|No IPv4-mapped GID",
-        Trouble(
-            "an RDMA port has no IPv4 address or an old one, or bridge0 holds it",
-            "give each cabled Thunderbolt port an IPv4 address that stays, a /30 for each cable (sudo "
-            "ifconfig en5 inet ADDRESS netmask 255.255.255.252; sudo route change PEER -interface en5), and "
-            f"set it again if it changed since the port came up; take the bridge down, {_BRIDGE_DOWN}; where "
-            "all that is right, restart this Mac, as the device may be used up",
-            NO_ADDRESS,
-            used_up=True,
-        ),
+#: By patterns of errors of `init`, in the order of search.
+_MEANINGS: Mapping[str, Trouble] = {
+    r"Changing queue pair to \w+ failed with errno 22\b|No IPv4-mapped GID": Trouble(
+        "an RDMA port has no IPv4 address or an old one, or bridge0 holds it",
+        "give each cabled Thunderbolt port an IPv4 address that stays, a /30 for each cable (sudo "
+        "ifconfig en5 inet ADDRESS netmask 255.255.255.252; sudo route change PEER -interface en5), and "
+        "set it again if it changed since the port came up; take the bridge down, until the next restart: "
+        "sudo ifconfig bridge0 down; for good: the command that `mlxtp doctor` names on that Mac; where "
+        "all that is right, restart this Mac, as the device may be used up",
+        NO_ADDRESS,
+        used_up=True,
     ),
-    _Meaning(
-        r"Changing queue pair to \w+ failed with errno 60\b",
-        Trouble(
-            "the cable of an RDMA device ends in another port than the matrix says",
-            "move the cable to the port that `mlxtp plan` names",
-            60,
-        ),
+    r"Changing queue pair to \w+ failed with errno 60\b": Trouble(
+        "the cable of an RDMA device ends in another port than the matrix says",
+        "move the cable to the port that `mlxtp plan` names",
+        60,
         by_hand=True,
     ),
-    _Meaning(
-        r"queue pair\b.* failed with .*\b16\b|Couldn't create completion queue",
-        Trouble(
-            "all queue pairs of an RDMA device are taken, of which it has about 10; trying again frees none",
-            _FREE,
-            16,
-        ),
+    r"queue pair\b.* failed with .*\b16\b|Couldn't create completion queue": Trouble(
+        "all queue pairs of an RDMA device are taken, of which it has about 10; trying again frees none",
+        _FREE,
+        16,
     ),
-    _Meaning(
+    (
         r"Couldn't allocate protection domain|queue pair\b.* failed with .*\b96\b"
-        r"|Creating the queue pair failed with .*\b22\b",
-        Trouble(
-            "JACCL got no protection domain or queue pair: the port of an RDMA device is down, or the device "
-            "is used up",
-            f"{_PORT_UP}; where it is active, {_FREE}; only that is said to give back those of killed ranks",
-            used_up=True,
-        ),
+        r"|Creating the queue pair failed with .*\b22\b"
+    ): Trouble(
+        "JACCL got no protection domain or queue pair: the port of an RDMA device is down, or the device "
+        "is used up",
+        f"{_PORT_UP}; where it is active, {_FREE}; only that is said to give back those of killed ranks",
+        used_up=True,
     ),
-    _Meaning(
-        r"Register memory region failed",
-        Trouble(
-            "JACCL could not register its memory: a device has room for 100 regions, of which one connection "
-            "takes 64 or more",
-            f"use each device for one cable and one group; {_FREE}",
-        ),
+    r"Register memory region failed": Trouble(
+        "JACCL could not register its memory: a device has room for 100 regions, of which one connection "
+        "takes 64 or more",
+        f"use each device for one cable and one group; {_FREE}",
     ),
-    _Meaning(
-        r"Could not (?:find|open) device (?P<device>\S+)",
-        Trouble(
-            "the matrix names an RDMA device that is not there or cannot be opened",
-            "look with `ibv_devices` (where it lists none, with `rdma_ctl status`)",
-        ),
+    r"Could not (?:find|open) device (?P<device>\S+)": Trouble(
+        "the matrix names an RDMA device that is not there or cannot be opened",
+        "look with `ibv_devices` (where it lists none, with `rdma_ctl status`)",
         by_hand=True,
     ),
-    _Meaning(
-        r"valid mesh|valid ring|connectivity",
-        Trouble(
-            "the RDMA devices in the matrix join these Macs neither each with each nor in a circle",
-            "look at the cables that `mlxtp plan` names",
-        ),
+    r"valid mesh|valid ring|connectivity": Trouble(
+        "the RDMA devices in the matrix join these Macs neither each with each nor in a circle",
+        "look at the cables that `mlxtp plan` names",
         by_hand=True,
     ),
-    _Meaning(
-        r"mesh supports up to|per direction supported",
-        Trouble(
-            "JACCL joins at most 8 Macs in a mesh, and two in a ring by at most 4 cables",
-            "serve it on fewer Macs, or name fewer cables in --rdma",
-        ),
+    r"mesh supports up to|per direction supported": Trouble(
+        "JACCL joins at most 8 Macs in a mesh, and two in a ring by at most 4 cables",
+        "serve it on fewer Macs, or name fewer cables in --rdma",
     ),
-    _Meaning(
-        r"Device names should be null",
-        Trouble("JACCL cannot read the matrix of RDMA devices", "correct the devices that --rdma names"),
+    r"Device names should be null": Trouble(
+        "JACCL cannot read the matrix of RDMA devices", "correct the devices that --rdma names"
     ),
-    _Meaning(
-        r"need to provide via environment variables",
-        Trouble(
-            "JACCL got no rank, no devices or no coordinator from its environment",
-            "unset variables that begin with JACCL_ or MLX_JACCL_ where the agent starts, and restart it; "
-            "else report it with `mlxtp version --verbose`",
-        ),
+    r"need to provide via environment variables": Trouble(
+        "JACCL got no rank, no devices or no coordinator from its environment",
+        "unset variables that begin with JACCL_ or MLX_JACCL_ where the agent starts, and restart it; "
+        "else report it with `mlxtp version --verbose`",
     ),
-)
+}
 
 
 def explain(message: str, named: Collection[str] = ()) -> Trouble | None:
@@ -528,52 +451,41 @@ def explain(message: str, named: Collection[str] = ()) -> Trouble | None:
     `named` are the devices that a user named by hand.
     """
     said = message.partition("[jaccl] ")[2]
-    for meaning in _MEANINGS:
-        if match := re.search(meaning.pattern, said):
+    for pattern, trouble in _MEANINGS.items():
+        if match := re.search(pattern, said):
             device = match.groupdict().get("device")
             hand = _by_hand(bool(named) if device is None else device in named)
-            trouble = meaning.trouble
-            return replace(trouble, fix=f"{trouble.fix}, or {hand}") if meaning.by_hand else trouble
+            return replace(trouble, fix=f"{trouble.fix}, or {hand}") if trouble.by_hand else trouble
     return None
 
 
-_CRASHES = (
-    (
-        "did not (form the group in time|come to round)",
-        Trouble(
-            "the RDMA driver of that Mac most likely did not return while JACCL opened or connected its "
-            "devices",
-            "restart that Mac; if it happens again, unplug its Thunderbolt cables and plug them in again",
-        ),
+_CRASHES: Mapping[str, Trouble] = {
+    "did not (form the group in time|come to round)": Trouble(
+        "the RDMA driver of that Mac most likely did not return while JACCL opened or connected its devices",
+        "restart that Mac; if it happens again, unplug its Thunderbolt cables and plug them in again",
     ),
-    (
-        "signal 1[01] in phase (idle|proving)",
-        Trouble(
-            "JACCL crashed in a sum after it had idled, with all cables in place: a known fault of MLX "
-            "(issue 4319)",
-            "nothing; the group starts again by itself",
-        ),
+    "signal 1[01] in phase (idle|proving)": Trouble(
+        "JACCL crashed in a sum after it had idled, with all cables in place: a known fault of MLX "
+        "(issue 4319)",
+        "nothing; the group starts again by itself",
     ),
-    (
-        "signal 1[01] in phase (prefill|decode|measuring)",
-        Trouble(
-            "JACCL crashed in the middle of its work, as it does when a cable is pulled (MLX issue 4192) or, "
-            "seldom, after idling (issue 4319)",
-            "see that both ends of each Thunderbolt cable are plugged in; the group starts again by itself",
-        ),
+    "signal 1[01] in phase (prefill|decode|measuring)": Trouble(
+        "JACCL crashed in the middle of its work, as it does when a cable is pulled (MLX issue 4192) or, "
+        "seldom, after idling (issue 4319)",
+        "see that both ends of each Thunderbolt cable are plugged in; the group starts again by itself",
     ),
-)
+}
 
 
 def explain_crash(message: str) -> Trouble | None:
     """Return the trouble behind the end of a rank of a formed group; None if it is no known crash."""
-    return next((trouble for ended, trouble in _CRASHES if re.search(ended, message)), None)
+    return next((trouble for ended, trouble in _CRASHES.items() if re.search(ended, message)), None)
 
 
 def blames_fabric(code: Code, message: str) -> bool:
     """Return whether the fabric may be why a group over JACCL ended while it served.
 
-    Signs are a crash, an error of JACCL, a wrong proof, and a stall in which one rank is behind. Where none
+    Signs are a crash, an error of JACCL, a wrong proof, and a stall in which one rank is behind: where none
     is, kernels may be slow on all. Lost processes, links and memory are no signs.
     """
     if code is Code.RANK_STALLED:
@@ -583,10 +495,7 @@ def blames_fabric(code: Code, message: str) -> bool:
 
 
 def may_pass(code: Code, message: str) -> bool:
-    """Return whether a failure on the way up reveals little about a fabric.
-
-    Processes and links get lost, and a first forward may be slow on all ranks alike.
-    """
+    """Return whether a failure on the way up, such as a lost link, reveals little about a fabric."""
     return code in _LOSSES or (code is Code.RANK_STALLED and NOBODY_BEHIND in message)
 
 
@@ -626,11 +535,10 @@ def links_of(ranks: Sequence[str], rdma: Sequence[Sequence[str | None]]) -> Link
 
 def runs_short(links: Links, machines: Mapping[str, Machine]) -> bool:
     """Return whether any RDMA device of these links may have one formation left, or none."""
+    ends = {end for a, b, at_a, at_b in links for end in ((a, at_a), (b, at_b)) if end[0] in machines}
     return any(
         is_scarce(port.formations) and port.rdma in devices(entry)
-        for a, b, at_a, at_b in links
-        for node, entry in ((a, at_a), (b, at_b))
-        if node in machines
+        for node, entry in ends
         for port in machines[node].ports
     )
 
@@ -652,13 +560,17 @@ class FailedGroup:
         """Return whether a group of `kind` with `links` contains this one."""
         return kind == self.kind and self.links <= links
 
+    def circumstances(self, members: Mapping[str, MemberMachine]) -> object:
+        """Return what may make it form where it failed before."""
+        return tuple(_state_of(members[node]) if node in members else None for node in self.nodes)
+
 
 @dataclass(slots=True)
 class _Failure:
     """`circumstances` of its Macs, when it failed first, and when it may be tried again.
 
-    `strikes` are failures on its way up, `deaths` ends in a row while it served. The last one was at
-    `died_at`, and it was left out `out_s` for it.
+    `strikes` are failures on its way up, `deaths` ends in a row while it served. It was left out `out_s` for
+    the last one, at `died_at`.
     """
 
     group: FailedGroup
@@ -671,7 +583,7 @@ class _Failure:
     out_s: float = 0.0
 
     def died(self, now: float, served_s: float, strikes: int) -> bool:
-        """Note an end while it served, for which its fabric may be to blame; see `FailedGroups.failed`.
+        """Note an end while it served; see `FailedGroups.failed`.
 
         In a row means: it served for less than `ROW_S`, or than it was left out, and soon after the last end.
         """
@@ -703,10 +615,9 @@ class FailedGroups:
     ) -> bool:
         """Note a failure. Return whether the group is left out from now on: at the `strikes`-th in a row.
 
-        It came after `served_s` of service, or on the way up. Then a group over a device that has few
-        formations left is left out at once, and for longer.
+        It came after `served_s` of service, or on the way up; then one over a scarce device is out at once.
         """
-        key, circumstances = (group.kind, group.links), _circumstances(group.links, members)
+        key, circumstances = (group.kind, group.links), group.circumstances(members)
         known = self._failures.get(key)
         if known is None or known.circumstances != circumstances:
             known = self._failures[key] = _Failure(group, circumstances, now)
@@ -738,14 +649,10 @@ class FailedGroups:
             self.forget(kind, links)
 
     def forget(self, kind: str, links: Links) -> None:
-        """Forget all failures of a group."""
         self._failures.pop((kind, links), None)
 
     def absolve(self, nodes: Collection[str]) -> list[FailedGroup]:
-        """Forget ends while groups of any of these nodes served: a request was to blame.
-
-        Return the groups that were left out for it.
-        """
+        """Forget ends while groups of these nodes served: a request was to blame. Return those left out."""
         found = [each for each in self._failures.values() if each.deaths and {*each.group.nodes} & {*nodes}]
         for each in found:
             self.forget(each.group.kind, each.group.links)
@@ -759,26 +666,18 @@ class FailedGroups:
         A group whose Macs changed since is forgotten: other cables, ports, addresses, versions, or a restart.
         """
         for key, failure in list(self._failures.items()):
-            if failure.circumstances != _circumstances(failure.group.links, members):
+            if failure.circumstances != failure.group.circumstances(members):
                 del self._failures[key]
         return tuple(
             (failure.group, failure.until - now) for failure in self._failures.values() if now < failure.until
         )
 
 
-def _circumstances(links: Links, members: Mapping[str, MemberMachine]) -> object:
-    """Return what may make a group of these links form where it failed before."""
-    nodes = FailedGroup("", links, "").nodes
-    return tuple(_state_of(members[node]) if node in members else None for node in nodes)
-
-
 def _state_of(member: MemberMachine) -> tuple[object, ...]:
     machine = member.machine
-    addresses = frozenset((each.name, each.address, each.up) for each in machine.interfaces)
-    system = (machine.release, machine.build, machine.rdma, machine.bridge_up)
     return (
         member.boot_id,
-        system,
-        addresses,
+        (machine.release, machine.build, machine.rdma, machine.bridge_up),
+        frozenset((each.name, each.address, each.up) for each in machine.interfaces),
         tuple(replace(port, formations=0, service="") for port in machine.ports),
     )

@@ -160,6 +160,7 @@ def test_devices_of_the_links_alone_run_short() -> None:
     assert runs_short(meshed(0, 1).links, few)
     none = {node: each.machine for node, each in MEMBERS.items()}
     assert not runs_short(meshed(0, 1).links, {**none, IDS[2]: few[IDS[2]]})
+    assert not runs_short(meshed(0, 1).links, {}), "a Mac that has left has none"
 
 
 @pytest.mark.parametrize(
@@ -177,7 +178,11 @@ def test_devices_of_the_links_alone_run_short() -> None:
     ids=["agent", "release", "cable", "port", "address"],
 )
 def test_a_change_on_one_of_its_macs_brings_it_back(change) -> None:  # type: ignore[no-untyped-def]
-    memory, group = FailedGroups(), meshed(0, 1)
+    group = meshed(0, 1)
+    for one in (0, 1):
+        memory = FailedGroups()
+        memory.failed(group, Code.FORM_FAILED, MEMBERS, 0.0)
+        assert left_out(memory, 1.0, {**MEMBERS, IDS[one]: change(MEMBERS[IDS[one]])}) == []
     memory.failed(group, Code.FORM_FAILED, MEMBERS, 0.0)
     third = {**MEMBERS, IDS[2]: change(MEMBERS[IDS[2]])}
     assert left_out(memory, 1.0, third) == [group], "that is no Mac of it"

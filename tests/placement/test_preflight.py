@@ -217,6 +217,8 @@ def test_each_message_of_jaccl_is_read_for_what_it_means(message: str, errno: in
     assert trouble.errno == errno
     [fix] = {fix for part, fix in FIXES.items() if part in message}
     assert fix in trouble.fix
+    helps = ("errno 60", " open device", " find device", "valid mesh", "valid ring", "connectivity")
+    assert any(part in message for part in helps) is ("or name the device by hand" in trouble.fix)
 
 
 @pytest.mark.parametrize("message", OF_NO_KNOWN_TROUBLE)

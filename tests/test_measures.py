@@ -40,7 +40,7 @@ LEFT: Mapping[str, int] = {
 MOST_LINES: Mapping[str, int] = {
     "": 4_046,
     "admin": 2_016,
-    "api": 10_324,
+    "api": 10_317,
     "cli": 6_146,
     "cluster": 5_485,
     "diagnostics": 3_151,
@@ -52,7 +52,7 @@ MOST_LINES: Mapping[str, int] = {
     "models": 3_787,
     "placement": 4_804,
     "service": 878,
-    "text": 5_895,
+    "text": 5_393,
     "wire": 4_431,
 }
 """Lines of each package; those of files beside the packages are "". A commit that adds some says why."""

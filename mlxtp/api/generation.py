@@ -73,7 +73,6 @@ class _PreparedRequest:
                 choice=index,
                 plan=self._plan(),
                 specials=self.text.specials,
-                most_calls=self._most_calls(),
             )
             for index in range(len(self.requests))
         ]
@@ -90,14 +89,9 @@ class _PreparedRequest:
             return None
         if format_ is None:
             return ReadingPlan(markup, self.thinking)
-        calls = CallReader(format_, prompt.tools, forced, self._most_calls())
+        most = 0 if prompt.parallel or self.held.dropped else 1
+        calls = CallReader(format_, prompt.tools, forced, most)
         return ReadingPlan(markup, self.thinking, calls, self.held.dropped)
-
-    def _most_calls(self) -> int:
-        prompt = self.about.ask.prompt
-        if not isinstance(prompt, Conversation) or prompt.parallel or self.held.dropped:
-            return 0
-        return 1
 
 
 class Generation:

@@ -26,7 +26,6 @@ from ..text.conversation import (
     Conversation,
     GenerationOptions,
     GenerationRequest,
-    tool_json,
 )
 from ..text.markups import JSON_CALLS
 from ..text.tokenizer import Text
@@ -251,7 +250,7 @@ def guidance(ask: GenerationRequest, text: Text, eos: tuple[int, ...]) -> Guidan
             )
         return Guidance(_behind_prefix(_grammar(format_, Separators()), text))
     style = text.call_style(eos)
-    schemas = checked_tools([tool_json(tool) for tool in prompt.tools])
+    schemas = checked_tools(prompt.tools)
     if prompt.tool_choice in (AUTO, NONE):
         answer = _grammar(format_, Separators() if style is None else style.separators)
         if prompt.tool_choice == NONE:

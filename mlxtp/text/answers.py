@@ -22,11 +22,10 @@ from .markups import Markup
 
 
 class StopFinder:
-    """Finder of the stop string that is complete first.
+    """Finder of the stop string that is complete first, the longest of several that end at one character.
 
-    Of several that end at the same character, it finds the longest. Text that may be the beginning of a stop
-    string is held back. The time is linear in the text, for any pieces and any number of stop strings: an
-    automaton over all of them (Aho and Corasick, 1975) reads each character once.
+    Linear in the text for any pieces and any number of stop strings: an automaton over all of them (Aho and
+    Corasick, 1975) reads each character once.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -34,10 +33,16 @@ class StopFinder:
         #: Characters that lead to a state: so many at the text's end may belong to a stop string.
         self._depth = [0]
         self._match = [0]  #: length of the longest stop string that ends in a state; 0 for none
-        self._fallback = [0]
+        self._fallback = [0]  #: the longest other state that a state ends with
         for stop in stops:
             self._add(stop)
-        self._link()
+        states = deque(self._next[0].values())
+        while states:  # short ones first
+            state = states.popleft()
+            for character, child in self._next[state].items():
+                self._fallback[child] = self._step(self._fallback[state], character)
+                states.append(child)
+            self._match[state] = self._match[state] or self._match[self._fallback[state]]
         self._state = 0
         self._held = ""
         self.found = False
@@ -46,7 +51,6 @@ class StopFinder:
 
     @property
     def held(self) -> int:
-        """Number of characters that are held back."""
         return len(self._held)
 
     def push(self, text: str) -> str:
@@ -90,46 +94,10 @@ class StopFinder:
             state = self._next[state][character]
         self._match[state] = self._depth[state]
 
-    def _link(self) -> None:
-        """Set the fallback of each state, the longest other one that it ends with, short states first."""
-        states = deque(self._next[0].values())
-        while states:
-            state = states.popleft()
-            for character, child in self._next[state].items():
-                self._fallback[child] = self._step(self._fallback[state], character)
-                states.append(child)
-            self._match[state] = self._match[state] or self._match[self._fallback[state]]
-
-
-# --- headers of gpt-oss -----------------------------------------------------------------------------------
-
-_RECIPIENT = re.compile(r"(?:^|\s)to=([^\s<]+)")
-
-
-class Address(NamedTuple):
-    """Address of a gpt-oss message: the tool that it is for, or empty, and whether it is a thought."""
-
-    recipient: str
-    thought: bool
-
-
-def address_of(header: str) -> Address:
-    """Return the address in a header, whose special tokens are left out.
-
-    The recipient stands in the role (`assistant to=functions.f commentary json`) or in the channel
-    (`assistant commentary to=functions.f json`), which may be `analysis` as well.
-    """
-    found = _RECIPIENT.search(header)
-    recipient = found[1] if found else ""
-    return Address(recipient, recipient == "self" or "analysis" in header.split())
-
-
-def opens_header(text: str) -> bool | None:
-    """Return True if the first words continue the header that the prompt began; None if not clear yet."""
-    return None if len(text) < len("to=") and "to=".startswith(text) else text.startswith("to=")
-
 
 # --- the parser -------------------------------------------------------------------------------------------
+
+_RECIPIENT = re.compile(r"(?:^|\s)to=([^\s<]+)")
 
 
 class PartKind(Enum):
@@ -151,15 +119,10 @@ class AnswerPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReadingPlan:
-    """Reading plan of one answer.
-
-    `calls` None: no calls are looked for. `dropped`: calls are left out.
-    """
-
     markup: Markup
     thinking: bool = False
-    calls: CallReader | None = None
-    dropped: bool = False
+    calls: CallReader | None = None  #: None: no calls are looked for.
+    dropped: bool = False  #: Calls are left out.
 
 
 LONG_TEXT = 4000  #: characters
@@ -168,10 +131,7 @@ MOST_LONG_TEXTS = 8
 
 
 class AnswerParser:
-    """Parser of one answer, up to the first of the stop strings that `stops` finds in its text.
-
-    White space around markers belongs to none of the channels.
-    """
+    """Parser of one answer, up to a stop string in its text. White space around markers is in no part."""
 
     def __init__(self, plan: ReadingPlan, stops: StopFinder | None = None) -> None:
         self._markup = plan.markup
@@ -188,28 +148,25 @@ class AnswerParser:
         self._enter(PartKind.THOUGHT if plan.thinking else PartKind.SAID, after_marker=plan.thinking)
         forced = plan.calls is not None and plan.calls.forced
         free = bool(plan.markup.headers) and not plan.thinking and not forced
-        self._opening: _FirstWords | None = _FirstWords() if free else None
+        self._opening: list[TextPiece] | None = [] if free else None  #: until its meaning is clear
+        self._first_words = ""  #: of gpt-oss, which may continue the header that the prompt began
         if not plan.thinking:
             self._begin_bare()
 
     @property
     def held(self) -> int:
         """Number of characters that wait for further text."""
-        waiting = [self._finder.held, len(self._waiting), self._shown.held]
-        if self._opening is not None:
-            waiting.append(len(self._opening.text))
+        waiting = [self._finder.held, len(self._waiting), self._shown.held, len(self._first_words)]
         if self._kind is PartKind.CALL and self._reader is not None:
             waiting.append(self._reader.held)
         return sum(waiting)
 
     @property
     def thinking(self) -> bool:
-        """True if the next text is a thought."""
         return self._kind is PartKind.THOUGHT
 
     @property
     def calls(self) -> int:
-        """Number of complete calls."""
         return 0 if self._reader is None else self._reader.complete
 
     def push(self, text: str, special: bool = False) -> Iterator[AnswerPart]:
@@ -218,20 +175,23 @@ class AnswerParser:
             return
         if self._opening is None:
             yield from self._shown.pass_on(self._read((text, special)))
-        elif (opens := self._opening.add(text, special)) is not None:
-            yield from self._shown.pass_on(self._begin(self._opening, opens))
+            return
+        self._opening.append((text, special))
+        self._first_words = words = (self._first_words + text * (not special)).lstrip()
+        if special or words.startswith("to=") or not "to=".startswith(words):
+            yield from self._shown.pass_on(self._begin(words.startswith("to=")))
 
     def finish(self, cut: bool) -> Iterator[AnswerPart]:
         """Yield the rest, up to a stop string. `cut`: the budget was used up, not the answer complete."""
         yield from self._shown.pass_on(self._rest(cut))
         yield from self._shown.finish()
 
-    def _begin(self, opening: _FirstWords, opens: bool) -> Iterator[AnswerPart]:
-        """Read the first words, which may continue the header that the prompt began."""
-        self._opening = None
+    def _begin(self, opens: bool) -> Iterator[AnswerPart]:
+        """Read the first words, in a header or not."""
+        pieces, self._opening, self._first_words = self._opening or [], None, ""
         if opens:
             self._enter(PartKind.HEADER)
-        yield from self._read(*opening.pieces)
+        yield from self._read(*pieces)
 
     def _read(self, *pieces: TextPiece) -> Iterator[AnswerPart]:
         self._unread.extend(pieces)
@@ -250,7 +210,7 @@ class AnswerParser:
 
     def _rest(self, cut: bool) -> Iterator[AnswerPart]:
         if self._opening is not None:
-            yield from self._begin(self._opening, False)
+            yield from self._begin(False)
         while (reader := self._reader) is not None and self._kind is PartKind.CALL:
             yield from self._called(reader.finish(cut))
             yield from self._read()
@@ -281,7 +241,6 @@ class AnswerParser:
         self._finder = _MarkerFinder(self._finders[key])
 
     def _pass(self, marker: str, special: bool) -> Iterator[AnswerPart]:
-        """Go on behind a marker."""
         headers = (*self._markup.headers, self._markup.header_end) if self._markup.headers else ()
         opens, closes = self._markup.think or ("", "")
         if self._kind is PartKind.THOUGHT:
@@ -316,15 +275,20 @@ class AnswerParser:
             yield from self._word(marker)
 
     def _word(self, marker: str, special: bool = False) -> Iterator[AnswerPart]:
-        """Yield a marker that is none, but text like any other."""
         self._find()
         yield from self._show([(marker, special)])
 
     def _address(self) -> Iterator[AnswerPart]:
-        """Enter the kind that a complete header announces: a call, a thought, or text."""
-        address = address_of(self._waiting.take())
-        self._enter(PartKind.THOUGHT if address.thought else PartKind.SAID)
-        name, reader = address.recipient.removeprefix("functions."), self._reader
+        """Enter the kind that a complete header announces: a call, a thought, or text.
+
+        The recipient stands in the role (`assistant to=functions.f commentary json`) or in the channel
+        (`assistant commentary to=functions.f json`), which may be `analysis` as well.
+        """
+        header = self._waiting.take()
+        recipient = found[1] if (found := _RECIPIENT.search(header)) else ""
+        thought = recipient == "self" or "analysis" in header.split()
+        self._enter(PartKind.THOUGHT if thought else PartKind.SAID)
+        name, reader = recipient.removeprefix("functions."), self._reader
         if reader is not None and reader.format.addressed and reader.offers(name):
             yield from self._begin_calls(reader.format.start, True)
             yield from self._read((f"{name}{self._markup.header_end}", False))
@@ -401,7 +365,6 @@ class AnswerParser:
 
 
 def _markers(markup: Markup, reader: CallReader | None, kind: PartKind) -> list[str]:
-    """Return the markers that may follow text of a kind."""
     if kind is PartKind.HEADER:
         return [markup.header_end]
     found = [*(markup.think or ()), *(markup.wrappers if kind is PartKind.SAID else ())]
@@ -411,25 +374,7 @@ def _markers(markup: Markup, reader: CallReader | None, kind: PartKind) -> list[
     return [*found, *reader.markers] if reader is not None and calls else found
 
 
-class _FirstWords:
-    """First words of gpt-oss. `pieces` holds them until it is clear what they are."""
-
-    def __init__(self) -> None:
-        self.pieces: list[TextPiece] = []
-        self.text = ""
-
-    def add(self, text: str, special: bool) -> bool | None:
-        """Return True if they continue a header; None if that is not clear yet."""
-        self.pieces.append((text, special))
-        if special:
-            return False
-        self.text = (self.text + text).lstrip()
-        return opens_header(self.text) if self.text else None
-
-
 class _MarkerFinder:
-    """Finder of the next marker in pieces of text."""
-
     def __init__(self, finder: StopFinder) -> None:
         self._finder = copy(finder)
         self._pieces: deque[tuple[int, bool]] = deque()  # lengths of what it holds; True for special tokens
@@ -441,7 +386,6 @@ class _MarkerFinder:
         return self._finder.held
 
     def push(self, text: str, special: bool) -> list[TextPiece]:
-        """Return the text before the marker that is certain now."""
         self._pieces.append((len(text), special))
         certain = self._taken(self._finder.push(text))
         if self._finder.found:
@@ -449,7 +393,6 @@ class _MarkerFinder:
         return certain
 
     def finish(self) -> list[TextPiece]:
-        """Return the text that was held back."""
         return self._taken(self._finder.finish())
 
     def _taken(self, text: str) -> list[TextPiece]:
@@ -537,7 +480,6 @@ class _HeldText:
             self._length += len(text)
 
     def take(self) -> str:
-        """Return all of it and empty it."""
         text = "".join(self._pieces)
         self._pieces, self._length = [], 0
         return text

@@ -30,10 +30,7 @@ KnownTypes = dict[tuple[int, int], frozenset[str]]  #: Types by the identity of 
 
 
 def types_of(schema: object, root: Schema, known: KnownTypes | None = None) -> frozenset[str]:
-    """Return the types that a schema allows; empty where it allows any, or is too large.
-
-    `root` holds what it refers to. `known`: types that were found in the same root, for several calls.
-    """
+    """Return the types that a schema in `root` allows; empty: any. `known`: those found in that root."""
     return _types(schema, root, _MOST_STEPS, {} if known is None else known)
 
 
@@ -82,9 +79,8 @@ def property_types(parameters: Schema, name: str) -> frozenset[str] | None:
 
 
 def typed(text: str, types: frozenset[str] | None, *, guess: bool = False) -> object:
-    """Return the value that a model wrote without quotes.
+    """Return the value that a model wrote without quotes, of the most specific type that fits.
 
-    A string stays as it is. Where the schema leaves several types, the most specific one that fits is taken.
     Text of no fitting type stays text, so that the client sees the mistake. Without a type, `null` is JSON,
     and objects and lists are if the schema describes the argument; with `guess`, all is that can be.
     """
@@ -107,21 +103,14 @@ def typed(text: str, types: frozenset[str] | None, *, guess: bool = False) -> ob
     return text
 
 
-class _NoLiteral:
-    """Mark of a text that is no literal."""
-
-
-_NO_LITERAL = _NoLiteral()
+_NO_LITERAL = object()  # of a text that is none
 _WORDS: Mapping[str, object] = {
     "true": True, "false": False, "True": True, "False": False, "null": None, "None": None,
 }  # fmt: skip
 
 
 def _literal(text: str, mends: bool) -> object:
-    """Return the value of a text in JSON or Python; `_NO_LITERAL` for strings and what is neither.
-
-    Only with `mends` may objects and lists have mistakes.
-    """
+    """Return the value of a text in JSON or Python, no string. With `mends`, containers may have mistakes."""
     if text in _WORDS:
         return _WORDS[text]
     try:

@@ -39,10 +39,9 @@ class Separators:
 
 @dataclass(frozen=True, slots=True)
 class CallStyle:
-    """Style of a call in the template: `before`, its name, `between`, its arguments, `after`.
+    """Style of a call: `before`, its name, `between`, its arguments, `after`.
 
-    The arguments are a JSON object. With `field`, each of them instead stands between texts of its own:
-    `field[0]` key `field[1]` value `field[2]`; a string stands there without quotes.
+    The arguments are a JSON object, or each is `field[0]` key `field[1]` value `field[2]` without quotes.
     """
 
     before: str
@@ -62,8 +61,7 @@ def answer_prefix(render: Render) -> str:
 def call_style(render: Render, format_: CallFormat, ends: Iterable[str]) -> CallStyle | None:
     """Return the style of the template's calls; None where a grammar cannot follow it.
 
-    `ends` are the tokens that end an answer. A call that carries its id cannot be followed, nor one whose
-    arguments come before its name.
+    That is where a call carries its id, or its arguments come before its name. `ends` end an answer.
     """
     arguments = '{"probe_a": "probe_b", "probe_c": "probe_d"}'
     try:
@@ -78,9 +76,8 @@ def call_style(render: Render, format_: CallFormat, ends: Iterable[str]) -> Call
     if start < 0 or not format_.start:
         return None
     call = written[start:]
-    call = call[
-        : min((at for end in ends if end and (at := call.find(end)) >= 0), default=len(call))
-    ].rstrip()
+    end = min((at for end in ends if end and (at := call.find(end)) >= 0), default=len(call))
+    call = call[:end].rstrip()
     before, name, rest = call.partition(_NAME)
     if not name or _ID in call or _NAME in rest:
         return None
@@ -91,7 +88,6 @@ def call_style(render: Render, format_: CallFormat, ends: Iterable[str]) -> Call
 
 
 def _by_fields(before: str, rest: str) -> CallStyle | None:
-    """Return the style of calls whose arguments stand one by one, as in XML; None if it is no such style."""
     marks = [rest.find(mark) for mark in (_KEYS[0], _VALUES[0], _KEYS[1], _VALUES[1])]
     if marks[0] < 0 or marks != sorted(marks) or '"' in rest:
         return None
@@ -100,7 +96,7 @@ def _by_fields(before: str, rest: str) -> CallStyle | None:
         rest[begin:end]
         for begin, end in zip([0, *ends[:2], ends[3]], [marks[0], marks[1], marks[2], len(rest)], strict=True)
     )
-    opening = _common_end(to_first, to_second)
+    opening = next(each for at in range(len(to_first) + 1) if to_second.endswith(each := to_first[at:]))
     closing = to_second.removesuffix(opening)
     if not opening or not inside or not closing or not after.startswith(closing):
         return None
@@ -108,15 +104,7 @@ def _by_fields(before: str, rest: str) -> CallStyle | None:
     return CallStyle(before, between, after.removeprefix(closing), field=(opening, inside, closing))
 
 
-def _common_end(one: str, other: str) -> str:
-    length = 0
-    while length < min(len(one), len(other)) and one[-1 - length] == other[-1 - length]:
-        length += 1
-    return one[len(one) - length :]
-
-
 def _written(render: Render, answer: ChatMessage, tools: tuple[Tool, ...]) -> tuple[str, str]:
-    """Return the prompt for an answer, and the conversation with the answer in it."""
     asked = Conversation((_USER,), tools, thinking=False)
     answered = Conversation((_USER, answer), tools, thinking=False)
     return render(asked, True), render(answered, False)

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from .argument_types import property_types, typed
-from .json_mender import JSON_QUOTES, JsonMender, mended
+from .json_mender import JSON_QUOTES, JsonMender, mended, skip_blanks
 
 # --- syntaxes ---------------------------------------------------------------------------------------------
 
@@ -25,10 +25,7 @@ class CallSyntax(ABC):
 
     @abstractmethod
     def heads(self, name: str) -> Iterator[tuple[str, int]]:
-        """Yield texts that begin a call of the tool `name`, without white space.
-
-        With each, the number of its characters that its body does not read again.
-        """
+        """Yield beginnings of a call without white space, and how many signs of each the body skips."""
 
     @abstractmethod
     def body(self, name: str, schema: Mapping[str, Any], ends: Sequence[str]) -> CallBody:
@@ -46,11 +43,12 @@ class CallBody(ABC):
     id = ""
     has_arguments = True  #: The model wrote some, even if they are empty.
     streams = False  #: Arguments that `push` returned were passed on.
+    is_call = True  #: False while text of the answer may look the same.
 
     @property
-    def is_call(self) -> bool:
-        """True if this is a call in any case; False if text of the answer may look the same."""
-        return True
+    def complete(self) -> bool:
+        """True if nothing of the arguments is missing."""
+        return self.done or self.doubtful
 
     @abstractmethod
     def push(self, text: str, end: bool = False) -> str:
@@ -59,11 +57,6 @@ class CallBody(ABC):
     @abstractmethod
     def close(self) -> str:
         """End the call where it is, and return further arguments to pass on."""
-
-    @property
-    @abstractmethod
-    def complete(self) -> bool:
-        """True if nothing of the arguments is missing."""
 
     @abstractmethod
     def arguments(self) -> tuple[str, str]:
@@ -93,12 +86,10 @@ class JsonSyntax(CallSyntax):
 
 @dataclass(frozen=True)
 class NamedSyntax(CallSyntax):
-    """The tool's name, then an object.
+    """One of `before`, with `{}` for the tool's name, perhaps `lead`, then an object in one of `opening`.
 
-    A call begins with one of `before`, with `{}` for the name. Then `lead` may stand before the object, whose
-    bracket is one of `opening`. `quotes` are those of its strings. A group `number` in `lead` makes the
-    call's id, as in Kimi's `functions.NAME:0`. `wrapper` is the field of the object that holds the arguments.
-    `plain`: words of an answer may look the same.
+    `quotes` are those of its strings, `wrapper` its field that holds the arguments. A group `number` in
+    `lead` makes the call's id, as in Kimi's `functions.NAME:0`. `plain`: words may look the same.
     """
 
     before: tuple[str, ...]
@@ -119,13 +110,11 @@ class NamedSyntax(CallSyntax):
 
 @dataclass(frozen=True)
 class TaggedSyntax(CallSyntax):
-    """Arguments one by one between tags, as plain text.
+    """One of `before`, with `{}` for the tool's name, and of `behind`, values between tags, and `end`.
 
-    A call begins with `before`, with `{}` for the tool's name, and one of `behind`; it ends with `end`.
-    `opening` (with a group `key`, and perhaps `type`) and `closing` enclose a value; a `{}` in `closing` is
-    the key. `before_values` may stand before the first of them, and `gap`, or any white space, stands behind
-    each. `framed`: one newline on each side of a value belongs to the tags.
-    `nested`: objects and lists are written in tags, too. `guess` as in `typed`.
+    `opening` has a group `key`, and perhaps `type`; a `{}` in `closing` is the key. `before_values` may stand
+    before the first value; `gap`, or any white space, behind each. `framed`: one newline on each side of a
+    value belongs to the tags. `nested`: objects and lists stand in tags, too. `guess` as in `typed`.
     """
 
     before: tuple[str, ...]
@@ -150,7 +139,6 @@ class TaggedSyntax(CallSyntax):
 
     @cached_property
     def closings(self) -> re.Pattern[str]:
-        """The closing of any key."""
         return re.compile(re.escape(self.closing).replace(r"\{\}", "[^<>]+"))
 
     @cached_property
@@ -176,7 +164,6 @@ _BESIDE = ("type", "id", "tool_call_id", "index", "thought")
 
 
 def compact(text: str) -> str:
-    """Return a text without its white space."""
     return "".join(text.split())
 
 
@@ -184,16 +171,14 @@ def compact(text: str) -> str:
 
 
 class JsonCall(CallBody):
+    is_call = False
+
     def __init__(self, keyed: bool, ends: Sequence[str]) -> None:
         self._keyed = keyed
         self._fields = JsonMender(stops=ends, apart=() if keyed else _ARGUMENTS)
         self._written: list[str] = []  # its fields in JSON, without its arguments
         self._passed = 0  # pieces of its arguments that were returned
         self._value: object = None
-
-    @property
-    def is_call(self) -> bool:
-        return self.streams
 
     @property
     def complete(self) -> bool:
@@ -214,7 +199,6 @@ class JsonCall(CallBody):
         return self._new()
 
     def _new(self) -> str:
-        """Return the arguments that are new, if the name is known."""
         if self._fields.done and not self.done:
             self.done, self.rest = True, self._fields.rest
             self._read_fields("".join(self._written))
@@ -234,7 +218,6 @@ class JsonCall(CallBody):
         return "{}", json.dumps(self._value, ensure_ascii=False)
 
     def _read_fields(self, written: str) -> None:
-        """Read name, id and arguments off the call's fields."""
         try:
             fields = json.loads(written)
         except (ValueError, RecursionError):
@@ -249,7 +232,7 @@ class JsonCall(CallBody):
         given = [inner[key] for key in _ARGUMENTS if key in inner]
         others = {key: value for key, value in inner.items() if key not in (*_NAMES, *_BESIDE)}
         if not given and len(others) == 1:  # an argument may have one of these names, too
-            given = [value for key in _MISNAMED if _is_object(value := others.get(key))]
+            given = [each for key in _MISNAMED if str(each := others.get(key)).lstrip().startswith("{")]
         self._value, self.has_arguments = (given or [others])[0], bool(given)
         id_ = fields.get("id", fields.get("tool_call_id"))
         self.id = id_ if isinstance(id_, str) else ""
@@ -258,27 +241,20 @@ class JsonCall(CallBody):
 class _NamedCall(CallBody):
     def __init__(self, syntax: NamedSyntax, name: str, ends: Sequence[str]) -> None:
         self.name = name
+        self.is_call = not syntax.plain
         self._syntax = syntax
         self._ends = ends
         self._lead = ""
         self._mender: JsonMender | None = None
         self._made: list[str] = []
 
-    @property
-    def is_call(self) -> bool:
-        return not self._syntax.plain
-
-    @property
-    def complete(self) -> bool:
-        return self.done
-
     def push(self, text: str, end: bool = False) -> str:
         if end:
             return self.close()
         if self._mender is None:
             self._lead += text
-            at = _first(self._lead, (*self._syntax.opening, *self._ends))
-            if at < 0:
+            signs = (*self._syntax.opening, *self._ends)
+            if (at := min([at for sign in signs if (at := self._lead.find(sign)) >= 0], default=-1)) < 0:
                 return ""
             self._lead, text = self._lead[:at], self._lead[at:]
             if text.startswith("{") and self._lead.rstrip().endswith('"'):  # an object in a string
@@ -322,7 +298,7 @@ class _NamedCall(CallBody):
 
 
 class _TagBalance:
-    """Count of the values that are open in a text: tags that open one, less those that close one."""
+    """Count of the values that are open in a text."""
 
     def __init__(self, tags: re.Pattern[str]) -> None:
         self._tags = tags
@@ -343,8 +319,8 @@ class _TagBalance:
 class _TaggedCall(CallBody):
     """Call whose values may hold calls themselves, so that only what follows shows which end is its own.
 
-    An end behind a closing is its own unless a closing too many follows. It is taken where all values that
-    were opened are closed and another call follows, or text with values of its own; else at the answer's end.
+    That is an end behind a closing, unless a closing too many follows. It is taken where all values are
+    closed and another call follows, or text with values of its own; else at the answer's end.
     """
 
     def __init__(
@@ -360,10 +336,6 @@ class _TaggedCall(CallBody):
         self._balance = _TagBalance(syntax.tags)
         self._end = self._own_end = -1  # of the text, at the latest end and at the likely one
         self._own_open = 0  # values that were open there
-
-    @property
-    def complete(self) -> bool:
-        return self.done or self.doubtful
 
     def push(self, text: str, end: bool = False) -> str:
         self.doubtful = self.end_is_own = False
@@ -389,7 +361,6 @@ class _TaggedCall(CallBody):
         return self._text[0]
 
     def _judge(self, mark: str, rest: str) -> None:
-        """Decide about the end that was just read, with `rest` behind it."""
         written = self._written()
         lowest, open_ = self._balance.lowest(written), self._balance.open
         if self._own_end >= 0 and (lowest is None or lowest >= self._own_open):
@@ -444,8 +415,6 @@ class _TaggedCall(CallBody):
 
 
 class _TaggedValues:
-    """Reader of the tagged arguments in a complete text."""
-
     def __init__(self, syntax: TaggedSyntax, schema: Mapping[str, Any]) -> None:
         self._syntax = syntax
         self._schema = schema
@@ -468,15 +437,14 @@ class _TaggedValues:
     def _end_of(self, text: str, opening: re.Match[str], missing: frozenset[str]) -> tuple[int, int]:
         """Return where a value ends, and where the text after its closing begins.
 
-        A closing counts if another value or nothing follows it. As a value may hold whole calls, closings
-        belong to the innermost opening before them. Where one of the `missing` arguments that the schema
-        describes follows a closing, the value ends in any case, and so does one that was not closed.
+        A closing belongs to the innermost opening before it, and counts if another value or nothing follows.
+        Before one of the `missing` arguments of the schema a value ends in any case, even if not closed.
         """
         start, depth, last = opening.end(), 0, -1
         nested = self._syntax.nested
         closing = self._syntax.closing.replace("{}", _key(opening))
         if _is_json(self._schema, _key(opening)) and (end := _end_of_json(text, start)) >= 0:
-            end = _skip_blanks(text, end)
+            end = skip_blanks(text, end)
             if text.startswith(closing, end):
                 return end, end + len(closing)
         while True:
@@ -490,7 +458,7 @@ class _TaggedValues:
                 return (last, last + len(closing)) if last >= 0 else (len(text), len(text))
             else:
                 start = closed + len(closing)
-                behind = _skip_blanks(text, start)
+                behind = skip_blanks(text, start)
                 following = self._syntax.opening.match(text, behind)
                 if following is not None and not nested and _key(following) in missing:
                     return closed, start
@@ -503,7 +471,6 @@ class _TaggedValues:
                 depth = max(0, depth - 1)
 
     def _left_to_close(self, text: str) -> bool:
-        """Return True if this text closes more values than it opens."""
         syntax = self._syntax
         return len(syntax.closings.findall(text)) > len(syntax.opening.findall(text))
 
@@ -534,10 +501,6 @@ class _TaggedValues:
         return found
 
 
-def _is_object(value: object) -> bool:
-    return isinstance(value, dict) or (isinstance(value, str) and value.lstrip().startswith("{"))
-
-
 def _is_json(schema: Mapping[str, Any], key: str) -> bool:
     """Return True if an argument can be an object or a list, and no text."""
     types = property_types(schema, key) or frozenset()
@@ -546,7 +509,7 @@ def _is_json(schema: Mapping[str, Any], key: str) -> bool:
 
 def _end_of_json(text: str, at: int) -> int:
     """Return where the object or list at this place ends; -1 if there is none."""
-    at = _skip_blanks(text, at)
+    at = skip_blanks(text, at)
     if text[at : at + 1] not in ("{", "["):
         return -1
     try:
@@ -555,18 +518,8 @@ def _end_of_json(text: str, at: int) -> int:
         return -1
 
 
-def _skip_blanks(text: str, at: int) -> int:
-    while at < len(text) and text[at].isspace():
-        at += 1
-    return at
-
-
 _CDATA = re.compile(r"\s*<!\[CDATA\[(.*?)\]\]>\s*", re.DOTALL)
 
 
 def _key(opening: re.Match[str]) -> str:
     return opening["key"].strip().strip("\"'")
-
-
-def _first(text: str, signs: Sequence[str]) -> int:
-    return min([at for sign in signs if (at := text.find(sign)) >= 0], default=-1)

@@ -25,7 +25,6 @@ TextPiece = tuple[str, bool]  #: text, and True if it is one special token
 
 
 def new_id() -> str:
-    """Return a new id in OpenAI's form."""
     return f"call_{secrets.token_hex(12)}"
 
 
@@ -41,13 +40,12 @@ class CallText:
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """Format of a model family's calls: any number between one of `starts` and one of `ends`.
+    """Format of a model family's calls: any number between one of `starts` and one of `ends`, or to the end.
 
-    The first of each is what the template writes. Without `ends`, the end is that of the answer. `direct`:
-    texts that begin a call without `starts`, with `{}` for a tool's name. A call of `JsonSyntax` then needs
-    one of `ends` behind it. `bare`: an answer that begins with one of these signs may be a call, too.
-    `streams`: arguments in JSON are passed on while they come. `past`: a call between `starts` and `ends`.
-    `id_mark` stands before an id that the model makes up. `addressed`: a call is a message to a tool.
+    A template writes the first of each. `direct`: texts that begin a call without `starts`, with `{}` for a
+    tool's name; one of `JsonSyntax` then needs one of `ends`. `bare`: an answer that begins with one of these
+    signs may be a call, too. `streams`: arguments in JSON are passed on while they come. `past`: a call
+    without markers. `id_mark` stands before an id of the model's. `addressed`: a call is a message to a tool.
     """
 
     name: str
@@ -70,7 +68,6 @@ class CallFormat:
         return self.ends[0] if self.ends else ""
 
     def beside(self, other: CallFormat) -> CallFormat:
-        """Return the format of calls in either way."""
         return replace(
             self,
             starts=tuple(dict.fromkeys((*self.starts, *other.starts))),
@@ -88,14 +85,6 @@ class CallFormat:
             object_ = json.dumps(arguments, ensure_ascii=False)
             call = self.past.replace("NAME", name).replace("ARGUMENTS", object_)
         return f"{self.start}{call}{self.ends[-1] if self.ends else ''}"
-
-
-class _Found(Enum):
-    """Text between two calls: not clear yet, the head of a call, or other text."""
-
-    UNCLEAR = auto()
-    HEAD = auto()
-    TEXT = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,36 +114,31 @@ class _OfferedCalls:
         """Return True if a special token stands in the head of a call."""
         return any(token in head for head in self._heads)
 
-    def head(self, text: str, at: int) -> tuple[_Found, _CallHead | None]:
-        """Return what this place of a text begins."""
+    def head(self, text: str, at: int) -> tuple[bool, _CallHead | None]:
+        """Return the call that begins at this place of a text, if any, and whether that is clear."""
         if text[at] in self._first_signs:
             written = compact(text[at : at + _LONGEST_HEAD + 1]).replace("'", '"')
             if heads := [head for head in self._heads if written.startswith(head)]:
-                return _Found.HEAD, self._heads[max(heads, key=len)]
+                return True, self._heads[max(heads, key=len)]
             if len(text) - at <= _LONGEST_HEAD and any(head.startswith(written) for head in self._heads):
-                return _Found.UNCLEAR, None
-        return _Found.TEXT, None
+                return False, None
+        return True, None
 
 
 _offered = lru_cache(maxsize=16)(_OfferedCalls)  # agents offer the same tools at every turn
 
 
 class ReaderState(Enum):
-    """State of a reader: it reads calls, or has ended behind one, or found none.
-
-    In the last two states the text that it did not use is in its `rest`.
-    """
-
     OPEN = auto()
-    CLOSED = auto()
-    REFUSED = auto()
+    CLOSED = auto()  #: behind a call. Text that was not used is in `rest`.
+    REFUSED = auto()  #: It was no call; all is in `rest`.
 
 
 class CallReader:
     """Reader of the calls of one answer, in runs: from one of `markers` on up to other text.
 
-    `forced`: a grammar guarantees a call in JSON and nothing else. `most`: so many calls are read; 0 for all.
-    What its methods yield as `str` is text of the answer.
+    `forced`: a grammar guarantees a call in JSON. `most`: so many are read; 0 for all. A `str` that it yields
+    is text of the answer.
     """
 
     def __init__(
@@ -177,7 +161,6 @@ class CallReader:
         self._body: CallBody | None = None
 
     def another(self) -> CallReader:
-        """Return a new reader of any number of the same calls."""
         return CallReader(self.format, list(self._tools.values()))
 
     @cached_property
@@ -186,16 +169,13 @@ class CallReader:
 
     @property
     def markers(self) -> list[str]:
-        """Texts with which a run may begin."""
         return [] if self.forced else self._offered.markers
 
     def offers(self, name: str) -> bool:
-        """Return True if the model may call this tool."""
         return name in self._tools
 
     @property
     def _reads(self) -> bool:
-        """True if a call has begun and is not over."""
         return self._body is not None and not self._in_doubt
 
     @property
@@ -212,7 +192,7 @@ class CallReader:
         return self._direct and self._body is not None and not self._body.is_call
 
     @property
-    def _enough(self) -> bool:
+    def enough(self) -> bool:
         return 0 < self.most <= self.complete
 
     @property
@@ -237,13 +217,12 @@ class CallReader:
             return
         pieces, self._specials = self._specials, []
         for piece in pieces:
-            if self._enough:
+            if self.enough:
                 return
             if self.state is not ReaderState.OPEN:
                 self.rest.append(piece)
             elif self._body is not None and self._reads:
-                if not self._body.is_call:
-                    self._raw.append(piece)
+                self._raw += [] if self._body.is_call else [piece]
                 yield from self._feed(*piece)
                 yield from self._look()
             else:
@@ -269,7 +248,7 @@ class CallReader:
         if self.state is not ReaderState.OPEN:
             return
         fence = "".join([text for text, _ in self._pending]).strip() in _FENCES
-        nothing = self._first or cut or self._enough or fence
+        nothing = self._first or cut or self.enough or fence
         self._leave(self._first and (words or not cut), [] if nothing else self._pending)
 
     def _leave(self, refused: bool, rest: Sequence[TextPiece] = ()) -> None:
@@ -286,7 +265,8 @@ class CallReader:
         tool = self._tools.get(body.name or "")
         if new and tool is not None and self.format.streams and not self._needs_end:
             if not body.streams:
-                body.streams, self._first, self._raw = True, False, []
+                body.streams = body.is_call = True
+                self._first, self._raw = False, []
                 yield self._begun(body, tool)
             yield CallText(len(self._ids) - 1, new)
         if body.end_is_own and self.most and self.complete + 1 >= self.most:
@@ -326,15 +306,15 @@ class CallReader:
 
     def _look(self) -> Iterator[CallText | str]:
         """Read what is pending: what stands before a call, between two, or behind a doubtful end."""
-        while self.state is ReaderState.OPEN and self._pending and not self._reads and not self._enough:
+        while self.state is ReaderState.OPEN and self._pending and not self._reads and not self.enough:
             text = "".join([piece for piece, _ in self._pending])
-            found, at, head = self._next(text)
+            clear, at, head = self._next(text)
             self._pending = _behind(self._pending, at)
             body = self._body
             if body is not None and self._needs_end and self._ended:
                 yield from self._end_call(body, cut=False)
                 self._raw = list(self._pending)
-            elif found is _Found.UNCLEAR:
+            elif not clear:
                 return
             elif self._needs_end:
                 self._leave(refused=True)
@@ -350,16 +330,15 @@ class CallReader:
             else:
                 schema = self._tools[head.name].parameters or {}
                 self._body, self._pending = head.syntax.body(head.name, schema, self.format.ends), []
-                if self._body.is_call:
-                    self._raw = []
+                self._raw = [] if self._body.is_call else self._raw
                 yield from self._feed(text[_place(text, at, head.length) :], False)
 
-    def _next(self, text: str) -> tuple[_Found, int, _CallHead | None]:
-        """Return what follows, and where it begins: behind blanks, and behind the format's own markers."""
+    def _next(self, text: str) -> tuple[bool, int, _CallHead | None]:
+        """Return whether it is clear what follows, its place behind blanks and markers, and its call."""
         if self._first and not self.marker and not self.forced:
             begins = next(text.lstrip()[0] for text, _ in self._raw if not text.isspace())
             if begins not in self.format.bare:
-                return _Found.TEXT, 0, None
+                return True, 0, None
         between = "" if self._in_doubt else "[" if self._first else _BETWEEN
         marks = [*filter(None, [self.format.id_mark])]
         marks += () if self.format.addressed else self.format.starts
@@ -368,25 +347,24 @@ class CallReader:
         at = 0
         while at < len(text):
             if any(len(mark) > len(text) - at and mark.startswith(text[at:]) for mark in marks):
-                return _Found.UNCLEAR, at, None
+                return False, at, None
             if mark := max([mark for mark in marks if text.startswith(mark, at)], key=len, default=""):
                 self._ended = self._ended or mark in self.format.ends
                 behind = at + len(mark)
                 if mark == self.format.id_mark and (behind := text.find("<", behind)) < 0:
-                    return _Found.UNCLEAR, at, None
+                    return False, at, None
                 at = behind
             elif text[at].isspace():
                 at += 1
             else:
-                found, head = self._offered.head(text, at)
-                if found is not _Found.TEXT or text[at] not in between:
-                    return found, at, head
+                clear, head = self._offered.head(text, at)
+                if head or not clear or text[at] not in between:
+                    return clear, at, head
                 at += 1
-        return _Found.UNCLEAR, at, None
+        return False, at, None
 
 
 def _behind(pieces: Sequence[TextPiece], at: int) -> list[TextPiece]:
-    """Return pieces without their first `at` characters."""
     kept = []
     for text, special in pieces:
         if at < len(text):

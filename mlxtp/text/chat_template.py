@@ -1,9 +1,8 @@
 """Conversations in the form that a model's chat template can write whole. Pure.
 
-Templates refuse or drop what their makers did not think of: a second system message, two messages of the user
-in a row, tools, calls in the history. What a template can do is found once, by rendering short conversations
-of words that stand nowhere else (`traits_of`). `template_messages` then writes each conversation so that
-nothing is lost, and `left_out` checks the prompt.
+Templates refuse or drop what their makers did not think of. What one can do is found once, by rendering short
+conversations of words that stand nowhere else (`traits_of`). `template_messages` then writes each
+conversation so that nothing is lost, and `left_out` checks the prompt.
 """
 
 from __future__ import annotations
@@ -38,39 +37,28 @@ IDS = ("", SHORT_IDS, NAMED_IDS)  #: the client's own, or one of these
 
 @dataclass(frozen=True, slots=True)
 class TemplateTraits:
-    """Traits of a chat template: what of a conversation it writes whole.
+    """Traits of a chat template: what of a conversation it writes whole."""
 
-    `parts`: content has to be a list of parts. `system`: a system message at the beginning; `systems`:
-    several there; `later_systems`: others further on. `neighbours`: two messages of one role in a row.
-    `first_assistant`, `last_assistant`: a conversation that begins or ends with the assistant. `no_user`: one
-    without a message of the user. `words_behind_results`: a message of the user behind a tool's result.
-    `tools`: their descriptions, and `tools_alone` even without a system message. `calls`: those of the
-    assistant. `arguments_as_text`: their arguments have to be JSON text. `ids`: the form of ids, of `IDS`.
-    `several_calls`, `words_beside_calls`: in one message. `thoughts`: the field of a message with calls that
-    holds its thoughts, or empty; `thoughts_beside_words`: even if it has text. `cut_markers`: markers of the
-    model that it does not write in the assistant's text; `cuts_all`: none, in any text.
-    """
-
-    parts: bool = False
-    system: bool = True
-    systems: bool = True
-    later_systems: bool = True
-    neighbours: bool = True
-    first_assistant: bool = True
-    last_assistant: bool = True
-    no_user: bool = True
-    words_behind_results: bool = True
-    tools: bool = False
-    tools_alone: bool = True
-    calls: bool = True
-    arguments_as_text: bool = False
-    ids: str = ""
-    several_calls: bool = True
+    parts: bool = False  #: Content has to be a list of parts.
+    system: bool = True  #: a system message at the beginning
+    systems: bool = True  #: several there
+    later_systems: bool = True  #: others further on
+    neighbours: bool = True  #: two messages of one role in a row
+    first_assistant: bool = True  #: a conversation that begins with the assistant
+    last_assistant: bool = True  #: one that ends with it
+    no_user: bool = True  #: one without a message of the user
+    words_behind_results: bool = True  #: a message of the user behind a tool's result
+    tools: bool = False  #: their descriptions,
+    tools_alone: bool = True  #: even without a system message
+    calls: bool = True  #: those of the assistant
+    arguments_as_text: bool = False  #: Their arguments have to be JSON text.
+    ids: str = ""  #: the form of ids, of `IDS`
+    several_calls: bool = True  #: in one message
     words_beside_calls: bool = True
-    thoughts: str = "reasoning_content"
-    thoughts_beside_words: bool = True
-    cut_markers: tuple[str, ...] = ()
-    cuts_all: bool = False
+    thoughts: str = "reasoning_content"  #: the field for thoughts of a message with calls, or empty,
+    thoughts_beside_words: bool = True  #: even if it has text
+    cut_markers: tuple[str, ...] = ()  #: markers of the model that it does not write in the assistant's text
+    cuts_all: bool = False  #: It writes none, in any text.
 
 
 # --- messages for a template ------------------------------------------------------------------------------
@@ -100,12 +88,9 @@ def template_messages(
     prompting: bool = True,
     markup: Markup = NO_MARKUP,
 ) -> list[Json]:
-    """Return the messages of a conversation for a template with these traits.
-
-    `write_call` writes calls in the model's format, for templates that do not. `markup` is the model's.
-    """
+    """Return messages for a template with these traits. `write_call` is for one that writes no calls."""
     turns = [_thoughts_apart(turn, markup.think) for turn in conversation.messages]
-    turns = _matched(turns, traits.ids or SHORT_IDS * (not traits.several_calls), lost=_result_in_words)
+    turns = matched(turns, traits.ids or SHORT_IDS * (not traits.several_calls), lost=_result_in_words)
     if not traits.tools:
         turns = [_result_in_words(turn) if turn.role == "tool" else turn for turn in turns]
         turns = _with_tools([_calls_in_words(turn, JSON_CALLS.written) for turn in turns], conversation.tools)
@@ -118,37 +103,25 @@ def template_messages(
     turns = _with_systems(turns, traits, bool(conversation.tools) and not traits.tools_alone)
     first = traits.first_assistant and not conversation.tools  # Llama 3 puts them into the first message
     if not traits.neighbours:
-        said = [turn for turn in turns if turn.text or turn.calls or turn.role != "assistant"]
-        turns = _joined(said)
+        turns = _joined([turn for turn in turns if turn.text or turn.calls or turn.role != "assistant"])
     turns = _with_missing(turns, replace(traits, first_assistant=first), prompting)
-    turns = [_without_markers(turn, traits, markup.marks) for turn in turns]
-    return [_message(turn, traits) for turn in turns]
+    return [_message(_without_markers(turn, traits, markup.marks), traits) for turn in turns]
+
+
+_WITH_MORE = (
+    "system", "systems", "later_systems", "neighbours", "first_assistant", "last_assistant", "no_user",
+    "words_behind_results", "several_calls",
+)  # fmt: skip
+_ONLY_TURNS: Json = dict.fromkeys(_WITH_MORE, False) | {"thoughts": "", "cuts_all": True}
 
 
 def plainer(traits: TemplateTraits) -> list[TemplateTraits]:
-    """Return the traits, and then fewer ones, for a conversation that the template does not write whole.
-
-    The last are those of user and assistant in turns, with everything else in words.
-    """
-    turns = replace(
-        traits,
-        system=False,
-        systems=False,
-        later_systems=False,
-        neighbours=False,
-        first_assistant=False,
-        last_assistant=False,
-        no_user=False,
-        words_behind_results=False,
-        several_calls=False,
-        thoughts="",
-        cuts_all=True,
-    )
+    """Return the traits, and then fewer: at last user and assistant in turns, everything else in words."""
+    turns = replace(traits, **_ONLY_TURNS)
     return list(dict.fromkeys((traits, replace(traits, thoughts=""), turns, replace(turns, tools=False))))
 
 
 def template_options(conversation: Conversation) -> Json:
-    """Return further variables for the template, which ignores those that it does not know."""
     options = dict(conversation.template_options)
     if conversation.thinking is not None:
         options |= {"enable_thinking": conversation.thinking, "thinking": conversation.thinking}
@@ -167,13 +140,12 @@ def _message(turn: ChatMessage, traits: TemplateTraits) -> Json:
         ]
     elif turn.reasoning and traits.thoughts:
         message[traits.thoughts] = turn.reasoning
-    if turn.calls:
-        message["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
-            for call, arguments in ((call, _object(call.arguments)) for call in turn.calls)
-        ]
-        for each in message["tool_calls"] if traits.arguments_as_text else ():
-            each["function"]["arguments"] = json.dumps(each["function"]["arguments"], ensure_ascii=False)
+    for call in turn.calls:
+        given: object = _object(call.arguments)
+        given = json.dumps(given, ensure_ascii=False) if traits.arguments_as_text else given
+        function = {"name": call.name, "arguments": given}
+        called = {"id": call.id, "type": "function", "function": function}
+        message.setdefault("tool_calls", []).append(called)
     if turn.role == "tool":
         message |= {"tool_call_id": turn.call_id, "name": turn.name}
     return message
@@ -208,20 +180,15 @@ def _without_markers(turn: ChatMessage, traits: TemplateTraits, marks: Sequence[
 # --- tools and calls ----------------------------------------------------------------------------------------
 
 
-def numbered(turns: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Give calls new ids in their order."""
-    return _matched(turns, SHORT_IDS)
-
-
-def _matched(
+def matched(
     turns: Sequence[ChatMessage],
     ids: str = "",
     lost: Callable[[ChatMessage], ChatMessage] = lambda turn: turn,
 ) -> list[ChatMessage]:
     """Give results of tools the names of their calls: each answers the first open call of its id, or of none.
 
-    A model that writes its ids itself may use one twice. With `ids`, calls get new ones of that form.
-    Results in a row get the order of their calls. A result whose call is `lost` becomes what that returns.
+    A model may write an id twice. With `ids`, calls get new ones of that form. Results in a row get the order
+    of their calls; `lost` makes another message of one without a call.
     """
     matched: list[tuple[str, float, ChatMessage]] = []  # with the number of the call that it answers
     indices, open_ = count(), dict[str, deque[tuple[int, Call]]]()
@@ -246,10 +213,7 @@ def _matched(
 
 
 def _one_at_a_time(turns: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Put each call in a turn of its own, with its result behind it, because Llama 3 requires it.
-
-    No two of the calls have the same id.
-    """
+    """Put each call, with its result, in a turn of its own, as Llama 3 requires. All ids differ."""
     answers = {turn.call_id: turn for turn in turns if turn.role == "tool"}
     apart: list[ChatMessage] = []
     for turn in turns:
@@ -280,10 +244,6 @@ def _result_in_words(turn: ChatMessage) -> ChatMessage:
     return ChatMessage("user", f"<tool_response>\n{turn.text}\n</tool_response>")
 
 
-def _is_result_in_words(turn: ChatMessage) -> bool:
-    return turn.role == "user" and turn.text.startswith("<tool_response>")
-
-
 def _calls_in_words(turn: ChatMessage, write_call: WriteCall) -> ChatMessage:
     calls = [write_call(call.name, _object(call.arguments)) for call in turn.calls]
     return replace(turn, text="\n".join([*filter(None, [turn.text]), *calls]), calls=())
@@ -292,7 +252,9 @@ def _calls_in_words(turn: ChatMessage, write_call: WriteCall) -> ChatMessage:
 def _with_tools(turns: Sequence[ChatMessage], tools: Sequence[Tool]) -> list[ChatMessage]:
     """Join results of several tools in one message of the user, and put the tools in the system message."""
     joined: list[ChatMessage] = []
-    for results, group in groupby(turns, key=_is_result_in_words):
+    for results, group in groupby(
+        turns, key=lambda turn: turn.role == "user" and turn.text.startswith("<tool_response>")
+    ):
         run = list(group)
         joined += [ChatMessage("user", "\n".join([turn.text for turn in run]))] if results else run
     if not tools:
@@ -326,23 +288,20 @@ def _with_systems(turns: Sequence[ChatMessage], traits: TemplateTraits, needed: 
 
 
 def _joined(turns: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Join neighbours of one role, except results of tools."""
     joined: list[ChatMessage] = []
     for role, group in groupby(turns, key=lambda turn: turn.role):
         run = list(group)
         if role == "tool" or len(run) == 1:
             joined += run
         else:
-            texts, thoughts = [turn.text for turn in run], [turn.reasoning for turn in run]
+            text = "\n\n".join([turn.text for turn in run if turn.text])
+            thoughts = "\n".join([turn.reasoning for turn in run if turn.reasoning])
             calls = tuple([call for turn in run for call in turn.calls])
-            joined.append(
-                ChatMessage(role, "\n\n".join(filter(None, texts)), "\n".join(filter(None, thoughts)), calls)
-            )
+            joined.append(ChatMessage(role, text, thoughts, calls))
     return joined
 
 
 def _with_missing(turns: Sequence[ChatMessage], traits: TemplateTraits, prompting: bool) -> list[ChatMessage]:
-    """Add the messages that the template wants between others, or at an end."""
     made: list[ChatMessage] = []
     for before, turn in zip([None, *turns], turns, strict=False):
         begins = before is None or before.role == "system"
@@ -367,6 +326,7 @@ _PROBE_TOOL = Tool(
     "zqdescription",
     {"type": "object", "properties": {"zq_key": {"type": "string"}}, "required": ["zq_key"]},
 )
+_OBJECTS = "'zq_key': '", "'type': '", '"thinking": "'  # of a template that wrote one where it takes a text
 _THOUGHT_FIELDS = ("reasoning_content", "thinking", "reasoning", THOUGHT_PARTS)
 _SYSTEM, _SYSTEM_2 = ChatMessage("system", "zqsystema"), ChatMessage("system", "zqsystemb")
 _USER, _USER_2 = ChatMessage("user", "zqusera"), ChatMessage("user", "zquserb")
@@ -391,7 +351,7 @@ class _TemplateProbe:
     def prompt(self, *turns: ChatMessage, tools: bool = False) -> str:
         """Return the prompt; empty where the template refuses the conversation."""
         traits = self.traits
-        turns = tuple(_matched(turns, traits.ids))
+        turns = tuple(matched(turns, traits.ids))
         try:
             offered = [tool_json(_PROBE_TOOL)] if tools else []
             return self._render([_message(turn, traits) for turn in turns], offered)
@@ -404,10 +364,9 @@ class _TemplateProbe:
         """Return True if the prompt has the words in their order; those of the turns if none are given."""
         prompt, at = self.prompt(*turns, tools=tools), 0
         ends = [at := prompt.find(word, at) for word in words or [turn.text for turn in turns if turn.text]]
-        return min(ends) >= 0 and not _prints_objects(prompt)
+        return min(ends) >= 0 and not any(written in prompt for written in _OBJECTS)
 
     def _contains(self, *turns: ChatMessage, words: Sequence[str], tools: bool = True) -> bool:
-        """Return True if the prompt has the words in any order."""
         prompt = self.prompt(*turns, tools=tools)
         return all(word in prompt for word in words)
 
@@ -470,16 +429,8 @@ class _TemplateProbe:
         self.learn(thoughts="")
 
 
-def _prints_objects(prompt: str) -> bool:
-    """Return True if the template wrote a list or object where it takes a text."""
-    return any(written in prompt for written in ("'zq_key': '", "'type': '", '"thinking": "'))
-
-
 def traits_of(render: TemplateRender, markup: Markup = NO_MARKUP) -> TemplateTraits:
-    """Return what a chat template writes whole. `markup` is the model's.
-
-    Renders up to thirty short conversations. Raises RequestError where that fails, not where one is refused.
-    """
+    """Render up to thirty short conversations. Raises RequestError where that fails, not for a refusal."""
     probe = _TemplateProbe(render)
     probe.messages()
     probe.tools()
@@ -498,10 +449,8 @@ def traits_of(render: TemplateRender, markup: Markup = NO_MARKUP) -> TemplateTra
 def left_out(prompt: str, messages: Sequence[Json], tools: Sequence[Json]) -> str:
     """Return what the prompt lacks of messages and tools, in words; empty if it has all, in order.
 
-    A system message may stand anywhere, and the parts of a message and the results of its calls in any order.
-    White space around a text does not count, nor do the words with which a model's maker lets users control
-    its thoughts. A template may write a text as a string in JSON. Behind MOST_SEARCHED characters, the rest
-    counts as there.
+    System messages may stand anywhere, and the parts of a message and the results of its calls in any order.
+    White space around a text does not count. Behind MOST_SEARCHED characters, the rest counts as there.
     """
     search = _PromptSearch(prompt)
     start = behind = 0
@@ -545,8 +494,6 @@ def _contents(message: Json) -> Iterator[tuple[str, str]]:
 
 
 class _PromptSearch:
-    """Search for many texts in one prompt."""
-
     def __init__(self, prompt: str) -> None:
         self._prompt = prompt
         self._left = MOST_SEARCHED

@@ -37,41 +37,31 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """Function that the model may call. `parameters` is a JSON schema of an object; None takes nothing.
-
-    `aliases` are other names under which the model may call it.
-    """
-
     name: str
     description: str = ""
-    parameters: Mapping[str, Any] | None = None
-    aliases: tuple[str, ...] = ()
+    parameters: Mapping[str, Any] | None = None  #: JSON schema of an object; None takes nothing.
+    aliases: tuple[str, ...] = ()  #: other names under which the model may call it
+
+    @property
+    def schema(self) -> Mapping[str, Any]:
+        return self.parameters or {"type": "object", "properties": {}}
 
 
 def tool_json(tool: Tool) -> dict[str, Any]:
     """Return a tool in OpenAI's form, which chat templates take as well."""
-    function: dict[str, Any] = {"name": tool.name, "description": tool.description}
-    function["parameters"] = tool.parameters or {"type": "object", "properties": {}}
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.schema}
     return {"type": "function", "function": function}
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Conversation for a model with a chat template to answer.
-
-    `tool_choice`: `AUTO` (the model decides), `NONE`, `REQUIRED` (it has to call one), or a tool's name.
-    `parallel`: one answer may hold several calls. `thinking` None leaves it to the model's template.
-    `template_options` go to the template unchanged. With `needs_thinking`, a model that cannot think is
-    refused.
-    """
-
     messages: tuple[ChatMessage, ...]
     tools: tuple[Tool, ...] = ()
-    tool_choice: str = AUTO
-    parallel: bool = True
-    thinking: bool | None = None
+    tool_choice: str = AUTO  #: or NONE, REQUIRED (the model has to call one), or a tool's name
+    parallel: bool = True  #: One answer may hold several calls.
+    thinking: bool | None = None  #: None leaves it to the model's template.
     template_options: Mapping[str, Any] = field(default_factory=dict)
-    needs_thinking: bool = False
+    needs_thinking: bool = False  #: A model that cannot think is refused.
 
 
 Prompt = str | tuple[int, ...]  #: Text or tokens that a model continues, without a chat template.
@@ -79,43 +69,30 @@ Prompt = str | tuple[int, ...]  #: Text or tokens that a model continues, withou
 
 @dataclass(frozen=True, slots=True)
 class GenerationOptions:
-    """Options of an answer.
-
-    `max_tokens` None is as many as fit, and so is a number that does not fit. `settings` has the rest that a
-    client set of the engine's `Sampling` and `Shaping`, by their fields. `seed` None is a fresh one.
-    `logit_bias` has token ids as text for keys. `format` is a `response_format` in the form of OpenAI's chat.
-    `logprobs` -1 requests none, 0 those of the chosen tokens, k also the k most probable others. `deadline_s`
-    0 is the server's own, in seconds.
-    """
-
     n: int = 1
-    max_tokens: int | None = None
+    max_tokens: int | None = None  #: None, or a number that does not fit: as many as fit
     stop: tuple[str, ...] = ()
+    #: what else a client set of the engine's `Sampling` and `Shaping`, by their fields
     settings: Mapping[str, float] = field(default_factory=dict)
-    format: Mapping[str, Any] | None = None
-    logprobs: int = -1
+    format: Mapping[str, Any] | None = None  #: `response_format` of OpenAI's chat
+    logprobs: int = -1  #: -1: none, 0: those of the chosen tokens, k: also the k most probable others
     ignore_eos: bool = False
-    seed: int | None = None
-    logit_bias: Mapping[str, float] = field(default_factory=dict)
-    deadline_s: float = 0.0
+    seed: int | None = None  #: None: a fresh one
+    logit_bias: Mapping[str, float] = field(default_factory=dict)  #: by token ids as text
+    deadline_s: float = 0.0  #: 0: the server's own
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """Conversation to answer, or prompts to continue, each `options.n` times.
+    """Conversation to answer, or prompts to continue, each `options.n` times."""
 
-    `model` None or "default" is the one that is loaded. `user` distinguishes clients of one address.
-    `dialect` is data that the adapter needs again when it writes the answer. `keep_s` is that of
-    `Backend.acquire_model`.
-    """
-
-    model: str | None
+    model: str | None  #: None or "default" is the one that is loaded.
     prompt: Conversation | tuple[Prompt, ...]
     options: GenerationOptions = GenerationOptions()
     stream: bool = False
-    user: str = ""
-    dialect: Any = None
-    keep_s: float | None = None
+    user: str = ""  #: distinguishes clients of one address
+    dialect: Any = None  #: data that the adapter needs again when it writes the answer
+    keep_s: float | None = None  #: as in `Backend.acquire_model`
 
 
 # --- the answer, as a model gives it ---------------------------------------------------------------------
@@ -133,34 +110,24 @@ class TokenScore:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Newly confirmed tokens, in order. An end token may be among them; its text is never shown.
-
-    `scores` has one entry for each token if the request has log-probabilities, else it is empty.
-    """
+    """Newly confirmed tokens, in order. An end token may be among them; its text is never shown."""
 
     tokens: tuple[int, ...]
-    scores: tuple[TokenScore, ...] = ()
+    scores: tuple[TokenScore, ...] = ()  #: of each token if the request has log-probabilities
 
 
 @dataclass(frozen=True, slots=True)
 class StreamEnd:
-    """Last event of a request. `generated` counts every token, the end token too.
-
-    "cancel" means that the backend gave the request up: the client sees an error, never a short answer.
-    `cached` prompt tokens came from the prefix cache. Of `drafted` tokens, `accepted` were right.
-    """
+    """Last event of a request. "cancel": the backend gave it up, and the client sees an error, no answer."""
 
     reason: FinishReason
-    generated: int
-    cached: int = 0
+    generated: int  #: every token, the end token too
+    cached: int = 0  #: prompt tokens from the prefix cache
     drafted: int = 0
-    accepted: int = 0
+    accepted: int = 0  #: of the drafted tokens
 
 
 TokenEvent = Tokens | StreamEnd
-
-
-# --- sizes ------------------------------------------------------------------------------------------------
 
 
 def characters(conversation: Conversation) -> int:

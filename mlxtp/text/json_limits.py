@@ -1,7 +1,6 @@
-"""Limits on the size of a JSON text, counted without parsing it. Pure.
+"""Limits on the size of a JSON text, counted without parsing it, which blocks everything else. Pure.
 
-Parsing blocks everything else in this process: 16 MiB of empty objects for many seconds. Text within these
-limits takes about half a second at worst, on one core of a small server.
+16 MiB of empty objects take many seconds, text within these limits half a second on a small server.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ def check_extent(*texts: bytes | str, where: str = "the body", param: str | None
 
 
 def _outside_strings(text: bytes) -> Iterator[bytes]:
-    """Yield the counted signs of each piece of a JSON text."""
     in_string = cut_escape = False
     for at in range(0, len(text), _PIECE):
         piece = text[at + cut_escape : at + _PIECE].replace(b"\\\\", b"")

@@ -1,8 +1,7 @@
 """Valid JSON made of what models write in its place, piece by piece. Pure.
 
-A model leaves newlines in strings, forgets quotes, commas and brackets, or writes Python. Families write
-objects in forms of their own: `key=value` in parentheses, or keys and strings in other quotes. All of that
-comes out as JSON. Valid JSON comes out letter by letter.
+A model leaves newlines in strings, forgets quotes, commas and brackets, or writes Python, `key=value` in
+parentheses, or strings in other quotes. Valid JSON comes out letter by letter.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _WORDS = {
     "nan": "null", "NaN": "null", "Infinity": "null", "-Infinity": "null", "undefined": "null",
 }  # fmt: skip
 _ESCAPES = frozenset('"\\/bfnrt')
-_CLOSERS = {"{": "}", "[": "]", "(": ")"}
+_CLOSERS = {"{": "}", "[": "])", "(": ")"}
 _END = {"{": "}", "[": "]", "(": "}"}  # in JSON
 
 
@@ -43,10 +42,7 @@ class _Expect(Enum):
 
 
 class _OpenString:
-    """A string while it is read. A key's `letters` are kept.
-
-    `inside` is the bracket of its container. `bare`: keys may follow without quotes.
-    """
+    """A string in a container with the bracket `inside`. `bare`: keys may follow without quotes."""
 
     def __init__(self, quote: str, is_key: bool, inside: str, stops: Sequence[str], bare: bool) -> None:
         self.is_key = is_key
@@ -101,11 +97,8 @@ class _OpenString:
         return self._add("\\\\", made, at + 1)  # no escape: a path, or a regular expression
 
     def _ends(self, text: str, at: int, final: bool) -> bool | None:
-        """Return whether a quote before `at` ends the string; None if that is not clear yet.
-
-        It does where JSON can go on behind it. Otherwise the model forgot to escape it.
-        """
-        at = _blanks(text, at)
+        """Return True if JSON can go on behind a quote: else it needed an escape. None: not clear yet."""
+        at = skip_blanks(text, at)
         if at == len(text):
             return True if final else None
         if self.is_key:
@@ -114,7 +107,7 @@ class _OpenString:
             return True
         if text[at] != ",":
             return None if not final and _may_stop(self._stops, text[at:]) else False
-        at = _blanks(text, at + 1)
+        at = skip_blanks(text, at + 1)
         if at == len(text):
             return True if final else None
         bare = self._bare and (text[at].isalpha() or text[at] == "_")
@@ -122,19 +115,14 @@ class _OpenString:
 
 
 class JsonMender:
-    """Reader of one container, from its opening bracket to its end.
+    """Reader of one container. A `(` at the beginning opens an object whose keys need no quotes.
 
-    A `(` at the beginning opens an object whose keys need no quotes. `quotes`: those that open strings, the
-    longest of a common beginning first. `stops`: texts that end the container unless a string is open.
-    `apart`: the first object at the top that is the value of one of these keys goes to `inner`, and null
-    stands in its place.
+    `quotes` open strings, the longest of a common beginning first. `stops` end the container unless a string
+    is open. The first object at the top under a key of `apart` goes to `inner`; null takes its place.
     """
 
     def __init__(
-        self,
-        quotes: Sequence[str] = JSON_QUOTES,
-        stops: Sequence[str] = (),
-        apart: Sequence[str] = (),
+        self, quotes: Sequence[str] = JSON_QUOTES, stops: Sequence[str] = (), apart: Sequence[str] = ()
     ) -> None:
         self.done = False
         self.inner: list[str] = []
@@ -159,7 +147,6 @@ class JsonMender:
 
     @property
     def in_string(self) -> bool:
-        """True if a string is open."""
         return self._string is not None
 
     def push(self, text: str, final: bool = False) -> str:
@@ -197,7 +184,6 @@ class JsonMender:
     # Each of the following reads from `at` on and returns where it stopped; -1 to wait for more text.
 
     def _between(self, text: str, at: int, final: bool) -> int:
-        """Read what stands outside of strings."""
         if text[at].isspace():
             return self._blank(text, at)
         if self._open and any(text.startswith(stop, at) for stop in self._stops):
@@ -214,7 +200,7 @@ class JsonMender:
         return self._colon(text, at) if self._expect is _Expect.COLON else self._value(text, at, final)
 
     def _blank(self, text: str, at: int) -> int:
-        end = _blanks(text, at)
+        end = skip_blanks(text, at)
         blanks = "".join(each if each in " \t\r\n" else " " for each in text[at:end])
         if self._comma:
             self._comma += blanks
@@ -223,7 +209,6 @@ class JsonMender:
         return end
 
     def _value(self, text: str, at: int, final: bool) -> int:
-        """Read the beginning of a key or a value."""
         is_key = self._expect is _Expect.KEY
         if (quote := self._opening_quote(text, at, final)) is None:
             return -1
@@ -260,9 +245,7 @@ class JsonMender:
         return at + 1
 
     def _end_container(self, sign: str, at: int) -> int:
-        ends = [
-            i for i, each in enumerate(self._open) if _CLOSERS[each] == sign or (each, sign) == ("[", ")")
-        ]
+        ends = [i for i, each in enumerate(self._open) if sign in _CLOSERS[each]]
         if not ends:
             self.broken = True
             return at + 1
@@ -299,7 +282,6 @@ class JsonMender:
         return at
 
     def _begin(self, sign: str) -> None:
-        """Begin a key or a value."""
         self._made += [self._comma, sign]
         self._comma = ""
 
@@ -311,12 +293,8 @@ class JsonMender:
             self._begin(json.dumps(word, ensure_ascii=False))
             self._expect = _Expect.COLON
             return key.end()
-        if (
-            text[at] not in ",:="
-            and not final
-            and len(text) - at < _LONGEST_WORD
-            and _KEY.match(f"{text}:", at)
-        ):
+        waits = text[at] not in ",:=" and not final and len(text) - at < _LONGEST_WORD
+        if waits and _KEY.match(f"{text}:", at):
             return -1
         self.broken = self.broken or text[at] != ","
         return at + 1
@@ -355,7 +333,7 @@ def _may_stop(stops: Sequence[str], text: str) -> bool:
     return any(stop.startswith(text) for stop in stops)
 
 
-def _blanks(text: str, at: int) -> int:
+def skip_blanks(text: str, at: int) -> int:
     found = _BLANKS.match(text, at)
     assert found is not None
     return found.end()

@@ -22,10 +22,9 @@ USUAL_THINK = ("<think>", "</think>")  #: Templates know them whose models have 
 
 @dataclass(frozen=True, slots=True)
 class Markup:
-    """Markers of a model. `think`: those before and after a thought.
+    """Markers of a model that no client sees: before and after a thought, and around an answer (`wrappers`).
 
-    `headers`: special tokens that begin the header of a message. `header_end` ends it. Clients never see
-    headers, nor the `wrappers` around an answer.
+    `headers`: special tokens that begin the header of a message, which `header_end` ends.
     """
 
     think: tuple[str, str] | None = None
@@ -46,10 +45,7 @@ NO_MARKUP = Markup()
 
 @dataclass(frozen=True, slots=True)
 class ThoughtRow:
-    """One markup of thoughts. All of `tokens` in the vocabulary show it, or all of `texts` in the template.
-
-    In either case the template has to have those `needed`.
-    """
+    """One markup of thoughts, shown by `tokens`, or by `texts` of the template, which has those `needed`."""
 
     families: str
     markup: Markup
@@ -100,7 +96,6 @@ THOUGHTS: Sequence[ThoughtRow] = (
 
 
 def thought_markup(template: str, vocabulary: Container[str]) -> Markup:
-    """Return the markers of thoughts; none for a model that does not think aloud."""
     for row in THOUGHTS:
         shown = all(token in vocabulary for token in row.tokens)
         written = bool(row.texts) and all(text in template for text in row.texts)
@@ -114,11 +109,7 @@ def thought_markup(template: str, vocabulary: Container[str]) -> Markup:
 
 @dataclass(frozen=True, slots=True)
 class CallRow:
-    """One markup of calls.
-
-    It is shown by all of any group of `texts` in the template, or by all `tokens`. Without `texts`, the
-    format's start does.
-    """
+    """One markup of calls, shown by all `tokens`, or in the template by one group of `texts` or the start."""
 
     families: str
     format: CallFormat

@@ -2,10 +2,6 @@
 
 An agent runs it in a process of its own, with limits of time and memory, because a template may never end and
 a tokenizer may take any amount of memory. Work on texts waits in a queue with a bound on the wait.
-
-mlx-lm has chat templates as Python modules, for models without a Jinja template: DeepSeek V3.2's. They are
-mlx-lm's code and never the model's. A module is loaded from its file, because `import mlx_lm` would import
-MLX.
 """
 
 from __future__ import annotations
@@ -15,6 +11,7 @@ import importlib.util
 import json
 import logging
 import os
+import runpy
 import signal
 import socket
 import struct
@@ -30,7 +27,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property, partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from ..admission_counter import FairQueue
 from ..errors import Code, MlxtpError, ModelError, RequestError, is_library_error
@@ -63,20 +60,15 @@ MOST_OWN = 8 * SHORT  # bytes or characters that wait for one client, of work th
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Waiting:
-    """Work that waits, with its client and its number in FairQueue. `size` counts towards MOST_OWN."""
-
     client: str
-    turn: int
-    size: int
+    turn: int  # in FairQueue
+    size: int  # counts towards MOST_OWN
     work: Callable[[], Any]
     outcome: Future[Any]
 
 
 class WorkerQueue:
-    """One thread that runs one piece of work after the other. FairQueue orders clients.
-
-    Work that waits too long is refused: `busy` begins the words.
-    """
+    """One thread that runs one piece of work after the other, of clients in turns. `busy` begins refusals."""
 
     def __init__(self, busy: str = "other prompts kept the tokenizer busy") -> None:
         self._busy = busy
@@ -88,7 +80,6 @@ class WorkerQueue:
 
     @property
     def here(self) -> bool:
-        """True in the thread of this queue."""
         return threading.get_ident() == self._thread
 
     def run_blocking(self, work: Callable[[], T]) -> T:
@@ -98,7 +89,7 @@ class WorkerQueue:
     async def run(self, work: Callable[[], T], client: str = "", size: int = 0) -> T:
         """Return the result of a client's `work`. Raises as `work` does, and RequestError 429 and 503.
 
-        `size`: bytes or characters of work of which little may wait for one client; 0 for any other.
+        `size`: bytes or characters of work of which MOST_OWN may wait for one client; 0 for any other.
         """
         import asyncio  # in the agent alone
 
@@ -146,26 +137,21 @@ class WorkerQueue:
 # --- templates in Python ----------------------------------------------------------------------------------
 
 
+# mlx-lm has chat templates as Python modules, for models without a Jinja template: DeepSeek V3.2's. They are
+# mlx-lm's code and never the model's.
+
 #: Messages in, with `add_generation_prompt` and perhaps `tools` and `enable_thinking`; the prompt out.
 ModuleRender = Callable[..., str]
 
 
 @cache
 def template_module(name: str) -> ModuleRender | None:
-    """Return `apply_chat_template` of the module `name` of mlx_lm.chat_templates; None if there is none."""
+    """Return `apply_chat_template` of a module, without `import mlx_lm`, which imports MLX; None: no such."""
     package = importlib.util.find_spec("mlx_lm")
-    if package is None or package.origin is None or not name.isidentifier():
+    if package is None or package.origin is None or not name.isidentifier() or name.startswith("_"):
         return None
     path = Path(package.origin).parent / "chat_templates" / f"{name}.py"
-    if name.startswith("_") or not path.is_file():
-        return None
-    spec = importlib.util.spec_from_file_location(f"mlxtp_chat_template_{name}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    found: ModuleRender | None = getattr(module, "apply_chat_template", None)
-    return found
+    return runpy.run_path(str(path)).get("apply_chat_template") if path.is_file() else None
 
 
 # --- the renderer -----------------------------------------------------------------------------------------
@@ -181,21 +167,15 @@ _SETTINGS = ("bos_token", "eos_token", "unk_token", "pad_token", "chat_template"
 
 @dataclass(frozen=True, slots=True)
 class RendererFacts:
-    """Facts of a model's text that an agent needs.
+    """Facts of a model's text that an agent needs."""
 
-    `template` holds the model's chat templates, empty where mlx-lm's module (or nothing) takes their place.
-    `renders` is True where there is either. `eos` is the end token or -1. `identity` is equal for equal
-    tokenizers and templates. `longest_token` in characters. `markers`: ids of those of `MARKERS` that are
-    tokens. `added`: id and text of each added token, and True for special ones.
-    """
-
-    template: str
-    renders: bool
-    eos: int
-    identity: str
-    longest_token: int
-    markers: Mapping[str, int]
-    added: Sequence[tuple[int, str, bool]]
+    template: str  #: the model's chat templates, empty where mlx-lm's module (or nothing) takes their place
+    renders: bool  #: True where there is either
+    eos: int  #: the end token or -1
+    identity: str  #: equal for equal tokenizers and templates
+    longest_token: int  #: in characters
+    markers: Mapping[str, int]  #: ids of those of `MARKERS` that are tokens
+    added: Sequence[tuple[int, str, bool]]  #: id and text of each added token, and True for special ones
     tokens: TokenBytes
 
     def packed(self) -> bytes:
@@ -213,42 +193,10 @@ class RendererFacts:
         return cls(**few | {"tokens": TokenBytes(starts, found[start + 4 * count :], strip)})
 
 
-class Renderer(Protocol):
-    """Chat template and tokenizer. Methods block, and may be called from any thread. Raise RequestError."""
-
-    @property
-    def facts(self) -> RendererFacts: ...
-    def render(
-        self, messages: Sequence[Json], tools: Sequence[Json], options: Json, *, prompting: bool
-    ) -> str:
-        """Return a conversation as the template writes it; `prompting` adds the beginning of an answer."""
-        ...
-
-    def encode(self, text: str, *, special: bool) -> tuple[int, ...]:
-        """Return token ids; `special` adds the tokens that begin every sequence."""
-        ...
-
-    def relaxed(self, tools: Json, nullable: bool) -> Json:
-        """Return the schemas of tools, by name, as far as a grammar can enforce them. They never fail."""
-        ...
-
-    def line(self, size: int) -> WorkerQueue:
-        """Return the queue for work on texts of `size` bytes or characters.
-
-        The work may call this renderer.
-        """
-        ...
-
-    def close(self) -> None:
-        """Free what it holds of the machine, once its work is done. A later request takes longer."""
-        ...
-
-
 class LocalRenderer:
-    """Renderer in this process. `tokenizer` is a `transformers` tokenizer with a `tokenizers` backend."""
+    """Renderer in this process, with a `transformers` tokenizer and perhaps a template `module` of mlx-lm."""
 
     def __init__(self, tokenizer: Any, module: ModuleRender | None = None) -> None:
-        """Use `module`, if there is one, in place of the tokenizer's own chat template."""
         self._tokenizer = tokenizer
         self._module = module
         self._backend = tokenizer.backend_tokenizer
@@ -295,7 +243,6 @@ class LocalRenderer:
 
     @cached_property
     def facts(self) -> RendererFacts:
-        """Facts for the agent. Raises ModelError where the tokenizer does not work."""
         try:
             return self._facts()
         except BaseException as error:
@@ -307,7 +254,8 @@ class LocalRenderer:
     def _facts(self) -> RendererFacts:
         own = self._tokenizer.chat_template
         eos = self._tokenizer.eos_token_id
-        template = "" if self._module else _whole_template(own)
+        texts = own.values() if isinstance(own, Mapping) else [own or ""]  # for chats, and for tools
+        template = "" if self._module else "\n".join(map(str, texts))
         both = (self._backend.to_str() + template).encode(errors="surrogatepass")
         added = self._backend.get_added_tokens_decoder().items()
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
@@ -325,6 +273,7 @@ class LocalRenderer:
     def render(
         self, messages: Sequence[Json], tools: Sequence[Json], options: Json, *, prompting: bool
     ) -> str:
+        """Return a conversation as the template writes it; `prompting` adds the beginning of an answer."""
         try:
             plain = [dict(message) for message in messages]
             if self._module is not None:
@@ -351,6 +300,7 @@ class LocalRenderer:
             ) from error
 
     def encode(self, text: str, *, special: bool) -> tuple[int, ...]:
+        """Return token ids; `special` adds the tokens that begin every sequence."""
         try:
             (found,) = self._backend.encode_batch_fast([text], add_special_tokens=special)
         except (TypeError, UnicodeError) as error:
@@ -365,31 +315,31 @@ class LocalRenderer:
         return tuple(found.ids)
 
     def relaxed(self, tools: Json, nullable: bool) -> Json:
+        """Return the schemas of tools, by name, as far as a grammar can enforce them. They never fail."""
         return relaxed(tools, nullable)[0]
 
     def line(self, size: int) -> WorkerQueue:
+        """Return the queue for work on texts of `size` bytes or characters. It may call this renderer."""
         return self._line
 
     def close(self) -> None:
-        """Do nothing: it has no process."""
+        """Free what it holds of the machine, once its work is done. A later request takes longer."""
 
 
-def broken(why: str) -> RequestError:
-    """Return the error of a model whose template or tokenizer does not work."""
+def broken(why: str, code: Code = Code.MODEL_INVALID, status: int = 422) -> RequestError:
     detail = f"the model's chat template or tokenizer fails: {why}"
-    return RequestError(detail, Code.MODEL_INVALID, status=422, param="messages")
+    return RequestError(detail, code, status=status, param="messages")
 
 
 def too_large() -> RequestError:
-    """Return the error of a conversation that took too much memory."""
     return broken("these messages need more memory than its process may use")
 
 
 def _from_files(path: Path, settings: Json) -> Any:
     """Return the library's tokenizer for a model folder with these settings. Raises as the library does.
 
-    The class that the files name may be unknown, Python code of the model, or one that splits text in its own
-    way, which need not be that of tokenizer.json. So that file alone counts, where it is.
+    Only tokenizer.json counts, where it is: the class that the files name may be unknown, Python code of the
+    model, or one that splits text in another way.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -400,10 +350,7 @@ def _from_files(path: Path, settings: Json) -> Any:
 
 
 def _templates(found: Any) -> Any:
-    """Return a chat template, or several by name, the first of which is the default where none is called so.
-
-    Raises ValueError for what is no text.
-    """
+    """Return a chat template, or several by name with a default, else the first. Raises ValueError."""
     if isinstance(found, list | tuple):
         found = {each["name"]: each["template"] for each in found}
     several = found if isinstance(found, Mapping) else {"default": found}
@@ -413,7 +360,6 @@ def _templates(found: Any) -> Any:
 
 
 def _plain(setting: Any) -> Any:
-    """Return the text of a special token, without the flags that may be written beside it."""
     return setting.get("content") if isinstance(setting, Mapping) else setting
 
 
@@ -442,13 +388,6 @@ def _check_added_tokens(tokenizer: Any, settings: Json, path: Path) -> None:
             )
 
 
-def _whole_template(template: Any) -> str:
-    """Return all texts of a model that has one template for chats and one for tools."""
-    if isinstance(template, Mapping):
-        return "\n".join(map(str, template.values()))
-    return str(template or "")
-
-
 # --- the same in a process of its own --------------------------------------------------------------------
 # The process stays warm between requests and does one thing at a time. It checks its CPU time itself, so
 # that a busy machine fails no request. The agent checks its memory, and that it makes progress. When it
@@ -475,16 +414,13 @@ MOST_FACTS = 1 << 26  # bytes of the facts at most
 MOST_RELAXED = 2 << 20  # bytes of tools whose relaxed schemas are kept
 
 _LENGTH = struct.Struct("<I")
+_TOO_LATE = Code.DEADLINE, 504
 
 
 class SandboxedRenderer:
-    """Renderer in another process, started on construction. Implements `renderer.Renderer`."""
+    """Renderer in another process, started on construction in a second or two. Raises ModelError."""
 
     def __init__(self, path: Path) -> None:
-        """Start the process, which takes a second or two.
-
-        Raises ModelError for a folder that cannot be read.
-        """
         self._lanes = _Lane(path), _Lane(path)
         self._relaxed: dict[bytes, Json] = {}  # the same tools come with every turn
         self.facts = self._lanes[0].start()
@@ -493,16 +429,16 @@ class SandboxedRenderer:
         self, messages: Sequence[Json], tools: Sequence[Json], options: Json, *, prompting: bool
     ) -> str:
         plain = [dict(message) for message in messages]
-        return read_text(*self._reply([plain, list(tools), dict(options), prompting]))
+        return str(self._reply(b"t", [plain, list(tools), dict(options), prompting]))
 
     def encode(self, text: str, *, special: bool) -> tuple[int, ...]:
-        return read_ids(*self._reply([text, special]))
+        return tuple(self._reply(b"i", [text, special]))
 
     def relaxed(self, tools: Json, nullable: bool) -> Json:
         work = [tools, nullable, "relaxed"]
         if (found := self._relaxed.get(key := _json(work))) is None:
             try:
-                found, left_out = json.loads(read_text(*self._reply(work)))
+                found, left_out = json.loads(self._reply(b"t", work))
             except (RequestError, ValueError):
                 found = {name: {"type": "object"} for name in tools}
                 left_out = [f"{', '.join(tools)}: they take too much time or memory"]
@@ -520,13 +456,13 @@ class SandboxedRenderer:
         for lane in self._lanes:
             lane.close()
 
-    def _reply(self, work: list[Any]) -> tuple[bytes, bytes]:
+    def _reply(self, kind: bytes, work: list[Any]) -> Any:
         try:
             body = _json(work)
         except (ValueError, RecursionError) as error:
             raise RequestError(f"the messages cannot be read: {error}", param="messages") from None
         lane = next((each for each in self._lanes if each.here), self.line(len(body)))
-        return lane.run_blocking(partial(lane.request, body))
+        return read_reply(kind, *lane.run_blocking(partial(lane.request, body)))
 
 
 def _json(work: list[Any]) -> bytes:
@@ -539,23 +475,15 @@ def _json(work: list[Any]) -> bytes:
         return json.dumps(work).encode()
 
 
-def read_text(kind: bytes, found: bytes) -> str:
-    """Return the text of a reply.
+def read_reply(wanted: bytes, kind: bytes, found: bytes) -> Any:
+    """Return a reply of the `wanted` kind: `t` for text, `i` for ids.
 
     Raises RequestError: the error in the reply, or one for an unreadable reply.
     """
     try:
-        if kind == b"t":
+        if kind == wanted == b"t":
             return found.decode("utf-8", "surrogatepass")
-        raise _error_in(kind, found)
-    except (ValueError, TypeError, RecursionError):
-        raise broken("its reply cannot be read") from None
-
-
-def read_ids(kind: bytes, found: bytes) -> tuple[int, ...]:
-    """Return the token ids of a reply. Raises RequestError as `read_text` does."""
-    try:
-        if kind == b"i":
+        if kind == wanted == b"i":
             return tuple(array("I", found))
         raise _error_in(kind, found)
     except (ValueError, TypeError, RecursionError):
@@ -571,6 +499,9 @@ def _error_in(kind: bytes, found: bytes) -> RequestError:
     return RequestError(detail, Code(code), status=status, param="messages")
 
 
+Renderer = LocalRenderer | SandboxedRenderer  #: Methods block, from any thread. They raise RequestError.
+
+
 class _Lane(WorkerQueue):
     """Queue with a process of its own. Long texts have another one, so that short ones pass them."""
 
@@ -581,10 +512,7 @@ class _Lane(WorkerQueue):
         self._closed = False
 
     def request(self, body: bytes) -> tuple[bytes, bytes]:
-        """Return the kind of the reply and the reply. Raises RequestError where the process breaks.
-
-        Only the thread of this queue calls it.
-        """
+        """Return a reply and its kind, in the thread of this queue. Raises RequestError."""
         try:
             if self._process is None or self._process.has_ended():
                 self._drop()
@@ -639,8 +567,6 @@ class _Ended(Exception):
 
 
 class _Process:
-    """One helper process, used by one thread at a time."""
-
     def __init__(self, path: Path) -> None:
         import psutil
 
@@ -680,7 +606,6 @@ class _Process:
         return reply
 
     def request(self, body: bytes) -> tuple[bytes, bytes]:
-        """Return the kind of the reply and the reply. Raises _Ended."""
         late = f"it takes more than {_cpu_s(len(body)):.3g} s for these messages"
         watch = Watch(self._warm_bytes + ROOM_BYTES + ROOM_PER_BYTE * len(body), late)
         unsent = memoryview(_LENGTH.pack(len(body)) + body)
@@ -703,7 +628,6 @@ class _Process:
         return bytes(found[_LENGTH.size : start]), bytes(found[start:])
 
     def _watched(self, watch: Watch, step: Callable[[], T]) -> T:
-        """Return the result of `step`, which takes a tick at most. Raises _Ended."""
         while True:
             try:
                 return step()
@@ -724,13 +648,12 @@ class _Process:
             raise _Ended(error)
 
     def _why(self, watch: Watch) -> RequestError:
-        """Return the error of a process that ended by itself."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(5.0)
         self.has_ended()
         status = self._popen.poll()
         if status == -signal.SIGPROF:
-            return _too_late(watch.late)
+            return broken(watch.late, *_TOO_LATE)
         return broken(f"the process that runs it {_end_words(status)}")
 
 
@@ -739,27 +662,23 @@ class Watch:
     """Checks of a process with work, one each tick. Pure.
 
     Checks are counted instead of seconds, so that an agent that was stopped itself ends no process.
-    `most_bytes` may be resident. `late` is the message for work that takes too long.
     """
 
-    most_bytes: int
-    late: str
+    most_bytes: int  # resident
+    late: str  # the message for work that takes too long
     looks: int = 0
     still: int = 0
     cpu_s: float = -1.0
 
     def look(self, resident: int, cpu_s: float, status: str) -> RequestError | None:
-        """Return the error of a process that must end. `status` is psutil's status.
-
-        A process that waits for a free core is "running", which never counts as stopped.
-        """
+        """Return the error of a process that must end. One that waits for a core has the status "running"."""
         moves = cpu_s != self.cpu_s or status not in ("stopped", "sleeping")
         self.looks, self.still, self.cpu_s = self.looks + 1, 0 if moves else self.still + 1, cpu_s
         if resident > self.most_bytes:
             return too_large()
         if self.still * TICK_S > STILL_S:
-            return _too_late(f"its process stood still for {STILL_S:g} s")
-        return _too_late(self.late) if self.looks * TICK_S > WALL_S else None
+            return broken(f"its process stood still for {STILL_S:g} s", *_TOO_LATE)
+        return broken(self.late, *_TOO_LATE) if self.looks * TICK_S > WALL_S else None
 
 
 def _end(process: subprocess.Popen[bytes], link: socket.socket) -> None:
@@ -774,11 +693,6 @@ def _end_words(status: int | None) -> str:
     return f"ended with status {status}"
 
 
-def _too_late(late: str) -> RequestError:
-    error = broken(late)
-    return RequestError(error.detail, Code.DEADLINE, status=504, param="messages")
-
-
 def _cpu_s(size: int) -> float:
     return CPU_S + CPU_S_PER_MIB * size / (1 << 20)
 
@@ -787,7 +701,6 @@ def _cpu_s(size: int) -> float:
 
 
 def main(arguments: list[str]) -> None:
-    """Serve one socket until its other end closes."""
     link = socket.socket(fileno=int(arguments[0]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the agent reacts to Ctrl-C in a terminal
     with contextlib.suppress(ConnectionError):
@@ -802,7 +715,11 @@ def main(arguments: list[str]) -> None:
             return
         signal.setitimer(signal.ITIMER_PROF, 0)
         _send(link, reply)
-        while (head := _exactly(link, _LENGTH.size)) and (body := _exactly(link, *_LENGTH.unpack(head))):
+        requests = link.makefile("rb")
+        while len(head := requests.read(_LENGTH.size)) == _LENGTH.size:
+            (size,) = _LENGTH.unpack(head)
+            if len(body := requests.read(size)) < size:
+                return
             signal.setitimer(signal.ITIMER_PROF, _cpu_s(len(body)))
             reply = _answer(writer, body)
             signal.setitimer(signal.ITIMER_PROF, 0)
@@ -834,17 +751,6 @@ def _error(error: MlxtpError) -> bytes:
 
 def _send(link: socket.socket, reply: bytes) -> None:
     link.sendall(_LENGTH.pack(len(reply)) + reply)
-
-
-def _exactly(link: socket.socket, size: int) -> bytes:
-    """Return `size` bytes, none if the other end has closed."""
-    found = bytearray()
-    while len(found) < size:
-        part = link.recv(min(size - len(found), 1 << 20))
-        if not part:
-            return b""
-        found += part
-    return bytes(found)
 
 
 if __name__ == "__main__":

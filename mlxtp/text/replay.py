@@ -1,14 +1,9 @@
 """Answers as the model wrote them, found again when a client sends its conversation back. Pure.
 
-A chat template writes an earlier answer in its own way: it drops thoughts, and writes calls with other white
-space. The prompt then differs from the tokens in the KV cache, and everything behind the difference is
-computed again. So an agent remembers the tokens of each answer, with those of its prompt, under the messages
-that they stand for. A later request that begins with these messages gets the same tokens, and after them the
-template's text of its further messages.
-
-Clients change the form of an answer: they trim white space, write a call's arguments in other JSON, give
-calls other ids, and leave thoughts out. That changes no meaning, and is ignored. Any other difference counts,
-in messages, tools, template options, model or client.
+A template writes an earlier answer in its own way, so that the KV cache would not hold the new prompt. So an
+agent remembers the tokens of each answer and its prompt, under their messages without what clients change:
+white space at the ends, the form of arguments in JSON, ids of calls, missing thoughts. A later request that
+begins with these messages gets these tokens, and behind them the template's text of its further messages.
 """
 
 from __future__ import annotations
@@ -24,7 +19,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from ..errors import RequestError
-from .chat_template import numbered, template_options
+from .chat_template import SHORT_IDS, matched, template_options
 from .conversation import Call, ChatMessage, Conversation, tool_json
 from .transcript import CallArguments, CallBegan, ContentDelta, Finish, ReasoningDelta
 
@@ -47,9 +42,8 @@ _BRACKETS = "\"'}]) \n\t"  # signs that end arguments
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """Beginning of a conversation: the messages up to `stop`.
+    """The messages up to `stop`, of which those from `start` on are one answer. `key` ignores thoughts.
 
-    The last ones, from `start` on, are one answer. `key` stands for all of them but their thoughts.
     `thoughts` has a digest for each answer of the whole conversation, empty where the client sent none.
     """
 
@@ -60,12 +54,9 @@ class Beginning:
 
 
 def beginnings(base: bytes, messages: Sequence[ChatMessage]) -> Iterator[Beginning]:
-    """Yield each beginning that ends with an answer, and then the whole. All share one list of thoughts.
-
-    `base` stands for everything else that the prompt depends on.
-    """
+    """Yield each beginning that ends with an answer, and then the whole. All share one list of thoughts."""
     key, thoughts, at = base, list[bytes](), 0
-    for role, group in groupby(numbered(messages), key=lambda turn: turn.role):
+    for role, group in groupby(matched(messages, SHORT_IDS), key=lambda turn: turn.role):
         run = list(group)
         if role == "assistant":
             calls = [call for turn in run for call in turn.calls]
@@ -81,7 +72,7 @@ def beginnings(base: bytes, messages: Sequence[ChatMessage]) -> Iterator[Beginni
 
 
 def base_key(conversation: Conversation, *about: str) -> bytes:
-    """Return the key of a conversation without its messages. `about`: client, model and its template."""
+    """Return the key of what else a prompt depends on. `about`: client, model and its template."""
     tools = [tool_json(tool) for tool in conversation.tools]
     options = sorted(template_options(conversation).items())
     return _digest(b"", *about, json.dumps([tools, options], default=str))
@@ -133,7 +124,7 @@ class AnswerRecord:
     """One answer as its client sees it, made of its events."""
 
     def __init__(self) -> None:
-        self._kinds: list[tuple[type[AnswerEvent], list[str]]] = []  #: pieces of one kind in a row
+        self._kinds: list[tuple[type[AnswerEvent], list[str]]] = []  #: deltas of one kind in a row
         self._calls: list[tuple[CallBegan, list[str]]] = []
 
     def see(self, event: AnswerEvent) -> None:
@@ -154,12 +145,10 @@ class AnswerRecord:
 
     @property
     def _pieces(self) -> list[str]:
-        """Pieces of the text, between thoughts and calls."""
         return ["".join(parts) for kind, parts in self._kinds if kind is ContentDelta]
 
     @property
     def ends_in_text(self) -> bool:
-        """True if the last event showed text of the answer."""
         return bool(self._kinds) and self._kinds[-1][0] is ContentDelta
 
     @property
@@ -178,31 +167,22 @@ class AnswerRecord:
 
 @dataclass(frozen=True, slots=True)
 class RememberedAnswer:
-    """Tokens of a prompt and its answer, without a token that ended it. `text` was shown after the tokens.
-
-    `thoughts`: a digest for each answer, as in `Beginning`. `ids` of the calls in the answer. `behind`: text
-    that the model wrote after the arguments of a call that ended the answer; None where the model itself
-    ended it.
-    """
+    """Tokens of a prompt and its answer, without a token that ended it."""
 
     tokens: array[int]
-    text: str
-    thoughts: tuple[bytes, ...]
-    ids: tuple[str, ...]
-    behind: str | None = None
+    text: str  #: shown after the tokens
+    thoughts: tuple[bytes, ...]  #: as in `Beginning`
+    ids: tuple[str, ...]  #: of its calls
+    behind: str | None = None  #: written after the arguments, if a call and not the model ended the answer
 
     @property
     def size(self) -> int:
         """Memory in bytes."""
-        thoughts = _DIGEST_BYTES * len(self.thoughts)
-        return len(self.tokens) * self.tokens.itemsize + thoughts + OVERHEAD_BYTES
+        return 4 * len(self.tokens) + _DIGEST_BYTES * len(self.thoughts) + OVERHEAD_BYTES
 
 
 class AnswerMemory:
-    """Remembered answers in at most `most_bytes`. Those that were not used for longest make room.
-
-    May be used from any thread.
-    """
+    """Remembered answers in `most_bytes`, for any thread. Those that were not used for longest make room."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._most_bytes = most_bytes
@@ -211,7 +191,6 @@ class AnswerMemory:
         self._size = 0
 
     def put(self, keys: set[bytes], answer: RememberedAnswer) -> None:
-        """Remember an answer under its keys."""
         with self._lock:
             for key in keys:
                 self._drop(key)
@@ -225,7 +204,8 @@ class AnswerMemory:
         with self._lock:
             for place in reversed(places):
                 answer = self._kept.get(place.key)
-                if answer is not None and _equal_thoughts(place.thoughts, answer.thoughts):
+                pairs = zip(place.thoughts, answer.thoughts if answer else (), strict=False)
+                if answer is not None and all(not sent or sent == known for sent, known in pairs):
                     self._kept[place.key] = self._kept.pop(place.key)
                     return place, answer
         return None
@@ -235,15 +215,8 @@ class AnswerMemory:
             self._size -= answer.size
 
 
-def _equal_thoughts(sent: Sequence[bytes], known: Sequence[bytes]) -> bool:
-    """Return True if each thought that the client sent back is the one in the tokens, as far as `known`."""
-    return all(not each or each == ours for each, ours in zip(sent, known, strict=False))
-
-
 @dataclass(frozen=True, slots=True)
 class CompleteAnswer:
-    """An answer with its tokens, those of its prompt, and its last event."""
-
     prompt: Sequence[int]
     tokens: Sequence[int]
     record: AnswerRecord
@@ -253,7 +226,7 @@ class CompleteAnswer:
 def to_remember(
     text: Text, eos: Sequence[int], place: Beginning, whole: CompleteAnswer
 ) -> tuple[set[bytes], RememberedAnswer] | None:
-    """Return an answer to the messages up to `place`, with its keys. One of `eos` may end it.
+    """Return an answer to the messages up to `place`, which one of `eos` may end, and its keys.
 
     None where its tokens are not the answer that the client sees, as of one cut off in a call.
     """
@@ -304,10 +277,7 @@ def _joins(text: Text, before: Sequence[int], after: Sequence[int], written: str
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A prompt that begins with known tokens. `rest` is the text after them.
-
-    `thoughts` as in `RememberedAnswer`.
-    """
+    """A prompt that begins with known tokens. `rest` is the text after them."""
 
     tokens: tuple[int, ...]
     rest: str
@@ -327,8 +297,7 @@ def replayed(
 ) -> Replay | None:
     """Return the prompt that begins with the tokens of an answer; None where the template prevents it.
 
-    The template has to write the messages before the answer in the same way for any messages after them. It
-    may leave out their thoughts, which are in the tokens.
+    It has to write the messages before the answer, but their thoughts, equally for any messages after them.
     """
     mark = f"mlxtp{secrets.token_hex(8)}"
     if (messages := _marked(conversation.messages, place, answer.ids, mark)) is None:
@@ -359,10 +328,7 @@ def replayed(
 def _marked(
     messages: Sequence[ChatMessage], place: Beginning, ids: Sequence[str], mark: str
 ) -> tuple[ChatMessage, ...] | None:
-    """Return the messages with `mark` as the answer's text or arguments, and its calls' ids as they were.
-
-    Thoughts before it are left out.
-    """
+    """Return the messages with `mark` as the answer's text or arguments, old ids, and no thoughts before."""
     called = [call for turn in messages[place.start : place.stop] for call in turn.calls]
     changed = dict(zip([call.id for call in called], ids, strict=True))
     if len(changed) < len(ids):  # two calls with one id
@@ -389,9 +355,9 @@ def _behind_text(behind: str, written: str, shown: str) -> str | None:
 def _behind_calls(
     behind: str, written: str, marks: Sequence[str], ends: Sequence[str], cut: str | None
 ) -> str | None:
-    """Return the template's text after the calls of an answer. One of `marks` ends them, one of `ends` it.
+    """Return the template's text after an answer with calls. One of `marks` ends them, one of `ends` it.
 
-    `cut`: the text after the arguments, of an answer that its last call ended.
+    `cut`: `RememberedAnswer.behind`.
     """
     written = written.rstrip()
     if cut is not None and not written.endswith(tuple(marks)):

@@ -13,6 +13,7 @@ import time
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -27,14 +28,11 @@ _PLAIN = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
 
 @dataclass(frozen=True, slots=True)
 class TokenBytes:
-    """Bytes of each token within an answer. `starts`: of each token in `content`, by id, and the end of all.
+    """Bytes of each token within an answer."""
 
-    `strip`: one space at the very beginning belongs to the tokenizer, not to the text.
-    """
-
-    starts: array[int]
+    starts: array[int]  #: of each token in `content`, by id, and the end of all
     content: bytes
-    strip: bool
+    strip: bool  #: One space at the very beginning belongs to the tokenizer, not to the text.
 
     def joined(self, tokens: Iterable[int]) -> bytes:
         """Return the bytes of tokens, special ones too. An unknown id has none."""
@@ -48,10 +46,9 @@ class TokenBytes:
 
 
 class Detokenizer:
-    """Token ids of one answer in, its text out, by Python's incremental UTF-8 decoder. Exact and linear."""
+    """Token ids of one answer in, its text out, but for ids in `skip`. Exact and linear."""
 
     def __init__(self, table: TokenBytes, skip: Collection[int]) -> None:
-        """Ids in `skip`, with special ones, have no text."""
         self._table = table
         self._skip = frozenset(skip)
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -66,7 +63,7 @@ class Detokenizer:
         return text
 
     def finish(self) -> str:
-        """Return the rest. A character that never became complete is dropped."""
+        """Drop a character that never became complete. There is no other rest."""
         self._utf8.reset()
         return ""
 
@@ -75,10 +72,9 @@ class Detokenizer:
 
 
 def bytes_of(backend: Any, probe: Sequence[int]) -> TokenBytes:
-    """Return the table of a tokenizer of `tokenizers`. Raises ModelError where its decoder allows none.
+    """Return the table of a tokenizer of `tokenizers`, which decodes `probe` as that does. Raises ModelError.
 
-    The table is used only if it decodes `probe`, the ids of a text with all difficult cases, as the library
-    does.
+    `probe` are the ids of a text with all difficult cases.
     """
     added = backend.get_added_tokens_decoder()
     names: dict[int, str] = {id_: name for name, id_ in backend.get_vocab(with_added_tokens=False).items()}
@@ -137,19 +133,15 @@ def _ways(
 def _by_library(backend: Any, names: Mapping[int, str]) -> tuple[dict[int, bytes], bool]:
     """Return the bytes of each token behind a word, and True if its text has no space in front when alone."""
     first = next((id_ for id_, name in names.items() if name.strip("\u2581 ").isalpha()), 0)
-    before, found = _decoded(backend, [[first]])[0], dict[int, bytes]()
+    decoded = partial(backend.decode_batch, skip_special_tokens=False)
+    before, found = decoded([[first]])[0], dict[int, bytes]()
     ids = [*names]
     for at in range(0, len(ids), _BATCH):
         part = ids[at : at + _BATCH]
-        both = _decoded(backend, [[first, id_] for id_ in part])
+        both = decoded([[first, id_] for id_ in part])
         found |= {id_: text.removeprefix(before).encode() for id_, text in zip(part, both, strict=True)}
     spaced = next((id_ for id_, piece in found.items() if piece[:1] == b" " != piece), None)
-    return found, spaced is not None and not _decoded(backend, [[spaced]])[0].startswith(" ")
-
-
-def _decoded(backend: Any, ids: list[list[int]]) -> list[str]:
-    texts: list[str] = backend.decode_batch(ids, skip_special_tokens=False)
-    return texts
+    return found, spaced is not None and not decoded([[spaced]])[0].startswith(" ")
 
 
 def _byte_level(token: str) -> bytes:
@@ -166,11 +158,7 @@ def _byte_fallback(token: str) -> bytes:
     return bytes([int(byte[1], 16)]) if byte else token.replace("\u2581", " ").encode()
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """Return GPT-2's table: printable bytes stand for themselves, characters from U+0100 on for others."""
-    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(0x100) if byte not in shown]
-    return {chr(byte): byte for byte in shown} | {chr(0x100 + i): byte for i, byte in enumerate(hidden)}
-
-
-_BYTE_OF = _byte_alphabet()
+# GPT-2's table: printable bytes stand for themselves, characters from U+0100 on for others.
+_SHOWN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_HIDDEN = [byte for byte in range(0x100) if byte not in _SHOWN]
+_BYTE_OF = {chr(byte): byte for byte in _SHOWN} | {chr(0x100 + i): byte for i, byte in enumerate(_HIDDEN)}

@@ -27,18 +27,14 @@ from .token_bytes import Detokenizer
 _LONGEST_MARKER = 16  # tokens of a marker and the white space after it
 
 
-#: Text of one token shown alone, and its bytes in the answer; None for special tokens, which have none there.
+#: Text of one token shown alone, and its bytes in the answer; None for special tokens.
 Name = tuple[str, tuple[int, ...] | None]
 
 
 class Text:
-    """Tokenizer and chat template of one model. Its methods may be called from any thread.
-
-    Methods that render or encode block until the model's own process has done so: call them in a thread.
-    """
+    """Tokenizer and chat template of one model, for any thread. Methods that render or encode block."""
 
     def __init__(self, writer: Renderer) -> None:
-        """Use `writer` to render and encode. Its facts are all that decoding needs."""
         self._writer = writer
         self.relaxed = writer.relaxed
         self._styles: dict[tuple[int, ...], CallStyle | None] = {}
@@ -60,20 +56,15 @@ class Text:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """Abilities that requests may use: "tools" and "reasoning"."""
         found = {"tools": self.traits.tools, "reasoning": self.markup.think is not None}
         return tuple(name for name, there in found.items() if there)
 
     @classmethod
     def load(cls, path: Path) -> Text:
-        """Read a model folder; its template and tokenizer get a process of their own. Raises ModelError.
-
-        Blocks for a second or more: call it in a thread.
-        """
+        """Start a model folder's process, which takes a second or more. Raises ModelError."""
         return cls(SandboxedRenderer(path))
 
     def close(self) -> None:
-        """End the model's process once its work is done. A request that comes later takes seconds."""
         self._writer.close()
 
     @property
@@ -83,14 +74,13 @@ class Text:
     @property
     def eos(self) -> tuple[int, ...]:
         """Tokenizer's own end token, if it has one."""
-        token = self._writer.facts.eos
-        return () if token < 0 else (token,)
+        return tuple([token for token in [self._writer.facts.eos] if token >= 0])
 
     def rendered(self, conversation: Conversation, prompting: bool = True, exact: bool = False) -> str:
         """Return a conversation as the chat template writes it; `prompting` adds the beginning of an answer.
 
-        Where the template refuses the messages or leaves one out, they are written in a plainer form, unless
-        `exact`. Raises RequestError when there is no template, or it writes no form of them whole.
+        Messages that it refuses or leaves out are written in a plainer form, unless `exact`. Raises
+        RequestError when there is no template, or it writes no form of them whole.
         """
         if not self.has_chat_template:
             raise RequestError(
@@ -147,10 +137,7 @@ class Text:
 
     @cached_property
     def grammar_tokens(self) -> tuple[tuple[str, int], ...]:
-        """Tokens, with their ids, that the grammar library takes as one symbol instead of letters.
-
-        Those are special tokens, and added ones in angle brackets.
-        """
+        """Tokens, with ids, that the grammar library takes as one symbol: special and added ones in `<>`."""
         added = {id_: text for id_, text, _ in self._writer.facts.added if text[:1] + text[-1:] == "<>"}
         return tuple((text, id_) for id_, text in (self.specials | added).items())
 
@@ -171,18 +158,13 @@ class Text:
         return self.decoded(prompt[-_LONGEST_MARKER:]).rstrip().endswith(self.markup.think[0])
 
     def encoded(self, text: str, *, special: bool) -> tuple[int, ...]:
-        """Return token ids; `special` adds the tokens that begin every sequence. Raises RequestError."""
         return self._writer.encode(text, special=special)
 
     def line(self, size: int) -> WorkerQueue:
-        """Return the queue for work on texts of `size` bytes or characters."""
         return self._writer.line(size)
 
     def name(self, token: int) -> Name:
-        """Return the name of `token` in log-probabilities.
-
-        Bytes that are no whole character are shown as U+FFFD.
-        """
+        """Return a token's name in log-probabilities. Bytes that are no whole character show as U+FFFD."""
         if (special := self.specials.get(token)) is not None:
             return special, None
         piece = self._tokens.joined((token,))

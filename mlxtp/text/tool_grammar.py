@@ -17,6 +17,7 @@ from ..errors import RequestError
 from .argument_types import KnownTypes, referred, types_of
 from .call_style import CallStyle, Separators
 from .calls import CallFormat
+from .conversation import Tool
 
 # --- JSON schemas -----------------------------------------------------------------------------------------
 
@@ -41,22 +42,19 @@ _TABLES = ("properties", "patternProperties", "$defs", "definitions")
 _SINGLE = ("items", "additionalProperties", "additionalItems", "contains", "not", "if", "then", "else")
 IN_PLACE = ("$ref", "allOf", "anyOf", "oneOf")
 _OPENING = (*IN_PLACE, "additionalProperties", "patternProperties", "unevaluatedProperties")
+_LENIENT = {"lenient": True, "coerce_one_of": True}
 
 
 def guided_schema(
     schema: Mapping[str, Any], separators: Separators, where: str, *, lenient: bool = False
 ) -> str:
-    """Return `schema` as JSON text: its objects closed, its JSON to be written with `separators`.
+    """Return `schema` as JSON text. Objects that declare no other properties are closed, integers bounded.
 
-    An object with `properties` is closed unless it declares that it may have others. An integer without a
-    bound gets one. `lenient` leaves out keywords that the grammar cannot enforce; otherwise the compilation
-    refuses them. `where` is the field to name in an error. Raises RequestError, also for more than
-    MOST_SCHEMA characters.
+    `lenient` leaves out keywords that the grammar cannot enforce. Raises RequestError about the field
+    `where`, also for more than MOST_SCHEMA characters.
     """
-    options: JsonSchema = {"whitespace_flexible": False}
-    options |= {"item_separator": separators.item, "key_separator": separators.key}
-    if lenient:
-        options |= {"lenient": True, "coerce_one_of": True}
+    options: JsonSchema = {"item_separator": separators.item, "key_separator": separators.key}
+    options |= {"whitespace_flexible": False, **(_LENIENT if lenient else {})}
     try:
         if (size := len(json.dumps(schema, allow_nan=False))) > MOST_SCHEMA:
             detail = f"{where}: this JSON schema has {size} characters; at most {MOST_SCHEMA}"
@@ -75,11 +73,7 @@ def combines(schema: Mapping[str, Any]) -> bool:
 
 
 def _closed(schema: Any, shared: Set[int], part: bool = False) -> Any:
-    """Close the objects of a schema.
-
-    A `part` of a combination stays open, and so does one that combinations refer to (`shared`, by identity):
-    the combination's other parts add properties of their own.
-    """
+    """Close objects, but no `part` of a combination and none of `shared` identity: others add properties."""
     if not isinstance(schema, Mapping):
         return schema
     open_ = part or id(schema) in shared
@@ -143,33 +137,29 @@ def _shared(schema: Json) -> set[int]:
 
 
 JSON_STYLE = CallStyle('{"name": "', '", "arguments": ', "}")  # for templates whose style is unknown
-_NO_ARGUMENTS = {"type": "object", "properties": {}}
 _written = json.JSONEncoder(ensure_ascii=False, check_circular=False).encode  # in half the time
 _MOST_KEPT = 32_000  # characters of a schema whose rules are kept
 
 log = logging.getLogger(__name__)
 
 
-@lru_cache(maxsize=100)  # clients choose the lines
+@lru_cache(maxsize=100)  # of lines that clients choose: each is logged the first time
 def log_once(line: str) -> None:
-    """Log what is left out of a request, the first time."""
     log.info(line)
 
 
-def checked_tools(tools: Sequence[Any]) -> dict[str, Json]:
-    """Return the schema of each tool's arguments by name.
-
-    `tools` are in OpenAI's form: `{"type": "function", "function": {"name": ..., "parameters": SCHEMA}}`.
-    Raises RequestError that names the fault.
-    """
-    if not tools:
-        raise RequestError("tools: a tool call needs at least one tool", param="tools")
+def checked_tools(tools: Sequence[Tool]) -> dict[str, Json]:
+    """Return the schema of each tool's arguments by name. Raises RequestError."""
     schemas: dict[str, Json] = {}
     for index, tool in enumerate(tools):
-        name, schema = _checked(tool, f"tools[{index}]")
-        if name in schemas:
-            raise RequestError(f"tools: two tools have the same name, {name!r}", param="tools")
-        schemas[name] = schema
+        if tool.name in schemas:
+            raise RequestError(f"tools: two tools have the same name, {tool.name!r}", param="tools")
+        try:
+            json.dumps(tool.schema, allow_nan=False)
+        except (TypeError, ValueError, RecursionError):
+            where = f"tools[{index}].function.parameters"
+            raise RequestError(f"{where}: this is not a JSON schema", param=where) from None
+        schemas[tool.name] = tool.schema
     return schemas
 
 
@@ -181,11 +171,10 @@ def call_grammar(
     required: str | None = None,
     otherwise: tuple[str, str] | None = None,
 ) -> str:
-    """Return a Lark grammar for exactly one call in the style of a template.
+    """Return a Lark grammar for one call of any tool, or of the `required` one. Raises RequestError.
 
-    The arguments are valid for the tool that the call names. `required` is the only tool that may be called,
-    None allows all. `otherwise` allows another answer instead: the text before it, and the JSON schema of the
-    rest. `tokens` are those that stand for themselves, with their ids. Raises RequestError.
+    `tokens` stand for themselves, with their ids. `otherwise` allows another answer instead: the text before
+    it, and the JSON schema of the rest.
     """
     if required is not None and required not in schemas:
         raise RequestError(f"tool_choice: there is no tool named {required!r}", param="tool_choice")
@@ -207,7 +196,7 @@ def call_grammar(
             lines += made
         lines.append(f"call_{index}: {writes(written + style.between)} {rule}")
     if style.field is not None and writes.behind_text(style.field[2]):
-        lines.append(writes.text())
+        lines.append(f"text: <[^{','.join(map(str, sorted(id_ for _, id_ in tokens)))}]>*")
     lines += [f"{rule}: %json {text}" for text, rule in rules.items()]
     return _either(lines, writes, otherwise)
 
@@ -215,20 +204,16 @@ def call_grammar(
 def marked_call_grammar(
     format_: CallFormat, tokens: Collection[tuple[str, int]], otherwise: tuple[str, str]
 ) -> str:
-    """Return a Lark grammar for any text between the markers of a call, or for `otherwise`.
-
-    For models whose calls `call_grammar` cannot write.
-    """
+    """Return a Lark grammar for any text between the markers of a call, or for `otherwise`."""
     writes, end = _Literals(tokens), dict(tokens).get(format_.end_mark)
+    call = f"call: {writes(format_.start)} text"
     if end is not None:
-        lines = [f"call: {writes(format_.start)} text <[{end}]>", f"text: <[^{end}]>*"]
-        return _either(lines, writes, otherwise)
+        return _either([f"{call} <[{end}]>", f"text: <[^{end}]>*"], writes, otherwise)
     suffix = f"[suffix={json.dumps(format_.end_mark)}]" if format_.end_mark else ""
-    return _either([f"call: {writes(format_.start)} text", f"text{suffix}: /(?s:.*)/"], writes, otherwise)
+    return _either([call, f"text{suffix}: /(?s:.*)/"], writes, otherwise)
 
 
 def answer_grammar(prefix: str, schema: str, tokens: Collection[tuple[str, int]]) -> str:
-    """Return a Lark grammar for JSON of a schema behind a prefix."""
     return "\n".join([f"start: {_Literals(tokens)(prefix)} answer", f"answer: %json {schema}"]) + "\n"
 
 
@@ -243,7 +228,7 @@ def _either(lines: list[str], writes: _Literals, otherwise: tuple[str, str] | No
 def _json_either(names: Iterable[str], style: CallStyle, otherwise: str) -> str:
     """Return one schema for both where calls are bare JSON, whose beginnings a lexer cannot distinguish."""
     answer = json.loads(otherwise)
-    options = answer.pop("x-guidance") | {"lenient": True, "coerce_one_of": True}
+    options = answer.pop("x-guidance") | _LENIENT
     call = json.loads(f"{style.before}NAME{style.between}null{style.after}")
     fields: dict[str, Json] = {key: {"const": value} for key, value in call.items()}
     fields |= {key: {"enum": list(names)} for key, value in call.items() if value == "NAME"}
@@ -281,10 +266,9 @@ def _arguments(
 
 
 def _fields(rule: str, schema: Json, style: CallStyle, writes: _Literals) -> Iterator[str]:
-    """Yield the rules of separate arguments, in the schema's order; optional ones may be missing.
+    """Yield rules of separate arguments in the schema's order, then of those that it does not name.
 
-    A value that may be a string is any text, unless the schema lists all values. Arguments that the schema
-    does not name are text. They may come at the end where it allows them, or names none.
+    A value that may be a string is any text, unless the schema lists all values.
     """
     assert style.field is not None
     opening, inside, closing = style.field
@@ -353,30 +337,6 @@ def _values(schema: Any, root: Json, references: int) -> Iterator[str | None]:
             yield None
 
 
-def _checked(tool: Any, where: str) -> tuple[str, Json]:
-    """Return a tool's name and the schema of its arguments."""
-    if not isinstance(tool, Mapping) or tool.get("type", "function") != "function":
-        raise RequestError(f'{where}: expected {{"type": "function", "function": ...}}', param=where)
-    function = tool.get("function")
-    where += ".function"
-    if not isinstance(function, Mapping):
-        raise RequestError(f"{where}: expected an object with a name and parameters", param=where)
-    name = function.get("name")
-    if not isinstance(name, str) or not name:
-        raise RequestError(f"{where}.name: expected the tool's name", param=f"{where}.name")
-    where += ".parameters"
-    parameters = function.get("parameters")
-    if parameters is None:
-        parameters = _NO_ARGUMENTS
-    if not isinstance(parameters, Mapping):
-        raise RequestError(f"{where}: expected a JSON schema, an object", param=where)
-    try:
-        json.dumps(parameters, allow_nan=False)
-    except (TypeError, ValueError, RecursionError):
-        raise RequestError(f"{where}: this is not a JSON schema", param=where) from None
-    return name, parameters
-
-
 class _Literals:
     """Text as a Lark grammar writes it; tokens that stand for themselves are written `<[id]>`.
 
@@ -386,26 +346,15 @@ class _Literals:
     def __init__(self, tokens: Collection[tuple[str, int]]) -> None:
         self._ids = dict(tokens)
         names = sorted(self._ids, key=len, reverse=True)
-        self._split = re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
+        self._split = re.compile("(" + "|".join(map(re.escape, names)) + ")" if names else r"(?!)")
 
     def __call__(self, text: str) -> str:
         return " ".join(
             f"<[{self._ids[piece]}]>" if piece in self._ids else json.dumps(piece, ensure_ascii=False)
-            for piece in self._pieces(text)
-            if piece
+            for piece in filter(None, self._split.split(text))
         )
 
     def behind_text(self, closing: str) -> str:
-        """Return the end of a text that a token ends; empty where `closing` holds no such token.
-
-        White space before the token belongs to the text.
-        """
-        found = next((piece for piece in self._pieces(closing.lstrip()) if piece), "")
+        """Return `closing`, without white space, if a token begins it, which ends a text; else nothing."""
+        found = next(filter(None, self._split.split(closing.lstrip())), "")
         return self(closing.lstrip()) if found in self._ids else ""
-
-    def text(self) -> str:
-        """Return the rule of a text that a token ends."""
-        return f"text: <[^{','.join(map(str, sorted(self._ids.values())))}]>*"
-
-    def _pieces(self, text: str) -> list[str]:
-        return self._split.split(text) if self._split is not None else [text]

@@ -1,8 +1,7 @@
 """JSON schemas of tools, as far as a grammar can enforce them.
 
-A tool can be called with any schema. The grammar library is asked what it can enforce of one, part by part,
-and keyword by keyword where it refuses a part. The rest is left out. That may take any time and memory, so
-agents leave it to the process of a `Renderer`.
+The grammar library is asked what it can enforce of one, part by part, and keyword by keyword where it refuses
+a part. That may take any time and memory, so agents leave it to the process of a `Renderer`.
 """
 
 from __future__ import annotations
@@ -43,10 +42,9 @@ _MOST_WORDS = 200  # characters of the compiler's explanation
 
 
 def relaxed(tools: Mapping[str, Any], nullable: bool) -> tuple[dict[str, JsonSchema], list[str]]:
-    """Return the schemas of tools by name, as a grammar can enforce them, and what is left out.
+    """Return the schemas of tools by name, as a grammar can enforce them, and what is left out, and why.
 
-    Each describes an object, without contradictions. Its references lead to its `$defs`. What is left out is
-    named by place and reason. `nullable` honors OpenAPI's keyword of that name.
+    Each describes an object, with all references in its `$defs`. `nullable` honors OpenAPI's keyword.
     """
     made, left_out = dict[str, JsonSchema](), list[str]()
     for name, schema in tools.items():
@@ -72,7 +70,6 @@ class _SchemaRelaxer:
         self._loops: set[str] = set()  # names of targets that contain themselves
 
     def arguments(self) -> JsonSchema:
-        """Return the whole schema."""
         whole: JsonSchema = {"$ref": self._reference("#")}
         if "d0" not in self._loops:
             whole = self._definitions.pop("d0") or {"type": "object"}
@@ -225,14 +222,12 @@ def _named(schema: Any, name: str) -> Any:
 
 
 def _is_exact(value: Any) -> bool:
-    """Return True if the compiler reads a value as it is."""
     if isinstance(value, list | dict):
         return all(map(_is_exact, value.values() if isinstance(value, dict) else value))
     return not isinstance(value, int) or abs(value) <= _MOST_EXACT
 
 
 def _is_plain(schema: JsonSchema) -> bool:
-    """Return True if the compiler takes a schema whose parts it takes."""
     if not schema.keys().isdisjoint(IN_PLACE):
         (parts,) = schema.values() if len(schema) == 1 else ([],)
         return ("allOf" not in schema or len(parts) == 1) and any(each is not False for each in parts)

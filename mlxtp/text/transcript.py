@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Literal
 
@@ -64,18 +65,14 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Last event of a choice. `stopped_by`: the stop string that ended it, or None.
-
-    `thought`: number of its tokens that are thoughts or end them. `began_ns`: time of its first token, of
-    `time.perf_counter_ns`; 0 when there was none.
-    """
+    """Last event of a choice."""
 
     choice: int
     reason: ChoiceFinishReason
     end: StreamEnd
-    stopped_by: str | None = None
-    thought: int = 0
-    began_ns: int = field(default=0, compare=False)
+    stopped_by: str | None = None  #: the stop string that ended it
+    thought: int = 0  #: number of its tokens that are thoughts or end them
+    began_ns: int = field(default=0, compare=False)  #: `time.perf_counter_ns` of its first token, or 0
 
 
 AnswerEvent = ContentDelta | ReasoningDelta | CallBegan | CallArguments | Finish
@@ -108,12 +105,9 @@ class WholeAnswer:
 class Transcript:
     """Events of one choice, made of its tokens: its output up to a stop string, and its scores.
 
-    A token's score comes with the text that the token completes. It comes later than the token when its
-    character is incomplete or its text held back. No score is lost and none comes twice. Tokens after the one
-    that completed a stop string are neither shown nor counted.
-
-    `plan` separates the model's thoughts and calls from its text; stop strings count only in the text.
-    `specials` has the text of special tokens, with which models mark calls.
+    A token's score comes once, with the text that the token completes. Tokens after the one that completed a
+    stop string are neither shown nor counted. `plan` separates thoughts and calls from the text, in which
+    alone stop strings count. `specials` has the text of special tokens, with which models mark calls.
     """
 
     def __init__(
@@ -125,15 +119,14 @@ class Transcript:
         choice: int = 0,
         plan: ReadingPlan | None = None,
         specials: Mapping[int, str] = MappingProxyType({}),
-        most_calls: int = 0,
     ) -> None:
         self._detokenizer = detokenizer
         self._finder = finder
         self._channels = None if plan is None else AnswerParser(plan, finder)
+        self._calls = None if plan is None else plan.calls
         self._scored = scored
         self._choice = choice
         self._specials = specials
-        self._most_calls = most_calls
         self._incomplete: list[Scored] = []  #: scores of the tokens whose text is not complete yet
         #: Other scores not shown yet, each with the length of the answer at its token's end.
         self._waiting: deque[tuple[int, Scored]] = deque()
@@ -144,13 +137,12 @@ class Transcript:
 
     @property
     def used(self) -> int:
-        """Number of tokens up to the end."""
         return len(self.tokens)
 
     @property
     def stopped(self) -> bool:
         """True if the answer is over: a stop string was found, or the calls have reached their limit."""
-        return self.stopped_by is not None or self._called_enough
+        return self.stopped_by is not None or (self._calls is not None and self._calls.enough)
 
     @property
     def stopped_by(self) -> str | None:
@@ -178,7 +170,6 @@ class Transcript:
         return self._events(parts, self.finish_scores() if self.stopped else self._due())
 
     def finish(self, cut: bool = False) -> list[AnswerEvent]:
-        """Return the rest, after the last token. `cut`: the budget was used up."""
         parts: list[AnswerPart] = []
         if not self.stopped:
             parts += self._read(self._detokenizer.finish(), False)
@@ -189,15 +180,10 @@ class Transcript:
         return self._events(parts, self.finish_scores())
 
     def finish_scores(self) -> list[Scored]:
-        """Return all scores that wait."""
         rest = [scored for _, scored in self._waiting] + self._incomplete
         self._waiting.clear()
         self._incomplete.clear()
         return rest
-
-    @property
-    def _called_enough(self) -> bool:
-        return 0 < self._most_calls <= (self._channels.calls if self._channels is not None else 0)
 
     @property
     def _held(self) -> int:
@@ -218,14 +204,12 @@ class Transcript:
     def _events(self, parts: Sequence[AnswerPart], scores: Sequence[Scored]) -> list[AnswerEvent]:
         """Return one event for parts of a kind in a row; the scores go with the last event."""
         events: list[AnswerEvent] = []
-        for kind, group in groupby(parts, key=lambda part: part.kind):
-            if kind is PartKind.SAID:
-                said = "".join([part.text for part in group])
-                events += [ContentDelta(self._choice, said)] if said else []
-            elif kind is PartKind.THOUGHT:
-                events.append(ReasoningDelta(self._choice, "".join([part.text for part in group])))
-            else:
-                events += [self._call(part.call) for part in group if part.call is not None]
+        for kind, group in groupby(parts, key=attrgetter("kind")):
+            run = list(group)
+            if text := "".join([part.text for part in run]):
+                delta = ContentDelta if kind is PartKind.SAID else ReasoningDelta
+                events.append(delta(self._choice, text))
+            events += [self._call(part.call) for part in run if part.call is not None]
         if scores:
             if events and isinstance(last := events[-1], ContentDelta):
                 events[-1] = replace(last, scores=scores)

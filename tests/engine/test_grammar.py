@@ -6,7 +6,7 @@ import json
 import random
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from mlxtp.config import embedded_model_path
 from mlxtp.engine import grammar as grammar_module
 from mlxtp.engine.grammar import MAX_WORDS, Grammar, Grammars, Matcher, build, read_tokenizer, unpack
 from mlxtp.errors import Code, MlxtpError, RequestError
+from mlxtp.text.conversation import Tool
 from mlxtp.text.tool_grammar import JSON_STYLE, call_grammar, checked_tools
 from mlxtp.text.tool_schemas import relaxed
 from mlxtp.wire.messages import MAX_GRAMMAR
@@ -735,13 +736,9 @@ def test_closing_ends_what_is_being_tried() -> None:
 # --- tool calls -------------------------------------------------------------------------------------------
 
 
-def tool(name: object, parameters: object = None) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name, "parameters": parameters}}
-
-
-WEATHER = tool(
+WEATHER = Tool(
     "weather",
-    {
+    parameters={
         "properties": {"day": {"$ref": "#/$defs/day"}},
         "required": ["day"],
         "additionalProperties": False,
@@ -750,16 +747,16 @@ WEATHER = tool(
 )
 TOOLS = [
     WEATHER,
-    tool('odd "name" é', {"type": "object", "properties": {"n": {"type": "integer"}}}),
-    tool("stop"),
+    Tool('odd "name" é', parameters={"type": "object", "properties": {"n": {"type": "integer"}}}),
+    Tool("stop"),
 ]
 
 
 def test_a_tool_call_is_valid_for_the_tool_it_names(grammars: Grammars) -> None:
     style = replace(JSON_STYLE, before='<call>\n{"name": "', after='}é"</call>')
     grammar = grammars.compile("lark", call_grammar(relaxed(checked_tools(TOOLS), True)[0], style))
-    schemas: dict[str, dict[str, Any]] = {
-        "weather": WEATHER["function"]["parameters"],
+    schemas: dict[str, Mapping[str, Any]] = {
+        "weather": WEATHER.schema,
         'odd "name" é': {
             "type": "object",
             "properties": {"n": {"type": "integer"}},
@@ -806,19 +803,12 @@ def test_a_call_may_open_with_a_special_token(grammars: Grammars) -> None:
 @pytest.mark.parametrize(
     ("tools", "required", "words"),
     [
-        ([], None, "at least one tool"),
-        (["x"], None, "tools[0]: expected"),
-        ([{"type": "web_search"}], None, "tools[0]: expected"),
-        ([{"type": "function"}], None, "tools[0].function: expected an object"),
-        ([tool(None)], None, "tools[0].function.name: expected the tool's name"),
-        ([tool("")], None, "tools[0].function.name"),
-        ([WEATHER, tool("x", [])], None, "tools[1].function.parameters: expected a JSON schema"),
-        ([tool("x", {"const": float("nan")})], None, "not a JSON schema"),
+        ([Tool("x", parameters={"const": float("nan")})], None, "not a JSON schema"),
         ([WEATHER, WEATHER], None, "same name"),
         ([WEATHER], "other", "no tool named 'other'"),
     ],
 )
-def test_bad_tools_are_named(tools: list[Any], required: str | None, words: str) -> None:
+def test_bad_tools_are_named(tools: list[Tool], required: str | None, words: str) -> None:
     with pytest.raises(RequestError) as caught:
         call_grammar(checked_tools(tools), JSON_STYLE, required=required)
     assert words in caught.value.detail
@@ -829,7 +819,7 @@ def test_bad_tools_are_named(tools: list[Any], required: str | None, words: str)
 def test_a_keyword_that_cannot_be_enforced_does_not_make_a_tool_useless(grammars: Grammars) -> None:
     schema = {"properties": {"n": {"type": "integer", "not": {"const": 0}}}, "required": ["n"]}
     grammar = grammars.compile(
-        "lark", call_grammar(relaxed(checked_tools([tool("x", schema)]), True)[0], JSON_STYLE)
+        "lark", call_grammar(relaxed(checked_tools([Tool("x", parameters=schema)]), True)[0], JSON_STYLE)
     )
     assert accepts(grammar, '{"name": "x", "arguments": {"n": 5}}')
 
@@ -841,7 +831,7 @@ def test_a_pattern_that_cannot_be_enforced_does_not_make_a_tool_useless(
     schema = {"properties": {"a": {"type": "string", "pattern": "(?=a)"}}, "required": ["a"]}
     style = replace(JSON_STYLE, before='<call>{"name": "')
     grammar = grammars.compile(
-        "lark", call_grammar(relaxed(checked_tools([tool("x", schema)]), True)[0], style, **beside)
+        "lark", call_grammar(relaxed(checked_tools([Tool("x", parameters=schema)]), True)[0], style, **beside)
     )
     assert accepts(grammar, '<call>{"name": "x", "arguments": {"a": "b"}}')
     assert not accepts(grammar, '<call>{"name": "x", "arguments": {"a": 1}}')

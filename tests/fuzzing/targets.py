@@ -46,9 +46,9 @@ from mlxtp.text.argument_types import types_of
 from mlxtp.text.call_style import Separators
 from mlxtp.text.calls import CallReader
 from mlxtp.text.chat_template import TemplateTraits, plainer, template_messages
-from mlxtp.text.conversation import Conversation, GenerationRequest, Tool, characters, tool_json
+from mlxtp.text.conversation import Conversation, GenerationRequest, Tool, characters
 from mlxtp.text.markups import CALLS, JSON_CALLS, Markup
-from mlxtp.text.renderer import read_ids, read_text
+from mlxtp.text.renderer import read_reply
 from mlxtp.text.tool_grammar import JSON_STYLE, call_grammar, checked_tools, guided_schema
 from mlxtp.text.tool_schemas import relaxed
 from mlxtp.wire import certificates, recording
@@ -113,7 +113,7 @@ _REPLIES = (b"t\xc3\xa9", b"i\1\0\0\0", b'e["x", "model_invalid", 422]', b"e" + 
 
 def text_reply(data: bytes) -> None:
     """A reply of the process that runs a model's chat template and tokenizer."""
-    (read_ids if data[:1] == b"i" else read_text)(data[:1], data[1:])
+    read_reply(b"i" if data[:1] == b"i" else b"t", data[:1], data[1:])
 
 
 # --- the wire ---------------------------------------------------------------------------------------------
@@ -290,9 +290,8 @@ def _asked(asked: GenerationRequest) -> None:
         raise catalog.unknown_model(asked.model, [_MODEL.id])
     seed = 1 if wish.seed is None else settings.seed_of(wish.seed)
     sampling = settings.sampling(wish, _MODEL.defaults, seed)
-    tools = [tool_json(tool) for tool in conversation.tools]
-    schemas = relaxed(checked_tools(tools), True)[0] if tools else {}
-    grammar = ("lark", call_grammar(schemas, JSON_STYLE)) if tools else ("", "")
+    schemas = relaxed(checked_tools(conversation.tools), True)[0]
+    grammar = ("lark", call_grammar(schemas, JSON_STYLE)) if schemas else ("", "")
     shaping = settings.shaping(wish, _MODEL.vocabulary, grammar)
     stops = StopFinder(settings.stop_strings(wish.stop))
     catalog.check_may_fit(characters(conversation), 16, _MODEL)

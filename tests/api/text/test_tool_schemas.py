@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 
 from mlxtp.engine import grammar
 from mlxtp.engine.grammar import Grammars
-from mlxtp.errors import MlxtpError, RequestError
+from mlxtp.errors import MlxtpError
 from mlxtp.text import renderer, tool_schemas
 from mlxtp.text.call_style import CallStyle
+from mlxtp.text.conversation import Tool as OfferedTool
 from mlxtp.text.renderer import LocalRenderer, SandboxedRenderer
 from mlxtp.text.tokenizer import Text
 from mlxtp.text.tool_grammar import JSON_STYLE, call_grammar, checked_tools
@@ -60,8 +61,7 @@ class Tool:
     def __init__(
         self, grammars: Grammars, text: Text, parameters: Any, style: CallStyle = JSON_STYLE
     ) -> None:
-        tool = {"type": "function", "function": {"name": "x", "parameters": parameters}}
-        schemas = text.relaxed(checked_tools([tool]), style.field is None)
+        schemas = text.relaxed(checked_tools([OfferedTool("x", parameters=parameters)]), style.field is None)
         self._grammar = grammars.compile("lark", call_grammar(schemas, style))
         self._text = text
 
@@ -150,10 +150,7 @@ def test_schemas_that_are_large_or_deep(grammars: Grammars, text: Text) -> None:
 
 @pytest.mark.slow
 def test_many_kinds_at_once(grammars: Grammars, text: Text) -> None:
-    tools = [
-        {"type": "function", "function": {"name": name, "parameters": object_of(schema)}}
-        for name, schema, _, _ in KINDS[::2]
-    ]
+    tools = [OfferedTool(name, parameters=object_of(schema)) for name, schema, _, _ in KINDS[::2]]
     schemas = text.relaxed(checked_tools(tools), True)
     grammars.compile("lark", call_grammar(schemas, JSON_STYLE))
 
@@ -300,12 +297,6 @@ def test_a_definition_is_named_once_by_its_own_place() -> None:
     assert relaxed({"x": parameters}, True)[1] == [f"tools.x.parameters.$defs.A.pattern: {LOOK}"]
 
 
-@pytest.mark.parametrize("parameters", ["object", ["object"], 5])
-def test_what_is_no_schema_at_all_is_refused(parameters: Any) -> None:
-    with pytest.raises(RequestError, match=r"tools\[0\].function.parameters: expected a JSON schema"):
-        checked_tools([{"type": "function", "function": {"name": "x", "parameters": parameters}}])
-
-
 # --- the process that compiles ----------------------------------------------------------------------------
 
 #: Definitions of two properties each, all required, so that a value has 2 ** 40 parts.
@@ -331,8 +322,8 @@ def test_the_same_tools_are_compiled_and_named_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text, replies = Text(SandboxedRenderer(TINY)), []
-    read = renderer.read_text
-    monkeypatch.setattr(renderer, "read_text", lambda *reply: replies.append(reply) or read(*reply))
+    read = renderer.read_reply
+    monkeypatch.setattr(renderer, "read_reply", lambda *reply: replies.append(reply) or read(*reply))
     caplog.set_level(logging.INFO, "mlxtp")
     tools = {"odd": object_of({"type": "string", "pattern": "^(?=once)", "nullable": True})}
     found = [text.relaxed(json.loads(json.dumps(tools)), nullable) for nullable in (True, True, False, True)]

@@ -193,10 +193,8 @@ THINKS = Markup(("<think>", "</think>"))
 CALL = '{"name": "add", "arguments": {"a": 1}}'
 
 
-def read(
-    pieces: Sequence[str], plan: ReadingPlan, stops: Sequence[str] = (), most_calls: int = 0
-) -> list[AnswerEvent]:
-    transcript = Transcript(Pieces(pieces), finder_of(stops), plan=plan, most_calls=most_calls)
+def read(pieces: Sequence[str], plan: ReadingPlan, stops: Sequence[str] = ()) -> list[AnswerEvent]:
+    transcript = Transcript(Pieces(pieces), finder_of(stops), plan=plan)
     return [*transcript.push(range(len(pieces))), *transcript.finish()]
 
 
@@ -221,9 +219,9 @@ def test_scores_wait_for_a_marker_and_none_is_lost() -> None:
 
 
 def test_one_call_is_enough_where_one_is_wanted() -> None:
-    plan = ReadingPlan(THINKS, calls=CallReader(JSON_CALLS, (Tool("add"),)))
+    plan = ReadingPlan(THINKS, calls=CallReader(JSON_CALLS, (Tool("add"),), most=1))
     pieces = [f"<tool_call>{CALL}</tool_call>"] * 2
-    transcript = Transcript(Pieces(pieces), plan=plan, most_calls=1)
+    transcript = Transcript(Pieces(pieces), plan=plan)
     began, arguments = transcript.push((0, 1))
     assert isinstance(began, CallBegan)
     assert arguments == CallArguments(0, 0, '{"a": 1}')

@@ -109,8 +109,7 @@ class StepCosts:
         if samples := self._samples.get((self.context, kind)):
             return _average(samples)
         at = self.context, kind.rows
-        newest = self._newest.get((*at, kind.proposer)) or self._newest.get((*at, "lookup"))
-        fed, cost = newest or (2, 1 + 2 * WIDER)
+        fed, cost = self._newest.get((*at, kind.proposer), (2, 1 + 2 * WIDER))
         if kind.fed > fed and kind.proposer == "lookup":
             return cost * (1 + WIDER * kind.fed) / (1 + WIDER * fed)
         return 1 + WIDER + (cost - 1 - WIDER) * (kind.fed - 1) / (fed - 1)
@@ -178,7 +177,7 @@ def report(shares: Shares, drafted: int, right: int) -> None:
         if (place := index.bit_length()) == len(shares):
             shares.append((shares[-1][0], FIRST_WEIGHT))
         share, weight = shares[place]
-        weight = min(weight + 1, MOST_WEIGHT << max(place - 1, 0))
+        weight = min(weight + 1, MOST_WEIGHT)
         shares[place] = share + ((index < right) - share) / weight, weight
     for place in range((drafted - 1).bit_length() + 1, len(shares)):
         share, weight = shares[place]
@@ -199,7 +198,7 @@ def gains(shares: Shares, limit: int) -> list[float]:
 
 # --- the policy ------------------------------------------------------------------------------------------
 
-FLOOR = 1.04  #: times the tokens a second of the last choice that another one must have
+FLOOR = 1.04  #: times the tokens a second of plain steps with which drafts begin
 FIRST_RETRY, LAST_RETRY = 48, 512  #: steps without a source, or at last without plain steps; doubled
 CREDIT, FIRST_CREDIT, MOST_CREDIT = 0.015, 3.0, 8.0  #: plain steps that drafts may lose: by a step, at first
 SURE = 1.5  #: times the tokens a second of plain steps with which drafts begin without credit
@@ -270,10 +269,10 @@ class DraftPolicy:
     def _compare(self, options: Sequence[RowOptions], rows: int, most: int) -> None:
         """Find the plan with the most tokens a second, once while nothing changes."""
         copies = [(dict(sources), own) for sources, own in options]
-        asked = copies, rows, most, self.costs.context, self._last[1:], self.credit > 0
+        asked = copies, rows, most, self.costs.context, self._last.drafts > 0, self.credit > 0
         if self._asked == asked:
             return
-        self._asked, self._best, worth, found = asked, NO_DRAFTS, 0.0, 0.0
+        self._asked, self._best, worth = asked, NO_DRAFTS, 0.0
         right = [
             [(each, gains(own.get(each) or self._of_all(each), limit)) for each, limit in sources.items()]
             for sources, own in options
@@ -288,10 +287,9 @@ class DraftPolicy:
                 slow = proposer if proposes else "lookup"
                 tokens = 1 + sum([gain for gain, _, _ in chosen]) / len(chosen)
                 value = tokens / self.costs.cost(StepKind(rows, 1 + bucket(drafts), slow))
-                kept = FLOOR if (drafts, slow) == self._last[1:] else 1.0
-                if value * kept > found:
+                if value > worth:
                     planned = [(source, number) if source else None for _, number, source in chosen]
-                    self._best, worth, found = DraftPlan(tuple(planned), drafts, slow), value, value * kept
+                    self._best, worth = DraftPlan(tuple(planned), drafts, slow), value
         if (not self._last.drafts and (worth < FLOOR or (self.credit <= 0 and worth < SURE))) or worth < 1:
             self._best = NO_DRAFTS
 

@@ -409,7 +409,7 @@ def test_guesses_follow_the_newest_measure() -> None:
     known.took(StepKind(1, 9), 3.8)  # twice its guess
     assert known.cost(StepKind(1, 17)) == pytest.approx(2 * 2.7)
     assert known.cost(StepKind(1, 5)) == pytest.approx((1.1 + 3.8) / 2), "from a step that waits"
-    assert known.cost(StepKind(1, 9, "mtp")) == pytest.approx(3.8), "until it is measured itself"
+    assert known.cost(StepKind(1, 9, "mtp")) == pytest.approx(1.9), "of each proposer"
     known.context = 3
     assert known.cost(StepKind(1, 9)) == pytest.approx(1.9), "of each length of text"
 

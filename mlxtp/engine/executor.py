@@ -349,8 +349,8 @@ class RankExecutor:
 def check_share(share: ModelShare, counted: CountedShare) -> None:
     """Raise ModelError (MODEL_INVALID) for a share that takes far more memory than its plan counted on.
 
-    Plans leave out scales that mlx-lm adds to some formats, and norms that each stage has. Numbers of caches
-    may be twice as wide as config.json says. A share that takes less does no harm.
+    Plans leave out scales that mlx-lm adds to some formats, norms that each stage has, and KV heads that two
+    ranks have. Numbers of caches may be twice as wide as config.json says. Taking less does no harm.
     """
     most = CountedShare(counted.weight_bytes * 5 // 4 + (64 << 20), counted.kv_token_bytes * 2)
     for name, what in {"weight_bytes": "of weights", "kv_token_bytes": "of KV caches for a token"}.items():

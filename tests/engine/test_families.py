@@ -200,7 +200,10 @@ def test_four_ranks_compute_what_one_process_does(four: Group, model: str) -> No
 
 
 def assert_as_counted(group: Group) -> None:
-    """No rank has a twentieth more weights than plans count on, nor more bytes of a token."""
+    """No rank has a tenth more weights than plans count on, nor more bytes of a token.
+
+    On four ranks it is most, where two have the same KV head.
+    """
     names = [name for name, facts in group.facts[0].items() if "weight_bytes" in facts]
     configs, stored = [], []
     for name in names:
@@ -211,7 +214,7 @@ def assert_as_counted(group: Group) -> None:
     for name, text, size in zip(names, described(*configs), stored, strict=True):
         counted = counted_shares(shape_of(from_text(text), weight_bytes=size), len(group.facts), ())
         for facts, share in zip(group.facts, counted, strict=True):
-            assert facts[name]["weight_bytes"] <= 1.05 * share.weight_bytes, name
+            assert facts[name]["weight_bytes"] <= 1.1 * share.weight_bytes, name
             assert facts[name]["kv_token_bytes"] <= share.kv_token_bytes, name
 
 

@@ -211,7 +211,6 @@ class StepLayout:
     def arguments(
         self, positions: tuple[int, ...], width: int, view: int, rings: Sequence[tuple[int, int]] = ()
     ) -> list[Any]:
-        """Return what `forward_shape` takes."""
         rows = len(positions)
         shape = ForwardShape.arrays(mx.array(positions, dtype=mx.int32), width, view, rings)
         if rows == width == 1 and positions[0] + 1 >= self.exact_from:
@@ -359,7 +358,6 @@ class SequenceCaches(Generic[P]):
         return next(part for part in self.every if uid in part.rows)
 
     def arrays(self, rows: Sequence[int] = ()) -> list[mx.array]:
-        """Return the arrays of the parts that hold `rows`; of all parts without these."""
         return [array for part in (self.parts(rows) if rows else self.every) for array in part.every_array]
 
 
@@ -477,7 +475,6 @@ def _rings_of(cache: Any, room: int) -> list[mx.array]:
 
 
 def _fill_window(cache: Any, rings: Sequence[mx.array], length: int) -> None:
-    """Fill mlx-lm's window with its part of `length` tokens, from rings of a row."""
     count = min(length, cache.max_size)
     rolled = [mx.roll(each, -((length - count) % each.shape[2]), 2)[:, :, :count] for each in rings]
     cache.state = (*map(mx.contiguous, rolled), length, 0, cache.max_size, count)
@@ -496,7 +493,6 @@ def _is_window(cache: Any) -> bool:
 
 
 def _arrays_of(cache: Any) -> list[mx.array]:
-    """Return a layer's arrays: keys and values, each one array or, if quantized, three."""
     both = (cache.keys, cache.values)
     return [array for each in both for array in (each if isinstance(each, list | tuple) else (each,))]
 
@@ -722,11 +718,9 @@ class CacheKind:
 
     @property
     def windows(self) -> list[int]:
-        """The windows of this rank's layers, each once."""
         return sorted(set(self._windows) - {0})
 
     def rings(self, room: int) -> list[tuple[int, int]]:
-        """Return window and slots of each kind of ring in a bucket of this room."""
         return [(window, min(room, ring_slots(window))) for window in self.windows]
 
     def beside(self, views: list[LayerView], states: list[StateView]) -> list[Any]:
@@ -763,7 +757,6 @@ class CacheKind:
         return True
 
     def _shapes(self) -> list[Empty]:
-        """Return an empty row's arrays, from a forward that is never run."""
         caches = self.new()
         try:
             unrun_arrays(self.model, caches)

@@ -29,7 +29,7 @@ import numpy as np
 #: Names and values of a block: arrays of MLX when it is written, of numpy (see `_Raw`) when it was read.
 Items = list[tuple[str, Any]]
 
-_CHECKSUM = struct.Struct("<I")  # CRC-32: other checksums take longer than the disk
+_WORD = struct.Struct("<I")  # the checksum is a CRC-32: others take longer than the disk
 QUEUED_BLOCKS = 8  # blocks that wait to be written, before rank 0 sends further ones
 LAG_BYTES = 1 << 28  # of waiting blocks, up to which another rank, which may be slower, takes more
 RETRY_S = 600.0  # seconds without writing after an error in writing
@@ -38,7 +38,6 @@ FULL_SHARE = 0.95  # of the room, which an eviction leaves filled, so that not e
 TOUCH_S = 60.0  # least seconds between two marks of a block as used
 UNFINISHED_S = 600.0  # seconds after which an unfinished file is left over from a process that ended
 _AHEAD_S = 60.0  # seconds by which a file may be newer than the clock
-_HEAD = struct.Struct("<I")
 _CHUNK = 1 << 22
 
 
@@ -109,33 +108,32 @@ def write_block(path: Path, items: Items, name: str) -> int:
     head = json.dumps([name, shapes, plain]).encode()
     checksum = 0
     path.touch(0o600, exist_ok=False)
-    with path.open("wb", buffering=0) as file:
+    with path.open("wb") as file:
 
         def append(data: bytes | memoryview) -> None:
             nonlocal checksum
             for at in range(0, len(data), _CHUNK):
                 part = data[at : at + _CHUNK]
                 checksum = zlib.crc32(part, checksum)
-                while part:
-                    part = part[file.write(part) :]
+                file.write(part)
 
-        append(_HEAD.pack(len(head)) + head)
+        append(_WORD.pack(len(head)) + head)
         for _, array in arrays:
             data = memoryview(array)  # type: ignore[arg-type]  # waits until it is computed
             append(data.cast("B") if array.size and array.ndim else data.tobytes())
-        append(_CHECKSUM.pack(checksum))
+        append(_WORD.pack(checksum))
         return file.tell()
 
 
 def read_block(path: Path, name: str) -> list[tuple[str, Any]]:
     """Return the items of a block, arrays as `Raw`. Raises OSError, or ValueError for a damaged file."""
     data = path.read_bytes()
-    body = memoryview(data)[: -_CHECKSUM.size]
-    if _CHECKSUM.unpack_from(data, len(body)) != (zlib.crc32(body),):
+    body = memoryview(data)[: -_WORD.size]
+    if _WORD.unpack_from(data, len(body)) != (zlib.crc32(body),):
         raise ValueError("its checksum is wrong")
-    (length,) = _HEAD.unpack_from(body)
-    at = _HEAD.size + length
-    written, shapes, plain = json.loads(bytes(body[_HEAD.size : at]))
+    (length,) = _WORD.unpack_from(body)
+    at = _WORD.size + length
+    written, shapes, plain = json.loads(bytes(body[_WORD.size : at]))
     if written != name:
         raise ValueError(f"it is {written}")
     items: list[tuple[str, Any]] = [(key, value) for key, value in plain]

@@ -205,7 +205,6 @@ def _any_of(names: Sequence[str]) -> re.Pattern[str]:
 
 
 def plain_type(config: Config) -> mx.Dtype:
-    """Return the type of numbers that are not quantized."""
     text = text_config(config)
     found = getattr(mx, str(text.get("dtype") or text.get("torch_dtype")), None)
     return found if isinstance(found, mx.Dtype) else mx.bfloat16

@@ -89,13 +89,11 @@ def experts(part: Any, group: Group, into: Sequence[str] = _GATED, back: str = "
 
 
 def share_bias(module: Any, group: Group) -> None:
-    """Divide the bias of a module whose results are added up."""
     if "bias" in module:
         module.bias = module.bias / group.size
 
 
 def summed(part: Any, group: Group) -> None:
-    """Make `part` return the sum of all ranks' results."""
     whole = type(part).__call__
 
     def call(module: Any, *args: Any, **kwargs: Any) -> mx.array:
@@ -105,7 +103,6 @@ def summed(part: Any, group: Group) -> None:
 
 
 def own_rows(array: mx.array, group: Group) -> mx.array:
-    """Return this rank's equal part of the first axis."""
     return mx.contiguous(mx.split(array, group.size)[group.rank])
 
 
@@ -330,7 +327,6 @@ DIVIDE: Mapping[str, Divide] = {
 
 
 def divide_layers(model: Any, group: Group) -> None:
-    """Divide the layers of `model` among the ranks, by mlx-lm's `shard` or the family's function here."""
     family = type(model).__module__.rpartition(".")[2]
     if family in DIVIDE:
         DIVIDE[family](model, group)

@@ -191,7 +191,6 @@ class ModelForwards:
             part.arrays += view.arrays
 
     def _lag(self, part: Bucket, positions: tuple[int, ...], hidden: mx.array, following: mx.array) -> None:
-        """Keep a step of one token a row for `catch_up`."""
         if part.behind and positions != tuple([at + len(part.behind) for at in part.behind[0][0]]):
             self.catch_up([part])
         part.behind.append((positions, hidden, following))
@@ -269,7 +268,6 @@ class ModelForwards:
     def _head_body(
         self, drafts: int, step: list[mx.array], shape: list[mx.array], arrays: list[mx.array]
     ) -> tuple[list[mx.array], list[mx.array]]:
-        """Run the MTP head alone; returns its proposals, and its KV arrays after it."""
         assert self.head is not None
         (view,) = self._caches.views(arrays, ForwardShape(*shape))
         return follow(self.head, self._vocabulary, ChosenStep(*step), view, drafts), view.arrays

@@ -577,7 +577,7 @@ class KVCacheManager:
 
         Unless a prompt joins, what is fetched from disk is dropped for those that run.
         """
-        if not joining and self._is_laid_out():
+        if not (joining or self._is_stale) and self._has_room():
             return True
         beyond = self._occupied(joining) - self.kv_tokens
         if beyond > 0 and (evicted := self._prefixes.evict(beyond)):
@@ -593,13 +593,11 @@ class KVCacheManager:
         self.frames += self.disk.forget(fetching)
         return self.make_room()
 
-    def _is_laid_out(self) -> bool:
-        running = self._running
-        if self._is_stale:
-            return False
-        held = [sequence.progress for sequence in running]
-        return all(at.position + MAX_WIDTH <= at.room for at in held) or (
-            len(held) == 1 and running[0].longest <= held[0].room
+    def _has_room(self) -> bool:
+        """Return True if every row has room for its next step."""
+        return all(
+            size <= row.progress.room
+            for size, row in zip(_lengths(self._running), self._running, strict=True)
         )
 
     def _lay_out(self, joining: Sequence[SequenceState] = ()) -> bool:
@@ -628,8 +626,7 @@ class KVCacheManager:
             return False
         held, needed = [_room_of(each, self._row_tokens) for each in (self._slots, ways[0])]
         self._is_stale = False
-        fits = all(length <= room for length, (room, _) in zip(lengths, now, strict=True))
-        stays = fits and held <= left and (bool(joining) or held <= 2 * needed)
+        stays = self._has_room() and held <= left and (bool(joining) or held <= 2 * needed)
         ways = (now, *ways) if stays else ways
         slots = cheapest(ways, lengths, self._forward, len(set(self._slots)))
         if stays and (joining or slots == now):

@@ -46,7 +46,6 @@ class Recurrence:
 
     @property
     def size(self) -> int:
-        """Number of arrays in mlx-lm's cache."""
         return len(self.inputs) + bool(self.update)
 
     def run(self, update: Callable[..., Any], given: dict[str, Any], stands: mx.array | None = None) -> Any:
@@ -174,7 +173,6 @@ class StateView:
         return settled
 
     def arrays_of(self, layer: Any) -> list[mx.array]:
-        """Return the arrays of mlx-lm's cache of this layer."""
         inputs = [self[at] for at in range(self._convolutions)]
         if not self._kind.update:
             return inputs
@@ -216,7 +214,6 @@ class States:
         return [stood, mx.arange(self.waiting) < stood[:, None]]
 
     def fed(self, lengths: Sequence[int], width: int, kept: list[list[mx.array]]) -> None:
-        """Take the states of a step of `width` tokens behind these lengths."""
         self.kept, self.waiting = kept, width if width > 1 else 0
         self.held = [length + (width == 1) for length in lengths]
 
@@ -226,7 +223,6 @@ class States:
         return replace(self, kept=kept, held=[self.held[row] for row in rows])
 
     def beside(self, other: States) -> States:
-        """Return the states of these rows and of others behind them."""
         waiting = max(self.waiting, other.waiting)
         layers = zip(self._padded(other, waiting), other._padded(self, waiting), strict=True)
         kept = [[mx.concatenate(list(both)) for both in zip(*each, strict=True)] for each in layers]
@@ -256,7 +252,6 @@ class States:
 
 
 def states_of(kind: Recurrence, caches: Sequence[Any], length: int) -> States:
-    """Return the states of one sequence of `length` tokens from mlx-lm's caches."""
     return States(kind, [list(cache.cache) for cache in caches], [length])
 
 

@@ -96,7 +96,6 @@ def divided_vocabulary(owner: Any, size: int) -> Iterator[None]:
 
 
 def context_length(config: Config) -> int:
-    """Return the tokens that the model was made for, prompt and answer together."""
     length = text_config(config).get("max_position_embeddings")
     return int(length) if isinstance(length, int) and length > 0 else 4096
 
@@ -218,7 +217,7 @@ class Vocabulary:
     ) -> None:
         self.size = size
         self.group = group
-        self.share = _share(size, group)
+        self.share = -(-size // group.size)
         self.first = group.rank * self.share
         self.embedding = embedding
         self.head = head
@@ -338,7 +337,7 @@ def shard(model: Any, group: Group, *, cut: Cut = cut_rows, size: int = 0) -> Vo
             raise ModelError(f"{model.model_type}: {found}", Code.MODEL_UNSUPPORTED)
         return Vocabulary(size, group)
     size = vocabularies.pop()
-    share = _share(size, group)
+    share = -(-size // group.size)
     first = group.rank * share
     for path in embeddings + heads:
         module = modules[path]
@@ -390,10 +389,6 @@ def dense_mlps(model: Any) -> list[Any]:
         for mlp in found
         if all(isinstance(getattr(mlp, name, None), nn.Linear | nn.QuantizedLinear) for name in _MLP)
     ]
-
-
-def _share(size: int, group: Group) -> int:
-    return -(-size // group.size)
 
 
 def _is(path: str, module: Any, names: tuple[str, ...], kinds: tuple[type, ...]) -> bool:

@@ -12,7 +12,14 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import ChunkedKVCache, KVCache, create_causal_mask, make_prompt_cache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    ChunkedKVCache,
+    KVCache,
+    RotatingKVCache,
+    create_causal_mask,
+    make_prompt_cache,
+)
 from mlx_lm.models.deepseek_v41 import LayerCache
 from mlx_lm.utils import load_model
 
@@ -24,6 +31,7 @@ from mlxtp.engine.batch import (
     ForwardShape,
     MergedCaches,
     SlotCaches,
+    arrays_of,
     cut,
     in_parts,
     share,
@@ -564,6 +572,21 @@ def test_the_kinds_of_families_that_no_model_here_has_copy_as_well(chunked: bool
     last = [float(array[..., : 5 if i else 6, :].max().item()) for i, array in enumerate(arrays)]
     assert last == [2.0, 3.0, 4.0]
     assert [each.offset for each in (before, cache, copy)] == [6, 9, 9]
+
+
+@pytest.mark.parametrize("kind", ["plain", "window", "state"])
+def test_a_snapshot_holds_no_memory_of_its_source(kind: str) -> None:
+    chunk = mx.zeros((1, 1, 1 << 20, 1))
+    mx.eval(chunk)
+    held, own = mx.get_active_memory(), chunk[..., -8:, :]
+    cache: Any = {"plain": KVCache(), "window": RotatingKVCache(8), "state": ArraysCache(1)}[kind]
+    cache.state = {"plain": (own, own, 8), "window": (own, own, 8, 0, 8, 8), "state": ([own], None, None)}[
+        kind
+    ]
+    (copy,) = snapshot([cache], 8)
+    mx.eval(arrays_of([copy]))
+    del chunk, own, cache
+    assert mx.get_active_memory() < held - (1 << 21)
 
 
 def test_a_window_keeps_no_tokens_before_it(model_of: Callable[[str], Any]) -> None:

@@ -957,6 +957,19 @@ def test_a_prompt_does_not_wait_for_one_of_another_salt() -> None:
     assert sketch(simulation.frames) == "P1 P2"
 
 
+def test_where_no_caches_are_kept_each_prompt_is_computed_at_once_and_whole() -> None:
+    simulation = Simulation(prefill_chunk=64)
+    simulation.add((*LONG, 1001), 3)
+    simulation.add((*LONG, 1002), 300)
+    simulation.ticks(2)
+    assert sketch(simulation.frames) == "P1 P2"
+    simulation.ticks(20)
+    simulation.add((*LONG, 1003), 3)
+    simulation.drain()
+    assert [simulation.requests[n].ends[0].cached for n in (1, 2, 3)] == [0, 0, 0]
+    check_answers(simulation)
+
+
 def test_a_prompt_waits_for_its_beginning_to_be_computed() -> None:
     simulation = Simulation(prefixes=True, prefill_chunk=64)
     simulation.add((*LONG, 1001), 3)

@@ -64,6 +64,15 @@ def test_biased_tokens_and_values_of_unlike_number_are_refused(
     assert refused == {7: Code.BAD_REQUEST}
 
 
+def test_tokens_beyond_the_vocabulary_and_the_context_are_refused(
+    requests: Requests, refused: dict[int, Code]
+) -> None:
+    requests._context, requests._vocabulary = 100, 9
+    requests.admit(Generate(7, (9,), 1))
+    requests.admit(Generate(8, (1,), 100))
+    assert refused == {7: Code.BAD_REQUEST, 8: Code.CONTEXT_OVERFLOW}
+
+
 def test_many_may_wait_for_one_grammar(requests: Requests, refused: dict[int, Code]) -> None:
     for uid in range(2 * MAX_COMPILING):
         requests._compile(guided(uid, "[a-z]+"))

@@ -162,6 +162,16 @@ def test_rows_of_several_widths_share_a_forward(folder: Path, runner: Runner) ->
     assert step(runner, {1: 11, 2: 6}) == [[one[4]], [other[2]]]
 
 
+def test_the_last_row_takes_the_place_of_one_that_leaves(folder: Path, runner: Runner) -> None:
+    prompts = {1: PROMPT, 2: OTHER, 3: (60, 61, 62)}
+    for uid, prompt in prompts.items():
+        prefill(runner, uid, prompt)
+    runner.stop(1, 0)
+    said = [step(runner, {3: 3 + i, 2: 5 + i}) for i in range(3)]
+    for row, uid in enumerate((3, 2)):
+        assert tuple(each[row][0] for each in said) == reference(prompts[uid], 4, folder)[1:]
+
+
 def test_draws_go_by_seed_and_position(runner: Runner) -> None:
     sampling = Sampling(temperature=20.0, seed=3)
     logits = {"exchange": "logits", "sampling": sampling}

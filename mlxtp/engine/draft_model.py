@@ -37,8 +37,7 @@ class DraftModel:
         loaded = load(folder, LoneGroup(), progress)
         if loaded.vocabulary.size != vocabulary:
             sizes = f"{loaded.vocabulary.size} tokens, the model's has {vocabulary}; they must be the same"
-            detail = f"draft model {folder.name}: its vocabulary has {sizes}"
-            raise ModelError(detail, Code.MODEL_INVALID)
+            raise ModelError(f"draft model {folder.name}: its vocabulary has {sizes}", Code.MODEL_INVALID)
         self.weight_bytes = loaded.weight_bytes
         self._room_bytes = 1 << 62  # bytes that its caches may take
         self._model = loaded.model

@@ -390,8 +390,7 @@ def _scored(arrays: tuple[mx.array, mx.array, mx.array]) -> list[Score]:
 
 def gpu_bytes() -> int:
     """Return the bytes that Metal recommends for all use of this machine's GPU; 0 without Metal."""
-    metal = mx.metal.is_available()
-    return int(mx.device_info()["max_recommended_working_set_size"]) if metal else 0
+    return int(mx.device_info()["max_recommended_working_set_size"]) if mx.metal.is_available() else 0
 
 
 def ranks_here(bootstrap: Bootstrap) -> int:

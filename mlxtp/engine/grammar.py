@@ -74,7 +74,7 @@ class Hints:
 
 
 class CpuAllowance:
-    """CPU time of this thread for masks and accepted tokens: STEP_S on average, `burst_s` before that."""
+    """CPU time, so that a busy machine ends no answer: STEP_S a mask or token, `burst_s` before that."""
 
     def __init__(self, burst_s: float = BURST_S, search: CpuAllowance | None = None) -> None:
         self.search = search or self  #: the allowance of searches for an answer's ending

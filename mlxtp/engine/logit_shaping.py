@@ -275,7 +275,7 @@ class AnswerBudget:
         self._planned: tuple[Ending, int] = (), 0  # the last ending, and the room at its start
 
     def fitting(self, matcher: Matcher, left: int) -> NDArray[np.uint32]:
-        """Return the grammar's mask, of tokens after which an ending fits in `left` if there are any."""
+        """Return the grammar's mask; near the end of `left`, of tokens after which an ending still fits."""
         words = matcher.mask()
         if not self.watched(left):
             return words
@@ -368,8 +368,7 @@ def _closing(state: Matcher, last: list[int]) -> tuple[int, ...]:
     words, hints = state.mask(), state.hints
     stale = last[0] if len(last) == SAME and len(set(last)) == 1 else -1
     if _in_text(state, words):
-        ends = (*hints.suffixes, (hints.quote,))
-        return next((end for end in ends if _leads_out(state, end)), ())
+        return next((end for end in (*hints.suffixes, (hints.quote,)) if _leads_out(state, end)), ())
     if _in_string(state, words):
         return () if hints.quote == stale else (hints.quote,)
     for token in hints.closing:

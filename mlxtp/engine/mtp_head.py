@@ -231,8 +231,7 @@ def _own_weights(
         if part and not part.startswith(_NOT_USED)
     }
     norms = _factors(own, names) if names.less_one else {}
-    own_parts = ("embedding_norm", "hidden_norm", "projection", "norm")
-    known = {getattr(names, part): part for part in own_parts}
+    known = {getattr(names, part): part for part in ("embedding_norm", "hidden_norm", "projection", "norm")}
     found = {}
     sanitized = model.sanitize({name: own[name] for name in own.keys() - norms.keys()})
     for name, weight in {**sanitized, **norms}.items():

@@ -75,8 +75,7 @@ class Emitter:
             self._emit_scored(scored)
             tokens = [token for token in tokens if token.score is None]
         if tokens:
-            columns = zip(*[(t.uid, t.index, t.token) for t in tokens], strict=True)
-            self._pipe.send(Delta(*columns))
+            self._pipe.send(Delta(*zip(*[(t.uid, t.index, t.token) for t in tokens], strict=True)))
         for outcome in outcomes:
             if isinstance(outcome, Finished | Error) and self._open.pop(outcome.uid, None) is not None:
                 self._pipe.send(outcome)

@@ -454,8 +454,7 @@ class Runner:
         self, logits: mx.array, rows: tuple[int, ...], widths: tuple[int, ...], at: mx.array, frame: Forward
     ) -> tuple[mx.array, Scores]:
         if not self._vocabulary.chooses:
-            sent = self.border.hand_on(logits, self.forwards)
-            return nothing_chosen(len(rows), max(widths), [sent]), {}
+            return nothing_chosen(len(rows), max(widths), [self.border.hand_on(logits, self.forwards)]), {}
         samplings = tuple(self._samplings[uid] for uid in rows)
         broadcast = frame.agreement == "broadcast"
         return self._chooser.choose(logits, rows, widths, samplings, at, broadcast=broadcast)

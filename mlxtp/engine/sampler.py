@@ -29,12 +29,13 @@ _threefry = mx.vmap(lambda key: mx.random.split(key, num=1)[0])
 
 
 def stream_keys(seeds: Sequence[int]) -> mx.array:
+    """Return each seed's own key for `uniforms`, uint32 [R, 2]."""
     words = [(seed & 0xFFFFFFFF, seed >> 32) for seed in seeds]
     return _threefry(mx.array(np.array(words, dtype=np.uint32)))
 
 
 def uniforms(keys: mx.array, positions: mx.array) -> mx.array:
-    """Return two numbers in [0, 1), multiples of 2^-24, for each of `positions` [R, L]: float32 [R, L, 2]."""
+    """Return two numbers of [0, 1), on a grid of 2^-24, for each of `positions` [R, L]: float32 [R, L, 2]."""
     low = keys[:, :1] + positions.astype(mx.uint32)
     words = _threefry(mx.stack([low, mx.broadcast_to(keys[:, 1:], low.shape)], axis=-1).reshape(-1, 2))
     return (words.reshape(*low.shape, 2) >> 8).astype(mx.float32) * 2.0**-24
@@ -55,8 +56,7 @@ def keep_top_p(logprobs: mx.array, top_p: mx.array, ascending: mx.array) -> mx.a
 
 def keep_min_p(logprobs: mx.array, log_min_p: mx.array) -> mx.array:
     """Keep tokens at least `min_p` times as likely as the most likely one."""
-    least = logprobs.max(axis=-1, keepdims=True) + log_min_p
-    return mx.where(logprobs < least, -mx.inf, logprobs)
+    return mx.where(logprobs < logprobs.max(axis=-1, keepdims=True) + log_min_p, -mx.inf, logprobs)
 
 
 def exclude_top(logprobs: mx.array, on: mx.array, threshold: mx.array, special: tuple[int, ...]) -> mx.array:
@@ -134,7 +134,7 @@ class Sampler:
         return chosen
 
     def filter(self, logits: mx.array, coins: mx.array) -> mx.array:
-        """Return log-probabilities [D, L, V] of rows that draw, -inf for filtered tokens. `coins`: of XTC."""
+        """Return log-probabilities [D, L, V] of rows that draw, -inf where filtered. `coins`: [D, L, 1]."""
         logits = logits.astype(mx.float32)
         kept = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         if self._some_top_p:

@@ -6,7 +6,7 @@ import inspect
 import re
 import textwrap
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import fields
 
 from mlxtp.wire.codecs import FieldCodec, Message
@@ -16,7 +16,6 @@ from mlxtp.wire.frames import (
     MAX_ITEMS,
     MAX_OBJECTS,
     MAX_OPENING_FRAME,
-    field_codecs,
     messages,
 )
 from mlxtp.wire.messages import PROTOCOL_VERSION
@@ -83,24 +82,24 @@ def _messages() -> Iterator[str]:
     for number, message in sorted(messages().items()):
         yield from ("", f"### 0x{number:02X} {message.__name__}", "")
         yield from _described(message)
-        yield from _table(field_codecs(message), _comments(message))
+        yield from _table(message)
         parts |= {part.__name__: part for part in _parts_of(message)}
     yield from ("", "## Parts of messages", "")
     yield "Maps that stand in a field, with exactly these fields."
     for name, part in sorted(parts.items()):
         yield from ("", f"### {name}", "")
         yield from _described(part)
-        found = fields(part)  # type: ignore[arg-type]
-        figures = {f.name: f.metadata["figure"].says for f in found if "figure" in f.metadata}
-        yield from _table(tuple((f.name, f.metadata["codec"]) for f in found), figures | _comments(part))
+        yield from _table(part)
 
 
-def _table(codecs: tuple[tuple[str, FieldCodec], ...], says: Mapping[str, str]) -> Iterator[str]:
-    if not codecs:
+def _table(part: type[object]) -> Iterator[str]:
+    found = fields(part)  # type: ignore[arg-type]
+    if not found:
         return
+    says = {f.name: f.metadata["figure"].says for f in found if "figure" in f.metadata} | _comments(part)
     yield from ("", "| field | holds | meaning |", "|---|---|---|")
-    for name, codec in codecs:
-        yield f"| `{name}` | {_holds(codec)} | {says.get(name, '')} |"
+    for field in found:
+        yield f"| `{field.name}` | {_holds(field.metadata['codec'])} | {says.get(field.name, '')} |"
 
 
 def _comments(part: type[object]) -> dict[str, str]:

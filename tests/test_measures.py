@@ -45,7 +45,7 @@ MOST_LINES: Mapping[str, int] = {
     "cluster": 5_485,
     "diagnostics": 3_151,
     "discovery": 1_068,
-    "engine": 12_284,
+    "engine": 12_278,
     "gateway": 1_753,
     "groups": 7_300,
     "identity": 1_582,
@@ -53,7 +53,7 @@ MOST_LINES: Mapping[str, int] = {
     "placement": 4_804,
     "service": 878,
     "text": 5_393,
-    "wire": 4_431,
+    "wire": 4_352,
 }
 """Lines of each package; those of files beside the packages are "". A commit that adds some says why."""
 TOUCHES: Mapping[str, tuple[str, int]] = {
@@ -256,7 +256,6 @@ CALLED_BY_OTHERS = frozenset(
         "seekable",  # a file for safetensors
         "truncate",  # a file for huggingface-hub
         "keys_and_values", "make_mask", "update_and_fetch",  # mlx-lm's models, of a cache
-        "field_codecs",  # scripts/wire_reference.py, from which docs/wire.md comes
     }
 )  # fmt: skip
 

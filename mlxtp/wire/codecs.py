@@ -14,10 +14,7 @@ Wire = Any  #: values that msgpack packs: int, str, bytes, bool, float, list, di
 
 @dataclass(frozen=True, slots=True)
 class FieldCodec:
-    """Codec of one field: `to_wire` packs it, `from_wire` checks and unpacks a received value.
-
-    `from_wire` raises ValueError with what it expected. It never trusts the type of its argument.
-    """
+    """Codec of one field. `from_wire` raises ValueError with what it expected instead of what came."""
 
     to_wire: Callable[[Any], Wire]
     from_wire: Callable[[Wire], Any]
@@ -65,8 +62,7 @@ def printable(text: str) -> str:
 def text(max_chars: int, *, cut: bool = False, raw: bool = False) -> FieldCodec:
     """Printable characters on one line, because names and reasons of other Macs reach terminals and logs.
 
-    With `cut`, a text for people: it is shortened if too long, and unprintable characters are replaced,
-    rather than refused. With `raw`, any characters, for programs: a path, a grammar.
+    With `cut`, a text that is too long or not printable is mended, not refused. With `raw`, any is taken.
     """
 
     def check(value: Wire) -> str:
@@ -148,9 +144,6 @@ def integers(low: int, high: int, min_items: int, max_items: int) -> FieldCodec:
 def numbers(low: float, high: float, max_items: int) -> FieldCodec:
     """Tuple of numbers as packed little-endian 32-bit floats."""
 
-    def pack(value: tuple[float, ...]) -> bytes:
-        return struct.pack(f"<{len(value)}f", *value)
-
     def check(value: Wire) -> tuple[float, ...]:
         if type(value) is not bytes or len(value) % 4 or len(value) // 4 > max_items:
             raise ValueError(f"at most {max_items} packed 32-bit floats")
@@ -160,28 +153,37 @@ def numbers(low: float, high: float, max_items: int) -> FieldCodec:
                 raise ValueError(f"numbers from {low} to {high}")
         return items
 
-    return FieldCodec(pack, check)
+    return FieldCodec(lambda value: struct.pack(f"<{len(value)}f", *value), check)
+
+
+def located(name: str, error: ValueError) -> str:
+    """Return "name: expected that" for a fault of a field, "name.field: expected that" for one within it."""
+    return f"{name}{'.' if ': expected ' in str(error) else ': expected '}{error}"
 
 
 def record(kind: type[Any]) -> FieldCodec:
-    """Part of a message that is a dataclass itself: a map of its fields."""
-    codecs = tuple((f.name, f.metadata["codec"]) for f in fields(kind))
+    """A message, or a part of one that is a dataclass itself: a map of its fields."""
+    codecs = {f.name: f.metadata["codec"] for f in fields(kind)}
+    packs = tuple((name, codec.to_wire) for name, codec in codecs.items())
+    # Setters of slots, because the `__init__` of a frozen dataclass takes twice as long.
+    checks = tuple((name, codec.from_wire, getattr(kind, name).__set__) for name, codec in codecs.items())
+    grows = issubclass(kind, Message) and kind.GROWS
 
     def pack(value: Any) -> Wire:
-        if type(value) is not kind:
-            raise TypeError(f"expected a {kind.__name__}, got a {type(value).__name__}")
-        return {name: codec.to_wire(getattr(value, name)) for name, codec in codecs}
+        return {name: to_wire(getattr(value, name)) for name, to_wire in packs}
 
     def check(value: Wire) -> Any:
-        if type(value) is not dict or value.keys() != {name for name, _ in codecs}:
-            raise ValueError(f"a map of exactly the fields {', '.join(name for name, _ in codecs)}")
-        values = []
-        for name, codec in codecs:
-            try:
-                values.append(codec.from_wire(value[name]))
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from None
-        return kind(*values)
+        if type(value) is not dict or (len(value) != len(checks) and not grows):
+            raise ValueError(f"a map of exactly the fields {', '.join(codecs) or '(none)'}")
+        part = object.__new__(kind)
+        try:
+            for name, from_wire, fill in checks:
+                fill(part, from_wire(value[name]))
+        except KeyError:
+            raise ValueError(f"{name}: expected a value, but field {name!r} is missing") from None
+        except ValueError as error:
+            raise ValueError(located(name, error)) from None
+        return part
 
     return FieldCodec(pack, check)
 
@@ -220,10 +222,9 @@ def hexes(max_items: int, max_chars: int) -> FieldCodec:
     all_of = texts(max_items, max_chars)
 
     def check(value: Wire) -> tuple[str, ...]:
-        found: tuple[str, ...] = all_of.from_wire(value)
-        for each in found:
+        for each in (found := all_of.from_wire(value)):
             bytes.fromhex(each)  # raises ValueError
-        return found
+        return found  # type: ignore[no-any-return]
 
     return FieldCodec(list, check)
 
@@ -232,11 +233,9 @@ def joined(max_items: int, max_chars: int) -> FieldCodec:
     """Tuple of texts without commas, as one text: a list in a list of parts would be nested too deep."""
     whole, one = text(max_items * (max_chars + 1)), texts(max_items, max_chars)
 
-    def check(value: Wire) -> tuple[str, ...]:
-        parts: tuple[str, ...] = one.from_wire(whole.from_wire(value).split(",")) if value != "" else ()
-        return parts
-
-    return FieldCodec(",".join, check)
+    return FieldCodec(
+        ",".join, lambda value: one.from_wire(whole.from_wire(value).split(",")) if value != "" else ()
+    )
 
 
 # --- messages: frozen dataclasses whose fields declare their limits --------------------------------------
@@ -257,14 +256,15 @@ class Message:
 
     __slots__ = ()
     TYPE: ClassVar[int]
+    CODEC: ClassVar[FieldCodec]
     GROWS: ClassVar[bool] = False
 
     def __init_subclass__(cls, number: int = 0, *, grows: bool = False) -> None:
         if number:
             assert number not in NUMBERED, f"two messages with number {number:#04x}"
             cls.TYPE, cls.GROWS = number, grows
-        if "TYPE" in vars(cls):  # also of the class with slots that `dataclass` puts in the place of this one
-            NUMBERED[cls.TYPE] = cls
+        elif "TYPE" in vars(cls):  # the class with slots that `dataclass` puts in the place of a numbered one
+            NUMBERED[cls.TYPE], cls.CODEC = cls, record(cls)
 
 
 NUMBERED: dict[int, type[Message]] = {}  #: messages of all modules that were imported

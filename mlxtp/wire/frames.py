@@ -1,30 +1,21 @@
 """Frames: bytes to messages and back; no I/O.
 
-A frame is a 4-byte big-endian length, then the msgpack array `[type, epoch, seq, body]`. A length is judged
-as soon as its four bytes are here, before anything is stored for it. The payload is judged in two steps:
-`_scan` walks the structure without creating an object, then msgpack unpacks it. The scan bounds memory (1 MB
-of empty maps would unpack to 73 MB). Small frames of an open link skip it, because 4 KiB cannot unpack to
-anything large.
+A frame is a 4-byte big-endian length, judged before anything is stored for it, then the msgpack array
+`[type, epoch, seq, body]`. `_scan` walks it without creating an object, then msgpack unpacks it. The scan
+bounds memory (1 MB of empty maps would unpack to 73 MB); 4 KiB on an open link need none.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
-from dataclasses import fields
 from functools import cache
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
 import msgpack
 
 from ..errors import Code, LocalProtocolError, RemoteProtocolError
-from .codecs import NUMBERED, U63, FieldCodec, Message, Wire
+from .codecs import NUMBERED, U63, Message, located
 from .messages import Ack, Forward
-
-# --- table of all messages by their number, which also packs and checks their bodies ---------------------
-
-M = TypeVar("M", bound=Message)
-V = TypeVar("V")
 
 
 @cache
@@ -33,74 +24,6 @@ def messages() -> dict[int, type[Message]]:
     from . import cluster_messages, peer_messages  # noqa: F401 - they number theirs
 
     return NUMBERED
-
-
-class _ByMessage(dict[type[Message], V]):
-    """A value for each type of message, made when it is first needed."""
-
-    def __init__(self, make: Callable[[type[Message]], V]) -> None:
-        self._make = make
-
-    def __missing__(self, message: type[Message]) -> V:
-        value = self[message] = self._make(message)
-        return value
-
-
-def field_codecs(message: type[Message]) -> tuple[tuple[str, FieldCodec], ...]:
-    """Return names and codecs of a message's fields, in order."""
-    return tuple((f.name, f.metadata["codec"]) for f in fields(message))  # type: ignore[arg-type]
-
-
-_PACK = _ByMessage(lambda message: tuple((name, codec.to_wire) for name, codec in field_codecs(message)))
-_CHECK = _ByMessage(lambda message: tuple((name, codec.from_wire) for name, codec in field_codecs(message)))
-#: Setters of a message's slots. The `__init__` of a frozen dataclass takes twice as long.
-_FILL = _ByMessage(
-    lambda message: tuple((getattr(message, name).__set__, name, check) for name, check in _CHECK[message])
-)
-
-
-def to_body(message: Message) -> dict[str, Wire]:
-    """Return the map to send. Values are packed, not checked; `check_body` on the same map checks them."""
-    return {name: pack(getattr(message, name)) for name, pack in _PACK[type(message)]}
-
-
-def from_body(message_type: type[M], body: Wire) -> M:
-    """Return the message of an unpacked body. Raises RemoteProtocolError as `check_body` does."""
-    slots = _FILL[message_type]
-    if type(body) is dict and len(body) == len(slots):
-        message = object.__new__(message_type)
-        try:
-            for fill, name, check in slots:
-                fill(message, check(body[name]))
-            return message
-        except (KeyError, ValueError):
-            pass  # `check_body` below reports the field and the reason
-    return message_type(*check_body(message_type, body))
-
-
-def check_body(message_type: type[Message], body: Wire) -> list[Any]:
-    """Return the fields' values of an unpacked body, in order.
-
-    Raises RemoteProtocolError (FIELD_INVALID) naming the field: missing, surplus, of the wrong type or out of
-    range.
-    """
-    checks = _CHECK[message_type]
-    name = "body"
-    values = []
-    try:
-        if type(body) is not dict or (len(body) != len(checks) and not message_type.GROWS):
-            raise ValueError(f"a map of exactly the fields {', '.join(n for n, _ in checks) or '(none)'}")
-        for name, check in checks:
-            values.append(check(body[name]))
-    except KeyError:
-        raise RemoteProtocolError(
-            f"{message_type.__name__}: field {name!r} is missing", Code.FIELD_INVALID
-        ) from None
-    except ValueError as error:
-        raise RemoteProtocolError(
-            f"{message_type.__name__}.{name}: expected {error}", Code.FIELD_INVALID
-        ) from None
-    return values
 
 
 # --- frames ----------------------------------------------------------------------------------------------
@@ -135,19 +58,16 @@ def encode(message: Message, epoch: int, seq: int, limit: int = MAX_FRAME) -> by
     more than `limit` bytes. Fields of a decode step or an Ack must only fit their 32 or 64 bits.
     """
     try:
-        body = to_body(message)
+        body = message.CODEC.to_wire(message)
         if type(message) not in _UNCHECKED or body.get("prompts"):
-            check_body(type(message), body)
+            message.CODEC.from_wire(body)
         payload: bytes = _pack((message.TYPE, epoch, seq, body))
-    except (RemoteProtocolError, ValueError, TypeError, OverflowError, struct.error) as error:
-        raise LocalProtocolError(
-            f"{type(message).__name__} cannot be sent: {error}", Code.FIELD_INVALID
-        ) from None
+    except (AttributeError, ValueError, TypeError, OverflowError, struct.error) as error:
+        why = f"{type(message).__name__} cannot be sent: {error}"
+        raise LocalProtocolError(why, Code.FIELD_INVALID) from None
     if len(payload) > limit:
-        raise LocalProtocolError(
-            f"{type(message).__name__} of {len(payload)} bytes; at most {limit} may be sent now",
-            Code.FRAME_OVERSIZE,
-        )
+        why = f"{type(message).__name__} of {len(payload)} bytes; at most {limit} may be sent now"
+        raise LocalProtocolError(why, Code.FRAME_OVERSIZE)
     return _LENGTH.pack(len(payload)) + payload
 
 
@@ -178,9 +98,8 @@ class Decoder:
             return None
         (length,) = _LENGTH.unpack_from(buffer, at)
         if length > self.limit:
-            raise RemoteProtocolError(
-                f"a frame of {length} bytes; at most {self.limit} may come now", Code.FRAME_OVERSIZE
-            )
+            why = f"a frame of {length} bytes; at most {self.limit} may come now"
+            raise RemoteProtocolError(why, Code.FRAME_OVERSIZE)
         end = start + length
         if len(buffer) < end:
             self._drop_used()
@@ -205,14 +124,16 @@ def _decode(payload: bytearray, limit: int) -> Frame:
         raise _malformed("not an array of type, epoch, seq and body")
     number, epoch, seq, body = frame
     # Exact types: True is an int to isinstance.
-    if type(number) is not int or type(epoch) is not int or type(seq) is not int:
-        raise _malformed("type, epoch and seq must be whole numbers")
-    if not (0 <= epoch <= U63 and 0 <= seq <= U63):
+    whole = type(number) is int and type(epoch) is int and type(seq) is int
+    if not (whole and 0 <= epoch <= U63 and 0 <= seq <= U63):
         raise _malformed("type, epoch and seq must be whole numbers")
     message_type = NUMBERED.get(number) or messages().get(number)
     if message_type is None:
         raise RemoteProtocolError(f"no message has type {number:#04x}", Code.UNKNOWN_TYPE)
-    return Frame(from_body(message_type, body), epoch, seq)
+    try:
+        return Frame(message_type.CODEC.from_wire(body), epoch, seq)
+    except ValueError as error:
+        raise RemoteProtocolError(located(message_type.__name__, error), Code.FIELD_INVALID) from None
 
 
 def _unpack(payload: bytearray, scan: bool) -> Any:

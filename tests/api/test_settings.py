@@ -15,10 +15,10 @@ from mlxtp.api.backend import GREEDY, MAX_GRAMMAR, PLAIN, Sampling, Shaping
 from mlxtp.api.dialects.openai import parse_chat
 from mlxtp.errors import Code, RequestError
 from mlxtp.text.conversation import GenerationOptions
-from mlxtp.wire.frames import check_body, to_body
 from mlxtp.wire.messages import MAX_CONTEXT, Generate
 
 from ..changed_package import run_changed
+from ..wire.samples import to_body
 
 VOCABULARY = 340
 
@@ -101,7 +101,7 @@ def test_what_passes_the_checks_may_travel(fields: dict[str, Any]) -> None:
     wanted = Generate(
         1, (1,), 50, settings.sampling(asked, GREEDY, seed), settings.shaping(asked, VOCABULARY)
     )
-    check_body(Generate, to_body(wanted))
+    Generate.CODEC.from_wire(to_body(wanted))
 
 
 @pytest.mark.parametrize("dialect", ["openai", "anthropic", "ollama"])
@@ -111,7 +111,7 @@ def test_the_ends_of_every_range_may_travel(dialect: str) -> None:
     for ends in zip(*[[(field, end) for end in each] for field, each in ranges.items() if each], strict=True):
         asked = GenerationOptions(settings=dict(ends))
         sampled, shaped = settings.sampling(asked, GREEDY, 1), settings.shaping(asked, VOCABULARY)
-        check_body(Generate, to_body(Generate(1, (1,), 50, sampled, shaped)))
+        Generate.CODEC.from_wire(to_body(Generate(1, (1,), 50, sampled, shaped)))
 
 
 def test_every_setting_is_in_the_documents_of_each_dialect() -> None:
@@ -132,7 +132,6 @@ from mlxtp.api.dialects.completions import parse
 from mlxtp.api.dialects.ollama_request import Arrival, parse_chat as parse_ollama
 from mlxtp.api.dialects.openai import ChatRequest, parse_chat
 from mlxtp.errors import RequestError
-from mlxtp.wire.frames import check_body, to_body
 from mlxtp.wire.messages import Generate
 
 def body(value):
@@ -141,7 +140,7 @@ def body(value):
 
 for read in parse_chat, parse, lambda body: parse_ollama(Arrival(0, ()), body):
     told = Generate(1, (5,), 9, sampling.sampling(read(body(0.25)).options, GREEDY, 7))
-    assert Generate(*check_body(Generate, to_body(told))).sampling.warmth == 0.25
+    assert Generate.CODEC.from_wire(Generate.CODEC.to_wire(told)).sampling.warmth == 0.25
     try:
         read(body(2))
     except RequestError as error:

@@ -18,13 +18,13 @@ from mlxtp.errors import Code, ProtocolError
 from mlxtp.wire.blocking import listen
 from mlxtp.wire.certificates import NodeIdentity
 from mlxtp.wire.cluster_messages import AgentHello, RosterEntry
-from mlxtp.wire.frames import check_body, to_body
 from mlxtp.wire.streams import TlsAcceptor, open_tls
 from mlxtp.wire.tls import ALPN_CONTROL, Peer, member_context_client, member_context_server, peer_identity
 
 from ..groups.one_node import MACHINE
 from ..groups.scenes import run, sees, within
 from ..wire.members import Member, founder, member_of
+from ..wire.samples import to_body
 
 
 class Agent:
@@ -212,4 +212,4 @@ def test_the_largest_roster_fits_and_a_hello_may_have_more_fields() -> None:
     entry = replace(ENTRY, **{name: "x" * size for name, size in longest.items()}, holding="x" * 160)
     assert len(roster_text([replace(entry, authorized="x" * 160)] * MAX_ENTRIES)) < MAX_TEXT
     hello = AgentHello(14, "a", "c", "b", "mini", (), (), (), "", 5)
-    assert AgentHello(*check_body(AgentHello, to_body(hello) | {"later": [1]})) == hello
+    assert AgentHello.CODEC.from_wire(to_body(hello) | {"later": [1]}) == hello

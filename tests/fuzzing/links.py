@@ -8,12 +8,12 @@ from typing import Any
 import msgpack
 
 from mlxtp.errors import LocalProtocolError, MlxtpError, RemoteProtocolError
-from mlxtp.wire.frames import from_body, messages, to_body
+from mlxtp.wire.frames import messages
 from mlxtp.wire.messages import Message, Shutdown
 from mlxtp.wire.protocol import LinkKind, LinkState, RequestFailed, Side, table
 from mlxtp.wire.session import Session
 
-from ..wire.samples import EXAMPLES
+from ..wire.samples import EXAMPLES, to_body
 from ..wire.walk import EPOCH, example, pair_in, path_to
 
 _CHANGED, _OURS, _RAW = 0x40, 0x80, 0xFF
@@ -64,7 +64,7 @@ def told_anything(link: LinkKind) -> Callable[[bytes], None]:
             body = _body(kind, how, next(story, 0) if how & _CHANGED else 0)
             number = example(kind).TYPE
             if how & _OURS:
-                message = from_body(messages()[number], body)
+                message = messages()[number].CODEC.from_wire(body)
                 try:
                     end.send(message)
                 except LocalProtocolError:

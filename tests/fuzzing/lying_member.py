@@ -12,12 +12,11 @@ from mlxtp.config import embedded_model_path
 from mlxtp.models.inspect import ModelSource
 from mlxtp.wire.cluster_messages import BOTH_WAYS
 from mlxtp.wire.codecs import Message
-from mlxtp.wire.frames import to_body
 
 from ..groups.mutated import ODD, Lied, read, unconnected
 from ..groups.one_node import Node, play
 from ..wire.members import Member, founder, member_of
-from ..wire.samples import EXAMPLES
+from ..wire.samples import EXAMPLES, to_body
 
 _MORE = 0x80
 SEEDS = tuple(bytes((kind % 2, kind, 0, 0, 7)) for kind in range(len(BOTH_WAYS)))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from typing import Any
+
 from hypothesis import strategies as st
 
 from mlxtp.errors import Code
@@ -54,6 +57,7 @@ from mlxtp.wire.cluster_messages import (
     TokenWanted,
     Trip,
 )
+from mlxtp.wire.codecs import FieldCodec
 from mlxtp.wire.frames import messages
 from mlxtp.wire.messages import (
     DIGEST_BYTES,
@@ -258,6 +262,16 @@ EXAMPLES: dict[type[Message], Message] = {
     )
 }
 assert set(EXAMPLES) == set(messages().values())
+
+
+def to_body(message: Message) -> dict[str, Any]:
+    """The map that a frame of this message has."""
+    return message.CODEC.to_wire(message)
+
+
+def field_codecs(message: type[Message]) -> tuple[tuple[str, FieldCodec], ...]:
+    """Names and codecs of a message's fields, in order."""
+    return tuple((f.name, f.metadata["codec"]) for f in fields(message))
 
 
 def _ints(low: int, high: int, min_items: int, max_items: int) -> st.SearchStrategy[tuple[int, ...]]:

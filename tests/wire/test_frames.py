@@ -22,8 +22,6 @@ from mlxtp.wire.frames import (
     Decoder,
     Frame,
     encode,
-    field_codecs,
-    to_body,
 )
 from mlxtp.wire.messages import (
     MAX_BIASES,
@@ -52,7 +50,7 @@ from mlxtp.wire.messages import (
 from mlxtp.wire.peer_messages import JoinGrant, JoinOffer, JoinRequest
 
 from .forwards import of_prompt, of_prompts
-from .samples import EXAMPLES, MESSAGE, fullest_generate
+from .samples import EXAMPLES, MESSAGE, field_codecs, fullest_generate, to_body
 
 
 def open_decoder() -> Decoder:
@@ -402,7 +400,7 @@ def test_a_part_of_a_message_that_is_none(part: object) -> None:
 
 
 def test_a_refusal_names_the_field_inside_a_part() -> None:
-    with pytest.raises(RemoteProtocolError, match=r"Forward\.prompts: expected sampling: seed: an integer"):
+    with pytest.raises(RemoteProtocolError, match=r"Forward\.prompts\.sampling\.seed: expected an integer"):
         read_all(open_decoder(), framed(prompt_with(seed=-1)))
 
 

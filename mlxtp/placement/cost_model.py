@@ -1,25 +1,14 @@
 """Estimate of a model's speed and memory on a group of ranks. Pure: a shape, chips, fabric, workload in.
 
-One token takes
-
-    bytes read by a rank / (bandwidth x efficiency)            the slowest rank counts
-  + kernels x KERNEL_S                                         the cost of starting and ending each of them
-  + collectives x (fence + latency)                            none for one rank alone
-  + bytes on the wire / bandwidth of the link
-
-and a prompt, chunk by chunk, the larger of its arithmetic and of reading all weights, with the same
-collectives. Both make the time of a request. In a pipeline, a token takes the time of all stages, one after
-the other, and a transfer for each; chunks of prompts and lanes of rows follow each other through the stages.
-With drafts of an MTP head, a step takes several tokens, of which those that were right count.
-`docs/placement.md` explains it and compares it with published figures. Every value that was not measured is
-an assumption with a name here.
+`docs/placement.md` has the formulas, and a comparison with published figures. Every value that was not
+measured is an assumption with a name here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 from ..chunks import USUAL, chunk_of
 from .model_shape import ModelShape
@@ -45,8 +34,17 @@ class Workload:
     answer: int
     at_once: int = 1
 
+    @property
+    def computed(self) -> int:
+        """Tokens of its prompt that are computed."""
+        return max(1, self.prompt - self.cached)
+
+    @property
+    def context(self) -> float:
+        """Tokens before one of its answer, on average."""
+        return self.prompt + self.answer / 2
+
     def __str__(self) -> str:
-        """Return it in words."""
         cached = f" ({self.cached:,} cached)" if self.cached else ""
         at_once = f", {self.at_once} at once" if self.at_once > 1 else ""
         return f"{self.prompt:,} tokens in{cached}, {self.answer:,} out{at_once}"
@@ -183,11 +181,7 @@ class StageCosts:
         return computing_s + chunks * self.waiting_s + tokens * self.wire_s
 
     def step_s(self, rows: float, context: float, width: int = 1) -> float:
-        """Return the seconds of a forward over `width` tokens of each row, each behind `context` tokens.
-
-        Each row has its KV cache, each token its part on the wire and its arithmetic; the tokens meet more
-        experts than one.
-        """
+        """Return the seconds of a forward over `width` tokens of each row, each behind `context` tokens."""
         tokens = rows * width
         reading_s = self.reading_s + self.others_s * (1.0 - float(self.unmet ** (tokens - 1)))
         reading_s += self.kv_s * (rows * context - PROMPT)
@@ -197,10 +191,8 @@ class StageCosts:
 
     def request_s(self, workload: Workload, stages: int) -> float:
         """Return the seconds that it computes for the requests of a workload at once, as one of `stages`."""
-        context = workload.prompt + workload.answer / 2
-        tokens = max(1, workload.prompt - workload.cached)
-        prompts_s = workload.at_once * self.prompt_s(tokens, chunk_of(USUAL, stages))
-        return prompts_s + workload.answer * self.step_s(workload.at_once, context)
+        prompts_s = workload.at_once * self.prompt_s(workload.computed, chunk_of(USUAL, stages))
+        return prompts_s + workload.answer * self.step_s(workload.at_once, workload.context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,10 +212,11 @@ class DraftedSpeed:
 class SpeedEstimate:
     """Estimated speed of a group, and the parts of one token's time, all in seconds.
 
-    `ttft_s`: time to the first token of a prompt of `LONG_PROMPT` tokens. `measured`: the time of collectives
-    is not assumed; the part of it that is fences may still be. `stages`, the first one first, hand the hidden
-    states of a forward on: `hop_s` for each, and `row_s` more for each of its tokens. `drafts`: None for a
-    model without an MTP head that can be used; the speed, and with it the choice, is one without them.
+    ttft_s    time to the first token of a prompt of `LONG_PROMPT` tokens
+    measured  the time of collectives is not assumed; the part of it that is fences may still be
+    stages    the first one first; they hand the hidden states of a forward on
+    hop_s     of a transfer to the next stage, and `row_s` more for each token in it
+    drafts    None for a model without an MTP head that can be used; the choice is by the speed without them
     """
 
     tokens_per_second: float
@@ -240,14 +233,14 @@ class SpeedEstimate:
     drafts: DraftedSpeed | None = None
 
     def prompt_s(self, workload: Workload) -> float:
-        """Return the seconds until the prompts of all requests of a workload at once are computed.
+        """Return the seconds until the prompts of all requests of a workload at once are computed."""
+        return self.prompts_s(workload.computed, workload.at_once)
+
+    def prompts_s(self, tokens: int, at_once: int) -> float:
+        """Return the same for so many prompts, of which so many tokens are computed.
 
         Their chunks follow each other through the stages, as fast as the slowest one or a link.
         """
-        return self.prompts_s(max(1, workload.prompt - workload.cached), workload.at_once)
-
-    def prompts_s(self, tokens: int, at_once: int) -> float:
-        """Return the same for so many prompts, of which so many tokens are computed."""
         chunk = chunk_of(USUAL, len(self.stages))
         chunks = -(-tokens // chunk)
         borders = len(self.stages) - 1
@@ -259,13 +252,11 @@ class SpeedEstimate:
     def answer_s(self, workload: Workload) -> float:
         """Return the seconds of the answers of all requests of a workload at once.
 
-        They share the forwards. In a pipeline they are in as many lanes as there are stages, if they are
-        enough, and each stage computes another lane.
+        They share the forwards. In a pipeline each stage computes another lane of them, if they are enough.
         """
         lanes = min(len(self.stages), workload.at_once)
         rows = workload.at_once / lanes
-        context = workload.prompt + workload.answer / 2
-        each = [stage.step_s(rows, context) for stage in self.stages]
+        each = [stage.step_s(rows, workload.context) for stage in self.stages]
         around_s = sum(each) + self.around_s(rows)
         return workload.answer * max(around_s, lanes * max(each))
 
@@ -279,7 +270,6 @@ class SpeedEstimate:
         return self.prompt_s(workload) + self.answer_s(workload)
 
     def requests_per_second(self, workload: Workload) -> float:
-        """Return the requests of a workload that are answered a second."""
         return workload.at_once / self.request_seconds(workload)
 
 
@@ -295,11 +285,11 @@ def speed(
 ) -> SpeedEstimate:
     """Estimate the speed of `ranks`, in rank order, over the fabric `kind` (a key of FABRICS, or ALONE).
 
-    One request, greedy, right after a prompt of `PROMPT` tokens. `mbps` is the slowest TCP link's, if known.
-    `costs`: of each rank's stage, in a pipeline. A transfer is one step of the fabric, and a sum several.
+    One request, greedy, right after a prompt of `PROMPT` tokens. `mbps` is the slowest TCP link's, 0 if it is
+    unknown. `costs`: of each rank's stage, in a pipeline, where a transfer is one step of the fabric.
     """
     size = len(ranks)
-    whole = _costs(shape, ranks, min(rank.chip.reading for rank in ranks))
+    whole = stage_costs(shape, *ranks)
     if size == 1:
         return _with_drafts(_estimate((whole,)), shape, ranks)
     fence_s, latency_s, link, known = _link(ranks, kind, fast_fences, measured, mbps)
@@ -322,10 +312,10 @@ def _with_drafts(found: SpeedEstimate, shape: ModelShape, ranks: Sequence[RankHa
     """Return the same with the speed that the best number of drafts gives, if the model has a usable head."""
     if not shape.model.drafts:
         return found
-    accepted = ACCEPTED.get(shape.family, ACCEPTED_UNKNOWN)
+    accepted, published = ACCEPTED.get(shape.family, ACCEPTED_UNKNOWN), shape.family in ACCEPTED
     each = [drafted(found, shape, ranks, count, accepted) for count in range(1, DRAFTS + 1)]
     best = max(each, key=lambda one: one.tokens_per_second)
-    return replace(found, drafts=replace(best, published=shape.family in ACCEPTED))
+    return replace(found, drafts=replace(best, published=published))
 
 
 def drafted(
@@ -333,9 +323,8 @@ def drafted(
 ) -> DraftedSpeed:
     """Return the speed with so many drafts a step, of which the first are right in a share of `accepted`.
 
-    A step reads the weights once for all its tokens, with as many collectives as without drafts. Each draft
-    reads the head, which the ranks that choose tokens have whole, and their part of the output head. It takes
-    one exchange between them. The head reads its layer once for all tokens of a step, too.
+    A step reads weights and the head's layer once for all its tokens. Each draft reads the head, which the
+    ranks that choose tokens have whole, and their part of the output head, with one exchange between them.
     """
     assert shape.mtp_head is not None
     chosen = ranks if len(found.stages) == 1 else ranks[:1]
@@ -358,9 +347,24 @@ def drafted(
     return DraftedSpeed(tokens / step_s, count, accepted)
 
 
-def stage_costs(shape: ModelShape, rank: RankHardware) -> StageCosts:
-    """Return the costs of a stage, or of a whole model, on one rank."""
-    return _costs(shape, [rank], rank.chip.reading)
+def stage_costs(shape: ModelShape, *ranks: RankHardware) -> StageCosts:
+    """Return the costs of a stage, or of all layers, which these ranks share, without collectives."""
+    size, reading = len(ranks), min(rank.chip.reading for rank in ranks)
+    efficiency = EXPERT_EFFICIENCY if shape.model.experts else PREFILL_EFFICIENCY
+    flops = min(rank.chip.flops for rank in ranks) * efficiency
+    unmet = 1 - shape.model.picked / shape.model.experts if shape.model.experts else 0.0
+    heads = shape.mtp_head.weight_bytes if shape.mtp_head and shape.mtp_kv_bytes else 0
+    own = shape.rank_weights(size) - heads
+    met = shape.rank_token_bytes(size)
+    return StageCosts(
+        reading_s=(met + shape.rank_kv(size, PROMPT)) / reading,
+        kernels_s=shape.kernels * KERNEL_S,
+        arithmetic_s=2 * shape.token_weights / size / flops,
+        chunk_s=own / reading,
+        kv_s=(shape.rank_kv(size, shape.window + 1) - shape.rank_kv(size, shape.window)) / reading,
+        others_s=(own - met if unmet else 0) / reading,
+        unmet=unmet,
+    )
 
 
 def stages(split: Sequence[int]) -> list[tuple[int, int]]:
@@ -385,77 +389,33 @@ def cabled_bandwidth(kind: str) -> float:
 def _link(
     ranks: Sequence[RankHardware], kind: str, fast_fences: bool, measured: Sequence[Collective], mbps: int
 ) -> tuple[float, float, float, bool]:
-    """Return fence and latency of a sum, in seconds, bytes/s of a link, and whether they were measured."""
+    """Return fence and latency of a sum, in seconds, bytes/s of a link, and whether they were measured.
+
+    A measurement of the same group counts most, then those of all pairs that exchange messages. A pair's sum
+    takes two steps; a circle of N takes 2 (N - 1) of the slowest pair's, with one fence for all.
+    """
     fabric = FABRICS[kind]
     link = min(mbps * 1e6 / 8, _MOST_TCP) if mbps else fabric.bandwidth
     fence_s = FAST_FENCE_S if fast_fences else FENCE_S
     if not any(rank.metal for rank in ranks):
         fence_s = 0.0
-    found = measured_collective(measured, ranks, kind, fence_s)
-    if found is None:
-        return fence_s, fabric.latency_s(len(ranks)), link, False
-    return found.fence_s, found.latency_s, found.bandwidth or link, True
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """Measured costs of a group's collectives. `bandwidth` 0 is unknown."""
-
-    fence_s: float
-    latency_s: float
-    bandwidth: float
-
-
-def measured_collective(
-    measured: Sequence[Collective], ranks: Sequence[RankHardware], kind: str, fence_s: float
-) -> Found | None:
-    """Return the measured costs of a sum over these ranks; None if they were not measured.
-
-    A measurement of the same group counts most, then those of all pairs that exchange messages. A pair's sum
-    takes two steps; a circle of N takes 2 (N - 1) of the slowest pair's. `fence_s` is the part of a measured
-    time that is its fence, if the fence is in it. A sum has one fence for all its steps.
-    """
     known = {each.nodes: each for each in measured if each.kind == kind}
-    nodes = [rank.node_id for rank in ranks]
-    if frozenset(nodes) in known:
-        return _found([known[frozenset(nodes)]], fence_s, times=1)
-    fabric = FABRICS[kind]
-    talking = (
-        [frozenset(pair) for pair in pairwise([*nodes, nodes[0]])]
-        if fabric.circle
-        else [frozenset((a, b)) for i, a in enumerate(nodes) for b in nodes[i + 1 :]]
-    )
-    pairs = [known[pair] for pair in talking if pair in known]
-    if len(pairs) < len(talking):
-        return None
-    return _found(pairs, fence_s, times=len(nodes) - 1 if fabric.circle else 1)
-
-
-def _found(sums: Sequence[Collective], fence_s: float, times: int) -> Found:
-    """Return the costs of the slowest of these, with so many times its latency."""
-    fences = [min(fence_s, c.seconds) if c.fenced else fence_s for c in sums]
-    latencies = [c.seconds - fence if c.fenced else c.seconds for c, fence in zip(sums, fences, strict=True)]
-    return Found(max(fences), times * max(latencies), min(c.bandwidth for c in sums))
-
-
-def _costs(shape: ModelShape, ranks: Sequence[RankHardware], reading: float) -> StageCosts:
-    """Return the costs of these ranks, which share each layer, without their collectives."""
-    size = len(ranks)
-    efficiency = EXPERT_EFFICIENCY if shape.model.experts else PREFILL_EFFICIENCY
-    flops = min(rank.chip.flops for rank in ranks) * efficiency
-    unmet = 1 - shape.model.picked / shape.model.experts if shape.model.experts else 0.0
-    heads = shape.mtp_head.weight_bytes if shape.mtp_head and shape.mtp_kv_bytes else 0
-    own = shape.rank_weights(size) - heads
-    others = own - shape.rank_token_bytes(size) if unmet else 0
-    return StageCosts(
-        reading_s=(shape.rank_token_bytes(size) + shape.rank_kv(size, PROMPT)) / reading,
-        kernels_s=shape.kernels * KERNEL_S,
-        arithmetic_s=2 * shape.token_weights / size / flops,
-        chunk_s=own / reading,
-        kv_s=(shape.rank_kv(size, shape.window + 1) - shape.rank_kv(size, shape.window)) / reading,
-        others_s=others / reading,
-        unmet=unmet,
-    )
+    nodes, times = [rank.node_id for rank in ranks], 1
+    talking = [frozenset(nodes)]
+    if talking[0] not in known and fabric.circle:
+        talking, times = [frozenset(pair) for pair in pairwise([*nodes, nodes[0]])], len(nodes) - 1
+    elif talking[0] not in known:
+        talking = list(map(frozenset, combinations(nodes, 2)))
+    if not all(pair in known for pair in talking):
+        return fence_s, fabric.latency_s(len(ranks)), link, False
+    sums = [known[pair] for pair in talking]
+    fences = [min(fence_s, each.seconds) if each.fenced else fence_s for each in sums]
+    latencies = [
+        each.seconds - fence if each.fenced else each.seconds
+        for each, fence in zip(sums, fences, strict=True)
+    ]
+    bandwidth = min(each.bandwidth for each in sums) or link
+    return max(fences), times * max(latencies), bandwidth, True
 
 
 # --- memory: the room for a rank's share of a model on a machine -----------------------------------------
@@ -479,7 +439,7 @@ _FOR_MACOS_BYTES = 48 * _GIB  #: Bytes that Metal leaves macOS on a Mac of 256 G
 class RankMemory:
     """One rank's memory, in bytes. `available` is what it may have, `total` what its machine has.
 
-    Until a restart, the machine is without what is `stranded`.
+    `stranded` bytes of the machine are lost until it restarts.
     """
 
     node_id: str
@@ -503,7 +463,7 @@ class RankMemory:
 def rank_memory(
     member: MemberMachine, shape: ModelShape, ranks: int, context: int, *, sharing: int = 1
 ) -> RankMemory:
-    """Return the memory that one of `ranks` ranks needs with KV caches of `context` tokens.
+    """Return the memory of one of `ranks` ranks, with KV caches of `context` tokens.
 
     `sharing` of them share the machine.
     """
@@ -538,9 +498,8 @@ def fits_beside(memory: Iterable[RankMemory], held: Mapping[str, int]) -> bool:
 def usable_bytes(member: MemberMachine) -> int:
     """Return the bytes that ranks may take there: at most what its GPU may wire, and at most what is free.
 
-    Memory that a rank of ours holds counts as free: it ends before the next one begins. What is set aside for
-    other groups does not. If the GPU's limit is unknown, it is macOS's default. What is stranded there lowers
-    it; free memory has it out already.
+    Memory that a rank of ours holds counts as free: it ends before the next one begins. Free memory has out
+    already what is stranded there.
     """
     machine = member.machine
     default = default_gpu_bytes(machine.memory_bytes) if machine.system == "macos" else machine.memory_bytes
@@ -550,10 +509,7 @@ def usable_bytes(member: MemberMachine) -> int:
 
 
 def default_gpu_bytes(memory_bytes: int) -> int:
-    """Return the bytes that macOS lets a GPU wire by default, until MLX on that Mac reports its own figure.
-
-    2/3 of less than 36 GiB, all but 48 GiB from 256 GiB on, and in between interpolated from `_GPU_BYTES`.
-    """
+    """Return the bytes that macOS lets a GPU wire by default; MLX on that Mac reports its own figure."""
     if memory_bytes < _GPU_BYTES[0][0]:
         return memory_bytes * 2 // 3
     for (less, low), (more, high) in pairwise(_GPU_BYTES):

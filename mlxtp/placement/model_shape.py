@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate, pairwise
 
 from ..description import CacheCapabilities, Description, PartFacts
@@ -27,20 +27,18 @@ class CacheWords:
 
 
 #: By the first of mlx-lm's kinds that a model has.
-_NAMES = (
-    (
-        "ChunkedKVCache",
+_NAMES = {
+    "ChunkedKVCache": (
         "chunks of tokens",
         "what is before a chunk cannot come back, nor can mlx-lm join such caches",
     ),
-    ("ArraysCache", "recurrent states", "mlxtp cannot roll these states back"),
-    (
-        "RotatingKVCache",
+    "ArraysCache": ("recurrent states", "mlxtp cannot roll these states back"),
+    "RotatingKVCache": (
         "windows of tokens",
         "a prompt is computed in mlx-lm's own window, which has one sequence and no quantized numbers",
     ),
-    ("KVCache", "keys and values", ""),
-)
+    "KVCache": ("keys and values", ""),
+}
 _FED_AGAIN = ", fed again", "a state holds all tokens so far; only those of the last step are fed to it again"
 _SEVERAL = "several keys and values a layer", "rows of a batch cannot roll back one by one"
 _OTHERS = "compressed groups", "closed groups cannot be opened, nor caches be joined"
@@ -48,8 +46,7 @@ _OTHERS = "compressed groups", "closed groups cannot be opened, nor caches be jo
 
 def words_of(caches: CacheCapabilities) -> CacheWords:
     """Return the words about KV caches that can do this."""
-    found = ((name, why) for kind, name, why in _NAMES if kind in caches.kinds)
-    name, why = next(found, _OTHERS)
+    name, why = next((words for kind, words in _NAMES.items() if kind in caches.kinds), _OTHERS)
     if "ArraysCache" in caches.kinds and caches.rolls_back:
         name, why = name + _FED_AGAIN[0], _FED_AGAIN[1]
     if caches.truncatable and not caches.rolls_back:
@@ -112,7 +109,15 @@ class StageRules:
 
 @dataclass(frozen=True, slots=True)
 class PartShape:
-    """Sizes of one layer, or of what a stage has beside its layers. Fields as those of `ModelShape`."""
+    """Sizes of one layer, of what a stage has beside its layers, or of all.
+
+    weight_bytes      all weights
+    token_bytes       weights read for one token: of routed experts only those it meets
+    token_weights     number of weights that a token is multiplied by
+    kernels           GPU kernels started one after the other for one token
+    kv_token_bytes    bytes of one more token in the KV caches
+    kv_window_bytes   the part of these in layers with a window, which have slots for `window` tokens at most
+    """
 
     weight_bytes: int = 0
     token_bytes: int = 0
@@ -122,29 +127,22 @@ class PartShape:
     kv_window_bytes: int = 0
 
     def __add__(self, other: PartShape) -> PartShape:
-        return PartShape(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
+        return PartShape(*(getattr(self, name) + getattr(other, name) for name in PartShape.__slots__))
 
     def __sub__(self, other: PartShape) -> PartShape:
-        return PartShape(*(getattr(self, name) - getattr(other, name) for name in self.__slots__))
+        return PartShape(*(getattr(self, name) - getattr(other, name) for name in PartShape.__slots__))
 
 
-@dataclass(frozen=True)
-class ModelShape:
+@dataclass(frozen=True, kw_only=True)
+class ModelShape(PartShape):
     """Sizes of a model that its placement depends on. Bytes are of weights as they are stored.
 
     name              its name in sentences
     model             what its modules show
     layers            number of layers
-    weight_bytes      all weights
-    whole_bytes       the part of these that each rank of a group holds whole
-    token_bytes       weights read for one token: of routed experts only those it meets
-    token_whole_bytes the part of these that each rank of a group reads whole
+    whole_bytes       of the weights, what each rank of a group holds whole; `token_whole_bytes`: reads whole
     mlp_bytes         weights of dense MLPs, which some families keep whole where they do not divide
-    token_weights     number of weights that a token is multiplied by
-    kv_token_bytes    bytes of one more token in the KV caches, over all layers
-    kv_window_bytes   the part of these in layers with a window, which have slots for `window` tokens at most
-    kv_heads          ranks that share these at most; a compressed cache is on every rank
-    kernels           GPU kernels started one after the other for one token
+    kv_heads          ranks that share the KV caches at most; a compressed cache is on every rank
     mtp_kv_bytes      bytes of one more token in the cache of an MTP head, which each rank has whole; 0 where
                       its files have none
     mtp_head          sizes of the MTP head that its configuration names, in its files or not
@@ -157,17 +155,11 @@ class ModelShape:
     name: str
     model: Description = field(repr=False)
     layers: int
-    weight_bytes: int
     whole_bytes: int
-    token_bytes: int
     token_whole_bytes: int
     mlp_bytes: int
-    token_weights: int
-    kv_token_bytes: int
-    kv_window_bytes: int
     kv_heads: int
     window: int
-    kernels: int
     mtp_kv_bytes: int
     mtp_head: PartShape | None
     output_bytes: int
@@ -206,15 +198,12 @@ class ModelShape:
         if end == self.layers:
             sizes += self.ends[1]
         own = self.mtp_kv_bytes if end == self.layers else 0
-        fields = {name: getattr(sizes, name) for name in sizes.__slots__}
-        return replace(self, layers=end - begin, mtp_kv_bytes=own, **fields)
+        return replace(self, layers=end - begin, mtp_kv_bytes=own, **asdict(sizes))
 
     def rank_weights(self, ranks: int) -> int:
-        """Return the bytes of weights on each of `ranks` ranks."""
         return _shared_out(self.weight_bytes, self.whole_bytes + self._whole_mlps(ranks), ranks)
 
     def rank_token_bytes(self, ranks: int) -> int:
-        """Return the bytes of weights that each rank reads for one token."""
         return _shared_out(self.token_bytes, self.token_whole_bytes + self._whole_mlps(ranks), ranks)
 
     def _whole_mlps(self, ranks: int) -> int:
@@ -223,7 +212,6 @@ class ModelShape:
         return self.mlp_bytes if width % ranks or width // ranks % self.model.group else 0
 
     def rank_kv(self, ranks: int, tokens: int) -> int:
-        """Return the bytes of the KV caches of `tokens` tokens on each rank."""
         beyond = max(tokens - self.window, 0)
         size = self.kv_token_bytes * tokens - self.kv_window_bytes * beyond
         return -(-size // min(ranks, self.kv_heads)) + self.mtp_kv_bytes * tokens
@@ -245,9 +233,7 @@ class ModelShape:
 
     def obstacles(self, ranks: int) -> tuple[str, ...]:
         """Return why `ranks` ranks cannot divide it; () if they can."""
-        if ranks == 1:
-            return ()
-        if self.model.unsharable:
+        if ranks > 1 and self.model.unsharable:
             why = self.model.unsharable
             return (f"no layer of the family {self.family!r} can be divided among {ranks} ranks: {why}",)
         return self.model.dimensions.obstacles(ranks)
@@ -262,9 +248,9 @@ def shape_of(
 ) -> ModelShape:
     """Return the shape of a described model.
 
-    `weight_bytes` is the size of its weights on disk; 0 if it is unknown. If it is known, all sizes are
-    scaled to it: configurations of mixed quantizations are rarely complete. `kv_bits` (4 or 8) quantizes the
-    KV cache where it can be. `mtp`: its files have an MTP head.
+    If `weight_bytes`, those on disk, are known, all sizes are scaled to them: configurations of mixed
+    quantizations are rarely complete. `kv_bits` (4 or 8) quantizes the KV cache where it can be. `mtp`: its
+    files have an MTP head.
     """
     embedding, layers, head = model.embedding, model.layers, model.head
     whole = sum((embedding, *layers, head), PartFacts())
@@ -310,7 +296,7 @@ def shape_of(
         before=before,
         ends=(table, last),
         rules=StageRules(frozenset(model.joined), model.keepers),
-        **{name: getattr(all_of_it, name) for name in PartShape.__slots__},
+        **asdict(all_of_it),
     )
 
 
@@ -327,13 +313,8 @@ def _part(layer: PartFacts, scale: float, kv_scale: float, kernels: int) -> Part
 
 def unknown_shape(name: str, weight_bytes: int) -> ModelShape:
     """Return the shape of a model of which only the size of its weights is known: one rank has it whole."""
-    whole = PartFacts(
-        weight_bytes=weight_bytes,
-        whole_bytes=weight_bytes,
-        token_numbers=weight_bytes // 2,
-        token_bytes=weight_bytes,
-        token_whole_bytes=weight_bytes,
-    )
+    size = weight_bytes
+    whole = PartFacts(0, size, size, size // 2, size, size)
     caches, why = CacheCapabilities(True, True, True, True, True, ("KVCache",)), "its sizes are not known"
     model = Description("?", 1, 1, PartFacts(), (whole,), PartFacts(), caches, unsharable=why, uncuttable=why)
     return shape_of(model, name=name)

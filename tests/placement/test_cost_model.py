@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from mlxtp.placement.cost_model import (
+    AGENT,
     ALONE,
     FABRICS,
     FAST_FENCE_S,
@@ -46,6 +47,11 @@ def test_one_mac_reads_its_weights_and_starts_its_kernels() -> None:
     expected = (MODEL.token_bytes + kv(1)) / (819e9 * 0.8) + MODEL.kernels * KERNEL_S
     assert 1 / alone.tokens_per_second == pytest.approx(expected)
     assert (alone.fences_s, alone.latency_s, alone.wire_s) == (0, 0, 0)
+
+
+def test_what_is_cached_of_a_prompt_is_not_computed() -> None:
+    alone = speed(MODEL, ranks(1), ALONE)
+    assert alone.prompt_s(AGENT) == alone.prompts_s(AGENT.prompt - AGENT.cached, 1)
 
 
 def test_two_macs_read_half_and_wait_for_each_other() -> None:

@@ -55,7 +55,7 @@ def conversation_ids(text: Text, conversation: Conversation) -> tuple[int, ...]:
 def spoken(tokens: Sequence[int]) -> str:
     """The text of an answer."""
     detokenizer = text().detokenizer()
-    return detokenizer.push(tokens) + detokenizer.finish()
+    return detokenizer.push(tokens)
 
 
 def answer(prompt: Sequence[int], max_tokens: int, folder: Path = TINY) -> Answer:

@@ -40,7 +40,7 @@ LEFT: Mapping[str, int] = {
 MOST_LINES: Mapping[str, int] = {
     "": 4_046,
     "admin": 2_016,
-    "api": 10_317,
+    "api": 10_310,
     "cli": 6_146,
     "cluster": 5_485,
     "diagnostics": 3_151,
@@ -52,7 +52,7 @@ MOST_LINES: Mapping[str, int] = {
     "models": 3_787,
     "placement": 4_741,
     "service": 878,
-    "text": 5_393,
+    "text": 5_224,
     "wire": 4_352,
 }
 """Lines of each package; those of files beside the packages are "". A commit that adds some says why."""

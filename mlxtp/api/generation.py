@@ -24,7 +24,7 @@ from ..errors import Code, MlxtpError, RequestError
 from ..text.answers import ReadingPlan, StopFinder
 from ..text.calls import CallReader
 from ..text.conversation import Conversation, GenerationOptions, GenerationRequest, characters
-from ..text.replay import AnswerRecord, Beginning, CompleteAnswer
+from ..text.replay import Beginning, CompleteAnswer
 from ..text.tokenizer import Name, Text
 from ..text.transcript import AnswerEvent, Finish, Transcript, WholeAnswer
 from . import sampling as settings
@@ -280,7 +280,7 @@ class Generation:
         about.group = answers.group
         transcripts = job.transcripts()
 
-        def ended(record: AnswerRecord, finish: Finish) -> None:
+        def ended(record: WholeAnswer, finish: Finish) -> None:
             if job.place is not None:
                 prompt, tokens = job.requests[finish.choice].tokens, transcripts[finish.choice].tokens
                 answer = CompleteAnswer(prompt, tokens, record, finish)

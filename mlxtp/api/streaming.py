@@ -17,7 +17,6 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ..errors import Code, GroupError, MlxtpError
-from ..text.replay import AnswerRecord
 from ..text.transcript import (
     AnswerEvent,
     ChoiceFinishReason,
@@ -182,7 +181,7 @@ async def _send_body(send: Send, body: bytes, *, more: bool = True) -> None:
 # --- several answers --------------------------------------------------------------------------------------
 
 
-End = Callable[[AnswerRecord, Finish], None]
+End = Callable[[WholeAnswer, Finish], None]
 
 
 class Choices:
@@ -230,17 +229,13 @@ class Choices:
 
 async def collect(events: AsyncGenerator[AnswerEvent], count: int) -> list[WholeAnswer]:
     """Return `count` whole answers."""
-    found = [(AnswerRecord(), WholeAnswer()) for _ in range(count)]
+    wholes = [WholeAnswer() for _ in range(count)]
     async for event in events:
-        record, whole = found[event.choice]
-        record.see(event)
+        whole = wholes[event.choice]
+        whole.see(event)
         if isinstance(event, ContentDelta):
             whole.scores.extend(event.scores)
-        elif isinstance(event, Finish):
-            whole.finish = event
-    for record, whole in found:
-        whole.text, whole.reasoning, whole.calls = record.text, record.thoughts, record.calls
-    return [whole for _, whole in found]
+    return wholes
 
 
 async def _events(index: int, answer: TokenStream, transcript: Transcript) -> AsyncGenerator[AnswerEvent]:
@@ -272,7 +267,7 @@ async def _events(index: int, answer: TokenStream, transcript: Transcript) -> As
 
 async def _recorded(events: AsyncGenerator[AnswerEvent], end: End) -> AsyncGenerator[AnswerEvent]:
     """Yield the events of one answer. `end` is called with all of them before the last one."""
-    record = AnswerRecord()
+    record = WholeAnswer()
     async with aclosing(events):
         async for event in events:
             if isinstance(event, Finish):

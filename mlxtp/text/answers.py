@@ -35,7 +35,16 @@ class StopFinder:
         self._match = [0]  #: length of the longest stop string that ends in a state; 0 for none
         self._fallback = [0]  #: the longest other state that a state ends with
         for stop in stops:
-            self._add(stop)
+            state = 0
+            for character in stop:
+                if character not in self._next[state]:
+                    self._next[state][character] = len(self._next)
+                    self._next.append({})
+                    self._depth.append(self._depth[state] + 1)
+                    self._match.append(0)
+                    self._fallback.append(0)
+                state = self._next[state][character]
+            self._match[state] = self._depth[state]
         states = deque(self._next[0].values())
         while states:  # short ones first
             state = states.popleft()
@@ -81,18 +90,6 @@ class StopFinder:
         while character not in self._next[state] and state:
             state = self._fallback[state]
         return self._next[state].get(character, 0)
-
-    def _add(self, stop: str) -> None:
-        state = 0
-        for character in stop:
-            if character not in self._next[state]:
-                self._next[state][character] = len(self._next)
-                self._next.append({})
-                self._depth.append(self._depth[state] + 1)
-                self._match.append(0)
-                self._fallback.append(0)
-            state = self._next[state][character]
-        self._match[state] = self._depth[state]
 
 
 # --- the parser -------------------------------------------------------------------------------------------
@@ -155,7 +152,6 @@ class AnswerParser:
 
     @property
     def held(self) -> int:
-        """Number of characters that wait for further text."""
         waiting = [self._finder.held, len(self._waiting), self._shown.held, len(self._first_words)]
         if self._kind is PartKind.CALL and self._reader is not None:
             waiting.append(self._reader.held)
@@ -187,7 +183,6 @@ class AnswerParser:
         yield from self._shown.finish()
 
     def _begin(self, opens: bool) -> Iterator[AnswerPart]:
-        """Read the first words, in a header or not."""
         pieces, self._opening, self._first_words = self._opening or [], None, ""
         if opens:
             self._enter(PartKind.HEADER)
@@ -433,7 +428,6 @@ class _ShownParts:
             yield AnswerPart(PartKind.SAID, space)
 
     def _stopping(self, parts: Iterable[AnswerPart]) -> Iterator[AnswerPart]:
-        """Yield the parts up to a stop string in the text of the answer."""
         for part in parts:
             if self._stops is None:
                 yield part

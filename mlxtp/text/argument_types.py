@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
 
+from .json_limits import parsed
 from .json_mender import PYTHON_QUOTES, mended
 
 _MOST_STEPS = 8  # of references and combinations, one inside another
@@ -16,7 +16,7 @@ _MOST_PLACES = 10_000  # of schemas, looked at for types
 _INDEX = re.compile("0|[1-9][0-9]{0,8}")
 _COMBINATIONS = ("anyOf", "oneOf", "allOf")
 #: Names of JSON's types, and what others call them.
-TYPES = {kind: kind for kind in ("null", "boolean", "integer", "number", "string", "array", "object")} | {
+_TYPES = {kind: kind for kind in ("null", "boolean", "integer", "number", "string", "array", "object")} | {
     "str": "string", "text": "string", "varchar": "string", "char": "string",
     "int": "integer", "long": "integer", "float": "number", "double": "number", "bool": "boolean",
     "dict": "object", "map": "object", "list": "array", "tuple": "array", "arr": "array", "none": "null",
@@ -48,7 +48,7 @@ def _types(schema: object, root: Schema, steps: int, known: KnownTypes) -> froze
 def _types_in(schema: Schema, root: Schema, steps: int, known: KnownTypes) -> frozenset[str]:
     if isinstance(reference := schema.get("$ref"), str):
         return _types(referred(reference, root), root, steps - 1, known)
-    found = _named(schema.get("type"))
+    found = frozenset(named_types(schema.get("type")))
     if not found and isinstance(values := schema.get("enum"), list) and values:
         found = frozenset(map(_type_of, values))
     if not found and "const" in schema:
@@ -113,10 +113,7 @@ def _literal(text: str, mends: bool) -> object:
     """Return the value of a text in JSON or Python, no string. With `mends`, containers may have mistakes."""
     if text in _WORDS:
         return _WORDS[text]
-    try:
-        value = json.loads(mended(text, PYTHON_QUOTES) if mends and text[:1] in ("{", "[") else text)
-    except (ValueError, RecursionError):
-        return _NO_LITERAL
+    value = parsed(mended(text, PYTHON_QUOTES) if mends and text[:1] in ("{", "[") else text, _NO_LITERAL)
     whole = isinstance(value, int | dict | list) or (isinstance(value, float) and math.isfinite(value))
     return value if whole else _NO_LITERAL
 
@@ -134,10 +131,11 @@ def referred(reference: str, root: object) -> Any:
     return found
 
 
-def _named(given: object) -> frozenset[str]:
+def named_types(given: object) -> list[str]:
+    """Return JSON's names of the types of a schema's keyword; none if one is unknown."""
     names = [given] if isinstance(given, str) else given if isinstance(given, list) else []
-    found = {TYPES.get(str(name).strip().lower(), "") for name in names}
-    return frozenset() if "" in found else frozenset(found)
+    found = [*dict.fromkeys(_TYPES.get(str(name).strip().lower(), "") for name in names)]
+    return [] if "" in found else found
 
 
 def _type_of(value: object) -> str:

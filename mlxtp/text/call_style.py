@@ -39,16 +39,13 @@ class Separators:
 
 @dataclass(frozen=True, slots=True)
 class CallStyle:
-    """Style of a call: `before`, its name, `between`, its arguments, `after`.
-
-    The arguments are a JSON object, or each is `field[0]` key `field[1]` value `field[2]` without quotes.
-    """
+    """Style of a call: `before`, its name, `between`, its arguments, `after`."""
 
     before: str
     between: str
     after: str
     separators: Separators = Separators()
-    field: tuple[str, str, str] | None = None
+    field: tuple[str, str, str] | None = None  #: around each key and value without quotes; None: in JSON
 
 
 def answer_prefix(render: Render) -> str:

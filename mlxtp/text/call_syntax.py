@@ -15,26 +15,11 @@ from functools import cached_property
 from typing import Any
 
 from .argument_types import property_types, typed
+from .json_limits import parsed
 from .json_mender import JSON_QUOTES, JsonMender, mended, skip_blanks
-
-# --- syntaxes ---------------------------------------------------------------------------------------------
-
-
-class CallSyntax(ABC):
-    """One way to write a call."""
-
-    @abstractmethod
-    def heads(self, name: str) -> Iterator[tuple[str, int]]:
-        """Yield beginnings of a call without white space, and how many signs of each the body skips."""
-
-    @abstractmethod
-    def body(self, name: str, schema: Mapping[str, Any], ends: Sequence[str]) -> CallBody:
-        """Return the reader of the rest of a call. It stops at each of `ends`, unless a string is open."""
 
 
 class CallBody(ABC):
-    """Reader of one call from its head on."""
-
     done = False  #: The call is over.
     doubtful = False  #: It may be over; if other text follows, its `push` takes that.
     end_is_own = False  #: It is doubtful, and nothing but what follows could show that it is not over.
@@ -64,7 +49,7 @@ class CallBody(ABC):
 
 
 @dataclass(frozen=True)
-class JsonSyntax(CallSyntax):
+class JsonSyntax:
     """An object in JSON with the tool's name among its fields. `keyed`: its only key is the name."""
 
     keyed: bool = False
@@ -85,19 +70,15 @@ class JsonSyntax(CallSyntax):
 
 
 @dataclass(frozen=True)
-class NamedSyntax(CallSyntax):
-    """One of `before`, with `{}` for the tool's name, perhaps `lead`, then an object in one of `opening`.
-
-    `quotes` are those of its strings, `wrapper` its field that holds the arguments. A group `number` in
-    `lead` makes the call's id, as in Kimi's `functions.NAME:0`. `plain`: words may look the same.
-    """
+class NamedSyntax:
+    """One of `before`, with `{}` for the tool's name, perhaps `lead`, then an object in one of `opening`."""
 
     before: tuple[str, ...]
-    lead: re.Pattern[str] = re.compile(r"\s*")
+    lead: re.Pattern[str] = re.compile(r"\s*")  #: A group `number` makes an id, as Kimi's `functions.NAME:0`.
     opening: str = "{"
     quotes: tuple[str, ...] = JSON_QUOTES
-    wrapper: str = ""
-    plain: bool = False
+    wrapper: str = ""  #: the object's field that holds the arguments
+    plain: bool = False  #: Words of an answer may look the same.
 
     def heads(self, name: str) -> Iterator[tuple[str, int]]:
         for before in self.before:
@@ -109,24 +90,19 @@ class NamedSyntax(CallSyntax):
 
 
 @dataclass(frozen=True)
-class TaggedSyntax(CallSyntax):
-    """One of `before`, with `{}` for the tool's name, and of `behind`, values between tags, and `end`.
-
-    `opening` has a group `key`, and perhaps `type`; a `{}` in `closing` is the key. `before_values` may stand
-    before the first value; `gap`, or any white space, behind each. `framed`: one newline on each side of a
-    value belongs to the tags. `nested`: objects and lists stand in tags, too. `guess` as in `typed`.
-    """
+class TaggedSyntax:
+    """One of `before`, with `{}` for the tool's name, and of `behind`, values between tags, and `end`."""
 
     before: tuple[str, ...]
     behind: tuple[str, ...]
     end: str
-    opening: re.Pattern[str]
-    closing: str
-    gap: str | None = "\n"
-    before_values: re.Pattern[str] = re.compile(r"(?!)")
-    framed: bool = False
-    nested: bool = False
-    guess: bool = False
+    opening: re.Pattern[str]  #: with a group `key`, and perhaps `type`
+    closing: str  #: with `{}` for the key
+    gap: str | None = "\n"  #: stands behind each value; None: any white space
+    before_values: re.Pattern[str] = re.compile(r"(?!)")  #: may stand before the first value
+    framed: bool = False  #: One newline on each side of a value belongs to the tags.
+    nested: bool = False  #: Objects and lists stand in tags, too.
+    guess: bool = False  #: as in `typed`
 
     def heads(self, name: str) -> Iterator[tuple[str, int]]:
         for before in self.before:
@@ -157,6 +133,10 @@ class TaggedSyntax(CallSyntax):
         return opening is not None and "\n" not in lines[opening.end() :].removeprefix("\n")
 
 
+#: `heads` yields beginnings of a call without white space, and how many signs of each the body skips. `body`
+#: returns the reader of the rest, which stops at each of `ends`, unless a string is open.
+CallSyntax = JsonSyntax | NamedSyntax | TaggedSyntax
+
 _NAMES = ("name", "tool_name", "function", "tool")  # fields of a call in JSON
 _ARGUMENTS = ("arguments", "parameters")
 _MISNAMED = ("args", "input")  # what some models call the arguments
@@ -165,9 +145,6 @@ _BESIDE = ("type", "id", "tool_call_id", "index", "thought")
 
 def compact(text: str) -> str:
     return "".join(text.split())
-
-
-# --- their bodies -----------------------------------------------------------------------------------------
 
 
 class JsonCall(CallBody):
@@ -218,9 +195,7 @@ class JsonCall(CallBody):
         return "{}", json.dumps(self._value, ensure_ascii=False)
 
     def _read_fields(self, written: str) -> None:
-        try:
-            fields = json.loads(written)
-        except (ValueError, RecursionError):
+        if (fields := parsed(written)) is None:
             return
         if self._keyed:
             self.name, self._value = next(iter(fields.items()), (None, None))
@@ -291,10 +266,9 @@ class _NamedCall(CallBody):
             return (made, "") if made.startswith("{") else ("{}", inside)
         if not self._syntax.wrapper:
             return made, ""
-        try:
-            return json.dumps(json.loads(made).get(self._syntax.wrapper, {}), ensure_ascii=False), ""
-        except RecursionError:
+        if (whole := parsed(made)) is None:
             return "{}", made
+        return json.dumps(whole.get(self._syntax.wrapper, {}), ensure_ascii=False), ""
 
 
 class _TagBalance:
@@ -508,7 +482,6 @@ def _is_json(schema: Mapping[str, Any], key: str) -> bool:
 
 
 def _end_of_json(text: str, at: int) -> int:
-    """Return where the object or list at this place ends; -1 if there is none."""
     at = skip_blanks(text, at)
     if text[at : at + 1] not in ("{", "["):
         return -1

@@ -24,10 +24,6 @@ _FENCES = ("```json", "```python", "```")  # of Markdown, around calls
 TextPiece = tuple[str, bool]  #: text, and True if it is one special token
 
 
-def new_id() -> str:
-    return f"call_{secrets.token_hex(12)}"
-
-
 @dataclass(frozen=True, slots=True)
 class CallText:
     """A piece of call number `index`. The first of each has its `id` and `name` and no text."""
@@ -40,24 +36,19 @@ class CallText:
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """Format of a model family's calls: any number between one of `starts` and one of `ends`, or to the end.
-
-    A template writes the first of each. `direct`: texts that begin a call without `starts`, with `{}` for a
-    tool's name; one of `JsonSyntax` then needs one of `ends`. `bare`: an answer that begins with one of these
-    signs may be a call, too. `streams`: arguments in JSON are passed on while they come. `past`: a call
-    without markers. `id_mark` stands before an id of the model's. `addressed`: a call is a message to a tool.
-    """
+    """Format of a family's calls: any number between one of `starts` and one of `ends`, or the answer's."""
 
     name: str
-    starts: tuple[str, ...]
-    ends: tuple[str, ...]
+    starts: tuple[str, ...]  #: A template writes the first.
+    ends: tuple[str, ...]  #: the same
     syntaxes: tuple[CallSyntax, ...]
+    #: Texts that begin a call without `starts`, with `{}` for a tool's name. `JsonSyntax` then needs an end.
     direct: tuple[str, ...] = ()
-    bare: str = ""
-    streams: bool = False
-    past: str = '{"name": "NAME", "arguments": ARGUMENTS}'
-    id_mark: str = ""
-    addressed: bool = False
+    bare: str = ""  #: An answer that begins with one of these signs may be a call, too.
+    streams: bool = False  #: Arguments in JSON are passed on while they come.
+    past: str = '{"name": "NAME", "arguments": ARGUMENTS}'  #: a call without markers
+    id_mark: str = ""  #: stands before an id of the model's
+    addressed: bool = False  #: A call is a message to a tool.
 
     @property
     def start(self) -> str:
@@ -77,7 +68,6 @@ class CallFormat:
         )
 
     def written(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Return a call, for templates that do not write calls themselves."""
         syntax = self.syntaxes[0]
         if isinstance(syntax, NamedSyntax) and syntax.opening == "(":
             call = f"[{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})]"
@@ -87,21 +77,15 @@ class CallFormat:
         return f"{self.start}{call}{self.ends[-1] if self.ends else ''}"
 
 
-@dataclass(frozen=True, slots=True)
-class _CallHead:
-    """Beginning of a call: `length` characters without white space, which its body does not read again."""
-
-    length: int
-    syntax: CallSyntax
-    name: str
+_CallHead = tuple[int, CallSyntax, str]  # signs of a head that its body skips, its syntax, the tool's name
 
 
 class _OfferedCalls:
     """Calls of tools with these names, in a model's format. `markers` are texts with which they may begin."""
 
     def __init__(self, format_: CallFormat, names: Sequence[str]) -> None:
-        self._heads = {
-            text: _CallHead(length, syntax, name)
+        self._heads: dict[str, _CallHead] = {
+            text: (length, syntax, name)
             for syntax in reversed(format_.syntaxes)
             for name in names
             for text, length in syntax.heads(name)
@@ -175,12 +159,7 @@ class CallReader:
         return name in self._tools
 
     @property
-    def _reads(self) -> bool:
-        return self._body is not None and not self._in_doubt
-
-    @property
     def held(self) -> int:
-        """Number of characters that may turn out to be text of the answer."""
         return sum(len(text) for text, _ in (*self._raw, *self._specials)) if self._first else 0
 
     @property
@@ -221,7 +200,7 @@ class CallReader:
                 return
             if self.state is not ReaderState.OPEN:
                 self.rest.append(piece)
-            elif self._body is not None and self._reads:
+            elif self._body is not None and not self._in_doubt:
                 self._raw += [] if self._body.is_call else [piece]
                 yield from self._feed(*piece)
                 yield from self._look()
@@ -281,7 +260,8 @@ class CallReader:
 
     def _begun(self, body: CallBody, tool: Tool) -> CallText:
         """Return the first piece of a call. Some models number the calls of each answer from 0."""
-        self._ids.append(new_id() if not body.id or body.id in self._ids else body.id)
+        own = bool(body.id) and body.id not in self._ids
+        self._ids.append(body.id if own else f"call_{secrets.token_hex(12)}")
         return CallText(len(self._ids) - 1, "", self._ids[-1], tool.name)
 
     def _end_call(self, body: CallBody, cut: bool) -> Iterator[CallText | str]:
@@ -306,7 +286,9 @@ class CallReader:
 
     def _look(self) -> Iterator[CallText | str]:
         """Read what is pending: what stands before a call, between two, or behind a doubtful end."""
-        while self.state is ReaderState.OPEN and self._pending and not self._reads and not self.enough:
+        while self.state is ReaderState.OPEN and self._pending and not self.enough:
+            if self._body is not None and not self._in_doubt:
+                return
             text = "".join([piece for piece, _ in self._pending])
             clear, at, head = self._next(text)
             self._pending = _behind(self._pending, at)
@@ -328,10 +310,14 @@ class CallReader:
             elif head is None:
                 self._leave(self._first, self._pending)
             else:
-                schema = self._tools[head.name].parameters or {}
-                self._body, self._pending = head.syntax.body(head.name, schema, self.format.ends), []
+                length, syntax, name = head
+                schema = self._tools[name].parameters or {}
+                self._body, self._pending = syntax.body(name, schema, self.format.ends), []
                 self._raw = [] if self._body.is_call else self._raw
-                yield from self._feed(text[_place(text, at, head.length) :], False)
+                while length:
+                    length -= not text[at].isspace()
+                    at += 1
+                yield from self._feed(text[at:], False)
 
     def _next(self, text: str) -> tuple[bool, int, _CallHead | None]:
         """Return whether it is clear what follows, its place behind blanks and markers, and its call."""
@@ -371,11 +357,3 @@ def _behind(pieces: Sequence[TextPiece], at: int) -> list[TextPiece]:
             kept.append((text[at:], special))
         at = max(0, at - len(text))
     return kept
-
-
-def _place(text: str, at: int, length: int) -> int:
-    """Return the place behind `length` signs from `at` on, blanks not counted."""
-    while length:
-        length -= not text[at].isspace()
-        at += 1
-    return at

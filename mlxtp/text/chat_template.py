@@ -20,6 +20,7 @@ from typing import Any
 
 from ..errors import RequestError
 from .conversation import Call, ChatMessage, Conversation, Tool, tool_json
+from .json_limits import parsed
 from .markups import JSON_CALLS, NO_MARKUP, Markup
 
 Json = dict[str, Any]
@@ -37,8 +38,6 @@ IDS = ("", SHORT_IDS, NAMED_IDS)  #: the client's own, or one of these
 
 @dataclass(frozen=True, slots=True)
 class TemplateTraits:
-    """Traits of a chat template: what of a conversation it writes whole."""
-
     parts: bool = False  #: Content has to be a list of parts.
     system: bool = True  #: a system message at the beginning
     systems: bool = True  #: several there
@@ -62,7 +61,6 @@ class TemplateTraits:
 
 
 # --- messages for a template ------------------------------------------------------------------------------
-
 
 #: Describes tools to a model whose template does not, and requests calls in the format of Hermes and Qwen.
 _TOOLS_IN_WORDS = """You can call functions to help with the user's request. These exist, one object a line:
@@ -90,7 +88,7 @@ def template_messages(
 ) -> list[Json]:
     """Return messages for a template with these traits. `write_call` is for one that writes no calls."""
     turns = [_thoughts_apart(turn, markup.think) for turn in conversation.messages]
-    turns = matched(turns, traits.ids or SHORT_IDS * (not traits.several_calls), lost=_result_in_words)
+    turns = match_results(turns, traits.ids or SHORT_IDS * (not traits.several_calls), lost=_result_in_words)
     if not traits.tools:
         turns = [_result_in_words(turn) if turn.role == "tool" else turn for turn in turns]
         turns = _with_tools([_calls_in_words(turn, JSON_CALLS.written) for turn in turns], conversation.tools)
@@ -129,17 +127,14 @@ def template_options(conversation: Conversation) -> Json:
 
 
 def _message(turn: ChatMessage, traits: TemplateTraits) -> Json:
-    content: object = [{"type": "text", "text": turn.text}] if traits.parts else turn.text
-    message: Json = {"role": turn.role, "content": content}
-    if turn.reasoning and turn.text and turn.calls and not traits.thoughts_beside_words:
-        pass
-    elif turn.reasoning and traits.thoughts == THOUGHT_PARTS:
-        message["content"] = [
-            {"type": "thinking", "thinking": turn.reasoning},
-            *([{"type": "text", "text": turn.text}] if turn.text else []),
-        ]
-    elif turn.reasoning and traits.thoughts:
-        message[traits.thoughts] = turn.reasoning
+    words = [{"type": "text", "text": turn.text}]
+    message: Json = {"role": turn.role, "content": words if traits.parts else turn.text}
+    field = "" if turn.text and turn.calls and not traits.thoughts_beside_words else traits.thoughts
+    if turn.reasoning and field == THOUGHT_PARTS:
+        thought = {"type": "thinking", "thinking": turn.reasoning}
+        message["content"] = [thought, *(words if turn.text else [])]
+    elif turn.reasoning and field:
+        message[field] = turn.reasoning
     for call in turn.calls:
         given: object = _object(call.arguments)
         given = json.dumps(given, ensure_ascii=False) if traits.arguments_as_text else given
@@ -153,10 +148,7 @@ def _message(turn: ChatMessage, traits: TemplateTraits) -> Json:
 
 def _object(arguments: str) -> Mapping[str, Any]:
     """Return arguments as the object that templates take. Text that is no object stays visible."""
-    try:
-        value = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        value = None
+    value = parsed(arguments or "{}")
     return value if isinstance(value, dict) else {"arguments": arguments}
 
 
@@ -180,7 +172,7 @@ def _without_markers(turn: ChatMessage, traits: TemplateTraits, marks: Sequence[
 # --- tools and calls ----------------------------------------------------------------------------------------
 
 
-def matched(
+def match_results(
     turns: Sequence[ChatMessage],
     ids: str = "",
     lost: Callable[[ChatMessage], ChatMessage] = lambda turn: turn,
@@ -221,14 +213,10 @@ def _one_at_a_time(turns: Sequence[ChatMessage]) -> list[ChatMessage]:
             apart += [turn] if answers.pop(turn.call_id, None) is not None else []
         elif not turn.calls:
             apart.append(turn)
-        else:
-            first, *others = turn.calls
-            apart.append(replace(turn, calls=(first,)))
-            for call in (first, *others):
-                if call is not first:
-                    apart.append(ChatMessage("assistant", "", calls=(call,)))
-                if (answer := answers.pop(call.id, None)) is not None:
-                    apart.append(answer)
+        for i, call in enumerate(turn.calls):
+            apart.append(replace(ChatMessage("assistant", "") if i else turn, calls=(call,)))
+            if (answer := answers.pop(call.id, None)) is not None:
+                apart.append(answer)
     return apart
 
 
@@ -273,7 +261,7 @@ def _with_systems(turns: Sequence[ChatMessage], traits: TemplateTraits, needed: 
     """Merge the system messages at the beginning. Others, and all for some templates, become the user's."""
     start = next((i for i, turn in enumerate(turns) if turn.role != "system"), len(turns))
     first, later = list(turns[:start]), list(turns[start:])
-    if not traits.systems and len(first) > 1:
+    if not traits.systems:
         first = _joined(first)
     if needed and not first and traits.system:
         first = [ChatMessage("system", "")]
@@ -320,7 +308,6 @@ def _with_missing(turns: Sequence[ChatMessage], traits: TemplateTraits, promptin
 
 # --- what a template can do ---------------------------------------------------------------------------------
 
-
 _PROBE_TOOL = Tool(
     "zq_tool",
     "zqdescription",
@@ -349,12 +336,9 @@ class _TemplateProbe:
         self.traits = replace(self.traits, **traits)
 
     def prompt(self, *turns: ChatMessage, tools: bool = False) -> str:
-        """Return the prompt; empty where the template refuses the conversation."""
-        traits = self.traits
-        turns = tuple(matched(turns, traits.ids))
+        messages = [_message(turn, self.traits) for turn in match_results(turns, self.traits.ids)]
         try:
-            offered = [tool_json(_PROBE_TOOL)] if tools else []
-            return self._render([_message(turn, traits) for turn in turns], offered)
+            return self._render(messages, [tool_json(_PROBE_TOOL)] if tools else [])
         except RequestError as error:
             if error.status != REFUSED:
                 raise
@@ -371,10 +355,7 @@ class _TemplateProbe:
         return all(word in prompt for word in words)
 
     def _answers(self, *turns: ChatMessage) -> bool:
-        """Return True if the prompt shows the turns and then begins an answer."""
-        end, other = (
-            self.prompt(*given).rpartition(turns[-1].text)[2] for given in (turns, (*turns, _USER_2))
-        )
+        end, other = (self.prompt(*turns, *more).rpartition(turns[-1].text)[2] for more in ((), (_USER_2,)))
         return self.shows(*turns) and not other.startswith(end)
 
     def messages(self) -> None:
@@ -499,7 +480,6 @@ class _PromptSearch:
         self._left = MOST_SEARCHED
 
     def end_of(self, text: str, at: int) -> int:
-        """Return the end of a text in the prompt, from `at` on; -1 if it does not stand there."""
         for written in _forms(text):
             if self._left <= 0:
                 return at

@@ -84,8 +84,6 @@ class GenerationOptions:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """Conversation to answer, or prompts to continue, each `options.n` times."""
-
     model: str | None  #: None or "default" is the one that is loaded.
     prompt: Conversation | tuple[Prompt, ...]
     options: GenerationOptions = GenerationOptions()
@@ -94,8 +92,6 @@ class GenerationRequest:
     dialect: Any = None  #: data that the adapter needs again when it writes the answer
     keep_s: float | None = None  #: as in `Backend.acquire_model`
 
-
-# --- the answer, as a model gives it ---------------------------------------------------------------------
 
 FinishReason = Literal["stop", "length", "cancel"]
 

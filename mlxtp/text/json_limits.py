@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator
 from itertools import chain
+from typing import Any
 
 from ..errors import RequestError
 
@@ -38,6 +40,14 @@ def check_extent(*texts: bytes | str, where: str = "the body", param: str | None
             found[i] += _count([piece], signs)
             if found[i] > most:
                 raise RequestError(f"{where} has at least {found[i]} {what}; at most {most}", param=param)
+
+
+def parsed(text: str, otherwise: object = None) -> Any:
+    """Return the value of a JSON text, or `otherwise` for one that is none, or too deep."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return otherwise
 
 
 def _outside_strings(text: bytes) -> Iterator[bytes]:

@@ -142,7 +142,6 @@ class JsonMender:
 
     @property
     def inner_done(self) -> bool:
-        """True if there is an object that stands apart, and nothing of it is missing."""
         return bool(self.inner) and self._made is self._outer
 
     @property

@@ -16,20 +16,16 @@ from .json_mender import PYTHON_QUOTES
 
 # --- thoughts ---------------------------------------------------------------------------------------------
 
-
 USUAL_THINK = ("<think>", "</think>")  #: Templates know them whose models have other markers.
 
 
 @dataclass(frozen=True, slots=True)
 class Markup:
-    """Markers of a model that no client sees: before and after a thought, and around an answer (`wrappers`).
+    """Markers of a model, which no client sees."""
 
-    `headers`: special tokens that begin the header of a message, which `header_end` ends.
-    """
-
-    think: tuple[str, str] | None = None
-    wrappers: tuple[str, ...] = ()
-    headers: tuple[str, ...] = ()
+    think: tuple[str, str] | None = None  #: before and after a thought
+    wrappers: tuple[str, ...] = ()  #: around an answer
+    headers: tuple[str, ...] = ()  #: special tokens that begin the header of a message
     header_end: str = ""
 
     @property

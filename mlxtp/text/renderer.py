@@ -51,7 +51,6 @@ log = logging.getLogger(__name__)
 
 # --- the queue of work ------------------------------------------------------------------------------------
 
-
 T = TypeVar("T")
 
 MOST_WAIT_S = 30.0  # seconds before a request is refused
@@ -83,7 +82,6 @@ class WorkerQueue:
         return threading.get_ident() == self._thread
 
     def run_blocking(self, work: Callable[[], T]) -> T:
-        """Return the result of `work`, at once in the queue's own thread. Raises as `work` does."""
         return work() if self.here else self._pool.submit(work).result()
 
     async def run(self, work: Callable[[], T], client: str = "", size: int = 0) -> T:
@@ -136,7 +134,6 @@ class WorkerQueue:
 
 # --- templates in Python ----------------------------------------------------------------------------------
 
-
 # mlx-lm has chat templates as Python modules, for models without a Jinja template: DeepSeek V3.2's. They are
 # mlx-lm's code and never the model's.
 
@@ -156,7 +153,6 @@ def template_module(name: str) -> ModuleRender | None:
 
 # --- the renderer -----------------------------------------------------------------------------------------
 
-
 Json = Mapping[str, Any]
 
 _PROBE = " Hello,  world's end . \n\té 日本語 😀👩‍👧 e\u0301 x"
@@ -167,8 +163,6 @@ _SETTINGS = ("bos_token", "eos_token", "unk_token", "pad_token", "chat_template"
 
 @dataclass(frozen=True, slots=True)
 class RendererFacts:
-    """Facts of a model's text that an agent needs."""
-
     template: str  #: the model's chat templates, empty where mlx-lm's module (or nothing) takes their place
     renders: bool  #: True where there is either
     eos: int  #: the end token or -1
@@ -186,7 +180,7 @@ class RendererFacts:
 
     @classmethod
     def unpacked(cls, found: bytes) -> RendererFacts:
-        """Return the facts. Raises ValueError, TypeError and struct.error for anything else."""
+        """Return packed facts. Raises ValueError, TypeError and struct.error for anything else."""
         start = _LENGTH.size + _LENGTH.unpack_from(found)[0]
         few, count, strip = json.loads(found[_LENGTH.size : start])
         starts = array("I", found[start : start + 4 * count])
@@ -225,10 +219,8 @@ class LocalRenderer:
             else:
                 tokenizer = _from_files(path, settings)
             tokenizer.chat_template = _templates(tokenizer.chat_template or settings.get("chat_template"))
-        except ModelError:
-            raise
         except BaseException as error:
-            if not is_library_error(error):
+            if isinstance(error, ModelError) or not is_library_error(error):
                 raise
             what = " ".join(str(error).split())[:_SHOWN]
             raise ModelError(
@@ -428,8 +420,7 @@ class SandboxedRenderer:
     def render(
         self, messages: Sequence[Json], tools: Sequence[Json], options: Json, *, prompting: bool
     ) -> str:
-        plain = [dict(message) for message in messages]
-        return str(self._reply(b"t", [plain, list(tools), dict(options), prompting]))
+        return str(self._reply(b"t", [messages, tools, options, prompting]))
 
     def encode(self, text: str, *, special: bool) -> tuple[int, ...]:
         return tuple(self._reply(b"i", [text, special]))
@@ -476,27 +467,23 @@ def _json(work: list[Any]) -> bytes:
 
 
 def read_reply(wanted: bytes, kind: bytes, found: bytes) -> Any:
-    """Return a reply of the `wanted` kind: `t` for text, `i` for ids.
-
-    Raises RequestError: the error in the reply, or one for an unreadable reply.
-    """
+    """Return a reply of the `wanted` kind. Raises RequestError: the error in it, or for an unreadable one."""
     try:
-        if kind == wanted == b"t":
-            return found.decode("utf-8", "surrogatepass")
-        if kind == wanted == b"i":
-            return tuple(array("I", found))
-        raise _error_in(kind, found)
-    except (ValueError, TypeError, RecursionError):
+        if kind == wanted:
+            return _READERS[kind](found)
+        detail, code, status = json.loads(found) if kind == b"e" else (None, "", 0)
+        if not isinstance(detail, str) or status not in (400, 422, 500, 503, 504):
+            raise ValueError(detail)
+        raise RequestError(detail, Code(code), status=status, param="messages")
+    except (ValueError, TypeError, RecursionError, struct.error):
         raise broken("its reply cannot be read") from None
 
 
-def _error_in(kind: bytes, found: bytes) -> RequestError:
-    if kind != b"e":
-        raise ValueError(kind)
-    detail, code, status = json.loads(found)
-    if not isinstance(detail, str) or status not in (400, 422, 500, 503, 504):
-        raise ValueError(detail)
-    return RequestError(detail, Code(code), status=status, param="messages")
+_READERS: Mapping[bytes, Callable[[bytes], Any]] = {
+    b"f": RendererFacts.unpacked,
+    b"t": lambda found: found.decode("utf-8", "surrogatepass"),
+    b"i": lambda found: tuple(array("I", found)),
+}
 
 
 Renderer = LocalRenderer | SandboxedRenderer  #: Methods block, from any thread. They raise RequestError.
@@ -521,8 +508,6 @@ class _Lane(WorkerQueue):
             return self._process.request(body)
         except BaseException as error:  # the next request would receive a reply that was not read
             self._drop()
-            if isinstance(error, _Ended):
-                raise error.error from None
             if isinstance(error, OSError | ModelError):
                 raise broken(str(error)) from None
             raise
@@ -531,39 +516,29 @@ class _Lane(WorkerQueue):
                 self._drop()
 
     def close(self) -> None:
-        """End the process once the work that waits is done. A later request has one of its own."""
         self._closed = True
         self._pool.submit(self._drop)
 
     def start(self) -> RendererFacts:
-        """Start the process and return its report of the model. Raises ModelError."""
         try:
             self._process = _Process(self._path)
-            kind, found = self._process.greeting()
+            greeting = self._process.greeting()
         except OSError as error:
             raise ModelError(f"cannot start a process for the tokenizer of {self._path}: {error}") from None
-        except _Ended as ended:
+        except RequestError as error:
             self._drop()
-            raise ModelError(f"the tokenizer in {self._path} cannot be read: {ended.error.detail}") from None
+            raise ModelError(f"the tokenizer in {self._path} cannot be read: {error.detail}") from None
         try:
-            if kind == b"f":
-                return RendererFacts.unpacked(found)
-            raise _error_in(kind, found)
-        except (RequestError, ValueError, TypeError, struct.error) as error:
+            facts: RendererFacts = read_reply(b"f", *greeting)
+        except RequestError as error:
             self._drop()
-            code = error.code if isinstance(error, RequestError) else Code.MODEL_INVALID
-            raise ModelError(str(error), code) from None
+            raise ModelError(str(error), error.code) from None
+        return facts
 
     def _drop(self) -> None:
         process, self._process = self._process, None
         if process is not None:
             process.close()
-
-
-class _Ended(Exception):
-    def __init__(self, error: RequestError) -> None:
-        super().__init__(error.detail)
-        self.error = error
 
 
 class _Process:
@@ -618,12 +593,12 @@ class _Process:
         while len(found) < size:
             part = self._watched(watch, partial(self._socket.recv, 1 << 20))
             if not part:
-                raise _Ended(self._why(watch))
+                raise self._why(watch)
             found += part
             if size == _LENGTH.size and len(found) >= size:
                 size += _LENGTH.unpack_from(found)[0]
                 if size > most_reply:
-                    raise _Ended(too_large())
+                    raise too_large()
         start = _LENGTH.size + 1
         return bytes(found[_LENGTH.size : start]), bytes(found[start:])
 
@@ -634,7 +609,7 @@ class _Process:
             except TimeoutError:
                 self._look(watch)
             except OSError:
-                raise _Ended(self._why(watch)) from None
+                raise self._why(watch) from None
 
     def _look(self, watch: Watch) -> None:
         import psutil
@@ -645,7 +620,7 @@ class _Process:
             resident, cpu_s = self._process.memory_info().rss, times.user + times.system
             status = self._process.status()
         if (error := watch.look(resident, cpu_s, status)) is not None:
-            raise _Ended(error)
+            raise error
 
     def _why(self, watch: Watch) -> RequestError:
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,9 +1,8 @@
 """Answers as the model wrote them, found again when a client sends its conversation back. Pure.
 
-A template writes an earlier answer in its own way, so that the KV cache would not hold the new prompt. So an
-agent remembers the tokens of each answer and its prompt, under their messages without what clients change:
-white space at the ends, the form of arguments in JSON, ids of calls, missing thoughts. A later request that
-begins with these messages gets these tokens, and behind them the template's text of its further messages.
+A template writes an earlier answer in its own way, which the KV cache does not hold. So an agent remembers
+the tokens of each answer and its prompt, under their messages without what clients change: white space, the
+form of arguments, ids, missing thoughts. A later request that begins with them gets these tokens.
 """
 
 from __future__ import annotations
@@ -12,20 +11,19 @@ import json
 import secrets
 import threading
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 from ..errors import RequestError
-from .chat_template import SHORT_IDS, matched, template_options
+from .chat_template import SHORT_IDS, match_results, template_options
 from .conversation import Call, ChatMessage, Conversation, tool_json
-from .transcript import CallArguments, CallBegan, ContentDelta, Finish, ReasoningDelta
+from .transcript import Finish, WholeAnswer
 
 if TYPE_CHECKING:
     from .tokenizer import Text
-    from .transcript import AnswerEvent
 
 MOST_BYTES = 64 << 20  #: Memory for remembered tokens.
 OVERHEAD_BYTES = 500  #: Memory of one answer without its tokens and thoughts.
@@ -56,7 +54,7 @@ class Beginning:
 def beginnings(base: bytes, messages: Sequence[ChatMessage]) -> Iterator[Beginning]:
     """Yield each beginning that ends with an answer, and then the whole. All share one list of thoughts."""
     key, thoughts, at = base, list[bytes](), 0
-    for role, group in groupby(matched(messages, SHORT_IDS), key=lambda turn: turn.role):
+    for role, group in groupby(match_results(messages, SHORT_IDS), key=lambda turn: turn.role):
         run = list(group)
         if role == "assistant":
             calls = [call for turn in run for call in turn.calls]
@@ -86,7 +84,7 @@ def _digest(before: bytes, *parts: str) -> bytes:
     return found.digest()
 
 
-def _joined(texts: Iterator[str]) -> str:
+def _joined(texts: Iterable[str]) -> str:
     return "\n".join([stripped for text in texts if (stripped := text.strip())])
 
 
@@ -120,51 +118,6 @@ def _plain(value: object) -> object:
 # --- answers ----------------------------------------------------------------------------------------------
 
 
-class AnswerRecord:
-    """One answer as its client sees it, made of its events."""
-
-    def __init__(self) -> None:
-        self._kinds: list[tuple[type[AnswerEvent], list[str]]] = []  #: deltas of one kind in a row
-        self._calls: list[tuple[CallBegan, list[str]]] = []
-
-    def see(self, event: AnswerEvent) -> None:
-        match event:
-            case ContentDelta(text=text) | ReasoningDelta(text=text) if text:
-                if not self._kinds or self._kinds[-1][0] is not type(event):
-                    self._kinds.append((type(event), []))
-                self._kinds[-1][1].append(text)
-            case CallBegan():
-                self._kinds.append((CallBegan, []))
-                self._calls.append((event, []))
-            case CallArguments(index=index, text=text):
-                self._calls[index][1].append(text)
-
-    @property
-    def text(self) -> str:
-        return "".join(self._pieces)
-
-    @property
-    def _pieces(self) -> list[str]:
-        return ["".join(parts) for kind, parts in self._kinds if kind is ContentDelta]
-
-    @property
-    def ends_in_text(self) -> bool:
-        return bool(self._kinds) and self._kinds[-1][0] is ContentDelta
-
-    @property
-    def texts(self) -> set[str]:
-        """Forms of the text: clients join what stood before and after a call with or without a line's end."""
-        return {_joined(iter(self._pieces)), self.text.strip()}
-
-    @property
-    def thoughts(self) -> str:
-        return "".join([part for kind, parts in self._kinds if kind is ReasoningDelta for part in parts])
-
-    @property
-    def calls(self) -> list[Call]:
-        return [Call(began.id, began.name, "".join(parts)) for began, parts in self._calls]
-
-
 @dataclass(frozen=True, slots=True)
 class RememberedAnswer:
     """Tokens of a prompt and its answer, without a token that ended it."""
@@ -177,7 +130,6 @@ class RememberedAnswer:
 
     @property
     def size(self) -> int:
-        """Memory in bytes."""
         return 4 * len(self.tokens) + _DIGEST_BYTES * len(self.thoughts) + OVERHEAD_BYTES
 
 
@@ -200,7 +152,6 @@ class AnswerMemory:
                 self._drop(next(iter(self._kept)))
 
     def find(self, places: Sequence[Beginning]) -> tuple[Beginning, RememberedAnswer] | None:
-        """Return the longest of the beginnings whose answer is remembered."""
         with self._lock:
             for place in reversed(places):
                 answer = self._kept.get(place.key)
@@ -219,7 +170,7 @@ class AnswerMemory:
 class CompleteAnswer:
     prompt: Sequence[int]
     tokens: Sequence[int]
-    record: AnswerRecord
+    record: WholeAnswer
     finish: Finish
 
 
@@ -231,7 +182,11 @@ def to_remember(
     None where its tokens are not the answer that the client sees, as of one cut off in a call.
     """
     record, finish, answer = whole.record, whole.finish, whole.tokens
-    calls, texts = record.calls, record.texts
+    calls = record.calls
+    texts = {
+        _joined(record.texts),
+        record.text.strip(),
+    }  # clients join its pieces with or without a line's end
     if not (calls or any(texts)) or (finish.reason == "length" and not record.ends_in_text):
         return None
     shown, behind = "", None
@@ -247,7 +202,7 @@ def to_remember(
         behind = written[at + len(end) :] if at >= 0 else None
     if not answer or not set(eos).isdisjoint(answer):
         return None
-    thoughts = (*place.thoughts, _thought_digest(record.thoughts))
+    thoughts = (*place.thoughts, _thought_digest(record.reasoning))
     ids = tuple([call.id for call in calls])
     kept = RememberedAnswer(array("i", (*whole.prompt, *answer)), shown, thoughts, ids, behind)
     return {_answer_key(place.key, form, calls) for form in texts}, kept
@@ -267,7 +222,6 @@ def _before_stop(text: Text, answer: Sequence[int], stop: str) -> tuple[Sequence
 
 
 def _joins(text: Text, before: Sequence[int], after: Sequence[int], written: str) -> bool:
-    """Return True if tokens have this text also behind those before them."""
     before = before[-_INTO:]
     return text.decoded((*before, *after)) == text.decoded(before) + written
 

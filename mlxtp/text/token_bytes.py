@@ -28,14 +28,11 @@ _PLAIN = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
 
 @dataclass(frozen=True, slots=True)
 class TokenBytes:
-    """Bytes of each token within an answer."""
-
     starts: array[int]  #: of each token in `content`, by id, and the end of all
     content: bytes
     strip: bool  #: One space at the very beginning belongs to the tokenizer, not to the text.
 
     def joined(self, tokens: Iterable[int]) -> bytes:
-        """Return the bytes of tokens, special ones too. An unknown id has none."""
         starts, content, end = self.starts, self.content, len(self.starts) - 1
         return b"".join([content[starts[token] : starts[token + 1]] for token in tokens if 0 <= token < end])
 
@@ -61,11 +58,6 @@ class Detokenizer:
             self._strip = False
             text = text.removeprefix(" ")
         return text
-
-    def finish(self) -> str:
-        """Drop a character that never became complete. There is no other rest."""
-        self._utf8.reset()
-        return ""
 
 
 # --- in the process of the model --------------------------------------------------------------------------

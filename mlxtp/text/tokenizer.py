@@ -21,7 +21,7 @@ from .chat_template import (
 )
 from .conversation import ChatMessage, Conversation, tool_json
 from .markups import JSON_CALLS, Markup, call_format, thought_markup
-from .renderer import Renderer, SandboxedRenderer, WorkerQueue
+from .renderer import Renderer, SandboxedRenderer
 from .token_bytes import Detokenizer
 
 _LONGEST_MARKER = 16  # tokens of a marker and the white space after it
@@ -36,12 +36,15 @@ class Text:
 
     def __init__(self, writer: Renderer) -> None:
         self._writer = writer
-        self.relaxed = writer.relaxed
+        self.relaxed, self.encoded = writer.relaxed, writer.encode
+        self.line, self.close = writer.line, writer.close
         self._styles: dict[tuple[int, ...], CallStyle | None] = {}
         facts = writer.facts
+        self.has_chat_template = facts.renders
+        self.eos = (facts.eos,) if facts.eos >= 0 else ()  #: the tokenizer's own end token, if it has one
+        self.decoded = facts.tokens.text  #: text of tokens that a client sent, special ones too
         #: text of special tokens, which answers do not show
         self.specials: dict[int, str] = {id_: text for id_, text, special in facts.added if special}
-        self._tokens = facts.tokens
         #: In characters: `n` tokens make at most `n` times as many.
         self.longest_token = facts.longest_token
         self.markup = thought_markup(facts.template, facts.markers)
@@ -63,18 +66,6 @@ class Text:
     def load(cls, path: Path) -> Text:
         """Start a model folder's process, which takes a second or more. Raises ModelError."""
         return cls(SandboxedRenderer(path))
-
-    def close(self) -> None:
-        self._writer.close()
-
-    @property
-    def has_chat_template(self) -> bool:
-        return self._writer.facts.renders
-
-    @property
-    def eos(self) -> tuple[int, ...]:
-        """Tokenizer's own end token, if it has one."""
-        return tuple([token for token in [self._writer.facts.eos] if token >= 0])
 
     def rendered(self, conversation: Conversation, prompting: bool = True, exact: bool = False) -> str:
         """Return a conversation as the chat template writes it; `prompting` adds the beginning of an answer.
@@ -143,13 +134,8 @@ class Text:
 
     @property
     def call_tokens(self) -> tuple[int, ...]:
-        """Token that begins a call, if the model has one."""
         token = self._writer.facts.markers.get(self.tool_calls.start)
         return () if token is None else (token,)
-
-    def decoded(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens that a client sent, special ones too."""
-        return self._tokens.text(tokens)
 
     def thinks_on(self, prompt: Sequence[int]) -> bool:
         """Return True if a prompt ends in the middle of a thought; the answer then begins with it."""
@@ -157,22 +143,15 @@ class Text:
             return False
         return self.decoded(prompt[-_LONGEST_MARKER:]).rstrip().endswith(self.markup.think[0])
 
-    def encoded(self, text: str, *, special: bool) -> tuple[int, ...]:
-        return self._writer.encode(text, special=special)
-
-    def line(self, size: int) -> WorkerQueue:
-        return self._writer.line(size)
-
     def name(self, token: int) -> Name:
         """Return a token's name in log-probabilities. Bytes that are no whole character show as U+FFFD."""
         if (special := self.specials.get(token)) is not None:
             return special, None
-        piece = self._tokens.joined((token,))
+        piece = self._writer.facts.tokens.joined((token,))
         return (piece.decode(errors="replace"), tuple(piece)) if piece else (f"<{token}>", None)
 
     def detokenizer(self, skip: Collection[int] = ()) -> Detokenizer:
-        """Return a detokenizer for one answer. Special tokens and the ids in `skip` have no text."""
-        return Detokenizer(self._tokens, {*self.specials, *skip})
+        return Detokenizer(self._writer.facts.tokens, {*self.specials, *skip})
 
 
 def _traits(writer: Renderer, markup: Markup) -> TemplateTraits:

@@ -21,7 +21,6 @@ from .conversation import Tool
 
 # --- JSON schemas -----------------------------------------------------------------------------------------
 
-
 JsonSchema = dict[str, Any]
 Json = Mapping[str, Any]
 
@@ -135,7 +134,6 @@ def _shared(schema: Json) -> set[int]:
 
 # --- calls ------------------------------------------------------------------------------------------------
 
-
 JSON_STYLE = CallStyle('{"name": "', '", "arguments": ', "}")  # for templates whose style is unknown
 _written = json.JSONEncoder(ensure_ascii=False, check_circular=False).encode  # in half the time
 _MOST_KEPT = 32_000  # characters of a schema whose rules are kept
@@ -149,7 +147,6 @@ def log_once(line: str) -> None:
 
 
 def checked_tools(tools: Sequence[Tool]) -> dict[str, Json]:
-    """Return the schema of each tool's arguments by name. Raises RequestError."""
     schemas: dict[str, Json] = {}
     for index, tool in enumerate(tools):
         if tool.name in schemas:

@@ -13,7 +13,7 @@ from functools import cache, partial
 from typing import Any
 
 from ..errors import RequestError
-from .argument_types import TYPES, referred
+from .argument_types import named_types, referred
 from .call_style import Separators
 from .tool_grammar import FORMATS, IN_PLACE, JsonSchema, combines, guided_schema
 
@@ -117,9 +117,8 @@ class _SchemaRelaxer:
             case "$ref", str():
                 kept = self._reference(value) or ...
             case "type", _:
-                names = [str(each).lower() for each in (value if isinstance(value, list) else [value])]
-                types = [*dict.fromkeys(TYPES.get(name, "") for name in names)]
-                kept = ... if "" in types or not types else types if types[1:] else types[0]
+                types = named_types(value)
+                kept = types if types[1:] else types[0] if types else ...
             case "required", list():
                 kept = [*dict.fromkeys(name for name in value if isinstance(name, str))]
             case ("enum", [_, *_]) | ("const", _) if _is_exact(value):
@@ -175,25 +174,21 @@ class _SchemaRelaxer:
 
     def _reference(self, reference: str) -> str:
         """Return the reference to a definition, which is relaxed first; empty if it leads nowhere."""
-        found = self._found(reference)
+        base, _, fragment = reference.partition("#")
+        anchor = "" if fragment.startswith("/") else fragment  # or a pointer
+        part = _named(self._root, base or anchor)
+        found = part if anchor else referred(fragment, part)
         if not isinstance(found, dict):
             return ""
         if (name := self._names.get(id(found))) is None:
             name = self._names[id(found)] = f"d{len(self._names)}"
-            at = self._where + reference.partition("#")[2].replace("/", ".")
+            at = self._where + fragment.replace("/", ".")
             made = self._definitions[name] = self._relaxed(found, at)
             if name in self._loops:
                 self._definitions[name] = self._enforced(made, at, partial(self._endless, name))
         if name not in self._definitions:
             self._loops.add(name)
         return f"#/$defs/{name}"
-
-    def _found(self, reference: str) -> Any:
-        """Return what a reference leads to, by pointer, `$id` or anchor; None: nothing."""
-        base, _, fragment = reference.partition("#")
-        anchor = "" if fragment.startswith("/") else fragment
-        found = _named(self._root, base or anchor)
-        return found if anchor else referred(fragment, found)
 
     def _endless(self, name: str, schema: JsonSchema) -> str:
         """Return why a definition has no value without one of its own inside; empty: it has one."""

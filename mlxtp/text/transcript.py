@@ -5,7 +5,6 @@ The events are the same for all dialects: a model's output, separated by kind.
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -18,10 +17,8 @@ from typing import Literal
 from .answers import AnswerParser, AnswerPart, PartKind, ReadingPlan, StopFinder
 from .calls import CallText
 from .conversation import Call, StreamEnd, TokenScore
+from .json_limits import parsed
 from .token_bytes import Detokenizer
-
-# --- events -----------------------------------------------------------------------------------------------
-
 
 Scored = tuple[int, TokenScore]  #: a token and its score
 ChoiceFinishReason = Literal["stop", "length", "tool_calls"]
@@ -38,16 +35,12 @@ class ContentDelta:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """Text of the model's thoughts before it answers."""
-
     choice: int
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegan:
-    """Start of tool call number `index` of this choice, from 0 on."""
-
     choice: int
     index: int
     id: str
@@ -78,28 +71,56 @@ class Finish:
 AnswerEvent = ContentDelta | ReasoningDelta | CallBegan | CallArguments | Finish
 
 
-@dataclass(slots=True)
 class WholeAnswer:
-    """Complete output of one choice. Of a call that the budget cut off, the arguments are incomplete JSON."""
+    """Events of one answer, put together. A call that the budget cut off has incomplete JSON."""
 
-    text: str = ""
-    reasoning: str = ""
-    calls: list[Call] = field(default_factory=list)
-    scores: list[Scored] = field(default_factory=list)
-    finish: Finish | None = None
+    def __init__(self) -> None:
+        self._kinds: list[tuple[type[AnswerEvent], list[str]]] = []  #: deltas of one kind in a row
+        self._calls: list[tuple[CallBegan, list[str]]] = []
+        self.scores: list[Scored] = []  #: if its reader keeps them
+        self.finish: Finish | None = None
+
+    def see(self, event: AnswerEvent) -> None:
+        match event:
+            case ContentDelta(text=text) | ReasoningDelta(text=text) if text:
+                if not self._kinds or self._kinds[-1][0] is not type(event):
+                    self._kinds.append((type(event), []))
+                self._kinds[-1][1].append(text)
+            case CallBegan():
+                self._kinds.append((CallBegan, []))
+                self._calls.append((event, []))
+            case CallArguments(index=index, text=text):
+                self._calls[index][1].append(text)
+            case Finish():
+                self.finish = event
+
+    @property
+    def texts(self) -> list[str]:
+        """Pieces of the text, between thoughts and calls."""
+        return ["".join(parts) for kind, parts in self._kinds if kind is ContentDelta]
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    @property
+    def ends_in_text(self) -> bool:
+        return bool(self._kinds) and self._kinds[-1][0] is ContentDelta
+
+    @property
+    def reasoning(self) -> str:
+        return "".join([part for kind, parts in self._kinds if kind is ReasoningDelta for part in parts])
+
+    @property
+    def calls(self) -> list[Call]:
+        return [Call(began.id, began.name, "".join(parts)) for began, parts in self._calls]
 
     @property
     def complete_calls(self) -> list[Call]:
         """Calls without one that the budget cut off: half its arguments must not pass for all of them."""
-        if self.calls and self.finish is not None and self.finish.reason == "length":
-            try:
-                json.loads(self.calls[-1].arguments)
-            except (ValueError, RecursionError):
-                return self.calls[:-1]
-        return self.calls
-
-
-# --- the transcript ---------------------------------------------------------------------------------------
+        calls = self.calls
+        cut = bool(calls) and self.finish is not None and self.finish.reason == "length"
+        return calls[:-1] if cut and parsed(calls[-1].arguments) is None else calls
 
 
 class Transcript:
@@ -172,7 +193,6 @@ class Transcript:
     def finish(self, cut: bool = False) -> list[AnswerEvent]:
         parts: list[AnswerPart] = []
         if not self.stopped:
-            parts += self._read(self._detokenizer.finish(), False)
             if self._channels is not None:
                 parts += self._channels.finish(cut)
             elif self._finder is not None:
@@ -184,11 +204,6 @@ class Transcript:
         self._waiting.clear()
         self._incomplete.clear()
         return rest
-
-    @property
-    def _held(self) -> int:
-        finder, channels = self._finder, self._channels
-        return (finder.held if finder is not None else 0) + (channels.held if channels is not None else 0)
 
     def _read(self, text: str, special: bool) -> list[AnswerPart]:
         if not text:
@@ -205,11 +220,11 @@ class Transcript:
         """Return one event for parts of a kind in a row; the scores go with the last event."""
         events: list[AnswerEvent] = []
         for kind, group in groupby(parts, key=attrgetter("kind")):
-            run = list(group)
-            if text := "".join([part.text for part in run]):
+            if kind is PartKind.CALL:
+                events += [self._call(part.call) for part in group if part.call is not None]
+            elif text := "".join([part.text for part in group]):
                 delta = ContentDelta if kind is PartKind.SAID else ReasoningDelta
                 events.append(delta(self._choice, text))
-            events += [self._call(part.call) for part in run if part.call is not None]
         if scores:
             if events and isinstance(last := events[-1], ContentDelta):
                 events[-1] = replace(last, scores=scores)
@@ -224,7 +239,10 @@ class Transcript:
         return CallArguments(self._choice, call.index, call.text)
 
     def _due(self) -> list[Scored]:
-        due, shown = [], self._made - self._held
-        while self._waiting and self._waiting[0][0] <= shown:
+        if not self._waiting:
+            return []
+        held = sum(each.held for each in (self._finder, self._channels) if each is not None)
+        due = []
+        while self._waiting and self._waiting[0][0] <= self._made - held:
             due.append(self._waiting.popleft()[1])
         return due

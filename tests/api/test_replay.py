@@ -22,9 +22,9 @@ from tokenizers import AddedToken, Tokenizer
 from mlxtp.api.backend import ModelInfo
 from mlxtp.text.conversation import StreamEnd, Tool, tool_json
 from mlxtp.text.renderer import LocalRenderer
-from mlxtp.text.replay import AnswerRecord, Beginning, CompleteAnswer, to_remember
+from mlxtp.text.replay import Beginning, CompleteAnswer, to_remember
 from mlxtp.text.tokenizer import Text
-from mlxtp.text.transcript import CallArguments, CallBegan, ContentDelta, Finish
+from mlxtp.text.transcript import CallArguments, CallBegan, ContentDelta, Finish, WholeAnswer
 from mlxtp.wire.messages import Generate
 
 from .conftest import WAIT_S, FakeAnswer, FakeBackend, Server, byte_level, save, says, serving
@@ -286,7 +286,7 @@ def test_an_answer_that_a_stop_string_cut(server: Server) -> None:
 def test_the_answer_ends_where_the_first_of_two_stop_strings_begins() -> None:
     words = ("one ", "#", "##", "question")
     text = cast(Text, SimpleNamespace(decoded=lambda tokens: "".join(words[each] for each in tokens)))
-    record = AnswerRecord()
+    record = WholeAnswer()
     record.see(ContentDelta(0, "one "))
     whole = CompleteAnswer((3,), (0, 1, 2), record, Finish(0, "stop", StreamEnd("stop", 3), "##"))
     found = to_remember(text, (), Beginning(1, 1, b"", ()), whole)
@@ -296,7 +296,7 @@ def test_the_answer_ends_where_the_first_of_two_stop_strings_begins() -> None:
 
 def test_a_call_whose_arguments_are_not_seen_in_the_tokens_is_not_taken_for_one_that_ends_there() -> None:
     text = cast(Text, SimpleNamespace(decoded=lambda tokens: "add(1)" * len(tokens)))
-    record = AnswerRecord()
+    record = WholeAnswer()
     record.see(CallBegan(0, 0, "id", "add"))
     record.see(CallArguments(0, 0, '{"a": 1}'))
     whole = CompleteAnswer((3,), (4,), record, Finish(0, "tool_calls", StreamEnd("stop", 1)))

@@ -409,12 +409,10 @@ class CompactionWriter(ResponseWriter):
         return self._of_item("response.output_item.added", {"item": self._added})
 
     def write(self, event: AnswerEvent) -> bytes:
+        self._whole.see(event)
         match event:
             case ContentDelta(text=text) if text:
-                self._whole.text += text
                 return self._of_item("response.compaction.compacting", {"item_id": f"cmp_{self._place()}"})
-            case ReasoningDelta(text=text):
-                self._whole.reasoning += text
             case Finish():
                 self._output = compaction_of_whole(self._about, self._whole, event)
                 self._finish = replace(event, reason="stop")

@@ -27,7 +27,6 @@ from mlxtp.api.dialects.responses import Responses
 from mlxtp.api.dialects.responses_request import ResponseStore, parse
 from mlxtp.errors import Code, RequestError
 from mlxtp.text.conversation import Call, ChatMessage, Conversation, GenerationRequest, StreamEnd, Tool
-from mlxtp.text.replay import AnswerRecord
 from mlxtp.text.tool_grammar import log_once
 from mlxtp.text.transcript import (
     AnswerEvent,
@@ -795,12 +794,11 @@ def written(writer: AnswerWriter, events: Sequence[AnswerEvent]) -> list[Json]:
 
 
 def whole_of(events: Sequence[AnswerEvent]) -> WholeAnswer:
-    record = AnswerRecord()
+    whole = WholeAnswer()
     for event in events:
-        record.see(event)
-    *_, finish = events
-    assert isinstance(finish, Finish)
-    return WholeAnswer(record.text, record.thoughts, record.calls, finish=finish)
+        whole.see(event)
+    assert whole.finish is not None
+    return whole
 
 
 def chat_message(chunks: Sequence[Json]) -> Json:

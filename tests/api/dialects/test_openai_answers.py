@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from mlxtp.api.adapter import About, error_body_of, error_status
@@ -17,6 +18,7 @@ from mlxtp.text.transcript import (
     ContentDelta,
     Finish,
     ReasoningDelta,
+    Scored,
     WholeAnswer,
 )
 
@@ -98,8 +100,18 @@ def test_a_failure_is_no_end() -> None:
     assert chunks_of(written)[0]["error"]["message"] == "gone"
 
 
-def whole(text: str = "", **fields: Any) -> WholeAnswer:
-    return WholeAnswer(text, finish=Finish(0, "stop", StreamEnd("stop", 1)), **fields)
+def whole(
+    text: str = "", scores: Sequence[Scored] = (), reasoning: str = "", calls: Sequence[Call] = ()
+) -> WholeAnswer:
+    made = WholeAnswer()
+    made.see(ReasoningDelta(0, reasoning))
+    made.see(ContentDelta(0, text))
+    for number, call in enumerate(calls):
+        made.see(CallBegan(0, number, call.id, call.name))
+        made.see(CallArguments(0, number, call.arguments))
+    made.see(Finish(0, "stop", StreamEnd("stop", 1)))
+    made.scores += scores
+    return made
 
 
 def test_scores_have_the_shape_of_openai() -> None:

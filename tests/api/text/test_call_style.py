@@ -183,7 +183,7 @@ def test_a_forced_call_is_written_as_the_template_writes_it(name: str, tmp_path:
         text, ChatMessage("assistant", "", calls=(Call("call_1", "write", json.dumps(ARGUMENTS)),))
     )
     tokens = text.encoded(written.partition(FAMILIES[name].end)[0], special=False)
-    grammars = Grammars(path, len(text._tokens.starts) - 1, frozenset({end}))
+    grammars = Grammars(path, len(text._writer.facts.tokens.starts) - 1, frozenset({end}))
     try:
         required = held(text, end, REQUIRED)
         assert accepted(grammars, required, tokens).complete
@@ -225,7 +225,7 @@ def test_a_call_with_its_id_in_it_is_forced_as_plain_json(tmp_path: Path) -> Non
 
 def test_a_call_whose_text_cannot_be_followed_may_still_come_instead_of_json(tmp_path: Path) -> None:
     text, path, end = loaded("numbered", tmp_path)
-    grammars = Grammars(path, len(text._tokens.starts) - 1, frozenset({end}))
+    grammars = Grammars(path, len(text._writer.facts.tokens.starts) - 1, frozenset({end}))
     beside = held(text, end, AUTO, ANSWER)
     try:
         for answer in ('<tool_call>\n{"name": "ls", "arguments": {}, "id": "1"}\n</tool_call>', '{"n": 5}'):
@@ -239,7 +239,7 @@ def test_json_has_the_separators_of_the_templates_calls(tmp_path: Path) -> None:
     style = text.call_style((end,))
     assert style is not None
     assert style.separators == Separators(",", ":")
-    grammars = Grammars(path, len(text._tokens.starts) - 1, frozenset({end}))
+    grammars = Grammars(path, len(text._writer.facts.tokens.starts) - 1, frozenset({end}))
     try:
         beside = held(text, end, AUTO, ANSWER)
         assert accepted(grammars, beside, text.encoded('{"n":5}', special=False)).complete

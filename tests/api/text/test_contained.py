@@ -157,6 +157,14 @@ def test_a_tokenizer_that_takes_too_long_to_read_is_refused(
     assert children() == before
 
 
+@pytest.mark.parametrize("kind", [b"i", b"f", b"x", b""])
+def test_a_reply_of_another_kind_is_none(kind: bytes) -> None:
+    with pytest.raises(RequestError, match="its reply cannot be read"):
+        renderer.read_reply(b"t", kind, b"\1\0\0\0")
+    assert renderer.read_reply(b"t", b"t", b"\xc3\xa9") == "é"
+    assert renderer.read_reply(b"i", b"i", b"\1\0\0\0") == (1,)
+
+
 def test_after_its_end_the_next_request_gets_another_process(loaded: dict[str, Loaded]) -> None:
     usual = loaded["byte_level"]
     before = children()

@@ -54,9 +54,6 @@ class Pieces:
                 text += piece
         return text
 
-    def finish(self) -> str:
-        return ""
-
 
 answers = st.lists(st.sampled_from(["a", "b", "ab", "ba", "", "~~"]), max_size=20).map(
     lambda pieces: [part for piece in pieces for part in (piece if piece == "~~" else [piece])]

@@ -39,13 +39,10 @@ Empty = tuple[tuple[int, ...], mx.Dtype, int]
 
 
 class LayerView:
-    """View that one layer of a model has of a Bucket during one forward.
-
-    `arrays`: keys and values, each [slots, KV heads, capacity, head size].
-    """
+    """View that one layer of a model has of a Bucket during one forward."""
 
     def __init__(self, arrays: list[mx.array], forward: ForwardShape) -> None:
-        self.arrays = arrays
+        self.arrays = arrays  # keys and values, each [slots, KV heads, capacity, head size]
         self._forward = forward
 
     @property
@@ -182,10 +179,7 @@ VECTOR_QUERIES = 32  #: the most that this kernel takes: queries a row times que
 
 
 def unfused_drafts(heads: int, kv_heads: int) -> range:
-    """Return the numbers of drafts of a row for which Metal's attention has no kernel.
-
-    Empty where no draft would be left, or where `heads` is 0, unknown.
-    """
+    """Return the drafts of a row for which Metal's attention has no kernel; none if that would be all."""
     queries = VECTOR_QUERIES * kv_heads // heads if heads else 0
     return range(queries, VECTOR_WIDTH) if queries > 1 else range(0)
 
@@ -327,14 +321,11 @@ P = TypeVar("P", Bucket, MergedBucket)
 
 
 class SequenceCaches(Generic[P]):
-    """KV caches of the rows that decode together, in the order in which steps name them.
-
-    The last row takes the place of one that leaves. One forward runs for each of the parts in `every`.
-    """
+    """KV caches of the rows that decode together. The last row takes the place of one that leaves."""
 
     def __init__(self) -> None:
-        self.rows: list[int] = []
-        self.every: list[P] = []
+        self.rows: list[int] = []  # in the order in which steps name them
+        self.every: list[P] = []  # parts, for each of which one forward runs
 
     def copy(self, uid: int, length: int) -> Caches:
         """Return caches of the first `length` tokens of a row that remains."""
@@ -511,10 +502,7 @@ def in_parts(
     *,
     forward: Callable[[Bucket | MergedBucket, list[mx.array], tuple[int, ...]], list[mx.array]],
 ) -> list[mx.array]:
-    """Call `forward` for one part of a batch after the other.
-
-    `inputs`, each [rows, ...], `positions` and the results are in the order of `rows`.
-    """
+    """Call `forward` for each part of a batch. Inputs [rows, ...], positions and results are by `rows`."""
     if len(parts) == 1 and parts[0].rows == list(rows):
         return forward(parts[0], inputs, positions)
     place = {uid: row for row, uid in enumerate(rows)}
@@ -533,10 +521,7 @@ def in_parts(
 
 
 class MergedCaches(SequenceCaches[MergedBucket]):
-    """Rows in mlx-lm's own batched caches, one token a row and step.
-
-    With `lanes`, a row that joins is alone until it is arranged.
-    """
+    """Rows in mlx-lm's own batched caches. With `lanes`, a row that joins is alone until it is arranged."""
 
     def __init__(self, *, lanes: bool = False) -> None:
         super().__init__()
@@ -729,10 +714,7 @@ class CacheKind:
         return [_next_view(cache, growing, recurrent) for cache in self._own]
 
     def reserve(self, caches: Caches, offset: int, total: int) -> None:
-        """Have caches of `offset` tokens grow once, to the room of a prompt of `total` tokens.
-
-        mlx-lm's own steps take more room than is counted, and a copy for every chunk.
-        """
+        """Have caches grow once for a prompt, because mlx-lm's steps copy them for each chunk."""
         if not self.can.rolls_back:
             return
         for cache in [cache for cache in leaves(caches) if _kind(cache) in _PLAIN]:
@@ -741,10 +723,7 @@ class CacheKind:
             cache.step = capacity(total) - offset
 
     def _has_masks_by_row(self) -> bool:
-        """Return True if attention takes a mask for each row, by a forward that is never run.
-
-        That of gemma2, with queries [rows, KV heads, queries, ...], takes masks of rows for those of heads.
-        """
+        """Return True if attention takes a mask for each row, which gemma2's does not."""
         rows = self._empty[0][0][1] + 1
         arrays = [mx.zeros((rows, *shape[1:]), dtype=dtype) for shape, dtype, _ in self._empty]
         shape = ForwardShape.arrays(mx.zeros(rows, dtype=mx.int32), 1, SMALLEST, self.rings(SMALLEST))

@@ -98,7 +98,7 @@ def array_of(raw: Raw) -> mx.array:
 
 
 def write_block(path: Path, items: Items, name: str) -> int:
-    """Write a block of contiguous arrays to a new file; returns its size in bytes. Raises OSError.
+    """Write a block of contiguous arrays to a new file; returns its bytes. Raises OSError.
 
     `read_block` needs the same `name`, so that a copy of the file under another one is not used.
     """
@@ -147,10 +147,7 @@ def read_block(path: Path, name: str) -> list[tuple[str, Any]]:
 
 
 def joined(parts: Sequence[Items]) -> Iterator[tuple[str, Any]]:
-    """Join blocks that follow each other, one item after the other: arrays along the second-last axis.
-
-    Raises ValueError for blocks of different layouts.
-    """
+    """Join blocks, one item after the other: arrays along the second-last axis. Raises ValueError."""
     columns: list[dict[str, Any]] = [dict(part) for part in parts]
     kinds = [{name: getattr(value, "dtype", "") for name, value in part.items()} for part in columns]
     if any(each != kinds[0] for each in kinds):

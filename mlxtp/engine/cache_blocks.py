@@ -13,10 +13,7 @@ from .loader import leaves
 
 
 def block_of(caches: Caches, start: int, end: int, *, truncatable: bool) -> Items:
-    """Return tokens `start` to `end` of caches, or all that those hold which cannot be cut.
-
-    Their arrays are contiguous, and being computed.
-    """
+    """Return tokens `start` to `end` of caches, or all if these cannot be cut, as contiguous arrays."""
 
     def part(value: Any) -> Any:
         if not isinstance(value, mx.array):
@@ -30,7 +27,7 @@ def block_of(caches: Caches, start: int, end: int, *, truncatable: bool) -> Item
 
 
 def caches_of(new: Caches, items: Items, length: int, *, truncatable: bool) -> Caches:
-    """Return `new`, empty caches, with the items of blocks that hold `length` tokens.
+    """Return `new` caches with the items of blocks that hold `length` tokens.
 
     Raises ValueError, or another error of a state that does not fit, for items of other caches.
     """

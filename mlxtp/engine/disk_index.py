@@ -38,10 +38,7 @@ class Blocks(Protocol):
 
 
 class DiskIndex:
-    """Blocks to spill, and sequences that wait for blocks of all `ranks`. `truncatable`: of caches.
-
-    Without `blocks`, nothing is kept on disk.
-    """
+    """Blocks to spill, and sequences that wait for blocks of all `ranks`. Without `blocks` there are none."""
 
     def __init__(
         self,
@@ -62,8 +59,6 @@ class DiskIndex:
         self._due: dict[bytes, Spill] = {}
         self._ranks = frozenset(ranks)
         self._fetches: dict[int, BlockFetch] = {}  # by uid, those that some rank has not replied to
-
-    # --- to the disk ---------------------------------------------------------------------------------
 
     def line_up(self, sequence: SequenceState, uid: int, held: int) -> None:
         """Line up what no block has of a sequence's first `held` tokens, which the cache of `uid` holds."""
@@ -95,16 +90,11 @@ class DiskIndex:
                 return spill
         return None
 
-    # --- from the disk -------------------------------------------------------------------------------
-
     def fetch(self, sequence: SequenceState, uid: int, hit: int) -> FetchBlocks | None:
-        """Begin to fetch what the disk has of a prompt; None if that is little beyond the first `hit` tokens.
-
-        A sequence asks once, and few wait for the disk at once.
-        """
+        """Begin to fetch what the disk has of a prompt; None if that is little beyond `hit` tokens."""
         hangs = any(each.phase == "late" for each in self._fetches.values())
         busy = hangs or len(self._fetches) >= MAX_FETCHES
-        if self._blocks is None or sequence.disk.asked or busy:
+        if self._blocks is None or sequence.disk.asked or busy:  # it asks once
             return None
         sequence.disk.asked = True
         found = self._found(sequence, self._blocks)

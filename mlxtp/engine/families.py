@@ -31,10 +31,7 @@ _GATED = ("gate_proj", "up_proj")
 
 
 def attention_heads(model: Any) -> tuple[int, int]:
-    """Return a rank's heads of queries in each attention, and the fewest heads of keys and values.
-
-    Returns 0, 0 where attentions differ in the former, or none has both kinds.
-    """
+    """Return a rank's heads of queries, and the fewest of keys and values; 0, 0 where the former differ."""
     found = [(_first_of(part, _HEADS), _first_of(part, _KV_HEADS)) for part in model.modules()]
     pairs = sorted(pair for pair in found if all(pair))
     return pairs[0] if pairs and pairs[0][0] == pairs[-1][0] else (0, 0)
@@ -140,8 +137,8 @@ def change(module: Any, call: Callable[..., Any], **methods: Callable[..., Any])
 def attend_to_latents(model: Any) -> None:
     """Have each such attention compute several new tokens as mlx-lm's code computes one, if that is less.
 
-    For several, that code computes the keys and values of all heads from the whole cache. Otherwise scores
-    and results are over `kv_lora_rank` numbers in place of a head's, for each new token.
+    That code computes the keys and values of all heads from the whole cache for several, but scores over
+    `kv_lora_rank` numbers, in place of a head's, for one.
     """
     for part in model.modules():
         if "embed_q" in part and "unembed_out" in part:
@@ -180,10 +177,7 @@ SCORES = 3 * 2  #: bytes a score: as computed, masked, and as weights, in 16 bit
 
 
 def score_bytes(model: Any, kv_bits: int) -> int:
-    """Return the bytes of scores that one layer holds for each token of a chunk and each of its context.
-
-    0 where all attentions have kernels on a GPU, which there are none of for keys and values of `kv_bits`.
-    """
+    """Return a layer's bytes of scores for each token of a chunk and of its context; 0 with GPU kernels."""
     found = [0]
     for part in model.modules():
         if "embed_q" in part:
@@ -218,10 +212,7 @@ def divide_usual(model: Any, group: Group) -> None:
 
 
 def divide_gemma4(model: Any, group: Group) -> None:
-    """Divide the same. MLP and experts have norms of their own behind them, so each is added up.
-
-    Every rank has whole embeddings and projections of the input of single layers (E2B, E4B).
-    """
+    """Divide the same, but for inputs of single layers (E2B, E4B). MLP and experts are added up each."""
     for layer in model.layers:
         attention(layer.self_attn, group)
         projections(layer.mlp, group)

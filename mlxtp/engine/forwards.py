@@ -29,10 +29,7 @@ Key = tuple[ShapeKey, tuple[int, ...]]
 
 
 class DecodeGraphs:
-    """Traced graphs of decode steps by shape and kind, because building one costs as much as running it.
-
-    `body` takes the numbers of a kind and the inputs.
-    """
+    """Traced graphs of decode steps by shape and kind, because building one costs as much as running it."""
 
     def __init__(self, body: Callable[..., Any], counter: CollectiveCounter, *, traces: bool) -> None:
         self._body = body
@@ -83,14 +80,11 @@ class DecodeGraphs:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """Input of a step: `tokens` int32 [rows, width], of which the first `widths` of each row count.
+    """Input of a step."""
 
-    `given`: their embeddings, or hidden states of the stage before, [rows, width, hidden], if known.
-    """
-
-    tokens: mx.array
-    given: mx.array | None
-    widths: tuple[int, ...]
+    tokens: mx.array  # int32 [rows, width]
+    given: mx.array | None  # their embeddings, or hidden states of the stage before, [rows, width, hidden]
+    widths: tuple[int, ...]  # how many tokens of each row count
 
     def chose(self, hidden: mx.array, following: mx.array, chosen: mx.array) -> ChosenStep:
         counts = mx.array(self.widths, dtype=mx.int32)
@@ -282,10 +276,10 @@ def _again(key: ShapeKey, drafts: int) -> bool:
 def _shape(
     bucket: Bucket, positions: tuple[int, ...], width: int, drafts: int, kinds: CacheKind | None = None
 ) -> tuple[ShapeKey, list[Any]]:
-    """Make room for a step that feeds `width` tokens a row, and for the MTP head's further proposals.
+    """Make room for a step of `width` tokens a row, and for the MTP head's further `drafts`.
 
-    `kinds`: of the model's caches; None where only the head's are used. Returns the step's key, and arguments
-    of its ForwardShape, which graphs would compile kernels for.
+    `kinds`: None where only the head's caches are used. Returns the step's key, and arguments of its
+    ForwardShape, which graphs would compile kernels for.
     """
     longest = max(positions) + width + max(drafts - 1, 0)
     bucket.reserve(longest)

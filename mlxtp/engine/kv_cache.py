@@ -119,10 +119,7 @@ def laned_layouts(lengths: tuple[int, ...], lanes: tuple[int, ...]) -> tuple[Slo
 
 
 def another_forward(weights: int, layers: int, token_bytes: int, *, gpu: bool, skips: bool) -> int:
-    """Return the positions whose reading takes as long as a further forward, which reads `weights` bytes.
-
-    `skips`: attention leaves out masked positions.
-    """
+    """Return the positions that take as long as `weights` bytes. `skips`: masked ones cost nothing."""
     beside = LAYER_ON_GPU if gpu else LAYER_ON_CPU
     return (weights + layers * beside) * (SKIPS if skips else 1) // max(token_bytes, 1)
 
@@ -162,14 +159,11 @@ _MOST_UIDS = 1 << 32
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """Cache of `uid`, whose first `length` tokens are the prompt's; its last token is always left to feed.
-
-    `whole`: it is kept and holds only tokens of the prompt, so that it may be taken over, not just copied.
-    """
+    """Cache that begins like a prompt, whose last token is always left to feed."""
 
     uid: int
-    length: int
-    whole: bool
+    length: int  # tokens in common
+    whole: bool  # kept, and with no other tokens: it may be taken over, not just copied
 
 
 class PrefixCache:
@@ -315,15 +309,12 @@ class PrefixCache:
             self._kept[uid] = self._kept.pop(uid)
 
     def take(self, uid: int) -> int:
-        """Remove a kept cache; returns its number of tokens. Raises KeyError when it is not kept.
-
-        The longest of those that share its arrays gets its own, which the others share.
-        """
+        """Remove a kept cache; returns its number of tokens. Raises KeyError when it is not kept."""
         words = self._kept.pop(uid)
         tokens = len(words) // _WORD - _SALT_WORDS
         self.positions -= self._row_tokens + (0 if self._within.pop(uid, 0) else capacity(tokens))
         self._remove(uid, words)
-        if heirs := self.covered(uid):
+        if heirs := self.covered(uid):  # the longest gets arrays of its own, which the others share
             longest = max(heirs, key=lambda other: len(self._kept[other]))
             self._within.update(dict.fromkeys(heirs, longest))
             del self._within[longest]
@@ -491,10 +482,7 @@ class KVCacheManager:
         return uid, take
 
     def save(self, sequence: SequenceState, part: PromptPart, uid: int) -> PromptPart:
-        """Return a part that leaves a copy of its cache under `uid`, if there is room for one.
-
-        If its source would make room for it, the sequence takes that over.
-        """
+        """Return a part that leaves a copy of its cache under `uid`, if there is room for one."""
         freed = self._prefixes.keep(uid, sequence.tokens[: sequence.progress.prefilled], sequence.wants.salt)
         if uid not in freed and (beyond := self._occupied() - self.kv_tokens) > 0:
             freed += self._prefixes.evict(beyond)
@@ -503,7 +491,7 @@ class KVCacheManager:
         save = 0 if uid in freed else uid
         if save and self._rolls_back:
             self._lay_out()  # its room may be what rows have to grow
-        take = part.take or part.source in freed
+        take = part.take or part.source in freed  # what would be evicted is taken over
         return replace(part, save=save, take=take, covers=self._prefixes.covered(save))
 
     def line_up(self, sequence: SequenceState) -> None:
@@ -573,10 +561,7 @@ class KVCacheManager:
         self._lay_out()
 
     def make_room(self, joining: Sequence[SequenceState] = ()) -> bool:
-        """Return True if all fit beside each other, after evictions and another layout where needed.
-
-        Unless a prompt joins, what is fetched from disk is dropped for those that run.
-        """
+        """Return True if all fit beside each other, after evictions and another layout where needed."""
         if not (joining or self._is_stale) and self._has_room():
             return True
         beyond = self._occupied(joining) - self.kv_tokens
@@ -590,7 +575,7 @@ class KVCacheManager:
         fetching = next((each for each in reversed(self._waiting) if each.disk.fetch), None)
         if joining or fetching is None:
             return False
-        self.frames += self.disk.forget(fetching)
+        self.frames += self.disk.forget(fetching)  # those that run come first
         return self.make_room()
 
     def _has_room(self) -> bool:
@@ -603,8 +588,7 @@ class KVCacheManager:
     def _lay_out(self, joining: Sequence[SequenceState] = ()) -> bool:
         """Lay out the running rows, beside prompts that have caches of their own; False if they do not fit.
 
-        They stay where they have room, unless no prompt joins and half of it is free, or steps of another
-        layout take much less.
+        They stay, unless no prompt joins and half of their room is free, or another layout is much faster.
         """
         if not self._rolls_back:
             if self._has_lanes and not all(sequence.progress.room for sequence in self._running):
@@ -639,10 +623,7 @@ class KVCacheManager:
         return True
 
     def fits_alone(self, sequence: SequenceState) -> bool:
-        """Return True if a sequence fits without any other, with the tokens that it has so far.
-
-        `Scheduler.add` checked that it fits to its end, but the room may have become smaller.
-        """
+        """Return True if a sequence fits alone, which `Scheduler.add` checked for another room."""
         soon = max(sequence.progress.position, sequence.progress.prompt) + MAX_WIDTH
         return capacity(min(soon, sequence.longest)) + self._row_tokens <= self.kv_tokens
 

@@ -70,10 +70,7 @@ class StoredTensor:
 
 
 def check_header(text: bytes, file_bytes: int) -> list[StoredTensor]:
-    """Return the tensors in the header `text` of a file of `file_bytes`, in their order there.
-
-    Raises ValueError unless they are contiguous tensors that fill the file.
-    """
+    """Return the tensors in a file's header, in file order. Raises ValueError unless they fill the file."""
     try:
         table = json.loads(text.decode(), object_pairs_hook=_without_doubles)
     except RecursionError:
@@ -151,16 +148,13 @@ TYPES = {
 
 
 def untouched(folder: Path, parameters: Mapping[str, mx.array]) -> dict[str, StoredTensor]:
-    """Return the stored tensors of parameters that are unchanged from a file, by name.
-
-    Files and models may use different prefixes. A parameter that could be several tensors is left out.
-    """
+    """Return the stored tensors of parameters that are unchanged from a file, but for ambiguous ones."""
     by_shape: dict[tuple[tuple[int, ...], mx.Dtype | None], list[StoredTensor]] = {}
     for path in weight_files(folder):
         for stored in read_header(path):
             by_shape.setdefault((stored.shape, TYPES.get(stored.type)), []).append(stored)
 
-    def same_end(one: str, other: str) -> bool:
+    def same_end(one: str, other: str) -> bool:  # files and models use different prefixes
         return f".{one}".endswith(f".{other}") or f".{other}".endswith(f".{one}")
 
     found = {}
@@ -507,10 +501,7 @@ def _batches(
 
 
 def _by_columns(weight: mx.array) -> mx.array:
-    """Return a layer's weight with contiguous columns on a CPU, where layers multiply by the transpose.
-
-    The reference BLAS of MLX's Linux wheels does that twice as fast so, with the same result bit for bit.
-    """
+    """Return a weight with contiguous columns on a CPU, by whose transpose BLAS multiplies twice as fast."""
     if mx.default_device() != mx.cpu or weight.ndim != 2 or weight.dtype != mx.float32:
         return weight
     view: mx.array = mx.contiguous(weight.T).T
@@ -592,8 +583,7 @@ def arrays_of(caches: list[Any]) -> list[mx.array]:
 def run_alone(loaded: ModelShare, ranks: int, forwards: Callable[[], None]) -> None:
     """Call `forwards`, which runs and evaluates some, without the other ranks. Raises as `load` does.
 
-    Metal compiles kernels at a first forward, for which the others' command buffers must not wait: macOS ends
-    one that waits for some seconds.
+    Others' command buffers must not wait while Metal compiles: macOS ends one that waits for some seconds.
     """
     try:
         with alone(ranks, compiled=not compiles_collectives(loaded.model)):

@@ -332,10 +332,7 @@ def _pass_on(extras: int | None) -> Callable[..., Any]:
 
 
 class StageVocabulary(Vocabulary):
-    """Vocabulary of a stage: of `whole`, embedding and head where they are, and `beside` for an MTP head.
-
-    Forwards of a stage without the head return all hidden states.
-    """
+    """Vocabulary of a stage: of `whole`, embedding and head where they are, and `beside` for an MTP head."""
 
     def __init__(self, whole: Vocabulary, stage: Stage, beside: ShardedEmbedding | None = None) -> None:
         embedding = whole.embedding if stage.embeds else beside
@@ -352,7 +349,7 @@ class StageVocabulary(Vocabulary):
         given: mx.array | None = None,
         ends: mx.array | None = None,
     ) -> mx.array:
-        """Run the own layers. `given`: embeddings, or the hidden states of the stage before."""
+        """Run the own layers. `given`: embeddings, or hidden states. Returns these where there is no head."""
         entrance = self.stage if self.chooses or self.embedding is None else self.embedding
         entrance.given = given
         try:
@@ -379,10 +376,7 @@ def whole_vocabulary(model: Any, size: int = 0) -> Vocabulary:
 def cut_into_stage(
     model: Any, group: Group, split: Sequence[int], size: int, *, embeds: bool = False
 ) -> StageVocabulary:
-    """Leave the layers of this rank in `model`. Evaluates nothing. `size` and errors as of `shard`.
-
-    `embeds`: this rank, which chooses tokens, has an embedding as well.
-    """
+    """Leave the layers of this rank in `model`. `embeds`: beside the head, too. Otherwise as `shard`."""
     check_split(split, group.size, len(model.layers))
     whole, beside = whole_vocabulary(model, size), None
     if embeds:
@@ -403,14 +397,11 @@ _WORDS = {2: mx.uint16, 4: mx.uint32}  # bits of a number, by its bytes
 
 @dataclass(frozen=True, slots=True)
 class HiddenStates:
-    """Input of a forward: `given` [rows, width, hidden], or None where this rank embeds tokens.
+    """Input of a forward, if this rank does not embed tokens."""
 
-    `number` is the sender's of the forward, uint32 [1]. `pieces` receive both, in this order.
-    """
-
-    given: mx.array | None = None
-    number: mx.array | None = None
-    pieces: Sequence[mx.array] = ()
+    given: mx.array | None = None  # [rows, width, hidden]
+    number: mx.array | None = None  # of the forward at the sender, uint32 [1]
+    pieces: Sequence[mx.array] = ()  # that receive both, in this order
 
     def post_receives(self) -> None:
         for piece in self.pieces:
@@ -427,10 +418,7 @@ class HiddenStates:
 
 
 class StageTimes:
-    """Seconds since the load in which a stage computed its layers, and in which it waited for other stages.
-
-    Time in which no sequence runs is neither.
-    """
+    """Seconds in which a stage computed its layers, or waited for other stages while sequences ran."""
 
     def __init__(self) -> None:
         self.busy_s = self.waiting_s = 0.0
@@ -612,10 +600,7 @@ class Border:
         self._go_on()
 
     def supply(self, forward: int, tokens: tuple[int, ...]) -> None:
-        """Take the tokens that a forward chose, none if it ended no prompt, and submit what they held up.
-
-        Rank 0 also submits the next forward of another lane.
-        """
+        """Take the tokens that a forward chose, none if it ended no prompt, and submit what they held up."""
         if tokens:
             self.tokens.supply(forward, tokens)
         if self.stage is None:
@@ -624,7 +609,7 @@ class Border:
         if not self._chooses and self._is_known():
             self.times.tokens_came(time.monotonic())
         self._go_on()
-        if self._chooses and is_lane:
+        if self._chooses and is_lane:  # the next forward of another lane
             self.flush(self._held[0].forward)
 
     def make_way(self) -> None:

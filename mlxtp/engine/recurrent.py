@@ -256,9 +256,9 @@ def states_of(kind: Recurrence, caches: Sequence[Any], length: int) -> States:
 
 
 def recurrent_layers(model: Any, states: int) -> tuple[Recurrence | None, list[Any]]:
-    """Return the kind of a model's recurrent layers, and those that have weights; None if not all are known.
+    """Return the kind of a model's `states` recurrent layers, and those with weights; None if not known.
 
-    `states`: their number, on all stages. They take a `StateView` from then on.
+    They take a `StateView` from then on.
     """
     parts = [part for layer in model.layers if states for part in layer.children().values()]
     known = [(part, *found) for part in parts if (found := _known(part))]

@@ -21,10 +21,7 @@ from .group import Group
 
 
 def check_divisible(config: Config, world_size: int) -> None:
-    """Raise ModelError (MODEL_NOT_DIVISIBLE) unless every sharded dimension divides by `world_size`.
-
-    mlx-lm's llama does not check this: it floors the head counts, and goes wrong later.
-    """
+    """Raise ModelError (MODEL_NOT_DIVISIBLE) unless every sharded dimension divides by `world_size`."""
     if world_size == 1:
         return
     dimensions = dimensions_of(config)
@@ -78,10 +75,7 @@ def compiles_collectives(model: Any) -> bool:
 
 @contextlib.contextmanager
 def divided_vocabulary(owner: Any, size: int) -> Iterator[None]:
-    """Set the vocabulary of a head's `owner` to `size` tokens, while its layers are cut.
-
-    Families that divide their head themselves refuse one that does not divide, even where they do not.
-    """
+    """Set the vocabulary of a head's `owner`, which may refuse its own, while its layers are cut."""
     arguments: Any = getattr(owner, "args", None)
     candidates: tuple[Any, ...] = (arguments, getattr(arguments, "text", None))
     holders = [each for each in candidates if hasattr(each, "vocab_size")]
@@ -363,10 +357,7 @@ def shard(model: Any, group: Group, *, cut: Cut = cut_rows, size: int = 0) -> Vo
 
 @contextlib.contextmanager
 def _whole_mlps(model: Any, ranks: int) -> Iterator[None]:
-    """Have stand-ins for dense MLPs cut that `ranks` ranks cannot share.
-
-    Such an MLP stays whole on each rank. All have its inputs, so that it needs no sum.
-    """
+    """Keep dense MLPs whole that `ranks` ranks cannot share, while stand-ins are cut. They need no sum."""
     kept = []
     for mlp in dense_mlps(model):
         gate, up, down = (getattr(mlp, name) for name in _MLP)

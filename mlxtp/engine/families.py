@@ -212,7 +212,7 @@ def divide_usual(model: Any, group: Group) -> None:
 
 
 def divide_gemma4(model: Any, group: Group) -> None:
-    """Divide the same, but for inputs of single layers (E2B, E4B). MLP and experts are added up each."""
+    """Divide the same, but no inputs of single layers (E2B, E4B). A norm is behind each sum."""
     for layer in model.layers:
         attention(layer.self_attn, group)
         projections(layer.mlp, group)

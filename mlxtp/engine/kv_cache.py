@@ -119,7 +119,7 @@ def laned_layouts(lengths: tuple[int, ...], lanes: tuple[int, ...]) -> tuple[Slo
 
 
 def another_forward(weights: int, layers: int, token_bytes: int, *, gpu: bool, skips: bool) -> int:
-    """Return the positions that take as long as `weights` bytes. `skips`: masked ones cost nothing."""
+    """Return the positions as costly as a forward over `weights` bytes. `skips`: masked ones cost less."""
     beside = LAYER_ON_GPU if gpu else LAYER_ON_CPU
     return (weights + layers * beside) * (SKIPS if skips else 1) // max(token_bytes, 1)
 

@@ -22,6 +22,7 @@ from .group import Group
 
 def check_divisible(config: Config, world_size: int) -> None:
     """Raise ModelError (MODEL_NOT_DIVISIBLE) unless every sharded dimension divides by `world_size`."""
+    # Else layers of mlx-lm would floor their head counts, and go wrong later.
     if world_size == 1:
         return
     dimensions = dimensions_of(config)

@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal, cast
@@ -197,14 +196,20 @@ class RingGroup:
         """Return arrays that send a message [n], to be evaluated in order, each of `unit` where `uniform`."""
         whole = mx.pad(row, (0, -row.size % unit)) if self._uniform else row
         pieces = mx.split(whole, whole.size // unit) if self._uniform else [row]
-        send = partial(mx.distributed.send, group=self.handle, stream=self.messages)
-        return [send(piece, rank) for piece in pieces]
+        return [self._send(piece, rank) for piece in pieces]
 
     def receive_row(self, size: int, dtype: mx.Dtype, rank: int, unit: int) -> list[mx.array]:
         """Return the pieces of a message from the rank beside this one, as `send_row` does."""
         lengths = [unit] * -(-size // unit) if self._uniform else [size]
-        receive = partial(mx.distributed.recv, group=self.handle, stream=self.messages)
-        return [receive((length,), dtype, rank) for length in lengths]
+        return [self._receive(length, dtype, rank) for length in lengths]
+
+    def _send(self, row: mx.array, rank: int) -> mx.array:
+        sent: mx.array = mx.distributed.send(row, rank, group=self.handle, stream=self.messages)
+        return sent
+
+    def _receive(self, size: int, dtype: mx.Dtype, rank: int) -> mx.array:
+        row: mx.array = mx.distributed.recv((size,), dtype, rank, group=self.handle, stream=self.messages)
+        return row
 
     def gather(self, array: mx.array) -> mx.array:
         """Return every rank's `array`, in rank order: [size, *shape]."""

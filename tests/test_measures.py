@@ -45,7 +45,7 @@ MOST_LINES: Mapping[str, int] = {
     "cluster": 5_485,
     "diagnostics": 3_151,
     "discovery": 1_068,
-    "engine": 12_174,
+    "engine": 12_179,
     "gateway": 1_753,
     "groups": 7_300,
     "identity": 1_582,
@@ -53,7 +53,7 @@ MOST_LINES: Mapping[str, int] = {
     "placement": 4_741,
     "service": 878,
     "text": 5_224,
-    "wire": 4_352,
+    "wire": 4_305,
 }
 """Lines of each package; those of files beside the packages are "". A commit that adds some says why."""
 TOUCHES: Mapping[str, tuple[str, int]] = {

@@ -11,12 +11,9 @@ from collections.abc import Mapping, Sequence
 from ..errors import LinkError
 
 # --- start: arguments over the socket that becomes the pipe, before any frame ----------------------------
-# The warm process sends READY once it has imported the modules of a rank. The agent then sends the
-# arguments of a worker, with the listening socket for decode links if there is one. The warm process
-# replies TAKEN, and is that rank from then on.
 
-READY = b"r"
-TAKEN = b"t"
+READY = b"r"  #: from the warm process, once it has imported the modules of a rank
+TAKEN = b"t"  #: its reply to arguments of a worker and a listening socket: it is that rank from then on
 MAX_ARGUMENTS = 8000  #: Bytes of all arguments. A socket pair of macOS holds 8192 at once.
 
 _LENGTH = struct.Struct(">I")
@@ -31,11 +28,8 @@ _SECRET = re.compile(r"TOKEN(?!IZER)|SECRET|KEY|PASS|CREDENTIAL|AUTH|COOKIE|^MLX
 
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that a process needs that reads models' files, and none that may be a secret."""
-    return {
-        name: value
-        for name, value in environment.items()
-        if _NEEDED.fullmatch(name) and not _SECRET.search(name)
-    }
+    needed = [name for name in environment if _NEEDED.fullmatch(name) and not _SECRET.search(name)]
+    return {name: environment[name] for name in needed}
 
 
 def hand_over(sock: socket.socket, arguments: Sequence[str], listener: socket.socket | None) -> None:
@@ -50,10 +44,9 @@ def hand_over(sock: socket.socket, arguments: Sequence[str], listener: socket.so
 
 
 def take_over(sock: socket.socket) -> tuple[list[str], int | None] | None:
-    """Send READY from the warm process, and wait for the arguments and the listener's descriptor.
+    """Send READY from the warm process, and wait without limit for arguments and the listener's descriptor.
 
-    Waits without limit. Returns None when the agent has gone, or no longer needs the process. Raises
-    LinkError for anything that no agent sends.
+    Returns None when the agent has gone, or no longer needs the process. Raises LinkError for anything else.
     """
     data, fds = b"", []
     try:
@@ -75,7 +68,6 @@ def take_over(sock: socket.socket) -> tuple[list[str], int | None] | None:
 
 
 def _size(data: bytes) -> int:
-    """Return the bytes of the whole message that begins with `data`."""
     (length,) = _LENGTH.unpack_from(data)
     if not 0 < length <= MAX_ARGUMENTS:
         raise LinkError(f"the agent sent {length} bytes of arguments; 1 to {MAX_ARGUMENTS} are allowed")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 
 from .codecs import U32, U63, FieldCodec, boolean, integer, integers, number
@@ -15,25 +15,21 @@ Caches = Literal["", "sum", "first", "Macs"]
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """Facts of a figure beside its value.
+    """Facts of a figure beside its value. Metrics show microseconds in seconds."""
 
-    metric    name of the metric of each rank; empty for a figure that has none of its own
-    says      in words what it is, and the metric's help
-    counts    it only grows in an epoch
-    caches    for a figure of KV caches, how those of ranks make that of their group: the "sum", that of the
-              "first" because it is the same on each, or the sum over the "Macs", whose disk ranks may share
-
-    Microseconds are told in seconds.
-    """
-
-    metric: str = ""
-    says: str = ""
-    counts: bool = False
+    metric: str = ""  #: its name, of each rank; empty for a figure that has none of its own
+    says: str = ""  #: in words what it is, and the metric's help
+    counts: bool = False  #: it only grows in an epoch
+    #: How ranks' figures of KV caches make that of their group: the "sum", that of the "first" because all
+    #: have the same, or the sum over the "Macs", whose disk ranks may share.
     caches: Caches = ""
 
 
-def _figure(metric: str = "", says: str = "", *, counts: bool = False, caches: Caches = "") -> Any:
+def _figure(metric: str = "", says: str = "", caches: Caches = "", *, counts: bool = False) -> Any:
     return _told(integer(0, U63), 0, Figure(metric and f"mlxtp_rank_{metric}", says, counts, caches))
+
+
+_counter = partial(_figure, counts=True)
 
 
 def _told(codec: FieldCodec, default: Any, figure: Figure) -> Any:
@@ -42,13 +38,9 @@ def _told(codec: FieldCodec, default: Any, figure: Figure) -> Any:
 
 @dataclass(slots=True)
 class RankStats:
-    """Figures of a rank.
+    """Figures of a rank. Rank 0 alone counts drafts: by lookup, by the MTP head and by a draft model."""
 
-    MLX does not report how much of a step its collectives wait. Rank 0 alone counts drafts: by lookup, by the
-    MTP head and by a draft model, and the right ones by their place in a draft.
-    """
-
-    forwards: int = _figure("forwards", "Forwards of a rank in this epoch.", counts=True)
+    forwards: int = _counter("forwards", "Forwards of a rank in this epoch.")
     collectives: int = _figure(says="Collectives of a rank in this epoch.")
     emitted: int = _figure(says="Tokens that rank 0 sent in this epoch.")
     memory_bytes: int = _figure(
@@ -65,39 +57,33 @@ class RankStats:
         "KV caches on a rank when a sequence last ended, including those kept for later prompts.",
     )
     kept_bytes: int = _figure(
-        "kept_cache_bytes", "Part of these KV caches that is kept for later prompts.", caches="sum"
+        "kept_cache_bytes", "Part of these KV caches that is kept for later prompts.", "sum"
     )
-    evicted_bytes: int = _figure(
+    evicted_bytes: int = _counter(
         "evicted_cache_bytes",
         "KV caches that a rank kept and dropped in this epoch: for lack of room, for a longer one, cleared.",
-        counts=True,
-        caches="sum",
+        "sum",
     )
-    reused: int = _figure(
-        "reused_caches",
-        "Prompts that a rank began with another sequence's KV cache in this epoch.",
-        counts=True,
-        caches="first",
+    reused: int = _counter(
+        "reused_caches", "Prompts that a rank began with another sequence's KV cache in this epoch.", "first"
     )
-    reused_tokens: int = _figure(
-        "reused_tokens", "Tokens of these prompts that were not computed again.", counts=True, caches="first"
+    reused_tokens: int = _counter(
+        "reused_tokens", "Tokens of these prompts that were not computed again.", "first"
     )
-    fetched: int = _figure(
-        "fetched_caches", "Part of these prompts whose KV caches came from disk.", counts=True, caches="first"
+    fetched: int = _counter(
+        "fetched_caches", "Part of these prompts whose KV caches came from disk.", "first"
     )
-    fetched_tokens: int = _figure(
-        "fetched_tokens", "Part of these tokens whose KV caches came from disk.", counts=True, caches="first"
+    fetched_tokens: int = _counter(
+        "fetched_tokens", "Part of these tokens whose KV caches came from disk.", "first"
     )
-    spilled_bytes: int = _figure(
-        "spilled_cache_bytes", "KV caches that a rank wrote to disk in this epoch.", counts=True, caches="sum"
+    spilled_bytes: int = _counter(
+        "spilled_cache_bytes", "KV caches that a rank wrote to disk in this epoch.", "sum"
     )
     disk_bytes: int = _figure(
-        "disk_cache_bytes",
-        "KV caches on the disk of a rank's Mac, of all its ranks and models.",
-        caches="Macs",
+        "disk_cache_bytes", "KV caches on the disk of a rank's Mac, of all its ranks and models.", "Macs"
     )
     disk_room_bytes: int = _figure(
-        "disk_cache_room_bytes", "Room for these on that disk; 0 when none are kept there.", caches="Macs"
+        "disk_cache_room_bytes", "Room for these on that disk; 0 when none are kept there.", "Macs"
     )
     step_us: int = _figure("step_seconds", "Duration of a forward, on average over the last ten.")
     wait_us: int = _figure(
@@ -108,13 +94,12 @@ class RankStats:
         "collective_seconds",
         "Duration of one small collective at the last proof, including links between ranks.",
     )
-    stage_busy_us: int = _figure(
-        "stage_busy_seconds", "Time in which a rank of a pipeline computed its layers.", counts=True
+    stage_busy_us: int = _counter(
+        "stage_busy_seconds", "Time in which a rank of a pipeline computed its layers."
     )
-    stage_waiting_us: int = _figure(
+    stage_waiting_us: int = _counter(
         "stage_waiting_seconds",
         "Time in which a rank of a pipeline waited for other stages while sequences ran.",
-        counts=True,
     )
     drafted: tuple[int, ...] = _told(integers(0, U32, 0, 8), (), Figure(says="Tokens by proposer."))
     accepted: tuple[int, ...] = _told(integers(0, U32, 0, 8), (), Figure(says="Those that were right."))

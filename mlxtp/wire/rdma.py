@@ -1,8 +1,7 @@
 """RDMA devices between ranks: the matrix for JACCL, and the checks of one.
 
-JACCL itself reports little: with an entry on the diagonal or a cable with one end, it forms a group of
-another shape than intended, or raises an error about something else. Code that makes or uses a matrix
-therefore calls `fault` first.
+With an entry on the diagonal or a cable with one end, JACCL forms another group than intended or raises an
+error about something else. Code that makes or uses a matrix therefore calls `fault` first.
 """
 
 from __future__ import annotations
@@ -35,10 +34,7 @@ def flat(matrix: Matrix) -> tuple[str, ...]:
 
 
 def square(entries: Sequence[str], size: int) -> Matrix:
-    """Return the matrix of `size` ranks from its entries, row by row.
-
-    Raises ValueError unless they are size².
-    """
+    """Return the matrix of `size` ranks. Raises ValueError unless its entries, row by row, are size²."""
     if len(entries) != size * size:
         raise ValueError(f"an RDMA matrix of {size} ranks has {size * size} entries, not {len(entries)}")
     return tuple(tuple(entries[start : start + size]) for start in range(0, len(entries), size))
@@ -46,13 +42,10 @@ def square(entries: Sequence[str], size: int) -> Matrix:
 
 def device_file(matrix: Matrix) -> str:
     """Return the JSON text that JACCL reads: null, a name, or a list of names."""
-    return json.dumps([[_as_json(devices(entry)) for entry in row] for row in matrix])
-
-
-def _as_json(names: tuple[str, ...]) -> str | list[str] | None:
-    if not names:
-        return None
-    return names[0] if len(names) == 1 else list(names)
+    named = [[devices(entry) for entry in row] for row in matrix]
+    return json.dumps(
+        [[each if len(each) > 1 else each[0] if each else None for each in row] for row in named]
+    )
 
 
 def peers(rank: int, size: int, *, ring: bool) -> list[int]:
@@ -73,9 +66,8 @@ def fault(matrix: Matrix, *, ring: bool) -> str | None:
         return f"JACCL joins 2 to {MAX_SIZE} ranks; this RDMA matrix has {size} rows"
     for rank, row in enumerate(matrix):
         if len(row) != size:
-            return (
-                f"row {rank} of the RDMA matrix has {len(row)} entries; it needs one for each of {size} ranks"
-            )
+            needs = f"it needs one for each of {size} ranks"
+            return f"row {rank} of the RDMA matrix has {len(row)} entries; {needs}"
     for rank, row in enumerate(matrix):
         if wrong := _fault_of_row(rank, row):
             return wrong
@@ -92,10 +84,8 @@ def _fault_of_row(rank: int, row: tuple[Entry, ...]) -> str | None:
             if len(name) > MAX_NAME or not _NAME.fullmatch(name):
                 return f"{name!r} of rank {rank} cannot be the name of an RDMA device, such as rdma_en5"
             if name in used:
-                return (
-                    f"rank {rank} has {name} for rank {used[name]} and again for rank {peer}; "
-                    "one device serves one cable"
-                )
+                twice = f"rank {rank} has {name} for rank {used[name]} and again for rank {peer}"
+                return f"{twice}; one device serves one cable"
             used[name] = peer
     return None
 
@@ -104,10 +94,8 @@ def _fault_of_pairs(matrix: Matrix, pairs: list[tuple[int, int]], *, ring: bool)
     for rank, peer in pairs:
         ours, theirs = matrix[rank][peer], matrix[peer][rank]
         if ours and not theirs:
-            return (
-                f"rank {rank} has {ours} for rank {peer}, which has no RDMA device for rank {rank}; "
-                "a cable has two ends"
-            )
+            alone = f"rank {rank} has {ours} for rank {peer}, which has no RDMA device for rank {rank}"
+            return f"{alone}; a cable has two ends"
         if not ours and not theirs:
             need = "each two neighbours of a ring" if ring else "each two ranks of a mesh"
             return f"ranks {rank} and {peer} have no RDMA device for each other; {need} need a cable"
@@ -116,18 +104,14 @@ def _fault_of_pairs(matrix: Matrix, pairs: list[tuple[int, int]], *, ring: bool)
     rank, peer = max(lanes, key=lanes.__getitem__)
     if most > MAX_LANES:
         return f"rank {rank} has {most} RDMA devices for rank {peer}; JACCL uses at most {MAX_LANES}"
-    if not ring:
+    if ring and len(set(lanes.values())) > 1:
+        (one, other), fewer = min(lanes.items(), key=lambda item: item[1])
         unlike = (
-            f"rank {rank} has {count} RDMA devices for rank {peer} and {lanes[peer, rank]} the other way; "
-            "a cable has two ends"
-            for (rank, peer), count in lanes.items()
-            if count != lanes[peer, rank]
+            f"rank {rank} has {most} RDMA devices for rank {peer}, rank {one} has {fewer} for rank {other}"
         )
-        return next(unlike, None)
-    if len(set(lanes.values())) > 1:
-        fewer = min(lanes, key=lanes.__getitem__)
-        return (
-            f"rank {rank} has {most} RDMA devices for rank {peer}, rank {fewer[0]} has {lanes[fewer]} for "
-            f"rank {fewer[1]}; all neighbours of a ring need equally many"
-        )
+        return f"{unlike}; all neighbours of a ring need equally many"
+    for (rank, peer), count in lanes.items():
+        if count != (back := lanes[peer, rank]):
+            unlike = f"rank {rank} has {count} RDMA devices for rank {peer} and {back} the other way"
+            return f"{unlike}; a cable has two ends"
     return None

@@ -41,37 +41,29 @@ KINDS = ("", "prompt", "prompts", "step")
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One forward. `seq` is its frame's number. Times are microseconds since the recording began.
+    """One forward. Times are microseconds since the recording began; what is not known yet is 0."""
 
-    `queued_us` and `finished_us` are 0 until then. `forwards` and `collectives` are totals with this one,
-    known once it is queued. `digest` covers the tokens it chose and `fed` the tokens it was fed; both are
-    known once it is finished.
-    """
-
-    seq: int
+    seq: int  #: its frame's number
     kind: str
     rows: int
     started_us: int
     queued_us: int
     finished_us: int
-    forwards: int
+    forwards: int  #: total with this one, once it is queued; so are `collectives`
     collectives: int
-    digest: int
-    fed: int
+    digest: int  #: of the tokens it chose, once it is finished
+    fed: int  #: digest of the tokens it was fed, once it is finished
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A rank's last steps, oldest first, and its state. `began` and `began_monotonic` are in seconds.
+    """A rank's last steps, oldest first, and its state."""
 
-    `code` and `detail` are the last error that the rank wrote, empty for none.
-    """
-
-    began: float
+    began: float  #: in seconds, as the next one
     began_monotonic: float
     phase: str
     phase_since_us: int
-    code: str
+    code: str  #: of the last error that the rank wrote, empty for none
     detail: str
     said_us: int
     steps: tuple[Step, ...]

@@ -6,11 +6,12 @@ Pure. `planner.py` chooses among them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
 
+from ..errors import ConfigError
 from ..wire.cluster_messages import Machine
 from .cost_model import (
     ALONE,
@@ -34,7 +35,18 @@ from .formation import FailedGroup, links_of
 from .model_shape import MAX_RANKS, ModelShape
 from .pipelines import Cut, StageCutter, StageRank
 from .tables import chip
-from .topology import ETHERNET, LOOPBACK, NETWORKS, THUNDERBOLT, WIFI, MemberMachine, TcpLink, Topology
+from .topology import (
+    ETHERNET,
+    FABRIC_NETWORKS,
+    LOOPBACK,
+    NETWORKS,
+    THUNDERBOLT,
+    WIFI,
+    MemberMachine,
+    Overrides,
+    TcpLink,
+    Topology,
+)
 
 # --- groups in a graph: nodes that are all joined pairwise, nodes that can stand in a circle -------------
 # Both searches try nodes in the order given and end with the first group found, so that the same nodes in
@@ -45,7 +57,6 @@ from .topology import ETHERNET, LOOPBACK, NETWORKS, THUNDERBOLT, WIFI, MemberMac
 STEPS = 20_000
 
 Graph = Mapping[str, frozenset[str]]  #: The neighbours of each node.
-Search = Callable[[Sequence[str], int, Graph, str], tuple[str, ...]]
 
 
 def clique(nodes: Sequence[str], size: int, graph: Graph, must: str = "") -> tuple[str, ...]:
@@ -106,6 +117,9 @@ RINGS: Mapping[str, str] = {
     RING_WIFI: WIFI,
     RING_LOOPBACK: LOOPBACK,
 }
+CROSSING = ""  #: The kind of a circle that crosses from one network to another.
+#: Networks of the links of each kind of TCP ring.
+_LINKS: Mapping[str, Sequence[str]] = {CROSSING: NETWORKS, **{kind: (RINGS[kind],) for kind in RINGS}}
 _WORDS = {THUNDERBOLT: "Thunderbolt", ETHERNET: "Ethernet", WIFI: "Wi-Fi", LOOPBACK: "loopback"}
 _SHOWN = 3  #: Missing links that a refusal names.
 
@@ -113,7 +127,7 @@ DeviceMatrix = tuple[tuple[str | None, ...], ...]
 
 
 class Fabrics:
-    """Links among `members`, by kind of fabric (a key of `cost_model.FABRICS`)."""
+    """Links among `members`, by kind of fabric: a key of `cost_model.FABRICS`, or CROSSING."""
 
     def __init__(self, members: Mapping[str, MemberMachine], topology: Topology) -> None:
         self._members = members
@@ -131,12 +145,9 @@ class Fabrics:
         """Kinds of TCP rings for which any two members have a network, the fastest first."""
         return tuple(kind for kind, network in RINGS.items() if self._topology.has(network))
 
-    def graph(self, kind: str) -> Graph:
-        """Return the members that each member can reach in this kind of fabric."""
-        return self._graphs[kind]
-
     @cached_property
-    def _graphs(self) -> dict[str, Graph]:
+    def graphs(self) -> dict[str, Graph]:
+        """The members that each member can reach in each kind of fabric."""
         rdma: dict[str, set[str]] = {node: set() for node in self._members}
         tcp = {network: {node: set[str]() for node in self._members} for network in NETWORKS}
         for a, b in combinations(self._members, 2):
@@ -145,20 +156,20 @@ class Fabrics:
                 peers[a].add(b)
                 peers[b].add(a)
         found = {kind: _frozen(tcp[network]) for kind, network in RINGS.items()}
+        found[CROSSING] = {n: frozenset().union(*(tcp[network][n] for network in NETWORKS)) for n in rdma}
         return {**found, JACCL_MESH: _frozen(rdma), JACCL_RING: _frozen(rdma)}
 
-    @cached_property
-    def any_network(self) -> Graph:
-        """Members that each member can reach over TCP, in any network."""
-        return {
-            node: frozenset().union(*(self.graph(kind)[node] for kind in RINGS)) for node in self._members
-        }
+    def over_rdma(self, size: int) -> list[str]:
+        """Return the kinds of fabrics over RDMA that so many nodes could make; of two, both are the same."""
+        return [JACCL_MESH, JACCL_RING][: 2 if size > 2 else 1] if self.hopes_for_rdma else []
 
-    def ring_links(self, group: Sequence[str], networks: Sequence[str] = NETWORKS) -> list[TcpLink]:
-        """Return each rank's link to the one before it, in the first of `networks` that has one."""
+    def ring_links(self, group: Sequence[str], kind: str) -> list[TcpLink]:
+        """Return each rank's link to the one before it, in the fastest network; [] for other fabrics."""
+        if kind not in _LINKS:
+            return []
         before = (group[-1], *group[:-1])
         return [
-            next(link for network in networks if (link := self._topology.tcp(network, one, other)))
+            next(link for network in _LINKS[kind] if (link := self._topology.tcp(network, one, other)))
             for one, other in zip(before, group, strict=True)
         ]
 
@@ -185,15 +196,11 @@ class Fabrics:
         return ""
 
     def missing(self, kind: str, size: int, nodes: Sequence[str]) -> str:
-        """Return why no `size` of `nodes`, the preferred first, make a fabric of this kind.
-
-        An empty `kind` is a circle that crosses from one network to another.
-        """
-        networks = NETWORKS if not kind else (RINGS[kind],) if kind in RINGS else ()
-        if excluded := self._excluded(networks, nodes):
+        """Return why no `size` of `nodes`, the preferred first, make a fabric of this kind."""
+        if excluded := self._excluded(_LINKS.get(kind, ()), nodes):
             return excluded
         kind = kind or RING_ETHERNET
-        graph = self.graph(kind)
+        graph = self.graphs[kind]
         if size > 2 and kind != JACCL_MESH:
             lonely = [node for node in nodes if len(graph[node] & set(nodes)) < 2]
             if len(nodes) - len(lonely) < size:
@@ -211,13 +218,13 @@ class Fabrics:
 
     def _excluded(self, networks: Sequence[str], nodes: Sequence[str]) -> str:
         """Return which links of these networks the setting fabric_networks excludes; empty for none."""
-        setting, those = self._topology.admitted, frozenset(nodes)
+        setting = self._topology.admitted
         words = {**_WORDS, THUNDERBOLT: "Thunderbolt without a known cable, or with a self-assigned address"}
         words |= {ETHERNET: "shared Ethernet"} if setting != THUNDERBOLT else {}
         found = [
             f"{words[network]} {self._members[a].name} – {self._members[b].name}"
             for network, a, b in self._refused
-            if network in networks and those.issuperset((a, b))
+            if network in networks and {a, b} <= {*nodes}
         ]
         if not found:
             return ""
@@ -228,15 +235,8 @@ class Fabrics:
     @cached_property
     def _refused(self) -> list[tuple[str, str, str]]:
         """Network and members of each link that the setting fabric_networks excludes."""
-        if self._topology.admitted == "any":
-            return []
-        pairs = list(combinations(sorted(self._members), 2))
-        return [
-            (network, *pair)
-            for network in NETWORKS
-            for pair in pairs
-            if self._topology.refuses(network, *pair)
-        ]
+        pairs = list(combinations(sorted(self._members), 2)) if self._topology.admitted != "any" else []
+        return [(each, *pair) for each in NETWORKS for pair in pairs if self._topology.refuses(each, *pair)]
 
     def _gap(self, kind: str, a: str, b: str) -> str:
         names = f"{self._members[a].name} – {self._members[b].name}"
@@ -277,6 +277,8 @@ def _frozen(peers: Mapping[str, set[str]]) -> Graph:
 GB = 1e9
 TENSOR_PARALLEL = "tensor parallel"
 PIPELINE = "pipeline"
+BACKENDS = ("auto", "jaccl", "ring")
+PARALLEL = ("auto", "tensor", PIPELINE)
 _VARIES = "sums over 32 KiB are added in order of arrival, so they are not repeatable"
 
 
@@ -335,29 +337,72 @@ class Candidate:
         return bool(self.split) or self.kind == PIPELINE
 
 
+@dataclass(frozen=True, slots=True)
+class PlacementOptions:
+    """Decisions of the user, and what is known of the machines.
+
+    backend           "auto", "jaccl" or "ring"
+    nodes             "auto" for the soonest, "all" for as many as can work together, or how many exactly; the
+                      latter two accept groups that are slower than one node alone
+    max_context       tokens of prompt and answer to make room for; 0 for `DEFAULT_CONTEXT`, or the model's
+                      maximum if that is less
+    fast_fences       whether ranks run with MLX_METAL_FAST_SYNCH=1
+    measured          measurements of these machines
+    rdma              RDMA devices given by hand, by node id and peer's node id
+    failed            groups that failed to form a while ago, which are refused
+    repeatable        whether large sums must come out the same each time
+    workload          the requests whose expected time decides
+    parallel          how several nodes share the model: "tensor", "pipeline", or "auto" for the sooner one.
+                      The first two accept groups that are slower than one node alone
+    split             layers of each rank of a pipeline, of which rank 0 has the last ones; () for the best
+    fabric_networks   links that may carry tensors: one of `topology.FABRIC_NETWORKS`
+    """
+
+    backend: str = "auto"
+    nodes: str | int = "auto"
+    max_context: int = 0
+    fast_fences: bool = False
+    measured: tuple[Collective, ...] = ()
+    rdma: Overrides = field(default_factory=dict)
+    failed: tuple[FailedGroup, ...] = ()
+    repeatable: bool = False
+    workload: Workload = CHAT
+    parallel: str = "auto"
+    split: tuple[int, ...] = ()
+    fabric_networks: str = "any"
+
+    def __post_init__(self) -> None:
+        if self.split:  # it implies a pipeline of so many nodes
+            object.__setattr__(self, "nodes", len(self.split))
+            object.__setattr__(self, "parallel", "pipeline")
+        words = (("backend", BACKENDS), ("parallel", PARALLEL), ("fabric_networks", FABRIC_NETWORKS))
+        for name, choices in words:
+            if (value := getattr(self, name)) not in choices:
+                raise ConfigError(f"{name} is {value!r}; it can be {', '.join(choices)}")
+        number = isinstance(self.nodes, int) and not isinstance(self.nodes, bool)
+        if self.nodes not in ("auto", "all") and not (number and 1 <= int(self.nodes) <= MAX_RANKS):
+            raise ConfigError(f"nodes is {self.nodes!r}; it can be auto, all, or a number up to {MAX_RANKS}")
+        if self.max_context < 0:
+            raise ConfigError(f"max_context is {self.max_context}; it cannot be negative")
+
+
 @dataclass(frozen=True, eq=False)
 class CandidateFinder:
     """Search for the best group of each size and fabric among `members` (by node id).
 
-    The best answers a request of `workload` soonest. Among equally fast nodes the one with more memory comes
-    first, then the smaller id.
+    The best answers a request of the workload soonest. Among equally fast nodes the one with more memory
+    comes first, then the smaller id. `context` is in tokens.
     """
 
     members: Mapping[str, MemberMachine]
     topology: Topology
     shape: ModelShape
     context: int
-    fast_fences: bool
-    measured: Sequence[Collective]
-    failed: Sequence[FailedGroup] = ()
-    repeatable: bool = False
-    workload: Workload = CHAT
-    parallel: str = "auto"
-    split: tuple[int, ...] = ()
+    options: PlacementOptions
 
     @cached_property
     def _cutter(self) -> StageCutter:
-        return StageCutter(self.shape, self.context, self.workload)
+        return StageCutter(self.shape, self.context, self.options.workload)
 
     @cached_property
     def fabrics(self) -> Fabrics:
@@ -369,11 +414,11 @@ class CandidateFinder:
         All groups have `must` as rank 0 unless it is empty.
         """
         pool = [node for node in self._order if node != leave_out]
-        found = []
+        parallel, split, found = self.options.parallel, self.options.split, list[Candidate]()
         for size in range(1, min(MAX_RANKS, len(pool)) + 1):
-            if size == 1 or self.parallel != PIPELINE:
+            if size == 1 or parallel != PIPELINE:
                 found += self._of_size(size, pool, must)
-            if size > 1 and self.parallel != "tensor" and size == (len(self.split) or size):
+            if size > 1 and parallel != "tensor" and size == (len(split) or size):
                 found += self._pipelines(size, pool, must)
         return found
 
@@ -436,54 +481,44 @@ class CandidateFinder:
         return next(_no_room(rank, memory) for rank, memory in memories if not memory.fits)
 
     def _over_rdma(self, size: int, fits: Sequence[str], must: str) -> list[Candidate]:
-        if not self.fabrics.hopes_for_rdma:
-            return []
-        kinds: list[tuple[str, Search]] = [(JACCL_MESH, clique)]
-        kinds += [(JACCL_RING, circle)] if size > 2 else []  # of two, both are the same
         return [
             Candidate(kind, size, reason=_VARIES)
-            if self.repeatable and kind == JACCL_MESH and size > 2
-            else self._found(kind, size, fits, must, search)
-            for kind, search in kinds
+            if self.options.repeatable and kind == JACCL_MESH and size > 2
+            else self._found(kind, size, fits, must)
+            for kind in self.fabrics.over_rdma(size)
         ]
 
     def _over_tcp(self, size: int, fits: Sequence[str], must: str) -> list[Candidate]:
         kinds = self.fabrics.rings or (RING_ETHERNET,)
-        found = [self._found(kind, size, fits, must, circle, networks=(RINGS[kind],)) for kind in kinds]
+        found = [self._found(kind, size, fits, must) for kind in kinds]
         if any(one.ranks for one in found) or len(kinds) == 1:
             return found
         # No network has enough of them; a circle may still cross from one to another.
-        groups = self._groups(size, fits, must, self.fabrics.any_network, circle)
-        return [*found, self._soonest("", groups, NETWORKS)] if groups else found
+        groups = self._groups(CROSSING, size, fits, must)
+        return [*found, self._soonest(CROSSING, groups)] if groups else found
 
     # --- pipelines -----------------------------------------------------------------------------------
 
     def _pipelines(self, size: int, pool: Sequence[str], must: str) -> list[Candidate]:
         """Return the best pipeline over each fabric that joins one, or the reason for none."""
-        if why := self.shape.uncuttable(size, self.split):
-            once = size == 2 or self.shape.cuttable or self.parallel == PIPELINE
+        if why := self.shape.uncuttable(size, self.options.split):
+            once = size == 2 or self.shape.cuttable or self.options.parallel == PIPELINE
             return [Candidate(PIPELINE, size, reason=why)] if once else []
-        kinds = [JACCL_MESH, JACCL_RING][: 2 if size > 2 else 1] if self.fabrics.hopes_for_rdma else []
-        found = [self._pipeline(kind, size, pool, must) for kind in (*kinds, *self.fabrics.rings)]
+        kinds = (*self.fabrics.over_rdma(size), *self.fabrics.rings)
+        found = [self._pipeline(kind, size, pool, must) for kind in kinds]
         formed = [one for one in found if one.ranks]
-        return formed or [self._pipeline("", size, pool, must)]
+        return formed or [self._pipeline(CROSSING, size, pool, must)]
 
     def _pipeline(self, kind: str, size: int, pool: Sequence[str], must: str) -> Candidate:
-        """Return a pipeline of the fastest Macs that a fabric joins, else of those with the most memory.
-
-        An empty `kind` is a circle that crosses from one network to another.
-        """
-        search = clique if kind == JACCL_MESH else circle
-        networks = (RINGS[kind],) if kind in RINGS else () if kind else NETWORKS
-        graph = self.fabrics.graph(kind) if kind else self.fabrics.any_network
+        """Return a pipeline of the fastest Macs that a fabric joins, else of those with the most memory."""
         roomy = sorted(pool, key=lambda node: -self._usable[node])
         orders = [pool, [node for node in pool if node in roomy[:size]], roomy]
-        if self.failed:
+        if self.options.failed:
             orders += [[node for node in pool if node != out] for out in reversed(pool) if out != must]
         found: Candidate | None = None
         for order in orders:
-            if group := search(order, size, graph, must):
-                one = self._staged(kind, group, networks)
+            if group := self._joined(kind, size, order, must):
+                one = self._staged(kind, group)
                 if one.verdict == "possible":
                     return one
                 found = found or one
@@ -491,49 +526,43 @@ class CandidateFinder:
         missing = self.fabrics.missing(kind, size, preferred) if found is None else ""
         return found or Candidate(PIPELINE, size, reason=missing)
 
-    def _staged(self, kind: str, group: tuple[str, ...], networks: Sequence[str]) -> Candidate:
+    def _staged(self, kind: str, group: tuple[str, ...]) -> Candidate:
         """Return the pipeline of these ranks, with the layers of each."""
         sharing = len(group) if self.topology.is_one_machine else 1
         ranks = [StageRank(self._ranks[node], self.members[node], sharing) for node in group]
-        if (cut := self._cutter.cut(ranks, self.split)) is None:
+        if (cut := self._cutter.cut(ranks, self.options.split)) is None:
             rooms = self._cutter.room(ranks)
             each = ", ".join(f"{self.members[n].name} {room}" for n, room in zip(group, rooms, strict=True))
             why = f"these Macs have room for {sum(rooms)} of {self.shape.layers} layers: {each}"
             return Candidate(PIPELINE, len(group), reason=why)
         if short := [each for each in enumerate(cut.memory) if not each[1].fits]:
             return Candidate(PIPELINE, len(group), reason=_no_room(*short[0], cut.split[short[0][0]]))
-        return self._feasible(kind, group, networks, cut)
+        return self._feasible(kind, group, cut)
 
-    def _found(
-        self,
-        kind: str,
-        size: int,
-        fits: Sequence[str],
-        must: str,
-        search: Search,
-        *,
-        networks: Sequence[str] = (),
-    ) -> Candidate:
+    # --- groups ---------------------------------------------------------------------------------------
+
+    def _joined(self, kind: str, size: int, nodes: Sequence[str], must: str) -> tuple[str, ...]:
+        search = clique if kind == JACCL_MESH else circle
+        return search(nodes, size, self.fabrics.graphs[kind], must)
+
+    def _found(self, kind: str, size: int, fits: Sequence[str], must: str) -> Candidate:
         """Return the best group that has not failed to form, or the reason for none."""
-        graph = self.fabrics.graph(kind)
-        groups = self._groups(size, fits, must, graph, search)
+        groups = self._groups(kind, size, fits, must)
         if not groups:
             preferred = sorted(fits, key=lambda node: node != must)
             return Candidate(kind, size, reason=self.fabrics.missing(kind, size, preferred))
-        best = self._soonest(kind, groups, networks)
+        best = self._soonest(kind, groups)
         if best.verdict == "possible" or not best.ranks:
             return best
         for node in reversed(best.ranks):
             others = [each for each in fits if each != node]
-            if node != must and (groups := self._groups(size, others, must, graph, search)):
-                other = self._soonest(kind, groups, networks)
+            if node != must and (groups := self._groups(kind, size, others, must)):
+                other = self._soonest(kind, groups)
                 if other.verdict == "possible":
                     return other
         return best
 
-    def _groups(
-        self, size: int, fits: Sequence[str], must: str, graph: Graph, search: Search
-    ) -> list[tuple[str, ...]]:
+    def _groups(self, kind: str, size: int, fits: Sequence[str], must: str) -> list[tuple[str, ...]]:
         """Return the groups of which one answers a request soonest; [] if there is none.
 
         Of all whose slowest member computes prompts at a certain speed, that is the one whose slowest member
@@ -545,50 +574,44 @@ class CandidateFinder:
             if found and min(self._ranks[node].chip.flops for node in found[-1]) >= flops:
                 continue  # the last one is the best of these, too
             fast = [node for node in fits if self._ranks[node].chip.flops >= flops]
-            group = self._group(size, fast, must, graph, search)
+            group = self._group(kind, size, fast, must)
             if not group:
                 break
             found.append(group)
         return found
 
-    def _group(
-        self, size: int, fits: Sequence[str], must: str, graph: Graph, search: Search
-    ) -> tuple[str, ...]:
+    def _group(self, kind: str, size: int, fits: Sequence[str], must: str) -> tuple[str, ...]:
         """Return the group whose slowest member reads memory the fastest; () if there is none."""
-        group = search(fits, size, graph, must)
+        group = self._joined(kind, size, fits, must)
         slowest = self._ranks[must].chip.reading if must else float("inf")
         speeds = sorted({min(self._ranks[node].chip.reading, slowest) for node in fits}, reverse=True)
         low, high = 0, len(speeds) - 1
         while group and low < high:
             middle = (low + high) // 2
             fast = [node for node in fits if self._ranks[node].chip.reading >= speeds[middle]]
-            if better := search(fast, size, graph, must):
+            if better := self._joined(kind, size, fast, must):
                 group, high = better, middle
             else:
                 low = middle + 1
         return group
 
-    def _soonest(
-        self, kind: str, groups: Sequence[tuple[str, ...]], networks: Sequence[str] = ()
-    ) -> Candidate:
+    def _soonest(self, kind: str, groups: Sequence[tuple[str, ...]]) -> Candidate:
         """Return the group that answers a request of the workload soonest, possible ones first."""
-        found = [self._feasible(kind, group, networks) for group in groups]
-        return min(found, key=lambda one: (one.verdict != "possible", one.request_seconds(self.workload)))
+        found, workload = [self._feasible(kind, group) for group in groups], self.options.workload
+        return min(found, key=lambda one: (one.verdict != "possible", one.request_seconds(workload)))
 
-    def _feasible(
-        self, kind: str, group: tuple[str, ...], networks: Sequence[str] = (), cut: Cut | None = None
-    ) -> Candidate:
+    def _feasible(self, kind: str, group: tuple[str, ...], cut: Cut | None = None) -> Candidate:
         """Return the group with everything it needs. The slowest of its links' networks names a ring."""
         jaccl = kind in (JACCL_MESH, JACCL_RING)
         matrix = self.fabrics.matrix(group, circle=kind == JACCL_RING) if jaccl else ()
         if twice := self.fabrics.doubled(group, matrix) if jaccl else "":
             return Candidate(kind, len(group), reason=twice)
-        links = self.fabrics.ring_links(group, networks) if networks else []
+        links = self.fabrics.ring_links(group, kind)
         if links:
             kind = max((k for k in RINGS if RINGS[k] in {x.network for x in links}), key=list(RINGS).index)
         pairs = links_of(group, matrix)
         mbps = min((link.mbps for link in links), default=0)  # 0 if it is unknown for one of them
-        reason = next((each.reason for each in self.failed if each.is_in(kind, pairs)), "")
+        reason = next((each.reason for each in self.options.failed if each.is_in(kind, pairs)), "")
         return Candidate(
             kind=kind,
             nodes=len(group),
@@ -607,8 +630,8 @@ class CandidateFinder:
                 [self._ranks[node] for node in group],
                 kind=kind,
                 costs=cut.costs if cut else (),
-                fast_fences=self.fast_fences,
-                measured=self.measured,
+                fast_fences=self.options.fast_fences,
+                measured=self.options.measured,
                 mbps=mbps,
             ),
         )

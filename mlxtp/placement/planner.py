@@ -11,73 +11,17 @@ sorted by speed. The search bisects, because a longer beginning allows every gro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from ..errors import ConfigError
 from .candidates import PIPELINE, TENSOR_PARALLEL, Candidate, CandidateFinder, exposed
-from .cost_model import ALONE, CHAT, JACCL_MESH, Collective, Workload
-from .formation import FailedGroup
-from .model_shape import MAX_RANKS, ModelShape
-from .topology import FABRIC_NETWORKS, MemberMachine, Overrides, Topology
+from .candidates import PlacementOptions as PlacementOptions
+from .cost_model import ALONE, JACCL_MESH, Workload
+from .model_shape import ModelShape
+from .topology import MemberMachine, Topology
 
 DEFAULT_CONTEXT = 8192  #: Tokens of KV cache that a plan makes room for by default.
 FASTER_WITHOUT = 1.2  #: A group without the Mac that plans is worth a remark if it is so many times as fast.
-BACKENDS = ("auto", "jaccl", "ring")
-PARALLEL = ("auto", "tensor", "pipeline")
 _SAID = 4  #: Reasons that one sentence may give.
-
-
-@dataclass(frozen=True, slots=True)
-class PlacementOptions:
-    """Decisions of the user.
-
-    backend           "auto", "jaccl" or "ring"
-    nodes             "auto" for the soonest, "all" for as many as can work together, or how many exactly; the
-                      latter two accept groups that are slower than one node alone
-    max_context       tokens of prompt and answer to make room for; 0 for `DEFAULT_CONTEXT`, or the model's
-                      maximum if that is less
-    fast_fences       whether ranks run with MLX_METAL_FAST_SYNCH=1
-    measured          measurements of these machines
-    rdma              RDMA devices given by hand, by node id and peer's node id
-    failed            groups that failed to form a while ago, which are refused
-    repeatable        whether large sums must come out the same each time
-    workload          the requests whose expected time decides
-    parallel          how several nodes share the model: "tensor", "pipeline", or "auto" for the sooner one.
-                      The first two accept groups that are slower than one node alone
-    split             layers of each rank of a pipeline, of which rank 0 has the last ones; () for the best
-    fabric_networks   links that may carry tensors: one of `topology.FABRIC_NETWORKS`
-    """
-
-    backend: str = "auto"
-    nodes: str | int = "auto"
-    max_context: int = 0
-    fast_fences: bool = False
-    measured: tuple[Collective, ...] = ()
-    rdma: Overrides = field(default_factory=dict)
-    failed: tuple[FailedGroup, ...] = ()
-    repeatable: bool = False
-    workload: Workload = CHAT
-    parallel: str = "auto"
-    split: tuple[int, ...] = ()
-    fabric_networks: str = "any"
-
-    def __post_init__(self) -> None:
-        if self.split:  # it implies a pipeline of so many nodes
-            object.__setattr__(self, "nodes", len(self.split))
-            object.__setattr__(self, "parallel", "pipeline")
-        if self.backend not in BACKENDS:
-            raise ConfigError(f"backend is {self.backend!r}; it can be {', '.join(BACKENDS)}")
-        number = isinstance(self.nodes, int) and not isinstance(self.nodes, bool)
-        if self.nodes not in ("auto", "all") and not (number and 1 <= int(self.nodes) <= MAX_RANKS):
-            raise ConfigError(f"nodes is {self.nodes!r}; it can be auto, all, or a number up to {MAX_RANKS}")
-        if self.max_context < 0:
-            raise ConfigError(f"max_context is {self.max_context}; it cannot be negative")
-        if self.parallel not in PARALLEL:
-            raise ConfigError(f"parallel is {self.parallel!r}; it can be {', '.join(PARALLEL)}")
-        if self.fabric_networks not in FABRIC_NETWORKS:
-            raise ConfigError(
-                f"fabric_networks is {self.fabric_networks!r}; it can be {', '.join(FABRIC_NETWORKS)}"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,19 +69,8 @@ def plan(
     options = options or PlacementOptions()
     present = {m.node_id: m for m in members if m.model_ok}
     context = min(options.max_context or DEFAULT_CONTEXT, shape.max_context)
-    finder = CandidateFinder(
-        members=present,
-        topology=Topology(list(present.values()), options.rdma, options.fabric_networks),
-        shape=shape,
-        context=context,
-        fast_fences=options.fast_fences,
-        measured=options.measured,
-        failed=options.failed,
-        repeatable=options.repeatable,
-        workload=options.workload,
-        parallel=options.parallel,
-        split=options.split,
-    )
+    topology = Topology(list(present.values()), options.rdma, options.fabric_networks)
+    finder = CandidateFinder(present, topology, shape, context, options)
     must = must if must in present else ""
     considered = _judged(finder.alternatives(must), options) + _too_few(
         options, shape, len(present), len(members)
@@ -166,7 +99,7 @@ def plan(
         notes = []
     considered = _ranked(considered, chosen, options)
     notes += _fallback(considered, chosen, finder) + finder.assumptions(chosen)
-    if chosen is not None and (crossing := exposed(chosen.kind, chosen.ranks, finder.topology)):
+    if chosen is not None and (crossing := exposed(chosen.kind, chosen.ranks, topology)):
         notes.append(crossing)
     return Placement(
         chosen=next((a for a in considered if a.verdict == "chosen"), None),

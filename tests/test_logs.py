@@ -333,7 +333,8 @@ def test_a_process_that_keeps_the_lock_holds_up_no_event(
         handler.close()
     assert "audit lines not written: 5" in capsys.readouterr().err
     until(lambda: len(written()) == 3, "the lock is free")
-    event(5)
+    event(5)  # the thread may still have the lock
+    until(lambda: len(written()) == 4, "the thread is done")
     assert written() == [("event 0", 0), ("event 1", 0), ("event 2", 0), ("event 5", 2)]
 
 

@@ -53,7 +53,7 @@ MOST_LINES: Mapping[str, int] = {
     "placement": 4_697,
     "service": 878,
     "text": 5_224,
-    "wire": 4_305,
+    "wire": 4_231,
 }
 """Lines of each package; those of files beside the packages are "". A commit that adds some says why."""
 TOUCHES: Mapping[str, tuple[str, int]] = {
@@ -119,6 +119,7 @@ def many_public(node: ast.ClassDef) -> bool:
 def many_fields(node: ast.ClassDef) -> bool:
     fields = [each for each in node.body if isinstance(each, ast.AnnAssign)]
     data = any("dataclass" in ast.unparse(each) for each in node.decorator_list)
+    data |= any(each.arg == "number" for each in node.keywords)  # a message
     return data and len(fields) > MOST_FIELDS
 
 

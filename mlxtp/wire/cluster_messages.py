@@ -164,7 +164,6 @@ _state = choice(
 )
 
 
-@dataclass(frozen=True, slots=True)
 class AgentHello(Message, number=0x30, grows=True):
     """First frame of both ends: the agent's identity, its start, and its versions.
 
@@ -184,7 +183,6 @@ class AgentHello(Message, number=0x30, grows=True):
     clock: int = _f(_count, default=0)  #: its time, in seconds since 1970
 
 
-@dataclass(frozen=True, slots=True)
 class Beat(Message, number=0x31):
     """Heartbeat of each end, twice a second."""
 
@@ -223,7 +221,6 @@ class Deployment:
         return self.keep_s < 0 and not self.removed
 
 
-@dataclass(frozen=True, slots=True)
 class Deployments(Message, number=0x05):
     """Part of the table of deployments, which `cluster.cluster_state` merges with another."""
 
@@ -258,14 +255,12 @@ class RosterEntry:
     holding: str = _f(text(160), default="")
 
 
-@dataclass(frozen=True, slots=True)
 class Members(Message, number=0x06):
     """Part of the roster: members, present or not, and those that were removed."""
 
     entries: tuple[RosterEntry, ...] = _f(records(RosterEntry, 0, MAX_ENTERED))
 
 
-@dataclass(frozen=True, slots=True)
 class RosterParting(Message, number=0x5C):
     """Part of the roster of an end that cannot work with the other one, sent before the link ends.
 
@@ -277,24 +272,20 @@ class RosterParting(Message, number=0x5C):
     more: bool = _f(boolean())
 
 
-@dataclass(frozen=True, slots=True)
 class RosterSaved(Message, number=0x54):
     """Report that the roster with this digest is on the sender's disk."""
 
     roster: int = _f(_count)
 
 
-@dataclass(frozen=True, slots=True)
 class MachineReport(Machine, Message, number=0x32):
     """Hardware and state of the sender's machine."""
 
 
-@dataclass(frozen=True, slots=True)
 class MachineWanted(Message, number=0x3C):
     """Request to read the machine again. Reply: MachineReport, even if nothing changed."""
 
 
-@dataclass(frozen=True, slots=True)
 class ModelStatus(Message, number=0x33):
     """Status of one wanted model at the sender, which may still check or download it."""
 
@@ -305,7 +296,6 @@ class ModelStatus(Message, number=0x33):
     weight_mib: int = _f(_count, default=0)  #: of its weights, rounded up; 0 while unknown
 
 
-@dataclass(frozen=True, slots=True)
 class Prepare(Message, number=0x34):
     """Owner to participant: start a rank process for `epoch`. Reply: Prepared or RankTrouble."""
 
@@ -317,7 +307,6 @@ class Prepare(Message, number=0x34):
     group: str = _f(group_id(MAX_GROUP_ID), default="")  #: whose earlier rank ends
 
 
-@dataclass(frozen=True, slots=True)
 class Prepared(Message, number=0x35):
     """The rank process sent its Hello."""
 
@@ -326,7 +315,6 @@ class Prepared(Message, number=0x35):
     path: str = _f(text(4000, raw=True))  #: folder of the model on its machine
 
 
-@dataclass(frozen=True, slots=True)
 class StartRank(Message, number=0x36):
     """Owner to participant: pass this to the rank process. Reply: RankStarted or RankTrouble."""
 
@@ -334,7 +322,6 @@ class StartRank(Message, number=0x36):
     bootstrap: Bootstrap = _f(record(Bootstrap))
 
 
-@dataclass(frozen=True, slots=True)
 class RankStarted(Message, number=0x37):
     """The rank process has its decode link."""
 
@@ -342,7 +329,6 @@ class RankStarted(Message, number=0x37):
     jaccl: bool = _f(boolean())
 
 
-@dataclass(frozen=True, slots=True)
 class RankPong(Message, number=0x40):
     """Heartbeat of a rank, from its agent to the owner of its group."""
 
@@ -351,7 +337,6 @@ class RankPong(Message, number=0x40):
     pong: Pong = _f(record(Pong))
 
 
-@dataclass(frozen=True, slots=True)
 class RankTrouble(Message, number=0x41):
     """Failure of a rank, from its agent. `outside`: the agent saw it, the rank did not report it."""
 
@@ -362,7 +347,6 @@ class RankTrouble(Message, number=0x41):
     outside: bool = _f(boolean())
 
 
-@dataclass(frozen=True, slots=True)
 class EndEpoch(Message, number=0x42):
     """Owner to participant: end the rank of `epoch`, in order or at once. Reply: EpochEnded."""
 
@@ -370,14 +354,12 @@ class EndEpoch(Message, number=0x42):
     in_order: bool = _f(boolean())
 
 
-@dataclass(frozen=True, slots=True)
 class EpochEnded(Message, number=0x43):
     """Report that the rank process of `epoch` is gone."""
 
     epoch: int = _f(_epoch)
 
 
-@dataclass(frozen=True, slots=True)
 class RankSide(Message, number=0x44):
     """Bytes of one rank for a round of JACCL's all-gather, on their way to the owner of the group."""
 
@@ -386,7 +368,6 @@ class RankSide(Message, number=0x44):
     side: SideChannel = _f(record(SideChannel))
 
 
-@dataclass(frozen=True, slots=True)
 class RankGathered(Message, number=0x48):
     """Bytes of all ranks for that round, or the error in their place, on the way back."""
 
@@ -395,7 +376,6 @@ class RankGathered(Message, number=0x48):
     gathered: Gathered = _f(record(Gathered))
 
 
-@dataclass(frozen=True, slots=True)
 class Serving(Message, number=0x45):
     """The agent of rank 0 to all: the state of one of its groups, and the model it serves when ready.
 
@@ -429,7 +409,6 @@ class Serving(Message, number=0x45):
     ready_s: int = _f(integer(0, U32), default=0)  #: for which the epoch has been ready
 
 
-@dataclass(frozen=True, slots=True)
 class ReplicaLoad(Message, number=0x56):
     """The owner of a replica to all: its work, and what it has cached, by which others choose a replica.
 
@@ -443,7 +422,6 @@ class ReplicaLoad(Message, number=0x56):
     prefixes: bytes = _f(binary(0, DIGEST_BYTES * MAX_HASHES))  #: of its KV caches, the oldest first
 
 
-@dataclass(frozen=True, slots=True)
 class GroupAssignment(Message, number=0x55):
     """The coordinator to all: `owner` runs a group of a deployment, on Macs among `nodes`."""
 
@@ -458,14 +436,12 @@ class GroupAssignment(Message, number=0x55):
     leaving: tuple[str, ...] = _f(texts(MAX_MEMBERS, 32), default=())  #: about to stop, as it knew
 
 
-@dataclass(frozen=True, slots=True)
 class TokenWanted(Message, number=0x46):
     """Request to a Mac that holds the authority's key: issue a join token. Reply: TokenIssued."""
 
     nonce: bytes = _f(binary(16, 16))
 
 
-@dataclass(frozen=True, slots=True)
 class TokenIssued(Message, number=0x47):
     """Reply: a join token, or in `problem` why there is none."""
 
@@ -474,7 +450,6 @@ class TokenIssued(Message, number=0x47):
     problem: str = _f(_detail)
 
 
-@dataclass(frozen=True, slots=True)
 class AuthorityHandover(Message, number=0x57):
     """From a Mac that holds the authority's key: hold it, too. Over their link only. Reply: AuthorityKept."""
 
@@ -483,7 +458,6 @@ class AuthorityHandover(Message, number=0x57):
     key: bytes = _f(binary(1, 1000), repr=False)  #: the authority's (PEM)
 
 
-@dataclass(frozen=True, slots=True)
 class AuthorityKept(Message, number=0x58):
     """Reply: the key is on the sender's disk, or in `problem` why it is not."""
 
@@ -491,7 +465,6 @@ class AuthorityKept(Message, number=0x58):
     problem: str = _f(_detail)
 
 
-@dataclass(frozen=True, slots=True)
 class CertificateWanted(Message, number=0x59):
     """Request to a Mac with the authority's key to renew a certificate. Reply: CertificateIssued."""
 
@@ -499,7 +472,6 @@ class CertificateWanted(Message, number=0x59):
     public_key: bytes = _f(binary(POINT_BYTES, POINT_BYTES))  #: that the sender showed in TLS
 
 
-@dataclass(frozen=True, slots=True)
 class CertificateIssued(Message, number=0x5A):
     """Reply: the certificate (DER), or in `problem` why there is none."""
 
@@ -508,7 +480,6 @@ class CertificateIssued(Message, number=0x5A):
     problem: str = _f(_detail)
 
 
-@dataclass(frozen=True, slots=True)
 class AuthorityChange(Message, number=0x5B):
     """The authority that the sender follows since a rotation. Fields as in `MemberCertificates`."""
 
@@ -520,7 +491,6 @@ class AuthorityChange(Message, number=0x5B):
     ended: bool = _f(boolean())  #: it does, and the former authority has ended
 
 
-@dataclass(frozen=True, slots=True)
 class FabricWanted(Message, number=0x49):
     """Request to the agent of rank 0: measure the collectives of a group. Reply: FabricAnswer."""
 
@@ -528,12 +498,10 @@ class FabricWanted(Message, number=0x49):
     deployment: str = _f(text(MAX_MODEL), default="")  #: that the group serves; empty for the default one
 
 
-@dataclass(frozen=True, slots=True)
 class FabricReport(FabricResult, Message, number=0x4A):
     """Measurements of one group, broadcast to all."""
 
 
-@dataclass(frozen=True, slots=True)
 class FabricAnswer(Message, number=0x4B):
     """Reply: the sender's last FabricReport is the requested one; or in `problem`, why there is none."""
 
@@ -549,7 +517,6 @@ class Trip:
     us: int = _f(integer(0, MAX_TRIP_US))
 
 
-@dataclass(frozen=True, slots=True)
 class Echo(Message, number=0x51):
     """Probe of a link's round-trip time, or the immediate reply to one (`answer`)."""
 
@@ -558,7 +525,6 @@ class Echo(Message, number=0x51):
     trips: tuple[Trip, ...] = _f(records(Trip, 0, MAX_MEMBERS))  #: of that agent's links
 
 
-@dataclass(frozen=True, slots=True)
 class ModelHeld(Message, number=0x60):
     """To all: how much of a requested model of the Hub (OWNER/NAME[@REVISION]) the sender has."""
 
@@ -572,7 +538,6 @@ class ModelHeld(Message, number=0x60):
     port: int = _f(integer(0, 65535))  #: that serves its files to other Macs, 0 for none
 
 
-@dataclass(frozen=True, slots=True)
 class ModelLender(Message, number=0x61):
     """The coordinator to all: this node has the model, or gets it from the Hub, for others to copy."""
 
@@ -580,7 +545,6 @@ class ModelLender(Message, number=0x61):
     node_id: str = _f(_id)  #: empty when no node can get it
 
 
-@dataclass(frozen=True, slots=True)
 class ModelPull(Message, number=0x62):
     """To all: get this model."""
 
@@ -598,7 +562,6 @@ class StoredModel:
     complete: bool = _f(boolean())  #: all of `revision` is there
 
 
-@dataclass(frozen=True, slots=True)
 class ModelsHere(Message, number=0x63):
     """Models of the Hub that the sender has, the largest first."""
 

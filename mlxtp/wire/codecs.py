@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, ClassVar, dataclass_transform
 
 _FEW = 65  # integers of one field whose format is kept
 Wire = Any  #: values that msgpack packs: int, str, bytes, bool, float, list, dict
@@ -251,20 +251,31 @@ def holding(codec: FieldCodec, **default: Any) -> Any:
     return field(metadata={"codec": codec}, **default)
 
 
-class Message:
-    """Base of all messages. Each has a `number` on the wire; one that `grows` may have surplus fields."""
+@dataclass_transform(frozen_default=True, field_specifiers=(holding,))
+class MessageType(type):
+    """Makes what has a `number` a frozen dataclass with slots. One that `grows` may have surplus fields."""
+
+    def __new__(
+        cls, name: str, bases: tuple[type, ...], body: dict[str, Any], number: int = 0, grows: bool = False
+    ) -> Any:
+        made: Any = super().__new__(cls, name, bases, body)
+        if not number:  # also what `dataclass` puts in the place of a message, to give it slots
+            return made
+        assert number not in NUMBERED, f"two messages with number {number:#04x}"
+        made = NUMBERED[number] = dataclass(frozen=True, slots=True)(made)
+        made.TYPE, made.GROWS = number, grows
+        made.CODEC = record(made)
+        return made
+
+
+class Message(metaclass=MessageType):
+    """Base of all messages."""
 
     __slots__ = ()
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
     TYPE: ClassVar[int]
     CODEC: ClassVar[FieldCodec]
     GROWS: ClassVar[bool] = False
-
-    def __init_subclass__(cls, number: int = 0, *, grows: bool = False) -> None:
-        if number:
-            assert number not in NUMBERED, f"two messages with number {number:#04x}"
-            cls.TYPE, cls.GROWS = number, grows
-        elif "TYPE" in vars(cls):  # the class with slots that `dataclass` puts in the place of a numbered one
-            NUMBERED[cls.TYPE], cls.CODEC = cls, record(cls)
 
 
 NUMBERED: dict[int, type[Message]] = {}  #: messages of all modules that were imported

@@ -124,7 +124,6 @@ _shaping = record(Shaping)
 # --- opening a link ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
 class Hello(Message, number=0x01):
     """First frame of the end that opens a link."""
 
@@ -135,7 +134,6 @@ class Hello(Message, number=0x01):
     proof: bytes = _f(binary(0, 32))  #: on a decode link, keyed by the epoch's secret
 
 
-@dataclass(frozen=True, slots=True)
 class Welcome(Message, number=0x02):
     """Reply to a Hello that was accepted. A refused one gets an Error and the link ends."""
 
@@ -143,12 +141,10 @@ class Welcome(Message, number=0x02):
     proof: bytes = _f(binary(0, 32))
 
 
-@dataclass(frozen=True, slots=True)
 class Ping(Message, number=0x03):
     """Request for exactly one Pong."""
 
 
-@dataclass(frozen=True, slots=True)
 class Pong(Message, number=0x04):
     """Status of a rank."""
 
@@ -161,7 +157,6 @@ class Pong(Message, number=0x04):
     expected_us: int = _f(_count, default=0)  #: time of the running forward, judged by those before it
 
 
-@dataclass(frozen=True, slots=True)
 class Bootstrap(Message, number=0x07):
     """Agent to its rank: the group that this process belongs to, for one epoch."""
 
@@ -189,7 +184,6 @@ class Bootstrap(Message, number=0x07):
     large_buffers: bool = _f(boolean(), default=False)  #: MLX makes larger command buffers
 
 
-@dataclass(frozen=True, slots=True)
 class SideChannel(Message, number=0x0B):
     """One rank's bytes for one round of JACCL's all-gather. Rounds are numbered from 1. Reply: Gathered."""
 
@@ -197,7 +191,6 @@ class SideChannel(Message, number=0x0B):
     data: bytes = _f(binary(0, MAX_ROUND_BYTES))
 
 
-@dataclass(frozen=True, slots=True)
 class Gathered(Message, number=0x0E):
     """Bytes of every rank in that round, in rank order. An error may come unsolicited, between two rounds."""
 
@@ -226,7 +219,6 @@ class PromptPart:
     following: int = _f(integer(0, 2**31 - 1), default=0)  #: next token, for an MTP head; 0 in the last part
 
 
-@dataclass(frozen=True, slots=True)
 class Forward(Message, number=0x08):
     """One forward over the sequences in `rows`: a decode step of the running batch, in its order, or prompts.
 
@@ -258,7 +250,6 @@ class Forward(Message, number=0x08):
         return 0
 
 
-@dataclass(frozen=True, slots=True)
 class ChosenTokens(Message, number=0x2C):
     """Tokens that a forward of a pipeline chose, in row order, for the ranks above 0.
 
@@ -269,7 +260,6 @@ class ChosenTokens(Message, number=0x2C):
     tokens: tuple[int, ...] = _f(integers(0, 2**31 - 1, 1, MAX_FRAME_TOKENS))
 
 
-@dataclass(frozen=True, slots=True)
 class SessionStop(Message, number=0x0A):
     """End of a sequence."""
 
@@ -280,14 +270,12 @@ class SessionStop(Message, number=0x0A):
     covers: tuple[int, ...] = _f(_uids, default=())  #: kept caches that begin it and share its arrays now
 
 
-@dataclass(frozen=True, slots=True)
 class Evict(Message, number=0x0C):
     """Command to drop KV caches that were kept."""
 
     uids: tuple[int, ...] = _f(_uids)
 
 
-@dataclass(frozen=True, slots=True)
 class Arrange(Message, number=0x2B):
     """Command to lay out the KV arrays of the running rows. Rows of the same room share arrays.
 
@@ -300,7 +288,6 @@ class Arrange(Message, number=0x2B):
     lanes: tuple[int, ...] = _f(integers(0, MAX_RANKS - 1, 0, MAX_ROWS), default=())
 
 
-@dataclass(frozen=True, slots=True)
 class Spill(Message, number=0x27):
     """Rank 0 to the others: write tokens `start` to `end` of a sequence's KV cache to disk."""
 
@@ -311,7 +298,6 @@ class Spill(Message, number=0x27):
     previous: bytes = _f(binary(0, DIGEST_BYTES), default=b"")  #: digest of the block before it
 
 
-@dataclass(frozen=True, slots=True)
 class FetchBlocks(Message, number=0x28):
     """Rank 0 to the others: read blocks from disk, for uid. Reply: FetchedBlocks."""
 
@@ -320,7 +306,6 @@ class FetchBlocks(Message, number=0x28):
     digests: bytes = _f(binary(DIGEST_BYTES, MAX_BLOCKS * DIGEST_BYTES))  #: in the order of the tokens
 
 
-@dataclass(frozen=True, slots=True)
 class FetchedBlocks(Message, number=0x29):
     """Reply to FetchBlocks, between Acks: the first `blocks` of them are in this rank's memory."""
 
@@ -328,7 +313,6 @@ class FetchedBlocks(Message, number=0x29):
     blocks: int = _f(integer(0, MAX_BLOCKS))
 
 
-@dataclass(frozen=True, slots=True)
 class Restore(Message, number=0x2A):
     """Rank 0 to the others: keep the first `blocks` fetched for uid as its KV cache, and drop the others."""
 
@@ -337,7 +321,6 @@ class Restore(Message, number=0x2A):
     bad: bool = _f(boolean(), default=False)  #: every rank deletes them, as some rank has not got the first
 
 
-@dataclass(frozen=True, slots=True)
 class Ack(Message, number=0x10):
     """Reply to exactly one Forward, named by the seq of its frame. Totals are the rank's, after that step."""
 
@@ -349,7 +332,6 @@ class Ack(Message, number=0x10):
     wait_us: int = _f(_count, default=0)  #: part of it in which MLX queued it and blocked for the device
 
 
-@dataclass(frozen=True, slots=True)
 class Error(Message, number=0x11):
     """Report of a failure.
 
@@ -365,12 +347,10 @@ class Error(Message, number=0x11):
 # --- the life of a rank: each gets exactly one reply ------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
 class Init(Message, number=0x12):
     """Command to form the group. Reply: InitDone."""
 
 
-@dataclass(frozen=True, slots=True)
 class SanityCheck(Message, number=0x13):
     """Command to prove the group by value. Reply: SanityDone."""
 
@@ -383,7 +363,6 @@ class CountedShare:
     kv_token_bytes: int = _f(_count)  #: of caches that keep all tokens, in the type that config.json names
 
 
-@dataclass(frozen=True, slots=True)
 class LoadShard(Message, number=0x14):
     """Command to load this rank's share of a model. Reply: Loaded.
 
@@ -402,7 +381,6 @@ class LoadShard(Message, number=0x14):
     counted: tuple[CountedShare, ...] = _f(records(CountedShare, 0, MAX_RANKS), default=())  #: by rank
 
 
-@dataclass(frozen=True, slots=True)
 class KvBudget(Message, number=0x1F):
     """Agent to rank 0: bound the KV caches of all sequences on each rank to `kv_bytes` from now on.
 
@@ -415,17 +393,14 @@ class KvBudget(Message, number=0x1F):
     clear: bool = _f(boolean(), default=False)  #: evict all caches that no sequence runs with
 
 
-@dataclass(frozen=True, slots=True)
 class Unload(Message, number=0x16):
     """Command to drop the model; the group stays. Reply: Done."""
 
 
-@dataclass(frozen=True, slots=True)
 class Shutdown(Message, number=0x18):
     """Command to finish, release everything and exit with status 0. Reply: Done, then SessionEnd."""
 
 
-@dataclass(frozen=True, slots=True)
 class InitDone(Message, number=0x19):
     """Reply to Init: the group is formed."""
 
@@ -433,7 +408,6 @@ class InitDone(Message, number=0x19):
     world_size: int = _f(integer(1, MAX_RANKS))
 
 
-@dataclass(frozen=True, slots=True)
 class SanityDone(Message, number=0x1A):
     """Results of this rank: `total` = sum of ones, `ranks` = the gathered ranks, `digest` of the epoch."""
 
@@ -442,7 +416,6 @@ class SanityDone(Message, number=0x1A):
     digest: int = _f(integer(0, U32))
 
 
-@dataclass(frozen=True, slots=True)
 class Loaded(Message, number=0x1B):
     """Reply to LoadShard and KvBudget: the shard is in memory. Figures are this rank's.
 
@@ -463,7 +436,6 @@ class Loaded(Message, number=0x1B):
     mtp: bool = _f(boolean(), default=False)  #: it has the model's MTP head
 
 
-@dataclass(frozen=True, slots=True)
 class Done(Message, number=0x1C):
     """Reply to Bootstrap, Unload and Shutdown. Fields tell of this machine, after Bootstrap."""
 
@@ -471,7 +443,6 @@ class Done(Message, number=0x1C):
     gpu_bytes: int = _f(_count, default=0)  #: memory that Metal recommends for the GPU; 0 without Metal
 
 
-@dataclass(frozen=True, slots=True)
 class TimeCollectives(Message, number=0x1D):
     """Command to time `rounds` collectives over `size` bytes of every rank. Reply: CollectivesTimed.
 
@@ -484,7 +455,6 @@ class TimeCollectives(Message, number=0x1D):
     rounds: int = _f(integer(1, MAX_TIMED_ROUNDS))
 
 
-@dataclass(frozen=True, slots=True)
 class CollectivesTimed(Message, number=0x1E):
     """Time of one collective on this rank; from rank 0 to the agent, on the slowest rank."""
 
@@ -495,7 +465,6 @@ class CollectivesTimed(Message, number=0x1E):
 # --- requests in, tokens out ------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
 class Generate(Message, number=0x20):
     """Agent to rank 0: decode after this prompt until an end token or `max_tokens`.
 
@@ -520,14 +489,12 @@ class Generate(Message, number=0x20):
     places: tuple[int, ...] = _f(_places, default=())  #: up to which others likely begin so, ascending
 
 
-@dataclass(frozen=True, slots=True)
 class Accepted(Message, number=0x24):
     """Rank 0 to agent: this request passed every check and will be run."""
 
     uid: int = _f(_uid)
 
 
-@dataclass(frozen=True, slots=True)
 class Prefilled(Message, number=0x26):
     """Rank 0 to agent, a few times a second: progress with the tokens of Generate."""
 
@@ -536,7 +503,6 @@ class Prefilled(Message, number=0x26):
     cached: int = _f(_count)  #: of which the prefill began with these
 
 
-@dataclass(frozen=True, slots=True)
 class Delta(Message, number=0x21):
     """Rank 0 to agent: the confirmed tokens of one step, in order. A request may have several of them.
 
@@ -548,7 +514,6 @@ class Delta(Message, number=0x21):
     tokens: tuple[int, ...] = _f(integers(0, 2**31 - 1, 1, MAX_DELTA))
 
 
-@dataclass(frozen=True, slots=True)
 class ScoredDelta(Message, number=0x25):
     """Tokens of one request that wants log-probabilities (natural logarithms), in place of a Delta.
 
@@ -564,14 +529,12 @@ class ScoredDelta(Message, number=0x25):
     top_logprobs: tuple[float, ...] = _f(numbers(-1e9, 1e-3, (MAX_WIDTH + 1) * MAX_TOP_LOGPROBS))
 
 
-@dataclass(frozen=True, slots=True)
 class Cancel(Message, number=0x22):
     """Agent to rank 0: the client no longer wants this request. Reply: Finished, unless it is over."""
 
     uid: int = _f(_uid)
 
 
-@dataclass(frozen=True, slots=True)
 class Finished(Message, number=0x23):
     """Rank 0 to agent: the end of a request."""
 
@@ -584,7 +547,6 @@ class Finished(Message, number=0x23):
     accepted: int = _f(_count, default=0)  #: of the drafted tokens
 
 
-@dataclass(frozen=True, slots=True)
 class SessionEnd(Message, number=0xFF):
     """Last frame of a link that closes in order."""
 

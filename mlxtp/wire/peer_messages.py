@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from .codecs import U32, U63, Message, binary, integer, text, texts
 from .codecs import holding as _f
 
@@ -27,7 +25,6 @@ _nonce = binary(NONCE_BYTES, NONCE_BYTES)
 _proof = binary(PROOF_BYTES, PROOF_BYTES)
 
 
-@dataclass(frozen=True, slots=True)
 class JoinOffer(Message, number=0x38):
     """First frame of the link, from the member that was dialled: the certificate of its cluster's authority.
 
@@ -41,7 +38,6 @@ class JoinOffer(Message, number=0x38):
     at: tuple[str, ...] = _f(texts(MAX_ADDRESSES, MAX_ADDRESS), default=())
 
 
-@dataclass(frozen=True, slots=True)
 class JoinRequest(Message, number=0x39):
     """Request to join: the joiner's name, its key (a point of 65 bytes) and the id of its token.
 
@@ -57,7 +53,6 @@ class JoinRequest(Message, number=0x39):
     signature: bytes = _f(binary(8, 80))
 
 
-@dataclass(frozen=True, slots=True)
 class JoinGrant(Message, number=0x3A):
     """Reply: the joiner is a member. `proof` shows that the granting Mac has the token, too.
 
@@ -69,7 +64,6 @@ class JoinGrant(Message, number=0x3A):
     peers: tuple[str, ...] = _f(texts(MAX_PEERS, MAX_ADDRESS), default=())
 
 
-@dataclass(frozen=True, slots=True)
 class JoinRefusal(Message, number=0x3B):
     """Reply: the joiner is not admitted. `signature` is the authority's, over the exchange and the rest.
 
@@ -93,7 +87,6 @@ MAX_MANIFEST = 1 << 20
 MAX_FILES = 4096
 
 
-@dataclass(frozen=True, slots=True)
 class FilesWanted(Message, number=0x64):
     """Request for the state of this model (OWNER/NAME[@REVISION]). Reply: FilesHeld.
 
@@ -103,7 +96,6 @@ class FilesWanted(Message, number=0x64):
     model: str = _f(text(MAX_FILE_NAME))
 
 
-@dataclass(frozen=True, slots=True)
 class FilesHeld(Message, number=0x65):
     """Reply: the manifest, a byte for each of its files in their order, 1 if it is complete here, and the
     bytes of all files that are here.
@@ -116,7 +108,6 @@ class FilesHeld(Message, number=0x65):
     held: int = _f(integer(0, U63))
 
 
-@dataclass(frozen=True, slots=True)
 class FileWanted(Message, number=0x68):
     """Request for a file, by its number, from byte `at` to its end. Reply: FileHeld."""
 
@@ -124,7 +115,6 @@ class FileWanted(Message, number=0x68):
     at: int = _f(integer(0, U63))
 
 
-@dataclass(frozen=True, slots=True)
 class FileHeld(Message, number=0x69):
     """Reply: `size` bytes follow, the rest of the file, or none when it is not complete here."""
 

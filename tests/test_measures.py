@@ -53,7 +53,7 @@ MOST_LINES: Mapping[str, int] = {
     "placement": 4_697,
     "service": 878,
     "text": 5_224,
-    "wire": 4_231,
+    "wire": 4_156,
 }
 """Lines of each package; those of files beside the packages are "". A commit that adds some says why."""
 TOUCHES: Mapping[str, tuple[str, int]] = {

@@ -1,8 +1,7 @@
 """Messages of links between agents.
 
-A *control* link joins two agents. Both send mostly the same messages: their identity, heartbeats, the
-deployments. The owner of a group also has the others start and end its ranks over it. A *requests* link
-carries requests from an agent with clients to the owner of a group; its messages are those of a pipe.
+A *control* link joins two agents, which both send the same messages: identity, heartbeats, deployments; the
+owner of a group also has others start and end its ranks. A *requests* link carries those of a pipe.
 """
 
 from __future__ import annotations
@@ -53,6 +52,7 @@ MAX_CACHES = 32
 MAX_SERVICE = 60  #: Characters of the name of a network service.
 
 _count = integer(0, U63)
+_caches = texts(MAX_CACHES, 400)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +85,7 @@ class Port:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One machine. A value that could not be found out is 0 or empty, and `notes` has the reason.
-
-    `caches` names the models with KV caches of several ranks on its disk, each behind its rank:
-    "1 Qwen3-32B-4bit".
-    """
+    """One machine. A value that could not be found out is 0 or empty, and `notes` has the reason."""
 
     system: str = _f(choice("macos", "linux", "other"))
     release: str = _f(text(60))
@@ -110,12 +106,13 @@ class Machine:
     notes: tuple[str, ...] = _f(texts(MAX_NOTES, 1000), default=())  #: sentences for people
     bridge_service: str = _f(text(MAX_SERVICE), default="")  #: of bridge0, as translated or changed
     stranded_bytes: int = _f(_count, default=0)  #: which ended ranks may have left wired until its restart
-    caches: tuple[str, ...] = _f(texts(MAX_CACHES, 400), default=())
+    caches: tuple[str, ...] = _f(
+        _caches, default=()
+    )  #: on disk, of groups: rank and model ("1 Qwen3-32B-4bit")
 
 
 # --- measurements of the collectives of one group of ranks -----------------------------------------------
-# `groups/fabric.py` measures them, `FabricReport` carries them, `placement/measurements.py` keeps
-# and judges them.
+# `groups/fabric.py` measures them, `placement/measurements.py` keeps and judges them.
 
 MAX_SIZES = 16
 _NODES = 8
@@ -124,11 +121,7 @@ _SHORTEST_S, _LONGEST_S = 1e-9, 1e4  #: limits of a plausible time: a nanosecond
 
 @dataclass(frozen=True, slots=True)
 class FabricResult:
-    """Seconds that collectives took, on the slowest rank, over `sizes` bytes of each rank.
-
-    `collective_s` is one of a chain of small sums within one graph, with its fence, which depends on
-    `fast_fences` and `metal`. Sums and gathers ran one after the other, one of each size.
-    """
+    """Seconds that collectives took, on the slowest rank: sums and gathers of each size, one by one."""
 
     nodes: tuple[str, ...] = _f(texts(_NODES, 32))  #: node ids in rank order
     backend: str = _f(choice("ring", "jaccl"))
@@ -136,8 +129,8 @@ class FabricResult:
     fast_fences: bool = _f(boolean())
     metal: bool = _f(boolean())  #: a GPU computes
     at: int = _f(integer(0, U63))  #: time of day, in seconds since 1970
-    collective_s: float = _f(number(_SHORTEST_S, _LONGEST_S))
-    sizes: tuple[int, ...] = _f(integers(1, 2**31 - 1, 1, MAX_SIZES))  #: ascending
+    collective_s: float = _f(number(_SHORTEST_S, _LONGEST_S))  #: of a chain of small sums, fence included
+    sizes: tuple[int, ...] = _f(integers(1, 2**31 - 1, 1, MAX_SIZES))  #: bytes of each rank, ascending
     sums_s: tuple[float, ...] = _f(numbers(_SHORTEST_S, _LONGEST_S, MAX_SIZES))
     gathers_s: tuple[float, ...] = _f(numbers(_SHORTEST_S, _LONGEST_S, MAX_SIZES))
 
@@ -377,10 +370,7 @@ class RankGathered(Message, number=0x48):
 
 
 class Serving(Message, number=0x45):
-    """The agent of rank 0 to all: the state of one of its groups, and the model it serves when ready.
-
-    In the state "stopped", without participants, the group is gone.
-    """
+    """The agent of rank 0 to all: the state of one of its groups. "stopped" without participants is gone."""
 
     epoch: int = _f(_count)
     state: str = _f(_state)
@@ -410,10 +400,7 @@ class Serving(Message, number=0x45):
 
 
 class ReplicaLoad(Message, number=0x56):
-    """The owner of a replica to all: its work, and what it has cached, by which others choose a replica.
-
-    Sent with a beat, when it has changed.
-    """
+    """The owner of a replica to all, with a beat: its changed work and caches, by which others choose one."""
 
     group: str = _f(group_id(MAX_GROUP_ID))
     queued: int = _f(_count)  #: prompt tokens of its `requests` that are not computed yet

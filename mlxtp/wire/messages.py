@@ -1,11 +1,7 @@
-"""Messages of links that end at a rank, as frozen dataclasses; `cluster_messages.py` has those of agents.
+"""Messages of links that end at a rank; `cluster_messages.py` and `peer_messages.py` have those of agents.
 
-A frame is `[type, epoch, seq, body]` (see `frames.py`); `body` is the message's fields as a map. Each field
-declares its limits once, for both directions. A message that breaks them is refused before it is sent and
-after it is received.
-
-Links: *pipe* joins an agent and one rank of its own. *decode* joins rank 0 and one other rank. *join* lets a
-Mac join a cluster (its messages are in `peer_messages.py`).
+A *pipe* joins an agent and one rank of its own, a *decode* link rank 0 and one other rank. Each field
+declares its limits once. A message that breaks them is refused before it is sent and after it is received.
 """
 
 from __future__ import annotations
@@ -15,6 +11,7 @@ import hmac
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from ..errors import Code
 from .codecs import MAX_GRAMMAR as MAX_GRAMMAR
@@ -223,10 +220,9 @@ class Forward(Message, number=0x08):
     """One forward over the sequences in `rows`: a decode step of the running batch, in its order, or prompts.
 
     Ranks roll back what KV caches hold beyond `positions`. For a width of 0, or without `widths`, a row feeds
-    the token that its previous forward chose, inside the graph. The reply has the choice after each token of
-    a decode step. `prompts` has a part for each row, of one prompt or the last ones of several new
-    prompts; none in a decode step. In a pipeline, a step is for the rows of one lane, and ChosenTokens brings
-    the tokens inside the graph.
+    the token that its previous forward chose, inside the graph; in a pipeline, ChosenTokens brings it, and a
+    step is for the rows of one lane. The reply has the choice after each token of a decode step. `prompts`
+    has a part for each row, of one prompt or the last ones of several; none in a decode step.
 
     `exchange` is "winners" when every row is greedy and ranks only exchange the best of their share of the
     vocabulary. `agreement` is "verify" when every rank chooses alike and digests are compared, "broadcast"
@@ -251,10 +247,7 @@ class Forward(Message, number=0x08):
 
 
 class ChosenTokens(Message, number=0x2C):
-    """Tokens that a forward of a pipeline chose, in row order, for the ranks above 0.
-
-    Each row's next step feeds the last of its tokens. Comes before any frame that follows from them.
-    """
+    """Tokens that a forward of a pipeline chose, by row, for ranks above 0. The next step feeds the last."""
 
     forward: int = _f(_count)  #: its number
     tokens: tuple[int, ...] = _f(integers(0, 2**31 - 1, 1, MAX_FRAME_TOKENS))
@@ -277,15 +270,11 @@ class Evict(Message, number=0x0C):
 
 
 class Arrange(Message, number=0x2B):
-    """Command to lay out the KV arrays of the running rows. Rows of the same room share arrays.
+    """Command to lay out the KV arrays of the running rows. Rows of one room and lane share arrays."""
 
-    `rooms` has the rows in their order, then free slots. Of rows and slots only those of one lane share
-    arrays; without `lanes`, all may.
-    """
-
-    rooms: tuple[int, ...] = _f(integers(1, MAX_ROOM, 0, MAX_ROWS), default=())  #: tokens
+    rooms: tuple[int, ...] = _f(integers(1, MAX_ROOM, 0, MAX_ROWS), default=())  #: tokens; then free slots
     trim: bool = _f(boolean(), default=False)  #: give back memory to the system that MLX keeps for reuse
-    lanes: tuple[int, ...] = _f(integers(0, MAX_RANKS - 1, 0, MAX_ROWS), default=())
+    lanes: tuple[int, ...] = _f(integers(0, MAX_RANKS - 1, 0, MAX_ROWS), default=())  #: by room, else row
 
 
 class Spill(Message, number=0x27):
@@ -335,8 +324,8 @@ class Ack(Message, number=0x10):
 class Error(Message, number=0x11):
     """Report of a failure.
 
-    With a `uid`, only that request is over. Without one (0), an Error that is the reply to a command stands
-    for the success it replaces. An unsolicited one without a uid means that the sender is ending.
+    With a `uid`, only that request is over. Without one (0), it replaces the reply to a command, or is
+    unsolicited and means that the sender is ending.
     """
 
     code: str = _f(_code)
@@ -364,10 +353,7 @@ class CountedShare:
 
 
 class LoadShard(Message, number=0x14):
-    """Command to load this rank's share of a model. Reply: Loaded.
-
-    0 leaves `max_context`, `kv_bits` and `kv_bytes` to the model and the machine.
-    """
+    """Command to load this rank's share of a model. Reply: Loaded. 0 leaves a value to model and machine."""
 
     path: str = _f(text(4000, raw=True))  #: folder of the model
     prefill_chunk: int = _f(integer(1, MAX_CONTEXT))
@@ -384,9 +370,8 @@ class LoadShard(Message, number=0x14):
 class KvBudget(Message, number=0x1F):
     """Agent to rank 0: bound the KV caches of all sequences on each rank to `kv_bytes` from now on.
 
-    Rank 0 evicts and preempts what no longer fits; a sequence with more tokens than the room ends with an
-    Error. Unless the room grows, all ranks give back memory that no sequence needs. Reply: Loaded, with the
-    room that is in force: at least that of the shortest sequence.
+    Rank 0 evicts and preempts what no longer fits, and ends longer sequences with an Error. Unless the room
+    grows, ranks give memory back. Reply: Loaded, with the room in force: at least that of the shortest one.
     """
 
     kv_bytes: int = _f(_count)  #: 0 is the room that was found when the model was loaded
@@ -446,8 +431,7 @@ class Done(Message, number=0x1C):
 class TimeCollectives(Message, number=0x1D):
     """Command to time `rounds` collectives over `size` bytes of every rank. Reply: CollectivesTimed.
 
-    "sum" and "gather" run one after the other. A "chain" is sums in one graph. Each takes the result of the
-    one before, with a step of arithmetic in between, as in a forward.
+    A "chain" is sums in one graph, each of the result of the one before, with arithmetic between them.
     """
 
     kind: str = _f(choice("sum", "gather", "chain"))
@@ -469,8 +453,8 @@ class Generate(Message, number=0x20):
     """Agent to rank 0: decode after this prompt until an end token or `max_tokens`.
 
     The last `answered` of `tokens` are the beginning of the answer, given by an earlier group; `max_tokens`
-    counts them, and the next token has their number as its index. Scheduling is fair between clients, and
-    between users of the same client. Reply: Accepted, or an Error with the uid.
+    and indices count them. Scheduling is fair between clients, and between users of one. Reply: Accepted, or
+    an Error with the uid.
     """
 
     uid: int = _f(_uid)
@@ -504,27 +488,21 @@ class Prefilled(Message, number=0x26):
 
 
 class Delta(Message, number=0x21):
-    """Rank 0 to agent: the confirmed tokens of one step, in order. A request may have several of them.
+    """Rank 0 to agent: the confirmed tokens of one step, in order. A request may have several of them."""
 
-    `tokens[i]` is number `indices[i]` of `uids[i]`.
-    """
-
-    uids: tuple[int, ...] = _f(integers(1, U32, 1, MAX_DELTA))
-    indices: tuple[int, ...] = _f(integers(0, 2**31 - 1, 1, MAX_DELTA))
+    uids: tuple[int, ...] = _f(integers(1, U32, 1, MAX_DELTA))  #: by token
+    indices: tuple[int, ...] = _f(integers(0, 2**31 - 1, 1, MAX_DELTA))  #: of a token in its answer
     tokens: tuple[int, ...] = _f(integers(0, 2**31 - 1, 1, MAX_DELTA))
 
 
 class ScoredDelta(Message, number=0x25):
-    """Tokens of one request that wants log-probabilities (natural logarithms), in place of a Delta.
-
-    The `top` most probable alternatives of each token follow each other.
-    """
+    """Tokens of one request that wants log-probabilities (natural logarithms), in place of a Delta."""
 
     uid: int = _f(_uid)
     index: int = _f(integer(0, 2**31 - 1))  #: of the first token
     tokens: tuple[int, ...] = _f(integers(0, 2**31 - 1, 1, MAX_WIDTH + 1))
     logprobs: tuple[float, ...] = _f(numbers(-1e9, 1e-3, MAX_WIDTH + 1))
-    top: int = _f(integer(0, MAX_TOP_LOGPROBS))
+    top: int = _f(integer(0, MAX_TOP_LOGPROBS))  #: most probable alternatives, which follow for each token
     top_tokens: tuple[int, ...] = _f(integers(0, 2**31 - 1, 0, (MAX_WIDTH + 1) * MAX_TOP_LOGPROBS))
     top_logprobs: tuple[float, ...] = _f(numbers(-1e9, 1e-3, (MAX_WIDTH + 1) * MAX_TOP_LOGPROBS))
 
@@ -596,19 +574,14 @@ def digests_in(data: bytes) -> tuple[bytes, ...]:
 
 # --- proofs in Hello and Welcome, which hold the key of the epoch (HMAC-SHA256, a label for each use) -----
 
-_HELLO = b"mlxtp hello\0"
-_WELCOME = b"mlxtp welcome\0"
-_EPOCH = b"mlxtp epoch\0"
+
+def _proof(label: bytes, key: bytes, epoch: int, rank: int, nonce: bytes) -> bytes:
+    return hmac.digest(key, label + struct.pack(">QI", epoch, rank) + nonce, hashlib.sha256)
 
 
-def hello_proof(key: bytes, epoch: int, rank: int, nonce: bytes) -> bytes:
-    """Return the 32 bytes that prove, in a Hello of `rank` with this `nonce`, that it holds `key`."""
-    return _proof(_HELLO, key, epoch, rank, nonce)
-
-
-def welcome_proof(key: bytes, epoch: int, rank: int, nonce: bytes) -> bytes:
-    """Return the 32 bytes with which rank 0 replies to the Hello of `rank` that carried `nonce`."""
-    return _proof(_WELCOME, key, epoch, rank, nonce)
+#: 32 bytes that prove, in a Hello of `rank` with `nonce` and in the Welcome to it, that its end holds `key`.
+hello_proof = partial(_proof, b"mlxtp hello\0")
+welcome_proof = partial(_proof, b"mlxtp welcome\0")
 
 
 def verify(proof: bytes, expected: bytes) -> bool:
@@ -618,9 +591,5 @@ def verify(proof: bytes, expected: bytes) -> bool:
 
 def epoch_digest(key: bytes, epoch: int) -> int:
     """Return 32 bits that every rank of the epoch computes alike: its part of the group's proof by value."""
-    digest = hmac.digest(key, _EPOCH + struct.pack(">Q", epoch), hashlib.sha256)
+    digest = hmac.digest(key, b"mlxtp epoch\0" + struct.pack(">Q", epoch), hashlib.sha256)
     return int.from_bytes(digest[:4], "big")
-
-
-def _proof(label: bytes, key: bytes, epoch: int, rank: int, nonce: bytes) -> bytes:
-    return hmac.digest(key, label + struct.pack(">QI", epoch, rank) + nonce, hashlib.sha256)

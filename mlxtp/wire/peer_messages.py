@@ -23,64 +23,49 @@ MAX_PEERS = 16
 _certificate = binary(1, MAX_CERTIFICATE_BYTES)
 _nonce = binary(NONCE_BYTES, NONCE_BYTES)
 _proof = binary(PROOF_BYTES, PROOF_BYTES)
+_addresses = texts(MAX_ADDRESSES, MAX_ADDRESS)
 
 
 class JoinOffer(Message, number=0x38):
-    """First frame of the link, from the member that was dialled: the certificate of its cluster's authority.
+    """First frame of the link, from the member that was dialled."""
 
-    If `ask` is not empty, this member cannot admit Macs. `ask` then names the Macs that can, and `at` has
-    control addresses of theirs ("ip:port").
-    """
-
-    authority: bytes = _f(_certificate)
+    authority: bytes = _f(_certificate)  #: of its cluster
     nonce: bytes = _f(_nonce)
-    ask: str = _f(text(MAX_NAME), default="")
-    at: tuple[str, ...] = _f(texts(MAX_ADDRESSES, MAX_ADDRESS), default=())
+    ask: str = _f(text(MAX_NAME), default="")  #: Macs that can admit others, if this one cannot
+    at: tuple[str, ...] = _f(_addresses, default=())  #: of their control ports ("ip:port")
 
 
 class JoinRequest(Message, number=0x39):
-    """Request to join: the joiner's name, its key (a point of 65 bytes) and the id of its token.
-
-    `proof` shows that the joiner has the token, `signature` (ECDSA with SHA-256, DER) that it has the key.
-    """
+    """Request to join: the joiner's name, its key and the id of its token."""
 
     token_id: bytes = _f(binary(TOKEN_ID_BYTES, TOKEN_ID_BYTES))
     node_id: bytes = _f(binary(NODE_ID_BYTES, NODE_ID_BYTES))
     name: str = _f(text(MAX_NAME))
     public_key: bytes = _f(binary(POINT_BYTES, POINT_BYTES))
     nonce: bytes = _f(_nonce)
-    proof: bytes = _f(_proof)
-    signature: bytes = _f(binary(8, 80))
+    proof: bytes = _f(_proof)  #: that the joiner has the token
+    signature: bytes = _f(binary(8, 80))  #: by its key (ECDSA with SHA-256, DER)
 
 
 class JoinGrant(Message, number=0x3A):
-    """Reply: the joiner is a member. `proof` shows that the granting Mac has the token, too.
-
-    `peers` are control addresses ("ip:port") of members that the joiner may dial first.
-    """
+    """Reply: the joiner is a member."""
 
     certificate: bytes = _f(_certificate)
-    proof: bytes = _f(_proof)
-    peers: tuple[str, ...] = _f(texts(MAX_PEERS, MAX_ADDRESS), default=())
+    proof: bytes = _f(_proof)  #: that the granting Mac has the token, too
+    peers: tuple[str, ...] = _f(texts(MAX_PEERS, MAX_ADDRESS), default=())  #: control ports to dial first
 
 
 class JoinRefusal(Message, number=0x3B):
-    """Reply: the joiner is not admitted. `signature` is the authority's, over the exchange and the rest.
-
-    If `ask` is not empty, this Mac does not know the token. Another Mac that admits joiners may have made it:
-    `ask` and `at` are as in JoinOffer.
-    """
+    """Reply: the joiner is not admitted. Without its token, `ask` and `at` are as in JoinOffer."""
 
     detail: str = _f(text(1000, cut=True))
-    signature: bytes = _f(binary(8, 80))
+    signature: bytes = _f(binary(8, 80))  #: the authority's, over the exchange and the rest
     ask: str = _f(text(MAX_NAME), default="")
-    at: tuple[str, ...] = _f(texts(MAX_ADDRESSES, MAX_ADDRESS), default=())
+    at: tuple[str, ...] = _f(_addresses, default=())
 
 
 # --- copying a model, on a connection `mlxtp-models` -----------------------------------------------------
-# They use the usual frames, with epoch and seq 0. `size` bytes of the file follow a FileHeld. The copying
-# Mac requests, the other replies to each request. Files are named by their index in the manifest, never by
-# a path.
+# In the usual frames, with epoch and seq 0. Files are named by their index in the manifest, never by a path.
 
 MAX_FILE_NAME = 400
 MAX_MANIFEST = 1 << 20
@@ -88,24 +73,19 @@ MAX_FILES = 4096
 
 
 class FilesWanted(Message, number=0x64):
-    """Request for the state of this model (OWNER/NAME[@REVISION]). Reply: FilesHeld.
-
-    Later requests are about it.
-    """
+    """Request for the state of a model (OWNER/NAME[@REVISION]), and all later ones. Reply: FilesHeld."""
 
     model: str = _f(text(MAX_FILE_NAME))
 
 
 class FilesHeld(Message, number=0x65):
-    """Reply: the manifest, a byte for each of its files in their order, 1 if it is complete here, and the
-    bytes of all files that are here.
+    """Reply to FilesWanted."""
 
-    The manifest is empty when there is nothing of the model.
-    """
-
-    manifest: bytes = _f(binary(0, MAX_MANIFEST))
-    complete: bytes = _f(binary(0, MAX_FILES))
-    held: int = _f(integer(0, U63))
+    manifest: bytes = _f(binary(0, MAX_MANIFEST))  #: empty when there is nothing of the model
+    complete: bytes = _f(
+        binary(0, MAX_FILES)
+    )  #: a byte for each of its files in their order, 1 if all is here
+    held: int = _f(integer(0, U63))  #: bytes of all files that are here
 
 
 class FileWanted(Message, number=0x68):

@@ -7,9 +7,8 @@ A move that is not in the table is illegal. States that mean the same have the s
     proven -LoadShard-> loading -Loaded-> loaded -KvBudget-> resizing -Loaded-> loaded
     new -JoinOffer-> offered -JoinRequest-> asked -JoinGrant or JoinRefusal-> closed
 
-A state in -ing waits for the reply to one command. Both ends run this table, each at its own time. A message
-may therefore arrive in a state that its sender did not know of yet. Where that can happen, the table holds
-both orders, and both end in the same state.
+A state in -ing waits for the reply to one command. Both ends run this table, each at its own time. Where a
+message may cross another, the table holds both orders, and both end in the same state.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ class Side(Enum):
 
     @property
     def peer(self) -> Side:
-        """Return the side at the other end."""
         return Side.LOWER if self is Side.UPPER else Side.UPPER
 
 

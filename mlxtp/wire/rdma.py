@@ -24,7 +24,6 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
 
 
 def devices(entry: Entry) -> tuple[str, ...]:
-    """Return the devices that one entry names."""
     return tuple(entry.split(",")) if entry else ()
 
 

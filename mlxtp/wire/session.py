@@ -1,7 +1,7 @@
 """One end of one link; no I/O.
 
-Messages to send go in and bytes come out; received bytes go in and messages come out. Anything that breaks
-the rules of `messages.py`, of `protocol.py` or of the ledgers below raises.
+Messages go in and bytes come out, and the other way. Anything that breaks the rules of `messages.py`, of
+`protocol.py` or of the ledgers below raises.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ class StreamLink:
     def send(self, message: Message) -> int:
         """Hand one message to the transport, without waiting, and return the seq of its frame.
 
-        Raises LinkError (LINK_LOST) when the transport is closed, and what `Session.send` raises. The loss of
-        the peer may show only in `drain` and `receive`.
+        Raises LinkError when the transport is closed, and what `Session.send` raises. A lost peer may show
+        only in `drain` and `receive`.
         """
         if self._writer.is_closing():
             raise LinkError(f"{self.protocol.link}: the connection is closed")
@@ -90,25 +90,21 @@ class StreamLink:
         return 0 if self._writer.is_closing() else self._writer.transport.get_write_buffer_size()
 
     def close(self) -> None:
-        """End the link; bytes that were sent still go out. May be repeated.
-
-        A task in `receive` wakes at once, because an unreachable peer never answers TLS's close message.
-        """
+        """End the link; bytes that were sent still go out. May be repeated."""
         if self.closed:
             return
         self.closed = True
+        # Wakes a task in `receive`: an unreachable peer never answers TLS's close message.
         self._reader.set_exception(ConnectionAbortedError())
         self._writer.close()
 
     async def wait_closed(self) -> None:
-        """Wait until the socket is closed, for any reason."""
         with contextlib.suppress(OSError):  # it may have broken before it closed
             await self._writer.wait_closed()
 
 
 # --- TLS: an acceptor with limits on unauthenticated peers, and the client's connection ------------------
-# A peer is a stranger until it has shown a certificate of this cluster. Strangers are counted before their
-# handshake begins. Connections beyond the limits are closed at once.
+# A stranger has not shown a certificate of this cluster yet. Strangers beyond the limits are closed at once.
 
 MAX_STRANGERS = 32
 MAX_STRANGERS_PER_SOURCE = 2

@@ -62,9 +62,9 @@ class Peer:
 
 
 def member_context_server(credentials: Credentials, alpns: Sequence[str] = AGENT_ALPNS) -> ssl.SSLContext:
-    """Return a context for accepting peers. Raises ProtocolError as `member_context_client` does.
+    """Return a context for accepting peers. With `mlxtp-join`, `judge_client` decides about each of them.
 
-    With `mlxtp-join`, no certificate is required, and `judge_client` decides about each connection.
+    Raises ProtocolError as `member_context_client` does.
     """
     context = _context(ssl.PROTOCOL_TLS_SERVER, alpns)
     context.verify_mode = ssl.CERT_OPTIONAL if ALPN_JOIN in alpns else ssl.CERT_REQUIRED
@@ -74,10 +74,7 @@ def member_context_server(credentials: Credentials, alpns: Sequence[str] = AGENT
 
 
 def member_context_client(credentials: Credentials, alpn: str) -> ssl.SSLContext:
-    """Return a context for connecting to a member, to speak `alpn`.
-
-    Raises ProtocolError (NOT_AUTHENTIC) when the files cannot be used.
-    """
+    """Return a context for connecting to a member. Raises ProtocolError when the files cannot be used."""
     context = _context(ssl.PROTOCOL_TLS_CLIENT, (alpn,))
     context.verify_mode = ssl.CERT_REQUIRED
     _load(context, credentials)
@@ -133,8 +130,7 @@ def peer_identity(secured: ssl.SSLObject | ssl.SSLSocket | TlsSocket) -> NodeIde
 def judge_client(secured: ssl.SSLObject | ssl.SSLSocket | TlsSocket, address: str) -> Peer:
     """Return the peer that connected to our server, right after the handshake.
 
-    Raises ProtocolError (NOT_AUTHENTIC) if it speaks none of our protocols, or all but joining without a
-    certificate.
+    Raises ProtocolError (NOT_AUTHENTIC) if it speaks no protocol of ours, or shows no certificate for it.
     """
     alpn = secured.selected_alpn_protocol()
     if alpn is None:

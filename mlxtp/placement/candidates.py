@@ -159,6 +159,11 @@ class Fabrics:
         found[CROSSING] = {n: frozenset().union(*(tcp[network][n] for network in NETWORKS)) for n in rdma}
         return {**found, JACCL_MESH: _frozen(rdma), JACCL_RING: _frozen(rdma)}
 
+    def joined(self, kind: str, size: int, nodes: Sequence[str], must: str) -> tuple[str, ...]:
+        """Return the first of the groups that so many of these nodes can make, with `must` as rank 0."""
+        search = clique if kind == JACCL_MESH else circle
+        return search(nodes, size, self.graphs[kind], must)
+
     def over_rdma(self, size: int) -> list[str]:
         """Return the kinds of fabrics over RDMA that so many nodes could make; of two, both are the same."""
         return [JACCL_MESH, JACCL_RING][: 2 if size > 2 else 1] if self.hopes_for_rdma else []
@@ -517,7 +522,7 @@ class CandidateFinder:
             orders += [[node for node in pool if node != out] for out in reversed(pool) if out != must]
         found: Candidate | None = None
         for order in orders:
-            if group := self._joined(kind, size, order, must):
+            if group := self.fabrics.joined(kind, size, order, must):
                 one = self._staged(kind, group)
                 if one.verdict == "possible":
                     return one
@@ -540,10 +545,6 @@ class CandidateFinder:
         return self._feasible(kind, group, cut)
 
     # --- groups ---------------------------------------------------------------------------------------
-
-    def _joined(self, kind: str, size: int, nodes: Sequence[str], must: str) -> tuple[str, ...]:
-        search = clique if kind == JACCL_MESH else circle
-        return search(nodes, size, self.fabrics.graphs[kind], must)
 
     def _found(self, kind: str, size: int, fits: Sequence[str], must: str) -> Candidate:
         """Return the best group that has not failed to form, or the reason for none."""
@@ -582,14 +583,14 @@ class CandidateFinder:
 
     def _group(self, kind: str, size: int, fits: Sequence[str], must: str) -> tuple[str, ...]:
         """Return the group whose slowest member reads memory the fastest; () if there is none."""
-        group = self._joined(kind, size, fits, must)
+        group = self.fabrics.joined(kind, size, fits, must)
         slowest = self._ranks[must].chip.reading if must else float("inf")
         speeds = sorted({min(self._ranks[node].chip.reading, slowest) for node in fits}, reverse=True)
         low, high = 0, len(speeds) - 1
         while group and low < high:
             middle = (low + high) // 2
             fast = [node for node in fits if self._ranks[node].chip.reading >= speeds[middle]]
-            if better := self._joined(kind, size, fast, must):
+            if better := self.fabrics.joined(kind, size, fast, must):
                 group, high = better, middle
             else:
                 low = middle + 1

@@ -127,6 +127,11 @@ def test_only_links_that_the_setting_admits_make_a_group(desk: str, setting: str
     ("members", "setting", "why"),
     [
         (wifi(macs()), "private", "--fabric-networks private excludes 1 link: Wi-Fi a – b"),
+        (
+            wifi([*macs(), mac(2, memory=4)]),  # too small to be one of several
+            "private",
+            "--fabric-networks private excludes 1 link: Wi-Fi a – b",
+        ),
         (on_lan(macs()), "private", "--fabric-networks private excludes 1 link: shared Ethernet a – b"),
         (for_two(macs()), "thunderbolt", "--fabric-networks thunderbolt excludes 1 link: Ethernet a – b"),
         (

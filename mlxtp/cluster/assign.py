@@ -16,11 +16,10 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from heapq import heappop, heappush
 
-from ..placement.candidates import cached_rank
+from ..placement.candidates import preference
 from ..placement.cost_model import RankMemory, rank_memory, stages, usable_bytes
 from ..placement.model_shape import MAX_RANKS, ModelShape, unknown_shape
 from ..placement.planner import DEFAULT_CONTEXT, Placement, PlacementOptions, plan
-from ..placement.tables import chip
 from ..placement.topology import MemberMachine, Topology
 from ..wire.cluster_messages import Deployment
 from .cluster_state import most_groups
@@ -236,9 +235,7 @@ class _Facts:
         }
 
     def _preference(self, node: str, model: str = "") -> tuple[object, ...]:
-        machine = self.members[node].machine
-        has, cached = chip(machine.chip, machine.gpu_cores), cached_rank(machine, model)
-        return node in self.view.flapping, -has.reading, -has.flops, -machine.memory_bytes, cached, node
+        return node in self.view.flapping, *preference(self.members[node], model)
 
     def _allowed(self, wanted: WantedDeployment) -> list[str]:
         """Return the Macs that the row allows and that stay, the preferred first."""

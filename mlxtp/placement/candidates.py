@@ -101,11 +101,9 @@ class _Search:
     def _fits(self, node: str, group: tuple[str, ...]) -> bool:
         if node in group or node in self._done:
             return False
-        if self._circle:
-            return True
         # The members of a clique come in one order only, after the first.
         ordered = len(group) == 1 or self._places[node] > self._places[group[-1]]
-        return ordered and self._graph[node].issuperset(group)
+        return self._circle or (ordered and self._graph[node].issuperset(group))
 
 
 # --- fabrics of a group: the members they join, what ranks need for them, what is missing ----------------
@@ -452,14 +450,8 @@ class CandidateFinder:
 
     @cached_property
     def _order(self) -> list[str]:
-        """Node ids, the preferred first. Free memory does not count, for caches on disk are a rank's."""
-
-        def key(node: str) -> tuple[float, float, int, int, str]:
-            has, machine = self._ranks[node].chip, self.members[node].machine
-            cached = cached_rank(machine, self.shape.name)
-            return -has.reading, -has.flops, -machine.memory_bytes, cached, node
-
-        return sorted(self.members, key=key)
+        """Node ids, the preferred first."""
+        return sorted(self.members, key=lambda node: preference(self.members[node], self.shape.name))
 
     def _of_size(self, size: int, pool: Sequence[str], must: str) -> list[Candidate]:
         if obstacles := self.shape.obstacles(size):
@@ -638,7 +630,14 @@ class CandidateFinder:
         )
 
 
-def cached_rank(machine: Machine, model: str) -> int:
+def preference(member: MemberMachine, model: str) -> tuple[object, ...]:
+    """Return a sort key of Macs. Free memory does not count, for caches on disk are a rank's."""
+    machine = member.machine
+    has, cached = chip(machine.chip, machine.gpu_cores), _cached_rank(machine, model)
+    return -has.reading, -has.flops, -machine.memory_bytes, cached, member.node_id
+
+
+def _cached_rank(machine: Machine, model: str) -> int:
     """Return the rank whose KV caches of a model are on a Mac's disk, MAX_RANKS if none are."""
     name = model.rpartition("/")[2]
     ranks = [rank for rank, _, cached in (each.partition(" ") for each in machine.caches) if cached == name]

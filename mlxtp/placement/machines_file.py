@@ -65,11 +65,9 @@ def read_machines(text: str, source: str = "the machines file") -> tuple[MemberM
     nodes = [node for place, entry in enumerate(entries, 1) for node in _nodes(entry, place, source)]
     if len(nodes) > MAX_NODES:
         raise ConfigError(f"{source}: {len(nodes)} machines are more than {MAX_NODES}")
-    seen: set[str] = set()
-    for node in nodes:
-        if node.name in seen:
-            raise ConfigError(f"{source}: two machines are called {node.name!r}")
-        seen.add(node.name)
+    called = [node.name for node in nodes]
+    if twice := [name for at, name in enumerate(called) if name in called[:at]]:
+        raise ConfigError(f"{source}: two machines are called {twice[0]!r}")
     links = table.get("links", [])
     wanted = [links] if isinstance(links, str) else links
     if not isinstance(wanted, list) or not all(isinstance(link, str) for link in wanted):
@@ -125,9 +123,8 @@ def _nodes(entry: object, place: int, source: str) -> list[_Node]:
 
 
 def _chip_name(value: object, where: str) -> str:
-    kind = named(value) if isinstance(value, str) else ""
+    kind, close = (named(value), nearest(value)) if isinstance(value, str) else ("", "")
     if not kind:
-        close = nearest(value) if isinstance(value, str) else ""
         advice = f"the nearest known one is {close}; it can be" if close else "it can be"
         raise ConfigError(f"{where}: chip is {value!r}; {advice} {', '.join(names())}")
     return kind
@@ -177,13 +174,13 @@ def _joined(
     members: Sequence[MemberMachine], nodes: Sequence[_Node], link: str, place: int, source: str
 ) -> list[MemberMachine]:
     """Return the same members with one more kind of link among them."""
-    words = link.lower().split()
-    if len(words) == 2 and words[0] in _THUNDERBOLT and words[1] in _SHAPES:
-        return _cabled(members, nodes, words[0], words[1], source)
-    if words == ["wifi"]:
-        return _networked(members, "wifi", _WIFI_MBPS, place)
-    if len(words) == 2 and words[0] == "ethernet" and words[1] in _ETHERNET:
-        return _networked(members, "ethernet", _ETHERNET[words[1]], place)
+    match link.lower().split():
+        case [generation, shape] if generation in _THUNDERBOLT and shape in _SHAPES:
+            return _cabled(members, nodes, generation, shape, source)
+        case ["wifi"]:
+            return _networked(members, "wifi", _WIFI_MBPS, place)
+        case ["ethernet", speed] if speed in _ETHERNET:
+            return _networked(members, "ethernet", _ETHERNET[speed], place)
     raise ConfigError(f"{source}: links is {link!r}; {_LINKS}")
 
 
@@ -199,10 +196,8 @@ def _cabled(
 ) -> list[MemberMachine]:
     """Cable all pairs, or a circle in the order of the file. Each cable is a network of its own."""
     size = len(members)
-    if shape == "mesh":
-        pairs = list(combinations(range(size), 2))
-    else:
-        pairs = [(i, (i + 1) % size) for i in range(size if size > 2 else size - 1)]
+    around = ((i, (i + 1) % size) for i in range(size if size > 2 else size - 1))
+    pairs = list(combinations(range(size), 2) if shape == "mesh" else around)
     for node, needed in zip(nodes, (sum(i in pair for pair in pairs) for i in range(size)), strict=True):
         if needed > node.ports:
             advice = "a ring needs 2; " if shape == "mesh" else ""

@@ -1,7 +1,6 @@
 """Measurements of fabrics: what to measure, the results that are kept, and their use in placement. Pure.
 
-One result counts for the same nodes, in any order, over the same kind of fabric. A newer one replaces an
-older one.
+One result counts for the same nodes, in any order, over the same kind of fabric.
 """
 
 from __future__ import annotations
@@ -33,10 +32,7 @@ _RECORD = record(FabricResult)
 
 
 def sizes(row_bytes: int) -> tuple[int, ...]:
-    """Return the bytes to time collectives over, the smallest first.
-
-    `row_bytes`: bytes of a decoded token, or 0.
-    """
+    """Return the bytes to time collectives over, smallest first. `row_bytes`: of a decoded token, or 0."""
     row = (row_bytes,) if 0 < row_bytes <= MAX_TIMED_BYTES else ()
     return tuple(sorted({*SIZES, *row}))
 

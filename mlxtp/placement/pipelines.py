@@ -88,8 +88,7 @@ def counted_shares(shape: ModelShape, ranks: int, split: Sequence[int]) -> tuple
 class StageCutter:
     """Search for the layers of each rank, with KV caches of `context` tokens. Ranks are in rank order.
 
-    A stage costs the seconds that it computes for the requests of `workload`. So the slowest one bounds their
-    number per second.
+    A stage costs the seconds that it computes for the requests of `workload`: the slowest one bounds them.
     """
 
     def __init__(self, shape: ModelShape, context: int, workload: Workload) -> None:
@@ -133,10 +132,7 @@ class StageCutter:
         )
 
     def room(self, ranks: Sequence[StageRank]) -> tuple[int, ...]:
-        """Return the layers for which each rank has room, where the first stages take as many as they can.
-
-        Those of rank 0 are the last ones.
-        """
+        """Return the layers for which each rank has room, where the first stages take as many as they can."""
         seconds, layers = self._seconds(ranks), self._layers
         borders = self._most(seconds, len(ranks) - 1, math.inf, least=0)
         rest = range(1, layers - borders[-1] + 1)

@@ -74,7 +74,7 @@ class RdmaLink:
 class Topology:
     """The links among `members`. Both orders of a pair give the same link.
 
-    members    in any order; the same members in another order make the same topology
+    members    in any order
     overrides  RDMA devices named by hand, which count more than probed ones
     admitted   one of `FABRIC_NETWORKS`: only TCP links that it admits are links; cables with RDMA always are
     """
@@ -114,9 +114,8 @@ class Topology:
         return self._tcp.get(network, {}).get(frozenset((one, other)), ())
 
     def fastest(self, one: str, other: str) -> list[TcpLink]:
-        """Return the links between two members, the fastest network first."""
-        links = (self.tcp(network, one, other) for network in NETWORKS)
-        return [link for link in links if link is not None]
+        """Return the best link between two members in each network, the fastest first."""
+        return [link for network in NETWORKS for link in self.links(network, one, other)[:1]]
 
     def rdma(self, one: str, other: str) -> RdmaLink | None:
         """Return the cable by which two members reach each other's memory."""
@@ -175,12 +174,11 @@ class Topology:
         if a.jaccl is False or b.jaccl is False:
             return None
         given = {
-            node: self._overrides.get(node, {}).get(peer, "")
-            for node, peer in ((a.node_id, b.node_id), (b.node_id, a.node_id))
+            one.node_id: self._overrides.get(one.node_id, {}).get(other.node_id, "")
+            for one, other in ((a, b), (b, a))
         }
-        usable = [c for c in self._cables.get(pair, []) if not _cable_trouble(a, b, c)]
-        if _machine_trouble(a) or _machine_trouble(b):
-            usable = []
+        cables = [] if _machine_trouble(a) or _machine_trouble(b) else self._cables.get(pair, [])
+        usable = [cable for cable in cables if not _cable_trouble(a, b, cable)]
         # Both ends of one cable: two cables between the same Macs must not be mixed up.
         probed = {a.node_id: usable[0][0].rdma, b.node_id: usable[0][1].rdma} if usable else {}
         devices = {node: given[node] or probed.get(node, "") for node in given}
@@ -229,9 +227,9 @@ class Topology:
     ) -> bool:
         """Return whether these two interfaces really reach each other, as far as can be known.
 
-        Every Mac numbers bridges, and cables without a given address, alike. So equal addresses prove
-        nothing. A Mac has one route for all link-local ones, by its primary interface, which a connection
-        that is bound to no interface takes. So such a link exists only where a control link has come through.
+        Every Mac numbers bridges, and cables without a given address, alike: equal addresses prove nothing. A
+        Mac has one route for all link-local ones, by its primary interface, which connections bound to no
+        interface take. So such a link exists only where a control link has come through.
         """
         if first.address == second.address:
             return False
@@ -310,7 +308,7 @@ def _kind(machine: Machine, interface: Interface) -> str:
 
 
 def _network(interface: Interface) -> IPv4Network | None:
-    """Return the interface's network; None if its text, which came from another machine, is no address."""
+    """Return the interface's network; None if its text, another machine's, is no address."""
     try:
         return IPv4Network((interface.address, interface.prefix), strict=False)
     except ValueError:

@@ -52,7 +52,7 @@ MOST_LINES: Mapping[str, int] = {
     "models": 3_787,
     "placement": 4_682,
     "service": 878,
-    "text": 5_224,
+    "text": 5_210,
     "wire": 4_156,
 }
 """Lines of each package; those of files beside the packages are "". A commit that adds some says why."""

@@ -21,7 +21,7 @@ _TYPES = {kind: kind for kind in ("null", "boolean", "integer", "number", "strin
     "int": "integer", "long": "integer", "float": "number", "double": "number", "bool": "boolean",
     "dict": "object", "map": "object", "list": "array", "tuple": "array", "arr": "array", "none": "null",
 }  # fmt: skip
-_TYPE_OF = {
+_TYPE_OF: Mapping[type, str] = {
     type(None): "null", bool: "boolean", int: "integer", float: "number", str: "string", list: "array",
     dict: "object",
 }  # fmt: skip
@@ -29,33 +29,31 @@ Schema = Mapping[str, Any]
 KnownTypes = dict[tuple[int, int], frozenset[str]]  #: Types by the identity of a schema and the steps to it.
 
 
-def types_of(schema: object, root: Schema, known: KnownTypes | None = None) -> frozenset[str]:
+def types_of(
+    schema: object, root: Schema, known: KnownTypes | None = None, steps: int = _MOST_STEPS
+) -> frozenset[str]:
     """Return the types that a schema in `root` allows; empty: any. `known`: those found in that root."""
-    return _types(schema, root, _MOST_STEPS, {} if known is None else known)
-
-
-def _types(schema: object, root: Schema, steps: int, known: KnownTypes) -> frozenset[str]:
     if not isinstance(schema, Mapping) or not steps:
         return frozenset()
-    place = id(schema), steps
+    known, place = {} if known is None else known, (id(schema), steps)
     if place not in known:
         known[place] = frozenset()
         if len(known) <= _MOST_PLACES:
-            known[place] = _types_in(schema, root, steps, known)
+            known[place] = _types_in(schema, root, known, steps - 1)
     return known[place]
 
 
-def _types_in(schema: Schema, root: Schema, steps: int, known: KnownTypes) -> frozenset[str]:
+def _types_in(schema: Schema, root: Schema, known: KnownTypes, steps: int) -> frozenset[str]:
     if isinstance(reference := schema.get("$ref"), str):
-        return _types(referred(reference, root), root, steps - 1, known)
+        return types_of(referred(reference, root), root, known, steps)
     found = frozenset(named_types(schema.get("type")))
     if not found and isinstance(values := schema.get("enum"), list) and values:
-        found = frozenset(map(_type_of, values))
+        found = frozenset([_TYPE_OF[type(value)] for value in values])
     if not found and "const" in schema:
-        found = frozenset({_type_of(schema["const"])})
+        found = frozenset({_TYPE_OF[type(schema["const"])]})
     for key in _COMBINATIONS:
         if not found and isinstance(parts := schema.get(key), list) and parts:
-            each = [_types(part, root, steps - 1, known) for part in parts]
+            each = [types_of(part, root, known, steps) for part in parts]
             some = [types for types in each if types]
             if key == "allOf":
                 found = frozenset.intersection(*some) if some else found
@@ -95,7 +93,7 @@ def typed(text: str, types: frozenset[str] | None, *, guess: bool = False) -> ob
         return value if guessed and value is not _NO_LITERAL else text
     if value is _NO_LITERAL:
         return text
-    kind = _type_of(value)
+    kind = _TYPE_OF[type(value)]
     if kind == "number" and isinstance(value, float) and value.is_integer() and "number" not in types:
         kind, value = "integer", int(value)
     if kind in types or (kind == "integer" and "number" in types):
@@ -136,7 +134,3 @@ def named_types(given: object) -> list[str]:
     names = [given] if isinstance(given, str) else given if isinstance(given, list) else []
     found = [*dict.fromkeys(_TYPES.get(str(name).strip().lower(), "") for name in names)]
     return [] if "" in found else found
-
-
-def _type_of(value: object) -> str:
-    return _TYPE_OF[type(value)]

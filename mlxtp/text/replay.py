@@ -40,15 +40,12 @@ _BRACKETS = "\"'}]) \n\t"  # signs that end arguments
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """The messages up to `stop`, of which those from `start` on are one answer. `key` ignores thoughts.
-
-    `thoughts` has a digest for each answer of the whole conversation, empty where the client sent none.
-    """
+    """The messages up to `stop`, of which those from `start` on are one answer."""
 
     start: int
     stop: int
-    key: bytes
-    thoughts: Sequence[bytes]
+    key: bytes  #: of all but thoughts
+    thoughts: Sequence[bytes]  #: a digest for each answer of the whole conversation; empty: none was sent
 
 
 def beginnings(base: bytes, messages: Sequence[ChatMessage]) -> Iterator[Beginning]:

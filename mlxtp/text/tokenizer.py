@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from ..errors import Code, RequestError
@@ -20,7 +21,7 @@ from .chat_template import (
     traits_of,
 )
 from .conversation import ChatMessage, Conversation, tool_json
-from .markups import JSON_CALLS, Markup, call_format, thought_markup
+from .markups import JSON_CALLS, call_format, thought_markup
 from .renderer import Renderer, SandboxedRenderer
 from .token_bytes import Detokenizer
 
@@ -49,7 +50,11 @@ class Text:
         self.longest_token = facts.longest_token
         self.markup = thought_markup(facts.template, facts.markers)
         own = call_format(facts.template, facts.markers)
-        traits = _traits(writer, self.markup)
+        traits = TemplateTraits()  # of the best template, even if it takes too long to find its own
+        if facts.renders:
+            with suppress(RequestError):
+                render = partial(writer.render, options={}, prompting=True)
+                traits = traits_of(render, self.markup)
         #: Abilities of the chat template. It has no tools where their calls could not be read.
         self.traits = replace(traits, tools=traits.tools and own is not None)
         #: format of this model's tool calls, and that of tools in words if the template lists none
@@ -152,13 +157,3 @@ class Text:
 
     def detokenizer(self, skip: Collection[int] = ()) -> Detokenizer:
         return Detokenizer(self._writer.facts.tokens, {*self.specials, *skip})
-
-
-def _traits(writer: Renderer, markup: Markup) -> TemplateTraits:
-    """Return the traits of a chat template; those of the best one if it takes too long to find them."""
-    if not writer.facts.renders:
-        return TemplateTraits()
-    try:
-        return traits_of(lambda turns, tools: writer.render(turns, tools, {}, prompting=True), markup)
-    except RequestError:
-        return TemplateTraits()

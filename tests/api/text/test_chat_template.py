@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mlxtp.errors import Code, RequestError
-from mlxtp.text.chat_template import TemplateTraits, left_out, template_messages, template_options
+from mlxtp.text.chat_template import TemplateTraits, left_out, plainer, template_messages, template_options
 from mlxtp.text.conversation import Call, ChatMessage, Conversation, Tool, characters, tool_json
 from mlxtp.text.renderer import LocalRenderer
 from mlxtp.text.tokenizer import Text
@@ -323,6 +323,19 @@ def test_a_template_that_knows_tools_gets_calls_as_objects() -> None:
     assert returned == {"role": "tool", "content": "2", "tool_call_id": "c1", "name": "add"}
     _, message = plain((user("1 + 1?"), said("", Call("c", "add", "[1"))))
     assert message["tool_calls"][0]["function"]["arguments"] == {"arguments": "[1"}
+
+
+def test_at_the_plainest_user_and_assistant_speak_in_turns() -> None:
+    turns = (
+        system("a"), system("b"), said("c"), user("d"), user("e"), said("f", look("g"), thought="h"), result("i"),
+        system("j"), user("k"), said("l"), said("m"),
+    )  # fmt: skip
+    plainest = plainer(TemplateTraits(tools=True))[-1]
+    messages = template_messages(Conversation(turns, (ADD,)), plainest, lambda *_: "")
+    assert [message["role"] for message in messages] == [*["user", "assistant"] * 3, "user"]
+    assert all(message.keys() == {"role", "content"} for message in messages)
+    told = [letter for message in messages for letter in message["content"] if message["role"] == "assistant"]
+    assert {"c", "f", "l", "m"} <= {*told}
 
 
 def test_results_find_their_calls_where_a_model_uses_an_id_twice() -> None:

@@ -50,7 +50,7 @@ MOST_LINES: Mapping[str, int] = {
     "groups": 7_300,
     "identity": 1_582,
     "models": 3_787,
-    "placement": 4_682,
+    "placement": 4_668,
     "service": 878,
     "text": 5_210,
     "wire": 4_156,

@@ -1,13 +1,5 @@
 """Parser of a file that describes machines one does not have yet. Pure: TOML or JSON text in, members out.
 
-    links = "thunderbolt5 mesh"
-
-    [[node]]
-    name = "studio"
-    chip = "Apple M3 Ultra"
-    memory = "512GB"
-    count = 2
-
 `docs/placement.md` has the format. Cables, ports and addresses are made up, so that the code that judges real
 Macs judges these, too.
 """
@@ -41,8 +33,6 @@ _LINKS = 'links are "thunderbolt5 mesh", "thunderbolt5 ring", "thunderbolt4 ring
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """One machine of the file."""
-
     name: str
     chip: Chip
     memory: int
@@ -52,7 +42,7 @@ class _Node:
 
 
 def read_machines(text: str, source: str = "the machines file") -> tuple[MemberMachine, ...]:
-    """Return the members that `text` describes, as TOML, or as JSON if it begins with a brace.
+    """Return the members of a TOML text, or of a JSON text, which begins with a brace.
 
     Raises ConfigError with `source`, the place and the values that are allowed there.
     """
@@ -173,7 +163,6 @@ def _member(place: int, node: _Node) -> MemberMachine:
 def _joined(
     members: Sequence[MemberMachine], nodes: Sequence[_Node], link: str, place: int, source: str
 ) -> list[MemberMachine]:
-    """Return the same members with one more kind of link among them."""
     match link.lower().split():
         case [generation, shape] if generation in _THUNDERBOLT and shape in _SHAPES:
             return _cabled(members, nodes, generation, shape, source)

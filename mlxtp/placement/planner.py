@@ -1,11 +1,8 @@
 """Placement: the nodes that serve a model, their order and their fabric. Pure.
 
-The choice answers a request of the expected workload soonest. The same inputs give the same plan on every
-node. All ranks hold equal shares, so a group is as fast as its slowest member and needs the same memory of
-each. That makes the search small. For each number of nodes and each fabric, nodes without the memory are left
-out. The fastest members that the fabric joins are found by trying longer and longer beginnings of the list
-sorted by speed. The search bisects, because a longer beginning allows every group of a shorter one. See
-`candidates.py` for groups in a graph.
+The choice answers a request of the expected workload soonest, and is the same on every node. Where ranks
+share layers, a group is as fast as its slowest member and needs the same memory of each, which makes the
+search of `candidates.py` small; docs/placement.md explains it.
 """
 
 from __future__ import annotations

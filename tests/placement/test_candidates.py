@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxtp.placement.candidates import STEPS, Graph, circle, clique
+from mlxtp.placement.candidates import STEPS, Graph, circle, clique, preference
+
+from .made_up_macs import mac
 
 NODES = "abcdef"
 PAIRS = list(combinations(NODES, 2))
@@ -66,3 +68,15 @@ def test_a_hopeless_search_gives_up(must: str) -> None:
     graph = {node: frozenset(nodes) - hubs if node in hubs else hubs for node in nodes}
     assert circle(nodes, 8, graph, must) == ()
     assert STEPS < 10**6
+
+
+def test_macs_are_preferred_by_speed_memory_and_caches() -> None:
+    preferred = (
+        mac(5, chip="Apple M1 Ultra"),  # it reads faster than an M5 Max, and computes less
+        mac(4, chip="Apple M5 Max", memory=128),
+        mac(3, chip="Apple M5 Max", caches=("0 model",)),
+        mac(2, chip="Apple M5 Max", caches=("1 model",)),
+        mac(1, chip="Apple M5 Max", caches=("0 another",), free=60),
+        mac(6, chip="Apple M5 Max", free=64),
+    )
+    assert sorted({*preferred}, key=lambda each: preference(each, "org/model")) == [*preferred]

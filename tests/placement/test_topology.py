@@ -272,3 +272,9 @@ def test_the_slower_end_says_how_fast_a_link_is() -> None:
     link = Topology(members).tcp(ETHERNET, A, B)
     assert link is not None
     assert link.mbps == 1000
+
+
+def test_each_network_has_one_fastest_link() -> None:
+    topology = Topology(on_lan(on_lan(two(), "192.168.7"), "192.168.8"))
+    assert len(topology.links(ETHERNET, A, B)) == 2
+    assert [link.network for link in topology.fastest(A, B)] == [THUNDERBOLT, ETHERNET]

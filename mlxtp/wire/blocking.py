@@ -21,8 +21,7 @@ _BACKLOG = 16
 class BlockingLink:
     """One end of a link. Any thread may send or close; one thread receives.
 
-    They exclude each other while they use the protocol, never while they wait for the socket: a peer that
-    does not read cannot keep this end from reading.
+    None waits for the socket under the protocol's lock: a peer that does not read keeps no end from reading.
     """
 
     def __init__(self, sock: socket.socket | TlsSocket, protocol: Session, send_timeout_s: float) -> None:

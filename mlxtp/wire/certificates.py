@@ -313,7 +313,6 @@ def key_from_pem(pem: bytes) -> PrivateKey:
 
 
 def certificates_to_pem(*certificates: bytes) -> bytes:
-    """Return one PEM text of certificates."""
     return b"".join(_parsed(each).public_bytes(Encoding.PEM) for each in certificates)
 
 
@@ -371,7 +370,7 @@ def _builder(
 
 def _time(seconds: float) -> datetime:
     """Return a time in seconds since 1970 as certificates have it: whole seconds, up to the year 9999."""
-    return datetime.fromtimestamp(min(max(int(seconds), 0), VALID_UNTIL.timestamp()), UTC)
+    return datetime.fromtimestamp(min(max(int(seconds), 0), _FOREVER), UTC)
 
 
 def _name(text: str) -> x509.Name:

@@ -45,7 +45,6 @@ class LinkKind(Enum):
         return self.value[0]
 
     def who(self, side: Side) -> str:
-        """Return the name of `side` of such a link."""
         return self.value[1] if side is Side.UPPER else self.value[2]
 
 
@@ -193,20 +192,9 @@ _ROUNDS_OF_LEADER = (
 )
 
 #: Rank 0 sends tokens until it replies to the command that crossed them. No other link of a rank has these.
-_VOICE = _in(
-    (
-        LinkState.LOADED,
-        LinkState.RESIZING,
-        LinkState.UNLOADING,
-        LinkState.MEASURING,
-        LinkState.CLOSING,
-        LinkState.CLOSING_AFTER_DONE,
-        LinkState.CLOSING_AFTER_LOAD,
-        LinkState.CLOSING_AFTER_TIMES,
-    ),
-    _LOWER,
-    *_EVENTS,
-)
+_CROSSED = (LinkState.RESIZING, LinkState.UNLOADING, LinkState.MEASURING)
+_CLOSING = (LinkState.CLOSING, *(_SHUTDOWN_WHEN_BUSY[state] for state in _CROSSED))
+_VOICE = _in((LinkState.LOADED, *_CROSSED, *_CLOSING), _LOWER, *_EVENTS)
 
 
 def _states(rows: Iterable[Transition]) -> frozenset[LinkState]:

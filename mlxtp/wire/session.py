@@ -455,10 +455,9 @@ class Session:
         return data
 
     def receive_data(self, data: bytes) -> list[Received]:
-        """Return the messages that `data` completes.
+        """Return the messages that `data` completes; none after an Error or a SessionEnd of this end.
 
-        After an Error or a SessionEnd of this end, later data from the peer is discarded. Raises
-        RemoteProtocolError; messages that came before the fault in the same `data` are lost with it.
+        Raises RemoteProtocolError; messages that came before the fault in the same `data` are lost with it.
         """
         self._check_failure()
         received: list[Received] = []

@@ -115,6 +115,7 @@ def integers(low: int, high: int, min_items: int, max_items: int) -> FieldCodec:
     """Tuple of integers as packed little-endian 32-bit words: four bytes per item, no object for each."""
     unsigned = high > 2**31 - 1
     kind = "I" if unsigned else "i"
+    at_least, at_most = 4 * min_items, 4 * max_items
     few = [struct.Struct(f"<{count}{kind}") for count in range(_FEW)]
 
     def pack(value: tuple[int, ...]) -> bytes:
@@ -127,9 +128,9 @@ def integers(low: int, high: int, min_items: int, max_items: int) -> FieldCodec:
     def check(value: Wire) -> tuple[int, ...]:
         if value == b"" and not min_items:
             return ()
-        if type(value) is not bytes or len(value) % 4 or not min_items <= len(value) // 4 <= max_items:
+        if type(value) is not bytes or (size := len(value)) % 4 or not at_least <= size <= at_most:
             raise ValueError(f"{min_items} to {max_items} packed 32-bit integers")
-        count = len(value) // 4
+        count = size // 4
         items = few[count].unpack(value) if count < _FEW else struct.unpack(f"<{count}{kind}", value)
         least, most = (
             (items[0], items[0]) if count == 1 else (min(items), max(items)) if items else (low, high)
@@ -167,15 +168,16 @@ def record(kind: type[Any]) -> FieldCodec:
     packs = tuple((name, codec.to_wire) for name, codec in codecs.items())
     # Setters of slots, because the `__init__` of a frozen dataclass takes twice as long.
     checks = tuple((name, codec.from_wire, getattr(kind, name).__set__) for name, codec in codecs.items())
+    count, new = len(checks), object.__new__
     grows = issubclass(kind, Message) and kind.GROWS
 
     def pack(value: Any) -> Wire:
         return {name: to_wire(getattr(value, name)) for name, to_wire in packs}
 
     def check(value: Wire) -> Any:
-        if type(value) is not dict or (len(value) != len(checks) and not grows):
+        if type(value) is not dict or (len(value) != count and not grows):
             raise ValueError(f"a map of exactly the fields {', '.join(codecs) or '(none)'}")
-        part = object.__new__(kind)
+        part = new(kind)
         try:
             for name, from_wire, fill in checks:
                 fill(part, from_wire(value[name]))

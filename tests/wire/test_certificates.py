@@ -6,9 +6,15 @@ import contextlib
 from collections.abc import Callable
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.serialization import Encoding
 
 from mlxtp.errors import Code, ProtocolError
+from mlxtp.wire import certificates
 from mlxtp.wire.certificates import (
+    VALID_FROM,
+    VALID_UNTIL,
     Authority,
     MemberCertificates,
     NodeIdentity,
@@ -158,3 +164,18 @@ def test_what_is_no_point_on_the_curve(point: bytes) -> None:
 
 def test_a_secret_does_not_show_in_a_text() -> None:
     assert "key" not in repr(AUTHORITY)
+
+
+def test_a_certificate_that_may_not_sign_others_is_no_authority() -> None:
+    key, name = new_key(), "mlxtp cluster"
+    builder = certificates._builder(name, key.public_key(), VALID_FROM, VALID_UNTIL)
+    builder = builder.issuer_name(certificates._name(name))
+    builder = builder.add_extension(certificates._uri(f"mlxtp:cluster:{'0' * 16}"), critical=False)
+    for ca in (True, False):
+        limits = x509.BasicConstraints(ca=ca, path_length=None)
+        made = builder.add_extension(limits, critical=True).sign(key, hashes.SHA256())
+        if ca:
+            assert cluster_of(made.public_bytes(Encoding.DER)) == "0" * 16
+        else:
+            with pytest.raises(ProtocolError):
+                cluster_of(made.public_bytes(Encoding.DER))

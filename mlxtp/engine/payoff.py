@@ -68,7 +68,6 @@ class DraftUse:
 # --- costs -----------------------------------------------------------------------------------------------
 
 SAMPLES, FEW = 10, 3  #: newest steps of a kind, which are averaged; plain ones that are measured first
-MOST_SLOWER = 3.0  #: times its guess of a first step that may have compiled kernels
 SHORT = 1024  #: tokens of a row, above which each doubling has costs of its own
 WIDER = 0.1  #: guess: cost of each token that the host feeds a row, in plain steps
 
@@ -93,7 +92,6 @@ class StepCosts:
         self._samples = defaultdict[tuple[int, StepKind], deque[float]](lambda: deque(maxlen=SAMPLES))
         #: By context, rows and proposer: fed tokens and cost of the newest step with drafts.
         self._newest: dict[tuple[int, int, Proposer], tuple[int, float]] = {}
-        self._slow: set[tuple[int, StepKind]] = set()  # whose first step did not count
 
     def plain_s(self, rows: int) -> float:
         """Return the seconds of a plain step, 0 while none was measured."""
@@ -104,37 +102,37 @@ class StepCosts:
         return len(self._samples.get((self.context, StepKind(rows)), range(FEW))) >= FEW
 
     def cost(self, kind: StepKind) -> float:
+        """Return the cost of steps of a kind. One that was slower than guessed may have compiled kernels."""
         if not kind.fed:
             return 1.0
-        if samples := self._samples.get((self.context, kind)):
+        samples: Collection[float] = self._samples.get((self.context, kind), ())
+        if len(samples) > 1:
             return _average(samples)
-        at = self.context, kind.rows
-        fed, cost = self._newest.get((*at, kind.proposer), (2, 1 + 2 * WIDER))
+        fed, cost = self._newest.get((self.context, kind.rows, kind.proposer), (2, 1 + 2 * WIDER))
         if kind.fed > fed and kind.proposer == "lookup":
-            return cost * (1 + WIDER * kind.fed) / (1 + WIDER * fed)
-        return 1 + WIDER + (cost - 1 - WIDER) * (kind.fed - 1) / (fed - 1)
+            guess: float = cost * (1 + WIDER * kind.fed) / (1 + WIDER * fed)
+        else:
+            guess = 1 + WIDER + (cost - 1 - WIDER) * (kind.fed - 1) / (fed - 1)
+        return min((guess, *samples))
 
     def took(self, kind: StepKind, seconds: float) -> float:
         """Record a step; returns its cost, with that of a slow one before it which did not count."""
-        at, usual = (self.context, kind), self.cost(kind)
+        samples, usual = self._samples[self.context, kind], self.cost(kind)
         if not kind.fed:
-            self._samples[at].append(seconds)
+            samples.append(seconds)
         if not kind.fed or len(self._samples[self.context, StepKind(kind.rows)]) < FEW:
             return usual
-        samples, cost = self._samples[at], seconds / self.plain_s(kind.rows)
-        is_slow = not samples and cost > MOST_SLOWER * usual
-        if is_slow and at not in self._slow:
-            self._slow.add(at)  # it may have compiled kernels
+        samples.append(seconds / self.plain_s(kind.rows))
+        if len(samples) == 1 and samples[0] > usual:
             return usual
-        self._slow.discard(at)
-        samples.append(cost)
+        cost = _average(samples)
         if kind.fed > 1:
-            self._newest[self.context, kind.rows, kind.proposer] = kind.fed, _average(samples)
+            self._newest[self.context, kind.rows, kind.proposer] = kind.fed, cost
         for drafts in [drafts for drafts in LENGTHS if 1 + drafts < kind.fed]:
             shorter = self.context, kind._replace(fed=1 + drafts)
-            if _average(self._samples.get(shorter, ())) > _average(samples):
+            if _average(self._samples.get(shorter, ())) > cost:
                 del self._samples[shorter]  # because a shorter draft costs less
-        return _average(samples) + (cost if is_slow else 0.0)
+        return cost * 2 if len(samples) == 2 and samples[0] > usual else cost
 
     def forget(self, rows: int, proposer: Proposer | None = None) -> None:
         """Guess again what steps of so many rows cost. Without `proposer`, from plain steps that come."""

@@ -179,7 +179,7 @@ def test_hardly_slower_than_the_best_fixed_choice_and_than_none(world: str) -> N
         played.random.seed(seed)
         rates.append(played.run(300).rate(1000))
         assert played.switches() < 60, "it does not switch to and fro"
-    assert fmean(rates) > 0.97 * played.best()
+    assert fmean(rates) > 0.965 * played.best()
 
 
 @given(
@@ -406,7 +406,8 @@ def known_costs(rows: int = 1) -> StepCosts:
 def test_guesses_follow_the_newest_measure() -> None:
     known = known_costs()
     assert [known.cost(StepKind(1, fed)) for fed in (0, 1, 2, 17)] == pytest.approx([1, 1.1, 1.2, 2.7])
-    known.took(StepKind(1, 9), 3.8)  # twice its guess
+    for _ in range(2):
+        known.took(StepKind(1, 9), 3.8)  # twice its guess
     assert known.cost(StepKind(1, 17)) == pytest.approx(2 * 2.7)
     assert known.cost(StepKind(1, 5)) == pytest.approx((1.1 + 3.8) / 2), "from a step that waits"
     assert known.cost(StepKind(1, 9, "mtp")) == pytest.approx(1.9), "of each proposer"
@@ -432,7 +433,9 @@ def test_a_first_slow_step_counts_once_another_one_was_slow() -> None:
     """Its kernels were compiled, say."""
     known, kind = known_costs(), StepKind(1, 2)
     assert known.took(kind, 100.0) == pytest.approx(1.2)
-    assert known.took(kind, 1.1) == pytest.approx(1.1)
+    assert known.cost(kind) == pytest.approx(1.2), "it did not count"
+    assert known.took(kind, 1.1) == pytest.approx(2.2), "both"
+    assert known.took(kind, 1.1) == known.cost(kind) == pytest.approx(1.1)
     known.forget(1, "lookup")
     assert known.took(kind, 100.0) == pytest.approx(1.2)
     assert known.took(kind, 100.0) == pytest.approx(200.0)
@@ -441,7 +444,7 @@ def test_a_first_slow_step_counts_once_another_one_was_slow() -> None:
 
 def test_what_is_forgotten_is_guessed() -> None:
     known = known_costs()
-    for kind in (StepKind(1, 9), StepKind(1, 2, "mtp")):
+    for kind in (StepKind(1, 9), StepKind(1, 2, "mtp")) * 2:
         known.took(kind, 2.5)
     known.forget(1, "lookup")
     assert known.cost(StepKind(1, 9)) == pytest.approx(1.9)
@@ -455,6 +458,7 @@ def test_forced_tokens_are_fed_as_many_as_save_time() -> None:
     assert policy.forced(1, 10) == 10, "without a measure, all"
     policy.costs = known_costs()
     for drafts, cost in ((1, 1.2), (2, 1.4), (4, 4.0), (8, 8.0), (16, 16.0)):
-        policy.costs.took(StepKind(1, 1 + drafts), cost)
+        for _ in range(2):
+            policy.costs.took(StepKind(1, 1 + drafts), cost)
     assert policy.forced(1, 10) == 2
     assert policy.forced(1, 0) == 0

@@ -579,10 +579,10 @@ class KVCacheManager:
         return self.make_room()
 
     def _has_room(self) -> bool:
-        """Return True if every row has room for its next step."""
-        return all(
-            size <= row.progress.room
-            for size, row in zip(_lengths(self._running), self._running, strict=True)
+        """Return True if every row has room for its next step. Called before each: quicker than `_lengths`."""
+        held = [sequence.progress for sequence in self._running]
+        return all([at.position + MAX_WIDTH <= at.room for at in held]) or (
+            len(held) == 1 and self._running[0].longest <= held[0].room
         )
 
     def _lay_out(self, joining: Sequence[SequenceState] = ()) -> bool:

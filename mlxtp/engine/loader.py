@@ -143,7 +143,7 @@ TYPES = {
     "BF16": mx.bfloat16,
     "U32": mx.uint32,
     "U16": mx.uint16,
-    "U8": mx.uint8,
+    **dict.fromkeys(("U8", "F8_E4M3", "F8_E8M0"), mx.uint8),  # as MLX loads them
 }
 
 
@@ -154,14 +154,17 @@ def untouched(folder: Path, parameters: Mapping[str, mx.array]) -> dict[str, Sto
         for stored in read_header(path):
             by_shape.setdefault((stored.shape, TYPES.get(stored.type)), []).append(stored)
 
-    def same_end(one: str, other: str) -> bool:  # files and models use different prefixes
-        return f".{one}".endswith(f".{other}") or f".{other}".endswith(f".{one}")
+    def own(name: str) -> str:  # "model.language_model" in a file can be "language_model.model" in mlx-lm
+        return "".join(f".{part}" for part in name.split(".") if part not in ("model", "language_model"))
+
+    def same_end(one: str, other: str) -> bool:  # other prefixes differ, too
+        return one.endswith(other) or other.endswith(one)
 
     found = {}
     for name, array in parameters.items():
         alike = by_shape.get((array.shape, array.dtype), [])
         if len(alike) > 1:
-            alike = [s for s in alike if same_end(s.name, name)]
+            alike = [s for s in alike if same_end(own(s.name), own(name))]
             alike = [s for s in alike if s.name == name] or alike
         if len(alike) == 1 and steps(array) == ["Load"]:
             found[name] = alike[0]

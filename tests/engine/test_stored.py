@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import struct
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -98,6 +100,35 @@ def test_a_file_that_ends_within_the_rows_is_an_error(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:5000])
     with pytest.raises((OSError, RuntimeError)):
         cut_stored(stored, array, EMBEDDING, 254, 255)
+
+
+def test_tensors_of_one_shape_are_found_where_mlx_lm_renames_their_prefixes(tmp_path: Path) -> None:
+    """As in originals of Qwen3.5 and Qwen3-VL, whose embedding every rank would read whole."""
+    names = "model.language_model.embed_tokens.weight", "lm_head.weight"
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), {name: mx.zeros((1000, 64)) for name in names})
+    loaded = weights(tmp_path)
+    renamed = {
+        "language_model.model.embed_tokens.weight": loaded[names[0]],
+        "language_model.lm_head.weight": loaded[names[1]],
+    }
+    found = {name: stored.name for name, stored in untouched(tmp_path, renamed).items()}
+    assert found == dict(zip(renamed, names, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["F8_E4M3", "F8_E8M0"])
+def test_a_tensor_of_bytes_is_not_taken_for_one_of_another_type(tmp_path: Path, kind: str) -> None:
+    """MLX loads numbers of 8 bits as integers, too."""
+    tensors = {
+        name: {"dtype": dtype, "shape": [4, 4], "data_offsets": [at, at + 16]}
+        for name, dtype, at in (("a.weight", kind, 0), ("b.scales", "U8", 16))
+    }
+    header = json.dumps(tensors).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(range(32)))
+    array = weights(tmp_path)["a.weight"]
+    [stored] = untouched(tmp_path, {"a.weight": array}).values()
+    assert (stored.name, stored.type) == ("a.weight", kind)
+    part = cut_stored({"a.weight": stored}, array, "a.weight", 1, 2)
+    assert part.tolist() == array[1:3].tolist()
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

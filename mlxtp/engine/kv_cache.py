@@ -579,9 +579,9 @@ class KVCacheManager:
         return self.make_room()
 
     def _has_room(self) -> bool:
-        """Return True if every row has room for its next step. Called before each: quicker than `_lengths`."""
+        """Return True if every row has room for its next step. Called before each; cheaper than lengths."""
         held = [sequence.progress for sequence in self._running]
-        return all([at.position + MAX_WIDTH <= at.room for at in held]) or (
+        return all(at.position + MAX_WIDTH <= at.room for at in held) or (
             len(held) == 1 and self._running[0].longest <= held[0].room
         )
 

@@ -41,9 +41,15 @@ def _first_of(part: Any, names: Sequence[str]) -> int:
     return next((int(getattr(part, name)) for name in names if hasattr(part, name)), 0)
 
 
+def _name_in(part: Any, names: Sequence[str]) -> str:
+    if found := [name for name in names if hasattr(part, name)]:
+        return found[0]
+    raise AttributeError(f"{type(part).__name__} has none of {', '.join(names)}")
+
+
 def attention(part: Any, group: Group) -> None:
     """Divide an attention by heads. If there are fewer KV heads than ranks, several ranks have the same."""
-    heads, kv_heads = (next(name for name in names if hasattr(part, name)) for names in (_HEADS, _KV_HEADS))
+    heads, kv_heads = _name_in(part, _HEADS), _name_in(part, _KV_HEADS)
     count = getattr(part, kv_heads)
     into = [name for name in ("k_proj", "v_proj") if name in part]  # a layer may read another one's keys
     for name in into:
@@ -200,7 +206,7 @@ def divide_usual(model: Any, group: Group) -> None:
             copy_heads(part.k_norm, part.k_norm.weight.size // part.head_dim, group)
             part.q_norm, part.k_norm = SharedNorm(part.q_norm, group), SharedNorm(part.k_norm, group)
         attention(part, group)
-        part = next(layer[name] for name in ("mlp", "block_sparse_moe", "feed_forward") if name in layer)
+        part = layer[_name_in(layer, ("mlp", "block_sparse_moe", "feed_forward"))]
         found = [part[name] for name in ("switch_mlp", "experts") if name in part]
         if not found:
             projections(part, group)

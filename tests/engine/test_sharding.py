@@ -12,7 +12,11 @@ import mlx_lm.models
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mlx import nn
 
+from mlxtp.engine import families
+from mlxtp.engine.group import LoneGroup
+from mlxtp.engine.loader import MLX_LM_RAISES
 from mlxtp.engine.sharding import (
     COMPILED_COLLECTIVES,
     check_divisible,
@@ -168,6 +172,16 @@ def test_a_model_that_does_not_say_what_it_is(config: dict[str, object]) -> None
     with pytest.raises(ModelError, match="names no model_type") as refused:
         check_shardable(config, 1)
     assert refused.value.code is Code.MODEL_INVALID
+
+
+def test_a_layer_without_the_known_parts_is_refused_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = nn.Module()
+    layer.self_attn = nn.Module()
+    with pytest.raises(MLX_LM_RAISES, match="Module has none of n_heads, num_heads"):
+        families.attention(layer.self_attn, LoneGroup())
+    monkeypatch.setattr(families, "attention", lambda _part, _group: None)
+    with pytest.raises(MLX_LM_RAISES, match="Module has none of mlp, block_sparse_moe"):
+        families.divide_usual(SimpleNamespace(layers=[layer]), LoneGroup())
 
 
 def test_a_family_that_cannot_be_sharded_runs_on_one_rank_only() -> None:

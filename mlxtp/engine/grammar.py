@@ -20,7 +20,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -191,6 +190,7 @@ class Grammars:
         self._kept: OrderedDict[tuple[str, str], Grammar] = OrderedDict()
         self._compiling = threading.Lock()
         self._looking = threading.Lock()
+        self._was_read: tuple[LLTokenizer, Hints] | None = None
 
     def kept(self, kind: str, text: str) -> Grammar | None:
         with self._looking:
@@ -201,7 +201,7 @@ class Grammars:
     def read(self) -> None:
         """Read the tokenizer while a model loads. Later it would stop all requests for a second or two."""
         with contextlib.suppress(RequestError):
-            _ = self._tokenizer_and_hints
+            self._tokenizer_and_hints()
 
     def compile(self, kind: str, text: str) -> Grammar:
         """Return the grammar, compiled unless it is cached. Raises RequestError that explains a refusal."""
@@ -233,7 +233,7 @@ class Grammars:
 
     def _compile(self, kind: str, text: str) -> Grammar:
         self._trial.start()
-        tokenizer, hints = self._tokenizer_and_hints
+        tokenizer, hints = self._tokenizer_and_hints()
         size = max(self._trial.run(kind, text), len(text))
         if size > self.max_kept_bytes:
             raise refused(kind, f"it takes {size >> 20} MiB; the limit is {self.max_kept_bytes >> 20} MiB")
@@ -243,10 +243,11 @@ class Grammars:
             hints = _with_suffixes(hints, text, tokenizer, self.vocabulary)
         return Grammar(size, Matcher(state, tokenizer.vocab_size, self.vocabulary, hints, length))
 
-    @cached_property
     def _tokenizer_and_hints(self) -> tuple[LLTokenizer, Hints]:
-        tokenizer = read_tokenizer(self.folder, self.vocabulary, self.eos)
-        return tokenizer, _hints(tokenizer, self.vocabulary)
+        if self._was_read is None:  # no `cached_property`: in Python 3.11 all instances share its lock
+            tokenizer = read_tokenizer(self.folder, self.vocabulary, self.eos)
+            self._was_read = tokenizer, _hints(tokenizer, self.vocabulary)
+        return self._was_read
 
     def _keep(self, kind: str, text: str, grammar: Grammar) -> Grammar:
         with self._looking:

@@ -7,6 +7,7 @@ import random
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -442,6 +443,29 @@ def test_the_tokenizer_that_was_read_at_load_is_used(monkeypatch: pytest.MonkeyP
         assert held.compile("json_schema", ANY_OBJECT).matcher().mask().any()
     finally:
         held.close()
+
+
+def test_a_model_is_not_kept_waiting_by_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose thread may still read a tokenizer. A lock of a property is all instances' in Python 3.11."""
+    begun, go_on = threading.Event(), threading.Event()
+    read = grammar_module.read_tokenizer
+
+    def slow(folder: Path, vocabulary: int, eos: frozenset[int]) -> Any:
+        if vocabulary == VOCABULARY + 1:
+            begun.set()
+            assert go_on.wait(WAIT_S)
+        return read(folder, VOCABULARY, eos)
+
+    monkeypatch.setattr(grammar_module, "read_tokenizer", slow)
+    former, new = Grammars(FOLDER, VOCABULARY + 1, EOS), Grammars(FOLDER, VOCABULARY, EOS)
+    with ThreadPoolExecutor() as threads:
+        reading = threads.submit(former.read)
+        try:
+            assert begun.wait(WAIT_S)
+            threads.submit(new.read).result(WAIT_S / 2)
+        finally:
+            go_on.set()
+            reading.result(WAIT_S)
 
 
 def test_nothing_is_started_before_the_first_grammar(tmp_path: Path) -> None:

@@ -142,8 +142,9 @@ class RankTelemetry:
 
     def unloaded(self) -> None:
         had, self.model, self.drafts.mtp = self.stats, "", False
-        self.stats = RankStats(forwards=had.forwards, collectives=had.collectives)
-        self.stats.emitted, self.stats.collective_us = had.emitted, had.collective_us
+        left = RankStats(forwards=had.forwards, collectives=had.collectives)
+        left.emitted, left.collective_us = had.emitted, had.collective_us
+        self.stats = left  # whole, as another thread reads it
 
     def enter(self, phase: Phase) -> None:
         self.phase = phase

@@ -131,9 +131,8 @@ class ModelLoader:
         began, group = time.monotonic(), ranks.group
         counted = counted_shares(model.shape, group.world_size, group.split) if model.shape else ()
         try:
-            with ranks.watch.warming_up():  # rank 0 runs first forwards at the end of a load, to time them
-                draft = str(model.draft_path or "")
-                loaded = await ranks.load(str(model.path), model.text.eos, draft, counted)
+            draft = str(model.draft_path or "")
+            loaded = await ranks.load(str(model.path), model.text.eos, draft, counted)
         except ModelError as error:
             raise refusal(model.id, model.path.name, group.world_size, error) from error
         if self._settings.speculation == "mtp" and not loaded.mtp:

@@ -269,7 +269,7 @@ class Bucket:
             self.arrays = _placed(self.arrays, moved, row)
             self.rows[row] = self.rows[last]
         if self.states is not None and last:
-            self.states = self.states.rows(_without(row, last))
+            self.states = self.states.rows(rows_without(row, last))
         self.rows.pop()
 
 
@@ -298,7 +298,7 @@ class MergedBucket:
         row = self.rows.index(uid)
         self.rows[row] = self.rows[-1]
         self.rows.pop()
-        order = _without(row, len(self.rows))
+        order = rows_without(row, len(self.rows))
         if len(order) > 1:
             for cache in self.caches:
                 cache.filter(mx.array(order))
@@ -312,7 +312,7 @@ class MergedBucket:
         return cut([cache.extract(row) for cache in self.caches], length)
 
 
-def _without(row: int, last: int) -> list[int]:
+def rows_without(row: int, last: int) -> list[int]:
     """Return the order of rows without `row`, whose place the `last` one takes."""
     return [*range(row), last, *range(row + 1, last)][:last]
 
@@ -488,6 +488,7 @@ def _arrays_of(cache: Any) -> list[mx.array]:
     return [array for each in both for array in (each if isinstance(each, list | tuple) else (each,))]
 
 
+# Of the module, because a closure that calls itself would keep its arrays alive.
 def _next_view(cache: Any, growing: Iterator[LayerView], recurrent: Iterator[StateView]) -> Any:
     if hasattr(cache, "caches"):
         return [_next_view(each, growing, recurrent) for each in cache.caches]
@@ -723,8 +724,8 @@ class CacheKind:
             cache.step = capacity(total) - offset
 
     def _has_masks_by_row(self) -> bool:
-        """Return True if attention takes a mask for each row, which gemma2's does not."""
-        rows = self._empty[0][0][1] + 1
+        """Return True if attention takes a mask for each row, by a forward that is never run."""
+        rows = self._empty[0][0][1] + 1  # with one less, gemma2's would take them for its heads' and be wrong
         arrays = [mx.zeros((rows, *shape[1:]), dtype=dtype) for shape, dtype, _ in self._empty]
         shape = ForwardShape.arrays(mx.zeros(rows, dtype=mx.int32), 1, SMALLEST, self.rings(SMALLEST))
         views = self.views(arrays, ForwardShape(*shape))

@@ -27,6 +27,7 @@ from .batch import (
     cut,
     overlap,
     plain,
+    rows_without,
     separate,
     share,
     snapshot,
@@ -341,7 +342,7 @@ class Runner:
         elif uid in self._batch.rows:
             self._model.catch_up(self._batch.parts((uid,)))
             row, last = self._batch.rows.index(uid), len(self._batch.rows) - 1
-            self._inputs.left(uid, [last if each == row else each for each in range(last)])  # as in the batch
+            self._inputs.left(uid, rows_without(row, last))
             kept = self._batch.leave(uid, keep)
         if kept is not None:
             self.kept.insert(uid, kept, keep, covers)

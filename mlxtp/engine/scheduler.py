@@ -55,7 +55,7 @@ class QueuedForward:
     late: bool = False
 
 
-NO_FORWARD = QueuedForward((), tokens=1)  #: in place of one with frames that are none
+NO_FORWARD = QueuedForward(())  #: for frames that are no forward
 
 
 class Scheduler:

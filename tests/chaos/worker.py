@@ -34,7 +34,7 @@ from mlxtp.engine.loader import ModelShare
 from mlxtp.engine.mailbox import Mailbox
 from mlxtp.engine.runner import Runner
 from mlxtp.engine.sampler import Chooser, Chosen, Sampler, Scores
-from mlxtp.engine.scheduler import NO_FORWARD, Scheduler
+from mlxtp.engine.scheduler import QueuedForward, Scheduler
 from mlxtp.engine.sharding import Vocabulary
 from mlxtp.engine.steps import DecodeFrame
 from mlxtp.wire.blocking import BlockingLink
@@ -462,7 +462,7 @@ def extra_step(original: Wrapped, scheduler: Scheduler) -> DecodeFrame | None:
         extra_step.last = frame  # type: ignore[attr-defined]
     if isinstance(frame, SessionStop) and orders.due("extra_step"):
         scheduler.frames.appendleft(frame)
-        scheduler.in_flight.append(NO_FORWARD)
+        scheduler.in_flight.append(QueuedForward((), tokens=1))
         last: Forward = extra_step.last  # type: ignore[attr-defined]
         return Forward((frame.uid,), (last.positions[last.rows.index(frame.uid)] + 1,))
     return frame

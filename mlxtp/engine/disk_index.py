@@ -1,8 +1,9 @@
 """Choice of what goes to disk and of what comes back, on rank 0 alone. Pure.
 
-A block is named by the digest of all tokens up to its end. Of caches that can be cut, it holds the next
-`BLOCK` tokens, of others everything at one place. The digest of the tokens up to the last multiple of `STEM`
-then stands for the block before it, so that few ends have to be compared with a prompt.
+A block is named by the digest of all tokens up to its end, and of the salt, which keeps users apart. Of
+caches that can be cut, it holds the next `BLOCK` tokens, of others everything at one place. The digest of the
+tokens up to the last multiple of `STEM` then stands for the block before it, so that few ends have to be
+compared with a prompt.
 """
 
 from __future__ import annotations

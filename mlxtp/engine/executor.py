@@ -401,8 +401,8 @@ def ranks_here(bootstrap: Bootstrap) -> int:
 
 
 def kv_room_bytes(ranks: int) -> int:
-    """Return bytes for KV caches: three quarters of what is free for one of `ranks`, and for the GPU."""
+    """Return bytes for KV caches: three quarters of what is free for one of the machine's `ranks`."""
     room = free_bytes() // ranks
-    if mx.metal.is_available():
+    if mx.metal.is_available():  # at most what is recommended for the GPU, less what this rank has
         room = min(room, gpu_bytes() - mx.get_active_memory())
     return max(room, 0) * 3 // 4

@@ -218,13 +218,13 @@ def divide_usual(model: Any, group: Group) -> None:
 
 
 def divide_gemma4(model: Any, group: Group) -> None:
-    """Divide the same, but no inputs of single layers (E2B, E4B). A norm is behind each sum."""
+    """Divide the same, but no inputs of single layers (E2B, E4B)."""
     for layer in model.layers:
         attention(layer.self_attn, group)
         projections(layer.mlp, group)
         if layer.enable_moe:
             experts(layer.experts.switch_glu, group)
-            summed(layer.experts, group)
+            summed(layer.experts, group)  # apart from the MLP: each has a norm of its own behind it
 
 
 def divide_nemotron_h(model: Any, group: Group) -> None:

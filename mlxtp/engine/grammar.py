@@ -1,8 +1,8 @@
 """Grammars of answers: masks of the tokens that may come next. On rank 0 alone, without MLX.
 
 JSON is written on one line, with the separators of its schema's `x-guidance`, `", "` and `": "` by default,
-and properties in the schema's order. Others than it names are allowed unless `additionalProperties` forbids
-them. Keywords that cannot be enforced are refused.
+and properties in the schema's order. Properties that it does not name are allowed unless
+`additionalProperties` forbids them. Keywords that cannot be enforced are refused.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Hints:
 
 
 class CpuAllowance:
-    """CPU time, so that a busy machine ends no answer: STEP_S a mask or token, `burst_s` before that."""
+    """CPU time, so that a busy machine ends no answer: `burst_s`, and STEP_S more for each mask or token."""
 
     def __init__(self, burst_s: float = BURST_S, search: CpuAllowance | None = None) -> None:
         self.search = search or self  #: the allowance of searches for an answer's ending
@@ -96,7 +96,7 @@ class CpuAllowance:
 
 @dataclass(slots=True)
 class Matcher:
-    """Position of one answer in its grammar; accepts each chosen token. All answers share an allowance."""
+    """Position of an answer in its grammar; accepts each chosen token. Answers in one share an allowance."""
 
     _state: LLMatcher
     _tokens: int

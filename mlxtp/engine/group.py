@@ -58,7 +58,7 @@ class CollectiveCounter:
         return self.count + (max if one_way else sum)((self._sent, self._received))
 
     def install(self) -> None:
-        for name in _COLLECTIVES:
+        for name in _COLLECTIVES:  # layers look these up at each call
             setattr(mx.distributed, name, self._counted(name, getattr(mx.distributed, name)))
 
     def _counted(self, name: str, collective: Any) -> Any:

@@ -623,7 +623,7 @@ class KVCacheManager:
         return True
 
     def fits_alone(self, sequence: SequenceState) -> bool:
-        """Return True if a sequence fits alone, which `Scheduler.add` checked for another room."""
+        """Return True if a sequence fits alone. It did when it was added, but the room may have shrunk."""
         soon = max(sequence.progress.position, sequence.progress.prompt) + MAX_WIDTH
         return capacity(min(soon, sequence.longest)) + self._row_tokens <= self.kv_tokens
 

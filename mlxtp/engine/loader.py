@@ -504,7 +504,7 @@ def _batches(
 
 
 def _by_columns(weight: mx.array) -> mx.array:
-    """Return a weight with contiguous columns on a CPU, by whose transpose BLAS multiplies twice as fast."""
+    """Return a weight by columns on a CPU: BLAS multiplies twice as fast by its transpose, to equal bits."""
     if mx.default_device() != mx.cpu or weight.ndim != 2 or weight.dtype != mx.float32:
         return weight
     view: mx.array = mx.contiguous(weight.T).T

@@ -275,7 +275,10 @@ class AnswerBudget:
         self._planned: tuple[Ending, int] = (), 0  # the last ending, and the room at its start
 
     def fitting(self, matcher: Matcher, left: int) -> NDArray[np.uint32]:
-        """Return the grammar's mask; near the end of `left`, of tokens after which an ending still fits."""
+        """Return the grammar's mask; near the end of `left`, of tokens after which an ending still fits.
+
+        An answer that cannot end in time keeps the grammar's. Raises as `Matcher.mask`.
+        """
         words = matcher.mask()
         if not self.watched(left):
             return words

@@ -376,11 +376,11 @@ def whole_vocabulary(model: Any, size: int = 0) -> Vocabulary:
 def cut_into_stage(
     model: Any, group: Group, split: Sequence[int], size: int, *, embeds: bool = False
 ) -> StageVocabulary:
-    """Leave the layers of this rank in `model`. `embeds`: beside the head, too. Otherwise as `shard`."""
+    """Leave the layers of this rank in `model`. Evaluates nothing; `size` and errors are those of `shard`."""
     check_split(split, group.size, len(model.layers))
     whole, beside = whole_vocabulary(model, size), None
     if embeds:
-        # Of its own where the stage drops the model's.
+        # This rank chooses tokens and has an embedding, too: of its own where the stage drops the model's.
         beside = whole.embedding if whole.head is whole.embedding else deepcopy(whole.embedding)
     return StageVocabulary(whole, Stage(model, group.rank, split), beside)
 
@@ -400,7 +400,7 @@ class HiddenStates:
     """Input of a forward, if this rank does not embed tokens."""
 
     given: mx.array | None = None  # [rows, width, hidden]
-    number: mx.array | None = None  # of the forward at the sender, uint32 [1]
+    number: mx.array | None = None  # of the forward at the sender, uint32 [1]; known once all pieces are here
     pieces: Sequence[mx.array] = ()  # that receive both, in this order
 
     def post_receives(self) -> None:
@@ -428,7 +428,7 @@ class StageTimes:
         self._running = 0  # forwards that were submitted and have not ended
 
     def began(self, frame: Forward, now: float, *, idle: bool) -> None:
-        """Record a frame of rank 0 at `now` (monotonic, in seconds). `idle`: no forward was in flight."""
+        """Record a frame at `now` (monotonic, in s), but not on rank 0. `idle`: no forward was in flight."""
         goes_on = not frame.prompts or frame.rows == (self._prompt,)
         self._prompt = frame.unfinished
         if idle and goes_on:

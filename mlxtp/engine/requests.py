@@ -203,7 +203,7 @@ class Requests:
         return kv_cache.fitting(self._policy.kv_tokens - self._policy.row_tokens)
 
     def resize(self, reply: Loaded, *, clear: bool) -> int:
-        """Change the room for KV caches, with none in flight; `clear` evicts kept ones. Returns as `open`."""
+        """Change the room for KV caches; `clear` evicts kept ones. No forward may run. Returns as `open`."""
         assert self._policy is not None
         assert self.scheduler is not None
         self._policy = replace(self._policy, kv_tokens=_room(reply))

@@ -35,7 +35,8 @@ def stream_keys(seeds: Sequence[int]) -> mx.array:
 
 
 def uniforms(keys: mx.array, positions: mx.array) -> mx.array:
-    """Return two numbers of [0, 1), on a grid of 2^-24, for each of `positions` [R, L]: float32 [R, L, 2]."""
+    """Return two independent numbers of [0, 1) for each of `positions` [R, L]: float32 [R, L, 2]."""
+    # They are on a grid of 2^-24, by position and seed alone: `keys` are `stream_keys` of the rows' seeds.
     low = keys[:, :1] + positions.astype(mx.uint32)
     words = _threefry(mx.stack([low, mx.broadcast_to(keys[:, 1:], low.shape)], axis=-1).reshape(-1, 2))
     return (words.reshape(*low.shape, 2) >> 8).astype(mx.float32) * 2.0**-24
@@ -46,7 +47,7 @@ def uniforms(keys: mx.array, positions: mx.array) -> mx.array:
 
 
 def keep_top_p(logprobs: mx.array, top_p: mx.array, ascending: mx.array) -> mx.array:
-    """Keep the most likely tokens up to `top_p`, above 1 all. `ascending` is `logprobs` sorted."""
+    """Keep the likeliest tokens with the one that reaches `top_p`, above 1 all. `ascending`: all, sorted."""
     probabilities = mx.exp(ascending)
     above = mx.cumsum(probabilities, axis=-1, reverse=True, inclusive=False)
     total = above[..., :1] + probabilities[..., :1]
@@ -239,7 +240,7 @@ class Chosen:
 
     tokens: mx.array  # int32 [rows, width]
     rows: tuple[int, ...]
-    widths: tuple[int, ...]  # as many of each row count
+    widths: tuple[int, ...]  # tokens of each row that count, its first
     scores: Scores  # on rank 0
     forward: int = 0  # its number
     fed: mx.array | None = None  #: a step's input, int32 [rows, width]

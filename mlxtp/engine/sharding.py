@@ -243,7 +243,7 @@ class Vocabulary:
     ) -> mx.array:
         """Run one forward: tokens [B, L] int32 -> this rank's logits [B, L, share], -inf for padding.
 
-        given  embeddings [B, L, hidden] of the tokens, which some models also read themselves
+        given  embeddings [B, L, hidden] of the tokens, which must be right: some models read them, too
         ends   int32 [B]: logits of only this position of each row, [B, 1, share]
         """
         if self.embedding is not None:
@@ -290,7 +290,8 @@ class Vocabulary:
         """Return the greedy choice of each row: (tokens int32 [..], their embeddings [.., hidden]).
 
         Takes [.., share] of each rank and returns the same bits on all ranks, with one collective: the argmax
-        of the gathered logits, among equals the smallest token. NaN counts as -inf.
+        of the gathered logits, among equals the smallest token. NaN counts as -inf, so a row of nothing else
+        gives token 0. The embeddings equal those of an embedding forward.
         """
         values = mx.where(mx.isnan(local), mx.array(-mx.inf, dtype=local.dtype), local)
         index = mx.argmax(values, axis=-1, keepdims=True)

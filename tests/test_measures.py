@@ -50,7 +50,7 @@ MOST_LINES: Mapping[str, int] = {
     "groups": 7_299,
     "identity": 1_582,
     "models": 3_787,
-    "placement": 4_668,
+    "placement": 4_670,
     "service": 878,
     "text": 5_210,
     "wire": 4_143,

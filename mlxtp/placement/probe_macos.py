@@ -592,8 +592,10 @@ def parse_nft(text: str) -> bool:
             hooked = closed = False
         elif line.startswith("type filter hook input "):
             hooked, closed = True, "policy drop" in line
-        elif line == "}" and hooked and closed:
-            return True
+        elif line == "}" and hooked:
+            if closed:
+                return True
+            hooked = False
         else:
             closed = closed or _LAST_WORD.fullmatch(line[:400]) is not None
     return False

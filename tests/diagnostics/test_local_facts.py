@@ -86,6 +86,8 @@ def test_the_firewall_of_a_linux_machine() -> None:
     assert linux_firewall(Output(refused)) == FirewallFacts(drops=True)
     forwards = "chain in {\n type filter hook input priority 0; policy accept;\n}\nchain out {\n drop\n}\n"
     assert linux_firewall(Output(forwards)) == FirewallFacts(drops=False)
+    behind = "chain in {\n type filter hook input priority 0; policy accept;\n}\nset s {\n drop\n}\n"
+    assert linux_firewall(Output(behind)) == FirewallFacts(drops=False)
     denied = Output(problem="ended with status 1 (Operation not permitted (you must be root))")
     assert "you must be root" in linux_firewall(denied).problem
 

@@ -35,7 +35,7 @@ LEFT: Mapping[str, int] = {
     "classes with many public methods": 10,
     "dataclasses with many fields": 6,
     "functions with many positional parameters": 7,
-    "functions of an object of a class beside them": 88,
+    "functions of an object of a class beside them": 87,
 }
 MOST_LINES: Mapping[str, int] = {
     "": 4_046,

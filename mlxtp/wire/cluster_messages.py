@@ -556,6 +556,7 @@ class ModelsHere(Message, number=0x63):
 
 
 #: Messages that either end of an open control link may send: each may own groups, and coordinate.
+#: All of this module but the two named: one of a handshake or of another link must be named, too.
 BOTH_WAYS: tuple[type[Message], ...] = tuple(
     message
     for message in NUMBERED.values()

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxtp.errors import Code, LinkError, LocalProtocolError, RemoteProtocolError
+from mlxtp.wire.cluster_messages import BOTH_WAYS
 from mlxtp.wire.frames import encode, messages
 from mlxtp.wire.messages import (
     Accepted,
@@ -368,6 +369,19 @@ def test_a_rank_other_than_0_that_speaks() -> None:
     pipe = pair_in(LinkKind.PIPE, LinkState.LINKED)
     with pytest.raises(LocalProtocolError, match="pipe: the rank may not send Delta in state linked"):
         pipe.lower.send(say("Delta"))
+
+
+def test_what_any_member_may_send_on_an_open_control_link() -> None:
+    """A new message of agents is legal from every member: to name it here is the decision that it may be."""
+    assert {kind.__name__ for kind in BOTH_WAYS} == set(
+        """
+        AuthorityChange AuthorityHandover AuthorityKept Beat CertificateIssued CertificateWanted Deployments
+        Echo EndEpoch EpochEnded FabricAnswer FabricReport FabricWanted GroupAssignment MachineReport
+        MachineWanted Members ModelHeld ModelLender ModelPull ModelStatus ModelsHere Prepare Prepared
+        RankGathered RankPong RankSide RankStarted RankTrouble ReplicaLoad RosterSaved Serving StartRank
+        TokenIssued TokenWanted
+        """.split()
+    )
 
 
 # --- the envelope -----------------------------------------------------------------------------------

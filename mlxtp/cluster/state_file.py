@@ -22,7 +22,7 @@ from typing import Any
 from ..errors import ConfigError, RemoteProtocolError, UserError, in_words
 from ..identity.private_files import write_private
 from ..wire.cluster_messages import MAX_MEMBERS, Deployment, RosterEntry, RosterSaved
-from ..wire.codecs import U63, FieldCodec, integer, records, text, texts
+from ..wire.codecs import U63, FieldCodec, integer, located, records, text, texts
 from .cluster_state import (
     MAX_ENTRIES,
     MAX_ROWS,
@@ -98,7 +98,7 @@ def from_text(text: str) -> SavedState:
         try:
             values[name] = codec.from_wire(table[name])
         except ValueError as error:
-            raise ValueError(f"{name}: expected {error}") from None
+            raise ValueError(located(name, error)) from None
     state = ClusterState(
         LeaderClaim(values["term"], values["coordinator"]),
         _table(values["deployments"], values["floor"]),

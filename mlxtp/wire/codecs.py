@@ -157,9 +157,13 @@ def numbers(low: float, high: float, max_items: int) -> FieldCodec:
     return FieldCodec(lambda value: struct.pack(f"<{len(value)}f", *value), check)
 
 
+class _FieldError(ValueError):
+    """Fault of a field of a record, as `located` says it."""
+
+
 def located(name: str, error: ValueError) -> str:
     """Return "name: expected that" for a fault of a field, "name.field: expected that" for one within it."""
-    return f"{name}{'.' if ': expected ' in str(error) else ': expected '}{error}"
+    return f"{name}{'.' if isinstance(error, _FieldError) else ': expected '}{error}"
 
 
 def record(kind: type[Any]) -> FieldCodec:
@@ -172,6 +176,8 @@ def record(kind: type[Any]) -> FieldCodec:
     grows = issubclass(kind, Message) and kind.GROWS
 
     def pack(value: Any) -> Wire:
+        if type(value) is not kind:
+            raise TypeError(f"expected a {kind.__name__}, got a {type(value).__name__}")
         return {name: to_wire(getattr(value, name)) for name, to_wire in packs}
 
     def check(value: Wire) -> Any:
@@ -182,9 +188,9 @@ def record(kind: type[Any]) -> FieldCodec:
             for name, from_wire, fill in checks:
                 fill(part, from_wire(value[name]))
         except KeyError:
-            raise ValueError(f"{name}: expected a value, but field {name!r} is missing") from None
+            raise _FieldError(f"{name}: expected a value, which is missing") from None
         except ValueError as error:
-            raise ValueError(located(name, error)) from None
+            raise _FieldError(located(name, error)) from None
         return part
 
     return FieldCodec(pack, check)

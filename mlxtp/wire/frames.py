@@ -62,7 +62,7 @@ def encode(message: Message, epoch: int, seq: int, limit: int = MAX_FRAME) -> by
         if type(message) not in _UNCHECKED or body.get("prompts"):
             message.CODEC.from_wire(body)
         payload: bytes = _pack((message.TYPE, epoch, seq, body))
-    except (AttributeError, ValueError, TypeError, OverflowError, struct.error) as error:
+    except (ValueError, TypeError, OverflowError, struct.error) as error:
         why = f"{type(message).__name__} cannot be sent: {error}"
         raise LocalProtocolError(why, Code.FIELD_INVALID) from None
     if len(payload) > limit:

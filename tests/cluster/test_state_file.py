@@ -122,6 +122,9 @@ def changed(**fields: object) -> str:
     return json.dumps(json.loads(to_text(KEPT)) | fields)
 
 
+ROW = json.loads(to_text(KEPT))["roster"][0]
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -137,6 +140,7 @@ def changed(**fields: object) -> str:
         (changed(epoch=-1), "epoch: expected an integer"),
         (changed(term="7"), "term: expected an integer"),
         (changed(deployments=[{"version": 1}]), "deployments: expected a map"),
+        (changed(roster=[ROW | {"name": 1}]), "roster.name: expected a string"),
         (changed(floor=-1), "floor: expected an integer"),
         (changed(roster=[{}]), "roster: expected a map"),
         (changed(peers=[]), "peers: expected a map"),

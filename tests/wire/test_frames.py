@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import struct
 import tracemalloc
-from dataclasses import replace
+from dataclasses import fields, make_dataclass, replace
 from typing import Any
 
 import msgpack
@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from mlxtp.errors import Code, LocalProtocolError, RemoteProtocolError
 from mlxtp.wire.cluster_messages import AgentHello, Deployment, Deployments, Members, ModelStatus, RosterEntry
+from mlxtp.wire.codecs import FieldCodec, located
 from mlxtp.wire.frames import (
     MAX_FRAME,
     MAX_OPENING_FRAME,
@@ -24,6 +25,7 @@ from mlxtp.wire.frames import (
     encode,
 )
 from mlxtp.wire.messages import (
+    GREEDY,
     MAX_BIASES,
     MAX_FRAME_TOKENS,
     MAX_GRAMMAR,
@@ -404,6 +406,25 @@ def test_a_refusal_names_the_field_inside_a_part() -> None:
         read_all(open_decoder(), framed(prompt_with(seed=-1)))
 
 
+def test_what_a_codec_says_does_not_move_the_place_of_a_fault() -> None:
+    fault = ValueError("one of these: expected ones")
+    assert located("Beat", fault) == "Beat: expected one of these: expected ones"
+
+
+def test_a_part_of_another_class_is_not_sent() -> None:
+    """Two classes may have fields of the same names."""
+    other = make_dataclass("Other", [(each.name, object) for each in fields(Sampling)])
+    part = other(*(getattr(GREEDY, each.name) for each in fields(Sampling)))
+    with pytest.raises(LocalProtocolError, match="cannot be sent: expected a Sampling, got a Other"):
+        encode(replace(EXAMPLES[Generate], sampling=part), 1, 1)  # type: ignore[arg-type, type-var]
+
+
+def test_a_fault_in_a_codec_is_not_a_value_that_cannot_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Generate, "CODEC", FieldCodec(lambda value: value.nothing, lambda value: value))
+    with pytest.raises(AttributeError):
+        encode(EXAMPLES[Generate], 1, 1)
+
+
 @pytest.mark.parametrize(
     "packed",
     [b"\0" * 3, struct.pack("<f", float("nan")), struct.pack("<f", float("inf")), struct.pack("<f", 2e9)],
@@ -423,7 +444,8 @@ def test_a_refusal_names_the_field(message: Message) -> None:
             read_all(open_decoder(), framed(msgpack.packb(payload)))
         del payload[3][name]
         payload[3]["surplus"] = 0
-        with pytest.raises(RemoteProtocolError, match=f"{name!r} is missing"):
+        missing = rf"^{type(message).__name__}\.{name}: expected a value, which is missing$"
+        with pytest.raises(RemoteProtocolError, match=missing):
             read_all(open_decoder(), framed(msgpack.packb(payload)))
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import importlib.util
 import json
 import random
 import shutil
@@ -427,6 +428,19 @@ def test_a_template_module_refuses_what_it_cannot_write(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["muse_spark", "missing", "../utils", "__init__", "os.path", ""])
 def test_other_names_are_no_template_module(name: str) -> None:
     assert template_module(name) is None
+
+
+def test_a_template_module_lives_as_long_as_its_function(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "chat_templates"
+    folder.mkdir()
+    (folder / "own.py").write_text("def apply_chat_template(messages):\n    return __spec__.name\n")
+    package = importlib.util.spec_from_file_location("mlx_lm", tmp_path / "__init__.py")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: package)
+    render = template_module("own")
+    assert render is not None
+    assert render([]) == render.__module__ == "mlxtp_chat_template_own"
 
 
 def test_a_template_module_brings_no_mlx() -> None:

@@ -207,10 +207,14 @@ class JsonCall(CallBody):
         given = [inner[key] for key in _ARGUMENTS if key in inner]
         others = {key: value for key, value in inner.items() if key not in (*_NAMES, *_BESIDE)}
         if not given and len(others) == 1:  # an argument may have one of these names, too
-            given = [each for key in _MISNAMED if str(each := others.get(key)).lstrip().startswith("{")]
+            given = [each for key in _MISNAMED if _is_object(each := others.get(key))]
         self._value, self.has_arguments = (given or [others])[0], bool(given)
         id_ = fields.get("id", fields.get("tool_call_id"))
         self.id = id_ if isinstance(id_, str) else ""
+
+
+def _is_object(value: object) -> bool:
+    return isinstance(value, dict) or (isinstance(value, str) and value.lstrip().startswith("{"))
 
 
 class _NamedCall(CallBody):

@@ -11,7 +11,6 @@ import importlib.util
 import json
 import logging
 import os
-import runpy
 import signal
 import socket
 import struct
@@ -148,7 +147,15 @@ def template_module(name: str) -> ModuleRender | None:
     if package is None or package.origin is None or not name.isidentifier() or name.startswith("_"):
         return None
     path = Path(package.origin).parent / "chat_templates" / f"{name}.py"
-    return runpy.run_path(str(path)).get("apply_chat_template") if path.is_file() else None
+    if not path.is_file():
+        return None
+    spec = importlib.util.spec_from_file_location(f"mlxtp_chat_template_{name}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found: ModuleRender | None = getattr(module, "apply_chat_template", None)
+    return found
 
 
 # --- the renderer -----------------------------------------------------------------------------------------
@@ -693,7 +700,7 @@ def main(arguments: list[str]) -> None:
         requests = link.makefile("rb")
         while len(head := requests.read(_LENGTH.size)) == _LENGTH.size:
             (size,) = _LENGTH.unpack(head)
-            if len(body := requests.read(size)) < size:
+            if not size or len(body := requests.read(size)) < size:
                 return
             signal.setitimer(signal.ITIMER_PROF, _cpu_s(len(body)))
             reply = _answer(writer, body)

@@ -180,8 +180,8 @@ def check_node(certificate: bytes, authority: bytes) -> NodeIdentity:
 def check_member(held: MemberCertificates) -> NodeIdentity:
     """Return the identity in a member's own certificate, signed by an authority that its file names."""
     signer = read_node(held.certificate).signer
-    others = [each for each in (held.former, held.bridge) if each and key_id(each) == signer]
-    return _signed(held.certificate, [*others, held.authority][0], held.cluster_id)
+    others = (each for each in (held.former, held.bridge) if each and key_id(each) == signer)
+    return _signed(held.certificate, next(others, held.authority), held.cluster_id)
 
 
 def _signed(certificate: bytes, by: bytes, cluster_id: str) -> NodeIdentity:

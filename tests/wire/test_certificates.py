@@ -21,6 +21,7 @@ from mlxtp.wire.certificates import (
     authority_hash,
     certificates_from_pem,
     certificates_to_pem,
+    check_member,
     check_node,
     cluster_of,
     fingerprint,
@@ -57,6 +58,12 @@ def test_what_a_certificate_says() -> None:
     assert cluster_of(AUTHORITY.certificate) == CLUSTER
     assert MemberCertificates(CERTIFICATE, AUTHORITY.certificate).cluster_id == CLUSTER
     assert len(node.fingerprint) == 64
+
+
+def test_a_bridge_that_is_not_needed_may_be_unreadable() -> None:
+    new = found(CLUSTER, new_key()).certificate
+    held = MemberCertificates(CERTIFICATE, new, former=AUTHORITY.certificate, bridge=b"no certificate")
+    assert check_member(held).node_id == NODE
 
 
 def test_certificates_fit_the_frames_they_travel_in() -> None:

@@ -165,6 +165,14 @@ def test_a_reply_of_another_kind_is_none(kind: bytes) -> None:
     assert renderer.read_reply(b"i", b"i", b"\1\0\0\0") == (1,)
 
 
+def test_an_empty_request_ends_the_process_in_order(loaded: dict[str, Loaded]) -> None:
+    process = renderer._Process(loaded["byte_level"].folder)
+    process.greeting()
+    process._socket.sendall(bytes(4))
+    assert process._popen.wait(30) == 0
+    process.close()
+
+
 def test_after_its_end_the_next_request_gets_another_process(loaded: dict[str, Loaded]) -> None:
     usual = loaded["byte_level"]
     before = children()

@@ -52,7 +52,7 @@ MOST_LINES: Mapping[str, int] = {
     "models": 3_787,
     "placement": 4_670,
     "service": 878,
-    "text": 5_221,
+    "text": 5_233,
     "wire": 4_150,
 }
 """Lines of each package; those of files beside the packages are "". A commit that adds some says why."""

@@ -112,6 +112,18 @@ class _OfferedCalls:
 _offered = lru_cache(maxsize=16)(_OfferedCalls)  # agents offer the same tools at every turn
 
 
+class _Pieces(list[TextPiece]):
+    """Pieces of which none is taken away; the length of each is read once."""
+
+    _counted = _chars = 0
+
+    @property
+    def chars(self) -> int:
+        self._chars += sum(len(text) for text, _ in self[self._counted :])
+        self._counted = len(self)
+        return self._chars
+
+
 class ReaderState(Enum):
     OPEN = auto()
     CLOSED = auto()  #: behind a call. Text that was not used is in `rest`.
@@ -139,9 +151,9 @@ class CallReader:
         self.marker = ""  #: with which the run began
         self._first = True  # no call of the run is certain
         self._ended = False  # one of the format's ends stands behind the last call
-        self._raw: list[TextPiece] = []  # all of the run behind its last certain call
+        self._raw = _Pieces()  # all of the run behind its last certain call
         self._pending: list[TextPiece] = []  # the part of it whose meaning is not clear
-        self._specials: list[TextPiece] = []  # the last tokens, which may end the answer instead of a string
+        self._specials = _Pieces()  # the last tokens, which may end the answer instead of a string
         self._body: CallBody | None = None
 
     def another(self) -> CallReader:
@@ -160,7 +172,7 @@ class CallReader:
 
     @property
     def held(self) -> int:
-        return sum(len(text) for text, _ in (*self._raw, *self._specials)) if self._first else 0
+        return self._raw.chars + self._specials.chars if self._first else 0
 
     @property
     def _direct(self) -> bool:
@@ -183,9 +195,9 @@ class CallReader:
         """Begin a run with one of `markers`, or at the beginning of an answer."""
         self.state, self.rest = ReaderState.OPEN, []
         self.marker, self._first, self._ended = marker, True, False
-        self._raw = [(marker, special)] if marker else []
+        self._raw = _Pieces([(marker, special)] if marker else ())
         self._pending = [(marker, special)] if self._direct else []
-        self._specials, self._body = [], None
+        self._specials, self._body = _Pieces(), None
         yield from self._look()
 
     def push(self, text: str, special: bool = False) -> Iterator[CallText | str]:
@@ -194,7 +206,7 @@ class CallReader:
         marks = (*self.format.ends, *self.format.starts)
         if special and not any(text in mark for mark in marks) and not self._offered.holds(text):
             return
-        pieces, self._specials = self._specials, []
+        pieces, self._specials = self._specials, _Pieces()
         for piece in pieces:
             if self.enough:
                 return
@@ -221,7 +233,7 @@ class CallReader:
             behind = list(self._raw) if body.doubtful else []
             yield from self._end_call(body, cut)
             if self.state is ReaderState.OPEN:
-                self._raw = behind or ([(body.rest, False)] if body.rest else [])
+                self._raw = _Pieces(behind or ([(body.rest, False)] if body.rest else ()))
                 self._pending = list(self._raw)
                 yield from self._look()
         if self.state is not ReaderState.OPEN:
@@ -234,7 +246,7 @@ class CallReader:
         """End the run. `refused`: what stands behind its last certain call is none."""
         self.state = ReaderState.REFUSED if refused else ReaderState.CLOSED
         self.rest = self._raw if refused else list(rest)
-        self._raw, self._body = [], None
+        self._raw, self._body = _Pieces(), None
 
     def _feed(self, text: str, special: bool) -> Iterator[CallText | str]:
         """Give text to the body. If it is over, or may be, the text behind it is pending."""
@@ -245,7 +257,7 @@ class CallReader:
         if new and tool is not None and self.format.streams and not self._needs_end:
             if not body.streams:
                 body.streams = body.is_call = True
-                self._first, self._raw = False, []
+                self._first, self._raw = False, _Pieces()
                 yield self._begun(body, tool)
             yield CallText(len(self._ids) - 1, new)
         if body.end_is_own and self.most and self.complete + 1 >= self.most:
@@ -255,7 +267,7 @@ class CallReader:
             if body.done and not self._needs_end:
                 yield from self._end_call(body, cut=False)
             if self._body is None or self._body.is_call:
-                self._raw = list(behind)
+                self._raw = _Pieces(behind)
             self._pending = [] if body.rest.isspace() else behind
 
     def _begun(self, body: CallBody, tool: Tool) -> CallText:
@@ -295,7 +307,7 @@ class CallReader:
             body = self._body
             if body is not None and self._needs_end and self._ended:
                 yield from self._end_call(body, cut=False)
-                self._raw = list(self._pending)
+                self._raw = _Pieces(self._pending)
             elif not clear:
                 return
             elif self._needs_end:
@@ -303,9 +315,9 @@ class CallReader:
             elif body is not None and (body.done or (body.end_is_own and (head or self._pending[0][1]))):
                 # Another call, or a special token of the model's own, cannot stand in a value.
                 yield from self._end_call(body, cut=False)
-                self._raw = list(self._pending)
+                self._raw = _Pieces(self._pending)
             elif body is not None:
-                goes_on, self._raw, self._pending = self._raw, [], []
+                goes_on, self._raw, self._pending = self._raw, _Pieces(), []
                 yield from self._feed("".join([piece for piece, _ in goes_on]), False)
             elif head is None:
                 self._leave(self._first, self._pending)
@@ -313,7 +325,7 @@ class CallReader:
                 length, syntax, name = head
                 schema = self._tools[name].parameters or {}
                 self._body, self._pending = syntax.body(name, schema, self.format.ends), []
-                self._raw = [] if self._body.is_call else self._raw
+                self._raw = _Pieces() if self._body.is_call else self._raw
                 while length:
                     length -= not text[at].isspace()
                     at += 1

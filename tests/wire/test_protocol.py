@@ -377,8 +377,8 @@ def test_what_any_member_may_send_on_an_open_control_link() -> None:
         "AuthorityChange AuthorityHandover AuthorityKept Beat CertificateIssued CertificateWanted "
         "Deployments Echo EndEpoch EpochEnded FabricAnswer FabricReport FabricWanted GroupAssignment "
         "MachineReport MachineWanted Members ModelHeld ModelLender ModelPull ModelStatus ModelsHere "
-        "Prepare Prepared RankGathered RankPong RankSide RankStarted RankTrouble ReplicaLoad RosterSaved Serving "
-        "StartRank TokenIssued TokenWanted"
+        "Prepare Prepared RankGathered RankPong RankSide RankStarted RankTrouble ReplicaLoad RosterSaved "
+        "Serving StartRank TokenIssued TokenWanted"
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from mlxtp.text.answers import LONG_TEXT, MOST_LONG_TEXTS
+from mlxtp.text.calls import CallReader
 from mlxtp.text.conversation import Tool
 from mlxtp.text.markups import Markup
 
@@ -161,6 +162,30 @@ def test_values_in_values_without_end_are_no_arguments() -> None:
     text = "add<|content_invoke_tool_json|>" + '{"args":' * 3000
     (call,) = read({"name": "inkling"}, text).calls
     assert call == ("add", {})
+
+
+class CountedText(str):
+    """Text that counts how often its length is read."""
+
+    __slots__ = ()
+    read = 0
+
+    def __len__(self) -> int:
+        CountedText.read += 1
+        return super().__len__()
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_what_is_held_is_counted_once(special: bool) -> None:
+    """Requests with log-probabilities ask for it after each token."""
+    reader = CallReader(FORMATS["lfm2"], [ADD])
+    list(reader.start("", False))
+    list(reader.push('[add(a="'))
+    CountedText.read, count = 0, 500
+    for i in range(1, count + 1):
+        list(reader.push(CountedText("<z>"), special))
+        assert reader.held == len('[add(a="') + 3 * i
+    assert CountedText.read < 20 * count
 
 
 def test_an_argument_that_nobody_described_is_one_and_its_text_in_a_file_is_none() -> None:

@@ -52,8 +52,8 @@ MOST_LINES: Mapping[str, int] = {
     "models": 3_787,
     "placement": 4_670,
     "service": 878,
-    "text": 5_233,
-    "wire": 4_150,
+    "text": 5_234,
+    "wire": 4_164,
 }
 """Lines of each package; those of files beside the packages are "". A commit that adds some says why."""
 TOUCHES: Mapping[str, tuple[str, int]] = {

@@ -40,7 +40,7 @@ class CallFormat:
 
     name: str
     starts: tuple[str, ...]  #: A template writes the first.
-    ends: tuple[str, ...]  #: the same
+    ends: tuple[str, ...]  #: A grammar writes the first, a template the last.
     syntaxes: tuple[CallSyntax, ...]
     #: Texts that begin a call without `starts`, with `{}` for a tool's name. `JsonSyntax` then needs an end.
     direct: tuple[str, ...] = ()

@@ -47,15 +47,15 @@ class TemplateTraits:
     last_assistant: bool = True  #: one that ends with it
     no_user: bool = True  #: one without a message of the user
     words_behind_results: bool = True  #: a message of the user behind a tool's result
-    tools: bool = False  #: their descriptions,
-    tools_alone: bool = True  #: even without a system message
+    tools: bool = False  #: descriptions of tools
+    tools_alone: bool = True  #: those without a system message
     calls: bool = True  #: those of the assistant
     arguments_as_text: bool = False  #: Their arguments have to be JSON text.
     ids: str = ""  #: the form of ids, of `IDS`
     several_calls: bool = True  #: in one message
     words_beside_calls: bool = True
-    thoughts: str = "reasoning_content"  #: the field for thoughts of a message with calls, or empty,
-    thoughts_beside_words: bool = True  #: even if it has text
+    thoughts: str = "reasoning_content"  #: the field for thoughts of a message with calls, or empty
+    thoughts_beside_words: bool = True  #: those of a message that has text, too
     cut_markers: tuple[str, ...] = ()  #: markers of the model that it does not write in the assistant's text
     cuts_all: bool = False  #: It writes none, in any text.
 
@@ -431,7 +431,8 @@ def left_out(prompt: str, messages: Sequence[Json], tools: Sequence[Json]) -> st
     """Return what the prompt lacks of messages and tools, in words; empty if it has all, in order.
 
     System messages may stand anywhere, and the parts of a message and the results of its calls in any order.
-    White space around a text does not count. Behind MOST_SEARCHED characters, the rest counts as there.
+    White space around a text does not count, nor do words that switch thoughts on or off. A template may
+    write a text as a string in JSON. Behind MOST_SEARCHED characters, the rest counts as there.
     """
     search = _PromptSearch(prompt)
     start = behind = 0

@@ -166,7 +166,8 @@ def new_key() -> PrivateKey:
     return ec.generate_private_key(ec.SECP256R1())
 
 
-# --- reading and judging; all raise ProtocolError (NOT_AUTHENTIC) for anything else ---------------------
+# --- reading and judging ---------------------------------------------------------------------------------
+# What reads a certificate raises ProtocolError (NOT_AUTHENTIC) for any other, but for `authority_key`.
 
 
 def check_node(certificate: bytes, authority: bytes) -> NodeIdentity:
@@ -253,7 +254,10 @@ def fingerprint(key: PublicKey) -> str:
 
 
 def authority_key(authority: bytes) -> PublicKey:
-    """Return the public key in an authority's certificate, which `cluster_of` has judged."""
+    """Return the public key in an authority's certificate, which `cluster_of` has judged.
+
+    Raises ValueError for unreadable bytes, AssertionError for a key of another kind.
+    """
     key = _parsed(authority).public_key()
     assert isinstance(key, PublicKey)
     return key

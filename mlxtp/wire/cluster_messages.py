@@ -104,7 +104,7 @@ class Machine:
     interfaces: tuple[Interface, ...] = _f(records(Interface, 0, MAX_INTERFACES), default=())
     ports: tuple[Port, ...] = _f(records(Port, 0, MAX_PORTS), default=())
     notes: tuple[str, ...] = _f(texts(MAX_NOTES, 1000), default=())  #: sentences for people
-    bridge_service: str = _f(text(MAX_SERVICE), default="")  #: of bridge0, as translated or changed
+    bridge_service: str = _f(text(MAX_SERVICE), default="")  #: network service of bridge0, or empty
     stranded_bytes: int = _f(_count, default=0)  #: which ended ranks may have left wired until its restart
     caches: tuple[str, ...] = _f(
         _caches, default=()
@@ -226,8 +226,10 @@ class Deployments(Message, number=0x05):
 class RosterEntry:
     """One member, or one that was removed.
 
-    Keys and signatures are in hex. The authority signed `admission`, `holding`, and `authorized` if the
-    remover held its key; `removal` is by the key `remover`.
+    Keys and signatures are in hex, and sign the cluster id, too. The authority signed `admission` (`node_id`,
+    `name`, `fingerprint`, `version`, `admitted_by`, `address`, `at`) and `holding` (`fingerprint`,
+    `holds_in`, `holds`). The key `remover` signed `removal` (`fingerprint`, `removed_in`), and the authority
+    the same with `remover` as `authorized`, if the remover held its key.
     """
 
     node_id: str = _f(_id)
@@ -392,7 +394,7 @@ class Serving(Message, number=0x45):
     running: int = _f(_count, default=0)  #: open requests that have their first token
     speed: int = _f(_count, default=0)  #: tokens per second, over the last seconds
     cached: int = _f(_count, default=0)  #: tokens that it keeps for later prompts
-    idle_s: int = _f(integer(0, U32), default=0)  #: without a request, in steps of 10
+    idle_s: int = _f(integer(0, U32), default=0)  #: seconds, in steps of 10 from 10 on; 0 with open requests
     broken: bool = _f(boolean(), default=False)  #: the model itself is at fault for a failure
     checkpoints: bool = _f(boolean(), default=False)  #: as in Loaded
     split: tuple[int, ...] = _f(integers(1, MAX_LAYERS, 0, MAX_RANKS), default=())  #: as in LoadShard
@@ -405,8 +407,8 @@ class ReplicaLoad(Message, number=0x56):
     group: str = _f(group_id(MAX_GROUP_ID))
     queued: int = _f(_count)  #: prompt tokens of its `requests` that are not computed yet
     requests: int = _f(_count)
-    speed: int = _f(integer(0, U32))  #: of them per second, 0 where not measured
-    prefixes: bytes = _f(binary(0, DIGEST_BYTES * MAX_HASHES))  #: of its KV caches, the oldest first
+    speed: int = _f(integer(0, U32))  #: prompt tokens per second, 0 where not measured
+    prefixes: bytes = _f(binary(0, DIGEST_BYTES * MAX_HASHES))  #: its caches' `PrefixDigests`, oldest first
 
 
 class GroupAssignment(Message, number=0x55):
@@ -418,9 +420,9 @@ class GroupAssignment(Message, number=0x55):
     number: int = _f(_count, default=0)  #: counts the assignments of this `term`
     owner: str = _f(_id, default="")  #: empty: the group runs nowhere
     nodes: tuple[str, ...] = _f(texts(MAX_MEMBERS, 32), default=())  #: the owner first
-    why: str = _f(_detail, default="")  #: it runs nowhere
+    why: str = _f(_detail, default="")  #: the group runs nowhere
     kv_mib: int = _f(integer(0, U32), default=0)  #: bounds the KV caches of each rank; 0 is no bound
-    leaving: tuple[str, ...] = _f(texts(MAX_MEMBERS, 32), default=())  #: about to stop, as it knew
+    leaving: tuple[str, ...] = _f(texts(MAX_MEMBERS, 32), default=())  #: known then to be about to stop
 
 
 class TokenWanted(Message, number=0x46):

@@ -174,7 +174,7 @@ class Bootstrap(Message, number=0x07):
     jaccl_ring: bool = _f(boolean(), default=False)  #: JACCL joins only neighbours
     fast_fences: bool = _f(boolean(), default=False)  #: turns MLX_METAL_FAST_SYNCH on
     round_s: float = _f(_seconds, default=15.0)  #: bound of one round of the side channel
-    pins: tuple[str, ...] = _f(_pins, default=())  #: of agents' keys, by rank, for TLS; none within an agent
+    pins: tuple[str, ...] = _f(_pins, default=())  #: of agents' keys, by rank, for TLS; none if one has all
     repeatable: bool = _f(boolean(), default=False)  #: no computation depends on how long something took
     disk_folder: str = _f(text(4000, raw=True), default="")  #: for KV caches; set by the rank's own agent
     disk_bytes: int = _f(_count, default=0)  #: bound of what all ranks of this Mac keep there
@@ -270,9 +270,13 @@ class Evict(Message, number=0x0C):
 
 
 class Arrange(Message, number=0x2B):
-    """Command to lay out the KV arrays of the running rows. Rows of one room and lane share arrays."""
+    """Command to lay out the KV arrays of the running rows. Rows of one room and lane share arrays.
 
-    rooms: tuple[int, ...] = _f(integers(1, MAX_ROOM, 0, MAX_ROWS), default=())  #: tokens; then free slots
+    `rooms` has one for each running row, in the order of the batch, then those of free slots. Without
+    `lanes`, all rows of one room may share.
+    """
+
+    rooms: tuple[int, ...] = _f(integers(1, MAX_ROOM, 0, MAX_ROWS), default=())  #: tokens
     trim: bool = _f(boolean(), default=False)  #: give back memory to the system that MLX keeps for reuse
     lanes: tuple[int, ...] = _f(integers(0, MAX_RANKS - 1, 0, MAX_ROWS), default=())  #: by room, else row
 
@@ -353,7 +357,10 @@ class CountedShare:
 
 
 class LoadShard(Message, number=0x14):
-    """Command to load this rank's share of a model. Reply: Loaded. 0 leaves a value to model and machine."""
+    """Command to load this rank's share of a model. Reply: Loaded.
+
+    0 leaves `max_context`, `kv_bits` and `kv_bytes` to the model and the machine.
+    """
 
     path: str = _f(text(4000, raw=True))  #: folder of the model
     prefill_chunk: int = _f(integer(1, MAX_CONTEXT))
@@ -470,7 +477,7 @@ class Generate(Message, number=0x20):
     user: int = _f(_count, default=0)
     salt: int = _f(_count, default=0)  #: only prompts of one salt share KV caches
     group: str = _f(group_id(MAX_GROUP_ID), default="")  #: between agents: of the receiver, or any
-    places: tuple[int, ...] = _f(_places, default=())  #: up to which others likely begin so, ascending
+    places: tuple[int, ...] = _f(_places, default=())  #: ascending; up to each, other prompts likely agree
 
 
 class Accepted(Message, number=0x24):
@@ -502,7 +509,7 @@ class ScoredDelta(Message, number=0x25):
     index: int = _f(integer(0, 2**31 - 1))  #: of the first token
     tokens: tuple[int, ...] = _f(integers(0, 2**31 - 1, 1, MAX_WIDTH + 1))
     logprobs: tuple[float, ...] = _f(numbers(-1e9, 1e-3, MAX_WIDTH + 1))
-    top: int = _f(integer(0, MAX_TOP_LOGPROBS))  #: most probable alternatives, which follow for each token
+    top: int = _f(integer(0, MAX_TOP_LOGPROBS))  #: so many alternatives of each token, in token order
     top_tokens: tuple[int, ...] = _f(integers(0, 2**31 - 1, 0, (MAX_WIDTH + 1) * MAX_TOP_LOGPROBS))
     top_logprobs: tuple[float, ...] = _f(numbers(-1e9, 1e-3, (MAX_WIDTH + 1) * MAX_TOP_LOGPROBS))
 

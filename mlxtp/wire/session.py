@@ -38,7 +38,7 @@ _wrong_uid = partial(Violation, Code.WRONG_UID)
 
 
 class LinkLedger:
-    """No rules: between agents, and with a joiner, the order of messages is enough."""
+    """Base of all ledgers, and that of links between agents and to joiners, where the order is enough."""
 
     outstanding = 0  #: replies that have not come
 

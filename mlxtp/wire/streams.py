@@ -121,8 +121,8 @@ class TlsAcceptor:
 
     `on_connection(reader, writer, peer)` owns the connection and handles its errors; when it returns, the
     connection is closed. A joiner counts as a stranger until then, as does a member that does not belong
-    (`belongs`), so `on_connection` must be short with them. One address may have `per_source` strangers;
-    loopback is exempt if `exempt_loopback`.
+    (`belongs`), so `on_connection` must be short with them. `strangers` may be here at once, `per_source` of
+    one address (of loopback, any if `exempt_loopback`); more are closed at once.
     """
 
     def __init__(

@@ -141,7 +141,8 @@ def judge_client(secured: ssl.SSLObject | ssl.SSLSocket | TlsSocket, address: st
 def explained(error: Exception, where: str, deadline_s: float) -> MlxtpError:
     """Return our error for an OSError of a connection or handshake.
 
-    ProtocolError (NOT_AUTHENTIC) when the peer is not of this cluster or speaks no TLS 1.3, else LinkError.
+    ProtocolError (NOT_AUTHENTIC) when the peer is not of this cluster or speaks no TLS 1.3, else LinkError:
+    LINK_TIMEOUT after `deadline_s` seconds, LINK_LOST for any other.
     """
     if isinstance(error, ssl.SSLCertVerificationError):
         why = error.verify_message or "not accepted"

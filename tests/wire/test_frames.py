@@ -416,7 +416,7 @@ def test_a_part_of_another_class_is_not_sent() -> None:
     other = make_dataclass("Other", [(each.name, object) for each in fields(Sampling)])
     part = other(*(getattr(GREEDY, each.name) for each in fields(Sampling)))
     with pytest.raises(LocalProtocolError, match="cannot be sent: expected a Sampling, got a Other"):
-        encode(replace(EXAMPLES[Generate], sampling=part), 1, 1)  # type: ignore[arg-type, type-var]
+        encode(replace(EXAMPLES[Generate], sampling=part), 1, 1)
 
 
 def test_a_fault_in_a_codec_is_not_a_value_that_cannot_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ Json = dict[str, Any]
 Parse = Callable[[bytes], GenerationRequest]
 SMALL, LARGE = 200, 2000  # elements of the container that grows
 FLOOR_S, FLOOR_BYTES = 0.5, 8 << 20  # below which nothing is judged
-MOST_TIMES = 30  # as much for ten times as many; squared work is 100
+MOST_TIMES = 50  # as much for ten times as many; squared work is 100
 TRIES = 3
 
 _STORE, _ARRIVAL = ResponseStore(), Arrival(0, ())

@@ -836,3 +836,17 @@ def test_a_test_that_can_fail_is_left_alone(text: str) -> None:
 @pytest.mark.parametrize("rule", [cycles, impurities, executable_data, out_of_place, collectives_in_branches])
 def test_an_empty_module_breaks_no_rule(rule: Rule) -> None:
     assert rule({"mlxtp.agent": ""}) == []
+
+
+def test_nothing_writes_out_the_arrays_of_a_rank() -> None:
+    """Text of an array computes it, on one rank alone; `signal.signal` makes that of a handler's object."""
+    found = [
+        f"{module}: {node.name}"
+        for module, tree in trees(PACKAGE)
+        if module.startswith("mlxtp.engine.")
+        for node in walked(tree)
+        if isinstance(node, ast.ClassDef)
+        for each in map(ast.unparse, node.decorator_list)
+        if "dataclass" in each and "eq=False" in each and "repr=False" not in each
+    ]
+    assert found == []

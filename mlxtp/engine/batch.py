@@ -220,7 +220,7 @@ def forward_shape(arguments: Sequence[Any]) -> ForwardShape:
     return ExactShape(*arguments) if isinstance(arguments[0], int) else ForwardShape(*arguments)
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class Bucket:
     """Rows in arrays of one size: keys, then values of the first layer, of the second, and so on.
 

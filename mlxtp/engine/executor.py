@@ -96,7 +96,7 @@ class Result:
     drafts: tuple[tuple[int, ...], ...] = ()  # each row's by the MTP head
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class RankExecutor:
     """Group, model and runner of this process, for one epoch."""
 

@@ -172,7 +172,7 @@ class Grammar:
         return self._start.copy()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Grammars:
     """Grammars of a loaded model, whose logits have `vocabulary` entries; any of `eos` ends an answer."""
 

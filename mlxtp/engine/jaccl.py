@@ -55,7 +55,7 @@ class JacclFabric:
         return variables
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class SideChannelExchange:
     """One rank's end of the side channel, for one `init`. Its content is opaque here.
 

@@ -126,7 +126,7 @@ def runs_on_battery() -> bool:
     return battery is not None and battery.power_plugged is False
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class KeepWarm:
     """Idle waits that keep weights wired, for the MLX thread, which alone gives the GPU work."""
 

@@ -15,7 +15,7 @@ from .payoff import DraftPolicy, Shares, Source
 from .steps import EndReason, ExchangeKind, Guide, SampledToken, Score, StepResult
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class BlockFetch:
     """Blocks of a prompt that all ranks read from disk, until its sequence starts behind them.
 
@@ -87,7 +87,7 @@ class DraftState:
     accepted: int = 0
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class SequenceState:
     """State of one request from admission to its end."""
 

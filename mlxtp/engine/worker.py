@@ -88,7 +88,7 @@ _LAST = contextlib.ExitStack()  # closed at the very end of the interpreter
 _CACHE = type(cache(lambda: None))
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class RankProcessLinks:
     """Links of this process and its only exit: `leave`, on the main thread, which frees memory.
 

@@ -6,7 +6,6 @@ text.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -52,20 +51,19 @@ class DraftModel:
         #: Tokens and caches of rows that have ended, latest last.
         self._kept: list[tuple[list[int], Caches]] = []
 
-    def propose(self, rows: Mapping[int, Sequence[int]], limit: int) -> tuple[Drafts, float]:
-        """Return the most likely `limit` tokens after those of each row, and the seconds that it took.
+    def propose(self, rows: Mapping[int, Sequence[int]], limit: int) -> Drafts:
+        """Return the most likely `limit` tokens after those of each row.
 
         A row that still reads a long prompt has none: each call reads one chunk, so that other requests need
         not wait. Rows without room for their caches have none either. Rows that are not named have ended.
         """
-        began = time.monotonic()
         fitting = self._fitting(rows, limit)
         for row in [row for row in self._fed if row not in fitting]:
             self._retire(row)
         ready = [row for row, tokens in fitting.items() if self._has_read(row, tokens)]
         drafts = self._drafts(fitting, limit) if ready else {}
         self.bound(self._room_bytes)
-        return drafts, time.monotonic() - began
+        return drafts
 
     def bound(self, room_bytes: int) -> None:
         """Keep the caches within `room_bytes` from now on; the oldest of ended rows make way first."""

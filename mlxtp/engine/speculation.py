@@ -117,7 +117,7 @@ class Speculation:
             elif not row.forced:
                 asked[row.request], most = row.tokens, max(most, number)
         if asked and self._policy.drafter is not None:
-            proposals, _ = self._policy.drafter.propose(asked, most)
+            proposals = self._policy.drafter.propose(asked, most)
             found |= {request: proposed[: plans[request][1]] for request, proposed in proposals.items()}
         feeds = [None if row.in_flight else _feed(row, found.get(row.request, ())) for row in rows]
         tried = bool(waited) or any(row.drafts.refused for row in known)

@@ -81,8 +81,8 @@ class Guide(Protocol):
 class Drafter(Protocol):
     """Draft model, which proposes for several rows together."""
 
-    def propose(self, rows: Mapping[int, Sequence[int]], limit: int) -> tuple[Drafts, float]:
-        """Return the next `limit` tokens of each request that has read its prompt, and the seconds taken."""
+    def propose(self, rows: Mapping[int, Sequence[int]], limit: int) -> Drafts:
+        """Return the next `limit` tokens of each request that has read its prompt."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ def drafter(folder: Path) -> DraftModel:
 
 
 def proposed(drafter: DraftModel, tokens: list[int], limit: int) -> tuple[int, ...]:
-    return drafter.propose({1: tokens}, limit)[0].get(1, ())
+    return drafter.propose({1: tokens}, limit).get(1, ())
 
 
 def test_it_proposes_what_it_would_say(drafter: DraftModel, folder: Path) -> None:
@@ -63,12 +63,11 @@ def test_rows_together_get_what_each_would_get_alone(folder: Path, tmp_path: Pat
     forwards = count_forwards(together)
     for _ in range(15):
         running = {row: rows[row] for row in rows if rng.random() < 0.9}
-        drafts, seconds = together.propose(running, 3)
-        assert seconds > 0
+        drafts = together.propose(running, 3)
         each = {row: proposed(alone, tokens, 3) for row, tokens in running.items()}
         assert drafts == {row: draft for row, draft in each.items() if draft}
         for row, draft in drafts.items():
-            assert not draft or draft == DraftModel(folder, 512).propose({1: rows[row]}, 3)[0][1]
+            assert not draft or draft == DraftModel(folder, 512).propose({1: rows[row]}, 3)[1]
         for row, draft in drafts.items():
             right = rng.randrange(4)
             rows[row] += draft[:right]
@@ -118,14 +117,14 @@ def test_it_keeps_at_most_what_it_may(drafter: DraftModel) -> None:
     one = drafter._held()
     drafter.bound(2 * one)
     for first in range(4):
-        assert drafter.propose({first: [first, *SHORT[1:]]}, 2)[0]
+        assert drafter.propose({first: [first, *SHORT[1:]]}, 2)
     assert drafter._held() == 2 * one
     rows = {row: [row, *SHORT] for row in range(4)}
-    assert len(drafter.propose(rows, 2)[0]) == 2, "as many rows as there is room for"
-    assert drafter.propose({1: PROMPT}, 2)[0] == {}, "it has no room for so long a prompt"
+    assert len(drafter.propose(rows, 2)) == 2, "as many rows as there is room for"
+    assert drafter.propose({1: PROMPT}, 2) == {}, "it has no room for so long a prompt"
     drafter.bound(1)
     assert drafter._held() == 0, "its caches are freed at once"
-    assert drafter.propose({1: SHORT}, 2)[0] == {}
+    assert drafter.propose({1: SHORT}, 2) == {}
 
 
 def test_its_memory_is_taken_from_the_room_for_kv_caches(drafter: DraftModel) -> None:

@@ -114,7 +114,7 @@ def headed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "how", ["two ranks", *(pytest.param(name, marks=pytest.mark.chaos) for name in ("pipeline", "lockstep"))]
 )
 def test_drafts_of_a_head_change_no_token(headed: Path, tmp_path: Path, how: str) -> None:
-    """Rows whose drafts are mostly right, and mostly wrong; the second turn begins with kept caches."""
+    """Rows whose drafts are right now and then, and hardly ever; the second turn begins with kept caches."""
     with Cluster(tmp_path, model=headed, **SETTINGS[how]) as cluster:
         for wanted, at_once in ((LONG[:3], 1), (LONG, 8)):
             outcomes = cluster.ask_all(wanted, at_once)

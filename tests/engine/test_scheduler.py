@@ -723,10 +723,8 @@ class Parrot:
     def __init__(self, says: tuple[int, ...]) -> None:
         self._says = says
 
-    def propose(
-        self, rows: Mapping[int, Sequence[int]], limit: int
-    ) -> tuple[dict[int, tuple[int, ...]], float]:
-        return {row: self._says[len(tokens) - 3 :][:limit] for row, tokens in rows.items()}, 0.0
+    def propose(self, rows: Mapping[int, Sequence[int]], limit: int) -> dict[int, tuple[int, ...]]:
+        return {row: self._says[len(tokens) - 3 :][:limit] for row, tokens in rows.items()}
 
 
 @RUN_AHEAD

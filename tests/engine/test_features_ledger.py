@@ -47,7 +47,7 @@ def some_request(random: Random) -> Generate:
         *(stem if random.random() < 0.4 else ()),
         *random.choices(range(6, 512), k=random.randint(1, 8)),
     )
-    if random.random() < 0.03:
+    if random.random() < 0.08:
         prompt = tuple(random.choices(range(6, 512), k=150))
     sampling = Sampling()
     if random.random() < 0.4:

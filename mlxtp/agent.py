@@ -88,7 +88,7 @@ LOOK_S = 0.1  #: Seconds between two looks at a model that is not ready.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Agent:
     """A running agent. `founded`: it founded its cluster. `on_left` is called once its ranks have ended."""
 

@@ -18,7 +18,6 @@ import time
 from pathlib import Path
 
 from mlxtp.identity.store import Store
-from mlxtp.identity.validity import CERTIFICATE_S, own_time
 from mlxtp.models import peer_copy
 from mlxtp.models.download import Fetch
 from mlxtp.models.hub_cache import Repo
@@ -43,7 +42,7 @@ async def measure(stage: Stage) -> list[Row]:
     first, second = Store(folder / "first"), Store(folder / "second")
     identity, other = first.found_cluster(), second.load_or_create()
     assert identity.authority is not None
-    certificate = identity.authority.certify(other.node_id, other.key.public_key(), own_time(), CERTIFICATE_S)
+    certificate = identity.authority.certify(other.node_id, other.key.public_key())
     second.save_membership(MemberCertificates(certificate, identity.authority.certificate))
     manifest = await asyncio.to_thread(
         _write, Repo(NAME, folder / "there"), stage.pick(full=1 << 29, quick=1 << 28)

@@ -31,7 +31,7 @@ from .api.backend import Health
 from .api.endpoint import Endpoint, open_endpoint
 from .api.server import serve
 from .background import CLOSE_S, Background, end_within, watched_loop
-from .cluster.authority import AuthorityKeeping, Renewal, Rotation
+from .cluster.authority import AuthorityKeeping
 from .cluster.cluster_state import NO_DEPLOYMENTS, PINNED, YIELDS
 from .cluster.control_port import ControlPort, TokenIssuing, bind_control
 from .cluster.dialer import Dialer
@@ -238,8 +238,7 @@ async def _running(
         requests = partial(serve_requests, gateway=parts.gateway)
         control_port = ControlPort(entered.sock, store.credentials, node, parts.tokens, requests)
         dialer = Dialer(node, store.credentials, port, parts.readings.rewired)
-        parts.renewal.on_renewed(control_port.renewed)
-        work += [control_port.run(), dialer.run(), parts.renewal.run()]
+        work += [control_port.run(), dialer.run()]
     _deploy_first(node, entered)
     stop = asyncio.Event()
     admin = Admin(parts, store)
@@ -333,8 +332,7 @@ def build_parts(
     )
     readings = MachineReports(node, partial(_counted, node.home))
     round_trips, credentials = RoundTripTimes(node), store.credentials
-    keeping, renewal, tokens = AuthorityKeeping(node, store), Renewal(node, store), TokenIssuing(node)
-    renewal.on_renewed(tokens.renewed)
+    keeping, tokens = AuthorityKeeping(node, store), TokenIssuing(node)
     transfers = TransferCoordinator(node, credentials, StoredModels(node))
     models = LocalModels(node, transfers)
     hosted = HostedRanks(node, models.folder, node.replica.epoch, worker)
@@ -368,8 +366,6 @@ def build_parts(
         readings,
         round_trips,
         keeping,
-        renewal,
-        Rotation(node, store, renewal, keeping),
         tokens,
         transfers,
         models,

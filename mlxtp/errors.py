@@ -81,7 +81,6 @@ class Code(StrEnum):
     QUOTA = "insufficient_quota"
     NOT_PERMITTED = "insufficient_permissions"
     # the user: at the end, because exit statuses count from the first code
-    CERTIFICATE_ENDED = "certificate_ended"
 
 
 class Exit(IntEnum):

@@ -31,29 +31,29 @@ MOST_POSITIONAL = 5  # parameters that may be given without their names
 LEFT: Mapping[str, int] = {
     "large classes": 0,
     "names of methods": 0,
-    "files": 240,
+    "files": 239,
     "classes with many public methods": 10,
     "dataclasses with many fields": 6,
     "functions with many positional parameters": 7,
     "functions of an object of a class beside them": 87,
 }
 MOST_LINES: Mapping[str, int] = {
-    "": 4_046,
-    "admin": 2_016,
-    "api": 10_310,
-    "cli": 6_146,
-    "cluster": 5_482,
-    "diagnostics": 3_151,
+    "": 4_041,
+    "admin": 1_990,
+    "api": 10_306,
+    "cli": 6_082,
+    "cluster": 4_958,
+    "diagnostics": 3_121,
     "discovery": 1_068,
     "engine": 12_194,
     "gateway": 1_753,
     "groups": 7_299,
-    "identity": 1_582,
+    "identity": 1_320,
     "models": 3_787,
     "placement": 4_670,
     "service": 878,
     "text": 5_234,
-    "wire": 4_164,
+    "wire": 4_029,
 }
 """Lines of each package; those of files beside the packages are "". A commit that adds some says why."""
 TOUCHES: Mapping[str, tuple[str, int]] = {

@@ -15,14 +15,12 @@ from ..diagnostics.checkup import Checkup, attempts
 from ..diagnostics.facts import (
     AgentFacts,
     Attempt,
-    ClockFacts,
     IdentityFacts,
     MemberFacts,
     ModelFacts,
     PortFacts,
     StageFacts,
 )
-from ..identity.validity import own_time
 from ..wire.cluster_messages import Machine
 from .parts import AgentParts
 from .snapshot import ClusterSnapshot, MemberSnapshot, Snapshot, formations, gather
@@ -60,22 +58,13 @@ class AgentCheckup(Checkup):
             return replace(found, cluster_id="")
         roster, self_id = parts.node.replica.roster, parts.node.node_id
         others = [each for each in roster.holders() if each != self_id]
-        membership = parts.node.identity.membership
-        rotates = membership is not None and bool(membership.former)  # the next key is on its way here
         return replace(
             found,
             holders=tuple(map(parts.node.name_of, others)),
             holders_here=tuple(map(parts.node.name_of, parts.node.links.nodes().intersection(others))),
-            authority_lost=not found.authority_here and self_id in roster.holders() and not rotates,
+            authority_lost=not found.authority_here and self_id in roster.holders(),
             alone=len(roster.members()) == 1,
         )
-
-    async def _clock(self) -> ClockFacts:
-        found, clock = await super()._clock(), self._parts.node.peer_info.clock
-        of_cluster_s = own_time() - clock.now()
-        name_of = self._parts.node.name_of
-        others = {name_of(node_id): ahead_s + of_cluster_s for node_id, ahead_s in clock.ahead.items()}
-        return replace(found, of_cluster_s=of_cluster_s, members=others)
 
     def _ports(self) -> tuple[PortFacts, ...]:
         node = self._parts.node

@@ -331,8 +331,7 @@ class MemberHandlers:
         """Return all members."""
         self._check_cluster()
         cluster = snapshot.gather(self._parts).cluster
-        rotation = self._parts.rotation.who_moved()
-        return {"cluster": cluster.cluster_id, "members": snapshot.members(cluster), "rotation": rotation}
+        return {"cluster": cluster.cluster_id, "members": snapshot.members(cluster)}
 
     async def token(self) -> Json:
         """Return a new join token."""
@@ -396,17 +395,6 @@ class MemberHandlers:
         self._store.leave()
         parts.node.end()
         return {"left": parts.node.identity.cluster_id, "members": len(others)}
-
-    def rotation(self) -> Json:
-        """Return the progress of a rotation of the authority, see `Rotation.who_moved`."""
-        self._check_cluster()
-        return self._parts.rotation.who_moved()
-
-    async def rotate(self, at_once: str) -> Json:
-        """Make another authority for the cluster. Returns once other holders present have it."""
-        self._check_cluster()
-        await self._parts.rotation.rotate(at_once=bool(at_once))
-        return self.rotation()
 
     async def hand_over(self, node: str, move: str, sure: str) -> Json:
         """Hand the authority's key to another member; `move`: then forget it here.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ..api.admin import Json
 from ..api.request_context import RequestContext
 from ..api.request_metrics import UNWATCHED, CountedSequence
-from ..cluster.authority import AuthorityKeeping, Renewal, Rotation
+from ..cluster.authority import AuthorityKeeping
 from ..cluster.control_port import TokenIssuing
 from ..cluster.node import ClusterNode
 from ..cluster.peer_reports import MachineReports, RoundTripTimes
@@ -44,8 +44,6 @@ class AgentParts:
     readings: MachineReports
     round_trips: RoundTripTimes
     authority: AuthorityKeeping
-    renewal: Renewal
-    rotation: Rotation
     tokens: TokenIssuing
     transfers: TransferCoordinator
     models: LocalModels
@@ -63,7 +61,6 @@ class AgentParts:
         """Send a goodbye on each link, and end what runs here for others."""
         async with AsyncExitStack() as ending:  # in reverse; each part ends, even if another one fails to
             for part in (
-                self.rotation,
                 self.transfers,
                 self.models,
                 self.node,

@@ -65,8 +65,6 @@ class MemberCommands(Protocol):
     async def remove(self, node: str, with_admitted: str) -> Json: ...
     def leave(self, force: str) -> Json: ...
     async def hand_over(self, node: str, move: str, sure: str) -> Json: ...
-    def rotation(self) -> Json: ...
-    async def rotate(self, at_once: str) -> Json: ...
 
 
 class CacheCommands(Protocol):
@@ -170,8 +168,6 @@ def admin_routes(admin: Administration) -> list[Route]:
             lambda body: admin.members.remove(_text(body, "node"), _text(body, "with_admitted", "")),
         ),
         route("leave", "POST", lambda body: admin.members.leave(_text(body, "force", ""))),
-        route("rotation", "GET", lambda _: admin.members.rotation()),
-        route("rotate", "POST", lambda body: admin.members.rotate(_text(body, "at_once", ""))),
         route(
             "authority",
             "POST",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 import webbrowser
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -28,14 +27,12 @@ from ..settings import BY_KEY
 from . import options
 from .options import AsJson, Home, Within
 from .printing import Console, home_of, print_answer, print_json, typed
-from .status import admissions_shown, kept, members_shown, rotation_shown
+from .status import admissions_shown, kept, members_shown
 
 #: Seconds that an agent may take to look up a model on the Hub.
 _HUB_S = 60.0
 #: Seconds that an agent may take to hand over a key and have others note that.
 _HAND_OVER_S = 30.0
-#: Seconds for which `rotate` waits for members that are here.
-_MOVE_S = 20.0
 #: Fields of `serve` with the function that parses each, and the option of its name.
 _SERVE_OPTIONS: Mapping[str, tuple[Callable[[object, str], object], str]] = {
     "nodes": (parse_nodes, "--nodes"),
@@ -227,11 +224,7 @@ def page(
 def members(home: Home = None, as_json: AsJson = False) -> None:
     """List every member of the cluster, present or not, and which Mac admitted it, from where and when."""
     answer = AgentClient(home_of(home)).get("members")
-    print_answer(
-        answer,
-        as_json,
-        lambda a: [*members_shown(a), *admissions_shown(a), *rotation_shown(a["rotation"])],
-    )
+    print_answer(answer, as_json, lambda a: [*members_shown(a), *admissions_shown(a)])
 
 
 @commands.command()
@@ -359,52 +352,6 @@ def move(node: _Holder, sure: _Sure = False, home: Home = None, as_json: AsJson 
     _hand_over(node, sure, home, as_json, move=True)
 
 
-@authority.command()
-def rotate(
-    at_once: Annotated[
-        bool,
-        typer.Option(
-            "--at-once",
-            help="For a key that was stolen: end the former one within seconds. Members that are away must "
-            "join again with a token.",
-        ),
-    ] = False,
-    sure: _Sure = False,
-    home: Home = None,
-    as_json: AsJson = False,
-) -> None:
-    """Replace the key by another one. Members get certificates of the new one over their links.
-
-    The former one ends when all have them, or after 30 days. Run it on a Mac that holds the key.
-    """
-    client = AgentClient(home_of(home), _HAND_OVER_S)
-    if at_once and not sure:
-        away = client.get("rotation")["away"]
-        words = f"{' and '.join(away)} must join again with a token" if away else "all members are here"
-        if as_json or not sys.stdin.isatty():
-            raise UserError(f"the former key would end now: {words}. --yes confirms that")
-        typer.confirm(f"The former key ends now: {words}. Is each member one that you know?", abort=True)
-    found = client.post("rotate", at_once="yes" if at_once else "")
-    ends_at = time.monotonic() + _MOVE_S
-    with Console(stderr=True, highlight=False).status("members move") as shown:
-        while _is_moving(found, at_once=at_once) and time.monotonic() < ends_at:
-            time.sleep(0.5)
-            found = client.get("rotation")
-            shown.update(f"moved: {len(found['moved'])}, to come: {len(found['to_come'])}")
-    print_answer(found, as_json, _rotated)
-
-
-def _is_moving(found: Mapping[str, Any], *, at_once: bool) -> bool:
-    """Return True while members that are here have yet to move, or the former authority is about to end."""
-    to_come = set(found["to_come"])
-    return bool(found["until"]) and (at_once or not to_come or bool(to_come - set(found["away"])))
-
-
-def _rotated(answer: Mapping[str, Any]) -> list[Any]:
-    lines: list[Any] = ["the cluster has another authority; join tokens made before it are void"]
-    return lines + (rotation_shown(answer) or ["the former one has ended"])
-
-
 def _hand_over(node: str, sure: bool, home: Path | None, as_json: bool, *, move: bool) -> None:
     if not node.strip():
         raise UserError("to which member? Its name, or the beginning of its id: see `mlxtp cluster members`")
@@ -437,7 +384,7 @@ def _removed(answer: Mapping[str, Any]) -> list[str]:
     if held := " and ".join(answer["held_authority"]):
         lines.append(
             f"{held} held the cluster's authority and may still have its key: with that it can let Macs in, "
-            "itself too. Unless you trust that Mac, `mlxtp cluster authority rotate --at-once` ends that"
+            "itself too. Unless you trust that Mac, found a new cluster"
         )
     if problem := answer.get("problem"):
         lines.append(

@@ -172,17 +172,6 @@ def admissions_shown(answer: Mapping[str, Any]) -> list[Any]:
     ]
 
 
-def rotation_shown(answer: Mapping[str, Any]) -> list[Any]:
-    """Return lines about a rotation of the authority that is under way, or that some have missed."""
-    if not (until := answer["until"]):
-        return []
-    moved, to_come = " and ".join(answer["moved"]), " and ".join(answer["to_come"])
-    return [
-        _indented(f"the authority is being rotated; the former one ends on {until} at the latest"),
-        _indented(f"moved: {moved or 'none yet'}; to come: {to_come or 'none'}"),
-    ]
-
-
 def _about(name: str, sentences: Iterable[str], colour: str) -> list[Any]:
     """Return a name, and each sentence about it as a paragraph below."""
     said = [_indented(f"- {sentence}", colour) for sentence in sentences]

@@ -219,8 +219,7 @@ def _rank(row: Deployment) -> tuple[object, ...]:
 
 # --- members --------------------------------------------------------------------------------------------
 
-#: Members and removed members. A removal is forgotten only with the authority that let its key in, because a
-#: forgotten key would be admitted again.
+#: Members and removed members. No removal is forgotten: a forgotten key would count again.
 MAX_ENTRIES = 512
 
 
@@ -330,7 +329,7 @@ class Roster:
         if len({fingerprint, *(each.fingerprint for each in self.entries)}) > MAX_ENTRIES:
             raise UserError(
                 f"this cluster has had {MAX_ENTRIES} members, all it can remember; "
-                "`mlxtp cluster authority rotate` begins a list without the removed ones"
+                "found a new cluster to go on"
             )
         return self.merged([entry])
 

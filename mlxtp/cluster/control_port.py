@@ -107,12 +107,6 @@ class TokenIssuing:
         audit.record("token_made", f"join token {about['token']} is made for {about['member']}", about)
         return token.text()
 
-    def renewed(self) -> None:
-        """Issue tokens of the present authority. Those of another one end with it."""
-        membership = self._node.identity.member
-        if self.issuer.authority_hash != (present := authority_hash(membership.authority)):
-            self.issuer = TokenIssuer(membership.cluster_id, present)
-
     def _issue(self, link: ControlLink, wanted: TokenWanted) -> None:
         token, problem = "", "this Mac cannot issue join tokens"
         if self._node.identity.authority is not None:
@@ -161,7 +155,6 @@ class ControlPort:
         self._node = node
         self._tokens = tokens
         self._serve_requests = serve_requests
-        self._credentials = credentials
         self._requests: dict[asyncio.StreamWriter, NodeIdentity] = {}
         node.enrolment.on_change(lambda: self._cut(self._is_removed))
         # No client reads the replies to a node that vanished.
@@ -176,10 +169,6 @@ class ControlPort:
     async def run(self) -> None:
         """Run until cancelled."""
         await self._acceptor.run()
-
-    def renewed(self) -> None:
-        """Show callers this Mac's present certificate from now on."""
-        self._acceptor.context = member_context_server(self._credentials)
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: Peer) -> None:
         if peer.identity is None:
@@ -239,7 +228,6 @@ class ControlPort:
             nonce,
             members=members,
             peers=(*node.introduction.addresses(), *peers)[:MAX_PEERS],
-            at=node.peer_info.clock.now(),
             address=joiner_at,
             others=(names, at),
         )

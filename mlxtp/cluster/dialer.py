@@ -12,7 +12,6 @@ from ..background import Background
 from ..discovery.addresses import MAX_KNOWN, Advert, DiscoveredPeer, explain
 from ..discovery.mdns import Addresses, Discovery, addresses_up
 from ..errors import Code, MlxtpError
-from ..wire.certificates import NodeIdentity, key_id
 from ..wire.messages import PROTOCOL_VERSION
 from ..wire.streams import open_tls
 from ..wire.tls import ALPN_CONTROL, Credentials, member_context_client, peer_identity
@@ -25,17 +24,8 @@ DIAL_S = 3.0
 TICK_S = 0.25
 INTERFACES_S = 2.0  #: Seconds between two checks of this machine's addresses.
 TOLD_S = 60.0  #: Seconds for which the log does not repeat the same refusal by the same address.
-_BACK = "run `mlxtp token` on a member, then `mlxtp node --join TOKEN` here"
-TOO_LATE = (
-    f"the cluster has another authority since this Mac was here last, and the former one has ended: {_BACK}"
-)
-#: After two rotations neither end knows the other's authority, and TLS alone does not show whose it is.
-PERHAPS_TOO_LATE = (
-    "a member was there before, or announces itself there; if the cluster's authority was rotated while this "
-    f"Mac was away, {_BACK}"
-)
 #: Refusals by another Mac that this Mac's user has to know about.
-_OURS_TO_MEND = (Code.DUPLICATE_NODE, Code.REMOVED_NODE, Code.MISMATCH, Code.CERTIFICATE_ENDED)
+_OURS_TO_MEND = (Code.DUPLICATE_NODE, Code.REMOVED_NODE, Code.MISMATCH)
 
 
 class Dialer:
@@ -124,7 +114,7 @@ class Dialer:
 
     async def _dial(self, address: str) -> None:
         host, _, port = address.rpartition(":")
-        now, identity = time.monotonic, None
+        now = time.monotonic
         try:
             context = member_context_client(self._credentials, ALPN_CONTROL)
             reader, writer = await open_tls(host, int(port), context, ALPN_CONTROL, DIAL_S)
@@ -134,16 +124,11 @@ class Dialer:
             except BaseException:
                 writer.transport.abort()
                 raise
-        except MlxtpError as failure:
-            error = failure
-            if error.code is Code.LINK_LOST and identity is not None and self._is_behind(identity):
-                error = Rejected(TOO_LATE, Code.CERTIFICATE_ENDED)
-            elif error.code is Code.NOT_AUTHENTIC and not self._node.links.nodes() and self._is_ours(address):
-                error = Rejected(f"{error.detail}; {PERHAPS_TOO_LATE}", Code.CERTIFICATE_ENDED)
+        except MlxtpError as error:
             if error.code is Code.SAME_NODE:
                 self._dialing.ourselves(address)
                 return
-            if failure.code in (Code.NOT_AUTHENTIC, Code.REMOVED_NODE):
+            if error.code in (Code.NOT_AUTHENTIC, Code.REMOVED_NODE):
                 self._dialing.foreign(address, now())
             else:
                 self._dialing.failed(address, now())
@@ -151,24 +136,10 @@ class Dialer:
             return
         self._dialing.reached(address, node_id, now())
         said, _ = self._logged.pop(address, ("", 0.0))
-        if said == self._refusal or PERHAPS_TOO_LATE in self._refusal:
-            said, self._refusal = self._refusal, ""
+        if said == self._refusal:
+            self._refusal = ""
             if self._node.introduction.problem == said:
                 self._node.introduction.problem = ""
-
-    def _is_ours(self, address: str) -> bool:
-        """Return True where a member was reached before, or announces itself."""
-        kept = [address in found for found in self._dialing.remembered().values()]
-        cluster_id = self._node.identity.cluster_id
-        return any(kept) or any(
-            address in each.addresses for each in self.sightings if each.cluster_id == cluster_id
-        )
-
-    def _is_behind(self, identity: NodeIdentity) -> bool:
-        """Return True for a certificate of an authority that took over while this Mac was away."""
-        membership = self._node.identity.membership
-        ours = (membership.authority, membership.former) if membership is not None else ()
-        return identity.signer not in [key_id(each) for each in ours if each]
 
     def _log_once(self, address: str, error: MlxtpError) -> None:
         """Log an error that the user can fix, but not repeatedly. The absence of a member is only debug

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from ..config import Settings
 from ..errors import Code, MlxtpError, ProtocolError
 from ..identity.store import Identity
-from ..identity.validity import ClusterClock, accepts_ended, day, own_time
 from ..imports import installed, metal_wheel
-from ..wire.certificates import NodeIdentity, key_id, read_node
+from ..wire.certificates import NodeIdentity
 from ..wire.cluster_messages import AgentHello, Beat, Machine, ModelStatus, Serving
 from ..wire.codecs import printable
 from ..wire.messages import PROTOCOL_VERSION, Error
@@ -123,8 +122,7 @@ _BACK = "`mlxtp cluster leave` and `mlxtp node --join TOKEN` bring it back"
 class Introduction:
     """Hellos between this node and others.
 
-    `http` is the URL of this node's endpoint; `addresses` returns where others reach its agent now; `clock`
-    has the cluster's time.
+    `http` is the URL of this node's endpoint; `addresses` returns where others reach its agent now.
     """
 
     problem = ""  #: Problem that a user has to fix, such as a copied home folder.
@@ -136,10 +134,7 @@ class Introduction:
         http: str,
         addresses: Callable[[], tuple[str, ...]],
         roster: Callable[[], Roster],
-        *,
-        clock: ClusterClock,
     ) -> None:
-        self.clock = clock
         self.name = printable(settings.name)  # we cannot refuse the system's name of a Mac
         self.boot_id = secrets.token_hex(8)
         self.http = http
@@ -165,17 +160,11 @@ class Introduction:
             self._flags,
             self.addresses(),
             self.http,
-            int(own_time()),
         )
 
     def judge(self, identity: NodeIdentity, hello: AgentHello) -> MlxtpError | None:
         """Return the error for which a peer is refused; None when it is welcome."""
-        return (
-            self._not_a_member(identity, hello)
-            or self._ended(identity, hello)
-            or self._given_up(hello)
-            or self._unlike(hello)
-        )
+        return self._not_a_member(identity, hello) or self._given_up(hello) or self._unlike(hello)
 
     def met(self, hello: AgentHello) -> None:
         """Note that a peer was taken in: this start of it counts. Warn once of kernels unlike ours."""
@@ -215,9 +204,6 @@ class Introduction:
             who = hello.name or hello.node_id[:8]
             return ProtocolError(f"{who} was removed from this cluster; on it, {_BACK}", Code.REMOVED_NODE)
         known = roster.members().get(hello.node_id)
-        if known is None and identity.signer == self._former():
-            words = "its certificate is of the former authority, and its key is not on the list of members"
-            return ProtocolError(f"{words}; on it, {_BACK}", Code.NOT_AUTHENTIC)
         if known is not None and known.fingerprint != identity.fingerprint:
             return ProtocolError(f"{hello.node_id[:8]} is known by another key", Code.NOT_AUTHENTIC)
         return None
@@ -227,29 +213,6 @@ class Introduction:
         if self._roster().removed(identity.fingerprint):
             raise ProtocolError("it was removed from this cluster", Code.REMOVED_NODE)
         return roster_text(self._roster().entries)
-
-    def _former(self) -> str | None:
-        """Return the id of the former authority's key, while both count."""
-        membership = self._identity().membership
-        return key_id(membership.former) if membership is not None and membership.former else None
-
-    def _ended(self, identity: NodeIdentity, hello: AgentHello) -> MlxtpError | None:
-        """Return the error for a certificate that has ended and that this link cannot begin by renewing."""
-        now, membership = self.clock.now(), self._identity().membership
-        if identity.ends > now or membership is None:
-            return None
-        entry = self._roster().by_key(identity.fingerprint)
-        can_renew = self._identity().authority is not None or hello.node_id in self._roster().holders()
-        own = read_node(membership.certificate).ends
-        if accepts_ended(now, own, listed=entry is not None, can_renew=can_renew):
-            return None
-        who = hello.name or hello.node_id[:8]
-        return ProtocolError(
-            f"the certificate of {who} ended on {day(identity.ends)}: by its own clock it is "
-            f"{day(hello.clock)}, by that of {self.name} {day(own_time())}. A Mac that holds the authority's "
-            f"key renews it once both Macs reach it; if one of the clocks is wrong, set it",
-            Code.CERTIFICATE_ENDED,
-        )
 
     def _given_up(self, hello: AgentHello) -> MlxtpError | None:
         boots, what = self._doubles.get(hello.node_id, ((), ""))
@@ -296,7 +259,6 @@ class PeerInfo:
     addresses: dict[str, tuple[str, ...]] = field(default_factory=dict)
     short: set[str] = field(default_factory=set)  #: Nodes with less free memory than new requests need.
     met_at: dict[str, float] = field(default_factory=dict)  #: Time at which a node's link came up.
-    clock: ClusterClock = field(default_factory=ClusterClock)
 
     def met(self, hello: AgentHello, now: float) -> None:
         """Take in the hello of a node."""
@@ -307,7 +269,6 @@ class PeerInfo:
 
     def beat(self, node_id: str, beat: Beat) -> None:
         """Take in the beat of a node."""
-        self.clock.told(node_id, beat.clock)
         if beat.short:
             self.short.add(node_id)
         else:
@@ -346,7 +307,6 @@ class PeerInfo:
     def drop(self, node_id: str) -> None:
         """Forget the models and groups of a node that has no link left: its reports are old."""
         self.models.pop(node_id, None)
-        self.clock.unlinked(node_id)
         self._drop_groups(node_id)
         self.short.discard(node_id)
         self.met_at.pop(node_id, None)

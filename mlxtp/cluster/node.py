@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -22,7 +22,6 @@ from ..config import Settings
 from ..discovery.addresses import Dialing
 from ..errors import Code, MlxtpError, ProtocolError, UserError
 from ..identity.store import Identity
-from ..identity.validity import own_time
 from ..wire.cluster_messages import MAX_MEMBERS, Beat, Machine, Members, RosterSaved
 from ..wire.messages import Error
 from .cluster_state import Replica, roster_entries
@@ -195,8 +194,7 @@ class Gossip:
         self._send(link, desired=True, roster=True)
 
     def _beat(self, *, short: bool = False) -> Beat:
-        beat = self._leadership.beat(healthy=self._membership.health.healthy, short=short)
-        return replace(beat, clock=int(own_time()))
+        return self._leadership.beat(healthy=self._membership.health.healthy, short=short)
 
     def _received(self, link: ControlLink, beat: Beat) -> None:
         now = time.monotonic()
@@ -251,7 +249,6 @@ class ClusterNode:
             http,
             lambda: listens_at(self.peer_info.machines[self.node_id]),
             lambda: self.replica.roster,
-            clock=self.peer_info.clock,
         )
         proofs = RosterProofs(identity)
         calm = None if settings.cluster else AT_ONCE
@@ -281,7 +278,6 @@ class ClusterNode:
         )
         self.links.on(lambda link, beat: self.peer_info.beat(link.node_id, beat), Beat)
         self.links.on(self.enrolment.received, Members)
-        self.links.on(lambda _link, beat: self.enrolment.sheds(beat.roster), Beat)
         self.links.parting = (
             introduction.roster_for,
             lambda text: self.rounds.attempt(

@@ -13,15 +13,14 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from .. import audit
 from ..errors import Code, RemoteProtocolError, UserError
 from ..identity.store import Identity
-from ..identity.validity import keys
-from ..wire.certificates import PublicKey, is_signed, key_at, point_of, sign
+from ..wire.certificates import PublicKey, authority_key, is_signed, key_at, point_of, sign
 from ..wire.cluster_messages import MAX_MEMBERS, MAX_MODEL, Deployment, Deployments, Members, RosterEntry
 from .cluster_state import (
     MAX_ROWS,
@@ -58,8 +57,8 @@ class RosterProofs:
     """
 
     def __init__(self, identity: Identity) -> None:
-        assert identity.membership is not None
         self.identity = identity
+        self._authority = authority_key(identity.member.authority)
 
     def admission(
         self, entry: RosterEntry, admitted_by: str = "", address: str = "", at: int = 0
@@ -98,43 +97,6 @@ class RosterProofs:
         assert authority is not None
         return replace(entry, holding=sign(authority.key, _HOLDING, *self._holding(entry)).hex())
 
-    def settled(self, roster: Roster) -> Roster:
-        """Return a roster after a rotation, on the Mac that has the authority's key.
-
-        Members that a former authority let in are signed again, and the others of its keys are forgotten.
-        They get later versions in the order of their age, so that all members choose the new signatures.
-        """
-        authority = self.identity.authority
-        if authority is None or len(_believed(self.identity)) == 1:
-            return roster
-        for entry in roster.members().values():
-            if entry.admission and not self._is_present(entry):
-                version = 1 + roster.newest()
-                fresh = replace(entry, version=version)
-                if entry.holding:
-                    fresh = self.holding(replace(fresh, holds_in=version))
-                signature = sign(authority.key, _ADMISSION, *self._admission(fresh))
-                roster = roster.merged([replace(fresh, admission=signature.hex())])
-        return self.shed(roster)
-
-    def shed(self, roster: Roster) -> Roster:
-        """Return a roster without the keys that only former authorities let in, once those have ended.
-
-        No certificate of such a key counts. This Mac's own key stays.
-        """
-        if len(_believed(self.identity)) == 1 or _overlaps(self.identity):
-            return roster
-        own = self.identity.fingerprint
-        kept = (
-            each
-            for each in roster.entries
-            if not each.admission or each.fingerprint == own or self._is_present(each)
-        )
-        return Roster(tuple(kept))
-
-    def _is_present(self, entry: RosterEntry) -> bool:
-        return _holds(_believed(self.identity)[0], entry.admission, _ADMISSION, self._admission(entry))
-
     def proven(self, entries: Iterable[RosterEntry], held: Roster) -> tuple[RosterEntry, ...]:
         """Return those of another member's entries that are news to `held` and have valid signatures."""
         mine = {entry.fingerprint: entry for entry in held.entries}
@@ -155,8 +117,6 @@ class RosterProofs:
     def _is_admitted(self, entry: RosterEntry, mine: RosterEntry | None) -> bool:
         if mine is not None and mine.admission and _admission(entry) == _admission(mine):
             return True
-        if not _overlaps(self.identity):  # an entry that was forgotten with its authority must not come back
-            return self._is_present(entry)
         return self._by_authority(entry.admission, _ADMISSION, self._admission(entry))
 
     def _is_proven(
@@ -183,8 +143,7 @@ class RosterProofs:
         return self._by_authority(entry.holding, _HOLDING, self._holding(entry))
 
     def _by_authority(self, signature: str, label: bytes, parts: list[bytes]) -> bool:
-        """Return True if the cluster's authority made this signature, or one that it took over from."""
-        return any(_holds(key, signature, label, parts) for key in _believed(self.identity))
+        return _holds(self._authority, signature, label, parts)
 
     def _admission(self, entry: RosterEntry) -> list[bytes]:
         return self._parts(*admission_of(entry))
@@ -200,16 +159,6 @@ class RosterProofs:
 
     def _parts(self, *parts: str | int) -> list[bytes]:
         return [str(part).encode() for part in (self.identity.cluster_id, *parts)]
-
-
-def _believed(identity: Identity) -> tuple[PublicKey, ...]:
-    """Return the keys of the cluster's authorities, the present one first."""
-    return keys(identity.member)
-
-
-def _overlaps(identity: Identity) -> bool:
-    """Return True while certificates of the former authority count as well."""
-    return identity.membership is not None and bool(identity.membership.former)
 
 
 def _may_remove(remover: RosterEntry, entry: RosterEntry, known: Mapping[str, RosterEntry]) -> bool:
@@ -274,7 +223,6 @@ def restored(proofs: RosterProofs, identity: Identity, name: str, kept: ClusterS
         found.admit(identity.node_id, name, identity.fingerprint, proofs.own)
     if identity.authority is not None and identity.node_id not in found.roster.holders():
         found.state_holder(identity.node_id, proofs.holding, holds=True)
-    found.hold(proofs.settled(found.roster))
     return found
 
 
@@ -290,7 +238,6 @@ class Enrolment:
         #: Called with each node that ceased to be a member: what is kept of it goes.
         self.on_gone = Handlers[Callable[[str], object]]()
         self._members = frozenset(replica.roster.members())
-        self._shed = lru_cache(1)(proofs.shed)  # it checks all signatures, and a beat comes twice a second
 
     def admit(
         self, node_id: str, name: str, fingerprint: str, *, by: str = "", address: str = "", token: str = ""
@@ -344,7 +291,6 @@ class Enrolment:
                     about = {"member": entry.name, "node_id": node_id, "by": who}
                     audit.record("member_removed", words, about)
             self._changed()
-            self._settle()
         if (surplus := replica.roster.surplus()) and not before.surplus():
             who = self._name_of(link.node_id) if link is not None else "another member"
             words = "%s reports more than %d members; the latest are left out: %s"
@@ -358,30 +304,6 @@ class Enrolment:
         self._replica.state_holder(identity.node_id, proofs.holding, holds=holds)
         proofs.identity = identity
         self._changed()
-        self._settle()
-
-    def renewed(self, identity: Identity) -> None:
-        """Go on with other certificates of this node."""
-        self._proofs.identity = identity
-        self._settle()
-
-    def sheds(self, digest: int) -> None:
-        """Forget what the member with a roster of this `digest` has forgotten: see `RosterProofs.shed`.
-
-        Until then an entry may be of a member that the Mac with the authority's key has yet to sign again.
-        """
-        replica = self._replica
-        if digest != replica.digest and digest == (left := self._shed(replica.roster)).digest():
-            self._renew(left)
-
-    def _settle(self) -> None:
-        self._shed.cache_clear()
-        self._renew(self._proofs.settled(self._replica.roster))
-
-    def _renew(self, roster: Roster) -> None:
-        if roster != self._replica.roster:
-            self._replica.hold(roster)
-            self._changed()
 
     def _changed(self) -> None:
         for handler in self.on_change:

@@ -368,8 +368,6 @@ def version(text: str) -> tuple[int, ...]:
 
 #: A certificate that ends within this time, and is not renewed, is worth a warning.
 SOON = timedelta(days=14)
-#: A member's certificate that still ends within this time could not be renewed for a quarter of a year.
-LATE = timedelta(days=91)
 #: First words of the remedy in the message that a disk has no room for a model.
 MAKE_ROOM = "make room"
 #: Digits of a hash: enough to distinguish two.
@@ -519,13 +517,6 @@ def _of_authority(facts: MachineFacts) -> Iterator[Finding]:
 def _of_certificate(certificate: Certificate, facts: MachineFacts) -> Finding:
     until = f"{certificate.ends:%Y-%m-%d}"
     renew = "renew it, and restart mlxtp" if not certificate.renews else "restart mlxtp: it makes another one"
-    if certificate.over_links and certificate.ends - facts.now < LATE:
-        ended = "ended" if facts.now > certificate.ends else "ends"
-        return warning(
-            f"the certificate of {certificate.name} {ended} on {until}, and was not renewed",
-            "start a Mac that holds the authority's key, where this Mac reaches it; check the clock",
-            "a member whose certificate has ended is let in by such a Mac alone",
-        )
     if facts.now > certificate.ends:
         return error(f"the certificate of {certificate.name} ended on {until}", renew)
     if facts.now < certificate.begins:
@@ -533,7 +524,7 @@ def _of_certificate(certificate: Certificate, facts: MachineFacts) -> Finding:
             f"the certificate of {certificate.name} holds from {certificate.begins:%Y-%m-%d} on",
             "set this machine's clock, if that is behind",
         )
-    if certificate.ends - facts.now < SOON and not (certificate.renews or certificate.over_links):
+    if certificate.ends - facts.now < SOON and not certificate.renews:
         return warning(f"the certificate of {certificate.name} ends on {until}", renew)
     return ok(
         f"the certificate of {certificate.name} holds"
@@ -804,12 +795,6 @@ def of_clock(facts: MachineFacts) -> Iterator[Finding]:
             yield warning(said, fix)
         else:
             yield ok(said)
-    if abs(clock.of_cluster_s) >= _DAY_S:
-        said = f"the clock is {_off(clock.of_cluster_s)} the cluster's time, which is that of most members"
-        yield error(said, fix, "certificates of members end by that time")
-    for name, ahead_s in clock.members.items():
-        if abs(ahead_s) >= _DAY_S:
-            yield warning(f"the clock of {name} is {_off(ahead_s)} the cluster's time", f"{fix}, on {name}")
     if clock.synchronised is False:
         yield info("the clock follows no time server", fix)
     elif clock.synchronised:

@@ -215,10 +215,7 @@ def stored(home: Path) -> tuple[Identity | None, str]:
 
 def _of_membership(membership: MemberCertificates) -> list[Certificate]:
     own, authority = map(x509.load_der_x509_certificate, (membership.certificate, membership.authority))
-    return [
-        replace(_certificate("this member", own), over_links=True),
-        _certificate("the cluster", authority),
-    ]
+    return [_certificate("this member", own), _certificate("the cluster", authority)]
 
 
 def _https(settings: Settings) -> tuple[list[Certificate], str]:

@@ -190,32 +190,22 @@ class PowerFacts:
 
 @dataclass(frozen=True, slots=True)
 class ClockFacts:
-    """`ahead_s`: lead over the time server. `synchronised`: the system reports that it follows a server.
-
-    `of_cluster_s`: lead over the time by most clocks of the cluster. `members`: the same of each member with
-    a link, by its name.
-    """
+    """`ahead_s`: lead over the time server. `synchronised`: the system reports that it follows a server."""
 
     ahead_s: float | None = None
     server: str = ""
     synchronised: bool | None = None
     problem: str = ""
-    of_cluster_s: float = 0.0
-    members: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """Name and validity of a certificate. `renews`: mlxtp renews it by itself, at its start.
-
-    `over_links`: a member that holds the authority's key renews it.
-    """
+    """Name and validity of a certificate. `renews`: mlxtp renews it by itself, at its start."""
 
     name: str
     begins: datetime
     ends: datetime
     renews: bool = False
-    over_links: bool = False
 
 
 @dataclass(frozen=True, slots=True)

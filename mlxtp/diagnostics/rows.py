@@ -184,10 +184,8 @@ ROWS: tuple[CheckRow, ...] = (
     ),
     CheckRow(
         "clock", "Clock",
-        "against the time server that this Mac asks anyway (Linux: whether the system follows one), and "
-        "against the clocks of other members: a day or more is named",
-        "it orders the logs of several Macs, and certificates of the Hub, of HTTPS and of members "
-        "depend on it",
+        "against the time server that this Mac asks anyway (Linux: whether the system follows one)",
+        "it orders the logs of several Macs, and certificates of the Hub and of HTTPS depend on it",
         "`sudo sntp -sS time.apple.com`; Linux: `sudo timedatectl set-ntp true`",
         checks.of_clock,
     ),

@@ -159,18 +159,15 @@ async def enter(settings: Settings, store: Store, forget: Callable[[], None]) ->
         return JoinResult(store.found_cluster(), founded=True)
     token = read_token(settings.join)
     if identity.membership is not None:
-        if token.authority_hash == authority_hash(identity.membership.authority):
-            log.info("this Mac is a member of cluster %s already", identity.cluster_id)
-            return JoinResult(identity)
-        if identity.cluster_id != token.cluster_id:
+        if token.authority_hash != authority_hash(identity.membership.authority):
             raise ConfigError(
                 f"this Mac is a member of cluster {identity.cluster_id}, the token is for "
                 f"{token.cluster_id}; run `mlxtp cluster leave`, then use the token"
             )
-        log.info("this Mac joins cluster %s again, under its present authority", identity.cluster_id)
+        log.info("this Mac is a member of cluster %s already", identity.cluster_id)
+        return JoinResult(identity)
     joined = await _join(settings, identity, token)
-    if identity.membership is None:
-        forget()
+    forget()
     return JoinResult(
         store.save_membership(joined.membership),
         joined=True,

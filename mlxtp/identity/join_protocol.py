@@ -54,7 +54,6 @@ from ..wire.peer_messages import (
     JoinRefusal,
     JoinRequest,
 )
-from .validity import CERTIFICATE_S
 
 # --- tokens: their text, and the issuer that knows the valid ones ----------------------------------------
 # A person carries a token from one Mac to the next. It names the cluster, and identifies the cluster's
@@ -330,8 +329,8 @@ class Joiner:
         """
         if not hmac.compare_digest(authority_hash(offer.authority), self._token.authority_hash):
             raise UserError(
-                f"the join token is for cluster {self._token.cluster_id}, and another cluster answered, or "
-                f"this one has another authority by now; {_NEW_TOKEN}, or use the address of a Mac here",
+                f"the join token is for cluster {self._token.cluster_id}, and another cluster answered; "
+                f"{_NEW_TOKEN}, or use the address of a Mac here",
                 Code.JOIN_REFUSED,
             )
         if cluster_of(offer.authority) != self._token.cluster_id:
@@ -410,9 +409,8 @@ class Host:
     """A Mac that has the authority's key, for one exchange. `nonce` is 32 fresh random bytes.
 
     `certificate` is the one it showed in TLS. `members` has the fingerprint of each member's key by its node
-    id. Certificates are made `at` this time, in seconds since 1970. Admitted Macs get `peers`. The joiner is
-    at `address`. `others` has the names of the other Macs that admit joiners, and addresses of theirs: their
-    tokens are not known here.
+    id. Admitted Macs get `peers`. The joiner is at `address`. `others` has the names of the other Macs that
+    admit joiners, and addresses of theirs: their tokens are not known here.
     """
 
     def __init__(
@@ -423,13 +421,11 @@ class Host:
         nonce: bytes,
         *,
         members: Mapping[str, str],
-        at: float,
         peers: tuple[str, ...] = (),
         address: str = "",
         others: tuple[str, tuple[str, ...]] = ("", ()),
     ) -> None:
         self._authority = authority
-        self._at = at
         self._others = others
         self.address = address
         self._certificate = certificate
@@ -466,7 +462,7 @@ class Host:
         if asked_by == node_id:
             return self._refusal(transcript, "a member cannot join by a token that it requested itself")
         self._issuer.use(request.token_id, holder, now)
-        certificate = self._authority.certify(node_id, key, self._at, CERTIFICATE_S)
+        certificate = self._authority.certify(node_id, key)
         proof = _proof(_GRANT, token_key, transcript, certificate)
         return JoinReply(
             JoinGrant(certificate, proof, self._peers),

@@ -2,8 +2,8 @@
 
     node_id         32 hex digits, drawn once
     node.key        its private key (PEM)
-    member.pem      its certificate and those of its cluster's authorities, as long as it is a member
-    authority.pem   the authority's certificates and private key, on Macs that hold it; at first the founder
+    member.pem      its certificate and that of its cluster's authority, as long as it is a member
+    authority.pem   the authority's certificate and private key, on Macs that hold it; at first the founder
     next.key        while it leaves: the private key that replaces node.key
 
 All are closed to other users. `load` refuses them when they are not, or when they do not belong together.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import secrets
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -26,18 +26,16 @@ from ..wire.certificates import (
     authority_of,
     certificates_from_pem,
     certificates_to_pem,
-    check_member,
+    check_node,
     fingerprint,
     found,
     key_from_pem,
-    key_id,
     key_to_pem,
     new_key,
 )
 from ..wire.peer_messages import NODE_ID_BYTES
 from ..wire.tls import Credentials
 from .private_files import check_private_folder, make_private_folder, read_private, sync_folder, write_private
-from .validity import CERTIFICATE_S, Successor, followed, own_time, successor
 
 CLUSTER_ID_BYTES = 8
 FOLDER = "identity"
@@ -97,7 +95,7 @@ class Store:
         if not self.folder.exists():
             self._create()
         self._finish_leaving()
-        return self._finished(self.load())
+        return self.load()
 
     def load(self) -> Identity:
         """Return this Mac's identity.
@@ -110,15 +108,12 @@ class Store:
         key = self._parsed(NODE_KEY, key_from_pem)
         if key is None:
             self._refuse(f"{NODE_KEY} is missing")
-        membership, kept = self._parsed(MEMBER, MemberCertificates.from_pem), self._authority()
+        membership, authority = self._parsed(MEMBER, MemberCertificates.from_pem), self._authority()
         if membership is not None:
             if wrong := _why_not(node_id, key, membership):
                 self._refuse(f"{MEMBER} cannot be used: {wrong}")
-            if kept is not None and not _belongs(kept, membership):
+            if authority is not None and authority.certificate != membership.authority:
                 self._refuse(f"{AUTHORITY} is of another cluster than {MEMBER}")
-        authority = kept.authority if kept is not None else None
-        if membership is not None and authority is not None and authority.certificate != membership.authority:
-            authority = None  # that of an authority before: another Mac hands over the present one
         return Identity(node_id, key, membership, authority)
 
     def found_cluster(self) -> Identity:
@@ -135,9 +130,7 @@ class Store:
         if authority is None:
             authority = found(secrets.token_hex(CLUSTER_ID_BYTES), new_key())
             self._write_authority(authority)
-        certificate = authority.certify(
-            identity.node_id, identity.key.public_key(), own_time(), CERTIFICATE_S
-        )
+        certificate = authority.certify(identity.node_id, identity.key.public_key())
         self._write_membership(MemberCertificates(certificate, authority.certificate))
         return self.load()
 
@@ -153,8 +146,8 @@ class Store:
             )
         if wrong := _why_not(identity.node_id, identity.key, membership):
             raise UserError(f"this Mac cannot become a member with this certificate: {wrong}")
-        kept = self._authority()
-        if kept is not None and not _belongs(kept, membership):
+        authority = self._authority()
+        if authority is not None and authority.certificate != membership.authority:
             (self.folder / AUTHORITY).unlink()  # of a cluster whose founding was interrupted
         self._write_membership(membership)
         return self.load()
@@ -168,29 +161,6 @@ class Store:
         if identity.membership is None or authority.certificate != identity.membership.authority:
             raise UserError("this is the authority of another cluster")
         self._write_authority(authority)
-        return self.load()
-
-    def rotate(self, at: float, *, at_once: bool) -> Identity:
-        """Make the next authority, `at` a time in seconds since 1970, and a certificate of it for this Mac.
-
-        One file begins it, with all that others need to follow. If the rest is interrupted, the next start
-        finishes it. Raises UserError where the authority's key is not, ConfigError for a file that cannot be
-        written.
-        """
-        identity = self.load_or_create()
-        if identity.authority is None or identity.membership is None:
-            raise UserError("this Mac does not hold the authority's key")
-        made = successor(identity.authority, identity.membership.past, at, at_once=at_once)
-        public = certificates_to_pem(made.authority.certificate, made.cross, *made.past)
-        write_private(self.folder / AUTHORITY, public + key_to_pem(made.authority.key))
-        return self.load_or_create()
-
-    def end_former(self) -> Identity:
-        """No longer trust the former authority, nor keep its key. Raises ConfigError as `load` does."""
-        identity = self.load()
-        if identity.authority is None:
-            self.drop_authority()
-        self._write_membership(replace(identity.member, former=b""))
         return self.load()
 
     def drop_authority(self) -> Identity:
@@ -225,19 +195,6 @@ class Store:
         following.replace(self.folder / NODE_KEY)
         sync_folder(self.folder)
 
-    def _finished(self, identity: Identity) -> Identity:
-        """Follow the authority that this Mac made, if that was interrupted."""
-        membership, kept = identity.membership, self._authority()
-        if membership is None or kept is None:
-            return identity
-        fresh = followed(membership, kept.authority.certificate, kept.cross, kept.past)
-        if fresh is None:
-            return identity
-        key = identity.key.public_key()
-        certificate = kept.authority.certify(identity.node_id, key, own_time(), CERTIFICATE_S)
-        self._write_membership(replace(fresh, certificate=certificate, bridge=b""))
-        return self.load()
-
     def _create(self) -> None:
         """Create a complete identity under another name first, so that there is never half of one."""
         fresh = self.folder.with_name(f".{FOLDER}.new")
@@ -268,16 +225,15 @@ class Store:
             self._refuse(f"{NODE_ID} does not hold {2 * NODE_ID_BYTES} hex digits")
         return node_id
 
-    def _authority(self) -> Successor | None:
+    def _authority(self) -> Authority | None:
         certificates = self._parsed(AUTHORITY, certificates_from_pem)
         key = self._parsed(AUTHORITY, key_from_pem)
         if certificates is None or key is None:
             return None
         try:
-            authority = authority_of(certificates[0], key)
+            return authority_of(certificates[0], key)
         except ProtocolError:
             self._refuse(f"the certificate and the key in {AUTHORITY} do not belong together")
-        return Successor(authority, b"".join(certificates[1:2]), tuple(certificates[2:]))
 
     def _parsed(self, name: str, parse: Callable[[bytes], T]) -> T | None:
         data = read_private(self.folder / name)
@@ -295,18 +251,10 @@ class Store:
         )
 
 
-def _belongs(kept: Successor, membership: MemberCertificates) -> bool:
-    """Return True for the authority of a member's cluster: the present one, one before, or the next one."""
-    own = kept.authority.certificate
-    if own in (membership.authority, membership.former) or key_id(own) in map(key_id, membership.past):
-        return True
-    return followed(membership, own, kept.cross, kept.past) is not None
-
-
 def _why_not(node_id: str, key: PrivateKey, membership: MemberCertificates) -> str:
     """Return why a membership is not that of this node and key; empty if it is."""
     try:
-        node = check_member(membership)
+        node = check_node(membership.certificate, membership.authority)
     except MlxtpError as error:
         return error.detail
     if node.node_id != node_id:

@@ -18,7 +18,6 @@ from .codecs import (
     boolean,
     choice,
     group_id,
-    hexes,
     integer,
     integers,
     joined,
@@ -40,7 +39,7 @@ from .messages import (
     Pong,
     SideChannel,
 )
-from .peer_messages import MAX_CERTIFICATE_BYTES, POINT_BYTES
+from .peer_messages import MAX_CERTIFICATE_BYTES
 
 # --- a Mac: chip, memory, addresses, cables --------------------------------------------------------------
 # `placement/hardware.py` fills it in, `MachineReport` carries it, `placement/planner.py` judges it.
@@ -142,7 +141,6 @@ MAX_MEMBERS = 64
 MAX_TOLD = 32  #: Deployments in one message: what one frame may hold in objects.
 MAX_ENTERED = 24  #: Entries of the roster in one message, for the same reason.
 MAX_PARTING = 3000  #: Characters of one part; frames before a link is open hold 4 KiB.
-MAX_PAST = 8  #: Authorities before the present one whose signatures are believed.
 MAX_MODEL = 1000
 MAX_HASHES = 512  #: Digests of beginnings that one group reports: 131,072 tokens.
 MAX_TRIP_US = 60_000_000
@@ -173,7 +171,6 @@ class AgentHello(Message, number=0x30, grows=True):
     flags: tuple[str, ...] = _f(texts(32, 120))
     addresses: tuple[str, ...] = _f(texts(16, 64))  #: where this agent listens ("ip:port")
     http: str = _f(text(120))  #: its endpoint
-    clock: int = _f(_count, default=0)  #: its time, in seconds since 1970
 
 
 class Beat(Message, number=0x31):
@@ -188,7 +185,6 @@ class Beat(Message, number=0x31):
     pulse: int = _f(_count)  #: the highest received; the coordinator counts it up with each Beat
     draining: bool = _f(boolean(), default=False)  #: it is about to stop, and must not be counted on
     short: bool = _f(boolean(), default=False)  #: it has less free memory than new requests need
-    clock: int = _f(_count, default=0)  #: its time, in seconds since 1970
 
 
 @dataclass(frozen=True, slots=True)
@@ -452,32 +448,6 @@ class AuthorityKept(Message, number=0x58):
 
     nonce: bytes = _f(binary(16, 16))
     problem: str = _f(_detail)
-
-
-class CertificateWanted(Message, number=0x59):
-    """Request to a Mac with the authority's key to renew a certificate. Reply: CertificateIssued."""
-
-    nonce: bytes = _f(binary(16, 16))
-    public_key: bytes = _f(binary(POINT_BYTES, POINT_BYTES))  #: that the sender showed in TLS
-
-
-class CertificateIssued(Message, number=0x5A):
-    """Reply: the certificate (DER), or in `problem` why there is none."""
-
-    nonce: bytes = _f(binary(16, 16))
-    certificate: bytes = _f(binary(0, MAX_CERTIFICATE_BYTES))
-    problem: str = _f(_detail)
-
-
-class AuthorityChange(Message, number=0x5B):
-    """The authority that the sender follows since a rotation. Fields as in `MemberCertificates`."""
-
-    authority: bytes = _f(binary(1, MAX_CERTIFICATE_BYTES))
-    cross: bytes = _f(binary(1, MAX_CERTIFICATE_BYTES))
-    past: tuple[str, ...] = _f(hexes(MAX_PAST, 2 * MAX_CERTIFICATE_BYTES))
-    moved: bool = _f(boolean())  #: the sender has a certificate of this authority
-    holds: bool = _f(boolean())  #: it has its key
-    ended: bool = _f(boolean())  #: it does, and the former authority has ended
 
 
 class FabricWanted(Message, number=0x49):

@@ -225,18 +225,6 @@ def texts(max_items: int, max_chars: int, *, raw: bool = False) -> FieldCodec:
     return FieldCodec(list, check)
 
 
-def hexes(max_items: int, max_chars: int) -> FieldCodec:
-    """Tuple of bytes, each in hex."""
-    all_of = texts(max_items, max_chars)
-
-    def check(value: Wire) -> tuple[str, ...]:
-        for each in (found := all_of.from_wire(value)):
-            bytes.fromhex(each)  # raises ValueError
-        return found  # type: ignore[no-any-return]
-
-    return FieldCodec(list, check)
-
-
 def joined(max_items: int, max_chars: int) -> FieldCodec:
     """Tuple of texts without commas, as one text: a list in a list of parts would be nested too deep."""
     whole, one = text(max_items * (max_chars + 1)), texts(max_items, max_chars)

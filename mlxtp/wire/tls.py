@@ -1,8 +1,8 @@
 """TLS 1.3 between the members of a cluster: contexts, identity of the peer, and TLS over blocking sockets.
 
-A member accepts only peers whose certificate its own cluster's authority made. Neither host names nor times
-in them matter: a control link begins with a judgement of the time, and others need one. ALPN selects the
-protocol of a connection. A Mac that wants to join has no certificate yet, and may speak `mlxtp-join` only.
+A member accepts only peers whose certificate its own cluster's authority made. Host names do not matter.
+ALPN selects the protocol of a connection. A Mac that wants to join has no certificate yet,
+and may speak `mlxtp-join` only.
 """
 
 from __future__ import annotations
@@ -32,14 +32,13 @@ AGENT_ALPNS = (ALPN_CONTROL, ALPN_REQUESTS, ALPN_JOIN)  #: protocols of an agent
 HANDSHAKE_S = 3.0  #: seconds from TCP connection to the end of the handshake
 GOODBYE_S = 1.0  #: seconds that closing a connection waits for the peer's TLS close message
 
-_NO_CHECK_TIME = 0x200000  #: X509_V_FLAG_NO_CHECK_TIME of OpenSSL, which Python does not name
 _HEADER_BYTES = 5
 _RECORD_BYTES = 16 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """Files (PEM) of a member: its private key; its certificate, followed by those of its authorities."""
+    """Files (PEM) of a member: its private key; its certificate, followed by that of the authority."""
 
     key: Path
     member: Path
@@ -91,7 +90,7 @@ def _context(side: int, alpns: Sequence[str]) -> ssl.SSLContext:
     context.check_hostname = False  # members are known by node id, not by address
     context.verify_mode = ssl.CERT_NONE
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.verify_flags |= ssl.VERIFY_X509_STRICT | _NO_CHECK_TIME
+    context.verify_flags |= ssl.VERIFY_X509_STRICT
     context.options |= ssl.OP_NO_TICKET
     context.set_alpn_protocols(list(alpns))
     return context
@@ -102,7 +101,7 @@ def _load(context: ssl.SSLContext, credentials: Credentials) -> None:
 
     try:
         shown = MemberCertificates.from_pem(credentials.member.read_bytes())
-        context.load_verify_locations(cadata=shown.authority + shown.former)
+        context.load_verify_locations(cadata=shown.authority)
         # With an encrypted key, OpenSSL would prompt at the terminal; ours never is.
         context.load_cert_chain(credentials.member, credentials.key, password=b"")
     except (OSError, ValueError) as error:

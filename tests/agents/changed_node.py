@@ -5,7 +5,6 @@ One more thing is changed with THING=VALUE before `node`.
 version    what it tells others that its mlxtp is
 token_life seconds for which its join tokens are good
 issues     what it answers other members that ask it for a join token
-clock      seconds by which its clock is ahead
 stuck      its event loop stands still once it runs; so many turns of half a second later it ends
 busy       so many threads of the loop, and so many of a queue, work for ever
 """
@@ -16,9 +15,7 @@ import asyncio
 import functools
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import mlxtp.admin.handlers
@@ -27,7 +24,6 @@ import mlxtp.background
 import mlxtp.cluster.introduction
 import mlxtp.groups.lifecycle
 import mlxtp.identity.join_protocol
-import mlxtp.identity.validity
 from mlxtp.cli.main import main
 from mlxtp.cluster.control_port import TokenIssuing
 from mlxtp.cluster.introduction import versions_here
@@ -63,11 +59,6 @@ def change(thing: str, value: str) -> None:
             made = TokenIssuing._made
             TokenIssuing._made = (  # type: ignore[method-assign]
                 lambda issuing, asked_by: value if asked_by else made(issuing, asked_by)
-            )
-        case "clock":
-            now = time.time
-            mlxtp.identity.validity.time = SimpleNamespace(  # type: ignore[attr-defined]
-                time=lambda: now() + float(value), strftime=time.strftime, gmtime=time.gmtime
             )
         case "stuck":
             mlxtp.background.TURNS, mlxtp.background.TURN_S = int(value), 0.5

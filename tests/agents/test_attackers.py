@@ -355,7 +355,7 @@ async def flood(home: Path, port: int, seconds: float) -> int:
     )
     link = ControlLink(*streams, dialled=True)
     me, versions = (identity.node_id, identity.cluster_id), (*versions_here(), READS)
-    link.send(AgentHello(PROTOCOL_VERSION, *me, "boot", "mallory", versions, (), (), "", int(time.time())))
+    link.send(AgentHello(PROTOCOL_VERSION, *me, "boot", "mallory", versions, (), (), ""))
     await link.receive_hello()
     with contextlib.suppress(MlxtpError, TimeoutError):
         async with asyncio.timeout(seconds):

@@ -191,7 +191,7 @@ class Admin(FakeAdmin):
         super()._do(*what)
         answers: dict[str, dict[str, object]] = {
             "status": STATUS,
-            "members": {"cluster": "c" * 16, "members": STATUS["members"], "rotation": {"until": ""}},
+            "members": {"cluster": "c" * 16, "members": STATUS["members"]},
             "token": {"token": "TOKEN-1", "valid_s": 900},
             "serve": SERVED,
             "unload": {"unloaded": ["org/model"], "left": [], "cancelled": []},
@@ -368,7 +368,7 @@ def test_a_long_error_has_lines_of_its_own(
 ) -> None:
     """Below the table, which it would squeeze; indented, and broken between words."""
     mini = {**STATUS["members"][1], "model_problem": LONG, "notes": []}
-    told = {**STATUS, "members": [MEMBER, mini], "rotation": {"until": ""}}
+    told = {**STATUS, "members": [MEMBER, mini]}
     handler = {"status": "status", "members": "roster"}[command[-1]]
     monkeypatch.setattr(agent.admin, handler, lambda: told)
     plain = {**told, "members": [MEMBER, {**mini, "model_problem": ""}]}
@@ -706,7 +706,7 @@ def test_the_authority_is_handed_over_once_a_person_confirmed(
 def test_who_let_each_member_in_is_listed(agent: Agent) -> None:
     let_in = {"admitted_by": "ab" * 16, "admitted_by_name": "studio", "joined_from": "10.0.0.7"}
     members = [{**MEMBER, "name": "mini [x]", **let_in, "joined_at": 1_780_000_000}, MEMBER]
-    told: dict[str, object] = {"cluster": "c" * 16, "members": members, "rotation": {"until": ""}}
+    told: dict[str, object] = {"cluster": "c" * 16, "members": members}
     agent.admin.answers["members"] = told
     try:
         output = mlxtp(agent.home, "cluster", "members").output

@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mlxtp.cluster import state_changes
-from mlxtp.cluster.cluster_state import ClusterState, Roster, is_founder
-from mlxtp.cluster.state_changes import RosterProofs, restored
-from mlxtp.identity.validity import keys
+from mlxtp.cluster.cluster_state import Roster, is_founder
+from mlxtp.cluster.state_changes import RosterProofs
 from mlxtp.wire.cluster_messages import RosterEntry
 
 from ..placement.made_up_macs import unsealed
@@ -275,16 +273,3 @@ def test_a_member_known_by_its_certificate_alone_gets_the_entry_that_the_authori
     held = desk.hears(met, desk.roster)
     assert held == desk.roster
     assert desk.hears(held, met) == held
-
-
-def test_after_a_rotation_a_start_forgets_removed_members_that_only_a_former_authority_let_in(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The file of the removals may still have them, and a lone Mac hears no beat of another one."""
-    first, former = desk.first.identity, desk.stranger.authority.key.public_key()
-    monkeypatch.setattr(state_changes, "_believed", lambda identity: (*keys(identity.membership), former))
-    gone = RosterEntry("c" * 32, "gone", "c" * 64, True, 3, removed_in=4, admission="aa" * 64)
-    kept = ClusterState(roster=desk.roster.merged([gone]))
-    replica = restored(RosterProofs(first), first, "mac", kept)
-    assert not replica.roster.removed(gone.fingerprint)
-    assert replica.roster.members().keys() == desk.roster.members().keys()

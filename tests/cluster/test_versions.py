@@ -211,5 +211,5 @@ def test_the_largest_roster_fits_and_a_hello_may_have_more_fields() -> None:
     longest = {"node_id": 32, "name": 80, "fingerprint": 64, "admission": 160, "removal": 160, "remover": 130}
     entry = replace(ENTRY, **{name: "x" * size for name, size in longest.items()}, holding="x" * 160)
     assert len(roster_text([replace(entry, authorized="x" * 160)] * MAX_ENTRIES)) < MAX_TEXT
-    hello = AgentHello(14, "a", "c", "b", "mini", (), (), (), "", 5)
+    hello = AgentHello(14, "a", "c", "b", "mini", (), (), (), "")
     assert AgentHello.CODEC.from_wire(to_body(hello) | {"later": [1]}) == hello

@@ -61,7 +61,6 @@ from mlxtp.wire.protocol import LinkKind
 from ..api.text.families import WRITERS
 from ..api.text.test_families import check
 from ..placement.recorded_macs import MACS, outputs, over_the_wire, recorded
-from ..wire.members import LASTING
 from ..wire.samples import EXAMPLES
 from . import links, lying_member
 
@@ -136,7 +135,7 @@ FRAMES = tuple(encode(message, 1, 1) for message in EXAMPLES.values())
 _KEY, _OTHER_KEY = (ec.derive_private_key(secret, ec.SECP256R1()) for secret in (7, 8))
 _CLUSTER, _NODE = "c" * 16, "d" * 32
 _AUTHORITY = certificates.found(_CLUSTER, _KEY)
-_MEMBER = _AUTHORITY.certify(_NODE, _KEY.public_key(), *LASTING)
+_MEMBER = _AUTHORITY.certify(_NODE, _KEY.public_key())
 
 
 def certificate(data: bytes) -> None:
@@ -172,7 +171,7 @@ _TOKEN = _desk().issue(bytes(16), 0.0)
 def _host() -> Host:
     desk = _desk()
     desk.issue(bytes(16), 0.0)
-    return Host(_AUTHORITY, _MEMBER, desk, bytes(32), members={}, at=0.0, peers=("10.0.0.1:52414",))
+    return Host(_AUTHORITY, _MEMBER, desk, bytes(32), members={}, peers=("10.0.0.1:52414",))
 
 
 def _joiner() -> Joiner:

@@ -46,7 +46,7 @@ from mlxtp.wire.tls import (
     member_context_server,
 )
 
-from ..wire.members import LASTING, Member, founder, member_of
+from ..wire.members import Member, founder, member_of
 
 TIMEOUT_S = 5.0
 """Far longer than anything here takes: a test that reaches it fails."""
@@ -83,7 +83,6 @@ class House:
             self.desk,
             secrets.token_bytes(32),
             members={identity.node_id: identity.fingerprint},
-            at=LASTING[0],
             peers=(f"127.0.0.1:{self.port}",),
         )
 
@@ -306,7 +305,7 @@ def test_a_joiner_says_nothing_to_who_passes_on_the_offer_of_its_cluster(macs: M
     hears_nothing(macs, context, offer_of(macs.first), ProtocolError, "was not made by the authority")
     key = new_key()
     forger = found(macs.first.identity.cluster_id, new_key())
-    forged = forger.certify(macs.first.identity.node_id, key.public_key(), *LASTING)
+    forged = forger.certify(macs.first.identity.node_id, key.public_key())
     context = context_showing(tmp_path, key_to_pem(key), forged, macs.first.membership.authority)
     hears_nothing(macs, context, offer_of(macs.first), ProtocolError, "was not made by the authority")
 

@@ -34,15 +34,13 @@ from mlxtp.wire.certificates import (
 )
 from mlxtp.wire.peer_messages import JoinGrant, JoinOffer, JoinRefusal, JoinRequest
 
-from ..wire.members import LASTING
-
 CLUSTER = "c1" * 8
 FIRST, NEW, OTHER = "a1" * 16, "a2" * 16, "a3" * 16
 NOW = 1_800_000_000.0
 
 AUTHORITY = found(CLUSTER, new_key())
 FIRST_KEY, NEW_KEY = new_key(), new_key()
-FIRST_CERTIFICATE = AUTHORITY.certify(FIRST, FIRST_KEY.public_key(), *LASTING)
+FIRST_CERTIFICATE = AUTHORITY.certify(FIRST, FIRST_KEY.public_key())
 FIRST_PIN, NEW_PIN = fingerprint(FIRST_KEY.public_key()), fingerprint(NEW_KEY.public_key())
 
 
@@ -61,7 +59,6 @@ class Story:
             self.desk,
             nonce,
             members=self.members,
-            at=LASTING[0],
             peers=("10.0.0.1:52414",),
             address=address,
         )
@@ -124,7 +121,7 @@ def test_the_token_of_another_cluster(story: Story) -> None:
 
 def test_an_authority_of_the_same_name(story: Story) -> None:
     impostor = found(CLUSTER, new_key())
-    certificate = impostor.certify(FIRST, FIRST_KEY.public_key(), *LASTING)
+    certificate = impostor.certify(FIRST, FIRST_KEY.public_key())
     with pytest.raises(UserError, match="another cluster answered"):
         story.joiner().on_offer(JoinOffer(impostor.certificate, b"h" * 32), certificate)
 
@@ -133,8 +130,8 @@ def test_an_authority_of_the_same_name(story: Story) -> None:
 @pytest.mark.parametrize(
     "shown",
     [
-        found(CLUSTER, new_key()).certify(FIRST, FIRST_KEY.public_key(), *LASTING),
-        Authority(AUTHORITY.certificate, new_key()).certify(FIRST, FIRST_KEY.public_key(), *LASTING),
+        found(CLUSTER, new_key()).certify(FIRST, FIRST_KEY.public_key()),
+        Authority(AUTHORITY.certificate, new_key()).certify(FIRST, FIRST_KEY.public_key()),
         AUTHORITY.certificate,
         b"",
         b"no certificate",
@@ -166,7 +163,7 @@ def wrong_proof(grant: JoinGrant) -> JoinGrant:
 
 
 def another_certificate(grant: JoinGrant) -> JoinGrant:
-    return replace(grant, certificate=AUTHORITY.certify(NEW, FIRST_KEY.public_key(), *LASTING))
+    return replace(grant, certificate=AUTHORITY.certify(NEW, FIRST_KEY.public_key()))
 
 
 @pytest.mark.parametrize("change", [wrong_proof, another_certificate])
@@ -195,7 +192,7 @@ def test_the_grant_of_an_earlier_exchange(story: Story) -> None:
 def test_a_foreign_certificate(
     story: Story, monkeypatch: pytest.MonkeyPatch, node_id: str, key: object
 ) -> None:
-    certificate = AUTHORITY.certify(node_id, key.public_key(), *LASTING)  # type: ignore[attr-defined]
+    certificate = AUTHORITY.certify(node_id, key.public_key())  # type: ignore[attr-defined]
     monkeypatch.setattr(Authority, "certify", lambda *_: certificate)
     host, joiner = story.host(), story.joiner()
     answer = host.on_request(joiner.on_offer(host.offer, FIRST_CERTIFICATE), NOW)
@@ -263,7 +260,7 @@ def test_a_request_of_another_exchange(story: Story) -> None:
 
 def test_a_request_that_a_member_passes_on_as_its_own(story: Story) -> None:
     """The joiner proved itself to whom it saw in TLS, and that was not this host."""
-    between = AUTHORITY.certify("a3" * 16, new_key().public_key(), *LASTING)
+    between = AUTHORITY.certify("a3" * 16, new_key().public_key())
     request = story.joiner().on_offer(story.host().offer, between)
     assert UNKNOWN in story.refusal(request)
 

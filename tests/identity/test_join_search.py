@@ -172,7 +172,7 @@ def test_the_no_of_a_mac_without_the_authority_is_one_more_address_that_did_not_
         def offer(at: str) -> Host:
             refused.append(at)
             forger = Authority(removed.authority, new_key())
-            return Host(forger, removed.certificate, desk, bytes(32), members={}, at=0.0)
+            return Host(forger, removed.certificate, desk, bytes(32), members={})
 
         monkeypatch.setattr(street.member.door, "_offer", offer)
         street.announce(street.member.port)

@@ -7,12 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlxtp.identity.store import Identity, Store
-from mlxtp.identity.validity import CERTIFICATE_S, own_time
 from mlxtp.wire.certificates import Authority, MemberCertificates
 from mlxtp.wire.tls import Credentials
-
-LASTING = (own_time(), CERTIFICATE_S)
-"""Times of a certificate that is made now."""
 
 
 @dataclass(frozen=True)
@@ -47,5 +43,5 @@ def member_of(first: Member, folder: Path) -> Member:
     """Another Mac of the cluster that `first` founded."""
     store = Store(folder / secrets.token_hex(4))
     identity = store.load_or_create()
-    certificate = first.authority.certify(identity.node_id, identity.key.public_key(), *LASTING)
+    certificate = first.authority.certify(identity.node_id, identity.key.public_key())
     return Member(store, store.save_membership(MemberCertificates(certificate, first.authority.certificate)))

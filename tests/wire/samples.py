@@ -14,12 +14,9 @@ from mlxtp.wire.cluster_messages import (
     MAX_SIZES,
     MAX_TRIP_US,
     AgentHello,
-    AuthorityChange,
     AuthorityHandover,
     AuthorityKept,
     Beat,
-    CertificateIssued,
-    CertificateWanted,
     Deployment,
     Deployments,
     Echo,
@@ -150,8 +147,8 @@ _ETHERNET = Interface("en0", "10.0.0.1", 24, "ethernet", 10_000, True)
 _PORT = Port(1, "en5", "AAAA-BBBB", "CCCC-DDDD", False, 80, "rdma_en5", True)
 
 _CONTROL_EXAMPLES: tuple[Message, ...] = (
-    AgentHello(1, NODE, "ab" * 8, NODE, "studio", ("mlx=1",), (), ("10.0.0.1:52414",), "", 7),
-    Beat(3, NODE, 2, 5, 17, True, 40, True, True, 1_795_000_000),
+    AgentHello(1, NODE, "ab" * 8, NODE, "studio", ("mlx=1",), (), ("10.0.0.1:52414",), ""),
+    Beat(3, NODE, 2, 5, 17, True, 40, True, True),
     Deployments((_CHANGED, _REMOVED), 1, True),
     Members((_MEMBER,)),
     RosterParting("{}", False),
@@ -181,9 +178,6 @@ _CONTROL_EXAMPLES: tuple[Message, ...] = (
     ReplicaLoad("tiny#0", 9000, 3, 500, b"12345678" * 2),
     TokenWanted(b"n" * 16),
     TokenIssued(b"n" * 16, "ABCD", ""),
-    CertificateWanted(b"n" * 16, b"\4" * 65),
-    CertificateIssued(b"n" * 16, b"certificate", ""),
-    AuthorityChange(b"authority", b"cross", ("ab" * 40, "cd"), True, False, True),
     AuthorityHandover(b"n" * 16, b"certificate", b"key"),
     AuthorityKept(b"n" * 16, "its disk is full"),
     FabricWanted(b"n" * 16, "tiny"),
@@ -586,17 +580,6 @@ _STRATEGIES |= {
     RosterParting: st.builds(RosterParting, _short, st.booleans()),
     RosterSaved: st.builds(RosterSaved, _count),
     TokenWanted: st.builds(TokenWanted, st.binary(min_size=16, max_size=16)),
-    CertificateWanted: st.builds(
-        CertificateWanted, st.binary(min_size=16, max_size=16), st.binary(min_size=65, max_size=65)
-    ),
-    AuthorityChange: st.builds(
-        AuthorityChange, _certificate, _certificate,
-        st.lists(st.binary(max_size=40).map(bytes.hex), max_size=8).map(tuple),
-        st.booleans(), st.booleans(), st.booleans(),
-    ),
-    CertificateIssued: st.builds(
-        CertificateIssued, st.binary(min_size=16, max_size=16), st.binary(max_size=600), _text
-    ),
     TokenIssued: st.builds(TokenIssued, st.binary(min_size=16, max_size=16), _short, _text),
     AuthorityHandover: st.builds(
         AuthorityHandover, st.binary(min_size=16, max_size=16), _certificate,

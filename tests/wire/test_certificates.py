@@ -13,15 +13,12 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from mlxtp.errors import Code, ProtocolError
 from mlxtp.wire import certificates
 from mlxtp.wire.certificates import (
-    VALID_FROM,
-    VALID_UNTIL,
     Authority,
     MemberCertificates,
     NodeIdentity,
     authority_hash,
     certificates_from_pem,
     certificates_to_pem,
-    check_member,
     check_node,
     cluster_of,
     fingerprint,
@@ -35,14 +32,12 @@ from mlxtp.wire.certificates import (
 )
 from mlxtp.wire.peer_messages import MAX_CERTIFICATE_BYTES
 
-from .members import LASTING
-
 CLUSTER, OTHER_CLUSTER = "c1" * 8, "c2" * 8
 NODE = "a1" * 16
 
 KEY = new_key()
 AUTHORITY = found(CLUSTER, new_key())
-CERTIFICATE = AUTHORITY.certify(NODE, KEY.public_key(), *LASTING)
+CERTIFICATE = AUTHORITY.certify(NODE, KEY.public_key())
 
 
 def refused(act: Callable[..., object], *arguments: object) -> str:
@@ -60,10 +55,20 @@ def test_what_a_certificate_says() -> None:
     assert len(node.fingerprint) == 64
 
 
-def test_a_bridge_that_is_not_needed_may_be_unreadable() -> None:
-    new = found(CLUSTER, new_key()).certificate
-    held = MemberCertificates(CERTIFICATE, new, former=AUTHORITY.certificate, bridge=b"no certificate")
-    assert check_member(held).node_id == NODE
+@pytest.mark.parametrize("certificate", [CERTIFICATE, AUTHORITY.certificate])
+def test_no_clock_cuts_a_member_off(certificate: bytes) -> None:
+    """TLS compares these with the clock of a Mac, which may stand at 1970, or ten years ahead."""
+    parsed = x509.load_der_x509_certificate(certificate)
+    assert parsed.not_valid_before_utc.timestamp() == 0
+    assert parsed.not_valid_after_utc.year == 9999
+
+
+def test_the_file_of_a_member_gives_back_what_was_written() -> None:
+    held = MemberCertificates(CERTIFICATE, AUTHORITY.certificate)
+    assert MemberCertificates.from_pem(held.to_pem()) == held
+    for others in ((), (AUTHORITY.certificate,) * 2):
+        with pytest.raises(ValueError, match=f"holds {1 + len(others)} certificates instead of 2"):
+            MemberCertificates.from_pem(certificates_to_pem(CERTIFICATE, *others))
 
 
 def test_certificates_fit_the_frames_they_travel_in() -> None:
@@ -74,14 +79,14 @@ def test_certificates_fit_the_frames_they_travel_in() -> None:
 def test_another_authority_does_not_count_under_any_name(cluster_id: str) -> None:
     other = found(cluster_id, new_key())
     assert "was not made by the authority" in refused(check_node, CERTIFICATE, other.certificate)
-    stranger = other.certify(NODE, KEY.public_key(), *LASTING)
+    stranger = other.certify(NODE, KEY.public_key())
     assert "was not made by the authority" in refused(check_node, stranger, AUTHORITY.certificate)
 
 
 def test_one_key_for_two_clusters_does_not_join_them() -> None:
     twin = found(OTHER_CLUSTER, AUTHORITY.key)
     assert "authority of cluster c1" in refused(
-        check_node, twin.certify(NODE, KEY.public_key(), *LASTING), AUTHORITY.certificate
+        check_node, twin.certify(NODE, KEY.public_key()), AUTHORITY.certificate
     )
 
 
@@ -93,7 +98,7 @@ def test_roles_do_not_mix() -> None:
 
 def test_only_the_key_of_an_authority_certifies() -> None:
     forged = Authority(AUTHORITY.certificate, new_key())
-    certificate = forged.certify(NODE, KEY.public_key(), *LASTING)
+    certificate = forged.certify(NODE, KEY.public_key())
     assert "was not made by" in refused(check_node, certificate, AUTHORITY.certificate)
 
 
@@ -175,7 +180,7 @@ def test_a_secret_does_not_show_in_a_text() -> None:
 
 def test_a_certificate_that_may_not_sign_others_is_no_authority() -> None:
     key, name = new_key(), "mlxtp cluster"
-    builder = certificates._builder(name, key.public_key(), VALID_FROM, VALID_UNTIL)
+    builder = certificates._builder(name, key.public_key())
     builder = builder.issuer_name(certificates._name(name))
     builder = builder.add_extension(certificates._uri(f"mlxtp:cluster:{'0' * 16}"), critical=False)
     for ca in (True, False):

@@ -374,7 +374,7 @@ def test_a_rank_other_than_0_that_speaks() -> None:
 def test_what_any_member_may_send_on_an_open_control_link() -> None:
     """A new message of agents is legal from every member: to name it here is the decision that it may be."""
     assert " ".join(sorted(kind.__name__ for kind in BOTH_WAYS)) == (
-        "AuthorityChange AuthorityHandover AuthorityKept Beat CertificateIssued CertificateWanted "
+        "AuthorityHandover AuthorityKept Beat "
         "Deployments Echo EndEpoch EpochEnded FabricAnswer FabricReport FabricWanted GroupAssignment "
         "MachineReport MachineWanted Members ModelHeld ModelLender ModelPull ModelStatus ModelsHere "
         "Prepare Prepared RankGathered RankPong RankSide RankStarted RankTrouble ReplicaLoad RosterSaved "

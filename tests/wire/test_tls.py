@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -38,7 +37,7 @@ from mlxtp.wire.tls import (
     wrap_blocking,
 )
 
-from .members import LASTING, Member, founder, member_of
+from .members import Member, founder, member_of
 from .test_link import in_background
 
 TIMEOUT_S = 5.0
@@ -183,7 +182,7 @@ def test_a_server_of_another_cluster(cluster: Cluster) -> None:
 
 def test_an_authority_of_the_same_name(cluster: Cluster) -> None:
     impostor, key = found(cluster.first.identity.cluster_id, new_key()), new_key()
-    forged = impostor.certify(cluster.second.identity.node_id, key.public_key(), *LASTING)
+    forged = impostor.certify(cluster.second.identity.node_id, key.public_key())
     for shown in ([forged], [forged, impostor.certificate]):
         server, client = handshake(cluster.server(), cluster.showing(key_to_pem(key), *shown))
         assert "its certificate is not of this cluster" in refused(server)
@@ -214,18 +213,6 @@ def test_a_member_is_no_authority(cluster: Cluster) -> None:
     server, client = handshake(cluster.server(), cluster.showing(key_to_pem(key), *shown))
     assert "its certificate is not of this cluster" in refused(server)
     closed(client)
-
-
-@pytest.mark.parametrize("at", [datetime(2001, 1, 1, tzinfo=UTC), datetime(2901, 1, 1, tzinfo=UTC)])
-def test_no_clock_cuts_a_member_off(cluster: Cluster, at: datetime) -> None:
-    """TLS looks at no time; the agent that is called does, and gets the end to judge by."""
-    key = new_key()
-    certificate = cluster.first.authority.certify("a1" * 16, key.public_key(), at.timestamp(), 86_400.0)
-    server, client = handshake(cluster.server(), cluster.showing(key_to_pem(key), certificate))
-    peer = judge_client(server.result(), "10.0.0.2")
-    assert peer.identity is not None
-    assert peer.identity.ends == at.timestamp() + 86_400.0
-    closed(server, client)
 
 
 def test_a_certificate_without_its_key(cluster: Cluster) -> None:

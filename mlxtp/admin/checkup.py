@@ -66,7 +66,7 @@ class AgentCheckup(Checkup):
             alone=len(roster.members()) == 1,
         )
 
-    def _ports(self) -> tuple[PortFacts, ...]:
+    async def _ports(self) -> tuple[PortFacts, ...]:
         node = self._parts.node
         ports = [("endpoint", "--http", self._endpoint.url.rpartition("/")[2])]
         if not node.alone:

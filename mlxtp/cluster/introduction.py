@@ -170,7 +170,7 @@ class Introduction:
         """Note that a peer was taken in: this start of it counts. Warn once of kernels unlike ours."""
         warning = unlike_kernels(self.hello(), hello)
         if warning and warning != self.unlike.get(hello.node_id):
-            log.warning("%s; `mlxtp doctor` on the older says how to get the newer one", warning)
+            log.warning("%s; `mlxtp doctor` says how to get the newer one", warning)
         self.unlike[hello.node_id] = warning
         _, what = self._doubles.pop(hello.node_id, ((), ""))
         if what and self.problem == what:

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 
 from ..discovery.addresses import ALLOW, explain
-from ..errors import MANY_FILES, RAISE_FILES
 from ..placement.formation import (
     ADDRESS,
     BRIDGE,
@@ -39,21 +38,8 @@ GB = 10**9
 GIB = 2**30
 #: Required by MLX.
 MACOS_FLOOR = (14, 0)
-#: mlx-metal's wheel for macOS 26, which has kernels for the M5's matrix units, loads from this macOS on.
-MATRIX_KERNELS = (26, 2)
-#: With less free room than this, most models will not fit.
-CACHE_BYTES = 20 * GB
-HOME_BYTES = GB
 LITTLE_MEMORY_BYTES = 2 * GIB
 _RESTART = "restart this machine"
-
-
-def of_settings(facts: MachineFacts) -> Iterator[Finding]:
-    """Report the settings that keep an agent from starting."""
-    for problem in facts.wrong_settings:
-        yield error(problem, "fix it there; `mlxtp config show --origin` shows where each setting is from")
-    if not facts.wrong_settings:
-        yield ok("nothing is wrong in config.toml or in variables")
 
 
 def of_sandbox(facts: MachineFacts) -> Iterator[Finding]:
@@ -67,72 +53,6 @@ def of_sandbox(facts: MachineFacts) -> Iterator[Finding]:
         )
     else:
         yield ok(f"MLX computes in it, on {said.text.strip()}")
-
-
-def of_checks(facts: MachineFacts) -> Iterator[Finding]:
-    """Report failed lookups, which leave other rows unknown."""
-    for problem in facts.crashed:
-        yield warning(
-            f"a lookup failed: {problem}",
-            "fix what it names; if you cannot, report it with `mlxtp version --verbose`",
-        )
-    if not facts.crashed:
-        yield ok("all lookups succeeded")
-
-
-def of_python(facts: MachineFacts) -> Iterator[Finding]:
-    """Report whether MLX runs in this Python."""
-    software, machine = facts.software, facts.machine
-    if version(software.python) < version(software.python_floor):
-        yield error(
-            f"Python {software.python} is too old; mlxtp needs {software.python_floor}",
-            "remove the folder .venv and run `make setup` with a newer Python",
-        )
-    if machine.system == "macos" and software.architecture == "x86_64":
-        yield error(
-            f"this Python ({software.program}) is made for Intel, and runs translated",
-            "install a Python for Apple silicon, remove the folder .venv, and run `make setup`",
-            "MLX runs on Apple silicon only",
-        )
-        return
-    yield ok(f"{software.python} for {software.architecture}")
-
-
-def of_packages(facts: MachineFacts) -> Iterator[Finding]:
-    """Report packages that are missing or too old."""
-    for package in facts.software.packages:
-        needs = f"mlxtp needs {package.floor} or newer"
-        if not package.installed:
-            yield error(f"{package.name} is not installed; {needs}", "make setup")
-        elif version(package.installed) < version(package.floor):
-            yield error(f"{package.name} {package.installed} is too old; {needs}", "make setup")
-    if not facts.software.packages:
-        yield info("not known: mlxtp is not installed as a package, so its requirements are not known")
-    yield from _of_kernels(facts.software.metal_wheel, facts.machine)
-    shown = [each for each in facts.software.packages if each.name in ("mlx", "mlx-lm") and each.installed]
-    if shown:
-        wheel = [f"mlx-metal for {facts.software.metal_wheel}"] if facts.software.metal_wheel else []
-        yield ok(", ".join([*(f"{each.name} {each.installed}" for each in shown), *wheel]))
-
-
-def _of_kernels(wheel: str, machine: Machine) -> Iterator[Finding]:
-    """Report a wheel of mlx-metal that is not the one for this macOS."""
-    made_for = version(wheel.removeprefix("macosx_").replace("_", "."))
-    release = version(machine.release)
-    if not made_for or not release:
-        return
-    if made_for[0] < MATRIX_KERNELS[0] and release >= MATRIX_KERNELS:
-        yield warning(
-            f"mlx-metal is made for {wheel}: the wheel for macOS 26 has kernels for the "
-            "matrix units of M5 chips",
-            "use a Python whose platform.mac_ver() says 26 or newer (one made with an old SDK says 16.0): "
-            "`uv python install 3.13`, remove the folder .venv, and run `make setup`",
-        )
-    elif made_for[0] >= MATRIX_KERNELS[0] and release < MATRIX_KERNELS:
-        yield warning(
-            f"mlx-metal is made for {wheel} and needs macOS 26.2 (MLX issue 4525); this is {machine.release}",
-            "update macOS: `softwareupdate --list`",
-        )
 
 
 def of_system(facts: MachineFacts) -> Iterator[Finding]:
@@ -242,7 +162,7 @@ def _unread(machine: Machine, commands: tuple[str, ...]) -> str:
     return "; ".join([each for each in machine.notes if each.partition(": ")[0] in commands])
 
 
-# --- memory, disk, files ---------------------------------------------------------------------------------
+# --- memory ------------------------------------------------------------------------------
 
 
 def of_gpu_memory(facts: MachineFacts) -> Iterator[Finding]:
@@ -284,35 +204,6 @@ def of_memory(facts: MachineFacts) -> Iterator[Finding]:
         yield warning(f"{gb(free)} of {gb(machine.memory_bytes)} are free", close)
     else:
         yield ok(f"{gb(free)} of {gb(machine.memory_bytes)} are free")
-
-
-def of_disk(facts: MachineFacts) -> Iterator[Finding]:
-    """Report room for models and for the agent's own files."""
-    for disk in facts.room.disks:
-        if disk.free_bytes is None:
-            yield warning(
-                f"not known: room for {disk.purpose} in {disk.folder} ({disk.problem})",
-                "another folder: --home for mlxtp's own files, HF_HUB_CACHE for models",
-            )
-            continue
-        what = f"{gb(disk.free_bytes)} free for {disk.purpose} in {disk.folder}"
-        caches = "" if disk.purpose == "models" else " (`mlxtp cache clear --disk` does)"
-        room = f"make room{caches}; see what is large with: du -sh '{disk.folder}'/*"
-        if disk.free_bytes < HOME_BYTES:
-            yield error(what, room)
-        elif disk.free_bytes < CACHE_BYTES and disk.purpose == "models":
-            yield warning(what, room)
-        else:
-            yield ok(what)
-
-
-def of_files(facts: MachineFacts) -> Iterator[Finding]:
-    """Report whether connections may exhaust the descriptors."""
-    number = facts.room.open_files
-    if number < MANY_FILES:
-        yield warning(f"this process may open {number} files, and ranks need {MANY_FILES}", RAISE_FILES)
-    else:
-        yield ok(f"{number} files may be open at once")
 
 
 # --- power -----------------------------------------------------------------------------------------------
@@ -587,11 +478,6 @@ def of_models(facts: MachineFacts) -> Iterator[Finding]:
 
 #: EHOSTUNREACH on macOS. For multicast, which needs no host, it means Local Network Privacy.
 PRIVACY = 65
-#: Seconds.
-CLOCK_S = 2.0
-_DAY_S = 86_400.0
-#: Seconds. New certificates of the Hub and of HTTPS are not valid yet on a clock an hour behind.
-FAR_S = 3600.0
 _FIREWALL = "sudo /usr/libexec/ApplicationFirewall/socketfilterfw"
 
 
@@ -635,7 +521,7 @@ def of_firewall(facts: MachineFacts) -> Iterator[Finding]:
 
 
 def _of_macos(facts: MachineFacts) -> Iterator[Finding]:
-    wall, program = facts.firewall, facts.software.program
+    wall, program = facts.firewall, facts.program
     if wall.enabled is False:
         yield ok("off")
     elif wall.blocks_all:
@@ -665,7 +551,12 @@ def _of_linux(facts: MachineFacts) -> Iterator[Finding]:
 def of_ports(facts: MachineFacts) -> Iterator[Finding]:
     """Report whether the agent has its ports or could get them."""
     for port in facts.network.ports:
-        if port.problem:
+        if port.by_mlxtp:
+            yield info(
+                f"{port.name} {port.address} is that of another mlxtp, a demo or an agent with another home",
+                f"`mlxtp doctor --home` with its home; or for one more agent another port, with {port.flag}",
+            )
+        elif port.problem:
             yield error(
                 f"{port.name} {port.address} is not available: {port.problem}",
                 f"find its process: sudo lsof -nP -iTCP:{port.address.rpartition(':')[2]} -sTCP:LISTEN; "
@@ -724,7 +615,12 @@ def _of_member(member: MemberFacts) -> Iterator[Finding]:
         yield _absent(member)
         return
     if member.unlike:
-        yield warning(member.unlike, "`mlxtp doctor` on the Mac with the older one")
+        yield warning(
+            member.unlike,
+            "on the Mac with the older one use a Python whose platform.mac_ver() says 26 or newer (one made"
+            " with an old SDK says 16.0): `uv python install 3.13`, remove .venv, and run `make setup`",
+            "ranks with unlike kernels differ in speed and rounding",
+        )
     if not member.ours:
         yield ok(f"{member.name} has a link")
         return
@@ -771,43 +667,6 @@ def _absent(member: MemberFacts) -> Finding:
 def _tried(tries: Sequence[Attempt]) -> str:
     shown = ", ".join(f"{each.address} ({each.problem})" for each in tries[:3] if each.problem)
     return f"{shown} and {len(tries) - 3} more" if len(tries) > 3 else shown
-
-
-# --- time ------------------------------------------------------------------------------------------------
-
-
-def of_clock(facts: MachineFacts) -> Iterator[Finding]:
-    """Report whether this clock is right."""
-    clock = facts.clock
-    fix = (
-        f"sudo sntp -sS {clock.server or 'time.apple.com'}; for good: System Settings > General > "
-        "Date & Time > Set time and date automatically"
-        if facts.machine.system == "macos"
-        else "sudo timedatectl set-ntp true"
-    )
-    if clock.problem:
-        yield info(f"not known whether the clock is right: {clock.problem}")
-    if clock.ahead_s is not None:
-        said = f"{_off(clock.ahead_s)} {clock.server}"
-        if abs(clock.ahead_s) >= FAR_S:
-            yield error(said, fix, "certificates count by the clock, those of the Hub among them")
-        elif abs(clock.ahead_s) >= CLOCK_S:
-            yield warning(said, fix)
-        else:
-            yield ok(said)
-    if clock.synchronised is False:
-        yield info("the clock follows no time server", fix)
-    elif clock.synchronised:
-        yield ok("follows a time server")
-
-
-def _off(ahead_s: float) -> str:
-    if abs(ahead_s) < 0.0005:
-        return "the same as"
-    amount = f"{abs(ahead_s):.3f} s" if abs(ahead_s) < 10 else f"{abs(ahead_s):.0f} s"
-    if abs(ahead_s) >= 2 * _DAY_S:
-        amount = f"{abs(ahead_s) / _DAY_S:.0f} days"
-    return f"{amount} {'ahead of' if ahead_s > 0 else 'behind'}"
 
 
 def names(found: tuple[str, ...] | list[str]) -> str:

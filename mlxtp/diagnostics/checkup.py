@@ -9,12 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import importlib.metadata
+import http.client
 import ipaddress
+import json
 import os
-import platform
-import re
-import resource
 import socket
 import sys
 import threading
@@ -31,13 +29,12 @@ from ..api.api_keys import KeyFile
 from ..api.endpoint import NEVER, OWN_CERTIFICATE, here_and_now
 from ..api.server import bind
 from ..cluster.state_file import FILE, SavedState, from_text
-from ..config import Settings, is_loopback, resolve_settings
+from ..config import Settings, is_loopback
 from ..discovery.addresses import SERVICE, host_and_port
 from ..discovery.mdns import Network, addresses_up, announcing_addresses, send_something
 from ..errors import ConfigError, MlxtpError
 from ..gateway.admission import AdmissionLimits, look_at_memory
 from ..identity.store import Identity, Store
-from ..imports import installed, metal_wheel
 from ..placement import hardware
 from ..placement import probe_macos as probes
 from ..placement.hardware import RunProbe, run_as_self, run_command
@@ -50,8 +47,6 @@ from .facts import (
     AgentFacts,
     Attempt,
     Certificate,
-    ClockFacts,
-    Disk,
     FirewallFacts,
     IdentityFacts,
     MachineFacts,
@@ -59,10 +54,8 @@ from .facts import (
     MemoryRoom,
     ModelFacts,
     NetworkFacts,
-    Package,
     PortFacts,
     PowerFacts,
-    Software,
 )
 from .rows import ROWS, examine, to_json
 
@@ -79,76 +72,35 @@ _DISCARD = 9
 # --- facts that one process can find: files, certificates, sockets. Nothing raises ------------------------
 
 
-async def in_time(look: Callable[[], T], otherwise: T, crashed: Callable[[str], None]) -> T:
-    """Return the result of `look`, or `otherwise` after `LOOK_S`, leaving its thread behind.
+async def in_time(look: Callable[[], T], otherwise: Callable[[str], T]) -> T:
+    """Return the result of `look`, or `otherwise` of the reason why there is none.
 
-    If it raises, pass the error to `crashed` and return `otherwise`, too.
+    That is an error, or `LOOK_S` have passed; then its thread is left behind.
     """
     loop = asyncio.get_running_loop()
     found: asyncio.Future[T] = loop.create_future()
 
-    def tell(value: T, problem: str = "") -> None:
+    def tell(value: T) -> None:
         if not found.done():
-            if problem:
-                crashed(problem)
             found.set_result(value)
 
     def run() -> None:
-        value, problem = otherwise, ""
         try:
             value = look()
         except Exception as error:  # noqa: BLE001 - the thread's boundary: silence would pass for health
-            problem = f"{type(error).__name__}: {error}"
+            value = otherwise(f"could not be read: {type(error).__name__}: {error}")
         with contextlib.suppress(RuntimeError):  # the loop has closed
-            loop.call_soon_threadsafe(tell, value, problem)
+            loop.call_soon_threadsafe(tell, value)
 
     threading.Thread(target=run, daemon=True, name="checkup").start()
     try:
         async with asyncio.timeout(LOOK_S):
             return await found
     except TimeoutError:
-        return otherwise
-
-
-def slow(what: str) -> str:
-    return f"{what} could not be read within {LOOK_S:g} s"
+        return otherwise(f"could not be read within {LOOK_S:g} s")
 
 
 # --- parts ------------------------------------------------------------------------------------------------
-
-
-def software_here() -> Software:
-    """Return this Python and the packages that the metadata of mlxtp require."""
-    try:
-        distribution = importlib.metadata.metadata("mlxtp")
-        wanted = importlib.metadata.requires("mlxtp") or []
-    except importlib.metadata.PackageNotFoundError:
-        return Software(platform.python_version(), "", platform.machine(), program_here(), ())
-    return Software(
-        platform.python_version(),
-        found[1] if (found := _FLOOR.search(str(distribution["Requires-Python"]))) else "",
-        platform.machine(),
-        program_here(),
-        tuple(Package(name, installed(name), floor) for name, floor in floors(wanted, sys.platform)),
-        metal_wheel(),
-    )
-
-
-_FLOOR = re.compile(r">=\s*([\d.]+)")
-_WANTED = re.compile(r"([A-Za-z0-9._-]+)(?:\[[^]]*\])?>=([\d.]+)\s*(?:;(.*))?")
-_PLATFORM = re.compile(r"sys_platform == [\"'](\w+)[\"']")
-
-
-def floors(wanted: Iterable[str], system: str) -> list[tuple[str, str]]:
-    """Return names and oldest versions of "NAME>=VERSION; MARKER", without extras and other systems."""
-    found = []
-    for each in wanted:
-        parts = _WANTED.fullmatch(each)
-        marker = (parts[3] or "") if parts else "extra"
-        other = _PLATFORM.search(marker)
-        if parts and "extra" not in marker and (other is None or other[1] == system):
-            found.append((parts[1], parts[2]))
-    return found
 
 
 def program_here() -> str:
@@ -157,29 +109,6 @@ def program_here() -> str:
         return psutil.Process().exe() or sys.executable
     except psutil.Error:
         return sys.executable
-
-
-def models_folder() -> Path:
-    """Return the folder of downloads from the Hub."""
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    return Path(HF_HUB_CACHE)
-
-
-def disk(purpose: str, folder: Path) -> Disk:
-    """Return the free room of the folder, or of its nearest existing parent."""
-    try:
-        there = next((each for each in (folder, *folder.parents) if each.exists()), Path("/"))
-        return Disk(purpose, str(folder), psutil.disk_usage(str(there)).free)
-    except OSError as error:
-        return Disk(purpose, str(folder), None, error.strerror or str(error))
-
-
-def wrong_settings(home: Path) -> tuple[str, ...]:
-    """Return the errors in the home's config file and in variables that keep an agent from starting."""
-    found: list[str] = []
-    resolve_settings({"home": home}, refuse=lambda error: found.append(error.detail))
-    return tuple(found)
 
 
 def identity_here(settings: Settings) -> IdentityFacts:
@@ -242,13 +171,6 @@ def kept_at(home: Path) -> SavedState:
         return from_text((home / FILE).read_text())
     except (OSError, ValueError, RecursionError):
         return SavedState()
-
-
-def text_of(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
 
 
 # --- the firewall -----------------------------------------------------------------------------------------
@@ -362,6 +284,19 @@ async def _hang_up(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) 
     writer.transport.abort()
 
 
+def is_mlxtp(host: str, port: int) -> bool:
+    """Return whether an endpoint of mlxtp answers there. Blocks for up to `TRY_S`."""
+    connection = http.client.HTTPConnection(host, port, timeout=TRY_S)
+    try:
+        connection.request("GET", "/health")
+        told = json.loads(connection.getresponse().read(1 << 16))
+    except (OSError, http.client.HTTPException, ValueError):
+        return False
+    finally:
+        connection.close()
+    return isinstance(told, dict) and {"state", "ranks"} <= told.keys()
+
+
 def free(
     name: str, flag: str, host: str, port: int, take: Callable[[str, int], socket.socket]
 ) -> PortFacts | None:
@@ -371,10 +306,9 @@ def free(
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
         take(host, port).close()
-    except OSError as error:
-        return PortFacts(name, flag, address, ours=False, problem=error.strerror or str(error))
-    except ConfigError as error:
-        return PortFacts(name, flag, address, ours=False, problem=error.detail)
+    except (OSError, ConfigError) as error:
+        problem = error.detail if isinstance(error, ConfigError) else error.strerror or str(error)
+        return PortFacts(name, flag, address, ours=False, problem=problem, by_mlxtp=is_mlxtp(host, port))
     return PortFacts(name, flag, address, ours=False)
 
 
@@ -401,7 +335,6 @@ def shared(tries: Iterable[Attempt], machine: Machine) -> tuple[Attempt, ...]:
 
 #: Seconds for which a command listens for other agents. They reply within half a second.
 LISTEN_S = 1.5
-_MANY = 1 << 20
 #: Seconds for a computation in the sandbox of ranks, which also imports MLX.
 SANDBOX_S = 20.0
 _COMPUTE = "import mlx.core as mx; mx.eval(mx.ones(1) + 1); print(mx.default_device())"
@@ -426,7 +359,6 @@ class Checkup:
         self._run = run
         self._run_as_self = run_as_self
         self._system = system
-        self._crashed: list[str] = []
 
     async def report(self) -> Json:
         """Return the findings by rows. `docs/doctor.md` names the fields."""
@@ -436,16 +368,11 @@ class Checkup:
     async def facts(self) -> MachineFacts:
         """Collect all facts. Takes some seconds; the slowest part is `system_profiler`."""
         settings = self._settings
-        self._crashed = []
-        (machine, identity, software, network, wrong), (room, firewall, power, clock) = await asyncio.gather(
+        (machine, identity, network), (memory, firewall, power) = await asyncio.gather(
             asyncio.gather(
-                hardware.probe(system=self._system, run=self._run),
-                self._identity(),
-                self._in_time(software_here, Software("", "", "", "", ())),
-                self._network(),
-                self._wrong_settings(),
+                hardware.probe(system=self._system, run=self._run), self._identity(), self._network()
             ),
-            asyncio.gather(self._room(), self._firewall(), self._power(), self._clock()),
+            asyncio.gather(asyncio.to_thread(look_at_memory), self._firewall(), self._power()),
         )
         members = await self._members(machine)
         tried = [each for member in members for each in member.ours]
@@ -454,19 +381,16 @@ class Checkup:
             now=here_and_now(),
             machine=machine,
             agent=self._agent(),
-            software=software,
-            room=room,
+            program=program_here(),
+            room=MemoryRoom(AdmissionLimits().free_bytes, memory.critical),
             network=replace(network, unicast=await asyncio.to_thread(sent, tried)),
             firewall=firewall,
             power=power,
-            clock=clock,
             identity=identity,
             model=self._model(),
             members=members,
             discovery=settings.discovery and not _alone(settings),
             alone=_alone(settings),
-            wrong_settings=wrong,
-            crashed=tuple(self._crashed),
             sandbox=await self._sandbox(),
         )
 
@@ -481,8 +405,8 @@ class Checkup:
     async def _members(self, machine: Machine) -> tuple[MemberFacts, ...]:
         """Return the members stored in the home, each tried from this process."""
         kept, identity = await asyncio.gather(
-            self._in_time(lambda: kept_at(self._settings.home), SavedState()),
-            self._in_time(lambda: stored(self._settings.home)[0], None),
+            in_time(lambda: kept_at(self._settings.home), lambda _: SavedState()),
+            in_time(lambda: stored(self._settings.home)[0], lambda _: None),
         )
         if identity is None or identity.membership is None:
             return ()
@@ -497,16 +421,15 @@ class Checkup:
             for (name, _), ours in zip(others, tried, strict=True)
         )
 
-    def _ports(self) -> tuple[PortFacts, ...]:
+    async def _ports(self) -> tuple[PortFacts, ...]:
         """Return the ports an agent needs, and why it could not get one."""
         settings = self._settings
         if self._problem:
             return ()
-        found = [free("endpoint", "--http", settings.http_host, settings.http_port, bind)]
+        own = [("endpoint", "--http", settings.http_host, settings.http_port, bind)]
         if not _alone(settings):
-            found.append(
-                free("control port", "--control", settings.control_host, settings.control_port, listen)
-            )
+            own.append(("control port", "--control", settings.control_host, settings.control_port, listen))
+        found = await asyncio.gather(*(asyncio.to_thread(free, *each) for each in own))
         return tuple(port for port in found if port is not None)
 
     async def _heard(self) -> tuple[bool, str, tuple[str, ...]]:
@@ -541,36 +464,13 @@ class Checkup:
             multicast_problem=problem,
             listened=listened,
             heard=heard,
-            ports=self._ports(),
+            ports=await self._ports(),
             beyond_loopback=not is_loopback(self._settings.http_host),
         )
 
     async def _identity(self) -> IdentityFacts:
-        return await self._in_time(
-            lambda: identity_here(self._settings), IdentityFacts(problem=slow("the home"))
-        )
-
-    async def _wrong_settings(self) -> tuple[str, ...]:
-        return await self._in_time(lambda: wrong_settings(self._settings.home), ())
-
-    async def _room(self) -> MemoryRoom:
-        settings = self._settings
-        memory = await asyncio.to_thread(look_at_memory)
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        files = soft if self._agent().runs_here else hard  # an agent raises its own limit
-        models = await self._in_time(models_folder, settings.home)
-        folders = {"mlxtp's own files": settings.home, "models": models}
-        disks = [await self._disk(purpose, folder) for purpose, folder in folders.items()]
-        return MemoryRoom(
-            AdmissionLimits().free_bytes,
-            memory.critical,
-            tuple(disks),
-            _MANY if files == resource.RLIM_INFINITY else files,
-        )
-
-    async def _disk(self, purpose: str, folder: Path) -> Disk:
-        return await self._in_time(
-            lambda: disk(purpose, folder), Disk(purpose, str(folder), None, slow("it"))
+        return await in_time(
+            lambda: identity_here(self._settings), lambda why: IdentityFacts(problem=f"the home {why}")
         )
 
     async def _firewall(self) -> FirewallFacts:
@@ -592,26 +492,11 @@ class Checkup:
         used = probes.parse_power(said.text)
         return PowerFacts(used or {}, problem_of("pmset", said, used))
 
-    async def _clock(self) -> ClockFacts:
-        if self._system != "darwin":
-            said = await self._ask("timedatectl", "show", "--property=NTPSynchronized")
-            follows = probes.parse_timedatectl(said.text)
-            return ClockFacts(synchronised=follows, problem=problem_of("timedatectl", said, follows))
-        text = await self._in_time(lambda: text_of(Path(probes.NTP_CONF)), "")
-        server = probes.parse_ntp_conf(text) or "time.apple.com"
-        answer = await self._ask("sntp", server)
-        offset = probes.parse_sntp(answer.text)
-        ahead_s = None if offset is None else -offset
-        return ClockFacts(ahead_s, server, problem=problem_of(f"sntp {server}", answer, offset))
-
     async def _sandbox(self) -> Output | None:
         if not self._settings.sandbox_ranks:
             return None
         program, *arguments = Sandbox(self._settings.home / "run").command()
         return await self._run(program, (*arguments, sys.executable, "-c", _COMPUTE), SANDBOX_S)
-
-    async def _in_time(self, look: Callable[[], T], otherwise: T) -> T:
-        return await in_time(look, otherwise, self._crashed.append)
 
     async def _ask(self, program: str, *arguments: str) -> Output:
         return await self._run(program, arguments, probes.ASK_S)

@@ -57,62 +57,26 @@ class AgentFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Package:
-    """A package that mlxtp needs: its version here ("" if it is missing), and the oldest that will do."""
-
-    name: str
-    installed: str
-    floor: str
-
-
-@dataclass(frozen=True, slots=True)
-class Software:
-    """This Python. `architecture` is as in `platform.machine`; `program` is its file.
-
-    `metal_wheel` is as in `imports.metal_wheel`.
-    """
-
-    python: str
-    python_floor: str
-    architecture: str
-    program: str
-    packages: tuple[Package, ...]
-    metal_wheel: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Disk:
-    """Free room for one purpose, in bytes. None with a `problem`."""
-
-    purpose: str
-    folder: str
-    free_bytes: int | None
-    problem: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class MemoryRoom:
-    """Limits of memory.
-
-    The agent refuses requests below `min_free_bytes`; `critical` is the kernel's level.
-    """
+    """The agent refuses requests below `min_free_bytes`; `critical` is the kernel's level."""
 
     min_free_bytes: int
     critical: bool
-    disks: tuple[Disk, ...]
-    #: Limit of this process, or the limit that an agent will have.
-    open_files: int
 
 
 @dataclass(frozen=True, slots=True)
 class PortFacts:
-    """A TCP port that an agent listens on. `problem`: why it is not available ("" if it is free or ours)."""
+    """A TCP port that an agent listens on. `problem`: why it is not available ("" if it is free or ours).
+
+    `by_mlxtp`: another mlxtp answers there, such as a demo.
+    """
 
     name: str
     flag: str
     address: str
     ours: bool
     problem: str = ""
+    by_mlxtp: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,16 +153,6 @@ class PowerFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class ClockFacts:
-    """`ahead_s`: lead over the time server. `synchronised`: the system reports that it follows a server."""
-
-    ahead_s: float | None = None
-    server: str = ""
-    synchronised: bool | None = None
-    problem: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Certificate:
     """Name and validity of a certificate. `renews`: mlxtp renews it by itself, at its start."""
 
@@ -243,29 +197,23 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class MachineFacts:
-    """All facts. `members` are the others of the cluster; `now` has a time zone.
-
-    `wrong_settings` keep an agent from starting with this home; `crashed` are the errors of failed lookups.
-    """
+    """All facts. `members` are the others of the cluster; `now` has a time zone; `program` is this Python."""
 
     name: str
     now: datetime
     machine: Machine
     agent: AgentFacts
-    software: Software
+    program: str
     room: MemoryRoom
     network: NetworkFacts
     firewall: FirewallFacts
     power: PowerFacts
-    clock: ClockFacts
     identity: IdentityFacts
     model: ModelFacts = ModelFacts()
     members: tuple[MemberFacts, ...] = ()
     discovery: bool = True
     #: The settings forbid a cluster.
     alone: bool = False
-    wrong_settings: tuple[str, ...] = ()
-    crashed: tuple[str, ...] = ()
     #: Of a computation in the sandbox of ranks; None where ranks have none.
     sandbox: Output | None = None
 

@@ -66,41 +66,11 @@ ROWS: tuple[CheckRow, ...] = (
         checks.of_stages,
     ),
     CheckRow(
-        "settings", "Settings",
-        "config.toml, and variables that begin with `MLXTP_`, as they are now",
-        "an agent does not start with a setting that is wrong",
-        "the file and line that the finding names; `mlxtp config show --origin`",
-        checks.of_settings,
-    ),
-    CheckRow(
         "sandbox", "Sandbox",
         "with `sandbox_ranks`: whether MLX computes in the sandbox that ranks have",
         "a rank that is refused what it needs ends, and no group is formed",
         "`mlxtp node --no-sandbox-ranks`",
         checks.of_sandbox,
-    ),
-    CheckRow(
-        "checks", "Checks",
-        "whether all lookups of the doctor succeeded",
-        "the result of a failed lookup is not known",
-        "what the error names; else report it, with `mlxtp version --verbose`",
-        checks.of_checks,
-    ),
-    CheckRow(
-        "python", "Python",
-        "its version, and on a Mac whether it is made for Apple silicon",
-        "mlxtp and MLX need both",
-        "another Python, then `make setup`",
-        checks.of_python,
-    ),
-    CheckRow(
-        "packages", "Packages",
-        "MLX, mlx-lm and everything else that mlxtp needs, against the oldest versions that will do; "
-        "on a Mac the macOS that mlx-metal is made for",
-        "an older one lacks functions, or computes differently from the other Macs; mlx-metal for macOS 14 "
-        "or 15 leaves the matrix units of an M5 unused, the one for 26 needs 26.2",
-        "`make setup`, with a Python whose `platform.mac_ver()` says 26 or newer",
-        checks.of_packages,
     ),
     CheckRow(
         "system", "System",
@@ -183,13 +153,6 @@ ROWS: tuple[CheckRow, ...] = (
         checks.of_peers,
     ),
     CheckRow(
-        "clock", "Clock",
-        "against the time server that this Mac asks anyway (Linux: whether the system follows one)",
-        "it orders the logs of several Macs, and certificates of the Hub and of HTTPS depend on it",
-        "`sudo sntp -sS time.apple.com`; Linux: `sudo timedatectl set-ntp true`",
-        checks.of_clock,
-    ),
-    CheckRow(
         "identity", "Identity",
         "the files of the identity and their permissions, validity of certificates, API keys, which Mac "
         "issues join tokens",
@@ -221,20 +184,6 @@ ROWS: tuple[CheckRow, ...] = (
         "below 256 MiB, this machine and the Macs of its group refuse requests",
         "end other programs, or a smaller model",
         checks.of_memory,
-    ),
-    CheckRow(
-        "disk", "Disk",
-        "free room where models and where the agent's own files are",
-        "a model takes tens of GB; without room for its own files an agent loses its state",
-        "make room",
-        checks.of_disk,
-    ),
-    CheckRow(
-        "files", "Open files",
-        "how many descriptors the agent may have",
-        "each connection takes one; where the hard limit is below 4,096, no rank starts",
-        "a higher hard limit, as `mlxtp service install` sets it",
-        checks.of_files,
     ),
     CheckRow(
         "power", "Power",

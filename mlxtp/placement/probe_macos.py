@@ -515,7 +515,6 @@ COMMANDS: Mapping[str, ProbeCommand] = {
 # Those above report what a machine is; these report how it is set. Parsers return None for the unknown.
 
 FIREWALL = "/usr/libexec/ApplicationFirewall/socketfilterfw"  #: Its path in macOS; no PATH leads there.
-NTP_CONF = "/etc/ntp.conf"  #: The file that names a Mac's time server.
 ASK_S = 5.0
 
 _SETTING = re.compile(r"^ {0,8}([A-Za-z]\w{1,39})[ \t]+(\d{1,9})\b", re.ASCII | re.MULTILINE)
@@ -550,33 +549,6 @@ def parse_firewall_app(text: str) -> str | None:
         return "unlisted"
     found = _VERDICT.findall(said)
     return ("blocked" if found[-1] == "blocked" else "allowed") if found else None
-
-
-_SERVER = re.compile(r"^\s*server\s+([A-Za-z0-9.:-]{1,253})", re.MULTILINE)
-
-
-def parse_ntp_conf(text: str) -> str | None:
-    """Read the first time server of /etc/ntp.conf, which is the one that macOS uses."""
-    found = _SERVER.search(text[:10_000])
-    return found[1] if found else None
-
-
-_OFFSET = re.compile(r"([+-]\d{1,12}\.\d{1,9}) \+/- ")
-
-
-def parse_sntp(text: str) -> float | None:
-    """Read `sntp SERVER`: the seconds that this clock is behind; negative when it is ahead.
-
-    Some versions print the time first.
-    """
-    found = _OFFSET.search(text[:4000])
-    return float(found[1]) if found else None
-
-
-def parse_timedatectl(text: str) -> bool | None:
-    """Read `timedatectl show`, which is `NAME=yes` and `NAME=no`."""
-    found = re.search(r"^NTPSynchronized=(yes|no)$", text[:4000], re.MULTILINE)
-    return found[1] == "yes" if found else None
 
 
 _LAST_WORD = re.compile(r"(?:counter packets \d+ bytes \d+ )?(?:drop|reject\b.*)")

@@ -113,7 +113,7 @@ def test_an_agent_alone_has_no_control_port(tmp_path: Path, monkeypatch: pytest.
         monkeypatch.setattr(parts.node.introduction, "addresses", lambda: ("192.0.2.2:0",))
         endpoint = cast(Any, SimpleNamespace(url="http://127.0.0.1:52415"))
         agent = AgentCheckup(parts.node.settings, endpoint, parts, None)
-        assert [each.name for each in agent._ports()] == ["endpoint"]
+        assert [each.name for each in await agent._ports()] == ["endpoint"]
         await parts.close()
 
     with by_hand():

@@ -5,21 +5,25 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import Result
-from huggingface_hub import constants
 from typer.testing import CliRunner
 
 from mlxtp.admin.checkup import AgentCheckup
 from mlxtp.agent import _own_home
+from mlxtp.api.backend import Health
+from mlxtp.api.dialects.openai import health_body
 from mlxtp.api.endpoint import open_endpoint
 from mlxtp.cli.main import app
 from mlxtp.config import Settings
 from mlxtp.diagnostics import checkup
 from mlxtp.diagnostics.rows import MAC, ROWS, show
+from mlxtp.errors import Code
 from mlxtp.identity.store import Store
 
 from ..groups.one_node import alone
@@ -49,10 +53,27 @@ def test_without_an_agent_the_command_looks_itself_and_says_so(tmp_path: Path) -
     assert json.loads(result.stdout)["looked"] == "command"
     found = rows(result)
     assert "no agent runs" in found["agent"]["findings"][0]["what"]
-    assert found["packages"]["level"] == "ok"
+    assert found["system"]["level"] == "ok"
     assert "serving" not in found
     assert list(tmp_path.iterdir()) == []  # looking leaves nothing behind
-    assert " Packages        mlx " in type_in(tmp_path).stdout
+    assert " System          " in type_in(tmp_path).stdout
+
+
+def test_a_wrong_setting_is_refused_as_everywhere(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("rank = 1")
+    result = type_in(tmp_path, "--json")
+    assert result.exit_code == 1
+    error = json.loads(result.stdout)["error"]
+    assert error["code"] == Code.CONFIG
+    assert "line 1: unknown key 'rank'; did you mean ranks?" in error["message"]
+
+
+def test_a_look_that_fails_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkup, "identity_here", lambda _settings: 1 // 0)
+    result = type_in(tmp_path, "--json")
+    assert result.exit_code == 1
+    told = rows(result)["identity"]["findings"][0]["what"]
+    assert told == "the home could not be read: ZeroDivisionError: integer division or modulo by zero"
 
 
 def test_an_error_is_the_exit_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,27 +89,23 @@ def test_an_error_is_the_exit_status(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "chmod 700" in found["identity"]["findings"][0]["what"]
 
 
-def test_with_a_wrong_setting_it_says_so_and_looks_at_the_rest(tmp_path: Path) -> None:
-    (tmp_path / "config.toml").write_text("rank = 1\nkv_bits = 5")
-    result = type_in(tmp_path, "--json")
-    assert result.exit_code == 1
-    found = rows(result)
-    unknown, wrong = found["settings"]["findings"]
-    assert (unknown["level"], unknown["what"]) == (
-        "error", f"{tmp_path / 'config.toml'}, line 1: unknown key 'rank'; did you mean ranks?",
-    )  # fmt: skip
-    assert wrong["what"].startswith("kv_bits in ")
-    assert found["packages"]["level"] == "ok"
+def test_a_demo_at_the_port_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Demo(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(503)
+            self.end_headers()
+            told = health_body(Health("idle", 0, 0, "none", None, None, False, 0))
+            self.wfile.write(json.dumps(told).encode())
 
-
-def test_a_look_that_fails_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", f"/{'x' * 300}")
-    monkeypatch.setattr(checkup, "software_here", lambda: 1 // 0)
-    found = rows(type_in(tmp_path, "--json"))
-    assert found["disk"]["level"] == "warning"
-    assert "File name too long" in found["disk"]["findings"][1]["what"]
-    assert found["checks"]["level"] == "warning"
-    assert "a lookup failed: ZeroDivisionError" in found["checks"]["findings"][0]["what"]
+    with HTTPServer(("127.0.0.1", 0), Demo) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"127.0.0.1:{server.server_port}"
+        monkeypatch.setenv("MLXTP_HTTP", address)
+        result = type_in(tmp_path, "--json")
+        server.shutdown()
+    found = rows(result)["ports"]
+    assert (result.exit_code, found["level"]) == (0, "info")
+    assert f"endpoint {address} is that of another mlxtp, a demo" in found["findings"][0]["what"]
 
 
 def test_a_home_that_an_agent_holds_without_answering_is_an_error(

@@ -17,17 +17,13 @@ from mlxtp.placement.probe_macos import (
     parse_firewall_app,
     parse_firewall_state,
     parse_nft,
-    parse_ntp_conf,
     parse_power,
-    parse_sntp,
-    parse_timedatectl,
 )
 
 from .recorded import FIREWALL, said
 
 GUARDED, TROUBLED, WELL = (said(f"mac_{name}") for name in ("guarded", "troubled", "well"))
 STATE, BLOCK_ALL, APP = (f"{FIREWALL} --get{what}" for what in ("globalstate", "blockall", "appblocked"))
-SNTP = "sntp time.apple.com"
 NFT = "nft list ruleset"
 
 
@@ -92,29 +88,9 @@ def test_the_firewall_of_a_linux_machine() -> None:
     assert "you must be root" in linux_firewall(denied).problem
 
 
-@pytest.mark.parametrize(
-    ("text", "offset"),
-    [(WELL[SNTP], 0.007462), (GUARDED[SNTP], -7300.25), (TROUBLED[SNTP], None), ("", None)],
-)
-def test_the_clock_against_a_time_server(text: str, offset: float | None) -> None:
-    assert parse_sntp(text) == offset
-
-
-def test_the_time_server_is_the_one_the_system_asks() -> None:
-    assert parse_ntp_conf("# comment\nserver time.euro.apple.com\nserver other\n") == "time.euro.apple.com"
-    assert parse_ntp_conf("driftfile /var/db/ntp.drift\n") is None
-
-
-def test_whether_linux_follows_a_time_server() -> None:
-    command = "timedatectl show --property=NTPSynchronized"
-    assert parse_timedatectl(said("linux_open")[command]) is True
-    assert parse_timedatectl(said("linux_closed")[command]) is False
-    assert parse_timedatectl("Failed to connect to bus") is None
-
-
 PARSERS = {
     parse_power: dict, parse_firewall_state: int, parse_block_all: bool, parse_firewall_app: str,
-    parse_ntp_conf: str, parse_sntp: float, parse_timedatectl: bool, parse_nft: bool,
+    parse_nft: bool,
 }  # fmt: skip
 
 

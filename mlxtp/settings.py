@@ -355,6 +355,20 @@ OTHER_VARIABLES = {
     JOIN: "The token for `mlxtp node --join`, hidden from the list of processes.",
     "MLXTP_KEY": "The API key that `mlxtp launch` gives to a client, where `--key` is not given.",
 }
+#: Former settings, with what holds instead.
+GONE = {
+    "agreement": "the Macs of a group decide how it agrees",
+    "compiled": "MLX_DISABLE_COMPILE=1, a variable of MLX, turns tracing off",
+    "interface": "agents of one machine have a `control` on loopback",
+    "prefix_cache": "common beginnings of prompts are computed once",
+    "share_cache": "clients with different API keys share no beginnings of prompts",
+    "spare": "a warm process is kept ready",
+    "workload": "plans are for chat requests; `mlxtp plan --workload` compares for others",
+    "limits.client_stall": "a client that leaves its data unread is cut off",
+    "limits.free_memory": "requests are refused where hardly any memory is free",
+    "limits.open_tokens": "the tokens of open requests have a fixed bound",
+    "limits.recovery": "a request waits a minute for another group, or three loads of the model",
+}
 #: Variables that the examples read, and that settings of clients name.
 _FOR_CLIENTS = frozenset(("MLXTP_URL", "MLXTP_API_KEY"))
 
@@ -381,8 +395,12 @@ def unknown_variables(names: tuple[str, ...]) -> list[str]:
         and name not in _FOR_CLIENTS
         and name not in known.values()
     )
+    gone = {f"MLXTP_{key.upper().replace('.', '_')}": instead for key, instead in GONE.items()}
     found = []
     for name in strange:
+        if name in gone:
+            found.append(f"{name} is no longer a setting: {gone[name]}")
+            continue
         meant = nearest(name.removeprefix("MLXTP_").lower(), tuple(known))
         what = f"did you mean {known[meant]}?" if meant else "docs/settings.md lists all"
         found.append(f"{name} is unknown; {what}")

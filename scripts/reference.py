@@ -67,7 +67,8 @@ studio = "rdma_en5"
 ```
 
 Numbers and `true` or `false` stand there without quotes. An unknown key is an error, with the nearest
-that is known; a variable that begins with `MLXTP_` and means nothing is a warning. In a variable a list has
+that is known, or with what holds instead of a former one; a variable that begins with `MLXTP_` and means nothing is a
+warning. In a variable a list has
 commas, and a switch is `yes` or `no`; an empty one counts as not set. Each switch has two flags, such as `--alone`
 and `--no-alone`; below stands the one that changes something.
 

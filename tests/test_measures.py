@@ -38,7 +38,7 @@ LEFT: Mapping[str, int] = {
     "functions of an object of a class beside them": 87,
 }
 MOST_LINES: Mapping[str, int] = {
-    "": 4_041,
+    "": 4_061,
     "admin": 1_990,
     "api": 10_306,
     "cli": 6_082,

@@ -1,4 +1,4 @@
-"""Settings of an agent: flags > environment > configuration file > defaults. `settings` has the table."""
+"""Settings of one agent: flags > environment > configuration file > the defaults of `settings`."""
 
 from __future__ import annotations
 
@@ -7,145 +7,38 @@ import re
 import stat
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from .errors import ConfigError
-from .settings import BY_KEY, GONE, JOIN, SETTINGS, Setting, nearest
+from .settings import BY_KEY, GONE, JOIN, SETTINGS, ValueKind, nearest
 from .settings import EMBEDDED_MODEL as EMBEDDED_MODEL
-from .values import DEFAULT_CONTROL_PORT as DEFAULT_CONTROL_PORT
-from .values import DEFAULT_HTTP as DEFAULT_HTTP
+from .settings import Limits as Limits
+from .settings import Settings as Settings
 from .values import expanded as expanded
 from .values import is_host_name as is_host_name
 from .values import is_loopback as is_loopback
-from .values import parse_keep as parse_keep
-from .values import parse_macs as parse_macs
-from .values import parse_nodes as parse_nodes
-from .values import parse_parallel as parse_parallel
-from .values import parse_replicas as parse_replicas
-from .values import parse_seconds as parse_seconds
-from .values import parse_split as parse_split
 from .values import split_layers as split_layers
 
 FILE = "config.toml"
-_MODELS = ("model", "draft_model")
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits of time, in seconds, and of open requests.
+class GivenValue:
+    """A value before parsing, the place that an error names, and its line in the file, from 1.
 
-    `form_s`, `proof_s`: forming a group, and its first small sums, which hang where a cable is unplugged.
-    `queue_s`: a request's wait for its first forward. `recovery_s`: its wait for another group after its own
-    has ended, or three loads of the model, whichever is longer. `deadline_s`: all of its time, from its
-    arrival to its last token. `canary_s`: the idle time of a group between two proofs. `load_stall_s`,
-    `prefill_stall_s`, `decode_stall_s`: time without any progress. A forward has 4 times its expected time in
-    addition in prefill, and 20 times in decode.
-    """
-
-    spawn_s: float = 60.0
-    form_s: float = 45.0
-    proof_s: float = 15.0
-    load_stall_s: float = 60.0
-    warm_up_s: float = 300.0
-    prefill_stall_s: float = 30.0
-    decode_stall_s: float = 10.0
-    heartbeat_s: float = 0.5
-    silence_s: float = 3.0
-    ack_s: float = 8.0
-    queue_s: float = 300.0
-    recovery_s: float = 60.0
-    deadline_s: float = 3600.0
-    canary_s: float = 60.0
-    shutdown_s: float = 10.0
-    max_open_requests: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """Settings that `mlxtp node` runs with. `settings.SETTINGS` explains each; these are not in it:
-
-    cluster      this agent belongs to a cluster; `alone` is the user's setting against it
-    model_given  the user set `model`; a default model is for a new cluster only
-    cache_disk   None: a part of the free disk
-    join         None: not set; empty: with the stored identity; else a join token (`resolve_join`)
-    fabric       the setting `backend`
-    origins      key and place of each setting that is not the default
-    """
-
-    home: Path
-    http_host: str
-    http_port: int
-    ranks: int
-    model: str
-    prefill_chunk: int = 2048
-    run_ahead: int = 1
-    repeatable: bool = False
-    speculation: str = "auto"
-    max_context: int = 0
-    kv_bits: int = 0
-    kv_bytes: int = 0
-    cache_disk: int | None = None
-    draft_model: str = ""
-    keep_warm: bool = True
-    sandbox_ranks: bool = False
-    cluster: bool = False
-    alone: bool = False
-    model_given: bool = False
-    name: str = ""
-    control_host: str = "0.0.0.0"
-    control_port: int = DEFAULT_CONTROL_PORT
-    peers: tuple[str, ...] = ()
-    discovery: bool = True
-    join: str | None = None
-    nodes: str = "auto"
-    parallel: str = "auto"
-    split: str = "auto"
-    fabric: str = "auto"
-    fabric_networks: str = "any"
-    fast_fences: bool = False
-    large_buffers: bool = False
-    keep_awake: bool = True
-    rdma: tuple[str, ...] = ()
-    drain_s: float = 10.0
-    load_on_request: bool = False
-    model_folders: tuple[str, ...] = ()
-    log_format: str = "text"
-    log_file: str = ""
-    api_keys: str = "auto"
-    allowed_hosts: tuple[str, ...] = ()
-    allowed_origins: tuple[str, ...] = ()
-    http_cert: str = ""
-    http_key: str = ""
-    http_tls: bool = False
-    limits: Limits = Limits()
-    origins: tuple[tuple[str, str], ...] = field(default=(), compare=False)
-
-    @property
-    def local_backend(self) -> str:
-        """Fabric of the ranks of one machine; a single rank needs none."""
-        return "none" if self.ranks == 1 else "ring"
-
-    @property
-    def loopback(self) -> str:
-        """The only address that counts for agents of one machine; empty for others."""
-        return self.control_host if is_loopback(self.control_host) else ""
-
-
-@dataclass(frozen=True, slots=True)
-class Given:
-    """A value before parsing, and its place. A default has no place.
-
-    `where` is the place that an error names. `line` counts from 1, and is 0 outside the file.
+    What a command has for a default has no place.
     """
 
     value: Any
     where: str = ""
     line: int = 0
 
-
-_Chosen = Mapping[str, Given]
+    @property
+    def origin(self) -> str:
+        """Its place, for people who know which file is meant."""
+        return f"{FILE}, line {self.line}" if self.line else self.where
 
 
 Refuse = Callable[[ConfigError], None]
@@ -174,57 +67,65 @@ def resolve_settings(
     """
     flags = {key: value for key, value in flags.items() if value is not None}
     home = home_folder(flags.get("home"), environment, (defaults or {}).get("home"))
-    chosen = (
-        {setting.key: Given(setting.default) for setting in SETTINGS if setting.default is not None}
-        | {key: Given(value) for key, value in (defaults or {}).items()}
+    given = (
+        {key: GivenValue(value) for key, value in (defaults or {}).items()}
         | dict(_read_file(home / FILE, refuse))
         | {
-            setting.key: Given(value, setting.variable)
+            setting.key: GivenValue(value, setting.variable)
             for setting in SETTINGS
             if (value := environment.get(setting.variable))
         }
-        | {key: Given(value, BY_KEY[key].typed(value)) for key, value in flags.items() if key in BY_KEY}
+        | {key: GivenValue(value, BY_KEY[key].typed(value)) for key, value in flags.items() if key in BY_KEY}
     )
     values: dict[str, Any] = {}
     limits: dict[str, Any] = {}
+    origins = {}
     for setting in SETTINGS:
-        if (given := chosen.get(setting.key)) is not None:
-            try:
-                parsed = _parsed(setting, given)
-            except ConfigError as error:
-                refuse(error)
-                chosen.pop(setting.key)
-                if setting.default is None:
-                    continue
-                parsed = setting.parse(setting.default, "")
-                chosen[setting.key] = Given(setting.default)
-            found = parsed if len(setting.names) > 1 else (parsed,)
-            (limits if "." in setting.key else values).update(zip(setting.names, found, strict=True))
-    try:
-        _check_pair(values, chosen)
-    except ConfigError as error:
-        refuse(error)
-        values |= {"http_cert": "", "http_key": ""}
-    if values["speculation"] == "draft" and not values["draft_model"]:
-        refuse(
-            ConfigError(
-                f"{chosen['speculation'].where}: draft needs a model that proposes tokens; name it with "
-                "--draft-model, or draft_model in config.toml"
-            )
-        )
-        values |= {"speculation": "auto"}
-    try:
-        split_layers(values["split"], values["parallel"], values["nodes"])
-    except ConfigError as error:
-        refuse(error)
-        values |= {"split": "auto", "nodes": "auto"}
-    return Settings(
+        if (one := given.get(setting.key)) is None:
+            continue
+        try:
+            parsed = setting.kind.parse(one.value, one.where)
+        except ConfigError as error:
+            refuse(error)
+            continue
+        found = parsed if len(setting.names) > 1 else (parsed,)
+        (limits if "." in setting.key else values).update(zip(setting.names, found, strict=True))
+        if one.where:
+            origins[setting.key] = one.origin
+    settings = Settings(
         home=home,
-        model_given=bool(chosen["model"].where),
+        model_given="model" in origins,
         limits=Limits(**limits),
-        origins=tuple((key, _origin(each)) for key, each in chosen.items() if each.where),
+        origins=tuple(origins.items()),
         **values,
     )
+    for problem, without in _contradictions(settings, given):
+        refuse(problem)
+        settings = replace(settings, **without)
+    return settings
+
+
+def _contradictions(
+    settings: Settings, given: Mapping[str, GivenValue]
+) -> Iterator[tuple[ConfigError, dict[str, Any]]]:
+    """Yield an error for each setting that does not go with others, and what to have in its place."""
+    for one, other in (("http_cert", "http_key"), ("http_key", "http_cert")):
+        if getattr(settings, one) and not getattr(settings, other):
+            problem = (
+                f"{given[one].where}: HTTPS needs a certificate and its private key; name the other with "
+                f"--{other.replace('_', '-')}, or {other} in {FILE}"
+            )
+            yield ConfigError(problem), {one: ""}
+    if settings.speculation == "draft" and not settings.draft_model:
+        problem = (
+            f"{given['speculation'].where}: draft needs a model that proposes tokens; name it with "
+            f"--draft-model, or draft_model in {FILE}"
+        )
+        yield ConfigError(problem), {"speculation": "auto"}
+    try:
+        split_layers(settings.split, settings.parallel, settings.nodes)
+    except ConfigError as error:
+        yield error, {"split": "auto", "nodes": "auto"}
 
 
 def shown(settings: Settings) -> dict[str, Any]:
@@ -282,40 +183,14 @@ def default_home() -> Path:
     return Path(platformdirs.user_data_dir("mlxtp", appauthor=False))
 
 
-def _parsed(setting: Setting, given: Given) -> Any:
-    """Parse a value. Raises ConfigError naming its place."""
-    if setting.key in _MODELS and not str(given.value).isprintable():
-        raise ConfigError(
-            f"{given.where}: {given.value!r} has characters that cannot be printed, which no model's name "
-            "has; write a folder or OWNER/NAME"
-        )
-    return setting.parse(given.value, given.where)
-
-
-def _check_pair(values: Mapping[str, Any], chosen: _Chosen) -> None:
-    """Check that certificate and key come together. Raises ConfigError naming the place of a single one."""
-    for one, other in (("http_cert", "http_key"), ("http_key", "http_cert")):
-        if values.get(one) and not values.get(other):
-            raise ConfigError(
-                f"{chosen[one].where}: HTTPS needs a certificate and its private key; name the other with "
-                f"--{other.replace('_', '-')}, or {other} in config.toml"
-            )
-
-
-def _origin(given: Given) -> str:
-    return f"{FILE}, line {given.line}" if given.line else given.where
-
-
-def _read_file(path: Path, refuse: Refuse) -> Iterator[tuple[str, Given]]:
+def _read_file(path: Path, refuse: Refuse) -> Iterator[tuple[str, GivenValue]]:
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe would block
-            raise ConfigError(f"{path}: it is not a regular file; replace or remove it")
+            raise ValueError("it is not a regular file; replace or remove it")
         content = path.read_text()
         table = tomllib.loads(content)
     except (FileNotFoundError, NotADirectoryError):
         return
-    except ConfigError as error:
-        return refuse(error)
     except (OSError, ValueError) as error:
         return refuse(ConfigError(f"{path}: {error}"))
     except RecursionError:
@@ -324,14 +199,12 @@ def _read_file(path: Path, refuse: Refuse) -> Iterator[tuple[str, Given]]:
     for key, value in _flat(table):
         line = next((at for name, at in lines if f"{name}.".startswith(f"{key}.")), 0)
         where = f"{key} in {path}, line {line}"
-        try:
-            if key not in BY_KEY:
-                raise ConfigError(f"{path}, line {line}: {_unknown(key)}")
-            _check_type(key, value, where)
-        except ConfigError as error:
-            refuse(error)
+        if key not in BY_KEY:
+            refuse(ConfigError(f"{path}, line {line}: {_unknown(key)}"))
+        elif wrong := _wrong_type(BY_KEY[key].kind, value):
+            refuse(ConfigError(f"{where}: {wrong}"))
         else:
-            yield key, Given(value, where, line)
+            yield key, GivenValue(value, where, line)
 
 
 def _flat(table: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
@@ -366,8 +239,7 @@ _TOKEN = re.compile(
 
 
 def lines_of(content: str) -> list[tuple[str, int]]:
-    """Return where each key and table of a valid TOML text begins, by dotted name, in order; lines count from
-    1.
+    """Return the line, from 1, where each key and table of a valid TOML text begins, in order.
 
     The time is linear in the length of the text.
     """
@@ -402,10 +274,10 @@ def _dotted(statement: Mapping[str, Any]) -> str:
     return f"{name}.{_dotted(value)}" if isinstance(value, dict) and value else name
 
 
-def _check_type(key: str, value: object, where: str) -> None:
-    """Check the TOML type of a value. Raises ConfigError for a wrong one."""
-    kind = BY_KEY[key].kind
+def _wrong_type(kind: ValueKind, value: object) -> str:
+    """Return what is wrong with the TOML type of a value; "" for nothing."""
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    if type(value) not in kind.types or not all(isinstance(item, str) for item in items):
-        shown_value = repr(value) if isinstance(value, (str, list, dict)) else str(value).lower()
-        raise ConfigError(f"{where}: {shown_value} is of the wrong type; it has to be {kind.expected}")
+    if type(value) in kind.types and all(isinstance(item, str) for item in items):
+        return ""
+    text = repr(value) if isinstance(value, (str, list, dict)) else str(value).lower()
+    return f"{text} is of the wrong type; it has to be {kind.expected}"

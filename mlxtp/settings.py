@@ -1,18 +1,21 @@
-"""Table of settings: their names, values and meanings. Everything else is derived from it.
+"""Settings of an agent, each told once: a field of `Settings` or `Limits`, with all that is known of it.
 
-That is flags (`options`), variables, keys of the file and defaults (`config`), and docs/settings.md.
+Flags (`cli.options`), variables, keys of the file (`config`), defaults and docs/settings.md come from these.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
 
 from .values import (
     DEFAULT_CONTROL_PORT,
     DEFAULT_HTTP,
     Parser,
-    count_to,
+    is_loopback,
     one_of,
     parse_address,
     parse_bytes,
@@ -21,10 +24,10 @@ from .values import (
     parse_hosts,
     parse_kv_bits,
     parse_limit,
+    parse_model,
     parse_name,
     parse_nodes,
     parse_origins,
-    parse_parallel,
     parse_path,
     parse_peers,
     parse_ranks,
@@ -32,8 +35,8 @@ from .values import (
     parse_seconds,
     parse_split,
     parse_switch,
-    parse_text,
     parse_tokens,
+    up_to,
 )
 
 EMBEDDED_MODEL = "tiny"
@@ -45,53 +48,75 @@ GENERAL, CLUSTER, ENDPOINT, TUNING, LIMITS = "General", "Cluster", "Endpoint", "
 
 
 @dataclass(frozen=True, slots=True)
-class SettingKind:
-    """Types of a setting in the file, and their name. Flags and variables have strings."""
+class ValueKind:
+    """Kind of value: its parser, its name in the help, and its types in the file with words for them.
 
-    types: tuple[type, ...]
-    expected: str
+    Flags and variables have strings.
+    """
 
-
-TEXT = SettingKind((str,), "a string in quotes")
-SWITCH = SettingKind((bool,), "true or false")
-NUMBER = SettingKind((int,), "a whole number")
-SECONDS = SettingKind((int, float), "a number of seconds")
-BYTES = SettingKind((int, str), 'a whole number, or a string such as "500MB"')
-TABLE = SettingKind((dict, list), 'a table of strings, such as studio = "rdma_en5", or a list of strings')
+    parse: Parser
+    metavar: str = ""
+    types: tuple[type, ...] = (str,)
+    expected: str = "a string in quotes"
 
 
-def _list_of(example: str) -> SettingKind:
-    return SettingKind((list,), f'a list of strings, such as ["{example}"]')
+def _choice(*words: str) -> ValueKind:
+    return ValueKind(one_of(*words), "|".join(words))
+
+
+def _list(parse: Parser, metavar: str, example: str) -> ValueKind:
+    return ValueKind(parse, metavar, (list,), f'a list of strings, such as ["{example}"]')
+
+
+def _number(parse: Parser, metavar: str = "") -> ValueKind:
+    return ValueKind(parse, metavar, (int,), "a whole number")
+
+
+SWITCH = ValueKind(parse_switch, "", (bool,), "true or false")
+MODEL = ValueKind(parse_model, "MODEL")
+FILE = ValueKind(parse_path, "FILE")
+SECONDS = ValueKind(parse_seconds, "SECONDS", (int, float), "a number of seconds")
+LIMIT = replace(SECONDS, parse=parse_limit)
+BYTES = ValueKind(parse_bytes, "AMOUNT", (int, str), 'a whole number, or a string such as "500MB"')
+NODES = ValueKind(parse_nodes, "auto|all|N", (int, str), '"auto", "all", or a whole number')
+RDMA = ValueKind(
+    parse_rdma,
+    "NODE=DEVICE",
+    (dict, list),
+    'a table of strings, such as studio = "rdma_en5", or a list of strings',
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting. `key` is its name in the file; one with a dot is in a table, and has no flag.
+    """All that is known of one setting but its type. `key` is its name in the file; one with a dot is in a
+    table, and has no flag.
 
-    `default` is as the file would have it; where it is None, `unset` describes the effect. `unset` also
-    explains a default that does not explain itself. `help` ends with a full stop. `flag` is given where the
-    flag's name differs from the key, and `fields` where those of `Settings` (or `Limits`) do. A setting that
-    is `same_on_all` must be the same on all Macs of a cluster.
+    `default` is as the file would have it. `unset` describes a default that does not explain itself, or is
+    None. `help` ends with a full stop. `names` are those in `Settings`, or in `Limits`. A setting that is
+    `same_on_all` must be the same on all Macs of a cluster.
     """
 
-    key: str
-    kind: SettingKind
-    parse: Parser
+    panel: str
+    kind: ValueKind
     default: object
     help: str
-    panel: str
-    metavar: str = ""
     unset: str = ""
-    flag: str = ""
-    fields: tuple[str, ...] = ()
     same_on_all: bool = False
+    key: str = ""
+    names: tuple[str, ...] = ()
+
+    @property
+    def metavar(self) -> str:
+        """Words for its value in the help; a choice has | between them."""
+        return self.kind.metavar
 
     @property
     def option(self) -> str:
-        """Its flag, such as --max-context; empty without one."""
+        """Its flag, such as --max-context; empty without one. One of a list gives a single item."""
         if "." in self.key:
             return ""
-        return f"--{(self.flag or self.key).replace('_', '-')}"
+        return f"--{(self.key.removesuffix('s') if self.repeatable else self.key).replace('_', '-')}"
 
     def typed(self, value: object) -> str:
         """Return its flag, as it was typed for this value."""
@@ -100,12 +125,7 @@ class Setting:
     @property
     def variable(self) -> str:
         """Its environment variable."""
-        return f"MLXTP_{self.key.upper().replace('.', '_')}"
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Its names in `Settings`, or in `Limits`."""
-        return self.fields or (self.key.rpartition(".")[2],)
+        return variable_of(self.key)
 
     @property
     def repeatable(self) -> bool:
@@ -119,234 +139,288 @@ class Setting:
             return self.unset
         if isinstance(self.default, bool):
             return "yes" if self.default else "no"
-        return "none" if self.default in ([], "", None) else str(self.default)
+        return "none" if self.default in ((), "") else str(self.default)
 
 
-#: In the order of the help and of the page. The file is in the home, so it cannot name the home.
-SETTINGS: tuple[Setting, ...] = (
-    Setting(
-        "model", TEXT, parse_text, EMBEDDED_MODEL,
-        "A model folder, or an id on the Hugging Face Hub (OWNER/NAME).",
-        GENERAL, "MODEL", f"{EMBEDDED_MODEL}, a toy that comes with mlxtp",
-    ),
-    Setting(
-        "http", TEXT, parse_address, DEFAULT_HTTP,
+def variable_of(key: str) -> str:
+    """Return the environment variable of a key."""
+    return f"MLXTP_{key.upper().replace('.', '_')}"
+
+
+def _told(panel: str, kind: ValueKind, default: object, help: str, **more: Any) -> Any:
+    """Return the field of a setting. Its key and names are the field's name, unless given."""
+    setting = Setting(panel, kind, default, help, **more)
+    parsed: Any = None if default is None else kind.parse(default, "")
+    return field(default=parsed[0] if setting.names else parsed, metadata={"setting": setting})
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of time, in seconds, and of open requests; some are settings.
+
+    `form_s`, `proof_s`: forming a group, and its first small sums, which hang where a cable is unplugged.
+    `recovery_s`: a request's wait for another group after its own has ended, or three loads of the model,
+    whichever is longer. `canary_s`: the idle time of a group between two proofs. `load_stall_s`,
+    `prefill_stall_s`, `decode_stall_s`: time without any progress. A forward has 4 times its expected time in
+    addition in prefill, and 20 times in decode.
+    """
+
+    # fmt: off
+    deadline_s: float = _told(
+        LIMITS, LIMIT, 3600,
+        "All of a request's time, from the arrival of its body to its last token; a client may set less.",
+        key="limits.deadline",
+    )
+    queue_s: float = _told(
+        LIMITS, LIMIT, 300, "A request's wait for its first forward, or for the model that it names.",
+        key="limits.queue",
+    )
+    load_stall_s: float = _told(
+        LIMITS, LIMIT, 60,
+        "Loading a model without any progress, after which the group forms again; more for a slow disk.",
+        key="limits.load_stall",
+    )
+    max_open_requests: int = _told(
+        LIMITS, _number(up_to(2048)), 0,
+        "Requests open at once at this Mac; 0: as many as their tokens allow. One client may have 7 of 8.",
+        key="limits.open_requests",
+    )
+    # fmt: on
+    spawn_s: float = 60.0
+    form_s: float = 45.0
+    proof_s: float = 15.0
+    warm_up_s: float = 300.0
+    prefill_stall_s: float = 30.0
+    decode_stall_s: float = 10.0
+    heartbeat_s: float = 0.5
+    silence_s: float = 3.0
+    ack_s: float = 8.0
+    recovery_s: float = 60.0
+    canary_s: float = 60.0
+    shutdown_s: float = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Settings that `mlxtp node` runs with. These are not set by users:
+
+    prefill_chunk, run_ahead: most tokens of a prompt in one forward, and of forwards queued ahead
+    cluster      this agent belongs to a cluster; `alone` is the user's setting against it
+    model_given  the user set `model`; a default model is for a new cluster only
+    join         None: not set; empty: with the stored identity; else a join token (`resolve_join`)
+    origins      key and place of each setting that is not the default
+    """
+
+    home: Path
+    # fmt: off
+    http_host: str = _told(
+        GENERAL, ValueKind(parse_address, "HOST:PORT"), DEFAULT_HTTP,
         "Address of the endpoint; port 0 takes a free one. 0.0.0.0:52415 is for other machines too; those "
         "need an API key: `mlxtp key create`.",
-        GENERAL, "HOST:PORT", f"{DEFAULT_HTTP}, for apps on this machine", fields=("http_host", "http_port"),
-    ),
-    Setting(
-        "ranks", NUMBER, parse_ranks, 1,
+        unset=f"{DEFAULT_HTTP}, for apps on this machine", key="http", names=("http_host", "http_port"),
+    )
+    http_port: int = parse_address(DEFAULT_HTTP, "")[1]
+    ranks: int = _told(
+        GENERAL, _number(parse_ranks, "1|2|3|4"), 1,
         "Processes that share the model on this machine. Several are for experiments on one machine, "
         "and imply --alone.",
-        GENERAL, "1|2|3|4", "1, for the demo 2",
-    ),
-    Setting(
-        "drain", SECONDS, parse_seconds, 10,
+        unset="1, for the demo 2",
+    )
+    model: str = _told(
+        GENERAL, MODEL, EMBEDDED_MODEL, "A model folder, or an id on the Hugging Face Hub (OWNER/NAME).",
+        unset=f"{EMBEDDED_MODEL}, a toy that comes with mlxtp",
+    )
+    drain_s: float = _told(
+        GENERAL, SECONDS, 10,
         "Seconds that open requests may take to end after a request to stop, such as Ctrl-C. A second Ctrl-C "
         "ends at once.",
-        GENERAL, "SECONDS", fields=("drain_s",),
-    ),
-    Setting(
-        "model_folders", _list_of("/Volumes/share/models"), parse_folders, [],
+        key="drain",
+    )
+    model_folders: tuple[str, ...] = _told(
+        GENERAL, _list(parse_folders, "DIR", "/Volumes/share/models"), (),
         "Folder of models with plain names: NAME is DIR/NAME.",
-        GENERAL, "DIR", flag="model_folder",
-    ),
-    Setting(
-        "log_format", TEXT, one_of("text", "json"), "text",
+    )
+    log_format: str = _told(
+        GENERAL, _choice("text", "json"), "text",
         "Format of the log: lines for people, or one JSON object each.",
-        GENERAL, "text|json",
-    ),
-    Setting(
-        "log_file", TEXT, parse_path, "",
+    )
+    log_file: str = _told(
+        GENERAL, FILE, "",
         f"Write the log there. At {MAX_LOG_BYTES >> 20} MiB a new file begins; the last {KEPT_LOGS} before "
         "it stay beside it.",
-        GENERAL, "FILE", "standard error",
-    ),
+        unset="standard error",
+    )
     # --- cluster ---
-    Setting(
-        "alone", SWITCH, parse_switch, False,
-        "Serve on this Mac only: connect to no others, and admit none.", CLUSTER,
-    ),
-    Setting("name", TEXT, parse_name, None, "Name of this Mac.", CLUSTER, "NAME", "its host name"),
-    Setting(
-        "control", TEXT, parse_host_port, None,
+    alone: bool = _told(
+        CLUSTER, SWITCH, False, "Serve on this Mac only: connect to no others, and admit none."
+    )
+    name: str = _told(
+        CLUSTER, ValueKind(parse_name, "NAME"), "", "Name of this Mac.", unset="its host name"
+    )
+    control_host: str = _told(
+        CLUSTER, ValueKind(parse_host_port, "ADDRESS:PORT"), f"0.0.0.0:{DEFAULT_CONTROL_PORT}",
         "Address at which other Macs reach this one. One on loopback is for agents of one machine, which use "
         "no other then.",
-        CLUSTER, "ADDRESS:PORT", f"port {DEFAULT_CONTROL_PORT} of every address",
-        fields=("control_host", "control_port"),
-    ),
-    Setting(
-        "peers", _list_of("10.0.0.2:52414"), parse_peers, [],
+        unset=f"port {DEFAULT_CONTROL_PORT} of every address", key="control",
+        names=("control_host", "control_port"),
+    )
+    control_port: int = DEFAULT_CONTROL_PORT
+    peers: tuple[str, ...] = _told(
+        CLUSTER, _list(parse_peers, "HOST:PORT", "10.0.0.2:52414"), (),
         f"Address of another Mac, if Bonjour does not find it; port {DEFAULT_CONTROL_PORT} unless given.",
-        CLUSTER, "HOST:PORT", flag="peer",
-    ),
-    Setting(
-        "discovery", SWITCH, parse_switch, True, "Find other Macs, and be found, by Bonjour.", CLUSTER
-    ),
-    Setting(
-        "nodes", SettingKind((int, str), '"auto", "all", or a whole number'), parse_nodes, "auto",
-        "With --model: how many Macs to spread it over.",
-        CLUSTER, "auto|all|N", "auto, as many as answer soonest",
-    ),
-    Setting(
-        "parallel", TEXT, parse_parallel, "auto",
+    )
+    discovery: bool = _told(CLUSTER, SWITCH, True, "Find other Macs, and be found, by Bonjour.")
+    nodes: str = _told(
+        CLUSTER, NODES, "auto", "With --model: how many Macs to spread it over.",
+        unset="auto, as many as answer soonest",
+    )
+    parallel: str = _told(
+        CLUSTER, _choice("auto", "tensor", "pipeline"), "auto",
         "How several Macs share a model: each has a part of each layer (tensor), or whole layers (pipeline).",
-        CLUSTER, "auto|tensor|pipeline", "auto, the way that answers sooner", same_on_all=True,
-    ),
-    Setting(
-        "split", TEXT, parse_split, "auto",
+        unset="auto, the way that answers sooner", same_on_all=True,
+    )
+    split: str = _told(
+        CLUSTER, ValueKind(parse_split, "auto|N,N"), "auto",
         "With --model: the layers of each Mac of a pipeline, such as 40,24,16, in the order of ranks. Rank 0 "
         "has the last layers.",
-        CLUSTER, "auto|N,N", "auto, by memory and speed",
-    ),
-    Setting(
-        "backend", TEXT, one_of("auto", "jaccl", "ring"), "auto",
+        unset="auto, by memory and speed",
+    )
+    fabric: str = _told(
+        CLUSTER, _choice("auto", "jaccl", "ring"), "auto",
         "How Macs exchange data while they compute: RDMA over Thunderbolt (jaccl) or TCP (ring).",
-        CLUSTER, "auto|jaccl|ring", "auto, the faster that works", fields=("fabric",), same_on_all=True,
-    ),
-    Setting(
-        "fabric_networks", TEXT, one_of("thunderbolt", "private", "any"), "any",
+        unset="auto, the faster that works", same_on_all=True, key="backend",
+    )
+    fabric_networks: str = _told(
+        CLUSTER, _choice("thunderbolt", "private", "any"), "any",
         "Links that may carry tensors, which MLX does not encrypt: Thunderbolt cables only, also Ethernet "
         "between two Macs alone (private), or Wi-Fi and shared Ethernet, too (any).",
-        CLUSTER, "thunderbolt|private|any", same_on_all=True,
-    ),
-    Setting(
-        "rdma", TABLE, parse_rdma, [],
+        same_on_all=True,
+    )
+    rdma: tuple[str, ...] = _told(
+        CLUSTER, RDMA, (),
         "The RDMA device of a Mac, set by hand: studio=rdma_en5, or studio/mini=rdma_en5 for one cable.",
-        CLUSTER, "NODE=DEVICE", "found automatically",
-    ),
-    Setting(
-        "fast_fences", SWITCH, parse_switch, False,
+        unset="found automatically",
+    )
+    fast_fences: bool = _told(
+        CLUSTER, SWITCH, False,
         "Much shorter waits between CPU and GPU (MLX_METAL_FAST_SYNCH=1). Can hang a GPU until its Mac is "
         "restarted.",
-        CLUSTER, same_on_all=True,
-    ),
-    Setting(
-        "large_buffers", SWITCH, parse_switch, False,
+        same_on_all=True,
+    )
+    large_buffers: bool = _told(
+        CLUSTER, SWITCH, False,
         "Fewer and larger command buffers on Metal, and prompts in chunks of at most 512 tokens. Owners "
         "report 5 to 8 % more tokens a second of mixtures of experts. The Mac of rank 0 decides for its "
         "group; `mlxtp qualify` tries it.",
-        CLUSTER,
-    ),
-    Setting(
-        "keep_awake", SWITCH, parse_switch, True,
-        "Prevent idle sleep of this Mac while it serves.", CLUSTER,
-    ),
-    Setting(
-        "load_on_request", SWITCH, parse_switch, False,
+    )
+    keep_awake: bool = _told(CLUSTER, SWITCH, True, "Prevent idle sleep of this Mac while it serves.")
+    load_on_request: bool = _told(
+        CLUSTER, SWITCH, False,
         "A request that names a model on this Mac's disk loads it beside the others. If memory is short, "
         "the least recently used model that `mlxtp serve` did not pin gives way.",
-        CLUSTER,
-    ),
+    )
     # --- endpoint ---
-    Setting(
-        "api_keys", TEXT, one_of("auto", "always", "never"), "auto",
-        "When the endpoint requires an API key.",
-        ENDPOINT, "auto|always|never",
-        "auto: if other machines reach the endpoint, and on this one as soon as there is a key (`mlxtp key "
-        "create`)",
-    ),
-    Setting(
-        "allowed_hosts", _list_of("studio.example.com"), parse_hosts, [],
+    api_keys: str = _told(
+        ENDPOINT, _choice("auto", "always", "never"), "auto", "When the endpoint requires an API key.",
+        unset="auto: if other machines reach the endpoint, and on this one as soon as there is a key (`mlxtp "
+        "key create`)",
+    )
+    allowed_hosts: tuple[str, ...] = _told(
+        ENDPOINT, _list(parse_hosts, "NAME", "studio.example.com"), (),
         "A further name of this Mac, such as that of a proxy, beside its host name and "
         "addresses; * for any.",
-        ENDPOINT, "NAME", flag="allowed_host",
-    ),
-    Setting(
-        "allowed_origins", _list_of("http://localhost:3000"), parse_origins, [],
+    )
+    allowed_origins: tuple[str, ...] = _told(
+        ENDPOINT, _list(parse_origins, "ORIGIN", "http://localhost:3000"), (),
         "A web page that may use the endpoint from a browser, such as http://localhost:3000; * for "
         "any.",
-        ENDPOINT, "ORIGIN", flag="allowed_origin",
-    ),
-    Setting(
-        "http_cert", TEXT, parse_path, "",
+    )
+    http_cert: str = _told(
+        ENDPOINT, FILE, "",
         "Use HTTPS with this certificate (PEM, with its chain behind it); goes with --http-key.",
-        ENDPOINT, "FILE",
-    ),
-    Setting(
-        "http_key", TEXT, parse_path, "",
-        "The private key of --http-cert (PEM, without a password).", ENDPOINT, "FILE",
-    ),
-    Setting(
-        "http_tls", SWITCH, parse_switch, False,
+    )
+    http_key: str = _told(ENDPOINT, FILE, "", "The private key of --http-cert (PEM, without a password).")
+    http_tls: bool = _told(
+        ENDPOINT, SWITCH, False,
         "Use HTTPS with a certificate that mlxtp makes itself, and that clients must be set to trust.",
-        ENDPOINT,
-    ),
+    )
     # --- engine ---
-    Setting(
-        "repeatable", SWITCH, parse_switch, False,
+    repeatable: bool = _told(
+        TUNING, SWITCH, False,
         "Connect three Macs or more only in ways with reproducible sums: over a JACCL ring or TCP, "
         "not over a JACCL mesh. No measured time influences a computation.",
-        TUNING, same_on_all=True,
-    ),
-    Setting(
-        "max_context", NUMBER, parse_tokens, 0,
-        "Most tokens of prompt and reply.",
-        TUNING, "TOKENS", "0, the model's own", same_on_all=True,
-    ),
-    Setting(
-        "kv_bits", NUMBER, parse_kv_bits, 0,
+        same_on_all=True,
+    )
+    max_context: int = _told(
+        TUNING, _number(parse_tokens, "TOKENS"), 0, "Most tokens of prompt and reply.",
+        unset="0, the model's own", same_on_all=True,
+    )
+    kv_bits: int = _told(
+        TUNING, _number(parse_kv_bits, "0|4|8"), 0,
         "Bits of a number in the KV cache, 0 for all. Fewer: longer contexts, but slower attention.",
-        TUNING, "0|4|8", same_on_all=True,
-    ),
-    Setting(
-        "kv_bytes", BYTES, parse_bytes, 0,
-        "Memory for KV caches on each Mac, such as 4GB.",
-        TUNING, "AMOUNT", "0, three quarters of the free memory", same_on_all=True,
-    ),
-    Setting(
-        "cache_disk", BYTES, parse_bytes, None,
+        same_on_all=True,
+    )
+    kv_bytes: int = _told(
+        TUNING, BYTES, 0, "Memory for KV caches on each Mac, such as 4GB.",
+        unset="0, three quarters of the free memory", same_on_all=True,
+    )
+    cache_disk: int | None = _told(
+        TUNING, BYTES, None,
         "Disk space of this Mac for KV caches of earlier prompts, such as 20GB; 0 keeps none there.",
-        TUNING, "AMOUNT", "a tenth of the free disk, 50 GB at most",
-    ),
-    Setting(
-        "draft_model", TEXT, parse_text, "",
+        unset="a tenth of the free disk, 50 GB at most",
+    )
+    draft_model: str = _told(
+        TUNING, MODEL, "",
         "A small model with the same vocabulary, which proposes tokens so that replies come faster.",
-        TUNING, "MODEL",
-    ),
-    Setting(
-        "speculation", TEXT, one_of("auto", "off", "lookup", "mtp", "draft"), "auto",
+    )
+    speculation: str = _told(
+        TUNING, _choice("auto", "off", "lookup", "mtp", "draft"), "auto",
         "Who proposes tokens, several of which one step then checks: a search in prompt and reply (lookup), "
         "the model's own MTP head, or --draft-model (draft).",
-        TUNING, "auto|off|lookup|mtp|draft", "auto, whichever saves time by measurement, if any does",
-        same_on_all=True,
-    ),
-    Setting(
-        "keep_warm", SWITCH, parse_switch, True,
+        unset="auto, whichever saves time by measurement, if any does", same_on_all=True,
+    )
+    keep_warm: bool = _told(
+        TUNING, SWITCH, True,
         "Give the GPU a tiny operation each second while a model is idle, so that no request waits until its "
         "weights are wired again. Off on battery. Not run on a Mac yet.",
-        TUNING,
-    ),
-    Setting(
-        "sandbox_ranks", SWITCH, parse_switch, False,
+    )
+    sandbox_ranks: bool = _told(
+        TUNING, SWITCH, False,
         "Run ranks in a sandbox of macOS, without a warm process: they read their model and their software, "
         "write their caches, and reach no other files. Not run on a Mac yet.",
-        TUNING,
-    ),
-    # --- limits ---
-    Setting(
-        "limits.deadline", SECONDS, parse_limit, 3600,
-        "All of a request's time, from the arrival of its body to its last token; a client may set less.",
-        LIMITS, fields=("deadline_s",),
-    ),
-    Setting(
-        "limits.queue", SECONDS, parse_limit, 300,
-        "A request's wait for its first forward, or for the model that it names.",
-        LIMITS, fields=("queue_s",),
-    ),
-    Setting(
-        "limits.load_stall", SECONDS, parse_limit, 60,
-        "Loading a model without any progress, after which the group forms again; more for a slow disk.",
-        LIMITS, fields=("load_stall_s",),
-    ),
-    Setting(
-        "limits.open_requests", NUMBER, count_to(2048), 0,
-        "Requests open at once at this Mac; 0: as many as their tokens allow. One client may have 7 of 8.",
-        LIMITS, fields=("max_open_requests",),
-    ),
-)  # fmt: skip
+    )
+    # fmt: on
+    # --- not set by users ---
+    limits: Limits = Limits()
+    prefill_chunk: int = 2048
+    run_ahead: int = 1
+    cluster: bool = False
+    model_given: bool = False
+    join: str | None = None
+    origins: tuple[tuple[str, str], ...] = field(default=(), compare=False)
 
+    @property
+    def local_backend(self) -> str:
+        """Fabric of the ranks of one machine; a single rank needs none."""
+        return "none" if self.ranks == 1 else "ring"
+
+    @property
+    def loopback(self) -> str:
+        """The only address that counts for agents of one machine; empty for others."""
+        return self.control_host if is_loopback(self.control_host) else ""
+
+
+def _settings_of(told: type) -> Iterator[Setting]:
+    for each in fields(told):
+        if (setting := each.metadata.get("setting")) is not None:
+            yield replace(setting, key=setting.key or each.name, names=setting.names or (each.name,))
+
+
+#: In the order of the help and of the page, which begin with the model. The file is in the home, so it cannot
+#: name the home.
+SETTINGS = tuple(
+    sorted((*_settings_of(Settings), *_settings_of(Limits)), key=lambda each: each.key != "model")
+)
 BY_KEY = {setting.key: setting for setting in SETTINGS}
 JOIN = "MLXTP_JOIN"
 #: Variables that are not settings of the file, with their meanings.
@@ -387,21 +461,16 @@ def unknown_variables(names: tuple[str, ...]) -> list[str]:
     """Return a sentence for each environment variable that looks like one of mlxtp's but is unknown."""
     known = {setting.key: setting.variable for setting in SETTINGS}
     known |= {name.removeprefix("MLXTP_").lower(): name for name in OTHER_VARIABLES}
-    strange = (
-        name
-        for name in sorted(names)
-        if name.startswith("MLXTP_")
-        and not name.startswith("MLXTP_TEST_")
-        and name not in _FOR_CLIENTS
-        and name not in known.values()
-    )
-    gone = {f"MLXTP_{key.upper().replace('.', '_')}": instead for key, instead in GONE.items()}
+    gone = {variable_of(key): instead for key, instead in GONE.items()}
+    passed = _FOR_CLIENTS.union(known.values())
     found = []
-    for name in strange:
+    for name in sorted(names):
+        if not name.startswith("MLXTP_") or name.startswith("MLXTP_TEST_") or name in passed:
+            continue
         if name in gone:
             found.append(f"{name} is no longer a setting: {gone[name]}")
-            continue
-        meant = nearest(name.removeprefix("MLXTP_").lower(), tuple(known))
-        what = f"did you mean {known[meant]}?" if meant else "docs/settings.md lists all"
-        found.append(f"{name} is unknown; {what}")
+        elif meant := nearest(name.removeprefix("MLXTP_").lower(), tuple(known)):
+            found.append(f"{name} is unknown; did you mean {known[meant]}?")
+        else:
+            found.append(f"{name} is unknown; docs/settings.md lists all")
     return found

@@ -1,6 +1,6 @@
 """Parsers of single values of settings, from a flag, a variable or the file, and words for them. Pure.
 
-`value` is a string, or a TOML value; `where` is the place that a ConfigError names.
+`value` is a string, or a TOML value; `where` is the place that a ConfigError names, which any may raise.
 """
 
 from __future__ import annotations
@@ -18,27 +18,24 @@ Parser = Callable[[Any, str], Any]
 
 DEFAULT_HTTP = "127.0.0.1:52415"
 DEFAULT_CONTROL_PORT = 52414
+MAX_PORT = 65535
 MAX_NAME = 80
 MAX_NODES = 8
 MAX_LAYERS = 1024
-RANK_COUNTS = (1, 2, 3, 4)
+MAX_RANKS = 4
 KV_BITS = (0, 4, 8)
 MAX_CONTEXT = 1 << 24
 MAX_BYTES = 1 << 50
 MAX_SECONDS = 86_400
 
 
-def is_loopback(host: str) -> bool:
-    """Return whether only programs of this machine reach an address or name.
+def _wrong(where: str, value: object, what: str) -> ConfigError:
+    return ConfigError(f"{where}: {value!r} {what}")
 
-    The only such name is localhost.
-    """
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+
+def is_loopback(host: str) -> bool:
+    """Return whether only programs of this machine reach an address or name, of which localhost is one."""
+    return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
 
 
 def is_host_name(text: str) -> bool:
@@ -50,28 +47,27 @@ _HOST_NAME = re.compile(r"(?!-)[a-z0-9_-]{1,63}(\.[a-z0-9_-]{1,63})*")
 
 
 def parse_ranks(value: object, where: str) -> int:
-    try:
-        ranks = int(str(value))
-    except ValueError:
-        ranks = 0
-    if ranks not in RANK_COUNTS:
-        raise ConfigError(f"{where}: one machine runs 1 to 4 ranks, not {value}")
+    if not (ranks := _decimal(str(value).strip(), MAX_RANKS)):
+        raise ConfigError(f"{where}: one machine runs 1 to {MAX_RANKS} ranks, not {value}")
     return ranks
 
 
 def parse_address(value: object, where: str) -> tuple[str, int]:
     host, _, port_text = str(value).rpartition(":")
     host = host.strip("[]")
-    try:
-        port = int(port_text)
-    except ValueError:
-        port = -1
-    if not (_is_address(host) or is_host_name(host.lower())) or not 0 <= port <= 65535:
-        raise ConfigError(f"{where}: {value!r} is not HOST:PORT, such as {DEFAULT_HTTP}")
+    port = _decimal(port_text.strip(), MAX_PORT)
+    if port is None or not (_is_address(host) or is_host_name(host.lower())):
+        raise _wrong(where, value, f"is not HOST:PORT, such as {DEFAULT_HTTP}")
     return host, port
 
 
-def parse_text(value: object, where: str) -> str:
+def parse_model(value: object, where: str) -> str:
+    if not str(value).isprintable():
+        raise _wrong(
+            where,
+            value,
+            "has characters that cannot be printed, which no model's name has; write a folder or OWNER/NAME",
+        )
     return str(value)
 
 
@@ -80,19 +76,18 @@ def one_of(*choices: str) -> Parser:
 
     def parse(value: object, where: str) -> str:
         if value not in choices:
-            raise ConfigError(f"{where}: {value!r} is not one of {', '.join(choices)}")
+            raise _wrong(where, value, f"is not one of {', '.join(choices)}")
         return str(value)
 
     return parse
 
 
-def count_to(most: int) -> Parser:
-    """Return a parser of whole numbers from 0 to `most`."""
+def up_to(most: int, what: str = "a whole number from 0") -> Parser:
+    """Return a parser of whole numbers from 0 to `most`; `what` names them in the error."""
 
     def parse(value: object, where: str) -> int:
-        number = _decimal(str(value).replace("_", ""), most)
-        if number is None:
-            raise ConfigError(f"{where}: {value!r} is not a whole number from 0 to {most}")
+        if (number := _decimal(str(value).replace("_", ""), most)) is None:
+            raise _wrong(where, value, f"is not {what} to {most}")
         return number
 
     return parse
@@ -102,14 +97,14 @@ def expanded(path: object, where: str) -> Path:
     """Return a path with ~ expanded. Raises ConfigError for text that cannot be a path."""
     text = str(path)
     if "\0" in text:
-        raise ConfigError(f"{where}: {text!r} has a zero character, which no path can have")
+        raise _wrong(where, text, "has a zero character, which no path can have")
     try:
         return Path(text).expanduser()
     except RuntimeError:
-        user = text.partition("/")[0]
-        raise ConfigError(
-            f"{where}: {text!r}: this machine has no user {user}; write the whole path"
-        ) from None
+        problem = (
+            f"{where}: {text!r}: this machine has no user {text.partition('/')[0]}; write the whole path"
+        )
+        raise ConfigError(problem) from None
 
 
 def parse_path(value: object, where: str) -> str:
@@ -126,9 +121,11 @@ def parse_hosts(value: object, where: str) -> tuple[str, ...]:
     for item in _items(value):
         host = item.lower().removeprefix("[").removesuffix("]")
         if host != "*" and not is_host_name(host) and not _is_address(host):
-            raise ConfigError(
-                f"{where}: {item!r} is not a name or address of this Mac, such as studio.local; omit http:// "
-                f"and the port, or write * for any"
+            raise _wrong(
+                where,
+                item,
+                "is not a name or address of this Mac, such as studio.local; omit http:// and the port, or "
+                "write * for any",
             )
         found.append(host)
     return tuple(found)
@@ -148,54 +145,47 @@ def parse_origins(value: object, where: str) -> tuple[str, ...]:
     for item in _items(value):
         match = _ORIGIN.fullmatch(item.lower())
         if item != "*" and match is None:
-            raise ConfigError(
-                f"{where}: {item!r} is not an origin, such as http://localhost:3000: scheme, host, port of "
-                f"the page, without a path; or write * for any"
+            raise _wrong(
+                where,
+                item,
+                "is not an origin, such as http://localhost:3000: scheme, host, port of the page, without a "
+                "path; or write * for any",
             )
-        found.append("*" if match is None else _origin(match[1], match[2]))
+        if match is None:
+            found.append("*")
+        else:  # browsers leave out the default port of a scheme
+            found.append(f"{match[1]}://{match[2].removesuffix(_DEFAULT_PORTS.get(match[1], '/'))}")
     return tuple(found)
-
-
-def _origin(scheme: str, place: str) -> str:
-    """Leave out the scheme's default port, as browsers do."""
-    return f"{scheme}://{place.removesuffix(_DEFAULT_PORTS.get(scheme, '/'))}"
 
 
 def parse_name(value: object, where: str) -> str:
     text = str(value)
     if len(text) > MAX_NAME or not text.isprintable():
-        raise ConfigError(f"{where}: {value!r} is not a name of at most {MAX_NAME} printable characters")
+        raise _wrong(where, value, f"is not a name of at most {MAX_NAME} printable characters")
     return text
 
 
 def parse_host_port(value: object, where: str) -> tuple[str, int]:
     """Parse an IPv4 address and a port, such as 10.0.0.1:52414. MLX's ring supports IPv4 only."""
-    host, _, port = str(value).rpartition(":")
-    address = parse_ipv4(host or value, where)
-    if _decimal(port, 65535) is None:
-        raise ConfigError(f"{where}: {value!r} is not ADDRESS:PORT, such as 10.0.0.1:{DEFAULT_CONTROL_PORT}")
-    return address, int(port)
-
-
-def parse_ipv4(value: object, where: str) -> str:
+    host, _, port_text = str(value).rpartition(":")
     try:
-        return str(ipaddress.IPv4Address(str(value)))
+        address = str(ipaddress.IPv4Address(host or str(value)))
     except ValueError:
-        raise ConfigError(f"{where}: {value!r} is not an IPv4 address, such as 10.0.0.1") from None
+        raise _wrong(where, host or value, "is not an IPv4 address, such as 10.0.0.1") from None
+    if (port := _decimal(port_text, MAX_PORT)) is None:
+        raise _wrong(where, value, f"is not ADDRESS:PORT, such as 10.0.0.1:{DEFAULT_CONTROL_PORT}")
+    return address, port
 
 
 def parse_peers(value: object, where: str) -> tuple[str, ...]:
-    """Parse addresses of agents: a list, or one string with commas.
-
-    Names are resolved when they are dialled.
-    """
+    """Parse addresses of agents: a list, or one string with commas. Names are resolved when dialled."""
     peers = []
     for peer in _items(value):
         host, colon, port = peer.rpartition(":")
         if not colon:
             host, port = peer, str(DEFAULT_CONTROL_PORT)
-        if not host or not _decimal(port, 65535):
-            raise ConfigError(f"{where}: {peer!r} is not HOST:PORT, such as 10.0.0.2:{DEFAULT_CONTROL_PORT}")
+        if not host or not _decimal(port, MAX_PORT):
+            raise _wrong(where, peer, f"is not HOST:PORT, such as 10.0.0.2:{DEFAULT_CONTROL_PORT}")
         peers.append(f"{host}:{port}")
     return tuple(peers)
 
@@ -205,7 +195,7 @@ def parse_folders(value: object, where: str) -> tuple[str, ...]:
     folders = tuple(str(expanded(folder, where)) for folder in _items(value))
     for folder in folders:
         if not Path(folder).is_absolute():
-            raise ConfigError(f"{where}: {folder!r} is not an absolute path, such as /Volumes/share/models")
+            raise _wrong(where, folder, "is not an absolute path, such as /Volumes/share/models")
     return folders
 
 
@@ -224,17 +214,17 @@ def parse_rdma(value: object, where: str) -> tuple[str, ...]:
         who, equals, device = item.partition("=")
         node, slash, peer = who.partition("/")
         if not (node and equals and device) or bool(slash) != bool(peer) or "=" in device:
-            raise ConfigError(f"{where}: {item!r} is not NODE=DEVICE, such as studio-1=rdma_en5")
+            raise _wrong(where, item, "is not NODE=DEVICE, such as studio-1=rdma_en5")
     return items
 
 
 def parse_nodes(value: object, where: str) -> str:
-    """Parse a number of Macs: "auto", "all" or 1 to 8. Raises ConfigError."""
+    """Parse a number of Macs: "auto", "all" or 1 to 8."""
     text = str(value)
     if text in ("auto", "all"):
         return text
     if not (nodes := _decimal(text, MAX_NODES)):
-        raise ConfigError(f"{where}: {value!r} is not auto, all, or a number from 1 to {MAX_NODES}")
+        raise _wrong(where, value, f"is not auto, all, or a number from 1 to {MAX_NODES}")
     return str(nodes)
 
 
@@ -242,15 +232,13 @@ parse_parallel = one_of("auto", "tensor", "pipeline")
 
 
 def parse_split(value: object, where: str) -> str:
-    """Parse the layers of each Mac of a pipeline, divided by commas, or "auto". Raises ConfigError."""
+    """Parse the layers of each Mac of a pipeline, divided by commas, or "auto"."""
     text = str(value).strip()
     if text == "auto":
         return text
     layers = [_decimal(part.strip(), MAX_LAYERS) for part in text.split(",")]
     if not 2 <= len(layers) <= MAX_NODES or not all(layers):
-        raise ConfigError(
-            f"{where}: {value!r} is not auto, nor the layers of 2 to {MAX_NODES} Macs, such as 40,24,16"
-        )
+        raise _wrong(where, value, f"is not auto, nor the layers of 2 to {MAX_NODES} Macs, such as 40,24,16")
     return ",".join(map(str, layers))
 
 
@@ -280,40 +268,40 @@ def stage_words(split: Sequence[int]) -> str:
 
 
 def parse_replicas(value: object, where: str) -> int:
-    """Parse a number of groups: 1 to 64, or 0 for "all". Raises ConfigError."""
+    """Parse a number of groups: 1 to 64, or 0 for "all"."""
     if str(value) == "all":
         return 0
     if not (replicas := _decimal(str(value), MAX_REPLICAS)):
-        raise ConfigError(f"{where}: {value!r} is not all, or a number from 1 to {MAX_REPLICAS}")
+        raise _wrong(where, value, f"is not all, or a number from 1 to {MAX_REPLICAS}")
     return replicas
 
 
 def parse_macs(value: object, where: str) -> tuple[str, ...]:
-    """Parse names of Macs, divided by commas; () for "any". Raises ConfigError."""
+    """Parse names of Macs, divided by commas; () for "any"."""
     text, form = str(value), "give names such as studio,mini, or any"
     names = tuple(name.strip() for name in text.split(","))
     if not any(names):
-        raise ConfigError(f"{where}: {text!r} names no Mac; {form}")
+        raise _wrong(where, text, f"names no Mac; {form}")
     if not all(names):
-        raise ConfigError(f"{where}: {text!r} has an empty name; {form}")
+        raise _wrong(where, text, f"has an empty name; {form}")
     if names == ("any",):
         return ()
     if "any" in names:
         raise ConfigError(f"{where}: any stands for all Macs, so it stands alone; {form}")
     if twice := next((name for name in names if names.count(name) > 1), ""):
-        raise ConfigError(f"{where}: {text!r} has {twice} twice; name each Mac once")
+        raise _wrong(where, text, f"has {twice} twice; name each Mac once")
     return names
 
 
 def parse_keep(value: object, where: str) -> int:
-    """Parse how long an unused model stays, in seconds: "forever" is -1. Raises ConfigError."""
+    """Parse how long an unused model stays, in seconds: "forever" is -1."""
     text = str(value).strip().lower()
     if text in ("forever", "-1"):
         return -1
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", text)
     seconds = float(match[1]) * _TIMES[match[2]] if match is not None else MAX_KEEP_S + 1.0
     if seconds > MAX_KEEP_S:
-        raise ConfigError(f"{where}: {value!r} is not forever, or a time up to 365 days, such as 10m or 2h")
+        raise _wrong(where, value, "is not forever, or a time up to 365 days, such as 10m or 2h")
     return int(seconds)
 
 
@@ -337,42 +325,33 @@ _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 def parse_switch(value: object, where: str) -> bool:
     word = str(value).lower()
     if word not in (*_YES, *_NO):
-        raise ConfigError(f"{where}: {value!r} is neither true nor false")
+        raise _wrong(where, value, "is neither true nor false")
     return word in _YES
 
 
 def parse_kv_bits(value: object, where: str) -> int:
     if str(value) not in map(str, KV_BITS):
-        raise ConfigError(
-            f"{where}: {value!r} is not one of {', '.join(map(str, KV_BITS))} (0: not quantized)"
-        )
+        raise _wrong(where, value, f"is not one of {', '.join(map(str, KV_BITS))} (0: not quantized)")
     return int(str(value))
 
 
-def parse_tokens(value: object, where: str) -> int:
-    tokens = _decimal(str(value).replace("_", ""), MAX_CONTEXT)
-    if tokens is None:
-        raise ConfigError(
-            f"{where}: {value!r} is not a number of tokens from 0 (the model's own) to {MAX_CONTEXT}"
-        )
-    return tokens
+parse_tokens = up_to(MAX_CONTEXT, "a number of tokens from 0 (the model's own)")
 
 
 def parse_seconds(value: object, where: str) -> float:
-    """Parse a time in seconds, a day at most. Raises ConfigError."""
     try:
         seconds = float(str(value))
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds <= MAX_SECONDS:
-        raise ConfigError(f"{where}: {value!r} is not a time from 0 to {MAX_SECONDS} seconds")
+        raise _wrong(where, value, f"is not a time from 0 to {MAX_SECONDS} seconds")
     return seconds
 
 
 def parse_limit(value: object, where: str) -> float:
-    """Parse a time in seconds, from one to a day: less is never enough. Raises ConfigError."""
+    """Parse a time of a second at least, because less is never enough."""
     if (seconds := parse_seconds(value, where)) < 1:
-        raise ConfigError(f"{where}: {value!r} is not a time from 1 to {MAX_SECONDS} seconds")
+        raise _wrong(where, value, f"is not a time from 1 to {MAX_SECONDS} seconds")
     return seconds
 
 
@@ -386,10 +365,8 @@ def parse_bytes(value: object, where: str) -> int:
     """Parse a number of bytes, such as 500000000, 500MB or 1.5GiB."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]I?B)?", str(value).strip().upper())
     if match is None:
-        raise ConfigError(f"{where}: {value!r} is not a number of bytes, such as 500MB or 1.5GiB")
+        raise _wrong(where, value, "is not a number of bytes, such as 500MB or 1.5GiB")
     size = float(match[1]) * _UNITS[match[2] or ""]
     if size > MAX_BYTES:
-        raise ConfigError(
-            f"{where}: {value!r} is more than any machine has; {MAX_BYTES >> 40}TiB is the most"
-        )
+        raise _wrong(where, value, f"is more than any machine has; {MAX_BYTES >> 40}TiB is the most")
     return int(size)

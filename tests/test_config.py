@@ -14,9 +14,7 @@ from typing import Any
 import platformdirs
 import pytest
 
-from mlxtp.cluster.introduction import _FLAGS
 from mlxtp.config import (
-    DEFAULT_HTTP,
     Limits,
     Settings,
     embedded_model_path,
@@ -29,6 +27,7 @@ from mlxtp.errors import Code, ConfigError, ModelError
 from mlxtp.groups.machines import local_split, placement_options
 from mlxtp.placement.model_shape import shape_of
 from mlxtp.settings import BY_KEY, GONE, SETTINGS, unknown_variables
+from mlxtp.values import DEFAULT_HTTP
 from mlxtp.wire.cluster_messages import Deployment
 
 from .placement.made_up_models import llama
@@ -627,18 +626,14 @@ def test_variables_that_mean_nothing() -> None:
     ]
 
 
-def test_what_has_to_be_the_same_on_all_macs_is_what_agents_compare() -> None:
-    names = {name for setting in SETTINGS if setting.same_on_all for name in setting.names}
-    assert names | {"prefill_chunk"} == set(_FLAGS)
-
-
 def test_an_empty_variable_is_not_set(tmp_path: Path) -> None:
     assert resolve(tmp_path, MLXTP_RANKS="", MLXTP_MODEL="") == resolve(tmp_path)
 
 
 def test_a_command_has_defaults_that_everything_else_beats(tmp_path: Path) -> None:
     defaults = {"ranks": 2, "home": tmp_path}
-    assert resolve_settings({}, {}, defaults).ranks == 2
+    settings = resolve_settings({}, {}, defaults)
+    assert (settings.ranks, settings.origins) == (2, ())
     assert resolve_settings({}, {"MLXTP_RANKS": "4"}, defaults).ranks == 4
     (tmp_path / "config.toml").write_text("ranks = 1")
     assert resolve_settings({}, {}, defaults).ranks == 1

@@ -35,14 +35,14 @@ LEFT: Mapping[str, int] = {
     "classes with many public methods": 10,
     "dataclasses with many fields": 6,
     "functions with many positional parameters": 7,
-    "functions of an object of a class beside them": 87,
+    "functions of an object of a class beside them": 86,
 }
 MOST_LINES: Mapping[str, int] = {
-    "": 4_061,
+    "": 3_979,
     "admin": 1_990,
     "api": 10_306,
-    "cli": 6_082,
-    "cluster": 4_958,
+    "cli": 6_074,
+    "cluster": 4_956,
     "diagnostics": 2_762,
     "discovery": 1_068,
     "engine": 12_194,

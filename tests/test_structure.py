@@ -241,7 +241,18 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
         }
     ),
     "cluster": frozenset(
-        {"audit", "background", "config", "discovery", "errors", "identity", "imports", "placement", "wire"}
+        {
+            "audit",
+            "background",
+            "config",
+            "discovery",
+            "errors",
+            "identity",
+            "imports",
+            "placement",
+            "settings",
+            "wire",
+        }
     ),
     "models": frozenset(
         {
@@ -308,6 +319,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
             "models",
             "placement",
             "short_names",
+            "values",
             "wire",
         }
     ),
@@ -517,7 +529,6 @@ PURE = (
     "mlxtp.service.managers",
     "mlxtp.groups.health",
     "mlxtp.gateway.routing",
-    "mlxtp.settings",
     "mlxtp.groups.history",
     "mlxtp.cluster.membership",
     "mlxtp.cluster.cluster_state",

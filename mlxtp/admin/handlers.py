@@ -16,16 +16,6 @@ from ..api.admin import Json
 from ..api.api_keys import KeyRing
 from ..cluster.cluster_state import PINNED, is_holder, name_of
 from ..cluster.node import ClusterNode
-from ..config import (
-    parse_keep,
-    parse_macs,
-    parse_nodes,
-    parse_parallel,
-    parse_replicas,
-    parse_seconds,
-    parse_split,
-    split_layers,
-)
 from ..diagnostics.checkup import Checkup
 from ..errors import Code, ConfigError, UserError, in_words
 from ..groups.groups import Drain, group_of
@@ -37,6 +27,16 @@ from ..models.hub_cache import Repo, cache_folder, hub_name
 from ..models.inspect import full_name, is_hub_id, models_here
 from ..placement.cost_model import RING_LOOPBACK
 from ..short_names import stands_for
+from ..values import (
+    parse_keep,
+    parse_macs,
+    parse_nodes,
+    parse_parallel,
+    parse_replicas,
+    parse_seconds,
+    parse_split,
+    split_layers,
+)
 from ..wire.cluster_messages import Deployment
 from . import snapshot
 from .parts import AgentParts, cache_use, caches_of, deployments_of, senders, with_ranks

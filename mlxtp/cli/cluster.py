@@ -12,7 +12,9 @@ import typer
 from rich.markup import escape
 
 from ..client import AgentClient, agent_runs, wait_for_end
-from ..config import (
+from ..errors import Code, UserError
+from ..settings import BY_KEY
+from ..values import (
     parse_keep,
     parse_macs,
     parse_nodes,
@@ -22,8 +24,6 @@ from ..config import (
     parse_split,
     split_layers,
 )
-from ..errors import Code, UserError
-from ..settings import BY_KEY
 from . import options
 from .options import AsJson, Home, Within
 from .printing import Console, home_of, print_answer, print_json, typed
@@ -242,7 +242,7 @@ def export(
     from .planning import hostfile, over_all
 
     with typed():
-        BY_KEY["backend"].parse(backend, "--backend")
+        BY_KEY["backend"].kind.parse(backend, "--backend")
     folder = home_of(home)
     agent = AgentClient(folder)
     there = {each["node_id"]: each["address"] for each in agent.get("members")["members"]}

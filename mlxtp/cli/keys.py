@@ -26,10 +26,10 @@ from ..api.key_limits import (
     counted,
 )
 from ..client import AgentClient
-from ..config import parse_keep
 from ..errors import UserError
 from ..logs import keep_audit
 from ..short_names import stands_for
+from ..values import parse_keep
 from .options import AsJson, Home, key_names, model_names
 from .printing import day_of, home_of, print_answer, table_of, typed
 

@@ -11,14 +11,7 @@ import typer
 
 from ..client import AgentClient
 from ..errors import UserError
-from ..settings import (
-    BY_KEY,
-    CLUSTER,
-    GENERAL,
-    SETTINGS,
-    Setting,
-)
-from ..values import parse_switch
+from ..settings import BY_KEY, CLUSTER, GENERAL, SETTINGS, SWITCH, Setting
 from .printing import COMPLETION_VARIABLE, home_of, typed
 
 Home = Annotated[
@@ -79,17 +72,16 @@ def takes(*keys: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
 
 
 def _type(setting: Setting) -> Any:
-    if setting.parse is parse_switch:
+    if setting.kind is SWITCH:
         return bool | None
     return list[str] | None if setting.repeatable else str | None
 
 
 def _option(setting: Setting) -> Any:
     name = setting.option
-    switch = setting.parse is parse_switch
     often = " May be repeated." if setting.repeatable else ""
     return typer.Option(
-        f"{name}/--no-{name.removeprefix('--')}" if switch else name,
+        f"{name}/--no-{name.removeprefix('--')}" if setting.kind is SWITCH else name,
         metavar=setting.metavar or None,
         autocompletion=words(setting.metavar),
         help=f"{setting.help}{often} Default: {setting.default_words}.",

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..client import AgentClient
-from ..config import parse_nodes, parse_parallel, parse_split, resolve_settings, split_layers
+from ..config import resolve_settings
 from ..errors import Exit, UserError
 from ..settings import BY_KEY
-from ..values import one_of
+from ..values import one_of, parse_nodes, parse_parallel, parse_split, split_layers
 from .options import AsJson, Home, model_names, words
 from .printing import home_of, typed
 
@@ -139,7 +139,7 @@ def plan(
     with typed():
         number = parse_nodes(spread, "--spread")
         one_of(*WORKLOADS)(workload, "--workload")
-        BY_KEY["fabric_networks"].parse(fabric_networks or "any", "--fabric-networks")
+        BY_KEY["fabric_networks"].kind.parse(fabric_networks or "any", "--fabric-networks")
         chosen = parse_parallel(parallel or "auto", "--parallel")
         layers = split_layers(parse_split(split, "--split"), chosen, number)
     wanted: str | int = int(number) if number.isdecimal() else number

@@ -12,6 +12,7 @@ from ..config import Settings
 from ..errors import Code, MlxtpError, ProtocolError
 from ..identity.store import Identity
 from ..imports import installed, metal_wheel
+from ..settings import SETTINGS
 from ..wire.certificates import NodeIdentity
 from ..wire.cluster_messages import AgentHello, Beat, Machine, ModelStatus, Serving
 from ..wire.codecs import printable
@@ -87,10 +88,7 @@ def _pairs(items: tuple[str, ...]) -> Mapping[str, str]:
 
 _PACKAGES = ("mlxtp", "mlx", "mlx-lm")
 #: Settings that decide how ranks compute, or of which one Mac's value holds for others.
-_FLAGS = (
-    "speculation", "prefill_chunk", "max_context", "kv_bits", "kv_bytes", "parallel", "fabric",
-    "fabric_networks", "fast_fences", "repeatable",
-)  # fmt: skip
+_FLAGS = ("prefill_chunk", *(name for each in SETTINGS if each.same_on_all for name in each.names))
 #: Prefixes of MLX's variables that ranks get from their agent, or that change no numbers. All others must be
 #: equal: with another MLX_BFS_MAX_WIDTH a rank runs collectives of one layer in another order, which gives
 #: wrong numbers.

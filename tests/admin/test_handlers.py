@@ -453,7 +453,7 @@ def test_only_settings_that_ranks_must_have_in_common_are_compared(tmp_path: Pat
         plain, home=tmp_path / "x", http_port=1, name="studio", control_host="10.0.0.1", nodes="2", model="m"
     )
     assert flags_of(plain, {}) == flags_of(own, {}) == ()
-    assert flags_of(replace(plain, kv_bits=8, repeatable=True), {}) == ("kv_bits=8", "repeatable=True")
+    assert flags_of(replace(plain, kv_bits=8, repeatable=True), {}) == ("repeatable=True", "kv_bits=8")
     environment = {"MLX_ENABLE_TF32": "0", "MLX_RANK": "1", "MLX_METAL_FAST_SYNCH": "1", "PATH": "/bin"}
     only_times = ("METAL_RESIDENCY_REFRESH_INTERVAL_MS", "MAX_OPS_PER_BUFFER", "MAX_MB_PER_BUFFER")
     environment |= {f"MLX_{name}": "1000" for name in only_times}

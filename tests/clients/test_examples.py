@@ -19,7 +19,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from mlxtp.cli.launch import Served, claude
-from mlxtp.config import DEFAULT_HTTP
+from mlxtp.values import DEFAULT_HTTP
 
 from ..live_cluster import WAIT_S, Cluster
 from ..pages import ROOT, blocks

@@ -27,7 +27,7 @@ from mlxtp.api.dialects.responses import response_body
 from mlxtp.api.dialects.responses_request import ResponseStore
 from mlxtp.api.guard import host_name
 from mlxtp.cluster import state_file
-from mlxtp.config import parse_nodes, resolve_settings
+from mlxtp.config import resolve_settings
 from mlxtp.diagnostics.causes import examine, rank_record
 from mlxtp.diagnostics.failure_store import RankEnd, about_rank
 from mlxtp.diagnostics.postmortem import as_json, postmortems, show
@@ -51,6 +51,7 @@ from mlxtp.text.markups import CALLS, JSON_CALLS, Markup
 from mlxtp.text.renderer import read_reply
 from mlxtp.text.tool_grammar import JSON_STYLE, call_grammar, checked_tools, guided_schema
 from mlxtp.text.tool_schemas import relaxed
+from mlxtp.values import parse_nodes
 from mlxtp.wire import certificates, recording
 from mlxtp.wire.cluster_messages import FabricResult
 from mlxtp.wire.frames import MAX_FRAME, MAX_OPENING_FRAME, Decoder, Frame, encode

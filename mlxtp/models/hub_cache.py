@@ -9,10 +9,9 @@
         .mlxtp/COMMIT.json            the manifest, once it is known
     .locks/models--OWNER--NAME/mlxtp.lock   held by the process that adds or removes
 
-Only content with the right hash gets a name that other programs read. Three functions of the Hub's client are
-not used. `scan_cache_dir` leaves out models that are damaged or begun. `delete_revisions` deletes only one of
-two models with the same commit, and no folder that is a link. `verify_repo_checksums` needs the Hub and
-reports no progress; the manifests here have the hashes.
+Only content with the right hash gets a name that other programs read. `scan_cache_dir` of the Hub's client
+leaves out models that are damaged or begun. `delete_revisions` deletes only one of two models with the same
+commit, and of a folder that is a link only the link.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Stopped(Exception):
 
 
 class Damaged(Exception):
-    """A file whose content does not have its hash. It has been deleted."""
+    """Error: a file's content does not have its hash. It has been deleted."""
 
     def __init__(self, file: ModelFile) -> None:
         super().__init__(f"{file.path} does not have the hash {file.hash[:12]}… that it should have")
@@ -64,7 +64,7 @@ class Damaged(Exception):
 
 
 def cache_folder() -> Path:
-    """Return the folder where the Hub's own client keeps models: HF_HUB_CACHE, or `hub` in HF_HOME."""
+    """Return the folder where the Hub's own client keeps models."""
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE)
@@ -78,9 +78,7 @@ def free_bytes(folder: Path) -> int:
 
 
 def lacks(folder: Path) -> str:
-    """Return what this folder lacks of configuration, tokenizer and weights, in words; empty for nothing.
-    Reads the disk.
-    """
+    """Return what this folder lacks of configuration, tokenizer and weights, in words; empty for nothing."""
     try:
         missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
         if (folder / TIKTOKEN_FILE).is_file() and (folder / "tokenizer_config.json").is_file():
@@ -103,22 +101,20 @@ def lacks(folder: Path) -> str:
 
 
 class Blobs:
-    """Contents of a model's files, by hash, complete or not. Reads and writes the disk: use it in threads."""
+    """Contents of a model's files, by hash, complete or not."""
 
     def __init__(self, folder: Path, cache: Path) -> None:
         self._folder = folder
         self._cache = cache
 
     def path(self, file: ModelFile) -> Path:
-        """Return the path of a file's content."""
         return self._folder / "blobs" / file.hash
 
     def part(self, file: ModelFile) -> Path:
-        """Return the path of its content until that is complete."""
+        """Return the path of a file's content until that is complete."""
         return self._folder / "blobs" / f"{file.hash}.mlxtp-part"
 
     def has(self, file: ModelFile) -> bool:
-        """Return True if its content is complete."""
         return _has_size(self.path(file), file.size)
 
     def held(self, file: ModelFile) -> int:
@@ -131,7 +127,6 @@ class Blobs:
             return 0
 
     def held_bytes(self, manifest: Manifest) -> int:
-        """Return the bytes of a manifest's files that are here."""
         return sum(self.held(file) for file in manifest.blobs)
 
     def readable(self, file: ModelFile) -> Path:
@@ -146,19 +141,14 @@ class Blobs:
         return found
 
     def check(self, file: ModelFile, path: Path) -> None:
-        """Check that `path` is a link to its content, with its hash.
-
-        Raises Damaged if it is something else, which is then deleted, and OSError.
-        """
+        """Raise Damaged, and delete it, if `path` does not lead to content with the file's hash; OSError."""
         if hash_of(path, file, lambda _: None) != file.hash:
             path.unlink(missing_ok=True)
             self.path(file).unlink(missing_ok=True)
             raise Damaged(file)
 
     def drop_if_wrong(self, file: ModelFile) -> None:
-        """Delete a small file's content that does not have its hash: other programs write without hashing.
-        Raises OSError.
-        """
+        """Delete a small file that does not have its hash: other programs write unhashed. Raises OSError."""
         if file.size <= SMALL_BYTES and self.has(file):
             with contextlib.suppress(Damaged):
                 self.check(file, self.path(file))
@@ -222,10 +212,7 @@ class RepoLock:
 
     @contextlib.contextmanager
     def wait(self, stopped: Callable[[], bool]) -> Iterator[None]:
-        """Hold it as soon as no other program does.
-
-        Raises ModelError if nothing can be written here, Stopped if `stopped` returns True.
-        """
+        """Hold it as soon as no other program does. Raises ModelError if nothing can be written, Stopped."""
         while (lock := self._taken()) is None:
             if stopped():
                 raise Stopped
@@ -236,33 +223,29 @@ class RepoLock:
     def now(self) -> IO[bytes]:
         """Return the lock, held until it is closed. Raises ModelError if another program has it."""
         if (lock := self._taken()) is None:
-            raise ModelError(
-                f"another process is adding to {self._name}; stop it, or wait until it is done",
-                Code.NOT_READY,
-            )
+            why = f"another process is adding to {self._name}; stop it, or wait until it is done"
+            raise ModelError(why, Code.NOT_READY)
         return lock
 
     def _taken(self) -> IO[bytes] | None:
-        """Return the lock; None if another program has it. Raises ModelError, OSError."""
+        """Return the lock; None if another program has it."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             lock = self._path.open("wb")
         except OSError as error:
             raise ModelError(f"{self._name}: {why_not_written(error, self._cache)}") from None
-        with contextlib.ExitStack() as unless_taken:
-            unless_taken.callback(lock.close)
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                unless_taken.pop_all()
-                return lock
-        return None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            return None
+        return lock
 
 
 class Repo:
-    """One model of the cache, complete or not. Reads and writes the disk: use it in threads."""
+    """One model of the cache, OWNER/NAME, complete or not. Raises ValueError for an invalid name."""
 
     def __init__(self, name: str, cache: Path | None = None) -> None:
-        """Create the object for OWNER/NAME. Raises ValueError for an invalid name."""
         if split_name(name) != (name, "main"):
             raise ValueError(f"{name!r:.200} is no OWNER/NAME")
         self.name = name
@@ -284,9 +267,7 @@ class Repo:
         return folder if all(_has_size(folder / file.path, file.size) for file in kept.files) else None
 
     def manifest(self, commit: str) -> Manifest | None:
-        """Return the kept manifest of a commit; without one, the manifest from the links of another program's
-        snapshot.
-        """
+        """Return the kept manifest of a commit, or one made of the links of another program's snapshot."""
         return (self._kept(commit) or self._linked(commit)) if is_commit(commit) else None
 
     def _kept(self, commit: str) -> Manifest | None:
@@ -297,7 +278,6 @@ class Repo:
         return kept if (kept.name, kept.revision) == (self.name, commit) else None
 
     def _linked(self, commit: str) -> Manifest | None:
-        """Return a manifest from a snapshot's links, because the Hub's client names blobs by their hashes."""
         folder = self.folder / "snapshots" / commit
         try:
             found = [
@@ -321,14 +301,12 @@ class Repo:
 
     def as_here(self) -> Repo:
         """Return the same model, by the name that its folder has on this disk: macOS ignores case."""
-        try:
+        with contextlib.suppress(OSError):
             names = [each.name for each in self.cache.iterdir()]
             if self.folder.name not in names:
                 for name in names:
                     if name.casefold() == self.folder.name.casefold() and self._is(self.cache / name):
                         return _repo_of(name, self.cache) or self
-        except OSError:
-            pass
         return self
 
     def has_inside(self, path: Path) -> bool:
@@ -360,7 +338,7 @@ class Repo:
             )
 
     def publish(self, manifest: Manifest, revision: str, *, by_hub: bool) -> Path:
-        """Create the snapshot of a manifest whose blobs are all complete. Returns its folder. Raises OSError.
+        """Return the new snapshot of a manifest whose blobs are all complete. Raises OSError.
 
         `by_hub`: the Hub itself reported that `revision` is this commit.
         """
@@ -381,7 +359,7 @@ class Repo:
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-            for file in manifest.files:  # another program has created it
+            for file in manifest.files:  # another program made it
                 (folder / file.path).parent.mkdir(parents=True, exist_ok=True)
                 (draft / file.path).replace(folder / file.path)
             shutil.rmtree(draft)
@@ -390,10 +368,7 @@ class Repo:
         return folder
 
     def refer(self, refs: Iterable[str], commit: str, stopped: Callable[[], bool], *, by_hub: bool) -> None:
-        """Point these branches and tags at that commit, as reported by the Hub or by a member.
-
-        Raises ModelError, OSError, and Stopped as `RepoLock.wait` does.
-        """
+        """Do `Refs.point` under the lock. Raises OSError, and as `RepoLock.wait` does."""
         with self.lock.wait(stopped):
             for ref in refs:
                 self.refs.point(ref, commit, by_hub=by_hub)
@@ -407,11 +382,9 @@ class Repo:
                 (self.folder / "blobs" / each).unlink(missing_ok=True)
 
     def remove(self, commits: frozenset[str]) -> int:
-        """Remove these commits, and the blobs that no other commit here uses. Returns the number of bytes
-        freed.
+        """Remove these commits, and the blobs that no other commit here uses. Returns the bytes freed.
 
-        Nothing outside this model's folder is touched. Raises ModelError while another process adds to it,
-        OSError.
+        Raises ModelError while another process adds to it, OSError.
         """
         with self.lock.now():
             before = folder_bytes(self.folder)
@@ -439,7 +412,6 @@ class Repo:
             return before - folder_bytes(self.folder)
 
     def _blobs_of(self, commit: str) -> set[str]:
-        """Return the names of the blobs that a commit's snapshot links to, or its manifest lists."""
         links = (path for path in (self.folder / "snapshots" / commit).rglob("*") if path.is_symlink())
         kept = self._kept(commit)
         return {path.readlink().name for path in links} | {file.hash for file in (kept.files if kept else ())}
@@ -461,7 +433,6 @@ class PartialFile:
         self._stopped = stopped
         self._lock = threading.Lock()
         self._data = -1
-        self._closed = False
         self._digest = file.digest()
         self._at = 0  #: Bytes that are hashed.
 
@@ -484,7 +455,7 @@ class PartialFile:
             return os.pread(self._data, _READ_BYTES, self._at)
 
     def _check_open(self) -> None:
-        if self._closed or self._stopped():
+        if self._stopped():
             raise Stopped
 
     def write(self, data: memoryview | bytes) -> None:
@@ -501,7 +472,6 @@ class PartialFile:
             self.held_bytes = self._at
 
     def restart(self) -> None:
-        """Forget what is here."""
         with self._lock:
             self._check_open()
             os.ftruncate(self._data, 0)
@@ -521,7 +491,7 @@ class PartialFile:
     def close(self) -> None:
         """End all writes, even those of an abandoned thread. May be repeated."""
         with self._lock:
-            self._closed = True
+            self._stopped = lambda: True
             if self._data >= 0:
                 os.close(self._data)
                 self._data = -1
@@ -554,7 +524,7 @@ def _has_size(path: Path, size: int) -> bool:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Return the bytes of the files below a folder. Each file counts once; a snapshot has links to them."""
+    """Return the bytes of the files below a folder, without those of links."""
     files = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
     try:
         return sum(path.stat().st_size for path in files)
@@ -571,7 +541,6 @@ _REPO_FOLDER = re.compile(r"models--(.+?)--(.+)")
 
 
 def repos_here(cache: Path | None = None) -> list[Repo]:
-    """Return every model of the cache, by name."""
     cache = cache or cache_folder()
     found = (_repo_of(folder.name, cache) for folder in sorted(cache.glob("models--*--*")))
     return [repo for repo in found if repo is not None]

@@ -14,28 +14,28 @@ from typing import TypeVar
 
 from ..errors import Code, LinkError, ModelError, ProtocolError, why_not_written
 from . import hub_client, peer_copy
-from .hub_cache import Damaged, PartialFile, Repo, Stopped, hub_name
+from .hub_cache import Damaged, FileQueue, PartialFile, Repo, Stopped, hub_name
 from .manifest import Manifest, is_commit, wanted
 
 FILES_AT_ONCE = 4  #: Files downloaded from the Hub at one time.
 LOOK_S = 0.25  #: Seconds between two checks for `stop`.
-#: Seconds to wait for threads that are to end. A thread that waits for the network may take much longer; it
-#: writes nothing after that.
-END_S = 1.0
+END_S = (
+    1.0  #: Seconds to wait for threads that are to end. Later ones, which wait for a network, write nothing.
+)
 PROGRESS_S = 1.0  #: Seconds between two reports of progress.
 CLOSE_S = 2.0  #: Seconds that the end of a program waits for threads that wait for the network.
 
 T = TypeVar("T")
 Connect = Callable[[], peer_copy.PeerConnection]
-Work = Callable[[], None]
 #: Gets the bytes that are here, and those of all files (0: not known yet).
 OnProgress = Callable[[int, int], None]
+#: Brings files of the queue until there is none, or the function returns True.
+Bring = Callable[[FileQueue, Callable[[], bool]], None]
 
 
 def begin(work: Callable[[], T]) -> Future[T]:
-    """Start `work` in a daemon thread now. It cannot be cancelled, only abandoned.
-
-    No pool fills up with threads that wait for a network, and the program can end at any time.
+    """Start `work` in a daemon thread now. It cannot be cancelled, only abandoned, at the latest by the end
+    of the program. No pool fills up with threads that wait for a network.
     """
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
@@ -58,17 +58,15 @@ async def apart(work: Callable[[], T]) -> T:
 
 
 async def download(name: str, on_progress: OnProgress, known: Manifest | None = None) -> Path:
-    """Download OWNER/NAME[@REVISION] as the Hub has it now, or its missing files, in this process.
+    """Download OWNER/NAME[@REVISION] as the Hub has it now, or its missing files; return the folder.
 
-    `known`: the Hub's answer about the name, if it was asked just now.
-    Returns the folder. Raises ModelError. A cluster downloads by its `TransferCoordinator`, and so once.
+    `known`: the Hub's answer about the name, if it was asked just now. Raises ModelError.
     """
     return await Fetch(*hub_name(name), known=known).run(on_progress)
 
 
 class Fetch:
-    """Download of `revision`: a branch, a tag or a commit. `refs` are branches and tags that will name it,
-    too.
+    """Download of `revision`, from the Hub or a member. `refs`: branches and tags that will name it, too.
 
     `known`: the manifest, if the Hub was asked already. It named this commit for `by_hub`.
     """
@@ -99,16 +97,12 @@ class Fetch:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that are here."""
         if self.manifest is None or self._parts is None:
             return 0
         return self.manifest.size - sum(part.file.size - part.held_bytes for part in self._parts)
 
     async def run(self, on_progress: OnProgress, connect: Connect | None = None, model: str = "") -> Path:
-        """Download all of it, from the Hub or from the seeder behind `connect`; return the folder.
-
-        `on_progress` is called once a second. Raises as `from_hub` and `from_member` do.
-        """
+        """Do `from_hub`, or with `connect` `from_member`, and call `on_progress` once a second."""
         work = self.from_hub if connect is None else partial(self.from_member, model, connect)
         running = asyncio.ensure_future(apart(work))
         try:
@@ -124,14 +118,16 @@ class Fetch:
             running.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     def from_hub(self) -> Path:
-        """Download all of it from the Hub; return the folder. Waits: call it in a thread.
-
-        Raises ModelError and Stopped.
-        """
+        """Download all of it from the Hub; return the folder. Blocks. Raises ModelError and Stopped."""
         (manifest,) = self._run([self._look_up], threading.Event())
+
+        def bring(queue: FileQueue, _: object) -> None:
+            while (part := queue.take()) is not None:
+                hub_client.fetch(manifest, part)
+
         for attempt in (1, 2):
             try:
-                return self._bring(manifest, lambda parts, _: _hub_work(manifest, parts))
+                return self._bring(manifest, bring, FILES_AT_ONCE)
             except Damaged as error:
                 if attempt == 2:
                     raise ModelError(f"cannot get {self.repo.name}: {error}, twice; try again") from None
@@ -144,7 +140,7 @@ class Fetch:
         return found
 
     def from_member(self, model: str, connect: Connect) -> Path:
-        """Copy all of it from the seeder behind `connect`; return the folder. Waits: call it in a thread.
+        """Copy all of it from the seeder behind `connect`; return the folder. Blocks.
 
         The seeder's manifest is only a hint: see `needed`, `hub_client.confirm`. Raises LinkError,
         ProtocolError and Damaged for a failure of the seeder, ModelError for one of this Mac.
@@ -161,21 +157,17 @@ class Fetch:
         mine = repo.manifest(commit) if repo.snapshot(commit) is not None else None
         manifest = mine or needed(offered)
 
-        def work(parts: Sequence[PartialFile], stopped: Callable[[], bool]) -> list[Work]:
-            queue = peer_copy.FileQueue(offered, parts)
-            copies: list[Work] = [lambda: _copy(model, offered, connect, queue, stopped)]
-            return [lambda: self._confirm(manifest), *(copies * peer_copy.CONNECTIONS if parts else ())]
+        def bring(queue: FileQueue, stopped: Callable[[], bool]) -> None:
+            with closing(connect()) as connection:
+                peer_copy.bring(connection, offered, model, queue, stopped)
 
-        return self._bring(manifest, work)
+        def confirm() -> None:
+            self.by_hub |= hub_client.confirm(manifest, self.refs - self.by_hub, self._known)
 
-    def _confirm(self, manifest: Manifest) -> None:
-        self.by_hub |= hub_client.confirm(manifest, self.refs - self.by_hub, self._known)
+        return self._bring(manifest, bring, peer_copy.CONNECTIONS, confirm)
 
-    def _bring(
-        self,
-        manifest: Manifest,
-        work: Callable[[Sequence[PartialFile], Callable[[], bool]], list[Work]],
-    ) -> Path:
+    def _bring(self, manifest: Manifest, bring: Bring, times: int, *beside: Callable[[], None]) -> Path:
+        """Have `bring` run so many times at once, with what is to be done beside; return the folder."""
         repo, blobs = self.repo, self.repo.blobs
         try:
             found = repo.snapshot(manifest.revision)
@@ -201,7 +193,8 @@ class Fetch:
                     for part in parts:
                         if part.held_bytes:
                             part.open()  # before a connection would be idle while this is hashed
-                    self._run(work(parts, stopped), ended)
+                    work = partial(bring, FileQueue(parts), stopped)
+                    self._run([*beside, *([work] * times if parts else ())], ended)
                 finally:
                     for part in parts:
                         part.close()
@@ -210,10 +203,9 @@ class Fetch:
             raise ModelError(f"{repo.name}: {why_not_written(error, repo.cache)}") from None
 
     def _run(self, works: Sequence[Callable[[], T]], ended: threading.Event) -> list[T]:
-        """Run all of them at once, until all have ended.
+        """Run all of them at once, until all have ended, or one fails, or `stop`; raise the first failure.
 
-        The first failure, or `stop`, ends the others, and is raised. `ended` signals the others to stop; the
-        wait for them is short.
+        `ended` signals the others to stop; the wait for them is short.
         """
         begun = [begin(each) for each in works]
         while not self._stop.is_set():
@@ -231,7 +223,7 @@ class Fetch:
 
 
 def needed(offered: Manifest) -> Manifest:
-    """Return the part of a member's manifest that serving needs. Raises ProtocolError if that is no model."""
+    """Return what serving needs of a member's manifest. Raises ProtocolError if that is no model."""
     manifest = replace(offered, files=wanted(offered.files))
     paths = [file.path for file in manifest.files]
     if "config.json" not in paths or not any(path.endswith(".safetensors") for path in paths):
@@ -239,31 +231,6 @@ def needed(offered: Manifest) -> Manifest:
     return manifest
 
 
-def _hub_work(manifest: Manifest, parts: Sequence[PartialFile]) -> list[Work]:
-    left, lock = list(reversed(parts)), threading.Lock()
-
-    def work() -> None:
-        while True:
-            with lock:
-                if not left:
-                    return
-                part = left.pop()
-            hub_client.fetch(manifest, part)
-
-    return [work] * FILES_AT_ONCE
-
-
 def _asked(connect: Connect, model: str) -> Manifest:
     with closing(connect()) as connection:
         return peer_copy.ask(connection, model)[0]
-
-
-def _copy(
-    model: str,
-    manifest: Manifest,
-    connect: Connect,
-    queue: peer_copy.FileQueue,
-    stopped: Callable[[], bool],
-) -> None:
-    with closing(connect()) as connection:
-        peer_copy.bring(connection, manifest, model, queue, stopped)

@@ -23,7 +23,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -459,12 +459,12 @@ class PartialFile:
             raise Stopped
 
     def write(self, data: memoryview | bytes) -> None:
-        """Write the next bytes. Raises ValueError for too many, OSError, and Stopped after `close`."""
+        """Write the next bytes. Raises OSError, also for too many, and Stopped after `close`."""
         view = memoryview(data)
         with self._lock:
             self._check_open()
             if self._at + len(view) > self.file.size:
-                raise ValueError(f"more than the {self.file.size} bytes came that it should have")
+                raise OSError(f"more than the {self.file.size} bytes came that it should have")
             while view:
                 count = os.pwrite(self._data, view, self._at)
                 self._digest.update(view[:count])
@@ -495,6 +495,26 @@ class PartialFile:
             if self._data >= 0:
                 os.close(self._data)
                 self._data = -1
+
+
+class FileQueue:
+    """Files that are still to come. The connections of a download share them."""
+
+    def __init__(self, parts: Iterable[PartialFile]) -> None:
+        self._left = list(parts)
+        self._lock = threading.Lock()
+
+    def take(self, there: Container[str] | None = None) -> PartialFile | None:
+        """Return the next file, or the next whose hash is among these; None if there is none."""
+        with self._lock:
+            for i, part in enumerate(self._left):
+                if there is None or part.file.hash in there:
+                    return self._left.pop(i)
+        return None
+
+    @property
+    def empty(self) -> bool:
+        return not self._left
 
 
 def hash_of(path: Path, file: ModelFile, on_bytes: Callable[[int], None]) -> str:

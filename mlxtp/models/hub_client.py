@@ -1,5 +1,4 @@
-"""Requests to the Hub: for the list of a model's files, and for the files. Everything here waits: call it in
-threads.
+"""Requests to the Hub: for the list of a model's files, and for the files. All of it blocks.
 
 Files come by plain HTTP, in order, so that an interruption loses nothing that has come: the Hub's own
 `hf_hub_download` restarts a file after one. Logins, addresses, the session and errors are the client's own.
@@ -19,16 +18,7 @@ from pathlib import Path
 from ..errors import Code, ModelError, ProtocolError, is_disk_full
 from ..model_files import INDEX, TEMPLATE_FILES, TIKTOKEN_FILE, WEIGHTS, indexed, refusal, table
 from .hub_cache import Damaged, PartialFile, Repo
-from .manifest import (
-    DEFAULT_REVISION,
-    Manifest,
-    ModelFile,
-    check,
-    from_bytes,
-    is_commit,
-    to_bytes,
-    wanted,
-)
+from .manifest import DEFAULT_REVISION, Manifest, ModelFile, check, from_bytes, is_commit, to_bytes, wanted
 
 TIMEOUT_S = 15.0
 TRIES = 5  #: Broken connections, one after the other and without a new byte, before a file is given up.
@@ -37,13 +27,10 @@ _BLOCK_BYTES = 1 << 20
 
 
 def look_up(name: str, revision: str) -> Manifest:
-    """Return the manifest of OWNER/NAME at `revision` now. Raises ModelError, which uses the user's name of
-    the model.
-    """
+    """Return the manifest of OWNER/NAME at `revision` now. Raises ModelError."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RevisionNotFoundError
 
-    _quiet()
     named = name if revision == DEFAULT_REVISION else f"{name}@{revision}"
     with _understood(name, named):
         try:
@@ -84,9 +71,26 @@ def _without_strays(manifest: Manifest) -> Manifest:
     if len(weights) == 1 or alike or not any(file.path == INDEX for file in manifest.files):
         return manifest
     folder = fetch_some(manifest, (INDEX,))
-    with _understood(manifest.name, manifest.name):
+    with _understood(manifest.name):
         strays = weights - indexed(folder)
     return replace(manifest, files=tuple(file for file in manifest.files if file.path not in strays))
+
+
+def _check_tokenizer(manifest: Manifest) -> None:
+    """Raise ModelError for a model without a usable tokenizer, before large files of it come."""
+    paths = {file.path for file in manifest.files}
+    if paths & {"tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json"}:
+        return
+    if not {TIKTOKEN_FILE, "tokenizer_config.json"} <= paths:
+        why = "it has no tokenizer.json; use a conversion that has one"
+    else:
+        folder = fetch_some(manifest, ("config.json", "tokenizer_config.json"))
+        with _understood(manifest.name):
+            settings = table(folder / "tokenizer_config.json")
+            template = "chat_template" in settings or bool(paths & {*TEMPLATE_FILES[1:]})
+            why = refusal(table(folder / "config.json"), settings, template=template)
+    if why:
+        raise ModelError(f"cannot get {manifest.name}: {why}", Code.MODEL_UNSUPPORTED)
 
 
 def confirm(manifest: Manifest, refs: Iterable[str], known: Manifest | None) -> frozenset[str]:
@@ -99,15 +103,13 @@ def confirm(manifest: Manifest, refs: Iterable[str], known: Manifest | None) -> 
     try:
         theirs = known or next(iter(found.values()), None) or look_up(manifest.name, manifest.revision)
     except _NoSuchRevision:
-        raise ProtocolError(
-            f"a member offers a commit of {manifest.name} that the Hub does not know", Code.NOT_AUTHENTIC
-        ) from None
+        why = f"a member offers a commit of {manifest.name} that the Hub does not know"
+        raise ProtocolError(why, Code.NOT_AUTHENTIC) from None
     except ModelError:
         return frozenset()
     if theirs.files != manifest.files:
-        raise ProtocolError(
-            f"a member offers other files of {manifest.name} than the Hub", Code.NOT_AUTHENTIC
-        )
+        why = f"a member offers other files of {manifest.name} than the Hub"
+        raise ProtocolError(why, Code.NOT_AUTHENTIC)
     return frozenset(found)
 
 
@@ -125,33 +127,12 @@ class _NoSuchRevision(ModelError):
     """Error: the Hub has the model, but not at this revision."""
 
 
-def _check_tokenizer(manifest: Manifest) -> None:
-    """Raise ModelError for a model without a usable tokenizer, before large files of it come."""
-    paths = {file.path for file in manifest.files}
-    if paths & {"tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json"}:
-        return
-    if not {TIKTOKEN_FILE, "tokenizer_config.json"} <= paths:
-        raise ModelError(
-            f"cannot get {manifest.name}: it has no tokenizer.json; use a conversion that has one",
-            Code.MODEL_UNSUPPORTED,
-        )
-    folder = fetch_some(manifest, ("config.json", "tokenizer_config.json"))
-    with _understood(manifest.name, manifest.name):
-        settings = table(folder / "tokenizer_config.json")
-        template = "chat_template" in settings or bool(paths & {*TEMPLATE_FILES[1:]})
-        why = refusal(table(folder / "config.json"), settings, template=template)
-    if why:
-        raise ModelError(f"cannot get {manifest.name}: {why}", Code.MODEL_UNSUPPORTED)
-
-
 def fetch(manifest: Manifest, part: PartialFile) -> None:
     """Have the Hub send the rest of a file. Raises ModelError, Damaged, Stopped."""
-    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError
 
-    _quiet()
-    what, at, tries = f"{part.file.path}: ", part.open(), 0
-    failures: tuple[type[Exception], ...] = (*_unreached(), ValueError)
-    try:
+    at, tries = part.open(), 0
+    with _understood(manifest.name, manifest.name, f"{part.file.path}: "):
         while at < part.file.size:
             try:
                 _stream(manifest, part, at)
@@ -162,14 +143,8 @@ def fetch(manifest: Manifest, part: PartialFile) -> None:
                 threading.Event().wait(AGAIN_S)
             else:
                 if part.held_bytes < part.file.size:
-                    raise ValueError("it ends early")
-            if part.held_bytes > at:
-                tries = 0
-            at = part.held_bytes
-    except failures as error:
-        if isinstance(error, RepositoryNotFoundError):
-            what = ""
-        raise ModelError(f"cannot get {manifest.name}: {what}{_why(error)}", Code.MODEL_NOT_FOUND) from None
+                    raise OSError("it ends early")
+            tries, at = tries if part.held_bytes <= at else 0, part.held_bytes
     part.finish()
 
 
@@ -201,10 +176,9 @@ def fetch_some(manifest: Manifest, patterns: tuple[str, ...]) -> Path:
     """
     from huggingface_hub import hf_hub_download
 
-    _quiet()
     repo = Repo(manifest.name)
     folder = repo.folder / "snapshots" / manifest.revision
-    with _understood(manifest.name, manifest.name):
+    with _understood(manifest.name):
         for file in manifest.files:
             if any(fnmatch(file.path, pattern) for pattern in patterns):
                 # By its commit, so that only a complete download points a branch at it.
@@ -220,20 +194,28 @@ def fetch_some(manifest: Manifest, patterns: tuple[str, ...]) -> Path:
 
 
 @contextlib.contextmanager
-def _understood(name: str, named: str) -> Iterator[None]:
-    """Raise ModelError for any error in the block.
+def _understood(name: str, named: str = "", file: str = "") -> Iterator[None]:
+    """Raise ModelError for any error in the block, which calls the client: that trusts any server's answer.
 
-    The client trusts the answer as the Hub's; another server may send anything.
+    `named`: what cannot be had, `name` by default. `file`: which one of it.
     """
+    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # as above
+
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    disable_progress_bars()
+    unreached: tuple[type[Exception], ...] = (HfHubHTTPError, OSError, *_broken())
     try:
         yield
-    except _unreached() as error:
-        raise ModelError(f"cannot get {named}: {_why(error)}", Code.MODEL_NOT_FOUND) from None
+    except unreached as error:
+        file = "" if isinstance(error, RepositoryNotFoundError) else file
+        why = f"cannot get {named or name}: {file}{_why(error)}"
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         said = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        raise ModelError(
-            f"the Hub's answer about {name} cannot be understood: {said:.300}", Code.MODEL_NOT_FOUND
-        ) from None
+        why = f"the Hub's answer about {name} cannot be understood: {said:.300}"
+    else:
+        return
+    raise ModelError(why, Code.MODEL_NOT_FOUND) from None
 
 
 def _why(error: Exception) -> str:
@@ -245,7 +227,8 @@ def _why(error: Exception) -> str:
         RepositoryNotFoundError,
     )
 
-    said = (_secretless(str(error).strip()) or type(error).__name__).splitlines()[0]
+    # Queries of addresses may contain a signature.
+    said = (re.sub(r"\?\S+", "?…", str(error).strip())[:300] or type(error).__name__).splitlines()[0]
     match error:
         case GatedRepoError():
             return "it is gated; accept its terms on the Hub, then log in (`hf auth login`) or set HF_TOKEN"
@@ -255,19 +238,12 @@ def _why(error: Exception) -> str:
                 "or set HF_TOKEN"
             )
         case OfflineModeIsEnabled():
-            why = "HF_HUB_OFFLINE is set, so the Hub is not contacted"
+            return "HF_HUB_OFFLINE is set, so the Hub is not contacted"
         case OSError() if is_disk_full(error):
-            why = "the disk is full"
-        case HfHubHTTPError() | OSError() | ValueError():
-            why = said
-        case _:
-            why = f"it is not on this machine and the Hub cannot be reached; check the network ({said})"
-    return why
-
-
-def _secretless(text: str) -> str:
-    """Remove queries from addresses: those of files may contain a signature."""
-    return re.sub(r"\?\S+", "?…", text)[:300]
+            return "the disk is full"
+        case HfHubHTTPError() | OSError():
+            return said
+    return f"it is not on this machine and the Hub cannot be reached; check the network ({said})"
 
 
 def _broken() -> tuple[type[Exception], ...]:
@@ -275,18 +251,3 @@ def _broken() -> tuple[type[Exception], ...]:
     from huggingface_hub.errors import HfHubHTTPError
 
     return tuple(each for each in HfHubHTTPError.__mro__ if each.__name__ == "HTTPError")
-
-
-def _unreached() -> tuple[type[Exception], ...]:
-    """Return the errors that the Hub's client raises without an answer that can be used."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    return (HfHubHTTPError, OSError, *_broken())
-
-
-def _quiet() -> None:
-    """Turn off the client's progress bars and advice."""
-    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # as above
-
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    disable_progress_bars()

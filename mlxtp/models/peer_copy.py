@@ -1,8 +1,8 @@
 """Copies of models from one member to another: TLS connections of their own, in threads.
 
 The seeder is a member that has a model, or is getting it from the Hub. Its `PeerServer` listens on a port of
-its own while other members copy. A copying member opens a few connections. Each brings one file after the
-other, as soon as the seeder has it. Both ends show certificates of the cluster.
+its own while other members copy. Each of a copy's few connections brings one file after the other, as soon as
+the seeder has it. Both ends show certificates of the cluster.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from ..errors import Code, LinkError, MlxtpError, ProtocolError, RemoteProtocolError
@@ -34,16 +34,14 @@ from ..wire.tls import (
     member_context_server,
     peer_identity,
 )
-from .hub_cache import PartialFile, Repo, Stopped
+from .hub_cache import FileQueue, PartialFile, Repo, Stopped
 from .manifest import Manifest, from_bytes, to_bytes
 
 log = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=Message)
 
-#: Connections of one copy. More would cost more than they gain, because Python decrypts in one thread at a
-#: time.
-CONNECTIONS = 2
+CONNECTIONS = 2  #: Connections of one copy. Python decrypts in one thread at a time, so more gain nothing.
 MAX_CONNECTIONS = 32  #: Connections of a seeder at one time, of all members.
 MAX_PER_MEMBER = 12  #: Connections. A Mac gets four models at one time, and some connections are ending.
 #: Connections without a certificate so far. The address with the most loses its oldest for one more.
@@ -61,7 +59,7 @@ Lent = Callable[[str], tuple[Repo, Manifest] | None]
 
 
 class PeerConnection:
-    """One end of a connection that copies. Raises LinkError if the other end is gone or silent."""
+    """End of a connection that copies. Raises LinkError if the other end is gone or silent."""
 
     def __init__(self, tls: ssl.SSLSocket, limit: int) -> None:
         self._tls = tls
@@ -153,10 +151,7 @@ def connect(addresses: Sequence[str], node_id: str, credentials: Credentials) ->
 
 
 def ask(connection: PeerConnection, model: str) -> tuple[Manifest, FilesHeld]:
-    """Return the seeder's manifest of a model, and its whole reply.
-
-    Raises LinkError if there is nothing, RemoteProtocolError for an invalid reply.
-    """
+    """Return the seeder's manifest of a model, and its whole reply. Raises LinkError if there is nothing."""
     connection.send(FilesWanted(model))
     held = connection.receive(FilesHeld)
     if not held.manifest:
@@ -172,47 +167,25 @@ def ask(connection: PeerConnection, model: str) -> tuple[Manifest, FilesHeld]:
     return manifest, held
 
 
-class FileQueue:
-    """Files that are still to be requested. The connections of a copy share them."""
-
-    def __init__(self, manifest: Manifest, parts: Sequence[PartialFile]) -> None:
-        places = {file.hash: place for place, file in enumerate(manifest.blobs)}
-        self._left = [(places[part.file.hash], part) for part in parts]
-        self._lock = threading.Lock()
-
-    def take(self, complete: bytes) -> tuple[int, PartialFile] | None:
-        """Return the next file that is there, by its number. None if there is none."""
-        with self._lock:
-            for i, (place, _) in enumerate(self._left):
-                if complete[place]:
-                    return self._left.pop(i)
-        return None
-
-    @property
-    def empty(self) -> bool:
-        return not self._left
-
-
 def bring(
     connection: PeerConnection, manifest: Manifest, model: str, queue: FileQueue, stopped: Callable[[], bool]
 ) -> None:
-    """Copy files until there are none left.
-
-    Raises LinkError, RemoteProtocolError, Damaged, Stopped, OSError.
-    """
+    """Copy files until there are none left. Raises LinkError, Damaged, Stopped, OSError."""
+    places = {file.hash: place for place, file in enumerate(manifest.blobs)}
     connection.hurry()
     block, held = memoryview(bytearray(_BLOCK_BYTES)), 0
     while not queue.empty:
         if stopped():
             raise Stopped
-        now, there = ask(connection, model)
+        now, has = ask(connection, model)
         if now != manifest:
             raise LinkError("the other Mac gets another revision by now")
-        if there.held != held:
-            held = there.held
+        if has.held != held:
+            held = has.held
             connection.hurry()
-        while (taken := queue.take(there.complete)) is not None:
-            _receive(connection, *taken, block)
+        there = {each for each, place in places.items() if has.complete[place]}
+        while (part := queue.take(there)) is not None:
+            _receive(connection, places[part.file.hash], part, block)
         if not queue.empty:
             threading.Event().wait(AGAIN_S)  # the seeder does not have it yet either
 
@@ -274,7 +247,8 @@ class PeerServer:
                 with self._lock:
                     self._strangers[sock] = str(address[0])
                     if len(self._strangers) > MAX_STRANGERS:
-                        surplus = _surplus(self._strangers)
+                        counts = Counter(self._strangers.values())
+                        surplus = max(self._strangers, key=lambda each: counts[self._strangers[each]])
                         del self._strangers[surplus]
                         _cut(surplus)
                 threading.Thread(target=self._attend, args=(sock, str(address[0])), daemon=True).start()
@@ -302,22 +276,21 @@ class PeerServer:
             tls = member_context_server(self._credentials, (ALPN_MODELS,)).wrap_socket(copy, server_side=True)
         finally:
             hurry.cancel()
-        identity = peer_identity(tls)
-        if tls.selected_alpn_protocol() != ALPN_MODELS or not self._may_copy(identity):
-            tls.close()
-            raise ProtocolError(f"{identity.node_id[:8]} may not copy here", Code.NOT_AUTHENTIC)
+        identity, why = peer_identity(tls), ""
+        may_copy = tls.selected_alpn_protocol() == ALPN_MODELS and self._may_copy(identity)
         with self._lock:
-            if len(self._open) >= MAX_CONNECTIONS or sock not in self._strangers:
-                tls.close()
-                raise LinkError(f"{MAX_CONNECTIONS} connections copy from here, the most there may be")
-            if sum(node == identity.node_id for node in self._open.values()) >= MAX_PER_MEMBER:
-                tls.close()
-                raise LinkError(
-                    f"{identity.node_id[:8]} has {MAX_PER_MEMBER} connections, the most of one member"
-                )
-            del self._strangers[sock]
-            self._open[sock] = identity.node_id
-        return PeerConnection(tls, MAX_OPENING_FRAME), identity
+            if not may_copy:
+                why = "may not copy here"
+            elif len(self._open) >= MAX_CONNECTIONS or sock not in self._strangers:
+                why = f"is one more than the {MAX_CONNECTIONS} connections that there may be"
+            elif sum(node == identity.node_id for node in self._open.values()) >= MAX_PER_MEMBER:
+                why = f"has {MAX_PER_MEMBER} connections, the most of one member"
+            else:
+                del self._strangers[sock]
+                self._open[sock] = identity.node_id
+                return PeerConnection(tls, MAX_OPENING_FRAME), identity
+        tls.close()
+        raise LinkError(f"{identity.node_id[:8]} {why}")
 
     def _serve(self, connection: PeerConnection, identity: NodeIdentity) -> None:
         lent: tuple[Repo, Manifest] | None = None
@@ -330,12 +303,6 @@ class PeerServer:
                     _lend(connection, lent, wanted, lambda: self._may_copy(identity))
                 case other:
                     raise RemoteProtocolError(f"{type(other).__name__} is not due here", Code.OUT_OF_ORDER)
-
-
-def _surplus(strangers: Mapping[socket.socket, str]) -> socket.socket:
-    """Return the oldest connection of the address that has the most."""
-    counts = Counter(strangers.values())
-    return max(strangers, key=lambda sock: counts[strangers[sock]])
 
 
 def _held(lent: tuple[Repo, Manifest] | None) -> FilesHeld:

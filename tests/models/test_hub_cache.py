@@ -136,7 +136,7 @@ def test_bytes_that_come_after_the_end_are_left_out(tmp_path: Path) -> None:
     assert repo.blobs.part(NOTE).read_bytes() == b"no"
     done = PartialFile(repo.blobs, NOTE, lambda: False)
     assert (done.open(), done.held_bytes) == (2, 2)
-    with pytest.raises(ValueError, match="more than the 4 bytes"):
+    with pytest.raises(OSError, match="more than the 4 bytes"):
         done.write(b"te of it")
     done.write(b"te")
     done.finish()

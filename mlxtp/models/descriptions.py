@@ -32,7 +32,7 @@ _REFUSED = "mlxtp: "  # what the process says first of a model that mlx-lm canno
 def description_of(config: Config) -> Description:
     """Return the description of the model with this config.json. Raises ModelError.
 
-    Waits for the disk, and the first time for a process that takes seconds: call it in a thread.
+    Reads the disk, and the first time waits for a process that takes seconds: call it in a thread.
     """
     text = json.dumps(config, sort_keys=True)
     path = folder() / f"{sha256((_made_by() + text).encode()).hexdigest()[:40]}.json"
@@ -44,17 +44,16 @@ def description_of(config: Config) -> Description:
     said = _said_of(text)
     try:
         found = from_text(said)
+        _keep(path, said)
     except ValueError as error:
         raise ModelError(f"the process that describes the model failed: {error}") from None
-    try:
-        _keep(path, said)
     except OSError as error:
         log.warning("the description of a model is not kept: %s", error)
     return found
 
 
 def folder() -> Path:
-    """Return the folder of descriptions: of a cache, which its user may empty at any time."""
+    """Return the folder of descriptions, which its user may empty at any time."""
     usual = "~/Library/Caches" if sys.platform == "darwin" else "~/.cache"
     return Path(os.environ.get("XDG_CACHE_HOME") or usual).expanduser() / "mlxtp" / "descriptions"
 
@@ -63,12 +62,10 @@ def folder() -> Path:
 def _made_by() -> str:
     """Return what a description depends on beside its configuration: libraries, and our own code."""
     package = Path(__file__).parents[1]
-    sources = [*sorted((package / "engine").glob("*.py")), *(package / name for name in _READ)]
+    own = ("description.py", "model_config.py", "model_files.py", "chunks.py")
+    sources = [*sorted((package / "engine").glob("*.py")), *(package / name for name in own)]
     code = sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
     return " ".join((version("mlx"), version("mlx-lm"), code, ""))
-
-
-_READ = ("description.py", "model_config.py", "model_files.py", "chunks.py")
 
 
 def _keep(path: Path, text: str) -> None:
@@ -115,7 +112,6 @@ def _said_of(text: str) -> str:
 
 
 def _excess(resident: int, cpu_s: float, seconds: float) -> str:
-    """Return which limit a process has passed; empty within all."""
     if resident > MOST_BYTES:
         return f"more than {MOST_BYTES >> 30} GiB of memory"
     if cpu_s > MOST_CPU_S or seconds > MOST_S:

@@ -31,14 +31,13 @@ _UNUSABLE = (OSError, ValueError, TypeError, LookupError, OverflowError)
 
 @dataclass(frozen=True, slots=True)
 class DiskRoom:
-    """Folder for the caches of all ranks of this Mac, and the bytes that they may have there; 0: none."""
+    """Folder for the caches of all ranks of this Mac, and the bytes that they may have there."""
 
     folder: str = ""
     bytes: int = 0
 
 
 def folder_in(home: Path) -> Path:
-    """Return the folder of the caches in an agent's home."""
     return home / "kv-cache"
 
 
@@ -58,7 +57,7 @@ def room_in(home: Path, setting: int | None) -> DiskRoom:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Blocks of one rank's share of a model; `used_at` is the last use of one, in seconds since 1970."""
+    """Blocks of one rank's share of a model; `used_at`: the last use of one, in seconds since 1970."""
 
     model: str
     rank: int
@@ -101,7 +100,6 @@ def listed(home: Path, setting: int | None) -> dict[str, Any]:
 
 
 def by_model(found: list[Layout]) -> list[dict[str, Any]]:
-    """Return the sums of each model's layouts, as JSON."""
     models: dict[str, list[Layout]] = {}
     for each in found:
         models.setdefault(each.model, []).append(each)
@@ -130,8 +128,6 @@ def clear(folder: Path, model: str = "", *, agent_runs: bool) -> list[Layout]:
             if not name or name == name_of(layout.model):
                 freed.append(_remove(each, unfinished=not agent_runs))
                 removed.append(layout)
-                if not agent_runs:
-                    _remove_empty(each)
     return [each for each in removed if each.blocks]
 
 
@@ -156,7 +152,7 @@ def _account(folder: Path, *, recount: bool) -> Iterator[list[int]]:
 
 
 def _used(folder: Path) -> int:
-    """Return the bytes of all blocks by the account; 0 without one."""
+    """Return the bytes of all blocks by the account."""
     try:
         return max(0, int((folder / _USED).read_text()[:20]))
     except (OSError, ValueError):
@@ -175,7 +171,6 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def _layout(folder: Path) -> Layout:
-    """Return one layout, of no known model if about.json cannot be read."""
     try:
         about = table(folder / _ABOUT)
         model = _name(str(about["model"]))
@@ -184,19 +179,11 @@ def _layout(folder: Path) -> Layout:
         model, numbers = "", [0, 0, 0]
     rank, ranks, kv_bits = numbers
     blocks = [status for _path, status in _files(folder, unfinished=False)]
-    return Layout(
-        model,
-        rank,
-        ranks,
-        kv_bits,
-        len(blocks),
-        sum(each.st_size for each in blocks),
-        max((each.st_mtime for each in blocks), default=0.0),
-    )
+    size, used_at = sum(each.st_size for each in blocks), max((each.st_mtime for each in blocks), default=0.0)
+    return Layout(model, rank, ranks, kv_bits, len(blocks), size, used_at)
 
 
 def _name(model: str) -> str:
-    """Return OWNER/NAME for a folder in the Hub's cache, else the name as it is."""
     match = _SNAPSHOT.search(model)
     return f"{match[1]}/{match[2]}" if match is not None else model
 
@@ -211,16 +198,11 @@ def _files(folder: Path, *, unfinished: bool) -> Iterator[tuple[Path, os.stat_re
                         yield Path(each.path), each.stat(follow_symlinks=False)
 
 
-def _remove_empty(folder: Path) -> None:
-    """Remove the folder of a layout that holds only about.json."""
-    with suppress(OSError):
-        if all(each.name == _ABOUT for each in folder.iterdir()):
-            (folder / _ABOUT).unlink(missing_ok=True)
-            folder.rmdir()
-
-
 def _remove(folder: Path, *, unfinished: bool) -> int:
-    """Remove the blocks of one layout; return their bytes. Raises UserError."""
+    """Remove the blocks of one layout; return their bytes. Raises UserError.
+
+    With `unfinished` ones, the folder goes, too, if it holds only about.json then.
+    """
     freed = 0
     for path, status in _files(folder, unfinished=unfinished):
         try:
@@ -230,4 +212,8 @@ def _remove(folder: Path, *, unfinished: bool) -> int:
         except OSError as error:
             raise UserError(f"{path} cannot be removed: {error.strerror}") from None
         freed += status.st_size
+    with suppress(OSError):
+        if unfinished and all(each.name == _ABOUT for each in folder.iterdir()):
+            (folder / _ABOUT).unlink(missing_ok=True)
+            folder.rmdir()
     return freed

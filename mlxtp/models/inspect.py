@@ -1,8 +1,7 @@
-"""From a user's name of a model to its folder on this machine, its shape, and the reasons against serving it.
+"""From a user's name of a model to its folder on this machine, its shape, and reasons against serving it.
 
-`open_model` and `find_model` find a model here, `inspect` looks at one before anything of it is loaded or
-downloaded. `stored_models` lists those on this disk that a request may name: no request downloads.
-`models_here` and `revisions_here` list all, for users.
+Functions that are no coroutines read the disk: call them in threads. Only `inspect` and `find_config` ask the
+Hub. Each ModelError has the user's name of the model.
 """
 
 from __future__ import annotations
@@ -48,8 +47,7 @@ _CONFIG_FILES = ("config.json", "hf_quant_config.json")
 #: Fields of tokenizer_config.json, of which one names a chat template of mlx-lm.
 _TEMPLATES = frozenset({"chat_template", "chat_template_type"})
 MOST = 200  #: Models listed for users, at most: a cache may hold anything.
-#: Tokens that the engine assumes for a model whose configuration has no context length.
-_DEFAULT_CONTEXT = 4096
+_DEFAULT_CONTEXT = 4096  # tokens that the engine assumes without a context length in the configuration
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +65,9 @@ class ModelSource:
 
 
 async def open_model(name: str, draft: str = "") -> ModelSource:
-    """Open a model on this machine: the embedded one, a folder, or an id on the Hugging Face Hub
-    (OWNER/NAME[@REVISION]).
+    """Open a model on this machine: the embedded one, a folder, or OWNER/NAME[@REVISION]. Raises ModelError.
 
-    `draft` names a second model that proposes tokens for it. Raises ModelError; its message uses the user's
-    name of the model.
+    `draft` names a second model that proposes tokens for it.
     """
     path = await asyncio.to_thread(folder_of, name)
     draft_path = await find_model(draft) if draft else None
@@ -80,12 +76,12 @@ async def open_model(name: str, draft: str = "") -> ModelSource:
 
 
 async def find_model(name: str) -> Path:
-    """Return only its folder. Raises ModelError as `open_model` does."""
+    """Return only the folder of a model. Raises ModelError."""
     return (await asyncio.to_thread(folder_of, name)).resolve()
 
 
 def folder_of(name: str) -> Path:
-    """Return the folder of a model on this machine. Raises ModelError. Reads the disk."""
+    """Return the folder of a model on this machine. Raises ModelError."""
     path = _find(name)
     if not (path / "config.json").is_file():
         raise ModelError(f"{path} holds no config.json, so it is not a model folder", Code.MODEL_NOT_FOUND)
@@ -95,9 +91,7 @@ def folder_of(name: str) -> Path:
 
 
 def hub_folder(name: str) -> Path | None:
-    """Return the snapshot of OWNER/NAME[@REVISION] in this Mac's Hub cache if it is complete, else None.
-    Reads the disk.
-    """
+    """Return the snapshot of OWNER/NAME[@REVISION] in this Mac's Hub cache; None unless it is complete."""
     try:
         repo, revision = split_name(name)
     except ValueError:
@@ -133,7 +127,7 @@ def _find(name: str) -> Path:
 
 
 def in_folders(name: str, folders: Sequence[str]) -> str:
-    """Return the path of a model with a plain name on this Mac, or the name itself. Reads the disk."""
+    """Return the path of a model with a plain name in the model folders, or the name itself."""
     if "/" not in name and name != EMBEDDED_MODEL:
         for folder in folders:
             if (Path(folder) / name / "config.json").is_file():
@@ -142,17 +136,14 @@ def in_folders(name: str, folders: Sequence[str]) -> str:
 
 
 def full_name(name: str, folders: Sequence[str] = ()) -> str:
-    """Return OWNER/NAME for a short name such as llama3.2:3b, and any other name unchanged. Reads the disk.
-
-    A folder of that name, also in one of `folders`, comes first.
-    """
+    """Return OWNER/NAME for a short name such as llama3.2:3b that no folder has, and any other name."""
     if not (full := stands_for(name)) or in_folders(name, folders) != name or _is_folder(Path(name)):
         return name
     return full
 
 
 def named_folders(folders: Sequence[str]) -> dict[str, Path]:
-    """Return the model folders in `folders` by their plain names; the first of a name. Reads the disk."""
+    """Return the model folders in `folders` by their plain names; the first of a name."""
     found: dict[str, Path] = {}
     for folder in folders:
         with contextlib.suppress(OSError):  # a share may have gone
@@ -169,7 +160,7 @@ def lasting_name(name: str) -> str:
 
 
 def is_hub_id(name: str) -> bool:
-    """Return True if this names a model on the Hub, OWNER/NAME, rather than a folder."""
+    """Return True if this names a model on the Hub rather than a folder."""
     owner, _, model = name.partition("@")[0].partition("/")
     return (
         bool(owner and model)
@@ -180,7 +171,7 @@ def is_hub_id(name: str) -> bool:
 
 
 def _as_path(name: str) -> Path:
-    """Return the path. Raises ModelError for what no folder can be called."""
+    """Raises ModelError for what no folder can be called."""
     try:
         path = Path(name).expanduser()
         path.exists()
@@ -199,9 +190,7 @@ def _is_folder(path: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Servable:
-    """Model that a group could serve. `folder`: None until all of it is here. `manifest`: its files as the
-    Hub listed them, if the Hub was asked.
-    """
+    """Model that a group could serve. `folder`: None until all of it is here. `manifest`: from the Hub."""
 
     name: str
     shape: ModelShape
@@ -213,10 +202,8 @@ def inspect(name: str, kv_bits: int = 0, *, ask_hub: bool = False) -> Servable:
     """Return what placement and a download need to know of a model, before anything of it is loaded.
 
     Raises ModelError for a model that is neither here nor, with `ask_hub`, on the Hub. It does so, too, for
-    one that lacks files, has no room on this disk, or has a configuration that no group could run. Waits for
-    disk and network: call it in a thread.
+    one that lacks files, has no room on this disk, or has a configuration that no group could run.
     """
-    manifest = None
     if ask_hub and is_hub_id(name) and hub_folder(name) is None:
         repo, revision = hub_name(name)
         manifest = hub_client.look_up(repo.name, revision)
@@ -231,18 +218,20 @@ def inspect(name: str, kv_bits: int = 0, *, ask_hub: bool = False) -> Servable:
         shape = shape_of(found, name=name, weight_bytes=weights, kv_bits=kv_bits, mtp=mtp)
         return Servable(name, shape, None, manifest)
     folder = folder_of(name)
-    if missing := lacks(folder):
-        raise ModelError(f"the folder is incomplete: it lacks {missing}", Code.MODEL_NOT_FOUND)
+    _check_whole(folder)
     config = read_config(folder)
     check_servable(config)
     _check_chats(config, lambda: folder)
     return Servable(name, shape_in(folder, name, kv_bits), folder)
 
 
+def _check_whole(folder: Path) -> None:
+    if missing := lacks(folder):
+        raise ModelError(f"the folder is incomplete: it lacks {missing}", Code.MODEL_NOT_FOUND)
+
+
 def find_config(name: str) -> Path:
-    """Return a folder with its configuration and the index of its weights, not the weights. Raises
-    ModelError.
-    """
+    """Return a folder with its configuration and the index of its weights. Raises ModelError."""
     if not is_hub_id(name):
         return folder_of(name)
     repo, revision = hub_name(name)
@@ -255,8 +244,7 @@ def stored_name(name: str) -> str | None:
     """Return the name for a deployment of a model that is complete on this machine; None for any other.
 
     That is the embedded model's name, a folder's whole path, or an id on the Hub. Raises ModelError for a
-    folder that lacks files, and for a configuration that cannot be served. Reads the disk: call it in a
-    thread.
+    folder that lacks files, and for a configuration that cannot be served.
     """
     if len(name) > MAX_MODEL or not name.isprintable():
         return None  # it fits in no message between Macs
@@ -269,14 +257,14 @@ def stored_name(name: str) -> str | None:
         return None
     if folder is None:
         return None
-    if local and (missing := lacks(folder)):
-        raise ModelError(f"the folder is incomplete: it lacks {missing}", Code.MODEL_NOT_FOUND)
+    if local:
+        _check_whole(folder)
     check_servable(read_config(folder))
     return lasting_name(name) if local else name
 
 
 def read_config(folder: Path) -> Config:
-    """Return the configuration of the model in this folder. Raises ModelError. Reads the disk."""
+    """Return the configuration of the model in this folder. Raises ModelError."""
     try:
         return config_in(folder)
     except (OSError, ValueError) as error:  # its disk may have gone
@@ -284,7 +272,7 @@ def read_config(folder: Path) -> Config:
 
 
 def weight_bytes(folder: Path) -> int:
-    """Return the bytes of a model's weight files; 0 if they are unreadable. Reads the disk."""
+    """Return the bytes of a model's weight files; 0 if they are unreadable."""
     try:
         return sum(weight_sizes(folder).values())
     except (OSError, ValueError):
@@ -292,7 +280,7 @@ def weight_bytes(folder: Path) -> int:
 
 
 def shape_in(folder: Path, name: str, kv_bits: int) -> ModelShape:
-    """Return the shape of the model in this folder. Raises ModelError. Waits as `description_of` does."""
+    """Return the shape of the model in this folder. Raises ModelError."""
     config = read_config(folder)
     try:
         weights = sum(weight_sizes(folder).values())
@@ -304,10 +292,7 @@ def shape_in(folder: Path, name: str, kv_bits: int) -> ModelShape:
 
 
 def check_servable(config: Config) -> None:
-    """Raise ModelError for a model that no group could serve, as far as its configuration shows at once.
-
-    That is a family unknown to mlx-lm, an embedding model, or weights that mlx-lm cannot read.
-    """
+    """Raise ModelError if a configuration shows at once that no group could serve its model."""
     family = config.get("model_type")
     if not isinstance(family, str):
         raise ModelError("config.json names no model_type, so the model's family is unknown")
@@ -316,7 +301,7 @@ def check_servable(config: Config) -> None:
         raise ModelError(f"mlx-lm has no model family {family!r}", Code.MODEL_UNSUPPORTED)
     said = config.get("architectures")
     classes = [each for each in said if isinstance(each, str)] if isinstance(said, list) else []
-    if classes and all(_WRITES_NO_TEXT.search(each) for each in classes):
+    if classes and all(map(_WRITES_NO_TEXT.search, classes)):
         raise ModelError(f"it is a {classes[0]}, which writes no text", Code.MODEL_UNSUPPORTED)
     if why := unreadable(config):
         raise ModelError(why, Code.MODEL_UNSUPPORTED)
@@ -325,7 +310,7 @@ def check_servable(config: Config) -> None:
 def _check_chats(config: Config, folder: Callable[[], Path]) -> None:
     """Raise ModelError for a model whose chats only Python code of its own can write.
 
-    `folder` has the files of its tokenizer; it is called for few families only. Reads the disk.
+    `folder` returns that of its tokenizer; it is called for few families only.
     """
     why = chat_refusal(config, template=False)
     try:
@@ -347,11 +332,7 @@ def _families() -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class OnDisk:
-    """A model on this disk. `name` is what `mlxtp serve` takes.
-
-    `size_bytes` counts all its files. `complete`: it can be tried without a download. Only loading shows that
-    mlx-lm can run it.
-    """
+    """A model on this disk, by the name that `mlxtp serve` takes, with the bytes of all its files."""
 
     name: str
     source: Literal["embedded", "hub"]
@@ -360,10 +341,7 @@ class OnDisk:
 
 
 def models_here() -> tuple[OnDisk, ...]:
-    """Return the models here now, complete or not: the embedded model first, then by name.
-
-    Reads the names and sizes of every file in the cache: call it in a thread.
-    """
+    """Return the models here now, complete or not: the embedded model first, then by name."""
     embedded = OnDisk(EMBEDDED_MODEL, "embedded", folder_bytes(embedded_model_path()), complete=True)
     sizes = [(repo, folder_bytes(repo.folder)) for repo in repos_here()[: MOST - 1]]
     return (
@@ -373,10 +351,9 @@ def models_here() -> tuple[OnDisk, ...]:
 
 
 def stored_models(folders: Iterable[tuple[str, Path]] = ()) -> tuple[StoredModelInfo, ...]:
-    """Return the complete models that can be served: embedded, of the Hub cache, and `folders` with their
-    names.
+    """Return the complete models that a request may name: embedded, of the Hub cache, and `folders` by name.
 
-    Leaves out what `check_servable` refuses. Reads the disk: call it in a thread.
+    Leaves out what `check_servable` refuses.
     """
     found = [
         (EMBEDDED_MODEL, embedded_model_path()),
@@ -389,9 +366,7 @@ def stored_models(folders: Iterable[tuple[str, Path]] = ()) -> tuple[StoredModel
 
 @dataclass(frozen=True, slots=True)
 class Revision:
-    """One revision of a model in the Hub's cache: `held` of `total` bytes are here. `refs` are branches and
-    tags that name it.
-    """
+    """One revision of a model in the Hub's cache: `held` of `total` bytes are here. `refs` name it."""
 
     name: str
     revision: str
@@ -402,9 +377,7 @@ class Revision:
 
 
 def revisions_here(cache: Path | None = None) -> list[Revision]:
-    """Return the revisions in this Mac's Hub cache that are complete, or of which mlxtp has downloaded a
-    part. Reads the disk: call it in a thread.
-    """
+    """Return the revisions in this Mac's Hub cache that are complete, or have begun to come by mlxtp."""
     found = []
     for repo in repos_here(cache):
         refs = repo.refs.commits()
@@ -412,18 +385,18 @@ def revisions_here(cache: Path | None = None) -> list[Revision]:
             manifest, folder = repo.manifest(commit), repo.snapshot(commit)
             named = tuple(ref for ref, at in refs.items() if at == commit)
             if manifest is not None:
-                held = manifest.size if folder is not None else repo.blobs.held_bytes(manifest)
-                if folder is None and not held:
-                    continue
-                found.append(Revision(repo.name, commit, named, held, manifest.size, folder is not None))
+                total = manifest.size
+                held = total if folder is not None else repo.blobs.held_bytes(manifest)
             elif folder is not None:
-                size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-                found.append(Revision(repo.name, commit, named, size, size, complete=True))
+                held = total = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+            else:
+                continue
+            if folder is not None or held:
+                found.append(Revision(repo.name, commit, named, held, total, folder is not None))
     return found
 
 
 def _described(name: str, folder: Path) -> StoredModelInfo | None:
-    """Return the model's description; None if its configuration shows that it cannot be served."""
     try:
         config = read_config(folder)
         check_servable(config)

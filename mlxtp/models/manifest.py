@@ -1,8 +1,7 @@
 """Manifest of a model: its files, by size and hash, and how much of them each member holds. Pure.
 
 A model on the Hub is called OWNER/NAME, or OWNER/NAME@REVISION: a branch, a tag or a commit. A manifest names
-the commit. The hash of a file is its blob's name on the Hub. It is SHA-256 for large files (64 hex digits),
-git's id of a blob for the others (40). The coordinator elects a seeder, the Mac from which the others copy.
+the commit. The coordinator elects a seeder, the Mac from which the others copy.
 """
 
 from __future__ import annotations
@@ -37,7 +36,10 @@ _WANTED = (
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """One file: its path inside the snapshot, its size in bytes, its hash."""
+    """One file: its path inside the snapshot, its size in bytes, its hash.
+
+    On the Hub that is its blob's name: SHA-256 of a large file (64 hex digits), git's id of another (40).
+    """
 
     path: str
     size: int
@@ -52,7 +54,7 @@ class ModelFile:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The wanted files of the model `name` (OWNER/NAME) at one commit."""
+    """Wanted files of the model `name` (OWNER/NAME) at one commit."""
 
     name: str
     revision: str
@@ -60,7 +62,7 @@ class Manifest:
 
     @property
     def size(self) -> int:
-        """Bytes of all files; files with the same content count once, as they are stored once."""
+        """Bytes of all files, each content once."""
         return sum(file.size for file in self.blobs)
 
     @property
@@ -81,16 +83,14 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def is_commit(revision: str) -> bool:
-    """Return True if this names one fixed commit, unlike a branch or tag."""
     return _COMMIT.fullmatch(revision) is not None
 
 
 def wanted(files: Iterable[ModelFile]) -> tuple[ModelFile, ...]:
     """Return the files that serving the model needs, small ones first.
 
-    Weights are the `model*.safetensors` and the `mtp.safetensors` of an MTP head. Repositories often have the
-    same weights a second time, in another format or folder. Files whose names no snapshot here may have, such
-    as `LICENSE (1).txt`, are left out: serving needs none of them.
+    Repositories often have the same weights a second time, in another format or folder. Names that no
+    snapshot here may have, such as `LICENSE (1).txt`, are left out.
     """
     files = tuple(files)
     plain = [each for each in files if any(_matches(each.path, name) for name in (WEIGHTS, MTP_FILE))]
@@ -103,12 +103,11 @@ def wanted(files: Iterable[ModelFile]) -> tuple[ModelFile, ...]:
 
 
 def to_bytes(manifest: Manifest) -> bytes:
-    """Encode a manifest, for the disk and for other members."""
     return json.dumps(asdict(manifest), separators=(",", ":")).encode()
 
 
 def from_bytes(data: bytes) -> Manifest:
-    """Decode the result of `to_bytes`. Raises ValueError for an invalid manifest."""
+    """Return the manifest of `to_bytes`, checked. Raises ValueError."""
     if len(data) > MAX_MANIFEST_BYTES:
         raise ValueError(f"a manifest of {len(data)} bytes; at most {MAX_MANIFEST_BYTES} are taken")
     try:
@@ -120,9 +119,7 @@ def from_bytes(data: bytes) -> Manifest:
 
 
 def check(manifest: Manifest) -> Manifest:
-    """Return the manifest, checked. Raises ValueError for names that lead elsewhere, and for invalid sizes
-    and hashes.
-    """
+    """Return the manifest. Raises ValueError for paths that lead elsewhere, wrong sizes and hashes."""
     if split_name(manifest.name) != (manifest.name, DEFAULT_REVISION):
         raise ValueError(f"{manifest.name!r:.200} is no OWNER/NAME")
     if not is_commit(manifest.revision):
@@ -148,7 +145,6 @@ def check(manifest: Manifest) -> Manifest:
 
 
 def gigabytes(size: float) -> str:
-    """Format a size for people."""
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
@@ -170,8 +166,7 @@ RATE_S = 10.0  #: Seconds over which speeds are measured.
 class Holding:
     """Progress of one present member: `held` of `total` bytes (0: not known yet) of `revision`.
 
-    `free` is the room on its disk in bytes, `wants` True if it needs the model. `problem` is the reason why
-    it cannot get the model from the Hub.
+    `free`: bytes of room on its disk. `wants`: it needs the model. `problem`: why the Hub gives it none.
     """
 
     revision: str = ""
@@ -183,14 +178,13 @@ class Holding:
 
     @property
     def complete(self) -> bool:
-        """True if the member has the whole model."""
         return 0 < self.total <= self.held
 
 
 def elect_seeder(members: Mapping[str, Holding], now: str) -> str:
-    """Return the node id of the seeder: a member that has all of it, or one that is to get it from the Hub.
+    """Return the node id of the seeder, `now` while it is able; "" if no member is.
 
-    Keep the current seeder (`now`) while it is able. Returns "" if no member is.
+    That is a member that has all of it, or one that is to get it from the Hub.
     """
     able = {
         node: each for node, each in members.items() if each.complete or (each.wants and not each.problem)
@@ -212,7 +206,6 @@ class TransferRate:
     seen: deque[tuple[float, int]] = field(default_factory=deque)
 
     def add(self, now: float, held: int) -> None:
-        """Record the bytes that are there now."""
         self.seen.append((now, held))
         while now - self.seen[0][0] > RATE_S:
             self.seen.popleft()

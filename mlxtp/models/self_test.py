@@ -1,10 +1,8 @@
 """Golden proof: the model's answers to fixed prompts, compared with its earlier ones.
 
-A fabric or a build that computes wrong values may still form a group and prove its collectives. So after each
-load the group answers fixed prompts, greedily. The tokens are compared with those that this machine kept for
-the same model, machines, fabric, versions and settings. The first load keeps them. Different tokens are
-computed a second time. If they come again and are no near-tie of the right ones, the group computes wrong
-values.
+A fabric or a build that computes wrong values may still prove its collectives. So after each load the group
+answers fixed prompts, greedily, and this machine compares the tokens with its first ones for the same model,
+machines, fabric, versions and settings. Other tokens twice, and no near-tie: the group computes wrong values.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -125,13 +125,12 @@ class Fetch:
             while (part := queue.take()) is not None:
                 hub_client.fetch(manifest, part)
 
-        for attempt in (1, 2):
-            try:
-                return self._bring(manifest, bring, FILES_AT_ONCE)
-            except Damaged as error:
-                if attempt == 2:
-                    raise ModelError(f"cannot get {self.repo.name}: {error}, twice; try again") from None
-        raise AssertionError
+        with contextlib.suppress(Damaged):
+            return self._bring(manifest, bring, FILES_AT_ONCE)
+        try:
+            return self._bring(manifest, bring, FILES_AT_ONCE)
+        except Damaged as error:
+            raise ModelError(f"cannot get {self.repo.name}: {error}, twice; try again") from None
 
     def _look_up(self) -> Manifest:
         found = self._known or hub_client.look_up(self.repo.name, self.revision)
@@ -145,7 +144,7 @@ class Fetch:
         The seeder's manifest is only a hint: see `needed`, `hub_client.confirm`. Raises LinkError,
         ProtocolError and Damaged for a failure of the seeder, ModelError for one of this Mac.
         """
-        (offered,) = self._run([lambda: _asked(connect, model)], threading.Event())
+        (offered,) = self._run([partial(_asked, connect, model)], threading.Event())
         if offered.name != self.repo.name:
             raise LinkError(f"{offered.name} was offered for {self.repo.name}")
         if is_commit(self.revision) and offered.revision != self.revision:
@@ -158,7 +157,7 @@ class Fetch:
         manifest = mine or needed(offered)
 
         def bring(queue: FileQueue, stopped: Callable[[], bool]) -> None:
-            with closing(connect()) as connection:
+            with contextlib.closing(connect()) as connection:
                 peer_copy.bring(connection, offered, model, queue, stopped)
 
         def confirm() -> None:
@@ -174,7 +173,7 @@ class Fetch:
             if found is not None and repo.refs.commit(self.revision) == manifest.revision:
                 self.manifest, self._parts = manifest, ()
                 return found
-            with repo.lock.wait(self._stop.is_set):
+            with repo.lock.hold(self._stop.is_set):
                 self._parts, self.manifest = None, manifest
                 for file in manifest.blobs:
                     if self._stop.is_set():
@@ -232,5 +231,5 @@ def needed(offered: Manifest) -> Manifest:
 
 
 def _asked(connect: Connect, model: str) -> Manifest:
-    with closing(connect()) as connection:
+    with contextlib.closing(connect()) as connection:
         return peer_copy.ask(connection, model)[0]

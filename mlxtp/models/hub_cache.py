@@ -211,24 +211,22 @@ class RepoLock:
         self._path = cache / ".locks" / folder / "mlxtp.lock"
 
     @contextlib.contextmanager
-    def wait(self, stopped: Callable[[], bool]) -> Iterator[None]:
-        """Hold it as soon as no other program does. Raises ModelError if nothing can be written, Stopped."""
+    def hold(self, stopped: Callable[[], bool] | None = None) -> Iterator[None]:
+        """Hold it, once no other program does. Raises ModelError if nothing can be written here.
+
+        Raises Stopped while it waits, and without `stopped` ModelError instead of waiting.
+        """
         while (lock := self._taken()) is None:
+            if stopped is None:
+                why = f"another process is adding to {self._name}; stop it, or wait until it is done"
+                raise ModelError(why, Code.NOT_READY)
             if stopped():
                 raise Stopped
             threading.Event().wait(_LOOK_S)
         with lock:
             yield
 
-    def now(self) -> IO[bytes]:
-        """Return the lock, held until it is closed. Raises ModelError if another program has it."""
-        if (lock := self._taken()) is None:
-            why = f"another process is adding to {self._name}; stop it, or wait until it is done"
-            raise ModelError(why, Code.NOT_READY)
-        return lock
-
     def _taken(self) -> IO[bytes] | None:
-        """Return the lock; None if another program has it."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             lock = self._path.open("wb")
@@ -368,8 +366,8 @@ class Repo:
         return folder
 
     def refer(self, refs: Iterable[str], commit: str, stopped: Callable[[], bool], *, by_hub: bool) -> None:
-        """Do `Refs.point` under the lock. Raises OSError, and as `RepoLock.wait` does."""
-        with self.lock.wait(stopped):
+        """Do `Refs.point` under the lock. Raises OSError, and as `RepoLock.hold` does."""
+        with self.lock.hold(stopped):
             for ref in refs:
                 self.refs.point(ref, commit, by_hub=by_hub)
 
@@ -377,7 +375,7 @@ class Repo:
 
     def drop(self, hashes: Iterable[str]) -> None:
         """Remove these blobs, even of a complete model. Raises as `remove` does."""
-        with self.lock.now():
+        with self.lock.hold():
             for each in hashes:
                 (self.folder / "blobs" / each).unlink(missing_ok=True)
 
@@ -386,7 +384,7 @@ class Repo:
 
         Raises ModelError while another process adds to it, OSError.
         """
-        with self.lock.now():
+        with self.lock.hold():
             before = folder_bytes(self.folder)
             commits &= self.commits()
             gone = {name for commit in commits for name in self._blobs_of(commit)}
@@ -557,9 +555,6 @@ def _write(path: Path, data: bytes) -> None:
     write_whole(path, data, 0o666)
 
 
-_REPO_FOLDER = re.compile(r"models--(.+?)--(.+)")
-
-
 def repos_here(cache: Path | None = None) -> list[Repo]:
     cache = cache or cache_folder()
     found = (_repo_of(folder.name, cache) for folder in sorted(cache.glob("models--*--*")))
@@ -567,7 +562,7 @@ def repos_here(cache: Path | None = None) -> list[Repo]:
 
 
 def _repo_of(folder: str, cache: Path) -> Repo | None:
-    if match := _REPO_FOLDER.fullmatch(folder):
-        with contextlib.suppress(ValueError):
-            return Repo(f"{match[1]}/{match[2]}", cache)
+    with contextlib.suppress(ValueError):
+        kind, owner, name = folder.split("--", 2)
+        return Repo(f"{owner}/{name}", cache) if kind == "models" else None
     return None

@@ -167,6 +167,7 @@ class Holding:
     """Progress of one present member: `held` of `total` bytes (0: not known yet) of `revision`.
 
     `free`: bytes of room on its disk. `wants`: it needs the model. `problem`: why the Hub gives it none.
+    `port`: where others can copy the model from it, or 0.
     """
 
     revision: str = ""
@@ -175,6 +176,7 @@ class Holding:
     free: int = 0
     wants: bool = True
     problem: str = ""
+    port: int = 0
 
     @property
     def complete(self) -> bool:

@@ -54,10 +54,7 @@ class StoredModels:
         self._background.start(self._list(), "the list of models on this disk")
 
     def has(self, node_id: str, model: str) -> bool:
-        """Return True if another member has reported OWNER/NAME or OWNER/NAME@COMMIT as complete.
-
-        Branches and tags are not reported.
-        """
+        """Return True if another member has reported OWNER/NAME[@COMMIT] as complete."""
         name, _, revision = model.partition("@")
         return any(
             each.complete and each.name == name and revision in ("", each.revision)
@@ -65,7 +62,6 @@ class StoredModels:
         )
 
     def is_elsewhere(self, model: str) -> bool:
-        """Return True if any other member has it."""
         return any(self.has(node_id, model) for node_id in self.elsewhere)
 
     def _receive(self, link: ControlLink, message: ModelsHere) -> None:
@@ -82,7 +78,6 @@ class StoredModels:
                 handler()
 
     async def close(self) -> None:
-        """Stop listing."""
         await self._background.close()
 
 
@@ -95,13 +90,13 @@ class MemberReports:
     """Reports about one model: the last of each other member, and the last that this node sent."""
 
     def __init__(self) -> None:
-        self.others: dict[str, ModelHeld] = {}
+        self.others: dict[str, Holding] = {}
         self.sent: ModelHeld | None = None
         self.sent_at = 0.0
         self.since = time.monotonic()  #: Time from which all present members have some seconds to report.
         self.rates: defaultdict[str, TransferRate] = defaultdict(TransferRate)
 
-    def record(self, node_id: str, report: ModelHeld) -> None:
+    def record(self, node_id: str, report: Holding) -> None:
         """Keep the report of another member."""
         if node_id not in self.others:
             self.since = time.monotonic()
@@ -109,7 +104,6 @@ class MemberReports:
         self.rates[node_id].add(time.monotonic(), report.held)
 
     def drop(self, node_id: str) -> None:
-        """Forget a member."""
         self.others.pop(node_id, None)
         self.rates.pop(node_id, None)
 
@@ -125,7 +119,7 @@ class MemberReports:
     @property
     def needed(self) -> bool:
         """True if another member is to have the model and lacks some of it."""
-        return any(report.wants and not holding(report).complete for report in self.others.values())
+        return any(report.wants and not report.complete for report in self.others.values())
 
 
 class ModelTransfer:
@@ -188,24 +182,15 @@ class ModelTransfer:
         return failed and (self.everywhere or self.model in wanted)
 
     def rows(self, me: str, name_of: Callable[[str], str]) -> list[dict[str, Any]]:
-        """Return the progress of each member that is to have the model, this node (`me`) first, for commands:
-        bytes, bytes per second, seconds left.
-        """
-        mine = self.own or (Holding() if self.runs else None)
-        if why := self.failure:
+        """Return the progress of each member that is to have the model, this node (`me`) first."""
+        mine, why = self.own or (Holding() if self.runs else None), self.failure
+        if why:
             mine = mine or Holding()
             mine = replace(mine, wants=True, problem=mine.problem or why)
         found = [(me, mine)] if mine is not None else []
-        found += [(node, holding(report)) for node, report in sorted(self.reports.others.items())]
-        came = {
-            node: held.complete or bool(node == me and self.complete and held.revision and not held.total)
-            for node, held in found
-        }
-        return [
-            self._row(node, held, node == me, name_of) | {"complete": came[node]}
-            for node, held in found
-            if held.wants or (came[node] and not held.total)
-        ]
+        found += sorted(self.reports.others.items())
+        rows = [(held, self._row(node, held, node == me, name_of)) for node, held in found]
+        return [row for held, row in rows if held.wants or (row["complete"] and not held.total)]
 
     def _row(self, node: str, held: Holding, own: bool, name_of: Callable[[str], str]) -> dict[str, Any]:
         speed = self.reports.rates[node].bytes_per_s
@@ -219,6 +204,7 @@ class ModelTransfer:
             "bytes_per_s": round(speed),
             "left_s": round((held.total - held.held) / speed) if speed and held.total else None,
             "problem": held.problem,
+            "complete": held.complete or bool(own and self.complete and held.revision and not held.total),
         }
 
     async def pause(self) -> None:
@@ -244,9 +230,7 @@ class TransferTable:
         return self._all.get(model)
 
     def of(self, model: str) -> ModelTransfer:
-        """Return the transfer of a model, new if needed. Raises ModelError for an invalid name and for too
-        many.
-        """
+        """Return the transfer of a model, new if needed. Raises ModelError for a bad name, or too many."""
         if (found := self._all.get(model)) is not None:
             return found
         found = ModelTransfer(model)
@@ -264,7 +248,7 @@ class TransferTable:
 
 
 def look(repo: Repo, revision: str, wants: bool) -> tuple[Path | None, Holding]:
-    """Return what is here of a model: its folder if it is complete, and its progress. Reads the disk."""
+    """Return the folder of a model if it is complete here, and its progress. Reads the disk."""
     folder = repo.snapshot(revision)
     try:
         free = free_bytes(repo.cache)
@@ -280,5 +264,6 @@ def look(repo: Repo, revision: str, wants: bool) -> tuple[Path | None, Holding]:
 
 
 def holding(report: ModelHeld) -> Holding:
-    """Return what a member has reported of a model."""
-    return Holding(report.revision, report.held, report.total, report.free, report.wants, report.problem)
+    return Holding(
+        report.revision, report.held, report.total, report.free, report.wants, report.problem, report.port
+    )

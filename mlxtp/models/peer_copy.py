@@ -13,7 +13,6 @@ import math
 import selectors
 import socket
 import ssl
-import struct
 import threading
 import time
 from collections import Counter
@@ -52,7 +51,7 @@ STEP_S = 300
 STEP_BYTES = 4 << 20
 AGAIN_S = 1.0  #: Seconds between two requests for the files that a seeder has by now.
 _BLOCK_BYTES = 1 << 18
-_LENGTH = struct.Struct(">I")
+_LENGTH_BYTES = 4  # before each frame
 
 #: Returns the files to copy for a model, or None. Called from threads.
 Lent = Callable[[str], tuple[Repo, Manifest] | None]
@@ -89,16 +88,12 @@ class PeerConnection:
 
     def next(self) -> Message:
         """Return the next message, reading no byte beyond it."""
-        header = self._exactly(_LENGTH.size)
-        (length,) = _LENGTH.unpack(header)
-        if length > self._limit:
-            raise RemoteProtocolError(
-                f"a frame of {length} bytes; at most {self._limit} may come", Code.FRAME_OVERSIZE
-            )
-        decoder = Decoder()
+        decoder, header = Decoder(), self._exactly(_LENGTH_BYTES)
         decoder.limit = self._limit
-        decoder.feed(header + self._exactly(length))
-        frame = decoder.next_frame()
+        decoder.feed(header)
+        if (frame := decoder.next_frame()) is None:  # its length is within the limit
+            decoder.feed(self._exactly(int.from_bytes(header, "big")))
+            frame = decoder.next_frame()
         assert frame is not None
         return frame.message
 
@@ -108,7 +103,6 @@ class PeerConnection:
         return bytes(data)
 
     def receive_into(self, view: memoryview) -> None:
-        """Fill all of it."""
         try:
             while view:
                 count = self._tls.recv_into(view)
@@ -161,9 +155,8 @@ def ask(connection: PeerConnection, model: str) -> tuple[Manifest, FilesHeld]:
     except ValueError as error:
         raise RemoteProtocolError(f"a manifest that makes no sense: {error}", Code.FIELD_INVALID) from None
     if len(held.complete) != len(manifest.blobs):
-        raise RemoteProtocolError(
-            f"{len(held.complete)} files were reported, {len(manifest.blobs)} are due", Code.FIELD_INVALID
-        )
+        why = f"{len(held.complete)} files were reported, {len(manifest.blobs)} are due"
+        raise RemoteProtocolError(why, Code.FIELD_INVALID)
     return manifest, held
 
 

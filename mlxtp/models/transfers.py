@@ -1,9 +1,8 @@
 """Transfers of models: one member gets a model from the Hub, the others copy it from there.
 
-A member that needs a model broadcasts what it has of it (`ModelHeld`). The other members reply with what is
-on their disks. When all have replied, the coordinator names the seeder (`ModelLender`). It has all of the
-model, or is to download it from the Hub. The others copy while the seeder is still getting it. When it fails
-or leaves, the coordinator names another one, and the pieces that have come count.
+A member that needs a model broadcasts what it has of it (`ModelHeld`), and so do the others. The coordinator
+names the seeder (`ModelLender`), which has all of the model or is to download it; the others copy meanwhile.
+When it fails or leaves, the coordinator names another one, and the pieces that have come count.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from ..wire.tls import Credentials
 from . import hub_client, peer_copy
 from .download import Fetch, apart
 from .hub_cache import Damaged, Repo, Stopped, hub_name
-from .manifest import Manifest, described, elect_seeder, is_commit
+from .manifest import Holding, Manifest, described, elect_seeder, is_commit
 from .model_transfer import ModelTransfer, StoredModels, TransferTable, holding, look
 
 log = logging.getLogger(__name__)
@@ -48,33 +47,103 @@ MAX_PULLS = 8  #: Models that come to this Mac at one time at the request of one
 CLOSE_S = 2.0  #: Seconds that the end of this agent waits for threads that wait for the network.
 
 
-class Lending:
-    """Server of models on this disk, open while other members copy from here."""
+class SeederElection:
+    """Agreement on the seeder of each model, and the server of copies while this node is one.
 
-    def __init__(self, node: ClusterNode, credentials: Credentials, table: TransferTable) -> None:
+    Members report what they have, the coordinator decides.
+    """
+
+    def __init__(
+        self, node: ClusterNode, credentials: Credentials, table: TransferTable, background: Background
+    ) -> None:
         self._node = node
         self._credentials = credentials
         self._table = table
+        self._background = background
         self._server: peer_copy.PeerServer | None = None
+        node.links.on_up(self._greet)
+        node.links.on_lost(self._lost)
+        node.rounds.add(self._advance)
 
-    def update(self) -> list[ModelTransfer]:
-        """Open or close the server. Return the transfers whose reported port is out of date."""
+    def announce(self, job: ModelTransfer) -> None:
+        """Broadcast what this node has of a model."""
+        if job.own is None:
+            return
+        port = self._port if job.lends(self._node.node_id) else 0
+        report = ModelHeld(model=job.model, **asdict(job.own) | {"port": port})
+        job.reports.sent, job.reports.sent_at = report, time.monotonic()
+        self._node.links.broadcast(report)
+        job.changed.set()
+
+    def send(self, node_id: str, message: ModelHeld | ModelLender) -> None:
+        """Send a message to a member, if it is still there."""
+        with contextlib.suppress(MlxtpError):  # it has just gone
+            self._node.links.send(node_id, message)
+
+    @property
+    def _port(self) -> int:
+        return self._server.port if self._server is not None else 0
+
+    def receive(self, job: ModelTransfer, node_id: str, report: Holding) -> None:
+        """Process another member's report about a model."""
+        first = node_id not in job.reports.others
+        job.reports.record(node_id, report)
+        if job.own is None and not job.runs and not job.inspecting:
+            self.look_again(job)
+        elif first:
+            self.announce(job)
+        if self._node.leadership.leading and job.lender is not None and report.wants:
+            self.send(node_id, ModelLender(job.model, job.lender))
+        self.update_lending()
+
+    def look_again(self, job: ModelTransfer) -> None:
+        """Read this Mac's disk again, and report what has changed."""
+        job.inspecting = True
+        self._background.start(self._look(job), f"the look at {job.model}")
+
+    async def _look(self, job: ModelTransfer) -> None:
+        wants = job.own is not None and job.own.wants
+        try:
+            _, mine = await asyncio.to_thread(look, job.repo, job.revision, False)
+        finally:
+            job.inspecting = False
+        if not job.runs and mine != job.own:
+            job.own = replace(mine, wants=wants and mine.complete)
+            self.announce(job)
+
+    def decide(self, job: ModelTransfer) -> None:
+        """Choose and broadcast the seeder, if this node is the coordinator."""
+        node = self._node
+        if not node.leadership.leading or job.own is None:
+            return
+        members = {node.node_id: job.own, **job.reports.others}
+        if not any(held.wants for held in members.values()):
+            return
+        silent = node.links.nodes() - members.keys()
+        if silent and time.monotonic() - job.reports.since < ALL_REPORT_S:
+            return
+        chosen = elect_seeder(members, job.lender or "")
+        if chosen != job.lender:
+            job.lender = chosen
+            node.links.broadcast(ModelLender(job.model, chosen))
+            job.changed.set()
+            self.update_lending()
+
+    def update_lending(self) -> None:
+        """Serve copies to other members as long as they need them."""
         lent = [job for job in self._table if job.lends(self._node.node_id)]
-        if lent and self._server is None:
+        if not lent:
+            self.close()
+        elif self._server is None:
             host = self._node.settings.control_host
             try:
                 self._server = peer_copy.PeerServer(host, self._credentials, self._lent, self._may_copy)
             except OSError as error:
                 log.error("other Macs cannot copy models from here: %s", error)
-        elif not lent:
-            self.close()
-        port = self._server.port if self._server is not None else 0
-        sent = ((job, job.reports.sent) for job in lent)
-        return [job for job, last in sent if port and last is not None and last.port != port]
-
-    def port(self, job: ModelTransfer) -> int:
-        """Return the port at which a model can be copied from here; 0 for none."""
-        return self._server.port if self._server is not None and job.lends(self._node.node_id) else 0
+        for job in lent:
+            sent = job.reports.sent
+            if self._port and sent is not None and sent.port != self._port:
+                self.announce(job)
 
     def lends(self, job: ModelTransfer) -> bool:
         """Return True while this node serves copies, and another member needs the model."""
@@ -101,86 +170,6 @@ class Lending:
             self._server.close()
             self._server = None
 
-
-class SeederElection:
-    """Agreement on the seeder of each model: members report what they have, the coordinator decides."""
-
-    def __init__(
-        self, node: ClusterNode, table: TransferTable, lending: Lending, background: Background
-    ) -> None:
-        self._node = node
-        self._table = table
-        self._lending = lending
-        self._background = background
-        node.links.on_up(self._greet)
-        node.links.on_lost(self._lost)
-        node.rounds.add(self._advance)
-
-    def announce(self, job: ModelTransfer) -> None:
-        """Broadcast what this node has of a model."""
-        if job.own is None:
-            return
-        report = ModelHeld(model=job.model, port=self._lending.port(job), **asdict(job.own))
-        job.reports.sent, job.reports.sent_at = report, time.monotonic()
-        self._node.links.broadcast(report)
-        job.changed.set()
-
-    def send(self, node_id: str, message: ModelHeld | ModelLender) -> None:
-        """Send a message to a member, if it is still there."""
-        with contextlib.suppress(MlxtpError):  # it has just gone
-            self._node.links.send(node_id, message)
-
-    def receive(self, job: ModelTransfer, node_id: str, report: ModelHeld) -> None:
-        """Process another member's report about a model."""
-        first = node_id not in job.reports.others
-        job.reports.record(node_id, report)
-        if job.own is None and not job.runs and not job.inspecting:
-            self.look_again(job)
-        elif first:
-            self.announce(job)
-        if self._node.leadership.leading and job.lender is not None and report.wants:
-            self.send(node_id, ModelLender(job.model, job.lender))
-        self.update_lending()
-
-    def look_again(self, job: ModelTransfer) -> None:
-        """Read this Mac's disk and report, because another member needs the model or the disk has changed."""
-        job.inspecting = True
-        self._background.start(self._look(job), f"the look at {job.model}")
-
-    async def _look(self, job: ModelTransfer) -> None:
-        wants = job.own is not None and job.own.wants
-        try:
-            _, mine = await asyncio.to_thread(look, job.repo, job.revision, False)
-        finally:
-            job.inspecting = False
-        if not job.runs and mine != job.own:
-            job.own = replace(mine, wants=wants and mine.complete)
-            self.announce(job)
-
-    def decide(self, job: ModelTransfer) -> None:
-        """Choose and broadcast the seeder, if this node is the coordinator."""
-        node = self._node
-        if not node.leadership.leading or job.own is None:
-            return
-        others = job.reports.others.items()
-        members = {node.node_id: job.own, **{each: holding(report) for each, report in others}}
-        if not any(held.wants for held in members.values()):
-            return
-        silent = node.links.nodes() - members.keys()
-        if silent and time.monotonic() - job.reports.since < ALL_REPORT_S:
-            return
-        chosen = elect_seeder(members, job.lender or "")
-        if chosen != job.lender:
-            job.lender = chosen
-            node.links.broadcast(ModelLender(job.model, chosen))
-            job.changed.set()
-            self.update_lending()
-
-    def update_lending(self) -> None:
-        """Serve copies to other members as long as they need them."""
-        for job in self._lending.update():
-            self.announce(job)
-
     def _greet(self, link: ControlLink) -> None:
         """Send the state of transfers to a member that has just come."""
         for job in self._table:
@@ -188,7 +177,6 @@ class SeederElection:
                 link.send(sent)
 
     def _lost(self, node_id: str, _why: str) -> None:
-        """Forget an agent whose last link has ended."""
         for job in self._table:
             job.reports.drop(node_id)
             if job.lender == node_id:
@@ -197,7 +185,6 @@ class SeederElection:
         self.update_lending()
 
     def _advance(self, now: float) -> float | None:
-        """Advance all transfers. Return the time of the next advance while one runs."""
         for job in self._table:
             self.decide(job)
         self.update_lending()
@@ -214,7 +201,6 @@ class Downloads:
         self._line: list[ModelTransfer] = []  #: Running transfers (the first AT_ONCE), then those that wait.
 
     def waits(self, job: ModelTransfer) -> bool:
-        """Return True while other models come first."""
         return job in self._line[AT_ONCE:]
 
     async def run(self, job: ModelTransfer) -> Path:
@@ -287,35 +273,29 @@ class Downloads:
     async def _download(self, job: ModelTransfer, lender: str, named: str | None) -> Path:
         by_hub = job.of_hub | {job.revision} if job.known is not None else job.of_hub
         fetch = job.fetch = Fetch(job.repo, job.revision, job.refs, known=job.known, by_hub=by_hub)
-        connect = None
-        if lender == self._node.node_id:
-            log.info("%s comes from the Hub", job.model)
-        else:
-            log.info("%s is copied from %s", job.model, self._node.name_of(lender))
-            connect = self._connect(job, lender)
+        connect = self._connect(job, lender) if lender != self._node.node_id else None
+        source = (
+            f"is copied from {self._node.name_of(lender)}" if connect is not None else "comes from the Hub"
+        )
+        log.info("%s %s", job.model, source)
 
-        def on_progress(_held: int, _total: int) -> None:
-            self._measure(job)
+        def on_progress(held: int, total: int) -> None:
             if job.lender not in (named, None):
                 fetch.stop()  # there is another seeder
+            if fetch.manifest is None or job.own is None or not total:
+                return
+            held = min(held, total - 1)
+            job.own = replace(job.own, revision=fetch.manifest.revision, held=held, total=total)
+            job.reports.rates[self._node.node_id].add(time.monotonic(), held)
+            self._election.announce(job)
+            self._node.changed()
 
         found = await fetch.run(on_progress, connect, job.model)
         job.of_hub |= fetch.by_hub
         return found
 
-    def _measure(self, job: ModelTransfer) -> None:
-        """Update and report this Mac's progress."""
-        fetch = job.fetch
-        if fetch is None or fetch.manifest is None or job.own is None:
-            return
-        manifest, held = fetch.manifest, min(fetch.held_bytes, fetch.manifest.size - 1)
-        job.own = replace(job.own, revision=manifest.revision, held=held, total=manifest.size)
-        job.reports.rates[self._node.node_id].add(time.monotonic(), held)
-        self._election.announce(job)
-        self._node.changed()
-
     async def _wait_for_seeder(self, job: ModelTransfer, complete: bool) -> str:
-        """Return the seeder; this node's id means the Hub. Raises ModelError if no member can get it."""
+        """Return the seeder; this node means the Hub. Raises ModelError if no member can get it."""
         began = time.monotonic()
         while True:
             last_at = max(began, job.reports.last_at(job.lender or ""))
@@ -357,7 +337,7 @@ class Downloads:
         return lambda: peer_copy.connect(addresses, lender, credentials)
 
     def _hosts(self, node_id: str) -> list[str]:
-        """Return the addresses of a member, those on the fastest network first."""
+        """Return the addresses of a member, the fastest network first."""
         node = self._node
         me, link = node.node_id, node.links.to(node_id)
         machines = node.peer_info.machines
@@ -371,23 +351,17 @@ class Downloads:
 
 
 class TransferCoordinator:
-    """Coordinator of all transfers.
-
-    Everything runs in the agent's event loop, except what reads the disk or waits for the network.
-    """
+    """Coordinator of all transfers: what the rest of the agent knows of them."""
 
     def __init__(self, node: ClusterNode, credentials: Credentials, stored: StoredModels) -> None:
         self.stored = stored
         self.table = TransferTable(node.node_id)
         self._node = node
         self._background = Background(_log_failure)
-        self._lending = Lending(node, credentials, self.table)
-        self._election = SeederElection(node, self.table, self._lending, self._background)
+        self._election = SeederElection(node, credentials, self.table, self._background)
         self._downloads = Downloads(node, credentials, self._election)
-        #: Number of models that come at the request of each other member.
-        self._requested: Counter[str] = Counter()
-        #: Members of which a request was refused, so that the log reports each once.
-        self._refused: set[str] = set()
+        self._requested: Counter[str] = Counter()  #: Models that come at the request of each other member.
+        self._refused: set[str] = set()  #: Members of which a request was refused, to log each once.
         stored.on_change(self._look_again)
         node.links.on(self._received, ModelHeld, ModelLender, ModelPull)
         node.links.on_lost(lambda node_id, _why: self._refused.discard(node_id))
@@ -415,7 +389,6 @@ class TransferCoordinator:
                 self._stop(job)
 
     def _run(self, job: ModelTransfer, *refs: str) -> asyncio.Task[Path]:
-        """Begin, unless it runs."""
         if job.task is None or job.task.done():
             job.own, job.refs = None, set()
             if not is_commit(job.revision):
@@ -427,10 +400,10 @@ class TransferCoordinator:
         return job.task
 
     async def pull(self, model: str, *, everywhere: bool, known: Manifest | None = None) -> str:
-        """Begin to get what the Hub has under this name now; returns the name by which `progress` knows it.
+        """Begin to get what the Hub has under this name now; return the name by which `progress` knows it.
 
-        `known`: the Hub's answer, if it was asked just now. If it cannot be reached, the models of members
-        count. Raises ModelError.
+        `known`: the Hub's answer, if it was asked just now. Without one, the models of members count. Raises
+        ModelError.
         """
         repo, revision = hub_name(model)
         if known is None:
@@ -447,7 +420,7 @@ class TransferCoordinator:
         return name
 
     def _begin(self, name: str, *refs: str, everywhere: bool) -> asyncio.Task[Path]:
-        """Begin a transfer, and forget earlier failures of other members. Raises ModelError for too many."""
+        """Begin a transfer. Raises ModelError for too many."""
         job = self.table.of(name)
         job.everywhere = everywhere or job.everywhere
         if job.ends:
@@ -466,7 +439,7 @@ class TransferCoordinator:
         return task
 
     def progress(self, model: str) -> list[dict[str, Any]]:
-        """Return the progress of each member that needs a model: bytes, bytes per second, seconds left."""
+        """Return the progress of each member that needs a model, as `ModelTransfer.rows`."""
         job = self.table.find(model)
         if job is None:
             return []
@@ -476,9 +449,7 @@ class TransferCoordinator:
         ]
 
     def progress_text(self, model: str, node_id: str = "") -> str:
-        """Return the progress of a model to a node, this one by default, for people; empty if it is not on
-        its way.
-        """
+        """Return the progress of a model to a node, this one by default, for people; empty if it is none."""
         node_id = node_id or self._node.node_id
         rows = [row for row in self.progress(model) if row["node_id"] == node_id]
         coming = rows and not rows[0]["complete"] and not rows[0]["problem"]
@@ -496,7 +467,7 @@ class TransferCoordinator:
     def is_getting(self, name: str) -> bool:
         """Return True if this Mac is getting or seeding OWNER/NAME, as its disk spells that."""
         return any(
-            job.repo.as_here().name == name and (job.runs or self._lending.lends(job)) for job in self.table
+            job.repo.as_here().name == name and (job.runs or self._election.lends(job)) for job in self.table
         )
 
     def _stop(self, job: ModelTransfer) -> None:
@@ -509,26 +480,25 @@ class TransferCoordinator:
             self._election.announce(job)
 
     def _received(self, link: ControlLink, message: ModelHeld | ModelLender | ModelPull) -> None:
-        """Process a message about models from another agent."""
         node_id = link.node_id
         try:
             if isinstance(message, ModelPull):
-                repo, revision = hub_name(message.model)
-                commit = message.commit if is_commit(message.commit) else ""
-                self._pull_for(node_id, f"{repo.name}@{commit}" if commit else message.model, revision)
+                self._pull_for(node_id, message)
                 return
             job = self.table.of(message.model)
         except ModelError as error:
             self._log_refusal(node_id, error.detail)
             return
         if isinstance(message, ModelHeld):
-            self._receive_report(job, node_id, message)
+            self._receive_report(job, node_id, holding(message))
         elif node_id == self._node.leadership.claim.node_id:
             job.lender = message.node_id
         job.changed.set()
 
-    def _pull_for(self, node_id: str, name: str, ref: str) -> None:
+    def _pull_for(self, node_id: str, message: ModelPull) -> None:
         """Begin a transfer that another member requested. Raises ModelError."""
+        repo, ref = hub_name(message.model)
+        name = f"{repo.name}@{message.commit}" if is_commit(message.commit) else message.model
         if self._requested[node_id] >= MAX_PULLS:
             why = f"{MAX_PULLS} models come here at your request already; request {name} when some are done"
             self._election.send(node_id, ModelHeld(name, "", 0, 0, 0, wants=True, problem=why, port=0))
@@ -543,10 +513,10 @@ class TransferCoordinator:
             self._refused.add(node_id)
             log.warning("request by %s refused: %s", self._node.name_of(node_id), why)
 
-    def _receive_report(self, job: ModelTransfer, node_id: str, report: ModelHeld) -> None:
+    def _receive_report(self, job: ModelTransfer, node_id: str, report: Holding) -> None:
         before = job.reports.others.get(node_id)
         self._election.receive(job, node_id, report)
-        came = holding(report).complete and not (before is not None and holding(before).complete)
+        came = report.complete and not (before is not None and before.complete)
         wanted = [row.model for row in self._node.desired.table.live()]
         if came and job.begins_again(wanted):
             self._begin(job.model, *job.refs, everywhere=job.everywhere)
@@ -559,14 +529,13 @@ class TransferCoordinator:
 
     async def close(self) -> None:
         """Stop everything; downloaded pieces stay."""
-        works = [job.task for job in self.table if job.task is not None]
         for job in self.table:
             if job.fetch is not None:
                 job.fetch.stop()
-        left = {*works, *self._background.tasks}
+        left = {*self._background.tasks, *(job.task for job in self.table if job.task is not None)}
         for task in left:
             task.cancel()
-        self._lending.close()
+        self._election.close()
         if left:
             await asyncio.wait(left, timeout=CLOSE_S)
         await self.stored.close()

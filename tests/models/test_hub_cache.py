@@ -60,7 +60,7 @@ def test_a_model_that_another_process_adds_to_is_not_removed(tmp_path: Path) -> 
     put(tmp_path)
     repo, other = Repo(NAME, tmp_path), Repo(NAME, tmp_path)
     with (
-        other.lock.wait(lambda: False),
+        other.lock.hold(lambda: False),
         pytest.raises(ModelError, match=f"another process is adding to {NAME}; stop it, or wait"),
     ):
         repo.remove(frozenset({COMMIT}))
@@ -81,7 +81,7 @@ def test_who_waited_for_a_model_that_is_removed_locks_the_new_one(
 
     monkeypatch.setattr(fcntl, "flock", flock_after_remove)
     with (
-        repo.lock.wait(lambda: False),
+        repo.lock.hold(lambda: False),
         pytest.raises(ModelError, match="another process is adding"),
     ):
         Repo(NAME, tmp_path).remove(frozenset({COMMIT}))

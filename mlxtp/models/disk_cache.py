@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -69,11 +69,9 @@ class Layout:
 
 
 def layouts(folder: Path) -> list[Layout]:
-    """Return all that has a block in `folder`, by model and rank. Blocks."""
-    found = (_layout(each) for each in _folders(folder))
-    return sorted(
-        (each for each in found if each.blocks), key=lambda each: (each.model, each.ranks, each.rank)
-    )
+    """Return all that has a block in `folder`, by model and rank. Reads the disk, as `listed` and `clear`."""
+    found = [layout for each in _folders(folder) if (layout := _layout(each)).blocks]
+    return sorted(found, key=lambda each: (each.model, each.ranks, each.rank))
 
 
 def ranks_in(home: Path) -> tuple[str, ...]:
@@ -90,7 +88,7 @@ def ranks_in(home: Path) -> tuple[str, ...]:
 
 
 def listed(home: Path, setting: int | None) -> dict[str, Any]:
-    """Return the folder in an agent's home, its room and what each model has there, as JSON. Blocks."""
+    """Return the folder in an agent's home, its room and what each model has there, as JSON."""
     folder = folder_in(home)
     return {
         "folder": str(folder),
@@ -116,39 +114,30 @@ def by_model(found: list[Layout]) -> list[dict[str, Any]]:
 
 
 def clear(folder: Path, model: str = "", *, agent_runs: bool) -> list[Layout]:
-    """Remove the blocks of a model, or of all, and return them. Blocks.
+    """Remove the blocks of a model, or of all, and return them.
 
     Unfinished ones and the folders stay while an agent runs, because a rank may be writing there. `model` is
     a folder, or OWNER/NAME. Raises UserError for a file that cannot be removed.
     """
-    removed, name = [], name_of(model)
-    with _account(folder, recount=not agent_runs) as freed:
-        for each in _folders(folder):
-            layout = _layout(each)
-            if not name or name == name_of(layout.model):
-                freed.append(_remove(each, unfinished=not agent_runs))
-                removed.append(layout)
-    return [each for each in removed if each.blocks]
-
-
-@contextmanager
-def _account(folder: Path, *, recount: bool) -> Iterator[list[int]]:
-    """Yield a list for freed bytes, under the lock; then correct the account, or count again."""
-    freed: list[int] = []
     if not folder.is_dir():
-        yield freed
-        return
-    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    try:
+        return []
+    removed, freed, name = [], 0, name_of(model)
+    with os.fdopen(os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
-            yield freed
-        finally:
-            blocks = (status for each in _folders(folder) for _path, status in _files(each, unfinished=False))
-            left = sum(each.st_size for each in blocks) if recount else _used(folder) - sum(freed)
-            _write_used(folder, max(0, left))
-    finally:
-        os.close(lock)
+            for each in _folders(folder):
+                layout = _layout(each)
+                if not name or name == name_of(layout.model):
+                    freed += _remove(each, unfinished=not agent_runs)
+                    removed.append(layout)
+        finally:  # count again where no rank adds to it
+            left = (
+                _used(folder) - freed if agent_runs else sum(_layout(each).bytes for each in _folders(folder))
+            )
+            used = os.open(folder / _USED, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with os.fdopen(used, "w") as account:
+                account.write(str(max(0, left)))
+    return [each for each in removed if each.blocks]
 
 
 def _used(folder: Path) -> int:
@@ -157,11 +146,6 @@ def _used(folder: Path) -> int:
         return max(0, int((folder / _USED).read_text()[:20]))
     except (OSError, ValueError):
         return 0
-
-
-def _write_used(folder: Path, count: int) -> None:
-    with os.fdopen(os.open(folder / _USED, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(str(count))
 
 
 def _folders(folder: Path) -> list[Path]:

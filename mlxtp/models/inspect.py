@@ -204,25 +204,21 @@ def inspect(name: str, kv_bits: int = 0, *, ask_hub: bool = False) -> Servable:
     Raises ModelError for a model that is neither here nor, with `ask_hub`, on the Hub. It does so, too, for
     one that lacks files, has no room on this disk, or has a configuration that no group could run.
     """
-    if ask_hub and is_hub_id(name) and hub_folder(name) is None:
-        repo, revision = hub_name(name)
-        manifest = hub_client.look_up(repo.name, revision)
-        repo.check_room(manifest)
-        config = read_config(hub_client.fetch_some(manifest, _CONFIG_FILES))
-        check_servable(config)
-        _check_chats(config, lambda: hub_client.fetch_some(manifest, TEMPLATE_FILES))
-        weights = sum(file.size for file in manifest.files if file.path.endswith(".safetensors"))
-        # A head in the model's own files is seen once they are here.
-        mtp = any(file.path == MTP_FILE for file in manifest.files)
-        found = description_of(config)
-        shape = shape_of(found, name=name, weight_bytes=weights, kv_bits=kv_bits, mtp=mtp)
-        return Servable(name, shape, None, manifest)
-    folder = folder_of(name)
-    _check_whole(folder)
-    config = read_config(folder)
-    check_servable(config)
-    _check_chats(config, lambda: folder)
-    return Servable(name, shape_in(folder, name, kv_bits), folder)
+    if not (ask_hub and is_hub_id(name) and hub_folder(name) is None):
+        folder = folder_of(name)
+        _check_whole(folder)
+        _checked(folder, lambda: folder)
+        return Servable(name, shape_in(folder, name, kv_bits), folder)
+    repo, revision = hub_name(name)
+    manifest = hub_client.look_up(repo.name, revision)
+    repo.check_room(manifest)
+    some = hub_client.fetch_some(manifest, _CONFIG_FILES)
+    found = description_of(_checked(some, lambda: hub_client.fetch_some(manifest, TEMPLATE_FILES)))
+    weights = sum(file.size for file in manifest.files if file.path.endswith(".safetensors"))
+    # A head in the model's own files is seen once they are here.
+    mtp = any(file.path == MTP_FILE for file in manifest.files)
+    shape = shape_of(found, name=name, weight_bytes=weights, kv_bits=kv_bits, mtp=mtp)
+    return Servable(name, shape, None, manifest)
 
 
 def _check_whole(folder: Path) -> None:
@@ -307,17 +303,21 @@ def check_servable(config: Config) -> None:
         raise ModelError(why, Code.MODEL_UNSUPPORTED)
 
 
-def _check_chats(config: Config, folder: Callable[[], Path]) -> None:
-    """Raise ModelError for a model whose chats only Python code of its own can write.
+def _checked(folder: Path, tokenizer: Callable[[], Path]) -> Config:
+    """Return the configuration in a folder. Raises ModelError for a model that no group could serve.
 
-    `folder` returns that of its tokenizer; it is called for few families only.
+    Such is one whose chats only Python code of its own can write. `tokenizer` returns the folder with its
+    settings; it is called for few families.
     """
+    config = read_config(folder)
+    check_servable(config)
     why = chat_refusal(config, template=False)
     try:
-        if why and not _TEMPLATES & tokenizer_settings(folder()).keys():
+        if why and not _TEMPLATES & tokenizer_settings(tokenizer()).keys():
             raise ModelError(why, Code.MODEL_UNSUPPORTED)
     except (OSError, ValueError) as error:
         raise ModelError(f"its tokenizer_config.json cannot be read: {error}") from None
+    return config
 
 
 @cache
@@ -361,7 +361,7 @@ def stored_models(folders: Iterable[tuple[str, Path]] = ()) -> tuple[StoredModel
         *((name, None if lacks(folder) else folder) for name, folder in folders),
     ]
     described = (_described(name, folder) for name, folder in found if folder is not None)
-    return tuple(stored for stored in described if stored is not None)
+    return tuple(filter(None, described))
 
 
 @dataclass(frozen=True, slots=True)

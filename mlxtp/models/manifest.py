@@ -94,10 +94,11 @@ def wanted(files: Iterable[ModelFile]) -> tuple[ModelFile, ...]:
     """
     files = tuple(files)
     plain = [each for each in files if any(_matches(each.path, name) for name in (WEIGHTS, MTP_FILE))]
-    others = [each for each in files if any(_matches(each.path, pattern) for pattern in _WANTED)]
-    most = {"config.json": MAX_CONFIG_BYTES}
     others = [
-        each for each in others if _fits(each.path) and each.size <= most.get(each.path, MAX_TEXT_BYTES)
+        each
+        for each in files
+        if any(_matches(each.path, pattern) for pattern in _WANTED) and _fits(each.path)
+        if each.size <= (MAX_CONFIG_BYTES if each.path == "config.json" else MAX_TEXT_BYTES)
     ]
     return tuple(sorted({*plain, *others}, key=lambda file: (file in plain, file.path)))
 
@@ -191,14 +192,10 @@ def elect_seeder(members: Mapping[str, Holding], now: str) -> str:
     able = {
         node: each for node, each in members.items() if each.complete or (each.wants and not each.problem)
     }
-    complete = {node: each for node, each in able.items() if each.complete}
-    if now in (complete or able):
+    best = {node: each for node, each in able.items() if each.complete} or able
+    if now in best:
         return now
-    return min(
-        complete or able,
-        key=lambda node: (-able[node].held, -able[node].free, node),
-        default="",
-    )
+    return min(best, key=lambda node: (-best[node].held, -best[node].free, node), default="")
 
 
 @dataclass(slots=True)

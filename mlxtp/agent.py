@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 
 from starlette.types import ASGIApp
 
-from . import sandbox
 from .admin.checkup import AgentCheckup
 from .admin.handlers import Admin, announce, announced
 from .admin.metrics import observed
@@ -142,12 +141,10 @@ async def running_agent(
     With `spares` it keeps warm processes for ranks that die. Raises ConfigError and ModelError before
     anything is started.
     """
-    sandbox.check(settings.sandbox_ranks, dict(settings.origins).get(sandbox.SETTING, ""))
     heard = log_lines if settings.log_file or settings.log_format == "json" else None
     watched = watched_loop(settings.log_format, settings.log_file)
     with watched, _own_home(settings.home), open_endpoint(settings) as endpoint:
-        # A warm process has no model yet, and so no sandbox that admits it.
-        wanted = settings.ranks if spares and not settings.sandbox_ranks else 0
+        wanted = settings.ranks if spares else 0
         async with (
             WarmPool(worker, settings.home / "run", wanted, heard) as warm_pool,
             _entered(settings) as entered,

@@ -31,7 +31,7 @@ def free_bytes(system: str = sys.platform) -> int:
     """Return the bytes that programs can get now without swapping. Blocks for some milliseconds.
 
     As psutil counts it, except on macOS, where psutil takes inactive pages of programs for free, and active
-    ones of files for used. There it does so only if `vm_stat` cannot run, as in a sandbox.
+    ones of files for used. There it does so only if `vm_stat` cannot run.
     """
     import psutil
 

@@ -384,11 +384,6 @@ class Settings:
         "Give the GPU a tiny operation each second while a model is idle, so that no request waits until its "
         "weights are wired again. Off on battery. Not run on a Mac yet.",
     )
-    sandbox_ranks: bool = _told(
-        TUNING, SWITCH, False,
-        "Run ranks in a sandbox of macOS, without a warm process: they read their model and their software, "
-        "write their caches, and reach no other files. Not run on a Mac yet.",
-    )
     # fmt: on
     # --- not set by users ---
     limits: Limits = Limits()

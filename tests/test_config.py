@@ -97,7 +97,6 @@ def test_defaults(tmp_path: Path) -> None:
         ("fabric_networks", "private", "any", "fabric_networks", ("private", "any")),
         ("fast_fences", "no", "yes", "fast_fences", (False, True)),
         ("large_buffers", "no", "yes", "large_buffers", (False, True)),
-        ("sandbox_ranks", "yes", "no", "sandbox_ranks", (True, False)),
         ("drain", "2.5", "60", "drain_s", (2.5, 60.0)),
         ("load_on_request", "yes", "no", "load_on_request", (True, False)),
         ("log_format", "json", "text", "log_format", ("json", "text")),
@@ -484,7 +483,7 @@ STRINGS = (
 SWITCHES = (
     "large_buffers",
     "alone", "discovery", "fast_fences", "keep_awake", "keep_warm",
-    "load_on_request", "http_tls", "repeatable", "sandbox_ranks",
+    "load_on_request", "http_tls", "repeatable",
 )  # fmt: skip
 TIMES = ("deadline", "queue", "load_stall")
 LISTS = ("peers", "rdma", "allowed_hosts", "allowed_origins", "model_folders")

@@ -205,7 +205,6 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "chunks": frozenset({"wire"}),
     "description": frozenset(),
     "free_memory": frozenset(),
-    "sandbox": frozenset({"errors"}),
     "settings": frozenset({"values"}),
     "config": frozenset({"errors", "settings", "values"}),
     "model_files": frozenset({"errors", "model_config"}),
@@ -283,7 +282,6 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
             "identity",
             "imports",
             "placement",
-            "sandbox",
             "wire",
         }
     ),
@@ -300,7 +298,6 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
             "identity",
             "models",
             "placement",
-            "sandbox",
             "short_names",
             "values",
             "wire",
@@ -339,7 +336,6 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
             "identity",
             "models",
             "placement",
-            "sandbox",
             "wire",
         }
     ),

@@ -42,19 +42,6 @@ LITTLE_MEMORY_BYTES = 2 * GIB
 _RESTART = "restart this machine"
 
 
-def of_sandbox(facts: MachineFacts) -> Iterator[Finding]:
-    """Report whether MLX computes in the sandbox of ranks, if they have one."""
-    if (said := facts.sandbox) is None:
-        return
-    if said.problem:
-        yield error(
-            f"MLX does not compute in it: sandbox-exec {said.problem}",
-            "`mlxtp node --no-sandbox-ranks`, or sandbox_ranks = false in config.toml",
-        )
-    else:
-        yield ok(f"MLX computes in it, on {said.text.strip()}")
-
-
 def of_system(facts: MachineFacts) -> Iterator[Finding]:
     """Report whether the system is new enough for MLX and for RDMA."""
     machine = facts.machine

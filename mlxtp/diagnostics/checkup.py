@@ -39,7 +39,6 @@ from ..placement import hardware
 from ..placement import probe_macos as probes
 from ..placement.hardware import RunProbe, run_as_self, run_command
 from ..placement.probe_macos import NOT_INSTALLED, Output, ipv4, self_assigned
-from ..sandbox import Sandbox
 from ..wire.blocking import listen
 from ..wire.certificates import MemberCertificates
 from ..wire.cluster_messages import Machine
@@ -335,9 +334,6 @@ def shared(tries: Iterable[Attempt], machine: Machine) -> tuple[Attempt, ...]:
 
 #: Seconds for which a command listens for other agents. They reply within half a second.
 LISTEN_S = 1.5
-#: Seconds for a computation in the sandbox of ranks, which also imports MLX.
-SANDBOX_S = 20.0
-_COMPUTE = "import mlx.core as mx; mx.eval(mx.ones(1) + 1); print(mx.default_device())"
 
 Json = Mapping[str, Any]
 
@@ -391,7 +387,6 @@ class Checkup:
             members=members,
             discovery=settings.discovery and not _alone(settings),
             alone=_alone(settings),
-            sandbox=await self._sandbox(),
         )
 
     # --- what an agent knows better -----------------------------------------------------------------------
@@ -491,12 +486,6 @@ class Checkup:
         said = await self._ask("pmset", "-g")
         used = probes.parse_power(said.text)
         return PowerFacts(used or {}, problem_of("pmset", said, used))
-
-    async def _sandbox(self) -> Output | None:
-        if not self._settings.sandbox_ranks:
-            return None
-        program, *arguments = Sandbox(self._settings.home / "run").command()
-        return await self._run(program, (*arguments, sys.executable, "-c", _COMPUTE), SANDBOX_S)
 
     async def _ask(self, program: str, *arguments: str) -> Output:
         return await self._run(program, arguments, probes.ASK_S)

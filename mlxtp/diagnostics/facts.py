@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 
-from ..placement.probe_macos import Output
 from ..wire.cluster_messages import Machine
 
 
@@ -214,8 +213,6 @@ class MachineFacts:
     discovery: bool = True
     #: The settings forbid a cluster.
     alone: bool = False
-    #: Of a computation in the sandbox of ranks; None where ranks have none.
-    sandbox: Output | None = None
 
     @property
     def among_others(self) -> bool:

@@ -66,13 +66,6 @@ ROWS: tuple[CheckRow, ...] = (
         checks.of_stages,
     ),
     CheckRow(
-        "sandbox", "Sandbox",
-        "with `sandbox_ranks`: whether MLX computes in the sandbox that ranks have",
-        "a rank that is refused what it needs ends, and no group is formed",
-        "`mlxtp node --no-sandbox-ranks`",
-        checks.of_sandbox,
-    ),
-    CheckRow(
         "system", "System",
         "the version of macOS, or of Linux",
         "MLX needs macOS 14, RDMA over Thunderbolt 26.2",

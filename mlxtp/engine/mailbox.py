@@ -121,7 +121,7 @@ def runs_on_battery() -> bool:
 
     try:
         battery = psutil.sensors_battery()
-    except (AttributeError, OSError, RuntimeError):  # a system without sensors, or a sandbox
+    except (AttributeError, OSError, RuntimeError):  # a system without sensors
         return False
     return battery is not None and battery.power_plugged is False
 

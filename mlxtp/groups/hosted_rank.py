@@ -39,7 +39,6 @@ from .ranks import (
     epoch_folder,
     keep_failure,
     make_epoch_folder,
-    sandbox_of,
     with_stranded,
 )
 
@@ -106,10 +105,7 @@ class HostedRank:
         self.model, self._folder = model, epoch_folder(home, order.epoch, self.host)
         async with asyncio.timeout(self._settings.limits.spawn_s):
             make_epoch_folder(self._folder, needed=True)
-            around = sandbox_of(self._settings, self._folder, [model], "network", jaccl=not order.fabric)
-            self.process = RankProcess(
-                order.rank, order.epoch, self._folder, self, worker=worker, sandbox=around
-            )
+            self.process = RankProcess(order.rank, order.epoch, self._folder, self, worker=worker)
             await self.process.spawn(identity=home / "identity", keep_warm=self._settings.keep_warm)
             await self.process.greet()
         self._ready = RankReady.with_port(order.fabric)

@@ -146,11 +146,8 @@ class Supervisor:
         self.loader = ModelLoader(settings, partial(gateway.self_test, deployment))
 
         def make_ranks(plan: EpochPlan, on_stage: Stage) -> ProcessGroup:
-            events, model = gateway.on_event, plan.model
-            models = [*filter(None, (model.path, model.draft_path))] if model is not None else []
-            ranks = ProcessGroup(
-                settings, plan.epoch, events, on_stage, worker=worker, group=plan.group, models=models
-            )
+            events = gateway.on_event
+            ranks = ProcessGroup(settings, plan.epoch, events, on_stage, worker=worker, group=plan.group)
             ranks.kv_bytes = self.kv.limit_bytes
             return ranks
 

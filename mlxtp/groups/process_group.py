@@ -10,7 +10,6 @@ import shutil
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 from ..background import Background
@@ -19,7 +18,6 @@ from ..diagnostics import failure_store
 from ..errors import Code, FailureReport, GroupError, MlxtpError, is_consequence
 from ..models.disk_cache import room_in
 from ..placement.formation import explain, explain_crash
-from ..sandbox import Reach
 from ..wire.blocking import listen
 from ..wire.messages import (
     Bootstrap,
@@ -52,7 +50,6 @@ from .ranks import (
     epoch_folder,
     keep_failure,
     make_epoch_folder,
-    sandbox_of,
     with_stranded,
 )
 from .side_channel import RoundReplies, SideChannelHub
@@ -107,11 +104,6 @@ class EpochGroup:
     def fabric_kind(self) -> str:
         """MLX's way to sum: the backend, and for JACCL its ring or mesh."""
         return self.backend if self.backend != "jaccl" else "jaccl ring" if self.jaccl_ring else "jaccl mesh"
-
-    @property
-    def reach(self) -> Reach:
-        """Connections of its ranks."""
-        return "none" if self.world_size == 1 else "loopback" if self.local == self.world_size else "network"
 
     @property
     def about(self) -> dict[str, object]:
@@ -258,10 +250,7 @@ class EpochWatch:
 
 
 class ProcessGroup:
-    """One epoch. `failed` resolves to the reason of its failure; `on_event` gets the events of rank 0.
-
-    `models` are the folders that ranks in a sandbox may read.
-    """
+    """One epoch. `failed` resolves to the reason of its failure; `on_event` gets the events of rank 0."""
 
     def __init__(
         self,
@@ -272,7 +261,6 @@ class ProcessGroup:
         *,
         worker: Worker = WORKER,
         group: EpochGroup | None = None,
-        models: Sequence[Path] = (),
     ) -> None:
         self.epoch = epoch
         self.group = group or EpochGroup(settings.ranks, settings.ranks, settings.local_backend)
@@ -286,10 +274,8 @@ class ProcessGroup:
         grace_s = CAUSE_GRACE_S if self.group.world_size > 1 else 0.0  # one rank has no witness
         self.watch = EpochWatch(epoch, on_event, self._explained, self._rounds, grace_s)
         self.failed = self.watch.failed
-        jaccl = self.group.backend == "jaccl"
-        around = sandbox_of(settings, self._folder, models, self.group.reach, jaccl=jaccl)
         self.processes = [
-            RankProcess(rank, epoch, self._folder, self.watch, worker=worker, sandbox=around)
+            RankProcess(rank, epoch, self._folder, self.watch, worker=worker)
             for rank in range(self.group.local)
         ]
         self.endpoints = self.group.endpoints(self.watch)

@@ -11,12 +11,11 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from ..background import Background
-from ..config import Settings
 from ..diagnostics import failure_store
 from ..diagnostics.failure_store import FailedEpoch, RankEnd, read_recording, recorder_memory
 from ..errors import (
@@ -30,8 +29,7 @@ from ..errors import (
     is_disk_full,
     why_not_written,
 )
-from ..models.disk_cache import DiskRoom, folder_in
-from ..sandbox import HINT, Reach, Sandbox
+from ..models.disk_cache import DiskRoom
 from ..wire.cluster_messages import (
     EndEpoch,
     EpochEnded,
@@ -70,7 +68,6 @@ from ..wire.recording import decode, gave_back
 from ..wire.session import LinkKind, LinkState, Side
 from ..wire.session import Session as LinkProtocol
 from ..wire.streams import StreamLink
-from ..wire.tls import Credentials
 from .boot_record import count_formation
 from .health import exit_report, rank_in
 from .sleep import HERE
@@ -82,7 +79,6 @@ WORKER = (sys.executable, "-m", "mlxtp.engine.worker")
 END_GRACE_S = 4.0  #: Seconds that another agent may take to end its rank before this one stops waiting.
 EXIT_S = 1.0  #: seconds from the end of a pipe to that of its process
 _CLOSED = -1
-_REFUSED = "not permitted"  # in the texts of errors for what a sandbox refuses
 
 Worker = Sequence[str] | WarmPool  #: Source of rank processes: a command, or a pool of warm processes.
 
@@ -114,10 +110,8 @@ class RankProcess:
         watcher: Watcher,
         *,
         worker: Worker = WORKER,
-        sandbox: Sandbox | None = None,
     ) -> None:
         self.rank = rank
-        self._sandbox = sandbox
         self._epoch = epoch
         self._watcher = watcher
         self._warm_pool = worker if isinstance(worker, WarmPool) else WarmPool(worker)
@@ -152,13 +146,7 @@ class RankProcess:
         if identity is not None:
             args += ["--identity", str(identity)]
         args += ["--keep-warm"] * keep_warm
-        sandbox = self._sandbox
-        if sandbox is not None:
-            # The folder of an identity may hold the authority's key, too.
-            files = astuple(Credentials.of(identity)) if identity is not None else ()
-            writes = (*sandbox.writes, self._recording)
-            sandbox = replace(sandbox, reads=(*sandbox.reads, *files), writes=writes)
-        started = await self._warm_pool.start(args, listener, sandbox)
+        started = await self._warm_pool.start(args, listener)
         self._process = started.process
         HERE.began()
         self._counted = True
@@ -205,7 +193,7 @@ class RankProcess:
         if isinstance(reply, Error):
             code = Code(reply.code)
             kind = ModelError if code.startswith("model_") else GroupError
-            raise kind(self._advised(reply.detail) if _REFUSED in reply.detail else reply.detail, code)
+            raise kind(reply.detail, code)
         if not isinstance(reply, expected):
             raise GroupError(f"rank {self.rank} replied with {type(reply).__name__}", Code.OUT_OF_ORDER)
         return reply
@@ -329,14 +317,7 @@ class RankProcess:
 
     def _report(self, report: FailureReport) -> None:
         if not self._ending:
-            error, pong = report.error, self._end.pong
-            if _REFUSED in error.detail or pong is None or not pong.model:
-                report = replace(report, error=type(error)(self._advised(error.detail), error.code))
             self._watcher.report(report)
-
-    def _advised(self, detail: str) -> str:
-        """Add that a sandbox may be the cause, if this rank has one."""
-        return detail if self._sandbox is None else f"{detail.rstrip('.')}. {HINT}"
 
     def _bug(self, _task: asyncio.Task[None], error: BaseException) -> None:
         """Report a bug in a task of ours: it must not leave a rank unwatched."""
@@ -480,15 +461,6 @@ class RemoteRank:
     def link_lost(self, why: str) -> None:
         """Note that the last control link to its agent has ended."""
         self.lost(f"rank {self.rank}: {self.name} is gone: {why}")
-
-
-def sandbox_of(
-    settings: Settings, folder: Path, models: Iterable[Path], reach: Reach, *, jaccl: bool
-) -> Sandbox | None:
-    """Return the sandbox of a rank here, if the setting wants one. `folder` is that of its epoch."""
-    if not settings.sandbox_ranks:
-        return None
-    return Sandbox(folder, tuple(models), (folder_in(settings.home),), reach, jaccl)
 
 
 def epoch_folder(home: Path, epoch: int, host: str = "") -> Path:

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Self
 
 from ..background import Background, Backoff
-from ..sandbox import Sandbox
 from ..wire.messages import Pong
 from ..wire.rank_process import READY, TAKEN, hand_over, without_secrets
 
@@ -141,17 +140,9 @@ class WarmPool:
 
     # --- handing out ---------------------------------------------------------------------------------
 
-    async def start(
-        self,
-        arguments: Sequence[str],
-        listener: socket.socket | None = None,
-        sandbox: Sandbox | None = None,
-    ) -> Started:
-        """Return a rank process with these arguments, and `listener` for its decode links. Raises OSError.
-
-        One in a sandbox is new.
-        """
-        while sandbox is None and (waiting := [spare for spare in self._warm if spare.ready]):
+    async def start(self, arguments: Sequence[str], listener: socket.socket | None = None) -> Started:
+        """Return a rank process with these arguments, and `listener` for its decode links. Raises OSError."""
+        while waiting := [spare for spare in self._warm if spare.ready]:
             if started := await self._hand_over(waiting[0], arguments, listener):
                 return started
         ours, theirs = new_pipe()
@@ -161,7 +152,7 @@ class WarmPool:
             if listener is not None:
                 fds.append(listener.fileno())
                 arguments += ["--listen-fd", str(listener.fileno())]
-            return await self._spawn(arguments, fds, ours, sandbox)
+            return await self._spawn(arguments, fds, ours)
 
     async def _hand_over(
         self, spare: _WarmRank, arguments: Sequence[str], listener: socket.socket | None
@@ -224,25 +215,16 @@ class WarmPool:
         self._warm.append(spare)
         spare.watch = self._background.start(self._watch(spare), f"watching {spare}")
 
-    async def _spawn(
-        self,
-        arguments: Sequence[str],
-        fds: Sequence[int],
-        ours: socket.socket,
-        sandbox: Sandbox | None = None,
-    ) -> Started:
+    async def _spawn(self, arguments: Sequence[str], fds: Sequence[int], ours: socket.socket) -> Started:
         """Start a process that inherits `fds`. Closes `ours` when it cannot. Raises OSError."""
         lines: WorkerOutput | None = None
         try:
             lines = WorkerOutput(self._heard) if self._heard is not None else None
-            around = await asyncio.to_thread(sandbox.command) if sandbox is not None else ()
             process = await asyncio.create_subprocess_exec(
-                *around,
                 *self._command,
                 *arguments,
                 pass_fds=fds,
-                env=without_secrets(os.environ) | (sandbox.environment if sandbox is not None else {}),
-                cwd=sandbox.folder if sandbox is not None else None,
+                env=without_secrets(os.environ),
                 stdin=asyncio.subprocess.DEVNULL,
                 # stdout is the command's own: its JSON must stay JSON
                 stdout=_STDERR_FD if lines is None else lines.descriptor,

@@ -69,7 +69,6 @@ def well(**changed: Any) -> MachineFacts:
         model=ModelFacts("tiny", "ab" * 32),
         members=(MINI_WELL,),
         discovery=True,
-        sandbox=Output("Device(gpu, 0)\n"),
     )  # fmt: skip
     return replace(facts, **changed)
 
@@ -131,8 +130,6 @@ CASES: list[tuple[str, Change, Level, str, str]] = [
     ("agent", _of("agent", runs_here=False), Level.INFO, "this command's own", "mlxtp node"),
     ("agent", _of("agent", runs_here=False, problem="silent"), Level.ERROR, "did not answer: silent",
      "log"),
-    ("sandbox", lambda facts: replace(facts, sandbox=Output(problem="ended with status 65 (no rule)")),
-     Level.ERROR, "does not compute in it: sandbox-exec ended with status 65 (no", "--no-sandbox-ranks"),
     ("serving", _of("agent", state="failed", reason="it broke"), Level.ERROR, "it broke", "mlxtp serve tiny"),
     ("serving", _of("agent", problem_of_cluster="two have one id"), Level.ERROR, "two have one id",
      "as it says"),
@@ -345,17 +342,6 @@ def test_a_mac_of_which_nothing_is_known(tmp_path: Path) -> None:
         "gpu-memory",
     } <= unknown
     assert [each.row.id for each in examined if each.level in (Level.WARNING, Level.ERROR)] == []
-
-
-def test_a_computation_in_the_sandbox_is_tried_where_ranks_have_one(tmp_path: Path) -> None:
-    machine = Machine("mac_well")
-    found = recorded.facts(tmp_path, machine, sandbox_ranks=True).sandbox
-    assert found is not None
-    assert found.problem == "is not installed"
-    [command] = [each for each in machine.asked if "sandbox-exec" in each]
-    assert command.startswith("/usr/bin/sandbox-exec -p (version 1)")
-    assert "(allow network" not in command
-    assert recorded.facts(tmp_path, Machine("mac_well")).sandbox is None
 
 
 def test_only_looking_commands_are_run(tmp_path: Path) -> None:

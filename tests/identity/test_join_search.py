@@ -214,6 +214,21 @@ def test_an_address_of_another_cluster_that_was_typed_is_said_at_once(
     play(tmp_path, monkeypatch, story)
 
 
+def test_a_member_stays_one_with_a_token_of_its_cluster_and_is_refused_with_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(street: Street) -> None:
+        own, other = [await each.node.parts.tokens.token() for each in (street.house, street.other)]
+        member = street.member.member
+        settings = Settings(street._home(), "", 0, 1, "tiny", cluster=True, join=own)
+        entered = await enter(settings, member.store, lambda: pytest.fail("it is a member"))
+        assert (entered.identity.node_id, entered.joined) == (member.identity.node_id, False)
+        with pytest.raises(ConfigError, match=r"is a member of cluster .*, the token is for"):
+            await enter(replace(settings, join=other), member.store, lambda: None)
+
+    play(tmp_path, monkeypatch, story)
+
+
 @pytest.mark.slow
 def test_when_no_mac_is_found_it_is_said_what_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def story(street: Street) -> None:

@@ -98,7 +98,7 @@ def test_a_mac_counts_its_free_memory_by_vm_stat(tmp_path: Path, monkeypatch: py
     program = tmp_path / "vm_stat"
     monkeypatch.setattr(free_memory, "_VM_STAT", str(program))
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=7))
-    assert free_memory.free_bytes("darwin") == 7, "it cannot run, as in a sandbox"
+    assert free_memory.free_bytes("darwin") == 7, "it cannot run"
     program.write_text(f"#!/bin/sh\ncat <<'END'\n{recorded(ULTRA)['vm_stat']}\nEND\n")
     program.chmod(0o700)
     assert free_memory.free_bytes("darwin") == machine(ULTRA).free_bytes

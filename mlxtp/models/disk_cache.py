@@ -141,7 +141,6 @@ def clear(folder: Path, model: str = "", *, agent_runs: bool) -> list[Layout]:
 
 
 def _used(folder: Path) -> int:
-    """Return the bytes of all blocks by the account."""
     try:
         return max(0, int((folder / _USED).read_text()[:20]))
     except (OSError, ValueError):

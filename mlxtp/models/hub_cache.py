@@ -64,7 +64,6 @@ class Damaged(Exception):
 
 
 def cache_folder() -> Path:
-    """Return the folder where the Hub's own client keeps models."""
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE)
@@ -174,7 +173,6 @@ class Refs:
         return commit
 
     def commits(self) -> dict[str, str]:
-        """Return the commit of each branch and tag that is known here."""
         found = {path.relative_to(folder).as_posix() for folder, path in self._files()}
         return {name: self.commit(name) for name in sorted(found)}
 

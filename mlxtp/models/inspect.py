@@ -76,7 +76,6 @@ async def open_model(name: str, draft: str = "") -> ModelSource:
 
 
 async def find_model(name: str) -> Path:
-    """Return only the folder of a model. Raises ModelError."""
     return (await asyncio.to_thread(folder_of, name)).resolve()
 
 
@@ -171,7 +170,6 @@ def is_hub_id(name: str) -> bool:
 
 
 def _as_path(name: str) -> Path:
-    """Raises ModelError for what no folder can be called."""
     try:
         path = Path(name).expanduser()
         path.exists()

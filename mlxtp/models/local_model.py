@@ -156,7 +156,6 @@ class LocalModel:
         self._report(self)
 
     async def close(self) -> None:
-        """Stop the search, and end the process of the tokenizer."""
         await self._background.close()
         if self.source is not None:
             self.source.text.close()
@@ -260,7 +259,6 @@ class LocalModels:
             self._node.changed()
 
     async def close(self) -> None:
-        """Stop all searches."""
         await asyncio.gather(*(each.close() for each in self._wanted.values()))
         while self._background.tasks:
             await asyncio.wait(self._background.tasks)

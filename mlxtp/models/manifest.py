@@ -211,7 +211,6 @@ class TransferRate:
 
     @property
     def bytes_per_s(self) -> float:
-        """Mean over the last RATE_S; 0 until that is known."""
         (began, had), (now, has) = (self.seen[0], self.seen[-1]) if self.seen else ((0.0, 0), (0.0, 0))
         return max(has - had, 0) / (now - began) if now > began else 0.0
 

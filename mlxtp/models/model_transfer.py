@@ -97,7 +97,6 @@ class MemberReports:
         self.rates: defaultdict[str, TransferRate] = defaultdict(TransferRate)
 
     def record(self, node_id: str, report: Holding) -> None:
-        """Keep the report of another member."""
         if node_id not in self.others:
             self.since = time.monotonic()
         self.others[node_id] = report
@@ -112,7 +111,6 @@ class MemberReports:
         self.others = {node: replace(report, problem="") for node, report in self.others.items()}
 
     def last_at(self, node_id: str) -> float:
-        """Return the time of a member's last report, in seconds; 0 if there is none."""
         seen = self.rates[node_id].seen
         return seen[-1][0] if seen else 0.0
 
@@ -155,7 +153,6 @@ class ModelTransfer:
 
     @property
     def failure(self) -> str:
-        """Reason why the last request failed; empty if it did not."""
         task = self.task
         if task is None or not task.done() or task.cancelled() or (error := task.exception()) is None:
             return ""
@@ -173,7 +170,6 @@ class ModelTransfer:
         return self.task is not None and not self.task.done() and bool(self.task.cancelling())
 
     def lends(self, me: str) -> bool:
-        """Return True if this node (`me`) is the seeder and another member needs the model."""
         return self.lender == me and self.reports.needed
 
     def begins_again(self, wanted: Collection[str]) -> bool:

@@ -221,7 +221,6 @@ class PeerServer:
         threading.Thread(target=self._accept, name="lender", daemon=True).start()
 
     def close(self) -> None:
-        """Stop serving and cut all connections."""
         self._wake.close()
         with self._lock:
             for sock in (*self._open, *self._strangers):

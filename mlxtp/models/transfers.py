@@ -76,7 +76,6 @@ class SeederElection:
         job.changed.set()
 
     def send(self, node_id: str, message: ModelHeld | ModelLender) -> None:
-        """Send a message to a member, if it is still there."""
         with contextlib.suppress(MlxtpError):  # it has just gone
             self._node.links.send(node_id, message)
 
@@ -97,7 +96,6 @@ class SeederElection:
         self.update_lending()
 
     def look_again(self, job: ModelTransfer) -> None:
-        """Read this Mac's disk again, and report what has changed."""
         job.inspecting = True
         self._background.start(self._look(job), f"the look at {job.model}")
 
@@ -165,7 +163,6 @@ class SeederElection:
         return not removed and self._node.links.linked(identity)
 
     def close(self) -> None:
-        """Stop serving, and cut all copies."""
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -336,8 +333,7 @@ class Downloads:
         addresses = [f"{host}:{port}" for host in self._hosts(lender)]
         return lambda: peer_copy.connect(addresses, lender, credentials)
 
-    def _hosts(self, node_id: str) -> list[str]:
-        """Return the addresses of a member, the fastest network first."""
+    def _hosts(self, node_id: str) -> list[str]:  # those on the fastest network first
         node = self._node
         me, link = node.node_id, node.links.to(node_id)
         machines = node.peer_info.machines
@@ -496,7 +492,6 @@ class TransferCoordinator:
         job.changed.set()
 
     def _pull_for(self, node_id: str, message: ModelPull) -> None:
-        """Begin a transfer that another member requested. Raises ModelError."""
         repo, ref = hub_name(message.model)
         name = f"{repo.name}@{message.commit}" if is_commit(message.commit) else message.model
         if self._requested[node_id] >= MAX_PULLS:

@@ -19,15 +19,7 @@ from ..errors import Code, MlxtpError, ModelError
 from ..model_files import fingerprint, stray_files
 from ..placement.model_shape import ModelShape
 from ..wire.cluster_messages import ModelStatus
-from .inspect import (
-    ModelSource,
-    find_model,
-    in_folders,
-    is_hub_id,
-    open_model,
-    shape_in,
-    weight_bytes,
-)
+from .inspect import ModelSource, find_model, in_folders, is_hub_id, open_model, shape_in, weight_bytes
 from .manifest import is_commit
 from .model_transfer import REPORT_S
 from .transfers import TransferCoordinator

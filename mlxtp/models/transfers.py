@@ -209,17 +209,15 @@ class Downloads:
             await self._refer(job, here)
             return here
         self._election.announce(job)
-        tries, copied = 0, False
+        tries, copied, me = 0, False, self._node.node_id
         while True:
             lender = await self._wait_for_seeder(job, here is not None)
-            copied = copied or lender != self._node.node_id
-            if lender == self._node.node_id and here is not None:
-                break
+            copied = copied or lender != me
             other = job.reports.others.get(lender)
-            if here is not None and other is not None and other.revision == mine.revision:
+            if here is not None and (lender == me or (other is not None and other.revision == mine.revision)):
                 break
             try:
-                here = await self._download_in_turn(job, lender if tries < TRIES else self._node.node_id)
+                here = await self._download_in_turn(job, lender if tries < TRIES else me)
                 break
             except Stopped:
                 continue  # there is another seeder

@@ -222,6 +222,15 @@ def test_what_has_another_hash_never_gets_a_name(hub: Hub) -> None:
     assert same(fetch().from_hub(), dict(model.files))
 
 
+@pytest.mark.parametrize(
+    ("size", "why"), [(EXTRA - 1, "it ends early"), (EXTRA + 1, f"more than the {EXTRA} bytes came")]
+)
+def test_a_file_of_another_size_is_refused(hub: Hub, size: int, why: str) -> None:
+    hub.models[NAME].lies = {BIG: bytes(size)}
+    with pytest.raises(ModelError, match=f"cannot get {NAME}: {BIG}: {why}"):
+        fetch().from_hub()
+
+
 def test_a_hub_that_starts_over_and_sends_something_else_is_found_out(hub: Hub) -> None:
     model = hub.models[NAME]
     honest = model.files[BIG]
@@ -370,7 +379,9 @@ def test_a_failed_pull_of_which_nothing_came_is_not_listed(hub: Hub) -> None:
 def test_who_may_not_have_it_is_told_what_to_do(hub: Hub, tmp_path: Path) -> None:
     model = hub.models[NAME]
     model.gated = True
-    with pytest.raises(ModelError, match=r"it is gated; accept its terms .*`hf auth login`"):
+    with pytest.raises(
+        ModelError, match=rf"^cannot get {NAME}: it is gated; accept its terms .*`hf auth login`"
+    ):
         fetch().from_hub()
     model.gated, model.private = False, True
     with pytest.raises(ModelError, match="knows no such model, or it is private"):

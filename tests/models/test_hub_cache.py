@@ -68,6 +68,15 @@ def test_a_model_that_another_process_adds_to_is_not_removed(tmp_path: Path) -> 
     assert repo.remove(frozenset({COMMIT})) > 0
 
 
+def test_a_wait_for_another_process_can_be_stopped(tmp_path: Path) -> None:
+    with (
+        Repo(NAME, tmp_path).lock.hold(),
+        pytest.raises(Stopped),
+        Repo(NAME, tmp_path).lock.hold(lambda: True),
+    ):
+        pytest.fail("it is held twice")
+
+
 def test_who_waited_for_a_model_that_is_removed_locks_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

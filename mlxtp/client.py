@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from .errors import Code, GroupError, MlxtpError, UserError
+from .verbs import Verb
 
 # --- one chat request to the endpoint, with its reply as a stream ----------------------------------------
 
@@ -180,17 +181,21 @@ class AgentClient:
         """The address of the agent's page, with the key. Browsers do not send the part after #."""
         return f"{self.url}/#key={quote(self.key, safe='')}"
 
-    def get(self, what: str) -> dict[str, Any]:
-        """Return what /admin has about `what`. Raises UserError with the agent's message when it refuses."""
-        return self._ask("GET", what, None)
-
-    def post(self, what: str, **body: str) -> dict[str, Any]:
-        """Have the agent do something. Raises as `get` does."""
-        return self._ask("POST", what, body)
+    def send(self, verb: Verb) -> dict[str, Any]:
+        """Return the agent's reply to a command. Raises UserError with its message when it refuses."""
+        status, answer = self._request(verb.method, f"/admin/{verb.path}", verb.body(), self.key)
+        if status == http.client.UNAUTHORIZED:
+            raise self._silent("another program listens there")
+        if status != http.client.OK:
+            said = answer.get("error")
+            said = said if isinstance(said, dict) else {"message": answer}
+            code = said.get("code")
+            raise UserError(str(said.get("message")), Code(code) if code in _CODES else None)
+        return answer
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the present state, as in `docs/operations.md`. Raises as `get` does."""
-        status, answer = self._request("GET", "/cluster", None, self.key)
+        """Return the present state, as in `docs/operations.md`. Raises as `send` does."""
+        status, answer = self._request("GET", "/cluster", {}, self.key)
         if status != http.client.OK:
             raise self._silent(f"status {status}")
         return answer
@@ -211,7 +216,7 @@ class AgentClient:
 
         Raises UserError when the endpoint refuses the key or does not reply.
         """
-        status, answer = self._request("GET", "/v1/models", None, key)
+        status, answer = self._request("GET", "/v1/models", {}, key)
         if status == http.client.UNAUTHORIZED:
             why = "refuses this API key" if key else "requires an API key"
             raise UserError(
@@ -221,19 +226,8 @@ class AgentClient:
             raise self._silent(f"status {status}")
         return list(answer.get("data", ()))
 
-    def _ask(self, method: str, what: str, body: dict[str, str] | None) -> dict[str, Any]:
-        status, answer = self._request(method, f"/admin/{what}", body, self.key)
-        if status == http.client.UNAUTHORIZED:
-            raise self._silent("another program listens there")
-        if status != http.client.OK:
-            said = answer.get("error")
-            said = said if isinstance(said, dict) else {"message": answer}
-            code = said.get("code")
-            raise UserError(str(said.get("message")), Code(code) if code in _CODES else None)
-        return answer
-
     def _request(
-        self, method: str, path: str, body: dict[str, str] | None, key: str
+        self, method: str, path: str, body: Mapping[str, Any], key: str
     ) -> tuple[int, dict[str, Any]]:
         """Return status and body. Raises UserError without a reply, or with one that is not an agent's."""
         headers = {"Content-Type": "application/json"}

@@ -38,11 +38,11 @@ LEFT: Mapping[str, int] = {
     "functions of an object of a class beside them": 86,
 }
 MOST_LINES: Mapping[str, int] = {
-    "": 3_816,
-    "admin": 1_990,
-    "api": 10_306,
-    "cli": 6_074,
-    "cluster": 4_956,
+    "": 4_106,
+    "admin": 1_940,
+    "api": 10_207,
+    "cli": 5_938,
+    "cluster": 4_934,
     "diagnostics": 2_728,
     "discovery": 1_068,
     "engine": 12_194,
@@ -51,9 +51,9 @@ MOST_LINES: Mapping[str, int] = {
     "identity": 1_320,
     "models": 3_512,
     "placement": 4_642,
-    "service": 878,
+    "service": 879,
     "text": 5_234,
-    "wire": 4_029,
+    "wire": 4_035,
 }
 """Lines of each package; those of files beside the packages are "". A commit that adds some says why."""
 TOUCHES: Mapping[str, tuple[str, int]] = {
@@ -62,7 +62,6 @@ TOUCHES: Mapping[str, tuple[str, int]] = {
     "a figure of a rank, in status and metrics": ("load_peak_bytes", 2),
     "a figure that the page, status and commands tell in words": ("fetched_tokens", 5),
     "a sampler": ("xtc_threshold", 3),
-    "an admin verb": ("let_in", 4),
     "a fact of each Mac that others know": ("RosterSaved", 3),
 }
 """Files that name one of each kind: as many does the next of its kind touch."""
@@ -194,6 +193,8 @@ def uncalled(sources: Mapping[str, ast.Module]) -> list[str]:
         for node in walked(tree):
             match node:
                 case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                    if takes_a_verb(node):
+                        continue  # `handlers_of` finds it
                     if not node.decorator_list or isinstance(node, ast.ClassDef):
                         defined.setdefault(node.name, f"{path}: {node.name}")
                 case ast.Name():
@@ -205,6 +206,11 @@ def uncalled(sources: Mapping[str, ast.Module]) -> list[str]:
     return [
         where for name, where in sorted(defined.items()) if name not in used and not name.startswith("__")
     ]
+
+
+def takes_a_verb(node: ast.AST) -> bool:
+    given = positional(node)[1:] if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else []
+    return any(each.annotation and ast.unparse(each.annotation).startswith("verbs.") for each in given)
 
 
 def at_most(what: str, found: int) -> None:
@@ -302,6 +308,7 @@ def test_classes_and_functions_keep_their_shape() -> None:
         ("from asyncio.sslproto import _x", private_imports),
         ("import uvicorn._impl", private_imports),
         ("def f(): ...", lambda tree: uncalled({"a.py": tree})),
+        ("class A:\n    def f(self, _: Verb): ...\nA", lambda tree: uncalled({"a.py": tree})),
         (
             "class A:\n" + "".join(f"    def m{n}(self): ...\n" for n in range(21)),
             lambda tree: large(classes(tree)[0]),

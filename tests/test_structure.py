@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 import gc
+import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -12,6 +15,7 @@ from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -210,6 +214,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "model_files": frozenset({"errors", "model_config"}),
     "wire": frozenset({"admission_counter", "errors"}),
     "short_names": frozenset(),
+    "verbs": frozenset({"errors", "settings", "values"}),
     "model_config": frozenset({"errors"}),
     "engine": frozenset(
         {
@@ -237,6 +242,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
             "short_names",
             "text",
             "model_files",
+            "verbs",
         }
     ),
     "cluster": frozenset(
@@ -317,11 +323,12 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
             "placement",
             "short_names",
             "values",
+            "verbs",
             "wire",
         }
     ),
-    "client": frozenset({"errors"}),
-    "service": frozenset({"client", "config", "errors"}),
+    "client": frozenset({"errors", "verbs"}),
+    "service": frozenset({"client", "config", "errors", "verbs"}),
     "logs": frozenset({"api", "audit", "errors", "settings", "wire"}),
     "agent": frozenset(
         {
@@ -364,6 +371,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
             "settings",
             "short_names",
             "values",
+            "verbs",
             "wire",
         }
     ),
@@ -482,6 +490,7 @@ PURE = (
     "mlxtp.chunks",
     "mlxtp.model_config",
     "mlxtp.short_names",
+    "mlxtp.verbs",
     "mlxtp.placement.model_shape",
     "mlxtp.placement.formation",
     "mlxtp.groups.side_channel",
@@ -577,6 +586,147 @@ def test_pure_modules_are_pure() -> None:
 def test_an_impurity_is_found(bad: str) -> None:
     assert impurities({PURE[0]: bad})
     assert not impurities({"mlxtp.wire.blocking": bad})
+
+
+# --- additions --------------------------------------------------------------------------------------------
+
+MOST_FILES: Mapping[str, int] = {"a verb": 2, "a field of a deployment": 3}
+"""Files of `mlxtp/` that one more of each may take; the tests below add one."""
+VERB = {
+    "verbs.py": (
+        "# --- members",
+        '''
+class Greet(Verb, post="greet", key_scope="load"):
+    """Greet a member."""
+
+    node: str = option("", "Its name.")
+    words: str | None = option("--words", "What to say.", default=None, parse=one_of("hello", "hi"))
+    aloud: bool = option("--aloud", "So that all hear it.", default=False)
+
+
+''',
+    ),
+    "admin/handlers.py": (
+        "    def close(self)",
+        "    async def greet(self, verb: verbs.Greet) -> Json:\n        return vars(verb)\n\n",
+    ),
+}
+FIELD = {
+    "wire/cluster_messages.py": (
+        "    @property\n    def pinned",
+        "    rush: str = _f(text(8), default='')\n\n",
+    ),
+    "verbs.py": (
+        "    only: bool",
+        "    rush: str | None = option('--rush', '', default=None, parse=one_of('no', 'yes'))\n",
+    ),
+}
+"""Text of each file, and the line before which it goes."""
+NEW_VERB = """
+import asyncio, json, sys
+import httpx, typer
+from typer.testing import CliRunner
+from mlxtp import verbs
+from mlxtp.admin.handlers import Admin, CacheHandlers, MemberHandlers, ModelHandlers, handlers_of
+from mlxtp.api.app import create_app
+from mlxtp.api.guard import SHARED_ADMIN
+from mlxtp.cli.options import sends
+
+told, commands = [], typer.Typer()
+agent, *parts = (each.__new__(each) for each in (Admin, CacheHandlers, MemberHandlers, ModelHandlers))
+agent.key, agent._handlers = "k", handlers_of(agent, *parts)
+app = create_app(None, admin=agent)
+
+@commands.command()
+@sends(verbs.Greet)
+def greet(verb):
+    told.append(verb)
+
+async def ask(method, path, body):
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        response = await client.request(method, path, json=body, headers={"authorization": "Bearer k"})
+        return response.json()
+
+given = ["mini", "--words", "hi", "--aloud"], ["mini", "--words", "x"]
+typed = [CliRunner().invoke(commands, each) for each in given]
+[verb] = told
+schemas = asyncio.run(ask("GET", "/openapi.json", {}))
+operation = schemas["paths"]["/admin/greet"]["post"]
+print(json.dumps({
+    "typed": [str(each.exception or "") for each in typed],
+    "sent": asyncio.run(ask(verb.method, f"/admin/{verb.path}", verb.body())),
+    "wrong": asyncio.run(ask(verb.method, f"/admin/{verb.path}", {"node": 5}))["error"]["message"],
+    "summary": operation["summary"],
+    "fields": list(schemas["components"]["schemas"]["Greet"]["properties"]),
+    "scope": SHARED_ADMIN["/admin/greet"],
+}))
+"""
+NEW_FIELD = """
+import json, sys
+from mlxtp.admin.parts import DeploymentSnapshot, deployments_rendered
+from mlxtp.cli.cluster import _as_deployed
+from mlxtp.cli.status import _chosen
+from mlxtp.cluster.cluster_state import ClusterState, DeploymentTable
+from mlxtp.cluster.state_changes import _changed
+from mlxtp.cluster.state_file import SavedState, from_text, to_text
+from mlxtp.verbs import Serve
+
+asked = Serve.read({"model": "tiny", "rush": "yes"}).parsed()
+row, plain = _changed(DeploymentTable(), "tiny", **asked), _changed(DeploymentTable(), "tiny")
+table, other = (DeploymentTable().setting(each, "a" * 32) for each in (row, plain))
+kept = from_text(to_text(SavedState(ClusterState(deployments=table)))).beliefs.deployments
+[shown] = deployments_rendered([DeploymentSnapshot(row, ())], {})
+print(json.dumps({
+    "kept": kept == table,
+    "differ": table.digest != other.digest,
+    "merged": table.merged(other) == other.merged(table) == table,
+    "shown": shown["rush"],
+    "status": _chosen(shown),
+    "served": _as_deployed({**row.wishes(), "parallel": "auto"}),
+}))
+"""
+
+
+def added(folder: Path, texts: Mapping[str, tuple[str, str]], story: str) -> Any:
+    """Return the words of `story` in a copy of the package with these texts."""
+    shutil.copytree(ROOT / "mlxtp", folder / "mlxtp", ignore=shutil.ignore_patterns("__pycache__"))
+    for name, (before, text) in texts.items():
+        path = folder / "mlxtp" / name
+        whole = path.read_text().replace("import Parser", "import Parser, one_of")
+        assert before in whole
+        path.write_text(whole.replace(before, text + before, 1))
+    environment, command = {**os.environ, "PYTHONPATH": str(folder)}, [sys.executable, "-c", story]
+    ran = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout)
+
+
+@pytest.mark.slow
+def test_one_more_verb_is_a_class_and_a_handler(tmp_path: Path) -> None:
+    assert len(VERB) <= MOST_FILES["a verb"]
+    assert added(tmp_path, VERB, NEW_VERB) == {
+        "typed": ["", "--words: 'x' is not one of hello, hi"],
+        "sent": {"node": "mini", "words": "hi", "aloud": True},
+        "wrong": "node: a string is expected",
+        "summary": "Greet a member.",
+        "fields": ["node", "words", "aloud"],
+        "scope": "load",
+    }
+
+
+@pytest.mark.slow
+def test_one_more_field_of_a_deployment_leaves_room_for_what_it_is_good_for(tmp_path: Path) -> None:
+    """That is the third file: a planner, for example."""
+    assert len(FIELD) < MOST_FILES["a field of a deployment"]
+    assert added(tmp_path, FIELD, NEW_FIELD) == {
+        "kept": True,
+        "differ": True,
+        "merged": True,
+        "shown": "yes",
+        "status": ", --rush yes",
+        "served": "1 replica, --rush yes",
+    }
 
 
 # --- MLX --------------------------------------------------------------------------------------------------

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import os
 import secrets
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any, get_type_hints
 
+from .. import verbs
 from ..api.admin import Json
 from ..api.api_keys import KeyRing
 from ..cluster.cluster_state import PINNED, is_holder, name_of
@@ -27,16 +30,6 @@ from ..models.hub_cache import Repo, cache_folder, hub_name
 from ..models.inspect import full_name, is_hub_id, models_here
 from ..placement.cost_model import RING_LOOPBACK
 from ..short_names import stands_for
-from ..values import (
-    parse_keep,
-    parse_macs,
-    parse_nodes,
-    parse_parallel,
-    parse_replicas,
-    parse_seconds,
-    parse_split,
-    split_layers,
-)
 from ..wire.cluster_messages import Deployment
 from . import snapshot
 from .parts import AgentParts, cache_use, caches_of, deployments_of, senders, with_ranks
@@ -49,6 +42,13 @@ LAST_HOLDER = (
     "authority move NODE` hands it to another first; `mlxtp cluster leave --force` leaves all the same"
 )
 COMING = "it is being copied or downloaded; try again when that has finished"
+
+
+def handlers_of(*parts: object) -> Mapping[type[verbs.Verb], Callable[[Any], Json | Awaitable[Json]]]:
+    """Return the method of these objects that takes each verb. Raises KeyError for a verb that none takes."""
+    methods = [method for part in parts for _, method in inspect.getmembers(part, inspect.ismethod)]
+    taken = {kind: method for method in methods for kind in get_type_hints(method).values()}
+    return {kind: taken[kind] for kind in verbs.VERBS.values()}
 
 
 class Admin:
@@ -65,36 +65,36 @@ class Admin:
         self.started_with: Json = {}
         self.observer = Observer(parts)
         self._parts = parts
+        self._handlers = handlers_of(self, self.models, self.members, self.caches)
 
-    def status(self) -> Json:
-        """Return a snapshot of this agent, and of its cluster as it sees it."""
+    async def carry_out(self, verb: verbs.Verb) -> Json:
+        """See `api.admin.Administration`."""
+        reply = self._handlers[type(verb)](verb)
+        return await reply if isinstance(reply, Awaitable) else reply
+
+    def status(self, _: verbs.Status) -> Json:
         return snapshot.status(snapshot.gather(self._parts))
 
-    def drain(self, within: str) -> Json:
-        """Drain the agent: finish open requests, take no new ones, and end, `within` some seconds."""
-        self.draining.start(parse_seconds(within, "--within") if within else None)
+    def drain(self, verb: verbs.StartDrain) -> Json:
+        self.draining.start(verb.parsed().get("within"))
         return self.draining.now()
 
-    async def drain_progress(self) -> Json:
-        """Return the drain's progress, once it has changed or a while has passed."""
+    async def drain_progress(self, _: verbs.DrainProgress) -> Json:
         return await self.draining.drain_progress()
 
-    def keys(self) -> Json:
-        """Return the use of each API key, see `KeyUse.summary`, and the senders of open requests."""
+    def keys(self, _: verbs.KeyUses) -> Json:
+        """See `KeyUse.summary`."""
         used = self.api_keys.reports() if self.api_keys is not None else []
         return {"keys": used, "requests": senders(self._parts.gateway.deployments)}
 
-    def settings(self) -> Json:
-        """Return the settings this agent was started with, and the source of each."""
+    def settings(self, _: verbs.AgentSettings) -> Json:
         return self.started_with
 
-    async def doctor(self) -> Json:
-        """Return this machine's problems, as this agent sees them."""
+    async def doctor(self, _: verbs.Diagnose) -> Json:
         assert self.checkup is not None
         return await self.checkup.report()
 
-    def plan(self) -> Json:
-        """Return the machines of the members that are present, for `mlxtp plan`."""
+    def plan(self, _: verbs.PresentMachines) -> Json:
         parts = self._parts
         return {
             "coordinator": parts.node.leadership.claim.node_id,
@@ -114,14 +114,10 @@ class Admin:
             ],
         }
 
-    async def bench_fabric(self, model: str = "") -> Json:
-        """Measure collectives in a group of this model, on any Mac that has its rank 0.
-
-        Without a name the default model's is meant. Between ranks of one machine the result is not kept.
-        """
+    async def bench_fabric(self, verb: verbs.BenchFabric) -> Json:
         if self._parts.node.alone:
-            return await self._bench_here(name_of(model))
-        result = await self._parts.fabric_bench.bench(name_of(model))
+            return await self._bench_here(name_of(verb.model))
+        result = await self._parts.fabric_bench.bench(name_of(verb.model))
         return {**asdict(result), "names": [self._parts.node.name_of(node) for node in result.nodes]}
 
     async def _bench_here(self, deployment: str) -> Json:
@@ -151,57 +147,32 @@ class ModelHandlers:
     def __init__(self, parts: AgentParts) -> None:
         self._parts = parts
 
-    async def on_disk(self) -> Json:
-        """Return the models on this machine's disk that can be named without a path."""
+    async def on_disk(self, _: verbs.ModelsOnDisk) -> Json:
         found = await asyncio.to_thread(models_here)
         return {"models": [asdict(each) for each in found]}
 
-    async def serve(
-        self,
-        model: str,
-        nodes: str,
-        *,
-        replicas: str = "",
-        on: str = "",
-        keep: str = "",
-        parallel: str = "",
-        split: str = "",
-        only: str = "",
-    ) -> Json:
-        """Add a deployment of a model, or change it; with `only` remove all others once it can be served.
-
-        `on` has names of members, or the starts of their ids, or "any". An empty text keeps what is set.
-        """
-        if not model:
+    async def serve(self, verb: verbs.Serve) -> Json:
+        if not (model := verb.model):
             raise UserError("which model? A folder that every Mac has, or an id on the Hub")
-        split_layers(split or "auto", parallel or "auto", nodes or "auto")
+        asked = verb.parsed()
+        asked["keep_s"] = asked.pop("keep", PINNED)
+        if "on" in asked:
+            asked["on"] = self._nodes_called(asked["on"])
         if stands_for(model):
             model = await asyncio.to_thread(full_name, model, self._parts.node.settings.model_folders)
         node, name = self._parts.node, name_of(model)
         before = node.desired.table
         others = [each for each in before.live() if each.name != name]
-        selected = await self._parts.selection.serve(
-            model,
-            replace=bool(only),
-            nodes=parse_nodes(nodes, "--nodes") if nodes else "",
-            replicas=parse_replicas(replicas, "--replicas") if replicas else None,
-            on=self._nodes_called(parse_macs(on, "--on")) if on else None,
-            keep_s=parse_keep(keep, "--keep-alive") if keep else PINNED,
-            parallel=parse_parallel(parallel, "--parallel") if parallel else "",
-            split=parse_split(split, "--split") if split else "",
-        )
+        selected = await self._parts.selection.serve(model, replace=verb.only, **asked)
         table, coming = node.desired.table, selected.state is SelectionState.FETCHING
         row, was = table.get(name) or Deployment(name), before.get(name)
         again = replace(was or row, version=row.version, writer=row.writer)  # a user asked once more
         return {
+            **row.wishes(),
             "model": model,
             "name": name,
-            "nodes": row.nodes,
             "parallel": parallel_of(node.settings, row),
-            "split": row.split,
-            "replicas": row.replicas,
             "on": [node.name_of(each) for each in row.on],
-            "keep_s": row.keep_s,
             "version": table.newest,
             "change": "added" if was is None else "kept" if row == again else "changed",
             "replaced": [each.model for each in others if table.get(each.name) is None],
@@ -227,14 +198,10 @@ class ModelHandlers:
             raise UserError(f"--on {wanted}: {what} called that; the members are {known}")
         return found[0]
 
-    def unload(self, model: str = "", everything: str = "") -> Json:
-        """Remove the deployment of a model, or one on its way; without a name, or with `everything`, all.
-
-        Raises UserError if several are deployed and none is named.
-        """
-        node = self._parts.node
+    def unload(self, verb: verbs.UnloadModel) -> Json:
+        node, model = self._parts.node, verb.model
         live = [row.name for row in node.desired.table.live()]
-        if len(live) > 1 and not (model or everything):
+        if len(live) > 1 and not (model or verb.everything):
             raise UserError(
                 f"several models are deployed: {', '.join(live)}. Name one, or use `mlxtp unload --all`"
             )
@@ -255,16 +222,13 @@ class ModelHandlers:
             "cancelled": cancelled,
         }
 
-    async def pull(self, model: str, everywhere: str) -> Json:
-        """Begin to download a model of the Hub, here or on all members that are present."""
-        return {"model": await self._parts.transfers.pull(model, everywhere=bool(everywhere))}
+    async def pull(self, verb: verbs.PullModel) -> Json:
+        return {"model": await self._parts.transfers.pull(verb.model, everywhere=verb.everywhere)}
 
-    def pulling(self, model: str) -> Json:
-        """Return the download's progress on each member that is to have the model."""
-        return {"members": self._parts.transfers.progress(model)}
+    def pulling(self, verb: verbs.PullProgress) -> Json:
+        return {"members": self._parts.transfers.progress(verb.model)}
 
-    def stored(self) -> Json:
-        """Return the folder of models here, and the models on other members' disks."""
+    def stored(self, _: verbs.ModelsStored) -> Json:
         parts = self._parts
         parts.transfers.stored.refresh()
         return {
@@ -276,20 +240,16 @@ class ModelHandlers:
             ],
         }
 
-    def removable(self, model: str, repair: str) -> Json:
-        """Check that OWNER/NAME may be removed from this Mac's disk, or its damaged files (`repair`).
-
-        Raises UserError while it is needed; for a repair, while a rank of this Mac has it open.
-        """
-        repo = hub_name(model)[0].as_here()
-        if why := self._in_use(repo) if repair else self._needed(repo):
-            raise UserError(f"{repo.name} cannot be {'repaired now' if repair else 'removed'}: {why}")
+    def removable(self, verb: verbs.CheckRemovable) -> Json:
+        """Raise UserError while the files are needed; for a repair, while a rank here has them open."""
+        repo = hub_name(verb.model)[0].as_here()
+        if why := self._in_use(repo) if verb.repair else self._needed(repo):
+            raise UserError(f"{repo.name} cannot be {'repaired now' if verb.repair else 'removed'}: {why}")
         return {"removable": repo.name}
 
-    def removed(self, model: str) -> Json:
-        """Check files of OWNER/NAME again, after a command has changed them, and report to the others."""
-        self._parts.transfers.stored.changed(hub_name(model)[0].name)
-        return {"model": model}
+    def removed(self, verb: verbs.FilesRemoved) -> Json:
+        self._parts.transfers.stored.changed(hub_name(verb.model)[0].name)
+        return {"model": verb.model}
 
     def _needed(self, repo: Repo) -> str:
         parts = self._parts
@@ -327,35 +287,31 @@ class MemberHandlers:
         self._parts = parts
         self._store = store
 
-    def roster(self) -> Json:
-        """Return all members."""
+    def roster(self, _: verbs.ListMembers) -> Json:
         self._check_cluster()
         cluster = snapshot.gather(self._parts).cluster
         return {"cluster": cluster.cluster_id, "members": snapshot.members(cluster)}
 
-    async def token(self) -> Json:
-        """Return a new join token."""
+    async def token(self, _: verbs.MakeToken) -> Json:
         self._check_cluster()
         return {"token": await self._parts.tokens.token(), "valid_s": 900}
 
-    def let_in(self, node: str) -> Json:
-        """Return the members that `node` admitted by a token, and in turn those that they admitted."""
+    def let_in(self, verb: verbs.LetIn) -> Json:
         self._check_cluster()
-        node_id = self._other(node, former=True)
+        node_id = self._other(verb.node, former=True)
         return {"name": self._parts.node.name_of(node_id), "let_in": self._admitted(node_id)}
 
-    async def remove(self, node: str, with_admitted: str) -> Json:
-        """Remove a member, by name or by the start of its id, and on request those that it admitted.
+    async def remove(self, verb: verbs.RemoveMember) -> Json:
+        """Return when another member has it on its disk, or after some seconds; repeated, check that again.
 
-        Returns when another member has it on its disk, or after some seconds. A repeated command checks that
-        again. Raises UserError while no disk at all can have it.
+        Raises UserError while no disk at all can have it.
         """
         self._check_cluster()
-        parts, node_id = self._parts, self._other(node, former=True)
+        parts, node_id = self._parts, self._other(verb.node, former=True)
         roster, let_in = parts.node.replica.roster, self._admitted(node_id)
         members = roster.members()
-        name = parts.node.name_of(node_id) if node_id in members else node
-        gone = [node_id, *(each["node_id"] for each in let_in if with_admitted)]
+        name = parts.node.name_of(node_id) if node_id in members else verb.node
+        gone = [node_id, *(each["node_id"] for each in let_in if verb.with_admitted)]
         held = [parts.node.name_of(each) for each in roster.holders() if each in gone]
         if node_id not in members and any(
             each.node_id == node_id and is_holder(each) for each in roster.entries
@@ -374,21 +330,20 @@ class MemberHandlers:
             "removed": name,
             "node_id": node_id,
             "let_in": let_in,
-            "with_admitted": bool(with_admitted),
+            "with_admitted": verb.with_admitted,
             "held_authority": held,
             "others": len(others),
             "saved_by": [parts.node.name_of(each) for each in saved_by],
             "problem": problem,
         }
 
-    def leave(self, force: str) -> Json:
-        """Leave the cluster; the agent ends. The last holder of the authority requires `force` for that."""
+    def leave(self, verb: verbs.LeaveCluster) -> Json:
         self._check_cluster()
         parts = self._parts
         roster, self_id = parts.node.replica.roster, parts.node.node_id
         others = [each for each in roster.members() if each != self_id]
         last = parts.node.identity.authority is not None and not set(roster.holders()) - {self_id}
-        if others and last and not force:
+        if others and last and not verb.force:
             raise UserError(LAST_HOLDER)
         if others:
             parts.node.enrolment.remove(self_id)
@@ -396,24 +351,24 @@ class MemberHandlers:
         parts.node.end()
         return {"left": parts.node.identity.cluster_id, "members": len(others)}
 
-    async def hand_over(self, node: str, move: str, sure: str) -> Json:
+    async def hand_over(self, verb: verbs.HandOver) -> Json:
         """Hand the authority's key to another member; `move`: then forget it here.
 
         Unless `sure`, only check that this is possible.
         """
         self._check_cluster()
         parts = self._parts
-        node_id = self._other(node, "this Mac hands the key over; name another member")
+        node_id = self._other(verb.node, "this Mac hands the key over; name another member")
         parts.authority.check_hand_over(node_id)
-        if sure:
+        if verb.sure:
             await parts.authority.hand_over(node_id)
-        if sure and move:
+        if verb.sure and verb.move:
             await parts.authority.give_up()
         names = [parts.node.name_of(each) for each in parts.node.replica.roster.holders()]
         return {
             "name": parts.node.name_of(node_id),
             "node_id": node_id,
-            "moved": bool(move),
+            "moved": verb.move,
             "holders": names,
         }
 
@@ -510,8 +465,7 @@ class CacheHandlers:
     def __init__(self, parts: AgentParts) -> None:
         self._parts = parts
 
-    async def kept(self) -> Json:
-        """Return what each group whose rank 0 is here keeps, what is on this disk, and the other groups."""
+    async def kept(self, _: verbs.ListCaches) -> Json:
         settings = self._parts.node.settings
         return {
             "groups": list(caches_of(self._parts)),
@@ -519,13 +473,12 @@ class CacheHandlers:
             "disk": await asyncio.to_thread(disk_cache.listed, settings.home, settings.cache_disk),
         }
 
-    async def clear(self, model: str, where: str) -> Json:
-        """Drop the caches of a model, or of all: of groups whose rank 0 is here, and those on this disk.
+    async def clear(self, verb: verbs.ClearCaches) -> Json:
+        """Return what was dropped, the groups that other Macs own, and Macs whose disks may still have some.
 
-        `where`: "memory" or "disk" alone; empty for both. Returns what was dropped, the groups that other
-        Macs own, and the Macs whose disks may still have something. Raises UserError if no such group is here
-        and nothing was on disk.
+        Raises UserError if no such group is here and nothing was on disk.
         """
+        model, where = verb.model, verb.where
         if where not in ("", "memory", "disk"):
             raise UserError(f"{where!r} is not memory or disk")
         name, groups, removed = name_of(model), [], []

@@ -192,16 +192,13 @@ def deployments_rendered(deployments: Iterable[DeploymentSnapshot], names: Mappi
     """
     return [
         {
+            **each.row.wishes(),
             "name": each.row.name,
             "model": each.row.model,
             "state": each.state,
             "replicas": {"ready": each.ready, "wanted": each.row.replicas},
             "pinned": each.row.pinned,
-            "nodes": each.row.nodes,
-            "parallel": each.row.parallel,
-            "split": each.row.split,
             "on": [names.get(node, node[:8]) for node in each.row.on],
-            "keep_s": each.row.keep_s,
             "why": each.why or None,
             "groups": [_rendered(group, names) for group in each.groups],
         }

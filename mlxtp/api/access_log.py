@@ -18,7 +18,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from .. import audit
 from ..errors import Code
-from .guard import address_of, source_of
+from ..verbs import VERBS
+from .guard import ADMIN, address_of, source_of
 from .request_context import RequestContext, answering
 from .request_metrics import OTHER, RequestMetrics
 
@@ -34,7 +35,7 @@ _PROBES = frozenset(("/health", "/metrics"))
 
 
 #: Paths that a waiting command polls. Only their failures are logged at INFO.
-_POLLS = frozenset(("/admin/status", "/admin/progress", "/admin/pulling"))
+_POLLS = frozenset(f"{ADMIN}/{each.path}" for each in VERBS.values() if each.polled)
 
 
 FOREIGN_S = 60.0

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from pydantic import BaseModel
-from pydantic.json_schema import JsonSchemaMode, models_json_schema
+from pydantic import TypeAdapter
 
 from ..errors import Code, GroupError, LinkError, MlxtpError, RequestError
 from ..text.conversation import GenerationRequest
@@ -32,7 +31,7 @@ _REFERENCE = "#/components/schemas/{model}"
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One method of one path. `body` None: it takes none.
+    """One method of one path. `body`: a model or a dataclass; None: it takes none.
 
     `stream` is the media type of an answer that may come in pieces, `media` that of any other. `always`: the
     status of an operation that refuses every request.
@@ -41,7 +40,7 @@ class Operation:
     method: str
     path: str
     summary: str
-    body: type[BaseModel] | None = None
+    body: type[Any] | None = None
     stream: str = ""
     media: str = _JSON
     always: int = 0
@@ -50,10 +49,12 @@ class Operation:
 def document(operations: Iterable[Operation], version: str) -> Json:
     """Return the OpenAPI document (3.1)."""
     operations = tuple(operations)
-    bodies: dict[tuple[type[BaseModel], JsonSchemaMode], None] = {
-        (each.body, "validation"): None for each in operations if each.body is not None
+    bodies: dict[Any, TypeAdapter[Any]] = {
+        each.body: TypeAdapter(each.body) for each in operations if each.body is not None
     }
-    references, definitions = models_json_schema(list(bodies), ref_template=_REFERENCE)
+    references, definitions = TypeAdapter.json_schemas(
+        [(body, "validation", adapter) for body, adapter in bodies.items()], ref_template=_REFERENCE
+    )
     paths: dict[str, Json] = {}
     for each in operations:
         paths.setdefault(each.path, {})[each.method.lower()] = _operation(each, references)

@@ -15,8 +15,9 @@ import hashlib
 import hmac
 import json
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import suppress
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,9 +28,10 @@ from starlette.routing import Route
 
 from ..errors import Code, RequestError, UserError
 from ..short_names import stands_for
-from .adapter import SSE
+from ..verbs import VERBS, Verb
+from .adapter import SSE, Operation
 from .catalog import not_permitted
-from .guard import PERMITTED, SHARED_ADMIN, Keys, is_local, keys_in
+from .guard import ADMIN, PERMITTED, SHARED_ADMIN, Keys, is_local, keys_in
 from .request_context import current, own_models
 from .streaming import COMMENT, AnswerStream
 
@@ -41,141 +43,46 @@ MAX_BODY_BYTES = 16 * 1024
 _OF_MODELS = ("model", "until_then")  # fields of replies that are names of models
 
 
-class ModelCommands(Protocol):
-    """Operations on models."""
-
-    async def on_disk(self) -> Json: ...
-    async def serve(
-        self, model: str, nodes: str, *, replicas: str, on: str, keep: str, only: str
-    ) -> Json: ...
-    def unload(self, model: str, everything: str) -> Json: ...
-    async def pull(self, model: str, everywhere: str) -> Json: ...
-    def pulling(self, model: str) -> Json: ...
-    def stored(self) -> Json: ...
-    def removable(self, model: str, repair: str) -> Json: ...
-    def removed(self, model: str) -> Json: ...
-
-
-class MemberCommands(Protocol):
-    """Operations on the members of a cluster."""
-
-    def roster(self) -> Json: ...
-    async def token(self) -> Json: ...
-    def let_in(self, node: str) -> Json: ...
-    async def remove(self, node: str, with_admitted: str) -> Json: ...
-    def leave(self, force: str) -> Json: ...
-    async def hand_over(self, node: str, move: str, sure: str) -> Json: ...
-
-
-class CacheCommands(Protocol):
-    """Operations on caches of earlier prompts."""
-
-    async def kept(self) -> Json: ...
-    async def clear(self, model: str, where: str) -> Json: ...
-
-
 class Administration(Protocol):
-    """Operations of an agent for holders of `key`. Each raises UserError with the problem and its remedy."""
+    """Handlers of an agent's commands, for holders of `key`."""
 
     key: str
 
-    @property
-    def models(self) -> ModelCommands: ...
-    @property
-    def members(self) -> MemberCommands: ...
-    @property
-    def caches(self) -> CacheCommands: ...
-    def status(self) -> Json: ...
-    def drain(self, within: str) -> Json: ...
-    async def drain_progress(self) -> Json: ...
-    def keys(self) -> Json: ...
-    def settings(self) -> Json: ...
-    def plan(self) -> Json: ...
-    async def doctor(self) -> Json: ...
-    async def bench_fabric(self, model: str) -> Json: ...
+    async def carry_out(self, verb: Verb) -> Json:
+        """Return the reply. Raises UserError with the problem and its remedy."""
+        ...
+
+
+def admin_operations() -> list[Operation]:
+    """Return the operations of all commands, for `/openapi.json`."""
+    return [
+        Operation(
+            each.method,
+            f"{ADMIN}/{each.path}",
+            (each.__doc__ or "").partition("\n")[0],
+            each if fields(each) else None,
+        )
+        for each in VERBS.values()
+    ]
 
 
 def admin_routes(admin: Administration) -> list[Route]:
     """Return the routes of the administration, for `create_app`."""
 
-    def route(path: str, method: str, act: Callable[[Mapping[str, Any]], Json | Awaitable[Json]]) -> Route:
+    def route(kind: type[Verb]) -> Route:
         async def answer(request: Request) -> Response:
             _check_key(request, admin.key)
-            body = await _body(request) if method == "POST" else {}
-            if method == "POST":
-                _check_models(body)
+            verb = kind.read(await _body(request) if kind.method == "POST" else {})
+            _check_models(verb)
             try:
-                found = act(body)
-                return JSONResponse(_without_others(await found if isinstance(found, Awaitable) else found))
+                return JSONResponse(_without_others(await admin.carry_out(verb)))
             except UserError as error:
                 words = error.detail.partition(" Deployed models:")[0] if own_models() else error.detail
                 raise RequestError(words, error.code) from None
 
-        return Route(f"/admin/{path}", answer, methods=[method])
+        return Route(f"{ADMIN}/{kind.path}", answer, methods=[kind.method])
 
-    return [
-        route("status", "GET", lambda _: admin.status()),
-        route("drain", "POST", lambda body: admin.drain(_text(body, "within", ""))),
-        route("progress", "GET", lambda _: admin.drain_progress()),
-        route("keys", "GET", lambda _: admin.keys()),
-        route("caches", "GET", lambda _: admin.caches.kept()),
-        route(
-            "caches/clear",
-            "POST",
-            lambda body: admin.caches.clear(_text(body, "model", ""), _text(body, "where", "")),
-        ),
-        route("settings", "GET", lambda _: admin.settings()),
-        route("plan", "GET", lambda _: admin.plan()),
-        route("models", "GET", lambda _: admin.models.on_disk()),
-        route("doctor", "GET", lambda _: admin.doctor()),
-        route("members", "GET", lambda _: admin.members.roster()),
-        route("token", "POST", lambda _: admin.members.token()),
-        route("bench/fabric", "POST", lambda body: admin.bench_fabric(_text(body, "model", ""))),
-        route(
-            "serve",
-            "POST",
-            lambda body: admin.models.serve(
-                _text(body, "model"),
-                _text(body, "nodes", ""),
-                **{
-                    name: _text(body, name, "")
-                    for name in ("replicas", "on", "keep", "parallel", "split", "only")
-                },
-            ),
-        ),
-        route(
-            "unload",
-            "POST",
-            lambda body: admin.models.unload(_text(body, "model", ""), _text(body, "everything", "")),
-        ),
-        route(
-            "pull",
-            "POST",
-            lambda body: admin.models.pull(_text(body, "model"), _text(body, "everywhere", "")),
-        ),
-        route("pulling", "POST", lambda body: admin.models.pulling(_text(body, "model"))),
-        route("stored", "GET", lambda _: admin.models.stored()),
-        route(
-            "removable",
-            "POST",
-            lambda body: admin.models.removable(_text(body, "model"), _text(body, "repair", "")),
-        ),
-        route("removed", "POST", lambda body: admin.models.removed(_text(body, "model"))),
-        route("let_in", "POST", lambda body: admin.members.let_in(_text(body, "node"))),
-        route(
-            "remove",
-            "POST",
-            lambda body: admin.members.remove(_text(body, "node"), _text(body, "with_admitted", "")),
-        ),
-        route("leave", "POST", lambda body: admin.members.leave(_text(body, "force", ""))),
-        route(
-            "authority",
-            "POST",
-            lambda body: admin.members.hand_over(
-                _text(body, "node"), _text(body, "move", ""), _text(body, "sure", "")
-            ),
-        ),
-    ]
+    return list(map(route, VERBS.values()))
 
 
 def _check_key(request: Request, key: str) -> None:
@@ -195,13 +102,13 @@ def _check_key(request: Request, key: str) -> None:
         context.origin, context.admitted = "commands of this Mac", True
 
 
-def _check_models(body: Mapping[str, Any]) -> None:
+def _check_models(verb: Verb) -> None:
     """Refuse a key that is for some models to change others."""
-    request = current()
-    if request is not None and request.models:
+    request, body = current(), verb.body()
+    if request is not None and request.models and verb.method == "POST":
         if body.get("only") or body.get("everything"):
             raise not_permitted(request, "all models")
-        name = str(body.get("model") or "all models")
+        name = body.get("model") or "all models"
         if name not in request.models and stands_for(name) not in request.models:
             raise not_permitted(request, name)
 
@@ -233,13 +140,6 @@ async def _body(request: Request) -> Mapping[str, Any]:
     if not isinstance(body, dict):
         raise RequestError("the body is not a JSON object")
     return body
-
-
-def _text(body: Mapping[str, Any], name: str, default: str | None = None) -> str:
-    value = body.get(name, default)
-    if not isinstance(value, str):
-        raise RequestError(f"{name}: a string is expected", param=name)
-    return value
 
 
 # --- the page ---------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from starlette.types import Scope
 
 from ..errors import Code, MlxtpError, RequestError
 from .adapter import SSE, Operation, document, internal_error
-from .admin import Administration, Observed, admin_routes, page_routes
+from .admin import Administration, Observed, admin_operations, admin_routes, page_routes
 from .backend import Backend
 from .catalog import UNNAMED, unknown_model
 from .dialects import openai as answers
@@ -87,7 +87,7 @@ def create_app(
     async def openapi(request: Request) -> Response:
         there = {route.path for route in request.app.routes if isinstance(route, Route)}
         described = [operation for dialect in dialects for operation in dialect.operations]
-        described += [operation for operation in _WATCHED if operation.path in there]
+        described += [each for each in (*_WATCHED, *admin_operations()) if each.path in there]
         return JSONResponse(document(described, version("mlxtp")))
 
     app = Starlette(

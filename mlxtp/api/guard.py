@@ -24,16 +24,15 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..errors import Code, RequestError
-from .key_limits import CHAT, LOAD, METRICS, Refusal
+from ..verbs import VERBS
+from .key_limits import CHAT, METRICS, Refusal
 from .request_context import RequestContext, answering, current, note
 
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 ANY = "*"
 ADMIN = "/admin"  # Paths below it require the key in `agent.json`.
-#: Those of the page, for which an API key with this scope is valid, too.
-SHARED_ADMIN = {f"{ADMIN}/{each}": LOAD for each in ("models", "serve", "unload", "pull", "pulling")} | {
-    f"{ADMIN}/keys": METRICS
-}
+#: Those for which an API key is valid, too, with the scope that it needs.
+SHARED_ADMIN = {f"{ADMIN}/{each.path}": each.key_scope for each in VERBS.values() if each.key_scope}
 PERMITTED = "mlxtp.permitted"  #: Entry of an ASGI scope: the scope of keys that the request's key has.
 #: Entry of an ASGI scope's state: a call that reports its admission with the hash of its key, and returns why
 #: that key may take no further connection, or "".

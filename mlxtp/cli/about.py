@@ -20,6 +20,7 @@ from ..config import FILE, Settings, home_folder, resolve_settings, shown
 from ..errors import Exit, UserError
 from ..imports import installed, metal_wheel
 from ..settings import JOIN, SETTINGS, Setting
+from ..verbs import AgentSettings, Diagnose
 from .options import AsJson, Home
 from .printing import Console, home_of, print_answer, print_json
 
@@ -107,7 +108,7 @@ def path(home: SettingsHome = None, as_json: AsJson = False) -> None:
 def _running(settings: Settings) -> dict[str, tuple[Any, str]] | None:
     """Return the settings of this home's agent that differ, with their places; None without a reply."""
     try:
-        told = AgentClient(settings.home.resolve()).get("settings")
+        told = AgentClient(settings.home.resolve()).send(AgentSettings())
     except UserError:
         return None
     here = shown(settings)
@@ -221,7 +222,7 @@ def _report(home: Path | None) -> Mapping[str, Any]:
     folder, problem = home_of(home), ""
     if agent_runs(folder):
         try:
-            return AgentClient(folder, REPORT_S).get("doctor")
+            return AgentClient(folder, REPORT_S).send(Diagnose())
         except UserError as error:
             problem = error.detail
     import asyncio

@@ -21,6 +21,7 @@ from rich.text import Text
 
 from ..client import AgentClient, connection_to
 from ..errors import Code, UserError
+from ..verbs import BenchFabric, Status
 from . import options
 from .launch import Served, find_served
 from .options import AsJson, Home
@@ -52,7 +53,7 @@ def bench(
     With --fabric: measure the links between its ranks. Later plans use the result. Needs no API key.
     """
     if fabric:
-        answer = AgentClient(home_of(home), _BENCH_S).post("bench/fabric", model=model)
+        answer = AgentClient(home_of(home), _BENCH_S).send(BenchFabric(model))
         drawn = fabric_shown if sys.stdout.isatty() else fabric_in_markdown
         print_answer(answer, as_json, drawn)
         return
@@ -108,21 +109,20 @@ def measure(served: Served, agent: AgentClient, say: Callable[[str], None]) -> d
     Takes a minute for a model that writes 50 tokens a second. Raises UserError while other clients have
     requests, when the endpoint refuses, or when the group changes.
     """
-    before = agent.get("status")
+    before = agent.send(Status())
     if before["open_requests"]:
         raise UserError(
             f"{before['open_requests']} requests are open; wait until they have ended",
             Code.NOT_READY,
         )
     rows = list(_rows(_Asker(served, agent.certificate), served.context, say))
-    after = agent.get("status")
+    after = agent.send(Status())
     if _group(after, served.model) != _group(before, served.model):
         raise UserError("the group changed during the measurement; try again", Code.NOT_READY)
     return {**_about(before, served), "rows": [asdict(row) for row in rows]}
 
 
 def show(found: Mapping[str, Any]) -> str:
-    """Return the table in Markdown."""
     group = f"{found['backend']} of {found['world_size']}" if found["world_size"] > 1 else "one rank"
     kind = joined(found)
     kind += f", {found['replicas']} replicas" if found["replicas"] > 1 else ""
@@ -204,7 +204,6 @@ def _rows(asker: _Asker, context: int, say: Callable[[str], None]) -> Iterator[B
 
 
 def read(answer: BenchAnswer) -> BenchRow:
-    """Return the speed at which a prompt was read."""
     took_s = answer.first_at - answer.asked_at
     return BenchRow("read", answer.prompt, 1, took_s, (answer.prompt - answer.cached) / max(took_s, 1e-9))
 
@@ -224,7 +223,6 @@ def wrote(answers: Sequence[BenchAnswer]) -> BenchRow:
 
 
 def _text(words: int) -> str:
-    """Return random words with a beginning that no other text has."""
     kinds = _WORDS.split()
     return " ".join([secrets.token_hex(8), *(secrets.choice(kinds) for _ in range(words))])
 
@@ -339,7 +337,6 @@ def fabric_shown(answer: Mapping[str, Any]) -> list[Any]:
 
 
 def fabric_in_markdown(answer: Mapping[str, Any]) -> str:
-    """Return the same without bars, as Markdown."""
     first, _, collective, _ = fabric_shown(answer)
     return "\n".join(
         (
@@ -365,7 +362,6 @@ def _fabric_table(answer: Mapping[str, Any]) -> Table:
 
 
 def _cells(answer: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Return a row for each size: the bytes, a sum and its speed, a gather and its speed."""
     summing, gathering = _speeds(answer)
     columns = (
         map(amount, answer["sizes"]),
@@ -378,7 +374,6 @@ def _cells(answer: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _speeds(answer: Mapping[str, Any]) -> tuple[list[float], list[float]]:
-    """Return bytes/s on one link, of sums and of gathers."""
     from ..placement.measurements import gather_share, sum_share
 
     def of(times: Sequence[float], share: float) -> list[float]:
@@ -400,7 +395,6 @@ def _collective(answer: Mapping[str, Any]) -> str:
 
 
 def fabric_summary(result: Mapping[str, Any]) -> str:
-    """Return one line about a stored measurement."""
     return f"{duration(result['collective_s'])} a collective, measured {day_of(result['at'])}"
 
 
@@ -424,7 +418,6 @@ def _bar(eighths: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format a time with three digits and a unit."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if seconds >= size or unit == "µs":
             value = seconds / size
@@ -433,7 +426,6 @@ def duration(seconds: float) -> str:
 
 
 def amount(size: int) -> str:
-    """Format bytes, in powers of 1024 where they fit."""
     for unit, factor in (("MiB", 1 << 20), ("KiB", 1 << 10)):
         if size % factor == 0:
             return f"{size // factor} {unit}"

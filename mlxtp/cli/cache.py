@@ -13,6 +13,7 @@ from rich.text import Text
 
 from ..client import AgentClient, agent_runs
 from ..config import resolve_settings
+from ..verbs import ClearCaches, ListCaches
 from . import options
 from .options import AsJson, Home
 from .printing import day_of, home_of, print_answer, size_of, table_of
@@ -56,7 +57,7 @@ def clear(
     folder, name = home_of(home), lasting_name(model) if model else ""
     where = "" if disk == memory else "disk" if disk else "memory"
     if where == "memory" or agent_runs(folder):
-        answer: Json = AgentClient(folder).post("caches/clear", model=name, where=where)
+        answer: Json = AgentClient(folder).send(ClearCaches(name, where))
     else:
         from ..models import disk_cache
 
@@ -66,9 +67,8 @@ def clear(
 
 
 def _kept(home: Path) -> Json:
-    """Return the agent's answer; while none runs, what is on disk."""
     if agent_runs(home):
-        return AgentClient(home).get("caches")
+        return AgentClient(home).send(ListCaches())
     from ..models import disk_cache
 
     settings = resolve_settings({"home": home}, refuse=lambda _: None)

@@ -110,11 +110,9 @@ class Talk:
         )
 
     def add_exchange(self, text: str, answer: str) -> None:
-        """Add a question and its reply, which both go into the next request."""
         self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
 
     def all(self) -> list[dict[str, str]]:
-        """Return every message, the system prompt first."""
         return [*([{"role": "system", "content": self.system}] if self.system else []), *self.messages]
 
     def save(self, path: Path) -> None:
@@ -176,8 +174,6 @@ def _as_json(answer: EndpointAnswer) -> dict[str, Any]:
 
 
 class ChatScreen:
-    """A conversation in an interactive terminal."""
-
     def __init__(self, talk: Talk) -> None:
         self._talk = talk
         self._console = Console(highlight=False)
@@ -221,7 +217,6 @@ class ChatScreen:
         return True
 
     def _ask_line(self) -> str:
-        """Read what the user types."""
         line = input(PROMPT)
         if line.startswith(QUOTES):
             line = self._read_quoted(line.removeprefix(QUOTES))
@@ -285,7 +280,6 @@ class ChatScreen:
             self._talk.add_exchange(text, answer.text)
 
     def _write(self, pieces: Iterator[Piece], answer: EndpointAnswer) -> None:
-        """Write the reply on a terminal that cannot redraw."""
         try:
             for piece in pieces:
                 answer.add(piece, time.monotonic())
@@ -317,7 +311,6 @@ class ChatScreen:
                 self._console.print(Drawn(answer.text[standing:]), end="")
 
     def _await_text(self, pieces: Iterator[Piece], answer: EndpointAnswer) -> None:
-        """Show progress until the first text, or the end of the reply."""
         with self._console.status("", spinner="line") as shown:
             for piece in pieces:
                 answer.add(piece, time.monotonic())

@@ -4,45 +4,27 @@ from __future__ import annotations
 
 import sys
 import webbrowser
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 
+from .. import verbs
 from ..client import AgentClient, agent_runs, wait_for_end
 from ..errors import Code, UserError
 from ..settings import BY_KEY
-from ..values import (
-    parse_keep,
-    parse_macs,
-    parse_nodes,
-    parse_parallel,
-    parse_replicas,
-    parse_seconds,
-    parse_split,
-    split_layers,
-)
 from . import options
 from .options import AsJson, Home, Within
 from .printing import Console, home_of, print_answer, print_json, typed
-from .status import admissions_shown, kept, members_shown
+from .status import admissions_shown, chosen, kept, members_shown
 
 #: Seconds that an agent may take to look up a model on the Hub.
 _HUB_S = 60.0
 #: Seconds that an agent may take to hand over a key and have others note that.
 _HAND_OVER_S = 30.0
-#: Fields of `serve` with the function that parses each, and the option of its name.
-_SERVE_OPTIONS: Mapping[str, tuple[Callable[[object, str], object], str]] = {
-    "nodes": (parse_nodes, "--nodes"),
-    "replicas": (parse_replicas, "--replicas"),
-    "on": (parse_macs, "--on"),
-    "keep": (parse_keep, "--keep-alive"),
-    "parallel": (parse_parallel, "--parallel"),
-    "split": (parse_split, "--split"),
-}
-
 _BACKENDS = "auto|jaccl|ring"
 
 commands = typer.Typer(
@@ -56,111 +38,24 @@ authority = typer.Typer(
 commands.add_typer(authority)
 
 
-def serve(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="A model folder that every Mac has, the plain name of one in a --model-folder of "
-            "each, an id on the Hugging Face Hub (OWNER/NAME), or a short name such as llama3.2:3b.",
-            autocompletion=options.model_names,
-        ),
-    ],
-    nodes: Annotated[
-        str | None,
-        typer.Option(
-            metavar=BY_KEY["nodes"].metavar,
-            help="How many Macs to spread it over; auto: as many as are fastest. Default: unchanged.",
-            autocompletion=options.words(BY_KEY["nodes"].metavar),
-        ),
-    ] = None,
-    parallel: Annotated[
-        str | None,
-        typer.Option(
-            metavar=BY_KEY["parallel"].metavar,
-            help="How several Macs share it: each has a part of each layer (tensor), or whole layers "
-            "(pipeline). Default: unchanged, at first as `mlxtp node --parallel` has it.",
-            autocompletion=options.words(BY_KEY["parallel"].metavar),
-        ),
-    ] = None,
-    split: Annotated[
-        str | None,
-        typer.Option(
-            metavar=BY_KEY["split"].metavar,
-            help="Layers of each Mac of a pipeline, such as 40,24,16, in the order of ranks. Rank 0 has the "
-            "last layers. auto: by memory and speed. Default: unchanged, at first auto.",
-        ),
-    ] = None,
-    replicas: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N|all",
-            help="How many groups serve it, each with a copy; all: as many as fit. Default: unchanged, at "
-            "first 1.",
-            autocompletion=options.words("N|all"),
-        ),
-    ] = None,
-    on: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME,NAME",
-            help="Macs that may serve it, by name or by the beginning of their node ids; any: all of them. "
-            "Default: unchanged, at first any.",
-            autocompletion=options.member_names,
-        ),
-    ] = None,
-    keep_alive: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DURATION|forever",
-            help="How long it stays without requests, such as 10m or 2h; 0: until it has answered. Other "
-            "models may need its memory earlier, unless this is forever, the default.",
-        ),
-    ] = None,
-    replace: Annotated[
-        bool, typer.Option("--replace", help="Unload all other models, once this one can be served.")
-    ] = False,
-    home: Home = None,
-    as_json: AsJson = False,
-) -> None:
+@options.sends(verbs.Serve)
+def serve(verb: verbs.Serve, home: Home = None, as_json: AsJson = False) -> None:
     """Serve a model beside the others, or change how it is served. Works on any member."""
-    from ..models.inspect import lasting_name
-
-    texts = {"nodes": nodes, "parallel": parallel, "split": split, "replicas": replicas, "on": on}
-    texts["keep"] = keep_alive
-    given = {name: text for name, text in texts.items() if text is not None}
-    with typed():
-        for name, text in given.items():
-            parse, option = _SERVE_OPTIONS[name]
-            parse(text, option)
-        split_layers(split or "auto", parallel or "auto", nodes or "auto")
-    name = lasting_name(model) if model else ""
-    answer = AgentClient(home_of(home), _HUB_S).post(
-        "serve", model=name, only="1" if replace else "", **given
-    )
-    print_answer(answer, as_json, _wished)
+    print_answer(AgentClient(home_of(home), _HUB_S).send(_lasting(verb)), as_json, _wished)
 
 
-def unload(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="Name of the model. Default: the one that is deployed.",
-            autocompletion=options.model_names,
-        ),
-    ] = "",
-    everything: Annotated[bool, typer.Option("--all", help="Unload every model.")] = False,
-    home: Home = None,
-    as_json: AsJson = False,
-) -> None:
+@options.sends(verbs.UnloadModel)
+def unload(verb: verbs.UnloadModel, home: Home = None, as_json: AsJson = False) -> None:
     """Stop serving a model; others go on. Works on any member."""
+    if verb.model and verb.everything:
+        raise typer.BadParameter("name a model, or use --all")
+    print_answer(AgentClient(home_of(home)).send(_lasting(verb)), as_json, _unloaded)
+
+
+def _lasting(verb: verbs.Serve | verbs.UnloadModel) -> verbs.Serve | verbs.UnloadModel:
     from ..models.inspect import lasting_name
 
-    if model and everything:
-        raise typer.BadParameter("name a model, or use --all")
-    answer = AgentClient(home_of(home)).post(
-        "unload", model=lasting_name(model) if model else "", everything="yes" if everything else ""
-    )
-    print_answer(answer, as_json, _unloaded)
+    return replace(verb, model=lasting_name(verb.model)) if verb.model else verb
 
 
 def drain(
@@ -180,15 +75,15 @@ def drain_agent(folder: Path, within: str | None) -> int:
 
     Raises UserError when none runs there, ConfigError when `within` is not a number of seconds.
     """
-    if within is not None:
-        with typed():
-            parse_seconds(within, "--within")
+    start = verbs.StartDrain(within)
+    with typed():
+        start.parsed()
     client = AgentClient(folder)
-    progress = client.post("drain", within=within or "")
+    progress = client.send(start)
     with Console(stderr=True, highlight=False).status(_drain_line(progress)) as shown:
         while not progress["over"]:
             try:
-                progress = client.get("progress")
+                progress = client.send(verbs.DrainProgress())
             except UserError:  # it ended between two requests
                 break
             shown.update(_drain_line(progress))
@@ -199,7 +94,7 @@ def drain_agent(folder: Path, within: str | None) -> int:
 
 def token(home: Home = None, as_json: AsJson = False) -> None:
     """Print a join token. It admits one more Mac within 15 minutes, with `mlxtp node --join TOKEN` there."""
-    answer = AgentClient(home_of(home)).post("token")
+    answer = AgentClient(home_of(home)).send(verbs.MakeToken())
     print_answer(answer, as_json, str(answer["token"]))
 
 
@@ -213,7 +108,7 @@ def page(
     The key is valid until the agent ends. Any user with the address can do what these commands can.
     """
     client = AgentClient(home_of(home))
-    client.get("status")
+    client.send(verbs.Status())
     url = client.page
     if open_it and not webbrowser.open(url):
         raise UserError(f"no browser can be opened here; the page is at {url}")
@@ -223,7 +118,7 @@ def page(
 @commands.command()
 def members(home: Home = None, as_json: AsJson = False) -> None:
     """List every member of the cluster, present or not, and which Mac admitted it, from where and when."""
-    answer = AgentClient(home_of(home)).get("members")
+    answer = AgentClient(home_of(home)).send(verbs.ListMembers())
     print_answer(answer, as_json, lambda a: [*members_shown(a), *admissions_shown(a)])
 
 
@@ -245,22 +140,17 @@ def export(
         BY_KEY["backend"].kind.parse(backend, "--backend")
     folder = home_of(home)
     agent = AgentClient(folder)
-    there = {each["node_id"]: each["address"] for each in agent.get("members")["members"]}
-    fast = bool(agent.get("settings")["settings"]["fast_fences"])
+    there = {each["node_id"]: each["address"] for each in agent.send(verbs.ListMembers())["members"]}
+    fast = bool(agent.send(verbs.AgentSettings())["settings"]["fast_fences"])
     found, coordinator, _, theirs = members_here(folder)
     one = over_all(found, coordinator, backend, fast_fences=fast, fabric_networks=theirs["fabric_networks"])
     print_json(hostfile(one, there, fast_fences=fast))
 
 
 @commands.command()
+@options.sends(verbs.RemoveMember)
 def remove(
-    node: Annotated[
-        str,
-        typer.Argument(
-            help="Its name, or the beginning of its node id: see `mlxtp cluster members`.",
-            autocompletion=options.member_names,
-        ),
-    ],
+    verb: verbs.RemoveMember,
     with_admitted: Annotated[
         bool | None,
         typer.Option(
@@ -275,36 +165,27 @@ def remove(
 
     Join tokens that it requested become void.
     """
-    if not node.strip():
+    if not verb.node.strip():
         raise UserError("which member? Its name, or the beginning of its id: see `mlxtp cluster members`")
     client = AgentClient(home_of(home))
     if with_admitted is None and not as_json and sys.stdin.isatty():
-        found = client.post("let_in", node=node)
+        found = client.send(verbs.LetIn(verb.node))
         if found["let_in"]:
             with_admitted = typer.confirm(f"{found['name']} admitted {_names(found)}. Remove them too?")
-    answer = client.post("remove", node=node, with_admitted="yes" if with_admitted else "")
+    answer = client.send(replace(verb, with_admitted=bool(with_admitted)))
     print_answer(answer, as_json, _removed)
 
 
 @commands.command()
-def leave(
-    force: Annotated[
-        bool,
-        typer.Option(
-            "--force",
-            help="Also if no other Mac holds the cluster's authority: no Mac can join it afterwards.",
-        ),
-    ] = False,
-    home: Home = None,
-    as_json: AsJson = False,
-) -> None:
+@options.sends(verbs.LeaveCluster)
+def leave(verb: verbs.LeaveCluster, home: Home = None, as_json: AsJson = False) -> None:
     """Remove this Mac from its cluster. A running agent informs the others, and ends."""
     from ..cluster import state_file
     from ..identity.store import Store
 
     folder = home_of(home)
     try:
-        answer = AgentClient(folder).post("leave", force="yes" if force else "")
+        answer = AgentClient(folder).send(verb)
     except UserError as error:
         if error.code is not Code.NOT_READY or agent_runs(folder):
             raise
@@ -314,7 +195,7 @@ def leave(
         roster = state_file.load(folder)[0].beliefs.roster
         alone = set(roster.members()) == {identity.node_id}
         last = identity.authority is not None and not set(roster.holders()) - {identity.node_id}
-        if last and not alone and not force:
+        if last and not alone and not verb.force:
             raise UserError(
                 "only this Mac holds its cluster's authority, so no other can let Macs in. Start `mlxtp "
                 "node` and run `mlxtp cluster authority move NODE`, or `mlxtp cluster leave --force`"
@@ -324,44 +205,36 @@ def leave(
     print_answer(answer, as_json, _farewell)
 
 
-_Holder = Annotated[
-    str,
-    typer.Argument(
-        help="Its name, or the beginning of its node id: see `mlxtp cluster members`.",
-        autocompletion=options.member_names,
-    ),
-]
-_Sure = Annotated[bool, typer.Option("--yes", help="Do it without a question.")]
-
-
 @authority.command()
-def add(node: _Holder, sure: _Sure = False, home: Home = None, as_json: AsJson = False) -> None:
+@options.sends(verbs.HandOver)
+def add(verb: verbs.HandOver, home: Home = None, as_json: AsJson = False) -> None:
     """Hand the key to another member too, so that both Macs can let others in.
 
     Run it on a Mac that holds the key. It returns once the key is on the other Mac's disk.
     """
-    _hand_over(node, sure, home, as_json, move=False)
+    _hand_over(verb, home, as_json)
 
 
 @authority.command()
-def move(node: _Holder, sure: _Sure = False, home: Home = None, as_json: AsJson = False) -> None:
+@options.sends(verbs.HandOver)
+def move(verb: verbs.HandOver, home: Home = None, as_json: AsJson = False) -> None:
     """Hand the key to another member, and forget it here. Join tokens of this Mac end.
 
     Run it on a Mac that holds the key. If the other one holds it already, this Mac only forgets it.
     """
-    _hand_over(node, sure, home, as_json, move=True)
+    _hand_over(replace(verb, move=True), home, as_json)
 
 
-def _hand_over(node: str, sure: bool, home: Path | None, as_json: bool, *, move: bool) -> None:
-    if not node.strip():
+def _hand_over(verb: verbs.HandOver, home: Path | None, as_json: bool) -> None:
+    if not verb.node.strip():
         raise UserError("to which member? Its name, or the beginning of its id: see `mlxtp cluster members`")
-    client, ask = AgentClient(home_of(home), _HAND_OVER_S), {"node": node, "move": "yes" if move else ""}
-    name = client.post("authority", **ask)["name"]
-    if not sure:
+    client = AgentClient(home_of(home), _HAND_OVER_S)
+    name = client.send(replace(verb, sure=False))["name"]
+    if not verb.sure:
         if as_json or not sys.stdin.isatty():
             raise UserError(f"{name} would be able to make and remove members; --yes confirms that")
         typer.confirm(f"{name} will be able to make and remove members. Hand over the key?", abort=True)
-    print_answer(client.post("authority", **ask, sure="yes"), as_json, _handed_over)
+    print_answer(client.send(replace(verb, sure=True)), as_json, _handed_over)
 
 
 def _handed_over(answer: Mapping[str, Any]) -> list[str]:
@@ -409,7 +282,6 @@ def _wished(answer: Mapping[str, Any]) -> str:
 
 
 def _as_deployed(answer: Mapping[str, Any]) -> str:
-    """Return in words how many groups a deployment has, where, and for how long."""
     replicas, nodes, keep_s = answer["replicas"], answer["nodes"], answer["keep_s"]
     words = {0: "as many replicas as fit", 1: "1 replica"}.get(replicas, f"{replicas} replicas")
     if nodes != "auto":
@@ -422,6 +294,7 @@ def _as_deployed(answer: Mapping[str, Any]) -> str:
         words += f", as {'a pipeline' if answer['parallel'] == 'pipeline' else 'tensor parallel'}"
     if answer["on"]:
         words += f", on {' and '.join(answer['on'])} only"
+    words = ", ".join([words, *chosen(answer, "replicas", "nodes", "split", "parallel", "on", "keep_s")])
     return words if keep_s < 0 else f"{words}, {kept(keep_s)}"
 
 

@@ -27,6 +27,7 @@ from ..client import ANSWER_TIMEOUT_S, AgentClient, EndpointAnswer, connection_t
 from ..config import EMBEDDED_MODEL, Settings
 from ..groups.health import ServingState
 from ..values import stage_words
+from ..verbs import Status
 from .printing import Console
 from .status import deployments_shown
 
@@ -59,15 +60,12 @@ class DemoConsole(Console):
 
 
 class DemoView:
-    """Output of the demo."""
-
     def __init__(self, console: Console, settings: Settings) -> None:
         self._console = console
         self._settings = settings
         self.stages: dict[str, float] = {}
 
     def start(self, replicas: int = 1) -> None:
-        """Print what is started."""
         s = self._settings
         if replicas > 1:
             self._console.print(
@@ -80,7 +78,6 @@ class DemoView:
         self._console.print(f"[bold]mlxtp[/]  {ranks}, {how}, model [cyan]{escape(s.model)}[/]\n")
 
     def stage(self, name: str, seconds: float) -> None:
-        """Show a stage that was reached `seconds` after the start."""
         took = seconds - max(self.stages.values(), default=0.0)
         self.stages[name] = seconds
         if self._settings.ranks == 1 and name in _GROUP_STAGES:
@@ -106,11 +103,9 @@ class DemoView:
         )
 
     def progress(self, what: str, seconds: float) -> None:
-        """Show what was reached `seconds` after the start."""
         self._console.print(f"  [green]✓[/] {what:<32} {seconds:6.2f} s")
 
     def shared(self, status: Mapping[str, Any], answers: Mapping[str, int]) -> None:
-        """Show the replicas, and how many of several requests each answered."""
         self._console.print()
         for line in deployments_shown(status["deployments"], min(self._console.width, 80) - 2):
             self._console.print(Padding(line, (0, 0, 0, 2)))
@@ -165,7 +160,8 @@ async def run(
             view.answered(answer)
             if several:
                 answered_by = await answering_groups(agent, question, 4 * replicas)
-                view.shared(await asyncio.to_thread(AgentClient(settings.home).get, "status"), answered_by)
+                status = await asyncio.to_thread(AgentClient(settings.home).send, Status())
+                view.shared(status, answered_by)
             if not once:
                 view.serving(agent.url)
                 await asyncio.shield(agent.over)

@@ -30,6 +30,7 @@ from ..errors import UserError
 from ..logs import keep_audit
 from ..short_names import stands_for
 from ..values import parse_keep
+from ..verbs import KeyUses
 from .options import AsJson, Home, key_names, model_names
 from .printing import day_of, home_of, print_answer, table_of, typed
 
@@ -159,7 +160,6 @@ def _keys(home: Path | None) -> KeyFile:
 
 
 def _record(event: str, words: str, file: KeyFile, about: Mapping[str, object]) -> None:
-    """Record the event, by the user who typed the command."""
     keep_audit(file.path.parent)
     user = os.environ.get("SUDO_USER") or pwd.getpwuid(os.getuid()).pw_name
     audit.record(event, words, {**about, "by": f"user {user}"})
@@ -168,7 +168,7 @@ def _record(event: str, words: str, file: KeyFile, about: Mapping[str, object]) 
 def _used(home: Path, keys: Sequence[ApiKey]) -> Mapping[str, Mapping[str, Any]]:
     """Return the use of each key by name: from the agent that runs there, else as the last one kept it."""
     try:
-        return {row["name"]: row for row in AgentClient(home).get("keys")["keys"]}
+        return {row["name"]: row for row in AgentClient(home).send(KeyUses())["keys"]}
     except UserError:
         kept, now = kept_use(home), time.time()
         counts = {key: kept[key.digest.hex()] for key in keys if key.digest.hex() in kept}

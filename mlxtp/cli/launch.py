@@ -333,7 +333,6 @@ def find_served(home: Path, key: str, name: str = "") -> Served:
 
 
 def _called(name: str, deployments: Iterable[Mapping[str, Any]]) -> str:
-    """Return the name of a deployment for one that a user gave, which may be a short name; empty for none."""
     known = {each[field] for each in deployments for field in ("name", "model")}
     return name if name in known else stands_for(name) or name
 
@@ -349,7 +348,6 @@ def find_program(program: Program) -> str:
 
 
 def changed(environment: Mapping[str, str], variables: Variables) -> dict[str, str]:
-    """Return the environment with these variables."""
     kept = {name: value for name, value in environment.items() if name not in variables}
     return kept | {name: value for name, value in variables.items() if value is not None}
 
@@ -379,7 +377,6 @@ def as_shell(program: Program, setup: Setup) -> Iterator[str]:
 
 
 def _write(file: Path, content: object) -> None:
-    """Write the file as JSON. Raises UserError when it cannot be written."""
     try:
         file.parent.mkdir(mode=0o700, exist_ok=True)
         file.write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")

@@ -312,7 +312,6 @@ def _log(log_format: str, log_file: str = "") -> None:
 
 
 def main() -> None:
-    """Entry point of the `mlxtp` command."""
     _open_streams()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal without UTF-8

@@ -40,6 +40,7 @@ from ..errors import (
 from ..models.hub_cache import Repo, cache_folder, hash_of, hub_name
 from ..models.manifest import Manifest, gigabytes
 from ..short_names import near, short_for
+from ..verbs import CheckRemovable, FilesRemoved, ModelsStored, PullModel, PullProgress
 from . import options
 from .options import AsJson, Home
 from .printing import Console, home_of, print_answer, print_json, table_of
@@ -169,7 +170,6 @@ def verify(
 
 
 def _pulled(model: str, everywhere: bool, home: Path | None, as_json: bool) -> Sequence[Mapping[str, Any]]:
-    """Download by the agent, or in this process; return the last report on each member."""
     rows = _by_agent(model, everywhere, home, as_json)
     if rows is None:
         rows = [_by_itself(model, as_json)]
@@ -180,10 +180,9 @@ def _pulled(model: str, everywhere: bool, home: Path | None, as_json: bool) -> S
 def _by_agent(
     model: str, everywhere: bool, home: Path | None, as_json: bool
 ) -> list[Mapping[str, Any]] | None:
-    """Return the agent's last report on each member; None when no agent can download."""
     try:
         client = AgentClient(home_of(home), _PULL_S)
-        name = client.post("pull", model=model, everywhere="yes" if everywhere else "")["model"]
+        name = client.send(PullModel(model, everywhere))["model"]
     except UserError as error:
         if everywhere or error.code not in (Code.NOT_READY, Code.NOT_SUPPORTED):
             raise
@@ -191,7 +190,7 @@ def _by_agent(
     with _Bars(quiet=as_json) as bars:
         try:
             while True:
-                rows: list[Mapping[str, Any]] = client.post("pulling", model=name)["members"]
+                rows: list[Mapping[str, Any]] = client.send(PullProgress(name))["members"]
                 bars.show(
                     (row["name"], row["held_bytes"], row["total_bytes"], bool(row["waits"])) for row in rows
                 )
@@ -248,7 +247,6 @@ class _Speed(TransferSpeedColumn):
     """Present speed; the average of a finished download; empty while unknown."""
 
     def render(self, task: Task) -> Text:
-        """Return the speed of one bar."""
         if task.finished_speed or task.speed:
             return super().render(task)
         came = int(task.completed - task.fields["begun"])
@@ -258,8 +256,6 @@ class _Speed(TransferSpeedColumn):
 
 
 class _Bars:
-    """A bar on stderr for each download in progress."""
-
     def __init__(self, *, quiet: bool) -> None:
         self._progress = Progress(
             TextColumn("{task.description}", markup=False),
@@ -362,18 +358,16 @@ def _here(model: str, home: Path | None) -> tuple[Repo, str]:
 
 
 def _check_removable(model: str, home: Path | None, *, repair: bool = False) -> None:
-    """Raise UserError when the agent, if there is one, refuses."""
     try:
-        AgentClient(home_of(home), _PULL_S).post("removable", model=model, repair="yes" if repair else "")
+        AgentClient(home_of(home), _PULL_S).send(CheckRemovable(model, repair))
     except UserError as error:
         if error.code is not Code.NOT_READY:
             raise
 
 
 def _tell_removed(model: str, home: Path | None) -> None:
-    """Notify the agent, if there is one, of the change."""
     with contextlib.suppress(UserError):
-        AgentClient(home_of(home)).post("removed", model=model)
+        AgentClient(home_of(home)).send(FilesRemoved(model))
 
 
 def _stored(home: Path | None) -> tuple[Path, list[Mapping[str, Any]]]:
@@ -381,7 +375,7 @@ def _stored(home: Path | None) -> tuple[Path, list[Mapping[str, Any]]]:
     members.
     """
     try:
-        told = AgentClient(home_of(home)).get("stored")
+        told = AgentClient(home_of(home)).send(ModelsStored())
     except UserError:
         return cache_folder(), []
     return Path(told["folder"]), list(told["elsewhere"])
@@ -401,7 +395,6 @@ def _row(here: Revision, elsewhere: Sequence[Mapping[str, Any]]) -> dict[str, An
 
 
 def _is_of(stored: Mapping[str, Any], name: str, revision: str) -> bool:
-    """Return True if another member has all of this revision."""
     return bool(stored["complete"]) and (stored["name"], stored["revision"]) == (name, revision)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +13,7 @@ import typer
 from ..client import AgentClient
 from ..errors import UserError
 from ..settings import BY_KEY, CLUSTER, GENERAL, SETTINGS, SWITCH, Setting
+from ..verbs import ListMembers, ModelsStored, Verb
 from .printing import COMPLETION_VARIABLE, home_of, typed
 
 Home = Annotated[
@@ -45,30 +47,65 @@ FLAGS = tuple(setting.key for setting in SETTINGS if setting.option)
 
 def takes(*keys: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator that gives a command an option for each of these settings, None if not given."""
+    options = [_parameter(key, _type(BY_KEY[key]), _option(BY_KEY[key]), None) for key in keys]
 
     def with_options(command: Callable[..., None]) -> Callable[..., None]:
-        signature = inspect.signature(command, eval_str=True)
-        own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
-        options = [
-            inspect.Parameter(
-                key,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=None,
-                annotation=Annotated[_type(BY_KEY[key]), _option(BY_KEY[key])],
-            )
-            for key in keys
-        ]
-
         def with_flags(**given: Any) -> None:
             command(**{name: None if value == [] else value for name, value in given.items()})
 
-        with_flags.__name__ = getattr(command, "__name__", "")
-        with_flags.__doc__ = command.__doc__
-        with_flags.__annotations__ = {}
-        with_flags.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
-        return with_flags
+        own = _parameters(command)
+        return _dressed(with_flags, command, [*own, *options])
 
     return with_options
+
+
+def sends(verb: type[Verb]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator that gives a command the options of `verb`, and hands it the verb made of them."""
+    offered = [each for each in fields(verb) if "flag" in each.metadata]
+
+    def with_options(command: Callable[..., None]) -> Callable[..., None]:
+        def with_verb(**given: Any) -> None:
+            made = verb(**{each.name: given.pop(each.name) for each in offered})
+            with typed():
+                made.parsed()
+            command(made, **given)
+
+        return _dressed(with_verb, command, [*map(_of_field, offered), *_parameters(command)[1:]])
+
+    return with_options
+
+
+def _parameters(command: Callable[..., None]) -> list[inspect.Parameter]:
+    found = inspect.signature(command, eval_str=True).parameters.values()
+    return [each for each in found if each.kind is not each.VAR_KEYWORD]
+
+
+def _parameter(name: str, kind: Any, option: Any, default: object) -> inspect.Parameter:
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
+    )
+
+
+def _dressed(
+    function: Callable[..., None], command: Callable[..., None], parameters: list[inspect.Parameter]
+) -> Callable[..., None]:
+    function.__name__, function.__doc__ = command.__name__, command.__doc__
+    function.__annotations__ = {}
+    named = [each.replace(kind=each.KEYWORD_ONLY) for each in parameters]
+    function.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
+    return function
+
+
+def _of_field(of: Field[Any]) -> inspect.Parameter:
+    about = of.metadata
+    suggested = {"model": model_names, "node": member_names, "on": member_names}.get(of.name)
+    made: dict[str, Any] = {"help": about["description"], "metavar": about["metavar"]}
+    made["autocompletion"] = suggested or words(about["metavar"] or "")
+    default = inspect.Parameter.empty if of.default is MISSING else of.default
+    if not about["flag"]:
+        return _parameter(of.name, str, typer.Argument(**made), default)
+    kind = bool if of.default is False else str | None
+    return _parameter(of.name, kind, typer.Option(about["flag"], **made), default)
 
 
 def _type(setting: Setting) -> Any:
@@ -132,14 +169,13 @@ def hub_model_names(ctx: typer.Context) -> list[str]:
     from ..models.hub_cache import cache_folder, repos_here
 
     try:
-        folder = AgentClient(_home(ctx), _ASK_S).get("stored")["folder"]
+        folder = AgentClient(_home(ctx), _ASK_S).send(ModelsStored())["folder"]
     except UserError:
         folder = str(cache_folder())
     return [each.name for each in repos_here(Path(folder)) if each.commits()]
 
 
 def key_names(ctx: typer.Context) -> list[str]:
-    """Return names of API keys."""
     from ..api.api_keys import KeyFile
 
     try:
@@ -149,9 +185,8 @@ def key_names(ctx: typer.Context) -> list[str]:
 
 
 def member_names(ctx: typer.Context) -> list[str]:
-    """Return names of the cluster's members, from the running agent."""
     try:
-        told = AgentClient(_home(ctx), _ASK_S).get("members")["members"]
+        told = AgentClient(_home(ctx), _ASK_S).send(ListMembers())["members"]
     except UserError:
         return []
     return [str(member["name"]) for member in told]

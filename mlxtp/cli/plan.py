@@ -13,6 +13,7 @@ from ..config import resolve_settings
 from ..errors import Exit, UserError
 from ..settings import BY_KEY
 from ..values import one_of, parse_nodes, parse_parallel, parse_split, split_layers
+from ..verbs import AgentSettings, PresentMachines
 from .options import AsJson, Home, model_names, words
 from .printing import home_of, typed
 
@@ -193,7 +194,7 @@ def named_model(typed: str, home: Path | None) -> tuple[str, str | Path]:
 def _model_folders(home: Path | None) -> tuple[str, ...]:
     """Return those of the running agent, or those that one would have. Raises ConfigError."""
     try:
-        return tuple(map(str, AgentClient(home_of(home)).get("settings")["settings"]["model_folders"]))
+        return tuple(map(str, AgentClient(home_of(home)).send(AgentSettings())["settings"]["model_folders"]))
     except UserError:
         return resolve_settings({"home": home}).model_folders
 
@@ -211,7 +212,7 @@ def members_here(
     from ..placement.topology import MemberMachine
 
     try:
-        told = AgentClient(home).get("plan")
+        told = AgentClient(home).send(PresentMachines())
     except UserError:
         machine = asyncio.run(hardware.probe())
         return (MemberMachine("this", "this Mac", machine),), "this", (), _UNSET

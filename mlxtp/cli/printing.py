@@ -29,6 +29,7 @@ from ..client import AgentClient, agent_runs
 from ..config import home_folder
 from ..errors import Code, Exit, MlxtpError, UserError
 from ..values import stage_words
+from ..verbs import Status
 
 # --- output ---------------------------------------------------------------------------------------------
 
@@ -45,13 +46,11 @@ class Console(rich_console.Console):
     """A rich console that writes no control characters of the texts that it gets."""
 
     def render(self, *given: Any, **options: Any) -> Iterable[Segment]:
-        """Yield the segments of a renderable; see rich."""
         for segment in super().render(*given, **options):
             yield segment if segment.control else segment._replace(text=without_controls(segment.text))
 
 
 def home_of(home: Path | None) -> Path:
-    """Return the folder of the agent that a command uses."""
     return home_folder(home).resolve()
 
 
@@ -82,7 +81,7 @@ def when_started(home: Path) -> tuple[AgentClient, dict[str, Any]]:
         while agent_runs(home) and not (home / AGENT_FILE).exists():
             waits_for("it has no address yet")
         client = AgentClient(home)
-        while starting := (status := client.get("status")).get("starting"):
+        while starting := (status := client.send(Status())).get("starting"):
             waits_for(starting)
         return client, status
 
@@ -100,7 +99,6 @@ def table_of(*columns: str, right: Collection[str] = (), wrapped: Collection[str
 
 
 def day_of(at: float) -> str:
-    """Return a time in seconds since 1970 as local time, to the minute."""
     return datetime.fromtimestamp(at).astimezone().strftime("%Y-%m-%d %H:%M")
 
 
@@ -152,7 +150,6 @@ class Commands(TyperGroup):
     """
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> Any:
-        """Run the command of `args` and end the process."""
         given = sys.argv[1:] if args is None else list(args)
         if COMPLETION_VARIABLE in os.environ:
             completion_init()

@@ -31,6 +31,7 @@ from ..errors import Code, Exit, MlxtpError, UserError
 from ..free_memory import free_bytes
 from ..identity.private_files import write_private
 from ..imports import metal_wheel
+from ..verbs import BenchFabric, Diagnose, Serve, Status, UnloadModel
 from . import bench, qualify_here
 from .launch import find_served
 from .options import AsJson, Home
@@ -63,8 +64,6 @@ _SENTENCES = 40  # of each
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One try: its verdict in words, and numbers for programs."""
-
     what: str
     verdict: Verdict
     words: str
@@ -117,7 +116,7 @@ def qualify(
     """
     folder = home_of(home)
     agent = AgentClient(folder, ASK_S)
-    status = agent.get("status")
+    status = agent.send(Status())
     macs = tuple(each["name"] for each in status.get("members") or () if each.get("state") == "alive")
     if len(macs) < 2:
         raise UserError(
@@ -151,7 +150,7 @@ def qualify(
         except MlxtpError as error:  # the agent is gone, and with it the deployment as it was before
             rows.append(Row("the deployment of before", "failed", error.detail))
     with suppress(MlxtpError):  # what the tries have used up and stranded
-        status = AgentClient(folder, ASK_S).get("status")
+        status = AgentClient(folder, ASK_S).send(Status())
     everyone = tuple(dict.fromkeys([*macs, *(each["name"] for each in status["members"])]))
     hide = (lambda text: text) if with_names else hider(everyone, status, folder)
     found = report(rows, status, hide)
@@ -195,7 +194,6 @@ def tries(bed: Bed, status: Mapping[str, Any], idle_s: float, may: Callable[[str
 
 
 def tried(what: str, act: Callable[[], Row | Sequence[Row]]) -> Sequence[Row]:
-    """Return the rows of one try, or one row with its error."""
     try:
         found = act()
     except MlxtpError as error:
@@ -218,7 +216,7 @@ def impossible(kind: str, macs: int, key_heads: int) -> str:
 def doctor(bed: Bed) -> list[Row]:
     """Examine this Mac, its cables and links, and the other members."""
     bed.say("examining Macs, cables and links")
-    found = bed.agent.get("doctor")
+    found = bed.agent.send(Diagnose())
     rows = []
     for each in found["rows"]:
         bad = [one for one in each["findings"] if one["level"] in ("warning", "error")]
@@ -265,7 +263,7 @@ def speed(bed: Bed) -> Row:
     written = next((row for row in made["rows"] if row["what"] == "write"), None)
     if written is None:
         return Row("speed", "left out", "the context is too short to measure it", made)
-    told = bed.agent.get("status")
+    told = bed.agent.send(Status())
     row = next(each for each in told["deployments"] if served.model in (each["name"], each["model"]))
     found, coordinator, results, theirs = plan.members_here(bed.home)
     planned = planning.expected(
@@ -314,7 +312,7 @@ def links(bed: Bed, idle_s: float) -> Iterator[Row]:
 
     def measure(what: str) -> Row:
         bed.say(f"{what}: sums of all sizes over the links")
-        answer = bed.agent.post("bench/fabric", model=EMBEDDED_MODEL)
+        answer = bed.agent.send(BenchFabric(EMBEDDED_MODEL))
         words = f"{bench.duration(answer['collective_s'])} a collective; {bench.amount(answer['sizes'][-1])} "
         words += f"take {bench.duration(answer['sums_s'][-1])}"
         figures = {name: answer[name] for name in ("backend", "kind", "collective_s", "sizes", "sums_s")}
@@ -399,17 +397,15 @@ def deployed(bed: Bed, status: Mapping[str, Any]) -> Iterator[None]:
     finally:
         agent = AgentClient(bed.home, ASK_S)  # it may have been started again
         if was is None:
-            agent.post("unload", model=EMBEDDED_MODEL)
+            agent.send(UnloadModel(EMBEDDED_MODEL))
         else:
-            agent.post(
-                "serve", model=EMBEDDED_MODEL, nodes=was["nodes"], parallel=was["parallel"] or "auto",
-                split=was["split"], replicas=str(was["replicas"]["wanted"] or "all"),
-            )  # fmt: skip
+            replicas, parallel = str(was["replicas"]["wanted"] or "all"), was["parallel"] or "auto"
+            agent.send(Serve(EMBEDDED_MODEL, was["nodes"], parallel, was["split"], replicas))
 
 
 def serve(bed: Bed, nodes: str, parallel: str) -> None:
     """Serve the embedded model in this way, and wait until it is. Raises UserError with the reason."""
-    bed.agent.post("serve", model=EMBEDDED_MODEL, nodes=nodes, parallel=parallel, split="auto", replicas="1")
+    bed.agent.send(Serve(EMBEDDED_MODEL, nodes=nodes, parallel=parallel, split="auto", replicas="1"))
     wait(
         bed,
         lambda group: (
@@ -429,14 +425,13 @@ def wait(bed: Bed, wanted: Callable[[Mapping[str, Any]], bool]) -> None:
 
 
 def group_of(bed: Bed) -> Mapping[str, Any]:
-    """Return the embedded model's group, or an empty mapping."""
-    rows = [each for each in bed.agent.get("status")["deployments"] if each["name"] == EMBEDDED_MODEL]
+    rows = [each for each in bed.agent.send(Status())["deployments"] if each["name"] == EMBEDDED_MODEL]
     return next((group for each in rows for group in each["groups"]), {})
 
 
 def own_rank(bed: Bed) -> int:
     """Return the process of this Mac's rank of the embedded model. Raises UserError when it has none."""
-    pids = bed.agent.get("status")["processes"].get(group_of(bed).get("id"))
+    pids = bed.agent.send(Status())["processes"].get(group_of(bed).get("id"))
     if not pids:
         raise UserError("this Mac has no rank of the embedded model; run this on one that has")
     return int(pids[0])
@@ -448,7 +443,6 @@ def agent_pid(home: Path) -> int:
 
 
 def ask(agent: AgentClient, text: str) -> str:
-    """Return the greedy answer to one message. Raises MlxtpError."""
     body = {
         "model": EMBEDDED_MODEL,
         "messages": [{"role": "user", "content": text}],
@@ -573,7 +567,6 @@ def _hidden(value: Any, hide: Callable[[str], str]) -> Any:
 
 
 def shown_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Return the table for people."""
     table = table_of("verdict", "try", "result", wrapped=("result",))
     for row in rows:
         verdict = f"[{COLOURS[row['verdict']]}]{row['verdict']}[/]"

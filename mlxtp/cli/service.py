@@ -35,6 +35,7 @@ from ..service.managers import (
     without_secret,
 )
 from ..settings import AUDIT_LOG
+from ..verbs import AgentSettings
 from . import options
 from .cluster import drain_agent
 from .options import AsJson, Home, Within
@@ -258,7 +259,6 @@ def logs(
 
 
 def _service_with(home: Path | None) -> installed.Installed | None:
-    """Return the service, unless the user names another agent."""
     found = installed.find()
     if found is None or not (home or os.environ.get("MLXTP_HOME")):
         return found
@@ -271,7 +271,7 @@ def _log_of_agent(home: Path) -> Path:
     Raises UserError without a file.
     """
     try:
-        log = str(AgentClient(home).get("settings")["settings"]["log_file"] or "")
+        log = str(AgentClient(home).send(AgentSettings())["settings"]["log_file"] or "")
     except UserError:
         log = resolve_settings({"home": home}).log_file
     if not log:
@@ -371,7 +371,6 @@ def _typed(user: bool, home: Path | None, arguments: Sequence[str]) -> tuple[str
 
 
 def _print_steps(steps: Sequence[ServiceStep], doubts: Sequence[str], *, as_json: bool) -> None:
-    """Print the steps and the warnings."""
     if as_json:
         print_json({"steps": list(map(_step, steps)), "mind": list(doubts)})
         return
@@ -400,7 +399,6 @@ def _step(step: ServiceStep) -> Mapping[str, Any]:
 
 
 def _doubts(manager: Manager, service: Service, owner: Owner) -> list[str]:
-    """Return the warnings."""
     others = sorted(
         name for name in os.environ if name.startswith("MLXTP_") and name not in ("MLXTP_HOME", "MLXTP_JOIN")
     )
@@ -418,7 +416,6 @@ def _mind(doubts: Sequence[str]) -> None:
 
 
 def _wait(found: installed.Installed, about: Mapping[str, Any], *, as_json: bool) -> None:
-    """Wait until it runs. `about`: what was done, for programs."""
     state, agent = found.wait(), found.agent
     if agent:
         how = "; `mlxtp status` shows what it does, `mlxtp logs -f` its log"

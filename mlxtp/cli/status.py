@@ -19,6 +19,8 @@ from rich.text import Text
 
 from ..client import AgentClient
 from ..errors import MlxtpError
+from ..verbs import Status
+from ..wire.cluster_messages import Deployment
 from .options import AsJson, Home
 from .printing import Console, day_of, home_of, joined, print_answer, size_of, table_of
 
@@ -45,7 +47,7 @@ def status(
         else:
             raise typer.BadParameter("--watch needs a terminal; with --json it prints one object a line")
         return
-    print_answer(AgentClient(home_of(home)).get("status"), as_json, _shown)
+    print_answer(AgentClient(home_of(home)).send(Status()), as_json, _shown)
 
 
 def _shown(answer: Mapping[str, Any]) -> list[Any]:
@@ -160,7 +162,6 @@ def members_shown(answer: Mapping[str, Any]) -> list[Any]:
 
 
 def admissions_shown(answer: Mapping[str, Any]) -> list[Any]:
-    """Return a line for each member whose admission is known: by which Mac, from where and when."""
     return [
         _indented(
             f"{each['name']} was admitted by {each['admitted_by_name']} "
@@ -173,7 +174,6 @@ def admissions_shown(answer: Mapping[str, Any]) -> list[Any]:
 
 
 def _about(name: str, sentences: Iterable[str], colour: str) -> list[Any]:
-    """Return a name, and each sentence about it as a paragraph below."""
     said = [_indented(f"- {sentence}", colour) for sentence in sentences]
     return [f"{escape(name)}:", *said] if said else []
 
@@ -211,7 +211,6 @@ def _members_table(answer: Mapping[str, Any]) -> Table:
 
 
 def _work(member: Mapping[str, Any], several: bool) -> str:
-    """Return the groups a member has ranks of, if there are several, else its rank."""
     if several:
         return escape(", ".join(member["works_for"]))
     return "" if member["rank"] is None else str(member["rank"])
@@ -266,7 +265,6 @@ def watch_json(home: Path) -> None:
 
 
 def _looks(home: Path) -> Iterator[tuple[Moment | None, Mapping[str, str] | None]]:
-    """Yield the agent's snapshots, or why there is none."""
     while True:
         try:
             yield AgentClient(home, _ANSWER_S).snapshot(), None
@@ -366,12 +364,10 @@ def _ranks(node: str, ranks: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...
 
 
 def _shown_history(snapshot: Moment) -> list[Mapping[str, Any]]:
-    """Return the epochs of the shown group."""
     return [each for each in snapshot["history"] if each["group"] == snapshot["shown"]]
 
 
 def _ended(history: Sequence[Mapping[str, Any]]) -> Text | None:
-    """Return why the last epoch ended."""
     story = next((each for each in history if each["lasted_s"] is not None), None)
     if story is None:
         return None
@@ -391,7 +387,6 @@ COLOURS = {"alive": "green", "ready": "green", "suspect": "yellow", "dead": "red
 
 
 def deployments_shown(deployments: Sequence[Mapping[str, Any]], width: int) -> list[Text]:
-    """Return a line for each deployment, and below it its groups, wrapped at `width` columns."""
     return [line for each in deployments for line in _deployment(each, width)]
 
 
@@ -415,18 +410,20 @@ def _deployment(shown: Mapping[str, Any], width: int) -> Iterator[Text]:
 
 
 def _chosen(shown: Mapping[str, Any]) -> str:
-    """Return what a user chose for a deployment, as far as it is not the default."""
-    found = [f"--nodes {shown['nodes']}"] if shown["nodes"] != "auto" else []
-    found += [f"--parallel {shown['parallel']}"] if shown["parallel"] else []
-    found += [f"--split {shown['split']}"] if shown["split"] != "auto" else []
+    found = chosen(shown, "replicas", "on", "keep_s")
     found += [f"on {' and '.join(shown['on'])} only"] if shown["on"] else []
     if not shown["pinned"]:
         found.append(kept(shown["keep_s"]))
     return "".join(f", {each}" for each in found)
 
 
+def chosen(shown: Mapping[str, Any], *but: str) -> list[str]:
+    """Return what a user chose for a deployment, but for fields that other words say, as options."""
+    asked = Deployment("").wishes().items()
+    return [f"--{name} {shown[name]}" for name, value in asked if name not in but and shown[name] != value]
+
+
 def kept(keep_s: int) -> str:
-    """Return in words how long a deployment that is not pinned stays."""
     if keep_s >= 2**32 - 1:
         return "until its memory is needed"
     return f"until it is unused for {keep_s} s" if keep_s else "until it has answered"

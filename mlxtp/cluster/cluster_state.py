@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property, partial
+from operator import attrgetter
 from typing import Any
 
 from ..errors import Code, RemoteProtocolError, UserError
@@ -209,12 +210,14 @@ def _place(row: Deployment) -> tuple[bool, int, str, str]:
     return (False, _since(row), "", row.name) if row.pinned else (True, -row.version, row.writer, row.name)
 
 
+_CONTENT = attrgetter(
+    *(each.name for each in fields(Deployment) if each.name not in ("version", "writer", "removed"))
+)
+
+
 def _rank(row: Deployment) -> tuple[object, ...]:
     """Return the order of rows of one name: of one version, the pinned row outranks the others."""
-    return (
-        row.version, row.pinned, not row.removed, row.writer, row.name, row.model, row.replicas, row.nodes,
-        row.on, row.keep_s, row.since, row.parallel, row.split,
-    )  # fmt: skip
+    return row.version, row.pinned, not row.removed, row.writer, *_CONTENT(row)
 
 
 # --- members --------------------------------------------------------------------------------------------

@@ -363,15 +363,10 @@ class DesiredDeployments:
         self,
         model: str,
         *,
-        replicas: int | None = None,
-        nodes: str = "",
-        on: tuple[str, ...] | None = None,
-        keep_s: int | None = None,
-        parallel: str = "",
-        split: str = "",
         replace: bool = False,
+        **asked: Any,
     ) -> Deployment:
-        """Add a deployment of `model`, or change it: see `Deployment`. None and "" keep a field's value.
+        """Add a deployment of `model`, or change it: `asked` has fields of `Deployment`, and others stay.
 
         `replace`: remove all others. A table that has all that already stays as it is, unless a model is
         lacking. Raises UserError for a name that no message can carry, and when there is no room.
@@ -380,9 +375,7 @@ class DesiredDeployments:
             raise UserError(
                 f"a model is called by at most {MAX_MODEL} printable characters, not {model[:200]!r}"
             )
-        row = self.row(
-            model, replicas=replicas, nodes=nodes, on=on, keep_s=keep_s, parallel=parallel, split=split
-        )
+        row = self.row(model, **asked)
         there = self._is_there(row, replace=replace)
         if not there or any(lacking(model) for lacking in self.retry_if):
             self._set(self.table.setting(row, self._replica.self_id, alone=replace))
@@ -449,22 +442,13 @@ class DesiredDeployments:
         self._changed()
 
 
-def _changed(
-    table: DeploymentTable,
-    model: str,
-    *,
-    replicas: int | None = None,
-    nodes: str = "",
-    on: tuple[str, ...] | None = None,
-    keep_s: int | None = None,
-    parallel: str = "",
-    split: str = "",
-) -> Deployment:
+def _changed(table: DeploymentTable, model: str, **asked: Any) -> Deployment:
     """Return the row of a model with the fields that are given.
 
     A split gives way to what contradicts it, and the other way round; so do a pipeline and one Mac.
     """
     row = table.get(name_of(model)) or Deployment(name_of(model))
+    split, parallel, nodes = (asked.get(name, "") for name in ("split", "parallel", "nodes"))
     if split and split != "auto":
         row = dataclasses.replace(row, nodes="auto", parallel="")
     elif parallel in ("tensor", "auto") or nodes not in ("", "auto", "all", str(row.split.count(",") + 1)):
@@ -473,13 +457,4 @@ def _changed(
         row = dataclasses.replace(row, parallel="")
     elif parallel == "pipeline" and row.nodes == "1":
         row = dataclasses.replace(row, nodes="auto")
-    return dataclasses.replace(
-        row,
-        model=model,
-        replicas=row.replicas if replicas is None else replicas,
-        nodes=nodes or row.nodes,
-        on=row.on if on is None else on,
-        keep_s=row.keep_s if keep_s is None else keep_s,
-        parallel=parallel or row.parallel,
-        split=split or row.split,
-    )
+    return dataclasses.replace(row, model=model, **asked)

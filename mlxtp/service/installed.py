@@ -17,6 +17,7 @@ from pathlib import Path
 from ..client import AgentClient
 from ..config import default_home, home_folder
 from ..errors import UserError, in_words, why_not_written
+from ..verbs import Status
 from .managers import (
     CommandResult,
     Launchd,
@@ -207,7 +208,7 @@ class Installed:
     def agent(self) -> str:
         """The state of its agent; empty when the agent does not reply."""
         try:
-            return str(AgentClient(self.home).get("status")["state"])
+            return str(AgentClient(self.home).send(Status())["state"])
         except UserError:
             return ""
 

@@ -6,7 +6,8 @@ owner of a group also has others start and end its ranks. A *requests* link carr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from ..errors import Code
 from .codecs import (
@@ -208,6 +209,11 @@ class Deployment:
     def pinned(self) -> bool:
         """True for a deployment that stays however long it is not used."""
         return self.keep_s < 0 and not self.removed
+
+    def wishes(self) -> dict[str, Any]:
+        """Return by name the fields that users set, beside the model."""
+        kept = ("name", "model", "version", "writer", "removed", "since")
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in kept}
 
 
 class Deployments(Message, number=0x05):

@@ -24,6 +24,7 @@ from mlxtp.groups.overview import health
 from mlxtp.groups.process_group import EpochGroup
 from mlxtp.models.inspect import ModelSource
 from mlxtp.placement.topology import MemberMachine, Topology
+from mlxtp.verbs import ClearCaches, ListCaches, Status
 from mlxtp.wire.cluster_messages import Interface, Machine, Serving
 
 from ..cluster.deployed import only
@@ -80,7 +81,7 @@ def test_an_epoch_from_its_beginning_to_its_end(tmp_path: Path, source: ModelSou
         assert found["context"] == 4096
         assert (found["group"]["world_size"], found["group"]["pairs"]) == (1, [])
         assert found["ranks"][0]["node"] == found["self"]
-        [rank] = Admin(parts, cast(Any, None)).status()["ranks"]
+        [rank] = Admin(parts, cast(Any, None)).status(Status())["ranks"]
         assert "fake_rank" in " ".join(psutil.Process(rank["pid"]).cmdline())
         admin = Admin(parts, cast(Any, None))
         await caches_come_and_go(admin.caches, tmp_path / "alone")
@@ -100,26 +101,26 @@ def test_an_epoch_from_its_beginning_to_its_end(tmp_path: Path, source: ModelSou
 
 
 async def caches_come_and_go(caches: CacheHandlers, home: Path) -> None:
-    kept = await caches.kept()
+    kept = await caches.kept(ListCaches())
     assert [each["group"] for each in kept["groups"]] == ["tiny#0"]
     assert (kept["elsewhere"], kept["disk"]["models"]) == ([], [])
     with pytest.raises(UserError, match=r"^other is neither served nor on this Mac's disk$"):
-        await caches.clear("other", "")
+        await caches.clear(ClearCaches("other"))
     with pytest.raises(UserError, match=r"^other is not served$"):
-        await caches.clear("other", "memory")
+        await caches.clear(ClearCaches("other", "memory"))
     with pytest.raises(UserError, match="'tape' is not memory or disk"):
-        await caches.clear("", "tape")
+        await caches.clear(ClearCaches(where="tape"))
     both = ["/models/other", "/models/tiny"]
     for model in both:
         layout(home / "kv-cache", model.rpartition("/")[2], model)
-    assert [each["model"] for each in (await caches.kept())["disk"]["models"]] == both
-    cleared = await caches.clear("tiny", "memory")
+    assert [each["model"] for each in (await caches.kept(ListCaches()))["disk"]["models"]] == both
+    cleared = await caches.clear(ClearCaches("tiny", "memory"))
     assert ([each["kept_bytes"] for each in cleared["groups"]], cleared["disk"]) == ([0], [])
-    cleared = await caches.clear("other", "disk")
+    cleared = await caches.clear(ClearCaches("other", "disk"))
     assert (cleared["groups"], [each["model"] for each in cleared["disk"]]) == ([], ["/models/other"])
-    cleared = await caches.clear("", "")
+    cleared = await caches.clear(ClearCaches())
     assert (len(cleared["groups"]), [each["model"] for each in cleared["disk"]]) == (1, ["/models/tiny"])
-    assert (await caches.kept())["disk"]["models"] == []
+    assert (await caches.kept(ListCaches()))["disk"]["models"] == []
 
 
 @pytest.fixture(scope="module")
@@ -180,14 +181,14 @@ def test_a_group_on_other_macs_is_shown_as_it_is_told(
         assert found["group"]["fabric"] is None
         assert found["tokens_per_second"]["value"] is None
         caches = CacheHandlers(node.parts)
-        [elsewhere] = (await caches.kept())["elsewhere"]
+        [elsewhere] = (await caches.kept(ListCaches()))["elsewhere"]
         assert elsewhere == {"group": GROUP, "owner": "mac-a", "cached_tokens": 512}
         for model, what in (("tiny", "tiny has no rank 0"), ("", "no model has its rank 0")):
             with pytest.raises(UserError, match=f"{what} on this Mac, so nothing of it is kept here"):
-                await caches.clear(model, "")
+                await caches.clear(ClearCaches(model))
         with pytest.raises(UserError, match="other is neither served nor"):
-            await caches.clear("other", "")
-        cleared = await caches.clear("", "disk")
+            await caches.clear(ClearCaches("other"))
+        cleared = await caches.clear(ClearCaches(where="disk"))
         assert (cleared["elsewhere"], cleared["other_macs"]) == ([], ["mac-a", "mac-f"])
         node.hear(a, replace(told, epoch=10, state="starting", reason="epoch 9 lost mac-f"))
         node.tick()

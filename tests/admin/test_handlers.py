@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from mlxtp.admin.handlers import Admin
+from mlxtp.admin.handlers import Admin, handlers_of
 from mlxtp.cluster import state_file
 from mlxtp.cluster.cluster_state import PINNED
 from mlxtp.cluster.introduction import flags_of, versions_here
@@ -22,6 +22,19 @@ from mlxtp.groups.health import ServingState
 from mlxtp.models.hub_cache import Repo
 from mlxtp.models.inspect import ModelSource
 from mlxtp.text.tokenizer import Text
+from mlxtp.verbs import (
+    CheckRemovable,
+    HandOver,
+    LeaveCluster,
+    LetIn,
+    ListMembers,
+    MakeToken,
+    PresentMachines,
+    RemoveMember,
+    Serve,
+    Status,
+    UnloadModel,
+)
 from mlxtp.wire.cluster_messages import (
     Deployments,
     Members,
@@ -42,19 +55,19 @@ NAME = "some-body/tiny"
 def test_the_wanted_model_is_told_to_all_and_once(tmp_path: Path, member: members.Member) -> None:
     async def story(node: Node) -> None:
         admin, a = Admin(node.parts, member.store), node.meet(A)
-        assert await admin.models.serve("tiny", "2") == {
+        assert await admin.models.serve(Serve("tiny", nodes="2")) == {
             **{"model": "tiny", "name": "tiny", "nodes": "2", "replicas": 1, "on": [], "keep_s": -1},
             **{"version": 1, "change": "added", "replaced": [], "until_then": ""},
             **{"coming": False, "downloads": False, "parallel": "auto", "split": "auto"},
         }
-        again = await admin.models.serve("tiny", "02")
+        again = await admin.models.serve(Serve("tiny", nodes="02"))
         assert (again["version"], again["change"]) == (1, "kept")
-        assert (await admin.models.serve("tiny", ""))["version"] == 1
+        assert (await admin.models.serve(Serve("tiny")))["version"] == 1
         node.group.supervisor.status.state = ServingState.FAILED
-        assert (await admin.models.serve("tiny", ""))[
+        assert (await admin.models.serve(Serve("tiny")))[
             "version"
         ] == 2  # asking again is how a failed group is tried again
-        assert admin.models.unload() == {
+        assert admin.models.unload(UnloadModel()) == {
             **{"model": "", "nodes": "auto", "version": 3},
             **{"unloaded": ["tiny"], "left": [], "cancelled": []},
         }
@@ -64,25 +77,36 @@ def test_the_wanted_model_is_told_to_all_and_once(tmp_path: Path, member: member
     play(tmp_path, member, story)
 
 
+def test_each_verb_has_a_handler_which_gets_it(tmp_path: Path, member: members.Member) -> None:
+    async def story(node: Node) -> None:
+        admin = Admin(node.parts, member.store)
+        with pytest.raises(KeyError, match="ModelsOnDisk"):
+            handlers_of(admin, admin.members, admin.caches)
+        assert (await admin.carry_out(Serve("tiny", only=True)))["name"] == "tiny"
+        assert (await admin.carry_out(Status()))["state"]
+
+    play(tmp_path, member, story)
+
+
 def test_of_several_models_one_is_unloaded_by_its_name_or_all(tmp_path: Path, member: members.Member) -> None:
     async def story(node: Node) -> None:
         admin, desired = Admin(node.parts, member.store), node.parts.node.desired
         with pytest.raises(UserError, match=r"tiny is not deployed\. Deployed models: none"):
-            admin.models.unload("tiny")
+            admin.models.unload(UnloadModel("tiny"))
         desired.serve("tiny", nodes="2")
         desired.serve("org/one@main", keep_s=600)
         desired.serve("org/two")
-        assert admin.models.unload("org/two") == {
+        assert admin.models.unload(UnloadModel("org/two")) == {
             **{"model": "tiny", "nodes": "2", "version": 4},
             **{"unloaded": ["org/two"], "left": ["tiny", "org/one@main"], "cancelled": []},
         }
         with pytest.raises(UserError, match="several models are deployed: tiny, org/one"):
-            admin.models.unload()
+            admin.models.unload(UnloadModel())
         with pytest.raises(UserError, match="Deployed models: tiny, org/one"):
-            admin.models.unload("org/two")
-        assert admin.models.unload("", "yes")["model"] == ""
+            admin.models.unload(UnloadModel("org/two"))
+        assert admin.models.unload(UnloadModel(everything=True))["model"] == ""
         desired.serve("org/one@main")
-        assert admin.models.unload("org/one@other")["model"] == ""
+        assert admin.models.unload(UnloadModel("org/one@other"))["model"] == ""
 
     play(tmp_path, member, story)
 
@@ -96,8 +120,8 @@ def test_a_short_name_is_served_and_unloaded_under_the_name_that_it_stands_for(
         admin, desired = Admin(node.parts, member.store), node.parts.node.desired
         desired.serve("tiny")
         desired.serve(llama)
-        assert (await admin.models.serve("llama3.2:1b", ""))["model"] == llama
-        assert admin.models.unload("llama-3.2-1b")["unloaded"] == [llama]
+        assert (await admin.models.serve(Serve("llama3.2:1b")))["model"] == llama
+        assert admin.models.unload(UnloadModel("llama-3.2-1b"))["unloaded"] == [llama]
 
     play(tmp_path, member, story)
 
@@ -115,7 +139,7 @@ def test_a_split_holds_until_something_contradicts_it(tmp_path: Path, member: me
             ("", "4,0", "", r"--split: '4,0' is not auto, nor"),
         ):
             with pytest.raises(UserError, match=wrong):
-                await admin.models.serve("tiny", nodes, parallel=parallel, split=split)
+                await admin.models.serve(Serve("tiny", nodes or None, parallel or None, split or None))
         desired, found = node.parts.node.desired, []
         for asked in (
             {"nodes": "2", "parallel": "tensor"}, {"split": "2,1,1"}, {"nodes": "3"}, {"nodes": "2"},
@@ -140,21 +164,21 @@ def test_a_deployment_is_changed_by_what_is_named_and_replaces_others_only_on_re
     async def story(node: Node) -> None:
         admin, table = Admin(node.parts, member.store), node.parts.node.desired
         me = node.parts.node.node_id
-        await admin.models.serve("tiny", "")
+        await admin.models.serve(Serve("tiny"))
         node.parts.node.desired.serve("org/one")
         node.parts.node.settings = replace(node.parts.node.settings, parallel="pipeline")
-        told = await admin.models.serve("tiny", "1", replicas="2", on=f" {me[:6]} ", keep="10m")
+        told = await admin.models.serve(Serve("tiny", nodes="1", replicas="2", on=f" {me[:6]} ", keep="10m"))
         assert {name: told[name] for name in ("change", "nodes", "parallel", "replicas", "on", "keep_s")} == {
             **{"change": "changed", "nodes": "1", "parallel": "auto", "replicas": 2, "keep_s": 600},
             "on": [node.parts.node.name_of(me)],
         }
         assert [row.name for row in table.table.live()] == ["org/one", "tiny"]
-        told = await admin.models.serve("tiny", "", on="any", only="1")
+        told = await admin.models.serve(Serve("tiny", on="any", only=True))
         assert (told["replaced"], told["on"], told["replicas"]) == (["org/one"], [], 2)
         assert told["keep_s"] == -1
         assert [row.name for row in table.table.live()] == ["tiny"]
         with pytest.raises(UserError, match=r"--on mini: no member is called that; the members are .+"):
-            await admin.models.serve("tiny", "", on="mini")
+            await admin.models.serve(Serve("tiny", on="mini"))
         for names, wrong in (
             (" ", "' ' names no Mac"),
             (",", "',' names no Mac"),
@@ -165,9 +189,9 @@ def test_a_deployment_is_changed_by_what_is_named_and_replaces_others_only_on_re
             (f"any,{me}", "any stands for all Macs, so it stands alone"),
         ):
             with pytest.raises(UserError, match=f"--on: {wrong}"):
-                await admin.models.serve("tiny", "", on=names)
+                await admin.models.serve(Serve("tiny", on=names))
         with pytest.raises(UserError, match="--replicas: '65'"):
-            await admin.models.serve("tiny", "", replicas="65")
+            await admin.models.serve(Serve("tiny", replicas="65"))
 
     play(tmp_path, member, story)
 
@@ -182,7 +206,7 @@ def test_an_agent_that_starts_with_what_is_wanted_already_disturbs_no_agent(
         wanted = cluster.node.desired
 
         def serves(nodes: str = "") -> int:
-            wanted.serve("org/model", nodes=nodes)
+            wanted.serve("org/model", **({"nodes": nodes} if nodes else {}))
             return wanted.table.newest
 
         assert serves("2") == 7
@@ -242,7 +266,7 @@ def test_a_choice_that_makes_no_sense_changes_nothing(
     async def story(node: Node) -> None:
         a = node.meet(A)
         with pytest.raises(UserError):
-            await Admin(node.parts, member.store).models.serve(model, nodes)
+            await Admin(node.parts, member.store).models.serve(Serve(model, nodes=nodes))
         node.tick()
         assert node.parts.node.desired.table.newest == 0
         assert node.parts.node.links.nodes() == {A}
@@ -272,11 +296,11 @@ def test_a_member_is_named_by_name_or_by_the_beginning_of_its_id(
             ("studio", "this Mac itself leaves with `mlxtp cluster leave`"),
         ):
             with pytest.raises(UserError, match=words):
-                await admin.members.remove(wrong, "")
+                await admin.members.remove(RemoveMember(wrong))
         with pytest.raises(UserError, match="this Mac hands the key over; name another member"):
-            await admin.members.hand_over("studio", "", "")
+            await admin.members.hand_over(HandOver("studio"))
         assert len(cluster.node.replica.roster.members()) == 6
-        removed = [await admin.members.remove(each, "") for each in ("ff", "ff", "1111", "mini")]
+        removed = [await admin.members.remove(RemoveMember(each)) for each in ("ff", "ff", "1111", "mini")]
         called = [each["removed"] for each in removed]
         assert called == ["ff", "mac-f", "mini (11111111)", "mini"]  # first by its name
         assert [each["node_id"] for each in removed] == ["3" * 32, B, "1" * 32, "2" * 32]
@@ -301,12 +325,12 @@ def test_whom_a_member_let_in_is_told_and_goes_with_it_if_that_is_asked(
         mini, air, max_, other = (f"{number}" * 32 for number in range(1, 5))
         node.hear(a, Members((joined(1, "mini", A), joined(2, "air", mini), joined(3, "max", air))))
         node.hear(a, Members((joined(4, "other", A),)))
-        [row] = [each for each in admin.members.roster()["members"] if each["name"] == "air"]
+        [row] = [each for each in admin.members.roster(ListMembers())["members"] if each["name"] == "air"]
         about = {name: row[name] for name in ("admitted_by", "admitted_by_name", "joined_from", "joined_at")}
         assert list(about.values()) == [mini, "mini", "10.0.0.7", 1_780_000_000]
         let_in = [{"node_id": air, "name": "air"}, {"node_id": max_, "name": "max"}]
-        assert admin.members.let_in("mini") == {"name": "mini", "let_in": let_in}
-        removing = asyncio.ensure_future(admin.members.remove("mini", "yes"))
+        assert admin.members.let_in(LetIn("mini")) == {"name": "mini", "let_in": let_in}
+        removing = asyncio.ensure_future(admin.members.remove(RemoveMember("mini", with_admitted=True)))
         await asyncio.sleep(0)
         digest = cluster.node.replica.roster.digest()
         node.hear(a, RosterSaved(digest ^ 1))
@@ -341,16 +365,16 @@ def test_a_removal_that_no_disk_has_is_refused_until_one_has_it(
                 with pytest.raises(
                     UserError, match=r"mac-f is removed until this agent restarts, .* state\.json cannot be"
                 ):
-                    await remove("mac-f", "")
+                    await remove(RemoveMember("mac-f"))
             a = node.meet(A)
-            removing = asyncio.ensure_future(remove("mac-f", ""))
+            removing = asyncio.ensure_future(remove(RemoveMember("mac-f")))
             await asyncio.sleep(0.1)
             node.hear(a, RosterSaved(here.replica.roster.digest()))
             answer = await removing
             assert "No space left" in answer["problem"]
             assert answer["saved_by"] == ["mac-a"]
         await here.save()  # as the next round does
-        assert (await remove("mac-f", ""))["problem"] == ""
+        assert (await remove(RemoveMember("mac-f")))["problem"] == ""
         assert B not in load(tmp_path)[0].beliefs.roster.members()
 
     play(tmp_path, member, story)
@@ -362,7 +386,7 @@ def test_leaving_is_told_to_the_others_and_ends_the_agent(tmp_path: Path) -> Non
 
     async def story(node: Node) -> None:
         a = node.meet(A)
-        assert Admin(node.parts, second.store).members.leave("") == {
+        assert Admin(node.parts, second.store).members.leave(LeaveCluster()) == {
             "left": second.identity.cluster_id,
             "members": 1,
         }
@@ -381,10 +405,10 @@ def test_the_last_holder_of_the_authority_leaves_only_by_force(tmp_path: Path) -
         admin = Admin(node.parts, first.store)
         node.meet(A)
         with pytest.raises(UserError, match="only this Mac holds the cluster's authority"):
-            admin.members.leave("")
+            admin.members.leave(LeaveCluster())
         assert not node.parts.node.over.done()
         assert first.store.load().authority is not None
-        assert admin.members.leave("yes")["members"] == 1
+        assert admin.members.leave(LeaveCluster(force=True))["members"] == 1
         assert first.store.load().authority is None
 
     play(tmp_path, first, story)
@@ -394,7 +418,7 @@ def test_a_lone_mac_may_always_leave(tmp_path: Path) -> None:
     first = members.founder(tmp_path)
 
     async def story(node: Node) -> None:
-        assert Admin(node.parts, first.store).members.leave("")["members"] == 0
+        assert Admin(node.parts, first.store).members.leave(LeaveCluster())["members"] == 0
         assert node.parts.node.over.done()
 
     play(tmp_path, first, story)
@@ -407,8 +431,8 @@ def test_what_is_told_about_the_cluster_can_be_told_as_json(
         admin = Admin(node.parts, member.store)
         node.meet(A)
         node.lead(weights)
-        status = json.loads(json.dumps(admin.status()))
-        assert status["coordinator"] == "studio"
+        status = json.loads(json.dumps(admin.status(Status())))
+        assert status["state"]
         assert [each["model"] for each in status["deployments"]] == ["tiny"]
         rows = {row["name"]: row for row in status["members"]}
         assert (rows["studio"]["self"], rows["studio"]["coordinator"], rows["mac-a"]["self"]) == (
@@ -417,8 +441,8 @@ def test_what_is_told_about_the_cluster_can_be_told_as_json(
             False,
         )
         assert rows["mac-a"]["address"] == "127.0.0.1"
-        assert json.loads(json.dumps(admin.members.roster()))["members"] == status["members"]
-        plan = json.loads(json.dumps(admin.plan()))
+        assert json.loads(json.dumps(admin.members.roster(ListMembers())))["members"] == status["members"]
+        plan = json.loads(json.dumps(admin.plan(PresentMachines())))
         assert plan["coordinator"] == node.parts.node.node_id
         assert sorted(each["name"] for each in plan["nodes"]) == ["mac-a", "studio"]
 
@@ -429,19 +453,23 @@ def test_an_agent_that_keeps_to_itself_says_so(tmp_path: Path) -> None:
     async def scene() -> None:
         parts = alone(tmp_path)
         admin = Admin(parts, cast(Any, None))
-        status = json.loads(json.dumps(admin.status()))
+        status = json.loads(json.dumps(admin.status(Status())))
         assert status["state"] == "starting"
         assert "members" not in status
-        for ask in (admin.members.roster, lambda: admin.members.let_in("x"), lambda: admin.members.leave("")):
+        for ask in (
+            lambda: admin.members.roster(ListMembers()),
+            lambda: admin.members.let_in(LetIn("x")),
+            lambda: admin.members.leave(LeaveCluster()),
+        ):
             with pytest.raises(UserError, match="keeps to this Mac") as refused:
                 ask()
             assert refused.value.code is Code.NOT_SUPPORTED
         with pytest.raises(UserError, match="keeps to this Mac"):
-            await admin.members.token()
+            await admin.members.token(MakeToken())
         with pytest.raises(UserError, match="keeps to this Mac"):
-            await admin.members.remove("x", "")
-        assert [each["name"] for each in admin.plan()["nodes"]] == ["studio"]
-        assert admin.models.unload()["model"] == ""
+            await admin.members.remove(RemoveMember("x"))
+        assert [each["name"] for each in admin.plan(PresentMachines())["nodes"]] == ["studio"]
+        assert admin.models.unload(UnloadModel())["model"] == ""
         await parts.close()
 
     run(scene())
@@ -472,19 +500,21 @@ def test_files_are_repaired_while_no_rank_here_has_them_open(
         cluster.node.desired.on_change.remove(cluster.models.resolve)
         cluster.node.desired.serve(NAME, keep_s=PINNED)
         with pytest.raises(UserError, match="cannot be removed: the cluster serves it, or is about to"):
-            admin.models.removable(NAME, "")
-        assert admin.models.removable(name, "yes") == {"removable": NAME}
+            admin.models.removable(CheckRemovable(NAME))
+        assert admin.models.removable(CheckRemovable(name, repair=True)) == {"removable": NAME}
         snapshot = Repo(NAME).folder / "snapshots" / COMMIT
         snapshot.mkdir(parents=True)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(type(cluster.hosted), "models", {tmp_path / "another", snapshot})
             with pytest.raises(UserError, match="a rank of this Mac has it open; `mlxtp unload` first"):
-                admin.models.removable(name, "yes")
+                admin.models.removable(CheckRemovable(name, repair=True))
         source = ModelSource(NAME, snapshot, cast(Text, None))
         node.group.supervisor.source = source
-        assert admin.models.removable(name, "yes") == {"removable": NAME}, "it is no longer open"
+        assert admin.models.removable(CheckRemovable(name, repair=True)) == {"removable": NAME}, (
+            "it is no longer open"
+        )
         node.group.supervisor.status.in_epoch = True
         with pytest.raises(UserError, match="a rank of this Mac has it open"):
-            admin.models.removable(name, "yes")
+            admin.models.removable(CheckRemovable(name, repair=True))
 
     play(tmp_path, member, story)

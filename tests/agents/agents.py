@@ -32,6 +32,7 @@ import psutil
 
 from mlxtp.client import AgentClient
 from mlxtp.errors import UserError
+from mlxtp.verbs import VERBS, MakeToken, Status
 
 from ..hosts import Host
 from ..live_cluster import START_S, WAIT_S, rank_processes, until
@@ -163,16 +164,16 @@ class Agent:
 
     def token(self) -> str:
         """A new one."""
-        return str(self._inside(lambda: AgentClient(self.home).post("token"))["token"])
+        return str(self._inside(lambda: AgentClient(self.home).send(MakeToken()))["token"])
 
     def post(self, what: str, **body: str) -> dict[str, Any]:
         """As a command does. Raises UserError."""
-        return self._inside(lambda: AgentClient(self.home).post(what, **body))
+        return self._inside(lambda: AgentClient(self.home).send(VERBS[what].read(body)))
 
     def status(self) -> dict[str, Any]:
         """Return the object of `mlxtp status --json`; empty while no agent replies."""
         try:
-            return self._inside(lambda: AgentClient(self.home).get("status"))
+            return self._inside(lambda: AgentClient(self.home).send(Status()))
         except UserError:
             return {}
 

@@ -34,6 +34,7 @@ from mlxtp.api.guard import UNREAD_BYTES, Access
 from mlxtp.api.request_metrics import RequestMetrics
 from mlxtp.api.server import bind, serve
 from mlxtp.errors import MlxtpError
+from mlxtp.verbs import ModelsOnDisk, Verb
 
 from ..live_cluster import until
 from .conftest import BYTE_LEVEL, WAIT_S, FakeBackend, Loaded, says
@@ -347,10 +348,11 @@ ROWS = [{"name": "org/other"}, {"name": "org/tiny"}]
 def test_a_key_for_one_model_reads_of_no_other(
     backend: FakeBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def on_disk(_: FakeAdmin) -> Any:
+    async def carry_out(_: FakeAdmin, verb: Verb) -> Any:
+        assert isinstance(verb, ModelsOnDisk)
         return {"models": ROWS, "left": ["org/other"], "model": "org/other"}
 
-    monkeypatch.setattr(FakeAdmin, "on_disk", on_disk)
+    monkeypatch.setattr(FakeAdmin, "carry_out", carry_out)
     backend.deployments = tuple(
         DeploymentHealth(name, name, "loading", pinned=True, ready=False)
         for name in ("org/other", "org/mine")

@@ -16,6 +16,7 @@ from mlxtp.api.app import create_app
 from mlxtp.api.request_context import current
 from mlxtp.api.request_metrics import RequestMetrics
 from mlxtp.errors import Code, LinkError, UserError
+from mlxtp.verbs import Serve, Verb
 
 pytestmark = pytest.mark.slow
 
@@ -48,6 +49,10 @@ ROUTES = {
 }
 
 
+NAMED = ("replicas", "on", "keep", "parallel", "split", "only")
+"""Fields of `serve` that it has with their names."""
+
+
 class FakeAdmin:
     """Keeps what it was asked; `error` is raised instead of an answer."""
 
@@ -57,103 +62,19 @@ class FakeAdmin:
         self.asked: list[tuple[str, ...]] = []
         self.error: Exception | None = None
 
-    @property
-    def models(self) -> Any:
-        return self
-
-    @property
-    def members(self) -> Any:
-        return self
-
     def _do(self, *what: str) -> dict[str, object]:
         self.asked.append(what)
         if self.error is not None:
             raise self.error
         return {"did": what[0]}
 
-    def status(self) -> Any:
-        return self._do("status")
-
-    def keys(self) -> Any:
-        return self._do("keys")
-
-    @property
-    def caches(self) -> Any:
-        return self
-
-    async def kept(self) -> Any:
+    async def carry_out(self, verb: Verb) -> Any:
+        """Texts and switches of a verb, in their order; of `serve` what is given, with names."""
         await asyncio.sleep(0)
-        return self._do("caches")
-
-    async def clear(self, model: str, where: str) -> Any:
-        await asyncio.sleep(0)
-        return self._do("caches/clear", model, *filter(None, [where]))
-
-    def settings(self) -> Any:
-        return self._do("settings")
-
-    def plan(self) -> Any:
-        return self._do("plan")
-
-    async def on_disk(self) -> Any:
-        await asyncio.sleep(0)
-        return self._do("models")
-
-    async def doctor(self) -> Any:
-        await asyncio.sleep(0)
-        return self._do("doctor")
-
-    def roster(self) -> Any:
-        return self._do("members")
-
-    async def token(self) -> Any:
-        await asyncio.sleep(0)
-        return self._do("token")
-
-    async def bench_fabric(self, model: str) -> Any:
-        await asyncio.sleep(0)
-        return self._do("bench/fabric", *filter(None, [model]))
-
-    def serve(self, model: str, nodes: str, **asked: str) -> Any:
-        return self._do("serve", model, nodes, *(f"{name}={value}" for name, value in asked.items() if value))
-
-    def unload(self, model: str, everything: str) -> Any:
-        return self._do("unload", model, everything)
-
-    def drain(self, within: str) -> Any:
-        return self._do("drain", within)
-
-    async def drain_progress(self) -> Any:
-        await asyncio.sleep(0)
-        return self._do("progress")
-
-    async def pull(self, model: str, everywhere: str) -> Any:
-        await asyncio.sleep(0)
-        return self._do("pull", model, everywhere)
-
-    def pulling(self, model: str) -> Any:
-        return self._do("pulling", model)
-
-    def stored(self) -> Any:
-        return self._do("stored")
-
-    def removable(self, model: str, repair: str) -> Any:
-        return self._do("removable", model, repair)
-
-    def removed(self, model: str) -> Any:
-        return self._do("removed", model)
-
-    def let_in(self, node: str) -> Any:
-        return self._do("let_in", node)
-
-    async def remove(self, node: str, with_admitted: str) -> Any:
-        return self._do("remove", node, with_admitted)
-
-    def leave(self, force: str) -> Any:
-        return self._do("leave", force)
-
-    async def hand_over(self, node: str, move: str, sure: str) -> Any:
-        return self._do("authority", node, move, sure)
+        told = {name: "yes" if value is True else value or "" for name, value in vars(verb).items()}
+        named = [f"{name}={told[name]}" for name in NAMED if told.get(name) and isinstance(verb, Serve)]
+        left_out = NAMED if isinstance(verb, Serve) else ()
+        return self._do(verb.path, *(told[name] for name in told if name not in left_out), *named)
 
 
 @pytest.fixture
@@ -196,13 +117,13 @@ def test_a_command_that_waits_does_not_fill_the_log(
 def test_the_author_of_a_command_is_this_mac_once_its_key_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     admin, authors = FakeAdmin(), []
 
-    def status() -> dict[str, object]:
+    async def carry_out(_: Verb) -> dict[str, object]:
         context = current()
         assert context is not None
         authors.append(context.origin)
         return {}
 
-    monkeypatch.setattr(admin, "status", status)
+    monkeypatch.setattr(admin, "carry_out", carry_out)
     refused: list[str] = []
     monkeypatch.setattr(
         "mlxtp.audit.record", lambda *_args, **_how: refused.append(cast(Any, current()).origin)
@@ -223,8 +144,8 @@ def test_each_command_reaches_the_agent(admin: FakeAdmin) -> None:
         response = ask(admin, method, f"/admin/{what}", body)
         assert (response.status_code, response.json()) == (200, {"did": what})
     assert admin.asked == [
-        ("status",), ("keys",), ("caches",), ("caches/clear", "tiny"), ("settings",), ("plan",), ("models",),
-        ("doctor",), ("members",), ("token",), ("bench/fabric", "tiny"),
+        ("status",), ("keys",), ("caches",), ("caches/clear", "tiny", ""), ("settings",), ("plan",),
+        ("models",), ("doctor",), ("members",), ("token",), ("bench/fabric", "tiny"),
         ("serve", "tiny", "2"), ("unload", "tiny", ""), ("pull", "tiny", ""), ("pulling", "tiny"),
         ("stored",),
         ("removable", "tiny", ""), ("removed", "tiny"),
@@ -271,6 +192,8 @@ def test_a_web_page_may_nothing_not_even_with_the_key(
         (b"[" * 10_000, 400, "not a JSON object"),
         (b"{}", 400, "model: a string is expected"),
         (b'{"model": 5}', 400, "model: a string is expected"),
+        (b'{"model": "tiny", "only": "maybe"}', 400, "only: 'maybe' is neither true nor false"),
+        (b'{"model": "tiny", "only": []}', 400, "only: "),
         (b'{"model": "tiny", "nodes": 2}', 400, "nodes: a string is expected"),
         (b'{"model": "' + b"x" * MAX_BODY_BYTES + b'"}', 413, f"larger than {MAX_BODY_BYTES} bytes"),
     ],
@@ -280,6 +203,20 @@ def test_a_body_that_makes_no_sense(admin: FakeAdmin, body: bytes, status: int, 
     assert response.status_code == status
     assert words in response.json()["error"]["message"]
     assert admin.asked == []
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [("true", "yes"), ('"yes"', "yes"), ('"1"', "yes"), ("false", ""), ('""', ""), ('"no"', "")],
+)
+def test_switches_are_booleans_or_words(admin: FakeAdmin, given: str, taken: str) -> None:
+    assert ask(admin, "POST", "/admin/leave", f'{{"force": {given}}}'.encode()).status_code == 200
+    assert admin.asked == [("leave", taken)]
+
+
+def test_an_empty_text_is_one_that_is_not_given(admin: FakeAdmin) -> None:
+    ask(admin, "POST", "/admin/serve", b'{"model": "tiny", "nodes": "", "split": ""}')
+    assert admin.asked == [("serve", "tiny", "")]
 
 
 @pytest.mark.parametrize(

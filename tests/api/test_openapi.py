@@ -13,6 +13,7 @@ from starlette.routing import Route
 
 from mlxtp.api.access_log import metrics_route
 from mlxtp.api.adapter import document
+from mlxtp.api.admin import admin_operations
 from mlxtp.api.app import adapters, create_app
 
 from .conftest import FakeBackend, Loaded, Server, says, says_scored
@@ -23,6 +24,7 @@ from .dialects.openai_shapes import (
     ListedModel,
     ModelList,
 )
+from .test_admin import FakeAdmin
 from .test_app import ask, data_of, get, post
 from .test_tools import CALL, TOOLS, answers_with
 
@@ -36,7 +38,7 @@ def described() -> dict[str, Any]:
 
 def test_every_endpoint_is_described_and_nothing_else(loaded: dict[str, Loaded]) -> None:
     backend = cast(Any, FakeBackend(loaded["byte_level"].text))
-    app = create_app(backend, observed=cast(Any, SimpleNamespace(over=None)))
+    app = create_app(backend, admin=FakeAdmin(), observed=cast(Any, SimpleNamespace(over=None)))
     app.router.routes.insert(0, metrics_route(lambda: (b"", "text/plain")))
     there = {
         (method, route.path.replace(":path", ""))
@@ -52,6 +54,17 @@ def test_every_endpoint_is_described_and_nothing_else(loaded: dict[str, Loaded])
 
     paths = asyncio.run(described_there())
     assert {(method.upper(), path) for path, methods in paths.items() for method in methods} == there
+
+
+def test_a_command_is_described_by_its_fields() -> None:
+    whole = document(admin_operations(), "1")
+    fields = whole["components"]["schemas"]["HandOver"]
+    assert {name: each["type"] for name, each in fields["properties"].items()} == {
+        **{"node": "string", "move": "boolean", "sure": "boolean"}
+    }
+    assert fields["required"] == ["node"]
+    assert "requestBody" not in whole["paths"]["/admin/status"]["get"]
+    assert whole["paths"]["/admin/token"]["post"]["summary"] == "Make a join token."
 
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/audio/{rest}", "/api/embed", "/api/pull"])

@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from mlxtp.client import AgentClient
+from mlxtp.verbs import Status
 
 from ..live_cluster import SLOWNESS, START_S, WAIT_S, rank_processes, until
 from .answers import COUNT, SHORT, Answer, read_events
@@ -375,7 +376,7 @@ def test_five_ranks_killed_within_a_minute(agents: Agents) -> None:
         until(lambda: not agent.health()["ready"], "not ready")
     until(lambda: agent.health()["state"] == "failed", "failed")
     assert "signal 9" in str(agent.health()["reason"])
-    assert AgentClient(agents.home).get("status")["state"] == "failed"
+    assert AgentClient(agents.home).send(Status())["state"] == "failed"
     others = [child.cmdline() for child in psutil.Process(agent.pid).children()]
     kept = {"mlxtp.text.renderer", "mlxtp.background"}
     assert all(kept & set(words) for words in others), (

@@ -14,6 +14,7 @@ from mlxtp.cli.bench import BenchAnswer, BenchRow, measure, read, show, wrote
 from mlxtp.cli.launch import _called, find_served
 from mlxtp.client import AgentClient
 from mlxtp.errors import Code, UserError
+from mlxtp.verbs import Status
 
 from ..live_cluster import Cluster
 
@@ -111,8 +112,8 @@ def test_a_real_endpoint_is_measured_and_one_that_works_is_left_alone(
     assert (found["model"], found["world_size"], len(found["machines"])) == ("tiny", 1, 1)
     assert said[0] == "warming up"
 
-    status = agent.get("status")
-    monkeypatch.setattr(AgentClient, "get", lambda *_: status | {"open_requests": 3})
+    status = agent.send(Status())
+    monkeypatch.setattr(AgentClient, "send", lambda *_: status | {"open_requests": 3})
     with pytest.raises(UserError, match="3 requests are open") as refused:
         measure(find_served(one_rank.home, ""), agent, said.append)
     assert refused.value.code == Code.NOT_READY

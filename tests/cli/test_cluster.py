@@ -34,6 +34,7 @@ from mlxtp.config import embedded_model_path
 from mlxtp.errors import Code, UserError
 from mlxtp.identity.store import Store
 from mlxtp.models.hub_cache import cache_folder
+from mlxtp.verbs import PresentMachines
 from mlxtp.wire.cluster_messages import Interface, Machine, RosterEntry
 
 from ..api.test_admin import KEY, FakeAdmin
@@ -319,11 +320,11 @@ def test_the_status_has_the_time_in_which_each_stage_computes(
         {"rank": rank, "stage_busy_us": busy, "stage_waiting_us": waiting}
         for rank, (busy, waiting) in enumerate(figures)
     ]
-    monkeypatch.setattr(agent.admin, "status", lambda: {**STATUS, "ranks": ranks})
+    monkeypatch.setitem(agent.admin.answers, "status", {**STATUS, "ranks": ranks})
     shares = "of the time with requests: rank 0 busy 75%, waiting 25%; rank 1 busy 10%, waiting 90%"
     assert mlxtp(agent.home, "status").output.splitlines()[1] == f"  stages of org/[model]#0, {shares}"
     one = {**TWO_REPLICAS, "groups": [GROUP]}
-    monkeypatch.setattr(agent.admin, "status", lambda: {**STATUS, "ranks": ranks, "deployments": [one]})
+    monkeypatch.setitem(agent.admin.answers, "status", {**STATUS, "ranks": ranks, "deployments": [one]})
     assert mlxtp(agent.home, "status").output.splitlines()[1] == f"  stages, {shares}"
 
 
@@ -340,7 +341,7 @@ def test_status_has_a_row_for_each_deployment_and_below_it_its_groups(
     }
     members = [{**MEMBER, "works_for": ["org/[model]#0"]}, {**MEMBER, "name": "air", "works_for": ["tiny#0"]}]
     told = {**STATUS, "deployments": [TWO_REPLICAS, other], "members": members}
-    monkeypatch.setattr(agent.admin, "status", lambda: told)
+    monkeypatch.setitem(agent.admin.answers, "status", told)
     lines = mlxtp(agent.home, "status", width=80).output.splitlines()
     assert all(len(line) <= 80 for line in lines)
     assert [line.rstrip() for line in lines[1:12]] == [
@@ -368,12 +369,11 @@ def test_a_long_error_has_lines_of_its_own(
 ) -> None:
     """Below the table, which it would squeeze; indented, and broken between words."""
     mini = {**STATUS["members"][1], "model_problem": LONG, "notes": []}
-    told = {**STATUS, "members": [MEMBER, mini]}
-    handler = {"status": "status", "members": "roster"}[command[-1]]
-    monkeypatch.setattr(agent.admin, handler, lambda: told)
+    told = {**STATUS, "members": [MEMBER, mini], "rotation": {"until": ""}}
+    monkeypatch.setitem(agent.admin.answers, command[-1], told)
     plain = {**told, "members": [MEMBER, {**mini, "model_problem": ""}]}
     shown = mlxtp(agent.home, *command, width=80).output.splitlines()
-    monkeypatch.setattr(agent.admin, handler, lambda: plain)
+    monkeypatch.setitem(agent.admin.answers, command[-1], plain)
     without = mlxtp(agent.home, *command, width=80).output.splitlines()
     assert shown[: len(without)] == without
     who, *below = shown[len(without) :]
@@ -390,7 +390,7 @@ def test_a_status_that_is_not_well_says_why(agent: Agent, monkeypatch: pytest.Mo
         "problem": "two Macs are one",
         "model": "",
     }
-    monkeypatch.setattr(agent.admin, "status", lambda: status)
+    monkeypatch.setitem(agent.admin.answers, "status", status)
     shown = mlxtp(agent.home, "status").output
     assert shown.startswith("failed   epoch 7\n")
     assert "rank 1 [x] is gone" in shown
@@ -406,7 +406,7 @@ def test_drafts_are_shown_once_there_are_any(agent: Agent, monkeypatch: pytest.M
     none = {**some, "drafted": dict.fromkeys(("lookup", "mtp", "draft"), 0), "note": "no head"}
     shown = []
     for drafts in ([], [none], [some], [{**some, "gain": 0.0}, none]):
-        monkeypatch.setattr(agent.admin, "status", lambda drafts=drafts: {**STATUS, "drafts": drafts})
+        monkeypatch.setitem(agent.admin.answers, "status", {**STATUS, "drafts": drafts})
         shown.append(" ".join(mlxtp(agent.home, "status").output.split()))
     said = "MTP head 75% of 40 right, draft model 5% of 1,000 right; 2.2 tokens a step and row at most"
     assert "drafts" not in shown[0]
@@ -423,7 +423,7 @@ def test_the_use_of_kept_caches_is_shown_once_there_is_any(
     other = {**CACHES, "group": "org/[other]#0", "fetched": 0, "disk_room_bytes": 0}
     shown = []
     for caches in ([], [none], [CACHES], [CACHES, other]):
-        monkeypatch.setattr(agent.admin, "status", lambda caches=caches: {**STATUS, "caches": caches})
+        monkeypatch.setitem(agent.admin.answers, "status", {**STATUS, "caches": caches})
         shown.append(" ".join(mlxtp(agent.home, "status").output.split()))
     kept, reused = "1.5 GB kept", "20 MB evicted; 1,200 prompts began with 34,000 of their tokens"
     both = f"{kept}, 12.0 GB of 50.0 GB on disk, {reused}, 9,000 of these from disk"
@@ -466,8 +466,8 @@ def test_kept_caches_are_listed_and_cleared(agent: Agent) -> None:
         for options in (["--disk"], ["--memory"], ["--memory", "--disk"]):
             mlxtp(agent.home, "cache", "clear", *options)
         assert agent.admin.asked == [
-            ("caches",), ("caches/clear", ""), ("caches/clear", "org/model"),
-            ("caches/clear", "", "disk"), ("caches/clear", "", "memory"), ("caches/clear", ""),
+            ("caches",), ("caches/clear", "", ""), ("caches/clear", "org/model", ""),
+            ("caches/clear", "", "disk"), ("caches/clear", "", "memory"), ("caches/clear", "", ""),
         ]  # fmt: skip
         agent.admin.error = UserError("tiny has no rank 0 on this Mac")
         assert "tiny has no rank 0 on this Mac" in refusal(agent.home, "cache", "clear", "tiny")
@@ -503,12 +503,12 @@ def test_the_headers_of_caches_take_one_line_at_80_columns(agent: Agent) -> None
 
 
 def test_memory_that_ended_ranks_left_wired_is_shown(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent.admin, "status", lambda: {**STATUS, "left_wired": "90.0 GB stayed wired"})
+    monkeypatch.setitem(agent.admin.answers, "status", {**STATUS, "left_wired": "90.0 GB stayed wired"})
     assert "\n  90.0 GB stayed wired\n" in mlxtp(agent.home, "status").output
 
 
 def test_a_link_that_is_far_too_slow_is_shown(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent.admin, "status", lambda: {**STATUS, "slow_link": "it carries 12.5 MB/s"})
+    monkeypatch.setitem(agent.admin.answers, "status", {**STATUS, "slow_link": "it carries 12.5 MB/s"})
     assert "\n  it carries 12.5 MB/s\n" in mlxtp(agent.home, "status").output
 
 
@@ -520,7 +520,7 @@ def test_the_status_of_an_agent_that_keeps_to_itself(agent: Agent, monkeypatch: 
         "kind": "",
         "split": [],
     }
-    monkeypatch.setattr(agent.admin, "status", lambda: alone)
+    monkeypatch.setitem(agent.admin.answers, "status", alone)
     assert mlxtp(agent.home, "status").output == "ready org/model on this Mac   epoch 7\n"
     alone |= {"world_size": 2, "kind": "a ring over loopback"}
     said = "ready org/model, 2 ranks on this Mac, a ring over loopback"
@@ -599,7 +599,7 @@ def test_a_mistyped_number_is_named(agent: Agent, option: str, value: str) -> No
         (["serve", "tiny"], ("serve", "tiny", ""), "org/model is added: 1 replica; "),
         (
             ["serve", "tiny", "--replicas", "2", "--on", "a,b", "--keep-alive", "10m", "--replace"],
-            ("serve", "tiny", "", "replicas=2", "on=a,b", "keep=10m", "only=1"),
+            ("serve", "tiny", "", "replicas=2", "on=a,b", "keep=10m", "only=yes"),
             "org/model is added: 1 replica; ",
         ),
         (["unload"], ("unload", "", ""), "org/model unloaded; no model is deployed\n"),
@@ -608,7 +608,7 @@ def test_a_mistyped_number_is_named(agent: Agent, option: str, value: str) -> No
         (["token"], ("token",), "TOKEN-1\n"),
         (
             ["bench", "--fabric"],
-            ("bench/fabric",),
+            ("bench/fabric", ""),
             "JACCL mesh, jaccl: studio [left] + mini; default fences\n",
         ),
         (
@@ -777,8 +777,8 @@ def test_a_plan_for_the_members_that_are_there(agent: Agent) -> None:
 def test_a_plan_has_macs_share_a_model_as_the_agent_does_unless_a_user_says_how(
     agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = on_ethernet(agent.admin.plan())
-    monkeypatch.setattr(agent.admin, "plan", lambda: told)
+    told = on_ethernet(asyncio.run(agent.admin.carry_out(PresentMachines())))
+    monkeypatch.setitem(agent.admin.answers, "plan", told)
     agent.admin.answers["settings"] = {"settings": {"model_folders": []}, "origins": {}}
 
     def is_pipeline(*args: str) -> bool:
@@ -822,16 +822,16 @@ def test_a_fabric_in_a_pipe_can_be_pasted(agent: Agent) -> None:
 
 
 def test_a_fabric_that_was_measured_is_in_the_status(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent.admin, "status", lambda: {**STATUS, "fabric": RESULT})
+    monkeypatch.setitem(agent.admin.answers, "status", {**STATUS, "fabric": RESULT})
     assert "fabric: 195 µs a collective, measured 2026-" in mlxtp(agent.home, "status").output
-    monkeypatch.setattr(agent.admin, "status", lambda: {**STATUS, "world_size": 1})
+    monkeypatch.setitem(agent.admin.answers, "status", {**STATUS, "world_size": 1})
     assert "fabric" not in mlxtp(agent.home, "status").output
 
 
 def test_a_plan_counts_with_what_was_measured(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two Macs on Ethernet share whole layers only, until it turns out that theirs is a fast one."""
-    told = on_ethernet(agent.admin.plan())
-    monkeypatch.setattr(agent.admin, "plan", lambda: told)
+    told = on_ethernet(asyncio.run(agent.admin.carry_out(PresentMachines())))
+    monkeypatch.setitem(agent.admin.answers, "plan", told)
     args = ("plan", str(folder_of("llama-3.3-70b-4bit")), "--json")
     apart = json.loads(mlxtp(agent.home, *args).output)
     assert apart["chosen"]["split"]
@@ -841,7 +841,7 @@ def test_a_plan_counts_with_what_was_measured(agent: Agent, monkeypatch: pytest.
     told["fabric_networks"] = "any"
     kind = "ring over Ethernet"
     fast = {**RESULT, "backend": "ring", "kind": kind, "collective_s": 3e-5}
-    monkeypatch.setattr(agent.admin, "plan", lambda: {**told, "fabric": [fast]})
+    monkeypatch.setitem(agent.admin.answers, "plan", {**told, "fabric": [fast]})
     together = json.loads(mlxtp(agent.home, *args).output)
     assert (together["chosen"]["kind"], together["chosen"]["nodes"]) == (kind, 2)
     assert together["chosen"]["speed"]["measured"] is True

@@ -75,7 +75,7 @@ def test_a_join_token_is_not_shown(tmp_path: Path) -> None:
 def test_what_a_running_agent_was_started_with(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     started = resolve_settings({"home": agent.home, "http": "127.0.0.1:7"}, {"MLXTP_KV_BITS": "8"})
     (agent.home / "config.toml").write_text("ranks = 2")  # since then
-    monkeypatch.setattr(agent.admin, "settings", lambda: told(started))
+    monkeypatch.setitem(agent.admin.answers, "settings", told(started))
     *_, head, http, ranks, bits = mlxtp(agent.home, "config", "show").output.splitlines()
     assert head == "# The agent that runs here has instead:"
     assert http == '#   http = "127.0.0.1:7"   (--http)'

@@ -21,6 +21,7 @@ from mlxtp.cli import demo
 from mlxtp.client import AgentClient
 from mlxtp.config import Settings
 from mlxtp.errors import Code, GroupError
+from mlxtp.verbs import Status
 
 from ..live_cluster import WAIT_S, Cluster, until
 
@@ -80,7 +81,7 @@ def test_ctrl_c_in_the_middle_of_an_answer(tmp_path: Path) -> None:
     demo_ = demo_process(tmp_path)
     until((tmp_path / "agent.json").is_file, "the agent")
     client = AgentClient(tmp_path)
-    until(lambda: client.get("status")["model"], "the model")
+    until(lambda: client.send(Status())["model"], "the model")
     question = {"messages": [{"role": "user", "content": "Count from 1 to 60."}], "max_tokens": 4000}
     with contextlib.closing(client.ask(question)) as pieces:
         assert any(piece.text for piece in pieces)

@@ -40,11 +40,11 @@ USED = 1_780_000_000
 class Agent(Admin):
     """Says when keys were used."""
 
-    def keys(self) -> Any:
-        self.asked.append(("keys",))
+    def __init__(self) -> None:
+        super().__init__()
         key = ApiKey("laptop", b"", 1)
         counts = KeyCounts(12, 1, 3000, 400, USED, day=10**6, day_tokens=1200)
-        return {"keys": [KeyUse(key, counts, 0.0).summary(0.0)]}
+        self.answers["keys"] = {"keys": [KeyUse(key, counts, 0.0).summary(0.0)]}
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from mlxtp.cli import bench
 from mlxtp.cli.launch import PROGRAMS, Program, Served, Setup, as_shell, changed, claude, output_limit
 from mlxtp.cli.main import app
 from mlxtp.config import Settings
+from mlxtp.verbs import Status, Verb
 
 from ..api.test_admin import KEY, FakeAdmin
 from ..live_cluster import WAIT_S, until
@@ -66,7 +67,8 @@ class Admin(FakeAdmin):
     starting: tuple[str, ...] = ()
     """Its first words, one after the other."""
 
-    def status(self) -> Mapping[str, object]:
+    async def carry_out(self, verb: Verb) -> Mapping[str, object]:
+        assert isinstance(verb, Status)
         if not self.starting:
             return self.said
         first, *rest = self.starting

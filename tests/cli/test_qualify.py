@@ -87,7 +87,7 @@ def bed_with(processes: dict[str, list[int]]) -> qualify.Bed:
         ],
         "processes": processes,
     }
-    agent = cast(Any, SimpleNamespace(get=lambda _what: told))
+    agent = cast(Any, SimpleNamespace(send=lambda _verb: told))
     return qualify.Bed(agent, Path("/nowhere"), ("a", "b"), lambda _words: None)
 
 

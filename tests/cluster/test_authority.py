@@ -21,6 +21,7 @@ from mlxtp.identity import private_files
 from mlxtp.identity.store import AUTHORITY
 from mlxtp.logs import keep_audit
 from mlxtp.settings import AUDIT_LOG
+from mlxtp.verbs import HandOver, LeaveCluster
 from mlxtp.wire.certificates import found, key_to_pem, new_key
 from mlxtp.wire.cluster_messages import AuthorityHandover, AuthorityKept, Members, RosterSaved
 
@@ -159,23 +160,25 @@ def test_a_holder_hands_the_authority_over_and_gives_it_up_once_it_is_confirmed(
         admin, me = Admin(node.parts, first.store).members, node.parts.node
         a, b = node.meet(A), node.meet(B)
         with pytest.raises(UserError, match="no member is called 'nobody'"):
-            await admin.hand_over("nobody", "", "yes")
-        assert (await admin.hand_over("mac-a", "yes", ""))["holders"] == ["studio"]
+            await admin.hand_over(HandOver("nobody", sure=True))
+        assert (await admin.hand_over(HandOver("mac-a", move=True)))["holders"] == ["studio"]
         assert a.heard(AuthorityHandover) == [], "it was not confirmed yet"
         with pytest.raises(UserError, match="mac-a did not take the cluster's authority: its disk is full"):
-            await handing(node, a, admin.hand_over("mac-a", "yes", "yes"), "its disk is full")
+            await handing(
+                node, a, admin.hand_over(HandOver("mac-a", move=True, sure=True)), "its disk is full"
+            )
         assert me.replica.roster.holders() == [me.node_id]
-        answer = await handing(node, a, admin.hand_over("mac-a", "", "yes"))
+        answer = await handing(node, a, admin.hand_over(HandOver("mac-a", sure=True)))
         assert answer == {"name": "mac-a", "node_id": A, "moved": False, "holders": ["studio", "mac-a"]}
         assert b.heard(AuthorityHandover) == [], "only the two Macs exchange it"
-        answer = await handing(node, a, admin.hand_over("mac-a", "yes", "yes"))
+        answer = await handing(node, a, admin.hand_over(HandOver("mac-a", move=True, sure=True)))
         assert (answer["moved"], answer["holders"]) == (True, ["mac-a"])
         assert not (first.store.folder / AUTHORITY).exists()
         with pytest.raises(UserError, match=r"this Mac does not hold the cluster's authority.* on mac-a"):
-            await admin.hand_over("mac-f", "", "yes")
+            await admin.hand_over(HandOver("mac-f", sure=True))
         with pytest.raises(UserError, match="mac-a holds the cluster's authority, so only another Mac"):
             me.enrolment.remove(A)
-        assert admin.leave("")["members"] == 2, "another Mac lets others in"
+        assert admin.leave(LeaveCluster())["members"] == 2, "another Mac lets others in"
 
     play(tmp_path, first, story)
     found = [(each["event"], each.get("member")) for each in events()]
@@ -192,7 +195,11 @@ def test_a_mac_that_cannot_forget_the_key_still_holds_it(
         a, me = node.meet(A), node.parts.node
         monkeypatch.setattr(first.store, "drop_authority", (tmp_path / "gone").unlink)
         with pytest.raises(UserError, match="the key could not be removed"):
-            await handing(node, a, Admin(node.parts, first.store).members.hand_over("mac-a", "yes", "yes"))
+            await handing(
+                node,
+                a,
+                Admin(node.parts, first.store).members.hand_over(HandOver("mac-a", move=True, sure=True)),
+            )
         assert set(me.replica.roster.holders()) == {me.node_id, A}
         assert await node.parts.tokens.token()
 

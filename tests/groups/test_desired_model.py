@@ -15,6 +15,7 @@ from mlxtp.groups import selection
 from mlxtp.groups.health import ServingState
 from mlxtp.models import transfers
 from mlxtp.models.hub_cache import Repo
+from mlxtp.verbs import Serve, Status, UnloadModel
 from mlxtp.wire.cluster_messages import ModelsHere, StoredModel
 
 from ..hub import COMMIT, NEWER, Hub, Model, embedded
@@ -100,14 +101,14 @@ def test_a_model_that_no_mac_can_get_leaves_what_is_served(
             (str(tmp_path / "half"), "lacks tokenizer.json"),
         ):
             with pytest.raises(UserError, match=f"{model} cannot be served, so all stays as it is: .*{why}"):
-                await admin.models.serve(model, "")
+                await admin.models.serve(Serve(model))
         hub.close()
         with pytest.raises(UserError, match="the Hub cannot be reached"):
-            await admin.models.serve(MODEL, "", only="1")
+            await admin.models.serve(Serve(MODEL, only=True))
         node.hear(a, ModelsHere((StoredModel(MODEL, COMMIT, 9, True),)))
         for revision in ("typo", NEWER):
             with pytest.raises(UserError, match="the Hub cannot be reached"):
-                await admin.models.serve(f"{MODEL}@{revision}", "")
+                await admin.models.serve(Serve(f"{MODEL}@{revision}"))
         assert wanted(node) == ["tiny"]
 
     play(tmp_path, member, story)
@@ -121,13 +122,13 @@ def test_what_has_no_place_leaves_what_is_served(
         served(node)
         for model in ("tiny", MODEL):
             with pytest.raises(UserError, match=r"all stays as it is: .*3 nodes"):
-                await admin.models.serve(model, "3")
+                await admin.models.serve(Serve(model, nodes="3"))
         monkeypatch.setattr("mlxtp.models.hub_cache.free_bytes", lambda folder: 7_000_000)
         with pytest.raises(UserError, match=r"all stays as it is: .* has 7.0 MB free"):
-            await admin.models.serve(MODEL, "", only="1")
+            await admin.models.serve(Serve(MODEL, only=True))
         assert node.parts.node.desired.table.newest == 1
         node.parts.node.desired.unload_all()
-        assert (await admin.models.serve("tiny", "3"))["nodes"] == "3", (
+        assert (await admin.models.serve(Serve("tiny", nodes="3")))["nodes"] == "3", (
             "where nothing is served, nothing is lost"
         )
 
@@ -152,9 +153,9 @@ def test_macs_that_may_serve_it_and_do_not_suffice_leave_what_is_served(
         node.hear(links[0], report(MACHINE))
         here.desired.serve("tiny", on=(here.node_id, A))
         with pytest.raises(UserError, match=f"all stays as it is: {why}"):
-            await admin.models.serve("tiny", **{"nodes": "", **wish})
+            await admin.models.serve(Serve("tiny", **wish))
         assert here.desired.table.newest == 1
-        await admin.models.serve("tiny", "2")
+        await admin.models.serve(Serve("tiny", nodes="2"))
         assert here.desired.table.newest == 2
 
     play(tmp_path, member, story)
@@ -177,9 +178,9 @@ def test_ranks_of_one_machine_that_cannot_share_it_so_leave_what_is_served(
         here.settings = dataclasses.replace(here.settings, ranks=3)
         served(node)
         with pytest.raises(UserError, match=f"tiny cannot be served so, and all stays as it is: {why}"):
-            await admin.models.serve("tiny", "", **wish)
+            await admin.models.serve(Serve("tiny", **wish))
         assert here.desired.table.newest == 1
-        await admin.models.serve("tiny", "", split="2,1,1")
+        await admin.models.serve(Serve("tiny", split="2,1,1"))
         assert here.desired.table.newest == 2
 
     play(tmp_path, member, story)
@@ -189,16 +190,16 @@ def test_what_has_to_come_is_wanted_once_it_is_here(tmp_path: Path, member: memb
     async def story(node: Node) -> None:
         admin, coming = Admin(node.parts, member.store), Coming(node)
         served(node)
-        said = await admin.models.serve(MODEL, "", only="1")
+        said = await admin.models.serve(Serve(MODEL, only=True))
         assert (said["coming"], said["until_then"], said["version"]) == (True, "tiny", 1)
         await asyncio.sleep(0.2)
         assert wanted(node) == ["tiny"]
-        (told,) = admin.status()["coming"]
+        (told,) = admin.status(Status())["coming"]
         assert told.startswith(f"{MODEL} is served as soon as it is here: 0.0 MB of 0.0 MB")
         coming.end()
         await until_no_more_is_awaited(node)
         assert wanted(node) == [MODEL]
-        assert admin.status()["coming"] == []
+        assert admin.status(Status())["coming"] == []
 
     play(tmp_path, member, story)
 
@@ -216,10 +217,10 @@ def test_the_reply_tells_of_a_download_that_comes_first(
             node.hear(a, ModelsHere((StoredModel(MODEL, COMMIT, 9, True),)))
         if before:
             served(node)
-        said = await admin.models.serve(MODEL, "", only=only)
+        said = await admin.models.serve(Serve(MODEL, only=only))
         assert said["coming"] == bool(before and only)
         assert said["downloads"] != elsewhere
-        here = await admin.models.serve("tiny", "")
+        here = await admin.models.serve(Serve("tiny"))
         assert (here["coming"], here["downloads"]) == (False, False)
 
     play(tmp_path, member, story)
@@ -230,18 +231,18 @@ def test_what_is_said_later_counts(tmp_path: Path, member: members.Member, hub: 
     async def story(node: Node) -> None:
         admin, coming = Admin(node.parts, member.store), Coming(node)
         served(node)
-        await admin.models.serve(MODEL, "", only="1")
+        await admin.models.serve(Serve(MODEL, only=True))
         if later == "serve":
-            await admin.models.serve("tiny", "")
+            await admin.models.serve(Serve("tiny"))
         elif later == "unload":
-            admin.models.unload()
+            admin.models.unload(UnloadModel())
         else:
             node.parts.node.desired.serve("org/other")
         before = node.parts.node.desired.table
         coming.end()
         await until_no_more_is_awaited(node)
         assert node.parts.node.desired.table == before
-        assert admin.status()["coming"] == []
+        assert admin.status(Status())["coming"] == []
 
     play(tmp_path, member, story)
 
@@ -254,9 +255,9 @@ def test_the_unload_of_another_model_leaves_what_is_to_replace_all(
         admin, coming = Admin(node.parts, member.store), Coming(node)
         served(node)
         node.parts.node.desired.serve("org/other")
-        await admin.models.serve(MODEL, "", only="1")
+        await admin.models.serve(Serve(MODEL, only=True))
         if how == "here":
-            assert admin.models.unload("org/other")["cancelled"] == []
+            assert admin.models.unload(UnloadModel("org/other"))["cancelled"] == []
         else:
             node.parts.node.desired.unload("org/other")
         assert wanted(node) == ["tiny"]
@@ -276,15 +277,15 @@ def test_the_unload_of_a_model_on_its_way_cancels_it_alone(
         served(node)
         if deployed:
             node.parts.node.desired.serve(f"{MODEL}@{NEWER}")
-        await admin.models.serve(MODEL, "", only="1")
-        said = admin.models.unload(f"{MODEL}@main")
+        await admin.models.serve(Serve(MODEL, only=True))
+        said = admin.models.unload(UnloadModel(f"{MODEL}@main"))
         assert (said["cancelled"], said["unloaded"]) == ([MODEL], [MODEL] if deployed else [])
-        assert not any("is served as soon" in line for line in admin.status()["coming"])
+        assert not any("is served as soon" in line for line in admin.status(Status())["coming"])
         coming.end()
         await until_no_more_is_awaited(node)
         assert wanted(node) == ["tiny"]
         with pytest.raises(UserError, match=f"{MODEL} is not deployed"):
-            admin.models.unload(MODEL)
+            admin.models.unload(UnloadModel(MODEL))
 
     play(tmp_path, member, story)
 
@@ -293,10 +294,10 @@ def test_what_does_not_come_is_told(tmp_path: Path, member: members.Member, hub:
     async def story(node: Node) -> None:
         admin, coming = Admin(node.parts, member.store), Coming(node)
         served(node)
-        await admin.models.serve(MODEL, "", only="1")
+        await admin.models.serve(Serve(MODEL, only=True))
         coming.end("it is gated")
         await until_no_more_is_awaited(node)
-        (told,) = admin.status()["coming"]
+        (told,) = admin.status(Status())["coming"]
         assert told == f"{MODEL} was to be served, and cannot be: studio: it is gated; mac-a: it is gated"
         assert wanted(node) == ["tiny"]
 
@@ -310,15 +311,15 @@ def test_what_a_mac_that_it_needs_cannot_get_leaves_what_is_served(
         admin, coming, a = Admin(node.parts, member.store), Coming(node), node.meet(A)
         node.hear(a, report(MACHINE))
         served(node)
-        await admin.models.serve(MODEL, "2", only="1")
+        await admin.models.serve(Serve(MODEL, nodes="2", only=True))
         coming.end(other="no room")
         await until_no_more_is_awaited(node)
-        (told,) = admin.status()["coming"]
+        (told,) = admin.status(Status())["coming"]
         assert told.startswith(f"{MODEL} was to be served, and cannot be: ")
         assert "needs 2 nodes" in told
         assert told.endswith("; mac-a: no room")
         assert wanted(node) == ["tiny"]
-        await admin.models.serve(MODEL, "2", only="1")
+        await admin.models.serve(Serve(MODEL, nodes="2", only=True))
         coming.end()
         await until_no_more_is_awaited(node)
         assert wanted(node) == [MODEL]
@@ -333,9 +334,9 @@ def test_two_models_that_users_serve_at_once_are_both_deployed(
 
     async def story(node: Node) -> None:
         admin = Admin(node.parts, member.store)
-        asking = asyncio.ensure_future(admin.models.serve(MODEL, ""))
+        asking = asyncio.ensure_future(admin.models.serve(Serve(MODEL)))
         await asyncio.sleep(0)
-        await admin.models.serve("tiny", "")
+        await admin.models.serve(Serve("tiny"))
         node.parts.node.desired.serve("org/other")
         assert (await asking)["change"] == "added"
         assert sorted(wanted(node)) == ["org/other", MODEL, "tiny"]
@@ -348,9 +349,9 @@ def test_what_was_said_while_the_hub_was_asked_counts(
 ) -> None:
     async def story(node: Node) -> None:
         admin = Admin(node.parts, member.store)
-        asking = asyncio.ensure_future(admin.models.serve(MODEL, "", only="1"))
+        asking = asyncio.ensure_future(admin.models.serve(Serve(MODEL, only=True)))
         await asyncio.sleep(0)
-        await admin.models.serve("tiny", "")
+        await admin.models.serve(Serve("tiny"))
         with pytest.raises(UserError, match="another request changed the models meanwhile"):
             await asking
         assert wanted(node) == ["tiny"]
@@ -366,7 +367,7 @@ def test_the_hub_is_asked_once_for_one_serve(
         admin = Admin(node.parts, member.store)
         if before:
             served(node)
-        await admin.models.serve(MODEL, "", only="1")
+        await admin.models.serve(Serve(MODEL, only=True))
         await sees(lambda: Repo(MODEL).snapshot("main") is not None)
         await sees(lambda: wanted(node) == [MODEL])
         assert len([each for each in hub.asked if f"/api/models/{MODEL}" in each]) == 1

@@ -17,6 +17,7 @@ from mlxtp.errors import Code, GroupError, RequestError
 from mlxtp.groups.groups import LOOK_S, Drain
 from mlxtp.groups.health import ServingState
 from mlxtp.models.inspect import ModelSource, open_model
+from mlxtp.verbs import DrainProgress, StartDrain, Status
 from mlxtp.wire.cluster_messages import Beat, GroupAssignment, Prepare, RankTrouble, Serving
 from mlxtp.wire.messages import Error, Generate
 
@@ -110,8 +111,13 @@ def test_an_agent_is_draining_until_its_last_request_is_done(tmp_path: Path, sou
         admin.draining = drain_of(stage)
         answer = stage.gateway.generate(Generate(0, (5,), ENDLESS))
         await answer.accepted()
-        assert not (await admin.drain_progress())["draining"]
-        assert admin.drain("") == {"draining": True, "over": False, "open_requests": 1, "left_s": None}
+        assert not (await admin.drain_progress(DrainProgress()))["draining"]
+        assert admin.drain(StartDrain()) == {
+            "draining": True,
+            "over": False,
+            "open_requests": 1,
+            "left_s": None,
+        }
         assert stage.supervisor.status.state is ServingState.DRAINING
         assert refused(stage.gateway).code is Code.SHUTTING_DOWN
         health = stage.gateway.health()
@@ -124,7 +130,7 @@ def test_an_agent_is_draining_until_its_last_request_is_done(tmp_path: Path, sou
         assert not admin.draining.over.is_set()
         await answer.aclose()
         await admin.draining.over.wait()
-        assert (await admin.drain_progress())["over"]
+        assert (await admin.drain_progress(DrainProgress()))["over"]
 
     test_supervisor.play(tmp_path, source, story)
 
@@ -225,10 +231,10 @@ def test_the_others_hear_at_once_who_is_about_to_stop(
         a = node.meet(A)
         node.lead(weights)
         assert not any(beat.draining for beat in a.heard(Beat))
-        Administration(node.parts, member.store).drain("")
+        Administration(node.parts, member.store).drain(StartDrain())
         assert a.heard(Beat)[-1].draining
         node.live_once(a)
-        status = Administration(node.parts, member.store).status()
+        status = Administration(node.parts, member.store).status(Status())
         assert [row["self"] for row in status["members"] if row["draining"]] == [True]
         assert (status["state"], status["reason"]) == ("draining", "this Mac is about to stop")
         assert node.parts.gateway.closing == "this Mac is about to stop"

@@ -24,6 +24,7 @@ from mlxtp.groups.process_group import EpochGroup
 from mlxtp.models.inspect import ModelSource
 from mlxtp.placement.cost_model import JACCL_MESH, RING_ETHERNET
 from mlxtp.placement.measurements import to_text
+from mlxtp.verbs import BenchFabric, PresentMachines
 from mlxtp.wire.cluster_messages import (
     FabricAnswer,
     FabricReport,
@@ -197,7 +198,7 @@ def test_the_group_of_the_named_model_is_measured(tmp_path: Path, member: Member
         node.parts.node.desired.serve("org/other")
         node.hear(a, serving(A, B))
         node.hear(b, replace(serving(B, A), group="org/other#0", deployment="org/other"))
-        asking = asyncio.ensure_future(admin.bench_fabric("org/other@main"))
+        asking = asyncio.ensure_future(admin.bench_fabric(BenchFabric("org/other@main")))
         await asyncio.sleep(0)
         [wanted] = b.heard(FabricWanted)
         assert (wanted.deployment, a.heard(FabricWanted)) == ("org/other", [])
@@ -208,7 +209,7 @@ def test_the_group_of_the_named_model_is_measured(tmp_path: Path, member: Member
         [answer] = a.heard(FabricAnswer)
         assert answer.problem.startswith("org/third is not deployed")
         with pytest.raises(UserError, match="org/third is not deployed"):
-            await admin.bench_fabric("org/third")
+            await admin.bench_fabric(BenchFabric("org/third"))
 
     play(tmp_path, member, story)
 
@@ -310,7 +311,7 @@ def test_what_was_measured_changes_the_next_group(
         after, _ = placer.placement()
         assert after is not None
         assert after.backend == "ring"
-        told = json.loads(json.dumps(Administration(node.parts, member.store).plan()))
+        told = json.loads(json.dumps(Administration(node.parts, member.store).plan(PresentMachines())))
         assert sorted(each["collective_s"] for each in told["fabric"]) == [5e-3, 5e-3, 5e-3]
 
     on_a_desk(tmp_path, member, story)

@@ -22,6 +22,7 @@ from mlxtp.api.guard import Access
 from mlxtp.api.server import bind, serve
 from mlxtp.text.renderer import LocalRenderer
 from mlxtp.text.tokenizer import Text
+from mlxtp.verbs import KeyUses, Verb
 
 from ..api.conftest import FakeBackend, byte_level, save
 from ..api.test_admin import FakeAdmin
@@ -163,9 +164,11 @@ class Admin(FakeAdmin):
     used: Sequence[Mapping[str, Any]] = ()
     senders: Sequence[Mapping[str, Any]] = ()
 
-    def keys(self) -> Any:
-        """What keys have used, about which the page asks again and again."""
-        return {"keys": self.used, "requests": self.senders}
+    async def carry_out(self, verb: Verb) -> Any:
+        """About the use of keys the page asks again and again."""
+        if isinstance(verb, KeyUses):
+            return {"keys": self.used, "requests": self.senders}
+        return await super().carry_out(verb)
 
     def _do(self, *what: str) -> dict[str, object]:
         super()._do(*what)

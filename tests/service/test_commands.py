@@ -29,6 +29,7 @@ from mlxtp.service import installed as here
 from mlxtp.service.installed import Shell, owner_here, run
 from mlxtp.service.managers import CommandResult, Launchd, Owner, Remove, ServiceCommand, Systemd, Write
 from mlxtp.settings import AUDIT_LOG
+from mlxtp.verbs import StartDrain, Verb
 
 from ..api.test_admin import KEY
 from ..cli.test_cluster import Agent
@@ -227,7 +228,7 @@ def test_the_log_of_an_agent_is_where_that_says(
     log.write_text("one\n")
     monkeypatch.delenv("MLXTP_HOME")
     started = resolve_settings({"home": mac.home, "log_file": str(log)}, {})
-    monkeypatch.setattr(agent.admin, "settings", lambda: told(started))
+    monkeypatch.setitem(agent.admin.answers, "settings", told(started))
     answer = json.loads(mac.types("logs", "--home", str(mac.home), "--json").stdout)
     assert (answer["log"], answer["lines"]) == (str(log), ["one"])
 
@@ -325,13 +326,14 @@ def test_a_restart_drains_first(mac: Mac, agent: Agent) -> None:
     assert "`mlxtp service start` starts it" in refusal(mac.types("restart"))
     mac.launchd.pid = 4710
 
-    asked = agent.admin.drain
+    asked = agent.admin.carry_out
 
-    def drain(within: str) -> object:
-        mac.launchd.pid = None  # as an agent that ends with status 0
-        return asked(within)
+    async def carry_out(verb: Verb) -> object:
+        if isinstance(verb, StartDrain):
+            mac.launchd.pid = None  # as an agent that ends with status 0
+        return await asked(verb)
 
-    agent.admin.drain = drain  # type: ignore[method-assign]
+    agent.admin.carry_out = carry_out  # type: ignore[method-assign]
     done = mac.types("restart", "--within", "5")
     assert done.exit_code == 0, done.output
     assert ("drain", "5") in agent.admin.asked

@@ -531,7 +531,7 @@ PURE = (
     "mlxtp.placement.machines_file",
     "mlxtp.placement.planner",
     "mlxtp.placement.topology",
-    "mlxtp.service.managers",
+    "mlxtp.service.launchd",
     "mlxtp.groups.health",
     "mlxtp.gateway.routing",
     "mlxtp.groups.history",

@@ -1,4 +1,4 @@
-"""`mlxtp service`, `mlxtp logs` and `mlxtp restart`: mlxtp as a service of launchd or systemd."""
+"""`mlxtp service`, `mlxtp logs` and `mlxtp restart`: mlxtp as a service of launchd."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from ..config import home_folder, resolve_settings
 from ..errors import UserError
 from ..service import installed
 from ..service.installed import not_ours, wait_until
-from ..service.managers import (
+from ..service.launchd import (
     PASSED_ON,
-    Manager,
+    Launchd,
     Owner,
     Remove,
     Service,
@@ -36,14 +36,12 @@ from ..service.managers import (
 )
 from ..settings import AUDIT_LOG
 from ..verbs import AgentSettings
-from . import options
 from .cluster import drain_agent
 from .options import AsJson, Home, Within
-from .printing import home_of, print_answer, print_json, typed
+from .printing import home_of, print_answer, print_json
 
-#: Seconds that the manager may take to notice that an agent has ended.
+#: Seconds that launchd may take to notice that an agent has ended.
 STOPPED_S = 30.0
-SYSTEMS = "macos|linux"
 NONE = "no service is installed here; `mlxtp service install` installs one"
 _JOIN_FIRST = (
     "--join: a token is a secret and works once, so it does not belong in a service. Join first, with `mlxtp "
@@ -62,7 +60,8 @@ LineCount = Annotated[
 commands = typer.Typer(
     name="service",
     no_args_is_help=True,
-    help="Run mlxtp as a system service: from the start of the machine, and again after a failure.",
+    help="Run mlxtp as a service of macOS: from the start of the machine, and again after a failure. On "
+    "Linux, systemd does that by the unit in examples/mlxtp.service.",
 )
 
 
@@ -83,21 +82,12 @@ def install(
         typer.Option(
             "--user",
             help="In your login session, without sudo: a LaunchAgent, which macOS 15 and later keeps from "
-            "the local network, or a systemd user unit. Default: a LaunchDaemon or a unit of the system, "
-            "which runs as you, too.",
+            "the local network. Default: a LaunchDaemon, which runs as you, too.",
         ),
     ] = False,
     home: Annotated[
         Path | None, typer.Option(help="The agent's folder; also MLXTP_HOME. Default: as for `mlxtp node`.")
     ] = None,
-    system: Annotated[
-        str,
-        typer.Option(
-            metavar=SYSTEMS,
-            help="With --dry-run: as for that system. Default: the one that runs here.",
-            autocompletion=options.words(SYSTEMS),
-        ),
-    ] = "",
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
@@ -105,22 +95,12 @@ def install(
 
     Run it again after an update, or with other options: it replaces what it wrote before.
     """
+    _check_system()
     arguments = ["--join" if each == "--join=" else each for each in arguments or ()]
     owner = installed.owner()
     folder = installed.home_of(owner, home)
-    if system:
-        if not dry_run:
-            raise typer.BadParameter("--system goes with --dry-run: a service is installed where it runs")
-        with typed():
-            manager = installed.manager_elsewhere(owner, system, login=user)
-        service = _described(context, owner, folder, arguments, path=manager.search_path, login=user)
-        _print_steps(
-            manager.install(service, ServiceState()), _doubts(manager, service, owner), as_json=as_json
-        )
-        return
     shell, other = (installed.shell_of(owner, login=login) for login in (user, not user))
-    path = shell.manager.search_path
-    service = _described(context, owner, folder, arguments, path=path, login=user)
+    service = _described(context, owner, folder, arguments, login=user)
     if is_ours(other.installed):
         raise UserError(f"{other.manager.path} is already installed as a service; uninstall it first")
     before, wanted = shell.installed, shell.manager.render(service)
@@ -154,7 +134,7 @@ def install(
 @commands.command()
 def uninstall(dry_run: DryRun = False, as_json: AsJson = False) -> None:
     """Stop the service and remove it. The agent's folder stays: its identity, settings and logs."""
-    if (found := installed.find()) is None:
+    if (found := _found()) is None:
         for login in (False, True):
             shell = installed.shell_of(installed.owner(), login=login)
             if shell.installed:
@@ -205,7 +185,7 @@ def stop(dry_run: DryRun = False, as_json: AsJson = False) -> None:
 @commands.command()
 def status(as_json: AsJson = False) -> None:
     """Show the service: whether it is installed and runs, its user, and how it ended if it failed."""
-    if (found := installed.find()) is None:
+    if (found := _found()) is None:
         answer: dict[str, Any] = {"installed": False}
     else:
         state = found.shell.state()
@@ -258,6 +238,16 @@ def logs(
     os.execvp(tail[0], tail)
 
 
+def _check_system() -> None:
+    if not installed.ON_MAC:
+        raise UserError(installed.ELSEWHERE)
+
+
+def _found() -> installed.Installed | None:
+    _check_system()
+    return installed.find()
+
+
 def _service_with(home: Path | None) -> installed.Installed | None:
     found = installed.find()
     if found is None or not (home or os.environ.get("MLXTP_HOME")):
@@ -288,7 +278,7 @@ def restart(
     as_json: AsJson = False,
 ) -> None:
     """Stop the service once its requests are done, and start it again, for instance with new settings."""
-    if (found := installed.find()) is None:
+    if (found := _found()) is None:
         raise UserError(
             "no service is installed here, so nothing would start it again. An agent in a terminal: `mlxtp "
             "drain`, then `mlxtp node`. To install a service: `mlxtp service install`"
@@ -303,13 +293,13 @@ def restart(
 
 
 def _installed(dry_run: bool) -> tuple[installed.Installed, ServiceState]:
-    if (found := installed.find()) is None:
+    if (found := _found()) is None:
         raise UserError(NONE)
     return found, installed.state_if_any(found.shell) if dry_run else found.shell.state()
 
 
 def _described(
-    context: typer.Context, owner: Owner, home: Path, arguments: Sequence[str], *, path: str, login: bool
+    context: typer.Context, owner: Owner, home: Path, arguments: Sequence[str], *, login: bool
 ) -> Service:
     """Return the service.
 
@@ -330,7 +320,6 @@ def _described(
         str(home),
         arguments,
         python=sys.executable,
-        path=path,
         passed_on=_passed_on(),
         drain_s=settings.drain_s,
         login=login,
@@ -398,7 +387,7 @@ def _step(step: ServiceStep) -> Mapping[str, Any]:
             return {"do": "run", "argv": list(step.argv), "user": step.user, **statuses}
 
 
-def _doubts(manager: Manager, service: Service, owner: Owner) -> list[str]:
+def _doubts(manager: Launchd, service: Service, owner: Owner) -> list[str]:
     others = sorted(
         name for name in os.environ if name.startswith("MLXTP_") and name not in ("MLXTP_HOME", "MLXTP_JOIN")
     )

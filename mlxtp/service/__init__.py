@@ -1,4 +1,4 @@
-"""mlxtp as a service: its description, the plist or unit made of it, and the installation.
+"""mlxtp as a service of macOS: its description, the plist made of it, and the installation.
 
-`managers` has the files and commands of launchd and systemd as text; `installed` carries them out.
+`launchd` has the file and the commands as text; `installed` carries them out.
 """

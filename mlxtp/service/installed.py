@@ -18,16 +18,14 @@ from ..client import AgentClient
 from ..config import default_home, home_folder
 from ..errors import UserError, in_words, why_not_written
 from ..verbs import Status
-from .managers import (
+from .launchd import (
     CommandResult,
     Launchd,
-    Manager,
     Owner,
     Remove,
     ServiceCommand,
     ServiceState,
     ServiceStep,
-    Systemd,
     Write,
     crash_log,
     is_ours,
@@ -66,9 +64,9 @@ def run(command: ServiceCommand) -> CommandResult:
 
 
 class Shell:
-    """Executor of the steps for one manager. `run` is its only access to the system's commands."""
+    """Executor of the steps. `run` is its only access to the system's commands."""
 
-    def __init__(self, manager: Manager, run: RunCommand) -> None:
+    def __init__(self, manager: Launchd, run: RunCommand) -> None:
         self.manager = manager
         self._run = run
 
@@ -83,7 +81,7 @@ class Shell:
             raise UserError(f"{self.manager.path} cannot be read: {error.strerror}") from None
 
     def state(self) -> ServiceState:
-        """Query the manager. Raises UserError when the query fails."""
+        """Query launchd. Raises UserError when the query fails."""
         return self.manager.state(self._run(self.manager.ask()))
 
     def take(self, steps: Iterable[ServiceStep]) -> None:
@@ -169,6 +167,11 @@ def not_ours(path: str) -> UserError:
 # --- the installed service ------------------------------------------------------------------------------
 
 
+ON_MAC = sys.platform == "darwin"
+ELSEWHERE = (
+    "mlxtp installs itself as a service on macOS only; on Linux, systemd runs it by the unit in "
+    "examples/mlxtp.service, whose first lines say how"
+)
 #: Seconds from the start of a service to its agent's first reply, at most.
 START_S = 30.0
 LAST_WORDS = 5
@@ -185,8 +188,8 @@ class Installed:
     text: str
 
     @property
-    def manager(self) -> Manager:
-        """Manager of the service."""
+    def manager(self) -> Launchd:
+        """Texts of the service."""
         return self.shell.manager
 
     @property
@@ -244,34 +247,16 @@ class Installed:
         return state
 
     def aside(self) -> str:
-        """Return its output before it had a log, or the command that shows it; "" if the log is newer."""
-        if self.manager.journal:
-            running = state_if_any(self.shell).pid is not None
-            return "" if running else f"its output before it had a log: `{self.manager.journal}`"
+        """Return its output before it had a log; "" if the log is newer."""
         path = Path(crash_log(str(self.home)))
         if not tail(path) or _modified(path) < _modified(self.log):
             return ""
         return "\n".join((f"its output before it had a log ({path}):", *tail(path)))
 
 
-def manager_of(owner: Owner, *, login: bool) -> Manager:
-    """Return launchd on a Mac, systemd on Linux. Raises UserError elsewhere."""
-    if sys.platform not in ("darwin", "linux"):
-        raise UserError(f"mlxtp supports services on macOS and Linux, not on {sys.platform}")
-    return (Launchd if sys.platform == "darwin" else Systemd)(owner, login=login)
-
-
-def manager_elsewhere(owner: Owner, system: str, *, login: bool) -> Manager:
-    """Return the manager of another system, for its texts only. Raises UserError for an unknown one."""
-    managers: dict[str, type[Manager]] = {"macos": Launchd, "linux": Systemd}
-    if system not in managers:
-        raise UserError(f"--system: {system!r} is not one of {', '.join(managers)}")
-    return managers[system](owner, login=login)
-
-
 def shell_of(owner: Owner, *, login: bool) -> Shell:
     """Return the shell for the service of the system, or with `login` for that of the owner's session."""
-    return Shell(manager_of(owner, login=login), run)
+    return Shell(Launchd(owner, login=login), run)
 
 
 def owner() -> Owner:
@@ -281,6 +266,8 @@ def owner() -> Owner:
 
 def find() -> Installed | None:
     """Return the installed service, or None. Raises UserError when its file is damaged."""
+    if not ON_MAC:
+        return None
     whose = owner()
     for login in (False, True):
         shell = shell_of(whose, login=login)
@@ -317,7 +304,7 @@ def allow(whose: Owner, command: Sequence[str], *, login: bool) -> None:
 
 
 def state_if_any(shell: Shell) -> ServiceState:
-    """Return the manager's view of the service, for display only; an empty one where the query fails."""
+    """Return launchd's view of the service, for display only; an empty one where the query fails."""
     try:
         return shell.state()
     except UserError:

@@ -1,4 +1,4 @@
-"""Writes the examples in `launchd/` and `systemd/`: `python -m tests.service.examples`."""
+"""Writes the examples in `launchd/`: `python -m tests.service.examples`."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mlxtp import __version__
-from mlxtp.service.managers import Launchd, Owner, Service, Systemd, describe
+from mlxtp.service.launchd import Launchd, Owner, Service, describe
 
 ROOT = Path(__file__).parents[2]
+ME = Owner("me", 501, "/Users/me")
 
 
-def service(manager: type[Launchd] | type[Systemd], home: str, *, login: bool) -> Service:
+def service(*, login: bool) -> Service:
     """Return the service of a user with the usual folders."""
-    owner = Owner("me", 501, home)
-    folder = "Library/Application Support/mlxtp" if manager is Launchd else ".local/share/mlxtp"
     return describe(
-        owner,
-        f"{home}/{folder}",
+        ME,
+        "/Users/me/Library/Application Support/mlxtp",
         ["--http", "0.0.0.0:52415"],
-        python=f"{home}/mlxtp/.venv/bin/python",
-        path=manager.search_path,
+        python="/Users/me/mlxtp/.venv/bin/python",
         passed_on={},
         drain_s=10,
         login=login,
@@ -30,20 +28,12 @@ def service(manager: type[Launchd] | type[Systemd], home: str, *, login: bool) -
 
 def examples() -> Mapping[Path, str]:
     """Return the text of each file."""
-    found = {}
-    for login, name in ((False, "daemon"), (True, "agent")):
-        mac = Launchd(Owner("me", 501, "/Users/me"), login=login)
-        found[ROOT / f"launchd/mlxtp.node.{name}.plist"] = mac.render(
-            service(Launchd, "/Users/me", login=login)
-        )
-    for login, folder in ((False, "system"), (True, "user")):
-        unit = Systemd(Owner("me", 1000, "/home/me"), login=login)
-        text = unit.render(service(Systemd, "/home/me", login=login))
-        found[ROOT / f"systemd/{folder}/mlxtp.service"] = text
-    return found
+    return {
+        ROOT / f"launchd/mlxtp.node.{name}.plist": Launchd(ME, login=login).render(service(login=login))
+        for login, name in ((False, "daemon"), (True, "agent"))
+    }
 
 
 if __name__ == "__main__":
     for path, text in examples().items():
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)

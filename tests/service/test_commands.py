@@ -27,7 +27,7 @@ from mlxtp.config import default_home, resolve_settings, told
 from mlxtp.errors import UserError
 from mlxtp.service import installed as here
 from mlxtp.service.installed import Shell, owner_here, run
-from mlxtp.service.managers import CommandResult, Launchd, Owner, Remove, ServiceCommand, Systemd, Write
+from mlxtp.service.launchd import CommandResult, Launchd, Owner, Remove, ServiceCommand, Write
 from mlxtp.settings import AUDIT_LOG
 from mlxtp.verbs import StartDrain, Verb
 
@@ -106,7 +106,8 @@ class Mac:
         self.owner = Owner(name, os.getuid(), str(root))
         self.uid = 0
         monkeypatch.setattr(here, "run", self.launchd)
-        monkeypatch.setattr(here, "manager_of", self._manager)
+        monkeypatch.setattr(here, "Launchd", self._manager)
+        monkeypatch.setattr(here, "ON_MAC", True)
         monkeypatch.setattr(here, "owner", lambda: self.owner)
         monkeypatch.setattr(here, "START_S", 1.0)
         monkeypatch.setattr(os, "geteuid", lambda: self.uid)
@@ -208,17 +209,12 @@ def test_what_a_service_command_says_to_programs(mac: Mac, agent: Agent) -> None
     assert told("service", "uninstall")["removed"] is None
 
 
-@pytest.mark.parametrize("system", ["macos", "linux"])
-def test_a_password_stands_in_no_file_that_all_can_read(
-    mac: Mac, monkeypatch: pytest.MonkeyPatch, system: str
-) -> None:
+def test_a_password_stands_in_no_file_that_all_can_read(mac: Mac, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "https://me:secret@hub.example:8080/path")
-    shown = mac.types("service", "install", "--dry-run", "--system", system)
-    assert ("plist" if system == "macos" else "[Service]") in shown.stdout
+    shown = mac.types("service", "install", "--dry-run")
     assert "https://hub.example:8080/path" in shown.stdout
     assert "secret" not in shown.output
     assert "mind: HF_ENDPOINT has a user or a password, which the service does not get" in shown.stderr
-    assert mac.types("service", "install", "--system", system).exit_code == 2
 
 
 def test_the_log_of_an_agent_is_where_that_says(
@@ -297,7 +293,7 @@ def test_a_start_that_fails_shows_its_last_words(mac: Mac) -> None:
 
 
 def test_launchds_refusal_is_explained(mac: Mac, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlxtp.service.managers._LET_GO_S", 0.3)
+    monkeypatch.setattr("mlxtp.service.launchd._LET_GO_S", 0.3)
     mac.launchd.refuses = True
     said = refusal(mac.types("service", "install"))
     assert "ended with 5: Bootstrap failed: 5: Input/output error" in said
@@ -355,6 +351,13 @@ def test_an_agent_in_a_terminal_keeps_its_home(mac: Mac, tmp_path: Path) -> None
     assert not mac.folder.exists()
 
 
+@pytest.mark.parametrize("words", [("service", "install"), ("service", "status"), ("restart",)])
+def test_elsewhere_the_unit_is_named(monkeypatch: pytest.MonkeyPatch, words: Sequence[str]) -> None:
+    monkeypatch.setattr(here, "ON_MAC", False)
+    said = refusal(CliRunner().invoke(app, list(words), prog_name="mlxtp"))
+    assert "on Linux, systemd runs it by the unit in examples/mlxtp.service" in said
+
+
 def test_who_owns_a_service() -> None:
     root = pwd.getpwuid(0)
     other = next(each for each in pwd.getpwall() if each.pw_uid)
@@ -393,7 +396,7 @@ def test_root_makes_folders_as_their_owner(tmp_path: Path) -> None:
 
 
 def test_files_are_written_whole_and_removed(tmp_path: Path) -> None:
-    shell = Shell(Systemd(Owner("me", 1, "/home/me"), login=False), run)
+    shell = Shell(Launchd(Owner("me", 1, "/home/me"), login=False), run)
     file = tmp_path / "new" / "unit"
     for text in ("# Written by mlxtp 1", "# Written by mlxtp 2"):
         shell.take([Write(str(file), text)])
@@ -497,7 +500,7 @@ def test_sudo_leaves_no_file_of_root_in_the_users_folders(tmp_path: Path, progra
         os.chown(path, user.pw_uid, user.pw_gid)
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     sudo = {"SUDO_UID": str(user.pw_uid), "SUDO_USER": user.pw_name, "HOME": str(tmp_path)}
-    command = [sys.executable, *program, "service", "install", "--dry-run", "--home", str(tmp_path / "home")]
+    command = [sys.executable, *program, "config", "path", "--home", str(tmp_path / "home")]
     environment = {**kept, **sudo, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

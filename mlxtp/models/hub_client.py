@@ -18,7 +18,7 @@ from pathlib import Path
 from ..errors import Code, ModelError, ProtocolError, is_disk_full
 from ..model_files import INDEX, TEMPLATE_FILES, TIKTOKEN_FILE, WEIGHTS, indexed, refusal, table
 from .hub_cache import Damaged, PartialFile, Repo
-from .manifest import DEFAULT_REVISION, Manifest, ModelFile, check, from_bytes, is_commit, to_bytes, wanted
+from .manifest import DEFAULT_REVISION, Manifest, ModelFile, from_bytes, is_commit, to_bytes, wanted
 
 TIMEOUT_S = 15.0
 TRIES = 5  #: Broken connections, one after the other and without a new byte, before a file is given up.
@@ -52,7 +52,7 @@ def look_up(name: str, revision: str) -> Manifest:
             raise ModelError(f"cannot get {name}: it has no config.json, so it is no model that MLX can run")
         if not any(file.path.endswith(".safetensors") for file in found):
             raise ModelError(f"cannot get {name}: it has no weights in the safetensors format ({WEIGHTS})")
-        manifest = from_bytes(to_bytes(check(Manifest(name, info.sha or "", found))))
+        manifest = from_bytes(to_bytes(Manifest(name, info.sha or "", found)))
     manifest = _without_strays(manifest)
     _check_tokenizer(manifest)
     if is_commit(revision) and manifest.revision != revision:

@@ -36,8 +36,8 @@ from ..text.tokenizer import Text
 from ..wire.cluster_messages import MAX_MODEL
 from . import hub_client
 from .descriptions import description_of
-from .hub_cache import Repo, folder_bytes, hub_name, lacks, repos_here
-from .manifest import Manifest, split_name
+from .hub_cache import folder_bytes, hub_name, lacks, repos_here
+from .manifest import Manifest
 
 #: Classes for embeddings and labels. Those that write are called ForCausalLM, LMHeadModel or the like.
 _WRITES_NO_TEXT = re.compile(
@@ -91,11 +91,10 @@ def folder_of(name: str) -> Path:
 
 def hub_folder(name: str) -> Path | None:
     """Return the snapshot of OWNER/NAME[@REVISION] in this Mac's Hub cache; None unless it is complete."""
-    try:
-        repo, revision = split_name(name)
-    except ValueError:
-        return None
-    return Repo(repo).snapshot(revision)
+    with contextlib.suppress(ModelError):
+        repo, revision = hub_name(name)
+        return repo.snapshot(revision)
+    return None
 
 
 def _find(name: str) -> Path:

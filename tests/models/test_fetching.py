@@ -794,6 +794,14 @@ def test_one_member_leaves_connections_for_others(pair: Pair, tmp_path: Path) ->
         assert peer_copy.ask(other, NAME)
 
 
+def test_all_members_together_have_so_many_connections(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_copy, "MAX_CONNECTIONS", 1)
+    with contextlib.closing(pair.connect()) as first:
+        assert peer_copy.ask(first, NAME)
+        with contextlib.closing(pair.connect()) as second, pytest.raises(LinkError, match="cut short"):
+            peer_copy.ask(second, NAME)
+
+
 def test_strangers_of_one_address_cut_no_handshake_of_another(pair: Pair) -> None:
     port = ("127.0.0.1", pair.lender.port)
     with contextlib.ExitStack() as crowd:

@@ -19,11 +19,9 @@ class AdmissionCounter:
 
     @property
     def total(self) -> int:
-        """Number of those that are open, of all sources."""
         return self._open.total()
 
     def of(self, source: str) -> int:
-        """Return the number of those that are open of one source."""
         return self._open[source]
 
     def admit(self, source: str, *, exempt: bool = False) -> str:
@@ -66,7 +64,6 @@ class FairQueue:
         return max(self._now, own + 1, self._begun.get(client, -1) + 1)
 
     def record(self, client: Hashable, turn: int) -> None:
-        """Record that a client's request has begun."""
         self._now = max(self._now, turn)
         self._begun[client] = max(turn, self._begun.get(client, 0))
         if len(self._begun) > MAX_CLIENTS:  # from the next number on, none of these is ahead of the others

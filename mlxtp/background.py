@@ -23,13 +23,10 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 #: Called with a task that ended in an error, and the error.
 Failed = Callable[[asyncio.Task[Any], BaseException], None]
-
-
 _MOST_LINES = 64
 
 
 def log_failure(task: asyncio.Task[Any], error: BaseException) -> None:
-    """Log the error of a task under the task's name."""
     log.error("%s failed", task.get_name(), exc_info=error)
 
 
@@ -50,7 +47,6 @@ class RepeatFilter:
         self._logged: dict[str, float] = {}
 
     def passes(self, line: str) -> bool:
-        """Return True for a line that is to be logged now."""
         now = time.monotonic()
         self._logged = {each: at for each, at in self._logged.items() if now - at < self._seconds}
         passes = line not in self._logged and len(self._logged) < _MOST_LINES
@@ -67,7 +63,6 @@ class Background:
 
     @property
     def tasks(self) -> frozenset[asyncio.Task[Any]]:
-        """Tasks that have not ended."""
         return frozenset(self._tasks)
 
     def start(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
@@ -78,7 +73,6 @@ class Background:
         return task
 
     async def close(self) -> None:
-        """Cancel all tasks, and wait until they have ended."""
         while self._tasks:
             for task in self._tasks:
                 task.cancel()

@@ -49,7 +49,6 @@ class EndpointAnswer:
     last_at: float = 0.0
 
     def add(self, piece: Piece, at: float) -> None:
-        """Add one more piece, which came `at` that time."""
         self.text += piece.text
         self.thoughts += piece.thought
         if piece.text or piece.thought:
@@ -201,10 +200,7 @@ class AgentClient:
         return answer
 
     def ask(self, body: Mapping[str, Any]) -> Generator[Piece]:
-        """Send a chat request with the agent's own key, and yield the reply.
-
-        Raises as the function `ask` does.
-        """
+        """Send a chat request with the agent's own key. Yields and raises as the function `ask` does."""
         try:
             connection = connection_to(self.url, self.certificate, ANSWER_TIMEOUT_S)
         except ValueError as error:
@@ -293,8 +289,6 @@ def agent_runs(home: Path) -> bool:
     try:
         with (home / LOCK).open() as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
     return False

@@ -26,9 +26,9 @@ FILE = "config.toml"
 
 @dataclass(frozen=True, slots=True)
 class GivenValue:
-    """A value before parsing, the place that an error names, and its line in the file, from 1.
+    """A value before parsing, its place for errors, and its line in the file, from 1.
 
-    What a command has for a default has no place.
+    A default of a command has no place.
     """
 
     value: Any
@@ -37,7 +37,6 @@ class GivenValue:
 
     @property
     def origin(self) -> str:
-        """Its place, for people who know which file is meant."""
         return f"{FILE}, line {self.line}" if self.line else self.where
 
 
@@ -49,7 +48,6 @@ def _raise(error: ConfigError) -> None:
 
 
 def embedded_model_path() -> Path:
-    """Return the folder of the tiny model in the package."""
     return Path(__file__).parent / "models" / EMBEDDED_MODEL
 
 
@@ -145,7 +143,6 @@ def shown(settings: Settings) -> dict[str, Any]:
 
 
 def told(settings: Settings) -> dict[str, Any]:
-    """Return the settings that an agent was started with, for its replies."""
     return {"settings": shown(settings), "origins": dict(settings.origins)}
 
 
@@ -177,7 +174,6 @@ def home_folder(
 
 
 def default_home() -> Path:
-    """Return the default home of this user's agent."""
     import platformdirs
 
     return Path(platformdirs.user_data_dir("mlxtp", appauthor=False))

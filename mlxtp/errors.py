@@ -1,15 +1,4 @@
-"""Every error this project raises on purpose.
-
-    MlxtpError
-    ├── UserError                 the user can fix it
-    │   ├── ConfigError           a flag, a variable or a configuration file
-    │   ├── ModelError            a model that is missing, broken or not divisible
-    │   └── RequestError          an HTTP request that is understood and refused
-    ├── ProtocolError             a process broke the rules of the wire
-    │   ├── LocalProtocolError    this one did: a bug here
-    │   └── RemoteProtocolError   the peer did: its frame is refused, the link ends
-    ├── LinkError                 a link broke or fell silent
-    └── GroupError                the ranks disagree, or one is gone: the epoch ends
+"""Every error this project raises on purpose, below `MlxtpError`.
 
 Each carries a `Code`, which appears in Error frames, HTTP bodies and logs. `docs/doctor.md` explains the
 codes. A rank process that ends because of a code exits with `exit_status(code)`.
@@ -105,7 +94,7 @@ def exit_status(code: Code) -> int:
 
 
 def code_of_exit(status: int) -> Code | None:
-    """Return the code behind an exit status, or None for a status without one."""
+    """Return the code behind an exit status; None without one."""
     codes = list(Code)
     position = status - _EXIT_STATUS_BASE
     return codes[position] if 0 <= position < len(codes) else None
@@ -141,12 +130,10 @@ RAISE_FILES = (
 
 
 def is_disk_full(error: OSError) -> bool:
-    """Return whether the disk is full."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def why_not_written(error: OSError, folder: object) -> str:
-    """Return in words why nothing can be written in `folder`."""
     if is_disk_full(error):
         return f"the disk is full, nothing can be written in {folder}"
     return f"nothing can be written in {folder}: {error.strerror or error}"
@@ -242,7 +229,7 @@ class GroupError(MlxtpError):
 
 @dataclass(frozen=True, slots=True)
 class FailureReport:
-    """Report of a failure: a rank's own Error, or an agent's observation of the rank."""
+    """A rank's own Error, or an agent's observation of the rank."""
 
     rank: int
     error: MlxtpError

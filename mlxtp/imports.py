@@ -36,7 +36,6 @@ def importing() -> Iterator[None]:
 
 
 def installed(package: str) -> str:
-    """Return the version of an installed package; "" without it."""
     import importlib.metadata
 
     with suppress(importlib.metadata.PackageNotFoundError):
@@ -59,7 +58,6 @@ def metal_wheel() -> str:
 
 # --- transformers' tokenizers without the files of its packages, which read the source of every model ------
 # That reading takes 0.55 of the 0.9 s of processor time of a tokenizer process (Linux, one core).
-
 
 _PACKAGES = ("transformers", "transformers.models")
 #: Names of `transformers` that reading a tokenizer needs, by their modules.

@@ -52,23 +52,15 @@ class RotatingLog(RotatingFileHandler):
         self._failed = self._fails = False
 
     def _open(self) -> TextIOWrapper:
-        """Open the file.
-
-        A new one is for its user alone, as the agent's folder is; an existing one keeps its mode.
-        """
-        return open(
-            self.baseFilename, "a", encoding=self.encoding, errors=self.errors,
-            opener=_private,
-        )  # fmt: skip
+        # An existing file keeps its mode.
+        return open(self.baseFilename, "a", encoding=self.encoding, errors=self.errors, opener=_private)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write it, if possible."""
         self._fails = False
         super().emit(record)
         self._failed = self._fails
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Report the first failure on standard error."""
         self._fails = True
         if not self._failed:
             sys.stderr.write(f"mlxtp: the log {self.baseFilename} cannot be written: {sys.exc_info()[1]}\n")
@@ -114,7 +106,6 @@ class AuditLog(RotatingLog):
         return True
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write the line, now or once no other process holds the lock."""
         if len(self._waiting) >= MOST_WAITING:
             self._lost += 1
             return
@@ -176,7 +167,7 @@ def shorten_stderr() -> None:
 
 
 def log_formatter(name: str) -> logging.Formatter:
-    """Return the formatter of that name in `config.LOG_FORMATS`."""
+    """Return the formatter of the setting `log_format`."""
     return JsonLines() if name == "json" else TextLines("%(asctime)s %(levelname)s %(message)s")
 
 
@@ -189,11 +180,9 @@ class JsonLines(logging.Formatter):
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the record on one line."""
         return json.dumps(self.line(record), default=str)
 
     def line(self, record: logging.LogRecord) -> dict[str, object]:
-        """Return the fields of a record."""
         line: dict[str, object] = {
             "time": _time(record.created),
             "level": record.levelname.lower(),
@@ -215,10 +204,9 @@ class JsonLines(logging.Formatter):
 
 
 class AuditLines(JsonLines):
-    """Lines of the audit log: `time`, `event`, `message`, `by`, and fields of the event."""
+    """`time`, `event`, `message`, the event's fields, and `by`, else the client of the request."""
 
     def line(self, record: logging.LogRecord) -> dict[str, object]:
-        """Return the fields of an event. Without a `by` of its own, the client of the request is that."""
         line = super().line(record)
         del line["level"], line["logger"]
         account = current()
@@ -233,11 +221,9 @@ class PrintableLines(logging.Formatter):
     """Lines as `logging` writes them, without terminal escapes, because they quote foreign text."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """Return the line without the traceback: one line."""
         return printable(super().formatMessage(record))
 
     def formatException(self, ei: Any) -> str:
-        """Return the traceback, line by line."""
         return "\n".join(map(printable, super().formatException(ei).split("\n")))
 
 
@@ -245,7 +231,6 @@ class TextLines(PrintableLines):
     """Printable lines with the id of the present request."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """Return the line without the traceback."""
         line = super().formatMessage(record)
         return line if (account := current()) is None else f"{line} [{account.id}]"
 

@@ -160,15 +160,11 @@ def table(path: Path, most: int = MAX_TEXT_BYTES, values: int = MAX_FEW_VALUES) 
 
 
 def text_of(path: Path, most: int = MAX_TEXT_BYTES) -> str:
-    """Return the text of a file of a model. Raises OSError, and ValueError as `content_of`."""
     return content_of(path, most).decode()
 
 
 def content_of(path: Path, most: int = MAX_TEXT_BYTES) -> bytes:
-    """Return the content of a model's file.
-
-    Raises OSError, and ValueError for more than models need, or a pointer of Git LFS.
-    """
+    """Return the bytes. Raises OSError, and ValueError for too many of them, or a pointer of Git LFS."""
     with path.open("rb") as file:
         found = file.read(most + 1)
     if len(found) > most:
@@ -179,12 +175,10 @@ def content_of(path: Path, most: int = MAX_TEXT_BYTES) -> bytes:
 
 
 def lfs_pointer(path: Path) -> str:
-    """Return the words for a pointer of Git LFS in place of this file."""
     return f"{path.name} is a pointer of Git LFS, not the file: run `git lfs pull`, or download it again"
 
 
 def is_lfs_pointer(path: Path) -> bool:
-    """Return True for a pointer of Git LFS. Raises OSError."""
     return path.stat().st_size <= _LFS_BYTES and path.read_bytes().startswith(LFS)
 
 
@@ -197,9 +191,8 @@ def converted(ranks: bytes, settings: Mapping[str, Any]) -> str:
 
     pairs = [line.split() for line in ranks.splitlines() if line]
     tokens = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
-    if sorted(tokens.values()) != list(range(len(pairs))) or not all(
-        bytes([byte]) in tokens for byte in range(256)
-    ):
+    lacks_bytes = any(bytes([byte]) not in tokens for byte in range(256))
+    if lacks_bytes or sorted(tokens.values()) != list(range(len(pairs))):
         raise ValueError(
             f"its {len(pairs)} lines do not have the ranks 0 to {len(pairs) - 1}, with each byte"
         )
@@ -239,11 +232,8 @@ def converted(ranks: bytes, settings: Mapping[str, Any]) -> str:
 
 
 def _check_round_trip(tokenizer: Any, first: int, added: list[str], known: Mapping[int, Any]) -> None:
-    """Raise ValueError unless each added token has its id, and text comes back."""
-    for id_, content in {
-        **{id_: token["content"] for id_, token in known.items()},
-        **dict(enumerate(added, first)),
-    }.items():
+    contents = {id_: token["content"] for id_, token in known.items()} | dict(enumerate(added, first))
+    for id_, content in contents.items():
         found = tokenizer.encode(content, add_special_tokens=False).ids
         if found != [id_]:
             raise ValueError(f"the token {content!r} must be {id_} and is {found}")
@@ -293,7 +283,6 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def stray_files(folder: Path) -> list[str]:
-    """Return the names of `model*.safetensors` that are no part of the model. Raises as `weight_files`."""
     return sorted({path.name for path in folder.glob(WEIGHTS)} - {path.name for path in weight_files(folder)})
 
 
@@ -309,11 +298,9 @@ def has_mtp_head(folder: Path, config: Config) -> bool:
         return False
     if (folder / MTP_FILE).is_file():
         return True
-    index = folder / INDEX
-    if index.is_file():
+    if (index := folder / INDEX).is_file():
         return any(name_in_head(name, place) for name in table(index, MAX_INDEX_BYTES)["weight_map"])
-    whole = folder / "model.safetensors"
-    if not whole.is_file():
+    if not (whole := folder / "model.safetensors").is_file():
         return False
     with whole.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
@@ -324,9 +311,8 @@ def has_mtp_head(folder: Path, config: Config) -> bool:
 def fingerprint(folder: Path) -> str:
     """Return a hash of the model's configuration, and of the size and parts of every weight file.
 
-    The beginning of each file holds the names and shapes of its tensors. Hashing all of a large model would
-    take minutes. Its beginning, middle and end distinguish two models; they do not reveal a deliberate
-    forgery. Raises OSError, and ModelError for a damaged index.
+    Hashing all of a large model would take minutes. Beginnings, with the names and shapes of tensors, middles
+    and ends tell two models apart, but show no forgery. Raises OSError, and ModelError for a damaged index.
     """
     with (folder / "config.json").open("rb") as file:
         digest = hashlib.sha256(file.read(MAX_CONFIG_BYTES))

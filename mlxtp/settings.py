@@ -11,33 +11,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from .values import (
-    DEFAULT_CONTROL_PORT,
-    DEFAULT_HTTP,
-    Parser,
-    is_loopback,
-    one_of,
-    parse_address,
-    parse_bytes,
-    parse_folders,
-    parse_host_port,
-    parse_hosts,
-    parse_kv_bits,
-    parse_limit,
-    parse_model,
-    parse_name,
-    parse_nodes,
-    parse_origins,
-    parse_path,
-    parse_peers,
-    parse_ranks,
-    parse_rdma,
-    parse_seconds,
-    parse_split,
-    parse_switch,
-    parse_tokens,
-    up_to,
-)
+from . import values
+from .values import DEFAULT_CONTROL_PORT, DEFAULT_HTTP, Parser
 
 EMBEDDED_MODEL = "tiny"
 #: Bytes at which a new log file begins; the last `KEPT_LOGS` before it are kept.
@@ -61,7 +36,7 @@ class ValueKind:
 
 
 def _choice(*words: str) -> ValueKind:
-    return ValueKind(one_of(*words), "|".join(words))
+    return ValueKind(values.one_of(*words), "|".join(words))
 
 
 def _list(parse: Parser, metavar: str, example: str) -> ValueKind:
@@ -72,19 +47,15 @@ def _number(parse: Parser, metavar: str = "") -> ValueKind:
     return ValueKind(parse, metavar, (int,), "a whole number")
 
 
-SWITCH = ValueKind(parse_switch, "", (bool,), "true or false")
-MODEL = ValueKind(parse_model, "MODEL")
-FILE = ValueKind(parse_path, "FILE")
-SECONDS = ValueKind(parse_seconds, "SECONDS", (int, float), "a number of seconds")
-LIMIT = replace(SECONDS, parse=parse_limit)
-BYTES = ValueKind(parse_bytes, "AMOUNT", (int, str), 'a whole number, or a string such as "500MB"')
-NODES = ValueKind(parse_nodes, "auto|all|N", (int, str), '"auto", "all", or a whole number')
-RDMA = ValueKind(
-    parse_rdma,
-    "NODE=DEVICE",
-    (dict, list),
-    'a table of strings, such as studio = "rdma_en5", or a list of strings',
-)
+SWITCH = ValueKind(values.parse_switch, "", (bool,), "true or false")
+MODEL = ValueKind(values.parse_model, "MODEL")
+FILE = ValueKind(values.parse_path, "FILE")
+SECONDS = ValueKind(values.parse_seconds, "SECONDS", (int, float), "a number of seconds")
+LIMIT = replace(SECONDS, parse=values.parse_limit)
+BYTES = ValueKind(values.parse_bytes, "AMOUNT", (int, str), 'a whole number, or a string such as "500MB"')
+NODES = ValueKind(values.parse_nodes, "auto|all|N", (int, str), '"auto", "all", or a whole number')
+_TABLE = 'a table of strings, such as studio = "rdma_en5", or a list of strings'
+RDMA = ValueKind(values.parse_rdma, "NODE=DEVICE", (dict, list), _TABLE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +79,6 @@ class Setting:
 
     @property
     def metavar(self) -> str:
-        """Words for its value in the help; a choice has | between them."""
         return self.kind.metavar
 
     @property
@@ -119,22 +89,18 @@ class Setting:
         return f"--{(self.key.removesuffix('s') if self.repeatable else self.key).replace('_', '-')}"
 
     def typed(self, value: object) -> str:
-        """Return its flag, as it was typed for this value."""
         return f"--no-{self.option[2:]}" if value is False else self.option
 
     @property
     def variable(self) -> str:
-        """Its environment variable."""
         return variable_of(self.key)
 
     @property
     def repeatable(self) -> bool:
-        """True if its flag may be given several times."""
         return list in self.kind.types
 
     @property
     def default_words(self) -> str:
-        """The default, for people."""
         if self.unset:
             return self.unset
         if isinstance(self.default, bool):
@@ -143,7 +109,6 @@ class Setting:
 
 
 def variable_of(key: str) -> str:
-    """Return the environment variable of a key."""
     return f"MLXTP_{key.upper().replace('.', '_')}"
 
 
@@ -181,7 +146,7 @@ class Limits:
         key="limits.load_stall",
     )
     max_open_requests: int = _told(
-        LIMITS, _number(up_to(2048)), 0,
+        LIMITS, _number(values.up_to(2048)), 0,
         "Requests open at once at this Mac; 0: as many as their tokens allow. One client may have 7 of 8.",
         key="limits.open_requests",
     )
@@ -214,14 +179,14 @@ class Settings:
     home: Path
     # fmt: off
     http_host: str = _told(
-        GENERAL, ValueKind(parse_address, "HOST:PORT"), DEFAULT_HTTP,
+        GENERAL, ValueKind(values.parse_address, "HOST:PORT"), DEFAULT_HTTP,
         "Address of the endpoint; port 0 takes a free one. 0.0.0.0:52415 is for other machines too; those "
         "need an API key: `mlxtp key create`.",
         unset=f"{DEFAULT_HTTP}, for apps on this machine", key="http", names=("http_host", "http_port"),
     )
-    http_port: int = parse_address(DEFAULT_HTTP, "")[1]
+    http_port: int = values.parse_address(DEFAULT_HTTP, "")[1]
     ranks: int = _told(
-        GENERAL, _number(parse_ranks, "1|2|3|4"), 1,
+        GENERAL, _number(values.parse_ranks, "1|2|3|4"), 1,
         "Processes that share the model on this machine. Several are for experiments on one machine, "
         "and imply --alone.",
         unset="1, for the demo 2",
@@ -237,7 +202,7 @@ class Settings:
         key="drain",
     )
     model_folders: tuple[str, ...] = _told(
-        GENERAL, _list(parse_folders, "DIR", "/Volumes/share/models"), (),
+        GENERAL, _list(values.parse_folders, "DIR", "/Volumes/share/models"), (),
         "Folder of models with plain names: NAME is DIR/NAME.",
     )
     log_format: str = _told(
@@ -255,10 +220,10 @@ class Settings:
         CLUSTER, SWITCH, False, "Serve on this Mac only: connect to no others, and admit none."
     )
     name: str = _told(
-        CLUSTER, ValueKind(parse_name, "NAME"), "", "Name of this Mac.", unset="its host name"
+        CLUSTER, ValueKind(values.parse_name, "NAME"), "", "Name of this Mac.", unset="its host name"
     )
     control_host: str = _told(
-        CLUSTER, ValueKind(parse_host_port, "ADDRESS:PORT"), f"0.0.0.0:{DEFAULT_CONTROL_PORT}",
+        CLUSTER, ValueKind(values.parse_host_port, "ADDRESS:PORT"), f"0.0.0.0:{DEFAULT_CONTROL_PORT}",
         "Address at which other Macs reach this one. One on loopback is for agents of one machine, which use "
         "no other then.",
         unset=f"port {DEFAULT_CONTROL_PORT} of every address", key="control",
@@ -266,7 +231,7 @@ class Settings:
     )
     control_port: int = DEFAULT_CONTROL_PORT
     peers: tuple[str, ...] = _told(
-        CLUSTER, _list(parse_peers, "HOST:PORT", "10.0.0.2:52414"), (),
+        CLUSTER, _list(values.parse_peers, "HOST:PORT", "10.0.0.2:52414"), (),
         f"Address of another Mac, if Bonjour does not find it; port {DEFAULT_CONTROL_PORT} unless given.",
     )
     discovery: bool = _told(CLUSTER, SWITCH, True, "Find other Macs, and be found, by Bonjour.")
@@ -275,12 +240,12 @@ class Settings:
         unset="auto, as many as answer soonest",
     )
     parallel: str = _told(
-        CLUSTER, _choice("auto", "tensor", "pipeline"), "auto",
+        CLUSTER, _choice(*values.PARALLEL), "auto",
         "How several Macs share a model: each has a part of each layer (tensor), or whole layers (pipeline).",
         unset="auto, the way that answers sooner", same_on_all=True,
     )
     split: str = _told(
-        CLUSTER, ValueKind(parse_split, "auto|N,N"), "auto",
+        CLUSTER, ValueKind(values.parse_split, "auto|N,N"), "auto",
         "With --model: the layers of each Mac of a pipeline, such as 40,24,16, in the order of ranks. Rank 0 "
         "has the last layers.",
         unset="auto, by memory and speed",
@@ -326,14 +291,12 @@ class Settings:
         "key create`)",
     )
     allowed_hosts: tuple[str, ...] = _told(
-        ENDPOINT, _list(parse_hosts, "NAME", "studio.example.com"), (),
-        "A further name of this Mac, such as that of a proxy, beside its host name and "
-        "addresses; * for any.",
+        ENDPOINT, _list(values.parse_hosts, "NAME", "studio.example.com"), (),
+        "A further name of this Mac, such as that of a proxy, beside its host name and addresses; * for any.",
     )
     allowed_origins: tuple[str, ...] = _told(
-        ENDPOINT, _list(parse_origins, "ORIGIN", "http://localhost:3000"), (),
-        "A web page that may use the endpoint from a browser, such as http://localhost:3000; * for "
-        "any.",
+        ENDPOINT, _list(values.parse_origins, "ORIGIN", "http://localhost:3000"), (),
+        "A web page that may use the endpoint from a browser, such as http://localhost:3000; * for any.",
     )
     http_cert: str = _told(
         ENDPOINT, FILE, "",
@@ -352,11 +315,11 @@ class Settings:
         same_on_all=True,
     )
     max_context: int = _told(
-        TUNING, _number(parse_tokens, "TOKENS"), 0, "Most tokens of prompt and reply.",
+        TUNING, _number(values.parse_tokens, "TOKENS"), 0, "Most tokens of prompt and reply.",
         unset="0, the model's own", same_on_all=True,
     )
     kv_bits: int = _told(
-        TUNING, _number(parse_kv_bits, "0|4|8"), 0,
+        TUNING, _number(values.parse_kv_bits, "0|4|8"), 0,
         "Bits of a number in the KV cache, 0 for all. Fewer: longer contexts, but slower attention.",
         same_on_all=True,
     )
@@ -402,7 +365,7 @@ class Settings:
     @property
     def loopback(self) -> str:
         """The only address that counts for agents of one machine; empty for others."""
-        return self.control_host if is_loopback(self.control_host) else ""
+        return self.control_host if values.is_loopback(self.control_host) else ""
 
 
 def _settings_of(told: type) -> Iterator[Setting]:

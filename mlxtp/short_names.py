@@ -70,7 +70,6 @@ def stands_for(name: str | None) -> str:
 
 
 def short_for(name: str) -> str:
-    """Return the first short name of an OWNER/NAME; empty where it has none."""
     return next((short for short, whole in SHORT_NAMES.items() if whole == name), "")
 
 

@@ -39,7 +39,6 @@ def is_loopback(host: str) -> bool:
 
 
 def is_host_name(text: str) -> bool:
-    """Return whether the text can be the name of a machine, in lower case."""
     return bool(_HOST_NAME.fullmatch(text))
 
 
@@ -63,11 +62,10 @@ def parse_address(value: object, where: str) -> tuple[str, int]:
 
 def parse_model(value: object, where: str) -> str:
     if not str(value).isprintable():
-        raise _wrong(
-            where,
-            value,
-            "has characters that cannot be printed, which no model's name has; write a folder or OWNER/NAME",
+        flaw = (
+            "has characters that cannot be printed, which no model's name has; write a folder or OWNER/NAME"
         )
+        raise _wrong(where, value, flaw)
     return str(value)
 
 
@@ -121,12 +119,8 @@ def parse_hosts(value: object, where: str) -> tuple[str, ...]:
     for item in _items(value):
         host = item.lower().removeprefix("[").removesuffix("]")
         if host != "*" and not is_host_name(host) and not _is_address(host):
-            raise _wrong(
-                where,
-                item,
-                "is not a name or address of this Mac, such as studio.local; omit http:// and the port, or "
-                "write * for any",
-            )
+            form = "a name or address of this Mac, such as studio.local; omit http:// and the port"
+            raise _wrong(where, item, f"is not {form}, or write * for any")
         found.append(host)
     return tuple(found)
 
@@ -145,12 +139,8 @@ def parse_origins(value: object, where: str) -> tuple[str, ...]:
     for item in _items(value):
         match = _ORIGIN.fullmatch(item.lower())
         if item != "*" and match is None:
-            raise _wrong(
-                where,
-                item,
-                "is not an origin, such as http://localhost:3000: scheme, host, port of the page, without a "
-                "path; or write * for any",
-            )
+            form = "an origin, such as http://localhost:3000: scheme, host, port of the page, without a path"
+            raise _wrong(where, item, f"is not {form}; or write * for any")
         if match is None:
             found.append("*")
         else:  # browsers leave out the default port of a scheme
@@ -228,7 +218,8 @@ def parse_nodes(value: object, where: str) -> str:
     return str(nodes)
 
 
-parse_parallel = one_of("auto", "tensor", "pipeline")
+PARALLEL = ("auto", "tensor", "pipeline")
+parse_parallel = one_of(*PARALLEL)
 
 
 def parse_split(value: object, where: str) -> str:
@@ -263,7 +254,6 @@ def split_layers(split: str, parallel: str, nodes: str) -> tuple[int, ...]:
 
 
 def stage_words(split: Sequence[int]) -> str:
-    """Return the layers of each rank of a pipeline, in words; empty for other groups."""
     return f"pipeline of {' + '.join(map(str, split))} layers" if split else ""
 
 

@@ -38,7 +38,7 @@ LEFT: Mapping[str, int] = {
     "functions of an object of a class beside them": 86,
 }
 MOST_LINES: Mapping[str, int] = {
-    "": 4_106,
+    "": 3_995,
     "admin": 1_940,
     "api": 10_207,
     "cli": 5_927,

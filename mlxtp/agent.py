@@ -63,15 +63,7 @@ from .identity.private_files import FILE_MODE, check_home, make_folder, temporar
 from .identity.store import Identity, Store
 from .models import disk_cache
 from .models.download import apart, download
-from .models.inspect import (
-    find_model,
-    full_name,
-    hub_folder,
-    in_folders,
-    inspect,
-    is_hub_id,
-    lasting_name,
-)
+from .models.inspect import find_model, full_name, hub_folder, in_folders, inspect, is_hub_id, lasting_name
 from .models.local_model import LocalModels
 from .models.manifest import gigabytes
 from .models.model_transfer import StoredModels
@@ -111,8 +103,7 @@ class Agent:
     async def wait_ready(self) -> None:
         """Wait until the first deployment is ready, or this agent has nothing left to do.
 
-        Raises the MlxtpError that keeps the model from becoming ready. In a cluster, a missing model may
-        still come.
+        Raises the MlxtpError that keeps it from that. In a cluster, a missing model may still come.
         """
         groups, alone = self.parts.groups, self.parts.node.alone
         while not self.over.done():
@@ -136,10 +127,9 @@ async def running_agent(
     *,
     spares: bool = True,
 ) -> AsyncIterator[Agent]:
-    """Run an agent until the context ends. Then requests end, ranks exit, ports close.
+    """Run an agent until the context ends, with warm processes if `spares`.
 
-    With `spares` it keeps warm processes for ranks that die. Raises ConfigError and ModelError before
-    anything is started.
+    Raises ConfigError and ModelError before anything is started.
     """
     heard = log_lines if settings.log_file or settings.log_format == "json" else None
     watched = watched_loop(settings.log_format, settings.log_file)
@@ -169,7 +159,7 @@ class _Entered:
 async def _entered(settings: Settings) -> AsyncIterator[_Entered]:
     """Enter the cluster: a joined or founded one, or one of this Mac alone, which ends with the agent.
 
-    Raises UserError when that is not possible, and ModelError for models that cannot be found.
+    Raises UserError where it cannot, and ModelError for models that cannot be found.
     """
     settings = replace(
         settings,
@@ -193,10 +183,7 @@ async def _entered(settings: Settings) -> AsyncIterator[_Entered]:
 
 
 async def _download(name: str) -> None:
-    """Download a model of the Hub that is not here, and log the progress.
-
-    Raises ModelError, for a model that cannot be served before it is downloaded.
-    """
+    """Download a model of the Hub that is not here. Raises ModelError for one that cannot be served."""
     if not is_hub_id(name) or await asyncio.to_thread(hub_folder, name) is not None:
         return
     servable = await apart(partial(inspect, name, ask_hub=True))
@@ -277,7 +264,6 @@ async def _running(
 
 
 def _deploy_first(node: ClusterNode, entered: _Entered) -> None:
-    """Deploy the model of `--model`, or the default one of an agent that joined no cluster."""
     settings = entered.settings
     if entered.joined and settings.model_given:
         log.warning("--model is ignored: `mlxtp serve` sets the model of a cluster")
@@ -300,12 +286,8 @@ async def _end_parts(parts: AgentParts, tasks: Background) -> None:
 def make_gateway(
     settings: Settings, health: Callable[[str], Health], free_bytes: Callable[[], int] = lambda: 0
 ) -> Gateway:
-    """Return the gateway of an agent. `health` gets a deployment's name, or none.
-
-    `free_bytes` is as for `look_at_memory`.
-    """
-    limits = settings.limits
-    memory = FreeMemory(lambda: look_at_memory(free_bytes()))
+    """Return the gateway of an agent. `free_bytes` is as for `look_at_memory`."""
+    limits, memory = settings.limits, FreeMemory(lambda: look_at_memory(free_bytes()))
     bounds = AdmissionLimits(limits.max_open_requests)
     return Gateway(health, bounds, limits.recovery_s, limits.deadline_s, memory)
 
@@ -385,11 +367,8 @@ def build_parts(
 
 
 async def _check_folders(settings: Settings) -> None:
-    """Check the folders that the user named, so that a wrong one is refused at once. Raises ModelError.
-
-    An agent alone needs the default model, too.
-    """
-    named = settings.model_given or not settings.cluster
+    """Refuse a wrong folder of the user at once. Raises ModelError."""
+    named = settings.model_given or not settings.cluster  # an agent alone needs the default model, too
     for name in (settings.model if named else "", settings.draft_model):
         if name and not is_hub_id(name):
             await find_model(in_folders(name, settings.model_folders))
@@ -409,10 +388,7 @@ async def _serve(app: ASGIApp, endpoint: Endpoint, stop: asyncio.Event, settings
 
 
 def _control_addresses(settings: Settings, port: int, machine: Machine) -> tuple[str, ...]:
-    """Return the addresses at which other agents find this one.
-
-    Never empty, because others take the port from them.
-    """
+    """Return the addresses at which others find this agent; at least one, for its port."""
     if settings.control_host != "0.0.0.0":
         return (f"{settings.control_host}:{port}",)
     found = tuple(f"{each.address}:{port}" for each in machine.interfaces if each.up)[:16]

@@ -117,9 +117,8 @@ _JSON = {"time": "%(asctime)s", "level": "critical", "logger": "%(name)s", "mess
 def watched_loop(log_format: str = "text", log_file: str = "") -> Iterator[None]:
     """Watch the running loop until the context ends. Kills this process (137) if the loop hangs.
 
-    Such an agent sends no heartbeat and no reply, while its process looks alive; launchd or systemd starts
-    another one. The log has the stack of each thread, which `faulthandler` writes without the interpreter's
-    lock. Nothing watches once the watching process was killed.
+    Such an agent looks alive, but sends nothing; launchd or systemd starts another one. The log has its
+    threads' stacks, which `faulthandler` writes without the interpreter's lock.
     """
     turn_s, (beats, beating), (stacks, writing) = TURN_S, os.pipe(), os.pipe()
     os.set_blocking(beating, False)
@@ -219,10 +218,7 @@ _SAID_S = 0.5  # seconds before the end, for a line of the log, on which the end
 def end_within(seconds: float) -> None:
     """End this process with status 0 after `seconds`, also while its threads work."""
     said = f"threads still work {seconds:.1f} s after the end was due; the agent ends without them"
-    for timer in (
-        threading.Timer(seconds - _SAID_S, log.warning, [said]),
-        threading.Timer(seconds, _end),
-    ):
+    for timer in (threading.Timer(seconds - _SAID_S, log.warning, [said]), threading.Timer(seconds, _end)):
         timer.daemon = True
         timer.start()
 

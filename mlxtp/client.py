@@ -68,9 +68,8 @@ class EndpointAnswer:
     @property
     def tokens_per_second(self) -> float:
         """Rate of the tokens after the first; 0 for fewer than two tokens, or without a count of them."""
-        if self.first_at is None or self.last_at <= self.first_at or self.tokens < 2:
-            return 0.0
-        return (self.tokens - 1) / (self.last_at - self.first_at)
+        s = 0.0 if self.first_at is None else self.last_at - self.first_at
+        return (self.tokens - 1) / s if s > 0 and self.tokens > 1 else 0.0
 
 
 def ask(connection: http.client.HTTPConnection, key: str, body: Mapping[str, Any]) -> Generator[Piece]:
@@ -96,7 +95,6 @@ def ask(connection: http.client.HTTPConnection, key: str, body: Mapping[str, Any
 
 
 def _pieces(response: http.client.HTTPResponse) -> Iterator[Piece]:
-    """Yield the events of a stream up to [DONE]."""
     if response.status != http.client.OK:
         raise _refusal(response.status, response.read())
     for line in response:
@@ -208,10 +206,7 @@ class AgentClient:
         return ask(connection, self.key, body)
 
     def models(self, key: str) -> list[dict[str, Any]]:
-        """Return what a program with the API key `key` finds at /v1/models; an empty one is not sent.
-
-        Raises UserError when the endpoint refuses the key or does not reply.
-        """
+        """Return what a program with this API key, "" for none, finds at /v1/models. Raises UserError."""
         status, answer = self._request("GET", "/v1/models", {}, key)
         if status == http.client.UNAUTHORIZED:
             why = "refuses this API key" if key else "requires an API key"
@@ -225,7 +220,7 @@ class AgentClient:
     def _request(
         self, method: str, path: str, body: Mapping[str, Any], key: str
     ) -> tuple[int, dict[str, Any]]:
-        """Return status and body. Raises UserError without a reply, or with one that is not an agent's."""
+        """Raise UserError without a reply, or with one that is not an agent's."""
         headers = {"Content-Type": "application/json"}
         if key:
             headers["Authorization"] = f"Bearer {key}"
@@ -249,10 +244,9 @@ class AgentClient:
 
 
 def connection_to(url: str, certificate: str, timeout_s: float) -> http.client.HTTPConnection:
-    """Return an unopened connection. An https:// server must show this very `certificate` (PEM).
+    """Return an unopened connection, which raises ssl.SSLError where the server shows another `certificate`.
 
-    Raises ValueError for text that is not a certificate. Connecting raises ssl.SSLError for another
-    certificate.
+    Raises ValueError for text that is not a certificate in PEM.
     """
     parts = urlsplit(url)
     if parts.scheme != "https":
@@ -279,7 +273,6 @@ class _Pinned(http.client.HTTPSConnection):
 
 
 def wait_for_end(home: Path) -> None:
-    """Wait until no agent holds this home."""
     with contextlib.suppress(OSError), (home / LOCK).open() as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)
 

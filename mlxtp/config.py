@@ -57,11 +57,10 @@ def resolve_settings(
     defaults: Mapping[str, object] | None = None,
     refuse: Refuse = _raise,
 ) -> Settings:
-    """Resolve settings from `flags` (None = not given), `MLXTP_*` variables, `config.toml` in the home,
-    `defaults`.
+    """Resolve settings from `flags` (None = not given), variables, the file in the home, and `defaults`.
 
-    An empty variable counts as not set. Raises ConfigError naming the place of a wrong value; or passes the
-    error to `refuse`, and the value counts as not set.
+    An empty variable counts as not set. A wrong value raises ConfigError naming its place; or `refuse` gets
+    the error, and the value counts as not set.
     """
     flags = {key: value for key, value in flags.items() if value is not None}
     home = home_folder(flags.get("home"), environment, (defaults or {}).get("home"))
@@ -151,8 +150,8 @@ def resolve_join(
 ) -> str | None:
     """Return the value of `Settings.join`, from the value of --join (None = not given) and MLXTP_JOIN.
 
-    "-" is a token on standard input, whose first line `read_line` returns. Neither it nor the variable shows
-    in the list of processes, or in a shell's history. Raises ConfigError when standard input has no token.
+    "-" is a token on standard input, whose first line `read_line` returns. Neither shows in the list of
+    processes. Raises ConfigError when standard input has no token.
     """
     if flag == "-":
         if not (token := read_line().strip()):
@@ -164,10 +163,7 @@ def resolve_join(
 def home_folder(
     flag: object = None, environment: Mapping[str, str] = os.environ, default: object = None
 ) -> Path:
-    """Return the home that --home or MLXTP_HOME names, else `default`, else the user's own. Reads no file.
-
-    Raises ConfigError for a path that begins with the ~ of an unknown user.
-    """
+    """Return the home of --home or MLXTP_HOME, else `default`, else the user's own. Raises as `expanded`."""
     named = environment.get("MLXTP_HOME")
     where = "--home" if flag else "MLXTP_HOME" if named else "the home"
     return expanded(flag or named or default or default_home(), where)

@@ -124,10 +124,7 @@ _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 
 
 def quantizations(config: Config) -> dict[str, Config]:
-    """Return `quantization`, which is MLX's, or else `quantization_config`, also of the language model alone.
-
-    Raises ModelError as `table`.
-    """
+    """Return `quantization`, which is MLX's, or else `quantization_config`. Raises ModelError as `table`."""
     text = table(config, "text_config")
     for name in ("quantization", "quantization_config"):
         if found := table(config, name) or table(text, name):
@@ -152,10 +149,7 @@ def expands(config: Config) -> bool:
 
 
 def unreadable(config: Config) -> str:
-    """Return why mlx-lm cannot read the weights as they are quantized; "" if it can.
-
-    Raises ModelError as `table`.
-    """
+    """Return why mlx-lm cannot read the weights as they are quantized. Raises ModelError as `table`."""
     told = quantizations(config)
     if mine := told.get("quantization"):
         mode = mine.get("mode", "affine")

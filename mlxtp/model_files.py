@@ -80,8 +80,8 @@ def chat_refusal(config: Mapping[str, Any], *, template: bool) -> str:
 def tokenizer_json(folder: Path) -> str:
     """Return the text of tokenizer.json, made of tiktoken.model where that alone exists.
 
-    A conversion takes about three seconds for 160,000 tokens. Raises OSError where neither exists, and
-    ModelError for a tiktoken.model that cannot be converted.
+    That takes about 3 s for 160,000 tokens. Raises OSError where neither exists, and ModelError for one that
+    cannot be converted.
     """
     path = folder / "tokenizer.json"
     if path.is_file() or not (folder / TIKTOKEN_FILE).is_file():
@@ -101,14 +101,12 @@ def tokenizer_json(folder: Path) -> str:
 
 
 def tokenizer_settings(folder: Path) -> dict[str, Any]:
-    """Return tokenizer_config.json, with a chat template from a file of its own. Raises as `table`.
-
-    A tokenizer's template comes before chat_template.json, which is of a processor of images.
-    """
+    """Return tokenizer_config.json, with a chat template from a file of its own. Raises as `table`."""
     path = folder / "tokenizer_config.json"
     settings = table(path) if path.is_file() else {}
     if (path := folder / "chat_template.jinja").is_file():
         settings["chat_template"] = text_of(path)
+    # chat_template.json is of a processor of images
     elif not settings.get("chat_template") and (path := folder / "chat_template.json").is_file():
         settings |= {name: told for name, told in table(path).items() if name == "chat_template"}
     return settings
@@ -143,10 +141,7 @@ def config_in(folder: Path) -> dict[str, Any]:
 
 
 def table(path: Path, most: int = MAX_TEXT_BYTES, values: int = MAX_FEW_VALUES) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises OSError, and ValueError for another text or too many values.
-
-    The reader keeps the interpreter's lock until it is done.
-    """
+    """Return the JSON object in a file. Raises OSError, ValueError for another text or too many values."""
     text = text_of(path, most)
     if (count := text.count(",")) > values:
         raise ValueError(f"{path.name} has {count:,} values; the most that mlxtp reads is {values:,}")
@@ -261,10 +256,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def indexed(folder: Path) -> frozenset[str]:
-    """Return the names of the files that the index of the weights names; none without one.
-
-    Raises OSError, and ValueError for a damaged index.
-    """
+    """Return the files that the weights' index names. Raises OSError, ValueError for a damaged index."""
     if not (folder / INDEX).is_file():
         return frozenset()
     try:
@@ -274,9 +266,9 @@ def indexed(folder: Path) -> frozenset[str]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files of a model's weights that are here: of `model*.safetensors`, those in the index.
+    """Return the files of a model's weights that are here. Raises as `indexed`.
 
-    Others beside an index are remains of another version. Raises OSError and ValueError as `indexed`.
+    `model*.safetensors` that are not in an index are remains of another version.
     """
     named = indexed(folder)
     return [path for path in sorted(folder.glob(WEIGHTS)) if not named or path.name in named]

@@ -393,6 +393,7 @@ GONE = {
     "compiled": "MLX_DISABLE_COMPILE=1, a variable of MLX, turns tracing off",
     "interface": "agents of one machine have a `control` on loopback",
     "prefix_cache": "common beginnings of prompts are computed once",
+    "sandbox_ranks": "ranks run without a sandbox",
     "share_cache": "clients with different API keys share no beginnings of prompts",
     "spare": "a warm process is kept ready",
     "workload": "plans are for chat requests; `mlxtp plan --workload` compares for others",

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 import sys
 import time
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich import console as rich_console
-from rich.console import ConsoleOptions, RenderResult
-from rich.segment import Segment
 from rich.text import Text
 
 from ..client import AgentClient, EndpointAnswer, Piece
@@ -28,12 +23,6 @@ from .options import AsJson, Home, model_names
 from .printing import Console, print_json, when_started, without_controls
 
 PROMPT = ">>> "
-MORE = "... "
-QUOTES = '"""'
-#: Least seconds between two drawings of a reply in progress.
-REDRAW_S = 0.1
-#: Drawing may take one part in so many of the time, because the Mac computes the reply, too.
-SHARE = 10
 #: Least seconds of a reply for a meaningful speed.
 MEASURED_S = 0.1
 #: Most seconds until a Ctrl-C takes effect.
@@ -177,7 +166,6 @@ class ChatScreen:
     def __init__(self, talk: Talk) -> None:
         self._talk = talk
         self._console = Console(highlight=False)
-        self._plain = self._console.is_dumb_terminal
         #: True while the last event was Ctrl-C.
         self._stopped = False
 
@@ -194,7 +182,7 @@ class ChatScreen:
     def _converse(self) -> None:
         while True:
             try:
-                line = self._ask_line()
+                line = input(PROMPT).encode(errors="replace").decode()
                 self._stopped = False
                 if not self._turn(line):
                     return
@@ -216,18 +204,6 @@ class ChatScreen:
             self._answer(text)
         return True
 
-    def _ask_line(self) -> str:
-        line = input(PROMPT)
-        if line.startswith(QUOTES):
-            line = self._read_quoted(line.removeprefix(QUOTES))
-        return line.encode(errors="replace").decode()
-
-    def _read_quoted(self, first: str) -> str:
-        lines = [first]
-        while not lines[-1].rstrip().endswith(QUOTES):
-            lines.append(input(MORE))
-        return "\n".join(lines).rstrip().removesuffix(QUOTES)
-
     def _obey(self, text: str) -> bool:
         """Run a command that begins with /. False: leave."""
         command, _, rest = text.partition(" ")
@@ -245,11 +221,10 @@ class ChatScreen:
         elif command == "/help":
             for name, what in COMMANDS.items():
                 self._say(what if what.startswith("/") else f"{name}: {what}")
-            self._say(f"{QUOTES} begins and ends a text of several lines")
         else:
-            near = get_close_matches(command, COMMANDS, n=1)
-            meant = f"did you mean {near[0]}?" if near else "/help lists the commands."
-            self._complain(f"{command} is not known; {meant} A space before it sends it as text.")
+            self._complain(
+                f"{command} is not known; /help lists the commands. A space before it sends it as text."
+            )
         return True
 
     def _save(self, name: str) -> None:
@@ -268,7 +243,7 @@ class ChatScreen:
         answer, note = EndpointAnswer(time.monotonic()), ""
         try:
             with closing(self._talk.ask(text)) as pieces:
-                (self._write if self._plain else self._draw)(pieces, answer)
+                self._write(pieces, answer)
             note = _speed(answer)
         except KeyboardInterrupt:
             self._stopped, note = True, "stopped; Ctrl-C again leaves"
@@ -280,55 +255,30 @@ class ChatScreen:
             self._talk.add_exchange(text, answer.text)
 
     def _write(self, pieces: Iterator[Piece], answer: EndpointAnswer) -> None:
+        """Show the reason for a wait until the first token, then thoughts, dim, and the text."""
+        with self._console.status("", spinner="line") as shown:
+            for first in pieces:
+                if first.text or first.thought:
+                    break
+                answer.add(first, time.monotonic())
+                shown.update(Text(first.waiting, "dim"))
+            else:
+                return
         try:
-            for piece in pieces:
+            for piece in chain([first], pieces):
+                if piece.text and answer.thoughts and not answer.text:
+                    self._console.print("\n")
                 answer.add(piece, time.monotonic())
+                self._console.out(piece.thought, style="dim", end="")
                 self._console.out(piece.text, end="")
         finally:
             self._console.print()
-
-    def _draw(self, pieces: Iterator[Piece], answer: EndpointAnswer) -> None:
-        """Draw the reply on a terminal that can redraw."""
-        from rich.live import Live
-
-        self._await_text(pieces, answer)
-        standing, draw_at = 0, 0.0
-        try:
-            with Live(console=self._console, transient=True, auto_refresh=False) as live:
-                for piece in chain([Piece()], pieces):
-                    answer.add(piece, time.monotonic())
-                    end = standing + settled(answer.text[standing:])
-                    if end > standing:
-                        live.update("")
-                        self._console.print(Drawn(answer.text[standing:end]), "")
-                        standing = end
-                    if (began := time.monotonic()) >= draw_at:
-                        live.update(Drawn(answer.text[standing:], self._console.height - 2), refresh=True)
-                        ended = time.monotonic()
-                        draw_at = ended + max(REDRAW_S, SHARE * (ended - began))
-        finally:
-            if answer.text[standing:].strip():
-                self._console.print(Drawn(answer.text[standing:]), end="")
-
-    def _await_text(self, pieces: Iterator[Piece], answer: EndpointAnswer) -> None:
-        with self._console.status("", spinner="line") as shown:
-            for piece in pieces:
-                answer.add(piece, time.monotonic())
-                if answer.text:
-                    return
-                shown.update(Text(_waiting(piece, answer), "dim"))
 
     def _say(self, text: str) -> None:
         self._console.print(Text(text, "dim"))
 
     def _complain(self, text: str) -> None:
         self._console.print(Text(text, "red"), soft_wrap=True)
-
-
-def _waiting(piece: Piece, answer: EndpointAnswer) -> str:
-    if answer.thoughts:
-        return " ".join(answer.thoughts.split())[-60:]
-    return piece.waiting
 
 
 def _speed(answer: EndpointAnswer) -> str:
@@ -340,57 +290,3 @@ def _speed(answer: EndpointAnswer) -> str:
     if answer.finish_reason == "length":
         parts.append("cut: no room for more tokens")
     return ", ".join(parts)
-
-
-# --- markdown while it is being written: finished blocks stay, the last one is redrawn -------------------
-
-
-_FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
-
-
-def settled(text: str) -> int:
-    """Return the number of characters that later text cannot change: those before the last block.
-
-    A block begins after an empty line, outside of code, at a line that is not indented.
-    """
-    fence, position, end, empty = "", 0, 0, False
-    for line in text.splitlines(keepends=True):
-        if not fence and empty and not line[0].isspace():
-            end = position
-        empty = not line.strip()
-        if (mark := _FENCE.match(line)) is not None:
-            if not fence:
-                fence = mark[1]
-            elif mark[1].startswith(fence) and not line.strip().strip(fence[0]):
-                fence = ""
-        position += len(line)
-    return end
-
-
-class Drawn:
-    """A Markdown text, or its last `lines`, without trailing spaces."""
-
-    def __init__(self, text: str, lines: int | None = None) -> None:
-        self._text = text
-        self._lines = lines
-
-    def __rich_console__(self, console: rich_console.Console, options: ConsoleOptions) -> RenderResult:
-        from rich.markdown import Markdown
-
-        drawn = [_trimmed(line) for line in console.render_lines(Markdown(self._text), options, pad=False)]
-        while drawn and not drawn[0]:
-            drawn.pop(0)
-        while drawn and not drawn[-1]:
-            drawn.pop()
-        for line in drawn if self._lines is None else drawn[-max(1, self._lines) :]:
-            yield from line
-            yield Segment.line()
-
-
-def _trimmed(line: list[Segment]) -> list[Segment]:
-    """Remove trailing spaces, except those with a background colour, such as behind code."""
-    while line and not line[-1].text.strip() and not (line[-1].style and line[-1].style.bgcolor):
-        line = line[:-1]
-    if line and not (line[-1].style and line[-1].style.bgcolor):
-        return [*line[:-1], Segment(line[-1].text.rstrip(), line[-1].style)]
-    return line

@@ -142,12 +142,12 @@ def uninstall(dry_run: DryRun = False, as_json: AsJson = False) -> None:
         print_answer({"removed": None, "home": None}, as_json, "no service is installed here")
         return
     if dry_run:
-        _print_steps(found.manager.uninstall(installed.state_if_any(found.shell)), (), as_json=as_json)
+        _print_steps(found.shell.manager.uninstall(installed.state_if_any(found.shell)), (), as_json=as_json)
         return
     found.allow("service", "uninstall")
-    found.shell.take(found.manager.uninstall(found.shell.state()))
-    words = f"{found.manager.kind} removed; {found.home} stays"
-    print_answer({"removed": found.manager.path, "home": str(found.home)}, as_json, words)
+    found.shell.take(found.shell.manager.uninstall(found.shell.state()))
+    words = f"{found.shell.manager.kind} removed; {found.home} stays"
+    print_answer({"removed": found.shell.manager.path, "home": str(found.home)}, as_json, words)
 
 
 @commands.command()
@@ -155,13 +155,13 @@ def start(dry_run: DryRun = False, as_json: AsJson = False) -> None:
     """Start the installed service."""
     found, state = _installed(dry_run)
     if dry_run:
-        _print_steps(found.manager.start(state), (), as_json=as_json)
+        _print_steps(found.shell.manager.start(state), (), as_json=as_json)
     elif state.pid is not None:
         words = f"it already runs as process {state.pid}"
         print_answer({"changed": False, "pid": state.pid, "agent": found.agent}, as_json, words)
     else:
         found.allow("service", "start")
-        found.shell.take(found.manager.start(state))
+        found.shell.take(found.shell.manager.start(state))
         _wait(found, {"changed": True}, as_json=as_json)
 
 
@@ -174,11 +174,11 @@ def stop(dry_run: DryRun = False, as_json: AsJson = False) -> None:
     """
     found, state = _installed(dry_run)
     if dry_run:
-        _print_steps(found.manager.stop(state), (), as_json=as_json)
+        _print_steps(found.shell.manager.stop(state), (), as_json=as_json)
         return
     if state.loaded:
         found.allow("service", "stop")
-        found.shell.take(found.manager.stop(state))
+        found.shell.take(found.shell.manager.stop(state))
     print_answer({"changed": state.loaded, "pid": None}, as_json, "the service is stopped")
 
 
@@ -191,9 +191,9 @@ def status(as_json: AsJson = False) -> None:
         state = found.shell.state()
         answer = {
             "installed": True,
-            "kind": found.manager.kind,
-            "file": found.manager.path,
-            "user": found.manager.owner(found.text) or found.owner.name,
+            "kind": found.shell.manager.kind,
+            "file": found.shell.manager.path,
+            "user": found.shell.manager.owner(found.text) or found.owner.name,
             "home": str(found.home),
             "log": str(found.log),
             "pid": state.pid,
@@ -288,7 +288,7 @@ def restart(
     found.allow("restart", *(("--within", within) if within else ()))
     cut = drain_agent(found.home, within)
     wait_until(lambda: found.shell.state().pid is None, STOPPED_S)
-    found.shell.take(found.manager.start(found.shell.state()))
+    found.shell.take(found.shell.manager.start(found.shell.state()))
     _wait(found, {"cut": cut}, as_json=as_json)
 
 

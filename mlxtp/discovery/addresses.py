@@ -45,8 +45,7 @@ _TXT = {
 class Advert:
     """Announcement of a node, readable by every device on the network: no secrets.
 
-    `name` is for people. `cluster_id` is empty for a node without a cluster. `has_ca`: the node handles
-    joins. `port` is the control port, `version` that of the protocol.
+    `cluster_id` is empty without a cluster. `has_ca`: the node handles joins. `port` is the control port.
     """
 
     node_id: str
@@ -57,7 +56,6 @@ class Advert:
     version: int
 
     def service(self) -> str:
-        """Return its full name on the network: the node's name, made printable, and the start of its id."""
         ending = f" [{self.node_id[:8]}]"
         # A dot would start another part of the name.
         printable = "".join(char if char.isprintable() else "" for char in self.name.replace(".", "-"))
@@ -66,7 +64,6 @@ class Advert:
         return f"{short or 'mlxtp'}{ending}.{SERVICE}"
 
     def properties(self) -> dict[str, str]:
-        """Return its TXT record, the version of that record first."""
         return {
             "txtvers": TXT_VERSION,
             "id": self.node_id,
@@ -103,8 +100,7 @@ def validate(
     *,
     loopback: bool = False,
 ) -> DiscoveredPeer | Refused:
-    """Return the peer that these records describe. `addresses` are packed; those that cannot be dialled are
-    left out.
+    """Return the peer that these records describe, without the packed `addresses` that cannot be dialled.
 
     With `loopback` only addresses of this machine's loopback count, otherwise only others.
     """
@@ -129,7 +125,6 @@ def validate(
 
 
 def _label(service: str) -> str | Refused:
-    """Return the first part of a full name."""
     if not service.endswith(f".{SERVICE}"):
         return Refused(f"the name does not end with {SERVICE}")
     label = service.removesuffix(f".{SERVICE}")
@@ -163,7 +158,6 @@ def _read_txt(properties: Mapping[bytes, bytes | None]) -> DiscoveredPeer | Refu
 
 
 def _host(packed: bytes) -> ipaddress.IPv4Address | None:
-    """Return an IPv4 address that one machine can have; None for other addresses."""
     if len(packed) != 4:
         return None
     host = ipaddress.IPv4Address(packed)
@@ -175,10 +169,7 @@ _THIS_NETWORK = ipaddress.IPv4Network("0.0.0.0/8")
 
 
 def is_copy(service: str, sighting: DiscoveredPeer, own_service: str, own_addresses: Collection[str]) -> bool:
-    """Return True if a sighting with our node id is from elsewhere, because our home folder was copied.
-
-    `own_service` is the name we are announced by, `own_addresses` are this machine's.
-    """
+    """Return True if a sighting with our node id is from elsewhere: our home folder was copied."""
     here = any(address.rpartition(":")[0] in own_addresses for address in sighting.addresses)
     return service != own_service or not here
 
@@ -220,10 +211,9 @@ class _Entry:
 
 
 class PeerCache:
-    """Announced names, and the sightings that were accepted.
+    """Announced names: each waits for its records, or its sighting was accepted.
 
-    Each name either waits for its records or is accepted. A name whose records are refused is forgotten until
-    it has others. At most 64 wait and 64 are accepted: the one announced longest ago goes.
+    A name whose records are refused is forgotten. Of 64 of each kind, the one announced longest ago goes.
     """
 
     def __init__(self) -> None:
@@ -231,7 +221,6 @@ class PeerCache:
         self._believed: dict[str, _Entry] = {}
 
     def announced(self, service: str, now: float) -> None:
-        """Check the records of this name now, because they are new or changed."""
         if service in self._believed:
             self._believed[service].due = now
             return
@@ -241,14 +230,11 @@ class PeerCache:
         _put(self._waiting, service, _Entry(due=now), _MAX_WAITING)
 
     def doubt(self, now: float) -> None:
-        """Check all names again, because earlier announcements no longer count."""
         for entry in (*self._waiting.values(), *self._believed.values()):
             entry.due, entry.tries = now, 0
 
     def withdrawn(self, service: str) -> bool:
-        """Drop a name after its owner's goodbye, or because its records are too old. Returns True if accepted
-        sightings changed.
-        """
+        """Drop a name after its owner's goodbye. Returns True if accepted sightings changed."""
         self._waiting.pop(service, None)
         return self._believed.pop(service, None) is not None
 
@@ -259,7 +245,6 @@ class PeerCache:
         return [name for name, entry in sorted(ready, key=lambda pair: pair[1].tries)]
 
     def next_due(self) -> float | None:
-        """Return the time at which `due` will have something, as far as is known."""
         return min((e.due for group in (self._waiting, self._believed) for e in group.values()), default=None)
 
     def resolved(self, service: str, verdict: DiscoveredPeer | Refused, now: float) -> bool:
@@ -275,10 +260,7 @@ class PeerCache:
         return changed
 
     def failed(self, service: str, now: float) -> bool:
-        """Schedule a retry after a request for records without reply. A sighting expires after BELIEVED_S.
-
-        Returns True if accepted sightings changed.
-        """
+        """Retry later: no records came. Returns True if a sighting expired, after BELIEVED_S."""
         entry = self._waiting.get(service) or self._believed.get(service)
         if entry is None:
             return False
@@ -292,16 +274,13 @@ class PeerCache:
 
     @property
     def believed(self) -> tuple[DiscoveredPeer, ...]:
-        """Accepted sightings, in the order of the names."""
         return tuple(entry.sighting for _, entry in sorted(self._believed.items()) if entry.sighting)
 
     def __len__(self) -> int:
-        """Return the number of names kept."""
         return len(self._waiting) + len(self._believed)
 
 
 def _put(group: dict[str, _Entry], name: str, entry: _Entry, most: int) -> None:
-    """Add an entry; if that is one too many, drop the oldest."""
     group[name] = entry
     if len(group) > most:
         del group[next(iter(group))]
@@ -316,8 +295,8 @@ def announced_from(numbers: Mapping[str, int], prefixes: Mapping[str, int], prim
     """Return one address each of the network's interface and of one more, if possible that of a cable.
 
     `numbers` has the interface of each address, `primary` is the address of the default route. Both ends of
-    two cables choose the same one, by its network. A tunnel is used only where there is nothing else. With
-    announcements on all cables and the network, macOS renamed its host hundreds of times, as reported.
+    two cables choose the same one. With announcements on all of them, macOS renamed its host hundreds of
+    times.
     """
 
     def kind(address: str) -> int:
@@ -358,7 +337,6 @@ _MAX_MARKED = 64
 
 
 def host_and_port(address: str) -> tuple[str, int] | None:
-    """Return the two parts of "host:port"; None for an invalid address."""
     host, _, port = address.rpartition(":")
     if not host or len(address) > MAX_LENGTH or not port.isascii() or not port.isdecimal():
         return None
@@ -411,12 +389,11 @@ class Dialing:
     # --- what is known
 
     def remember(self, node_id: str, addresses: Iterable[str]) -> None:
-        """Store addresses at which a node was reached in earlier runs."""
         for address in addresses:
             self._keep(address, node_id)
 
     def remembered(self) -> Mapping[str, tuple[str, ...]]:
-        """Return the addresses at which each node was reached, the latest first, to keep over a restart."""
+        """Return the addresses at which each node was reached, the latest first."""
         nodes: dict[str, list[tuple[float, str]]] = {}
         for address, entry in self._addresses.items():
             if entry.kept:
@@ -424,17 +401,13 @@ class Dialing:
         return {node: tuple(address for _, address in sorted(found)) for node, found in nodes.items()}
 
     def forget(self, node_id: str) -> None:
-        """Forget the addresses of a node that was removed from the cluster."""
         for address, entry in list(self._addresses.items()):
             entry.kept = "" if entry.kept == node_id else entry.kept
             entry.found = "" if entry.found == node_id else entry.found
             self._drop_if_idle(address)
 
     def sighted(self, sightings: Sequence[DiscoveredPeer], now: float) -> None:
-        """Replace the current sightings of the network; new addresses are dialled without waiting.
-
-        Sightings of other clusters, and of our own id, are ignored.
-        """
+        """Replace the current sightings. New addresses of this cluster are dialled without waiting."""
         believed = {
             (sighting.node_id, address)
             for sighting in sightings
@@ -453,9 +426,7 @@ class Dialing:
         self._sighted = believed
 
     def interfaces_changed(self, now: float) -> None:
-        """Retry all addresses, because this machine's addresses or cables changed: other nodes may be behind
-        them now.
-        """
+        """Retry all addresses: other nodes may be behind them now."""
         self._own.clear()
         self._foreign.clear()
         for address in self._addresses:
@@ -514,23 +485,20 @@ class Dialing:
             _back_off(entry, now)
 
     def failed(self, address: str, now: float) -> None:
-        """Record a dial without an answer, or without that of a node of this cluster."""
         self._in_flight.pop(address, None)
         if address in self._addresses:
             _back_off(self._addresses[address], now)
             self._drop_if_idle(address)
 
     def ourselves(self, address: str) -> None:
-        """Record that this node itself answered. It is dialled again only if this machine's interfaces
-        change.
-        """
+        """Record that this node itself answered: no dial before its interfaces change."""
         self._in_flight.pop(address, None)
         _mark(self._own, address, None, _MAX_MARKED)
         if address in self._addresses:
             self._drop_if_idle(address)
 
     def foreign(self, address: str, now: float) -> None:
-        """Record an answer by a node of another cluster. The address is dialled again after a minute."""
+        """Record an answer by a node of another cluster: no dial for a minute."""
         self._in_flight.pop(address, None)
         _mark(self._foreign, address, now + FOREIGN_S, _MAX_MARKED)
         entry = self._addresses.get(address)
@@ -541,11 +509,9 @@ class Dialing:
     # --- keeping books
 
     def __len__(self) -> int:
-        """Return the number of known addresses."""
         return len(self._addresses)
 
     def _entry(self, address: str) -> _Address | None:
-        """Return the entry of this address, which may be a new one; None if there is no room."""
         if address not in self._addresses:
             if len(self._addresses) >= MAX_KNOWN and not self._make_room():
                 return None
@@ -583,7 +549,7 @@ class Dialing:
 
 
 def _turn(entry: _Address) -> tuple[bool, int, float]:
-    """Sort key: addresses that are more than a hint first, then the least tried, then the longest waiting."""
+    """Sort key: addresses that are more than a hint, then the least tried, then the longest waiting."""
     return (entry.is_only_hinted, entry.tries, entry.due)
 
 
@@ -593,7 +559,6 @@ def _back_off(entry: _Address, now: float) -> None:
 
 
 def _mark(marks: dict[str, V], address: str, value: V, most: int) -> None:
-    """Record `value` for an address, even one that is not to be dialled. The oldest mark is dropped."""
     marks.pop(address, None)
     marks[address] = value
     if len(marks) > most:

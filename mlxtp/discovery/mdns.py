@@ -45,7 +45,6 @@ Addresses = Mapping[str, int]  #: IPv4 addresses of this machine, each with the 
 
 
 def addresses_up() -> Addresses:
-    """Return the IPv4 addresses of this machine's interfaces that are up and have a carrier."""
     states = psutil.net_if_stats()
     found = {}
     for name, entries in psutil.net_if_addrs().items():
@@ -57,7 +56,6 @@ def addresses_up() -> Addresses:
 
 
 def announcing_addresses(addresses: Addresses) -> list[str]:
-    """Return the addresses to announce from, sorted. They may change with the default route."""
     prefixes = {}
     for entries in psutil.net_if_addrs().values():
         for entry in entries:
@@ -73,9 +71,9 @@ def announcing_addresses(addresses: Addresses) -> list[str]:
 
 
 def send_something(addresses: Collection[str]) -> None:
-    """Test that this process may send to the group from at least one of these addresses.
+    """Raise the OSError of the first address if this process may send to the group from none of them.
 
-    zeroconf only logs errors of its sends. Raises the OSError of the first address if none may send.
+    zeroconf only logs errors of its sends.
     """
     errors = []
     for address in addresses:
@@ -90,7 +88,6 @@ def send_something(addresses: Collection[str]) -> None:
 
 
 def info_of(service: str) -> AsyncServiceInfo | None:
-    """Return an empty description to be filled from records; None if the name is no valid service name."""
     try:
         return AsyncServiceInfo(SERVICE, service)
     except BadTypeInNameException:
@@ -98,20 +95,15 @@ def info_of(service: str) -> AsyncServiceInfo | None:
 
 
 def _new_server() -> str:
-    """Return a name for a set of addresses that was never used before.
-
-    With a used name, other nodes would mix these addresses with our former ones, or with those of a copy of
-    this node.
-    """
+    """Return a fresh name: with a used one, others would mix these addresses with former ones."""
     return f"mlxtp-{secrets.token_hex(8)}.local."
 
 
 class Network:
     """Sockets on the `wanted` of these addresses, a browser, and our own service once it is announced.
 
-    The service has all addresses. `heard` is called with each full name and True if it is there now. `names`
-    counts them since the last `ask`. Methods raise OSError and zeroconf's errors. Made and used in one event
-    loop.
+    The service has all addresses. `heard` is called with each full name and True if it is there now. Methods
+    raise OSError and zeroconf's errors.
     """
 
     def __init__(
@@ -145,11 +137,9 @@ class Network:
         self._heard(name, state_change is not ServiceStateChange.Removed)
 
     def knows(self, info: AsyncServiceInfo) -> bool:
-        """Fill `info` from cached records, if there are any; return True if it is filled."""
         return info.load_from_cache(self._mdns.zeroconf)
 
     async def resolve(self, info: AsyncServiceInfo) -> bool:
-        """Request its records and fill `info`; return True if they came within 3 s."""
         return await info.async_request(self._mdns.zeroconf, RESOLVE_S * 1000)
 
     async def announce(self, advert: Advert) -> None:
@@ -182,10 +172,7 @@ class Network:
         )
 
     async def move(self, addresses: Addresses, wanted: Collection[str]) -> None:
-        """Use these addresses from now on, and forget the records that came by others.
-
-        An address that is on another interface than before counts as new.
-        """
+        """Use these addresses from now on. One that is on another interface than before counts as new."""
         cache = self._mdns.zeroconf.cache
         cache.async_remove_records([each for name in cache.names() for each in cache.entries_with_name(name)])
         same = [a for a in wanted if self.addresses.get(a, addresses[a]) == addresses[a]]
@@ -224,8 +211,6 @@ _MAX_COPIES_TOLD = 16
 
 
 class _PeerSearch:
-    """Search for the other nodes: looks up what is announced, judges it, and reports what is accepted."""
-
     def __init__(
         self,
         on_change: Callable[[tuple[DiscoveredPeer, ...]], None],
@@ -245,7 +230,6 @@ class _PeerSearch:
         self._copies_reported: dict[str, None] = {}
 
     def heard(self, service: str, there: bool) -> None:
-        """Record a change."""
         if there:
             self.sightings.announced(service, _now())
         else:
@@ -253,12 +237,10 @@ class _PeerSearch:
         self._news.set()
 
     def doubt(self) -> None:
-        """Check all sightings again, because this machine's addresses changed."""
         self.sightings.doubt(_now())
         self._news.set()
 
     async def run(self) -> None:
-        """Look names up as they come due, and report changes, until the task is cancelled."""
         while True:
             self._news.clear()
             self._check_records()
@@ -274,7 +256,6 @@ class _PeerSearch:
                     await self._news.wait()
 
     def _check_records(self) -> None:
-        """Check names whose records are here, and request the records of others."""
         for service in self.sightings.due(_now()):
             if self.network is None:
                 self._changed |= self.sightings.failed(service, _now())
@@ -300,7 +281,6 @@ class _PeerSearch:
             self._news.set()
 
     def _judge(self, service: str, info: AsyncServiceInfo) -> None:
-        """Accept or refuse a sighting."""
         own = self.network.addresses if self.network else {}
         loopback = bool(own) and all(ipaddress.ip_address(address).is_loopback for address in own)
         verdict = validate(service, info.properties, info.addresses, info.port, loopback=loopback)
@@ -326,9 +306,8 @@ class _PeerSearch:
 class Discovery:
     """Announcer and browser of this node. After a failure it reports the problem and tries again.
 
-    `on_change` is called with all accepted sightings, whenever they change. `say` is called with a sentence
-    for the user when something has to be fixed, or works again. `read_addresses` returns the addresses that
-    are up. Everything runs in the event loop that called `start`.
+    `on_change` is called with all accepted sightings, `say` with a sentence for the user when something has
+    to be fixed, or works again. Everything runs in the event loop that called `start`.
     """
 
     def __init__(
@@ -349,27 +328,20 @@ class Discovery:
         self._rests = 0
 
     async def start(self, advert: Advert, addresses: Sequence[str] = ()) -> None:
-        """Begin to announce and to listen, in the background.
-
-        `addresses` restricts it to these addresses of this machine. Without, it uses all that are up except
-        loopback.
-        """
+        """Begin, on these addresses of this machine; without any, on all that are up except loopback."""
         self._search.advert = advert
         self._only = tuple(addresses)
         self._background.start(self._keep_open(), "discovery")
         self._background.start(self._search.run(), "the search for other Macs")
 
     def update(self, advert: Advert) -> None:
-        """Announce something else from now on, for example after this node joined a cluster."""
         self._search.advert = advert
         self._hurry.set()
 
     def refresh(self) -> None:
-        """Check this machine's interfaces now instead of within 2 s."""
         self._hurry.set()
 
     async def close(self) -> None:
-        """Send a goodbye and end."""
         self._leaving = True
         await self._background.close()
         await self._shut()
@@ -397,7 +369,6 @@ class Discovery:
                     await self._hurry.wait()
 
     async def _follow(self) -> None:
-        """Adapt the open sockets to the interfaces and the advert. Raises OSError and zeroconf's errors."""
         there = self._read_addresses()
         if self._only:
             usable = {address: there[address] for address in self._only if address in there}
@@ -446,7 +417,6 @@ class Discovery:
                     await network.close(goodbye=goodbye)
 
     def _heard(self, service: str, there: bool) -> None:
-        """Record a change. zeroconf calls this from its own work, so nothing may take long here."""
         self._search.heard(service, there)
         network = self._search.network
         if network is not None and network.names >= MAX_NAMES and not self._leaving:

@@ -49,11 +49,7 @@ _EPOCH = 0
 async def ask_to_join(host: str, port: int, joiner: Joiner, deadline_s: float = JOIN_S) -> Granted:
     """Join the cluster of the member at `host` and `port`.
 
-    Raises what `Joiner` raises: UserError (JOIN_REFUSED), AskElsewhere with the addresses to try instead,
-    Denied, ProtocolError (NOT_AUTHENTIC). Nothing is sent before the member has proven to be of the token's
-    cluster.
-
-    Raises LinkError when no answer comes within `deadline_s` seconds.
+    Raises what `Joiner` raises, and LinkError when no answer comes within `deadline_s` seconds.
     """
     try:
         async with asyncio.timeout(deadline_s):
@@ -90,9 +86,8 @@ async def answer_joiner(
 ) -> Admitted | None:
     """Run the exchange with one joiner. Return the joiner that it admitted, if any.
 
-    `host` is a Host on a Mac that has the authority's key; elsewhere it is the offer in which
-    `join_protocol.redirect` names such Macs. `clock` is the issuer's. Raises RemoteProtocolError for a joiner
-    that breaks the rules, LinkError for one that is gone or takes longer than `deadline_s` seconds.
+    `host` is the offer of `redirect` on a Mac without the authority's key. `clock` is the issuer's. Raises
+    RemoteProtocolError for a joiner that breaks the rules, LinkError for one that is gone or late.
     """
     connection = StreamLink(reader, writer, Session(LinkKind.JOIN, Side.UPPER, _EPOCH))
     try:
@@ -117,7 +112,6 @@ async def answer_joiner(
 
 
 async def _next(connection: StreamLink) -> Message:
-    """Return the one message that is due. Raises LinkError when the link ends without it."""
     received = await connection.receive()
     if not received:
         raise LinkError("the link ended before the expected message")
@@ -142,10 +136,7 @@ class JoinResult:
 
 
 async def enter(settings: Settings, store: Store, forget: Callable[[], None]) -> JoinResult:
-    """Load, found or join a cluster. `forget` removes the state of an earlier one.
-
-    Raises UserError with a message for the user of `mlxtp node`.
-    """
+    """Load, found or join a cluster; `forget` removes the state of an earlier one. Raises UserError."""
     identity = store.load_or_create()
     if not settings.join:
         if identity.membership is not None:
@@ -192,11 +183,7 @@ async def _join(settings: Settings, identity: Identity, token: JoinToken) -> Gra
 
 
 class _JoinSearch:
-    """Search that sends requests to join to all known addresses, many at once, until a Mac admits this one.
-
-    Any address may be that of a Mac which only pretends to be of the token's cluster. `JoinQueue` therefore
-    serves all announcers alike.
-    """
+    """Search that asks all known addresses, many at once, as any may be of a Mac that only pretends."""
 
     def __init__(self, settings: Settings, identity: Identity, token: JoinToken, queue: JoinQueue) -> None:
         self._settings = settings
@@ -209,10 +196,6 @@ class _JoinSearch:
         self._requests = Background()
 
     async def run(self) -> Granted:
-        """Search until a Mac grants or refuses.
-
-        Raises UserError when the right Mac refused, or none was found in time.
-        """
         log.info("looking for cluster %s", self._token.cluster_id)
         until = time.monotonic() + FIND_S
         try:
@@ -291,9 +274,8 @@ MAX_OF_EACH = 32  #: addresses that are kept of one announcer
 class JoinQueue:
     """Addresses ("ip:port") by announcer, in the order in which this Mac sends its requests.
 
-    Any Mac on the network can announce any addresses under the cluster's id. The queue therefore alternates
-    between announcers, and between the addresses of each. An honest one loses only the share of the false
-    ones.
+    Any Mac can announce any addresses under the cluster's id. So announcers take turns, and so do the
+    addresses of each: an honest one loses only the share of the false ones.
     """
 
     def __init__(self) -> None:
@@ -304,7 +286,6 @@ class JoinQueue:
 
     @property
     def addresses(self) -> frozenset[str]:
-        """Every address that was added."""
         return frozenset(each for mine in self._addresses.values() for each in mine)
 
     def add(self, announcer: str, addresses: Iterable[str], *, first: bool = False) -> None:
@@ -336,5 +317,4 @@ class JoinQueue:
         return None
 
     def asked(self, address: str, now: float) -> None:
-        """Note that the exchange with an address is over."""
         self._due[address] = now + AGAIN_S

@@ -106,7 +106,6 @@ class JoinToken:
         return self._derive(b"mlxtp token key\0")
 
     def text(self) -> str:
-        """Return the text of the token: 72 characters, A to Z and 2 to 7."""
         body = bytes((VERSION,)) + bytes.fromhex(self.cluster_id) + self.authority_hash + self.secret
         return base64.b32encode(body + _checksum(body)).decode()
 
@@ -116,10 +115,7 @@ class JoinToken:
 
 
 def read_token(text: str) -> JoinToken:
-    """Return the token in a user's text: in any case, with spaces, line breaks or dashes in between.
-
-    Raises ConfigError that says what is wrong with it, without quoting the token.
-    """
+    """Return the token in a user's text. Raises ConfigError, which never quotes the token."""
     letters = [letter for letter in text.upper() if not letter.isspace() and letter not in _SEPARATORS]
     if not letters:
         raise ConfigError(f"the join token is empty; {_AGAIN}")
@@ -156,8 +152,6 @@ def _checksum(body: bytes) -> bytes:
 
 @dataclass(slots=True)
 class _Slip:
-    """Record of one token at the issuer."""
-
     key: bytes = field(repr=False)
     expires_at: float
     requested_by: str  #: node id of the member that requested it
@@ -179,9 +173,8 @@ class _Slip:
 class TokenIssuer:
     """Issuer of one cluster's tokens, on the Mac that has its authority's key.
 
-    `now` is in seconds, of one clock. A token also expires by the clock on the wall, where that is earlier:
-    the other one may stand still while a Mac sleeps. It lives in memory only: after a restart, an agent
-    refuses all tokens issued before. No file can bring a used token back.
+    `now` is in seconds, of one clock, which may stand still while a Mac sleeps: a token also expires by the
+    clock on the wall. Tokens live in memory only, so that no file brings a used one back.
     """
 
     def __init__(self, cluster_id: str, authority_hash: bytes) -> None:
@@ -192,8 +185,7 @@ class TokenIssuer:
     def issue(self, secret: bytes, now: float, asked_by: str = "", *, own: bool = False) -> JoinToken:
         """Issue a token of a fresh random `secret` (16 bytes), good for one Mac within 15 minutes.
 
-        `own`: `asked_by` is this Mac. Raises UserError (OVERLOADED) when too many are open that `asked_by`
-        requested; those of other members do not count.
+        `own`: `asked_by` is this Mac. Raises UserError (OVERLOADED) when too many of `asked_by` are open.
         """
         most = MAX_OPEN if own or not asked_by else MAX_OPEN_EACH
         self._forget(now)
@@ -218,11 +210,9 @@ class TokenIssuer:
         return slip.key if slip else bytes(hashlib.sha256().digest_size)
 
     def knows(self, token_id: bytes) -> bool:
-        """Return True if there is such a token, valid or not."""
         return token_id in self._slips
 
     def requested_by(self, token_id: bytes) -> str:
-        """Return the node id of the member that requested a known token."""
         return self._slips[token_id].requested_by
 
     def keep(self, members: Container[str]) -> None:
@@ -231,7 +221,6 @@ class TokenIssuer:
             slip.void |= bool(slip.requested_by) and slip.requested_by not in members
 
     def count_wrong_proof(self, token_id: bytes, address: str = "") -> None:
-        """Count a wrong proof: a Mac at this address named this token without having it."""
         slip = self._slips.get(token_id)
         if slip is not None and (address in slip.failures or len(slip.failures) < MAX_REMEMBERED):
             slip.failures[address] += 1
@@ -239,8 +228,8 @@ class TokenIssuer:
     def why_not(self, token_id: bytes, holder: str, now: float, address: str = "") -> str:
         """Return why the token is refused to `holder` (the fingerprint of its key); empty if it is good.
 
-        Only for a joiner that has proven to have the token: to others the reason would reveal which guesses
-        were near.
+        Only for a joiner that has proven to have it: to others the reason would reveal which guesses were
+        near.
         """
         slip = self._slips[token_id]
         if slip.failures[address] >= MAX_FAILURES:
@@ -255,13 +244,11 @@ class TokenIssuer:
         return ""
 
     def use(self, token_id: bytes, holder: str, now: float) -> None:
-        """Mark the token as used by `holder`, after `why_not` returned no reason."""
         slip = self._slips[token_id]
         if not slip.used_by:
             slip.used_by, slip.used_at = holder, now
 
     def _forget(self, now: float) -> None:
-        """Drop tokens that no joiner will name any more."""
         over = sorted(
             (slip.expires_at, token_id) for token_id, slip in self._slips.items() if not slip.is_open(now)
         )
@@ -302,8 +289,6 @@ class Denied(UserError):
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """Grant to the joiner. `peers` are addresses to dial first."""
-
     membership: MemberCertificates
     peers: tuple[str, ...]
 
@@ -323,9 +308,8 @@ class Joiner:
     def on_offer(self, offer: JoinOffer, server_certificate: bytes) -> JoinRequest:
         """Return the request to a server that showed `server_certificate` (DER) in its TLS handshake.
 
-        Raises UserError (JOIN_REFUSED) when the offer is another cluster's. Raises ProtocolError
-        (NOT_AUTHENTIC) when the server is no member of the cluster that it names. Raises AskElsewhere when it
-        admits no Mac. Nothing may be sent then.
+        Nothing may be sent after UserError (JOIN_REFUSED: another cluster), ProtocolError (NOT_AUTHENTIC: no
+        member) or AskElsewhere (a member that admits no Mac).
         """
         if not hmac.compare_digest(authority_hash(offer.authority), self._token.authority_hash):
             raise UserError(
@@ -357,7 +341,7 @@ class Joiner:
         )
 
     def on_grant(self, grant: JoinGrant) -> Granted:
-        """Return the grant. Raises ProtocolError (NOT_AUTHENTIC) when the grant is not for this request."""
+        """Return the grant. Raises ProtocolError (NOT_AUTHENTIC) for one of another request."""
         expected = _proof(_GRANT, self._token.key, self._transcript, grant.certificate)
         if not self._transcript or not hmac.compare_digest(expected, grant.proof):
             raise ProtocolError("the Mac that admitted us does not know the join token", Code.NOT_AUTHENTIC)
@@ -370,7 +354,7 @@ class Joiner:
     def on_refusal(self, refusal: JoinRefusal) -> Denied | AskElsewhere:
         """Return the error to raise when a holder of the authority refused this request.
 
-        Raises ProtocolError (NOT_AUTHENTIC) for a refusal by another Mac, a removed member for example.
+        Raises ProtocolError (NOT_AUTHENTIC) for a refusal by another Mac.
         """
         parts = _refused(self._transcript, refusal)
         if not self._transcript or not is_signed(
@@ -385,10 +369,7 @@ class Joiner:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A Mac that the host admitted, with its key, by a token that the member `by` requested.
-
-    `token` is the public name of that token.
-    """
+    """A Mac that the host admitted, by a token that the member `by` requested; `token` is its public name."""
 
     node_id: str
     name: str
@@ -399,8 +380,6 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class JoinReply:
-    """Message to a joiner, and the Mac that it admits, if any."""
-
     message: JoinGrant | JoinRefusal
     admitted: Admitted | None = None
 
@@ -409,8 +388,7 @@ class Host:
     """A Mac that has the authority's key, for one exchange. `nonce` is 32 fresh random bytes.
 
     `certificate` is the one it showed in TLS. `members` has the fingerprint of each member's key by its node
-    id. Admitted Macs get `peers`. The joiner is at `address`. `others` has the names of the other Macs that
-    admit joiners, and addresses of theirs: their tokens are not known here.
+    id. Admitted Macs get `peers`. `others` has the names of the other holders, and addresses of theirs.
     """
 
     def __init__(
@@ -435,10 +413,7 @@ class Host:
         self.offer = JoinOffer(authority.certificate, nonce)
 
     def on_request(self, request: JoinRequest, now: float) -> JoinReply:
-        """Return the reply to a request, at `now` (seconds, the issuer's clock).
-
-        A grant uses the token up.
-        """
+        """Return the reply at `now` (seconds, the issuer's clock). A grant uses the token up."""
         transcript = _transcript(self.offer, request, self._certificate)
         token_key = self._issuer.key(request.token_id)
         proven = hmac.compare_digest(_proof(_REQUEST, token_key, transcript), request.proof)
@@ -476,7 +451,6 @@ class Host:
 
 
 def _refused(transcript: bytes, refusal: JoinRefusal) -> tuple[bytes, ...]:
-    """Return the parts of a refusal that the authority signs."""
     return (transcript, *(part.encode() for part in (refusal.detail, refusal.ask, *refusal.at)))
 
 
@@ -486,7 +460,6 @@ def token_name(token_id: bytes) -> str:
 
 
 def redirect(authority: bytes, nonce: bytes, ask: str, at: tuple[str, ...]) -> JoinOffer:
-    """Return the offer of a member without the authority's key, which names the Macs that admit joiners."""
     return JoinOffer(authority, nonce, spoken(ask), at)
 
 
@@ -496,7 +469,6 @@ def spoken(text: str, max_chars: int = MAX_NAME) -> str:
 
 
 def _signer(request: JoinRequest, transcript: bytes) -> PublicKey | None:
-    """Return the key in the request if its signature was made with it, else None."""
     try:
         key = key_at(request.public_key)
         key.verify(request.signature, _SIGNATURE + transcript, _ECDSA)
@@ -506,7 +478,6 @@ def _signer(request: JoinRequest, transcript: bytes) -> PublicKey | None:
 
 
 def _transcript(offer: JoinOffer, request: JoinRequest, server_certificate: bytes) -> bytes:
-    """Return 32 bytes that identify everything the two ends sent before the first proof."""
     return hash_of(
         offer.authority,
         server_certificate,

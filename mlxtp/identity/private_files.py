@@ -65,10 +65,7 @@ def check_home(home: Path, inside: Sequence[str]) -> None:
 
 
 def make_private_folder(folder: Path) -> None:
-    """Create `folder`, closed to others, unless it exists.
-
-    Raises ConfigError as `check_private_folder` does.
-    """
+    """Create `folder`, unless it exists. Raises ConfigError as `check_private_folder` does."""
     with in_words(ConfigError, f"{folder} cannot be made"):
         make_folder(folder)
     check_private_folder(folder)
@@ -91,8 +88,7 @@ def check_private_folder(folder: Path) -> None:
 def read_private(path: Path, if_read: str = "remove this Mac from its cluster") -> bytes | None:
     """Return the content of a file that no other user may read; None if it does not exist.
 
-    Raises ConfigError, with what to do, when others may read it, or when it is no file of ours. `if_read` is
-    the advice in case another user has read it.
+    Raises ConfigError otherwise. `if_read` is the advice in case another user has read it.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -116,7 +112,6 @@ def read_private(path: Path, if_read: str = "remove this Mac from its cluster") 
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Write the whole file as `write_whole` does, for its owner only. Raises ConfigError if it cannot."""
     with in_words(ConfigError, f"{path} cannot be written"):
         write_whole(path, data)
 
@@ -144,7 +139,6 @@ def write_whole(path: Path, data: bytes, mode: int = FILE_MODE) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush to the disk the names that were created, changed or removed in `folder`. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         to_disk(descriptor)
@@ -179,7 +173,6 @@ def _check_owner(path: Path, status: os.stat_result) -> None:
 
 
 def check_closed(path: Path, status: os.stat_result, if_read: str) -> None:
-    """Raise ConfigError when others may read or change a file. `if_read` is the advice in case one has."""
     if status.st_mode & _OTHERS:
         raise ConfigError(
             f"{path} can be read or changed by other users of this Mac (mode "

@@ -52,10 +52,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Identity of this Mac.
-
-    Without a `membership` it belongs to no cluster; with an `authority` it can let others in.
-    """
+    """Identity of this Mac. One with an `authority` can let others in."""
 
     node_id: str
     key: PrivateKey = field(repr=False)
@@ -69,7 +66,6 @@ class Identity:
 
     @property
     def member(self) -> MemberCertificates:
-        """The membership of a Mac that belongs to a cluster."""
         assert self.membership is not None
         return self.membership
 
@@ -87,11 +83,9 @@ class Store:
 
     @property
     def credentials(self) -> Credentials:
-        """Files that TLS reads, once this Mac is a member."""
         return Credentials.of(self.folder)
 
     def load_or_create(self) -> Identity:
-        """Return this Mac's identity, or create one if none is stored. Raises ConfigError as `load` does."""
         if not self.folder.exists():
             self._create()
         self._finish_leaving()
@@ -100,8 +94,7 @@ class Store:
     def load(self) -> Identity:
         """Return this Mac's identity.
 
-        Raises ConfigError, with what to do, when other users can read the files, when one is missing or
-        unreadable, and when they do not belong together.
+        Raises ConfigError, with what to do, for files that others can read, or that do not belong together.
         """
         check_private_folder(self.folder)
         node_id = self._node_id()
@@ -117,10 +110,7 @@ class Store:
         return Identity(node_id, key, membership, authority)
 
     def found_cluster(self) -> Identity:
-        """Make this Mac the first of a new cluster. Raises UserError when it is in one already.
-
-        If an earlier call was interrupted, the cluster that it began is founded.
-        """
+        """Make this Mac the first of a cluster, also after a cut. Raises UserError when it is in one."""
         identity = self.load_or_create()
         if identity.membership is not None:
             raise UserError(
@@ -153,10 +143,7 @@ class Store:
         return self.load()
 
     def save_authority(self, authority: Authority) -> Identity:
-        """Keep the authority of this Mac's cluster, which another Mac handed over.
-
-        Raises UserError when it is that of another one, ConfigError when it cannot be written.
-        """
+        """Keep the authority that another Mac handed over. Raises UserError for that of another cluster."""
         identity = self.load()
         if identity.membership is None or authority.certificate != identity.membership.authority:
             raise UserError("this is the authority of another cluster")
@@ -164,16 +151,14 @@ class Store:
         return self.load()
 
     def drop_authority(self) -> Identity:
-        """Forget the authority's key. Raises OSError when the file cannot be removed."""
         (self.folder / AUTHORITY).unlink(missing_ok=True)
         sync_folder(self.folder)
         return self.load()
 
     def leave(self) -> Identity:
-        """Forget the cluster; the node id stays. If no other Mac holds its authority, none can join it then.
+        """Forget the cluster; the node id stays. Raises OSError when the files cannot be removed.
 
-        The key is replaced, because the old one never counts again in that cluster. Raises OSError when the
-        files cannot be removed.
+        The key is replaced, because the old one never counts again in that cluster.
         """
         # Interrupted before the membership is gone, this has no effect; later, the next start finishes it.
         write_private(self.folder / NEXT_KEY, key_to_pem(new_key()))
@@ -183,7 +168,6 @@ class Store:
         return self.load()
 
     def _finish_leaving(self) -> None:
-        """Finish leaving if the membership is gone; else undo its beginning."""
         following = self.folder / NEXT_KEY
         if not following.exists():
             return
@@ -252,7 +236,6 @@ class Store:
 
 
 def _why_not(node_id: str, key: PrivateKey, membership: MemberCertificates) -> str:
-    """Return why a membership is not that of this node and key; empty if it is."""
     try:
         node = check_node(membership.certificate, membership.authority)
     except MlxtpError as error:

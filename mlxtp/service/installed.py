@@ -41,7 +41,6 @@ LOOK_S = 0.2
 
 
 def run(command: ServiceCommand) -> CommandResult:
-    """Run it once, to its end, without standard input."""
     os_user = command.user if command.user and os.geteuid() == 0 else None
     try:
         done = subprocess.run(
@@ -72,7 +71,7 @@ class Shell:
 
     @property
     def installed(self) -> str:
-        """Text of the service's file by any author; empty without a file. Raises UserError."""
+        """Text of the service's file by any author; empty without a file."""
         try:
             return Path(self.manager.path).read_text(errors="replace")
         except (FileNotFoundError, NotADirectoryError):
@@ -81,7 +80,6 @@ class Shell:
             raise UserError(f"{self.manager.path} cannot be read: {error.strerror}") from None
 
     def state(self) -> ServiceState:
-        """Query launchd. Raises UserError when the query fails."""
         return self.manager.state(self._run(self.manager.ask()))
 
     def take(self, steps: Iterable[ServiceStep]) -> None:
@@ -91,7 +89,8 @@ class Shell:
                 case Write():
                     _write(step)
                 case Remove():
-                    _remove(step)
+                    with in_words(UserError, f"{step.path} cannot be removed"):
+                        Path(step.path).unlink(missing_ok=True)
                 case ServiceCommand():
                     self._command(step)
 
@@ -111,7 +110,6 @@ class Shell:
 
 
 def wait_until(is_so: Callable[[], bool], within_s: float) -> bool:
-    """Poll until it is so or the time is over. Returns whether it became so."""
     until = time.monotonic() + within_s
     while not (done := is_so()) and time.monotonic() < until:
         time.sleep(LOOK_S)  # the state of another program, which sends no notification
@@ -119,10 +117,6 @@ def wait_until(is_so: Callable[[], bool], within_s: float) -> bool:
 
 
 def owner_here(environment: Mapping[str, str], uid: int) -> Owner:
-    """Return the owner of the service: the user who typed the command, also behind sudo.
-
-    Raises UserError for a user that does not exist.
-    """
     try:
         behind = environment.get("SUDO_USER", "") if uid == 0 else ""
         found = pwd.getpwnam(behind) if behind else pwd.getpwuid(uid)
@@ -151,14 +145,7 @@ def _write(step: Write) -> None:
         raise UserError(why_not_written(error, path.parent)) from None
 
 
-def _remove(step: Remove) -> None:
-    path = Path(step.path)
-    with in_words(UserError, f"{path} cannot be removed"):
-        path.unlink(missing_ok=True)
-
-
 def not_ours(path: str) -> UserError:
-    """Return the error about a file of another author, which is not changed."""
     return UserError(
         f"{path} was not written by mlxtp, so mlxtp does not change it; move it away, then try again"
     )
@@ -180,36 +167,25 @@ _TAIL_BYTES = 16 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """A service whose file mlxtp wrote, with that text."""
-
     shell: Shell
     owner: Owner
     login: bool
     text: str
 
     @property
-    def manager(self) -> Launchd:
-        """Texts of the service."""
-        return self.shell.manager
-
-    @property
     def program(self) -> tuple[str, ...]:
-        """The interpreter and its arguments."""
-        return self.manager.program(self.text)
+        return self.shell.manager.program(self.text)
 
     @property
     def home(self) -> Path:
-        """The folder of its agent."""
         return Path(option(self.program, "--home"))
 
     @property
     def log(self) -> Path:
-        """The agent's log file."""
         return Path(option(self.program, "--log-file"))
 
     @property
     def agent(self) -> str:
-        """The state of its agent; empty when the agent does not reply."""
         try:
             return str(AgentClient(self.home).send(Status())["state"])
         except UserError:
@@ -217,20 +193,15 @@ class Installed:
 
     @property
     def problem(self) -> str:
-        """Description of what keeps it from starting again; "" if nothing is known."""
         if not Path(self.program[0]).exists():
             return f"{self.program[0]} is gone: `mlxtp service install` again, with the present mlxtp"
         return ""
 
     def allow(self, *words: str) -> None:
-        """Raise UserError, with the command to type, when this user cannot change it by `mlxtp WORDS`."""
         allow(self.owner, (sys.executable, "-m", "mlxtp", *words), login=self.login)
 
     def wait(self) -> ServiceState:
-        """Wait until its agent replies, or for `START_S`.
-
-        Raises UserError with its last output when it ended.
-        """
+        """Wait until its agent replies, or for `START_S`. Raises UserError when it ended."""
         state = ServiceState()
 
         def settled() -> bool:
@@ -255,12 +226,10 @@ class Installed:
 
 
 def shell_of(owner: Owner, *, login: bool) -> Shell:
-    """Return the shell for the service of the system, or with `login` for that of the owner's session."""
     return Shell(Launchd(owner, login=login), run)
 
 
 def owner() -> Owner:
-    """Return the user who typed the command, also behind sudo."""
     return owner_here(os.environ, os.geteuid())
 
 
@@ -290,10 +259,7 @@ def home_of(whose: Owner, given: Path | None) -> Path:
 
 
 def allow(whose: Owner, command: Sequence[str], *, login: bool) -> None:
-    """Raise UserError when this user cannot change such a service.
-
-    If root could, the error has the command.
-    """
+    """Raise UserError when this user cannot change such a service, with the command if root could."""
     root = os.geteuid() == 0
     if not login and not root:
         raise UserError(
@@ -304,7 +270,6 @@ def allow(whose: Owner, command: Sequence[str], *, login: bool) -> None:
 
 
 def state_if_any(shell: Shell) -> ServiceState:
-    """Return launchd's view of the service, for display only; an empty one where the query fails."""
     try:
         return shell.state()
     except UserError:
@@ -312,7 +277,6 @@ def state_if_any(shell: Shell) -> ServiceState:
 
 
 def tail(path: Path) -> list[str]:
-    """Return its last lines; none where it cannot be read."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - _TAIL_BYTES))

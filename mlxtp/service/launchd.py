@@ -46,14 +46,10 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """One agent that the system starts.
+    """One agent that launchd starts.
 
-    program      the interpreter's absolute path, and its arguments
-    environment  all variables that mlxtp gives it
-    user         the user it runs as; empty for the owner of its session
-    log          the agent's own
-    crash_log    its output before it has a log
-    stop_s       seconds it may take to stop, before it is killed
+    `environment` has all variables that mlxtp gives it. `user` is empty for the owner of its session,
+    `crash_log` has its output before it has a `log`. It may take `stop_s` seconds before it is killed.
     """
 
     program: tuple[str, ...]
@@ -66,7 +62,6 @@ class Service:
 
     @property
     def mark(self) -> str:
-        """First line of the service's file, which names mlxtp as its author."""
         return f"{MARK} {self.version}: `mlxtp service install` writes it again, `uninstall` removes it"
 
 
@@ -83,8 +78,8 @@ def describe(
 ) -> Service:
     """Return the service of an agent with the folder `home` and further `arguments` of `mlxtp node`.
 
-    `login`: in the owner's login session instead of from the start of the machine. `passed_on` is
-    its share of the environment. Raises UserError for text that a service's file cannot hold.
+    `login`: in the owner's session instead of from the start of the machine. `passed_on` is its share of the
+    environment. Raises UserError for text that a service's file cannot hold.
     """
     log = log_of(home)
     service = Service(
@@ -103,27 +98,22 @@ def describe(
 
 
 def log_of(home: str) -> str:
-    """Return the log file of a service whose agent has that home."""
     return f"{home}/logs/agent.log"
 
 
 def crash_log(home: str) -> str:
-    """Return the file where launchd puts the agent's output that is not in the log."""
     return f"{home}/logs/before-the-log.txt"
 
 
 def option(program: Sequence[str], name: str) -> str:
-    """Return the value of an option in an installed program, or "" without one."""
     return next((value for given, value in pairwise(program) if given == name), "")
 
 
 def is_ours(text: str) -> bool:
-    """True if mlxtp wrote the file."""
     return MARK in text
 
 
 def without_secret(value: str) -> str:
-    """Return a variable's value without the user and password that a URL may have."""
     parts = urlsplit(value)
     if not parts.scheme or "@" not in parts.netloc:
         return value
@@ -131,7 +121,6 @@ def without_secret(value: str) -> str:
 
 
 def unseen(names: Sequence[str]) -> str:
-    """Return a warning about settings in variables, which the service will not have; "" without any."""
     if not names:
         return ""
     return (
@@ -192,7 +181,6 @@ class ServiceState:
 
 
 def folders(service: Service) -> ServiceCommand:
-    """Return the command that makes home and log folder, for their owner alone. It runs as the owner."""
     logs = service.log.rpartition("/")[0]
     home = logs.rpartition("/")[0]
     return ServiceCommand(("/bin/mkdir", "-p", "-m", "700", home, logs), user=service.user)
@@ -226,7 +214,6 @@ class Launchd:
         self._target = f"{self._domain}/{LABEL}"
 
     def render(self, service: Service) -> str:
-        """Return an XML property list, with its author in a comment."""
         keys: dict[str, Any] = {
             "Label": LABEL,
             "ProgramArguments": list(service.program),
@@ -247,23 +234,17 @@ class Launchd:
         return head + _COMMENT.format(service.mark) + doctype + rest
 
     def program(self, text: str) -> tuple[str, ...]:
-        """Return ProgramArguments."""
         found = _keys(text).get("ProgramArguments", ())
         return tuple(map(str, found)) if isinstance(found, list) else ()
 
     def owner(self, text: str) -> str:
-        """Return UserName."""
         return str(_keys(text).get("UserName", ""))
 
     def ask(self) -> ServiceCommand:
-        """Return the command that prints the service. It needs no root."""
         return ServiceCommand((LAUNCHCTL, "print", self._target), fine=(0, NOT_FOUND))
 
     def state(self, outcome: CommandResult) -> ServiceState:
-        """Parse the output of `print`, which Apple does not document.
-
-        Lines of the service itself have one tab.
-        """
+        """Parse the output of `print`, which Apple does not document: lines of the service have one tab."""
         if outcome.status == NOT_FOUND:
             return ServiceState()
         if outcome.status:
@@ -280,7 +261,6 @@ class Launchd:
         return ServiceState(loaded=True, pid=int(pid) if pid.isdecimal() else None, last=last)
 
     def doubts(self, service: Service, owner: Owner) -> list[str]:
-        """Return warnings about privacy: the local network, and folders."""
         said = []
         if not service.user:
             said.append(
@@ -297,7 +277,6 @@ class Launchd:
         return said
 
     def install(self, service: Service, state: ServiceState) -> list[ServiceStep]:
-        """Return the steps. A changed plist takes effect at the next bootstrap."""
         return [
             folders(service),
             *self.stop(state),
@@ -306,7 +285,7 @@ class Launchd:
         ]
 
     def start(self, state: ServiceState) -> list[ServiceStep]:
-        """Return the steps. Loading starts it, too; enabling undoes a `launchctl disable`."""
+        """Loading starts it, too; enabling undoes a `launchctl disable`."""
         if state.loaded:
             return [ServiceCommand((LAUNCHCTL, "kickstart", self._target))]
         return [
@@ -317,10 +296,7 @@ class Launchd:
         ]
 
     def stop(self, state: ServiceState) -> list[ServiceStep]:
-        """Return the steps.
-
-        `bootout` may return early: the service has ended when `print` no longer finds it.
-        """
+        """`bootout` may return early: the service has ended when `print` no longer finds it."""
         if not state.loaded:
             return []
         return [
@@ -329,11 +305,9 @@ class Launchd:
         ]
 
     def uninstall(self, state: ServiceState) -> list[ServiceStep]:
-        """Return the steps. launchd keeps only that the service is enabled."""
         return [*self.stop(state), Remove(self.path)]
 
     def explain(self, command: ServiceCommand, outcome: CommandResult) -> str:
-        """Explain its status, which is an errno or one of launchd's own."""
         if outcome.status in _NO_SESSION and self.kind == "LaunchAgent":
             return (
                 "there is no login session at this Mac's screen, and a LaunchAgent lives in one: log in "

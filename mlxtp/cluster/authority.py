@@ -40,17 +40,13 @@ class AuthorityKeeping:
         node.links.on(self._handed, AuthorityHandover)
 
     def check_hand_over(self, node_id: str) -> None:
-        """Raise UserError when this Mac cannot hand the key to a member now."""
         node = self._node
         _check_holder(node)
         if node_id not in node.links.nodes():
             raise UserError(f"{node.name_of(node_id)} is away; the key passes only between two Macs that run")
 
     async def hand_over(self, node_id: str) -> None:
-        """Hand the authority's key to a member. Returns once it is on that Mac's disk.
-
-        Raises UserError when it cannot be handed over, or that Mac does not confirm.
-        """
+        """Hand the key to a member. Returns once it is on that Mac's disk; else raises UserError."""
         self.check_hand_over(node_id)
         node, authority = self._node, self._node.identity.authority
         assert authority is not None
@@ -103,7 +99,6 @@ class AuthorityKeeping:
             node.links.send(link.node_id, AuthorityKept(handed.nonce, problem))
 
     def _accepted(self, link: ControlLink, handed: AuthorityHandover) -> Authority:
-        """Return the authority in a message. Raises MlxtpError for one that this Mac must not keep."""
         if link.node_id not in self._node.replica.roster.holders():
             raise UserError("that Mac does not hold it, as far as this one knows")
         try:
@@ -113,7 +108,6 @@ class AuthorityKeeping:
         return authority_of(handed.certificate, key)
 
     def _hold(self, authority: Authority | None) -> None:
-        """Act as a Mac that has this key, or none, and state that to the other members."""
         node = self._node
         node.identity = replace(node.identity, authority=authority)
         node.enrolment.hold(node.identity)

@@ -61,7 +61,7 @@ def most_groups(rows: Iterable[Deployment], macs: int) -> Mapping[str, int]:
 
 
 def name_of(model: str) -> str:
-    """Return the name of a model's deployment: OWNER/NAME without its revision, or the name of a folder."""
+    """Return the name of a model's deployment: OWNER/NAME without its revision, or a folder's name."""
     if model.startswith(("/", "~", ".")):
         return model.rstrip("/").rpartition("/")[2] or model
     return model.partition("@")[0]
@@ -90,18 +90,15 @@ class DeploymentTable:
         return self._live[:MAX_LIVE]
 
     def get(self, name: str) -> Deployment | None:
-        """Return the deployment of this name, unless it is removed."""
         row = self._by_name.get(name)
         return None if row is None or row.removed else row
 
     @cached_property
     def most_groups(self) -> Callable[[int], Mapping[str, int]]:
-        """Function of `most_groups` by the number of Macs."""
         return cache(partial(most_groups, self.live()))
 
     @cached_property
     def newest(self) -> int:
-        """The highest version in the table; 0 for a new one."""
         return max(self.floor, *(row.version for row in self.rows), 0)
 
     @cached_property
@@ -111,7 +108,6 @@ class DeploymentTable:
         return int.from_bytes(digest[:8], "big") >> 1
 
     def messages(self) -> tuple[Deployments, ...]:
-        """Split the table into as many messages as it takes; the receiver merges it as a whole."""
         last = max(len(self.rows) - 1, 0) // MAX_TOLD
         return tuple(
             Deployments(self.rows[part * MAX_TOLD : (part + 1) * MAX_TOLD], self.floor, part < last)
@@ -172,10 +168,7 @@ NO_DEPLOYMENTS = DeploymentTable()
 
 
 def received(rows: Iterable[Deployment], floor: int) -> DeploymentTable:
-    """Return the table that another member, or an earlier start, wrote.
-
-    Raises RemoteProtocolError for one that no member can have.
-    """
+    """Return the table that another member wrote. Raises RemoteProtocolError for one that none can have."""
     by_name: dict[str, Deployment] = {}
     for row in rows:
         if row.name in by_name or not row.name or bool(row.model) == row.removed:
@@ -238,7 +231,6 @@ NO_CLAIM = LeaderClaim()
 
 
 def stronger(one: LeaderClaim, other: LeaderClaim) -> LeaderClaim:
-    """Return the claim of the later term; within one term, that of the smaller node id."""
     return min(one, other, key=lambda claim: (-claim.term, claim.node_id))
 
 
@@ -268,7 +260,6 @@ class Roster:
         return [entry.node_id for entry in self._by_age()[MAX_MEMBERS:]]
 
     def holders(self) -> list[str]:
-        """Return the node ids of the members that hold the authority's key, by its signature."""
         return [node_id for node_id, entry in self.members().items() if is_holder(entry)]
 
     def removed(self, fingerprint: str) -> bool:
@@ -288,7 +279,6 @@ class Roster:
         return not self.holders() and any(map(is_holder, self.entries))
 
     def by_key(self, fingerprint: str) -> RosterEntry | None:
-        """Return the entry of a key."""
         return next((entry for entry in self.entries if entry.fingerprint == fingerprint), None)
 
     def let_in(self, *node_ids: str) -> list[str]:
@@ -300,10 +290,7 @@ class Roster:
         return found[len(node_ids) :]
 
     def merged(self, entries: Iterable[RosterEntry]) -> Roster:
-        """Merge another member's entries.
-
-        Raises RemoteProtocolError for more entries than any cluster can have had.
-        """
+        """Merge another member's entries. Raises RemoteProtocolError for more than any cluster can have."""
         by_key = {entry.fingerprint: entry for entry in self.entries}
         for entry in entries:
             by_key[entry.fingerprint] = _joined(by_key.get(entry.fingerprint, entry), entry)
@@ -337,12 +324,10 @@ class Roster:
         return self.merged([entry])
 
     def stating(self, node_id: str, seal: Seal, *, holds: bool) -> Roster:
-        """State that this member holds the authority's key, or no longer does."""
         entry = self.members()[node_id]
         return self.merged([seal(replace(entry, holds=holds, holds_in=self._next_version()))])
 
     def removing(self, node_id: str, seal: Seal) -> Roster:
-        """Remove this member. Raises UserError when there is none."""
         if node_id not in {entry.node_id for entry in self.entries}:
             raise UserError(
                 f"no member has the node id {node_id}; `mlxtp cluster members` lists the node ids"
@@ -360,19 +345,16 @@ class Roster:
         return int.from_bytes(digest[:8], "big") >> 1
 
     def messages(self) -> tuple[Members, ...]:
-        """Split the roster into as many messages as it takes."""
         starts = range(0, max(len(self.entries), 1), MAX_ENTERED)
         return tuple(Members(self.entries[start : start + MAX_ENTERED]) for start in starts)
 
     def newest(self) -> int:
-        """Return the highest version of anything in it; 0 for an empty roster."""
         return max(map(_newest, self.entries), default=0)
 
     def _next_version(self) -> int:
         return 1 + self.newest()
 
     def _by_age(self) -> list[RosterEntry]:
-        """Return the entry that counts of each node that was not removed, the oldest first."""
         latest = {
             entry.node_id: entry
             for entry in sorted((each for each in self.entries if not each.removed), key=_age)
@@ -391,7 +373,6 @@ def is_holder(entry: RosterEntry) -> bool:
 
 
 def remover_of(entry: RosterEntry) -> str:
-    """Return the fingerprint of the key that signed an entry's removal; empty for none."""
     try:
         return fingerprint(key_at(bytes.fromhex(entry.remover)))
     except ValueError:
@@ -399,7 +380,6 @@ def remover_of(entry: RosterEntry) -> str:
 
 
 def admission_of(entry: RosterEntry) -> tuple[str | int, ...]:
-    """Return the part of an entry that the authority signs."""
     key = (entry.node_id, entry.name, entry.fingerprint, entry.version)
     return (*key, entry.admitted_by, entry.address, entry.at)
 
@@ -410,7 +390,6 @@ def removal_of(entry: RosterEntry) -> tuple[str | int, ...]:
 
 
 def holding_of(entry: RosterEntry) -> tuple[str | int, ...]:
-    """Return the part of an entry that says whether the member holds the authority's key, and its proof."""
     return (entry.fingerprint, entry.holds_in, entry.holds, entry.holding)
 
 
@@ -447,7 +426,6 @@ def _joined(one: RosterEntry, other: RosterEntry) -> RosterEntry:
 
 
 def _binds_holders(entry: RosterEntry) -> bool:
-    """Return True for a removal by the authority, or by the removed member itself."""
     return bool(entry.authorized) or (bool(entry.removal) and remover_of(entry) == entry.fingerprint)
 
 
@@ -480,7 +458,6 @@ _NAMES = [each.name for each in fields(RosterEntry)]
 
 
 def roster_text(entries: Iterable[RosterEntry]) -> str:
-    """Return the entries as ASCII, on one line."""
     return json.dumps({"version": TEXT_VERSION, "roster": [_ENTRY.to_wire(each) for each in entries]})
 
 
@@ -527,7 +504,6 @@ class Replica:
 
     @property
     def most_groups(self) -> Mapping[str, int]:
-        """The most groups of each deployment."""
         return self.deployments.most_groups(len(self.names))
 
     def shown_groups(self, row: Deployment) -> int:
@@ -556,26 +532,21 @@ class Replica:
         return self.roster != before
 
     def saw_epoch(self, number: int) -> None:
-        """Note that an epoch of this number exists."""
         check_leaps((number, self.epoch))
         self.epoch = max(self.epoch, number)
 
     # --- requests at this node
 
     def admit(self, node_id: str, name: str, fingerprint: str, seal: Seal) -> None:
-        """Add a member that joined through this node. Raises UserError as `Roster.admitting` does."""
         self.hold(self.roster.admitting(node_id, name, fingerprint, seal))
 
     def state_holder(self, node_id: str, seal: Seal, *, holds: bool) -> None:
-        """State that a member holds the authority's key, or no longer does."""
         self.hold(self.roster.stating(node_id, seal, holds=holds))
 
     def remove(self, node_id: str, seal: Seal) -> None:
-        """Remove a member, as a user at this node requested. Raises UserError when there is none."""
         self.hold(self.roster.removing(node_id, seal))
 
     def hold(self, roster: Roster) -> None:
-        """Go on with another roster."""
         self.roster, self.digest = roster, roster.digest()
         self.names = {node_id: entry.name for node_id, entry in roster.members().items()}
 

@@ -69,7 +69,6 @@ class TokenIssuing:
         raise refusal
 
     async def _asked(self, holder: str) -> str:
-        """Return a join token of that Mac. Raises UserError when it issues none."""
         wanted = TokenWanted(secrets.token_bytes(16))
         try:
             issued = await self._node.links.ask(holder, wanted, TokenIssued, ANSWER_S)
@@ -80,7 +79,6 @@ class TokenIssuing:
         return self._checked(issued.token, holder)
 
     def _checked(self, text: str, holder: str) -> str:
-        """Return the token as it is written here. Raises UserError for one that is not of this cluster."""
         membership = self._node.identity.member
         with contextlib.suppress(ConfigError):
             token = read_token(text)
@@ -95,10 +93,7 @@ class TokenIssuing:
         )
 
     def _made(self, asked_by: str) -> str:
-        """Return a new join token. `asked_by` is the member that requested it; empty for this one.
-
-        Raises UserError when too many tokens are open.
-        """
+        """Return a new token, which the member `asked_by` requested, or this one. Raises UserError."""
         node, member = self._node, asked_by or self._node.node_id
         fresh, now = secrets.token_bytes(SECRET_BYTES), time.monotonic()
         token = self.issuer.issue(fresh, now, member, own=not asked_by)
@@ -126,7 +121,6 @@ ServeRequests = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable
 
 
 def bind_control(host: str, port: int) -> socket.socket:
-    """Return the listening socket of the control port. Raises ConfigError when it cannot be opened."""
     try:
         return listen(host, port)
     except OSError as error:
@@ -167,7 +161,6 @@ class ControlPort:
         )
 
     async def run(self) -> None:
-        """Run until cancelled."""
         await self._acceptor.run()
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: Peer) -> None:
@@ -190,7 +183,6 @@ class ControlPort:
         return not self._is_removed(identity) and self._node.links.linked(identity)
 
     def _cut(self, whose: Callable[[NodeIdentity], bool]) -> None:
-        """Abort requests links, which cancels the requests that came over them."""
         for writer, identity in self._requests.items():
             if whose(identity):
                 writer.transport.abort()

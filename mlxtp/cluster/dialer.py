@@ -29,10 +29,7 @@ _OURS_TO_MEND = (Code.DUPLICATE_NODE, Code.REMOVED_NODE, Code.MISMATCH)
 
 
 class Dialer:
-    """Link keeper: dials every member that can be reached.
-
-    `port` is that of this agent's control port. `rewired` is called when this machine's addresses changed.
-    """
+    """Dials every member that can be reached. `port` is that of this agent's control port."""
 
     def __init__(
         self, node: ClusterNode, credentials: Credentials, port: int, rewired: Callable[[], None]
@@ -52,7 +49,6 @@ class Dialer:
         self.sightings: tuple[DiscoveredPeer, ...] = ()
 
     async def run(self) -> None:
-        """Dial until cancelled; then send a goodbye on the network."""
         if self._settings.discovery:
             only = (self._settings.loopback,) if self._settings.loopback else ()
             await self._discovery.start(self._advert(), only)
@@ -79,13 +75,11 @@ class Dialer:
         return self._discovery.problem
 
     def woke(self) -> None:
-        """Retry all addresses after this machine slept: members that were out of reach may be back."""
         self._dialing.interfaces_changed(time.monotonic())
         if self._settings.discovery:
             self._discovery.refresh()
 
     def _notice_interfaces(self, now: float) -> None:
-        """Detect changed addresses: with other cables, other nodes may be behind the known addresses."""
         if now < self._look_at:
             return
         self._look_at = now + INTERFACES_S
@@ -142,9 +136,7 @@ class Dialer:
                 self._node.introduction.problem = ""
 
     def _log_once(self, address: str, error: MlxtpError) -> None:
-        """Log an error that the user can fix, but not repeatedly. The absence of a member is only debug
-        output.
-        """
+        """Log an error that the user can fix, once. The absence of a member is only debug output."""
         quiet = error.code in (Code.LINK_LOST, Code.LINK_TIMEOUT)
         said, at = self._logged.get(address, ("", 0.0))
         if error.detail == said and time.monotonic() - at < TOLD_S:

@@ -108,11 +108,9 @@ class Leadership:
 
     @property
     def draining(self) -> frozenset[str]:
-        """Return the nodes that are about to stop."""
         return frozenset(self._leaving)
 
     def persistent_state(self) -> ClusterState:
-        """Return the state that has to survive a restart of the agent."""
         claim = self.claim if self.claim.term >= self._floor else LeaderClaim(self._floor)
         replica = self._replica
         return ClusterState(claim, replica.deployments, replica.roster, replica.epoch)
@@ -192,7 +190,6 @@ class Leadership:
         return True
 
     def view(self, membership: Membership, situation: Situation, now: float) -> GroupView:
-        """Return all inputs of a decision about a group."""
         statuses = membership.statuses()
         return GroupView(
             now=now,
@@ -260,7 +257,6 @@ class Leadership:
         return now - following.at >= limit_s * membership.health.patience
 
     def _excuse(self, stood_still_s: float, now: float) -> None:
-        """Add the time for which this node stood still: it is not the coordinator's silence."""
         self._following.at = min(self._following.at + stood_still_s, now)
         self._following.spoke = min(self._following.spoke + stood_still_s, now)
 
@@ -273,7 +269,6 @@ class Leadership:
         ]
 
     def _has_waited(self, statuses: Mapping[str, MemberStatus], now: float) -> bool:
-        """Return True when nodes that were started together with this one had time to show up."""
         missing = any(status.state is MemberState.AWAY for status in statuses.values())
         missing |= not self._founder and len(statuses) == 1  # it has not met the member that admitted it
         return not missing or now - self._started >= self.debounce.start_s

@@ -31,9 +31,8 @@ from ..wire.cluster_messages import MAX_MEMBERS
 class Timeouts:
     """Time limits, in seconds.
 
-    `suspect_s`, `dead_s`  silence after which a member is a suspect, and dead
-    `broken_s`             the time in which a link that broke may come back
-    `lag_s`                how late our own tick may come before we count as unwell
+    After `suspect_s` and `dead_s` of silence a member is a suspect, and dead. A link that broke may come back
+    within `broken_s`. A tick of our own that comes `lag_s` late counts us as unwell.
     """
 
     beat_s: float = 0.5
@@ -44,8 +43,6 @@ class Timeouts:
 
 
 class MemberState(StrEnum):
-    """State of one member, as this node sees it."""
-
     AWAY = "away"
     ALIVE = "alive"
     SUSPECT = "suspect"
@@ -55,8 +52,6 @@ class MemberState(StrEnum):
 
 
 class ChangeCause(StrEnum):
-    """Cause of a change of a member's state."""
-
     LINKED = "linked"
     RETURNED = "the same start of its agent is back"
     RESTARTED = "its agent was restarted"
@@ -193,12 +188,10 @@ class LocalHealth:
 
     @property
     def healthy(self) -> bool:
-        """False while our own loop lags or just did."""
         return self._last_tick >= self._unwell_until
 
     @property
     def patience(self) -> float:
-        """Factor by which all limits are multiplied now."""
         return 1.0 if self.healthy else 2.0
 
     def tick(self, now: float) -> float:
@@ -214,9 +207,9 @@ class LocalHealth:
 class Membership:
     """The members as node `self_id` sees them, since its start `boot_id` at `now`.
 
-    The caller numbers the links and never reuses a number; a member may have two links at a time. Changes
-    wait until `tick` returns them: call it at every beat, and after any input that must take effect at once.
-    Then close every link for which `counts` is false, so that the other end notices, too.
+    The caller numbers the links and never reuses a number. Call `tick`, which returns the changes, at every
+    beat, and after any input that must take effect at once. Then close every link for which `counts` is
+    false.
     """
 
     def __init__(
@@ -236,7 +229,6 @@ class Membership:
     # --- queries
 
     def status_of(self, node_id: str) -> MemberStatus:
-        """Return the status of one node, this node included. An unknown node counts as away."""
         if node_id == self.self_id:
             return MemberStatus(MemberState.ALIVE, self.boot_id, True)
         member = self._members.get(node_id)
@@ -245,11 +237,9 @@ class Membership:
         return MemberStatus(member.state, member.boot_id, member.linked(member.boot_id))
 
     def statuses(self) -> dict[str, MemberStatus]:
-        """Return the status of every member, this node included."""
         return {node_id: self.status_of(node_id) for node_id in (self.self_id, *self._members)}
 
     def counts(self, link: int) -> bool:
-        """Return True while this link counts. Close it otherwise."""
         return link in self._of_link
 
     # --- events
@@ -273,7 +263,6 @@ class Membership:
         self._members[node_id] = _Member(node_id)
 
     def removed(self, node_id: str) -> None:
-        """Remove a member: its links stop counting at once."""
         member = self._members.get(node_id)
         if member is not None and member.state is not MemberState.REMOVED:
             self._drop(member, member.links)
@@ -282,7 +271,7 @@ class Membership:
     def link_up(self, link: int, node_id: str, boot_id: str, address: str, now: float) -> bool:
         """Add a link whose other end has shown its identity. False: close it, it does not count.
 
-        Links do not count from strangers, removed members, incarnations that are over, and ourselves.
+        So it is for strangers, removed members, incarnations that are over, and ourselves.
         """
         if link in self._of_link:
             raise ValueError(f"link {link} is up already")
@@ -305,7 +294,6 @@ class Membership:
         return True
 
     def beat(self, link: int, now: float) -> None:
-        """Note that a beat came over this link."""
         self.heard(link, now)
         if (member := self._of_link.get(link)) is not None:
             member.links[link].beats += 1
@@ -322,7 +310,6 @@ class Membership:
                 self._move(member, ChangeCause.HEARD)
 
     def link_down(self, link: int, now: float) -> None:
-        """Note that this link is gone, closed by either end."""
         if (member := self._of_link.get(link)) is None:
             return
         boot_id = member.links[link].boot_id
@@ -402,7 +389,6 @@ class Membership:
         self._move(member, ChangeCause.TWINS)
 
     def _here(self, member: _Member, boot_id: str, now: float) -> None:
-        """Make incarnation `boot_id`, which has a link, the one that counts."""
         before = member.boot_id
         if before and before != boot_id:
             if member.state in (MemberState.ALIVE, MemberState.SUSPECT):

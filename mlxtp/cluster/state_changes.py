@@ -51,10 +51,7 @@ _HOLDING = b"mlxtp roster holder\0"
 
 
 class RosterProofs:
-    """Signatures that this node makes, and checks of those that it receives.
-
-    `identity` changes when this node gets the authority's key, or gives it up.
-    """
+    """Signatures that this node makes, and checks of those that it receives."""
 
     def __init__(self, identity: Identity) -> None:
         self.identity = identity
@@ -65,7 +62,7 @@ class RosterProofs:
     ) -> RosterEntry:
         """Sign an admission, on a Mac that has the authority; elsewhere add no signature.
 
-        The signature names a Mac as admitted by itself only for this Mac's own key: that marks the founder.
+        It names a Mac as admitted by itself only for this Mac's own key: that marks the founder.
         """
         if admitted_by == entry.node_id and entry.fingerprint != self.identity.fingerprint:
             admitted_by = ""
@@ -76,11 +73,10 @@ class RosterProofs:
         return replace(entry, admission=sign(authority.key, _ADMISSION, *self._admission(entry)).hex())
 
     def own(self, entry: RosterEntry) -> RosterEntry:
-        """Sign this node's own admission, as `admission` does: the founder admitted itself."""
         return self.admission(entry, self.identity.node_id if self.identity.authority else "")
 
     def removal(self, entry: RosterEntry) -> RosterEntry:
-        """Sign the removal that the entry records, in this node's name, and by the authority if it is here.
+        """Sign a removal in this node's name, and by the authority if it is here.
 
         The rights of a removal by the authority do not depend on who held it later.
         """
@@ -92,7 +88,6 @@ class RosterProofs:
         return replace(entry, authorized=sign(authority.key, _AUTHORIZED, *self._authorized(entry)).hex())
 
     def holding(self, entry: RosterEntry) -> RosterEntry:
-        """Sign whether the member holds the authority's key, on a Mac that has it."""
         authority = self.identity.authority
         assert authority is not None
         return replace(entry, holding=sign(authority.key, _HOLDING, *self._holding(entry)).hex())
@@ -122,7 +117,6 @@ class RosterProofs:
     def _is_proven(
         self, entry: RosterEntry, mine: RosterEntry | None, known: Mapping[str, RosterEntry]
     ) -> bool:
-        """Return True when an entry has no removal, or proves it."""
         if not entry.removed:
             return all(getattr(entry, name) == empty for name, empty in NOT_REMOVED.items())
         if mine is not None and mine.removal and removal_of(entry) == removal_of(mine):
@@ -135,7 +129,6 @@ class RosterProofs:
         return remover is not None and _may_remove(remover, entry, known)
 
     def _is_holding_proven(self, entry: RosterEntry, mine: RosterEntry | None) -> bool:
-        """Return True when an entry has no statement on the authority's key, or proves it."""
         if mine is not None and holding_of(entry) == holding_of(mine):
             return True
         if not entry.holding:
@@ -164,9 +157,9 @@ class RosterProofs:
 def _may_remove(remover: RosterEntry, entry: RosterEntry, known: Mapping[str, RosterEntry]) -> bool:
     """Return True when the rules let one member without the authority remove another.
 
-    A member may leave. A member removes no other after a removal of its own that the authority, the founder
-    or itself signed. Removals by others do not end that right: their versions prove nothing. Holders of the
-    authority's key are exempt when rosters are merged.
+    A member removes no other after a removal of its own that the authority, the founder or itself signed.
+    Removals by others do not end that right: their versions prove nothing. Holders of the authority's key are
+    exempt when rosters are merged.
     """
     if remover.fingerprint == entry.fingerprint:
         return True
@@ -179,7 +172,6 @@ def _may_remove(remover: RosterEntry, entry: RosterEntry, known: Mapping[str, Ro
 
 
 def _with_admission(entry: RosterEntry, held: RosterEntry) -> RosterEntry:
-    """Return an entry with the admission of another entry of the same key."""
     return replace(
         entry,
         node_id=held.node_id,
@@ -214,10 +206,7 @@ def _holds(key: PublicKey, signature: str, label: bytes, parts: list[bytes]) -> 
 
 
 def restored(proofs: RosterProofs, identity: Identity, name: str, kept: ClusterState) -> Replica:
-    """Restore the kept state, with this node as a member.
-
-    If the authority's key is here, the roster says so.
-    """
+    """Restore the kept state, with this node as a member, and as a holder if the authority's key is here."""
     found = Replica(identity.node_id, kept)
     if identity.node_id not in found.roster.members():
         found.admit(identity.node_id, name, identity.fingerprint, proofs.own)
@@ -242,10 +231,7 @@ class Enrolment:
     def admit(
         self, node_id: str, name: str, fingerprint: str, *, by: str = "", address: str = "", token: str = ""
     ) -> None:
-        """Admit a new member, by a `token` that `by` requested; without one another Mac let it in.
-
-        Raises UserError when it cannot be one.
-        """
+        """Admit a member, by a `token` that `by` requested; else another Mac let it in. Raises UserError."""
         seal = partial(self._proofs.admission, admitted_by=by, address=address, at=int(time.time()))
         self._replica.admit(node_id, name, fingerprint, seal)
         self._changed()
@@ -260,8 +246,7 @@ class Enrolment:
     def remove(self, *node_ids: str) -> None:
         """Remove members.
 
-        Raises UserError for a node that is no member, and for one that holds the authority's key, if this Mac
-        does not.
+        Raises UserError for no member, and for a holder of the authority's key if this Mac is none.
         """
         replica, name_of = self._replica, self._name_of
         holders = replica.roster.holders()
@@ -280,7 +265,6 @@ class Enrolment:
         self._changed()
 
     def received(self, link: ControlLink | None, members: Members) -> None:
-        """Take in another member's roster, which came over a link or from a member without one."""
         replica, before = self._replica, self._replica.roster
         if replica.enrols(self._proofs.proven(members.entries, before)):
             for entry in replica.roster.entries:
@@ -322,10 +306,7 @@ TableHandler = Callable[[DeploymentTable, DeploymentTable], None]
 
 
 class DesiredDeployments:
-    """Changes of the deployments. `changed` is called after each, when all handlers have run.
-
-    `name_of` returns a node's name, for users.
-    """
+    """Changes of the deployments. `changed` is called after each, when all handlers have run."""
 
     def __init__(
         self,
@@ -348,11 +329,9 @@ class DesiredDeployments:
 
     @property
     def table(self) -> DeploymentTable:
-        """The present deployments."""
         return self._replica.deployments
 
     def has(self, model: str, *, replace: bool = False, **asked: Any) -> bool:
-        """Return True if the table is already as `serve` would make it."""
         return self._is_there(self.row(model, **asked), replace=replace)
 
     def row(self, model: str, **asked: Any) -> Deployment:
@@ -385,7 +364,6 @@ class DesiredDeployments:
         return row == self.table.get(row.name) and (not replace or len(self.table.live()) == 1)
 
     def unload(self, model: str) -> None:
-        """Remove the deployment of `model`. Raises UserError when there is none."""
         table, name = self._replica.deployments, name_of(model)
         if table.get(name) is None:
             deployed = ", ".join(row.name for row in table.live()) or "none"
@@ -393,7 +371,6 @@ class DesiredDeployments:
         self._set(table.removing(self._replica.self_id, name))
 
     def unload_all(self) -> None:
-        """Remove all deployments."""
         table = self._replica.deployments
         if names := [row.name for row in table.rows if not row.removed]:
             self._set(table.removing(self._replica.self_id, *names))

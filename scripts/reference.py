@@ -1,4 +1,4 @@
-"""Write what docs/ has from the code: settings, commands, families, short names, wire, tables of markups.
+"""Write what docs/ has from the code: settings, commands, families, short names, wire, markups, faults.
 
     make reference
 
@@ -7,20 +7,25 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
 from typer.main import get_command
 
 from mlxtp.cli.main import app
 from mlxtp.description import CacheCapabilities
+from mlxtp.diagnostics.rows import FAULTS, MAC, ROWS
 from mlxtp.engine.families import DIVIDE
 from mlxtp.errors import Exit
 from mlxtp.model_config import (
     ALSO_CALLED,
     MTP_PLACES,
 )
+from mlxtp.placement.faults import Fault
 from mlxtp.placement.model_shape import words_of
 from mlxtp.settings import (
     BY_KEY,
@@ -343,6 +348,56 @@ def api_page() -> str:
     return f"{before}{begin}\n{part}\n{end}{rest.split(end)[1]}"
 
 
+FAULTS_OF = ("<!-- Rows and faults, written by `make reference`. -->", "<!-- End of the faults. -->")
+
+FAULTS_PART = """
+| row | what is examined | why it matters |
+|---|---|---|
+{rows}
+
+## Faults
+
+The table is one of the code (`mlxtp/placement/faults.py`, `mlxtp/diagnostics/checks.py`). Words between ⟨ ⟩ are different each time. With a fault
+that is marked **×**, JACCL does not form over that Mac or port: plans then take another way, and say why. The level is that of the doctor.
+
+{faults}"""
+
+
+def doctor_page() -> str:
+    """Return docs/doctor.md with the tables of rows and faults in it."""
+    begin, end = FAULTS_OF
+    before, rest = (DOCS / "doctor.md").read_text().split(begin)
+    rows = [
+        f"| **{row.title}** `{row.id}`{' (macOS)' if row.systems == MAC else ''} | {row.looks_at} | {row.why} |"
+        for row in ROWS
+    ]
+    titles = {row.id: row.title for row in ROWS} | {"": "Of groups over JACCL, in errors and logs"}
+    tables = [
+        f"### {title}\n\n| fault | it says | why it matters | what to do |\n|---|---|---|---|\n"
+        + "".join(_fault(fault) for fault in FAULTS if fault.row == row)
+        for row, title in titles.items()
+        if any(fault.row == row for fault in FAULTS)
+    ]
+    part = FAULTS_PART.format(rows="\n".join(rows), faults="\n".join(tables))
+    return f"{before}{begin}\n{part}\n{end}{rest.split(end)[1]}"
+
+
+def _fault(fault: Fault[Any]) -> str:
+    level = f", {fault.level}" if fault.row else ""
+    marks = f"`{fault.id}`{level}{' **×**' if fault.stops_rdma else ''}"
+    what, why, fix = (_cell(_with_words(text)) for text in (fault.what, fault.why, fault.fix))
+    if isinstance(fault.test, partial):
+        what = f"{_code(fault.test.args[0])} means: {what}"
+    return f"| {marks} | {what} | {why} | {fix} |\n"
+
+
+def _with_words(template: str) -> str:
+    """Return a text of the table of faults with ⟨words⟩ for its fields, each by the last part of its name."""
+    parts = Formatter().parse(template)
+    named = ((said, re.split(r"[.\[]", field.rstrip("]"))[-1] if field else "") for said, field, *_ in parts)
+    return "".join(said + (f"⟨{name.replace('_', ' ')}⟩" if name else "") for said, name in named)
+
+
 def _code(text: str) -> str:
     """Return a text as code in a table. A new line is `⏎`."""
     fence = "````" if "`" in text else "`"
@@ -351,6 +406,7 @@ def _code(text: str) -> str:
 
 PAGES: Mapping[str, Callable[[], str]] = {
     "api.md": api_page,
+    "doctor.md": doctor_page,
     "settings.md": settings_page,
     "commands.md": commands_page,
     "families.md": families_page,

@@ -4,36 +4,36 @@ from __future__ import annotations
 
 # --- JACCL, `mlx/distributed/jaccl/lib/jaccl/` ------------------------------------------------------------
 
-#: rdma.cpp, jaccl.cpp: errors of `init`, and the errno of the trouble that each means (None: no number).
+#: rdma.cpp, jaccl.cpp: errors of `init`, and the fault that each means.
 WHILE_FORMING = {
-    "[jaccl] Changing queue pair to RTR failed with errno 22": 22,
+    "[jaccl] Changing queue pair to RTR failed with errno 22": "jaccl-address",
     "[jaccl] No IPv4-mapped GID for this device. Thunderbolt RDMA ports only publish one once the interface "
     "has an IPv4 address; assign a link-local address to it, for example: ifconfig <interface> inet "
-    "169.254.0.1 netmask 255.255.0.0 alias": 22,
-    "[jaccl] Changing queue pair to RTR failed with errno 60": 60,
-    "[jaccl] Changing queue pair to RTR failed with errno 16": 16,
-    "[jaccl] Creating the queue pair failed with 'Resource busy (16)'.": 16,
+    "169.254.0.1 netmask 255.255.0.0 alias": "jaccl-address",
+    "[jaccl] Changing queue pair to RTR failed with errno 60": "jaccl-cable",
+    "[jaccl] Changing queue pair to RTR failed with errno 16": "jaccl-busy",
+    "[jaccl] Creating the queue pair failed with 'Resource busy (16)'.": "jaccl-busy",
     "[jaccl] Creating the queue pair failed with errno 16. Thunderbolt RDMA devices support a limited number "
-    "of queue pairs per device and fail here once they are exhausted.": 16,  # mlx #4209, before 0.32.2
-    "[jaccl] Couldn't create completion queue": 16,
-    "[jaccl] Couldn't allocate protection domain": None,
-    "[jaccl] Creating the queue pair failed with 'Invalid argument (22)'.": None,
-    "[jaccl] Creating the queue pair failed with 'No message available on STREAM (96)'.": None,
-    "[jaccl] Changing queue pair to INIT failed with errno 96": None,
-    "[jaccl] Register memory region failed": None,
-    "[jaccl] Could not find device rdma_en9 (3 available)": None,
-    "[jaccl] Could not open device rdma_en9": None,
-    "[jaccl] The configuration should define a valid mesh or a valid ring.": None,
-    "[jaccl] The devices do not form a valid mesh.": None,
-    "[jaccl] The devices do not form a valid ring.": None,
+    "of queue pairs per device and fail here once they are exhausted.": "jaccl-busy",  # mlx #4209
+    "[jaccl] Couldn't create completion queue": "jaccl-busy",
+    "[jaccl] Couldn't allocate protection domain": "jaccl-used-up",
+    "[jaccl] Creating the queue pair failed with 'Invalid argument (22)'.": "jaccl-used-up",
+    "[jaccl] Creating the queue pair failed with 'No message available on STREAM (96)'.": "jaccl-used-up",
+    "[jaccl] Changing queue pair to INIT failed with errno 96": "jaccl-used-up",
+    "[jaccl] Register memory region failed": "jaccl-memory",
+    "[jaccl] Could not find device rdma_en9 (3 available)": "jaccl-device",
+    "[jaccl] Could not open device rdma_en9": "jaccl-device",
+    "[jaccl] The configuration should define a valid mesh or a valid ring.": "jaccl-matrix",
+    "[jaccl] The devices do not form a valid mesh.": "jaccl-matrix",
+    "[jaccl] The devices do not form a valid ring.": "jaccl-matrix",
     "[jaccl] You need to provide via environment variables a rank (JACCL_RANK/MLX_RANK) and a device file "
-    "(JACCL_IBV_DEVICES/MLX_IBV_DEVICES)": None,
+    "(JACCL_IBV_DEVICES/MLX_IBV_DEVICES)": "jaccl-environment",
     "[jaccl] You need to provide via environment variables a rank (JACCL_RANK/MLX_RANK), a device file "
     "(JACCL_IBV_DEVICES/MLX_IBV_DEVICES) and a coordinator ip/port (JACCL_COORDINATOR/"
-    "MLX_JACCL_COORDINATOR).": None,
-    "[jaccl] The JACCL mesh supports up to 8 peers but 9 were provided.": None,
-    "[jaccl] Up to 4 per direction supported but 5 were provided.": None,
-    "[jaccl] Device names should be null, a string or array of strings.": None,
+    "MLX_JACCL_COORDINATOR).": "jaccl-environment",
+    "[jaccl] The JACCL mesh supports up to 8 peers but 9 were provided.": "jaccl-size",
+    "[jaccl] Up to 4 per direction supported but 5 were provided.": "jaccl-size",
+    "[jaccl] Device names should be null, a string or array of strings.": "jaccl-names",
 }
 
 #: Errors that no address, cable or device explains for certain; rdma.cpp, rdma.h, tcp.cpp, ../jaccl.cpp.

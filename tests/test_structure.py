@@ -492,6 +492,7 @@ PURE = (
     "mlxtp.short_names",
     "mlxtp.verbs",
     "mlxtp.placement.model_shape",
+    "mlxtp.placement.faults",
     "mlxtp.placement.formation",
     "mlxtp.groups.side_channel",
     "mlxtp.engine.jaccl",

@@ -24,7 +24,7 @@ from ..groups.health import SERVES, ServingState
 from ..groups.history import MOST, EpochStory, RateMeter
 from ..groups.process_group import EpochGroup
 from ..placement.cost_model import JACCL_MESH, RING_LOOPBACK
-from ..placement.formation import REPLUG
+from ..placement.faults import REPLUG
 from ..placement.topology import NETWORKS, Topology
 from ..wire.cluster_messages import FabricResult, Machine, ModelStatus, RosterEntry, Serving
 from ..wire.messages import Pong

@@ -8,6 +8,7 @@ import platform
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -206,14 +207,12 @@ def doctor(
         return
     if folders:
         raise UserError("folders are read with --postmortem: `mlxtp doctor --postmortem FOLDER ...`")
-    from ..diagnostics.facts import Level
-
     report = _report(home)
     if as_json:
         print_json(report)
     else:
         _show(report)
-    if report["level"] == Level.ERROR:
+    if report["level"] == "error":
         raise typer.Exit(Exit.REFUSED)
 
 
@@ -244,13 +243,13 @@ def _show(report: Mapping[str, Any]) -> None:
 
 def _show_failures(folders: list[Path] | None, home: Path, *, as_json: bool) -> None:
     """Print failures. Needs no agent."""
-    from ..diagnostics import postmortem as examining
+    from ..diagnostics import causes, failure_store
 
-    found = examining.postmortems(folders or [examining.newest(home)])
+    found = failure_store.postmortems(folders or [failure_store.newest(home)])
     if as_json:
-        print_json(examining.as_json(found))
+        print_json({"failures": [asdict(each) for each in found]})
         return
     console = Console(highlight=False)
     for each in found:
-        for line in examining.show(each):
+        for line in causes.show(each):
             console.print(line)

@@ -61,7 +61,7 @@ def carried(answer: Mapping[str, Any]) -> tuple[float, float]:
 
 def replug(carried: float, expected: float) -> str:
     """Return what to do about a cable that carries far less than expected; empty for another one."""
-    from ..placement.formation import MUCH_SLOWER, REPLUG
+    from ..placement.faults import MUCH_SLOWER, REPLUG
 
     return REPLUG if 0 < carried * MUCH_SLOWER < expected else ""
 

@@ -1,6 +1,6 @@
-"""Likely cause of an epoch's failure, found in the files of its ranks and agents. Pure.
+"""Post-mortem of an epoch: the likely cause of its failure, found in the files of its ranks and agents. Pure.
 
-Files come from one Mac or several. `diagnostics/failure_store.py` wrote them.
+Files come from one Mac or several. `diagnostics/failure_store.py` writes and reads them.
 """
 
 from __future__ import annotations
@@ -8,7 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
 
 from ..errors import TERMINATED_STATUS, WEDGED_STATUS, Code, is_consequence
 
@@ -65,6 +69,21 @@ class RankRecord:
     def unfinished(self) -> RecordedStep | None:
         """The oldest of its last steps that did not finish."""
         return next((step for step in self.steps[-4:] if not step.finished_us), None)
+
+    @property
+    def ending(self) -> str:
+        """Its end, in words."""
+        if self.deaf:
+            return "by its agent, with SIGKILL: it ignored SIGTERM"
+        if self.by_agent and self.status == WEDGED_STATUS:
+            return "by its agent: its main thread ignored SIGTERM"
+        if self.by_agent:
+            return "by its agent"
+        if self.signal is not None:
+            return f"by signal {self.signal}"
+        if self.status is None:
+            return "never started"
+        return f"status {self.status}" + (f" ({self.exit_code})" if self.exit_code else "")
 
     @property
     def place(self) -> tuple[int, int, int, int]:
@@ -178,29 +197,23 @@ _CRASHES = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 10: "SIGBUS", 1
 _SIGKILL, _SIGALRM, _SIGTERM = 9, 14, 15
 
 _STUCK = frozenset((Code.RANK_STALLED, Code.ACK_MISSING, Code.LINK_TIMEOUT))
-_PROTOCOL = ("protocol", "a frame broke the rules of its link")
-_CONFIGURATION = ("configuration", "what was asked for cannot be")
-_FORMING = ("forming", "the group did not form")
-_KINDS: Mapping[str, tuple[str, str]] = {
-    Code.FRAME_OVERSIZE: _PROTOCOL,
-    Code.FRAME_MALFORMED: _PROTOCOL,
-    Code.UNKNOWN_TYPE: _PROTOCOL,
-    Code.FIELD_INVALID: _PROTOCOL,
-    Code.WRONG_SEQ: _PROTOCOL,
-    Code.OUT_OF_ORDER: _PROTOCOL,
-    Code.WRONG_UID: _PROTOCOL,
-    Code.NOT_AUTHENTIC: _PROTOCOL,
-    Code.CONFIG: _CONFIGURATION,
-    Code.MODEL_NOT_FOUND: _CONFIGURATION,
-    Code.MODEL_INVALID: _CONFIGURATION,
-    Code.MODEL_NOT_DIVISIBLE: _CONFIGURATION,
-    Code.MODEL_UNSUPPORTED: _CONFIGURATION,
-    Code.MISMATCH: _CONFIGURATION,
-    Code.FORM_FAILED: _FORMING,
-    Code.PROOF_FAILED: ("forming", "the group did not prove that it computes right"),
-    Code.FORWARD_FAILED: ("failed forward", "a forward raised an error"),
-    Code.GPU_TIMEOUT: ("gpu timeout", "a GPU took longer than its system allows"),
-}
+_KINDS: Mapping[str, str] = {
+    code: kind
+    for kind, codes in {
+        "protocol": (
+            Code.FRAME_OVERSIZE, Code.FRAME_MALFORMED, Code.UNKNOWN_TYPE, Code.FIELD_INVALID,
+            Code.WRONG_SEQ, Code.OUT_OF_ORDER, Code.WRONG_UID, Code.NOT_AUTHENTIC,
+        ),
+        "configuration": (
+            Code.CONFIG, Code.MODEL_NOT_FOUND, Code.MODEL_INVALID, Code.MODEL_NOT_DIVISIBLE,
+            Code.MODEL_UNSUPPORTED, Code.MISMATCH,
+        ),
+        "forming": (Code.FORM_FAILED, Code.PROOF_FAILED),
+        "failed forward": (Code.FORWARD_FAILED,),
+        "gpu timeout": (Code.GPU_TIMEOUT,),
+    }.items()
+    for code in codes
+}  # fmt: skip
 _DIFFERENCES = {
     "presence": "did not do the same steps",
     "kind": "did not do the same kind of forward",
@@ -309,8 +322,7 @@ def _spoken(case: Case) -> Cause | None:
         return _differed(case) or Cause("desync", None, f"ranks disagree: {detail}")
     if code in _STUCK:
         return _stuck(case.ranks, detail)
-    kind, words = _KINDS.get(code, (code.replace("_", " "), "it was reported"))
-    return Cause(kind, speaker, f"{words} ({code}): {detail}")
+    return Cause(_KINDS.get(code, code.replace("_", " ")), speaker, f"{code}: {detail}")
 
 
 def _is_cause(code: str, detail: str) -> bool:
@@ -485,3 +497,87 @@ def behind(ranks: Iterable[RankRecord]) -> int | None:
     if len(set(places.values())) < 2:
         return None
     return min(places, key=lambda rank: places[rank])
+
+
+# --- printing ---------------------------------------------------------------------------------------
+
+SHOWN_STEPS = 12
+MAX_STACK_LINES = 12
+
+
+def show(found: Postmortem) -> list[Any]:
+    """Return lines and tables for a terminal."""
+    when = datetime.fromtimestamp(found.ended, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    lines: list[Any] = [f"[bold]epoch {found.epoch}[/] failed at {when}: {escape(found.reason)}"]
+    lines.append(f"likely cause: [bold red]{escape(found.cause.kind)}[/]. {escape(found.cause.words)}")
+    if (difference := found.difference) is not None:
+        values = ", ".join(f"rank {rank} {value}" for rank, value in sorted(difference.values.items()))
+        lines.append(f"ranks differ first at step {difference.seq}, in {difference.what}: {values}")
+    else:
+        lines.append("ranks agree in every step that more than one of them remembers")
+    if found.behind is not None:
+        lines.append(f"rank {found.behind} is behind")
+    lines.append(_ranks_table(found.ranks))
+    if any(rank.steps for rank in found.ranks):
+        lines.append(_steps_table(found))
+    for each in found.ranks:
+        if each.crash:
+            stack = each.crash.strip().splitlines()
+            lines.append(f"[bold]rank {each.rank}[/] stood at")
+            lines += [f"[dim]{escape(line)}[/]" for line in stack[:MAX_STACK_LINES]]
+    for rank, host in sorted(found.elsewhere.items()):
+        where = f"on {host}" if host and host != "here" else "on the Mac that ran it"
+        lines.append(
+            f"of rank {rank} there is no file here: look {escape(where)}, in failures/ of its home, for "
+            f"epoch {found.epoch}, and copy its folder; `mlxtp doctor --postmortem FOLDER FOLDER` reads both"
+        )
+    return lines
+
+
+def _ranks_table(ranks: Iterable[RankRecord]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("rank", "Mac", "ended", "last words", "phase", "step", "forwards", "collectives"):
+        table.add_column(column, justify="right" if column in ("step", "forwards", "collectives") else "left")
+    for rank in ranks:
+        counts = [step for step in rank.steps if step.queued_us]
+        said = f"{rank.code}: {rank.detail}" if rank.code else ""
+        table.add_row(
+            str(rank.rank),
+            escape(rank.node),
+            rank.ending,
+            escape(said),
+            escape(rank.phase),
+            str(rank.steps[-1].seq) if rank.steps else "",
+            str(counts[-1].forwards) if counts else "",
+            str(counts[-1].collectives) if counts else "",
+        )
+    return table
+
+
+def _steps_table(found: Postmortem) -> Table:
+    """Return the last steps, or those around the first difference."""
+    tables: Mapping[int, Mapping[int, RecordedStep]] = {
+        r.rank: {s.seq: s for s in r.steps} for r in found.ranks
+    }
+    seqs = sorted({seq for table in tables.values() for seq in table})
+    seq = found.difference.seq if found.difference is not None else seqs[-1]
+    at = seqs.index(seq)
+    end = min(max(at + SHOWN_STEPS // 2, SHOWN_STEPS), len(seqs))
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    shown.add_column("step", justify="right")
+    for rank in tables:
+        shown.add_column(f"rank {rank}")
+    for each in seqs[max(end - SHOWN_STEPS, 0) : end]:
+        differs = found.difference is not None and each == seq
+        cells = [_cell(table.get(each)) for table in tables.values()]
+        shown.add_row(str(each), *cells, style="bold red" if differs else "")
+    return shown
+
+
+def _cell(step: RecordedStep | None) -> str:
+    if step is None:
+        return "–"
+    what = f"{step.kind} ×{step.rows}"
+    if step.finished_us:
+        return f"{what} {(step.finished_us - step.started_us) / 1e3:.1f} ms {step.digest[:6]}"
+    return f"{what} {'queued' if step.queued_us else 'begun'}, not finished"

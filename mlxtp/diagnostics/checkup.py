@@ -56,7 +56,7 @@ from .facts import (
     PortFacts,
     PowerFacts,
 )
-from .rows import ROWS, examine, to_json
+from .rows import examine, to_json
 
 T = TypeVar("T")
 
@@ -149,10 +149,8 @@ def _of_membership(membership: MemberCertificates) -> list[Certificate]:
 def _https(settings: Settings) -> tuple[list[Certificate], str]:
     own = not settings.http_cert
     path = settings.home / OWN_CERTIFICATE if own else Path(settings.http_cert)
-    if not settings.http_tls and own:
+    if own and not (settings.http_tls and path.exists()):  # the first start makes it
         return [], ""
-    if own and not path.exists():
-        return [], ""  # the first start makes it
     try:
         found = x509.load_pem_x509_certificate(path.read_bytes())
     except (OSError, ValueError) as error:
@@ -335,6 +333,7 @@ def shared(tries: Iterable[Attempt], machine: Machine) -> tuple[Attempt, ...]:
 #: Seconds for which a command listens for other agents. They reply within half a second.
 LISTEN_S = 1.5
 
+
 Json = Mapping[str, Any]
 
 
@@ -359,7 +358,7 @@ class Checkup:
     async def report(self) -> Json:
         """Return the findings by rows. `docs/doctor.md` names the fields."""
         facts = await self.facts()
-        return to_json(examine(ROWS, facts), facts)
+        return to_json(examine(facts), facts)
 
     async def facts(self) -> MachineFacts:
         """Collect all facts. Takes some seconds; the slowest part is `system_profiler`."""
@@ -370,13 +369,17 @@ class Checkup:
             ),
             asyncio.gather(asyncio.to_thread(look_at_memory), self._firewall(), self._power()),
         )
+        agent = self._agent()
+        counts = agent.formations
+        ports = tuple(replace(port, formations=counts.get(port.rdma, 0)) for port in machine.ports)
+        machine = replace(machine, ports=ports)
         members = await self._members(machine)
         tried = [each for member in members for each in member.ours]
         return MachineFacts(
             name=settings.name or socket.gethostname().partition(".")[0],
             now=here_and_now(),
             machine=machine,
-            agent=self._agent(),
+            agent=agent,
             program=program_here(),
             room=MemoryRoom(AdmissionLimits().free_bytes, memory.critical),
             network=replace(network, unicast=await asyncio.to_thread(sent, tried)),

@@ -1,4 +1,4 @@
-"""Facts about one machine, which `diagnostics/checkup.py` fills in, and the findings made of them. Pure.
+"""Facts about one machine, which `diagnostics/checkup.py` fills in. Pure.
 
 None stands for an unknown fact, with the reason beside it where there is one.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from enum import StrEnum
 
 from ..wire.cluster_messages import Machine
 
@@ -219,51 +218,3 @@ class MachineFacts:
         """True if other machines must reach this one, or will after it joins."""
         joins = not self.agent.runs_here and not self.alone
         return bool(self.identity.cluster_id) or self.network.beyond_loopback or joins
-
-
-# --- findings ---------------------------------------------------------------------------------------------
-
-
-class Level(StrEnum):
-    """Levels from good to bad. Only an error keeps this machine from working, alone or with others."""
-
-    OK = "ok"
-    INFO = "info"
-    WARNING = "warning"
-    ERROR = "error"
-
-
-ORDER = tuple(Level)
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One finding.
-
-    `fix` is a command to type or an action to take. `why` replaces the `why` of the row.
-    """
-
-    level: Level
-    what: str
-    fix: str = ""
-    why: str = ""
-
-
-def ok(what: str) -> Finding:
-    """Finding that requires no action."""
-    return Finding(Level.OK, what)
-
-
-def info(what: str, fix: str = "", why: str = "") -> Finding:
-    """Finding worth knowing, or something that is not known."""
-    return Finding(Level.INFO, what, fix, why)
-
-
-def warning(what: str, fix: str, why: str = "") -> Finding:
-    """Finding about something that works, but badly or not for long."""
-    return Finding(Level.WARNING, what, fix, why)
-
-
-def error(what: str, fix: str, why: str = "") -> Finding:
-    """Finding about something that does not work."""
-    return Finding(Level.ERROR, what, fix, why)

@@ -17,7 +17,7 @@ import shutil
 import struct
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,14 @@ from ..errors import (
     Code,
     FailureReport,
     MlxtpError,
+    UserError,
     code_of_exit,
     why_not_written,
 )
 from ..identity.private_files import FILE_MODE, make_private_folder, write_private
 from ..wire.messages import Bootstrap, Error, Pong
 from ..wire.recording import MAX_CRASH_BYTES, RECORDING_BYTES, Recording, Step, decode
+from .causes import EpochRecord, Postmortem, RankRecord, epoch_record, examine, rank_record, text, whole
 
 log = logging.getLogger(__name__)
 
@@ -295,3 +297,71 @@ def _recorded(recording: Recording, end: RankEnd) -> dict[str, Any]:
 
 def _write(path: Path, fields: Mapping[str, Any]) -> None:
     write_private(path, json.dumps(fields, ensure_ascii=False).encode())
+
+
+# --- reading ----------------------------------------------------------------------------------------------
+
+_MAX_BYTES = 4 << 20
+
+#: An epoch's number and id, and the content of a file.
+_Parsed = tuple[tuple[int, str], RankRecord | EpochRecord]
+
+
+def newest(home: Path) -> Path:
+    """Return the folder of the newest failure. Raises UserError when there is none."""
+    found = list((home / FOLDER).glob(PATTERN))
+    if not found:
+        raise UserError(f"no failure is kept in {home / FOLDER}")
+    return max(found, key=age)
+
+
+def postmortems(folders: Sequence[Path]) -> list[Postmortem]:
+    """Return one for each epoch that the folders have files of, oldest first.
+
+    Raises UserError for a folder or file that is no failure's.
+    """
+    return _examined([_parsed(str(path), _read(path)) for folder in folders for path in _files(folder)])
+
+
+def _parsed(where: str, fields: Mapping[str, Any]) -> _Parsed:
+    try:
+        key = (whole(fields["epoch"]), text(fields["epoch_id"]))
+        return key, rank_record(fields) if fields["kind"] == "rank" else epoch_record(fields)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{where} is not what an agent keeps of a failure ({error!r:.200})") from None
+
+
+def _examined(read: Iterable[_Parsed]) -> list[Postmortem]:
+    groups: dict[tuple[int, str], tuple[list[RankRecord], list[EpochRecord]]] = {}
+    for (epoch, epoch_id), fields in sorted(read, key=lambda each: each[0][1] == ""):
+        key = (epoch, epoch_id)
+        if not epoch_id:  # its ranks did not receive the epoch's key before it ended
+            key = next((known for known in groups if known[0] == epoch), key)
+        ranks, agents = groups.setdefault(key, ([], []))
+        if isinstance(fields, RankRecord):
+            ranks.append(fields)
+        else:
+            agents.append(fields)
+    found = [examine(*key, *records) for key, records in groups.items()]
+    return sorted(found, key=lambda each: each.ended)
+
+
+def _files(folder: Path) -> list[Path]:
+    if folder.is_file():
+        return [folder]
+    found = sorted(folder.glob("*.json"))
+    if not found:
+        raise UserError(f"{folder} has no files of a failure")
+    return found
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MAX_BYTES + 1)
+        fields = json.loads(data) if len(data) <= _MAX_BYTES else None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+    if not isinstance(fields, dict):
+        raise UserError(f"{path} is not what an agent keeps of a failure")
+    return fields

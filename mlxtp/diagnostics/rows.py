@@ -1,6 +1,6 @@
-"""The doctor's table: objects of examination, reasons, and remedies; its findings as JSON and in a terminal.
+"""Rows of the doctor: what each examines, and what is said of it besides faults; reports of them.
 
-`docs/doctor.md` is made from the table.
+The faults are those of `placement/faults.py` and of `checks.py`. `docs/doctor.md` is made of both.
 """
 
 from __future__ import annotations
@@ -12,183 +12,348 @@ from typing import Any
 
 from rich.text import Text
 
-from . import checks
-from .facts import ORDER, Finding, Level, MachineFacts
+from ..placement import faults
+from ..placement.faults import ORDER, RDMA_SINCE, THUNDERBOLT_5_GBPS, Finding, Level, place
+from ..wire.cluster_messages import Machine
+from .checks import (
+    OF_FACTS,
+    SHOWN,
+    answering,
+    certificate_state,
+    fingerprints,
+    gb,
+    names,
+    stage_shares,
+    version,
+)
+from .facts import MachineFacts
+
+FAULTS = (*faults.FAULTS, *OF_FACTS)
+
+
+def ok(what: str) -> Finding:
+    return Finding(Level.OK, what)
+
+
+def info(what: str) -> Finding:
+    """Return something worth knowing, or something that is not known."""
+    return Finding(Level.INFO, what)
+
+
+# --- what is said of a row besides its faults; `bad` where it has a warning or an error -------------------
+
+
+def _agent(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
+    agent = facts.agent
+    if agent.runs_here:
+        yield ok(f"runs as process {agent.pid}, answers at {agent.url}; the findings below are its own")
+
+
+def _serving(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
+    agent = facts.agent
+    if agent.state == "ready":
+        yield ok(f"{agent.model or 'a model'} is served")
+    elif agent.state and agent.state != "failed" and not (facts.model.wanted and agent.waiting):
+        why = agent.reason or agent.waiting
+        yield info(agent.state + (f": {why}" if why not in ("", agent.problem_of_cluster) else ""))
+
+
+def _fabric(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
+    if facts.agent.fabric and facts.agent.state == "ready":
+        yield ok(f"{facts.agent.fabric} serves")
+
+
+def _stages(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
+    if facts.agent.stages and not bad:
+        shares = stage_shares(facts)
+        yield ok(shares) if shares else info("too little work since the model was loaded to judge them")
+
+
+def _system(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
+    machine = facts.machine
+    if machine.system != "macos":
+        yield ok(f"{machine.release or machine.system}, kernel {machine.build}")
+    elif not (release := version(machine.release)):
+        yield info("not known: which macOS this is")
+    elif release >= RDMA_SINCE:
+        yield ok(f"macOS {machine.release} ({machine.build}), {machine.model}, {machine.chip}")
+
+
+def _rdma(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
+    machine = facts.machine
+    if unread := _unread(machine, "rdma_ctl", "ibv_devices", "ibv_devinfo"):
+        yield info(unread)
+    elif machine.rdma == "enabled":
+        devices = [port.rdma for port in machine.ports if port.rdma]
+        yield ok(f"enabled; devices: {', '.join(devices) or 'none'}")
+    elif not bad:
+        old = () < version(machine.release) < RDMA_SINCE
+        fast = any(port.gbps >= THUNDERBOLT_5_GBPS for port in machine.ports)
+        why = "macOS is older than 26.2" if old else "it takes Thunderbolt 5"
+        yield info(f"this Mac has none{'' if fast else f': {why}'}")
+    if counted := [port for port in machine.ports if port.formations]:
+        each = ", ".join(f"{port.formations} over {port.rdma}" for port in counted)
+        yield info(f"RDMA groups that serve, or whose ranks were killed since this Mac started: {each}")
+
+
+def _cables(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
+    machine = facts.machine
+    cabled = [port for port in machine.ports if port.peer_domain]
+    if unread := _unread(machine, "system_profiler", "networksetup"):
+        yield info(unread)
+    elif not cabled:
+        yield info(f"none of {len(machine.ports)} Thunderbolt ports leads to another Mac")
+    else:
+        yield from (ok(f"{place(port)} leads to another Mac, {port.gbps or '?'} Gb/s") for port in cabled)
+
+
+def _bridge(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
+    up = facts.machine.bridge_up
+    if unread := _unread(facts.machine, "ifconfig"):
+        yield info(unread)
+    elif not bad:
+        yield ok("bridge0 is up, and not in the way: there is no RDMA" if up else "bridge0 is down")
+
+
+def _addresses(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
+    machine = facts.machine
+    for port in machine.ports:
+        own = [each.address for each in machine.interfaces if each.name == port.interface and each.up]
+        if port.peer_domain and own:
+            yield ok(f"{place(port)} has {', '.join(own)}")
+    up = [each for each in machine.interfaces if each.up]
+    networks = [f"{each.address} ({each.name})" for each in up if each.kind != "thunderbolt"]
+    yield ok(f"networks: {', '.join(networks[:6]) or 'none but cables'}")
+
+
+def _local_network(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
+    if bad:
+        return
+    if facts.network.multicast is None and not facts.network.unicast:
+        yield info("not known: no network is up that could be tried")
+    else:
+        yield ok("this process may send into the local network")
+
+
+def _firewall(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
+    wall = facts.firewall
+    if wall.problem:
+        yield info(f"not known: {wall.problem}")
+    if wall.enabled is False:
+        yield ok("off")
+    elif wall.enabled and wall.app == "allowed" and not wall.blocks_all:
+        yield ok(f"on, and lets others in to {facts.program}")
+    elif wall.drops is False:
+        yield ok("no rule keeps connections out")
+    elif (wall.enabled or wall.drops) and not facts.among_others:
+        yield info("on; no other machine has to connect")
+
+
+def _ports(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
+    for port in facts.network.ports:
+        if not port.problem:
+            yield ok(f"{port.name} {port.address} {'is ours' if port.ours else 'is free'}")
+
+
+def _mdns(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
+    network = facts.network
+    missed = [each.name for each in facts.members if each.linked and not each.heard]
+    if not facts.discovery:
+        yield info("switched off (--no-discovery, --alone): others are found by address only")
+    elif network.multicast_problem or network.multicast:
+        if not bad:
+            yield info("nothing can be sent; no other machine has to be found")
+    elif not network.listened:
+        yield info("not known: discovery was not tried")
+    elif not bad:
+        yield ok(f"found: {names(network.heard) or 'no other Mac'}")
+        if missed:
+            yield info(f"not found by multicast, but reached by address: {names(missed)}")
+
+
+def _peers(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
+    if not facts.members:
+        yield info("there are none" if facts.identity.cluster_id else "this machine belongs to no cluster")
+    for member in facts.members:
+        there = answering(member)
+        if member.linked and not member.ours:
+            yield ok(f"{member.name} has a link")
+        elif member.linked and there:
+            other = f"reached; `mlxtp doctor` on {member.name} shows the way back"
+            yield ok(f"{member.name}: {'both ways' if member.called else other}")
+        elif there and not member.state and not member.refused:
+            yield ok(f"{member.name} takes connections at {names(there)}; only an agent knows the way back")
+
+
+def _identity(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
+    identity = facts.identity
+    for each in identity.certificates:
+        if not certificate_state(each, facts):
+            until = "" if each.ends.year == 9999 else f" until {each.ends:%Y-%m-%d}"
+            yield ok(f"the certificate of {each.name} holds{until}")
+    if identity.keys and not identity.keys_problem:
+        yield ok(f"API keys: {identity.keys}")
+    if identity.problem or not identity.cluster_id:
+        return
+    others = " and ".join(identity.holders)
+    if identity.authority_here:
+        yield ok(f"join tokens are issued {f'here and by {others}' if others else 'here'}: `mlxtp token`")
+    elif not facts.agent.runs_here:
+        yield info("not known whether a Mac can join: only an agent knows which Macs issue join tokens")
+    elif identity.holders_here:
+        yield ok(f"join tokens are issued by {' and '.join(identity.holders_here)}: `mlxtp token`")
+    else:
+        who = others or "the Mac that founded the cluster"
+        yield info(f"no Mac can join now: only {who} issues join tokens, and cannot be reached")
+
+
+def _models(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
+    model = facts.model
+    if not facts.identity.cluster_id:
+        yield info("there is no other member to compare with")
+        return
+    if not model.wanted:
+        yield info("no model is wanted" if facts.agent.runs_here else "not known: only an agent knows")
+        return
+    told = fingerprints(facts)
+    known = {each for each in told.values() if each}
+    if len(known) == 1:
+        count = len([each for each in told.values() if each])
+        same = f", the same on {count} machines" if count > 1 else ""
+        yield ok(f"{model.wanted}: {known.pop()[:SHOWN]}{same}")
+    lacking = {each.name for each in facts.members if each.model_problem}
+    lacking |= {"this machine"} if model.problem else set()
+    if late := [name for name, each in told.items() if not each and name not in lacking]:
+        yield info(f"still looked for or downloaded, or unknown, on {', '.join(late)}")
+
+
+def _gpu_memory(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
+    total, limit, wired = facts.machine.memory_bytes, facts.machine.gpu_bytes, facts.machine.wired_bytes
+    if total and limit:
+        yield ok(f"the GPU may wire {gb(limit)} of {gb(total)}; wired now: {gb(wired)}")
+    else:
+        yield info("not known: how much memory the GPU may wire")
+
+
+def _memory(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
+    machine = facts.machine
+    if not machine.free_bytes:
+        yield info("not known: how much memory is free")
+    elif not bad:
+        yield ok(f"{gb(machine.free_bytes)} of {gb(machine.memory_bytes)} are free")
+
+
+def _power(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
+    if facts.power.problem:
+        yield info(f"not known: {facts.power.problem}")
+    power = facts.machine.power
+    if power == "ac" or (facts.machine.system != "macos" and power != "battery"):
+        yield ok("mains")
+
+
+def _unread(machine: Machine, *commands: str) -> str:
+    """Return the notes of these commands about what they left unknown; "" if there are none."""
+    return "; ".join([each for each in machine.notes if each.partition(": ")[0] in commands])
+
+
+# --- the rows ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class CheckRow:
-    """One line of the doctor's table.
+    """One line of the doctor, on the `systems`.
 
-    `looks_at`, `why` and `fix` are for people: the thing examined, its importance, and the remedy. `check`
-    yields the findings on one of the `systems`.
+    `looks_at` and `why` are for people: the thing examined, and its importance. `state` yields what is said
+    besides its faults.
     """
 
     id: str
     title: str
+    state: Callable[[MachineFacts, bool], Iterable[Finding]]
     looks_at: str
     why: str
-    fix: str
-    check: Callable[[MachineFacts], Iterable[Finding]]
     systems: tuple[str, ...] = ("macos", "linux", "other")
 
 
 MAC = ("macos",)
 
 ROWS: tuple[CheckRow, ...] = (
-    CheckRow(
-        "agent", "Agent",
+    CheckRow("agent", "Agent", _agent,
         "whether `mlxtp node` runs with this home and answers",
         "only the agent sees the network as a service does: macOS lets Terminal and ssh through where it "
-        "keeps services out",
-        "`mlxtp node`; end an agent that hangs, and start it again",
-        checks.of_agent,
-    ),
-    CheckRow(
-        "serving", "Serving",
+        "keeps services out"),
+    CheckRow("serving", "Serving", _serving,
         "the state of the group, why there is none, what the user must fix, failures that are kept",
-        "requests wait, or get a 503, until a group is ready",
-        "what the sentence says; `mlxtp doctor --postmortem` for a group that failed",
-        checks.of_serving,
-    ),
-    CheckRow(
-        "fabric", "Fabric",
+        "requests wait, or get a 503, until a group is ready"),
+    CheckRow("fabric", "Fabric", _fabric,
         "how the Macs of the group exchange (JACCL or TCP), and which groups are left out, and why",
-        "over TCP many models are slower on two Macs than on one",
-        "what the finding names; the group is tried again as soon as cables or ports change",
-        checks.of_fabric,
-    ),
-    CheckRow(
-        "stages", "Stages",
+        "over TCP many models are slower on two Macs than on one"),
+    CheckRow("stages", "Stages", _stages,
         "of a pipeline with rank 0 here: how long each stage computes, and waits for the others",
-        "all go as fast as the slowest stage",
-        "`--split auto`, or by hand fewer layers for that Mac",
-        checks.of_stages,
-    ),
-    CheckRow(
-        "system", "System",
+        "all go as fast as the slowest stage"),
+    CheckRow("system", "System", _system,
         "the version of macOS, or of Linux",
-        "MLX needs macOS 14, RDMA over Thunderbolt 26.2",
-        "`softwareupdate --list`",
-        checks.of_system,
-    ),
-    CheckRow(
-        "rdma", "RDMA",
+        "MLX needs macOS 14, RDMA over Thunderbolt 26.2"),
+    CheckRow("rdma", "RDMA", _rdma,
         "`rdma_ctl status`, `ibv_devices`",
-        "without it Macs communicate over TCP, and many models are slower on two Macs than on one",
-        "in Recovery: `rdma_ctl enable`",
-        checks.of_rdma, MAC,
-    ),
-    CheckRow(
-        "cables", "Cables",
+        "without it Macs communicate over TCP, and many models are slower on two Macs than on one", MAC),
+    CheckRow("cables", "Cables", _cables,
         "each Thunderbolt port with a Mac at the other end: its speed, its RDMA port, hubs in between",
-        "a cable in a port without RDMA, a slow one, or a hub costs more than any setting",
-        "the port or cable that the finding names",
-        checks.of_cables, MAC,
-    ),
-    CheckRow(
-        "bridge", "Bridge",
+        "a cable in a port without RDMA, a slow one, or a hub costs more than any setting", MAC),
+    CheckRow("bridge", "Bridge", _bridge,
         "whether `bridge0`, the Thunderbolt bridge, holds the ports while RDMA is enabled, or several "
         "cables",
         "RDMA connections fail with errno 22 as long as it does, so a TCP ring is used; a circle of cables "
-        "through bridges is a broadcast storm",
-        "`sudo ifconfig bridge0 down`; for good, switch its service off, by the name that the finding has",
-        checks.of_bridge, MAC,
-    ),
-    CheckRow(
-        "addresses", "Addresses",
+        "through bridges is a broadcast storm", MAC),
+    CheckRow("addresses", "Addresses", _addresses,
         "whether each cabled port, or the bridge where RDMA is off, has an IPv4 address that stays; the "
         "other networks",
-        "neither RDMA nor TCP uses a port without one; a self-assigned one changes with the next cable, "
-        "and TCP to it may leave by Wi-Fi",
-        "`sudo ifconfig en3 inet ADDRESS netmask 255.255.255.252`, or `sudo networksetup -setmanual` for "
-        "good, with the pair and the names that the finding has",
-        checks.of_addresses,
-    ),
-    CheckRow(
-        "local-network", "Local network",
-        "whether a packet may leave for the group of multicast DNS and for other members, while "
-        "loopback works",
-        "since macOS 15 a service may be silently kept from the local network (errno 65): it "
-        "finds no other Mac, and none finds it",
-        "System Settings > Privacy & Security > Local Network, or a LaunchDaemon, which is exempt",
-        checks.of_local_network, MAC,
-    ),
-    CheckRow(
-        "firewall", "Firewall",
-        "macOS: whether it is on, blocks everything, or blocks this Python. Linux: chains of "
-        "netfilter for what comes in, if they may be read",
-        "members and clients cannot connect to this machine",
-        "`sudo /usr/libexec/ApplicationFirewall/socketfilterfw --unblockapp PYTHON`",
-        checks.of_firewall,
-    ),
-    CheckRow(
-        "ports", "Ports",
+        "neither RDMA nor TCP uses a port without one; a self-assigned one changes with the next cable, and "
+        "TCP to it may leave by Wi-Fi"),
+    CheckRow("local-network", "Local network", _local_network,
+        "whether a packet may leave for the group of multicast DNS and for other members, while loopback "
+        "works",
+        "since macOS 15 a service may be silently kept from the local network (errno 65): it finds no other "
+        "Mac, and none finds it", MAC),
+    CheckRow("firewall", "Firewall", _firewall,
+        "macOS: whether it is on, blocks everything, or blocks this Python. Linux: chains of netfilter for "
+        "what comes in, if they may be read",
+        "members and clients cannot connect to this machine"),
+    CheckRow("ports", "Ports", _ports,
         "the TCP ports of the agent: its own, or whether they are free",
-        "an agent that does not get its ports does not start",
-        "end the process that has it, or `--control` and `--http`",
-        checks.of_ports,
-    ),
-    CheckRow(
-        "mdns", "Bonjour",
+        "an agent that does not get its ports does not start"),
+    CheckRow("mdns", "Bonjour", _mdns,
         "whether multicast DNS can be sent, and which Macs are found",
-        "members find each other by it; without it, each has to be named by address",
-        "a network without guest isolation or VPN; `--peer HOST:PORT`",
-        checks.of_mdns,
-    ),
-    CheckRow(
-        "peers", "Other members",
+        "members find each other by it; without it, each has to be named by address"),
+    CheckRow("peers", "Other members", _peers,
         "each member: whether this machine gets a TCP connection to each of its addresses, and whether the "
-        "member has opened one to this machine; why one of the two refused the other; "
-        "whether its mlx-metal is made for the same macOS",
-        "a group needs connections in both directions",
-        "the firewall or the cable at the end that is not reached",
-        checks.of_peers,
-    ),
-    CheckRow(
-        "identity", "Identity",
+        "member has opened one to this machine; why one of the two refused the other; whether its mlx-metal "
+        "is made for the same macOS",
+        "a group needs connections in both directions"),
+    CheckRow("identity", "Identity", _identity,
         "the files of the identity and their permissions, validity of certificates, API keys, which Mac "
         "issues join tokens",
-        "a Mac without a valid identity is not a member; clients reject an expired certificate",
-        "the command that the finding names",
-        checks.of_identity,
-    ),
-    CheckRow(
-        "models", "Model files",
+        "a Mac without a valid identity is not a member; clients reject an expired certificate"),
+    CheckRow("models", "Model files", _models,
         "the fingerprint of the wanted model on each member: a hash of `config.json` and, of each file of "
-        "weights, of its name, its size and 1 MiB at its beginning, middle and end. Not of all bytes, nor of "
-        "the tokenizer: `mlxtp verify` reads all of a model of the Hub",
-        "ranks with different files compute different tokens, so no group is formed of them",
-        "`mlxtp verify MODEL --repair` on each for a model of the Hub; for a folder, the same files on all",
-        checks.of_models,
-    ),
-    CheckRow(
-        "gpu-memory", "GPU memory",
+        "weights, of its name, its size and 1 MiB at its beginning, middle and end. Not of all bytes, nor "
+        "of the tokenizer: `mlxtp verify` reads all of a model of the Hub",
+        "ranks with different files compute different tokens, so no group is formed of them"),
+    CheckRow("gpu-memory", "GPU memory", _gpu_memory,
         "how much the GPU may wire, and whether memory is wired though no model is loaded, or stayed so "
         "after ranks ended",
-        "a limit too close to all of the memory freezes a Mac; memory that is not released is lost "
-        "to models",
-        "`sudo sysctl iogpu.wired_limit_mb=MB` (until the next restart); a restart for memory that is stuck",
-        checks.of_gpu_memory, MAC,
-    ),
-    CheckRow(
-        "memory", "Memory",
+        "a limit too close to all of the memory freezes a Mac; memory that is not released is lost to "
+        "models", MAC),
+    CheckRow("memory", "Memory", _memory,
         "free memory, and on a Mac the kernel's memory pressure",
-        "below 256 MiB, this machine and the Macs of its group refuse requests",
-        "end other programs, or a smaller model",
-        checks.of_memory,
-    ),
-    CheckRow(
-        "power", "Power",
+        "below 256 MiB, this machine and the Macs of its group refuse requests"),
+    CheckRow("power", "Power", _power,
         "mains or battery; on a Mac Low Power Mode, sleep, and what happens after a power cut",
-        "a Mac that slows down or sleeps holds up all others",
-        "`sudo pmset -a lowpowermode 0`, `sudo pmset -c sleep 0`, `sudo pmset -a autorestart 1`",
-        checks.of_power,
-    ),
+        "a Mac that slows down or sleeps holds up all others"),
 )  # fmt: skip
 
 
-# --- findings ---------------------------------------------------------------------------------------------
+# --- reports ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,11 +369,17 @@ class Examined:
         return max((each.level for each in self.findings), key=ORDER.index)
 
 
-def examine(rows: Iterable[CheckRow], facts: MachineFacts) -> tuple[Examined, ...]:
+def examine(facts: MachineFacts) -> tuple[Examined, ...]:
     """Return this machine's findings in the order of the rows. Rows without a finding are left out."""
-    here = (row for row in rows if facts.machine.system in row.systems)
-    found = (Examined(row, tuple(row.check(facts))) for row in here)
-    return tuple(each for each in found if each.findings)
+    row_of = {fault.id: fault.row for fault in FAULTS}
+    seen = faults.faults_of(facts.machine) + [each for fault in OF_FACTS for each in fault.found(facts)]
+    examined = []
+    for row in ROWS:
+        found = [each for each in seen if row_of[each.id] == row.id]
+        found += row.state(facts, any(each.level in (Level.WARNING, Level.ERROR) for each in found))
+        if found and facts.machine.system in row.systems:
+            examined.append(Examined(row, tuple(found)))
+    return tuple(examined)
 
 
 def to_json(examined: Sequence[Examined], facts: MachineFacts) -> Mapping[str, Any]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from ..errors import MlxtpError
 from ..identity.private_files import read_private, write_private
 from ..placement.cost_model import default_gpu_bytes
-from ..placement.formation import scarcity_advice
+from ..placement.faults import scarcity
 from ..wire.cluster_messages import MAX_NOTES, Machine
 from ..wire.codecs import U32, U63, integer
 from ..wire.messages import Bootstrap
@@ -102,7 +102,7 @@ def with_counts(home: Path, machine: Machine) -> Machine:
     machine = replace(machine, stranded_bytes=stranded)
     ports = tuple(replace(port, formations=formations.get(port.rdma, 0)) for port in machine.ports)
     machine = replace(machine, ports=ports)
-    return replace(machine, notes=(*map(str, scarcity_advice(machine)), *machine.notes)[:MAX_NOTES])
+    return replace(machine, notes=(*scarcity(machine), *machine.notes)[:MAX_NOTES])
 
 
 @cache

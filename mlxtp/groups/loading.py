@@ -23,7 +23,7 @@ from ..models.inspect import ModelSource, read_config
 from ..models.manifest import is_commit
 from ..placement import measurements
 from ..placement.cost_model import cabled_bandwidth
-from ..placement.formation import REPLUG
+from ..placement.faults import REPLUG
 from ..placement.pipelines import counted_shares
 from ..wire.cluster_messages import Serving
 from ..wire.messages import Loaded, Unload

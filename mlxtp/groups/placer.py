@@ -15,7 +15,8 @@ from ..errors import Code, GroupError, MlxtpError
 from ..models.local_model import LocalModel, LocalModels
 from ..placement.candidates import Candidate
 from ..placement.cost_model import CHAT
-from ..placement.formation import FailedGroup, links_of, preflight, runs_short
+from ..placement.faults import preflight
+from ..placement.formation import FailedGroup, links_of, runs_short
 from ..placement.model_shape import ModelShape
 from ..placement.planner import Placement, PlacementOptions, plan
 from ..placement.topology import MemberMachine
@@ -201,10 +202,9 @@ class Placer:
         by_rank = {rank: machines[node_id] for rank, node_id in enumerate(chosen.ranks)}
         for rank, node_id in enumerate(chosen.ranks):
             named = list(options.rdma.get(node_id, {}).values())
-            trouble = preflight(
+            if trouble := preflight(
                 rank, by_rank[rank], matrix(chosen), ring=chosen.jaccl_ring, others=by_rank, named=named
-            )
-            if trouble is not None:
+            ):
                 return f"{self._node.name_of(node_id)}: {trouble}"
         return ""
 

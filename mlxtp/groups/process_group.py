@@ -17,7 +17,7 @@ from ..config import Settings
 from ..diagnostics import failure_store
 from ..errors import Code, FailureReport, GroupError, MlxtpError, is_consequence
 from ..models.disk_cache import room_in
-from ..placement.formation import explain, explain_crash
+from ..placement.faults import explain, explain_crash
 from ..wire.blocking import listen
 from ..wire.messages import (
     Bootstrap,

@@ -2,6 +2,6 @@
 
 Read `topology` (links among Macs) and `model_shape` first. `cost_model` estimates speed and memory, from
 `tables` and `measurements`. `candidates` lists the groups that could form, and `planner.plan` chooses one.
-`formation` knows why a group would not form, and judges a Mac's cables and settings. `hardware` probes this
+`faults` is the table of faults, `formation` keeps groups that failed. `hardware` probes this
 machine: `probe_macos` parses, `probe_machine` makes the report of it.
 """

@@ -15,7 +15,7 @@ from ..wire.cluster_messages import FabricResult
 from ..wire.codecs import record
 from ..wire.messages import MAX_TIMED_BYTES, MAX_TIMED_ROUNDS
 from .cost_model import Collective
-from .formation import MUCH_SLOWER
+from .faults import MUCH_SLOWER
 
 SIZES = tuple(1024 * 4**i for i in range(8))  #: Bytes: 1 KiB to 16 MiB.
 CHAIN_BYTES = SIZES[0]

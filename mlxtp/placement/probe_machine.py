@@ -11,7 +11,7 @@ from itertools import chain
 from ..wire.cluster_messages import MAX_NOTES, Machine, Port
 from ..wire.codecs import U63
 from .cost_model import default_gpu_bytes
-from .formation import MAC_STUDIO, THUNDERBOLT_5_GBPS, findings
+from .faults import MAC_STUDIO, THUNDERBOLT_5_GBPS, notes_of
 from .probe_macos import (
     COMMANDS,
     MAX_ADDRESSES,
@@ -113,7 +113,7 @@ def _changing(machine: Machine, outputs: Outputs, read: dict[str, Reading], addr
         machine = replace(machine, ports=tuple(ports), bridge_service=named.get("bridge0", ""))
     links: tuple[NetworkDevice, ...] = read["ifconfig"].value
     if not links:  # without addresses, the missing ones are unknown
-        notes = findings(replace(machine, interfaces=())) + unread
+        notes = notes_of(replace(machine, interfaces=())) + unread
         return replace(machine, notes=notes[:MAX_NOTES])
     holds = any(link.name == "bridge0" and link.enabled and link.members for link in links)
     machine = replace(machine, bridge_up=holds)
@@ -215,7 +215,7 @@ def _addressed(
     """Return `machine` with the interfaces that count, and its notes: advice first, then what is unknown."""
     links = tuple(links)
     machine = replace(machine, interfaces=interfaces(links))
-    notes = findings(machine) + unread  # the faults of a cable do not depend on the requested address
+    notes = notes_of(machine) + unread  # the faults of a cable do not depend on the requested address
     if address:
         named = only(links, address)
         if not named:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from ipaddress import IPv4Address, IPv4Network
 from operator import itemgetter
 
 from ..wire.cluster_messages import Interface, Machine, Port
+from . import faults
 
 THUNDERBOLT = "thunderbolt"
 ETHERNET = "ethernet"
@@ -131,9 +132,9 @@ class Topology:
         if not cables:
             return "no cable"
         for member in (a, b):
-            if trouble := _machine_trouble(member):
+            if trouble := _no_rdma(member):
                 return trouble
-        return next(_cable_trouble(a, b, cable) or "" for cable in cables)
+        return _no_rdma(a, cables[0][0]) or _no_rdma(b, cables[0][1])
 
     def has_cables(self) -> bool:
         """Return whether any two of the members are joined by a Thunderbolt cable, or by hand."""
@@ -177,8 +178,8 @@ class Topology:
             one.node_id: self._overrides.get(one.node_id, {}).get(other.node_id, "")
             for one, other in ((a, b), (b, a))
         }
-        cables = [] if _machine_trouble(a) or _machine_trouble(b) else self._cables.get(pair, [])
-        usable = [cable for cable in cables if not _cable_trouble(a, b, cable)]
+        cables = [] if _no_rdma(a) or _no_rdma(b) else self._cables.get(pair, [])
+        usable = [(one, two) for one, two in cables if not (_no_rdma(a, one) or _no_rdma(b, two))]
         # Both ends of one cable: two cables between the same Macs must not be mixed up.
         probed = {a.node_id: usable[0][0].rdma, b.node_id: usable[0][1].rdma} if usable else {}
         devices = {node: given[node] or probed.get(node, "") for node in given}
@@ -279,25 +280,11 @@ def _answered(one: MemberMachine, first: Interface, other: MemberMachine, second
     )
 
 
-def _machine_trouble(member: MemberMachine) -> str:
-    """Return why no cable of this Mac can carry RDMA; empty if one can."""
-    if member.jaccl is None and member.machine.rdma != "enabled":
-        return f"RDMA is {member.machine.rdma} on {member.name}"
-    if member.machine.bridge_up:
-        return f"bridge0 is up on {member.name}"
-    return ""
-
-
-def _cable_trouble(a: MemberMachine, b: MemberMachine, cable: tuple[Port, Port]) -> str:
-    """Return why this cable cannot carry RDMA; empty if it can."""
-    for member, port in zip((a, b), cable, strict=True):
-        if not port.rdma:
-            return f"port {port.receptacle} of {member.name} has no RDMA"
-        if not port.active:
-            return f"{port.rdma} of {member.name} is not active"
-        if not any(i.name == port.interface and i.up for i in member.machine.interfaces):
-            return f"{port.interface} of {member.name} has no IPv4 address"
-    return ""
+def _no_rdma(member: MemberMachine, port: Port | None = None) -> str:
+    """Return why this Mac, or this port of it, carries no RDMA; empty if it does."""
+    machine = replace(member.machine, rdma="enabled") if member.jaccl else member.machine
+    why = faults.no_rdma(machine, port)
+    return why and f"{member.name}: {why}"
 
 
 def _kind(machine: Machine, interface: Interface) -> str:

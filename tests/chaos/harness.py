@@ -22,7 +22,7 @@ import pytest
 
 from mlxtp.config import Limits
 from mlxtp.diagnostics.causes import Postmortem
-from mlxtp.diagnostics.postmortem import postmortems
+from mlxtp.diagnostics.failure_store import postmortems
 from mlxtp.errors import Code, MlxtpError
 from mlxtp.groups.health import ServingState, is_legal
 from mlxtp.wire.messages import Generate

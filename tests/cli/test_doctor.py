@@ -1,4 +1,4 @@
-"""`mlxtp doctor`, as a user types it, with an agent and without; and its page in docs/."""
+"""`mlxtp doctor`, as a user types it, with an agent and without."""
 
 from __future__ import annotations
 
@@ -22,13 +22,11 @@ from mlxtp.api.endpoint import open_endpoint
 from mlxtp.cli.main import app
 from mlxtp.config import Settings
 from mlxtp.diagnostics import checkup
-from mlxtp.diagnostics.rows import MAC, ROWS, show
+from mlxtp.diagnostics.rows import show
 from mlxtp.errors import Code
 from mlxtp.identity.store import Store
 
 from ..groups.one_node import alone
-
-PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"
 
 
 def type_in(home: Path, *words: str) -> Result:
@@ -163,13 +161,3 @@ def test_a_terminal_without_unicode_gets_ascii_marks() -> None:
     text = "\n".join(line.plain for line in show(report("error"), 80, plain=True))
     assert text.isascii()
     assert text.startswith("x Bad")
-
-
-def test_the_page_has_the_table_as_the_code_has_it() -> None:
-    expected = ["| row | what is examined | why it matters | remedy |", "|---|---|---|---|"]
-    for row in ROWS:
-        only = " (macOS)" if row.systems == MAC else ""
-        expected.append(f"| **{row.title}** `{row.id}`{only} | {row.looks_at} | {row.why} | {row.fix} |")
-    rows = PAGE.read_text().partition("\n## The rows\n")[2]
-    table = [line for line in rows.splitlines() if line.startswith("|")]
-    assert table[: len(expected)] == expected, "\n".join(expected)

@@ -23,11 +23,11 @@ from mlxtp.diagnostics.failure_store import (
     RankEnd,
     epoch_id,
     keep,
+    newest,
     read_recording,
     recorder_memory,
     recording_file,
 )
-from mlxtp.diagnostics.postmortem import newest
 from mlxtp.engine.telemetry import STEP, Recorder
 from mlxtp.errors import TERMINATED_STATUS, Code, ConfigError, FailureReport, GroupError, exit_status
 from mlxtp.wire.messages import Error, Pong

@@ -18,10 +18,8 @@ from mlxtp.diagnostics.facts import (
     AgentFacts,
     Attempt,
     Certificate,
-    Finding,
     FirewallFacts,
     IdentityFacts,
-    Level,
     MachineFacts,
     MemberFacts,
     ModelFacts,
@@ -31,6 +29,7 @@ from mlxtp.diagnostics.facts import (
 )
 from mlxtp.diagnostics.rows import ROWS, Examined, examine, to_json
 from mlxtp.imports import metal_wheel
+from mlxtp.placement.faults import Finding, Level
 from mlxtp.placement.probe_macos import Output
 from mlxtp.wire.cluster_messages import Interface
 
@@ -80,7 +79,7 @@ MINI_WELL = MemberFacts(
 
 
 def row(facts: MachineFacts, wanted: str) -> Examined:
-    (found,) = (each for each in examine(ROWS, facts) if each.row.id == wanted)
+    (found,) = (each for each in examine(facts) if each.row.id == wanted)
     return found
 
 
@@ -90,7 +89,7 @@ def worst(facts: MachineFacts, wanted: str) -> Finding:
 
 
 def test_nothing_is_in_the_way_of_a_mac_that_is_well() -> None:
-    examined = examine(ROWS, well())
+    examined = examine(well())
     assert [each.row.id for each in examined] == [each.id for each in ROWS]
     assert [each.row.id for each in examined if each.level is not Level.OK] == []
 
@@ -126,6 +125,14 @@ CERTIFICATE = Certificate("HTTPS", NOW - timedelta(days=300), NOW + timedelta(da
 SIZE = 128 * GB
 
 
+def _formed(count: int) -> Change:
+    """So many groups over the one cable of this Mac were killed since it started."""
+    return lambda facts: _of(
+        "machine",
+        ports=tuple(replace(each, formations=count) if each.rdma else each for each in facts.machine.ports),
+    )(facts)
+
+
 CASES: list[tuple[str, Change, Level, str, str]] = [
     ("agent", _of("agent", runs_here=False), Level.INFO, "this command's own", "mlxtp node"),
     ("agent", _of("agent", runs_here=False, problem="silent"), Level.ERROR, "did not answer: silent",
@@ -148,14 +155,13 @@ CASES: list[tuple[str, Change, Level, str, str]] = [
      "software"),
     ("rdma", _mac(BOOK), Level.WARNING, "RDMA over Thunderbolt is off", "rdma_ctl enable"),
     ("rdma", _mac(OLD_BOOK), Level.INFO, "this Mac has none", ""),
-    ("rdma", _of("agent", formations={"rdma_en5": 1}), Level.INFO, "started: 1 over rdma_en5", ""),
-    ("rdma", _of("agent", formations={"rdma_en4": 1, "rdma_en5": 2}), Level.WARNING,
-     "1 over rdma_en4, 2 over rdma_en5; owners report room for two or three", "restart this Mac"),
-    ("cables", _mac(ULTRA), Level.WARNING, "next to Ethernet", "Move the cable"),
+    ("rdma", _formed(1), Level.INFO, "started: 1 over rdma_en3", ""),
+    ("rdma", _formed(2), Level.WARNING, "RDMA group over rdma_en3 may need a restart", "restart it when"),
+    ("cables", _mac(ULTRA), Level.WARNING, "next to Ethernet", "move the cable"),
     ("cables", _mac(OLD_BOOK), Level.INFO, "ports leads to another Mac", ""),
     ("serving", _of("agent", slow_link="ring over Thunderbolt carries 12.5 MB/s, where 3,000"), Level.WARNING,
      "carries 12.5 MB/s", "plug it in again"),
-    ("bridge", _mac(MINI), Level.WARNING, "errno 22", "sudo ifconfig bridge0 down"),
+    ("bridge", _mac(MINI), Level.WARNING, "holds the Thunderbolt ports", "sudo ifconfig bridge0 down"),
     ("addresses", _mac(FACTORY), Level.WARNING, "bridge has only 169.254.31.7",
      "sudo networksetup -setmanual 'Thunderbolt Bridge' 10.201."),
     ("addresses", _mac(MINI), Level.WARNING, "Thunderbolt 1 (en2) is cabled",
@@ -255,7 +261,7 @@ CASES: list[tuple[str, Change, Level, str, str]] = [
     ("power", _set("mac_guarded", "power"), Level.INFO, "after a power cut this Mac stays off",
      "autorestart 1"),
     ("power", lambda facts: replace(_mac(BOOK)(facts), power=PowerFacts()), Level.WARNING, "battery",
-     "Plug it in"),
+     "plug it in"),
 ]  # fmt: skip
 
 
@@ -315,7 +321,7 @@ def test_a_linux_machine(tmp_path: Path, settings: str, firewall: str) -> None:
         assert "all TCP ports" in worst(found, "firewall").fix
     macs_only = {each.id for each in ROWS if "linux" not in each.systems}
     assert macs_only == {"rdma", "cables", "bridge", "local-network", "gpu-memory"}
-    assert not macs_only & {each.row.id for each in examine(ROWS, found)}
+    assert not macs_only & {each.row.id for each in examine(found)}
     assert machine.asked == ["nft list ruleset"]
 
 
@@ -329,7 +335,7 @@ def test_a_mac_of_which_nothing_is_known(tmp_path: Path) -> None:
     machine = Machine("mac_well")
     machine.run = fails  # type: ignore[method-assign]
     facts = recorded.facts(tmp_path, machine)
-    examined = examine(ROWS, facts)
+    examined = examine(facts)
     unknown = {each.row.id for each in examined if any("not known" in f.what for f in each.findings)}
     assert {
         "system",
@@ -354,7 +360,7 @@ def test_only_looking_commands_are_run(tmp_path: Path) -> None:
 
 def test_the_report_has_a_reason_for_each_task() -> None:
     facts = _of("network", multicast=65)(well())
-    report = to_json(examine(ROWS, facts), facts)
+    report = to_json(examine(facts), facts)
     assert (report["level"], report["looked"], report["system"]) == ("error", "agent", "macos")
     (found,) = (each for each in report["rows"] if each["id"] == "local-network")
     assert found["findings"][0]["why"].startswith("since macOS 15")

@@ -23,7 +23,7 @@ from mlxtp.diagnostics.failure_store import recording_file
 from mlxtp.engine.mailbox import Mailbox, read_in_background
 from mlxtp.errors import TERMINATED_STATUS, Code, GroupError, LinkError, exit_status
 from mlxtp.groups.side_channel import ROUND_S, RoundReplies, SideChannelHub
-from mlxtp.placement.formation import explain
+from mlxtp.placement.faults import explain
 from mlxtp.wire.blocking import BlockingLink, listen
 from mlxtp.wire.messages import (
     PROTOCOL_VERSION,

@@ -9,7 +9,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,9 +28,8 @@ from mlxtp.api.dialects.responses_request import ResponseStore
 from mlxtp.api.guard import host_name
 from mlxtp.cluster import state_file
 from mlxtp.config import resolve_settings
-from mlxtp.diagnostics.causes import examine, rank_record
-from mlxtp.diagnostics.failure_store import RankEnd, about_rank
-from mlxtp.diagnostics.postmortem import as_json, postmortems, show
+from mlxtp.diagnostics.causes import examine, rank_record, show
+from mlxtp.diagnostics.failure_store import RankEnd, about_rank, postmortems
 from mlxtp.discovery.addresses import SERVICE, Advert, DiscoveredPeer, host_and_port, validate
 from mlxtp.discovery.mdns import info_of
 from mlxtp.engine.loader import MAX_LENGTH, check_header
@@ -172,7 +171,7 @@ _TOKEN = _desk().issue(bytes(16), 0.0)
 def _host() -> Host:
     desk = _desk()
     desk.issue(bytes(16), 0.0)
-    return Host(_AUTHORITY, _MEMBER, desk, bytes(32), members={}, peers=("10.0.0.1:52414",))
+    return Host(_AUTHORITY, _MEMBER, desk, bytes(32), members={}, at=0.0, peers=("10.0.0.1:52414",))
 
 
 def _joiner() -> Joiner:
@@ -514,7 +513,7 @@ def failure(data: bytes) -> None:
     path = Path(_home().name) / "rank.json"
     path.write_bytes(data)
     found = postmortems([path])
-    json.dumps(as_json(found))
+    json.dumps([asdict(each) for each in found])
     for each in found:
         _printed(show(each))
 

@@ -85,7 +85,7 @@ def test_a_mac_reports_its_attempts_and_the_last_one_beforehand(tmp_path: Path) 
         second.rdma: 1,
     }
     assert machine.notes[0].startswith(
-        f"The next RDMA group over {first.rdma} may need a restart of this Mac"
+        f"the next RDMA group over {first.rdma} may need a restart of this Mac"
     )
     assert machine.notes[1:] == studio.notes
     assert max(map(len, machine.notes)) <= 1000

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from mlxtp.placement.formation import cable_addresses, findings
+from mlxtp.placement.faults import cable_addresses, notes_of
 from mlxtp.placement.probe_machine import mac
 from mlxtp.wire.cluster_messages import MAX_SERVICE, Machine, Port
 
@@ -29,7 +29,7 @@ from .recorded_macs import (
 
 def told(of: Machine, word: str) -> str:
     """The one sentence that has this word."""
-    (sentence,) = (sentence for sentence in findings(of) if word in sentence)
+    (sentence,) = (sentence for sentence in notes_of(of) if word in sentence)
     return sentence
 
 
@@ -40,12 +40,12 @@ def with_port(of: Machine, receptacle: int, **changed: object) -> Machine:
 
 @pytest.mark.parametrize("name", [MAX, OLD_BOOK])
 def test_where_all_is_well_nothing_is_said(name: str) -> None:
-    assert findings(machine(name)) == ()
+    assert notes_of(machine(name)) == ()
 
 
 @pytest.mark.parametrize("name", MACS)
 def test_what_is_found_stands_in_the_notes(name: str) -> None:
-    assert machine(name).notes == findings(machine(name))
+    assert machine(name).notes == notes_of(machine(name))
 
 
 def test_rdma_that_is_off_can_be_enabled() -> None:
@@ -53,15 +53,15 @@ def test_rdma_that_is_off_can_be_enabled() -> None:
 
 
 def test_no_user_is_sent_to_recovery_for_what_the_hardware_does_not_have() -> None:
-    assert findings(machine(OLD_BOOK, rdma_ctl="disabled")) == ()
+    assert notes_of(machine(OLD_BOOK, rdma_ctl="disabled")) == ()
 
 
 def test_a_macos_too_old_for_rdma_is_told_when_a_fast_cable_is_in() -> None:
     old = replace(machine(MAX), release="26.1", rdma="unsupported")
     assert "macOS 26.1 has no RDMA" in told(old, "softwareupdate --list")
-    assert findings(replace(old, release="26.2")) == ()
-    assert findings(with_port(old, 2, gbps=40)) == ()
-    assert findings(replace(old, release="")) == ()
+    assert notes_of(replace(old, release="26.2")) == ()
+    assert notes_of(with_port(old, 2, gbps=40)) == ()
+    assert notes_of(replace(old, release="")) == ()
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,10 @@ def test_a_macos_too_old_for_rdma_is_told_when_a_fast_cable_is_in() -> None:
     [
         (machine(MINI), "for good: sudo networksetup -setnetworkserviceenabled Thunderbolt-Bridge off"),
         (machine(FACTORY, **recorded(RDMA_ON)), "setnetworkserviceenabled 'Thunderbolt Bridge' off"),
-        (replace(machine(MINI), bridge_service=""), "After each restart: sudo ifconfig bridge0 down (no"),
+        (
+            replace(machine(MINI), bridge_service=""),
+            "To do: after each restart: sudo ifconfig bridge0 down (no",
+        ),
     ],
 )
 def test_the_bridge_stands_in_the_way_of_rdma(found: Machine, command: str) -> None:
@@ -80,7 +83,7 @@ def test_the_bridge_stands_in_the_way_of_rdma(found: Machine, command: str) -> N
 def test_the_port_next_to_ethernet() -> None:
     assert told(machine(ULTRA), "next to Ethernet").startswith("Thunderbolt 1 (en2)")
     elsewhere = with_port(machine(ULTRA), 1, peer_domain="")
-    assert not [sentence for sentence in findings(elsewhere) if "next to Ethernet" in sentence]
+    assert not [sentence for sentence in notes_of(elsewhere) if "next to Ethernet" in sentence]
 
 
 def test_a_slow_cable() -> None:
@@ -129,24 +132,24 @@ def test_factory_state() -> None:
         assert keep.format(first) in told(end, "bridge has only 169.254.")
         assert told(end, "bridge has only 169.254.").endswith(f"; the other end gets {second}")
     without = told(replace(here, bridge_service=""), "bridge has only 169.254.")
-    assert f"After each restart: {command.format(own, other)}" in without
+    assert f"To do: after each restart: {command.format(own, other)}" in without
     assert "networksetup" not in without
     empty = machine(
         FACTORY, ifconfig=recorded(FACTORY)["ifconfig"].replace("inet 169.254.31.7", "inet 0.0.0.0")
     )
     assert command.format(own) in told(empty, "bridge has no IPv4 address")
     given = machine(FACTORY, ifconfig=recorded(FACTORY)["ifconfig"].replace("169.254.31.7", own))
-    assert not [sentence for sentence in findings(given) if "bridge" in sentence]
+    assert not [sentence for sentence in notes_of(given) if "bridge" in sentence]
     uncabled = with_port(here, 3, peer_domain="")
-    assert not [sentence for sentence in findings(uncabled) if "bridge" in sentence]
+    assert not [sentence for sentence in notes_of(uncabled) if "bridge" in sentence]
 
 
 def test_one_pair_does_not_do_for_a_bridge_with_several_cables() -> None:
     both = with_port(machine(FACTORY), 2, peer_domain="A1A1A101-0000-4000-8000-000000000001")
     assert "-setnetworkserviceenabled 'Thunderbolt Bridge' off" in told(both, "broadcast storm")
-    assert not [sentence for sentence in findings(both) if "10.201." in sentence]
+    assert not [sentence for sentence in notes_of(both) if "10.201." in sentence]
     down = replace(both, bridge_up=False, interfaces=both.interfaces[:1])
-    assert len([sentence for sentence in findings(down) if "10.201." in sentence]) == 2
+    assert len([sentence for sentence in notes_of(down) if "10.201." in sentence]) == 2
 
 
 def test_addresses_that_were_left_out_on_request_are_not_missed() -> None:
@@ -164,20 +167,20 @@ def test_a_hub_is_worth_a_word() -> None:
 def test_a_cable_from_a_mac_to_itself() -> None:
     own = machine(MAX)
     looped = with_port(own, 2, peer_domain=own.ports[2].domain)
-    assert findings(looped) == (told(looped, "this same Mac"),)
+    assert notes_of(looped) == (told(looped, "this same Mac"),)
 
 
 def test_battery() -> None:
-    assert "Plug it in" in told(machine(BOOK), "battery")
-    assert findings(replace(machine(OLD_BOOK), system="linux", power="battery"))
+    assert "To do: plug it in" in told(machine(BOOK), "battery")
+    assert notes_of(replace(machine(OLD_BOOK), system="linux", power="battery"))
 
 
 def test_nothing_is_said_of_a_cable_on_a_machine_that_is_no_mac() -> None:
-    assert findings(replace(machine(MINI), system="linux")) == ()
+    assert notes_of(replace(machine(MINI), system="linux")) == ()
 
 
 def test_the_worst_mac_gets_sentences_that_fit_its_message() -> None:
-    worst = Port(64, "e" * 40, "A" * 64, "B" * 64, True, 999, "", False, "'" * MAX_SERVICE)
+    worst = Port(64, "e" * 40, "A" * 64, "B" * 64, True, 999, "", False, service="'" * MAX_SERVICE)
     slow = replace(worst, gbps=79)
     off = replace(worst, rdma="r" * 60)
     found = replace(
@@ -188,8 +191,8 @@ def test_the_worst_mac_gets_sentences_that_fit_its_message() -> None:
         bridge_service="'" * MAX_SERVICE,
     )
     for rdma in ("enabled", "disabled", "unsupported"):
-        assert all(len(sentence) <= 1000 for sentence in findings(replace(found, rdma=rdma)))
-    sentences = findings(replace(found, rdma="enabled", interfaces=machine(MAX).interfaces))
+        assert all(len(sentence) <= 1000 for sentence in notes_of(replace(found, rdma=rdma)))
+    sentences = notes_of(replace(found, rdma="enabled", interfaces=machine(MAX).interfaces))
     assert len(sentences) == 1 + 3 * 3 + 1
     assert all(len(sentence) <= 1000 for sentence in sentences)
 

@@ -420,7 +420,7 @@ def test_a_refresh_sees_memory_power_addresses_and_active_ports_change() -> None
     assert (after.power, after.gpu_bytes) == ("battery", 100 * GB)
     assert after.interfaces[-1] == replace(before.interfaces[-1], address="10.10.3.6")
     assert not port(after, 2).active
-    assert [sentence.split()[0] for sentence in after.notes] == ["Thunderbolt", "This"]
+    assert [sentence.split()[0] for sentence in after.notes] == ["Thunderbolt", "this"]
 
 
 def test_what_a_refresh_cannot_read_stays_as_it_was() -> None:

@@ -124,7 +124,7 @@ def test_without_rdma_the_ring_runs_over_the_same_cables_and_says_why() -> None:
     assert made.chosen.ring_addresses == ("10.0.0.1", "10.0.0.2")
     assert made.notes == (
         "the ring over Thunderbolt, not JACCL: 1 of 1 links by cables with RDMA are missing: "
-        "a – b (RDMA is disabled on a)",
+        "a – b (a: RDMA over Thunderbolt is off)",
     )
 
 
@@ -243,7 +243,7 @@ def test_an_explicit_backend_is_never_replaced() -> None:
     without = [changed(m, rdma="disabled") for m in desk(2)]
     made = plan(without, shape(**LARGE), A, PlacementOptions(backend="jaccl"))
     assert made.chosen is None
-    assert "RDMA is disabled on a" in made.reason
+    assert "a: RDMA over Thunderbolt is off" in made.reason
     ring = plan(desk(2), shape(**LARGE), A, PlacementOptions(backend="ring"))
     assert ring.backend == "ring"
     assert "the backend ring was requested" in refusal(ring, JACCL_MESH, 2)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mlxtp.placement.formation import Trouble, cable_addresses, explain, explain_crash, preflight
+from mlxtp.placement.faults import Finding, cable_addresses, explain, explain_crash, preflight
 from mlxtp.wire.cluster_messages import Interface, Machine, Port
 
 from ..mlx_errors import OF_NO_KNOWN_TROUBLE, WHILE_FORMING
@@ -52,7 +52,7 @@ C = replace(STUDIO, ports=(port(3, "A4", domain="C3"), port(4, "B6", domain="C4"
 OTHERS = {1: B, 2: C}
 
 
-def refuse(machine: Machine, **how: Any) -> Trouble:
+def refuse(machine: Machine, **how: Any) -> Finding:
     trouble = preflight(0, machine, how.pop("matrix", THREE), **how)
     assert trouble is not None
     assert trouble.fix
@@ -82,30 +82,31 @@ def test_rdma_is_off() -> None:
 
 def test_macos_is_too_old() -> None:
     trouble = refuse(replace(STUDIO, rdma="unsupported", release="26.1.2"))
-    assert trouble.what == "macOS 26.1.2 has no RDMA over Thunderbolt"
+    assert (trouble.id, trouble.what) == ("rdma-needs-macos", "macOS 26.1.2 has no RDMA over Thunderbolt")
     assert "26.2" in trouble.fix
 
 
 @pytest.mark.parametrize(("system", "release"), [("macos", "26.2"), ("macos", ""), ("linux", "13")])
 def test_a_machine_without_rdma(system: str, release: str) -> None:
     trouble = refuse(replace(STUDIO, system=system, rdma="unsupported", release=release))
-    assert "Thunderbolt 5" in trouble.what
+    assert "Thunderbolt 5" in trouble.why
     assert "--backend ring" in trouble.fix
 
 
 def test_errno_22_the_bridge_is_up() -> None:
     trouble = refuse(replace(STUDIO, bridge_up=True))
-    assert (trouble.errno, "sudo ifconfig bridge0 down" in trouble.fix) == (22, True)
+    assert (trouble.id, "errno 22" in trouble.why) == ("bridge-holds-rdma", True)
+    assert "sudo ifconfig bridge0 down" in trouble.fix
 
 
 @pytest.mark.parametrize(
     "interfaces",
-    [(address(3),), (address(3), address(4, up=False)), (address(3), address(4, address=""))],
+    [(address(3),), (address(3), address(4, address=""))],
 )
 def test_errno_22_a_port_without_an_address(interfaces: tuple[Interface, ...]) -> None:
     trouble = refuse(replace(STUDIO, interfaces=interfaces))
-    assert trouble.errno == 22
-    assert trouble.what == "en4, the interface of rdma_en4 for rank 2, has no IPv4 address"
+    assert (trouble.id, "errno 22" in trouble.why) == ("port-without-address", True)
+    assert trouble.what == "Thunderbolt 4 (en4) is cabled to another Mac but has no IPv4 address"
     ours, theirs = cable_addresses("A4", "C3")
     assert f"sudo ifconfig en4 inet {ours} netmask 255.255.255.252; " in trouble.fix
     assert trouble.fix.endswith(f"; the other end gets {theirs}")
@@ -118,9 +119,9 @@ def test_errno_22_a_port_without_an_address(interfaces: tuple[Interface, ...]) -
 def test_errno_60_cables_that_are_swapped_at_one_end() -> None:
     swapped = replace(STUDIO, ports=(port(3, "C3"), port(4, "B5")))
     trouble = refuse(swapped, others=OTHERS)
-    assert trouble.errno == 60
+    assert (trouble.id, "errno 60" in trouble.why) == ("cable-misled", True)
     assert trouble.what == (
-        "the cable in Thunderbolt port 3 (en3), rdma_en3, should lead to rdma_en5 of rank 1 and ends at "
+        "the cable in Thunderbolt 3 (en3), rdma_en3, should lead to rdma_en5 of rank 1 and ends at "
         "another machine"
     )
     assert preflight(0, swapped, THREE) is None, "who knows no other machine cannot tell"
@@ -128,26 +129,26 @@ def test_errno_60_cables_that_are_swapped_at_one_end() -> None:
 
 def test_errno_60_a_cable_in_another_port_of_the_right_mac() -> None:
     trouble = refuse(with_port(3, peer_domain="B6"), others=OTHERS)
-    assert trouble.errno == 60
-    assert trouble.what.endswith(
-        "should lead to rdma_en5 of rank 1 and ends in Thunderbolt port 6 (en6) of it"
-    )
-    assert trouble.fix.startswith("move that end to Thunderbolt port 5 (en5) of rank 1")
+    assert trouble.id == "cable-misled"
+    assert trouble.what.endswith("should lead to rdma_en5 of rank 1 and ends in Thunderbolt 6 (en6) of it")
+    assert trouble.fix.startswith("move that end to Thunderbolt 5 (en5) of rank 1")
 
 
-def test_a_port_that_is_down_gets_no_protection_domain() -> None:
-    trouble = refuse(with_port(4, active=False))
-    assert trouble.what == (
-        "rdma_en4 for rank 2, in Thunderbolt port 4 (en4), is down, and gets no protection domain"
-    )
+@pytest.mark.parametrize(
+    "down", [with_port(4, active=False), replace(STUDIO, interfaces=(address(3), address(4, up=False)))]
+)
+def test_a_port_that_is_down_gets_no_protection_domain(down: Machine) -> None:
+    trouble = refuse(down)
+    assert trouble.what == "Thunderbolt 4 (en4) is cabled, but its RDMA port rdma_en4 is not active"
     assert "PORT_ACTIVE" in trouble.fix
 
 
 def test_a_cable_in_a_port_without_rdma() -> None:
     matrix = (("", "rdma_en2", "rdma_en4"), *THREE[1:])
     trouble = refuse(STUDIO, matrix=matrix)
-    assert trouble.what == "the cable to rank 1 is in Thunderbolt port 2 (en2), which has no RDMA"
-    assert "next to Ethernet" in trouble.fix
+    assert trouble.what == "Thunderbolt 2 (en2) has no RDMA device"
+    by_ethernet = refuse(replace(STUDIO, model="Mac Studio (Mac15,14)"), matrix=matrix)
+    assert by_ethernet.id == "port-next-to-ethernet"
 
 
 def test_a_device_that_is_not_there() -> None:
@@ -161,7 +162,7 @@ def test_what_a_person_named_is_believed() -> None:
     """Its probe is left out; the rest of the machine is read, as long as it is needed."""
     matrix = (("", "mlx5_0", "rdma_en4"), *THREE[1:])
     assert preflight(0, STUDIO, matrix, named={"mlx5_0"}) is None
-    assert "is down" in refuse(with_port(4, active=False), matrix=matrix, named={"mlx5_0"}).what
+    assert "is not active" in refuse(with_port(4, active=False), matrix=matrix, named={"mlx5_0"}).what
     nothing = replace(STUDIO, system="linux", rdma="unsupported", bridge_up=True, ports=(), interfaces=())
     assert preflight(0, nothing, matrix, named={"mlx5_0", "rdma_en4"}) is None
 
@@ -183,8 +184,10 @@ def test_each_rank_is_judged_by_its_own_row() -> None:
 
 
 def test_a_trouble_is_a_sentence_with_its_fix() -> None:
-    sentence = str(refuse(replace(STUDIO, rdma="disabled")))
-    assert sentence.startswith("RDMA over Thunderbolt is off on this Mac. To do: shut this Mac down, hold")
+    trouble = refuse(replace(STUDIO, rdma="disabled"))
+    sentence = str(trouble)
+    assert sentence == f"RDMA over Thunderbolt is off: {trouble.why}. To do: {trouble.fix}"
+    assert trouble.fix.startswith("shut this Mac down, hold the power button")
 
 
 # --- afterwards -------------------------------------------------------------------------------------------
@@ -210,11 +213,11 @@ FIXES = {
 """Part of each message, and of what to do about it."""
 
 
-@pytest.mark.parametrize(("message", "errno"), WHILE_FORMING.items())
-def test_each_message_of_jaccl_is_read_for_what_it_means(message: str, errno: int | None) -> None:
+@pytest.mark.parametrize(("message", "fault"), WHILE_FORMING.items())
+def test_each_message_of_jaccl_is_read_for_what_it_means(message: str, fault: str) -> None:
     trouble = explain(f"mini: rank 1: jaccl did not form: {message}")
     assert trouble is not None
-    assert trouble.errno == errno
+    assert trouble.id == fault
     [fix] = {fix for part, fix in FIXES.items() if part in message}
     assert fix in trouble.fix
     helps = ("errno 60", " open device", " find device", "valid mesh", "valid ring", "connectivity")

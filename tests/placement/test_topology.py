@@ -40,9 +40,12 @@ def test_a_hub_in_between_excludes_no_cable() -> None:
 @pytest.mark.parametrize(
     ("port", "why"),
     [
-        ({"rdma": ""}, "port 1 of a has no RDMA"),
-        ({"active": False}, "rdma_en2 of a is not active"),
-        ({"interface": "en9"}, "en9 of a has no IPv4 address"),
+        ({"rdma": ""}, "a: Thunderbolt 1 (en2) has no RDMA device"),
+        ({"active": False}, "a: Thunderbolt 1 (en2) is cabled, but its RDMA port rdma_en2 is not active"),
+        (
+            {"interface": "en9"},
+            "a: Thunderbolt 1 (en9) is cabled to another Mac but has no IPv4 address",
+        ),
         ({"peer_domain": ""}, "no cable"),
     ],
 )
@@ -57,9 +60,10 @@ def test_a_cable_without_rdma_says_why(port: dict[str, Any], why: str) -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"rdma": "disabled"}, "RDMA is disabled on {}"),
-        ({"rdma": "unsupported"}, "RDMA is unsupported on {}"),
-        ({"bridge_up": True}, "bridge0 is up on {}"),
+        ({"rdma": "disabled"}, "{}: RDMA over Thunderbolt is off"),
+        ({"rdma": "unsupported"}, "{}: this machine has no RDMA over Thunderbolt"),
+        ({"rdma": "in use by another group"}, "{}: RDMA is in use by another group"),
+        ({"bridge_up": True}, "{}: the Thunderbolt bridge, bridge0, holds the Thunderbolt ports"),
     ],
 )
 def test_either_mac_can_stand_in_the_way(place: int, change: dict[str, Any], why: str) -> None:

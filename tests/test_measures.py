@@ -50,7 +50,7 @@ MOST_LINES: Mapping[str, int] = {
     "groups": 7_232,
     "identity": 1_247,
     "models": 3_511,
-    "placement": 4_705,
+    "placement": 4_704,
     "service": 630,
     "text": 5_234,
     "wire": 4_035,

@@ -579,7 +579,7 @@ class _Packing:
 
 def without_rdma(member: MemberMachine) -> MemberMachine:
     """Return a Mac whose RDMA devices serve another group. A device serves one."""
-    return replace(member, jaccl=None, machine=replace(member.machine, rdma=_IN_USE))
+    return replace(member, machine=replace(member.machine, rdma=_IN_USE))
 
 
 def _name(group: str) -> str:

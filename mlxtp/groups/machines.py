@@ -59,7 +59,7 @@ class Machines:
                     link.remote if link is not None else "",
                     not why,
                     why,
-                    jaccl=False if node_id in self._lacking else None,
+                    jaccl=node_id not in self._lacking,
                     held_bytes=held_bytes(node_id),
                     boot_id=status.boot_id,
                     control_from=link.local if link is not None else "",

@@ -135,7 +135,7 @@ class Fabrics:
     def hopes_for_rdma(self) -> bool:
         """True if any of them could have RDMA, so that a plan without it needs a reason."""
         return self._topology.has_cables() or any(
-            m.jaccl or (m.jaccl is None and m.machine.rdma != "unsupported") for m in self._members.values()
+            m.jaccl and m.machine.rdma != "unsupported" for m in self._members.values()
         )
 
     @cached_property

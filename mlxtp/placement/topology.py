@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from ipaddress import IPv4Address, IPv4Network
 from operator import itemgetter
@@ -33,7 +33,7 @@ class MemberMachine:
     control_address  the IP address at which the Mac that plans reaches it; may be empty
     control_from     the planning Mac's own address of that control link; may be empty
     model_ok         whether it can serve the model at all; `reason` is why not
-    jaccl            result of `is_available("jaccl")` there; None to judge from `machine.rdma`
+    jaccl            whether MLX there has JACCL
     held_bytes       bytes that ranks of ours hold there now and will give back before the next group forms
     taken_bytes      bytes there that are set aside for other groups
     boot_id          of this start of its agent
@@ -45,7 +45,7 @@ class MemberMachine:
     control_address: str = ""
     model_ok: bool = True
     reason: str = ""
-    jaccl: bool | None = None
+    jaccl: bool = True
     held_bytes: int = 0
     boot_id: str = ""
     taken_bytes: int = 0
@@ -126,7 +126,7 @@ class Topology:
         """Return why `rdma` finds nothing between these two, in words."""
         a, b = (self._members[node] for node in sorted((one, other)))
         for member in (a, b):
-            if member.jaccl is False:
+            if not member.jaccl:
                 return f"MLX on {member.name} has no JACCL"
         cables = self._cables.get(frozenset((one, other)), [])
         if not cables:
@@ -172,7 +172,7 @@ class Topology:
 
     def _rdma_link(self, pair: frozenset[str]) -> RdmaLink | None:
         a, b = (self._members[node] for node in sorted(pair))
-        if a.jaccl is False or b.jaccl is False:
+        if not (a.jaccl and b.jaccl):
             return None
         given = {
             one.node_id: self._overrides.get(one.node_id, {}).get(other.node_id, "")
@@ -282,8 +282,7 @@ def _answered(one: MemberMachine, first: Interface, other: MemberMachine, second
 
 def _no_rdma(member: MemberMachine, port: Port | None = None) -> str:
     """Return why this Mac, or this port of it, carries no RDMA; empty if it does."""
-    machine = replace(member.machine, rdma="enabled") if member.jaccl else member.machine
-    why = faults.no_rdma(machine, port)
+    why = faults.no_rdma(member.machine, port)
     return why and f"{member.name}: {why}"
 
 

@@ -54,7 +54,6 @@ FAULTS: Mapping[str, Callable[[MemberMachine], MemberMachine]] = {
     "RDMA disabled": lambda m: changed(m, rdma="disabled"),
     "bridge up": lambda m: changed(m, bridge_up=True),
     "no JACCL": lambda m: replace(m, jaccl=False),
-    "JACCL anyway": lambda m: replace(changed(m, rdma="unsupported"), jaccl=True),
     "no model": lambda m: replace(m, model_ok=False),
     "other system": lambda m: changed(m, system="linux", rdma="unsupported", chip="", ports=()),
     "ports asleep": lambda m: changed(m, ports=tuple(replace(p, active=False) for p in m.machine.ports)),

@@ -9,12 +9,14 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.markup import escape
 from rich.table import Table
 
 from ..errors import TERMINATED_STATUS, WEDGED_STATUS, Code, is_consequence
+
+T = TypeVar("T")
 
 #: Seconds since 1970.
 _YEAR_9999 = 253_370_764_800
@@ -159,30 +161,27 @@ def _step(fields: Mapping[str, Any]) -> RecordedStep:
 
 
 def whole(value: object) -> int:
-    """Return the value if it is a whole number of up to 64 bits. Raises ValueError otherwise."""
-    if type(value) is not int or abs(value) >= 1 << 64:
-        raise ValueError(f"{value!r:.80} is not a whole number")
-    return value
-
-
-def _number(value: object) -> float:
-    if type(value) not in (int, float) or not abs(value) < 1 << 64:  # type: ignore[arg-type]
-        raise ValueError(f"{value!r:.80} is not a number")
-    return float(value)  # type: ignore[arg-type]
+    return _of(int, value)
 
 
 def text(value: object) -> str:
-    """Return the value if it is a text, in printable form. Raises ValueError otherwise."""
-    if type(value) is not str:
-        raise ValueError(f"{value!r:.80} is not a text")
-    return value.encode(errors="replace").decode()
+    """Return the value in printable form."""
+    return _of(str, value).encode(errors="replace").decode()
+
+
+def _number(value: object) -> float:
+    return float(whole(value)) if type(value) is int else _of(float, value)
 
 
 def _table(value: object) -> Mapping[str, Any]:
-    """Return the value if it is a table, or an empty one for None. Raises ValueError otherwise."""
-    if value is not None and type(value) is not dict:
-        raise ValueError(f"{value!r:.80} is not a table")
-    return value or {}
+    return {} if value is None else _of(dict, value)
+
+
+def _of(kind: type[T], value: object) -> T:
+    """Return a value of this very kind, and within 64 bits if it is a number. Raises ValueError otherwise."""
+    if type(value) is not kind or (isinstance(value, int | float) and not abs(value) < 1 << 64):
+        raise ValueError(f"{value!r:.80} is no {kind.__name__}")
+    return value
 
 
 # --- causes ---------------------------------------------------------------------------------------------

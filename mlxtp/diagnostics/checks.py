@@ -136,11 +136,10 @@ def _wired(facts: MachineFacts) -> Iterator[Words]:
 
 
 def _memory(facts: MachineFacts, *, refuses: bool) -> Iterator[Words]:
-    machine, room = facts.machine, facts.room
-    low = machine.free_bytes < room.min_free_bytes or room.critical
+    machine, critical = facts.machine, facts.pressure_critical
+    low = machine.free_bytes < facts.min_free_bytes or critical
     if machine.free_bytes and low is refuses and (low or machine.free_bytes < LITTLE_MEMORY_BYTES):
-        pressure = "macOS calls the pressure critical"
-        how = pressure if room.critical else f"below {gb(room.min_free_bytes)}"
+        how = "macOS calls the pressure critical" if critical else f"below {gb(facts.min_free_bytes)}"
         yield {"free": gb(machine.free_bytes), "total": gb(machine.memory_bytes), "how": how}
 
 

@@ -55,14 +55,6 @@ class AgentFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryRoom:
-    """The agent refuses requests below `min_free_bytes`; `critical` is the kernel's level."""
-
-    min_free_bytes: int
-    critical: bool
-
-
-@dataclass(frozen=True, slots=True)
 class PortFacts:
     """A TCP port that an agent listens on. `problem`: why it is not available ("" if it is free or ours).
 
@@ -202,7 +194,9 @@ class MachineFacts:
     machine: Machine
     agent: AgentFacts
     program: str
-    room: MemoryRoom
+    #: The agent refuses requests below so many free bytes, and while the kernel's pressure is critical.
+    min_free_bytes: int
+    pressure_critical: bool
     network: NetworkFacts
     firewall: FirewallFacts
     power: PowerFacts

@@ -76,7 +76,7 @@ def test_each_attempt_counts_once_for_each_device_of_the_rank_until_it_gives_bac
 
 
 def test_a_mac_reports_its_attempts_and_the_last_one_beforehand(tmp_path: Path) -> None:
-    studio = cabled(on_lan([mac(0), mac(1), mac(2)]), [(0, 1), (0, 2)])[0].machine
+    studio = cabled(on_lan([mac(0, power="battery"), mac(1), mac(2)]), [(0, 1), (0, 2)])[0].machine
     first, second = (port for port in studio.ports if port.peer_domain)
     save(tmp_path, BootRecord({first.rdma: 2, second.rdma: 1}))
     machine = with_counts(tmp_path, studio)

@@ -166,7 +166,7 @@ def test_a_hub_is_worth_a_word() -> None:
 
 def test_a_cable_from_a_mac_to_itself() -> None:
     own = machine(MAX)
-    looped = with_port(own, 2, peer_domain=own.ports[2].domain)
+    looped = with_port(own, 2, peer_domain=own.ports[2].domain, rdma="")
     assert notes_of(looped) == (told(looped, "this same Mac"),)
 
 

@@ -187,7 +187,6 @@ def save(home: Path, kept: SavedState) -> None:
         write_private(home / FILE, to_text(kept).encode())
         gone = {entry.fingerprint: entry for entry in kept.beliefs.roster.entries if entry.removed}
         if gone and (whole := (before := removals_at(home)) | gone) != before:
-            whole = whole if len(whole) <= MAX_ENTRIES else gone  # former authorities' keys go
             write_private(home / REMOVALS, b"".join(map(_line, whole.values())))
     except ConfigError as error:
         raise UserError(f"{error.detail}. The state of this node is not saved") from None

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import stat
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -219,9 +218,7 @@ def test_a_removed_member_stays_removed_without_the_state(tmp_path: Path, state:
     assert load(tmp_path) == (SavedState(), "")
 
 
-def test_removals_are_written_once_stay_and_mend_a_torn_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_removals_are_written_once_stay_and_mend_a_torn_line(tmp_path: Path) -> None:
     save(tmp_path, KEPT)
     path = tmp_path / REMOVALS
     before, at = path.read_bytes(), path.stat().st_ino
@@ -233,9 +230,6 @@ def test_removals_are_written_once_stay_and_mend_a_torn_line(
     other = RosterEntry("c", "air", "key-c", True, 9, removed_in=9)
     save(tmp_path, SavedState(ClusterState(roster=Roster((other,)))))
     assert set(state_file.removals_at(tmp_path)) == {"key-b", "key-c"}, "a state without it forgets none"
-    monkeypatch.setattr(state_file, "MAX_ENTRIES", 1)
-    save(tmp_path, SavedState(ClusterState(roster=Roster((replace(other, removed_in=10),)))))
-    assert set(state_file.removals_at(tmp_path)) == {"key-c"}
 
 
 def test_no_byte_of_the_removals_ends_a_start(tmp_path: Path) -> None:

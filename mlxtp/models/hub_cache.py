@@ -561,6 +561,6 @@ def repos_here(cache: Path | None = None) -> list[Repo]:
 
 def _repo_of(folder: str, cache: Path) -> Repo | None:
     with contextlib.suppress(ValueError):
-        kind, owner, name = folder.split("--", 2)
-        return Repo(f"{owner}/{name}", cache) if kind == "models" else None
+        _, owner, name = folder.split("--", 2)
+        return Repo(f"{owner}/{name}", cache)
     return None

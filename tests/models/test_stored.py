@@ -117,6 +117,13 @@ def test_it_is_opened_without_a_word_to_the_hub(cache: Path) -> None:
 @pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors"])
 def test_a_model_that_lacks_a_file_is_not_there(cache: Path, missing: str) -> None:
     folder = cache / "models--some-body--tiny--llama.v2"
+    copy = Path(shutil.copytree(embedded_model_path(), cache.parent / "copy"))
+    (copy / missing).unlink()
+    if missing == "config.json":
+        assert stored_name(str(copy)) is None
+    else:
+        with pytest.raises(ModelError, match="the folder is incomplete: it lacks "):
+            stored_name(str(copy))
     (folder / "blobs" / missing).unlink()  # the link is still there, as after a download that was cut
     assert hub_folder(NAME) is None
     assert stored_name(NAME) is None

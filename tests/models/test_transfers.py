@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import shutil
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -172,6 +174,56 @@ def test_a_lender_that_comes_back_is_copied_from(
     finally:
         if there.lender is not None:
             there.lender.close()
+
+
+def test_a_download_gives_way_to_a_member_that_has_it(tmp_path: Path, hub: Hub) -> None:
+    there = Lending(tmp_path, hub)
+    there.opens()
+    hub.models = {NAME: Model(embedded(), stalls="/resolve/")}
+    hub.asked.clear()
+
+    async def story(node: Node) -> None:
+        getting = leads(node)
+        getter = asyncio.ensure_future(getting.get(NAME))
+        await sees(lambda: any("/resolve/" in asked for asked in hub.asked))
+        there.joins(node)
+        node.tick()
+        assert (await asyncio.wait_for(getter, 30)).name == COMMIT
+
+    try:
+        play(tmp_path, there.second, story)
+    finally:
+        hub.models[NAME].goes_on.set()
+        assert there.lender is not None
+        there.lender.close()
+
+
+def answers(port: int) -> bool:
+    with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port), 5):
+        return True
+    return False
+
+
+def test_a_member_that_has_it_lends_it_until_the_others_have_it(
+    tmp_path: Path, member: Member, hub: Hub
+) -> None:
+    hub.models = {NAME: Model(embedded())}
+
+    async def story(node: Node) -> None:
+        getting, me, a = leads(node), node.parts.node.node_id, node.meet(A)
+        name = await getting.pull(NAME, everywhere=False)
+        await sees(lambda: row(getting, name, me).get("complete") and not getting.table.of(name).runs)
+        assert [word.port for word in a.heard(ModelHeld)] == [0] * len(a.heard(ModelHeld))
+        node.hear(a, ModelHeld(name, "", 0, 0, 0, wants=True, problem="", port=0))
+        node.tick()
+        told = a.heard(ModelHeld)[-1]
+        assert answers(told.port)
+        assert getting.is_getting(NAME)
+        node.hear(a, ModelHeld(name, COMMIT, told.total, told.total, 0, wants=True, problem="", port=0))
+        await sees(lambda: not answers(told.port))
+        assert not getting.is_getting(NAME)
+
+    play(tmp_path, member, story)
 
 
 def test_who_asked_for_it_here_alone_is_not_surprised_by_it_later(tmp_path: Path, hub: Hub) -> None:

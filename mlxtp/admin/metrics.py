@@ -98,99 +98,57 @@ def rendered(now: AgentSnapshot, deployments: Sequence[DeploymentSnapshot] = ())
 
 
 def _deployed(deployments: Sequence[DeploymentSnapshot]) -> Iterator[Metric]:
-    yield _gauge(
-        "mlxtp_replicas_ready",
-        "Groups of a deployment that answer requests, on any Mac.",
-        ("deployment",),
-        [((each.row.name,), each.ready) for each in deployments],
-    )
-    yield _gauge(
-        "mlxtp_replicas_wanted",
-        "Groups that a deployment must have; 0 for as many as fit.",
-        ("deployment",),
-        [((each.row.name,), each.row.replicas) for each in deployments],
-    )
+    for name, says, count in _OF_A_DEPLOYMENT:
+        yield _gauge(name, says, ("deployment",), [((each.row.name,), count(each)) for each in deployments])
     groups = [((each.row.name, group.id), group) for each in deployments for group in each.groups]
-    by_group = ("deployment", "group")
-    yield _gauge(
-        "mlxtp_group_state",
-        "1 for the state that a group is in, 0 for all others.",
-        (*by_group, "state"),
-        [
-            ((*labels, str(state)), float(group.state == state))
-            for labels, group in groups
-            for state in ServingState
-        ],
-    )
+    says, by_group = "1 for the state that a group is in, 0 for all others.", ("deployment", "group")
+    states = [(labels, state, group) for labels, group in groups for state in ServingState]
+    found = [((*labels, str(state)), float(group.state == state)) for labels, state, group in states]
+    yield _gauge("mlxtp_group_state", says, (*by_group, "state"), found)
     for name, says, read in _OF_A_GROUP:
-        found = [(labels, read(group)) for labels, group in groups]
-        yield _gauge(name, says, by_group, [(labels, value) for labels, value in found if value is not None])
+        known = [(labels, value) for labels, group in groups if (value := read(group)) is not None]
+        yield _gauge(name, says, by_group, known)
 
 
 def _requests(now: AgentSnapshot) -> Iterator[Metric]:
     rows = [each for each in now.requests if each.model or each.running or each.waiting]
-    by_model = ("model_name",)
+    room, by_model = now.kv_room, ("model_name",)
+    first = [each for each in rows if each.model][:1] if room else []
+    says = "Open requests of clients of this agent that have their first token."
     yield _gauge(
-        "vllm:num_requests_running",
-        "Open requests of clients of this agent that have their first token.",
-        by_model,
-        [((each.model,), each.running) for each in rows],
+        "vllm:num_requests_running", says, by_model, [((each.model,), each.running) for each in rows]
     )
+    says = "Open requests without a first token: queued, in prefill, or between two groups."
     yield _gauge(
-        "vllm:num_requests_waiting",
-        "Open requests without a first token: queued, in prefill, or between two groups.",
-        by_model,
-        [((each.model,), each.waiting) for each in rows],
+        "vllm:num_requests_waiting", says, by_model, [((each.model,), each.waiting) for each in rows]
     )
-    room, first = now.kv_room, [each for each in rows if each.model][:1]
-    yield _gauge(
-        "vllm:kv_cache_usage_perc",
+    says = (
         "Tokens of all running requests as a fraction of the KV caches' room, from 0 to 1. Only where "
-        "rank 0 is. Tokens cached for later prompts do not count, since they make room.",
-        by_model,
-        [((each.model,), min(each.held / room, 1.0)) for each in first if room],
+        "rank 0 is. Tokens cached for later prompts do not count, since they make room."
     )
-    yield _gauge(
-        "mlxtp_kv_cache_room_tokens",
-        "Tokens that fit into the KV caches. Only where rank 0 is.",
-        by_model,
-        [((each.model,), room) for each in first if room],
-    )
-    yield _gauge(
-        "mlxtp_open_requests",
-        "Open requests at this agent, including those that other agents forwarded.",
-        (),
-        [((), now.health.open_requests)],
-    )
+    held = [((each.model,), min(each.held / room, 1.0)) for each in first]
+    yield _gauge("vllm:kv_cache_usage_perc", says, by_model, held)
+    says = "Tokens that fit into the KV caches. Only where rank 0 is."
+    yield _gauge("mlxtp_kv_cache_room_tokens", says, by_model, [((each.model,), room) for each in first])
+    says = "Open requests at this agent, including those that other agents forwarded."
+    yield _gauge("mlxtp_open_requests", says, (), [((), now.health.open_requests)])
 
 
 def _group(health: Health) -> Iterator[Metric]:
     yield _gauge("mlxtp_epoch", "Number of the current epoch, or of the last one.", (), [((), health.epoch)])
-    yield _gauge(
-        "mlxtp_state",
-        "1 for the state that this agent is in, 0 for all others.",
-        ("state",),
-        [((str(state),), float(health.state == state)) for state in ServingState],
-    )
-    yield _gauge(
-        "mlxtp_ready", "1 while this agent answers requests, else 0.", (), [((), float(health.ready))]
-    )
-    yield _gauge(
-        "mlxtp_world_size",
-        "Ranks of the current group, including those that are still starting.",
-        (),
-        [((), health.world_size)],
-    )
+    says = "1 for the state that this agent is in, 0 for all others."
+    states = [((str(state),), float(health.state == state)) for state in ServingState]
+    yield _gauge("mlxtp_state", says, ("state",), states)
+    says = "1 while this agent answers requests, else 0."
+    yield _gauge("mlxtp_ready", says, (), [((), float(health.ready))])
+    says = "Ranks of the current group, including those that are still starting."
+    yield _gauge("mlxtp_world_size", says, (), [((), health.world_size)])
 
 
 def _ranks(found: Mapping[int, Pong] | None) -> Iterator[Metric]:
     pongs = found or {}
-    yield _gauge(
-        "mlxtp_ranks_alive",
-        "Ranks whose heartbeats this agent receives; all of them where rank 0 is.",
-        (),
-        [((), len(pongs))] if found is not None else (),
-    )
+    says = "Ranks whose heartbeats this agent receives; all of them where rank 0 is."
+    yield _gauge("mlxtp_ranks_alive", says, (), [((), len(pongs))] if found is not None else ())
     for name, figure in figures().items():
         if figure.metric:
             unit = 1e6 if name.endswith("_us") else 1
@@ -200,46 +158,42 @@ def _ranks(found: Mapping[int, Pong] | None) -> Iterator[Metric]:
 
 
 def _drafts(of_rank_0: Sequence[RankStats]) -> Iterator[Metric]:
-    by_proposer, by_place = ("proposer",), ("position",)
-    yield _counter(
-        "mlxtp_drafted_tokens",
-        "Tokens that a lookup, the model's MTP head or a draft model proposed. Only where rank 0 is.",
-        by_proposer,
-        [each for stats in of_rank_0 for each in zip(_PROPOSERS, stats.drafted, strict=False)],
-    )
-    yield _counter(
-        "mlxtp_accepted_drafts",
-        "Proposed tokens that were right.",
-        by_proposer,
-        [each for stats in of_rank_0 for each in zip(_PROPOSERS, stats.accepted, strict=False)],
-    )
-    yield _counter(
-        "vllm:spec_decode_num_accepted_tokens_per_pos",
-        "Proposed tokens that were right, by their place in the draft, from 0.",
-        by_place,
-        [((str(place),), count) for stats in of_rank_0 for place, count in enumerate(stats.right_at)],
-    )
-    yield _counter(
-        "mlxtp_decode_steps",
-        "Steps that decoded tokens.",
-        (),
-        [((), stats.decode_steps) for stats in of_rank_0],
-    )
-    yield _counter(
-        "mlxtp_decode_step_tokens",
-        "Tokens that these steps fed their widest row.",
-        (),
-        [((), stats.decode_widths) for stats in of_rank_0],
-    )
-    yield _gauge(
-        "mlxtp_draft_gain",
-        "Speed of recent steps, in that of steps without drafts as they were measured.",
-        (),
-        [((), stats.draft_gain) for stats in of_rank_0 if stats.draft_gain],
-    )
+    for name, says, of in _OF_PROPOSERS:
+        rows = [each for stats in of_rank_0 for each in zip(_PROPOSERS, of(stats), strict=False)]
+        yield _counter(name, says, ("proposer",), rows)
+    says = "Proposed tokens that were right, by their place in the draft, from 0."
+    places = [((str(place),), count) for stats in of_rank_0 for place, count in enumerate(stats.right_at)]
+    yield _counter("vllm:spec_decode_num_accepted_tokens_per_pos", says, ("position",), places)
+    steps = [((), stats.decode_steps) for stats in of_rank_0]
+    yield _counter("mlxtp_decode_steps", "Steps that decoded tokens.", (), steps)
+    says, widths = "Tokens that these steps fed their widest row.", [((), s.decode_widths) for s in of_rank_0]
+    yield _counter("mlxtp_decode_step_tokens", says, (), widths)
+    says = "Speed of recent steps, in that of steps without drafts as they were measured."
+    gains = [((), stats.draft_gain) for stats in of_rank_0 if stats.draft_gain]
+    yield _gauge("mlxtp_draft_gain", says, (), gains)
 
 
 _PROPOSERS = tuple((proposer,) for proposer in PROPOSERS)
+_OF_PROPOSERS: tuple[tuple[str, str, Callable[[RankStats], Sequence[int]]], ...] = (
+    (
+        "mlxtp_drafted_tokens",
+        "Tokens that a lookup, the model's MTP head or a draft model proposed. Only where rank 0 is.",
+        lambda stats: stats.drafted,
+    ),
+    ("mlxtp_accepted_drafts", "Proposed tokens that were right.", lambda stats: stats.accepted),
+)
+_OF_A_DEPLOYMENT: tuple[tuple[str, str, Callable[[DeploymentSnapshot], int]], ...] = (
+    (
+        "mlxtp_replicas_ready",
+        "Groups of a deployment that answer requests, on any Mac.",
+        lambda each: each.ready,
+    ),
+    (
+        "mlxtp_replicas_wanted",
+        "Groups that a deployment must have; 0 for as many as fit.",
+        lambda each: each.row.replicas,
+    ),
+)
 
 #: Metrics of each API key: name, help, field of its report.
 _COUNTED_OF_A_KEY = (

@@ -311,17 +311,28 @@ def status(now: Snapshot) -> Json:
     return _here(now) if now.cluster.alone else {**_here(now), **_among_others(now)}
 
 
+def _everywhere(now: Snapshot) -> Json:
+    """Return what `mlxtp status` and the page both have."""
+    names = {each.node_id: each.name for each in now.cluster.members}
+    return {
+        "versions": list(versions_here()),
+        "state": now.agent.health.state,
+        "starting": now.agent.health.starting,
+        "epoch": now.agent.health.epoch,
+        "deployments": deployments_rendered(now.cluster.deployments, {now.node_id: now.name, **names}),
+        "caches": list(now.caches),
+        "drafts": [asdict(each) for each in now.drafts],
+    }
+
+
 def _here(now: Snapshot) -> Json:
     agent = now.agent
     health, group = agent.health, agent.group
     return {
-        "versions": list(versions_here()),
+        **_everywhere(now),
         "name": now.name,
         "pid": os.getpid(),
-        "state": health.state,
         "reason": health.reason or "",
-        "starting": health.starting,
-        "epoch": health.epoch,
         "model": agent.model.id if agent.model is not None else "",
         "group": now.shown,
         "world_size": group.world_size if group is not None else 0,
@@ -331,9 +342,6 @@ def _here(now: Snapshot) -> Json:
         "open_requests": health.open_requests,
         "left_wired": now.left_wired,
         "slow_link": f"{agent.slow_link}: {REPLUG}" if agent.slow_link else "",
-        "deployments": _deployments(now),
-        "caches": list(now.caches),
-        "drafts": [asdict(each) for each in now.drafts],
         "ranks": [
             {"rank": rank, "pid": agent.pids.get(rank), "phase": pong.phase, **shown(pong.stats)}
             for rank, pong in (agent.pongs or {}).items()
@@ -357,11 +365,6 @@ def _among_others(now: Snapshot) -> Json:
         "fabric": asdict(now.measured) if now.measured is not None and serves else None,
         "members": members(cluster),
     }
-
-
-def _deployments(now: Snapshot) -> list[Json]:
-    names = {each.node_id: each.name for each in now.cluster.members}
-    return deployments_rendered(now.cluster.deployments, {now.node_id: now.name, **names})
 
 
 def members(cluster: ClusterSnapshot) -> list[Json]:
@@ -436,13 +439,10 @@ def page(now: Snapshot, tokens_per_second: float | None) -> Json:
     health = agent.health
     of = "here" if agent.state in SERVES and agent.pongs is None else "group"
     return {
-        "versions": list(versions_here()),
+        **_everywhere(now),
         "self": now.node_id,
-        "state": health.state,
         "ready": health.ready,
         "reason": health.reason,
-        "starting": health.starting,
-        "epoch": health.epoch,
         "model": health.model,
         "model_bytes": now.model_bytes,
         "context": agent.model.context if agent.model is not None else None,
@@ -457,14 +457,9 @@ def page(now: Snapshot, tokens_per_second: float | None) -> Json:
         "coordinator": None if cluster.alone else cluster.claim.node_id or None,
         "problem": cluster.problem or None,
         "waiting": cluster.waiting or None,
-        "deployments": _deployments(now),
-        "caches": list(now.caches),
-        "drafts": [asdict(each) for each in now.drafts],
         "coming": list(cluster.coming),
         "transfers": list(now.transfers),
-        "nodes": [
-            {**_node(each), "works_for": _works_for(cluster, each.node_id)} for each in cluster.members
-        ],
+        "nodes": _nodes(cluster),
         "links": [asdict(each) for each in cluster.links],
     }
 
@@ -507,39 +502,29 @@ def _fabric(now: Snapshot) -> Json | None:
 
 def _ranks(now: Snapshot) -> list[Json]:
     """Return every rank of the group. Figures are None on an agent that receives no heartbeats of it."""
-    pongs = now.agent.pongs or {}
+    known = {
+        rank: {"phase": pong.phase, "in_flight": pong.in_flight, **shown(pong.stats)}
+        for rank, pong in (now.agent.pongs or {}).items()
+    }
     unknown = dict.fromkeys(("phase", "in_flight", *figures()))
     return [
-        {
-            "rank": rank,
-            "node": node,
-            **(_figures(pongs[rank]) if rank in pongs else unknown),
-        }
-        for rank, node in enumerate(now.participants)
+        {"rank": rank, "node": node, **known.get(rank, unknown)} for rank, node in enumerate(now.participants)
     ]
 
 
-def _figures(pong: Pong) -> Json:
-    return {"phase": pong.phase, "in_flight": pong.in_flight, **shown(pong.stats)}
+#: Fields of a member that the page has, and those of them that are None there instead of empty.
+_OF_A_NODE = ("node_id", "name", "state", "self", "coordinator", "draining", "notes", "works_for")
+_OR_NONE = ("address", "chip", "memory_bytes", "model_problem", "model_progress", "refused")
 
 
-def _node(member: MemberSnapshot) -> Json:
-    machine = member.machine
-    return {
-        "node_id": member.node_id,
-        "name": member.name,
-        "state": member.state,
-        "self": member.here,
-        "coordinator": member.coordinator,
-        "draining": member.draining,
-        "address": member.address or None,
-        "chip": machine.chip or None if machine is not None else None,
-        "memory_bytes": machine.memory_bytes or None if machine is not None else None,
-        # In steps of 256 MiB, so that an idle Mac is no news every ten seconds.
-        "free_bytes": machine.free_bytes >> 28 << 28 or None if machine is not None else None,
-        "held_bytes": member.held_bytes,
-        "notes": list(machine.notes) if machine is not None else [],
-        "model_problem": member.model.problem or None if member.model is not None else None,
-        "model_progress": member.model_progress or None,
-        "refused": member.refused or None,
-    }
+def _nodes(cluster: ClusterSnapshot) -> list[Json]:
+    return [
+        {
+            **{name: row[name] for name in _OF_A_NODE},
+            **{name: row[name] or None for name in _OR_NONE},
+            # In steps of 256 MiB, so that an idle Mac is no news every ten seconds.
+            "free_bytes": each.machine.free_bytes >> 28 << 28 or None if each.machine is not None else None,
+            "held_bytes": each.held_bytes,
+        }
+        for each, row in zip(cluster.members, members(cluster), strict=True)
+    ]

@@ -10,7 +10,7 @@ from dataclasses import replace
 from mlxtp.cluster.cluster_state import NO_DEPLOYMENTS, ClusterState, Replica, Roster
 from mlxtp.cluster.leadership import Leadership
 from mlxtp.cluster.membership import Membership, Timeouts
-from mlxtp.cluster.reconcile import GroupPlan, Situation, Wanted, decide
+from mlxtp.cluster.reconcile import GroupForm, Situation, decide
 from mlxtp.placement.machines_file import read_machines
 from mlxtp.placement.planner import PlacementOptions, plan
 from mlxtp.wire.cluster_messages import MAX_MEMBERS, Beat, Deployment
@@ -131,9 +131,7 @@ class Crowd:
         for name, membership in self._memberships.items():
             coordination = self._coordinations[name]
             coordination.tick(membership, membership.tick(self.now), self.now)
-            mine = Situation(
-                assignee=name, nodes=(name,), wanted=Wanted("a model"), plan=GroupPlan((name,), (1.0,))
-            )
+            mine = Situation(assignee=name, model="a model", form=GroupForm("a model", (name,)))
             decide(coordination.view(membership, mine, self.now))
             beats[name] = coordination.beat(healthy=membership.health.healthy)
         for name, links in self._links.items():

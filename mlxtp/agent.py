@@ -328,7 +328,6 @@ def build_parts(
         worker,
         on_stage,
         Background(partial(_report_bug, node.end)),
-        lambda: groups.reports(),  # noqa: PLW0108 - it comes later
     )
     groups = Groups(node, gateway, hosted, results, maker.make)
     MemoryCheck(node, machines, groups)

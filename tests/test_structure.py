@@ -523,7 +523,7 @@ PURE = (
     "mlxtp.wire.frames",
     "mlxtp.wire.session",
     "mlxtp.wire.protocol",
-    "mlxtp.cluster.assign",
+    "mlxtp.cluster.place",
     "mlxtp.placement.candidates",
     "mlxtp.placement.tables",
     "mlxtp.models.manifest",

@@ -108,7 +108,6 @@ class Admin:
                     "machine": asdict(parts.node.peer_info.machines[member.node_id]),
                     "held_bytes": member.held_bytes,
                     "control_address": member.control_address,
-                    "control_from": member.control_from,
                 }
                 for member in parts.machines.members(held_bytes=parts.groups.held_bytes)
             ],

@@ -225,7 +225,7 @@ def gather_agent(parts: AgentParts) -> AgentSnapshot:
 
 def _processes(parts: AgentParts) -> dict[str, list[int]]:
     """Return the processes of ranks on this Mac by group, also those of groups of other Macs."""
-    found = {rank.order.group: [rank.pid] for rank in parts.hosted.serving if rank.pid}
+    found = {rank.order.group: [rank.pid] for rank in parts.hosted.ranks if rank.pid}
     for each in (*parts.groups.by_id.values(), parts.groups.shown):
         status = each.supervisor.status
         if status.ranks is not None and status.pongs:

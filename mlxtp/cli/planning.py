@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.markup import escape
 
-from ..cluster.assign import AssignView, WantedDeployment, assign, without_rdma
+from ..cluster.place import PlaceView, WantedDeployment, place, without_rdma
 from ..config import EMBEDDED_MODEL, embedded_model_path, expanded
 from ..errors import Code, ConfigError, ModelError, UserError
 from ..model_files import INDEX, MAX_INDEX_BYTES, MTP_FILE, has_mtp_head, table, weight_sizes
@@ -410,7 +410,7 @@ def pack(
     taken = {member.node_id: 0 for member in members}
     busy: set[str] = set()  # with a rank of a group over several Macs
     packed = []
-    for given in assign(AssignView(members, rows)).assignments:
+    for given in place(PlaceView(members, rows)).assignments:
         shape, options = wanted[int(given.deployment)]
         if not given.owner:
             packed.append(Packed(shape, None, given.why))
@@ -421,9 +421,10 @@ def pack(
                 taken_bytes=taken[member.node_id],
             )
             for member in members
-            if member.node_id in given.nodes
+            if member.node_id in given.ranks
         ]
-        made = plan(there, shape, given.owner, options)
+        way = "pipeline" if given.split else options.parallel
+        made = plan(there, shape, given.owner, replace(options, nodes=len(there), parallel=way))
         for rank in made.chosen.memory if made.chosen else ():
             taken[rank.node_id] += rank.needed
         busy.update(made.ranks if len(made.ranks) > 1 else ())

@@ -443,11 +443,13 @@ def _group(group: Mapping[str, Any]) -> list[str]:
         work.append(f"{group['tokens_per_second']} tokens/s")
     if group["cached_tokens"]:
         work.append(f"{group['cached_tokens']:,} tokens cached")
-    crossing = [f"   {group['exposed']}"] if group["exposed"] else []
+    notes = [group["exposed"]] if group["exposed"] else []
+    if group["faster"]:
+        notes.append(f"faster: {group['faster']}; `mlxtp serve MODEL --again` moves it")
     return [
         f"#{number} {group['state']} on {macs}{joined(group)}, epoch {group['epoch']}",
         f"   {', '.join(work)}",
-        *crossing,
+        *(f"   {note}" for note in notes),
     ]
 
 

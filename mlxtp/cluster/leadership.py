@@ -27,7 +27,7 @@ class Debounce:
     settle_most_s  after the first of changes that do not end
     start_s        after the start, before a node that misses members claims to coordinate
     patience_s     for open requests, before a better group takes over
-    flapping_s     after a member was lost, before a running epoch ends for its sake
+    flapping_s     after a member was lost, before a group that runs is moved to it
     """
 
     settle_s: float = 0.3
@@ -198,7 +198,6 @@ class Leadership:
             epoch=self._replica.epoch,
             unsynced=self._unsynced(statuses),
             settled_at=self._flapping.settled_at,
-            flapping=self._flapping.flapping,
             patience_s=self.debounce.patience_s,
             names=self._replica.names,
             draining=self.draining,

@@ -7,11 +7,22 @@ import contextlib
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 from ..background import Background
 from ..errors import MlxtpError
 from ..placement import hardware
-from ..wire.cluster_messages import MAX_TRIP_US, Echo, EndEpoch, Machine, MachineReport, MachineWanted, Trip
+from ..wire.cluster_messages import (
+    MAX_BY_HAND,
+    MAX_MEMBERS,
+    MAX_TRIP_US,
+    Echo,
+    EndEpoch,
+    Machine,
+    MachineReport,
+    MachineWanted,
+    Trip,
+)
 from .links import ControlLink
 from .node import ClusterNode
 
@@ -30,6 +41,8 @@ class MachineReports:
         self, node: ClusterNode, counted: Callable[[Machine], Machine] = lambda machine: machine
     ) -> None:
         self._counted = counted
+        mine, by_hand = node.peer_info.machines[node.node_id], tuple(node.settings.rdma)[:MAX_BY_HAND]
+        node.peer_info.machines[node.node_id] = replace(mine, by_hand=by_hand)
         self._rewired = False  #: True when addresses changed, so that cables may have changed, too.
         self._node = node
         self._probe_at = time.monotonic() + PROBE_S
@@ -42,14 +55,24 @@ class MachineReports:
         node.links.on(self._wanted, MachineWanted)
         node.links.on(self._received, MachineReport)
         node.links.on(self._ended, EndEpoch)
-        node.links.on_up(lambda link: link.send(self.report()))
+        node.links.on_up(lambda _link: self._reach())
         node.links.on_lost(lambda node_id, _why: self._heard_of(node_id))
+        node.links.on_lost(lambda _node_id, _why: self._reach())
         node.rounds.every(REPORT_S, lambda _now: self.read_again(), first_s=REPORT_S)
 
     def report(self) -> MachineReport:
         """Return the report of this machine for the other members."""
         machine = self._node.peer_info.machines[self._node.node_id]
         return MachineReport(*(getattr(machine, name) for name in Machine.__match_args__))
+
+    def _reach(self) -> None:
+        """Report the addresses of this node's links, which are others now."""
+        node = self._node
+        reached = tuple(sorted({f"{each.local} {each.remote}" for each in node.links.links()}))[:MAX_MEMBERS]
+        node.peer_info.machines[node.node_id] = replace(
+            node.peer_info.machines[node.node_id], reached=reached
+        )
+        node.links.broadcast(self.report())
 
     def rewired(self) -> None:
         """Read everything again: this machine's addresses changed, so its cables may have, too."""
@@ -115,7 +138,9 @@ class MachineReports:
             before = node.peer_info.machines[node.node_id]
             reading = hardware.probe(address) if everything else hardware.refresh(before, address)
             machine = self._counted(await reading)
-            if machine != before:
+            now = node.peer_info.machines[node.node_id]
+            machine = replace(machine, reached=now.reached, by_hand=now.by_hand)
+            if machine != now:
                 node.peer_info.machines[node.node_id] = machine
                 node.links.broadcast(self.report())
                 node.changed()

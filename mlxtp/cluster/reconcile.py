@@ -1,72 +1,52 @@
 """Decision of a group's owner on its next action, and on the orders that other nodes may refuse. Pure.
 
 `decide` maps one `GroupView` to one action; the same view always gives the same action. The coordinator
-assigns a group to an owner and to the Macs that it may use (`assign.py`). The owner forms the epochs of the
-group and is rank 0 of each. Losing the coordinator ends no epoch: the owner keeps the assignment that it has.
+assigns ranks to a group (`place.py`). The owner is rank 0, and forms the epochs of the group as assigned.
+Losing the coordinator ends no epoch: the owner keeps the assignment that it has.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .membership import MemberState, MemberStatus
 
-MUCH = 1.05  #: Factor by which a plan must be better to count as better: measurements waver by a few percent.
-
 
 @dataclass(frozen=True, slots=True)
-class GroupPlan:
-    """Node ids in rank order, and the key for comparing plans: the first number that differs much decides.
-
-    `backend` is "none", "ring" or "jaccl". `proven`: this group has formed and proved itself before.
-    `scarce`: it may take the last formation of an RDMA device until a Mac restarts.
-    """
-
-    ranks: tuple[str, ...]
-    key: tuple[float, ...]
-    backend: str = ""
-    proven: bool = True
-    scarce: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """Model of a deployment, over how many Macs, and how these share it: what a group is formed for."""
+class GroupForm:
+    """Purpose of an epoch: a model, on these nodes in rank order. The rest as in `Assignment`."""
 
     model: str
-    nodes: str = "auto"
-    parallel: str = ""
-    split: str = "auto"
+    ranks: tuple[str, ...]
+    kind: str = ""
+    split: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class RunningEpoch:
     """Existing epoch of one group. `boots` are the boot ids its participants had, in rank order.
 
-    It was formed for `wanted`. `boots` and the `nodes` of that are empty for an epoch that another node owns.
-    `draining`: it takes no new requests, and ends with its last one. `backend` as in `GroupPlan`.
+    `boots` are empty for an epoch that another node owns. `draining`: it takes no new requests, and ends with
+    its last one.
     """
 
     number: int
-    ranks: tuple[str, ...]
-    boots: tuple[str, ...]
-    key: tuple[float, ...]
-    wanted: Wanted
-    ready: bool
+    form: GroupForm
+    boots: tuple[str, ...] = ()
+    ready: bool = False
     open_requests: int = 0
     draining: bool = False
-    backend: str = ""
+
+    @property
+    def ranks(self) -> tuple[str, ...]:
+        return self.form.ranks
 
     @property
     def owner(self) -> str:
         """Node id of rank 0."""
         return self.ranks[0]
-
-    def serves(self, wanted: Wanted) -> bool:
-        """Return True when this epoch serves what is wanted."""
-        return self.wanted == wanted if self.wanted.nodes else self.wanted.model == wanted.model
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,19 +56,11 @@ class NoAction:
 
 @dataclass(frozen=True, slots=True)
 class FormEpoch:
-    """Form epoch `number` of these nodes; `boots` are their boot ids, in rank order."""
+    """Form epoch `number`; `boots` are the boot ids of its nodes, in rank order."""
 
     number: int
-    plan: GroupPlan
+    form: GroupForm
     boots: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class TryGroup:
-    """Form this group as epoch `number` beside the serving one, see it prove itself, and end it again."""
-
-    number: int
-    plan: GroupPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +80,7 @@ class Wait:
     for_requests: bool = False
 
 
-Action = NoAction | FormEpoch | TryGroup | StopEpoch | Wait
+Action = NoAction | FormEpoch | StopEpoch | Wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,23 +88,20 @@ class Situation:
     """Inputs of a decision that groups and requests have.
 
     assignee       the node that owns the group, as the coordinator assigned it; empty for none
-    nodes          the Macs that the group may use
-    wanted         what the group is to serve; None once its deployment has no place for it
+    model          what the group is to serve; empty once its deployment has no place for it
+    form           as what it is to run, where this node owns it; None for the reason in `refusal`
     running        the epoch of the group that this node owns
     others         the epochs of the group that other nodes own, as their owners report them
-    plan           the best one within the assigned Macs that are present and stay; None for the reason in
-                   `refusal`
     hold_until     when an epoch may be formed again after some that failed, and `hold` why
     waiting_since  since when a decision has waited for open requests to end
     """
 
     assignee: str = ""
-    nodes: Collection[str] = ()
-    wanted: Wanted | None = None
+    model: str = ""
+    form: GroupForm | None = None
+    refusal: str = ""
     running: RunningEpoch | None = None
     others: Sequence[RunningEpoch] = ()
-    plan: GroupPlan | None = None
-    refusal: str = ""
     hold_until: float = 0.0
     hold: str = ""
     waiting_since: float | None = None
@@ -145,7 +114,6 @@ class GroupView(Situation):
     epoch          the highest number of an epoch so far
     unsynced       members that are present and have not yet reported their state
     settled_at     from when on the membership counts as calm
-    flapping       when each member that was lost a while ago may be relied on again
     patience_s     how long a decision may wait for open requests
     draining       the nodes that are about to stop, this node perhaps among them
     """
@@ -156,7 +124,6 @@ class GroupView(Situation):
     epoch: int = 0
     unsynced: Sequence[str] = ()
     settled_at: float = 0.0
-    flapping: Mapping[str, float] = field(default_factory=dict)
     patience_s: float = 10.0
     names: Mapping[str, str] = field(default_factory=dict)
     draining: frozenset[str] = frozenset()
@@ -179,28 +146,14 @@ class GroupView(Situation):
         return status is not None and status.present
 
 
-def better(one: Sequence[float], other: Sequence[float]) -> bool:
-    """Return True when the first of two keys is clearly better. Their numbers are not negative."""
-    for mine, theirs in zip(one, other, strict=True):
-        if mine > theirs * MUCH:
-            return True
-        if theirs > mine * MUCH:
-            return False
-    return False
-
-
 def decide(view: GroupView) -> Action:
     """Return this node's next action for the group."""
     mine = view.running
     if mine is None:
-        return _form(view) if view.assigned and view.wanted is not None else NoAction()
+        return _form(view) if view.assigned and view.model else NoAction()
     if stop := _lost(view, mine) or _left(view, mine):
         return stop
-    if not view.assigned or view.wanted is None:
-        return _give_up(view, mine)
-    if not mine.serves(view.wanted):
-        return _renew(view, mine, view.wanted)
-    return _improve(view, mine)
+    return _renew(view, mine) if view.assigned else _give_up(view, mine)
 
 
 def drained_by(view: GroupView) -> tuple[str, ...]:
@@ -233,9 +186,11 @@ def _lost(view: GroupView, mine: RunningEpoch) -> StopEpoch | None:
 
 def _left(view: GroupView, mine: RunningEpoch) -> StopEpoch | None:
     """Return the end of an epoch that is unloaded, or whose group goes on without a Mac that stops."""
-    if view.wanted is None:
-        return StopEpoch(f"{mine.wanted.model} was unloaded")
-    if (leaving := drained_by(view)) and (view.plan is not None or not view.assigned):
+    if not view.model:
+        return StopEpoch(f"{mine.form.model} was unloaded")
+    leaving = drained_by(view)
+    elsewhere = not view.assigned or (view.form is not None and not {*leaving} & {*view.form.ranks})
+    if leaving and elsewhere:
         who = ", ".join(map(view.name, leaving))
         return StopEpoch(f"{who} is about to stop, and another group goes on")
     return None
@@ -263,70 +218,38 @@ def _give_up(view: GroupView, mine: RunningEpoch) -> Action:
     return _when_idle(view, [mine], StopEpoch(where or "the group is wanted no longer"))
 
 
-def _renew(view: GroupView, mine: RunningEpoch, wanted: Wanted) -> Action:
-    """Replace an epoch that serves another model, or on more or fewer Macs, than is wanted now.
-
-    The next group is ready before this one ends, if memory allows. Another model cannot go on with requests.
-    """
-    plan, stop = view.plan, StopEpoch(f"{wanted.model} is wanted now")
-    if plan is None:
-        return Wait(view.refusal)
-    if not plan.proven and mine.ready:
-        return _unrest(view) or TryGroup(view.epoch + 1, plan)
-    return _when_idle(view, [mine], stop) if mine.wanted.model != wanted.model else stop
-
-
-def _improve(view: GroupView, mine: RunningEpoch) -> Action:
-    """Keep the epoch, unless it uses a Mac that is needed otherwise, or a better plan is possible."""
-    plan = view.plan
-    if taken := [node_id for node_id in mine.ranks if node_id not in view.nodes]:
-        reason = f"{view.name(taken[0])} is needed for another group"
-        return _when_idle(view, [mine], StopEpoch(reason)) if plan is not None else Wait(view.refusal)
-    if not mine.ready or plan is None or plan.ranks[0] != view.self_id or not better(plan.key, mine.key):
+def _renew(view: GroupView, mine: RunningEpoch) -> Action:
+    """Keep the epoch, unless it is to serve another model, or to run otherwise."""
+    form = view.form
+    if form is None or form == mine.form:
         return NoAction()
-    return _replace(view, mine, plan)
-
-
-def _replace(view: GroupView, mine: RunningEpoch, plan: GroupPlan) -> Action:
-    """Replace the running group by a better plan, once that is known to form."""
-    if set(plan.ranks) == set(mine.ranks) and plan.backend == mine.backend:
-        return NoAction()
-    if plan.scarce and mine.backend == "jaccl":  # it works, and its place may be one that cannot form
-        return NoAction()
-    newcomers = [node_id for node_id in plan.ranks if node_id not in mine.ranks]
-    relied_on = max((view.flapping.get(node_id, 0.0) for node_id in newcomers), default=0.0)
-    if view.now < relied_on:
-        return Wait("a member that was lost recently has yet to show that it stays", relied_on)
-    if not plan.proven:
-        return _unrest(view) or TryGroup(view.epoch + 1, plan)
-    fewer = "fewer Macs" if len(plan.ranks) < len(mine.ranks) else plan.backend
-    who = ", ".join(map(view.name, newcomers)) or fewer
-    return _unrest(view) or _when_idle(view, [mine], StopEpoch(f"a better group is there with {who}"))
+    if waiting := _unrest(view) or _not_yet(view, form):
+        return waiting
+    where = " + ".join(map(view.name, form.ranks))
+    reason = f"it forms again on {where}" if form.model == mine.form.model else f"{form.model} is wanted now"
+    return _when_idle(view, [mine], StopEpoch(reason))
 
 
 def _form(view: GroupView) -> Action:
     """Form an epoch: the owner has none."""
-    plan = view.plan
+    form = view.form
     if waiting := _unrest(view):
         return waiting
-    if plan is None:
+    if form is None:
         return Wait(view.refusal)
-    if waiting := _not_yet(view, plan):
+    if waiting := _not_yet(view, form):
         return waiting
     elsewhere = [other for other in view.others if other.ready and view.present(other.owner)]
-    if not plan.proven and elsewhere:
-        return TryGroup(view.epoch + 1, plan)
-    form = FormEpoch(view.epoch + 1, plan, tuple(map(view.boot_id, plan.ranks)))
-    return _when_idle(view, elsewhere, form)
+    return _when_idle(view, elsewhere, FormEpoch(view.epoch + 1, form, tuple(map(view.boot_id, form.ranks))))
 
 
-def _not_yet(view: GroupView, plan: GroupPlan) -> Wait | None:
-    """Return the reason why this plan cannot be formed now; None if it can."""
-    if plan.ranks[0] != view.self_id:
-        return Wait(f"{view.name(view.self_id)} can be in no group, {view.name(plan.ranks[0])} can")
-    silent = [node_id for node_id in plan.ranks if view.statuses[node_id].state is not MemberState.ALIVE]
-    if silent:
-        return Wait(f"{view.name(silent[0])} is silent")
+def _not_yet(view: GroupView, form: GroupForm) -> Wait | None:
+    """Return the reason why this cannot be formed now; None if it can."""
+    for node_id in form.ranks:
+        if not view.present(node_id):
+            return Wait(f"{view.name(node_id)} is not here")
+        if view.statuses[node_id].state is not MemberState.ALIVE:
+            return Wait(f"{view.name(node_id)} is silent")
     return Wait(view.hold, view.hold_until) if view.now < view.hold_until else None
 
 

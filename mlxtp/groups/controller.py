@@ -1,252 +1,43 @@
-"""The epochs of a group that this node owns: when the next one is formed, and of which ranks."""
+"""The epochs of a group that this node owns: when the next one is formed, and how its links are then."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import time
 from functools import partial
 
-from ..cluster import reconcile
 from ..cluster.node import ClusterNode
 from ..cluster.peer_reports import MachineReports
-from ..cluster.reconcile import FormEpoch, Situation, TryGroup
-from ..errors import Code, GroupError, MlxtpError
+from ..cluster.reconcile import FormEpoch, GroupForm, Situation
+from ..errors import Code, MlxtpError
 from ..gateway.request import SUSPECT, may_blame
-from ..models.inspect import ModelSource
-from ..placement.candidates import Candidate, Device, devices_of, parts
-from ..placement.cost_model import JACCL_RING, fits_beside
-from ..placement.formation import blames_fabric, may_pass
+from ..placement.candidates import Candidate, Fabrics
+from ..placement.cost_model import ALONE
+from ..placement.formation import FailedGroup, blames_fabric, links_of, may_pass
+from ..placement.topology import Topology
 from ..values import stage_words
-from ..wire.cluster_messages import Serving
+from ..wire.cluster_messages import Prepare
+from ..wire.rdma import flat
 from .health import ServingState, of_the_model
 from .lifecycle import EpochPlan, Supervisor
-from .machines import Machines
-from .owned_epoch import GroupBuilder, OwnedEpoch, ServingReports
-from .placer import GroupScope, Placer
+from .machines import Machines, local_split
+from .owned_epoch import OwnedEpoch, RemoteRanks, ServingReports
 from .process_group import EpochGroup
+from .ranks import RemoteRank, Watcher
+from .scope import GroupScope
 
 log = logging.getLogger(__name__)
 
 TELL_S = 3.0  #: Seconds that a member that has just come may take to report whether it has the model.
-STRIKES = 2  #: Failures in a row after which another plan replaces one that may yet come up.
+STRIKES = 2  #: Failures in a row after which a group is left out that may yet come up.
 #: Codes of an end that reveals nothing about a group.
 _OTHERWISE = frozenset((Code.REPLANNED, Code.SHUTTING_DOWN, Code.NOT_READY))
 _PASSING_TCP = (Code.FORM_FAILED, Code.LINK_TIMEOUT)
 
 
-# --- a group beside the serving one, which goes on until that group is known to work ----------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _TrialGroup:
-    """Group with its model loaded, before its epoch begins."""
-
-    identity: object
-    chosen: Candidate
-    plan: EpochPlan
-
-
-class Trials:
-    """At most one group beside the present epoch.
-
-    It forms, proves itself, and loads the model if memory permits both. A loaded one stays until the next
-    epoch takes it over.
-    """
-
-    def __init__(
-        self,
-        node: ClusterNode,
-        scope: GroupScope,
-        supervisor: Supervisor,
-        *,
-        builder: GroupBuilder,
-        reports: ServingReports,
-        placer: Placer,
-        machines: Machines,
-        all_reports: Callable[[], list[Serving]],
-    ) -> None:
-        self._node = node
-        self._scope = scope
-        self._supervisor = supervisor
-        self._builder = builder
-        self._reports = reports
-        self._placer = placer
-        self._machines = machines
-        self._all_reports = all_reports
-        self._task: asyncio.Task[None] | None = None
-        self._ahead: _TrialGroup | None = None
-        self._proven: set[object] = set()  #: Groups that formed and proved themselves, see `_identity`.
-        #: Groups that loaded beside the present epoch, or tried to: once is enough.
-        self._loaded: set[object] = set()
-        self._held_back: object = None  #: The last group that could not be tried.
-
-    @property
-    def busy(self) -> bool:
-        """True while a group is formed, loaded or ended beside the present epoch."""
-        return self._task is not None
-
-    def served(self, chosen: Candidate) -> None:
-        """Note that a group became ready."""
-        self._proven.add(self._identity(chosen))
-
-    def failed(self, chosen: Candidate) -> None:
-        """Note that a group failed: it, and its tried parts, have to prove themselves again."""
-        self._proven.clear()  # others, too, which costs little
-        self._loaded.discard(self._identity(chosen))
-
-    def is_over(self, chosen: Candidate) -> bool:
-        """Return True when the serving group may end for this one: nothing is left to try beside it."""
-        if chosen.nodes == 1 and not self._renews:
-            return True
-        if self._ahead is not None:
-            return self._ahead.identity == self._identity(chosen)
-        return not self.busy and self._untried(chosen) == [] and not self._may_load(chosen)
-
-    def begin(self, number: int, chosen: Candidate) -> None:
-        """Try a group, or its next part, as epoch `number`, in the background, unless one is there."""
-        if self._task is not None or self._ahead is not None:
-            return
-        untried = self._untried(chosen)
-        if untried is not None:
-            tried = next(iter(untried), chosen)
-            model = self._scope.model.source if tried is chosen and self._may_load(chosen) else None
-            self._task = asyncio.ensure_future(self._try(number, tried, model))
-        elif self._held_back != (identity := self._identity(chosen)):
-            self._held_back = identity
-            words = "%s would be better, but no free cable of %s joins it: the present group goes on"
-            log.info(words, chosen.title, self._node.name_of(chosen.ranks[0]))
-
-    def take_over(self, chosen: Candidate) -> EpochPlan | None:
-        """Return the epoch of the group that is formed next, if its model is loaded already."""
-        ahead = self._ahead
-        self._loaded.clear()
-        if ahead is None or ahead.identity != self._identity(chosen):
-            return None
-        self._ahead = None
-        return ahead.plan
-
-    def end_stale(self, chosen: Candidate | None) -> None:
-        """End the loaded group, in the background, if it failed or is no longer the one that is planned."""
-        ahead = self._ahead
-        if ahead is None or ahead.plan.ranks is None:
-            return
-        failed = ahead.plan.ranks.failed
-        planned = chosen is not None and self._identity(chosen) == ahead.identity
-        wanted = self._scope.owned and self._scope.model.source is ahead.plan.model
-        if failed.done() or not (planned and wanted):
-            self._ahead = None
-            self._task = asyncio.ensure_future(self._end(ahead, failed.result() if failed.done() else None))
-
-    async def stop(self) -> None:
-        """End a trial that is under way. A loaded group stays."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait({self._task})
-
-    async def close(self) -> None:
-        """End everything."""
-        await self.stop()
-        self._ahead = None
-        await self._supervisor.beside.end()
-
-    async def _try(self, number: int, tried: Candidate, model: ModelSource | None) -> None:
-        node, identity = self._node, self._identity(tried)
-        error: MlxtpError | None = None
-        stages: list[str] = []
-        node.replica.saw_epoch(number)
-        names = " + ".join(map(node.name_of, tried.ranks))
-        also = ", with the model" if model is not None else ""
-        log.info("epoch %d: trying %s on %s beside what serves%s", number, tried.title, names, also)
-        try:
-            group = self._builder.group(number, tried, trial=True)
-            plan = await self._supervisor.beside.try_out(EpochPlan(number, model, group), stages.append)
-            if plan.ranks is not None:
-                self._ahead = _TrialGroup(identity, tried, plan)
-                plan.ranks.failed.add_done_callback(lambda _: node.changed())
-        except MlxtpError as failure:
-            error = failure
-        except Exception as bug:  # the boundary of the task: the serving group goes on
-            log.exception("epoch %d", number)
-            error = GroupError(f"{type(bug).__name__}: {bug}", Code.INTERNAL)
-        finally:
-            self._task = None
-            if self._ahead is None:
-                self._builder.release(number)
-        left_out = False
-        if error is None or (model is not None and error.code is Code.OUT_OF_MEMORY):
-            self._proven.add(identity)
-        else:
-            left_out = self._leave_out(tried, error, formed="proven" in stages)
-        if model is not None and not left_out:  # the plan names it again at once
-            self._loaded.add(identity)
-        node.changed()
-
-    async def _end(self, ahead: _TrialGroup, error: MlxtpError | None) -> None:
-        try:
-            await self._supervisor.beside.end(error)
-        finally:
-            self._task = None
-            self._builder.release(ahead.plan.epoch)
-        if error is not None:
-            self._leave_out(ahead.chosen, error, formed=True)
-        self._node.changed()
-
-    def _leave_out(self, chosen: Candidate, error: MlxtpError, *, formed: bool) -> bool:
-        """Return True when the plan goes on without that group."""
-        self.failed(chosen)
-        if not all(self._node.membership.status_of(each).present for each in chosen.ranks):
-            return True
-        return self._placer.leave_out(chosen, error, formed=formed)
-
-    def _may_load(self, chosen: Candidate) -> bool:
-        """Return True when a group can load the model while the present one serves, and has not yet."""
-        if self._identity(chosen) in self._loaded or parts(chosen, self._devices_in_use()) != [chosen]:
-            return False
-        others = [each for each in self._all_reports() if each.participants]
-        if any(not each.held_mib and set(each.participants) & set(chosen.ranks) for each in others):
-            return False  # their reports do not include the memory that their ranks hold
-        return fits_beside(chosen.memory, {node: self._reports.held_bytes(node) for node in chosen.ranks})
-
-    def _untried(self, chosen: Candidate) -> list[Candidate] | None:
-        """Return the parts of a group that have yet to prove themselves; None where they cannot."""
-        if self._identity(chosen) in self._proven:
-            return []
-        found = parts(chosen, self._devices_in_use())
-        if found is None:
-            return None
-        return [part for part in found if self._identity(part) not in self._proven]
-
-    def _devices_in_use(self) -> set[Device]:
-        over_jaccl = [each for each in self._all_reports() if each.backend == "jaccl"]
-        if not over_jaccl:
-            return set()
-        topology = self._machines.topology()
-        return {
-            device
-            for each in over_jaccl
-            for device in devices_of(each.participants, topology, circle=each.kind == JACCL_RING)
-        }
-
-    def _identity(self, chosen: Candidate) -> object:
-        """Return the properties that a group shares with one that was proven before."""
-        boots = tuple(self._node.membership.status_of(node).boot_id for node in chosen.ranks)
-        model = self._scope.model.name
-        return model, chosen.kind, chosen.ranks, boots, chosen.rdma, chosen.ring_addresses, chosen.split
-
-    @property
-    def _renews(self) -> bool:
-        """True while another revision of the model is wanted than the present epoch serves."""
-        mine, wanted = self._reports.owned, self._scope.wanted
-        return mine is not None and wanted is not None and mine.wanted.model != wanted.model
-
-
-# --- the epochs, one after the other ----------------------------------------------------------------------
-
-
 class GroupController:
-    """Implements `lifecycle.EpochOwner`."""
+    """Implements `lifecycle.EpochOwner`. `machines` gets what failed, for the coordinator's next plan."""
 
     def __init__(
         self,
@@ -255,9 +46,8 @@ class GroupController:
         supervisor: Supervisor,
         *,
         reports: ServingReports,
-        placer: Placer,
-        builder: GroupBuilder,
-        trials: Trials,
+        machines: Machines,
+        remote: RemoteRanks,
         readings: MachineReports,
     ) -> None:
         self._node = node
@@ -265,49 +55,49 @@ class GroupController:
         self._supervisor = supervisor
         self._readings = readings
         self._reports = reports
-        self._placer = placer
-        self._builder = builder
-        self._trials = trials
+        self._machines = machines
+        self._remote = remote
+        self._next: asyncio.Future[EpochPlan] | None = None  #: The plan that the supervisor waits for.
         self._changed = asyncio.Event()
         self._seen: object = None
+        self._loaded = ""  #: The model that served last: one that others cannot load is at fault there.
         #: True until the first end of a group that took the place of one over JACCL which ended as it served.
         self._in_its_place = False
 
     # --- for the supervisor --------------------------------------------------------------------------
 
-    async def prepare(self) -> None:
-        """Make room for the next epoch: the last one is over, and no group is tried beside it."""
+    async def next_plan(self) -> EpochPlan:
+        """Wait until an epoch is to be formed; the last one is over."""
         last = self._reports.owned
-        if last is not None and last.placement.backend == "jaccl":
+        if last is not None and last.wired.backend == "jaccl":
             # JACCL forms even with a cable out, between any ranks.
-            await self._readings.read_machine_now(last.form.plan.ranks)
+            await self._readings.read_machine_now(last.ranks)
         self._let_go()
-        await self._trials.stop()
+        self._next = asyncio.get_running_loop().create_future()
         self._node.changed()
+        return await self._next
 
     async def changed(self) -> None:
-        """Wait until something is different from now: the members, or what the group is to serve."""
+        """Wait until something is different from now: members, assignment, or what is to be served."""
         self._let_go()
         self._changed.clear()
         self._node.changed()
         await self._changed.wait()
 
     def failed(self, error: MlxtpError, formed: bool) -> bool:
-        """Leave out the group that failed on its way up, if there is another one to form.
+        """Leave out the group that failed on its way up.
 
         One failure is enough, except for a lost process, a forward that was slow on all ranks, or a TCP port
         that was taken: those may pass.
         """
         mine = self._reports.owned
-        chosen = mine.placement.chosen if mine is not None else None
-        if chosen is None or chosen.nodes == 1 or error.code in _OTHERWISE or of_the_model(error):
+        if mine is None or len(mine.ranks) == 1 or error.code in _OTHERWISE:
+            return False
+        if of_the_model(error) and mine.order.form.model != self._loaded:
             return False
         passing = may_pass(error.code, error.detail)
-        passing |= chosen.backend != "jaccl" and error.code in _PASSING_TCP
-        strikes = STRIKES if passing else 1
-        self._trials.failed(chosen)
-        leave_out = partial(self._placer.leave_out, chosen, error, formed=formed, strikes=strikes)
-        return bool(self._node.rounds.attempt(leave_out))  # ranks must not outlive a bug in planning
+        passing |= mine.wired.backend != "jaccl" and error.code in _PASSING_TCP
+        return self._leave_out(mine.wired, error, formed=formed, strikes=STRIKES if passing else 1)
 
     def died(self, error: MlxtpError, served_s: float, strikes: int, *, last: bool) -> bool:
         """Leave out a group over JACCL that ends again and again, or twice under one request.
@@ -315,31 +105,24 @@ class GroupController:
         If that request ends the next group, too, it was to blame, and JACCL is no longer left out.
         """
         mine = self._reports.owned
-        chosen = mine.placement.chosen if mine is not None else None
-        if chosen is None or not may_blame(error.code):
+        if mine is None or not may_blame(error.code):
             return False
         twice, in_its_place, self._in_its_place = strikes >= SUSPECT, self._in_its_place, False
-        if chosen.backend != "jaccl":
+        if mine.wired.backend != "jaccl":
             if twice and in_its_place:
-                self._placer.absolve(chosen)
+                self._absolve(mine.wired)
             return False
         if not (blames_fabric(error.code, error.detail) or (twice and error.code is Code.RANK_STALLED)):
             return False
-        self._trials.failed(chosen)
         strikes = 1 if twice or last else STRIKES
-        leave_out = partial(self._placer.leave_out, chosen, error, strikes=strikes, served_s=served_s)
-        self._in_its_place = bool(self._node.rounds.attempt(leave_out))
+        self._in_its_place = self._leave_out(mine.wired, error, strikes=strikes, served_s=served_s)
         return self._in_its_place
-
-    async def close(self) -> None:
-        """End the group beside the serving one, if there is one."""
-        await self._trials.close()
 
     def _let_go(self) -> None:
         """Broadcast that the last epoch is over: otherwise the others would keep its last report."""
         mine, self._reports.owned = self._reports.owned, None
         if mine is not None:
-            self._builder.release(mine.form.number)
+            self._remote.release(mine.order.number)
             self._reports.broadcast()
 
     # --- decisions -----------------------------------------------------------------------------------
@@ -350,32 +133,51 @@ class GroupController:
         `waiting_since`: since when a decision about this group has waited for open requests.
         """
         self._notice_changes()
-        placement, why = self._placer.placement()
-        best = None
-        chosen = placement.chosen if placement is not None else None
-        self._trials.end_stale(chosen)
-        if placement is not None and chosen is not None:
-            key, proven = self._placer.key(chosen), self._trials.is_over(chosen)
-            scarce = self._placer.is_scarce(chosen)
-            best = reconcile.GroupPlan(placement.ranks, key, placement.backend, proven, scarce)
+        form, why = self.form()
         hold_until, hold = self._hold()
-        running, mine = self._reports.running(), self._reports.owned
-        served = mine.placement.chosen if mine is not None and running is not None else None
-        if served is not None and self._supervisor.status.state is ServingState.READY:
-            self._trials.served(served)
-            self._placer.formed(served)
+        running, mine, row = self._reports.running(), self._reports.owned, self._scope.row
+        if mine is not None and running is not None and self._supervisor.status.state is ServingState.READY:
+            self._machines.failed.formed(mine.wired.kind, links_of(mine.ranks, mine.wired.rdma))
+            self._loaded = mine.order.form.model
         return Situation(
             assignee=self._scope.assignment.owner,
-            nodes=self._scope.assignment.nodes,
-            wanted=self._scope.wanted,
+            model=row.model if row is not None else "",
+            form=form,
+            refusal=why,
             running=running,
             others=self._reports.others(),
-            plan=best,
-            refusal=why,
             hold_until=hold_until,
             hold=hold,
             waiting_since=waiting_since,
         )
+
+    def form(self) -> tuple[GroupForm | None, str]:
+        """Return what the next epoch is formed for, or the reason for none."""
+        scope, settings = self._scope, self._node.settings
+        row, model, assigned = scope.row, scope.model, scope.assignment
+        if row is None or not scope.owned:
+            return None, scope.why_not
+        if model.source is None:
+            return None, model.problem or model.coming or f"{row.model} is still being looked for"
+        split, ranks = assigned.split, len(assigned.ranks)
+        if settings.ranks > 1:
+            try:
+                split = local_split(settings, row, model.shape)
+            except MlxtpError as error:
+                return None, error.detail
+        elif split and (why := model.shape.uncuttable(ranks, split) or (len(split) != ranks and "too few")):
+            return None, f"the split {split} is assigned to {ranks} Macs: {why}"
+        return GroupForm(row.model, assigned.ranks, assigned.kind or ALONE, split), ""
+
+    def _wired(self, form: GroupForm) -> Candidate:
+        """Return the links of the ranks as they are now, or in its reason what is missing."""
+        options = self._machines.links_options()
+        members = {each.node_id: each for each in self._machines.members() if each.node_id in form.ranks}
+        if gone := [node for node in form.ranks if node not in members]:
+            reason = f"{self._node.name_of(gone[0])} has not reported its machine"
+            return Candidate(form.kind, len(form.ranks), reason=reason)
+        topology = Topology(list(members.values()), options.rdma, options.fabric_networks)
+        return Fabrics(members, topology).wired(form.kind, form.ranks, options)
 
     def _hold(self) -> tuple[float, str]:
         """Return until when to wait for members' reports on whether they have the model, and the reason."""
@@ -383,75 +185,128 @@ class GroupController:
         waits = [
             (met_at[node_id] + TELL_S, node_id)
             for node_id in self._scope.unreported
-            if node_id in met_at and node_id in self._scope.assignment.nodes
+            if node_id in met_at and node_id in self._scope.assignment.ranks
         ]
         if not waits:
             return 0.0, ""
         until, node_id = max(waits)
         return until, f"{node.name_of(node_id)} has not yet reported whether it has the model"
 
-    def form(self, form: FormEpoch) -> None:
-        """Have the supervisor form this epoch, unless it is still busy with the last one."""
-        placement, _ = self._placer.placement()
+    def begin(self, order: FormEpoch) -> str:
+        """Have the supervisor form this epoch, unless it is still busy. Return why it cannot be formed."""
         source = self._scope.model.source
-        if not self._supervisor.waits_for_plan or placement is None or source is None:
-            return
-        if self._trials.busy:
-            return  # the memory and ports of a trial must be free again
-        node, chosen = self._node, placement.chosen
-        assert chosen is not None
-        ahead = self._trials.take_over(chosen)
-        if ahead is not None:
-            form = replace(form, number=ahead.epoch)
-        wanted = self._scope.wanted
-        assert wanted is not None
-        self._reports.owned = OwnedEpoch(form, placement, wanted)
-        node.replica.saw_epoch(form.number)
-        plan = ahead or EpochPlan(form.number, source, self._builder.group(form.number, chosen))
-        names = " + ".join(map(node.name_of, placement.ranks))
-        kind = _joined(plan.group, chosen)
-        log.info("epoch %d: %s on %s", form.number, kind, names, extra={"epoch": form.number})
-        for note in placement.notes:
-            log.info("%s", note)
-        if ahead is not None:
-            self._reports.broadcast()  # its hosted ranks are no longer beside another group
-        self._supervisor.start_epoch(plan)
+        if self._next is None or self._next.done() or source is None:
+            return ""
+        form, wired = order.form, self._wired(order.form)
+        if not wired.ranks:
+            return wired.reason
+        self._reports.owned = OwnedEpoch(order, wired)
+        self._node.replica.saw_epoch(order.number)
+        group = self._group(order, wired)
+        names = " + ".join(map(self._node.name_of, form.ranks))
+        log.info("epoch %d: %s on %s", order.number, _joined(group), names, extra={"epoch": order.number})
+        self._supervisor.status.in_epoch = True
+        self._next.set_result(EpochPlan(order.number, source, group))
+        return ""
 
-    def try_out(self, action: TryGroup) -> None:
-        """Form the group beside the serving one, in the background."""
-        placement, _ = self._placer.placement()
-        if placement is not None and placement.chosen is not None:
-            self._trials.begin(action.number, placement.chosen)
+    def _group(self, order: FormEpoch, wired: Candidate) -> EpochGroup:
+        """Return the ranks of the next epoch."""
+        node, form, number = self._node, order.form, order.number
+        here, world, ranks = node.settings.ranks, len(form.ranks), form.ranks
+        if here > 1:
+            return EpochGroup(
+                here, here, node.settings.local_backend, kind=form.kind, nodes=ranks, split=form.split
+            )
+        known = node.peer_info.machines
+        machines = tuple(f"{known[each].chip} {known[each].build}" for each in ranks)
+        if world == 1:
+            return EpochGroup(1, 1, "none", kind=form.kind, machines=machines, nodes=ranks)
+        fabric = wired.ring_addresses or ("",) * world
+        members = node.replica.roster.members()
 
-    def remeasured(self) -> None:
-        """Compare this node's group by its measured speed from now on: a measurement came."""
-        mine = self._reports.owned
-        placement, _ = self._placer.placement()
-        if mine is None or mine.placement.chosen is None or placement is None:
-            return
-        asked = (mine.form.plan.ranks, mine.placement.chosen.kind, mine.placement.chosen.split)
-        for each in placement.alternatives:
-            if (
-                (each.ranks, each.kind, each.split) == asked
-                and each.speed is not None
-                and each.speed.measured
-            ):
-                key = (*mine.form.plan.key[:-1], self._placer.rate(each))
-                form = replace(mine.form, plan=replace(mine.form.plan, key=key))
-                self._reports.owned = replace(mine, form=form)
+        def endpoints(watcher: Watcher) -> tuple[RemoteRank, ...]:
+            made = {}
+            for rank, node_id in enumerate(ranks[1:], 1):
+                prepare = Prepare(number, rank, fabric[rank], form.model, self._scope.group)
+                made[node_id, number] = RemoteRank(
+                    partial(node.links.send, node_id), node.name_of(node_id), prepare, watcher
+                )
+            self._remote.add(made)
+            return tuple(made.values())
+
+        return EpochGroup(
+            1,
+            world,
+            wired.backend,
+            fabric=fabric[0],
+            endpoints=endpoints,
+            decode_hosts=("127.0.0.1", *map(self._addresses_for, ranks[1:])),
+            pins=tuple(members[node_id].fingerprint for node_id in ranks),
+            kind=form.kind,
+            rdma=flat(wired.rdma),
+            jaccl_ring=wired.jaccl_ring,
+            machines=machines,
+            nodes=ranks,
+            split=form.split,
+            without_jaccl=lambda few: self._machines.without_jaccl([ranks[rank] for rank in few]),
+        )
+
+    def _addresses_for(self, node_id: str) -> str:
+        """Return this node's addresses for a member: on the fastest network, then on the control link."""
+        me, link = self._node.node_id, self._node.links.to(node_id)
+        faster = [each.addresses[me] for each in self._machines.topology().fastest(me, node_id)[:1]]
+        return ",".join(dict.fromkeys([*faster, *([link.local] if link is not None else [])]))
 
     def _notice_changes(self) -> None:
-        """End a failed state once a member comes or goes, or another model is desired."""
-        node = self._node
-        statuses = node.membership.statuses()
+        """End a failed state once a member comes or goes, or another model or place is desired."""
+        statuses, assigned = self._node.membership.statuses(), self._scope.assignment
         present = tuple(sorted((node, s.boot_id) for node, s in statuses.items() if s.present))
-        now = (present, self._scope.row, self._scope.assignment.owner)
+        now = (present, self._scope.row, assigned.ranks, assigned.kind, assigned.split)
         if now != self._seen:
             self._seen = now
             self._changed.set()
 
+    # --- groups that failed --------------------------------------------------------------------------
 
-def _joined(group: EpochGroup, chosen: Candidate) -> str:
+    def _leave_out(
+        self,
+        wired: Candidate,
+        error: MlxtpError,
+        *,
+        formed: bool = True,
+        strikes: int = 1,
+        served_s: float | None = None,
+    ) -> bool:
+        """Note that a group failed; return whether it is left out for a while."""
+        then = "then" if served_s is None else "while it served"
+        what = f"formed, and failed {then}" if formed else "did not form"
+        group = FailedGroup(wired.kind, links_of(wired.ranks, wired.rdma), f"it {what}: {error.detail}")
+        members = {member.node_id: member for member in self._machines.members()}
+        note = self._machines.failed.failed
+        if not note(group, error.code, members, time.monotonic(), strikes=strikes, served_s=served_s):
+            return False
+        again_s = next((left_s for each, left_s in self._machines.left_out() if each == group), 0.0)
+        log.warning(
+            "%s on %s %s: %s; it is left out for %.0f s, or until cables, ports or versions change",
+            wired.title,
+            " + ".join(wired.names),
+            what,
+            error.detail,
+            again_s,
+        )
+        self._machines.tell()
+        return True
+
+    def _absolve(self, wired: Candidate) -> None:
+        """Note that a request which ended other groups ended this one, too: they are no longer left out."""
+        for each in self._machines.failed.absolve(wired.ranks):
+            names = " + ".join(map(self._node.name_of, each.nodes))
+            words = "%s on %s is no longer left out: the same request ended %s, too"
+            log.warning(words, each.kind, names, wired.title)
+        self._machines.tell()
+
+
+def _joined(group: EpochGroup) -> str:
     """Return in words how the ranks of an epoch work together. Several ranks may run on one Mac."""
-    kind = chosen.kind if group.world_size == len(chosen.ranks) else f"{group.world_size} ranks"
+    kind = group.kind if group.world_size == len(group.nodes) else f"{group.world_size} ranks"
     return ", ".join(filter(None, (kind, stage_words(group.split))))

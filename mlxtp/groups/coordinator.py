@@ -1,6 +1,6 @@
 """Assignment of groups to Macs: decided by the coordinator, received by all.
 
-`cluster/assign.py` decides. An assignment holds until a later one: losing the coordinator changes none. A new
+`cluster/place.py` decides. An assignment holds until a later one: losing the coordinator changes none. A new
 coordinator begins with the groups that their owners report.
 """
 
@@ -11,13 +11,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..cluster.assign import Assignment, AssignView, GivenUp, GroupReport, WantedDeployment, assign
 from ..cluster.cluster_state import LeaderClaim, left_s
 from ..cluster.introduction import MAX_GROUPS
 from ..cluster.links import ControlLink
 from ..cluster.node import ClusterNode
+from ..cluster.place import Assignment, GivenUp, GroupReport, PlaceView, WantedDeployment, place
 from ..errors import MlxtpError
 from ..models.local_model import LocalModels
+from ..placement.model_shape import unpacked
 from ..wire.cluster_messages import Deployment, GroupAssignment, ModelStatus, Serving
 from .controller import TELL_S
 from .groups import Groups, unused_s
@@ -33,10 +34,11 @@ STEADY_S = 3  #: Seconds that count for the present owner: ages are whole second
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """A model's files in the cluster: why each node that lacks them does, and the size of the weights."""
+    """A model's files in the cluster: why each node that lacks them does, their size, its packed shape."""
 
     lacks: Mapping[str, str]
     weight_bytes: int
+    shape: bytes
 
 
 class Coordinator:
@@ -49,8 +51,8 @@ class Coordinator:
         self._machines = machines
         self._groups = groups
         self._number = 0
-        #: Ranks of each group's last epoch, by its owner and its id, as long as that owner reports it.
-        self._ranks: dict[tuple[str, str], tuple[str, ...]] = {}
+        #: Owners and ids of groups that have run, as long as that owner reports them.
+        self._ran: set[tuple[str, str]] = set()
         #: What the last decision was made from; None after a new link, until that Mac's reports are there.
         self._asked: object = None
         self._unserved: dict[str, float] = {}  #: Last time at which an unpinned deployment was on its way.
@@ -62,7 +64,8 @@ class Coordinator:
         """Assign groups where this node leads. Return the time of the next decision, if nothing changes."""
         node, leadership = self._node, self._node.leadership
         self.waiting = ""
-        self._remember()
+        reports = self._reports()
+        self._ran = {(owner, each.group) for owner, each in reports}
         if not leadership.leading:
             self._asked = None
             return math.inf
@@ -113,12 +116,12 @@ class Coordinator:
         if view == self._asked:
             return
         again, self._asked = self._asked is None, view
-        decision = assign(view)
+        decision = place(view)
         for name in decision.gives_way:
             log.info("%s gives way to another model", name)
             self._node.desired.unload(name)
         leaving = tuple(sorted(view.draining))
-        enough = {name: Assignment(name, name.rpartition("#")[0], 0, "", ()) for name in self._groups.by_id}
+        enough = {name: Assignment(name, name.rpartition("#")[0]) for name in self._groups.by_id}
         for each in (enough | {each.group: each for each in decision.assignments}).values():
             standing = self._standing(each) if each.group in view.given_up else each
             self._assign(standing, leaving, again=again)
@@ -126,7 +129,9 @@ class Coordinator:
     def _standing(self, decided: Assignment) -> Assignment:
         """Leave a group that is given up with its owner, which takes no room and may try again."""
         before = self._groups.known(decided.group).scope.assignment
-        return decided if decided.owner else replace(decided, owner=before.owner, nodes=before.nodes)
+        if decided.owner:
+            return decided
+        return replace(decided, ranks=before.ranks, kind=before.kind, split=before.split)
 
     def _assign(self, decided: Assignment, leaving: tuple[str, ...], *, again: bool) -> None:
         """Broadcast an assignment, if it is another one than before, or `again`."""
@@ -138,9 +143,11 @@ class Coordinator:
             decided.deployment,
             term,
             before.number,
-            decided.owner,
-            decided.nodes,
+            decided.ranks,
+            decided.kind,
+            decided.split,
             decided.why,
+            decided.faster,
             decided.kv_mib,
             leaving,
         )
@@ -148,16 +155,21 @@ class Coordinator:
             self._number += 1
             after = replace(after, number=self._number)
             nowhere = f"no Mac: {decided.why or 'others are enough'}"
-            where = ", ".join(map(self._node.name_of, decided.nodes)) or nowhere
-            if (before.owner, before.nodes) != (after.owner, after.nodes):
+            where = " + ".join(map(self._node.name_of, decided.ranks))
+            where = f"{decided.kind} on {where}" if len(decided.ranks) > 1 else where or nowhere
+            if (before.ranks, before.kind, before.split) != (after.ranks, after.kind, after.split):
                 log.info("group %s is assigned to %s", decided.group, where)
+                for note in decided.notes:
+                    log.info("%s", note)
+            if after.faster and after.faster != before.faster:
+                log.info("%s would be faster on %s", decided.deployment, after.faster)
             self._groups.assign(after)
         if after.number and (after != before or again):
             self._node.links.broadcast(after)
 
     # --- the view ------------------------------------------------------------------------------------
 
-    def _view(self, now: float) -> AssignView:
+    def _view(self, now: float) -> PlaceView:
         node, leadership = self._node, self._node.leadership
         reports = self._reports()
         held: dict[str, int] = {}
@@ -177,10 +189,10 @@ class Coordinator:
                 if node_id == member.node_id
             )
             members.append(replace(member, taken_bytes=taken))
-        return AssignView(
+        return PlaceView(
             members=tuple(members),
             wanted=tuple(self._wanted(row, turns.get(row.name, 0)) for row in rows),
-            running=tuple(_running(serving) for _, serving in self._longest_first(reports)),
+            running=tuple(self._running(*each) for each in self._longest_first(reports)),
             draining=leadership.draining,
             flapping=frozenset(node_id for node_id, until in leadership.flapping.items() if now < until),
             given_up=self._given_up(),
@@ -210,28 +222,34 @@ class Coordinator:
 
     def _reports(self) -> list[tuple[str, Serving]]:
         """Return the reports of groups with an epoch, or with one a moment ago, and their owners."""
-        node, found = self._node, []
-        for group in self._groups.by_id.values():
-            if (serving := group.reports.serving()) is not None:
-                ranks = serving.participants or group.reports.last_ranks
-                if (ranks and group.scope.row is not None) or serving.participants:
-                    found.append((node.node_id, replace(serving, participants=ranks)))
-        for (owner, name), serving in node.peer_info.servings.items():
-            ranks = serving.participants
-            if not ranks and name in self._groups.by_id:
-                scope = self._groups.by_id[name].scope
-                between = scope.row is not None and scope.assignment.owner == owner
-                ranks = self._ranks.get((owner, name), ()) if between else ()
-            if ranks[:1] == (owner,) and node.membership.status_of(owner).present:
-                found.append((owner, replace(serving, participants=ranks)))
-        return found
+        node, groups = self._node, self._groups.by_id
+        told = [(node.node_id, each.reports.serving()) for each in groups.values()]
+        told += [(owner, each) for (owner, _), each in node.peer_info.servings.items()]
+        return [
+            (owner, each)
+            for owner, each in told
+            if each is not None
+            and node.membership.status_of(owner).present
+            and (each.participants[:1] == (owner,) or self._between(owner, each))
+        ]
 
-    def _remember(self) -> None:
-        """Keep the ranks of what others run, for the moment between two epochs of one owner."""
-        servings = self._node.peer_info.servings
-        self._ranks = {key: self._ranks.get(key, ()) for key in servings} | {
-            key: serving.participants for key, serving in servings.items() if serving.participants
-        }
+    def _between(self, owner: str, serving: Serving) -> bool:
+        """Return whether a group is between two epochs of its owner."""
+        group = self._groups.by_id.get(serving.group)
+        if serving.participants or group is None or (owner, serving.group) not in self._ran:
+            return False
+        return group.scope.row is not None and group.scope.assignment.owner == owner
+
+    def _running(self, owner: str, serving: Serving) -> GroupReport:
+        """Return a group as its owner reports it; one that is not ready forms where it is assigned."""
+        held = {node: mib * MIB for node, mib in zip(serving.participants, serving.held_mib, strict=False)}
+        assigned, ready = self._groups.known(serving.group).scope.assignment, serving.state in SERVES
+        ranks, kind, split = serving.participants, serving.kind, serving.split
+        if not ready and assigned.owner == owner:
+            ranks, kind, split = assigned.ranks, assigned.kind, assigned.split
+        requests = min(serving.open_requests, 1)  # each number would be another view
+        between = not serving.participants
+        return GroupReport(serving.group, ranks, kind, split, ready, requests, held, serving.used, between)
 
     def _wanted(self, row: Deployment, turn: int) -> WantedDeployment:
         """Return what is known of a deployment. `lacks` has the reason that keeps it from being planned."""
@@ -242,13 +260,12 @@ class Coordinator:
         except MlxtpError as error:  # of a row from a member that lies
             options = self._machines.options(Deployment(row.name), name)
             lacks = dict.fromkeys(node.membership.statuses(), error.detail)
-        try:
-            shape = model.shape if model.fingerprint else None
-        except MlxtpError as error:
-            lacks[node.node_id] = error.detail
-        if shape is None:  # the owner, which has the files, plans over all Macs that it may use
-            options = replace(options, nodes="auto")
-        return WantedDeployment(row, options, shape, files.weight_bytes, lacks, turn)
+        if model.fingerprint:
+            shape = model.shape
+        elif files.shape:
+            shape = unpacked(files.shape).shape(name, node.settings.kv_bits)
+        tried = self._machines.all_failed(over=True)
+        return WantedDeployment(row, options, shape, files.weight_bytes, lacks, turn, tried)
 
     def _files(self, model: str) -> _Files:
         node, here = self._node, self._node.node_id
@@ -262,7 +279,7 @@ class Coordinator:
             if why:
                 lacks[node_id] = why
         weight = max((status.weight_mib for status in told.values() if status.fingerprint), default=0)
-        return _Files(lacks, weight * MIB)
+        return _Files(lacks, weight * MIB, told[first].shape)
 
     # --- messages ------------------------------------------------------------------------------------
 
@@ -298,12 +315,3 @@ def _turns(rows: Sequence[Deployment], reports: Sequence[Serving]) -> dict[str, 
     """
     unused = {row.name: unused_s(reports, row.name) or 0 for row in rows if not row.pinned}
     return {name: turn for turn, name in enumerate(sorted(unused, key=unused.__getitem__), 1) if unused[name]}
-
-
-def _running(serving: Serving) -> GroupReport:
-    held = {node: mib * MIB for node, mib in zip(serving.participants, serving.held_mib, strict=False)}
-    requests = min(serving.open_requests, 1)  # each number would be another view
-    ready = serving.state in SERVES
-    return GroupReport(
-        serving.group, serving.participants, serving.desired, ready, requests, held, serving.split
-    )

@@ -37,8 +37,8 @@ from .health import ServingState
 from .lifecycle import Supervisor
 from .loading import model_info
 from .owned_epoch import ServingReports
-from .placer import GroupScope
 from .process_group import EpochGroup
+from .scope import GroupScope
 
 log = logging.getLogger(__name__)
 

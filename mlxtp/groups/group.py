@@ -6,7 +6,6 @@ import asyncio
 import logging
 import math
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..background import Background
@@ -18,7 +17,6 @@ from ..cluster.reconcile import (
     GroupView,
     Situation,
     StopEpoch,
-    TryGroup,
     Wait,
     decide,
     drained_by,
@@ -27,16 +25,15 @@ from ..errors import Code, GroupError
 from ..gateway.gateway import Gateway
 from ..models.local_model import LocalModels
 from ..values import stage_words
-from ..wire.cluster_messages import Serving
 from ..wire.tls import Credentials
-from .controller import GroupController, Trials
+from .controller import GroupController
 from .forwarding import ForwardingBackend
 from .health import ServingState
 from .lifecycle import StageListener, Supervisor
 from .machines import Machines
-from .owned_epoch import MIB, GroupBuilder, RemoteRanks, ServingReports
-from .placer import GroupScope, Placer
+from .owned_epoch import MIB, RemoteRanks, ServingReports
 from .ranks import Worker
+from .scope import GroupScope
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +49,6 @@ class Group:
     scope: GroupScope
     supervisor: Supervisor
     reports: ServingReports
-    placer: Placer
     controller: GroupController
     forwarding: ForwardingBackend
     background: Background
@@ -75,11 +71,10 @@ class Group:
         return self.scope.in_excess and not here and not self.reports.reports()
 
     async def close(self) -> None:
-        """End the epoch in order, and the group beside it."""
+        """End the epoch in order."""
         if self._running is not None:
             self._running.cancel()
             await asyncio.wait({self._running})
-        await self.controller.close()
         self.reports.broadcast()
         await self.forwarding.close()
 
@@ -137,15 +132,13 @@ class Group:
         elif not self.scope.assignment.owner:
             self.unplanned = self.scope.assignment.why
         else:
-            waits = waits and situation.plan is None and self.reports.waiting == situation.refusal
+            waits = waits and situation.form is None and self.reports.waiting == situation.refusal
             self.unplanned = situation.refusal if waits else ""
 
     def _act(self, action: Action) -> None:
         match action:
             case FormEpoch():
-                self.controller.form(action)
-            case TryGroup():
-                self.controller.try_out(action)
+                self.reports.waiting = self.controller.begin(action)
             case StopEpoch(reason, lost):
                 if lost:
                     self.supervisor.lost(lost, reason)
@@ -194,10 +187,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class GroupMaker:
-    """Maker of groups, with the parts that all groups of an agent share.
-
-    `all_reports` returns the reports of all groups that are known.
-    """
+    """Maker of groups, with the parts that all groups of an agent share."""
 
     node: ClusterNode
     gateway: Gateway
@@ -209,7 +199,6 @@ class GroupMaker:
     worker: Worker
     on_stage: StageListener
     background: Background
-    all_reports: Callable[[], list[Serving]]
 
     def make(self, name: str) -> Group:
         """Return the group of this id, which runs no epochs yet."""
@@ -219,27 +208,14 @@ class GroupMaker:
             node.settings, self.gateway, self.on_stage, self.worker, deployment=scope.deployment, group=name
         )
         reports = ServingReports(node, scope, supervisor)
-        placer = Placer(node, scope, machines, reports.held_bytes, self.all_reports)
-        builder = GroupBuilder(node, scope, machines, self.remote)
-        trials = Trials(
-            node,
-            scope,
-            supervisor,
-            builder=builder,
-            reports=reports,
-            placer=placer,
-            machines=machines,
-            all_reports=self.all_reports,
-        )
         controller = GroupController(
             node,
             scope,
             supervisor,
             reports=reports,
-            placer=placer,
-            builder=builder,
-            trials=trials,
+            machines=machines,
+            remote=self.remote,
             readings=self.readings,
         )
         forwarding = ForwardingBackend(node, scope, supervisor, reports, self.credentials)
-        return Group(node, scope, supervisor, reports, placer, controller, forwarding, self.background)
+        return Group(node, scope, supervisor, reports, controller, forwarding, self.background)

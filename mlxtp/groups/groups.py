@@ -69,7 +69,7 @@ class Groups:
         node.desired.on_change(self._desired)
         node.desired.retry_if(self._has_failed)
         node.rounds.every(BEAT_S, lambda _now: self._broadcast(), needed=node.links.nodes)
-        results.on_change(self._remeasured)
+        results.on_change(node.changed)
 
     # --- queries -------------------------------------------------------------------------------------
 
@@ -218,10 +218,6 @@ class Groups:
             for group in self.by_id.values()
         )
 
-    def _remeasured(self) -> None:
-        for group in self.by_id.values():
-            group.controller.remeasured()
-
 
 def best(groups: Sequence[Group]) -> Group:
     """Return the group that stands for all of a deployment: one that serves, if there is one."""
@@ -277,7 +273,7 @@ class OtherOwners:
 
     def end_lost(self) -> None:
         """End the ranks here whose owner is gone, or was restarted."""
-        for rank in self._hosted.serving:
+        for rank in self._hosted.ranks:
             how = lost(self._node.membership.status_of(rank.host), rank.host_boot)
             if how is not None:
                 name = self._node.name_of(rank.host)
@@ -286,7 +282,7 @@ class OtherOwners:
     def may_leave(self) -> bool:
         """Return True when no owner needs this node any longer, which is about to stop."""
         servings = self._node.peer_info.servings
-        reports = [servings.get((rank.host, rank.order.group)) for rank in self._hosted.serving]
+        reports = [servings.get((rank.host, rank.order.group)) for rank in self._hosted.ranks]
         return all(
             each is not None and each.state == "draining" and not each.open_requests for each in reports
         )
@@ -298,9 +294,7 @@ class OtherOwners:
         node, node_id = self._node, link.node_id
         node.peer_info.serves(node_id, serving)
         node.replica.saw_epoch(serving.epoch)
-        if self._hosted.serves(node_id, serving.group, serving.epoch):
-            why = f"{node.name_of(node_id)} serves as epoch {serving.epoch}"
-            self._end_elsewhere(node_id, serving.group, why)
+        self._hosted.serves(node_id, serving.group, serving.epoch)
         node.changed()
 
     def _end_elsewhere(self, owner: str, name: str, why: str) -> None:
@@ -321,7 +315,7 @@ class OtherOwners:
         no = refusal(node_id, order.epoch, assignee, self._hosted.last_epoch(node_id))
         if no is None and node.node_id in node.leadership.draining:
             no = f"{node.name} is about to stop"
-        if no is None and group is not None and group.supervisor.status.in_epoch and not order.trial:
+        if no is None and group is not None and group.supervisor.status.in_epoch:
             no = f"{node.name} still ends an epoch of its own"
             # The coordinator assigned the group to another owner. Its order holds, or neither would give in.
             self._end_elsewhere(node_id, order.group, forms)
@@ -331,8 +325,7 @@ class OtherOwners:
                 link.send(trouble)
             return
         node.replica.saw_epoch(order.epoch)
-        if not order.trial:
-            self._end_elsewhere(node_id, order.group, forms)
+        self._end_elsewhere(node_id, order.group, forms)
         self._hosted.received(node_id, order)
 
 

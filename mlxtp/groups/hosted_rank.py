@@ -66,7 +66,6 @@ class HostedRank:
         self.order = order
         self.host = host
         self.host_boot = ""  #: Boot id of its host when it came.
-        self.beside = order.trial  #: True while its group proves itself beside the serving one.
         #: Held while a process is started or joins. Its group shares it: one that ends on its way up is gone.
         self.turn = asyncio.Lock()
         self.process: RankProcess | None = None
@@ -91,13 +90,8 @@ class HostedRank:
         return self.process.pid if self.process is not None and self._heart is not None else 0
 
     def gives_way_to(self, host: str, order: Prepare) -> bool:
-        """Return True when this rank ends for another one of its group: a trial ends no rank that serves."""
-        return (self.host, self.order.group) == (host, order.group) and (self.beside or not order.trial)
-
-    def is_before(self, host: str, group: str, epoch: int) -> bool:
-        """Return True when this rank serves in an earlier epoch of that group."""
-        serves = (self.host, self.order.group) == (host, group) and not self.beside
-        return serves and self.order.epoch < epoch
+        """Return True when this rank ends for another one of its group."""
+        return (self.host, self.order.group) == (host, order.group)
 
     async def spawn(self, model: Path, worker: Worker) -> None:
         """Start the process. Raises MlxtpError, OSError or TimeoutError."""
@@ -196,7 +190,7 @@ class HostedRanks:
     """Ranks here of groups whose owners are other agents, each known by its owner's node id and its epoch.
 
     A rank lives and dies by the control link to its owner. It ends when its owner orders or reports a later
-    epoch of its group; a trial's rank runs beside until that epoch serves. No rank waits for another group's.
+    epoch of its group. No rank waits for another group's.
     """
 
     def __init__(
@@ -231,9 +225,9 @@ class HostedRanks:
         return self._last_epochs.get(host, self._kept_epoch)
 
     @property
-    def serving(self) -> list[HostedRank]:
-        """The ranks here that are of no trial."""
-        return [rank for rank in self._ranks.values() if not rank.beside]
+    def ranks(self) -> list[HostedRank]:
+        """The ranks here that have not ended."""
+        return list(self._ranks.values())
 
     def received(self, host: str, message: Prepare | StartRank | EndEpoch | RankGathered) -> None:
         """Take an order of an owner, and carry it out in the background, after earlier ones for that rank.
@@ -268,14 +262,11 @@ class HostedRanks:
             case EndEpoch():
                 background.start(self._end(host, message), _ORDER)
 
-    def serves(self, host: str, group: str, epoch: int) -> bool:
-        """Note that an owner's group is at that epoch: earlier ranks of it end. Return True for a trial's."""
-        rank = self._ranks.get((host, epoch))
-        tried = rank is not None and rank.beside
-        if rank is not None:
-            rank.beside = False
-        self.clear(f"its host is at epoch {epoch}", lambda each: each.is_before(host, group, epoch))
-        return tried
+    def serves(self, host: str, group: str, epoch: int) -> None:
+        """Note that an owner's group is at that epoch: earlier ranks of it end."""
+        why = f"its host is at epoch {epoch}"
+        mine = (host, group)
+        self.clear(why, lambda each: (each.host, each.order.group) == mine and each.order.epoch < epoch)
 
     def lost(self, host: str) -> None:
         """End the ranks of a node whose last control link is gone."""

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -15,7 +15,7 @@ from ..config import Settings
 from ..errors import Code, GroupError, MlxtpError
 from ..gateway.gateway import Gateway
 from ..models.inspect import ModelSource, weight_bytes
-from .health import BACKOFF_S, RestartPolicy, ServingState
+from .health import RestartPolicy, ServingState
 from .loading import KvRoom, LoadedModel, ModelLoader
 from .process_group import EpochGroup, ProcessGroup, Stage
 from .ranks import WORKER, Worker
@@ -25,22 +25,19 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+ANSWER_S = 2.0  #: Seconds in which the coordinator may find another place for a group that failed for good.
+
 #: Called with the name of a stage that was just reached and the seconds since its epoch began.
 StageListener = Callable[[str, float], None]
 
 
 @dataclass(frozen=True, slots=True)
 class EpochPlan:
-    """The next epoch: its number, its model (None: only the group, which is tried), and its ranks.
-
-    `ranks` and `loaded` are set if it was formed and loaded beside the epoch before.
-    """
+    """The next epoch: its number, its model, and its ranks."""
 
     epoch: int
-    model: ModelSource | None
+    model: ModelSource
     group: EpochGroup
-    ranks: ProcessGroup | None = None
-    loaded: LoadedModel | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +55,11 @@ class _EpochEnd:
     replaced: bool
 
 
-#: Makes the ranks of a plan, which call the listener with each stage.
-MakeRanks = Callable[[EpochPlan, Stage], ProcessGroup]
-
-
 class EpochOwner(Protocol):
-    """Owner of the epochs: it passes each plan to `Supervisor.start_epoch`."""
+    """Owner of the epochs."""
 
-    async def prepare(self) -> None:
-        """Make room for the next epoch. Then the supervisor waits for its plan."""
+    async def next_plan(self) -> EpochPlan:
+        """Wait until an epoch is to be formed; the last one is over."""
 
     async def changed(self) -> None:
         """Wait until something has changed since the last epoch failed for good."""
@@ -74,7 +67,7 @@ class EpochOwner(Protocol):
     def failed(self, error: MlxtpError, formed: bool) -> bool:
         """Note that an epoch failed on its way up, before or after it had `formed` and proven itself.
 
-        Return whether another plan takes its place.
+        Return whether another one may take its place.
         """
 
     def died(self, error: MlxtpError, served_s: float, strikes: int, *, last: bool) -> bool:
@@ -84,42 +77,6 @@ class EpochOwner(Protocol):
         without another plan it would be the last epoch. Return whether another plan takes its place, which
         that request may try.
         """
-
-
-class RanksBeside:
-    """Ranks that are formed, and perhaps loaded, beside the present epoch."""
-
-    def __init__(self, make_ranks: MakeRanks, loader: ModelLoader) -> None:
-        self.ranks: ProcessGroup | None = None
-        self._make_ranks = make_ranks
-        self._loader = loader
-
-    async def try_out(self, plan: EpochPlan, on_stage: Stage) -> EpochPlan:
-        """Form and prove the group of `plan`, and load its model, if it has one.
-
-        `on_stage` is called with the name of each stage. Returns the plan, with these ranks for the next
-        epoch if they have a model; otherwise they have ended. Raises MlxtpError.
-        """
-        self.ranks = ranks = self._make_ranks(plan, on_stage)
-        try:
-            await ranks.start()
-            if plan.model is not None:
-                loaded = await self._loader.bring_up(ranks, plan.model, on_stage)
-                return replace(plan, ranks=ranks, loaded=loaded)
-        except BaseException as error:
-            await self.end(error if isinstance(error, MlxtpError) else None)
-            raise
-        await self.end()
-        return plan
-
-    async def end(self, error: MlxtpError | None = None) -> None:
-        """End these ranks, if there are any; at once if they failed by `error`."""
-        if (ranks := self.ranks) is not None:
-            try:
-                ending: Coroutine[Any, Any, object] = ranks.stop() if error is None else ranks.kill(error)
-                await _to_its_end(ending)
-            finally:
-                self.ranks = None
 
 
 class Supervisor:
@@ -152,22 +109,13 @@ class Supervisor:
             return ranks
 
         self._make_ranks = make_ranks
-        self.beside = RanksBeside(make_ranks, self.loader)
         #: Model of this agent's present epoch, or of the last one.
         self.source: ModelSource | None = None
         self.kv = KvRoom(self._serve)  #: Room for the KV caches of the model that the present epoch serves.
         self.info: ModelInfo | None = None  #: The model that this agent's ranks serve; None while none does.
-        self.waits_for_plan = False  #: True while no epoch runs and none is planned.
-        self._plans: asyncio.Queue[EpochPlan] = asyncio.Queue()
         self._current: ProcessGroup | None = None
         self._policy = RestartPolicy()
         self._on_stage = on_stage
-
-    def start_epoch(self, plan: EpochPlan) -> None:
-        """Start the next epoch. Call it only while `waits_for_plan`."""
-        assert self.waits_for_plan
-        self.waits_for_plan, self.status.in_epoch = False, True
-        self._plans.put_nowait(plan)
 
     async def run(self, owner: EpochOwner) -> None:
         """Run the epochs that `owner` plans, one after the other, until cancelled.
@@ -178,9 +126,8 @@ class Supervisor:
         status = self.status
         try:
             while True:
-                await owner.prepare()
-                self.waits_for_plan = True
-                plan = await self._plans.get()
+                plan = await owner.next_plan()
+                status.in_epoch = True
                 end = await self._run_epoch(plan, owner)
                 self._current, status.in_epoch = None, False
                 if end.error.code is Code.REPLANNED:
@@ -197,31 +144,27 @@ class Supervisor:
                 await _to_its_end(self._current.stop())
             raise
         finally:
-            self._current, status.in_epoch, self.waits_for_plan = None, False, False
+            self._current, status.in_epoch = None, False
 
     async def _run_epoch(self, plan: EpochPlan, owner: EpochOwner) -> _EpochEnd:
         """Start the ranks, load the model, serve, and after a failure end the ranks."""
         status, gateway, model = self.status, self.gateway, plan.model
-        assert model is not None  # only a group that is tried has none
 
         # This group will finish the requests that another Mac has served so far.
         gateway.park(self.group, GroupError("another group is formed", Code.REPLANNED))
         self.source = model
         status.began(plan.epoch, plan.group, model.id)
         reached = partial(self._reached, time.monotonic())
-        ranks = self._current = plan.ranks or self._make_ranks(plan, reached)
-        if ranks is self.beside.ranks:
-            self.beside.ranks = None
+        ranks = self._current = self._make_ranks(plan, reached)
         formed = served = False
         try:
-            if plan.loaded is None:
-                await ranks.start()  # they form a group, which proves itself
+            await ranks.start()  # they form a group, which proves itself
             status.ranks, formed = ranks, True
 
             # The warm-up has the golden proof in it.
             status.weight_bytes = await asyncio.to_thread(weight_bytes, model.path)
             status.enter(ServingState.LOADING)
-            loaded = plan.loaded or await self.loader.bring_up(ranks, model, reached)
+            loaded = await self.loader.bring_up(ranks, model, reached)
 
             self._serve(ranks, loaded)
             status.ready()
@@ -259,13 +202,11 @@ class Supervisor:
             jaccl = self.status.group is not None and self.status.group.backend == "jaccl"
             how = {"at_ring": end.at_ring, "jaccl": jaccl}
             delay_s = self._policy.delay_s(time.monotonic(), error, end.served, **how)
-        if delay_s is None and instead and not end.formed:
-            delay_s = BACKOFF_S[-1]  # it loaded nothing, and another plan may form
-        if delay_s is not None:  # with `instead` the reason was logged with the group that takes its place
+        if delay_s is not None:  # with `instead` the reason was logged with what is left out
             level, why = (logging.INFO, "") if instead else (logging.WARNING, f": {error.detail}")
             log.log(level, "epoch %d ended%s; next one in %g s", end.epoch, why, delay_s, extra=about)
-            await asyncio.sleep(delay_s)
-        else:
+            await _within(delay_s, owner.changed())
+        elif not (instead and await _within(ANSWER_S, owner.changed())):
             log.error("epoch %d: %s; giving up", end.epoch, error.detail, extra=about)
             self.status.enter(ServingState.FAILED)
             self.gateway.fail(self.deployment, error, unless_ready=True)
@@ -319,6 +260,16 @@ class Supervisor:
             self._on_stage(stage, seconds)
         except Exception:  # a listener must not end the epoch
             log.debug("the listener failed at %r", stage, exc_info=True)
+
+
+async def _within(seconds: float, work: Coroutine[Any, Any, None]) -> bool:
+    """Return whether `work` ended within so many seconds; else it is cancelled."""
+    try:
+        async with asyncio.timeout(seconds):
+            await work
+    except TimeoutError:
+        return False
+    return True
 
 
 async def _to_its_end(work: Coroutine[Any, Any, T]) -> T:

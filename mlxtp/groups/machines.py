@@ -7,16 +7,24 @@ import time
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import replace
 
+from ..cluster.links import ControlLink
 from ..cluster.membership import MemberState as Standing
 from ..cluster.node import ClusterNode
+from ..cluster.place import PlaceView, WantedDeployment, place
 from ..config import EMBEDDED_MODEL, Settings, split_layers
 from ..errors import Code, GroupError, MlxtpError, ModelError
 from ..models.inspect import is_hub_id
-from ..placement.formation import FailedGroup, FailedGroups
+from ..placement.formation import FailedGroup, FailedGroups, FailedLink
 from ..placement.model_shape import ModelShape
-from ..placement.planner import PlacementOptions, plan
+from ..placement.planner import PlacementOptions
 from ..placement.topology import MemberMachine, Topology
-from ..wire.cluster_messages import Deployment, ModelStatus
+from ..wire.cluster_messages import (
+    MAX_LEFT_OUT,
+    Deployment,
+    GroupsLeftOut,
+    LeftOutGroup,
+    ModelStatus,
+)
 from .fabric import FabricResults
 
 log = logging.getLogger(__name__)
@@ -31,7 +39,12 @@ class Machines:
         self.failed = FailedGroups()
         self._node = node
         self._results = results
-        self._lacking: set[str] = set()  #: Nodes whose MLX turned out to have no JACCL.
+        self._told = GroupsLeftOut(())  #: What all members know of `failed`.
+        self._others: dict[str, GroupsLeftOut] = {}  #: The same of other owners, by node id.
+        node.links.on(self._failed_elsewhere, GroupsLeftOut)
+        node.links.on_up(lambda link: link.send(self._told))
+        node.links.on_lost(lambda node_id, _why: self._others.pop(node_id, None))
+        node.rounds.add(lambda _now: self.tell())
 
     def members(
         self,
@@ -59,10 +72,8 @@ class Machines:
                     link.remote if link is not None else "",
                     not why,
                     why,
-                    jaccl=node_id not in self._lacking,
                     held_bytes=held_bytes(node_id),
                     boot_id=status.boot_id,
-                    control_from=link.local if link is not None else "",
                 )
             )
         return sorted(found, key=lambda member: member.node_id)
@@ -72,15 +83,37 @@ class Machines:
         return Topology(self.members(), self.devices_by_hand(), admitted)
 
     def devices_by_hand(self) -> dict[str, dict[str, str]]:
-        """Return the RDMA devices of the settings, by the ids of a node and of its peer."""
-        known = {self._node.node_id, *self._node.peer_info.machines}
-        return devices_by_hand(self._node.settings.rdma, {each: self._node.name_of(each) for each in known})
+        """Return the RDMA devices of all members' settings, by the ids of a node and of its peer."""
+        machines = self._node.peer_info.machines
+        items = [item for node_id in sorted(machines) for item in machines[node_id].by_hand]
+        names = {each: self._node.name_of(each) for each in machines}
+        return devices_by_hand(items, names)
 
     def options(self, row: Deployment, model: str) -> PlacementOptions:
         """Return the options of a plan for a deployment. Raises MlxtpError if it has impossible values."""
         options = placement_options(self._node.settings, row, model)
-        failed = tuple(group for group, _ in self.left_out())
-        return replace(options, measured=self._results.measured(), rdma=self.devices_by_hand(), failed=failed)
+        return replace(
+            options,
+            measured=self._results.measured(),
+            rdma=self.devices_by_hand(),
+            failed=self.all_failed(over=False),
+        )
+
+    def all_failed(self, *, over: bool) -> tuple[FailedGroup, ...]:
+        """Return the groups that failed at any owner; without `over` those that are left out of plans now."""
+        told = [each for row in (self._told, *self._others.values()) for each in row.groups]
+        found = (
+            FailedGroup(each.kind, frozenset(map(_link, each.links)), each.reason)
+            for each in told
+            if over or not each.over
+        )
+        return tuple(dict.fromkeys(found))
+
+    def links_options(self) -> PlacementOptions:
+        """Return the options that concern the links of any group."""
+        return PlacementOptions(
+            rdma=self.devices_by_hand(), fabric_networks=self._node.settings.fabric_networks
+        )
 
     def no_place(self, shape: ModelShape, row: Deployment, only: Container[str] | None = None) -> str:
         """Return the reason why the present members have no place for a deployment's model of this shape.
@@ -100,23 +133,35 @@ class Machines:
             and (not row.on or member.node_id in row.on)
         ]
         try:
-            placement = plan(members, shape, node.node_id, self.options(row, shape.name))
+            wanted = WantedDeployment(row, self.options(row, shape.name), shape)
         except MlxtpError as error:
             return error.detail
-        if placement.chosen is not None:
-            return ""
-        allowed = f"--on allows {', '.join(map(node.name_of, row.on))}: " if row.on else ""
-        return allowed + placement.reason
+        [assigned] = place(PlaceView(members, [replace(wanted, row=replace(row, replicas=1))])).assignments
+        allowed = f"--on allows {', '.join(map(node.name_of, row.on))}: " if row.on and assigned.why else ""
+        return allowed + assigned.why
 
     def without_jaccl(self, nodes: list[str]) -> GroupError:
-        """Note nodes whose MLX turned out to have no JACCL: with `auto` the next epoch uses the ring."""
+        """Return the failure of a group over JACCL, because MLX on these nodes has none."""
         who = " and ".join(map(self._node.name_of, nodes))
-        why = f"MLX on {who} has no JACCL; it needs macOS 26.2 or newer and librdma"
-        if self._node.settings.fabric != "auto":
-            return GroupError(why, Code.FORM_FAILED)
-        log.warning("%s, so the ring is used", why)
-        self._lacking.update(nodes)
-        return GroupError(why, Code.REPLANNED)
+        return GroupError(
+            f"MLX on {who} has no JACCL; it needs macOS 26.2 or newer and librdma", Code.FORM_FAILED
+        )
+
+    def tell(self) -> None:
+        """Tell all members which groups are left out, after a change: the coordinator plans without them."""
+        told = GroupsLeftOut(())
+        if self.failed:
+            members = {member.node_id: member for member in self.members()}
+            known = self.failed.known(members, time.monotonic())[:MAX_LEFT_OUT]
+            told = GroupsLeftOut(tuple(_row(each, over=left_s <= 0) for each, left_s in known))
+        if told != self._told:
+            self._told = told
+            self._node.links.broadcast(told)
+            self._node.changed()
+
+    def _failed_elsewhere(self, link: ControlLink, message: GroupsLeftOut) -> None:
+        self._others[link.node_id] = message
+        self._node.changed()
 
     def left_out(self) -> tuple[tuple[FailedGroup, float], ...]:
         """Groups that failed to form, and the seconds until each is tried again."""
@@ -132,6 +177,15 @@ class Machines:
                 f"{each.kind} on {names} is left out: {each.reason}. The next try is in {left_s:.0f} s"
             )
         return lines
+
+
+def _row(failed: FailedGroup, *, over: bool) -> LeftOutGroup:
+    return LeftOutGroup(failed.kind, tuple(map(" ".join, sorted(failed.links))), failed.reason, over)
+
+
+def _link(row: str) -> FailedLink:
+    one, other, at_one, at_other = (*row.split(" "), "", "", "", "")[:4]
+    return one, other, at_one, at_other
 
 
 def parallel_of(settings: Settings, row: Deployment) -> str:

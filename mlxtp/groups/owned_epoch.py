@@ -6,16 +6,13 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 
 from ..cluster.links import ControlLink
 from ..cluster.node import ClusterNode
-from ..cluster.reconcile import FormEpoch, RunningEpoch, Wanted
+from ..cluster.reconcile import FormEpoch, GroupForm, RunningEpoch
 from ..placement.candidates import Candidate
-from ..placement.planner import Placement
 from ..wire.cluster_messages import (
     EpochEnded,
-    Prepare,
     Prepared,
     RankPong,
     RankSide,
@@ -23,26 +20,26 @@ from ..wire.cluster_messages import (
     RankTrouble,
     Serving,
 )
-from ..wire.rdma import flat
 from .health import SERVES, ServingState, of_the_model
 from .history import RateMeter
 from .lifecycle import Supervisor
-from .machines import Machines, in_steps, local_split
-from .placer import GroupScope, matrix
-from .process_group import EpochGroup
-from .ranks import RankWord, RemoteRank, Watcher
+from .machines import in_steps
+from .ranks import RankWord, RemoteRank
+from .scope import GroupScope
 
 MIB = 1 << 20
-KEY_NUMBERS = 2  #: Length of the key by which plans are compared, see `Placer.key`.
 
 
 @dataclass(frozen=True, slots=True)
 class OwnedEpoch:
-    """An epoch that this node forms or runs, and what it was formed for."""
+    """An epoch that this node forms or runs, with the links of its ranks as they were then."""
 
-    form: FormEpoch
-    placement: Placement
-    wanted: Wanted
+    order: FormEpoch
+    wired: Candidate
+
+    @property
+    def ranks(self) -> tuple[str, ...]:
+        return self.order.form.ranks
 
 
 class ServingReports:
@@ -51,7 +48,6 @@ class ServingReports:
     def __init__(self, node: ClusterNode, scope: GroupScope, supervisor: Supervisor) -> None:
         self.owned: OwnedEpoch | None = None
         self.waiting = ""  #: Reason why this owner has no epoch.
-        self.last_ranks: tuple[str, ...] = ()  #: Node ids of this owner's last epoch, in rank order.
         self._meter = RateMeter()  #: Of tokens of the group.
         self._reported = False  #: True while other nodes have a report of this one.
         self._node = node
@@ -70,7 +66,6 @@ class ServingReports:
         mine, supervisor = self.owned, self._supervisor
         if mine is None:
             return self._nothing() if self._scope.owned and self._scope.row is not None else None
-        self.last_ranks = mine.form.plan.ranks
         if supervisor.has_ranks:
             state, requests = supervisor.status.state, supervisor.open_requests
             info = supervisor.info
@@ -84,21 +79,20 @@ class ServingReports:
             reason = supervisor.status.progress
         loaded = state in SERVES
         return Serving(
-            mine.form.number,
+            mine.order.number,
             str(state),
             supervisor.closing or reason,
             group.backend if group is not None else "none",
-            group.kind if group is not None else "",
-            mine.form.plan.ranks,
-            mine.form.plan.key,
+            mine.order.form.kind,
+            mine.ranks,
             requests,
-            mine.wanted.model,
+            mine.order.form.model,
             self._scope.version,
             info.context if info is not None else 0,
             info.vocabulary if info is not None else 0,
             info.eos if info is not None else (),
             math.ceil(supervisor.gateway.deployments.named(supervisor.deployment).load_s),
-            tuple(-(-self._held_here(node) // MIB) for node in mine.form.plan.ranks) if loaded else (),
+            tuple(-(-self._held_here(node) // MIB) for node in mine.ranks) if loaded else (),
             self._scope.group,
             self._scope.deployment,
             work.running,
@@ -106,8 +100,9 @@ class ServingReports:
             work.cached,
             supervisor.gateway.deployments.unused_s(self._scope.group) if loaded else 0,
             checkpoints=info is not None and info.checkpoints,
-            split=group.split if group is not None else (),
+            split=mine.order.form.split,
             ready_s=int(supervisor.status.history.served_s(time.monotonic())),
+            used=work.tokens > 0,
         )
 
     def _nothing(self) -> Serving:
@@ -123,7 +118,7 @@ class ServingReports:
         scope, epoch = self._scope, self._supervisor.status.epoch
         ends = (scope.group, scope.deployment)
         return Serving(
-            epoch, str(state), why, "none", "", (), (), 0, "", scope.version, 0, 0, (), 0, (), *ends,
+            epoch, str(state), why, "none", "", (), 0, "", scope.version, 0, 0, (), 0, (), *ends,
             broken=broken,
         )  # fmt: skip
 
@@ -134,12 +129,11 @@ class ServingReports:
 
     def _held_here(self, node_id: str) -> int:
         """Return the bytes that ranks of this node's epochs hold of that Mac's memory."""
-        pongs = [
-            ranks.watch.pongs.get(ranks.group.nodes.index(node_id))
-            for ranks in (self._supervisor.status.ranks, self._supervisor.beside.ranks)
-            if ranks is not None and node_id in ranks.group.nodes
-        ]
-        return sum(pong.stats.memory_bytes for pong in pongs if pong is not None)
+        ranks = self._supervisor.status.ranks
+        if ranks is None or node_id not in ranks.group.nodes:
+            return 0
+        pong = ranks.watch.pongs.get(ranks.group.nodes.index(node_id))
+        return pong.stats.memory_bytes if pong is not None else 0
 
     def running(self) -> RunningEpoch | None:
         """Return the epoch that this node owns, for decisions; None while it has none."""
@@ -147,15 +141,12 @@ class ServingReports:
         if mine is None or not self._supervisor.status.in_epoch:
             return None
         return RunningEpoch(
-            mine.form.number,
-            mine.form.plan.ranks,
-            mine.form.boots,
-            mine.form.plan.key,
-            mine.wanted,
+            mine.order.number,
+            mine.order.form,
+            mine.order.boots,
             state in SERVES,
             self._supervisor.open_requests,
             state is ServingState.DRAINING,
-            mine.form.plan.backend,
         )
 
     def reports(self) -> list[tuple[str, Serving]]:
@@ -169,20 +160,16 @@ class ServingReports:
 
 
 def _running(owner: str, serving: Serving) -> RunningEpoch | None:
-    if serving.participants[:1] != (owner,) or len(serving.key) != KEY_NUMBERS:
+    if serving.participants[:1] != (owner,):
         return None  # only the node of rank 0 reports a group
     if serving.state not in (ServingState.READY, ServingState.LOADING, ServingState.DRAINING):
         return None
     return RunningEpoch(
         serving.epoch,
-        serving.participants,
-        (),
-        serving.key,
-        Wanted(serving.model, ""),
-        serving.state == ServingState.READY,
-        serving.open_requests,
-        serving.state == ServingState.DRAINING,
-        serving.backend,
+        GroupForm(serving.model, serving.participants, serving.kind, serving.split),
+        ready=serving.state == ServingState.READY,
+        open_requests=serving.open_requests,
+        draining=serving.state == ServingState.DRAINING,
     )
 
 
@@ -192,7 +179,6 @@ class RemoteRanks:
     def __init__(self, node: ClusterNode) -> None:
         self._ranks: dict[tuple[str, int], RemoteRank] = {}
         node.links.on(self._reported, Prepared, RankStarted, RankPong, RankTrouble, EpochEnded, RankSide)
-        node.links.on_lost(self._lost)
 
     def add(self, ranks: Mapping[tuple[str, int], RemoteRank]) -> None:
         """Have reports of these ranks reach them."""
@@ -206,72 +192,3 @@ class RemoteRanks:
         """Pass an agent's report on to the rank that it runs for this node."""
         if rank := self._ranks.get((link.node_id, message.epoch)):
             rank.received(message)
-
-    def _lost(self, node_id: str, why: str) -> None:
-        """Note that the last link to an agent has ended."""
-        for (host, _), rank in list(self._ranks.items()):
-            if host == node_id:
-                rank.link_lost(why)
-
-
-class GroupBuilder:
-    """Maker of the ranks of one group's epochs."""
-
-    def __init__(self, node: ClusterNode, scope: GroupScope, machines: Machines, remote: RemoteRanks) -> None:
-        self._node = node
-        self._scope = scope
-        self._machines = machines
-        self._remote = remote
-
-    def group(self, number: int, chosen: Candidate, *, trial: bool = False) -> EpochGroup:
-        """Return the ranks of epoch `number`. `trial`: they run beside those that serve."""
-        node = self._node
-        here, world, group = node.settings.ranks, len(chosen.ranks), self._scope.group
-        row = self._scope.row
-        model = row.model if row is not None else ""
-        if here > 1:
-            split = local_split(node.settings, row, self._scope.model.shape) if row is not None else ()
-            return EpochGroup(here, here, node.settings.local_backend, nodes=chosen.ranks, split=split)
-        known = node.peer_info.machines
-        machines = tuple(f"{known[each].chip} {known[each].build}" for each in chosen.ranks)
-        if world == 1:
-            return EpochGroup(1, 1, "none", kind=chosen.kind, machines=machines, nodes=chosen.ranks)
-        fabric = chosen.ring_addresses or ("",) * world
-        members = node.replica.roster.members()
-
-        def endpoints(watcher: Watcher) -> tuple[RemoteRank, ...]:
-            made = {}
-            for rank, node_id in enumerate(chosen.ranks[1:], 1):
-                order = Prepare(number, rank, fabric[rank], model, trial, group)
-                made[node_id, number] = RemoteRank(
-                    partial(node.links.send, node_id), node.name_of(node_id), order, watcher
-                )
-            self._remote.add(made)
-            return tuple(made.values())
-
-        return EpochGroup(
-            1,
-            world,
-            chosen.backend,
-            fabric=fabric[0],
-            endpoints=endpoints,
-            decode_hosts=("127.0.0.1", *map(self._addresses_for, chosen.ranks[1:])),
-            pins=tuple(members[node_id].fingerprint for node_id in chosen.ranks),
-            kind=chosen.kind,
-            rdma=flat(matrix(chosen)) if chosen.backend == "jaccl" else (),
-            jaccl_ring=chosen.jaccl_ring,
-            machines=machines,
-            nodes=chosen.ranks,
-            split=chosen.split,
-            without_jaccl=lambda ranks: self._machines.without_jaccl([chosen.ranks[rank] for rank in ranks]),
-        )
-
-    def release(self, number: int) -> None:
-        """Drop the ranks on other Macs of epoch `number`, which has ended."""
-        self._remote.release(number)
-
-    def _addresses_for(self, node_id: str) -> str:
-        """Return this node's addresses for a member: on the fastest network, then on the control link."""
-        me, link = self._node.node_id, self._node.links.to(node_id)
-        faster = [each.addresses[me] for each in self._machines.topology().fastest(me, node_id)[:1]]
-        return ",".join(dict.fromkeys([*faster, *([link.local] if link is not None else [])]))

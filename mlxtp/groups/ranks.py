@@ -363,7 +363,7 @@ class RankReady:
 
 
 class RemoteRank:
-    """`watcher` gets its reports. The reader of the control link calls `received` and `link_lost`.
+    """`watcher` gets its reports. The reader of the control link calls `received`.
 
     `send` brings a message to the other agent, and raises LinkError when it is gone. `name` is for users.
     """
@@ -448,19 +448,11 @@ class RemoteRank:
                 self._answer.set_result(message)
 
     def lost(self, detail: str) -> None:
-        """Report that its Mac is lost. Only the first call counts, so that the epoch gets one report.
-
-        The end of the last control link causes a call, which also ends a group that is tried. The decision of
-        each round causes another: it finds a Mac whose restarted agent has a link already, too.
-        """
+        """Report that its Mac is lost. Only the first call counts, so that the epoch gets one report."""
         if not self._ended.is_set():
             self._ended.set()
             error = GroupError(detail, Code.RANK_LOST)
             self._watcher.report(FailureReport(self.rank, error, seen_from_outside=True))
-
-    def link_lost(self, why: str) -> None:
-        """Note that the last control link to its agent has ended."""
-        self.lost(f"rank {self.rank}: {self.name} is gone: {why}")
 
 
 def epoch_folder(home: Path, epoch: int, host: str = "") -> Path:

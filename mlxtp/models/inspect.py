@@ -30,7 +30,7 @@ from ..model_files import (
     tokenizer_settings,
     weight_sizes,
 )
-from ..placement.model_shape import ModelShape, shape_of
+from ..placement.model_shape import DescribedModel, ModelShape, shape_of
 from ..short_names import near, stands_for
 from ..text.tokenizer import Text
 from ..wire.cluster_messages import MAX_MODEL
@@ -273,15 +273,19 @@ def weight_bytes(folder: Path) -> int:
 
 
 def shape_in(folder: Path, name: str, kv_bits: int) -> ModelShape:
-    """Return the shape of the model in this folder. Raises ModelError."""
+    """Return the shape of the model in this folder. Raises ModelError. Waits as `description_of` does."""
+    return facts_in(folder).shape(name, kv_bits)
+
+
+def facts_in(folder: Path) -> DescribedModel:
+    """Return what is known of the model in this folder. Raises ModelError. Waits as `description_of` does."""
     config = read_config(folder)
     try:
         weights = sum(weight_sizes(folder).values())
         mtp = has_mtp_head(folder, config)
     except (OSError, ValueError, LookupError, AttributeError) as error:
         raise ModelError(f"{folder} cannot be read any more: {error}") from None
-    found = description_of(config)
-    return shape_of(found, name=name, weight_bytes=weights, kv_bits=kv_bits, mtp=mtp)
+    return DescribedModel(description_of(config), weights, mtp)
 
 
 def check_servable(config: Config) -> None:

@@ -15,11 +15,11 @@ from ..cluster.cluster_state import DeploymentTable
 from ..cluster.links import ControlLink
 from ..cluster.node import ClusterNode
 from ..config import Settings
-from ..errors import Code, MlxtpError, ModelError
+from ..errors import Code, MlxtpError, ModelError, ProtocolError
 from ..model_files import fingerprint, stray_files
-from ..placement.model_shape import ModelShape
+from ..placement.model_shape import ModelShape, unpacked
 from ..wire.cluster_messages import ModelStatus
-from .inspect import ModelSource, find_model, in_folders, is_hub_id, open_model, shape_in, weight_bytes
+from .inspect import ModelSource, facts_in, find_model, in_folders, is_hub_id, open_model, weight_bytes
 from .manifest import is_commit
 from .model_transfer import REPORT_S
 from .transfers import TransferCoordinator
@@ -52,12 +52,14 @@ class LocalModel:
         self._background = Background(self._failed)
         self._search: asyncio.Task[None] | None = None
         self._shape: ModelShape | None = None
+        self._packed = b""  #: Its `DescribedModel`, for the others.
 
     @property
     def status(self) -> ModelStatus:
         """Status to be reported to the other members."""
         weight_mib = -(-self.weight_bytes // MIB)
-        return ModelStatus(self.name, self.fingerprint, self.problem, self._revision, weight_mib)
+        shape = self._packed if self.fingerprint else b""
+        return ModelStatus(self.name, self.fingerprint, self.problem, self._revision, weight_mib, shape)
 
     @property
     def shape(self) -> ModelShape:
@@ -123,7 +125,8 @@ class LocalModel:
             fetched = self.may_download and is_hub_id(model)
             self.path = await find_model(str(await self._transfers.get(model)) if fetched else model)
             public = model if is_hub_id(model) else self.path.name
-            self._shape = await asyncio.to_thread(shape_in, self.path, public, self._settings.kv_bits)
+            facts = await asyncio.to_thread(facts_in, self.path)
+            self._shape, self._packed = facts.shape(public, self._settings.kv_bits), facts.packed()
             self.fingerprint = await asyncio.to_thread(fingerprint, self.path)
             self.weight_bytes = await asyncio.to_thread(weight_bytes, self.path)
             if strays := await asyncio.to_thread(stray_files, self.path):
@@ -242,6 +245,11 @@ class LocalModels:
             link.send(each.status)
 
     def _received(self, link: ControlLink, status: ModelStatus) -> None:
+        if status.shape:
+            try:
+                unpacked(status.shape)
+            except ValueError as error:
+                raise ProtocolError(f"the shape of {status.model}: {error}", Code.FIELD_INVALID) from None
         self._node.peer_info.model_reported(link.node_id, status)
         self._node.changed()
 

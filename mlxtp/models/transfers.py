@@ -335,11 +335,10 @@ class Downloads:
         node = self._node
         me, link = node.node_id, node.links.to(node_id)
         machines = node.peer_info.machines
-        near, here = (link.remote, link.local) if link is not None else ("", "")
+        near = link.remote if link is not None else ""
         found: list[str] = []
         if me in machines and node_id in machines:
-            there = MemberMachine(node_id, "", machines[node_id], near, control_from=here)
-            both = [MemberMachine(me, "", machines[me]), there]
+            both = [MemberMachine(each, "", machines[each]) for each in (me, node_id)]
             found = [each.addresses[node_id] for each in Topology(both).fastest(me, node_id)]
         return list(dict.fromkeys(filter(None, [*found, near])))
 

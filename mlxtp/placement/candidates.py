@@ -6,7 +6,7 @@ Pure. `planner.py` chooses among them.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
@@ -31,6 +31,7 @@ from .cost_model import (
     speed,
     usable_bytes,
 )
+from .faults import preflight
 from .formation import FailedGroup, links_of
 from .model_shape import MAX_RANKS, ModelShape
 from .pipelines import Cut, StageCutter, StageRank
@@ -135,7 +136,7 @@ class Fabrics:
     def hopes_for_rdma(self) -> bool:
         """True if any of them could have RDMA, so that a plan without it needs a reason."""
         return self._topology.has_cables() or any(
-            m.jaccl and m.machine.rdma != "unsupported" for m in self._members.values()
+            m.machine.rdma != "unsupported" for m in self._members.values()
         )
 
     @cached_property
@@ -167,14 +168,15 @@ class Fabrics:
         return [JACCL_MESH, JACCL_RING][: 2 if size > 2 else 1] if self.hopes_for_rdma else []
 
     def ring_links(self, group: Sequence[str], kind: str) -> list[TcpLink]:
-        """Return each rank's link to the one before it, in the fastest network; [] for other fabrics."""
-        if kind not in _LINKS:
-            return []
-        before = (group[-1], *group[:-1])
-        return [
-            next(link for network in _LINKS[kind] if (link := self._topology.tcp(network, one, other)))
-            for one, other in zip(before, group, strict=True)
+        """Return each rank's link to the one before it, in the fastest network; [] where one has none."""
+        found = [
+            next(
+                (link for network in _LINKS.get(kind, ()) if (link := self._topology.tcp(network, *pair))),
+                None,
+            )
+            for pair in zip((group[-1], *group[:-1]), group, strict=True)
         ]
+        return [link for link in found if link is not None] if all(found) else []
 
     def matrix(self, group: Sequence[str], *, circle: bool) -> DeviceMatrix:
         """Return [from][to] the RDMA device; in a circle only between neighbours."""
@@ -196,6 +198,54 @@ class Fabrics:
                 if (count := devices.count(device)) > 1:
                     name = self._members[node].name
                     return f"{device} of {name} would have to serve {count} peers; a device serves 1"
+        return ""
+
+    def wired(self, kind: str, group: tuple[str, ...], options: PlacementOptions) -> Candidate:
+        """Return these ranks with their addresses or devices as they are now, or the reason for none.
+
+        The slowest of its links' networks names a ring: one of such a kind may cross to faster ones.
+        """
+        size, names = len(group), tuple(self._members[node].name for node in group)
+        if size > 1 and kind not in (*_LINKS, JACCL_MESH, JACCL_RING):
+            return Candidate(kind, size, reason=f"there is no fabric {kind!r}")
+        jaccl, links = kind in (JACCL_MESH, JACCL_RING), self.ring_links(group, kind)
+        if kind in RINGS and not links:
+            links = self.ring_links(group, CROSSING)
+        matrix = self.matrix(group, circle=kind == JACCL_RING) if jaccl else ()
+        pairs = zip(range(size), (*range(1, size), 0), strict=True) if jaccl else ()
+        if size > 1 and not (links or (jaccl and all(matrix[i][j] for i, j in pairs))):
+            return Candidate(kind, size, reason=self.missing(kind, size, group))
+        if jaccl and (trouble := self._no_jaccl(group, matrix, options, circle=kind == JACCL_RING)):
+            return Candidate(kind, size, reason=trouble)
+        if links:
+            kind = max((k for k in RINGS if RINGS[k] in {x.network for x in links}), key=list(RINGS).index)
+        joined = links_of(group, matrix)
+        reason = next((each.reason for each in options.failed if each.is_in(kind, joined)), "")
+        return Candidate(
+            kind=kind,
+            nodes=size,
+            verdict="refused" if reason else "possible",
+            reason=reason,
+            ranks=group,
+            names=names,
+            backend="jaccl" if jaccl else "ring" if links else "none",
+            jaccl_ring=kind == JACCL_RING,
+            ring_addresses=tuple(link.addresses[node] for link, node in zip(links, group, strict=False)),
+            rdma=matrix,
+        )
+
+    def _no_jaccl(
+        self, group: tuple[str, ...], matrix: DeviceMatrix, options: PlacementOptions, *, circle: bool
+    ) -> str:
+        """Return why JACCL cannot form on these ranks; empty if nothing speaks against it."""
+        if twice := self.doubled(group, matrix):
+            return twice
+        by_rank = {rank: self._members[node].machine for rank, node in enumerate(group)}
+        for rank, node in enumerate(group):
+            named = list(options.rdma.get(node, {}).values())
+            trouble = preflight(rank, by_rank[rank], matrix, ring=circle, others=by_rank, named=named)
+            if trouble is not None:
+                return f"{self._members[node].name}: {trouble}"
         return ""
 
     def missing(self, kind: str, size: int, nodes: Sequence[str]) -> str:
@@ -594,38 +644,23 @@ class CandidateFinder:
         return min(found, key=lambda one: (one.verdict != "possible", one.request_seconds(workload)))
 
     def _feasible(self, kind: str, group: tuple[str, ...], cut: Cut | None = None) -> Candidate:
-        """Return the group with everything it needs. The slowest of its links' networks names a ring."""
-        jaccl = kind in (JACCL_MESH, JACCL_RING)
-        matrix = self.fabrics.matrix(group, circle=kind == JACCL_RING) if jaccl else ()
-        if twice := self.fabrics.doubled(group, matrix) if jaccl else "":
-            return Candidate(kind, len(group), reason=twice)
+        """Return the group with everything it needs, or the reason why it cannot form."""
+        wired = self.fabrics.wired(kind, group, self.options)
+        if not wired.ranks:
+            return wired
         links = self.fabrics.ring_links(group, kind)
-        if links:
-            kind = max((k for k in RINGS if RINGS[k] in {x.network for x in links}), key=list(RINGS).index)
-        pairs = links_of(group, matrix)
-        mbps = min((link.mbps for link in links), default=0)  # 0 if it is unknown for one of them
-        reason = next((each.reason for each in self.options.failed if each.is_in(kind, pairs)), "")
-        return Candidate(
-            kind=kind,
-            nodes=len(group),
-            verdict="refused" if reason else "possible",
-            reason=reason,
-            ranks=group,
-            names=tuple(self.members[node].name for node in group),
-            backend="jaccl" if jaccl else "ring" if links else "none",
-            jaccl_ring=kind == JACCL_RING,
-            ring_addresses=tuple(link.addresses[node] for link, node in zip(links, group, strict=False)),
-            rdma=matrix,
+        return replace(
+            wired,
             memory=cut.memory if cut else tuple(self._memory(node, len(group)) for node in group),
             split=cut.split if cut else (),
             speed=speed(
                 self.shape,
                 [self._ranks[node] for node in group],
-                kind=kind,
+                kind=wired.kind,
                 costs=cut.costs if cut else (),
                 fast_fences=self.options.fast_fences,
                 measured=self.options.measured,
-                mbps=mbps,
+                mbps=min((link.mbps for link in links), default=0),  # 0 if it is unknown for one of them
             ),
         )
 
@@ -651,49 +686,3 @@ def _no_room(rank: int, memory: RankMemory, layers: int = 0) -> str:
     if memory.stranded:
         share += f"; {memory.stranded / GB:.1f} GB there may be stranded until that Mac restarts"
     return f"rank {rank} ({memory.name}) has {has:.1f} GB for {needs:.1f} GB{share}"
-
-
-# --- parts of a group that can be tried while other groups use RDMA devices ------------------------------
-# One RDMA device cannot serve two groups at once.
-
-Device = tuple[str, str]  #: A node id, and one of its RDMA devices.
-
-
-def devices_of(ranks: Sequence[str], topology: Topology, *, circle: bool) -> Iterable[Device]:
-    """Yield the devices that a group over JACCL uses; in a circle those between neighbours."""
-    pairs = zip(ranks, (*ranks[1:], *ranks[:1]), strict=True) if circle else combinations(ranks, 2)
-    for pair in pairs:
-        if link := topology.rdma(*pair):
-            yield from link.devices.items()
-
-
-def parts(chosen: Candidate, used: Collection[Device]) -> list[Candidate] | None:
-    """Return what rank 0 can try of a group, each part with it as rank 0, while others use `used`.
-
-    That is all of the group if it uses none of these devices. Else it is meshes over the cables of rank 0
-    that are free; none are needed if each cable of the group already works for another group. Returns None if
-    cables are free, but none of them is rank 0's.
-    """
-    ranks, rdma = chosen.ranks, chosen.rdma
-    cables = {(i, j) for i, j in combinations(range(len(ranks)), 2) if rdma and rdma[i][j]}
-    free = {(i, j) for i, j in cables if not {(ranks[i], rdma[i][j]), (ranks[j], rdma[j][i])} & set(used)}
-    if free == cables:
-        return [chosen]
-    left, found = [rank for rank in range(1, len(ranks)) if (0, rank) in free], []
-    while left:
-        part = [0]
-        for rank in left:
-            if all((other, rank) in free for other in part):
-                part.append(rank)
-        left = [rank for rank in left if rank not in part]
-        # The mesh of some ranks keeps the group's kind, so that its failure leaves out the group.
-        found.append(
-            replace(
-                chosen,
-                nodes=len(part),
-                ranks=tuple(ranks[rank] for rank in part),
-                rdma=tuple(tuple(rdma[i][j] for j in part) for i in part),
-                jaccl_ring=False,
-            )
-        )
-    return found if found or not free else None

@@ -6,7 +6,7 @@ measured is an assumption with a name here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 
@@ -269,9 +269,6 @@ class SpeedEstimate:
         """Return the seconds of a request, from its arrival to its last token, beside those at once."""
         return self.prompt_s(workload) + self.answer_s(workload)
 
-    def requests_per_second(self, workload: Workload) -> float:
-        return workload.at_once / self.request_seconds(workload)
-
 
 def speed(
     shape: ModelShape,
@@ -488,11 +485,6 @@ def rank_needs(shape: ModelShape, ranks: int, context: int) -> int:
 
 def _headroom(weights: int) -> int:
     return HEADROOM_BYTES + int(HEADROOM_SHARE * weights)
-
-
-def fits_beside(memory: Iterable[RankMemory], held: Mapping[str, int]) -> bool:
-    """Return whether ranks have room while those before them still hold `held` bytes, by node id."""
-    return all(each.needed + held.get(each.node_id, 0) <= each.available for each in memory)
 
 
 def usable_bytes(member: MemberMachine) -> int:

@@ -136,6 +136,9 @@ class FailedGroups:
 
     _failures: dict[tuple[str, Links], _Failure] = field(default_factory=dict)
 
+    def __bool__(self) -> bool:
+        return bool(self._failures)
+
     def failed(
         self,
         group: FailedGroup,
@@ -191,19 +194,23 @@ class FailedGroups:
             self.forget(each.group.kind, each.group.links)
         return [each.group for each in found if each.out_s]
 
-    def left_out(
+    def known(
         self, members: Mapping[str, MemberMachine], now: float
     ) -> tuple[tuple[FailedGroup, float], ...]:
-        """Return the groups not to be planned, and the seconds until each may be.
+        """Return all groups that failed, and the seconds until each may be planned, negative if it may.
 
         A group whose Macs changed since is forgotten: other cables, ports, addresses, versions, or a restart.
         """
         for key, failure in list(self._failures.items()):
             if failure.circumstances != failure.group.circumstances(members):
                 del self._failures[key]
-        return tuple(
-            (failure.group, failure.until - now) for failure in self._failures.values() if now < failure.until
-        )
+        return tuple((each.group, each.until - now) for each in self._failures.values() if each.until)
+
+    def left_out(
+        self, members: Mapping[str, MemberMachine], now: float
+    ) -> tuple[tuple[FailedGroup, float], ...]:
+        """Return the groups not to be planned, and the seconds until each may be."""
+        return tuple(each for each in self.known(members, now) if each[1] > 0)
 
 
 def _state_of(member: MemberMachine) -> tuple[object, ...]:

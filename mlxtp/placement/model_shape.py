@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from functools import lru_cache
 from itertools import accumulate, pairwise
+from typing import Any, get_args, get_origin, get_type_hints
 
-from ..description import CacheCapabilities, Description, PartFacts
+from ..description import CacheCapabilities, Description, PartFacts, from_text, to_text
 from ..wire.messages import MAX_RANKS as MAX_RANKS
 
 ASSUMED_CONTEXT = 4096  #: tokens that a model supports whose configuration does not say
+MAX_TEXT = 1 << 20  #: characters of a description from another Mac
 HEAD_KERNELS = 12  #: of an MTP head beside its layer: two norms, their product, norm, head, a choice
 _KV_SCALES = 4 / 64  # bytes of a quantized number's scales
 
@@ -309,6 +313,55 @@ def _part(layer: PartFacts, scale: float, kv_scale: float, kernels: int) -> Part
         int(kv_scale * layer.kv_token_bytes),
         int(kv_scale * layer.kv_window_bytes),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedModel:
+    """A model as a Mac that has its files knows it. `weight_bytes` and `mtp` as in `shape_of`."""
+
+    model: Description
+    weight_bytes: int
+    mtp: bool
+
+    def shape(self, name: str, kv_bits: int) -> ModelShape:
+        """Return its shape; see `shape_of`."""
+        return shape_of(self.model, name=name, weight_bytes=self.weight_bytes, kv_bits=kv_bits, mtp=self.mtp)
+
+    def packed(self) -> bytes:
+        """Return it in the form that members send, about a kilobyte."""
+        numbers = f"{self.weight_bytes} {int(self.mtp)} "
+        return zlib.compress((numbers + to_text(self.model)).encode())
+
+
+@lru_cache(64)
+def unpacked(data: bytes) -> DescribedModel:
+    """Return what `packed` made this of. Raises ValueError, also for what a member made up."""
+    unpacking = zlib.decompressobj()
+    try:
+        weight_bytes, mtp, described = unpacking.decompress(data, MAX_TEXT).decode().split(" ", 2)
+        found = DescribedModel(from_text(described), int(weight_bytes), mtp == "1")
+    except (zlib.error, TypeError, LookupError) as error:
+        raise ValueError(f"no model is like that: {error}") from error
+    _check(found, DescribedModel, "model")
+    if not found.model.layers or (found.model.drafts and not found.model.has_head):
+        raise ValueError("no model is like that: it has no layers, or drafts without a head")
+    return found
+
+
+def _check(value: object, kind: Any, name: str) -> None:
+    """Raise ValueError where types or numbers are none of a model. What plans divide by is not 0."""
+    if get_origin(kind) is tuple:
+        for part in value if isinstance(value, tuple) else [None]:
+            _check(part, get_args(kind)[0], name)
+    elif type(value) is not kind or (kind is int and not (name in _AT_LEAST_1) <= value < MOST):  # type: ignore[operator]
+        raise ValueError(f"no model is like that: {name} is {value!r}")
+    elif is_dataclass(value):
+        for each, part in get_type_hints(kind).items():
+            _check(getattr(value, each), part, each)
+
+
+_AT_LEAST_1 = {"kv_heads", "group", "number_bytes", "kernels", "hidden", "vocabulary", "width"}
+MOST = 1 << 60  #: bytes, or numbers, of any model
 
 
 def unknown_shape(name: str, weight_bytes: int) -> ModelShape:

@@ -30,10 +30,8 @@ Overrides = Mapping[str, Mapping[str, str]]
 class MemberMachine:
     """One node that may take part.
 
-    control_address  the IP address at which the Mac that plans reaches it; may be empty
-    control_from     the planning Mac's own address of that control link; may be empty
+    control_address  the IP address at which this Mac reaches it, for people; may be empty
     model_ok         whether it can serve the model at all; `reason` is why not
-    jaccl            whether MLX there has JACCL
     held_bytes       bytes that ranks of ours hold there now and will give back before the next group forms
     taken_bytes      bytes there that are set aside for other groups
     boot_id          of this start of its agent
@@ -45,11 +43,9 @@ class MemberMachine:
     control_address: str = ""
     model_ok: bool = True
     reason: str = ""
-    jaccl: bool = True
     held_bytes: int = 0
     boot_id: str = ""
     taken_bytes: int = 0
-    control_from: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +121,6 @@ class Topology:
     def no_rdma(self, one: str, other: str) -> str:
         """Return why `rdma` finds nothing between these two, in words."""
         a, b = (self._members[node] for node in sorted((one, other)))
-        for member in (a, b):
-            if not member.jaccl:
-                return f"MLX on {member.name} has no JACCL"
         cables = self._cables.get(frozenset((one, other)), [])
         if not cables:
             return "no cable"
@@ -172,8 +165,6 @@ class Topology:
 
     def _rdma_link(self, pair: frozenset[str]) -> RdmaLink | None:
         a, b = (self._members[node] for node in sorted(pair))
-        if not (a.jaccl and b.jaccl):
-            return None
         given = {
             one.node_id: self._overrides.get(one.node_id, {}).get(other.node_id, "")
             for one, other in ((a, b), (b, a))
@@ -271,13 +262,9 @@ def _is_local(interface: Interface) -> bool:
 
 
 def _answered(one: MemberMachine, first: Interface, other: MemberMachine, second: Interface) -> bool:
-    """Return whether a control link of the Mac that plans stands over exactly these two addresses."""
-    ends = {one.node_id: first.address, other.node_id: second.address}
-    return any(
-        not plans.control_address
-        and (ends[plans.node_id], ends[peer.node_id]) == (peer.control_from, peer.control_address)
-        for plans, peer in ((one, other), (other, one))
-    )
+    """Return whether a control link of these two stands over exactly these two addresses."""
+    here, there = f"{first.address} {second.address}", f"{second.address} {first.address}"
+    return here in one.machine.reached or there in other.machine.reached
 
 
 def _no_rdma(member: MemberMachine, port: Port | None = None) -> str:
@@ -317,7 +304,7 @@ def _preference(
     one: MemberMachine, first: Interface, other: MemberMachine, second: Interface
 ) -> tuple[object, ...]:
     """Return a sort key, smaller is better: no bridge, the address known to work, speed, any fixed order."""
-    known = (one.control_address == first.address) + (other.control_address == second.address)
+    known = _answered(one, first, other, second)
     bridges = (first.kind == "bridge") + (second.kind == "bridge")
     addresses = sorted((_address(first.address), _address(second.address)))
     return (bridges, -known, -min(first.mbps, second.mbps), *addresses)

@@ -45,14 +45,19 @@ from .peer_messages import MAX_CERTIFICATE_BYTES
 # --- a Mac: chip, memory, addresses, cables --------------------------------------------------------------
 # `placement/hardware.py` fills it in, `MachineReport` carries it, `placement/planner.py` judges it.
 
+MAX_MEMBERS = 64
 MAX_INTERFACES = 32
 MAX_PORTS = 16
 MAX_NOTES = 16
 MAX_CACHES = 32
+MAX_BY_HAND = 32
+MAX_SHAPE_BYTES = 1 << 16
 MAX_SERVICE = 60  #: Characters of the name of a network service.
 
 _count = integer(0, U63)
 _caches = texts(MAX_CACHES, 400)
+_reached = texts(MAX_MEMBERS, 100)
+_by_hand = texts(MAX_BY_HAND, 200)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +114,10 @@ class Machine:
     caches: tuple[str, ...] = _f(
         _caches, default=()
     )  #: on disk, of groups: rank and model ("1 Qwen3-32B-4bit")
+    reached: tuple[str, ...] = _f(
+        _reached, default=()
+    )  #: its own and the other address of each control link ("10.0.0.1 10.0.0.2")
+    by_hand: tuple[str, ...] = _f(_by_hand, default=())  #: its setting `rdma`
 
 
 # --- measurements of the collectives of one group of ranks -----------------------------------------------
@@ -138,7 +147,6 @@ class FabricResult:
 # --- messages --------------------------------------------------------------------------------------------
 
 
-MAX_MEMBERS = 64
 MAX_TOLD = 32  #: Deployments in one message: what one frame may hold in objects.
 MAX_ENTERED = 24  #: Entries of the roster in one message, for the same reason.
 MAX_PARTING = 3000  #: Characters of one part; frames before a link is open hold 4 KiB.
@@ -291,6 +299,7 @@ class ModelStatus(Message, number=0x33):
     problem: str = _f(_detail)  #: why it has none; empty while it works on it
     revision: str = _f(text(40), default="")  #: its commit, if known
     weight_mib: int = _f(_count, default=0)  #: of its weights, rounded up; 0 while unknown
+    shape: bytes = _f(binary(0, MAX_SHAPE_BYTES), default=b"")  #: `ModelFacts.packed`; empty while unknown
 
 
 class Prepare(Message, number=0x34):
@@ -300,7 +309,6 @@ class Prepare(Message, number=0x34):
     rank: int = _f(_rank)
     fabric: str = _f(text(64))  #: the participant's own address for MLX's sockets; may be empty
     model: str = _f(text(MAX_MODEL))  #: its name in its deployment
-    trial: bool = _f(boolean(), default=False)  #: the group proves itself beside the serving one, and ends
     group: str = _f(group_id(MAX_GROUP_ID), default="")  #: whose earlier rank ends
 
 
@@ -382,7 +390,6 @@ class Serving(Message, number=0x45):
     backend: str = _f(text(20))
     kind: str = _f(text(60))
     participants: tuple[str, ...] = _f(texts(MAX_RANKS, 32))  #: node ids in rank order
-    key: tuple[float, ...] = _f(numbers(-1e12, 1e12, 8))  #: value that plans are compared by
     open_requests: int = _f(_count)
     model: str = _f(text(MAX_MODEL))
     desired: int = _f(_count)
@@ -401,6 +408,7 @@ class Serving(Message, number=0x45):
     checkpoints: bool = _f(boolean(), default=False)  #: as in Loaded
     split: tuple[int, ...] = _f(integers(1, MAX_LAYERS, 0, MAX_RANKS), default=())  #: as in LoadShard
     ready_s: int = _f(integer(0, U32), default=0)  #: for which the epoch has been ready
+    used: bool = _f(boolean(), default=False)  #: it was asked something since
 
 
 class ReplicaLoad(Message, number=0x56):
@@ -414,17 +422,43 @@ class ReplicaLoad(Message, number=0x56):
 
 
 class GroupAssignment(Message, number=0x55):
-    """The coordinator to all: `owner` runs a group of a deployment, on Macs among `nodes`."""
+    """The coordinator to all: the ranks of a group of a deployment, which the owner, rank 0, forms."""
 
     group: str = _f(group_id(MAX_GROUP_ID))
     deployment: str = _f(text(MAX_MODEL))
     term: int = _f(_count, default=0)
     number: int = _f(_count, default=0)  #: counts the assignments of this `term`
-    owner: str = _f(_id, default="")  #: empty: the group runs nowhere
-    nodes: tuple[str, ...] = _f(texts(MAX_MEMBERS, 32), default=())  #: the owner first
+    ranks: tuple[str, ...] = _f(texts(MAX_RANKS, 32), default=())  #: node ids; () is nowhere
+    kind: str = _f(text(60), default="")  #: the fabric between them
+    split: tuple[int, ...] = _f(integers(1, MAX_LAYERS, 0, MAX_RANKS), default=())  #: as in LoadShard
     why: str = _f(_detail, default="")  #: the group runs nowhere
+    faster: str = _f(_detail, default="")  #: a place where it would be much faster
     kv_mib: int = _f(integer(0, U32), default=0)  #: bounds the KV caches of each rank; 0 is no bound
     leaving: tuple[str, ...] = _f(texts(MAX_MEMBERS, 32), default=())  #: known then to be about to stop
+
+    @property
+    def owner(self) -> str:
+        """Node id of rank 0; empty for none."""
+        return self.ranks[0] if self.ranks else ""
+
+
+MAX_LEFT_OUT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOutGroup:
+    """A group that failed, by its fabric and links, and why."""
+
+    kind: str = _f(text(60))
+    links: tuple[str, ...] = _f(texts(MAX_RANKS * (MAX_RANKS - 1) // 2, 200))  #: node, node, device, device
+    reason: str = _f(_detail)
+    over: bool = _f(boolean())  #: it may be planned again, but no group that runs is moved there
+
+
+class GroupsLeftOut(Message, number=0x66):
+    """An owner to all: the groups that failed, which plans leave out for a while."""
+
+    groups: tuple[LeftOutGroup, ...] = _f(records(LeftOutGroup, 0, MAX_LEFT_OUT))
 
 
 class TokenWanted(Message, number=0x46):

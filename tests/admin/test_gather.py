@@ -159,7 +159,7 @@ def test_a_group_on_other_macs_is_shown_as_it_is_told(
         node.follow(a)
         observer = Observer(node.parts)
         told = Serving(
-            9, "ready", "", "ring", "ring over Ethernet", (A, B), (0.0, 5.0), 0, "tiny", 1, 4096, 9, (1,),
+            9, "ready", "", "ring", "ring over Ethernet", (A, B), 0, "tiny", 1, 4096, 9, (1,),
             group=GROUP, deployment="tiny", cached=512,
         )  # fmt: skip
         node.hear(a, *only(1, A, "tiny").messages())

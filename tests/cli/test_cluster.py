@@ -74,6 +74,7 @@ GROUP: dict[str, Any] = {
     "tokens_per_second": 120,
     "cached_tokens": 4096,
     "exposed": None,
+    "faster": None,
 }
 EXPOSED = (
     "tensors cross Wi-Fi in the clear: other machines on it can compute prompts and answers from them "
@@ -358,6 +359,10 @@ def test_status_has_a_row_for_each_deployment_and_below_it_its_groups(
         "       and answers from them (--fabric-networks excludes it)",
     ]
     assert "works for" in "\n".join(lines)
+    faster = {**GROUP, "faster": "JACCL mesh of a + b: 2.1 s per chat request instead of 3.9"}
+    told["deployments"] = [{**TWO_REPLICAS, "groups": [faster]}]
+    output = mlxtp(agent.home, "status").output
+    assert "faster: JACCL mesh of a + b: 2.1 s per chat request instead of 3.9" in output
 
 
 LONG = "the model cannot be read: " + "word " * 40 + "and this is its end"

@@ -20,7 +20,7 @@ from mlxtp.cli import planning as plan
 from mlxtp.cli.main import app
 from mlxtp.config import resolve_settings
 from mlxtp.errors import ConfigError, ModelError, UserError
-from mlxtp.groups.placer import placement_options
+from mlxtp.groups.machines import placement_options
 from mlxtp.model_files import MTP_FILE
 from mlxtp.placement.candidates import Candidate
 from mlxtp.placement.cost_model import AGENT, ALONE, BATCH, CHAT, JACCL_MESH, RING_THUNDERBOLT, Workload
@@ -434,7 +434,8 @@ def kinds(desk: str, model: str) -> str:
     chat = [best(CHAT, kind) for kind in (lambda one: one.nodes == 1, tensor, pipeline)]
     batch = [best(BATCH, kind) for kind in (tensor, pipeline)]
     each = [choose([member], shape, options=PlacementOptions(workload=BATCH)).chosen for member in members]
-    replicas = sum(one.speed.requests_per_second(BATCH) for one in each if one is not None and one.speed)
+    each_s = [one.request_seconds(BATCH) for one in each if one is not None and one.speed]
+    replicas = sum(BATCH.at_once / seconds for seconds in each_s)
     cells = [desk, f"`{model}`", *("–" if seconds is None else f"{seconds:.1f}" for seconds in chat)]
     cells += ["–" if seconds is None else f"{60 * BATCH.at_once / seconds:.1f}" for seconds in batch]
     cells.append(f"{60 * replicas:.1f}" if replicas else "–")

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from mlxtp.cluster.assign import AssignDecision, AssignView, GroupReport, WantedDeployment, assign
-from mlxtp.cluster.reconcile import GroupPlan, RunningEpoch, Wanted
+from mlxtp.cluster.place import GroupReport, PlaceDecision, PlaceView, WantedDeployment, place
+from mlxtp.cluster.reconcile import RunningEpoch
 from mlxtp.groups.coordinator import STEADY_S
-from mlxtp.placement.cost_model import CHAT, rank_memory, usable_bytes
+from mlxtp.placement.cost_model import rank_memory, usable_bytes
 from mlxtp.placement.model_shape import ModelShape
 from mlxtp.placement.planner import DEFAULT_CONTEXT, PlacementOptions, plan
 from mlxtp.placement.topology import MemberMachine
@@ -30,17 +30,16 @@ class SeveralGroups:
         macs = on_lan([mac(place, memory=size) for place, size in enumerate(memory.values())])
         self.macs = {name: replace(each, node_id=name) for name, each in zip(memory, macs, strict=True)}
         self.models = models
-        self._decisions: dict[object, AssignDecision] = {}
-        self._plans: dict[object, GroupPlan | None] = {}
+        self._decisions: dict[object, PlaceDecision] = {}
 
-    def wanted(self, node: Node, group: str) -> Wanted | None:
+    def model(self, node: Node, group: str) -> str:
         row, index = node.replica.deployments.get(_name(group)), int(group.rpartition("#")[2])
-        return Wanted(row.model, row.nodes) if row is not None and index < row.replicas else None
+        return row.model if row is not None and index < row.replicas else ""
 
-    def assign(self, node: Node) -> Iterable[tuple[str, str, tuple[str, ...]]]:
-        return [(each.group, each.owner, each.nodes) for each in self.decision(node).assignments]
+    def assign(self, node: Node) -> Iterable[tuple[str, tuple[str, ...]]]:
+        return [(each.group, each.ranks) for each in self.decision(node).assignments]
 
-    def decision(self, node: Node) -> AssignDecision:
+    def decision(self, node: Node) -> PlaceDecision:
         """Return what is assigned when this node coordinates."""
         leadership, now = node.leadership, node.world.now
         rows = node.replica.deployments.live()
@@ -54,11 +53,14 @@ class SeveralGroups:
         flapping = frozenset(name for name, until in leadership.flapping.items() if now < until)
         seen = (rows, tuple(here), told, leadership.draining, flapping)
         if seen not in self._decisions:
-            self._decisions[seen] = assign(
-                AssignView(
+            self._decisions[seen] = place(
+                PlaceView(
                     [self.macs[name] for name in here],
                     [WantedDeployment(row, self.options(row), self.models[row.model]) for row in rows],
-                    [GroupReport(group, ranks, 1, ready, requests) for group, ranks, ready, requests in told],
+                    [
+                        GroupReport(group, ranks, ready=ready, open_requests=requests)
+                        for group, ranks, ready, requests in told
+                    ],
                     leadership.draining,
                     flapping,
                 )
@@ -68,31 +70,13 @@ class SeveralGroups:
     def options(self, row: Deployment) -> PlacementOptions:
         return PlacementOptions(nodes=int(row.nodes) if row.nodes.isdecimal() else row.nodes)
 
-    def plan(self, node: Node, group: str, nodes: Sequence[str]) -> GroupPlan | None:
-        """Return the planner's choice among these nodes, with what other groups leave of them."""
-        row = node.replica.deployments.get(_name(group))
-        here = [name for name in nodes if name in staying(node)]
-        if row is None or node.id not in here:
-            return None
-        others = [(each, one) for each in node.parts if each != group for one in node.epochs(each)]
-        taken = self.needed(others)
-        seen = (node.id, row.model, row.nodes, tuple((name, taken.get(name, 0)) for name in here))
-        if seen not in self._plans:
-            members = [replace(self.macs[name], taken_bytes=taken.get(name, 0)) for name in here]
-            chosen = plan(members, self.models[row.model], node.id, self.options(row)).chosen
-            self._plans[seen] = None
-            if chosen is not None and chosen.speed is not None:
-                key = (chosen.speed.requests_per_second(CHAT),)
-                self._plans[seen] = GroupPlan(chosen.ranks, key, chosen.backend)
-        return self._plans[seen]
-
     def needed(self, epochs: Iterable[tuple[str, RunningEpoch]]) -> dict[str, int]:
         """Return the bytes that ranks of these epochs need, by node id."""
         found: dict[str, int] = {}
         for _, epoch in epochs:
             for name in epoch.ranks:
                 found[name] = found.get(name, 0) + self.need(
-                    self.macs[name], epoch.wanted.model, len(epoch.ranks)
+                    self.macs[name], epoch.form.model, len(epoch.ranks)
                 )
         return found
 
@@ -109,11 +93,11 @@ class SeveralGroups:
             if part.running is not None
         }
         by_id = {node.id: node for node in nodes}
-        assigned = {group: (owner, within) for group, owner, within in self.assign(leader) if owner}
+        assigned = {group: ranks for group, ranks in self.assign(leader) if ranks}
         if sorted(group for group, _, _ in epochs) != sorted(assigned):
             return f"{assigned} should run: {epochs}"
         for (group, owner, number), epoch in epochs.items():
-            if owner != assigned[group][0] or not set(epoch.ranks) <= set(assigned[group][1]):
+            if epoch.ranks != assigned[group]:
                 return f"{group} is assigned {assigned[group]} and runs on {epoch.ranks}"
             joined = [by_id[name].parts[group].running for name in epoch.ranks]
             if not all(

@@ -16,6 +16,7 @@ from mlxtp.cluster.membership import Change, Duplicate, Membership, MemberState
 from mlxtp.cluster.reconcile import (
     Action,
     FormEpoch,
+    GroupForm,
     RunningEpoch,
     Situation,
     StopEpoch,
@@ -48,14 +49,17 @@ class Report:
 
 @dataclass(frozen=True)
 class Assigned:
-    """From the coordinator: who owns a group, and the nodes that it may use."""
+    """From the coordinator: the ranks of a group, its owner first."""
 
     group: str
-    owner: str = ""
-    nodes: tuple[str, ...] = ()
+    ranks: tuple[str, ...] = ()
     leaving: tuple[str, ...] = ()
     claim: LeaderClaim = NO_CLAIM
     number: int = 0
+
+    @property
+    def owner(self) -> str:
+        return self.ranks[0] if self.ranks else ""
 
 
 @dataclass(frozen=True)
@@ -319,14 +323,13 @@ class Node:
         part.hold_until = self.world.now + RETRY_S
 
     def form(self, part: Part, action: FormEpoch) -> None:
-        wanted, plan = self.world.rule.wanted(self, part.group), action.plan
-        assert wanted is not None
+        form = action.form
         assert part.assigned.owner == self.id, f"{self.id} forms an epoch of {part.assigned}"
-        assert set(plan.ranks) <= set(part.assigned.nodes), f"{plan} is not within {part.assigned}"
-        running = RunningEpoch(action.number, plan.ranks, action.boots, plan.key, wanted, ready=False)
+        assert form.ranks == part.assigned.ranks, f"{form} is not {part.assigned}"
+        running = RunningEpoch(action.number, form, action.boots)
         self.leave(part, "for one of its own")
         self.join(part, running)
-        part.awaited = set(plan.ranks[1:])
+        part.awaited = set(form.ranks[1:])
         for node_id in part.awaited:
             self.tell(node_id, Offer(part.group, running))
         if not part.awaited:
@@ -368,10 +371,10 @@ class Node:
         if not leadership.leading or leadership.unrest(self.membership, self.world.now)[0]:
             return
         leaving = tuple(sorted(leadership.draining))
-        for group, owner, nodes in self.world.rule.assign(self):
+        for group, ranks in self.world.rule.assign(self):
             part = self.part(group)
             before = part.assigned
-            after = Assigned(group, owner, nodes, leaving, leadership.claim, before.number)
+            after = Assigned(group, ranks, leaving, leadership.claim, before.number)
             if after != before:
                 self.assignments += 1
                 part.assigned = replace(after, number=self.assignments)
@@ -440,14 +443,15 @@ class Node:
             if how is not None:
                 self.leave(part, how)
         for _ in range(4):
+            model, assigned = self.world.rule.model(self, part.group), part.assigned
+            form = GroupForm(model, assigned.ranks) if model and assigned.owner == self.id else None
             situation = Situation(
-                assignee=part.assigned.owner,
-                nodes=part.assigned.nodes,
-                wanted=self.world.rule.wanted(self, part.group),
+                assignee=assigned.owner,
+                model=model,
+                form=form,
+                refusal="too few Macs",
                 running=self.own(part),
                 others=[each for each in self.epochs(part.group) if each.owner != self.id],
-                plan=self.world.rule.plan(self, part.group, part.assigned.nodes),
-                refusal="too few Macs",
                 hold_until=part.hold_until,
                 hold="the last one failed",
                 waiting_since=part.waiting_since,

@@ -24,6 +24,7 @@ from mlxtp.groups.hosted_rank import HostedRank
 from mlxtp.identity.join_protocol import JoinToken, TokenIssuer
 from mlxtp.models.inspect import ModelSource
 from mlxtp.placement import hardware
+from mlxtp.placement.cost_model import RING_ETHERNET
 from mlxtp.wire.certificates import authority_hash
 from mlxtp.wire.cluster_messages import (
     MAX_ENTERED,
@@ -104,7 +105,7 @@ def test_only_the_present_coordinator_assigns_groups_and_its_last_word_holds(
         a, b, groups = node.meet(A), node.meet(B), node.parts.groups
 
         def hear(link: Any, term: int, number: int, owner: str) -> str:
-            node.hear(link, GroupAssignment(GROUP, "tiny", term, number, owner, (owner,)))
+            node.hear(link, GroupAssignment(GROUP, "tiny", term, number, (owner,)))
             return groups.known(GROUP).scope.assignment.owner
 
         assert hear(b, 5, 9, B) == ""
@@ -143,34 +144,6 @@ def test_an_epoch_is_joined_once_and_not_by_a_node_that_has_its_own(tmp_path: Pa
         node.hear(a, Prepare(9, 1, "", "tiny", group=GROUP))
         orders = [(order.epoch, order.group) for _, order in cast(Any, node.orders)]
         assert orders == [(8, "other#0"), (9, GROUP)], "one of another group is in no way"
-
-    play(tmp_path, member, story)
-
-
-def test_a_trial_goes_on_beside_the_epoch_that_serves(tmp_path: Path, member: Member) -> None:
-    """No epoch of this agent's own is in its way, and none ends until the trial's epoch serves."""
-
-    async def story(node: Node) -> None:
-        a, b, cluster = node.meet(A), node.meet(B), node.parts
-        node.follow(a)
-        ended: list[MlxtpError] = []
-        supervisor = cluster.groups.known(GROUP).supervisor
-        supervisor.end_epoch = ended.append  # type: ignore[method-assign]
-        supervisor.status.in_epoch = True
-        trial = Prepare(8, 1, "", "tiny", trial=True, group=GROUP)
-        node.hear(a, trial)
-        assert (node.orders, ended, a.heard(RankTrouble)) == ([(A, trial)], [], [])
-        for host, order in ((A, trial), (B, replace(trial, epoch=6, trial=False))):
-            hosts(node, host, order)
-        serving = Serving(8, "loading", "", "ring", "", (A,), (1.0, 1.0), 0, "tiny", 1, 0, 0, (), group=GROUP)
-        node.hear(a, replace(serving, epoch=7))
-        node.hear(b, replace(serving, group="other#0"))
-        assert (ended, b.heard(RankTrouble)) == ([], [])
-        node.hear(a, serving)
-        assert [error.detail for error in ended] == ["mac-a serves as epoch 8"]
-        assert [trouble.epoch for trouble in b.heard(RankTrouble)] == [6], "it was of the same group"
-        assert (A, 8) in [rank.key for rank in cluster.hosted.serving]
-        assert a.heard(RankTrouble) == []
 
     play(tmp_path, member, story)
 
@@ -235,7 +208,7 @@ def test_a_rank_whose_end_was_not_heard_of_ends_with_its_host_s_next_epoch(
         a, b = node.meet(A), node.meet(B)
         for host, epoch, group in ((A, 7, GROUP), (A, 6, "other#0"), (B, 5, GROUP)):
             hosts(node, host, Prepare(epoch, 1, "", "tiny", group=group))
-        serving = Serving(8, "loading", "", "ring", "", (A,), (1.0, 1.0), 0, "tiny", 1, 0, 0, (), group=GROUP)
+        serving = Serving(8, "loading", "", "ring", "", (A,), 0, "tiny", 1, 0, 0, (), group=GROUP)
         node.hear(b, replace(serving, group="new#0"))
         node.hear(a, replace(serving, epoch=7))
         assert a.heard(RankTrouble) == b.heard(RankTrouble) == []
@@ -254,16 +227,16 @@ def test_only_rank_0_s_agent_speaks_for_a_group(tmp_path: Path, member: Member, 
         node.live(a, b)
         scope = node.group.scope
         assert scope.owned
-        told = (9.0, 1e9)
         group = Serving(
-            9, "ready", "", "ring", "", (A, B), told, 0, "tiny", 1, 0, 0, (), group=GROUP, deployment="tiny"
-        )
+            9, "ready", "", "ring", RING_ETHERNET, (A, B), 0, "tiny", 1, 0, 0, (),
+            group=GROUP, deployment="tiny", used=True,
+        )  # fmt: skip
         node.hear(b, group)
         node.live(a, b)
         assert scope.owned
         node.hear(a, group)
         node.live(a, b)
-        assert scope.assignment.nodes[:2] == (A, B)
+        assert scope.assignment.ranks == (A, B)
 
     play(tmp_path, member, story)
 
@@ -271,9 +244,9 @@ def test_only_rank_0_s_agent_speaks_for_a_group(tmp_path: Path, member: Member, 
 def test_reports_are_known_by_owner_and_group(tmp_path: Path, member: Member) -> None:
     async def story(node: Node) -> None:
         a, b, told = node.meet(A), node.meet(B), node.parts.node.peer_info
-        one = Serving(9, "ready", "", "none", "", (A,), (0.0, 5.0), 0, "tiny", 1, 0, 0, (), group="tiny#0")
+        one = Serving(9, "ready", "", "none", "", (A,), 0, "tiny", 1, 0, 0, (), group="tiny#0")
         two = replace(one, group="big#0", epoch=10, model="big", deployment="big")
-        nothing = Serving(10, "idle", "members come and go", "none", "", (), (), 0, "", 1, 0, 0, ())
+        nothing = Serving(10, "idle", "members come and go", "none", "", (), 0, "", 1, 0, 0, ())
         theirs = replace(one, participants=(B,))
         node.hear(a, nothing)
         assert told.servings == {(A, ""): nothing}
@@ -404,7 +377,7 @@ def test_who_is_short_of_memory_says_so_and_the_group_it_is_in_takes_nothing_new
 
     async def story(node: Node) -> None:
         a, b = node.meet(A), node.meet(B)
-        node.hear(a, Serving(7, "ready", "", "ring", "ring", (A, B), (), 0, "tiny", 1, 4096, 512, ()))
+        node.hear(a, Serving(7, "ready", "", "ring", "ring", (A, B), 0, "tiny", 1, 4096, 512, ()))
         node.hear(a, beat(short=False))
         assert node.parts.gateway.admission.elsewhere() == ""
         node.hear(b, beat(short=True))
@@ -412,7 +385,7 @@ def test_who_is_short_of_memory_says_so_and_the_group_it_is_in_takes_nothing_new
         node.hear(b, beat(short=False))
         assert node.parts.gateway.admission.elsewhere() == ""
         node.hear(b, beat(short=True))
-        node.hear(a, Serving(8, "ready", "", "ring", "ring", (A,), (), 0, "tiny", 1, 4096, 512, ()))
+        node.hear(a, Serving(8, "ready", "", "ring", "ring", (A,), 0, "tiny", 1, 4096, 512, ()))
         assert node.parts.gateway.admission.elsewhere() == "", "it has no part of the model any more"
         gateway = node.parts.gateway
         for free, short in ((1 << 20, True), (1 << 40, False)):

@@ -8,28 +8,22 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from mlxtp.cluster.membership import MemberState, MemberStatus
 from mlxtp.cluster.reconcile import (
     Action,
     FormEpoch,
-    GroupPlan,
+    GroupForm,
     GroupView,
     NoAction,
     RunningEpoch,
     StopEpoch,
-    TryGroup,
     Wait,
-    Wanted,
-    better,
     decide,
     drained_by,
     refusal,
 )
 
-LLAMA = Wanted("llama")
 NOW = 100.0
 
 
@@ -37,25 +31,22 @@ def here(*names: str, **others: MemberStatus) -> Mapping[str, MemberStatus]:
     return {name: MemberStatus(MemberState.ALIVE, f"{name}-1", True) for name in names} | others
 
 
+def form(*ranks: str, **changes: Any) -> GroupForm:
+    return replace(GroupForm("llama", ranks, "ring"), **changes)
+
+
 def epoch(*ranks: str, **changes: Any) -> RunningEpoch:
-    running = RunningEpoch(
-        4, ranks, tuple(f"{r}-1" for r in ranks), (float(len(ranks)),), Wanted("llama"), ready=True
-    )
+    running = RunningEpoch(4, form(*ranks), tuple(f"{r}-1" for r in ranks), ready=True)
     return replace(running, **changes)
-
-
-def plan(*ranks: str) -> GroupPlan:
-    return GroupPlan(ranks, (float(len(ranks)),))
 
 
 VIEW = GroupView(
     now=NOW,
     self_id="a",
     assignee="a",
-    nodes="abcd",
     statuses=here("a", "b", "c"),
-    wanted=LLAMA,
-    plan=plan("a", "b"),
+    model="llama",
+    form=form("a", "b"),
     epoch=8,
     names={"a": "studio", "b": "mini", "c": "book"},
 )
@@ -65,23 +56,23 @@ def decided(**changes: Any) -> Action:
     return decide(replace(VIEW, **changes))
 
 
-ELSEWHERE: dict[str, Any] = {"assignee": "b"}
+ELSEWHERE: dict[str, Any] = {"assignee": "b", "form": None}
 
 
 # --- forming ----------------------------------------------------------------------------------------------
 
 
 def test_the_owner_forms_what_is_wanted_under_the_next_number() -> None:
-    assert decided() == FormEpoch(9, plan("a", "b"), ("a-1", "b-1"))
+    assert decided() == FormEpoch(9, form("a", "b"), ("a-1", "b-1"))
 
 
 def test_no_other_agent_forms_anything() -> None:
     assert decided(**ELSEWHERE) == NoAction()
-    assert decided(assignee="") == NoAction()
+    assert decided(assignee="", form=None) == NoAction()
 
 
 def test_when_nothing_is_wanted_nothing_is_formed() -> None:
-    assert decided(wanted=None) == NoAction()
+    assert decided(model="", form=None) == NoAction()
 
 
 def test_it_waits_until_members_have_stopped_coming_and_going() -> None:
@@ -93,8 +84,8 @@ def test_it_waits_for_what_present_members_have_to_tell() -> None:
     assert decided(unsynced=["c"]) == Wait("book has not yet reported its state")
 
 
-def test_without_a_plan_it_waits_with_the_reason() -> None:
-    assert decided(plan=None, refusal="needs 2 of 3 nodes") == Wait("needs 2 of 3 nodes", math.inf)
+def test_what_cannot_be_formed_waits_with_the_reason() -> None:
+    assert decided(form=None, refusal="it still comes") == Wait("it still comes", math.inf)
 
 
 def test_after_failed_epochs_it_waits_its_time() -> None:
@@ -107,8 +98,9 @@ def test_no_silent_member_is_taken_along() -> None:
     assert decided(statuses=silent) == Wait("mini is silent")
 
 
-def test_an_owner_that_can_be_in_no_group_waits_with_the_reason() -> None:
-    assert decided(plan=plan("b", "c")) == Wait("studio can be in no group, mini can")
+def test_a_rank_that_is_not_here_is_waited_for() -> None:
+    assert decided(form=form("a", "d")) == Wait("d is not here")
+    assert decided(statuses=here("a", "c", b=LOST["dead"])) == Wait("mini is not here")
 
 
 # --- losing a member --------------------------------------------------------------------------------------
@@ -154,118 +146,55 @@ def test_an_unknown_participant_is_gone() -> None:
 @pytest.mark.parametrize("assignee", ["a", "b", ""])
 def test_an_unloaded_model_ends_its_epoch(assignee: str) -> None:
     own = epoch("a", "b", open_requests=1)
-    assert decided(running=own, wanted=None, assignee=assignee) == StopEpoch("llama was unloaded")
+    assert decided(running=own, model="", form=None, assignee=assignee) == StopEpoch("llama was unloaded")
 
 
-def test_another_model_takes_its_place() -> None:
-    qwen = Wanted("qwen")
-    assert decided(running=epoch("a", "b"), wanted=qwen) == StopEpoch("qwen is wanted now")
-    more = Wanted("llama", "2")
-    assert decided(running=epoch("a", "b"), wanted=more) == StopEpoch("llama is wanted now")
-    for other in (Wanted("llama", parallel="pipeline"), Wanted("llama", split="40,24")):
-        assert decided(running=epoch("a", "b"), wanted=other) == StopEpoch("llama is wanted now")
-        fits = epoch("a", "b", wanted=other)
-        assert decided(running=fits, wanted=other) == NoAction()
+def test_another_model_takes_its_place_once_requests_are_done_and_not_for_ever() -> None:
+    other: dict[str, Any] = {"model": "qwen", "form": form("a", "b", model="qwen")}
+    over, busy = StopEpoch("qwen is wanted now"), epoch("a", "b", open_requests=2)
+    waiting = Wait("open requests: 2", NOW + 10.0, for_requests=True)
+    assert decided(running=epoch("a", "b"), **other) == over
+    assert decided(running=busy, **other) == waiting
+    assert decided(running=busy, waiting_since=NOW - 1, **other) == replace(waiting, until=NOW + 9)
+    assert decided(running=busy, waiting_since=NOW - 10, **other) == over
+    assert decided(running=busy, model="qwen", form=None, refusal="it comes") == NoAction()
 
 
-def test_the_next_revision_is_ready_before_the_present_one_ends() -> None:
-    newer, unproven = Wanted("llama@2"), replace(plan("a", "b"), proven=False)
-    busy = epoch("a", "b", open_requests=2)
-    assert decided(running=busy, wanted=newer, plan=unproven) == TryGroup(9, unproven)
-    ready: dict[str, Any] = {"wanted": newer, "plan": plan("a", "b")}
-    waiting, over = Wait("open requests: 2", NOW + 10, for_requests=True), StopEpoch("llama@2 is wanted now")
-    assert decided(running=busy, **ready) == waiting, "another model cannot go on with them"
-    assert decided(running=busy, waiting_since=NOW - 10, **ready) == over
-    assert decided(running=epoch("a", "b"), **ready) == over
-    assert decided(running=busy, wanted=newer, plan=None, refusal="it comes") == Wait("it comes")
-    loading = epoch("a", "b", ready=False)
-    assert decided(running=loading, wanted=newer, plan=unproven) == StopEpoch("llama@2 is wanted now")
-
-
-# --- something better -------------------------------------------------------------------------------------
-
-ALONE = epoch("a")
+# --- another place ----------------------------------------------------------------------------------------
 
 
 def test_a_running_epoch_is_left_alone() -> None:
     assert decided(running=epoch("a", "b")) == NoAction()
-    assert decided(running=epoch("a", "c")) == NoAction()
-    assert decided(running=epoch("a", "b"), plan=None, refusal="too slow") == NoAction()
-    assert decided(running=epoch("a", "b", "c", "d"), statuses=here(*"abcd")) == NoAction()
+    assert decided(running=epoch("a", "b"), form=None, refusal="too slow") == NoAction()
+    assert decided(running=epoch("a", "b", ready=False)) == NoAction()
 
 
-def test_a_better_group_takes_over_without_requests() -> None:
-    assert decided(running=ALONE) == StopEpoch("a better group is there with mini")
+@pytest.mark.parametrize(
+    ("other", "where"),
+    [
+        (form("a"), "studio"),
+        (form("a", "c"), "studio + book"),
+        (form("a", "b", kind="jaccl"), "studio + mini"),
+        (form("a", "b", split=(3, 1)), "studio + mini"),
+    ],
+)
+def test_an_epoch_that_is_assigned_otherwise_forms_anew_once_requests_are_done(
+    other: GroupForm, where: str
+) -> None:
+    over, busy = StopEpoch(f"it forms again on {where}"), epoch("a", "b", open_requests=2)
+    assert decided(running=epoch("a", "b"), form=other) == over
+    assert decided(running=epoch("a", "b", ready=False), form=other) == over
+    assert decided(running=busy, form=other) == Wait("open requests: 2", NOW + 10.0, for_requests=True)
+    assert decided(running=busy, form=other, waiting_since=NOW - 10) == over
 
 
-def test_a_slightly_better_group_does_not() -> None:
-    for key, action in (((1.04,), NoAction()), ((1.06,), StopEpoch("a better group is there with mini"))):
-        assert decided(running=ALONE, plan=GroupPlan(("a", "b"), key)) == action
-
-
-def test_fewer_macs_may_be_better() -> None:
-    action = decided(running=epoch("a", "b"), plan=GroupPlan(("a",), (9.0,)))
-    assert action == StopEpoch("a better group is there with fewer Macs")
-
-
-def test_an_epoch_that_still_forms_is_not_disturbed() -> None:
-    assert decided(running=epoch("a", ready=False)) == NoAction()
-
-
-def test_a_group_that_never_formed_is_tried_beside_the_one_that_serves() -> None:
-    unproven = replace(plan("a", "b"), proven=False)
-    busy = epoch("a", open_requests=2)
-    assert decided(running=busy, plan=unproven) == TryGroup(9, unproven)
-    assert isinstance(decided(running=busy, plan=unproven, settled_at=NOW + 1), Wait)
-    assert isinstance(decided(running=busy, plan=unproven, flapping={"b": NOW + 7}), Wait)
-    assert decided(running=epoch("a", ready=False), plan=unproven) == NoAction()
-    three = replace(plan("a", "b", "c"), proven=False)
-    elsewhere = epoch("b", "a", number=7)
-    assert decided(others=[elsewhere], plan=three) == TryGroup(9, three)
-    assert isinstance(decided(plan=unproven), FormEpoch), "nothing serves that it could disturb"
-
-
-def test_a_better_plan_with_rank_0_elsewhere_ends_nothing_here() -> None:
-    for proven in (True, False):
-        elsewhere = replace(plan("b", "c"), proven=proven)
-        assert decided(running=ALONE, plan=elsewhere) == NoAction()
-
-
-def test_a_faster_fabric_between_the_same_macs_takes_over() -> None:
-    ring, jaccl = epoch("a", "b", backend="ring"), GroupPlan(("a", "b"), (9.0,), "jaccl")
-    assert decided(running=ring, plan=jaccl) == StopEpoch("a better group is there with jaccl")
-    assert decided(running=ring, plan=replace(jaccl, backend="ring")) == NoAction()
-
-
-def test_open_requests_are_waited_for_and_not_for_ever() -> None:
-    busy = epoch("a", open_requests=2)
-    waiting = Wait("open requests: 2", NOW + 10.0, for_requests=True)
-    assert decided(running=busy) == waiting
-    since = decided(running=busy, waiting_since=NOW - 1)
-    assert since == Wait("open requests: 2", NOW + 9, for_requests=True)
-    assert isinstance(decided(running=busy, waiting_since=NOW - 10), StopEpoch)
-
-
-def test_a_healthy_group_over_rdma_outweighs_a_better_one_that_takes_a_last_formation() -> None:
-    jaccl = GroupPlan(("a", "b", "c"), (9.0,), "jaccl", scarce=True)
-    two = epoch("a", "b", backend="jaccl")
-    assert decided(running=two, plan=jaccl) == NoAction()
-    assert isinstance(decided(running=two, plan=replace(jaccl, scarce=False)), StopEpoch)
-    assert isinstance(decided(running=replace(two, backend="ring"), plan=jaccl), StopEpoch)
-    assert isinstance(decided(running=two, plan=jaccl, wanted=Wanted("other")), StopEpoch), "a person's word"
-
-
-def test_a_better_group_has_to_hold_still_first() -> None:
-    assert decided(running=ALONE, settled_at=NOW + 1) == Wait("members come and go", NOW + 1)
-    assert decided(running=ALONE, unsynced=["b"]) == Wait("mini has not yet reported its state")
-
-
-def test_a_member_that_was_lost_a_moment_ago_ends_no_running_epoch() -> None:
-    action = decided(running=ALONE, flapping={"b": NOW + 7})
-    assert isinstance(action, Wait)
-    assert action.until == NOW + 7
-    assert isinstance(decided(running=ALONE, flapping={"b": NOW, "c": NOW + 7}), StopEpoch)
-    assert isinstance(decided(flapping={"b": NOW + 7}), FormEpoch)  # where nothing runs it is welcome
+def test_an_epoch_ends_for_another_place_only_if_that_can_be_formed_now() -> None:
+    new: dict[str, Any] = {"running": epoch("a"), "form": form("a", "b")}
+    assert decided(**new, settled_at=NOW + 1) == Wait("members come and go", NOW + 1)
+    assert decided(**new, unsynced=["b"]) == Wait("mini has not yet reported its state")
+    silent = here("a", "c", b=MemberStatus(MemberState.SUSPECT, "b-1", True))
+    assert decided(**new, statuses=silent) == Wait("mini is silent")
+    assert decided(**new, hold_until=NOW + 4, hold="it looks") == Wait("it looks", NOW + 4)
 
 
 # --- assigned to another owner, or to other Macs ----------------------------------------------------------
@@ -295,14 +224,8 @@ def test_a_former_owner_goes_on_until_the_next_one_serves_and_not_for_ever() -> 
 
 
 def test_a_group_that_has_no_place_any_longer_ends_with_the_reason() -> None:
-    action = decided(running=epoch("a"), assignee="", refusal="1 replica is wanted")
+    action = decided(running=epoch("a"), assignee="", form=None, refusal="1 replica is wanted")
     assert action == StopEpoch("1 replica is wanted")
-
-
-def test_a_mac_that_another_group_needs_is_given_up_once_there_is_a_plan_without_it() -> None:
-    pair = epoch("a", "b")
-    assert decided(running=pair, nodes="a", plan=plan("a")) == StopEpoch("mini is needed for another group")
-    assert decided(running=pair, nodes="a", plan=None, refusal="too large") == Wait("too large")
 
 
 def test_a_new_owner_waits_for_the_requests_of_the_epoch_before() -> None:
@@ -311,7 +234,7 @@ def test_a_new_owner_waits_for_the_requests_of_the_epoch_before() -> None:
     assert isinstance(decided(others=[busy], waiting_since=NOW - 10), FormEpoch)
     assert isinstance(decided(others=[replace(busy, ready=False)]), FormEpoch)
     assert isinstance(decided(others=[busy], statuses=here("a", "b", "c") | {"b": LOST["dead"]}), Wait)
-    gone = {"plan": plan("a", "c"), "statuses": here("a", "c") | {"b": LOST["dead"]}}
+    gone: dict[str, Any] = {"form": form("a", "c"), "statuses": here("a", "c") | {"b": LOST["dead"]}}
     assert isinstance(decided(others=[busy], **gone), FormEpoch)
 
 
@@ -339,36 +262,6 @@ def test_it_refuses_any_other_agent_and_anything_old(
     assert said in reason
 
 
-# --- comparing --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "clearly"),
-    [
-        ((2.0,), (1.0,), True),
-        ((1.0,), (2.0,), False),
-        ((1.0,), (1.0,), False),
-        ((1.02, 5.0), (1.0, 1.0), True),
-        ((1.0, 5.0), (1.02, 1.0), True),
-        ((1.0, 5.0), (2.0, 1.0), False),
-        ((0.0,), (0.0,), False),
-        ((), (), False),
-    ],
-)
-def test_the_first_number_that_differs_much_decides(
-    one: tuple[float, ...], other: tuple[float, ...], clearly: bool
-) -> None:
-    assert better(one, other) is clearly
-
-
-_key = st.lists(st.floats(0, 100), min_size=2, max_size=2)
-
-
-@given(_key, _key)
-def test_two_plans_are_never_better_than_each_other(one: list[float], other: list[float]) -> None:
-    assert not (better(one, other) and better(other, one))
-
-
 # --- those that are about to stop -------------------------------------------------------------------------
 
 B_STOPS: dict[str, Any] = {"draining": frozenset("b")}
@@ -379,27 +272,27 @@ def test_a_group_ends_at_once_when_another_can_do_without_the_stopping_agent() -
     """Requests outlive groups, so nothing is waited for: neither they, nor the load, nor calm."""
     busy = epoch("a", "b", open_requests=3)
     stop = StopEpoch("mini is about to stop, and another group goes on")
-    for changes in ({}, {"settled_at": NOW + 1}, {"unsynced": ["c"]}, {"flapping": {"c": NOW + 5}}):
-        assert decided(running=busy, plan=plan("a", "c"), **B_STOPS, **changes) == stop
-    assert decided(running=epoch("a", "b", ready=False), plan=plan("a"), **B_STOPS) == stop
-    assert decided(running=busy, plan=plan("b", "c"), **A_STOPS) == StopEpoch(
+    for changes in ({}, {"settled_at": NOW + 1}, {"unsynced": ["c"]}):
+        assert decided(running=busy, form=form("a", "c"), **B_STOPS, **changes) == stop
+    assert decided(running=epoch("a", "b", ready=False), form=form("a"), **B_STOPS) == stop
+    assert decided(running=busy, form=form("b", "c"), **A_STOPS) == StopEpoch(
         "studio is about to stop, and another group goes on"
     )
 
 
 def test_a_group_that_needs_the_stopping_agent_goes_on() -> None:
     for who in (A_STOPS, B_STOPS):
-        assert decided(running=epoch("a", "b", open_requests=3), plan=None, **who) == NoAction()
+        assert decided(running=epoch("a", "b", open_requests=3), **who) == NoAction()
 
 
 def test_who_takes_no_part_stops_without_an_effect() -> None:
-    assert decided(running=epoch("a", "b"), plan=plan("a", "b"), draining=frozenset("c")) == NoAction()
+    assert decided(running=epoch("a", "b"), form=form("a", "b"), draining=frozenset("c")) == NoAction()
 
 
 def test_an_owner_that_stops_ends_its_epoch_once_the_group_is_assigned_elsewhere() -> None:
     busy = epoch("a", "b", open_requests=3)
     stop = StopEpoch("studio is about to stop, and another group goes on")
-    assert decided(running=busy, plan=None, **A_STOPS, **ELSEWHERE) == stop
+    assert decided(running=busy, **A_STOPS, **ELSEWHERE) == stop
 
 
 def test_a_group_takes_nothing_new_when_a_member_of_it_stops() -> None:

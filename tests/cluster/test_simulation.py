@@ -264,7 +264,7 @@ def test_an_unloaded_model_stops_everywhere_and_another_is_served() -> None:
     assert all(node.running is None for node in world.nodes.values())
     want(world, "b", "qwen")
     world.run_until(world.complaint, within_s=5.0)
-    assert {node.running.wanted.model for node in world.nodes.values() if node.running} == {"qwen"}
+    assert {node.running.form.model for node in world.nodes.values() if node.running} == {"qwen"}
 
 
 def test_what_was_wanted_on_both_sides_of_a_partition_is_deployed_and_the_first_of_it_served() -> None:
@@ -278,7 +278,7 @@ def test_what_was_wanted_on_both_sides_of_a_partition_is_deployed_and_the_first_
     world.run_until(world.complaint, within_s=QUIET_S)
     deployed = {node.replica.deployments.live() for node in world.nodes.values()}
     assert [[row.model for row in rows] for rows in deployed] == [["mistral", "qwen"]], "of one version"
-    assert {node.running.wanted.model for node in world.nodes.values() if node.running} == {"mistral"}
+    assert {node.running.form.model for node in world.nodes.values() if node.running} == {"mistral"}
 
 
 def test_what_a_coordinator_assigned_ends_with_it_although_another_one_has_the_same_term() -> None:

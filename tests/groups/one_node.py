@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,9 +21,11 @@ from mlxtp.cluster.state_changes import RosterProofs
 from mlxtp.config import Settings
 from mlxtp.errors import Code, MlxtpError, ModelError
 from mlxtp.groups.group import Group
+from mlxtp.groups.lifecycle import EpochPlan
 from mlxtp.models import local_model
 from mlxtp.models.inspect import ModelSource, shape_in
 from mlxtp.models.local_model import LocalModel
+from mlxtp.placement.cost_model import ALONE, RING_ETHERNET
 from mlxtp.wire.certificates import NodeIdentity
 from mlxtp.wire.cluster_messages import (
     AgentHello,
@@ -177,10 +180,11 @@ class Node:
         assert self.parts.node.leadership.claim.node_id == link.node_id
 
     def hear_assigned(self, link: FakeLink, owner: str, *others: str, group: str = GROUP) -> None:
-        """The other end of this link, which coordinates, assigns a group to these Macs, or to none."""
+        """The other end of this link, which coordinates, assigns these ranks to a group, or none."""
         term, deployment = self.parts.node.leadership.claim.term, group.rpartition("#")[0]
-        nodes = (owner, *others) if owner else ()
-        self.hear(link, GroupAssignment(group, deployment, term, next(self._numbers), owner, nodes))
+        ranks = (owner, *others) if owner else ()
+        kind = RING_ETHERNET if others else ALONE
+        self.hear(link, GroupAssignment(group, deployment, term, next(self._numbers), ranks, kind))
 
     def lead(self, source: ModelSource, machines: Mapping[str, Machine] = {}) -> None:
         """From now on this node coordinates, and has each model that is wanted, as all others have `tiny`.
@@ -225,6 +229,12 @@ class Node:
             return model
 
         models._new = new  # type: ignore[method-assign]
+
+
+def awaited(group: Group) -> asyncio.Future[EpochPlan]:
+    """As if its supervisor waited for the next plan: return what gets it."""
+    group.controller._next = made = asyncio.get_running_loop().create_future()
+    return made
 
 
 def alone(home: Path) -> AgentParts:

@@ -71,7 +71,7 @@ def standing() -> str:
     lines = [f"{task.get_name()}: {' > '.join(_awaited(task.get_coro()))}" for task in asyncio.all_tasks()]
     for group in [each for each in gc.get_objects() if type(each) is Group]:
         status, supervisor = group.supervisor.status, group.supervisor
-        ranks = [each for each in (status.ranks, supervisor.beside.ranks) if each is not None]
+        ranks = [status.ranks] if status.ranks is not None else []
         lines.append(
             f"{group.scope.group} on {group.node.name}: {status.state} in epoch {status.epoch}, "
             f"{status.reason or group.waiting or '-'}; {supervisor.gateway.deployments.phases}; "

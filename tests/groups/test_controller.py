@@ -1,9 +1,10 @@
-"""Groups that their owner plans, with members that lack something: the model, JACCL, a cable."""
+"""Groups formed as they are assigned, with members that lack something: the model, JACCL, a cable."""
 
 from __future__ import annotations
 
+import asyncio
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,22 +12,34 @@ from typing import Any, cast
 
 import pytest
 
-from mlxtp.cluster.cluster_state import KEEP_S
+from mlxtp.cluster.cluster_state import KEEP_S, PINNED
+from mlxtp.cluster.reconcile import FormEpoch, GroupForm
 from mlxtp.config import embedded_model_path
 from mlxtp.errors import Code, GroupError
 from mlxtp.groups.controller import TELL_S, _joined
+from mlxtp.groups.owned_epoch import OwnedEpoch
 from mlxtp.groups.process_group import EpochGroup, ProcessGroup
 from mlxtp.models.inspect import ModelSource
 from mlxtp.placement.candidates import Candidate
-from mlxtp.placement.cost_model import ALONE, CHAT, RING_ETHERNET
+from mlxtp.placement.cost_model import ALONE, JACCL_MESH, RING_ETHERNET
 from mlxtp.placement.formation import RETRY_S, USED_UP_RETRY_S
-from mlxtp.wire.cluster_messages import Machine, ModelStatus, RankTrouble, Serving
+from mlxtp.wire.cluster_messages import (
+    Beat,
+    GroupAssignment,
+    GroupsLeftOut,
+    LeftOutGroup,
+    Machine,
+    MachineReport,
+    ModelStatus,
+    RankTrouble,
+    Serving,
+)
 from mlxtp.wire.rank_stats import RankStats
 
 from ..cluster.deployed import only
 from ..placement.made_up_macs import cabled, mac, on_lan
 from ..wire.members import Member
-from .one_node import FINGERPRINT, GROUP, MACHINE, A, B, FakeLink, Node, play, report
+from .one_node import FINGERPRINT, GROUP, MACHINE, A, B, FakeLink, Node, awaited, play, report
 
 
 def desk(cables: bool = True) -> dict[str, Machine]:
@@ -37,19 +50,39 @@ def desk(cables: bool = True) -> dict[str, Machine]:
     return {"": here.machine, A: there.machine}
 
 
-def ready(node: Node) -> None:
-    """As if the supervisor waited for a plan."""
-    node.group.supervisor.waits_for_plan = True
+def follows(node: Node, source: ModelSource, machines: Mapping[str, Machine], *links: FakeLink) -> None:
+    """The other end of the first link coordinates. All want `tiny`, have it, and report these machines."""
+    node.know(source)
+    node.parts.node.desired.serve("tiny", keep_s=PINNED)
+    for link in links:
+        node.hear(link, ModelStatus("tiny", FINGERPRINT, ""), Beat(0, "", 0, 0, 0, True, 0))
+        if link.node_id in machines:
+            node.hear(link, report(machines[link.node_id]))
+    node.follow(links[0])
+    node.tick()
+
+
+def begun(node: Node, *links: FakeLink) -> EpochGroup:
+    """The next group that is formed, at once without `links`; it goes on."""
+    plan = awaited(node.group)
+    if links:
+        node.live(*links)
+    else:
+        node.tick()
+    assert plan.done(), node.group.waiting
+    return plan.result().group
+
+
+def over(node: Node) -> None:
+    """As if its epoch had ended, with no report of it."""
+    node.group.reports.owned, node.group.supervisor.status.in_epoch = None, False
 
 
 def formed(node: Node, *links: FakeLink) -> EpochGroup:
     """The next group that is formed, and nothing more becomes of it."""
-    ready(node)
-    node.live(*links)
-    supervisor = node.group.supervisor
-    assert not supervisor.waits_for_plan, node.group.waiting
-    node.group.reports.owned, supervisor.status.in_epoch = None, False
-    return supervisor._plans.get_nowait().group
+    group = begun(node, *links)
+    over(node)
+    return group
 
 
 def test_a_group_of_two_and_where_its_ranks_find_each_other(
@@ -69,6 +102,63 @@ def test_a_group_of_two_and_where_its_ranks_find_each_other(
         assert group.nodes == (node.parts.node.node_id, A)
 
     play(tmp_path, member, story, machine=machines[""], nodes="2")
+
+
+def test_the_owner_forms_exactly_the_ranks_that_are_assigned(
+    tmp_path: Path, member: Member, weights: ModelSource
+) -> None:
+    """In their order, over their fabric and in their split, though one Mac alone would do."""
+    machines = dict(zip(("", A, B), (each.machine for each in on_lan([mac(0), mac(1), mac(2)])), strict=True))
+
+    async def story(node: Node) -> None:
+        here, a = node.parts.node.node_id, node.meet(A)
+        follows(node, weights, machines, a, node.meet(B))
+        node.hear(a, GroupAssignment(GROUP, "tiny", 5, 1, (here, B, A), RING_ETHERNET, (2, 1, 1)))
+        form = GroupForm("tiny", (here, B, A), RING_ETHERNET, (2, 1, 1))
+        assert node.group.controller.form() == (form, "")
+        group, supervisor = begun(node), node.group.supervisor
+        assert (supervisor.status.in_epoch, supervisor.has_ranks) == (True, False), "it counts at once"
+        assert (group.nodes, group.kind, group.split) == ((here, B, A), RING_ETHERNET, (2, 1, 1))
+        assert (group.backend, group.fabric) == ("ring", "192.168.7.1")
+        node.group.reports.broadcast()
+        told = a.heard(Serving)[-1]
+        assert (told.participants, told.kind) == ((here, B, A), RING_ETHERNET)
+        node.hear(a, GroupAssignment(GROUP, "tiny", 5, 2, (B, A), RING_ETHERNET))
+        assert node.group.controller.form() == (None, "tiny has enough other groups")
+
+    play(tmp_path, member, story, machine=machines[""])
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (JACCL_MESH, "1 of 1 links by cables with RDMA are missing"),
+        (RING_ETHERNET, "studio – mac-a (no IPv4 network in common)"),
+    ],
+)
+def test_ranks_that_lack_a_link_are_not_formed_and_say_so_until_it_is_there(
+    tmp_path: Path, member: Member, weights: ModelSource, kind: str, why: str
+) -> None:
+    there = desk()
+
+    async def story(node: Node) -> None:
+        here, a = node.parts.node.node_id, node.meet(A)
+        follows(node, weights, {}, a)
+        node.hear(a, GroupAssignment(GROUP, "tiny", 5, 1, (here, A), kind))
+        plan = awaited(node.group)
+        node.tick()
+        assert node.group.waiting == "mac-a has not reported its machine"
+        node.hear(a, report(replace(there[A], interfaces=(), ports=())))
+        node.tick()
+        assert why in node.group.waiting
+        assert (plan.done(), node.group.reports.owned) == (False, None)
+        node.group.reports.broadcast()
+        told = a.heard(Serving)[-1]
+        assert (told.reason, told.participants) == (node.group.waiting, ())
+        node.hear(a, report(there[A]))
+        assert begun(node).nodes == (here, A)
+
+    play(tmp_path, member, story, machine=there[""])
 
 
 def test_a_decode_link_takes_the_cable_though_the_control_link_does_not(
@@ -108,28 +198,17 @@ def test_who_lacks_the_model_is_left_out_and_named(
     async def story(node: Node) -> None:
         a = node.meet(A)
         node.lead(weights, machines)
+        assert node.group.scope.assignment.ranks == (node.parts.node.node_id, A)
         node.parts.node.peer_info.models.clear()
         node.hear(a, status)
-        placement, _ = node.group.placer.placement()
-        assert placement is not None
-        assert placement.ranks == (node.parts.node.node_id,)
-        assert placement.notes[0] == f"mac-a is left out: {words}"
+        node.live(a)
+        assert node.group.scope.assignment.ranks == (node.parts.node.node_id,)
+        node.parts.node.desired.serve("tiny", nodes="2")
+        node.live(a)
+        assert node.group.waiting.startswith(f"mac-a is left out: {words}; ")
+        assert "needs 2 nodes, 1 of the 2 here can" in node.group.waiting
 
-    play(tmp_path, member, story, machine=machines[""])
-
-
-def test_plans_compare_by_chat_requests(tmp_path: Path, member: Member, weights: ModelSource) -> None:
-    async def story(node: Node) -> None:
-        node.lead(weights)
-        placement, _ = node.group.placer.placement()
-        assert placement is not None
-        assert placement.chosen is not None
-        assert placement.chosen.speed is not None
-        assert placement.workload is CHAT
-        per_s = placement.chosen.speed.requests_per_second(CHAT)
-        assert node.group.placer.key(placement.chosen)[1] == per_s
-
-    play(tmp_path, member, story)
+    play(tmp_path, member, story, machine=machines[""], nodes="all")
 
 
 def test_who_has_another_revision_is_left_out_and_told_what_to_do(
@@ -140,17 +219,15 @@ def test_who_has_another_revision_is_left_out_and_told_what_to_do(
     async def story(node: Node) -> None:
         a = node.meet(A)
         node.lead(weights, machines)
-        node.parts.node.desired.serve("org/one", replace=True)
+        node.parts.node.desired.serve("org/one", replace=True, nodes="2")
         model = node.group.scope.model
         model.path = tmp_path / ("c" * 40)
         model.path.symlink_to(weights.path)
         for revision, left_out in (("c" * 40, False), ("", False), ("d" * 40, True)):
             node.hear(a, ModelStatus("org/one", FINGERPRINT, "", revision))
             node.live(a)
-            placement, _ = node.group.placer.placement()
-            assert placement is not None
             words = "mac-a is left out: it has the model at commit dddddddddddd, studio at cccccccccccc; "
-            assert any(note.startswith(words) for note in placement.notes) is left_out
+            assert node.group.waiting.startswith(words) is left_out
 
     play(tmp_path, member, story, machine=machines[""])
 
@@ -183,59 +260,33 @@ def test_memory_that_another_owner_s_ranks_of_the_group_hold_is_free_for_its_nex
     play(tmp_path, member, story)
 
 
-def test_memory_of_a_group_beside_the_serving_one_counts_as_held(
-    tmp_path: Path, member: Member, weights: ModelSource
-) -> None:
+def test_memory_that_ranks_of_its_own_epoch_hold_counts_as_held(tmp_path: Path, member: Member) -> None:
     async def story(node: Node) -> None:
         group = EpochGroup(1, 2, "ring", nodes=(node.parts.node.node_id, A))
         pongs = {1: SimpleNamespace(stats=RankStats(memory_bytes=3 << 30))}
-        node.group.supervisor.beside.ranks = cast(
-            Any, SimpleNamespace(group=group, watch=SimpleNamespace(pongs=pongs))
-        )
+        status = node.group.supervisor.status
+        status.ranks = cast(Any, SimpleNamespace(group=group, watch=SimpleNamespace(pongs=pongs)))
         assert [node.group.reports.held_bytes(each) >> 30 for each in (A, B)] == [3, 0]
-        node.group.supervisor.beside.ranks = None
+        status.ranks = None
         assert node.group.reports.held_bytes(A) == 0
 
     play(tmp_path, member, story)
 
 
-def test_plans_know_both_ends_of_a_control_link(tmp_path: Path, member: Member) -> None:
+def test_all_are_told_both_ends_of_the_control_links(tmp_path: Path, member: Member) -> None:
     """Link-local addresses count where they are these two."""
 
     async def story(node: Node) -> None:
         a = node.meet(A)
         a.local, a.remote = "169.254.31.7", "169.254.88.10"
-        node.live(a)
-        node.hear(a, report(MACHINE))
-        (found,) = (each for each in node.parts.machines.members() if each.node_id == A)
-        assert (found.control_from, found.control_address) == (a.local, a.remote)
+        b = node.meet(B)
+        ends = ("127.0.0.1 127.0.0.1", "169.254.31.7 169.254.88.10")
+        assert b.heard(MachineReport)[-1].reached == ends
+        assert node.parts.node.peer_info.machines[node.parts.node.node_id].reached == ends
+        a.close()
+        assert b.heard(MachineReport)[-1].reached == ends[:1]
 
     play(tmp_path, member, story)
-
-
-def test_a_group_that_fails_after_it_served_is_proven_no_longer(
-    tmp_path: Path, member: Member, weights: ModelSource
-) -> None:
-    machines = desk()
-
-    async def story(node: Node) -> None:
-        a = node.meet(A)
-        node.lead(weights, machines)
-        ready(node)
-        node.live(a)
-        controller, mine = node.group.controller, node.group.reports.owned
-        assert mine is not None
-        chosen = mine.placement.chosen
-        assert chosen is not None
-        assert chosen.nodes == 2
-        controller._trials.served(chosen)
-        controller._trials._loaded.add(controller._trials._identity(chosen))
-        assert controller._trials.is_over(chosen)
-        controller.failed(GroupError("it hangs", Code.FORM_FAILED), formed=False)
-        node.group.reports.owned = None
-        assert not controller._trials.is_over(chosen)
-
-    play(tmp_path, member, story, machine=machines[""], nodes="all")
 
 
 @pytest.mark.parametrize(("backend", "looks"), [("jaccl", 1), ("ring", 0)])
@@ -252,42 +303,37 @@ def test_ports_are_read_again_after_a_group_over_jaccl(
 
         node.parts.readings.read_machine_now = look  # type: ignore[method-assign]
         ranks = (node.parts.node.node_id, A, B)
-        form = SimpleNamespace(number=1, plan=SimpleNamespace(ranks=ranks))
-        mine = SimpleNamespace(placement=SimpleNamespace(backend=backend), form=form)
-        node.group.reports.owned = cast(Any, mine)
+        order = FormEpoch(1, GroupForm("tiny", ranks), ("", "", ""))
+        mine = node.group.reports.owned = OwnedEpoch(order, Candidate(RING_ETHERNET, 3, backend=backend))
         node.group.reports.serving = lambda: None  # type: ignore[method-assign]
-        await controller.prepare()
+        await asyncio.wait({planning := asyncio.ensure_future(controller.next_plan())}, timeout=0.01)
+        planning.cancel()
         assert looked == [(mine, ranks)] * looks
+        assert node.group.reports.owned is None
 
     play(tmp_path, member, story)
 
 
 def serving(backend: str, *participants: str) -> Serving:
-    return Serving(
-        3, "ready", "", backend, "", participants, (0.0, 1.0), 0, "tiny", 1, 0, 0, (), 0, (), GROUP, "tiny"
-    )
+    return Serving(3, "ready", "", backend, "", participants, 0, "tiny", 1, 0, 0, (), 0, (), GROUP, "tiny")
 
 
 @pytest.mark.parametrize(
-    ("chosen", "group", "words"),
+    ("group", "words"),
     [
-        (Candidate(ALONE, 1, ranks=(A,)), EpochGroup(1, 1, "none"), ALONE),
+        (EpochGroup(1, 1, "none", kind=ALONE, nodes=(A,)), ALONE),
         (
-            Candidate(ALONE, 1, ranks=(A,)),
-            EpochGroup(3, 3, "ring", split=(2, 1, 1)),
+            EpochGroup(3, 3, "ring", kind=ALONE, nodes=(A,), split=(2, 1, 1)),
             "3 ranks, pipeline of 2 + 1 + 1 layers",
         ),
         (
-            Candidate(RING_ETHERNET, 2, ranks=(A, B)),
-            EpochGroup(1, 2, "ring", split=(3, 1)),
+            EpochGroup(1, 2, "ring", kind=RING_ETHERNET, nodes=(A, B), split=(3, 1)),
             f"{RING_ETHERNET}, pipeline of 3 + 1 layers",
         ),
     ],
 )
-def test_the_log_of_an_epoch_says_how_its_ranks_work_together(
-    chosen: Candidate, group: EpochGroup, words: str
-) -> None:
-    assert _joined(group, chosen) == words
+def test_the_log_of_an_epoch_says_how_its_ranks_work_together(group: EpochGroup, words: str) -> None:
+    assert _joined(group) == words
 
 
 def test_why_nothing_is_served_is_logged_once_with_the_way_out(
@@ -298,7 +344,7 @@ def test_why_nothing_is_served_is_logged_once_with_the_way_out(
 
     async def story(node: Node) -> None:
         node.lead(weights)
-        ready(node)
+        awaited(node.group)
         node.live()
         why = node.group.waiting
         assert why == (
@@ -346,10 +392,7 @@ def test_a_member_that_has_just_come_has_a_moment_to_say_whether_it_has_the_mode
         assert (group.scope.assignment.owner, node.parts.coordinator.waiting) == ("", why)
         for _ in range(4):
             node.live_once(a)
-        assert group.scope.owned
-        placement, _ = group.placer.placement()
-        assert placement is not None
-        assert placement.notes[:1] == (f"mac-a is left out: {why.replace('mac-a', 'it')}",)
+        assert group.scope.assignment.ranks == (node.parts.node.node_id,)
 
     play(tmp_path, member, story, machine=machines[""])
 
@@ -362,7 +405,7 @@ def test_a_model_whose_disk_is_gone_is_said(tmp_path: Path, member: Member) -> N
     async def story(node: Node) -> None:
         shutil.rmtree(folder)
         node.lead(source)
-        assert node.group.placer.placement()[0] is None
+        assert node.group.controller.form()[0] is None
         assert f"studio is left out: {folder} cannot be read" in node.group.waiting
         node.live()
         assert node.group.unplanned == node.group.waiting
@@ -376,12 +419,11 @@ def test_files_of_the_hub_that_differ_are_repaired_by_a_command(
     async def story(node: Node) -> None:
         a = node.meet(A)
         node.lead(weights, desk())
-        node.parts.node.desired.serve("org/model", replace=True)
+        node.parts.node.desired.serve("org/model", replace=True, nodes="2")
         node.hear(a, ModelStatus("org/model", "6" * 64, ""))
         node.live(a)
-        placement, _ = node.group.placer.placement()
-        assert placement is not None
-        assert "; `mlxtp verify org/model --repair` on mac-a, then on studio, gets" in placement.notes[0]
+        words = "; `mlxtp verify org/model --repair` on mac-a, then on studio, gets"
+        assert words in node.group.waiting
 
     play(tmp_path, member, story, machine=desk()[""])
 
@@ -395,7 +437,7 @@ def test_a_configuration_that_makes_no_sense_ends_no_agent(tmp_path: Path, membe
 
     async def story(node: Node) -> None:
         node.lead(source)
-        assert node.group.placer.placement()[0] is None
+        assert node.group.controller.form()[0] is None
         node.live()
         assert "studio is left out: " in node.group.unplanned
 
@@ -426,11 +468,14 @@ def test_without_jaccl_on_one_mac_auto_takes_the_ring_and_says_so(
     async def story(node: Node) -> None:
         a = node.meet(A)
         node.lead(weights, desk())
-        error = formed(node, a).without_jaccl(lacking)
-        assert error.code is Code.REPLANNED
+        group = begun(node, a)
+        error = group.without_jaccl(lacking)
+        assert (error.code, type(error)) == (Code.FORM_FAILED, GroupError)
         who = " and ".join(("studio", "mac-a")[rank] for rank in lacking)
         assert f"MLX on {who} has no JACCL" in error.detail
-        assert f"{error.detail}, so the ring is used" in caplog.text
+        assert node.group.controller.failed(error, formed=False)
+        assert f"did not form: {error.detail}; it is left out for " in caplog.text
+        over(node)
         assert formed(node, a).backend == "ring"
 
     jaccl(tmp_path, member, story)
@@ -440,8 +485,9 @@ def test_an_explicit_backend_never_falls_back(tmp_path: Path, member: Member, we
     async def story(node: Node) -> None:
         a = node.meet(A)
         node.lead(weights, desk())
-        error = formed(node, a).without_jaccl([1])
-        assert (error.code, type(error)) == (Code.FORM_FAILED, GroupError)
+        error = begun(node, a).without_jaccl([1])
+        assert node.group.controller.failed(error, formed=False)
+        over(node)
         assert formed(node, a).backend == "jaccl"
 
     jaccl(tmp_path, member, story, fabric="jaccl")
@@ -460,9 +506,9 @@ def test_what_would_keep_jaccl_from_forming_is_said_before(
         machines[A] = replace(there, bridge_up=True)
         node.lead(weights, machines)
         if backend is None:
-            ready(node)
+            plan = awaited(node.group)
             node.live(a)
-            assert node.group.supervisor.waits_for_plan
+            assert not plan.done()
             assert "bridge0" in node.group.waiting
         else:
             assert formed(node, a).backend == backend
@@ -485,21 +531,15 @@ def test_where_protection_domains_may_be_used_up_the_ring_goes_on_and_the_count_
     async def story(node: Node) -> None:
         a = node.meet(A)
         node.lead(weights, {name: after(each) for name, each in desk().items()})
-        ready(node)
-        node.live(a)
-        group, mine = node.group, node.group.reports.owned
-        assert mine is not None
-        assert (chosen := mine.placement.chosen) is not None
-        assert chosen.backend == "jaccl", "the count alone refuses nothing"
-        assert group.placer.is_scarce(chosen) == (count > 0)
+        assert begun(node, a).backend == "jaccl", "the count alone refuses nothing"
+        group = node.group
         words = "mac-a: rank 1: jaccl did not form: [jaccl] Couldn't allocate protection domain"
         assert group.controller.failed(GroupError(words, Code.FORM_FAILED), formed=False)
         [(left_out, seconds)] = node.parts.machines.left_out()
         assert seconds == pytest.approx(left_s, abs=60)
         assert words in left_out.reason
         assert words in caplog.text
-        group.supervisor._plans.get_nowait()
-        group.reports.owned, group.supervisor.status.in_epoch = None, False
+        over(node)
         assert formed(node, a).backend == "ring"
 
     jaccl(tmp_path, member, story)
@@ -531,8 +571,7 @@ def test_jaccl_is_left_out_for_its_own_kind_of_ends_until_a_request_ends_the_rin
     async def story(node: Node) -> None:
         a = node.meet(A)
         node.lead(weights, desk())
-        ready(node)
-        node.live(a)
+        begun(node, a)
         group, died = node.group, node.group.controller.died
         assert not group.controller.failed(SLOW, formed=True), "a first forward may be slow once"
         found = [died(error, 5.0, strikes, last=last) for error, strikes, last in ends]
@@ -540,31 +579,11 @@ def test_jaccl_is_left_out_for_its_own_kind_of_ends_until_a_request_ends_the_rin
         assert bool(node.parts.machines.left_out()) == left_out[-1]
         if not left_out[-1]:
             return
-        group.supervisor._plans.get_nowait()
-        group.reports.owned, group.supervisor.status.in_epoch = None, False
-        ready(node)
-        node.live(a)
-        assert group.supervisor._plans.get_nowait().group.backend == "ring"
+        over(node)
+        assert begun(node, a).backend == "ring"
         assert not died(GroupError("the group is replaced", Code.REPLANNED), 5.0, 0, last=False)
         assert not died(CRASH, 5.0, 2, last=False)
         assert node.parts.machines.left_out() == (), "the request was to blame"
-
-    jaccl(tmp_path, member, story)
-
-
-def test_planning_that_fails_after_a_group_failed_ends_neither_its_supervisor_nor_the_agent(
-    tmp_path: Path, member: Member, weights: ModelSource, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def story(node: Node) -> None:
-        a = node.meet(A)
-        node.lead(weights, desk())
-        ready(node)
-        node.live(a)
-        controller = node.group.controller
-        controller._placer.placement = lambda: {}["a bug"]  # type: ignore[method-assign]
-        assert not controller.failed(GroupError("rank 1", Code.FORM_FAILED), formed=False)
-        assert not controller.died(CRASH, 5.0, 2, last=False)
-        assert "a step of this agent failed" in caplog.text
 
     jaccl(tmp_path, member, story)
 
@@ -602,6 +621,40 @@ def test_a_device_may_be_for_one_cable_of_many(tmp_path: Path, member: Member) -
     jaccl(tmp_path, member, story, rdma=("studio/mac-a=en3", "mac-a=en5", "nobody=en6", "mac-a/nobody=en7"))
 
 
+# --- groups that failed ------------------------------------------------------------------------------------
+
+
+def left_out(*links: FakeLink) -> list[list[GroupsLeftOut]]:
+    return [link.heard(GroupsLeftOut) for link in links]
+
+
+def test_a_group_that_failed_is_told_to_all_and_to_newcomers_until_its_macs_change(
+    tmp_path: Path, member: Member, weights: ModelSource
+) -> None:
+    async def story(node: Node) -> None:
+        a, b = node.meet(A), node.meet(B)
+        node.lead(weights, desk())
+        assert left_out(a, b) == [[GroupsLeftOut(())]] * 2, "a greeting"
+        group, mine = begun(node, a, b), node.group.reports.owned
+        assert group.backend == "jaccl"
+        assert mine is not None
+        assert node.group.controller.failed(GroupError("no address", Code.FORM_FAILED), formed=False)
+        cable = " ".join((*sorted(mine.ranks), *("rdma_en2",) * 2))
+        told = GroupsLeftOut((LeftOutGroup(JACCL_MESH, (cable,), "it did not form: no address", over=False),))
+        assert [each[1:] for each in left_out(a, b)] == [[told]] * 2
+        b.close()
+        assert left_out(node.meet(B, "again")) == [[told]]
+        [row] = node.parts.node.desired.table.live()
+        [failed] = node.parts.machines.options(row, "tiny").failed
+        assert failed == node.parts.machines.left_out()[0][0]
+        node.hear(a, report(replace(desk()[A], release="26.3")))
+        node.tick()
+        assert left_out(a)[0][2:] == [GroupsLeftOut(())]
+        assert node.parts.machines.options(row, "tiny").failed == ()
+
+    jaccl(tmp_path, member, story)
+
+
 # --- what others are told ---------------------------------------------------------------------------------
 
 
@@ -611,7 +664,7 @@ def test_what_is_told_of_a_group_from_its_forming_to_its_end(
     async def story(node: Node) -> None:
         a = node.meet(A)
         node.lead(weights, desk())
-        ready(node)
+        awaited(node.group)
         node.live(a)
         first = next(serving for serving in a.heard(Serving) if serving.participants)
         assert first.participants == (node.parts.node.node_id, A)
@@ -637,7 +690,7 @@ def test_an_epoch_goes_on_for_requests_of_the_same_model(
     async def story(node: Node) -> None:
         a = node.meet(A)
         node.lead(weights, desk())
-        ready(node)
+        awaited(node.group)
         node.live(a)
         first, desired = a.heard(Serving)[-1], node.parts.node.desired
         assert first.participants
@@ -670,18 +723,15 @@ def test_words_about_another_epoch_reach_no_seat(
         assert reports == []
         node.hear(a, RankTrouble(cast(Any, seat).epoch, 1, Code.OUT_OF_MEMORY, "no room", False))
         assert [each.error.code for each in reports] == [Code.OUT_OF_MEMORY]
-        a.close()
-        assert [each.error.code for each in reports][1:] == [Code.RANK_LOST]
 
     jaccl(tmp_path, member, story)
 
 
 def running(node: Node, link: FakeLink) -> ProcessGroup:
     """The ranks of the next group, as if they ran."""
-    ready(node)
+    awaiting, supervisor = awaited(node.group), node.group.supervisor
     node.live(link)
-    supervisor = node.group.supervisor
-    plan = supervisor._plans.get_nowait()
+    plan = awaiting.result()
     ranks = ProcessGroup(node.parts.node.settings, plan.epoch, lambda _: None, group=plan.group)
     supervisor._current = ranks
     node.live(link)
@@ -693,7 +743,7 @@ def running(node: Node, link: FakeLink) -> ProcessGroup:
 def test_a_lost_mac_reaches_the_epoch_as_one_report(
     tmp_path: Path, member: Member, weights: ModelSource, sign: str
 ) -> None:
-    """The end of its link and the decision of the next round notice the same loss."""
+    """The next rounds notice the same loss again."""
 
     async def story(node: Node) -> None:
         a = node.meet(A)
@@ -701,10 +751,10 @@ def test_a_lost_mac_reaches_the_epoch_as_one_report(
         ranks = running(node, a)
         if sign == "its link ends":
             a.close()
-            words = "rank 1: mac-a is gone: closed here"
         else:
             node.meet(A, "another boot")
-            words = f"epoch {ranks.epoch} lost mac-a (rank 1): its agent was restarted"
+        how = {"its link ends": "its link broke", "its agent is back": "its agent was restarted"}[sign]
+        words = f"epoch {ranks.epoch} lost mac-a (rank 1): {how}"
         for _ in range(3):
             node.tick()
         assert [(each.rank, each.error.detail) for each in ranks.watch.reports] == [(1, words)]

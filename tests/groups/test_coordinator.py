@@ -13,19 +13,44 @@ from mlxtp.cluster.node import BEAT_S, ClusterNode
 from mlxtp.cluster.reconcile import Wait
 from mlxtp.groups import group as group_module
 from mlxtp.groups.lifecycle import Supervisor
-from mlxtp.groups.placer import NOTHING_WANTED
+from mlxtp.groups.scope import NOTHING_WANTED
 from mlxtp.models.inspect import ModelSource
-from mlxtp.wire.cluster_messages import Beat, GroupAssignment, ModelStatus, Serving
+from mlxtp.placement.cost_model import (
+    ALONE,
+    JACCL_MESH,
+    RING_ETHERNET,
+    RING_LOOPBACK,
+    RING_THUNDERBOLT,
+)
+from mlxtp.placement.model_shape import DescribedModel
+from mlxtp.wire.cluster_messages import (
+    Beat,
+    GroupAssignment,
+    GroupsLeftOut,
+    LeftOutGroup,
+    ModelStatus,
+    Serving,
+)
 
+from ..placement.made_up_macs import all_pairs, cabled, mac, on_lan
+from ..placement.made_up_models import llama
 from ..wire.members import Member
-from .one_node import CLOCK, FINGERPRINT, GROUP, MACHINE, A, B, FakeLink, Node, play, report
+from .one_node import CLOCK, FINGERPRINT, GROUP, MACHINE, A, B, FakeLink, Node, awaited, play, report
+from .scenes import sees
+
+LAN = dict(zip(("", A, B), (each.machine for each in on_lan([mac(0), mac(1), mac(2)])), strict=True))
+"""Three Macs on one network: this one (""), and those of A and B."""
+
+
+SPLIT = (3, 1)
 
 
 def served(epoch: int, *ranks: str, group: str = GROUP) -> Serving:
-    """An owner's report of a group that is ready."""
+    """An owner's report of a group that is ready; over several Macs a pipeline."""
     name, held_mib = group.rpartition("#")[0], (1,) * len(ranks)
-    told = ("ready", "", "ring", "", ranks, (0.0, 1.0), 0, name, 1, 4096, 512, (), 0, held_mib)
-    return Serving(epoch, *told, group, name)
+    kind, split = (RING_ETHERNET, SPLIT) if len(ranks) > 1 else (ALONE, ())
+    told = ("ready", "", "ring", kind, ranks, 0, name, 1, 4096, 512, (), 0, held_mib)
+    return Serving(epoch, *told, group, name, split=split)
 
 
 def assigned(link: FakeLink, group: str = GROUP) -> list[GroupAssignment]:
@@ -64,13 +89,13 @@ def test_an_assignment_is_broadcast_once_for_each_change_and_again_to_a_new_link
         here, a = node.parts.node.node_id, node.meet(A)
         node.lead(weights)
         [first] = assigned(a)
-        assert (first.owner, first.nodes, first.why) == (here, (here, A), "")
+        assert (first.ranks, first.kind, first.why) == ((here, A), RING_LOOPBACK, "")
         node.live(a)
         assert assigned(a) == [first], "nothing is different"
         deploy(node, "other", a)
         [_, second] = assigned(a)
         [other] = assigned(a, "other#0")
-        assert (second.nodes, other.nodes) == ((here,), (A,)), "each has a Mac of its own"
+        assert (second.ranks, other.ranks) == ((here,), (A,)), "each has a Mac of its own"
         assert second.number != other.number
         assert min(second.number, other.number) > first.number
         deploy(node, "other", a, keep_s=60)
@@ -95,10 +120,10 @@ def test_macs_that_are_about_to_stop_are_named_in_an_assignment(
     async def story(node: Node) -> None:
         a = node.meet(A)
         node.lead(weights)
-        assert A in assigned(a)[-1].nodes
+        assert A in assigned(a)[-1].ranks
         node.hear(a, Beat(0, "", 0, 0, 0, True, 0, True))
         node.tick()
-        assert (assigned(a)[-1].nodes, assigned(a)[-1].leaving) == ((node.parts.node.node_id,), (A,))
+        assert (assigned(a)[-1].ranks, assigned(a)[-1].leaving) == ((node.parts.node.node_id,), (A,))
 
     play(tmp_path, member, story)
 
@@ -119,7 +144,7 @@ def test_a_group_that_is_given_up_keeps_its_owner_and_takes_no_room(
         node.hear(a, given_up)
         node.live(a)
         deploy(node, "third", a, nodes="1")
-        assert assigned(a, "third#0")[-1].nodes == (A,), "not beside the one that serves here"
+        assert assigned(a, "third#0")[-1].ranks == (A,), "not beside the one that serves here"
         assert assigned(a, "broken#0")[-1].owner == A
 
     play(tmp_path, member, story)
@@ -155,7 +180,7 @@ def test_only_the_present_coordinator_is_obeyed_and_of_its_assignments_the_last(
         group = node.group
 
         def says(link: FakeLink, term: int, number: int, owner: str) -> str:
-            node.hear(link, GroupAssignment(GROUP, "tiny", term, number, owner, (owner,)))
+            node.hear(link, GroupAssignment(GROUP, "tiny", term, number, (owner,), ALONE))
             return group.scope.assignment.owner
 
         assert says(a, 4, 9, A) == "", "of an earlier term"
@@ -206,37 +231,56 @@ def test_a_new_coordinator_keeps_what_owners_report(
         node.hear(b, served(3, B, A))
         node.lead(weights)
         last = assigned(b)[-1]
-        assert (last.owner, last.nodes[:2]) == (B, (B, A))
+        assert (last.ranks, last.kind, last.split) == ((B, A), RING_ETHERNET, SPLIT)
         assert last.term == node.parts.node.leadership.claim.term
 
-    play(tmp_path, member, story)
+    play(tmp_path, member, story, nodes="2")
 
 
+@pytest.mark.parametrize("ranks", [(A,), (A, B)], ids=["alone", "two"])
 def test_an_owner_keeps_its_group_between_two_epochs(
-    tmp_path: Path, member: Member, weights: ModelSource
+    tmp_path: Path, member: Member, weights: ModelSource, ranks: tuple[str, ...]
 ) -> None:
-    """Its report has no ranks then, and another Mac might seem to be better."""
+    """Its report has no ranks then, and another Mac, fabric or split might seem to be better."""
 
     async def story(node: Node) -> None:
-        a = node.meet(A)
-        follows(node, weights, a)
-        node.hear_assigned(a, A)
-        node.hear(a, served(3, A))
+        a, b = node.meet(A), node.meet(B)
+        follows(node, weights, a, b)
+        node.hear(a, ready := served(3, *ranks))
         node.lead(weights)
 
-        def runs() -> list[tuple[str, tuple[str, ...]]]:
-            return [(owner, report.participants) for owner, report in node.parts.coordinator._reports()]
+        def runs() -> int:
+            return len(node.parts.coordinator._reports())
 
-        over = replace(served(3, A), state="idle", participants=(), key=(), held_mib=())
+        over = replace(ready, state="idle", kind="", participants=(), held_mib=(), split=())
         node.hear(a, over)
-        node.live(a)
-        assert runs() == [(A, (A,))]
-        assert assigned(a)[-1].owner == A
+        node.live(a, b)
+        assert runs() == 1
+        assert assigned(a)[-1].ranks == ranks
         node.hear(a, replace(over, state="stopped"))
-        node.live(a)
-        assert runs() == []
+        node.live(a, b)
+        assert runs() == 0
 
-    play(tmp_path, member, story)
+    play(tmp_path, member, story, nodes=str(len(ranks)))
+
+
+def test_a_coordinator_keeps_its_own_group_between_two_epochs(
+    tmp_path: Path, member: Member, weights: ModelSource
+) -> None:
+    async def story(node: Node) -> None:
+        a, b = node.meet(A), node.meet(B)
+        node.lead(weights, LAN)
+        scope = node.group.scope
+        assert (len(scope.assignment.ranks), scope.assignment.kind) == (2, RING_ETHERNET)
+        forms(node, GROUP, a, b)
+        other = B if scope.assignment.ranks[1] == A else A
+        scope.assignment = replace(scope.assignment, ranks=(node.parts.node.node_id, other))
+        node.live(a, b)
+        node.group.reports.owned, node.group.supervisor.status.in_epoch = None, False
+        node.live(a, b)
+        assert scope.assignment.ranks == (node.parts.node.node_id, other), "no other one is planned"
+
+    play(tmp_path, member, story, machine=LAN[""], nodes="2")
 
 
 @pytest.mark.parametrize(("ready_s", "owner"), [(100, B), (7, A)], ids=["longer", "as long"])
@@ -271,6 +315,95 @@ def test_a_greeting_ends_with_the_beat(tmp_path: Path, member: Member, weights: 
     play(tmp_path, member, story)
 
 
+# --- what it plans by ------------------------------------------------------------------------------------
+
+
+def test_what_any_owner_left_out_is_in_no_plan_while_that_owner_is_here(
+    tmp_path: Path, member: Member, weights: ModelSource
+) -> None:
+    here, there = cabled(on_lan([mac(0), mac(1)]), [(0, 1)])
+
+    async def story(node: Node) -> None:
+        a, b = node.meet(A), node.meet(B)
+        node.lead(weights, {A: there.machine})
+        assert assigned(a)[-1].kind == JACCL_MESH
+        cable = " ".join((*sorted((node.parts.node.node_id, A)), "rdma_en2", "rdma_en2"))
+        node.hear(b, GroupsLeftOut((LeftOutGroup(JACCL_MESH, (cable,), "no address", over=False),)))
+        node.live(a, b)
+        assert (len(assigned(a)[-1].ranks), assigned(a)[-1].kind) == (2, RING_THUNDERBOLT)
+        b.close()
+        node.live(a)
+        assert assigned(a)[-1].kind == JACCL_MESH
+        node.hear(node.meet(B, "again"), GroupsLeftOut(()))
+
+    play(tmp_path, member, story, machine=here.machine, nodes="2")
+
+
+OTHERS = (A, "b" * 32, "c" * 32, B)
+
+
+async def leads_without_files(node: Node, count: int, **row: object) -> list[FakeLink]:
+    """So many cabled Macs have a model of 30 GB. This node coordinates, and does not have it."""
+    shape = DescribedModel(llama(num_hidden_layers=64), 30 << 30, mtp=False).packed()
+    macs = cabled(on_lan([mac(each) for each in range(count)]), all_pairs(count))
+    links = [node.meet(each) for each in OTHERS[:count]]
+    node.parts.node.desired.serve("big", keep_s=PINNED, **row)  # type: ignore[arg-type]
+    await sees(lambda: node.group.scope.model.problem == "big is not here")
+    for link, each in zip(links, macs, strict=True):
+        node.hear(link, Beat(0, "", 0, 0, 0, True, 0), report(each.machine))
+        node.hear(link, ModelStatus("big", FINGERPRINT, "", "", 30 << 10, shape))
+    leadership = node.parts.node.leadership
+    leadership._follow(leadership._next_claim(leadership.self_id), CLOCK.now)
+    node.live(*links)
+    assert leadership.leading
+    return links
+
+
+def test_a_coordinator_plans_a_model_whose_files_others_have(tmp_path: Path, member: Member) -> None:
+    """By their shape of it: of its size alone it could not divide it."""
+
+    async def story(node: Node) -> None:
+        links = await leads_without_files(node, 2, nodes="2")
+        last = assigned(links[0], "big#0")[-1]
+        assert ({*last.ranks}, last.kind, last.why) == ({*OTHERS[:2]}, JACCL_MESH, "")
+
+    play(tmp_path, member, story)
+
+
+@pytest.mark.parametrize("liar", ["0" * 32, "d" * 32], ids=["first", "later"])
+@pytest.mark.parametrize(
+    "shape", [b"garbage", DescribedModel(llama(num_hidden_layers=1), 1 << 30, False).packed()[:-9]]
+)
+def test_a_shape_that_makes_no_sense_costs_only_the_link_of_who_sent_it(
+    tmp_path: Path, member: Member, liar: str, shape: bytes
+) -> None:
+    async def story(node: Node) -> None:
+        links = await leads_without_files(node, 2, nodes="2")
+        node.hear(lying := node.meet(liar), Beat(0, "", 0, 0, 0, True, 0), report(MACHINE))
+        node.hear(lying, ModelStatus("big", FINGERPRINT, "", "", 1, shape))
+        node.live(*links, lying)
+        assert node.parts.node.links.nodes() == {*OTHERS[:2]}
+        last = assigned(links[0], "big#0")[-1]
+        assert ({*last.ranks}, last.kind, last.why) == ({*OTHERS[:2]}, JACCL_MESH, "")
+
+    play(tmp_path, member, story)
+
+
+def test_a_faster_place_is_told_to_all(tmp_path: Path, member: Member) -> None:
+    async def story(node: Node) -> None:
+        links = await leads_without_files(node, 4)
+        node.hear(links[0], replace(served(3, A, group="big#0"), used=True))
+        node.live(*links)
+        last = assigned(links[1], "big#0")[-1]
+        assert last.ranks == (A,)
+        assert last.faster.startswith("JACCL mesh of mac-a + mac-b + mac-c + mac-f: ")
+        node.follow(links[1], 99)
+        node.hear(links[1], replace(last, term=99, faster="elsewhere"))
+        assert node.group.scope.assignment.faster == "elsewhere"
+
+    play(tmp_path, member, story)
+
+
 # --- groups that are wanted no longer ---------------------------------------------------------------------
 
 
@@ -284,9 +417,10 @@ def end_of(node: Node, name: str) -> list[str]:
 
 def forms(node: Node, name: str, *links: FakeLink) -> None:
     """This node, which owns it, forms the group."""
-    node.parts.groups.known(name).supervisor.waits_for_plan = True
+    group = node.parts.groups.known(name)
+    awaited(group)
     node.live(*links)
-    assert node.parts.groups.known(name).reports.owned is not None
+    assert group.reports.owned is not None, group.waiting
 
 
 def test_the_groups_of_a_removed_deployment_end(tmp_path: Path, member: Member, weights: ModelSource) -> None:
@@ -381,7 +515,7 @@ def test_of_as_many_replicas_as_there_is_room_for_those_without_room_are_nowhere
         here, a = node.parts.node.node_id, node.meet(A)
         node.lead(weights)
         deploy(node, "tiny", a, replicas=0, nodes="1")
-        assert [assigned(a, name)[-1].nodes for name in (GROUP, "tiny#1")] == [(here,), (A,)]
+        assert [assigned(a, name)[-1].ranks for name in (GROUP, "tiny#1")] == [(here,), (A,)]
         deploy(node, "tiny", a, replicas=0, on=(here,))
         assert [assigned(a, name)[-1].owner for name in (GROUP, "tiny#1")] == [here, ""]
         assert list(node.parts.groups.by_id) == [GROUP], "nothing of the other one is left"
@@ -394,19 +528,20 @@ def test_a_deployment_runs_only_on_the_macs_that_its_row_names(
 ) -> None:
     async def story(node: Node) -> None:
         a, b = node.meet(A), node.meet(B)
-        node.lead(weights)
-        has(node, "tiny", a, b)
-        node.live(a, b)
-        assert set(assigned(a)[-1].nodes) == {node.parts.node.node_id, A, B}
-        deploy(node, "tiny", a, b, on=(B,))
-        assert assigned(a)[-1].nodes == (B,)
+        node.lead(weights, LAN)
+        here = node.parts.node.node_id
+        assert {*assigned(a)[-1].ranks} == {here, A, B}
+        deploy(node, "tiny", a, b, nodes="2", on=(here, B))
+        assert {*assigned(a)[-1].ranks} == {here, B}
+        deploy(node, "tiny", a, b, nodes="1", on=(B,))
+        assert assigned(a)[-1].ranks == (B,)
         deploy(node, "tiny", a, b, on=("e" * 32,))
         last = assigned(a)[-1]
-        assert (last.owner, last.nodes) == ("", ())
+        assert (last.owner, last.ranks) == ("", ())
         assert last.why == "0 of the 3 Macs here may serve it and stay"
         assert node.group.waiting == last.why
 
-    play(tmp_path, member, story)
+    play(tmp_path, member, story, machine=LAN[""], nodes="3")
 
 
 def test_an_unpinned_deployment_gives_way_to_one_that_needs_its_room(

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 
@@ -22,7 +21,7 @@ from mlxtp.groups import fabric as fabric_module
 from mlxtp.groups.fabric import FILE, measure, row_bytes
 from mlxtp.groups.process_group import EpochGroup
 from mlxtp.models.inspect import ModelSource
-from mlxtp.placement.cost_model import JACCL_MESH, RING_ETHERNET
+from mlxtp.placement.cost_model import JACCL_MESH, RING_ETHERNET, RING_THUNDERBOLT
 from mlxtp.placement.measurements import to_text
 from mlxtp.verbs import BenchFabric, PresentMachines
 from mlxtp.wire.cluster_messages import (
@@ -37,7 +36,7 @@ from mlxtp.wire.messages import CollectivesTimed
 
 from ..placement.made_up_macs import cabled, mac, on_lan
 from ..wire.members import Member
-from .one_node import CLOCK, GROUP, A, B, Node, play
+from .one_node import CLOCK, GROUP, A, B, Node, awaited, play
 
 RESULT = FabricResult(
     (A, B), "ring", RING_ETHERNET, False, True, 100, 0.25, (1024, 4096), (0.5, 1.0), (0.5, 2.0)
@@ -49,7 +48,7 @@ def report(result: FabricResult) -> FabricReport:
 
 
 def serving(*nodes: str, state: str = "ready") -> Serving:
-    told = (state, "", "ring", RING_ETHERNET, nodes, (1.0, 2.0), 0, "tiny", 1, 4096, 512, (), 0, ())
+    told = (state, "", "ring", RING_ETHERNET, nodes, 0, "tiny", 1, 4096, 512, (), 0, ())
     return Serving(7, *told, GROUP, "tiny")
 
 
@@ -297,44 +296,36 @@ def test_what_was_measured_changes_the_next_group(
     async def story(node: Node) -> None:
         a = node.meet(A)
         node.lead(weights, desk())
-        placer = node.group.placer
-        before, _ = placer.placement()
-        assert before is not None
-        assert (before.backend, cast(Any, before.chosen).speed.measured) == ("jaccl", False)
+        before = node.group.scope.assignment
+        assert before.kind == JACCL_MESH
         slow = replace(
             RESULT, nodes=(A, node.parts.node.node_id), backend="jaccl", kind=JACCL_MESH, collective_s=5e-3
         )
         node.hear(a, report(replace(slow, fast_fences=True)))  # no agent runs with those
         node.hear(a, report(replace(slow, nodes=(A, B))))
-        assert placer.placement()[0] == before
+        node.live(a)
+        assert node.group.scope.assignment == before
         node.hear(a, report(slow))
-        after, _ = placer.placement()
-        assert after is not None
-        assert after.backend == "ring"
+        node.live(a)
+        assert node.group.scope.assignment.kind == RING_THUNDERBOLT
         told = json.loads(json.dumps(Administration(node.parts, member.store).plan(PresentMachines())))
         assert sorted(each["collective_s"] for each in told["fabric"]) == [5e-3, 5e-3, 5e-3]
 
     on_a_desk(tmp_path, member, story)
 
 
-def test_the_group_that_runs_is_compared_by_what_was_measured_of_it(
+def test_what_is_shown_as_measured_is_of_the_group_that_runs(
     tmp_path: Path, member: Member, weights: ModelSource
 ) -> None:
     async def story(node: Node) -> None:
         a = node.meet(A)
         node.lead(weights, desk())
-        reports = node.group.reports
-        node.group.supervisor.waits_for_plan = True
+        awaited(node.group)
         node.live(a)
-        before = reports.serving()
-        assert before is not None
-        assert len(before.participants) == 2
-        slow = replace(RESULT, nodes=before.participants, backend="jaccl", kind=JACCL_MESH, collective_s=5e-3)
-        node.hear(a, report(slow))
-        after = reports.serving()
-        assert after is not None
-        assert after.key[0] == before.key[0]
-        assert 0 < after.key[1] < before.key[1]
+        mine = node.group.reports.serving()
+        assert mine is not None
+        assert len(mine.participants) == 2
+        node.hear(a, report(replace(RESULT, nodes=mine.participants, backend="jaccl", kind=JACCL_MESH)))
         node.hear(a, serving(A, B))
         status = node.group.supervisor.status
         status.epoch, status.group = 7, EpochGroup(0, 2, "ring", kind=RING_ETHERNET)

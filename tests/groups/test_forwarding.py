@@ -34,7 +34,7 @@ from .scenes import made, run, sees, within
 
 HOST, OTHER = "a" * 32, "b" * 32
 READY = Serving(
-    7, "ready", "", "ring", "ring over Ethernet", (HOST, OTHER), (1.0, 5.0), 0, "tiny", 3, 4096, 512, (1,),
+    7, "ready", "", "ring", "ring over Ethernet", (HOST, OTHER), 0, "tiny", 3, 4096, 512, (1,),
     group=GROUP, deployment=DEPLOYMENT,
 )  # fmt: skip
 
@@ -71,7 +71,7 @@ class Stage:
             model=self.model,
             owned=False,
             why_not="members come and go",
-            assignment=GroupAssignment(GROUP, DEPLOYMENT, owner=HOST),
+            assignment=GroupAssignment(GROUP, DEPLOYMENT, ranks=(HOST,)),
         )
         self.reports = SimpleNamespace(
             waiting="",

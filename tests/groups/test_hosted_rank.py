@@ -45,8 +45,8 @@ EPOCH_ID = epoch_id(bytes(32))
 M = TypeVar("M", bound=Message)
 
 
-def prepare(epoch: int = 5, model: str = "tiny", *, group: str = "0", trial: bool = False) -> Prepare:
-    return Prepare(epoch, 1, "127.0.0.1", model, trial, group)
+def prepare(epoch: int = 5, model: str = "tiny", *, group: str = "0") -> Prepare:
+    return Prepare(epoch, 1, "127.0.0.1", model, group)
 
 
 def start(epoch: int = 5, backend: str = "ring") -> StartRank:
@@ -108,7 +108,7 @@ class Story:
     @property
     def epoch(self) -> int:
         """Number of the newest epoch that serves; 0 for none."""
-        return max((rank.order.epoch for rank in self.hosted.serving), default=0)
+        return max((rank.order.epoch for rank in self.hosted.ranks), default=0)
 
     def pids(self) -> list[int]:
         return rank_processes(self.home)
@@ -137,7 +137,7 @@ def test_a_rank_from_its_order_to_its_end(tmp_path: Path) -> None:
         prepared = await stage.hears(Prepared)
         assert prepared.path == "/models/one"
         assert prepared.ring.startswith("127.0.0.1:")
-        [rank] = stage.hosted.serving
+        [rank] = stage.hosted.ranks
         assert (rank.order.epoch, rank.host, rank.host_boot) == (5, HOST, f"boot of {HOST}")
         assert (stage.hosted.last_epoch(HOST), stage.hosted.last_epoch(OTHER)) == (5, 4)
         assert stage.hosted.models == {Path("/models/one")}
@@ -390,27 +390,6 @@ def test_a_slow_or_flooded_host_holds_up_no_other(tmp_path: Path) -> None:
         stage.hosted.received(OTHER, prepare())
         await stage.hears(Prepared, OTHER)
         assert stage.said[HOST] == []
-
-    play(tmp_path, story)
-
-
-def test_a_trial_runs_beside_until_its_epoch_serves(tmp_path: Path) -> None:
-    async def story(stage: Story) -> None:
-        await stage.started()
-        stage.hosted.received(HOST, prepare(6, trial=True))
-        assert (await stage.hears(Prepared, count=2)).epoch == 6
-        assert (stage.epoch, len(stage.pids())) == (5, 2)
-        stage.hosted.received(HOST, prepare(7, trial=True))
-        assert (await stage.hears(Prepared, count=3)).epoch == 7
-        await sees(lambda: len(stage.pids()) == 2, "the trial before is gone")
-        assert not stage.hosted.serves(HOST, "0", 5)
-        assert not stage.hosted.serves(OTHER, "0", 7)
-        assert not stage.hosted.serves(HOST, "big#0", 8)
-        assert (stage.epoch, stage.heard(RankTrouble)) == (5, [])
-        assert stage.hosted.serves(HOST, "0", 7)
-        await sees(lambda: len(stage.pids()) == 1)
-        assert (stage.epoch, [each.epoch for each in stage.heard(RankTrouble)]) == (7, [5])
-        assert not stage.hosted.serves(HOST, "0", 7)
 
     play(tmp_path, story)
 

@@ -118,4 +118,4 @@ def test_without_jaccl_anywhere_the_ring_is_used_and_a_line_says_so(
 
     asyncio.run(story())
     assert "has no JACCL" in caplog.text
-    assert "so the ring is used" in caplog.text
+    assert "it is left out for" in caplog.text

@@ -65,10 +65,9 @@ class Stage:
         enter = self.supervisor.status.enter
         self.supervisor.status.enter = lambda state: (self.states.append(state), enter(state))[1]  # type: ignore[method-assign, func-returns-value]
 
-    async def prepare(self) -> None:
+    async def next_plan(self) -> EpochPlan:
         self.asked += 1
-        plan = await self._plans.get()
-        asyncio.get_running_loop().call_soon(self.supervisor.start_epoch, plan)
+        return await self._plans.get()
 
     async def changed(self) -> None:
         await self._changes.get()
@@ -128,23 +127,21 @@ def play(tmp_path: Path, source: ModelSource, story: Callable[[Stage], Awaitable
     run(scene())
 
 
-def test_a_planned_epoch_counts_before_its_ranks_exist(tmp_path: Path, source: ModelSource) -> None:
-    """Otherwise this agent would show, or follow, a group elsewhere for a moment."""
-
+def test_a_planned_epoch_that_does_not_begin_counts_no_longer(tmp_path: Path, source: ModelSource) -> None:
     async def scene() -> None:
-        async def prepare() -> None:
-            pass
+        planned: asyncio.Future[EpochPlan] = asyncio.get_running_loop().create_future()
+
+        async def next_plan() -> EpochPlan:
+            return await planned
 
         supervisor = made(Settings(tmp_path, "", 0, 1, "tiny", limits=LIMITS))
-        running = asyncio.ensure_future(supervisor.run(cast(Any, SimpleNamespace(prepare=prepare))))
-        await sees(lambda: supervisor.waits_for_plan)
-        assert not supervisor.status.in_epoch
-        supervisor.start_epoch(EpochPlan(1, source, EpochGroup(1, 1, "none")))
-        planned = (supervisor.status.in_epoch, supervisor.has_ranks, supervisor.waits_for_plan)
+        running = asyncio.ensure_future(supervisor.run(cast(Any, SimpleNamespace(next_plan=next_plan))))
+        await asyncio.sleep(0)
+        supervisor.status.in_epoch = True  # by the owner
+        planned.set_result(EpochPlan(1, source, EpochGroup(1, 1, "none")))
         running.cancel()  # before its task has seen the plan
         await asyncio.wait({running})
-        assert planned == (True, False, False)
-        assert not supervisor.status.in_epoch
+        assert (supervisor.status.in_epoch, supervisor.has_ranks) == (False, False)
 
     run(scene())
 
@@ -378,20 +375,40 @@ def test_groups_that_formed_and_failed_are_counted_although_other_plans_are_left
 def test_groups_that_do_not_form_are_replaced_as_long_as_other_plans_are_left(
     tmp_path: Path, source: ModelSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (epoch, lifecycle):
-        monkeypatch.setattr(module, "BACKOFF_S", (0.0,) * (MAX_FAILURES - 1))
+    monkeypatch.setattr(epoch, "BACKOFF_S", (0.0,) * (MAX_FAILURES - 1))
+    monkeypatch.setattr(lifecycle, "ANSWER_S", WAIT_S)
 
     async def story(stage: Stage) -> None:
         stage.instead = True
         stage.orders.give(0, die_on="Init", code="group_form_failed")
-        for number in range(1, MAX_FAILURES + 2):
+        for number in range(1, MAX_FAILURES + 3):
             stage.plan(number)
-        await sees(lambda: ServingState.FAILED in stage.states or stage.asked == MAX_FAILURES + 2)
-        assert ServingState.FAILED not in stage.states
-        assert stage.formed == [False] * (MAX_FAILURES + 1)
-        stage.instead = False
-        stage.plan(MAX_FAILURES + 2)
+        for count in (MAX_FAILURES, MAX_FAILURES + 1):
+            await sees(lambda count=count: len(stage.formed) == count)
+            await sees(lambda: stage.supervisor.status.resting)
+            assert (stage.asked, stage.supervisor.status.state) == (count, ServingState.RESTARTING)
+            stage.change()  # another place was found
+        monkeypatch.setattr(lifecycle, "ANSWER_S", 0.01)
         await stage.until(ServingState.FAILED)
+        assert stage.formed == [False] * (MAX_FAILURES + 2)
+
+    play(tmp_path, source, story)
+
+
+def test_a_change_ends_the_wait_after_a_failed_epoch(
+    tmp_path: Path, source: ModelSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The coordinator may have found another place at once."""
+    monkeypatch.setattr(epoch, "BACKOFF_S", (10 * WAIT_S,) * (MAX_FAILURES - 1))
+
+    async def story(stage: Stage) -> None:
+        stage.orders.give(0, die_on="Init", code="group_form_failed")
+        stage.plan(1)
+        await sees(lambda: stage.supervisor.status.resting)
+        assert stage.asked == 1
+        stage.orders.give(0)
+        stage.change()
+        await stage.serves(2)
 
     play(tmp_path, source, story)
 

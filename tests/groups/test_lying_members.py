@@ -96,7 +96,7 @@ def invented(own: str) -> Iterator[Message]:
         name = f"m{n}/x"
         yield replace(serving, group=f"{name}#{n % 64}", deployment=name, participants=(A,), epoch=3)
         yield replace(load, group=f"{name}#{n % 64}")
-        yield GroupAssignment(f"{name}#0", name, 1000, n + 1, A, (A,))
+        yield GroupAssignment(f"{name}#0", name, 1000, n + 1, (A,))
         yield ModelStatus(name, "", "it has none")
         if n % 8 == 0:
             yield replace(held, model=name)
@@ -157,7 +157,7 @@ def test_deployments_that_no_mac_can_hold_make_no_groups(
         for part in (names[:32], names[32:]):
             rows = tuple(Deployment(name, name, replicas=64, version=200, writer=A) for name in part)
             await lied.hears([Deployments(rows, 0, False)])
-        each = (GroupAssignment(f"{n}#{i}", n, 1000, 1, A, (A,)) for n in names for i in range(64))
+        each = (GroupAssignment(f"{n}#{i}", n, 1000, 1, (A,)) for n in names for i in range(64))
         await lied.hears(each, every=10_000)
         lied.shows()
         assert len(made) <= 3 * 16 + 2 * 64 + 128

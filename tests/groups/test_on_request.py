@@ -96,10 +96,10 @@ def names(node: Node) -> list[str]:
 def told(model: str, state: str, why: str = "", **more: Any) -> Serving:
     """A's report of a group of this model."""
     serving = state in ("ready", "loading")
-    ranks, key = ((A,), (1.0, 1.0)) if serving else ((), ())
+    ranks = (A,) if serving else ()
     backend, requests = "none", more.pop("open_requests", 0)
     ends = {"group": f"{model}#0", "deployment": model} | more
-    return Serving(1, state, why, backend, "", ranks, key, requests, model, 0, 1000, 300, (1,), **ends)
+    return Serving(1, state, why, backend, "", ranks, requests, model, 0, 1000, 300, (1,), **ends)
 
 
 def following(node: Node) -> FakeLink:
@@ -411,7 +411,7 @@ def coordinates(node: Node, link: FakeLink, seconds: float) -> None:
 def nowhere(node: Node, link: FakeLink, model: str) -> None:
     """A, which coordinates, has no place for this model."""
     term = node.parts.node.leadership.claim.term
-    node.hear(link, GroupAssignment(f"{model}#0", model, term, 900, "", (), NO_ROOM))
+    node.hear(link, GroupAssignment(f"{model}#0", model, term, 900, why=NO_ROOM))
     node.tick(0.01)
 
 

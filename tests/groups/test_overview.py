@@ -18,7 +18,7 @@ from ..wire import members
 from .one_node import A, B, Node, play
 
 SERVING = Serving(
-    4, "ready", "", "ring", "ring over Ethernet", (A, B), (1.0,), 3, "org/two", 1, 4096, 512, (2,),
+    4, "ready", "", "ring", "ring over Ethernet", (A, B), 3, "org/two", 1, 4096, 512, (2,),
     group="org/two#0", deployment="org/two", running=2, speed=30, cached=512,
 )  # fmt: skip
 

@@ -12,15 +12,17 @@ import pytest
 
 from mlxtp.cluster.cluster_state import NO_DEPLOYMENTS, PINNED, YIELDS, DeploymentTable, name_of
 from mlxtp.cluster.introduction import MAX_STATUSES, PeerInfo
-from mlxtp.errors import Code, ModelError
+from mlxtp.errors import Code, ModelError, ProtocolError
 from mlxtp.models import local_model
 from mlxtp.models.inspect import ModelSource, in_folders
 from mlxtp.models.local_model import LocalModel, LocalModels
-from mlxtp.placement.model_shape import ModelShape, unknown_shape
+from mlxtp.placement.model_shape import unknown_shape
 from mlxtp.text.tokenizer import Text
 from mlxtp.wire.cluster_messages import Deployment, ModelStatus
 
 from ..groups.scenes import run, sees, within
+
+PACKED = b"facts of a model"
 
 
 class Stage:
@@ -43,7 +45,7 @@ class Stage:
         self.models = self.local_models("draft")
         patch.setattr(local_model, "find_model", self._find)
         patch.setattr(local_model, "open_model", self._open)
-        patch.setattr(local_model, "shape_in", self._shape)
+        patch.setattr(local_model, "facts_in", self._facts)
         self.print = ""
         patch.setattr(local_model, "fingerprint", lambda path: self.print or f"{path.name:0>64}")
 
@@ -76,10 +78,10 @@ class Stage:
         finally:
             self.finding -= 1
 
-    def _shape(self, _path: Path, name: str, _kv_bits: int) -> ModelShape:
-        if name in self.undescribed:
-            raise ModelError(self.undescribed[name], Code.MODEL_INVALID)
-        return unknown_shape(name, 1)
+    def _facts(self, path: Path) -> Any:
+        if path.name in self.undescribed:
+            raise ModelError(self.undescribed[path.name], Code.MODEL_INVALID)
+        return SimpleNamespace(shape=lambda name, _: unknown_shape(name, 1), packed=lambda: PACKED)
 
     async def _get(self, name: str) -> Path:
         self.downloaded.append(name)
@@ -121,6 +123,11 @@ def print_of(name: str) -> str:
     return f"{name:0>64}"
 
 
+def found(name: str, fingerprint: str = "", revision: str = "", weight_mib: int = 0) -> ModelStatus:
+    """What a Mac tells of a model whose files it has: by its name if no fingerprint is given."""
+    return ModelStatus(name, fingerprint or print_of(name), "", revision, weight_mib, PACKED)
+
+
 def test_a_model_is_there_for_a_rank_before_it_is_there_for_people(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     (tmp_path / "one" / "model.safetensors").write_bytes(bytes((1 << 20) + 1))
@@ -133,8 +140,7 @@ def test_a_model_is_there_for_a_rank_before_it_is_there_for_people(tmp_path: Pat
             stage.models.folder("one")
         assert early.value.code is Code.MODEL_NOT_FOUND
         await stage.has("one")
-        found = ModelStatus("one", print_of("one"), "", "", 2)
-        assert stage.changes == [ModelStatus("one", "", ""), found, found]
+        assert stage.changes == [ModelStatus("one", "", ""), *2 * [found("one", weight_mib=2)]]
         assert stage.models.folder("one") == tmp_path / "one"
         assert stage.opened == [("one", "draft")]
         with pytest.raises(ModelError, match="two is not wanted here"):
@@ -183,7 +189,7 @@ def test_a_newer_choice_of_the_same_model_finds_it_there(tmp_path: Path) -> None
         stage.want("one", 3)
         await stage.has("one")
         stage.want("one", 4, pinned=False)
-        assert stage.model.status == stage.changes[-1] == ModelStatus("one", print_of("one"), "")
+        assert stage.model.status == stage.changes[-1] == found("one")
         assert stage.models.folder("one") == tmp_path / "one", "an epoch was begun for it"
         assert len(stage.opened) == 1
         stage.want("two", 5)
@@ -208,7 +214,7 @@ def test_what_is_found_too_late_is_not_taken_for_what_is_wanted_now(tmp_path: Pa
         await stage.has("two")
         stage.want("", 3)
         assert (stage.model.source, stage.model.status) == (None, ModelStatus("", "", ""))
-        assert ModelStatus("one", print_of("one"), "") not in stage.changes
+        assert found("one") not in stage.changes
         stage.changes.clear()
         stage.models._report(late)
         assert stage.changes == [], "the others would take it for the result of a later search"
@@ -250,6 +256,17 @@ def test_two_models_are_wanted_at_once_and_each_is_reported_by_its_name(tmp_path
         assert stage.closed == []
         models.want({})
         await sees(lambda: stage.closed == ["org/large"])
+
+    play(tmp_path, story)
+
+
+def test_a_shape_that_a_member_made_up_costs_its_link(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        link = cast(Any, SimpleNamespace(node_id="a"))
+        with pytest.raises(ProtocolError, match="the shape of two") as refused:
+            stage.models._received(link, ModelStatus("two", print_of("two"), "", shape=b"made up"))
+        assert refused.value.code is Code.FIELD_INVALID
+        assert stage.peers.models == {}
 
     play(tmp_path, story)
 
@@ -302,7 +319,7 @@ def test_why_it_is_not_there_is_told_and_it_may_come_later(
         del stage.errors["one"]
         stage.gates["one"].set()
         await stage.has("one")
-        assert stage.model.status == ModelStatus("one", print_of("one"), "")
+        assert stage.model.status == found("one")
 
     play(tmp_path, story)
 
@@ -331,7 +348,7 @@ def test_what_is_on_the_hub_comes_by_the_member_that_gets_it_for_all(tmp_path: P
         stage.want("org/one", 1)
         await stage.has("org/one")
         assert got == ["org/one", "org/draft"]
-        assert stage.model.status == ModelStatus("org/one", print_of(commit), "", commit)
+        assert stage.model.status == found("org/one", print_of(commit), commit)
 
     play(tmp_path, story)
 
@@ -381,7 +398,7 @@ def test_files_that_came_or_were_repaired_are_looked_at_again(tmp_path: Path) ->
         assert len(stage.opened) == opened, "nothing is different"
         stage.print = "6" * 64
         stage.models._files_arrived("org/two")
-        await sees(lambda: stage.changes[-1] == ModelStatus("org/two", "6" * 64, ""))
+        await sees(lambda: stage.changes[-1] == found("org/two", "6" * 64))
 
     play(tmp_path, story)
 

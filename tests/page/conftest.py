@@ -77,7 +77,8 @@ GROUP = {
     "owner_name": "studio",
     "members": [{"node_id": "a" * 32, "name": "studio"}, {"node_id": "b" * 32, "name": "mini"}],
     "state": "ready", "why": None, "epoch": 3, "requests": {"running": 0, "waiting": 0},
-    "tokens_per_second": None, "cached_tokens": None, "exposed": None, "loaded_percent": None,
+    "tokens_per_second": None, "cached_tokens": None, "exposed": None, "faster": None,
+    "loaded_percent": None,
 }  # fmt: skip
 DEPLOYMENT = {
     "name": "org/tiny", "model": "org/tiny", "state": "ready", "replicas": {"ready": 1, "wanted": 1},

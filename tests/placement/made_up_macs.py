@@ -90,5 +90,13 @@ def cabled(
     return joined
 
 
+def linked(members: Sequence[MemberMachine], here: str, there: str, told_by: int = 0) -> list[MemberMachine]:
+    """The same; one of the first two says that a control link joins `here`, of the first, and `there`."""
+    own, other = (here, there) if told_by == 0 else (there, here)
+    return [
+        changed(m, reached=(f"{own} {other}",)) if place == told_by else m for place, m in enumerate(members)
+    ]
+
+
 def all_pairs(size: int) -> list[tuple[int, int]]:
     return [(a, b) for a in range(size) for b in range(a + 1, size)]

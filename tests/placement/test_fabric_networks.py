@@ -20,7 +20,7 @@ from mlxtp.placement.planner import Placement, PlacementOptions, plan
 from mlxtp.placement.topology import FABRIC_NETWORKS, MemberMachine, Topology
 from mlxtp.wire.cluster_messages import Interface
 
-from .made_up_macs import add, cabled, changed, ethernet, linux, mac, node_id, on_lan
+from .made_up_macs import add, cabled, changed, ethernet, linked, linux, mac, node_id, on_lan
 from .made_up_models import layered, uncut
 from .recorded_macs import factory_ends
 
@@ -74,10 +74,7 @@ DESKS: dict[str, tuple[Callable[[], list[MemberMachine]], str, str]] = {
     "the bridge over a cable": (lambda: bridged(cable=True), "thunderbolt", RING_THUNDERBOLT),
     "the bridge, and no known cable": (lambda: bridged(cable=False), "any", RING_THUNDERBOLT),
     "the bridge over a cable, with addresses that it gave itself": (
-        lambda: [
-            factory_ends()[0],
-            replace(factory_ends()[1], control_from=SELF[0], control_address=SELF[1]),
-        ],
+        lambda: linked(factory_ends(), *SELF),
         "any",
         RING_THUNDERBOLT,
     ),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import socket
-from dataclasses import replace
 
 import pytest
 
 from mlxtp.placement.topology import MemberMachine, Topology
 
 from ..hosts import Host, Hosts, requires_namespaces
+from .made_up_macs import linked
 from .recorded_macs import factory_ends
 
 pytestmark = [pytest.mark.slow, requires_namespaces]
@@ -52,7 +52,7 @@ def test_the_fastest_link_is_one_that_a_ring_can_connect_over(primary: str, netw
             set_up(host, member, cable, primary)
         addresses = [each.address for each in macs[1].machine.interfaces]
         ends = next(filter(None, (control_link(a, b, each) for each in sorted(addresses))))
-        planned = [macs[0], replace(macs[1], control_from=ends[0], control_address=ends[1])]
+        planned = linked(macs, *ends)
         link = Topology(planned).fastest(*(each.node_id for each in planned))[0]
         assert link.network == network
         assert control_link(a, b, link.addresses[macs[1].node_id]) is not None

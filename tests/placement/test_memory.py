@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 from mlxtp import free_memory
 from mlxtp.placement.cost_model import (
     HEADROOM_BYTES,
-    RankMemory,
     default_gpu_bytes,
-    fits_beside,
     rank_memory,
     usable_bytes,
 )
@@ -81,17 +79,6 @@ def test_a_rank_needs_weights_caches_and_headroom() -> None:
     assert rank.fits
     assert rank_memory(mac(0), model, 2, 1000, sharing=4).available == 16 * GIB
     assert not rank_memory(mac(0, memory=8), model, 2, 1000).fits
-
-
-def test_ranks_fit_beside_others_only_in_what_these_leave() -> None:
-    weights, held = 20 * GIB, 25 * GIB
-    member = replace(mac(0, memory=64, free=20, gpu_bytes=48 * GIB), held_bytes=held)
-    needs = [RankMemory(member.node_id, "a", weights, 0, 0, usable_bytes(member), 64 * GIB)]
-    assert usable_bytes(member) == 45 * GIB
-    assert fits_beside(needs, {})
-    assert fits_beside(needs, {member.node_id: held})
-    assert not fits_beside(needs, {member.node_id: held + 1})
-    assert fits_beside(needs, {"another": held + 1})
 
 
 def test_a_mac_counts_its_free_memory_by_vm_stat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import tracemalloc
+import zlib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -22,7 +25,17 @@ from mlxtp.model_config import (
     unreadable,
 )
 from mlxtp.models.descriptions import description_of
-from mlxtp.placement.model_shape import MAX_RANKS, ModelShape, shape_of, unknown_shape, words_of
+from mlxtp.placement.model_shape import (
+    MAX_RANKS,
+    MAX_TEXT,
+    DescribedModel,
+    ModelShape,
+    shape_of,
+    unknown_shape,
+    unpacked,
+    words_of,
+)
+from mlxtp.wire.cluster_messages import MAX_SHAPE_BYTES
 
 from ..engine.described_models import description
 from ..engine.mlx_lm_sources import shardable_families
@@ -385,3 +398,63 @@ FEW: Mapping[str, Any] = {**LLAMA, "num_hidden_layers": 2}
 
 def of(config: Mapping[str, Any]) -> ModelShape:
     return shape_of(description_of(config), name="model")
+
+
+# --- what members tell of it ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_mac_without_the_files_knows_the_same_shape(name: str) -> None:
+    facts = DescribedModel(described(name), 7 << 30, mtp=True)
+    packed = facts.packed()
+    assert len(packed) <= MAX_SHAPE_BYTES
+    assert unpacked(packed) == facts
+    assert unpacked(packed).shape("m", 4) == shape_of(
+        described(name), name="m", weight_bytes=7 << 30, kv_bits=4, mtp=True
+    )
+
+
+def made_up(text: bytes) -> bytes:
+    return zlib.compress(text)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"not compressed",
+        made_up(b""),
+        made_up(b"1 1"),
+        made_up(b"1 1 {}"),
+        made_up(b"1 1 []"),
+        made_up(b"x 1 {}"),
+        made_up(b"1 1 \xff"),
+        made_up(b"1 1 " + b"[" * 100_000),
+        made_up(b"9" * 5000 + b" 1 {}"),
+        DescribedModel(described("llama-3.1-8b-bf16"), 1, mtp=False).packed()[:-20],
+    ],
+    ids=str,
+)
+def test_what_is_no_shape_is_refused(data: bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        unpacked(data)
+
+
+@pytest.mark.parametrize(("field", "value"), [("group", 0), ("collectives", -1), ("kernels", 10**400)])
+def test_numbers_that_no_model_has_are_refused(field: str, value: int) -> None:
+    told = replace(described("llama-3.1-8b-bf16"), **{field: value})
+    with pytest.raises(ValueError, match=r"."):
+        unpacked(DescribedModel(told, 1, mtp=False).packed())
+
+
+def test_a_shape_that_unpacks_to_much_takes_little_memory() -> None:
+    facts = DescribedModel(described("llama-3.1-8b-bf16"), 1, mtp=False)
+    bomb = zlib.compress(zlib.decompress(facts.packed()) + b" " * (64 * MAX_TEXT))
+    assert len(bomb) <= 2 * MAX_SHAPE_BYTES
+    tracemalloc.start()
+    try:
+        with contextlib.suppress(ValueError):
+            unpacked(bomb)
+        assert tracemalloc.get_traced_memory()[1] < 8 * MAX_TEXT
+    finally:
+        tracemalloc.stop()

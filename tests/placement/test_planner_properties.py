@@ -53,7 +53,6 @@ FAULTS: Mapping[str, Callable[[MemberMachine], MemberMachine]] = {
     "held by us": lambda m: replace(changed(m, free_bytes=4 * GIB), held_bytes=50 * GIB),
     "RDMA disabled": lambda m: changed(m, rdma="disabled"),
     "bridge up": lambda m: changed(m, bridge_up=True),
-    "no JACCL": lambda m: replace(m, jaccl=False),
     "no model": lambda m: replace(m, model_ok=False),
     "other system": lambda m: changed(m, system="linux", rdma="unsupported", chip="", ports=()),
     "ports asleep": lambda m: changed(m, ports=tuple(replace(p, active=False) for p in m.machine.ports)),

@@ -10,7 +10,7 @@ import pytest
 from mlxtp.placement.topology import ETHERNET, LOOPBACK, THUNDERBOLT, WIFI, MemberMachine, Topology
 from mlxtp.wire.cluster_messages import Interface
 
-from .made_up_macs import add, cabled, changed, ethernet, linux, mac, node_id, on_lan
+from .made_up_macs import add, cabled, changed, ethernet, linked, linux, mac, node_id, on_lan
 from .recorded_macs import factory_ends
 
 A, B, C = node_id(0), node_id(1), node_id(2)
@@ -71,12 +71,6 @@ def test_either_mac_can_stand_in_the_way(place: int, change: dict[str, Any], why
     members[place] = changed(members[place], **change)
     assert rdma_of(members) == {}
     assert Topology(members).no_rdma(A, B) == why.format("ab"[place])
-
-
-def test_what_mlx_says_counts_more_than_what_the_system_says() -> None:
-    without = [replace(m, jaccl=False) for m in two()]
-    assert rdma_of(without) == {}
-    assert Topology(without).no_rdma(A, B) == "MLX on a has no JACCL"
 
 
 def test_of_two_cables_both_ends_name_the_same() -> None:
@@ -181,11 +175,6 @@ def test_equal_addresses_are_not_one_network() -> None:
     assert addresses([linux(0, "172.17.0.1"), linux(1, "172.17.0.1")], ETHERNET) == {}
 
 
-def linked(members: list[MemberMachine], here: str, there: str) -> list[MemberMachine]:
-    """The same as the first Mac plans, whose control link to the second is from `here` to `there`."""
-    return [members[0], replace(members[1], control_from=here, control_address=there)]
-
-
 def test_link_local_addresses_count_where_a_control_link_came_through() -> None:
     """macOS has one route for them all, through Wi-Fi or Ethernet. Only what answered is known to arrive."""
     macs, ends = factory_ends(), ("169.254.31.7", "169.254.88.10")
@@ -193,7 +182,13 @@ def test_link_local_addresses_count_where_a_control_link_came_through() -> None:
     for astray in (macs, over_wifi, linked(macs, "192.168.1.20", ends[1]), linked(macs, ends[0], "")):
         assert addresses(astray, THUNDERBOLT) == {}
         assert addresses(astray, WIFI) == {A: "192.168.1.20", B: "192.168.1.21"}
-    assert addresses(linked(macs, *ends), THUNDERBOLT) == {A: ends[0], B: ends[1]}
+    for place in (0, 1):
+        assert addresses(linked(macs, *ends, place), THUNDERBOLT) == {A: ends[0], B: ends[1]}, (
+            "either says so"
+        )
+        assert addresses(linked(macs, *ends[::-1], place), THUNDERBOLT) == {}, (
+            "they are the other's addresses"
+        )
     assert addresses(linked(macs[::-1], *ends[::-1]), THUNDERBOLT) == {A: ends[0], B: ends[1]}
     unplugged = [changed(m, ports=()) for m in macs]
     assert addresses(linked(unplugged, *ends), THUNDERBOLT) == {}
@@ -246,11 +241,14 @@ def test_a_macs_bridge_is_thunderbolt_and_a_linux_bridge_is_ethernet() -> None:
     assert addresses(bridged("linux"), ETHERNET) == {A: "10.5.0.1", B: "10.5.0.2"}
 
 
-def test_the_address_that_is_known_to_work_is_preferred() -> None:
+@pytest.mark.parametrize("told_by", [0, 1])
+def test_the_address_that_is_known_to_work_is_preferred(told_by: int) -> None:
     members = [linux(0, "10.1.0.1", "10.2.0.1"), linux(1, "10.1.0.2", "10.2.0.2")]
     assert addresses(members, ETHERNET) == {A: "10.1.0.1", B: "10.1.0.2"}
-    known = [members[0], replace(members[1], control_address="10.2.0.2")]
-    assert addresses(known, ETHERNET) == {A: "10.2.0.1", B: "10.2.0.2"}
+    assert addresses(linked(members, "10.2.0.1", "10.2.0.2", told_by), ETHERNET) == {
+        A: "10.2.0.1",
+        B: "10.2.0.2",
+    }
 
 
 def test_loopback_joins_nodes_of_one_machine_only() -> None:

@@ -26,7 +26,9 @@ from mlxtp.wire.cluster_messages import (
     FabricReport,
     FabricWanted,
     GroupAssignment,
+    GroupsLeftOut,
     Interface,
+    LeftOutGroup,
     MachineReport,
     MachineWanted,
     Members,
@@ -155,9 +157,9 @@ _CONTROL_EXAMPLES: tuple[Message, ...] = (
     RosterSaved(7),
     MachineReport(
         "macos", "26.3", "25D1", "Mac15,14", "Apple M3 Ultra", 32, 80, 1 << 39, 1 << 38, 9, 9, "ac",
-        "enabled", False, (_ETHERNET,), (_PORT,), ("all is well",),
+        "enabled", False, (_ETHERNET,), (_PORT,), ("all is well",), reached=("10.0.0.1 10.0.0.2",),
     ),
-    ModelStatus("tiny", "ab" * 32, "", "cd" * 20, 40_960),
+    ModelStatus("tiny", "ab" * 32, "", "cd" * 20, 40_960, b"facts"),
     Prepare(17, 1, "10.0.0.1", "tiny", group="tiny#0"),
     Prepared(17, "10.0.0.1:50000", "/models/tiny"),
     StartRank(17, Bootstrap(1, 2, "ring", ("a:1", "b:2"), "a:3", b"k" * 32, 30.0, 5.0, 1)),
@@ -170,11 +172,17 @@ _CONTROL_EXAMPLES: tuple[Message, ...] = (
     RankGathered(17, 1, Gathered(1, b"abcabc")),
     MachineWanted(),
     Serving(
-        17, "ready", "", "ring", "ring over Ethernet", (NODE,), (12.5,), 3, "tiny", 2, 2048, 512, (2,),
+        17, "ready", "", "ring", "ring over Ethernet", (NODE,), 3, "tiny", 2, 2048, 512, (2,),
         group="tiny#0", deployment="tiny", running=2, speed=30, cached=512, idle_s=20, broken=True,
-        ready_s=90,
+        ready_s=90, used=True,
     ),
-    GroupAssignment("tiny#0", "tiny", 3, 2, NODE, (NODE,), "", 512, ("f" * 32,)),
+    GroupAssignment(
+        "tiny#0", "tiny", 3, 2, (NODE, "b"), "ring over Ethernet", (40, 24), "", "it would be faster alone",
+        512, ("f" * 32,),
+    ),
+    GroupsLeftOut(
+        (LeftOutGroup("JACCL mesh", (f"{NODE} b rdma_en5 rdma_en3",), "it broke", True),)
+    ),
     ReplicaLoad("tiny#0", 9000, 3, 500, b"12345678" * 2),
     TokenWanted(b"n" * 16),
     TokenIssued(b"n" * 16, "ABCD", ""),
@@ -307,6 +315,7 @@ _group = st.just("") | st.builds(
     "{}#{}".format, st.text(_printable, min_size=1, max_size=20), st.integers(0, 99)
 )
 _one_group = _group.filter(bool)
+_split = _ints(1, MAX_LAYERS, 0, MAX_RANKS)
 _certificate = st.binary(min_size=1, max_size=1500)
 _nonce = st.binary(min_size=32, max_size=32)
 _digest = st.binary(min_size=DIGEST_BYTES, max_size=DIGEST_BYTES)
@@ -427,7 +436,7 @@ _STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
         _count,
         _raw,
         st.lists(_raw, max_size=MAX_RANKS).map(tuple),
-        _ints(1, MAX_LAYERS, 0, MAX_RANKS),
+        _split,
         st.lists(st.builds(CountedShare, _count, _count), max_size=MAX_RANKS).map(tuple),
     ),
     InitDone: st.builds(InitDone, _rank, _size),
@@ -553,8 +562,8 @@ _STRATEGIES |= {
         ).map(tuple),
     ),
     MachineReport: st.builds(MachineReport, *_MACHINE_PARTS),
-    ModelStatus: st.builds(ModelStatus, _short, _short, _text),
-    Prepare: st.builds(Prepare, _epoch, _rank, _short, _short, st.booleans(), _group),
+    ModelStatus: st.builds(ModelStatus, _short, _short, _text, shape=st.binary(max_size=100)),
+    Prepare: st.builds(Prepare, _epoch, _rank, _short, _short, _group),
     Prepared: st.builds(Prepared, _epoch, _short, _raw),
     StartRank: st.builds(StartRank, _epoch, _STRATEGIES[Bootstrap]),
     RankStarted: st.builds(RankStarted, _epoch, st.booleans()),
@@ -567,12 +576,26 @@ _STRATEGIES |= {
     MachineWanted: st.builds(MachineWanted),
     Serving: st.builds(
         Serving, _count, st.sampled_from(("ready", "failed", "restarting")), _text, _short, _short, _shorts,
-        _floats(-(2.0**39), 2.0**39, 0, 8), _count, _text, _count, _u32, _u32, _ints(0, 2**31 - 1, 0, 64),
+        _count, _text, _count, _u32, _u32, _ints(0, 2**31 - 1, 0, 64),
         _u32, _ints(0, U32, 0, MAX_RANKS), _group, _text,
         _count, _count, _count, _u32, st.booleans(), st.booleans(),
     ),
     GroupAssignment: st.builds(
-        GroupAssignment, _one_group, _text, _count, _count, _node, _shorts, _text, _u32, _shorts
+        GroupAssignment, _one_group, _text, _count, _count, _shorts, _short, _split, _text, _text, _u32,
+        _shorts,
+    ),
+    GroupsLeftOut: st.builds(
+        GroupsLeftOut,
+        st.lists(
+            st.builds(
+                LeftOutGroup,
+                _short,
+                _shorts,
+                _text,
+                st.booleans(),
+            ),
+            max_size=3,
+        ).map(tuple),
     ),
     ReplicaLoad: st.builds(
         ReplicaLoad, _one_group, _count, _count, _u32, st.binary(max_size=DIGEST_BYTES * MAX_HASHES)

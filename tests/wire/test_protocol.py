@@ -376,9 +376,9 @@ def test_what_any_member_may_send_on_an_open_control_link() -> None:
     assert " ".join(sorted(kind.__name__ for kind in BOTH_WAYS)) == (
         "AuthorityHandover AuthorityKept Beat "
         "Deployments Echo EndEpoch EpochEnded FabricAnswer FabricReport FabricWanted GroupAssignment "
-        "MachineReport MachineWanted Members ModelHeld ModelLender ModelPull ModelStatus ModelsHere "
-        "Prepare Prepared RankGathered RankPong RankSide RankStarted RankTrouble ReplicaLoad RosterSaved "
-        "Serving StartRank TokenIssued TokenWanted"
+        "GroupsLeftOut MachineReport MachineWanted Members ModelHeld ModelLender ModelPull ModelStatus "
+        "ModelsHere Prepare Prepared RankGathered RankPong RankSide RankStarted RankTrouble ReplicaLoad "
+        "RosterSaved Serving StartRank TokenIssued TokenWanted"
     )
 
 

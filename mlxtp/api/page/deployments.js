@@ -38,6 +38,7 @@ function deployment(each, groups, now) {
     el("p", { class: "state" }, `${state[0].toUpperCase()}${state.slice(1)}`),
     ...own.filter((group) => group.members.length).map((group) => place(group, own.length > 1)),
     ...own.filter(({ exposed }) => exposed).map(({ exposed }) => el("p", { class: "trouble" }, exposed)),
+    ...own.filter(({ faster }) => faster).map(({ faster }) => el("p", { class: "state" }, `Faster: ${faster}`)),
     each.why ? el("p", { class: "trouble" }, each.why) : null,
     ...fetched.map(transfer),
     ...own.filter(({ state }) => state === "loading").map((group) => load(group, now)),

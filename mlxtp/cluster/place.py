@@ -1,23 +1,36 @@
-"""Decision which group runs on which Macs. Pure: the table, the members and what runs in, assignments out.
+"""The one planner: which group runs on which Macs, in which order, over which fabric. Pure.
 
-The coordinator decides, owners obey. What runs well keeps its Macs. Each deployment gets one group first, in
-order, and then its replicas. Every new group gets a Mac of its own as long as one is free and able, else
-free Macs together, else Macs that have room beside other groups. Macs that are left go to the first
-deployment that may use more than it has.
+The table, the members and what runs in, assignments out. The coordinator decides, owners obey. What runs well
+keeps its Macs, unless its row wants more of them, or others are much faster and it was not used yet. Each
+deployment gets one group first, in order, and then its replicas. Every new group gets a Mac of its own as
+long as one is free and able, else free Macs together, else Macs that have room beside other groups. Macs that
+are left go to the first deployments that gain by them.
 
-The memory of a Mac is one account: the planner's rules say what each rank needs there, and what is left is
+The memory of a Mac is one account: the rules of memory say what each rank needs there, and what is left is
 shared out as room for KV caches. Agents on one machine share one account.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from heapq import heappop, heappush
 
-from ..placement.candidates import preference
-from ..placement.cost_model import RankMemory, rank_memory, stages, usable_bytes
+from ..placement.candidates import Fabrics, preference
+from ..placement.cost_model import (
+    ALONE,
+    FABRICS,
+    JACCL_MESH,
+    JACCL_RING,
+    RankMemory,
+    rank_memory,
+    stages,
+    usable_bytes,
+)
+from ..placement.faults import is_scarce
+from ..placement.formation import FailedGroup
 from ..placement.model_shape import MAX_RANKS, ModelShape, unknown_shape
 from ..placement.planner import DEFAULT_CONTEXT, Placement, PlacementOptions, plan
 from ..placement.topology import MemberMachine, Topology
@@ -26,6 +39,7 @@ from .cluster_state import most_groups
 
 #: Macs among which a group is searched, the fastest ones: the time of a search grows with the square.
 MOST_PLANNED = 12
+MUCH = 1.1  #: Factor by which another place must be faster to be worth a word: estimates waver.
 _IN_USE = "in use by another group"  #: State of RDMA on a Mac.
 
 
@@ -37,6 +51,7 @@ class WantedDeployment:
     shape         None until a Mac has read the configuration; then `weight_bytes` counts, 0 if unknown, too
     lacks         why a Mac cannot load the model, by node id; Macs that are not in it have the files
     unused_s      seconds since its last request, or another number that orders deployments alike
+    tried         groups that failed at any time, where nothing that runs is moved
     """
 
     row: Deployment
@@ -45,6 +60,11 @@ class WantedDeployment:
     weight_bytes: int = 0
     lacks: Mapping[str, str] = field(default_factory=dict)
     unused_s: float = 0.0
+    tried: tuple[FailedGroup, ...] = ()
+
+    def with_failed(self, failed: tuple[FailedGroup, ...]) -> WantedDeployment:
+        """Return it to be planned without these groups."""
+        return replace(self, options=replace(self.options, failed=failed))
 
     @property
     def pinned(self) -> bool:
@@ -60,17 +80,19 @@ class WantedDeployment:
 class GroupReport:
     """One group as its owner reports it. `ranks`: node ids in rank order, the first is the owner.
 
-    `held_bytes`, by node id, counts only while the model's size is unknown. `split`: layers of each rank of a
-    pipeline.
+    `kind` and `split` as in `Assignment`. `held_bytes`, by node id, counts only while the model's size is
+    unknown. `used`: it was asked something since it is ready. `between`: it has no epoch, and is about to.
     """
 
     group: str
     ranks: tuple[str, ...]
-    version: int = 0
+    kind: str = ""
+    split: tuple[int, ...] = ()
     ready: bool = True
     open_requests: int = 0
     held_bytes: Mapping[str, int] = field(default_factory=dict)
-    split: tuple[int, ...] = ()
+    used: bool = True
+    between: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +108,7 @@ class GivenUp:
 
 
 @dataclass(frozen=True, slots=True)
-class AssignView:
+class PlaceView:
     """All inputs of a decision. `wanted` is in the order of deployments.
 
     Two Macs that were apart may both run one group. In `running` the first that suits its row counts, a ready
@@ -107,30 +129,41 @@ class AssignView:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Macs of one group. The owner plans within `nodes`, of which it is the first.
+    """The ranks of one group, exactly.
 
-    owner    its node id; empty if the group can run nowhere, which `why` explains
+    ranks    node ids in rank order, the owner first; () if the group can run nowhere, which `why` explains
+    kind     their fabric, a key of `cost_model.FABRICS`, or ALONE
+    split    layers of each rank of a pipeline; () where ranks share layers
     kv_mib   most MiB of KV caches on each rank; 0 for no bound, for a group that shares no Mac
+    faster   a place where it would be much faster, in words; empty for none
+    notes    remarks for people
     """
 
     group: str
     deployment: str
-    version: int
-    owner: str
-    nodes: tuple[str, ...]
+    ranks: tuple[str, ...] = ()
+    kind: str = ""
+    split: tuple[int, ...] = ()
     why: str = ""
     kv_mib: int = 0
+    faster: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def owner(self) -> str:
+        """Node id of rank 0; empty for none."""
+        return self.ranks[0] if self.ranks else ""
 
 
 @dataclass(frozen=True, slots=True)
-class AssignDecision:
+class PlaceDecision:
     """Assignments in the order of deployments, and the deployments to remove because others need the room."""
 
     assignments: tuple[Assignment, ...]
     gives_way: tuple[str, ...] = ()
 
 
-def assign(view: AssignView) -> AssignDecision:
+def place(view: PlaceView) -> PlaceDecision:
     """Return which group runs where. The same view always gives the same decision."""
     packing = _Packing(view)
     packing.keep()
@@ -139,22 +172,25 @@ def assign(view: AssignView) -> AssignDecision:
     for wanted in view.wanted:
         packing.seat_replicas(wanted)
     packing.part()
-    packing.offer()
-    return AssignDecision(tuple(packing.assignments()), tuple(packing.gone))
+    packing.extend()
+    return PlaceDecision(tuple(packing.assignments()), tuple(packing.gone))
 
 
 @dataclass(frozen=True, slots=True)
 class _Seat:
     """Macs of a group in rank order, the bytes that each rank needs, and its least KV cache among them.
 
-    `kept`: it runs there. `others`: Macs that it may use, too.
+    `kept`: it runs there. The rest as in `Assignment`.
     """
 
     ranks: tuple[str, ...]
     each: tuple[int, ...]
     kv: int
+    kind: str = ALONE
+    split: tuple[int, ...] = ()
     kept: bool = False
-    others: tuple[str, ...] = ()
+    faster: str = ""
+    notes: tuple[str, ...] = ()
 
 
 def _seat_of(ranks: tuple[str, ...], memory: Sequence[RankMemory]) -> _Seat:
@@ -201,6 +237,18 @@ class _Seats:
         ranks = sum(map(len, self.on.values())) if self.shared else len(self.on[node])
         return ranks, max(0, self.left(node) // ranks)
 
+    def kv_mib(self, seat: _Seat) -> int:
+        """Return a rank's room for KV caches: the least, and an equal share of what its Mac has left."""
+        shares = [self.share(node) for node in seat.ranks]
+        if max(ranks for ranks, _ in shares) == (len(seat.ranks) if self.shared else 1):
+            return 0
+        return max(1, seat.kv + min(spare for _, spare in shares) >> 20)
+
+    def movable(self, node: str) -> str:
+        """Return the group on this Mac, if it is the only one, needs no other Mac and does not run yet."""
+        there = "" if self.shared or len(self.on[node]) != 1 else next(iter(self.on[node]))
+        return there if there and not self.of[there].kept and len(self.of[there].ranks) == 1 else ""
+
     def _count(self, seat: _Seat, sign: int) -> None:
         for rank, needed in zip(seat.ranks, seat.each, strict=True):
             for node in self.usable if self.shared else (rank,):
@@ -210,7 +258,7 @@ class _Seats:
 class _Facts:
     """A view, looked up: members with the preferred first, the best report of each group, what ranks need."""
 
-    def __init__(self, view: AssignView) -> None:
+    def __init__(self, view: PlaceView) -> None:
         self.view = view
         self.members = {m.node_id: m for m in sorted(view.members, key=lambda m: m.node_id)}
         self.shared = Topology(view.members).is_one_machine
@@ -262,8 +310,22 @@ class _Facts:
 
     def _suits(self, report: GroupReport) -> bool:
         wanted = self.by_name[_name(report.group)]
-        allowed = set(self.allowed[wanted.row.name]) >= set(report.ranks)
-        return allowed and wanted.options.nodes in ("auto", "all", len(report.ranks))
+        options, size = wanted.options, len(report.ranks)
+        if not set(self.allowed[wanted.row.name]) >= set(report.ranks):
+            return False
+        if options.nodes not in ("auto", "all", size) or (options.split and options.split != report.split):
+            return False
+        if size > 1 and report.kind in FABRICS and options.parallel not in ("auto", _parallel(report)):
+            return False
+        return report.ready or not self._failed(report, options)
+
+    def _failed(self, report: GroupReport, options: PlacementOptions) -> bool:
+        """Return whether a group over several Macs, that is not ready, failed to form there."""
+        if len(report.ranks) == 1 or report.kind not in FABRICS:
+            return False
+        topology = Topology(list(self.members.values()), options.rdma, options.fabric_networks)
+        wired = Fabrics(self.members, topology).wired(report.kind, report.ranks, options)
+        return wired.verdict == "refused"
 
     def given_up(self, wanted: WantedDeployment, group: str) -> str:
         given = self.view.given_up.get(group)
@@ -280,6 +342,12 @@ class _Facts:
             return _seat_of((), cut)
         return _seat_of((), [rank_memory(any_member, shape, size, context)] * size)
 
+    def left_out(self, wanted: WantedDeployment) -> Iterator[str]:
+        """Yield the Macs that its row allows and that lack its model, with the reasons."""
+        for node in self.allowed[wanted.row.name]:
+            if why := wanted.lacks.get(node):
+                yield f"{self.members[node].name} is left out: {why}"
+
     def must(self, group: str) -> str:
         """Return the Mac that owns a group best if it can: the one that runs it, else the last one."""
         report = self.reports.get(group)
@@ -291,7 +359,7 @@ class _Facts:
 class _Packing:
     """One decision under way."""
 
-    def __init__(self, view: AssignView) -> None:
+    def __init__(self, view: PlaceView) -> None:
         self.facts = _Facts(view)
         self.view = view
         self.seats = _Seats(self.facts.usable, shared=self.facts.shared)
@@ -300,11 +368,15 @@ class _Packing:
     # --- groups that run -----------------------------------------------------------------------------
 
     def keep(self) -> None:
-        """Seat the groups that run well where they run."""
+        """Seat the groups that run well where they run; one that forms again, over the best fabric there."""
         for group in (
             each for groups in self.facts.groups.values() for each in groups if self.facts.well(each)
         ):
-            self._stay(group)
+            report, wanted = self.facts.reports[group], self.facts.by_name[_name(group)]
+            again = replace(wanted, options=replace(wanted.options, nodes=len(report.ranks)))
+            forms = report.between and len(report.ranks) > 1
+            if not (forms and self._spread(again, group, report.ranks)):
+                self._stay(group)
 
     def _stay(self, group: str) -> None:
         report, name = self.facts.reports[group], _name(group)
@@ -312,7 +384,9 @@ class _Packing:
         if not self.facts.by_name[name].planned.weight_bytes:
             held = max(report.held_bytes.values(), default=0)
             seat = replace(seat, each=(held,) * len(report.ranks))
-        self.seats.put(group, replace(seat, ranks=report.ranks, kept=True))
+        self.seats.put(
+            group, replace(seat, ranks=report.ranks, kind=report.kind, split=report.split, kept=True)
+        )
 
     def _linger(self, wanted: WantedDeployment, group: str) -> None:
         """Leave a group on Macs that are about to stop, if it has no other place."""
@@ -337,7 +411,12 @@ class _Packing:
         if wanted.row.name in self.gone or any(group in self.seats.of for group in groups):
             return
         group = next((each for each in groups if not self.facts.given_up(wanted, each)), "")
-        if group and not (self._seat(wanted, group) or self._make_room(wanted, group)):
+        # Where all that is left has failed before, it may have passed.
+        if group and not (
+            self._seat(wanted, group)
+            or (wanted.options.failed and self._seat(wanted.with_failed(()), group))
+            or self._make_room(wanted, group)
+        ):
             self._linger(wanted, group)
 
     def seat_replicas(self, wanted: WantedDeployment) -> None:
@@ -401,19 +480,12 @@ class _Packing:
                 if not seats.on[node] and seats.left(node) >= need.each[0]:
                     self._move(mover, node, comes)
                     return True
-                if seats.usable[node] >= need.each[0] and (there := self._movable(node)):
+                if seats.usable[node] >= need.each[0] and (there := seats.movable(node)):
                     comes[node] = mover
                     heappush(front, (-self.facts.turn[there], node))
             if not front:
                 return False
             (mover,) = seats.on[heappop(front)[1]]
-
-    def _movable(self, node: str) -> str:
-        """Return the group on this Mac, if it is the only one, needs no other Mac and does not run yet."""
-        there = "" if self.seats.shared or len(self.seats.on[node]) != 1 else next(iter(self.seats.on[node]))
-        return (
-            there if there and not self.seats.of[there].kept and len(self.seats.of[there].ranks) == 1 else ""
-        )
 
     def _move(self, group: str, node: str, comes: Mapping[str, str]) -> None:
         """Seat a group on a free Mac, and on the one that it leaves the group that comes there."""
@@ -443,10 +515,12 @@ class _Packing:
             return False
         place = {node: place for place, node in enumerate(self.facts.allowed[name])}
         able.sort(key=lambda node: (node != must, place.get(node, len(place))))
-        chosen = self._plan(wanted, able[:MOST_PLANNED], must).chosen
+        placement = self._plan(wanted, able[:MOST_PLANNED], must)
+        chosen = placement.chosen
         if chosen is None or chosen.nodes < fewest:
             return False
-        self.seats.put(group, _seat_of(chosen.ranks, chosen.memory))
+        seat = _seat_of(chosen.ranks, chosen.memory)
+        self.seats.put(group, replace(seat, kind=chosen.kind, split=chosen.split, notes=placement.notes))
         return True
 
     def _plan(self, wanted: WantedDeployment, nodes: Sequence[str], must: str = "") -> Placement:
@@ -528,30 +602,54 @@ class _Packing:
 
     # --- the result ----------------------------------------------------------------------------------
 
-    def offer(self) -> None:
-        """Offer Macs without a group to the first deployments that may use more; they plan with them.
-
-        Macs that have the model come first. Those that lack it get it by and by, as far as no other may use
-        them.
-        """
+    def extend(self) -> None:
+        """Let the first deployments that may use more have Macs without a group."""
         free = [n for n in self.facts.order if not self.seats.on[n] and n not in self.view.flapping]
-        for lacking in (False, True):
-            for wanted in self.view.wanted:
-                group = next((g for g in self.facts.groups[wanted.row.name] if g in self.seats.of), "")
-                usable = set(self.facts.allowed[wanted.row.name]) - (
-                    set() if lacking else wanted.lacks.keys()
-                )
-                more = [node for node in free if node in usable]
-                if not more or not group or wanted.options.nodes not in ("auto", "all"):
-                    continue
-                seat = self.seats.of[group]
-                if not seat.kept and not lacking:
-                    self.seats.drop(group)
-                    if not self._spread(wanted, group, [*seat.ranks, *more]):
-                        self.seats.put(group, seat)
-                now, pool = self.seats.of[group], (*seat.ranks, *seat.others, *more)
-                self.seats.put(group, replace(now, others=tuple(n for n in pool if n not in now.ranks)))
-                free = [node for node in free if node not in more]
+        for wanted in self.view.wanted:
+            group = next((g for g in self.facts.groups[wanted.row.name] if g in self.seats.of), "")
+            if not group:
+                continue
+            usable = set(self.facts.allowed[wanted.row.name]) - wanted.lacks.keys()
+            more = [node for node in free if node in usable and wanted.options.nodes in ("auto", "all")]
+            if not more and (len(self.seats.of[group].ranks) == 1 or not self.seats.of[group].kept):
+                continue
+            before = self.seats.of[group]
+            self.seats.drop(group)
+            given = wanted.with_failed(wanted.tried) if before.kept else wanted
+            if not self._spread(given, group, [*before.ranks, *more]):
+                self.seats.put(group, before)
+            elif before.kept:
+                after = self.seats.of[group]
+                self.seats.drop(group)
+                faster = self._faster(wanted, before, after)
+                moves = self._moves(wanted, self.facts.reports[group], after, faster=bool(faster))
+                self.seats.put(group, after if moves else replace(before, faster=faster))
+            free = [node for node in free if not self.seats.on[node]]
+
+    def _moves(self, wanted: WantedDeployment, report: GroupReport, after: _Seat, *, faster: bool) -> bool:
+        """Return whether a running group takes the place that was found for it among more Macs."""
+        if not report.ready or len(after.ranks) <= len(report.ranks):
+            return False
+        ports = (port for node in after.ranks for port in self.facts.members[node].machine.ports)
+        if report.kind in (JACCL_MESH, JACCL_RING) and any(is_scarce(port.formations) for port in ports):
+            return False  # it works, and its place may be one that cannot form
+        return wanted.options.nodes == "all" or (faster and not report.used)
+
+    def _faster(self, wanted: WantedDeployment, before: _Seat, after: _Seat) -> str:
+        """Return in words how much sooner a group would answer in another place; empty if not by much."""
+        times = []
+        for seat in (before, after):
+            options = replace(wanted.options, nodes=len(seat.ranks), split=seat.split, failed=())
+            if len(seat.ranks) > 1:
+                backend = "jaccl" if seat.kind in (JACCL_MESH, JACCL_RING) else "ring"
+                options = replace(options, backend=backend, parallel="pipeline" if seat.split else "tensor")
+            found = self._plan(replace(wanted, options=options), seat.ranks, seat.ranks[0]).chosen
+            times.append(found.request_seconds(options.workload) if found is not None else math.inf)
+        if not times[1] * MUCH < times[0] < math.inf:
+            return ""
+        names = " + ".join(self.facts.members[node].name for node in after.ranks)
+        work = wanted.options.workload.name
+        return f"{after.kind} of {names}: {times[1]:.1f} s per {work} request instead of {times[0]:.1f}"
 
     def assignments(self) -> Iterator[Assignment]:
         """Return the result of all seats, in the order of deployments and of their groups."""
@@ -559,22 +657,23 @@ class _Packing:
             row, why = wanted.row, ""
             groups = self.facts.groups[row.name] if row.name not in self.gone else []
             for group in sorted(groups, key=_index):
-                found = Assignment(group, row.name, row.version, "", ())
+                found = Assignment(group, row.name)
                 if seat := self.seats.of.get(group):
-                    nodes = seat.ranks + seat.others
-                    yield replace(found, owner=nodes[0], nodes=nodes, kv_mib=self._kv_mib(seat))
+                    yield Assignment(
+                        group,
+                        row.name,
+                        seat.ranks,
+                        seat.kind,
+                        seat.split,
+                        kv_mib=self.seats.kv_mib(seat),
+                        faster=seat.faster,
+                        notes=() if seat.kept else (*self.facts.left_out(wanted), *seat.notes),
+                    )
                 elif given := self.facts.given_up(wanted, group):
                     yield replace(found, why=given)
                 elif row.replicas or group == groups[0]:
                     why = why or self._refusal(wanted)
                     yield replace(found, why=why)
-
-    def _kv_mib(self, seat: _Seat) -> int:
-        """Return a rank's room for KV caches: the least, and an equal share of what its Mac has left."""
-        shares = [self.seats.share(node) for node in seat.ranks]
-        if max(ranks for ranks, _ in shares) == (len(seat.ranks) if self.seats.shared else 1):
-            return 0
-        return max(1, seat.kv + min(spare for _, spare in shares) >> 20)
 
 
 def without_rdma(member: MemberMachine) -> MemberMachine:
@@ -588,3 +687,7 @@ def _name(group: str) -> str:
 
 def _index(group: str) -> int:
     return int(group.rpartition("#")[2])
+
+
+def _parallel(report: GroupReport) -> str:
+    return "pipeline" if report.split else "tensor"

@@ -9,14 +9,14 @@ import pwd
 import signal
 import sys
 import textwrap
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from ..wire.cluster_messages import Machine
-from .probe_machine import InterfaceRow, Sight, elsewhere, mac, mac_again
-from .probe_macos import COMMANDS, NOT_INSTALLED, Output, printable
+from .probe_machine import Sight, elsewhere, linux_device, mac, mac_again
+from .probe_macos import COMMANDS, NOT_INSTALLED, NetworkDevice, Output, printable
 
 #: Bytes of one command's output; a full `system_profiler` of these three kinds has some 30 KB.
 OUTPUT_LIMIT = 2 * 2**20
@@ -181,23 +181,21 @@ def _look() -> Sight:
         memory_bytes=memory.total,
         free_bytes=memory.available,
         plugged_in=battery.power_plugged if battery else None,
-        rows=tuple(_rows()),
+        devices=tuple(_devices()),
     )
 
 
-def _rows() -> list[InterfaceRow]:
+def _devices() -> Iterator[NetworkDevice]:
     import psutil
 
     states = psutil.net_if_stats()
-    rows = []
     for name, addresses in psutil.net_if_addrs().items():
         state, folder = states.get(name), Path("/sys/class/net") / name
-        ipv4 = (each for each in addresses if each.family.name == "AF_INET")
-        found = tuple((each.address, each.netmask or "") for each in ipv4)
-        if found and state is not None:
+        ipv4 = [(each.address, each.netmask or "") for each in addresses if each.family.name == "AF_INET"]
+        if ipv4 and state is not None:
             wireless, bridge = (folder / "wireless").exists(), (folder / "bridge").exists()
-            rows.append(InterfaceRow(name, found, state.flags, state.speed, state.isup, wireless, bridge))
-    return rows
+            up, flags = state.isup, state.flags
+            yield linux_device(name, ipv4, flags, state.speed, up=up, wireless=wireless, bridge=bridge)
 
 
 def _file(path: str) -> str:

@@ -203,7 +203,7 @@ def elsewhere(sight: Sight, address: str = "") -> Machine:
         rdma="unsupported",
         bridge_up=False,
     )
-    return _addressed(machine, links(sight.rows), address, ())
+    return _addressed(machine, sight.devices[:MAX_LINKS], address, ())
 
 
 # --- both -------------------------------------------------------------------------------------------------
@@ -226,24 +226,7 @@ def _addressed(
     return replace(machine, notes=notes[:MAX_NOTES])
 
 
-# --- linux: texts of /proc and /etc, and rows of psutil, which `hardware.py` reads -----------------------
-
-
-@dataclass(frozen=True, slots=True)
-class InterfaceRow:
-    """One device as psutil reports it, with its IPv4 addresses, each with a dotted netmask.
-
-    `flags` are joined by commas; `speed` is in Mb/s, 0 if unknown. `wireless` and `bridge` are from
-    /sys/class/net.
-    """
-
-    device: str
-    addresses: tuple[tuple[str, str], ...]
-    flags: str
-    speed: int
-    up: bool
-    wireless: bool = False
-    bridge: bool = False
+# --- linux: texts of /proc and /etc, and what psutil reports, which `hardware.py` reads -------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +246,7 @@ class Sight:
     memory_bytes: int
     free_bytes: int
     plugged_in: bool | None
-    rows: tuple[InterfaceRow, ...]
+    devices: tuple[NetworkDevice, ...]
 
 
 #: The processor's name, which many ARM kernels do not report.
@@ -277,35 +260,38 @@ def _first(pattern: re.Pattern[str], text: str, max_chars: int) -> str:
     return printable(found[1].strip().strip("\"'"), max_chars) if found else ""
 
 
-def links(rows: Iterable[InterfaceRow]) -> tuple[NetworkDevice, ...]:
-    """Return the rows that are read as network devices, in their order."""
-    return tuple(map(_link, list(rows)[:MAX_LINKS]))
+def linux_device(
+    name: str,
+    addresses: Iterable[tuple[str, str]],
+    flags: str,
+    speed: int,
+    *,
+    up: bool,
+    wireless: bool = False,
+    bridge: bool = False,
+) -> NetworkDevice:
+    """Return one device from what psutil reports: IPv4 addresses with dotted netmasks, flags by commas, Mb/s.
 
-
-def _link(row: InterfaceRow) -> NetworkDevice:
-    flags = row.flags.split(",")
+    `wireless` and `bridge` are from /sys/class/net.
+    """
+    has = flags.split(",")
+    kinds = {
+        "loopback": "loopback" in has or name == "lo",
+        "wifi": wireless,
+        "bridge": bridge,
+        "thunderbolt": name.startswith("thunderbolt"),
+        "ethernet": "broadcast" in has,
+    }
     return NetworkDevice(
-        name=row.device,
-        kind=_kind(row, flags),
-        enabled="up" in flags or row.up,
-        up=row.up,
-        point_to_point="pointopoint" in flags or "pointtopoint" in flags,
+        name=name,
+        kind=next((kind for kind, fits in kinds.items() if fits), "other"),
+        enabled="up" in has or up,
+        up=up,
+        point_to_point="pointopoint" in has or "pointtopoint" in has,
         # A driver that does not know the speed reports 0, -1 or 65535.
-        mbps=0 if row.speed in (-1, 65535) else row.speed,
-        addresses=tuple((address, _prefix(netmask)) for address, netmask in row.addresses[:MAX_ADDRESSES]),
+        mbps=0 if speed in (-1, 65535) else speed,
+        addresses=tuple((address, _prefix(mask)) for address, mask in list(addresses)[:MAX_ADDRESSES]),
     )
-
-
-def _kind(row: InterfaceRow, flags: list[str]) -> str:
-    if "loopback" in flags or row.device == "lo":
-        return "loopback"
-    if row.wireless:
-        return "wifi"
-    if row.bridge:
-        return "bridge"
-    if row.device.startswith("thunderbolt"):
-        return "thunderbolt"
-    return "ethernet" if "broadcast" in flags else "other"
 
 
 def _prefix(netmask: str) -> int:

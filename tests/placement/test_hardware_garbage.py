@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mlxtp.placement import probe_machine
 from mlxtp.placement.probe_machine import elsewhere, mac, mac_again
-from mlxtp.placement.probe_macos import COMMANDS, MAX_LINKS, Output, interfaces, only
+from mlxtp.placement.probe_macos import COMMANDS, MAX_LINKS, NetworkDevice, Output, interfaces, only
 from mlxtp.wire.cluster_messages import MAX_PORTS
 
 from .recorded_macs import MACS, machine, outputs, over_the_wire, recorded
@@ -96,9 +96,9 @@ def test_after_any_output_the_machine_fits_into_its_message(
 
 
 LONG = st.text(min_size=0, max_size=200)
-ROWS = st.builds(
-    probe_machine.InterfaceRow,
-    device=LONG,
+DEVICES = st.builds(
+    probe_machine.linux_device,
+    name=LONG,
     addresses=st.lists(
         st.tuples(
             st.sampled_from(["10.0.0.1", "127.0.0.1", "::1"]) | LONG,
@@ -119,7 +119,7 @@ ROWS = st.builds(
         *(LONG for _ in range(6)),
         *(st.integers() for _ in range(3)),
         st.none() | st.booleans(),
-        st.lists(ROWS, max_size=8).map(tuple),
+        st.lists(DEVICES, max_size=8).map(tuple),
     )
 )
 def test_after_any_output_of_linux_the_machine_fits_into_its_message(sight: probe_machine.Sight) -> None:
@@ -128,13 +128,10 @@ def test_after_any_output_of_linux_the_machine_fits_into_its_message(sight: prob
 
 
 @settings(max_examples=30)
-@given(st.lists(ROWS, max_size=8), LONG)
-def test_an_address_selects_at_most_one_interface(
-    rows: list[probe_machine.InterfaceRow], address: str
-) -> None:
-    links = probe_machine.links(rows)
-    assert len(only(links, address)) <= 1
-    assert len(interfaces(links)) <= sum(len(row.addresses) for row in rows)
+@given(st.lists(DEVICES, max_size=8), LONG)
+def test_an_address_selects_at_most_one_interface(devices: list[NetworkDevice], address: str) -> None:
+    assert len(only(devices, address)) <= 1
+    assert len(interfaces(devices)) <= sum(len(each.addresses) for each in devices)
 
 
 # --- far too much -----------------------------------------------------------------------------------------

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from mlxtp.placement.probe_machine import (
-    InterfaceRow,
     Sight,
     elsewhere,
-    links,
+    linux_device,
 )
 from mlxtp.placement.probe_macos import NetworkDevice, interfaces, ipv4, only
 from mlxtp.wire.cluster_messages import Interface
@@ -93,7 +93,13 @@ def test_an_address_or_a_speed_that_cannot_be_is_not_passed_on() -> None:
 
 # --- Linux ------------------------------------------------------------------------------------------------
 
-ETH = InterfaceRow("eth0", (("192.168.1.5", "255.255.255.0"),), "up,broadcast,running,multicast", 1000, True)
+ETH: dict[str, Any] = {
+    "name": "eth0",
+    "addresses": (("192.168.1.5", "255.255.255.0"),),
+    "flags": "up,broadcast,running,multicast",
+    "speed": 1000,
+    "up": True,
+}
 SIGHT = Sight(
     system="linux",
     cpuinfo="processor\t: 0\nvendor_id\t: X\nmodel name\t: Example CPU @ 3.00GHz\n",
@@ -105,7 +111,10 @@ SIGHT = Sight(
     memory_bytes=64 * 2**30,
     free_bytes=60 * 2**30,
     plugged_in=None,
-    rows=(InterfaceRow("lo", (("127.0.0.1", "255.0.0.0"),), "up,loopback,running", 0, True), ETH),
+    devices=(
+        linux_device("lo", [("127.0.0.1", "255.0.0.0")], "up,loopback,running", 0, up=True),
+        linux_device(**ETH),
+    ),
 )
 
 
@@ -144,27 +153,27 @@ def test_another_system_is_a_machine_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "kind"),
+    ("changes", "kind"),
     [
-        (ETH, "ethernet"),
-        (replace(ETH, wireless=True), "wifi"),
-        (replace(ETH, bridge=True), "bridge"),
-        (replace(ETH, device="thunderbolt0"), "thunderbolt"),
-        (replace(ETH, flags="up,loopback"), "loopback"),
-        (replace(ETH, flags="up,pointopoint"), "other"),
+        ({}, "ethernet"),
+        ({"wireless": True}, "wifi"),
+        ({"bridge": True}, "bridge"),
+        ({"name": "thunderbolt0"}, "thunderbolt"),
+        ({"flags": "up,loopback"}, "loopback"),
+        ({"flags": "up,pointopoint"}, "other"),
     ],
 )
-def test_kinds(row: InterfaceRow, kind: str) -> None:
-    (found,) = links([row])
+def test_kinds(changes: dict[str, Any], kind: str) -> None:
+    found = linux_device(**ETH | changes)
     assert found.kind == kind
-    assert found.point_to_point is ("pointopoint" in row.flags)
+    assert found.point_to_point is ("pointopoint" in changes.get("flags", ""))
 
 
 @pytest.mark.parametrize("speed", [0, -1, 65535])
 def test_a_speed_that_a_driver_does_not_know_is_unknown(speed: int) -> None:
-    assert links([replace(ETH, speed=speed)])[0].mbps == 0
+    assert linux_device(**ETH | {"speed": speed}).mbps == 0
 
 
 def test_a_device_with_two_addresses_is_one_link() -> None:
-    (found,) = links([replace(ETH, addresses=(*ETH.addresses, ("10.0.0.5", "nonsense")))])
+    found = linux_device(**ETH | {"addresses": (*ETH["addresses"], ("10.0.0.5", "nonsense"))})
     assert found.addresses == (("192.168.1.5", 24), ("10.0.0.5", 32))

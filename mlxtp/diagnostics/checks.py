@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 from ..discovery.addresses import ALLOW, explain
 from ..placement.faults import ERROR, INFO, RDMA_SINCE, REPLUG, WARNING, Fault, Words
-from .facts import Attempt, Certificate, MachineFacts, MemberFacts, PortFacts
+from .facts import Attempt, Certificate, MachineFacts, MemberFacts
 
 GB = 10**9
 GIB = 2**30
@@ -118,12 +118,9 @@ def _unlike_files(facts: MachineFacts) -> Iterator[Words]:
 # --- this machine -----------------------------------------------------------------------------------------
 
 
-def _left_for_macos(facts: MachineFacts) -> int:
-    return max(4 * GIB, facts.machine.memory_bytes // 16)
-
-
 def _gpu_limit(facts: MachineFacts) -> Iterator[Words]:
-    total, limit, left = facts.machine.memory_bytes, facts.machine.gpu_bytes, _left_for_macos(facts)
+    total, limit = facts.machine.memory_bytes, facts.machine.gpu_bytes
+    left = max(4 * GIB, total // 16)
     if total and limit and total - limit < left:
         yield {"limit": gb(limit), "total": gb(total), "rest": gb(total - limit), "mb": (total - left) >> 20}
 
@@ -148,11 +145,8 @@ _CLOSE = "end programs that are not needed, or serve a smaller model (`mlxtp pla
 
 def _sleeps(facts: MachineFacts, *, kept_awake: bool) -> bool:
     settings = facts.power.settings
-    return (
-        bool(settings.get("sleep"))
-        and not settings.get("SleepDisabled")
-        and facts.agent.keep_awake is kept_awake
-    )
+    sleeps = bool(settings.get("sleep")) and not settings.get("SleepDisabled")
+    return sleeps and facts.agent.keep_awake is kept_awake
 
 
 def _no_network(facts: MachineFacts) -> bool:
@@ -181,12 +175,7 @@ def _firewall(facts: MachineFacts, app: str) -> bool:
 
 
 def _taken(facts: MachineFacts, *, by_mlxtp: bool) -> list[Words]:
-    ports: Iterable[PortFacts] = facts.network.ports
-    return [
-        {"port": each, "number": each.address.rpartition(":")[2]}
-        for each in ports
-        if each.problem and each.by_mlxtp is by_mlxtp
-    ]
+    return [{"port": each} for each in facts.network.ports if each.problem and each.by_mlxtp is by_mlxtp]
 
 
 def _multicast(facts: MachineFacts, *, denied: bool) -> Iterator[Words]:
@@ -218,23 +207,19 @@ def absence(member: MemberFacts) -> str:
     return f"{member.name} {state}" + (f": {tried(member.ours)}" if member.ours else "")
 
 
-def answering(member: MemberFacts) -> list[str]:
-    return [each.address for each in member.ours if not each.problem]
-
-
 def _without_link(facts: MachineFacts) -> list[MemberFacts]:
     return [each for each in facts.members if not each.linked]
 
 
 def _away(facts: MachineFacts, *, expected: bool) -> Iterator[Words]:
     for each in _without_link(facts):
-        if not each.refused and not answering(each) and (each.state in ("dead", "suspect")) is expected:
+        if not each.refused and not each.answering and (each.state in ("dead", "suspect")) is expected:
             yield {"m": each, "member_and_state": absence(each)}
 
 
 def _answers(facts: MachineFacts) -> Iterator[Words]:
     for each in _without_link(facts):
-        if not each.refused and each.state and (there := answering(each)):
+        if not each.refused and each.state and (there := each.answering):
             state = _ABSENT.get(each.state, "is away")
             yield {"m": each, "state": state, "address": there[0]}
 
@@ -242,8 +227,8 @@ def _answers(facts: MachineFacts) -> Iterator[Words]:
 def _unreached(facts: MachineFacts, *, at_all: bool) -> Iterator[Words]:
     """Yield members with a link that are reached at no address of theirs (`at_all`), or not at some."""
     for each in facts.members:
-        lost = [x for x in each.ours if x.problem and (x.shared or not answering(each))]
-        if each.linked and lost and at_all is (not answering(each)):
+        lost = [x for x in each.ours if x.problem and (x.shared or not each.answering)]
+        if each.linked and lost and at_all is (not each.answering):
             yield {"m": each, "tried": tried(lost)}
 
 
@@ -253,15 +238,8 @@ def _unreached(facts: MachineFacts, *, at_all: bool) -> Iterator[Words]:
 def _certificates(facts: MachineFacts, state: str) -> Iterator[Words]:
     for each in facts.identity.certificates:
         if certificate_state(each, facts) == state:
-            yield {
-                "c": each,
-                "until": f"{each.ends:%Y-%m-%d}",
-                "since": f"{each.begins:%Y-%m-%d}",
-                "ended": "ended" if facts.now > each.ends else "ends",
-                "renew": "restart mlxtp: it makes another one"
-                if each.renews
-                else "renew it, and restart mlxtp",
-            }
+            renew = "restart mlxtp: it makes another one" if each.renews else "renew it, and restart mlxtp"
+            yield {"c": each, "ended": "ended" if facts.now > each.ends else "ends", "renew": renew}
 
 
 def certificate_state(certificate: Certificate, facts: MachineFacts) -> str:
@@ -362,7 +340,7 @@ OF_FACTS: tuple[Fault[MachineFacts], ...] = (
         "allow this program on all TCP ports from the other members"),
     Fault("port-taken", "ports", ERROR, lambda f: _taken(f, by_mlxtp=False),
         "{port.name} {port.address} is not available: {port.problem}",
-        "find its process: sudo lsof -nP -iTCP:{number} -sTCP:LISTEN; or take another with {port.flag}"),
+        "find its process: sudo lsof -nP -iTCP:{port.number} -sTCP:LISTEN; or take another with {port.flag}"),
     Fault("port-of-mlxtp", "ports", INFO, lambda f: _taken(f, by_mlxtp=True),
         "{port.name} {port.address} is that of another mlxtp, a demo or an agent with another home",
         "`mlxtp doctor --home` with its home; or for one more agent another port, with {port.flag}"),
@@ -404,13 +382,13 @@ OF_FACTS: tuple[Fault[MachineFacts], ...] = (
         "{at.identity.problem}",
         "as it says"),
     Fault("certificate-ended", "identity", ERROR, lambda f: _certificates(f, "ended"),
-        "the certificate of {c.name} ended on {until}",
+        "the certificate of {c.name} ended on {c.ends:%Y-%m-%d}",
         "{renew}"),
     Fault("certificate-early", "identity", ERROR, lambda f: _certificates(f, "early"),
-        "the certificate of {c.name} holds from {since} on",
+        "the certificate of {c.name} holds from {c.begins:%Y-%m-%d} on",
         "set this machine's clock, if that is behind"),
     Fault("certificate-ends", "identity", WARNING, lambda f: _certificates(f, "soon"),
-        "the certificate of {c.name} ends on {until}",
+        "the certificate of {c.name} ends on {c.ends:%Y-%m-%d}",
         "{renew}"),
     Fault("https-broken", "identity", ERROR, lambda f: bool(f.identity.https_problem),
         "{at.identity.https_problem}",

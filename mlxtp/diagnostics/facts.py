@@ -68,6 +68,10 @@ class PortFacts:
     problem: str = ""
     by_mlxtp: bool = False
 
+    @property
+    def number(self) -> str:
+        return self.address.rpartition(":")[2]
+
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
@@ -100,6 +104,10 @@ class MemberFacts:
     model_problem: str = ""
     unlike: str = ""
     refused: str = ""
+
+    @property
+    def answering(self) -> list[str]:
+        return [each.address for each in self.ours if not each.problem]
 
 
 @dataclass(frozen=True, slots=True)

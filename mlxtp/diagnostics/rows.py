@@ -19,7 +19,6 @@ from ..wire.cluster_messages import Machine
 from .checks import (
     OF_FACTS,
     SHOWN,
-    answering,
     certificate_state,
     fingerprints,
     gb,
@@ -212,7 +211,7 @@ def _peers(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
     if not facts.members:
         yield info("there are none" if facts.identity.cluster_id else "this machine belongs to no cluster")
     for member in facts.members:
-        there = answering(member)
+        there = member.answering
         if member.linked and not member.ours:
             yield ok(f"{member.name} has a link")
         elif member.linked and there:

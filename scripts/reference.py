@@ -379,7 +379,10 @@ def _fault(fault: Fault[Any]) -> str:
 def _with_words(template: str) -> str:
     """Return a text of the table of faults with ⟨words⟩ for its fields, each by the last part of its name."""
     parts = Formatter().parse(template)
-    named = ((said, re.split(r"[.\[]", field.rstrip("]"))[-1] if field else "") for said, field, *_ in parts)
+    named = (
+        (said, re.split(r"[.\[]", re.sub(r"\[\d+\]", "", field).rstrip("]"))[-1] if field else "")
+        for said, field, *_ in parts
+    )
     return "".join(said + (f"⟨{name.replace('_', ' ')}⟩" if name else "") for said, name in named)
 
 

@@ -50,7 +50,7 @@ MOST_LINES: Mapping[str, int] = {
     "groups": 6_772,
     "identity": 1_247,
     "models": 3_522,
-    "placement": 4_716,
+    "placement": 4_713,
     "service": 630,
     "text": 5_234,
     "wire": 4_069,

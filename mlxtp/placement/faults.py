@@ -210,57 +210,55 @@ class PortOf(NamedTuple):
     machine: Machine
     port: Port
 
+    @property
+    def name(self) -> str:
+        return place(self.port)
 
-def _port(test: Callable[[Machine, Port], bool]) -> Callable[[PortOf], Iterator[Words]]:
-    def seen(at: PortOf) -> Iterator[Words]:
-        if test(*at):
-            yield _port_words(*at)
+    @property
+    def addresses(self) -> list[str]:
+        """Its IPv4 addresses, up or down."""
+        own = (each for each in self.machine.interfaces if each.name == self.port.interface)
+        return [each.address for each in own if each.address]
 
-    return seen
+    @property
+    def is_down(self) -> bool:
+        own = [each for each in self.machine.interfaces if each.name == self.port.interface]
+        is_up = self.port.active and (not own or any(each.up for each in own))
+        return self.machine.rdma == "enabled" and bool(self.port.rdma) and not is_up
 
+    @property
+    def is_used(self) -> bool:
+        """True if TCP or RDMA goes over the port itself, not over the bridge."""
+        return bool(self.port.interface) and (self.machine.rdma == "enabled" or not self.machine.bridge_up)
 
-def _port_words(machine: Machine, port: Port) -> Words:
-    own, other = cable_addresses(port.domain, port.peer_domain)
-    make = ""
-    if not port.service:  # System Settings lists services, not ports
-        hardware = shlex.quote(f"Thunderbolt {port.receptacle}")
-        make = f"sudo networksetup -createnetworkservice 'mlxtp {port.receptacle}' {hardware}; "
-    return {
-        "port": place(port),
-        "address": next(iter(_addresses(machine, port)), ""),
-        "own": own,
-        "other": other,
-        "service": shlex.quote(port.service or f"mlxtp {port.receptacle}"),
-        "make": make,
-    }
+    @property
+    def lacks_rdma(self) -> str:
+        """The reason for no RDMA on a Mac that has it: "place", "speed" or "device"; else ""."""
+        if self.machine.rdma != "enabled" or self.port.rdma:
+            return ""
+        if self.machine.model.startswith(MAC_STUDIO) and self.port.interface == "en2":
+            return "place"
+        return "speed" if 0 < self.port.gbps < THUNDERBOLT_5_GBPS else "device"
 
+    @property
+    def own(self) -> str:
+        """The address that it should have."""
+        return cable_addresses(self.port.domain, self.port.peer_domain)[0]
 
-def _addresses(machine: Machine, port: Port) -> list[str]:
-    return [each.address for each in machine.interfaces if each.name == port.interface and each.address]
+    @property
+    def other(self) -> str:
+        return cable_addresses(self.port.domain, self.port.peer_domain)[1]
 
+    @property
+    def service(self) -> str:
+        return shlex.quote(self.port.service or f"mlxtp {self.port.receptacle}")
 
-def _gave_itself(addresses: list[str]) -> bool:
-    return bool(addresses) and all(map(self_assigned, addresses))
-
-
-def _is_down(machine: Machine, port: Port) -> bool:
-    own = [each for each in machine.interfaces if each.name == port.interface]
-    is_up = port.active and (not own or any(each.up for each in own))
-    return machine.rdma == "enabled" and bool(port.rdma) and not is_up
-
-
-def _is_used(machine: Machine, port: Port) -> bool:
-    """Return whether TCP or RDMA goes over the port itself, not over the bridge."""
-    return bool(port.interface) and (machine.rdma == "enabled" or not machine.bridge_up)
-
-
-def _lacks_rdma(machine: Machine, port: Port) -> str:
-    """Return why a port has no RDMA although its Mac does: "place", "speed" or "device"; else ""."""
-    if machine.rdma != "enabled" or port.rdma:
-        return ""
-    if machine.model.startswith(MAC_STUDIO) and port.interface == "en2":
-        return "place"
-    return "speed" if 0 < port.gbps < THUNDERBOLT_5_GBPS else "device"
+    @property
+    def new_service(self) -> str:
+        """The command that makes it, where there is none: System Settings lists services, not ports."""
+        number = self.port.receptacle
+        make = f"sudo networksetup -createnetworkservice 'mlxtp {number}' 'Thunderbolt {number}'; "
+        return "" if self.port.service else make
 
 
 def is_scarce(formations: int) -> bool:
@@ -269,39 +267,38 @@ def is_scarce(formations: int) -> bool:
 
 
 _GIVE_ADDRESS = (
-    f"until the next restart: sudo ifconfig {{at.port.interface}} inet {{own}} netmask {_NETMASK}; for good: "
-    f"{{make}}sudo networksetup -setmanual {{service}} {{own}} {_NETMASK}; after either: sudo route change "
-    "{other} -interface {at.port.interface}; the other end gets {other}"
+    f"until the next restart: sudo ifconfig {{at.port.interface}} inet {{at.own}} netmask {_NETMASK}; for "
+    f"good: {{at.new_service}}sudo networksetup -setmanual {{at.service}} {{at.own}} {_NETMASK}; after "
+    "either: sudo route change {at.other} -interface {at.port.interface}; the other end gets {at.other}"
 )  # `mlx.distributed_config` sets the route, too: an earlier bridge may have left one to the peer
 
 OF_PORTS: tuple[Fault[PortOf], ...] = (
-    Fault("port-next-to-ethernet", "cables", WARNING, _port(lambda mac, at: _lacks_rdma(mac, at) == "place"),
-        "{port} is the port next to Ethernet, which has no RDMA on a Mac Studio",
+    Fault("port-next-to-ethernet", "cables", WARNING, lambda at: at.lacks_rdma == "place",
+        "{at.name} is the port next to Ethernet, which has no RDMA on a Mac Studio",
         "move the cable to another Thunderbolt port of this Mac", stops_rdma=True),
-    Fault("slow-cable", "cables", WARNING, _port(lambda mac, at: _lacks_rdma(mac, at) == "speed"),
-        "{port} runs at {at.port.gbps} Gb/s",
+    Fault("slow-cable", "cables", WARNING, lambda at: at.lacks_rdma == "speed",
+        "{at.name} runs at {at.port.gbps} Gb/s",
         "a Thunderbolt 5 port, or another cable; look with: system_profiler SPThunderboltDataType",
         "RDMA needs Thunderbolt 5 (80 Gb/s), in both Macs and in the cable", stops_rdma=True),
-    Fault("port-without-device", "cables", WARNING, _port(lambda mac, at: _lacks_rdma(mac, at) == "device"),
-        "{port} has no RDMA device",
+    Fault("port-without-device", "cables", WARNING, lambda at: at.lacks_rdma == "device",
+        "{at.name} has no RDMA device",
         f"look with `ibv_devices`, and move the cable to another Thunderbolt 5 port, or {_BY_HAND}",
         "it carries TCP only", stops_rdma=True),
-    Fault("port-not-active", "cables", WARNING, _port(_is_down),
-        "{port} is cabled, but its RDMA port {at.port.rdma} is not active",
+    Fault("port-not-active", "cables", WARNING, lambda at: at.is_down,
+        "{at.name} is cabled, but its RDMA port {at.port.rdma} is not active",
         _PORT_UP, "most likely the other Mac has RDMA off", stops_rdma=True),
-    Fault("port-without-address", "addresses", WARNING,
-        _port(lambda mac, at: _is_used(mac, at) and not _addresses(mac, at)),
-        "{port} is cabled to another Mac but has no IPv4 address",
+    Fault("port-without-address", "addresses", WARNING, lambda at: at.is_used and not at.addresses,
+        "{at.name} is cabled to another Mac but has no IPv4 address",
         _GIVE_ADDRESS, "RDMA (errno 22) and TCP both need one", stops_rdma=True),
     Fault("port-self-assigned", "addresses", WARNING,
-        _port(lambda mac, at: _is_used(mac, at) and _gave_itself(_addresses(mac, at))),
-        "{port} has only the address {address}, which it gave itself",
+        lambda at: at.is_used and bool(at.addresses) and all(map(self_assigned, at.addresses)),
+        "{at.name} has only the address {at.addresses[0]}, which it gave itself",
         _GIVE_ADDRESS,
         "it may change with the next cable, and TCP to such an address may leave by Wi-Fi or Ethernet"),
-    Fault("hub", "cables", WARNING, _port(lambda _, port: port.hub),
-        "{port} reaches the other Mac through a hub or dock",
+    Fault("hub", "cables", WARNING, lambda at: at.port.hub,
+        "{at.name} reaches the other Mac through a hub or dock",
         "cable the two Macs directly", "it adds latency and shares its bandwidth"),
-    Fault("rdma-scarce", "rdma", WARNING, _port(lambda _, port: is_scarce(port.formations)),
+    Fault("rdma-scarce", "rdma", WARNING, lambda at: is_scarce(at.port.formations),
         "the next RDMA group over {at.port.rdma} may need a restart of this Mac",
         "restart it when that suits you; without RDMA, mlxtp goes on over the TCP ring",
         "{at.port.formations} serve or were killed since it started; owners report room for two or three"),

@@ -262,7 +262,6 @@ async def attempt(address: str) -> Attempt:
 
 
 async def attempts(addresses: Iterable[str]) -> tuple[Attempt, ...]:
-    """Try all addresses at once."""
     return tuple(await asyncio.gather(*map(attempt, addresses)))
 
 
@@ -420,7 +419,6 @@ class Checkup:
         )
 
     async def _ports(self) -> tuple[PortFacts, ...]:
-        """Return the ports an agent needs, and why it could not get one."""
         settings = self._settings
         if self._problem:
             return ()

@@ -89,7 +89,6 @@ class RankEnd:
 
     @property
     def by_agent(self) -> bool:
-        """True if the rank ran until its agent ended it."""
         return bool(self.asked_at) and (self.deaf or self.status in _HEARD)
 
 

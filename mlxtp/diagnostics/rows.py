@@ -309,7 +309,6 @@ class Examined:
 
     @property
     def level(self) -> Level:
-        """Level of the worst finding."""
         return max((each.level for each in self.findings), key=ORDER.index)
 
 
@@ -320,7 +319,9 @@ def examine(facts: MachineFacts) -> tuple[Examined, ...]:
     examined = []
     for row in ROWS:
         found = [each for each in seen if row_of[each.id] == row.id]
-        found += row.state(facts, any(each.level in (Level.WARNING, Level.ERROR) for each in found))
+        bad = any(each.level in (Level.WARNING, Level.ERROR) for each in found)
+        state = list(row.state(facts, bad))
+        found = [*found, *state] if bad else [*state, *found]
         if found and facts.machine.system in row.systems:
             examined.append(Examined(row, tuple(found)))
     return tuple(examined)

@@ -319,6 +319,11 @@ def test_every_row_and_every_fault_has_a_case() -> None:
     assert {fault.id for fault in FAULTS if fault.row} - told == set()
 
 
+def test_what_is_well_stands_before_what_is_worth_knowing() -> None:
+    found = row(_of("agent", runs_here=False)(well()), "local-network").findings
+    assert [each.level for each in found] == [Level.OK, Level.INFO]
+
+
 def test_without_other_clients_nothing_is_wrong_with_a_firewall() -> None:
     closed = well(firewall=FirewallFacts(True, True), identity=IdentityFacts(), members=())
     assert row(closed, "firewall").level == Level.INFO

@@ -30,25 +30,15 @@ MTP_PLACES = {
 Config = Mapping[str, Any]
 
 _MOST = 1 << 48  #: Above any size of a model.
-_GEMMA3: Config = {"head_dim": 256, "sliding_window": 512, "sliding_window_pattern": 6}
-_GEMMA4: Config = {
-    "head_dim": 256,
-    "global_head_dim": 512,
-    "num_key_value_heads": 1,
-    "num_attention_heads": 8,
-    "sliding_window": 512,
-    "sliding_window_pattern": 5,
-    "vocab_size": 262144,
-    "tie_word_embeddings": True,
-}
+_GEMMA: Config = {"head_dim": 256, "num_key_value_heads": 1, "vocab_size": 262144}
+_GEMMA4: Config = {**_GEMMA, "num_attention_heads": 8, "global_head_dim": 512}
 #: Fields that published configurations leave out, as mlx-lm's modules fill them in.
 _FILLED_IN: Mapping[str, Config] = {
-    "gemma3": {**_GEMMA3, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208},
-    "gemma3_text": {**_GEMMA3, "num_attention_heads": 4, "num_key_value_heads": 1, "vocab_size": 262144},
+    "gemma3": {**_GEMMA, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208},
+    "gemma3_text": {**_GEMMA, "num_attention_heads": 4},
     "gemma4": _GEMMA4,
     "gemma4_text": _GEMMA4,
 }
-
 
 #: Fields for the number of layers in an MTP head.
 MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")

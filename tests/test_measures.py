@@ -38,7 +38,7 @@ LEFT: Mapping[str, int] = {
     "functions of an object of a class beside them": 86,
 }
 MOST_LINES: Mapping[str, int] = {
-    "": 3_942,
+    "": 3_932,
     "admin": 1_882,
     "api": 10_207,
     "cli": 5_825,

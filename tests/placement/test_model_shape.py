@@ -8,6 +8,7 @@ import tracemalloc
 import zlib
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from mlxtp.errors import Code, ModelError
 from mlxtp.model_config import (
     ALSO_CALLED,
     quantization,
+    text_config,
     unreadable,
 )
 from mlxtp.models.descriptions import description_of
@@ -198,6 +200,20 @@ def test_sizes_that_only_some_families_have_count(family: str, fields: dict[str,
 def test_the_table_of_families_is_that_of_the_installed_mlx_lm() -> None:
     assert not shardable_families() & DIVIDE.keys(), "mlx-lm's own way comes first"
     assert MODEL_REMAPPING == ALSO_CALLED
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gemma3_text", "gemma4", "gemma4_text"])
+def test_a_configuration_is_filled_in_as_by_mlx_lm(family: str) -> None:
+    modules = (
+        import_module(f"mlx_lm.models.{name}") for name in (family, f"{family.partition('_')[0]}_text")
+    )
+    fields: dict[str, Any] = {"model_type": family, "text_config": {}}
+    for module in modules:  # of the whole model, then of its language model
+        built = module.ModelArgs.from_dict(fields)
+        fields |= vars(built).get("text_config") or {}
+    found = text_config({"model_type": family})
+    assert found.keys() >= {"vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim"}
+    assert found == {name: getattr(built, name) for name in found}
 
 
 @pytest.mark.parametrize("name", PUBLISHED_GB)

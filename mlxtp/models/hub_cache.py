@@ -203,10 +203,9 @@ class Refs:
 class RepoLock:
     """Lock that keeps other mlxtp programs from changing a model here."""
 
-    def __init__(self, name: str, cache: Path, folder: str) -> None:
-        self._name = name
-        self._cache = cache
-        self._path = cache / ".locks" / folder / "mlxtp.lock"
+    def __init__(self, repo: Repo) -> None:
+        self._repo = repo
+        self._path = repo.cache / ".locks" / repo.folder.name / "mlxtp.lock"
 
     @contextlib.contextmanager
     def hold(self, stopped: Callable[[], bool] | None = None) -> Iterator[None]:
@@ -216,7 +215,7 @@ class RepoLock:
         """
         while (lock := self._taken()) is None:
             if stopped is None:
-                why = f"another process is adding to {self._name}; stop it, or wait until it is done"
+                why = f"another process is adding to {self._repo.name}; stop it, or wait until it is done"
                 raise ModelError(why, Code.NOT_READY)
             if stopped():
                 raise Stopped
@@ -229,7 +228,7 @@ class RepoLock:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             lock = self._path.open("wb")
         except OSError as error:
-            raise ModelError(f"{self._name}: {why_not_written(error, self._cache)}") from None
+            raise ModelError(f"{self._repo.name}: {why_not_written(error, self._repo.cache)}") from None
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -249,7 +248,7 @@ class Repo:
         self.folder = self.cache / f"models--{name.replace('/', '--')}"
         self.blobs = Blobs(self.folder, self.cache)
         self.refs = Refs(self.folder)
-        self.lock = RepoLock(name, self.cache, self.folder.name)
+        self.lock = RepoLock(self)
 
     # --- what is here
 

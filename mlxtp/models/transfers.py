@@ -153,8 +153,7 @@ class SeederElection:
         if job is None or job.own is None:
             return None
         manifest = job.fetch.manifest if job.fetch is not None else None
-        if manifest is None:
-            manifest = job.repo.manifest(job.repo.refs.commit(job.revision))
+        manifest = manifest or job.repo.manifest(job.repo.refs.commit(job.revision))
         return (job.repo, manifest) if manifest is not None else None
 
     def _may_copy(self, identity: NodeIdentity) -> bool:

@@ -171,7 +171,7 @@ _TOKEN = _desk().issue(bytes(16), 0.0)
 def _host() -> Host:
     desk = _desk()
     desk.issue(bytes(16), 0.0)
-    return Host(_AUTHORITY, _MEMBER, desk, bytes(32), members={}, at=0.0, peers=("10.0.0.1:52414",))
+    return Host(_AUTHORITY, _MEMBER, desk, bytes(32), members={}, peers=("10.0.0.1:52414",))
 
 
 def _joiner() -> Joiner:

@@ -53,7 +53,7 @@ MOST_LINES: Mapping[str, int] = {
     "placement": 4_713,
     "service": 630,
     "text": 5_234,
-    "wire": 4_069,
+    "wire": 4_040,
 }
 """Lines of each package; those of files beside the packages are "". A commit that adds some says why."""
 TOUCHES: Mapping[str, tuple[str, int]] = {

@@ -111,11 +111,7 @@ class Store:
 
     def found_cluster(self) -> Identity:
         """Make this Mac the first of a cluster, also after a cut. Raises UserError when it is in one."""
-        identity = self.load_or_create()
-        if identity.membership is not None:
-            raise UserError(
-                f"this Mac is a member of cluster {identity.cluster_id}; `mlxtp cluster leave` ends that"
-            )
+        identity = self._without_cluster()
         authority = identity.authority
         if authority is None:
             authority = found(secrets.token_hex(CLUSTER_ID_BYTES), new_key())
@@ -127,13 +123,9 @@ class Store:
     def save_membership(self, membership: MemberCertificates) -> Identity:
         """Make this Mac a member of the cluster that certified it.
 
-        Raises UserError when it is in another one, or the certificate is for another node or key.
+        Raises UserError when it is in one, or the certificate is for another node or key.
         """
-        identity = self.load_or_create()
-        if identity.membership is not None and identity.cluster_id != membership.cluster_id:
-            raise UserError(
-                f"this Mac is a member of cluster {identity.cluster_id}; `mlxtp cluster leave` ends that"
-            )
+        identity = self._without_cluster()
         if wrong := _why_not(identity.node_id, identity.key, membership):
             raise UserError(f"this Mac cannot become a member with this certificate: {wrong}")
         authority = self._authority()
@@ -166,6 +158,14 @@ class Store:
         sync_folder(self.folder)
         self._finish_leaving()
         return self.load()
+
+    def _without_cluster(self) -> Identity:
+        identity = self.load_or_create()
+        if identity.membership is not None:
+            raise UserError(
+                f"this Mac is a member of cluster {identity.cluster_id}; `mlxtp cluster leave` ends that"
+            )
+        return identity
 
     def _finish_leaving(self) -> None:
         following = self.folder / NEXT_KEY

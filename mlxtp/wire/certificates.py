@@ -56,8 +56,6 @@ _UNREADABLE = (
 
 @dataclass(frozen=True, slots=True)
 class NodeIdentity:
-    """Identity in a member's certificate."""
-
     node_id: str
     cluster_id: str
     fingerprint: str  #: of its key, as in `fingerprint`
@@ -65,14 +63,11 @@ class NodeIdentity:
 
 @dataclass(frozen=True, slots=True)
 class MemberCertificates:
-    """Certificates of a member and of its cluster's authority."""
-
     certificate: bytes
     authority: bytes
 
     @property
     def cluster_id(self) -> str:
-        """Cluster id, 16 hex digits. Raises ProtocolError as `cluster_of` does."""
         return cluster_of(self.authority)
 
     def to_pem(self) -> bytes:
@@ -90,8 +85,6 @@ class MemberCertificates:
 
 @dataclass(frozen=True, slots=True)
 class Authority:
-    """Certificate and key of a cluster's authority."""
-
     certificate: bytes
     key: PrivateKey = field(repr=False)
 
@@ -126,10 +119,7 @@ def found(cluster_id: str, key: PrivateKey) -> Authority:
 
 
 def authority_of(certificate: bytes, key: PrivateKey) -> Authority:
-    """Return the authority with this certificate and key.
-
-    Raises ProtocolError (NOT_AUTHENTIC) if it is no authority's, or the two do not belong together.
-    """
+    """Return the authority. Raises ProtocolError (NOT_AUTHENTIC) if the two do not belong together."""
     cluster_of(certificate)
     if fingerprint(authority_key(certificate)) != fingerprint(key.public_key()):
         raise _not_authentic("the authority's certificate and key do not belong together")
@@ -137,7 +127,6 @@ def authority_of(certificate: bytes, key: PrivateKey) -> Authority:
 
 
 def new_key() -> PrivateKey:
-    """Return a fresh P-256 key, drawn by OpenSSL."""
     return ec.generate_private_key(ec.SECP256R1())
 
 
@@ -146,10 +135,7 @@ def new_key() -> PrivateKey:
 
 
 def check_node(certificate: bytes, authority: bytes) -> NodeIdentity:
-    """Return the identity in `certificate`, signed by `authority`, which the caller trusts.
-
-    Only the signature is read of a certificate that `authority` did not sign.
-    """
+    """Return the identity in a certificate that `authority` signed; of others only the signature is read."""
     cluster_id = cluster_of(authority)
     try:
         _parsed(certificate).verify_directly_issued_by(_parsed(authority))
@@ -195,10 +181,7 @@ def fingerprint(key: PublicKey) -> str:
 
 
 def authority_key(authority: bytes) -> PublicKey:
-    """Return the public key in an authority's certificate, which `cluster_of` has judged.
-
-    Raises ValueError for unreadable bytes, AssertionError for a key of another kind.
-    """
+    """Return the public key in an authority's certificate, which `cluster_of` has judged."""
     key = _parsed(authority).public_key()
     assert isinstance(key, PublicKey)
     return key
@@ -210,7 +193,6 @@ def sign(key: PrivateKey, label: bytes, *parts: bytes) -> bytes:
 
 
 def is_signed(key: PublicKey, signature: bytes, label: bytes, *parts: bytes) -> bool:
-    """Return True if `sign` made this signature over the same label and parts with that key."""
     try:
         key.verify(signature, label + hash_of(*parts), _ECDSA)
     except InvalidSignature:

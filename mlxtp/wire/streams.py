@@ -85,12 +85,10 @@ class StreamLink:
 
     @property
     def unsent_bytes(self) -> int:
-        """Bytes that wait because the peer does not read."""
         # A closed transport may have dropped its buffer; get_write_buffer_size would then raise.
         return 0 if self._writer.is_closing() else self._writer.transport.get_write_buffer_size()
 
     def close(self) -> None:
-        """End the link; bytes that were sent still go out. May be repeated."""
         if self.closed:
             return
         self.closed = True
@@ -150,7 +148,6 @@ class TlsAcceptor:
 
     @property
     def strangers(self) -> int:
-        """Number of connections that are unauthenticated now."""
         return self._strangers.total
 
     async def run(self) -> None:

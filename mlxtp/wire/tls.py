@@ -50,8 +50,6 @@ class Credentials:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """The other end of a connection and its protocol."""
-
     alpn: str
     address: str
     identity: NodeIdentity | None  #: None for a joiner only
@@ -61,10 +59,7 @@ class Peer:
 
 
 def member_context_server(credentials: Credentials, alpns: Sequence[str] = AGENT_ALPNS) -> ssl.SSLContext:
-    """Return a context for accepting peers. With `mlxtp-join`, `judge_client` decides about each of them.
-
-    Raises ProtocolError as `member_context_client` does.
-    """
+    """Return a context for accepting peers. With `mlxtp-join`, `judge_client` decides about each of them."""
     context = _context(ssl.PROTOCOL_TLS_SERVER, alpns)
     context.verify_mode = ssl.CERT_OPTIONAL if ALPN_JOIN in alpns else ssl.CERT_REQUIRED
     context.num_tickets = 0  # no session is resumed: each connection shows its certificate
@@ -73,7 +68,7 @@ def member_context_server(credentials: Credentials, alpns: Sequence[str] = AGENT
 
 
 def member_context_client(credentials: Credentials, alpn: str) -> ssl.SSLContext:
-    """Return a context for connecting to a member. Raises ProtocolError when the files cannot be used."""
+    """Return a context for connecting. Raises ProtocolError when the files cannot be used."""
     context = _context(ssl.PROTOCOL_TLS_CLIENT, (alpn,))
     context.verify_mode = ssl.CERT_REQUIRED
     _load(context, credentials)
@@ -114,10 +109,7 @@ def _load(context: ssl.SSLContext, credentials: Credentials) -> None:
 
 
 def peer_identity(secured: ssl.SSLObject | ssl.SSLSocket | TlsSocket) -> NodeIdentity:
-    """Return the peer's identity, after a handshake in a member context, which checked its certificate.
-
-    Raises ProtocolError (NOT_AUTHENTIC) when the peer showed none, or one that names no node.
-    """
+    """Return the peer's identity after a handshake. Raises ProtocolError (NOT_AUTHENTIC) when it has none."""
     from .certificates import read_node
 
     certificate = secured.getpeercert(True)
@@ -219,7 +211,7 @@ class TlsSocket:
 def wrap_blocking(
     sock: socket.socket, context: ssl.SSLContext, *, server_side: bool, handshake_s: float = HANDSHAKE_S
 ) -> TlsSocket:
-    """Shake hands over a connected socket and return the TLS socket. The server may still refuse a client.
+    """Shake hands over a connected socket. The server may still refuse a client.
 
     Raises what `explained` returns, and closes the socket.
     """

@@ -379,6 +379,14 @@ def remover_of(entry: RosterEntry) -> str:
         return ""
 
 
+#: Fields of an entry that an admission sets.
+ADMITTED = ("node_id", "name", "version", "admitted_by", "address", "at", "admission")
+
+
+def fields_of(entry: RosterEntry, names: Iterable[str]) -> dict[str, Any]:
+    return {name: getattr(entry, name) for name in names}
+
+
 def admission_of(entry: RosterEntry) -> tuple[str | int, ...]:
     key = (entry.node_id, entry.name, entry.fingerprint, entry.version)
     return (*key, entry.admitted_by, entry.address, entry.at)
@@ -412,13 +420,8 @@ def _joined(one: RosterEntry, other: RosterEntry) -> RosterEntry:
     merged = replace(
         later,
         removed=one.removed or other.removed,
-        removed_in=gone.removed_in,
-        remover=gone.remover,
-        removal=gone.removal,
-        authorized=gone.authorized,
-        holds=held.holds,
-        holds_in=held.holds_in,
-        holding=held.holding,
+        **fields_of(gone, ("removed_in", "remover", "removal", "authorized")),
+        **fields_of(held, ("holds", "holds_in", "holding")),
     )
     if merged.removed and is_holder(merged) and not _binds_holders(merged):
         return replace(merged, **NOT_REMOVED)

@@ -20,9 +20,10 @@ from weakref import WeakKeyDictionary
 from .. import audit
 from ..errors import Code, RemoteProtocolError, UserError
 from ..identity.store import Identity
-from ..wire.certificates import PublicKey, authority_key, is_signed, key_at, point_of, sign
+from ..wire.certificates import PrivateKey, PublicKey, authority_key, is_signed, key_at, point_of, sign
 from ..wire.cluster_messages import MAX_MEMBERS, MAX_MODEL, Deployment, Deployments, Members, RosterEntry
 from .cluster_state import (
+    ADMITTED,
     MAX_ROWS,
     NOT_REMOVED,
     ClusterState,
@@ -30,6 +31,7 @@ from .cluster_state import (
     Replica,
     Roster,
     admission_of,
+    fields_of,
     holding_of,
     is_founder,
     name_of,
@@ -70,7 +72,7 @@ class RosterProofs:
         authority = self.identity.authority
         if authority is None:
             return entry
-        return replace(entry, admission=sign(authority.key, _ADMISSION, *self._admission(entry)).hex())
+        return replace(entry, admission=self._sign(authority.key, _ADMISSION, admission_of(entry)))
 
     def own(self, entry: RosterEntry) -> RosterEntry:
         return self.admission(entry, self.identity.node_id if self.identity.authority else "")
@@ -82,15 +84,15 @@ class RosterProofs:
         """
         key, authority = self.identity.key, self.identity.authority
         entry = replace(entry, remover=point_of(key.public_key()).hex())
-        entry = replace(entry, removal=sign(key, _REMOVAL, *self._removal(entry)).hex())
+        entry = replace(entry, removal=self._sign(key, _REMOVAL, removal_of(entry)[:2]))
         if authority is None:
             return entry
-        return replace(entry, authorized=sign(authority.key, _AUTHORIZED, *self._authorized(entry)).hex())
+        return replace(entry, authorized=self._sign(authority.key, _AUTHORIZED, removal_of(entry)[:3]))
 
     def holding(self, entry: RosterEntry) -> RosterEntry:
         authority = self.identity.authority
         assert authority is not None
-        return replace(entry, holding=sign(authority.key, _HOLDING, *self._holding(entry)).hex())
+        return replace(entry, holding=self._sign(authority.key, _HOLDING, holding_of(entry)[:3]))
 
     def proven(self, entries: Iterable[RosterEntry], held: Roster) -> tuple[RosterEntry, ...]:
         """Return those of another member's entries that are news to `held` and have valid signatures."""
@@ -101,7 +103,7 @@ class RosterProofs:
             if self._is_admitted(told, had):
                 entry = told
             elif had is not None:
-                entry = _with_admission(told, had)  # the held admission stays, signed or not
+                entry = replace(told, **fields_of(had, ADMITTED))  # the held admission stays, signed or not
             else:
                 continue
             if entry != had and self._is_holding_proven(entry, had):
@@ -112,7 +114,7 @@ class RosterProofs:
     def _is_admitted(self, entry: RosterEntry, mine: RosterEntry | None) -> bool:
         if mine is not None and mine.admission and _admission(entry) == _admission(mine):
             return True
-        return self._by_authority(entry.admission, _ADMISSION, self._admission(entry))
+        return self._by_authority(entry.admission, _ADMISSION, admission_of(entry))
 
     def _is_proven(
         self, entry: RosterEntry, mine: RosterEntry | None, known: Mapping[str, RosterEntry]
@@ -122,10 +124,10 @@ class RosterProofs:
         if mine is not None and mine.removal and removal_of(entry) == removal_of(mine):
             return True
         key, remover = _key(entry.remover), known.get(remover_of(entry))
-        if key is None or not _holds(key, entry.removal, _REMOVAL, self._removal(entry)):
+        if key is None or not _holds(key, entry.removal, _REMOVAL, self._parts(removal_of(entry)[:2])):
             return False
         if entry.authorized:
-            return self._by_authority(entry.authorized, _AUTHORIZED, self._authorized(entry))
+            return self._by_authority(entry.authorized, _AUTHORIZED, removal_of(entry)[:3])
         return remover is not None and _may_remove(remover, entry, known)
 
     def _is_holding_proven(self, entry: RosterEntry, mine: RosterEntry | None) -> bool:
@@ -133,24 +135,15 @@ class RosterProofs:
             return True
         if not entry.holding:
             return not (entry.holds or entry.holds_in)
-        return self._by_authority(entry.holding, _HOLDING, self._holding(entry))
+        return self._by_authority(entry.holding, _HOLDING, holding_of(entry)[:3])
 
-    def _by_authority(self, signature: str, label: bytes, parts: list[bytes]) -> bool:
-        return _holds(self._authority, signature, label, parts)
+    def _by_authority(self, signature: str, label: bytes, parts: tuple[str | int, ...]) -> bool:
+        return _holds(self._authority, signature, label, self._parts(parts))
 
-    def _admission(self, entry: RosterEntry) -> list[bytes]:
-        return self._parts(*admission_of(entry))
+    def _sign(self, key: PrivateKey, label: bytes, parts: tuple[str | int, ...]) -> str:
+        return sign(key, label, *self._parts(parts)).hex()
 
-    def _removal(self, entry: RosterEntry) -> list[bytes]:
-        return self._parts(entry.fingerprint, entry.removed_in)
-
-    def _authorized(self, entry: RosterEntry) -> list[bytes]:
-        return self._parts(*removal_of(entry)[:3])
-
-    def _holding(self, entry: RosterEntry) -> list[bytes]:
-        return self._parts(*holding_of(entry)[:3])
-
-    def _parts(self, *parts: str | int) -> list[bytes]:
+    def _parts(self, parts: tuple[str | int, ...]) -> list[bytes]:
         return [str(part).encode() for part in (self.identity.cluster_id, *parts)]
 
 
@@ -169,19 +162,6 @@ def _may_remove(remover: RosterEntry, entry: RosterEntry, known: Mapping[str, Ro
     if remover.authorized:
         return False
     return by is None or not (is_founder(by) or by.fingerprint == remover.fingerprint)
-
-
-def _with_admission(entry: RosterEntry, held: RosterEntry) -> RosterEntry:
-    return replace(
-        entry,
-        node_id=held.node_id,
-        name=held.name,
-        version=held.version,
-        admitted_by=held.admitted_by,
-        address=held.address,
-        at=held.at,
-        admission=held.admission,
-    )
 
 
 def _admission(entry: RosterEntry) -> tuple[str | int, ...]:

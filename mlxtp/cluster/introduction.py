@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 def compare(ours: AgentHello, theirs: AgentHello) -> str | None:
-    """Return the reason why two agents cannot run ranks of one group, and the remedy; None when they can.
+    """Return why two agents cannot run ranks of one group, and the remedy; None when they can.
 
     Only the first difference is named, because it makes the others pointless. Either user may read the text.
     """
@@ -118,10 +118,7 @@ _BACK = "`mlxtp cluster leave` and `mlxtp node --join TOKEN` bring it back"
 
 
 class Introduction:
-    """Hellos between this node and others.
-
-    `http` is the URL of this node's endpoint; `addresses` returns where others reach its agent now.
-    """
+    """Hellos between this node and others. `addresses` returns where others reach its agent now."""
 
     problem = ""  #: Problem that a user has to fix, such as a copied home folder.
 
@@ -147,7 +144,6 @@ class Introduction:
         self._doubles: dict[str, tuple[tuple[str, ...], str]] = {}
 
     def hello(self) -> AgentHello:
-        """Return the hello by which this node introduces itself."""
         return AgentHello(
             PROTOCOL_VERSION,
             self._identity().node_id,
@@ -161,7 +157,6 @@ class Introduction:
         )
 
     def judge(self, identity: NodeIdentity, hello: AgentHello) -> MlxtpError | None:
-        """Return the error for which a peer is refused; None when it is welcome."""
         return self._not_a_member(identity, hello) or self._given_up(hello) or self._unlike(hello)
 
     def met(self, hello: AgentHello) -> None:
@@ -182,7 +177,6 @@ class Introduction:
         return ProtocolError(self.problem, Code.DUPLICATE_NODE)
 
     def forget_member(self, node_id: str) -> None:
-        """Forget a node that is no member any longer."""
         self._doubles.pop(node_id, None)
         self.unlike.pop(node_id, None)
 
@@ -226,7 +220,6 @@ class Introduction:
         return ProtocolError(self.problem, Code.DUPLICATE_NODE)
 
     def _unlike(self, theirs: AgentHello) -> MlxtpError | None:
-        """Return the reason why ranks of a node with this hello could not compute with ours."""
         difference = compare(self.hello(), theirs)
         return ProtocolError(difference, Code.MISMATCH) if difference else None
 

@@ -159,7 +159,6 @@ class Leadership:
     # --- requests at this node
 
     def drain(self) -> None:
-        """Mark this node as about to stop. From now on its beats report it, and no group may count on it."""
         self._leaving.add(self.self_id)
 
     # --- consequences

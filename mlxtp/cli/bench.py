@@ -111,10 +111,8 @@ def measure(served: Served, agent: AgentClient, say: Callable[[str], None]) -> d
     """
     before = agent.send(Status())
     if before["open_requests"]:
-        raise UserError(
-            f"{before['open_requests']} requests are open; wait until they have ended",
-            Code.NOT_READY,
-        )
+        words = f"{before['open_requests']} requests are open; wait until they have ended"
+        raise UserError(words, Code.NOT_READY)
     rows = list(_rows(_Asker(served, agent.certificate), served.context, say))
     after = agent.send(Status())
     if _group(after, served.model) != _group(before, served.model):
@@ -149,11 +147,7 @@ def _about(status: Mapping[str, Any], served: Served) -> dict[str, Any]:
         "versions": status["versions"],
         "model": served.model,
         "context": served.context,
-        "world_size": group["world_size"],
-        "backend": group["backend"],
-        "kind": group["kind"],
-        "split": group["split"],
-        "replicas": group["replicas"],
+        **{name: group[name] for name in ("world_size", *_JOINED, "replicas")},
         "machines": [
             _machine(each) for each in members if each.get("node_id") in group["macs"] or len(members) == 1
         ],
@@ -174,11 +168,7 @@ def _group(status: Mapping[str, Any], model: str) -> Mapping[str, Any]:
         ranked = {each["node_id"] for each in status.get("members", ()) if each.get("rank") is not None}
         macs = own["macs"] or ranked
         return {**own, **{name: status[name] for name in ("world_size", *_JOINED)}, "macs": macs}
-    return {
-        **own,
-        "world_size": len(groups[0]["members"]),
-        **{name: groups[0][name] for name in _JOINED},
-    }
+    return {**own, "world_size": len(groups[0]["members"]), **{name: groups[0][name] for name in _JOINED}}
 
 
 def _machine(member: Mapping[str, Any]) -> str:
@@ -247,9 +237,8 @@ class _Asker:
             thread.start()
         for thread in threads:
             thread.join()
-        for answer in answers:
-            if isinstance(answer, UserError):
-                raise answer
+        if failed := [answer for answer in answers if isinstance(answer, UserError)]:
+            raise failed[0]
         return [answer for answer in answers if isinstance(answer, BenchAnswer)]
 
     def ask(self, text: str, tokens: int) -> BenchAnswer:
@@ -363,13 +352,8 @@ def _fabric_table(answer: Mapping[str, Any]) -> Table:
 
 def _cells(answer: Mapping[str, Any]) -> list[tuple[str, ...]]:
     summing, gathering = _speeds(answer)
-    columns = (
-        map(amount, answer["sizes"]),
-        map(duration, answer["sums_s"]),
-        map(_rate, summing),
-        map(duration, answer["gathers_s"]),
-        map(_rate, gathering),
-    )
+    sums, gathers = map(duration, answer["sums_s"]), map(duration, answer["gathers_s"])
+    columns = map(amount, answer["sizes"]), sums, map(_rate, summing), gathers, map(_rate, gathering)
     return list(zip(*columns, strict=True))
 
 
@@ -418,10 +402,8 @@ def _bar(eighths: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if seconds >= size or unit == "µs":
-            value = seconds / size
-            break
+    unit, size = ("s", 1.0) if seconds >= 1 else ("ms", 1e-3) if seconds >= 1e-3 else ("µs", 1e-6)
+    value = seconds / size
     return f"{value:.3g} {unit}" if value < 100 else f"{value:.0f} {unit}"
 
 

@@ -136,9 +136,8 @@ async def run(
 ) -> dict[str, Any]:
     """Start, send the prompt, and either return the outcome or serve until cancelled.
 
-    With several `replicas`, as many agents run, each with a group of its own.
-
-    Raises ConfigError, ModelError or GroupError when the cluster does not get ready.
+    With several `replicas`, as many agents run, each with a group of its own. Raises ConfigError, ModelError
+    or GroupError when the cluster does not get ready.
     """
     question = prompt or (EMBEDDED_PROMPT if settings.model == EMBEDDED_MODEL else OTHER_PROMPT)
     began = time.monotonic()
@@ -240,19 +239,14 @@ async def answering_groups(agent: Agent, prompt: str, requests: int) -> Mapping[
 
 
 def _request(prompt: str) -> dict[str, Any]:
-    return {
-        "model": "default",
-        "messages": [{"role": "user", "content": prompt}],
-        "max_tokens": MAX_TOKENS,
-        "temperature": 0,
-    }
+    message = {"role": "user", "content": prompt}
+    return {"model": "default", "messages": [message], "max_tokens": MAX_TOKENS, "temperature": 0}
 
 
 def ask(
     url: str, prompt: str, on_text: Callable[[str], None], key: str = "", certificate: str = ""
 ) -> EndpointAnswer:
-    """Send a request to the endpoint at `url`, with an API key if it requires one, and stream the reply.
-    Blocks.
+    """Send a request, and stream the reply. Blocks.
 
     `certificate` (PEM) is the one that an https:// endpoint must show. Raises as `client.ask` does.
     """

@@ -371,9 +371,7 @@ def _tell_removed(model: str, home: Path | None) -> None:
 
 
 def _stored(home: Path | None) -> tuple[Path, list[Mapping[str, Any]]]:
-    """Return the cache folder of this home's agent (this user's without one), and the models of other
-    members.
-    """
+    """Return the cache folder of this home's agent, or of this user, and the models of other members."""
     try:
         told = AgentClient(home_of(home)).send(ModelsStored())
     except UserError:

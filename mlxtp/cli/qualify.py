@@ -348,7 +348,6 @@ def kill(bed: Bed) -> list[Row]:
     wait(bed, lambda group: group["epoch"] > epoch)
     figures = {"streams": STREAMS, "answers": count, "wrong": len(wrong), "longest_s": round(longest, 2)}
     words = f"{count} answers over {STREAMS} streams, the longest in {longest:.1f} s"
-    verdict: Verdict = "failed" if wrong else "ok"
     after = free_bytes()
     lost = max(before - after, 0)
     kept = Row(
@@ -357,7 +356,7 @@ def kill(bed: Bed) -> list[Row]:
         f"{lost / 1e6:.0f} MB less free than before the rank was killed",
         {"before_bytes": before, "after_bytes": after},
     )
-    return [Row(f"kill of {RANK}", verdict, f"{words}; {wrong[0]}" if wrong else words, figures), kept]
+    return [_survived(RANK, words, wrong, figures), kept]
 
 
 def kill_own_agent(bed: Bed) -> Row:
@@ -368,21 +367,22 @@ def kill_own_agent(bed: Bed) -> Row:
     while True:
         if time.monotonic() > began + BACK_S:
             raise UserError(f"the agent was not back {BACK_S:g} s after it was killed")
-        try:
+        with suppress(OSError, ValueError, UserError):
             if agent_pid(bed.home) != killed:
                 again = replace(bed, agent=AgentClient(bed.home, ASK_S))
                 group_of(again)
                 break
-        except (OSError, ValueError, UserError):
-            pass
         time.sleep(_POLL_S)
     wait(again, lambda group: len(group["members"]) > 1)
     back_s = time.monotonic() - began
     _, wrong, count = counting(again.agent, time.monotonic() + 1.0)
     figures = {"back_s": round(back_s, 2), "answers": count, "wrong": len(wrong)}
-    words = f"several Macs served again after {back_s:.1f} s"
-    verdict: Verdict = "failed" if wrong else "ok"
-    return Row(f"kill of {AGENT}", verdict, f"{words}; {wrong[0]}" if wrong else words, figures)
+    return _survived(AGENT, f"several Macs served again after {back_s:.1f} s", wrong, figures)
+
+
+def _survived(what: str, words: str, wrong: Sequence[str], figures: Mapping[str, Any]) -> Row:
+    said = "; ".join([words, *wrong[:1]])
+    return Row(f"kill of {what}", "failed" if wrong else "ok", said, figures)
 
 
 # --- the embedded model: served, asked --------------------------------------------------------------------
@@ -406,12 +406,8 @@ def deployed(bed: Bed, status: Mapping[str, Any]) -> Iterator[None]:
 def serve(bed: Bed, nodes: str, parallel: str) -> None:
     """Serve the embedded model in this way, and wait until it is. Raises UserError with the reason."""
     bed.agent.send(Serve(EMBEDDED_MODEL, nodes=nodes, parallel=parallel, split="auto", replicas="1"))
-    wait(
-        bed,
-        lambda group: (
-            len(group["members"]) == int(nodes) and bool(group["split"]) is (parallel == "pipeline")
-        ),
-    )
+    pipeline = parallel == "pipeline"
+    wait(bed, lambda group: len(group["members"]) == int(nodes) and bool(group["split"]) is pipeline)
 
 
 def wait(bed: Bed, wanted: Callable[[Mapping[str, Any]], bool]) -> None:
@@ -443,12 +439,8 @@ def agent_pid(home: Path) -> int:
 
 
 def ask(agent: AgentClient, text: str) -> str:
-    body = {
-        "model": EMBEDDED_MODEL,
-        "messages": [{"role": "user", "content": text}],
-        "temperature": 0,
-        "max_tokens": 300,
-    }
+    message = {"role": "user", "content": text}
+    body = {"model": EMBEDDED_MODEL, "messages": [message], "temperature": 0, "max_tokens": 300}
     return "".join(piece.text for piece in agent.ask(body))
 
 
@@ -501,12 +493,8 @@ def echo(number: int) -> tuple[str, str]:
 
 def haystack() -> tuple[str, str]:
     """Return a long text with codes and the question for one of them, and the right answer."""
-    names = ("Ada", "Bob", "Eve")
-    codes = {
-        name: "".join(secrets.choice(string.ascii_uppercase) for _ in range(2))
-        + f"-{secrets.randbelow(9000) + 1000}"
-        for name in names
-    }
+    names, letter = ("Ada", "Bob", "Eve"), partial(secrets.choice, string.ascii_uppercase)
+    codes = {name: f"{letter()}{letter()}-{secrets.randbelow(9000) + 1000}" for name in names}
     sentences = [f"The code for {name} is {code}." for name, code in codes.items()]
     sentences += ["The sky is grey today."] * _SENTENCES
     secrets.SystemRandom().shuffle(sentences)

@@ -256,10 +256,7 @@ def _service_with(home: Path | None) -> installed.Installed | None:
 
 
 def _log_of_agent(home: Path) -> Path:
-    """Return the log file of the agent with that home, or of one that would start.
-
-    Raises UserError without a file.
-    """
+    """Return the log file of the agent with that home, or of one that would start. Raises UserError."""
     try:
         log = str(AgentClient(home).send(AgentSettings())["settings"]["log_file"] or "")
     except UserError:
@@ -301,10 +298,7 @@ def _installed(dry_run: bool) -> tuple[installed.Installed, ServiceState]:
 def _described(
     context: typer.Context, owner: Owner, home: Path, arguments: Sequence[str], *, login: bool
 ) -> Service:
-    """Return the service.
-
-    Raises UserError, or prints the usage of `node`, for arguments that no agent accepts.
-    """
+    """Raise UserError, or print the usage of `node`, for arguments that no agent accepts."""
     commands = context.find_root()
     node = commands.command.get_command(commands, "node")  # type: ignore[attr-defined]  # it is a group
     given = node.make_context("mlxtp node", list(arguments)).params
@@ -337,9 +331,7 @@ def _flags(given: Mapping[str, Any]) -> dict[str, object]:
 
 
 def _passed_on() -> dict[str, str]:
-    """Return the variables without passwords, because every user can read the service's file and the
-    processes.
-    """
+    """Return the variables without passwords: every user can read the service's file and the processes."""
     return {name: without_secret(os.environ[name]) for name in PASSED_ON if os.environ.get(name)}
 
 

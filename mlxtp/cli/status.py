@@ -60,15 +60,10 @@ def _shown(answer: Mapping[str, Any]) -> list[Any]:
     lines: list[Any] = [f"[bold {colour}]{state}[/]{model}{how}{kind}{epoch}"]
     if answer["reason"] not in ("", answer.get("problem")) and state != "ready":
         lines.append(_indented(answer["reason"]))
-    if answer.get("problem"):
-        lines.append(_indented(answer["problem"], "red"))
-    if answer["left_wired"]:
-        lines.append(_indented(answer["left_wired"], "yellow"))
-    if answer["slow_link"]:
-        lines.append(_indented(answer["slow_link"], "yellow"))
-    lines += [_indented(each) for each in _caches(answer["caches"])]
-    lines += [_indented(each) for each in drafts_shown(answer["drafts"])]
-    lines += [_indented(each) for each in _stages(answer)]
+    about = (("problem", "red"), ("left_wired", "yellow"), ("slow_link", "yellow"))
+    lines += [_indented(answer[name], colour) for name, colour in about if answer.get(name)]
+    sentences = (*_caches(answer["caches"]), *drafts_shown(answer["drafts"]), *_stages(answer))
+    lines += map(_indented, sentences)
     if "members" in answer or len(answer["deployments"]) > 1:
         lines += deployments_shown(answer["deployments"], Console().width)
     if "members" in answer:
@@ -179,15 +174,7 @@ def _about(name: str, sentences: Iterable[str], colour: str) -> list[Any]:
 
 
 def _indented(text: str, colour: str = "") -> Text:
-    lines = textwrap.wrap(
-        text,
-        Console().width,
-        initial_indent="  ",
-        subsequent_indent="    ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    return Text("\n".join(lines), colour)
+    return _wrapped(text, Console().width, 2, colour)
 
 
 def _members_table(answer: Mapping[str, Any]) -> Table:
@@ -196,14 +183,13 @@ def _members_table(answer: Mapping[str, Any]) -> Table:
     columns = ("name", "state", work, "address", "machine", "memory", "node id", "")
     table = table_of(*columns, right=("rank", "memory"))
     for member in answer["members"]:
-        memory = f"{member['memory_bytes'] / 1e9:.0f} GB" if member["memory_bytes"] else ""
         table.add_row(
             escape(member["name"]),
             f"[{COLOURS.get(member['state'], 'dim')}]{member['state']}[/]",
             _work(member, several),
             member["address"],
             escape(member["chip"]),
-            memory,
+            f"{member['memory_bytes'] / 1e9:.0f} GB" if member["memory_bytes"] else "",
             escape(member["node_id"][:8]),
             _roles(member),
         )
@@ -278,9 +264,7 @@ def picture(
 ) -> Group:
     """Return one snapshot, as in `docs/operations.md`, for a terminal `width` columns wide.
 
-    `now` is in seconds since 1970.
-
-    `away`: why there is no newer one.
+    `now` is in seconds since 1970. `away`: why there is no newer one.
     """
     parts: list[RenderableType] = []
     if away is not None:
@@ -347,10 +331,7 @@ def _nodes(snapshot: Moment) -> Table:
 
 
 def _ranks(node: str, ranks: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """Return a row for each rank of a node, one for a node without any.
-
-    Heartbeats reach the Mac of rank 0 only.
-    """
+    """Return a row for each rank of a node, one without any. Heartbeats reach the Mac of rank 0 only."""
     return [
         (
             str(rank["rank"]),
@@ -394,19 +375,19 @@ def _deployment(shown: Mapping[str, Any], width: int) -> Iterator[Text]:
     ready, wanted = shown["replicas"]["ready"], shown["replicas"]["wanted"]
     replicas = f"{ready} of {wanted}" if wanted else f"{ready}, as many as fit"
     said = f"{shown['state']}, replicas: {replicas}{_chosen(shown)}"
-    line = Text("\n".join(_wrapped(f"{shown['model']}: {said}", width, 0)))
+    line = _wrapped(f"{shown['model']}: {said}", width, 0)
     line.stylize("cyan", 0, len(shown["model"]))
     yield line
     why = shown["why"]
     told = set()
     for group in shown["groups"]:
         for text in _group(group):
-            yield Text("\n".join(_wrapped(text, width, 2)), COLOURS.get(group["state"], "yellow"))
+            yield _wrapped(text, width, 2, COLOURS.get(group["state"], "yellow"))
         if group["why"] and group["why"] not in told and group["state"] != "ready":
             told.add(group["why"])
-            yield Text("\n".join(_wrapped(group["why"], width, 5)))
+            yield _wrapped(group["why"], width, 5)
     if why and not told:
-        yield Text("\n".join(_wrapped(why, width, 2)))
+        yield _wrapped(why, width, 2)
 
 
 def _chosen(shown: Mapping[str, Any]) -> str:
@@ -453,9 +434,9 @@ def _group(group: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _wrapped(text: str, width: int, indent: int) -> list[str]:
+def _wrapped(text: str, width: int, indent: int, style: str = "") -> Text:
     indent += len(text) - len(text.lstrip())
-    return textwrap.wrap(
+    lines = textwrap.wrap(
         text.lstrip(),
         width,
         initial_indent=" " * indent,
@@ -463,3 +444,4 @@ def _wrapped(text: str, width: int, indent: int) -> list[str]:
         break_long_words=False,
         break_on_hyphens=False,
     )
+    return Text("\n".join(lines), style)

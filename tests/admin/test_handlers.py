@@ -345,6 +345,13 @@ def test_whom_a_member_let_in_is_told_and_goes_with_it_if_that_is_asked(
         saved = [report.roster for report in a.heard(RosterSaved)]
         assert saved[-1] == digest, "this one's disk has it, too"
         assert load(tmp_path)[0].beliefs.roster.digest() == digest
+        five = "5" * 32
+        node.hear(a, Members((joined(5, "five", other),)))
+        removing = asyncio.ensure_future(admin.members.remove(RemoveMember("other")))
+        await asyncio.sleep(0)
+        node.hear(a, RosterSaved(cluster.node.replica.roster.digest()))
+        assert (await removing)["let_in"] == [{"node_id": five, "name": "five"}]
+        assert set(cluster.node.replica.roster.members()) == {cluster.node.node_id, A, five}
 
     play(tmp_path, member, story)
 

@@ -690,6 +690,7 @@ def test_the_authority_is_handed_over_once_a_person_confirmed(
     assert "to which member?" in refusal(agent.home, "cluster", "authority", "move", " ")
     added = mlxtp(agent.home, "cluster", "authority", "add", "mini", "--yes").output
     assert added == "mini [x] has the key on its disk; studio and mini [x] can let Macs in\n"
+    assert agent.admin.asked[-2:] == [("authority", "mini", "", ""), ("authority", "mini", "", "yes")]
     moved = mlxtp(agent.home, "cluster", "authority", "move", "mini", "--yes").output.splitlines()
     assert moved[1:] == ["this Mac has forgotten it; backups of this Mac still have it"]
     assert agent.admin.asked[-1] == ("authority", "mini", "yes", "yes")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -309,3 +310,15 @@ def test_a_long_table_travels_in_several_frames() -> None:
 
 def test_an_empty_table_is_one_message_too() -> None:
     assert [(message.rows, message.more) for message in NO_DEPLOYMENTS.messages()] == [((), False)]
+
+
+OTHER: dict[str, Any] = {"replicas": 2, "nodes": "3", "on": ("a" * 32,), "keep_s": 5, "parallel": "tensor"}
+
+
+@pytest.mark.parametrize("name", [*Deployment("").wishes(), "model", "since"])
+def test_rows_that_differ_in_any_field_have_an_order(name: str) -> None:
+    row = Deployment("tiny", "tiny", version=1)
+    rival = replace(row, **{name: OTHER.get(name, 7 if name == "since" else "3,1")})
+    one, other = DeploymentTable((row,)), DeploymentTable((rival,))
+    assert one.digest != other.digest
+    assert one.merged(other) == other.merged(one)

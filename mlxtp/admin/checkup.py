@@ -133,7 +133,6 @@ def agent_facts(now: Snapshot) -> AgentFacts:
 
 
 def model_facts(cluster: ClusterSnapshot) -> ModelFacts:
-    """Return the first deployed model, and this Mac's copy of it."""
     desired = cluster.deployments[0].row.model if cluster.deployments else ""
     here = next((each.model for each in cluster.members if each.here), None)
     if here is None:

@@ -68,7 +68,6 @@ class Admin:
         self._handlers = handlers_of(self, self.models, self.members, self.caches)
 
     async def carry_out(self, verb: verbs.Verb) -> Json:
-        """See `api.admin.Administration`."""
         reply = self._handlers[type(verb)](verb)
         return await reply if isinstance(reply, Awaitable) else reply
 
@@ -83,7 +82,6 @@ class Admin:
         return await self.draining.drain_progress()
 
     def keys(self, _: verbs.KeyUses) -> Json:
-        """See `KeyUse.summary`."""
         used = self.api_keys.reports() if self.api_keys is not None else []
         return {"keys": used, "requests": senders(self._parts.gateway.deployments)}
 
@@ -135,7 +133,6 @@ class Admin:
         }
 
     def close(self) -> None:
-        """Stop observing, and end all event streams."""
         self.draining.close()
         self.observer.over.set()
 

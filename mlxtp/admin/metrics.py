@@ -53,7 +53,6 @@ class Metrics:
             counted.registry.register(each)
 
     def collect(self) -> tuple[bytes, str]:
-        """Return the current text, and its media type."""
         for each in self._gateway.deployments.ready():
             if each.model is not None:
                 for group in each.groups:
@@ -62,8 +61,6 @@ class Metrics:
 
 
 class _Agent(Collector):
-    """Metrics of an agent's present state."""
-
     def __init__(self, parts: AgentParts) -> None:
         self._parts = parts
 
@@ -73,8 +70,6 @@ class _Agent(Collector):
 
 
 class _Keys(Collector):
-    """Metrics of the use of API keys on this agent."""
-
     def __init__(self, keys: KeyRing | None) -> None:
         self._keys = keys
 
@@ -87,7 +82,6 @@ class _Keys(Collector):
 
 
 def rendered(now: AgentSnapshot, deployments: Sequence[DeploymentSnapshot] = ()) -> Iterator[Metric]:
-    """Yield the metrics of an agent's state, and of the deployments that it knows."""
     says = "Always 1; the labels have the versions of mlxtp and its libraries."
     versions = tuple(each.partition("=")[2] for each in versions_here())
     yield _gauge("mlxtp_build_info", says, ("version", "mlx", "mlx_lm"), [(versions, 1)])

@@ -120,7 +120,6 @@ class DeploymentSnapshot:
 
     @property
     def ready(self) -> int:
-        """Number of groups that answer requests."""
         return sum(each.state == ServingState.READY for each in self.groups)
 
     @property
@@ -244,7 +243,6 @@ def use_of(group: str, pongs: Mapping[int, Pong], nodes: Sequence[str]) -> Json:
 
 
 def caches_of(parts: AgentParts) -> tuple[Json, ...]:
-    """Return the use of each group whose rank 0 is here."""
     return tuple(map(cache_use, with_ranks(parts)))
 
 
@@ -254,7 +252,6 @@ def with_ranks(parts: AgentParts) -> list[Group]:
 
 
 def cache_use(group: Group) -> Json:
-    """Return the use of one group's caches, by the newest heartbeats of its ranks."""
     status = group.supervisor.status
     return use_of(group.scope.group, status.pongs, status.group.nodes if status.group is not None else ())
 
@@ -295,7 +292,6 @@ def drafts_of(group: str, pong: Pong, speculation: str) -> GroupDrafts:
 
 
 def drafts(parts: AgentParts) -> Iterator[GroupDrafts]:
-    """Yield the drafts of each group whose rank 0 is here."""
     for each in parts.groups.by_id.values():
         if pongs := each.supervisor.status.pongs:
             yield drafts_of(each.scope.group, pongs[min(pongs)], parts.node.settings.speculation)

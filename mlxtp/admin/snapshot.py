@@ -312,7 +312,6 @@ def status(now: Snapshot) -> Json:
 
 
 def _everywhere(now: Snapshot) -> Json:
-    """Return what `mlxtp status` and the page both have."""
     names = {each.node_id: each.name for each in now.cluster.members}
     return {
         "versions": list(versions_here()),
@@ -405,7 +404,6 @@ def formations(machine: Machine | None) -> dict[str, int]:
 
 
 def _works_for(cluster: ClusterSnapshot, node_id: str) -> list[str]:
-    """Return the ids of the groups that have a rank on a Mac."""
     groups = [group for each in cluster.deployments for group in each.groups]
     return [each.id for each in groups if node_id in each.members]
 
@@ -422,7 +420,6 @@ class Observer:
         self._meter = RateMeter()
 
     def snapshot(self) -> Json:
-        """Return the data of the page as they are now."""
         now = gather(self._parts)
         if now.agent.state in SERVES:
             return page(now, self._meter.rate(now.agent.tokens, time.monotonic()))
@@ -465,7 +462,6 @@ def page(now: Snapshot, tokens_per_second: float | None) -> Json:
 
 
 def kind(group: EpochGroup | None) -> str:
-    """Return in words how the ranks of a group are joined."""
     if group is None:
         return ""
     return group.kind or (RING_LOOPBACK if group.world_size > 1 else "")

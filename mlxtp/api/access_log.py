@@ -190,7 +190,6 @@ def described(account: RequestContext) -> dict[str, object]:
 
 
 def sentence(fields: dict[str, object]) -> str:
-    """Return the same fields as one readable line."""
     parts = [f"{fields['method']} {fields['path']} {fields['status']} in {fields['duration_s']} s"]
     if "prompt_tokens" in fields:
         cached = f", {fields['cached_tokens']} cached" if "cached_tokens" in fields else ""

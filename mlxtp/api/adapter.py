@@ -94,7 +94,6 @@ def _operation(operation: Operation, references: Any) -> Json:
 
 
 def _content(operation: Operation) -> Json:
-    """Return the content of an answer."""
     text: Json = {"schema": {"type": "string"}}
     content: Json = {operation.media: {} if operation.media == _JSON else text}
     if operation.stream:
@@ -211,7 +210,6 @@ def error_status(error: MlxtpError) -> int:
 
 
 def error_body(message: str, code: str, status: int, param: str | None = None, state: str = "") -> Json:
-    """Return an error in OpenAI's shape."""
     kind = (
         code
         if code == Code.QUOTA
@@ -233,7 +231,6 @@ def error_body_of(error: MlxtpError) -> Json:
 
 
 def internal_error() -> MlxtpError:
-    """Return a client's error message for a bug."""
     return MlxtpError("internal error; the server's log has the details", Code.INTERNAL)
 
 

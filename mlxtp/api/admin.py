@@ -54,7 +54,6 @@ class Administration(Protocol):
 
 
 def admin_operations() -> list[Operation]:
-    """Return the operations of all commands, for `/openapi.json`."""
     return [
         Operation(
             each.method,

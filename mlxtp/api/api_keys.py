@@ -229,7 +229,6 @@ class KeyRing:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of all valid keys."""
         return tuple(each.name for each in self._uses)
 
     def reports(self) -> list[dict[str, Any]]:

@@ -139,7 +139,6 @@ class _Refusals:
         return self._generation.refusal(self._dialect(request.scope), internal_error())
 
     def answer(self, scope: Scope, error: MlxtpError, headers: Mapping[str, str]) -> Response:
-        """Return the response that refuses this request."""
         return self._generation.refusal(self._dialect(scope), error, headers)
 
     def _dialect(self, scope: Scope) -> Adapter:

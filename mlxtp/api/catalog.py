@@ -98,7 +98,6 @@ def _read_json(path: Path) -> Json:
 
 
 def _weights(folder: Path) -> dict[str, int]:
-    """Return the bytes of each file of weights."""
     try:
         return weight_sizes(folder)
     except (OSError, ValueError):
@@ -201,14 +200,12 @@ def permitted_name(
 
 
 def is_permitted(model: ModelInfo | StoredModelInfo, request: RequestContext | None) -> bool:
-    """Return whether the key of a request may use a model."""
     if request is None or not request.models:
         return True
     return model.id in request.models or any(each in request.models for each in getattr(model, "aliases", ()))
 
 
 def not_permitted(request: RequestContext, name: str) -> RequestError:
-    """Return the 403 of a key that is for other models."""
     words = f"the key {request.key} is not for {name[:200]}; it is for {', '.join(request.models)}"
     return RequestError(words, Code.NOT_PERMITTED, status=403, param="model")
 

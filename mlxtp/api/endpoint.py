@@ -67,7 +67,6 @@ class Tls:
 
     @property
     def names(self) -> frozenset[str]:
-        """Host names and addresses that the certificate is for."""
         return _names(x509.load_pem_x509_certificate(self.certificate.encode()))
 
 

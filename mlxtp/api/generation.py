@@ -114,7 +114,6 @@ class Generation:
         self._retry_after_s = retry_after_s
 
     def models(self) -> tuple[ModelInfo, ...]:
-        """Return the models that can be served now, and that the request's key may use."""
         return self.catalog.models()
 
     async def parsed(self, request: Request, parse: Callable[[bytes], T]) -> T:
@@ -353,7 +352,6 @@ class Adapter(Dialect, Protocol):
 
 
 async def _come(lease: ModelLease) -> None:
-    """Wait for the lease. Raises RequestError as its `wait` does."""
     async for _ in lease.wait():
         pass
 
@@ -371,7 +369,6 @@ def _shown_prompts(ask: GenerationRequest, text: Text) -> tuple[str, ...]:
 
 
 def _about(ask: GenerationRequest) -> About:
-    """Return the known facts of an answer before its model is loaded."""
     prompts = 1 if isinstance(ask.prompt, Conversation) else len(ask.prompt)
     return About(uuid.uuid4().hex, time.time(), "", (0,) * prompts, (), lambda _token: ("", None), ask)
 

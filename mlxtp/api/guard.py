@@ -198,7 +198,6 @@ def is_local(scope: Scope) -> bool:
 
 
 def is_forwarded(headers: Headers) -> bool:
-    """Return True for a request with a proxy's headers."""
     return any(name in _PROXIES or name.startswith("x-forwarded-") for name in headers)
 
 
@@ -239,7 +238,6 @@ def _is_link(scope: Scope) -> bool:
 
 
 def is_preflight(method: str, headers: Headers) -> bool:
-    """Return True for a browser's request for the permissions of a page of another origin."""
     return method == "OPTIONS" and "access-control-request-method" in headers
 
 
@@ -253,12 +251,10 @@ def scope_of(method: str, path: str) -> str | None:
 
 
 def is_admin(path: str) -> bool:
-    """Return True for paths of this Mac's own commands."""
     return path == ADMIN or path.startswith(f"{ADMIN}/")
 
 
 def is_public(path: str) -> bool:
-    """Return True for paths that need no key."""
     return any(
         path == each or (each != "/" and each.endswith("/") and path.startswith(each)) for each in PUBLIC
     )

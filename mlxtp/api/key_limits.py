@@ -154,7 +154,6 @@ class KeyCounts:
         return self.day_tokens if self._goes_on(day) else 0
 
     def count(self, tokens: int, day: int) -> None:
-        """Add tokens of that day."""
         self.day_tokens = self.tokens_of(day) + tokens
         self.day = max(day, self.day) if self._goes_on(day) else day
 
@@ -232,7 +231,6 @@ class KeyUse:
 
 
 def outlived(key: ApiKey, now: float) -> Refusal | None:
-    """Return the refusal of a key that has expired."""
     if not key.expires or now < key.expires:
         return None
     at = datetime.fromtimestamp(key.expires).astimezone().strftime(_TIME)
@@ -243,7 +241,6 @@ def outlived(key: ApiKey, now: float) -> Refusal | None:
 
 
 def misplaced(key: ApiKey, scope: str) -> Refusal | None:
-    """Return the refusal of a request for which the key lacks the scope."""
     if key.may(scope):
         return None
     words = f"the key {key.name} does not permit {SCOPES[scope]}: that is scope {scope}, and it has "

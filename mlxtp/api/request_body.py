@@ -178,19 +178,16 @@ def field_path(location: tuple[int | str, ...]) -> str:
 
 
 def shown(value: object) -> str:
-    """Return a refused value as text for the client."""
     value = value[:_SHOWN] if isinstance(value, list) else value  # an element has a character at least
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
 
 
 def not_supported(detail: str, param: str) -> RequestError:
-    """Return the error for a field that is understood but not supported."""
     return RequestError(detail, Code.NOT_SUPPORTED, param=param)
 
 
 def wrong(where: str, expected: str, value: object) -> RequestError:
-    """Return the error for a value of the wrong kind."""
     return RequestError(f"{where}: expected {expected}, got {shown(value)}", param=where)
 
 
@@ -199,7 +196,6 @@ def missing(where: str) -> RequestError:
 
 
 def none_of(value: str, allowed: Iterable[str], where: str) -> RequestError:
-    """Return the error for a value that is none of those `allowed`."""
     return RequestError(f"{where}: {shown(value)} is none of {', '.join(allowed)}", param=where)
 
 

@@ -88,7 +88,6 @@ _current: ContextVar[RequestContext | None] = ContextVar("account", default=None
 
 
 def current() -> RequestContext | None:
-    """Return the HTTP request that this task answers."""
     return _current.get()
 
 
@@ -109,7 +108,6 @@ def answering(account: RequestContext) -> Iterator[None]:
 
 
 def note(code: str) -> None:
-    """Note the error code of the current request."""
     if (account := _current.get()) is not None:
         account.code = code
 

@@ -80,7 +80,6 @@ _UNSET: Mapping[str, Any] = asdict(GREEDY) | asdict(PLAIN)
 
 
 def _names(dialect: DialectName) -> dict[str, str]:
-    """Return a dialect's names of its settings, by their fields."""
     offered = {field: each for field, each in SETTINGS.items() if getattr(each, dialect) is not None}
     return {field: (dialect == "ollama" and each.ollama_name) or field for field, each in offered.items()}
 

@@ -113,7 +113,6 @@ class Places:
         return ""
 
     def rest(self, place: Place) -> None:
-        """Note that a connection has no request any more."""
         if place.known and place.source:
             self._weak[place.local, True][place] = None
 
@@ -127,7 +126,6 @@ class Places:
             self._count(place, "")
 
     def _count(self, place: Place, key: str) -> None:
-        """Count a connection as one of `key`, or of none."""
         if place.key:
             self._of_key[place.key] -= 1
             if not self._of_key[place.key]:

@@ -207,7 +207,6 @@ class Choices:
         return self._answers[0].group if self._answers else ""
 
     def progress(self) -> Progress:
-        """Return the progress of the first answer."""
         return self._answers[0].progress() if self._answers else Progress()
 
     def events(self, transcripts: Sequence[Transcript], ended: End) -> AsyncGenerator[AnswerEvent]:
@@ -228,7 +227,6 @@ class Choices:
 
 
 async def collect(events: AsyncGenerator[AnswerEvent], count: int) -> list[WholeAnswer]:
-    """Return `count` whole answers."""
     wholes = [WholeAnswer() for _ in range(count)]
     async for event in events:
         whole = wholes[event.choice]

@@ -352,7 +352,6 @@ def _blocks(content: object) -> list[Json]:
 
 
 def _results(message: AnthropicInputMessage) -> list[Json]:
-    """Return the results of tools in a message."""
     return [block for block in _blocks(message.content) if block.get("type") == "tool_result"]
 
 
@@ -439,7 +438,6 @@ def _input(arguments: str) -> Json:
 
 
 def whole_body(about: About, answer: WholeAnswer) -> Json:
-    """Return the whole answer to a request that does not stream."""
     finish = answer.finish
     assert finish is not None
     usage = _usage(about.prompt_tokens[0], finish.end.cached, finish.end.generated)
@@ -514,7 +512,6 @@ class MessageWriter:
         return ended + _event({"type": "content_block_start", "index": self._index, "content_block": block})
 
     def _end(self) -> bytes:
-        """Return the end of the open block, if there is one."""
         kind, self._open = self._open, ""
         if not kind:
             return b""
@@ -571,7 +568,6 @@ def request_id() -> str:
 
 
 def model_body(model: ModelInfo | StoredModelInfo) -> Json:
-    """Return one model, in the shape of Anthropic's `GET /v1/models/{id}`."""
     created = datetime.fromtimestamp(model.created, UTC)
     return {
         "type": "model",

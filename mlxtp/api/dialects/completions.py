@@ -133,7 +133,6 @@ class Logprobs:
         self._offset = 0
 
     def of(self, scores: Sequence[Scored]) -> Json:
-        """Return the scores of the next tokens."""
         tokens, own, top, offsets = [], [], [], []
         names = self._about.names
         for token, score in scores:
@@ -157,7 +156,6 @@ def _echo(about: About, choice: int) -> str:
 
 
 def whole_body(about: About, wholes: Sequence[WholeAnswer]) -> Json:
-    """Return the whole answer to a request that does not stream."""
     scored = about.ask.options.logprobs >= 0
     ends = finishes(wholes)
     choices = []

@@ -100,7 +100,6 @@ class LineWriter(AnswerWriter):
         return _encode(line | more)
 
     def _end_call(self) -> bytes:
-        """Return the call that has just ended, if there is one."""
         if self._call is None:
             return b""
         call = Call(self._call.id, self._call.name, "".join(self._arguments))
@@ -117,7 +116,6 @@ class LineWriter(AnswerWriter):
 
 
 def whole_body(about: About, answer: WholeAnswer) -> Json:
-    """Return the answer to a request that does not stream."""
     assert answer.finish is not None
     cut_off, calls = _told_apart(answer.calls)
     text = "\n".join(filter(None, [answer.text, cut_off]))
@@ -216,7 +214,6 @@ def _encode(data: Json) -> bytes:
 
 
 def _rfc3339(seconds: float) -> str:
-    """Format a time in seconds since 1970."""
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
@@ -231,7 +228,6 @@ _SHAPE = {
 
 
 def list_row(model: ModelInfo | StoredModelInfo, card: ModelCard) -> Json:
-    """Return a model in `/api/tags`."""
     return {
         "name": model.id,
         "model": model.id,

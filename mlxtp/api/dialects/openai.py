@@ -339,7 +339,6 @@ def usage(about: About, ends: Sequence[StreamEnd]) -> Json:
 
 
 def finishes(wholes: Sequence[WholeAnswer]) -> list[Finish]:
-    """Return the end of each choice."""
     return [whole.finish for whole in wholes if whole.finish is not None]
 
 
@@ -399,7 +398,6 @@ def bounded(logprob: float) -> float:
 
 
 def head(about: About, prefix: str, object_: str) -> Json:
-    """Return the fields that an answer and its chunks begin with."""
     return {
         "id": f"{prefix}-{about.id}",
         "object": object_,
@@ -434,7 +432,6 @@ class SseWriter(AnswerWriter):
 
     @property
     def first_open(self) -> int:
-        """The first choice that has not ended."""
         return next(choice for choice in range(self.about.choices) if choice not in self.ends)
 
 
@@ -464,7 +461,6 @@ class ChunkWriter(SseWriter):
         return self._role(event.choice) + self._rest(event)
 
     def _role(self, index: int) -> bytes:
-        """Return the first chunk of a choice, once."""
         if index not in self._silent:
             return b""
         self._silent.remove(index)
@@ -513,7 +509,6 @@ def _encode(data: Json) -> bytes:
 
 
 def sse(data: Json) -> bytes:
-    """Return one server-sent event."""
     return b"data: " + _encode(data) + b"\n\n"
 
 

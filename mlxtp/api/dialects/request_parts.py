@@ -450,7 +450,6 @@ class TextReader:
         self._rest = ""  # arrived, and not read yet
 
     def push(self, arguments: str) -> str:
-        """Return the text that these arguments add."""
         if self._rest.startswith('"') or (not self._began and len(self._rest) > _LONGEST_HEAD):
             return ""
         self._rest += arguments

@@ -377,7 +377,6 @@ class ResponseWriter(AnswerWriter):
         return before + b"".join([self._sent(event) for event in (added, *item.opened())])
 
     def _end(self, status: str) -> bytes:
-        """Return the end of the open item, if there is one."""
         item = self._item
         if item is None:
             return b""

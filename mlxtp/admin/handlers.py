@@ -348,10 +348,6 @@ class MemberHandlers:
         return {"left": parts.node.identity.cluster_id, "members": len(others)}
 
     async def hand_over(self, verb: verbs.HandOver) -> Json:
-        """Hand the authority's key to another member; `move`: then forget it here.
-
-        Unless `sure`, only check that this is possible.
-        """
         self._check_cluster()
         parts = self._parts
         node_id = self._other(verb.node, "this Mac hands the key over; name another member")

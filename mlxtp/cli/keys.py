@@ -48,29 +48,19 @@ commands = typer.Typer(
 )
 
 
+def _most(what: str) -> Any:
+    return typer.Option(metavar="N", help=f"Most {what}. Default: any number.")
+
+
 @commands.command()
 def create(
     name: Annotated[
         str, typer.Argument(help="Name of its owner, such as laptop: letters, digits, . - and _.")
     ],
-    per_minute: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help=f"Most requests a minute, from 1 to {MAX_PER_MINUTE}. Default: any number.",
-        ),
-    ] = None,
-    tokens_per_minute: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Most tokens of prompts and answers a minute. Default: any number."),
-    ] = None,
-    tokens_per_day: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Most tokens a day, from midnight on. Default: any number."),
-    ] = None,
-    concurrent: Annotated[
-        int | None, typer.Option(metavar="N", help="Most requests at one time. Default: any number.")
-    ] = None,
+    per_minute: Annotated[int | None, _most(f"requests a minute, from 1 to {MAX_PER_MINUTE}")] = None,
+    tokens_per_minute: Annotated[int | None, _most("tokens of prompts and answers a minute")] = None,
+    tokens_per_day: Annotated[int | None, _most("tokens a day, from midnight on")] = None,
+    concurrent: Annotated[int | None, _most("requests at one time")] = None,
     expires: Annotated[
         str | None,
         typer.Option(metavar="DURATION", help="Time until it ends, such as 12h or 30d. Default: never."),
@@ -95,12 +85,8 @@ def create(
 ) -> None:
     """Create an API key for this Mac's endpoint and print it, once."""
     now = time.time()
-    counts = {
-        "per_minute": per_minute,
-        "tokens_per_minute": tokens_per_minute,
-        "tokens_per_day": tokens_per_day,
-        "concurrent": concurrent,
-    }
+    given = (per_minute, tokens_per_minute, tokens_per_day, concurrent)
+    counts = {field: count for (field, _, _), count in zip(COUNTS, given, strict=True)}
     with typed():
         for field, _, what in COUNTS:
             if (count := counts[field]) is not None and count < 1:

@@ -153,12 +153,9 @@ def verify(
     else:
         for path, why in found.items():
             print(f"{path}: {why}")
-        again = (
-            "they were downloaded again"
-            if repair
-            else f"`mlxtp verify {model} --repair` downloads them again"
-        )
         if bad:
+            how = f"`mlxtp verify {model} --repair` downloads them again"
+            again = "they were downloaded again" if repair else how
             print(f"bad files: {len(bad)} of {len(manifest.files)}; {again}")
         if unread:
             print(f"files that cannot be read: {len(unread)}; they were not changed")
@@ -233,14 +230,8 @@ def _by_itself(model: str, as_json: bool) -> Mapping[str, Any]:
         print(f"mlxtp: {error.detail}. The files here were not changed", file=sys.stderr)
         manifest = repo.manifest(here.name)
         size = manifest.size if manifest is not None else 0
-    return {
-        "name": "this Mac",
-        "held_bytes": size,
-        "total_bytes": size,
-        "complete": True,
-        "problem": "",
-        "revision": here.name,
-    }
+    whole = {"held_bytes": size, "total_bytes": size, "complete": True, "problem": ""}
+    return {"name": "this Mac", **whole, "revision": here.name}
 
 
 class _Speed(TransferSpeedColumn):

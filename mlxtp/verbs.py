@@ -192,6 +192,11 @@ class Serve(Verb, post="serve", key_scope="load"):
         parse=parse_keep,
         metavar="DURATION|forever",
     )
+    again: bool = option(
+        "--again",
+        "Place its groups again, where they are fastest now; open requests go on there.",
+        default=False,
+    )
     only: bool = option("--replace", "Unload all other models, once this one can be served.", default=False)
 
     def parsed(self) -> dict[str, Any]:

@@ -38,22 +38,22 @@ LEFT: Mapping[str, int] = {
     "functions of an object of a class beside them": 86,
 }
 MOST_LINES: Mapping[str, int] = {
-    "": 3_932,
-    "admin": 1_860,
+    "": 3_937,
+    "admin": 1_862,
     "api": 10_158,
     "cli": 5_738,
-    "cluster": 4_865,
+    "cluster": 4_880,
     "diagnostics": 2_530,
     "discovery": 1_003,
     "engine": 12_194,
     "gateway": 1_753,
-    "groups": 6_772,
+    "groups": 6_778,
     "identity": 1_247,
     "models": 3_520,
     "placement": 4_713,
     "service": 630,
     "text": 5_234,
-    "wire": 4_040,
+    "wire": 4_042,
 }
 """Lines of each package; those of files beside the packages are "". A commit that adds some says why."""
 TOUCHES: Mapping[str, tuple[str, int]] = {

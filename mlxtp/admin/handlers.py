@@ -158,6 +158,8 @@ class ModelHandlers:
             model = await asyncio.to_thread(full_name, model, self._parts.node.settings.model_folders)
         node, name = self._parts.node, name_of(model)
         before = node.desired.table
+        if verb.again and (deployed := before.get(name)) is not None:
+            asked["again"] = deployed.again + 1
         others = [each for each in before.live() if each.name != name]
         selected = await self._parts.selection.serve(model, replace=verb.only, **asked)
         table, coming = node.desired.table, selected.state is SelectionState.FETCHING

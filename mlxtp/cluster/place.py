@@ -113,7 +113,8 @@ class PlaceView:
 
     Two Macs that were apart may both run one group. In `running` the first that suits its row counts, a ready
     one before others. Other orders do not count.
-    `owners`, by group: those of the decision before, which may have begun to form it.
+    `owners`, by group: those of the decision before, which may have begun to form it; `again`: as their
+    deployments had it then.
     `macs`: number of members, also those that are away.
     """
 
@@ -124,6 +125,7 @@ class PlaceView:
     flapping: Collection[str] = frozenset()
     given_up: Mapping[str, GivenUp] = field(default_factory=dict)
     owners: Mapping[str, str] = field(default_factory=dict)
+    again: Mapping[str, int] = field(default_factory=dict)
     macs: int = 0
 
 
@@ -136,6 +138,7 @@ class Assignment:
     split    layers of each rank of a pipeline; () where ranks share layers
     kv_mib   most MiB of KV caches on each rank; 0 for no bound, for a group that shares no Mac
     faster   a place where it would be much faster, in words; empty for none
+    again    as in its deployment
     notes    remarks for people
     """
 
@@ -147,6 +150,7 @@ class Assignment:
     why: str = ""
     kv_mib: int = 0
     faster: str = ""
+    again: int = 0
     notes: tuple[str, ...] = ()
 
     @property
@@ -272,7 +276,7 @@ class _Facts:
         self.allowed = {name: self._allowed(wanted) for name, wanted in self.by_name.items()}
         known = [each for each in view.running if each.ranks and _name(each.group) in self.by_name]
         self.reports: dict[str, GroupReport] = {}  #: The best one of each group.
-        for each in sorted(known, key=lambda report: (not self._suits(report), not report.ready)):
+        for each in sorted(known, key=lambda report: (not self.suits(report), not report.ready)):
             self.reports.setdefault(each.group, each)
         self.most = most_groups([each.row for each in view.wanted], max(view.macs, len(view.members)))
         self.groups = {name: self._groups(wanted) for name, wanted in self.by_name.items()}
@@ -306,9 +310,16 @@ class _Facts:
     def well(self, group: str) -> bool:
         """Return whether a group runs where its row allows it."""
         report, wanted = self.reports.get(group), self.by_name[_name(group)]
-        return report is not None and not self.given_up(wanted, group) and self._suits(report)
+        known = report is not None and not self.again(group) and not self.given_up(wanted, group)
+        return report is not None and known and self.suits(report)
 
-    def _suits(self, report: GroupReport) -> bool:
+    def again(self, group: str) -> bool:
+        """Return whether a person had it placed again since its place was chosen."""
+        now = self.by_name[_name(group)].row.again
+        return self.view.again.get(group, now) != now
+
+    def suits(self, report: GroupReport) -> bool:
+        """Return whether a group runs as its row has it."""
         wanted = self.by_name[_name(report.group)]
         options, size = wanted.options, len(report.ranks)
         if not set(self.allowed[wanted.row.name]) >= set(report.ranks):
@@ -351,6 +362,8 @@ class _Facts:
     def must(self, group: str) -> str:
         """Return the Mac that owns a group best if it can: the one that runs it, else the last one."""
         report = self.reports.get(group)
+        if self.again(group):
+            return ""
         if report and self.members.keys() - self.view.draining >= set(report.ranks):
             return report.ranks[0]  # not as its row has it now: it changes it in place
         return self.view.owners.get(group, "")
@@ -389,7 +402,7 @@ class _Packing:
         )
 
     def _linger(self, wanted: WantedDeployment, group: str) -> None:
-        """Leave a group on Macs that are about to stop, if it has no other place."""
+        """Leave a group on Macs that are about to stop, or that it was to leave, if it has no other place."""
         report, on = self.facts.reports.get(group), wanted.row.on or self.facts.members
         if (
             group in self.seats.of
@@ -400,7 +413,8 @@ class _Packing:
         stay = [node for node in report.ranks if node not in self.view.draining]
         need = self.facts.need(wanted.row.name, len(report.ranks), report.split)
         needed = dict(zip(report.ranks, need.each, strict=True))
-        if len(stay) < len(report.ranks) and all(self.seats.left(node) >= needed[node] for node in stay):
+        leaves = len(stay) < len(report.ranks) or self.facts.again(group)
+        if leaves and all(self.seats.left(node) >= needed[node] for node in stay):
             self._stay(group)
 
     # --- new groups ----------------------------------------------------------------------------------
@@ -667,6 +681,7 @@ class _Packing:
                         seat.split,
                         kv_mib=self.seats.kv_mib(seat),
                         faster=seat.faster,
+                        again=row.again,
                         notes=() if seat.kept else (*self.facts.left_out(wanted), *seat.notes),
                     )
                 elif given := self.facts.given_up(wanted, group):

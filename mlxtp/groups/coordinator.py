@@ -149,6 +149,7 @@ class Coordinator:
             decided.why,
             decided.faster,
             decided.kv_mib,
+            decided.again,
             leaving,
         )
         if after != before:
@@ -197,6 +198,11 @@ class Coordinator:
             flapping=frozenset(node_id for node_id, until in leadership.flapping.items() if now < until),
             given_up=self._given_up(),
             owners=self._owners(),
+            again={
+                name: group.scope.assignment.again
+                for name, group in self._groups.by_id.items()
+                if group.scope.assignment.ranks
+            },
             macs=len(node.replica.names),
         )
 

@@ -212,6 +212,7 @@ class Deployment:
     since: int = _f(_count, default=0)  #: version that pinned it, 0 for this one
     parallel: str = _f(text(8), default="")  #: "auto", "tensor", "pipeline"; empty: as the owner's settings
     split: str = _f(text(40), default="auto")  #: layers of each rank of a pipeline ("20,12"), or "auto"
+    again: int = _f(_count, default=0)  #: times that its groups were to be placed again
 
     @property
     def pinned(self) -> bool:
@@ -220,7 +221,7 @@ class Deployment:
 
     def wishes(self) -> dict[str, Any]:
         """Return by name the fields that users set, beside the model."""
-        kept = ("name", "model", "version", "writer", "removed", "since")
+        kept = ("name", "model", "version", "writer", "removed", "since", "again")
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in kept}
 
 
@@ -434,6 +435,7 @@ class GroupAssignment(Message, number=0x55):
     why: str = _f(_detail, default="")  #: the group runs nowhere
     faster: str = _f(_detail, default="")  #: a place where it would be much faster
     kv_mib: int = _f(integer(0, U32), default=0)  #: bounds the KV caches of each rank; 0 is no bound
+    again: int = _f(_count, default=0)  #: as in the deployment, when this place was chosen
     leaving: tuple[str, ...] = _f(texts(MAX_MEMBERS, 32), default=())  #: known then to be about to stop
 
     @property

@@ -177,6 +177,10 @@ def test_a_deployment_is_changed_by_what_is_named_and_replaces_others_only_on_re
         assert (told["replaced"], told["on"], told["replicas"]) == (["org/one"], [], 2)
         assert told["keep_s"] == -1
         assert [row.name for row in table.table.live()] == ["tiny"]
+        for count in (1, 2):
+            told = await admin.models.serve(Serve("tiny", again=True))
+            [row] = table.table.live()
+            assert (row.again, told["change"], "again" in told) == (count, "changed", False)
         with pytest.raises(UserError, match=r"--on mini: no member is called that; the members are .+"):
             await admin.models.serve(Serve("tiny", on="mini"))
         for names, wrong in (

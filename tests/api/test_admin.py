@@ -49,7 +49,7 @@ ROUTES = {
 }
 
 
-NAMED = ("replicas", "on", "keep", "parallel", "split", "only")
+NAMED = ("again", "replicas", "on", "keep", "parallel", "split", "only")
 """Fields of `serve` that it has with their names."""
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from mlxtp.cluster.cluster_state import GROUPS_A_MAC, most_groups
 from mlxtp.cluster.place import (
+    Assignment,
     GivenUp,
     GroupReport,
     PlaceDecision,
@@ -55,7 +56,9 @@ WAYS = ("auto", "auto", "auto", "tensor", "pipeline")
 def wanted(
     name: str, model: ModelShape | None = SMALL, nodes: str | int = "auto", **changes: Any
 ) -> WantedDeployment:
-    of_row = {key: changes.pop(key) for key in ("replicas", "on", "keep_s", "version") if key in changes}
+    of_row = {
+        key: changes.pop(key) for key in ("replicas", "on", "keep_s", "version", "again") if key in changes
+    }
     options = PlacementOptions(nodes=nodes, parallel=changes.pop("parallel", "auto"))
     return WantedDeployment(Deployment(name, **{"version": 1} | of_row), options, model, **changes)
 
@@ -405,6 +408,21 @@ def test_a_group_that_nobody_has_used_takes_a_faster_place() -> None:
         replace(view, members=FIVE[:3]),  # a few percent faster
     ):
         assert where(stays) == {"y#0": "b"}
+
+
+def test_a_person_s_word_places_a_group_again_wherever_it_is_fastest() -> None:
+    """Once: from then on it stays."""
+    macs, ran = [mac(0, chip="Apple M4"), mac(1, chip="Apple M3 Ultra")], [ready("y#0", "a")]
+
+    def found(asked: int, placed: Mapping[str, int], rows: Sequence[WantedDeployment] = ()) -> Assignment:
+        row = wanted("y", again=asked)
+        return place(seen(on_lan(macs), [row, *rows], reports=ran, again=placed)).assignments[0]
+
+    assert letters(found(0, {"y#0": 0}).ranks) == "a"
+    moved = found(1, {"y#0": 0})
+    assert (letters(moved.ranks), moved.again) == ("b", 1)
+    assert letters(found(1, {"y#0": 1}).ranks) == "a", "it was chosen so"
+    assert letters(found(1, {}).ranks) == "a", "a new coordinator does not know"
 
 
 def test_a_group_that_is_to_have_all_macs_grows_even_if_it_is_used() -> None:

@@ -167,7 +167,7 @@ class GroupController:
                 return None, error.detail
         elif split and (why := model.shape.uncuttable(ranks, split) or (len(split) != ranks and "too few")):
             return None, f"the split {split} is assigned to {ranks} Macs: {why}"
-        return GroupForm(row.model, assigned.ranks, assigned.kind or ALONE, split), ""
+        return GroupForm(row.model, assigned.ranks, assigned.kind if ranks > 1 else ALONE, split), ""
 
     def _wired(self, form: GroupForm) -> Candidate:
         """Return the links of the ranks as they are now, or in its reason what is missing."""
@@ -214,9 +214,7 @@ class GroupController:
         node, form, number = self._node, order.form, order.number
         here, world, ranks = node.settings.ranks, len(form.ranks), form.ranks
         if here > 1:
-            return EpochGroup(
-                here, here, node.settings.local_backend, kind=form.kind, nodes=ranks, split=form.split
-            )
+            return EpochGroup(here, here, node.settings.local_backend, nodes=ranks, split=form.split)
         known = node.peer_info.machines
         machines = tuple(f"{known[each].chip} {known[each].build}" for each in ranks)
         if world == 1:

@@ -83,7 +83,7 @@ class ServingReports:
             str(state),
             supervisor.closing or reason,
             group.backend if group is not None else "none",
-            mine.order.form.kind,
+            mine.order.form.kind if self._node.settings.ranks == 1 else "",
             mine.ranks,
             requests,
             mine.order.form.model,

@@ -638,7 +638,6 @@ _epochs, _ranks, _u32 = st.integers(1, 9), st.integers(0, 7), st.integers(0, 2**
 _texts = st.sampled_from(("", "tiny", "org/model", "../x", "[/red]", "nonsense"))
 _nodes = st.sampled_from(("auto", "all", "2", "0", "99", "x", "²"))
 _states = st.sampled_from(("ready", "loading", "failed"))
-_keys = st.lists(st.floats(-(2.0**30), 2.0**30, width=32), max_size=3).map(tuple)
 _groups = st.sampled_from(((A,), (B,), (A, "us"), ("us", A), ("", ""), ()))
 _entries = st.builds(
     RosterEntry, _ids, _texts, st.sampled_from((A * 2, B * 2, FINGERPRINT)), st.booleans(), _numbers
@@ -676,7 +675,7 @@ _MESSAGES: st.SearchStrategy[Message] = st.one_of(
     ),
     st.builds(ModelLender, st.sampled_from(("org/one", "tiny")), _ids),
     st.builds(
-        Serving, _numbers, _states, _texts, _texts, _texts, _groups, _keys, _numbers, st.just("tiny"),
+        Serving, _numbers, _states, _texts, _texts, _texts, _groups, _numbers, st.just("tiny"),
         st.integers(1, 2), _u32, _u32, st.just((1,)),
     ),
     st.builds(Prepare, st.integers(1, U63), _ranks, _texts, _texts),

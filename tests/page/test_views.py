@@ -95,7 +95,7 @@ def test_a_model_is_loaded_from_the_disk_and_by_the_form_with_all_its_settings(
     page.wait_for_selector("#said:has-text('org/other is added.')")
     assert page.input_value("#model") == "", "the form is for the next one"
     asked = [each for each in site.admin.asked if each != ("models",)]
-    settings = ("replicas=3", "on=studio,mini", "keep=2h", "parallel=pipeline", "split=20,12", "only=1")
+    settings = ("replicas=3", "on=studio,mini", "keep=2h", "parallel=pipeline", "split=20,12", "only=yes")
     assert asked == [("serve", "org/big", ""), ("serve", "org/other", "2", *settings)]
     page.click("#notices-close")
     assert not page.is_visible("#said")

@@ -310,13 +310,20 @@ class _Facts:
     def well(self, group: str) -> bool:
         """Return whether a group runs where its row allows it."""
         report, wanted = self.reports.get(group), self.by_name[_name(group)]
-        known = report is not None and not self.again(group) and not self.given_up(wanted, group)
-        return report is not None and known and self.suits(report)
+        if report is None or self.again(group) or self._moves_on(group) or self.given_up(wanted, group):
+            return False
+        return self.suits(report)
 
     def again(self, group: str) -> bool:
         """Return whether a person had it placed again since its place was chosen."""
         now = self.by_name[_name(group)].row.again
         return self.view.again.get(group, now) != now
+
+    def _moves_on(self, group: str) -> bool:
+        """Return whether a person's word has given it another owner than the one that still runs it."""
+        report, owner = self.reports.get(group), self.view.owners.get(group, "")
+        said = self.by_name[_name(group)].row.again > 0
+        return said and report is not None and owner in self.members and report.ranks[0] != owner
 
     def suits(self, report: GroupReport) -> bool:
         """Return whether a group runs as its row has it."""
@@ -364,7 +371,11 @@ class _Facts:
         report = self.reports.get(group)
         if self.again(group):
             return ""
-        if report and self.members.keys() - self.view.draining >= set(report.ranks):
+        if (
+            report
+            and not self._moves_on(group)
+            and self.members.keys() - self.view.draining >= set(report.ranks)
+        ):
             return report.ranks[0]  # not as its row has it now: it changes it in place
         return self.view.owners.get(group, "")
 

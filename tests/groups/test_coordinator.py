@@ -112,6 +112,31 @@ def test_an_assignment_is_broadcast_once_for_each_change_and_again_to_a_new_link
     play(tmp_path, member, story)
 
 
+def test_a_group_is_placed_again_once_for_each_time_that_a_person_says_so(
+    tmp_path: Path, member: Member, weights: ModelSource
+) -> None:
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        node.lead(weights, {A: replace(MACHINE, memory_bytes=60 << 30)})
+        here = node.parts.node.node_id
+        deploy(node, "other", a, nodes="1", on=(A,))
+        node.hear(a, replace(served(3, A, group="other#0"), used=True))
+        node.live(a)
+        assert assigned(a, "other#0")[-1].ranks == (A,)
+        deploy(node, "other", a, on=())
+        node.live(a)
+        assert (assigned(a, "other#0")[-1].ranks, assigned(a, "other#0")[-1].again) == ((A,), 0), "it stays"
+        node.parts.node.desired.unload("tiny")
+        deploy(node, "other", a, again=1)
+        assert (assigned(a, "other#0")[-1].ranks, assigned(a, "other#0")[-1].again) == ((here,), 1)
+        node.live(a)
+        count = len(assigned(a, "other#0"))
+        node.live(a)
+        assert len(assigned(a, "other#0")) == count
+
+    play(tmp_path, member, story, nodes="1")
+
+
 def test_macs_that_are_about_to_stop_are_named_in_an_assignment(
     tmp_path: Path, member: Member, weights: ModelSource
 ) -> None:

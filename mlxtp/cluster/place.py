@@ -113,8 +113,8 @@ class PlaceView:
 
     Two Macs that were apart may both run one group. In `running` the first that suits its row counts, a ready
     one before others. Other orders do not count.
-    `owners`, by group: those of the decision before, which may have begun to form it; `again`: as their
-    deployments had it then.
+    `places`, by group: ranks, fabric and split of the decision before, which may be about to form;
+    `again`: as their deployments had it then.
     `macs`: number of members, also those that are away.
     """
 
@@ -124,7 +124,7 @@ class PlaceView:
     draining: Collection[str] = frozenset()
     flapping: Collection[str] = frozenset()
     given_up: Mapping[str, GivenUp] = field(default_factory=dict)
-    owners: Mapping[str, str] = field(default_factory=dict)
+    places: Mapping[str, tuple[tuple[str, ...], str, tuple[int, ...]]] = field(default_factory=dict)
     again: Mapping[str, int] = field(default_factory=dict)
     macs: int = 0
 
@@ -320,10 +320,13 @@ class _Facts:
         return self.view.again.get(group, now) != now
 
     def _moves_on(self, group: str) -> bool:
-        """Return whether a person's word has given it another owner than the one that still runs it."""
-        report, owner = self.reports.get(group), self.view.owners.get(group, "")
-        said = self.by_name[_name(group)].row.again > 0
-        return said and report is not None and owner in self.members and report.ranks[0] != owner
+        """Return whether a person's word has given it another place than the one where it still runs."""
+        report, place = self.reports.get(group), self.view.places.get(group)
+        if report is None or place is None or not (report.ready and self.by_name[_name(group)].row.again):
+            return False
+        now = (report.ranks, report.kind, report.split)
+        there = now == place or (len(place[0]) == 1 and report.ranks == place[0])
+        return not there and self.members.keys() >= set(place[0])
 
     def suits(self, report: GroupReport) -> bool:
         """Return whether a group runs as its row has it."""
@@ -335,7 +338,8 @@ class _Facts:
             return False
         if size > 1 and report.kind in FABRICS and options.parallel not in ("auto", _parallel(report)):
             return False
-        return report.ready or not self._failed(report, options)
+        lack = set(report.ranks) & wanted.lacks.keys()
+        return report.ready or not (0 < len(lack) < size or self._failed(report, options))
 
     def _failed(self, report: GroupReport, options: PlacementOptions) -> bool:
         """Return whether a group over several Macs, that is not ready, failed to form there."""
@@ -377,7 +381,8 @@ class _Facts:
             and self.members.keys() - self.view.draining >= set(report.ranks)
         ):
             return report.ranks[0]  # not as its row has it now: it changes it in place
-        return self.view.owners.get(group, "")
+        place = self.view.places.get(group)
+        return place[0][0] if place else ""
 
 
 class _Packing:
@@ -393,14 +398,17 @@ class _Packing:
 
     def keep(self) -> None:
         """Seat the groups that run well where they run; one that forms again, over the best fabric there."""
-        for group in (
-            each for groups in self.facts.groups.values() for each in groups if self.facts.well(each)
-        ):
+        well = [each for groups in self.facts.groups.values() for each in groups if self.facts.well(each)]
+        for group in well:
+            self._stay(group)
+        for group in well:
             report, wanted = self.facts.reports[group], self.facts.by_name[_name(group)]
-            again = replace(wanted, options=replace(wanted.options, nodes=len(report.ranks)))
-            forms = report.between and len(report.ranks) > 1
-            if not (forms and self._spread(again, group, report.ranks)):
-                self._stay(group)
+            if report.between and len(report.ranks) > 1:
+                again = replace(wanted, options=replace(wanted.options, nodes=len(report.ranks)))
+                seat = self.seats.of[group]
+                self.seats.drop(group)
+                if not self._spread(again, group, report.ranks):
+                    self.seats.put(group, seat)
 
     def _stay(self, group: str) -> None:
         report, name = self.facts.reports[group], _name(group)
@@ -638,6 +646,8 @@ class _Packing:
             more = [node for node in free if node in usable and wanted.options.nodes in ("auto", "all")]
             if not more and (len(self.seats.of[group].ranks) == 1 or not self.seats.of[group].kept):
                 continue
+            if not set(self.seats.of[group].ranks).isdisjoint(self.view.draining):
+                continue
             before = self.seats.of[group]
             self.seats.drop(group)
             given = wanted.with_failed(wanted.tried) if before.kept else wanted
@@ -658,7 +668,7 @@ class _Packing:
         ports = (port for node in after.ranks for port in self.facts.members[node].machine.ports)
         if report.kind in (JACCL_MESH, JACCL_RING) and any(is_scarce(port.formations) for port in ports):
             return False  # it works, and its place may be one that cannot form
-        return wanted.options.nodes == "all" or (faster and not report.used)
+        return wanted.options.nodes == "all" or (faster and not report.used and not report.open_requests)
 
     def _faster(self, wanted: WantedDeployment, before: _Seat, after: _Seat) -> str:
         """Return in words how much sooner a group would answer in another place; empty if not by much."""

@@ -73,11 +73,15 @@ class StopEpoch:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Wait: decide again at `until`, or when something changes. `for_requests`: some are still open."""
+    """Wait: decide again at `until`, or when something changes. `for_requests`: some are still open.
+
+    `lacks`: the node that it waits for.
+    """
 
     reason: str
     until: float = math.inf
     for_requests: bool = False
+    lacks: str = ""
 
 
 Action = NoAction | FormEpoch | StopEpoch | Wait
@@ -247,7 +251,7 @@ def _not_yet(view: GroupView, form: GroupForm) -> Wait | None:
     """Return the reason why this cannot be formed now; None if it can."""
     for node_id in form.ranks:
         if not view.present(node_id):
-            return Wait(f"{view.name(node_id)} is not here")
+            return Wait(f"{view.name(node_id)} is not here", lacks=node_id)
         if view.statuses[node_id].state is not MemberState.ALIVE:
             return Wait(f"{view.name(node_id)} is silent")
     return Wait(view.hold, view.hold_until) if view.now < view.hold_until else None

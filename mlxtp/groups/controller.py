@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from dataclasses import replace
 from functools import partial
 
 from ..cluster.node import ClusterNode
@@ -21,7 +22,7 @@ from ..wire.cluster_messages import Prepare
 from ..wire.rdma import flat
 from .health import ServingState, of_the_model
 from .lifecycle import EpochPlan, Supervisor
-from .machines import Machines, local_split
+from .machines import Machines, local_split, model_lack
 from .owned_epoch import OwnedEpoch, RemoteRanks, ServingReports
 from .process_group import EpochGroup
 from .ranks import RemoteRank, Watcher
@@ -30,6 +31,7 @@ from .scope import GroupScope
 log = logging.getLogger(__name__)
 
 TELL_S = 3.0  #: Seconds that a member that has just come may take to report whether it has the model.
+LACK_S = 5.0  #: Seconds for which an epoch waits for a Mac that this one does not reach.
 STRIKES = 2  #: Failures in a row after which a group is left out that may yet come up.
 #: Codes of an end that reveals nothing about a group.
 _OTHERWISE = frozenset((Code.REPLANNED, Code.SHUTTING_DOWN, Code.NOT_READY))
@@ -60,6 +62,7 @@ class GroupController:
         self._next: asyncio.Future[EpochPlan] | None = None  #: The plan that the supervisor waits for.
         self._changed = asyncio.Event()
         self._seen: object = None
+        self._lacked = ("", 0.0)  #: The Mac that the next epoch waits for, and since when.
         self._loaded = ""  #: The model that served last: one that others cannot load is at fault there.
         #: True until the first end of a group that took the place of one over JACCL which ended as it served.
         self._in_its_place = False
@@ -136,6 +139,10 @@ class GroupController:
         form, why = self.form()
         hold_until, hold = self._hold()
         running, mine, row = self._reports.running(), self._reports.owned, self._scope.row
+        if running is not None and form not in (None, running.form):
+            assert form is not None
+            if not (wired := self._wired(form)).ranks:  # what runs does not end for what cannot be formed
+                form, why = None, wired.reason
         if mine is not None and running is not None and self._supervisor.status.state is ServingState.READY:
             self._machines.failed.formed(mine.wired.kind, links_of(mine.ranks, mine.wired.rdma))
             self._loaded = mine.order.form.model
@@ -159,13 +166,18 @@ class GroupController:
             return None, scope.why_not
         if model.source is None:
             return None, model.problem or model.coming or f"{row.model} is still being looked for"
+        told = self._node.peer_info.reported(row.model)
+        for other in assigned.ranks[1:]:
+            names = self._node.name, self._node.name_of(other)
+            if why := model_lack(model.status, told.get(other), *names):
+                return None, f"{names[1]} cannot take part: {why}"
         split, ranks = assigned.split, len(assigned.ranks)
         if settings.ranks > 1:
             try:
                 split = local_split(settings, row, model.shape)
             except MlxtpError as error:
                 return None, error.detail
-        elif split and (why := model.shape.uncuttable(ranks, split) or (len(split) != ranks and "too few")):
+        elif split and (why := model.shape.uncuttable(ranks, split) or (len(split) != ranks) * "other ranks"):
             return None, f"the split {split} is assigned to {ranks} Macs: {why}"
         return GroupForm(row.model, assigned.ranks, assigned.kind if ranks > 1 else ALONE, split), ""
 
@@ -177,7 +189,7 @@ class GroupController:
             reason = f"{self._node.name_of(gone[0])} has not reported its machine"
             return Candidate(form.kind, len(form.ranks), reason=reason)
         topology = Topology(list(members.values()), options.rdma, options.fabric_networks)
-        return Fabrics(members, topology).wired(form.kind, form.ranks, options)
+        return replace(Fabrics(members, topology).wired(form.kind, form.ranks, options), split=form.split)
 
     def _hold(self) -> tuple[float, str]:
         """Return until when to wait for members' reports on whether they have the model, and the reason."""
@@ -200,7 +212,9 @@ class GroupController:
         form, wired = order.form, self._wired(order.form)
         if not wired.ranks:
             return wired.reason
-        self._reports.owned = OwnedEpoch(order, wired)
+        links, failed = links_of(wired.ranks, wired.rdma), self._machines.all_failed(over=False)
+        left_out = any(each.is_in(wired.kind, links) for each in failed)
+        self._reports.owned = OwnedEpoch(order, wired, left_out)
         self._node.replica.saw_epoch(order.number)
         group = self._group(order, wired)
         names = " + ".join(map(self._node.name_of, form.ranks))
@@ -275,7 +289,10 @@ class GroupController:
         strikes: int = 1,
         served_s: float | None = None,
     ) -> bool:
-        """Note that a group failed; return whether it is left out for a while."""
+        """Note that a group failed; return whether it is left out now, and was not before.
+
+        Where it was, there is no other place.
+        """
         then = "then" if served_s is None else "while it served"
         what = f"formed, and failed {then}" if formed else "did not form"
         group = FailedGroup(wired.kind, links_of(wired.ranks, wired.rdma), f"it {what}: {error.detail}")
@@ -293,7 +310,23 @@ class GroupController:
             again_s,
         )
         self._machines.tell()
-        return True
+        return self._reports.owned is None or not self._reports.owned.left_out
+
+    def lacks(self, node_id: str, now: float) -> None:
+        """Note the Mac, empty for none, that the next epoch waits for: after a while plans go without it.
+
+        Its link to the coordinator may stand while that to this node is gone.
+        """
+        if self._lacked[0] != node_id:
+            self._lacked = node_id, now
+        if not node_id or now < self._lacked[1] + LACK_S:
+            return
+        members = {member.node_id: member for member in self._machines.members()}
+        one, other = sorted((self._node.node_id, node_id))
+        why = f"{self._node.name} does not reach {self._node.name_of(node_id)}"
+        group = FailedGroup("", frozenset({(one, other, "", "")}), why)
+        self._machines.failed.failed(group, Code.FORM_FAILED, members, time.monotonic())
+        self._machines.tell()
 
     def _absolve(self, wired: Candidate) -> None:
         """Note that a request which ended other groups ended this one, too: they are no longer left out."""

@@ -131,7 +131,7 @@ class Coordinator:
         before = self._groups.known(decided.group).scope.assignment
         if decided.owner:
             return decided
-        return replace(decided, ranks=before.ranks, kind=before.kind, split=before.split)
+        return replace(decided, ranks=before.ranks, kind=before.kind, split=before.split, again=before.again)
 
     def _assign(self, decided: Assignment, leaving: tuple[str, ...], *, again: bool) -> None:
         """Broadcast an assignment, if it is another one than before, or `again`."""
@@ -177,6 +177,8 @@ class Coordinator:
         for _, serving in reports:
             for node_id, mib in zip(serving.participants, serving.held_mib, strict=False):
                 held[node_id] = held.get(node_id, 0) + mib * MIB
+        told = {name: group.scope.assignment for name, group in self._groups.by_id.items()}
+        assigned = {name: each for name, each in told.items() if each.ranks}
         rows = node.desired.table.live()
         names, turns = {row.name for row in rows}, _turns(rows, self._groups.reports())
         members = []
@@ -197,12 +199,8 @@ class Coordinator:
             draining=leadership.draining,
             flapping=frozenset(node_id for node_id, until in leadership.flapping.items() if now < until),
             given_up=self._given_up(),
-            owners=self._owners(),
-            again={
-                name: group.scope.assignment.again
-                for name, group in self._groups.by_id.items()
-                if group.scope.assignment.ranks
-            },
+            places={name: (each.ranks, each.kind, each.split) for name, each in assigned.items()},
+            again={name: each.again for name, each in assigned.items()},
             macs=len(node.replica.names),
         )
 

@@ -94,6 +94,7 @@ class Group:
         view = node.leadership.view(node.membership, situation, now)
         action = decide(view)
         self._note(action, situation, now)
+        self.controller.lacks(action.lacks if isinstance(action, Wait) else "", now)
         row = self.scope.row
         prevented = row is None or self.scope.model.problem or self.unplanned
         status.wanted = "" if prevented or row is None else row.model

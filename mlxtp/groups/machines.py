@@ -152,8 +152,9 @@ class Machines:
         told = GroupsLeftOut(())
         if self.failed:
             members = {member.node_id: member for member in self.members()}
-            known = self.failed.known(members, time.monotonic())[:MAX_LEFT_OUT]
-            told = GroupsLeftOut(tuple(_row(each, over=left_s <= 0) for each, left_s in known))
+            known = self.failed.known(members, time.monotonic())
+            latest = sorted(known, key=lambda each: -each[1])[:MAX_LEFT_OUT]
+            told = GroupsLeftOut(tuple(_row(each, over=left_s <= 0) for each, left_s in latest))
         if told != self._told:
             self._told = told
             self._node.links.broadcast(told)

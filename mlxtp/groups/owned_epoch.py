@@ -32,10 +32,14 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class OwnedEpoch:
-    """An epoch that this node forms or runs, with the links of its ranks as they were then."""
+    """An epoch that this node forms or runs, with the links of its ranks as they were then.
+
+    `left_out`: it was formed although it had failed, for want of another place.
+    """
 
     order: FormEpoch
     wired: Candidate
+    left_out: bool = False
 
     @property
     def ranks(self) -> tuple[str, ...]:

@@ -210,7 +210,7 @@ class Deployment:
     writer: str = _f(_id, default="")  #: node that wrote this version
     removed: bool = _f(boolean(), default=False)
     since: int = _f(_count, default=0)  #: version that pinned it, 0 for this one
-    parallel: str = _f(text(8), default="")  #: "auto", "tensor", "pipeline"; empty: as the owner's settings
+    parallel: str = _f(text(8), default="")  #: "auto", "tensor", "pipeline"; empty: as the settings
     split: str = _f(text(40), default="auto")  #: layers of each rank of a pipeline ("20,12"), or "auto"
     again: int = _f(_count, default=0)  #: times that its groups were to be placed again
 

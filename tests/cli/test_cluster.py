@@ -374,7 +374,7 @@ def test_a_long_error_has_lines_of_its_own(
 ) -> None:
     """Below the table, which it would squeeze; indented, and broken between words."""
     mini = {**STATUS["members"][1], "model_problem": LONG, "notes": []}
-    told = {**STATUS, "members": [MEMBER, mini], "rotation": {"until": ""}}
+    told = {**STATUS, "members": [MEMBER, mini]}
     monkeypatch.setitem(agent.admin.answers, command[-1], told)
     plain = {**told, "members": [MEMBER, {**mini, "model_problem": ""}]}
     shown = mlxtp(agent.home, *command, width=80).output.splitlines()

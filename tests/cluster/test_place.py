@@ -328,12 +328,12 @@ def test_a_small_model_leaves_the_large_mac_to_one_that_needs_it() -> None:
 
 def test_a_group_that_forms_stays_with_its_owner() -> None:
     """Two Macs whose free memory wavers would otherwise pass it to and fro."""
-    rows, owners = [wanted("x", nodes=1)], {"x#0": node_id(1)}
+    rows, places = [wanted("x", nodes=1)], {"x#0": (ids("b"), ALONE, ())}
     assert where(seen(lan(64, 64), rows)) == {"x#0": "a"}
-    assert where(seen(lan(64, 60), rows, owners=owners)) == {"x#0": "b"}
-    assert where(seen(lan(64, 1), rows, owners=owners)) == {"x#0": "a"}
-    assert where(seen(lan(64, 64), rows, owners=owners, draining=ids("b"))) == {"x#0": "a"}
-    assert where(seen(lan(64, 64), [wanted("x", nodes=2)], owners=owners)) == {"x#0": "ba"}
+    assert where(seen(lan(64, 60), rows, places=places)) == {"x#0": "b"}
+    assert where(seen(lan(64, 1), rows, places=places)) == {"x#0": "a"}
+    assert where(seen(lan(64, 64), rows, places=places, draining=ids("b"))) == {"x#0": "a"}
+    assert where(seen(lan(64, 64), [wanted("x", nodes=2)], places=places)) == {"x#0": "ba"}
 
 
 def test_the_latest_group_that_can_moves_for_one_that_needs_a_large_mac() -> None:
@@ -414,14 +414,18 @@ def test_a_person_s_word_places_a_group_again_wherever_it_is_fastest() -> None:
     """Once: from then on it stays."""
     macs, ran = [mac(0, chip="Apple M4"), mac(1, chip="Apple M3 Ultra")], [ready("y#0", "a")]
 
-    def found(asked: int, placed: Mapping[str, int], rows: Sequence[WantedDeployment] = ()) -> Assignment:
+    def found(asked: int, placed: Mapping[str, int], **last: Any) -> Assignment:
         row = wanted("y", again=asked)
-        return place(seen(on_lan(macs), [row, *rows], reports=ran, again=placed)).assignments[0]
+        return place(seen(on_lan(macs), [row], reports=ran, again=placed, **last)).assignments[0]
 
     assert letters(found(0, {"y#0": 0}).ranks) == "a"
     moved = found(1, {"y#0": 0})
     assert (letters(moved.ranks), moved.again) == ("b", 1)
-    assert letters(found(1, {"y#0": 1}).ranks) == "a", "it was chosen so"
+    chosen = {"y#0": (ids("b"), ALONE, ())}
+    assert letters(found(1, {"y#0": 1}, places=chosen).ranks) == "b", "it has yet to move there"
+    ran = [ready("y#0", "b")]
+    assert letters(found(1, {"y#0": 1}, places=chosen).ranks) == "b"
+    ran = [ready("y#0", "a")]
     assert letters(found(1, {}).ranks) == "a", "a new coordinator does not know"
 
 

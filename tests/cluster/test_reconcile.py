@@ -99,8 +99,8 @@ def test_no_silent_member_is_taken_along() -> None:
 
 
 def test_a_rank_that_is_not_here_is_waited_for() -> None:
-    assert decided(form=form("a", "d")) == Wait("d is not here")
-    assert decided(statuses=here("a", "c", b=LOST["dead"])) == Wait("mini is not here")
+    assert decided(form=form("a", "d")) == Wait("d is not here", lacks="d")
+    assert decided(statuses=here("a", "c", b=LOST["dead"])) == Wait("mini is not here", lacks="b")
 
 
 # --- losing a member --------------------------------------------------------------------------------------

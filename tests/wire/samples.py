@@ -178,7 +178,7 @@ _CONTROL_EXAMPLES: tuple[Message, ...] = (
     ),
     GroupAssignment(
         "tiny#0", "tiny", 3, 2, (NODE, "b"), "ring over Ethernet", (40, 24), "", "it would be faster alone",
-        512, ("f" * 32,),
+        512, 4, ("f" * 32,),
     ),
     GroupsLeftOut(
         (LeftOutGroup("JACCL mesh", (f"{NODE} b rdma_en5 rdma_en3",), "it broke", True),)
@@ -582,7 +582,7 @@ _STRATEGIES |= {
     ),
     GroupAssignment: st.builds(
         GroupAssignment, _one_group, _text, _count, _count, _shorts, _short, _split, _text, _text, _u32,
-        _shorts,
+        _count, _shorts,
     ),
     GroupsLeftOut: st.builds(
         GroupsLeftOut,

@@ -11,16 +11,15 @@ from ..changed_package import run_changed
 LAST = "weight_bytes: int = _figure("
 SHOWN = """
 from mlxtp.admin.metrics import _ranks
-from mlxtp.admin.snapshot import _figures
 from mlxtp.wire.frames import MAX_FRAME, Decoder, encode
 from mlxtp.wire.messages import Pong
-from mlxtp.wire.rank_stats import RankStats
+from mlxtp.wire.rank_stats import RankStats, shown
 
 decoder = Decoder()
 decoder.limit = MAX_FRAME
 decoder.feed(encode(Pong("idle", 0.0, 0, 0, "", RankStats(warmth_us=2_500_000)), 1, 1))
 pong = decoder.next_frame().message
-print(_figures(pong)["warmth_us"])
+print(shown(pong.stats)["warmth_us"])
 print([repr(each) for each in _ranks({0: pong}) if "warmth" in repr(each)])
 """
 

@@ -169,7 +169,8 @@ class GroupController:
         told = self._node.peer_info.reported(row.model)
         for other in assigned.ranks[1:]:
             names = self._node.name, self._node.name_of(other)
-            if why := model_lack(model.status, told.get(other), *names):
+            here = self._node.membership.status_of(other).present
+            if here and (why := model_lack(model.status, told.get(other), *names)):
                 return None, f"{names[1]} cannot take part: {why}"
         split, ranks = assigned.split, len(assigned.ranks)
         if settings.ranks > 1:

@@ -437,6 +437,16 @@ def test_a_group_that_is_to_have_all_macs_grows_even_if_it_is_used() -> None:
     assert where(seen(last, rows, reports=two)) == {"x#0": "ab"}, "a last formation is not risked"
 
 
+def test_no_group_grows_onto_a_mac_that_is_about_to_stop_nor_forms_where_files_are_lacking() -> None:
+    macs, rows = cabled(lan(64, 24), all_pairs(2)), [wanted("x", LARGE, nodes="all")]
+    assert where(seen(macs, rows, reports=[ready("x#0", "a")])) == {"x#0": "ab"}
+    assert where(seen(macs, rows, reports=[ready("x#0", "a")], draining=ids("a"))) == {"x#0": "a"}
+    lacks = wanted("x", LARGE, lacks={node_id(1): "it is still getting the model"})
+    pair = ready("x#0", "ab", JACCL_MESH)
+    assert where(seen(macs, [lacks], reports=[replace(pair, ready=False)])) == {"x#0": "a"}
+    assert where(seen(macs, [lacks], reports=[pair])) == {"x#0": "ab"}, "it has loaded"
+
+
 def test_a_row_that_wants_another_way_to_share_has_its_group_form_anew() -> None:
     macs = cabled(lan(64, 64), all_pairs(2))
     tensor, stages = ready("x#0", "ab", JACCL_MESH), ready("x#0", "ab", JACCL_MESH, split=(20, 12))

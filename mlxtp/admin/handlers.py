@@ -23,7 +23,6 @@ from ..diagnostics.checkup import Checkup
 from ..errors import Code, ConfigError, UserError, in_words
 from ..groups.groups import Drain, group_of
 from ..groups.machines import parallel_of
-from ..groups.selection import SelectionState
 from ..identity.store import Store
 from ..models import disk_cache
 from ..models.hub_cache import Repo, cache_folder, hub_name
@@ -162,7 +161,7 @@ class ModelHandlers:
             asked["again"] = deployed.again + 1
         others = [each for each in before.live() if each.name != name]
         selected = await self._parts.selection.serve(model, replace=verb.only, **asked)
-        table, coming = node.desired.table, selected.state is SelectionState.FETCHING
+        table, coming = node.desired.table, selected.coming
         row, was = table.get(name) or Deployment(name), before.get(name)
         again = replace(was or row, version=row.version, writer=row.writer)  # a user asked once more
         return {

@@ -10,12 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Container, Mapping
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from dataclasses import dataclass
 from typing import Any
 
 from ..background import Background
-from ..cluster.cluster_state import NO_DEPLOYMENTS, DeploymentTable, name_of
+from ..cluster.cluster_state import DeploymentTable, name_of
 from ..cluster.node import ClusterNode
 from ..errors import GroupError, MlxtpError, ModelError, UserError
 from ..models.download import apart
@@ -31,55 +30,27 @@ LOOK_S = 0.5
 SILENT_S = 5.0  #: Seconds that members may take to report that a model is on its way to them.
 
 
-class SelectionState(StrEnum):
-    """Stages of a model on its way to be served."""
-
-    CHECKING = "checking"  #: Its configuration is being read, here or on the Hub.
-    CHECKED = "checked"  #: A group could run it.
-    FETCHING = "fetching"  #: Members that lack its files get them.
-    READY = "ready"  #: Members that have all of it can serve it.
-    WANTED = "wanted"  #: It is deployed.
-    FAILED = "failed"  #: It cannot be served.
-
-
-#: The states that may follow each state.
-TRANSITIONS: Mapping[SelectionState, frozenset[SelectionState]] = {
-    SelectionState.CHECKING: frozenset({SelectionState.CHECKED, SelectionState.FAILED}),
-    SelectionState.CHECKED: frozenset({SelectionState.FETCHING, SelectionState.READY}),
-    SelectionState.FETCHING: frozenset({SelectionState.READY, SelectionState.FAILED}),
-    SelectionState.READY: frozenset({SelectionState.WANTED}),
-}
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class SelectedModel:
     """A model on its way. `asked` is what else was requested of its deployment. `before` is the table then.
 
-    `replaces`: all other deployments end for it.
-
-    `servable` is None until it is checked, and if only another member has it. `comes_as` is the name under
-    which its files come; `error` is the reason of FAILED.
+    `replaces`: all other deployments end for it. `servable` is None until it is checked, and if only another
+    member has it. `comes_as` is the name under which its files come. `error`: why it could not be served.
     """
 
     name: str
-    asked: Mapping[str, Any] = field(default_factory=dict)
-    before: DeploymentTable = NO_DEPLOYMENTS
-    replaces: bool = False
-    state: SelectionState = SelectionState.CHECKING
+    asked: Mapping[str, Any]
+    before: DeploymentTable
+    replaces: bool
     servable: Servable | None = None
     comes_as: str = ""
+    coming: bool = False  #: True while members that lack its files get them; it is deployed after that.
     error: MlxtpError | None = None
 
     @property
     def downloads(self) -> bool:
         """True if no member had all of its files when it was checked."""
         return self.servable is not None and self.servable.folder is None
-
-    def next(self, state: SelectionState, **changes: Any) -> SelectedModel:
-        """Return the model in its next state. Raises ValueError for a state that cannot follow."""
-        if state not in TRANSITIONS.get(self.state, ()):
-            raise ValueError(f"{self.name} is {self.state}, so it cannot be {state}")
-        return replace(self, state=state, **changes)
 
 
 class ModelSelection:
@@ -98,7 +69,7 @@ class ModelSelection:
         for each in self._selected.values():
             if each.error is not None:
                 lines.append(each.error.detail)
-            elif each.state is SelectionState.FETCHING:
+            elif each.coming:
                 shown.add(each.comes_as)
                 lines.append(f"{each.name} is served as soon as it is here{self._far(each.comes_as)}")
         coming = [each for each in self._transfers.under_way() if each not in shown]
@@ -113,9 +84,8 @@ class ModelSelection:
     async def serve(self, model: str, *, replace: bool = False, **asked: Any) -> SelectedModel:
         """Add a deployment of `model`, or change it, as `DesiredDeployments.serve` has it.
 
-        With `replace` all others end. Then the model is still FETCHING if its files have to come first;
-        until then they go on. In all other cases it is WANTED. Raises UserError, and changes nothing, if it
-        is known that the model cannot be served.
+        With `replace` all others end. If its files have to come first, it is still `coming`, and until then
+        they go on. Raises UserError, and changes nothing, if it is known that the model cannot be served.
         """
         node, table = self._node, self._node.desired.table
         self._selected = {
@@ -123,28 +93,25 @@ class ModelSelection:
         }
         if node.desired.has(model, replace=replace, **asked):
             node.desired.serve(model, replace=replace, **asked)  # as long as a model is lacking: try again
-            return SelectedModel(model, asked, table, replace, SelectionState.WANTED)
+            return SelectedModel(model, asked, table, replace)
         others = [row for row in table.live() if row.model != model]
         selected = self._selected[model] = SelectedModel(model, asked, table, replace, comes_as=model)
         try:
             found = await asyncio.to_thread(in_folders, model, node.settings.model_folders)
-            servable = await self._inspect(found)
+            servable = selected.servable = await self._inspect(found)
             if self._is_outdated(selected):
                 raise UserError(f"another request changed the models meanwhile, so {model} is not served")
-            selected = self._enter(selected, SelectionState.CHECKED, servable=servable)
-            lack = ""
             shape = servable.shape if servable is not None else None
             if why := contradiction(node.settings, self._row(selected), shape):
                 raise UserError(f"{model} cannot be served so, and all stays as it is: {why}")
             if table.live():
                 if servable is not None and (why := self._no_place(selected)):
                     raise UserError(f"{model} cannot be served, so all stays as it is: {why}")
-                lack = self._lack(selected) if replace and others and is_hub_id(found) else ""
-            selected = self._enter(selected, SelectionState.FETCHING if lack else SelectionState.READY)
+                selected.coming = bool(replace and others and is_hub_id(found) and self._lacks(selected))
         except BaseException:
             self._drop(selected)
             raise
-        if selected.state is SelectionState.FETCHING:
+        if selected.coming:
             self._background.start(self._bring(selected), f"the pending change to {model}")
             return selected
         if servable is not None and servable.manifest is not None:
@@ -159,15 +126,10 @@ class ModelSelection:
         gone = [name for name in self._selected if not model or name_of(name) == name_of(model)]
         return [name for name in gone if self._selected.pop(name).error is None]
 
-    def _enter(self, selected: SelectedModel, state: SelectionState, **changes: Any) -> SelectedModel:
-        self._selected[selected.name] = after = selected.next(state, **changes)
-        return after
-
     def _want(self, selected: SelectedModel) -> SelectedModel:
         self._node.desired.serve(selected.name, replace=selected.replaces, **selected.asked)
-        wanted = self._enter(selected, SelectionState.WANTED)
-        self._drop(wanted)  # from now on the table has it
-        return wanted
+        self._drop(selected)  # from now on the table has it
+        return selected
 
     def _drop(self, selected: SelectedModel) -> None:
         if self._selected.get(selected.name) is selected:
@@ -197,12 +159,12 @@ class ModelSelection:
                 f"{model} cannot be served, so all stays as it is: {error.detail}", error.code
             ) from None
 
-    def _lack(self, selected: SelectedModel) -> str:
-        """Return the reason why the members that have all of it already cannot serve it."""
+    def _lacks(self, selected: SelectedModel) -> bool:
+        """Return whether the members that have all of it already cannot serve it."""
         servable = selected.servable
         if servable is None or servable.folder is None:
-            return "its files are not here"
-        return self._no_place(selected, {self._node.node_id, *self._who_have(servable.name)})
+            return True
+        return self._no_place(selected, {self._node.node_id, *self._who_have(servable.name)}) != ""
 
     def _no_place(self, selected: SelectedModel, only: Container[str] | None = None) -> str:
         """Return why no Macs, or none of `only`, can serve the model, if they served nothing else."""
@@ -223,7 +185,7 @@ class ModelSelection:
                 known = selected.servable.manifest if selected.servable is not None else None
                 name = await self._transfers.pull(selected.name, everywhere=True, known=known)
                 if not self._is_outdated(selected):
-                    selected = self._selected[selected.name] = replace(selected, comes_as=name)
+                    selected.comes_as = name
                 if lack := await self._lack_once_here(selected):
                     error = GroupError(f"{selected.name} was to be served, and cannot be: {lack}")
             except MlxtpError as failure:
@@ -231,10 +193,10 @@ class ModelSelection:
             if self._is_outdated(selected):
                 return
             if error is None:
-                self._want(self._enter(selected, SelectionState.READY))
+                self._want(selected)
             else:
                 log.warning("%s", error.detail)
-                selected = self._enter(selected, SelectionState.FAILED, error=error)
+                selected.error = error
         finally:
             if selected.error is None:
                 self._drop(selected)
@@ -251,12 +213,12 @@ class ModelSelection:
             ended = all(row["complete"] or row["problem"] for row in rows)
             over = ended and (not silent or loop.time() - began > SILENT_S)
         have = {row["node_id"] for row in rows if row["complete"]}
-        servable, why = selected.servable, ""
-        if servable is None and have:
-            servable = await self._inspect(selected.name)
-        if servable is not None and have:
+        why = ""
+        if selected.servable is None and have:
+            selected.servable = await self._inspect(selected.name)
+        if selected.servable is not None and have:
             able = have | {*self._who_have(selected.comes_as)}
-            why = self._no_place(replace(selected, servable=servable), able)
+            why = self._no_place(selected, able)
         if have and not why:
             return ""
         problems = [f"{row['name']}: {row['problem']}" for row in rows if row["problem"]]

@@ -329,7 +329,7 @@ def build_parts(
         on_stage,
         Background(partial(_report_bug, node.end)),
     )
-    groups = Groups(node, gateway, hosted, results, maker.make)
+    groups = Groups(node, gateway, hosted, maker.make)
     MemoryCheck(node, machines, groups)
     ReplicaLoads(node, gateway, groups)
     coordinator = Coordinator(node, models, machines, groups)

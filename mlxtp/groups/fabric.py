@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..background import Background
-from ..cluster.links import ControlLink, Handlers
+from ..cluster.links import ControlLink
 from ..cluster.node import ClusterNode
 from ..errors import Code, LinkError, MlxtpError, UserError
 from ..gateway.gateway import Gateway
@@ -83,8 +83,7 @@ class FabricResults:
         self._fast_fences = node.settings.fast_fences
         self.results = _load(self._path)
         self._reported: dict[str, FabricResult] = {}  #: The last report of each node.
-        #: Called when a measurement was added.
-        self.on_change = Handlers[Callable[[], None]]([node.changed])
+        self._changed = node.changed
         node.links.on(self._received, FabricReport)
         node.links.on_up(self._greet)
         node.links.on_lost(lambda node_id, _why: self._reported.pop(node_id, None))
@@ -120,8 +119,7 @@ class FabricResults:
             return
         self.results = kept
         self._unsaved = True
-        for handler in self.on_change:
-            handler()
+        self._changed()
 
     async def flush(self) -> None:
         """Write what is not on the disk yet."""

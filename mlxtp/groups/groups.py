@@ -20,7 +20,6 @@ from ..cluster.reconcile import lost, refusal
 from ..errors import Code, GroupError, MlxtpError, UserError
 from ..gateway.gateway import Gateway
 from ..wire.cluster_messages import GroupAssignment, Prepare, RankTrouble, Serving
-from .fabric import FabricResults
 from .group import Group
 from .health import COMING, SERVES, ServingState
 from .history import MOST, EpochStory, RecoveryMetrics
@@ -44,7 +43,6 @@ class Groups:
         node: ClusterNode,
         gateway: Gateway,
         hosted: HostedRanks,
-        results: FabricResults,
         make: Callable[[str], Group],
     ) -> None:
         self.by_id: dict[str, Group] = {}
@@ -69,7 +67,6 @@ class Groups:
         node.desired.on_change(self._desired)
         node.desired.retry_if(self._has_failed)
         node.rounds.every(BEAT_S, lambda _now: self._broadcast(), needed=node.links.nodes)
-        results.on_change(node.changed)
 
     # --- queries -------------------------------------------------------------------------------------
 

@@ -101,7 +101,6 @@ class FabricResults:
         return measurements.measured(self.results, fast_fences=self._fast_fences)
 
     def of(self, nodes: tuple[str, ...], kind: str) -> FabricResult | None:
-        """Return the measurement of such a group."""
         return measurements.find(self.results, nodes, kind, fast_fences=self._fast_fences)
 
     def reported(self, node_id: str) -> FabricResult | None:
@@ -143,7 +142,6 @@ class FabricResults:
 
 
 def report(result: FabricResult) -> FabricReport:
-    """Return the report of a measurement for other members."""
     return FabricReport(*(getattr(result, name) for name in FabricResult.__match_args__))
 
 
@@ -285,6 +283,5 @@ class FabricBench:
             self._node.links.send(node_id, FabricAnswer(wanted.nonce, problem))
 
     async def close(self) -> None:
-        """Stop measuring, and write the results."""
         await self._background.close()
         await self._results.flush()

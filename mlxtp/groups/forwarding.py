@@ -109,7 +109,6 @@ class RemoteBackend:
         self._connection.close()
 
     async def close(self) -> None:
-        """End the link and wait until it has ended."""
         await self._background.close()
         self._connection.close()
 
@@ -342,7 +341,6 @@ class ForwardingBackend:
         self._served, self._ready = None, False
 
     async def close(self) -> None:
-        """End the requests link."""
         await self._background.close()
         if self._backend is not None:
             with contextlib.suppress(MlxtpError):

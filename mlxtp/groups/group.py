@@ -61,7 +61,6 @@ class Group:
     _kv_mib: int = 0  #: The bound that was applied last.
 
     def start(self) -> None:
-        """Run the epochs that this agent plans, until `close`."""
         self._running = self.background.start(self.supervisor.run(self.controller), self.scope.group)
 
     @property
@@ -71,7 +70,6 @@ class Group:
         return self.scope.in_excess and not here and not self.reports.reports()
 
     async def close(self) -> None:
-        """End the epoch in order."""
         if self._running is not None:
             self._running.cancel()
             await asyncio.wait({self._running})
@@ -188,8 +186,6 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class GroupMaker:
-    """Maker of groups, with the parts that all groups of an agent share."""
-
     node: ClusterNode
     gateway: Gateway
     models: LocalModels

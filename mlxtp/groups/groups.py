@@ -71,7 +71,6 @@ class Groups:
     # --- queries -------------------------------------------------------------------------------------
 
     def replicas_of(self, deployment: str) -> list[Group]:
-        """Return the groups of a deployment, in the order of their ids."""
         found = [each for each in self.by_id.values() if each.scope.deployment == deployment]
         return sorted(found, key=lambda group: group.scope.index)
 
@@ -85,12 +84,10 @@ class Groups:
         return ending[0] if ending else self._none
 
     def reports(self) -> list[Serving]:
-        """Return the reports of all groups: of this node, and of others."""
         mine = [each.reports.serving() for each in self.by_id.values()]
         return [*(each for each in mine if each is not None), *self._node.peer_info.servings.values()]
 
     def held_bytes(self, node_id: str) -> int:
-        """Return the bytes of that Mac's memory that ranks of all groups hold."""
         return sum(group.reports.held_bytes(node_id) for group in self.by_id.values())
 
     @property
@@ -112,7 +109,6 @@ class Groups:
     # --- life ----------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Run the epochs of the groups that this agent owns, from now on."""
         self._live = True
         for group in self.by_id.values():
             group.start()
@@ -188,7 +184,6 @@ class Groups:
     # --- messages ------------------------------------------------------------------------------------
 
     def assign(self, assignment: GroupAssignment) -> None:
-        """Take in the coordinator's assignment of a group."""
         self.known(assignment.group).scope.assignment = assignment
         self._node.changed()
 
@@ -243,7 +238,6 @@ def unused_s(reports: Sequence[Serving], deployment: str) -> int | None:
 
 
 def _place(group: Group) -> tuple[bool, bool, int]:
-    """Return the order in which groups of a deployment are shown."""
     status = group.supervisor.status
     return status.state not in SERVES, not status.in_epoch, group.scope.index
 
@@ -356,7 +350,6 @@ class Drain:
 
     @property
     def begun(self) -> bool:
-        """True once a drain has begun."""
         return self._looking is not None
 
     @property
@@ -409,7 +402,6 @@ class Drain:
         return self.now()
 
     def now(self) -> Json:
-        """Return the open requests and the state of the drain."""
         return {
             "draining": self.begun,
             "over": self.over.is_set(),
@@ -418,6 +410,5 @@ class Drain:
         }
 
     def close(self) -> None:
-        """Stop checking."""
         if self._looking is not None:
             self._looking.cancel()

@@ -68,7 +68,6 @@ TRANSITIONS: Mapping[ServingState, frozenset[ServingState]] = {
 
 
 def is_legal(before: ServingState, after: ServingState) -> bool:
-    """Return True when an agent's own epochs may go from one state to the other."""
     return after is before or after in TRANSITIONS[before]
 
 
@@ -107,7 +106,6 @@ class RestartPolicy:
         return BACKOFF_S[count - 1] if count < MAX_FAILURES else None
 
     def is_last(self, now: float) -> bool:
-        """Return whether one more failure would be the last."""
         return sum(now - at < FAILURE_WINDOW_S for at in self.failures) >= MAX_FAILURES - 1
 
     def replaced(self) -> float:
@@ -153,7 +151,6 @@ def with_name(detail: str, names: Mapping[int, str]) -> str:
 
 
 def rank_in(detail: str) -> int | None:
-    """Return the rank with which a detail begins."""
     match = re.match(r"rank (\d+)\b", detail)
     return int(match[1]) if match else None
 

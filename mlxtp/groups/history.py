@@ -63,13 +63,11 @@ class History:
         model: str | None = None,
         here: bool = True,
     ) -> None:
-        """Note that an epoch begins."""
         self.ended(now, None, None)
         self._stories.append(EpochStory(epoch, now.at, here, world_size, backend, kind, model))
         self._since = now.clock
 
     def reached(self, stage: str, seconds: float) -> None:
-        """Note that the running epoch reached a stage, `seconds` after it began."""
         if (story := self._running) is not None:
             story.stages.append((stage, round(seconds, 3)))
 
@@ -113,7 +111,6 @@ class History:
 
     @property
     def stories(self) -> tuple[EpochStory, ...]:
-        """Return the epochs, the newest first."""
         return tuple(reversed(self._stories))
 
     @property
@@ -147,7 +144,6 @@ class RateMeter:
         return round((count - before) / (clock - then), 1) if clock - then >= self._least_s else None
 
     def reset(self) -> None:
-        """Forget the counts so far."""
         self._seen.clear()
 
 
@@ -185,7 +181,6 @@ class Recoveries:
         self._broken_at: float | None = None
 
     def serving(self, now: float) -> None:
-        """Note that a model is served."""
         self._serving = True
         if self._broken_at is not None:
             self.metrics.seconds.observe(now - self._broken_at)

@@ -81,7 +81,6 @@ class HostedRank:
 
     @property
     def key(self) -> tuple[str, int]:
-        """Host and epoch, which no other rank here has."""
         return self.host, self.order.epoch
 
     @property
@@ -124,7 +123,6 @@ class HostedRank:
             await asyncio.sleep(self._settings.limits.heartbeat_s)
 
     def gathered(self, message: RankGathered) -> None:
-        """Pass the reply of a round of JACCL's side channel on to the process."""
         if self.process is not None and not self.silenced:
             with contextlib.suppress(MlxtpError):  # it is gone, which its reader reports
                 self.process.send(message.gathered)
@@ -212,7 +210,6 @@ class HostedRanks:
 
     @property
     def has_ranks(self) -> bool:
-        """True while a rank runs here."""
         return bool(self._ranks)
 
     @property
@@ -226,7 +223,6 @@ class HostedRanks:
 
     @property
     def ranks(self) -> list[HostedRank]:
-        """The ranks here that have not ended."""
         return list(self._ranks.values())
 
     def received(self, host: str, message: Prepare | StartRank | EndEpoch | RankGathered) -> None:
@@ -269,7 +265,6 @@ class HostedRanks:
         self.clear(why, lambda each: (each.host, each.order.group) == mine and each.order.epoch < epoch)
 
     def lost(self, host: str) -> None:
-        """End the ranks of a node whose last control link is gone."""
         self.clear("its host's link is gone", lambda rank: rank.host == host)
 
     def _forget(self, host: str) -> None:
@@ -329,7 +324,6 @@ class HostedRanks:
             self._node.links.send(host, EpochEnded(order.epoch))
 
     async def _leave(self, rank: HostedRank, why: str) -> None:
-        """End this rank; others stay."""
         if self._ranks.get(rank.key) is rank:
             del self._ranks[rank.key]
         about = {"epoch": rank.order.epoch, "rank": rank.order.rank}

@@ -222,7 +222,6 @@ class Supervisor:
 
     @property
     def open_requests(self) -> int:
-        """Open requests at the group, other agents' included."""
         return self.gateway.deployments.open_at(self.group)
 
     @property
@@ -236,7 +235,6 @@ class Supervisor:
         return self._current is not None
 
     def end_epoch(self, error: MlxtpError) -> None:
-        """End the present epoch, if there is one, because of `error`."""
         if self._current is not None:
             if error.code is Code.REPLANNED:  # what comes meanwhile is for the next epoch
                 self.gateway.detach(self.group, error)

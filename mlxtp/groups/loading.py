@@ -53,7 +53,6 @@ class LoadedModel:
     slow_link: str = ""
 
     def resized(self, loaded: Loaded) -> LoadedModel:
-        """Return this model with the room that the ranks report now."""
         info = replace(self.info, context=loaded.context)
         return replace(self, info=info, kv_room=_kv_room(loaded), kv_bytes=loaded.kv_bytes)
 
@@ -83,7 +82,6 @@ class KvRoom:
         await self._apply()
 
     def close(self) -> None:
-        """Note that no model is served."""
         self._ranks = self.loaded = None
 
     async def limit(self, kv_bytes: int) -> None:
@@ -92,7 +90,6 @@ class KvRoom:
         await self._apply()
 
     async def clear(self) -> None:
-        """Have the ranks drop all caches that are kept for later prompts."""
         await self._apply(clear=True)
 
     async def _apply(self, *, clear: bool = False) -> None:
@@ -233,7 +230,6 @@ async def model_info(model: ModelSource, found: Loaded | Serving) -> ModelInfo:
 
 
 def _kv_room(loaded: Loaded) -> int:
-    """Return the tokens that the KV caches may hold; 0 without a bound."""
     return loaded.kv_bytes // loaded.kv_token_bytes if loaded.kv_token_bytes else 0
 
 

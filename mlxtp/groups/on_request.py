@@ -103,7 +103,6 @@ class OnRequest(ModelSwitch):
         node.rounds.add(self.advance)
 
     async def on_request(self) -> tuple[StoredModelInfo, ...]:
-        """Return the models that a request may have loaded."""
         if not self._on:
             return ()
         served = {name: Path(path) for name, path in self._folders.items()}
@@ -113,7 +112,6 @@ class OnRequest(ModelSwitch):
     async def acquire_model(
         self, name: str | None, within_s: float, keep_s: float | None, client: int
     ) -> ModelLease:
-        """See `Backend.acquire_model`."""
         row = self._row(name)
         if row is None and name in UNNAMED:
             if not self._on:
@@ -150,7 +148,6 @@ class OnRequest(ModelSwitch):
             self._node.changed()
 
     def progress(self, deployment: str) -> str:
-        """Return how far a deployment is, in a few words."""
         groups = self._groups.replicas_of(deployment)
         if coming := [each.supervisor.status.progress for each in groups if each.scope.assignment.owner]:
             return coming[0]
@@ -266,7 +263,6 @@ class OnRequest(ModelSwitch):
         self._gateway.admission.check_bounds(client, 0, self._gateway.deployments.open())
 
     def _model(self, deployment: str) -> ModelInfo | None:
-        """Return the model of a deployment that takes requests now."""
         dispatcher = self._gateway.deployments.by_name.get(deployment)
         return dispatcher.model if dispatcher is not None else None
 

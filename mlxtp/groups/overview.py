@@ -110,7 +110,6 @@ class ReplicaLoads:
         node.rounds.every(BEAT_S, lambda _now: self._report(), needed=node.links.nodes)
 
     def _report(self) -> None:
-        """Send the reports that have changed to all members."""
         before, self._sent = self._sent, {each.group: each for each in self._present()}
         for name, load in self._sent.items():
             if load != before.get(name):
@@ -136,12 +135,10 @@ class ReplicaLoads:
 
 
 def packed(group: str, load: GroupLoad) -> ReplicaLoad:
-    """Return the message with a group's work."""
     return ReplicaLoad(group, load.queued, load.requests, round(load.speed), b"".join(load.prefixes))
 
 
 def unpacked(load: ReplicaLoad) -> GroupLoad:
-    """Return the work in a message."""
     return GroupLoad(load.queued, load.requests, float(load.speed), digests_in(load.prefixes))
 
 
@@ -219,7 +216,6 @@ class MemoryCheck:
         node.rounds.every(CHECK_S, self.check, needed=lambda: groups.in_epoch)
 
     def check(self, _now: float) -> None:
-        """Compare the newest heartbeats with the account."""
         members = self._machines.members(held_bytes=self._groups.held_bytes)
         found = findings(self._ranks(), {each.node_id: usable_bytes(each) for each in members})
         for node_id, group in sorted(found.keys() - self._logged):

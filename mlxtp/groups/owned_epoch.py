@@ -110,7 +110,6 @@ class ServingReports:
         )
 
     def _nothing(self) -> Serving:
-        """Return the report of an owner without an epoch, with the reason."""
         status = self._supervisor.status
         if status.resting and status.state is ServingState.FAILED:
             error = status.reason
@@ -132,7 +131,6 @@ class ServingReports:
         return in_steps(self._held_here(node_id) + sum(held.get(node_id, 0) * MIB for held in told))
 
     def _held_here(self, node_id: str) -> int:
-        """Return the bytes that ranks of this node's epochs hold of that Mac's memory."""
         ranks = self._supervisor.status.ranks
         if ranks is None or node_id not in ranks.group.nodes:
             return 0
@@ -154,12 +152,10 @@ class ServingReports:
         )
 
     def reports(self) -> list[tuple[str, Serving]]:
-        """Return the owners other than this node, and the report of each."""
         group, servings = self._scope.group, self._node.peer_info.servings
         return [(owner, serving) for (owner, each), serving in servings.items() if each == group]
 
     def others(self) -> tuple[RunningEpoch, ...]:
-        """Return the epochs of other owners, for decisions."""
         return tuple(filter(None, [_running(owner, serving) for owner, serving in self.reports()]))
 
 
@@ -185,14 +181,11 @@ class RemoteRanks:
         node.links.on(self._reported, Prepared, RankStarted, RankPong, RankTrouble, EpochEnded, RankSide)
 
     def add(self, ranks: Mapping[tuple[str, int], RemoteRank]) -> None:
-        """Have reports of these ranks reach them."""
         self._ranks |= ranks
 
     def release(self, number: int) -> None:
-        """Drop the ranks of epoch `number`, which has ended."""
         self._ranks = {key: rank for key, rank in self._ranks.items() if key[1] != number}
 
     def _reported(self, link: ControlLink, message: RankWord) -> None:
-        """Pass an agent's report on to the rank that it runs for this node."""
         if rank := self._ranks.get((link.node_id, message.epoch)):
             rank.received(message)

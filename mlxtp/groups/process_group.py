@@ -132,7 +132,6 @@ class _SideChannelRounds:
         self._closed = False
 
     def receive(self, rank: int, message: SideChannel) -> None:
-        """Take in a rank's bytes."""
         if self._closed:
             return
         self._reply(self._hub.receive(rank, message, time.monotonic()))
@@ -140,12 +139,10 @@ class _SideChannelRounds:
             self._tick()
 
     def abort(self, reason: str) -> None:
-        """Send an error to the ranks that wait for each other's bytes."""
         if not self._closed:
             self._reply(self._hub.abort(reason))
 
     def close(self) -> None:
-        """End the rounds: no rank waits for another one's bytes."""
         self._closed = True
         if self._clock is not None:
             self._clock.cancel()
@@ -199,7 +196,6 @@ class EpochWatch:
 
     @property
     def pongs(self) -> dict[int, Pong]:
-        """Newest heartbeat of each rank."""
         return self.health.pongs if self.health is not None else {}
 
     @contextlib.contextmanager
@@ -213,7 +209,6 @@ class EpochWatch:
             self.health.warming_up = False
 
     def received_pong(self, rank: int, pong: Pong) -> None:
-        """Take in a rank's heartbeat."""
         if self.health is not None:
             self.health.received_pong(rank, pong, time.monotonic())
 
@@ -228,7 +223,6 @@ class EpochWatch:
             asyncio.get_running_loop().call_later(self._grace_s, self._conclude)
 
     def side(self, rank: int, message: SideChannel) -> None:
-        """Take in a rank's bytes for a round of JACCL's all-gather."""
         self._rounds.receive(rank, message)
 
     def _conclude(self) -> None:
@@ -427,7 +421,6 @@ class ProcessGroup:
         return await self._ask(KvBudget(_least(self._settings.kv_bytes, kv_bytes), clear), Loaded, None)
 
     async def do(self, command: Message) -> None:
-        """Carry out a command to which every rank replies Done."""
         await self._ask(command, Done, self._limits.shutdown_s + FREE_S)
 
     async def time(self, kind: str, size: int, rounds: int) -> CollectivesTimed:
@@ -464,7 +457,6 @@ class ProcessGroup:
         self.watch.report(FailureReport(0, error))
 
     def lost(self, node_id: str, detail: str) -> None:
-        """End the epoch: the Mac of a rank is lost."""
         for endpoint in self.endpoints:
             if self.group.nodes[endpoint.rank] == node_id:
                 endpoint.lost(detail)
@@ -528,7 +520,6 @@ class ProcessGroup:
         return with_stranded(cause, ends) if cause is not None else None
 
     async def _end(self) -> list[failure_store.RankEnd]:
-        """End what is left and reap every process."""
         self.watch.close()
         endpoints = asyncio.gather(*(endpoint.kill() for endpoint in self.endpoints))
         ends = await asyncio.gather(*(process.kill() for process in self.processes))
@@ -552,7 +543,6 @@ class ProcessGroup:
 
 
 def canary_s(limit_s: float, backend: str) -> float:
-    """Return how long a group idles between two proofs, in seconds."""
     return min(limit_s, JACCL_CANARY_S) if backend == "jaccl" else limit_s
 
 

@@ -199,7 +199,6 @@ class RankProcess:
         return reply
 
     def ping(self) -> None:
-        """Request a heartbeat."""
         with contextlib.suppress(MlxtpError):  # its reader reports it
             self.send(Ping())
 
@@ -357,7 +356,6 @@ class RankReady:
         return cls(f"{host}:{sock.getsockname()[1]}", held=sock)
 
     def close(self) -> None:
-        """Release the port."""
         if self.held is not None:
             self.held.close()
 
@@ -391,7 +389,6 @@ class RemoteRank:
         return (await self._ask(StartRank(self.epoch, bootstrap), RankStarted)).jaccl
 
     def gathered(self, message: Gathered) -> None:
-        """Send the reply to its round of JACCL's all-gather."""
         with contextlib.suppress(MlxtpError):
             self._send(RankGathered(self.epoch, self.rank, message))
 
@@ -425,7 +422,6 @@ class RemoteRank:
         return answer
 
     def received(self, message: RankWord) -> None:
-        """Take in its agent's report about it."""
         match message:
             case RankSide():
                 self._watcher.side(self.rank, message.side)

@@ -25,7 +25,6 @@ class GroupScope:
 
     @property
     def row(self) -> Deployment | None:
-        """The row of its deployment; None if there is none."""
         return self._node.desired.table.get(self.deployment)
 
     @property
@@ -36,13 +35,11 @@ class GroupScope:
 
     @property
     def version(self) -> int:
-        """Version of its row; 0 without one."""
         row = self.row
         return row.version if row is not None else 0
 
     @property
     def model(self) -> LocalModel:
-        """The search for its model on this Mac."""
         row = self.row
         return self._models.of(row.model if row is not None else "")
 
@@ -54,12 +51,10 @@ class GroupScope:
 
     @property
     def owned(self) -> bool:
-        """True while this node owns the group."""
         return self.assignment.owner == self._node.node_id
 
     @property
     def why_not(self) -> str:
-        """Reason why the group has no owner."""
         if self.row is None:
             if self.group:
                 return f"{self.deployment} was unloaded"

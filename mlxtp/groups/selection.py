@@ -54,8 +54,6 @@ class SelectedModel:
 
 
 class ModelSelection:
-    """Owner of the models on their way, that users named."""
-
     def __init__(self, node: ClusterNode, transfers: TransferCoordinator, machines: Machines) -> None:
         self._node = node
         self._transfers = transfers
@@ -225,6 +223,5 @@ class ModelSelection:
         return "; ".join(filter(None, [why, *problems])) or "no member has reported its progress"
 
     async def close(self) -> None:
-        """Cancel the pending selections and checks."""
         self.cancel()
         await self._background.close()

@@ -82,7 +82,6 @@ class KeepAwake:
             await self.close()
 
     async def close(self) -> None:
-        """Let the Mac sleep again."""
         process, self._process = self._process, None
         if process is not None and process.returncode is None:
             with contextlib.suppress(ProcessLookupError):

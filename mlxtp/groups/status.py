@@ -61,7 +61,6 @@ class GroupStatus:
     # --- this agent's own epochs ---------------------------------------------------------------------
 
     def began(self, epoch: int, group: EpochGroup, model: str) -> None:
-        """Note that an epoch of this agent begins."""
         self.epoch, self.group = epoch, group
         self.history.began(
             epoch, _now(), world_size=group.world_size, backend=group.backend, kind=group.kind, model=model
@@ -71,14 +70,12 @@ class GroupStatus:
         self.enter(ServingState.STARTING)
 
     def ready(self) -> None:
-        """Note that the epoch serves."""
         self.reason = None
         self.enter(ServingState.READY)
         self.recoveries.serving(time.monotonic())
         self.history.ready(_now())
 
     def failed(self, error: MlxtpError) -> None:
-        """Note that the epoch is over because of `error`."""
         self.ranks, self.reason = None, error
         self.recoveries.over(error.code, time.monotonic())
         self.history.ended(_now(), error.code, error.detail)
@@ -135,7 +132,6 @@ class GroupStatus:
     # --- queries -------------------------------------------------------------------------------------
 
     async def wait_until(self, *states: ServingState) -> ServingState:
-        """Wait until the state is one of `states`, and return it."""
         while self.state not in states:
             self._changed.clear()
             await self._changed.wait()
@@ -143,7 +139,6 @@ class GroupStatus:
 
     @property
     def pongs(self) -> dict[int, Pong]:
-        """Newest heartbeat of each of this agent's ranks."""
         return self.ranks.watch.pongs if self.ranks is not None else {}
 
     @property
@@ -178,11 +173,9 @@ class GroupStatus:
 
     @property
     def _loaded_percent(self) -> str:
-        """The same as text, such as "40 %", or empty."""
         return "" if self.loaded is None else f"{self.loaded} %"
 
     def rows(self) -> tuple[Mapping[str, object], ...]:
-        """Return the newest heartbeat of each rank, as `/health` shows it."""
         return tuple(
             {"rank": rank, "phase": pong.phase, "step": pong.step, **shown(pong.stats)}
             for rank, pong in sorted(self.pongs.items())

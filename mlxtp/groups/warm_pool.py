@@ -63,7 +63,6 @@ class WarmPoolPolicy:
         self._failures += 1
 
     def used(self) -> None:
-        """Note that one became a rank."""
         self._failures = 0
 
 
@@ -135,7 +134,6 @@ class WarmPool:
 
     @property
     def ready(self) -> tuple[int, ...]:
-        """Pids of the warm processes that wait."""
         return tuple(spare.process.pid for spare in self._warm if spare.ready)
 
     # --- handing out ---------------------------------------------------------------------------------
@@ -341,7 +339,6 @@ class WorkerOutput:
         self.open = False
 
     def _read(self) -> bool:
-        """Read once. Return True if there was output."""
         try:
             data = os.read(self._ours, _READ_BYTES)
         except BlockingIOError:

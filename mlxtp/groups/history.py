@@ -15,14 +15,6 @@ from ..errors import Code
 MOST = 20  #: Epochs that are kept.
 
 
-@dataclass(frozen=True, slots=True)
-class Instant:
-    """One instant: the time of day in seconds since 1970, and seconds of a clock that never jumps."""
-
-    at: float
-    clock: float
-
-
 @dataclass(slots=True)
 class EpochStory:
     """One epoch. `began` in seconds since 1970, `ready_s` and `lasted_s` in seconds since then.
@@ -46,61 +38,52 @@ class EpochStory:
 
 
 class History:
-    """The last `MOST` epochs. An epoch that begins ends one that still runs, without a reason."""
+    """The last `MOST` epochs. An epoch that begins ends one that still runs, without a reason.
+
+    `clock` is in seconds of a clock that never jumps.
+    """
 
     def __init__(self) -> None:
         self._stories: deque[EpochStory] = deque(maxlen=MOST)
-        self._since = 0.0  #: Start of the newest, in seconds of the clock that never jumps.
+        self._since = 0.0  #: Start of the newest, by that clock.
 
-    def began(
-        self,
-        epoch: int,
-        now: Instant,
-        *,
-        world_size: int,
-        backend: str,
-        kind: str = "",
-        model: str | None = None,
-        here: bool = True,
-    ) -> None:
-        self.ended(now, None, None)
-        self._stories.append(EpochStory(epoch, now.at, here, world_size, backend, kind, model))
-        self._since = now.clock
+    def began(self, story: EpochStory, clock: float) -> None:
+        self.ended(clock)
+        self._stories.append(story)
+        self._since = clock
 
     def reached(self, stage: str, seconds: float) -> None:
         if (story := self._running) is not None:
             story.stages.append((stage, round(seconds, 3)))
 
-    def ready(self, now: Instant) -> None:
+    def ready(self, clock: float) -> None:
         """Note that the epoch serves. Only the first time counts."""
         if (story := self._running) is not None and story.ready_s is None:
-            story.ready_s = round(now.clock - self._since, 3)
+            story.ready_s = round(clock - self._since, 3)
 
-    def ended(self, now: Instant, code: str | None, reason: str | None) -> None:
+    def ended(self, clock: float, code: str | None = None, reason: str | None = None) -> None:
         """Note that the epoch is over. The first reason holds."""
         if (story := self._running) is not None:
-            story.lasted_s = round(now.clock - self._since, 3)
+            story.lasted_s = round(clock - self._since, 3)
             story.code, story.reason = code, reason
 
-    def remote_epoch(
-        self, epoch: int, now: Instant, *, state: str, reason: str, world_size: int, backend: str, kind: str
-    ) -> None:
+    def remote_epoch(self, story: EpochStory, clock: float, *, state: str, reason: str) -> None:
         """Take in another Mac's repeated reports of its group. Epoch 0 is none.
 
         Its reason for not being ready is the best known reason for the end of the epoch before.
         """
-        running, over = self._running, epoch == 0 or state in _OVER
-        if running is not None and (over or epoch != running.epoch):
-            self.ended(now, None, reason if reason and (over or state in _BEFORE) else None)
+        running, over = self._running, story.epoch == 0 or state in _OVER
+        if running is not None and (over or story.epoch != running.epoch):
+            self.ended(clock, None, reason if reason and (over or state in _BEFORE) else None)
         if over:
             return
         newest = self._stories[-1] if self._stories else None
-        if newest is None or epoch > newest.epoch:
-            self.began(epoch, now, world_size=world_size, backend=backend, kind=kind, here=False)
-        elif epoch == newest.epoch and not newest.here:  # only the link to its Mac was gone
+        if newest is None or story.epoch > newest.epoch:
+            self.began(story, clock)
+        elif story.epoch == newest.epoch and not newest.here:  # only the link to its Mac was gone
             newest.lasted_s = newest.code = newest.reason = None
-        if state == "ready" and self._stories[-1].epoch == epoch:
-            self.ready(now)
+        if state == "ready" and self._stories[-1].epoch == story.epoch:
+            self.ready(clock)
 
     def served_s(self, clock: float) -> float:
         """Return the seconds for which the running epoch has served; 0 before it does."""

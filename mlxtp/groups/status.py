@@ -12,7 +12,7 @@ from ..gateway.gateway import Gateway
 from ..wire.messages import Pong
 from ..wire.rank_stats import shown
 from .health import ServingState, is_legal
-from .history import EpochStory, History, Instant, Recoveries
+from .history import EpochStory, History, Recoveries
 from .process_group import EpochGroup, ProcessGroup
 
 log = logging.getLogger(__name__)
@@ -62,9 +62,7 @@ class GroupStatus:
 
     def began(self, epoch: int, group: EpochGroup, model: str) -> None:
         self.epoch, self.group = epoch, group
-        self.history.began(
-            epoch, _now(), world_size=group.world_size, backend=group.backend, kind=group.kind, model=model
-        )
+        self.history.began(_story(epoch, group, model), time.monotonic())
         if self._own is not ServingState.RESTARTING and self._own is not ServingState.FAILED:
             self.reason = None  # that of the wait for a plan; the one of a failed epoch stays until it serves
         self.enter(ServingState.STARTING)
@@ -72,18 +70,20 @@ class GroupStatus:
     def ready(self) -> None:
         self.reason = None
         self.enter(ServingState.READY)
-        self.recoveries.serving(time.monotonic())
-        self.history.ready(_now())
+        now = time.monotonic()
+        self.recoveries.serving(now)
+        self.history.ready(now)
 
     def failed(self, error: MlxtpError) -> None:
         self.ranks, self.reason = None, error
-        self.recoveries.over(error.code, time.monotonic())
-        self.history.ended(_now(), error.code, error.detail)
+        now = time.monotonic()
+        self.recoveries.over(error.code, now)
+        self.history.ended(now, error.code, error.detail)
         self.enter(ServingState.RESTARTING)
 
     def ended_history(self) -> tuple[EpochStory, ...]:
         """Return the epochs of a group that is over; the reports of one elsewhere may just have ceased."""
-        self.history.ended(_now(), None, None)
+        self.history.ended(time.monotonic())
         return self.history.stories
 
     def enter(self, state: ServingState) -> None:
@@ -104,15 +104,8 @@ class GroupStatus:
     def follow(self, state: ServingState, epoch: int, reason: str, group: EpochGroup) -> None:
         """Show the owner's report of the group, while this agent has no epoch of its own."""
         self.epoch, self.group = epoch, group
-        self.history.remote_epoch(
-            epoch,
-            _now(),
-            state=state,
-            reason=reason,
-            world_size=group.world_size,
-            backend=group.backend,
-            kind=group.kind,
-        )
+        story = _story(epoch, group, None, here=False)
+        self.history.remote_epoch(story, time.monotonic(), state=state, reason=reason)
         self.reason = GroupError(reason) if reason else None
         self.show(state)
 
@@ -182,5 +175,5 @@ class GroupStatus:
         )
 
 
-def _now() -> Instant:
-    return Instant(time.time(), time.monotonic())
+def _story(epoch: int, group: EpochGroup, model: str | None, *, here: bool = True) -> EpochStory:
+    return EpochStory(epoch, time.time(), here, group.world_size, group.backend, group.kind, model)

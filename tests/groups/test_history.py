@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mlxtp.groups.history import MOST, History, Instant, RateMeter
+from mlxtp.groups.history import MOST, EpochStory, History, RateMeter
 
 
 class Told:
@@ -16,29 +16,27 @@ class Told:
         self.history = History()
         self.clock = 0.0
 
-    @property
-    def now(self) -> Instant:
-        return Instant(1000 + self.clock, self.clock)
+    def story(self, epoch: int, kind: str, model: str | None) -> EpochStory:
+        return EpochStory(epoch, 1000 + self.clock, model is not None, 2, "ring", kind, model)
 
     def begins(self, epoch: int, after: float = 0.0) -> None:
         self.clock += after
-        self.history.began(epoch, self.now, world_size=2, backend="ring", model="tiny")
+        self.history.began(self.story(epoch, "", "tiny"), self.clock)
 
     def ready(self, after: float) -> None:
         self.clock += after
-        self.history.ready(self.now)
+        self.history.ready(self.clock)
 
     def ends(
         self, after: float, code: str | None = "rank_lost", reason: str | None = "rank 1 is gone"
     ) -> None:
         self.clock += after
-        self.history.ended(self.now, code, reason)
+        self.history.ended(self.clock, code, reason)
 
     def told(self, epoch: int, state: str, reason: str = "", after: float = 0.5) -> None:
         self.clock += after
-        self.history.remote_epoch(
-            epoch, self.now, state=state, reason=reason, world_size=2, backend="ring", kind="ring over Wi-Fi"
-        )
+        story = self.story(epoch, "ring over Wi-Fi", None)
+        self.history.remote_epoch(story, self.clock, state=state, reason=reason)
 
     def rows(self, *names: str) -> list[tuple[Any, ...]]:
         return [tuple(getattr(story, name) for name in names) for story in self.history.stories]

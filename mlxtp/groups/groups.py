@@ -296,10 +296,8 @@ class OtherOwners:
 
     def _prepare(self, link: ControlLink, order: Prepare) -> None:
         node, node_id = self._node, link.node_id
-        group, forms = (
-            self._groups.by_id.get(order.group),
-            f"{node.name_of(node_id)} forms epoch {order.epoch}",
-        )
+        group = self._groups.by_id.get(order.group)
+        forms = f"{node.name_of(node_id)} forms epoch {order.epoch}"
         assignee = group.scope.assignment.owner if group is not None else ""
         if not node.membership.status_of(assignee).present:  # the next assignment is still on its way here
             assignee = ""
@@ -312,8 +310,7 @@ class OtherOwners:
             self._end_elsewhere(node_id, order.group, forms)
         if no is not None:
             with contextlib.suppress(MlxtpError):
-                trouble = RankTrouble(order.epoch, order.rank, Code.NOT_READY, no, outside=False)
-                link.send(trouble)
+                link.send(RankTrouble(order.epoch, order.rank, Code.NOT_READY, no, outside=False))
             return
         node.replica.saw_epoch(order.epoch)
         self._end_elsewhere(node_id, order.group, forms)

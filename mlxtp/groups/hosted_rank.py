@@ -88,9 +88,9 @@ class HostedRank:
         """Its process; 0 until it serves."""
         return self.process.pid if self.process is not None and self._heart is not None else 0
 
-    def gives_way_to(self, host: str, order: Prepare) -> bool:
-        """Return True when this rank ends for another one of its group."""
-        return (self.host, self.order.group) == (host, order.group)
+    @property
+    def group(self) -> tuple[str, str]:
+        return self.host, self.order.group
 
     async def spawn(self, model: Path, worker: Worker) -> None:
         """Start the process. Raises MlxtpError, OSError or TimeoutError."""
@@ -239,7 +239,7 @@ class HostedRanks:
                 if rank is not None:
                     rank.gathered(message)
             case Prepare():
-                before = [each for each in self._ranks.values() if each.gives_way_to(host, message)]
+                before = [each for each in self._ranks.values() if each.group == (host, message.group)]
                 for each in before:
                     each.silenced = True
                     del self._ranks[each.key]
@@ -261,8 +261,7 @@ class HostedRanks:
     def serves(self, host: str, group: str, epoch: int) -> None:
         """Note that an owner's group is at that epoch: earlier ranks of it end."""
         why = f"its host is at epoch {epoch}"
-        mine = (host, group)
-        self.clear(why, lambda each: (each.host, each.order.group) == mine and each.order.epoch < epoch)
+        self.clear(why, lambda each: each.group == (host, group) and each.order.epoch < epoch)
 
     def lost(self, host: str) -> None:
         self.clear("its host's link is gone", lambda rank: rank.host == host)

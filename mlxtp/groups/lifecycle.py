@@ -17,7 +17,7 @@ from ..gateway.gateway import Gateway
 from ..models.inspect import ModelSource, weight_bytes
 from .health import RestartPolicy, ServingState
 from .loading import KvRoom, LoadedModel, ModelLoader
-from .process_group import EpochGroup, ProcessGroup, Stage
+from .process_group import EpochGroup, ProcessGroup
 from .ranks import WORKER, Worker
 from .status import GroupStatus
 
@@ -101,14 +101,7 @@ class Supervisor:
         self.group = group
         self.status = GroupStatus(gateway)
         self.loader = ModelLoader(settings, partial(gateway.self_test, deployment))
-
-        def make_ranks(plan: EpochPlan, on_stage: Stage) -> ProcessGroup:
-            events = gateway.on_event
-            ranks = ProcessGroup(settings, plan.epoch, events, on_stage, worker=worker, group=plan.group)
-            ranks.kv_bytes = self.kv.limit_bytes
-            return ranks
-
-        self._make_ranks = make_ranks
+        self._make_ranks = partial(ProcessGroup, settings, on_event=gateway.on_event, worker=worker)
         #: Model of this agent's present epoch, or of the last one.
         self.source: ModelSource | None = None
         self.kv = KvRoom(self._serve)  #: Room for the KV caches of the model that the present epoch serves.
@@ -155,7 +148,8 @@ class Supervisor:
         self.source = model
         status.began(plan.epoch, plan.group, model.id)
         reached = partial(self._reached, time.monotonic())
-        ranks = self._current = self._make_ranks(plan, reached)
+        ranks = self._current = self._make_ranks(plan.epoch, on_stage=reached, group=plan.group)
+        ranks.kv_bytes = self.kv.limit_bytes
         formed = served = False
         try:
             await ranks.start()  # they form a group, which proves itself
@@ -223,11 +217,6 @@ class Supervisor:
     @property
     def open_requests(self) -> int:
         return self.gateway.deployments.open_at(self.group)
-
-    @property
-    def closing(self) -> str:
-        """Reason why the group takes no new requests; empty while it does."""
-        return self.status.closing
 
     @property
     def has_ranks(self) -> bool:

@@ -108,10 +108,7 @@ class KvRoom:
 
 
 class ModelLoader:
-    """Brings a model up on ranks, whether they are to serve at once or stand beside those that serve.
-
-    `self_test` returns the self-test of ranks that take no requests yet.
-    """
+    """Brings a model up on ranks. `self_test` returns the self-test of ranks that take no requests yet."""
 
     def __init__(self, settings: Settings, self_test: Callable[[RequestBackend], GroupSelfTest]) -> None:
         self.proof = ""  #: The golden proof's finding that is no failure, for users; empty for none.

@@ -39,7 +39,8 @@ def health(node: ClusterNode, groups: Groups, gateway: Gateway, model: str = "")
     deployments = tuple(deployment_health(row, of, unused_s(reports, row.name) or 0) for row, of in rows)
     named = [of for (_, of), each in zip(rows, deployments, strict=True) if model in (each.name, each.model)]
     group = best(named[0]) if model and named else groups.shown
-    status, closing = group.supervisor.status, group.supervisor.closing
+    status = group.supervisor.status
+    closing = status.closing
     ready = status.state is ServingState.READY and not closing
     if not model and len(deployments) > 1:
         needed = [each for each in deployments if each.pinned] or deployments[:1]

@@ -85,7 +85,7 @@ class ServingReports:
         return Serving(
             mine.order.number,
             str(state),
-            supervisor.closing or reason,
+            supervisor.status.closing or reason,
             group.backend if group is not None else "none",
             mine.order.form.kind if self._node.settings.ranks == 1 else "",
             mine.ranks,

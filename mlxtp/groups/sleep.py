@@ -24,12 +24,8 @@ NAP_S = 2.0  #: Seconds; a shorter sleep has no effect on other Macs.
 #: Keeps a Mac from sleeping by itself for as long as the command runs; a closed lid still makes it sleep.
 CAFFEINATE = ("/usr/bin/caffeinate", "-i")
 
-
-#: Two clocks of each system: one that stands still while it sleeps, and one that goes on.
-_PAIRS = {
-    "darwin": ("CLOCK_UPTIME_RAW", "CLOCK_MONOTONIC"),
-    "linux": ("CLOCK_MONOTONIC", "CLOCK_BOOTTIME"),
-}
+#: Names of two clocks of this system: one that stands still while it sleeps, and one that goes on.
+_MACS, _LINUX = ("CLOCK_UPTIME_RAW", "CLOCK_MONOTONIC"), ("CLOCK_MONOTONIC", "CLOCK_BOOTTIME")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +37,8 @@ class Clocks:
 
 
 def clocks() -> Clocks:
-    """Read this machine's clocks. Without such a pair, no sleep is ever seen."""
-    pair = _PAIRS.get(sys.platform)
-    if pair is None:
-        return Clocks(time.monotonic(), time.monotonic())
-    awake, all_ = (time.clock_gettime(getattr(time, name)) for name in pair)
-    return Clocks(awake, all_)
+    pair = _MACS if sys.platform == "darwin" else _LINUX
+    return Clocks(*(time.clock_gettime(getattr(time, name)) for name in pair))
 
 
 def slept_s(before: Clocks, after: Clocks) -> float:

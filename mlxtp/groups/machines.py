@@ -46,15 +46,10 @@ class Machines:
         node.links.on_lost(lambda node_id, _why: self._others.pop(node_id, None))
         node.rounds.add(lambda _now: self.tell())
 
-    def members(
-        self,
-        lack: Callable[[str], str] = lambda _: "",
-        held_bytes: Callable[[str], int] = lambda _: 0,
-    ) -> list[MemberMachine]:
+    def members(self, held_bytes: Callable[[str], int] = lambda _: 0) -> list[MemberMachine]:
         """Return the members that are present, in the form that placement needs.
 
-        `lack` returns the reason why a node cannot load the model, and `held_bytes` the bytes of its memory
-        that ranks hold and that are free for the group to be planned.
+        `held_bytes` returns the bytes of a node's memory that ranks hold and that are free for a new plan.
         """
         node = self._node
         found = []
@@ -63,15 +58,12 @@ class Machines:
             if not status.present or machine is None:
                 continue
             link = node.links.to(node_id)
-            why = lack(node_id)
             found.append(
                 MemberMachine(
                     node_id,
                     node.name_of(node_id),
                     replace(machine, free_bytes=in_steps(machine.free_bytes), wired_bytes=0, notes=()),
                     link.remote if link is not None else "",
-                    not why,
-                    why,
                     held_bytes=held_bytes(node_id),
                     boot_id=status.boot_id,
                 )

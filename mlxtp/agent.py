@@ -242,7 +242,7 @@ async def _running(
             dialer.woke()
 
     def has_rank() -> bool:
-        return parts.groups.in_epoch or parts.hosted.has_ranks
+        return parts.groups.in_epoch or bool(parts.hosted.ranks)
 
     keep_awake = KeepAwake() if settings.keep_awake and sys.platform == "darwin" else None
     work.append(watch_sleep(woke, has_rank, keep_awake))

@@ -182,7 +182,7 @@ def gather(parts: AgentParts) -> Snapshot:
         participants=participants,
         serving=serving,
         measured=parts.results.of(participants, kind(agent.group)),
-        hosted=parts.hosted.has_ranks,
+        hosted=bool(parts.hosted.ranks),
         model_bytes=group.scope.model.weight_bytes or None,
         left_wired=sleep.HERE.summary(),
         caches=caches_of(parts),

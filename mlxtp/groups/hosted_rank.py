@@ -209,10 +209,6 @@ class HostedRanks:
         node.enrolment.on_gone(self._forget)
 
     @property
-    def has_ranks(self) -> bool:
-        return bool(self._ranks)
-
-    @property
     def models(self) -> set[Path]:
         """Folders of the models that ranks here have open, or are about to open."""
         return {rank.model for rank in self._alive if rank.model is not None}

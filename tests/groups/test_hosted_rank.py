@@ -148,7 +148,7 @@ def test_a_rank_from_its_order_to_its_end(tmp_path: Path) -> None:
         await stage.hears(EpochEnded)
         assert stage.orders.notes("shut down")
         assert not (stage.home / FOLDER).exists(), "an end in order is no failure"
-        assert not stage.hosted.has_ranks
+        assert not stage.hosted.ranks
         assert stage.hosted.models == set()
         assert stage.pids() == []
         assert stage.heard(RankTrouble) == []

@@ -50,10 +50,9 @@ from .topology import (
 )
 
 # --- groups in a graph: nodes that are all joined pairwise, nodes that can stand in a circle -------------
-# Both searches try nodes in the order given and end with the first group found, so that the same nodes in
-# the same order make the same group. They are exhaustive within `STEPS` extensions of a partial group.
-# Cables make thin graphs, which have far fewer extensions, because a Mac has few ports. A network that all
-# nodes share makes a thick graph, in which the first try fits.
+# Both searches try nodes in the order given and end with the first group found. They are exhaustive within
+# `STEPS` extensions of a partial group, which the thin graphs of cables never need; in the thick graph of a
+# network that all nodes share the first try fits.
 
 STEPS = 20_000
 
@@ -146,7 +145,6 @@ class Fabrics:
 
     @cached_property
     def graphs(self) -> dict[str, Graph]:
-        """The members that each member can reach in each kind of fabric."""
         rdma: dict[str, set[str]] = {node: set() for node in self._members}
         tcp = {network: {node: set[str]() for node in self._members} for network in NETWORKS}
         for a, b in combinations(self._members, 2):
@@ -159,7 +157,6 @@ class Fabrics:
         return {**found, JACCL_MESH: _frozen(rdma), JACCL_RING: _frozen(rdma)}
 
     def joined(self, kind: str, size: int, nodes: Sequence[str], must: str) -> tuple[str, ...]:
-        """Return the first of the groups that so many of these nodes can make, with `must` as rank 0."""
         search = clique if kind == JACCL_MESH else circle
         return search(nodes, size, self.graphs[kind], must)
 
@@ -168,15 +165,10 @@ class Fabrics:
         return [JACCL_MESH, JACCL_RING][: 2 if size > 2 else 1] if self.hopes_for_rdma else []
 
     def ring_links(self, group: Sequence[str], kind: str) -> list[TcpLink]:
-        """Return each rank's link to the one before it, in the fastest network; [] where one has none."""
-        found = [
-            next(
-                (link for network in _LINKS.get(kind, ()) if (link := self._topology.tcp(network, *pair))),
-                None,
-            )
-            for pair in zip((group[-1], *group[:-1]), group, strict=True)
-        ]
-        return [link for link in found if link is not None] if all(found) else []
+        networks = _LINKS.get(kind, ())
+        pairs = zip((group[-1], *group[:-1]), group, strict=True)
+        found = [link for pair in pairs for link in self._topology.fastest(*pair, networks)[:1]]
+        return found if len(found) == len(group) else []
 
     def matrix(self, group: Sequence[str], *, circle: bool) -> DeviceMatrix:
         """Return [from][to] the RDMA device; in a circle only between neighbours."""
@@ -193,9 +185,8 @@ class Fabrics:
     def doubled(self, group: Sequence[str], matrix: DeviceMatrix) -> str:
         """Return, in words, an RDMA device that would serve two peers; only devices given by hand can."""
         for node, row in zip(group, matrix, strict=True):
-            devices = [device for device in row if device]
-            for device in devices:
-                if (count := devices.count(device)) > 1:
+            for device in filter(None, row):
+                if (count := row.count(device)) > 1:
                     name = self._members[node].name
                     return f"{device} of {name} would have to serve {count} peers; a device serves 1"
         return ""
@@ -237,7 +228,6 @@ class Fabrics:
     def _no_jaccl(
         self, group: tuple[str, ...], matrix: DeviceMatrix, options: PlacementOptions, *, circle: bool
     ) -> str:
-        """Return why JACCL cannot form on these ranks; empty if nothing speaks against it."""
         if twice := self.doubled(group, matrix):
             return twice
         by_rank = {rank: self._members[node].machine for rank, node in enumerate(group)}
@@ -341,14 +331,11 @@ class Candidate:
 
     kind            a key of `cost_model.FABRICS`, ALONE, or TENSOR_PARALLEL or PIPELINE if no fabric was
                     tried
-    nodes           number of nodes
     verdict         "chosen", "possible" or "refused", which `reason` explains
     ranks, names    node ids in rank order, and their names; () if no group was found
     backend         "none", "ring" or "jaccl"
-    jaccl_ring      whether JACCL goes around in a circle rather than between all pairs
     ring_addresses  for the ring: the IPv4 address on which each rank listens for the rank before it
     rdma            for jaccl: [from][to] the RDMA device, None where there is no cable or none is used
-    memory, speed   memory of each rank, and the estimated speed
     split           for a pipeline: number of layers of each rank, of which rank 0 has the last ones
     """
 
@@ -372,7 +359,6 @@ class Candidate:
 
     @property
     def title(self) -> str:
-        """Its name in a sentence."""
         if self.nodes == 1:
             return f"{self.names[0]} alone" if self.names else ALONE
         if self.split:
@@ -381,12 +367,10 @@ class Candidate:
 
     @property
     def layers(self) -> str:
-        """The layers of a pipeline's ranks, in words; empty for others."""
         return ", ".join(f"{name} {layers}" for name, layers in zip(self.names, self.split, strict=False))
 
     @property
     def is_pipeline(self) -> bool:
-        """True if each rank has whole layers, or would have them."""
         return bool(self.split) or self.kind == PIPELINE
 
 
@@ -394,19 +378,16 @@ class Candidate:
 class PlacementOptions:
     """Decisions of the user, and what is known of the machines.
 
-    backend           "auto", "jaccl" or "ring"
     nodes             "auto" for the soonest, "all" for as many as can work together, or how many exactly; the
                       latter two accept groups that are slower than one node alone
     max_context       tokens of prompt and answer to make room for; 0 for `DEFAULT_CONTEXT`, or the model's
                       maximum if that is less
     fast_fences       whether ranks run with MLX_METAL_FAST_SYNCH=1
-    measured          measurements of these machines
     rdma              RDMA devices given by hand, by node id and peer's node id
     failed            groups that failed to form a while ago, which are refused
     repeatable        whether large sums must come out the same each time
-    workload          the requests whose expected time decides
-    parallel          how several nodes share the model: "tensor", "pipeline", or "auto" for the sooner one.
-                      The first two accept groups that are slower than one node alone
+    parallel          how several nodes share the model: one of PARALLEL. All but "auto" accept groups that
+                      are slower than one node alone
     split             layers of each rank of a pipeline, of which rank 0 has the last ones; () for the best
     fabric_networks   links that may carry tensors: one of `topology.FABRIC_NETWORKS`
     """
@@ -443,8 +424,8 @@ class PlacementOptions:
 class CandidateFinder:
     """Search for the best group of each size and fabric among `members` (by node id).
 
-    The best answers a request of the workload soonest. Among equally fast nodes the one with more memory
-    comes first, then the smaller id. `context` is in tokens.
+    Among equally fast nodes the one with more memory comes first, then the smaller id. `context` is in
+    tokens.
     """
 
     members: Mapping[str, MemberMachine]
@@ -476,7 +457,6 @@ class CandidateFinder:
         return found
 
     def assumptions(self, chosen: Candidate | None) -> list[str]:
-        """Return the assumptions behind the chosen group's estimates, as sentences."""
         chips = {self._ranks[node].chip for node in (chosen.ranks if chosen else ())}
         return [
             f"{c.name or 'a chip without a name'} is not in the table of chips: "
@@ -500,7 +480,6 @@ class CandidateFinder:
 
     @cached_property
     def _order(self) -> list[str]:
-        """Node ids, the preferred first."""
         return sorted(self.members, key=lambda node: preference(self.members[node], self.shape.name))
 
     def _of_size(self, size: int, pool: Sequence[str], must: str) -> list[Candidate]:
@@ -522,7 +501,6 @@ class CandidateFinder:
         return rank_memory(self.members[node], self.shape, size, self.context, sharing=sharing)
 
     def _no_room(self, size: int, pool: Sequence[str], must: str) -> str:
-        """Return which rank has too little memory, in the group with the most."""
         most = sorted(pool, key=lambda n: (n != must, -self._usable[n], n))[:size]
         memories = enumerate(self._memory(node, size) for node in most)
         return next(_no_room(rank, memory) for rank, memory in memories if not memory.fits)
@@ -574,7 +552,6 @@ class CandidateFinder:
         return found or Candidate(PIPELINE, size, reason=missing)
 
     def _staged(self, kind: str, group: tuple[str, ...]) -> Candidate:
-        """Return the pipeline of these ranks, with the layers of each."""
         sharing = len(group) if self.topology.is_one_machine else 1
         ranks = [StageRank(self._ranks[node], self.members[node], sharing) for node in group]
         if (cut := self._cutter.cut(ranks, self.options.split)) is None:
@@ -639,12 +616,10 @@ class CandidateFinder:
         return group
 
     def _soonest(self, kind: str, groups: Sequence[tuple[str, ...]]) -> Candidate:
-        """Return the group that answers a request of the workload soonest, possible ones first."""
         found, workload = [self._feasible(kind, group) for group in groups], self.options.workload
         return min(found, key=lambda one: (one.verdict != "possible", one.request_seconds(workload)))
 
     def _feasible(self, kind: str, group: tuple[str, ...], cut: Cut | None = None) -> Candidate:
-        """Return the group with everything it needs, or the reason why it cannot form."""
         wired = self.fabrics.wired(kind, group, self.options)
         if not wired.ranks:
             return wired
@@ -666,7 +641,6 @@ class CandidateFinder:
 
 
 def preference(member: MemberMachine, model: str) -> tuple[object, ...]:
-    """Return a sort key of Macs. Free memory does not count, for caches on disk are a rank's."""
     machine = member.machine
     has, cached = chip(machine.chip, machine.gpu_cores), _cached_rank(machine, model)
     return -has.reading, -has.flops, -machine.memory_bytes, cached, member.node_id
@@ -680,7 +654,6 @@ def _cached_rank(machine: Machine, model: str) -> int:
 
 
 def _no_room(rank: int, memory: RankMemory, layers: int = 0) -> str:
-    """Return that a rank has too little memory for its share, or for so many layers."""
     has, needs = memory.available / GB, memory.needed / GB
     share = f" of {layers} layers" if layers else ""
     if memory.stranded:

@@ -1,8 +1,6 @@
 """Placement: the nodes that serve a model, their order and their fabric. Pure.
 
-The choice answers a request of the expected workload soonest, and is the same on every node. Where ranks
-share layers, a group is as fast as its slowest member and needs the same memory of each, which makes the
-search of `candidates.py` small; docs/placement.md explains it.
+The choice answers a request of the expected workload soonest; docs/placement.md has the rules.
 """
 
 from __future__ import annotations
@@ -25,17 +23,13 @@ _SAID = 4  #: Reasons that one sentence may give.
 class Placement:
     """The chosen nodes. If no group can serve, `chosen` is None and `reason` names what is missing.
 
-    leader        node id of rank 0
-    reason        why this group, in one or two sentences; if no group can serve, it begins with the nodes
-                  that lack the model, which people can mend first
+    reason        why this group; if no group can serve, it begins with the nodes that lack the model, which
+                  people can mend first
     alternatives  all that was considered: the chosen one, then the possible ones, then the refused ones
-    notes         other remarks for people
     context       tokens whose KV caches have room on every rank
-    workload      the requests whose expected time decided
     """
 
     chosen: Candidate | None
-    leader: str
     reason: str
     alternatives: tuple[Candidate, ...]
     notes: tuple[str, ...]
@@ -46,6 +40,11 @@ class Placement:
     def ranks(self) -> tuple[str, ...]:
         """Node ids in rank order; () for no group."""
         return self.chosen.ranks if self.chosen else ()
+
+    @property
+    def leader(self) -> str:
+        """Node id of rank 0; empty for no group."""
+        return self.ranks[0] if self.ranks else ""
 
     @property
     def backend(self) -> str:
@@ -100,7 +99,6 @@ def plan(
         notes.append(crossing)
     return Placement(
         chosen=next((a for a in considered if a.verdict == "chosen"), None),
-        leader=chosen.ranks[0] if chosen else "",
         reason=_reason(considered, chosen, options, left_out),
         alternatives=tuple(considered),
         notes=tuple(notes),
@@ -110,7 +108,6 @@ def plan(
 
 
 def _judged(found: Sequence[Candidate], options: PlacementOptions) -> list[Candidate]:
-    """Return the same with verdicts by the user's options and by the time of one node alone."""
     alone = next((a for a in found if a.nodes == 1 and a.verdict == "possible"), None)
     judged = [_refused(one, _objection(one, alone, options)) for one in found]
     several = any(one.nodes > 1 and one.verdict == "possible" for one in judged)
@@ -121,13 +118,11 @@ def _judged(found: Sequence[Candidate], options: PlacementOptions) -> list[Candi
 
 
 def _refused(one: Candidate, objection: str) -> Candidate:
-    """Return a candidate that is refused if there is an objection to it, and it is possible."""
-    known = one.verdict != "possible" or not objection
-    return one if known else replace(one, verdict="refused", reason=objection)
+    refuses = one.verdict == "possible" and objection
+    return replace(one, verdict="refused", reason=objection) if refuses else one
 
 
 def _too_few(options: PlacementOptions, shape: ModelShape, able: int, here: int) -> list[Candidate]:
-    """Return the requested group as refused, if too few nodes can serve the model."""
     if not isinstance(options.nodes, int) or options.nodes <= able:
         return []
     found = (
@@ -158,14 +153,11 @@ def _objection(one: Candidate, alone: Candidate | None, options: PlacementOption
 
 def _best(considered: Sequence[Candidate], options: PlacementOptions) -> Candidate | None:
     possible = [a for a in considered if a.verdict == "possible"]
-    if not possible:
-        return None
-    most = max(a.nodes for a in possible) if options.nodes == "all" else 0
-    return min((a for a in possible if a.nodes >= most), key=lambda one: _order(one, options))
+    most = max((a.nodes for a in possible), default=0) if options.nodes == "all" else 0
+    return min((a for a in possible if a.nodes >= most), key=lambda one: _order(one, options), default=None)
 
 
 def _order(one: Candidate, options: PlacementOptions) -> tuple[object, ...]:
-    """Return a sort key, smaller is better: sooner, fewer nodes, then any fixed order."""
     return (_seconds(one, options), one.nodes, one.kind, one.ranks)
 
 
@@ -177,8 +169,7 @@ def _ranked(
     considered: Sequence[Candidate], chosen: Candidate | None, options: PlacementOptions
 ) -> list[Candidate]:
     marked = [replace(a, verdict="chosen") if a is chosen else a for a in considered]
-    places = {"chosen": 0, "possible": 1, "refused": 2}
-    return sorted(marked, key=lambda a: (places[a.verdict], *_order(a, options), a.reason))
+    return sorted(marked, key=lambda a: (a.verdict, *_order(a, options), a.reason))  # by alphabet
 
 
 def _left_out(members: Sequence[MemberMachine]) -> list[str]:
@@ -189,11 +180,10 @@ def _left_out(members: Sequence[MemberMachine]) -> list[str]:
 def _fallback(
     considered: Sequence[Candidate], chosen: Candidate | None, finder: CandidateFinder
 ) -> list[str]:
-    """Return why ranks use TCP although the Macs could have RDMA."""
     if chosen is None or chosen.backend != "ring" or not finder.fabrics.hopes_for_rdma:
         return []
-    missed = [a for a in considered if a.kind == JACCL_MESH and a.nodes == chosen.nodes]
-    return [f"the {chosen.kind}, not JACCL: {a.reason}" for a in missed if a.verdict == "refused"][:1]
+    missed = (a for a in considered if (a.kind, a.nodes, a.verdict) == (JACCL_MESH, chosen.nodes, "refused"))
+    return [f"the {chosen.kind}, not JACCL: {a.reason}" for a in missed][:1]
 
 
 def _reason(
@@ -206,9 +196,10 @@ def _reason(
         trouble = _trouble(considered, options) or "0 nodes here can serve this model"
         return "; ".join([*left_out, trouble])
     total, prompt, answer = _times(chosen, options)
-    work = options.workload.name
     layers = f" (layers: {chosen.layers})" if chosen.split else ""
-    times = f"{total} per {work} request, {prompt} for its prompt and {answer} for its answer"
+    times = (
+        f"{total} per {options.workload.name} request, {prompt} for its prompt and {answer} for its answer"
+    )
     reason = f"{chosen.title}{layers}: {times}"
     later = [a for a in considered if a.speed and _seconds(a, options) >= _seconds(chosen, options)]
     others = [a for a in later if (a.nodes == 1) != (chosen.nodes == 1)] or [
@@ -227,7 +218,6 @@ def _reason(
 
 
 def _times(one: Candidate, options: PlacementOptions) -> tuple[str, str, str]:
-    """Return the times of a request, of its prompt and of its answer."""
     assert one.speed is not None
     prompt_s, answer_s = one.speed.prompt_s(options.workload), one.speed.answer_s(options.workload)
     return f"{prompt_s + answer_s:.1f} s", f"{prompt_s:.1f} s", f"{answer_s:.1f} s"

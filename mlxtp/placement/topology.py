@@ -110,9 +110,9 @@ class Topology:
     def _between(self, network: str, one: str, other: str) -> Sequence[TcpLink]:
         return self._tcp.get(network, {}).get(frozenset((one, other)), ())
 
-    def fastest(self, one: str, other: str) -> list[TcpLink]:
-        """Return the best link between two members in each network, the fastest first."""
-        return [link for network in NETWORKS for link in self.links(network, one, other)[:1]]
+    def fastest(self, one: str, other: str, networks: Sequence[str] = NETWORKS) -> list[TcpLink]:
+        """Return the best link between two members in each of these networks, in their order."""
+        return [link for network in networks for link in self.links(network, one, other)[:1]]
 
     def rdma(self, one: str, other: str) -> RdmaLink | None:
         """Return the cable by which two members reach each other's memory."""

@@ -358,13 +358,13 @@ def _cells(answer: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _speeds(answer: Mapping[str, Any]) -> tuple[list[float], list[float]]:
-    from ..placement.measurements import gather_share, sum_share
+    from ..placement.cost_model import sum_share
 
     def of(times: Sequence[float], share: float) -> list[float]:
         return [size * share / seconds for size, seconds in zip(answer["sizes"], times, strict=True)]
 
     count = len(answer["names"])
-    return of(answer["sums_s"], sum_share(count)), of(answer["gathers_s"], gather_share(count))
+    return of(answer["sums_s"], sum_share(count)), of(answer["gathers_s"], count - 1)
 
 
 def _rate(speed: float) -> str:

@@ -20,13 +20,7 @@ from .topology import MemberMachine
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A typical request, and how many come at once.
-
-    prompt   tokens of its prompt
-    cached   those of them that are not computed, because a prefix cache has them
-    answer   tokens of its answer
-    at_once  requests that run at the same time, 1 or more
-    """
+    """A typical request, in tokens, of which a prefix cache has `cached`; and how many run at once."""
 
     name: str
     prompt: int
@@ -36,7 +30,6 @@ class Workload:
 
     @property
     def computed(self) -> int:
-        """Tokens of its prompt that are computed."""
         return max(1, self.prompt - self.cached)
 
     @property
@@ -100,6 +93,11 @@ class Fabric:
         return self.step_s * (2 * (ranks - 1) if self.circle else 2)
 
 
+def sum_share(ranks: int) -> float:
+    """Return how often each byte of a sum over `ranks` ranks crosses each link."""
+    return 2 * (ranks - 1) / ranks
+
+
 JACCL_MESH = "JACCL mesh"
 JACCL_RING = "JACCL ring"
 RING_THUNDERBOLT = "ring over Thunderbolt"
@@ -127,9 +125,8 @@ FABRICS: Mapping[str, Fabric] = {
 class Collective:
     """One measured sum of a few kilobytes over the ranks on `nodes`. It counts more than assumptions.
 
-    kind       the fabric, a key of FABRICS
-    seconds    of one sum
-    fenced     whether its fence is in it
+    kind       a key of FABRICS
+    fenced     whether its fence is in `seconds`
     bandwidth  bytes/s on one link, for large sums; 0 where that was not measured
     """
 
@@ -212,7 +209,7 @@ class DraftedSpeed:
 class SpeedEstimate:
     """Estimated speed of a group, and the parts of one token's time, all in seconds.
 
-    ttft_s    time to the first token of a prompt of `LONG_PROMPT` tokens
+    ttft_s    to the first token of a prompt of `LONG_PROMPT` tokens
     measured  the time of collectives is not assumed; the part of it that is fences may still be
     stages    the first one first; they hand the hidden states of a forward on
     hop_s     of a transfer to the next stage, and `row_s` more for each token in it
@@ -237,7 +234,7 @@ class SpeedEstimate:
         return self.prompts_s(workload.computed, workload.at_once)
 
     def prompts_s(self, tokens: int, at_once: int) -> float:
-        """Return the same for so many prompts, of which so many tokens are computed.
+        """Return the same for so many prompts of `tokens` tokens.
 
         Their chunks follow each other through the stages, as fast as the slowest one or a link.
         """
@@ -250,9 +247,9 @@ class SpeedEstimate:
         return sum(each) + borders * hop_s + (chunks * at_once - 1) * slowest_s
 
     def answer_s(self, workload: Workload) -> float:
-        """Return the seconds of the answers of all requests of a workload at once.
+        """Return the same of the answers, which share forwards.
 
-        They share the forwards. In a pipeline each stage computes another lane of them, if they are enough.
+        In a pipeline each stage computes another lane of them, if they are enough.
         """
         lanes = min(len(self.stages), workload.at_once)
         rows = workload.at_once / lanes
@@ -266,7 +263,6 @@ class SpeedEstimate:
         return stages * self.hop_s + (stages - 1) * rows * self.row_s if stages > 1 else 0.0
 
     def request_seconds(self, workload: Workload) -> float:
-        """Return the seconds of a request, from its arrival to its last token, beside those at once."""
         return self.prompt_s(workload) + self.answer_s(workload)
 
 
@@ -296,8 +292,7 @@ def speed(
         count, wire_s = size, (size - 1) * row_s
         found = _estimate(tuple(reversed(costs)), hop_s=fence_s + latency_s, row_s=row_s)
     else:
-        share = 2 * (size - 1) / size  # how often each number of a sum crosses each link
-        count, wire_s = shape.collectives, shape.collectives * row_s * share
+        count, wire_s = shape.collectives, shape.collectives * row_s * sum_share(size)
         found = _estimate((replace(whole, waiting_s=count * (fence_s + latency_s), wire_s=wire_s),))
     found = replace(
         found, fences_s=count * fence_s, latency_s=count * latency_s, wire_s=wire_s, measured=known
@@ -306,7 +301,6 @@ def speed(
 
 
 def _with_drafts(found: SpeedEstimate, shape: ModelShape, ranks: Sequence[RankHardware]) -> SpeedEstimate:
-    """Return the same with the speed that the best number of drafts gives, if the model has a usable head."""
     if not shape.model.drafts:
         return found
     accepted, published = ACCEPTED.get(shape.family, ACCEPTED_UNKNOWN), shape.family in ACCEPTED
@@ -370,7 +364,6 @@ def stages(split: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _estimate(costs: tuple[StageCosts, ...], hop_s: float = 0.0, row_s: float = 0.0) -> SpeedEstimate:
-    """Return the estimate for these stages; of its parts only those within a stage."""
     reading_s, kernels_s = (sum(getattr(each, name) for each in costs) for name in ("reading_s", "kernels_s"))
     found = SpeedEstimate(0.0, 0.0, reading_s, kernels_s, 0.0, 0.0, 0.0, costs, hop_s=hop_s, row_s=row_s)
     token_s = sum(each.step_s(1, PROMPT) for each in costs) + found.around_s(1)
@@ -460,38 +453,27 @@ class RankMemory:
 def rank_memory(
     member: MemberMachine, shape: ModelShape, ranks: int, context: int, *, sharing: int = 1
 ) -> RankMemory:
-    """Return the memory of one of `ranks` ranks, with KV caches of `context` tokens.
-
-    `sharing` of them share the machine.
-    """
-    weights = shape.rank_weights(ranks)
+    """Return the memory of one of `ranks` ranks on a machine that `sharing` of them share."""
     return RankMemory(
-        node_id=member.node_id,
-        name=member.name,
-        weights=weights,
-        kv=shape.rank_kv(ranks, context),
-        headroom=_headroom(weights),
+        member.node_id,
+        member.name,
+        *rank_needs(shape, ranks, context),
         available=usable_bytes(member) // sharing,
         total=member.machine.memory_bytes,
         stranded=member.machine.stranded_bytes,
     )
 
 
-def rank_needs(shape: ModelShape, ranks: int, context: int) -> int:
-    """Return the bytes that one of `ranks` ranks needs on any machine."""
+def rank_needs(shape: ModelShape, ranks: int, context: int) -> tuple[int, int, int]:
+    """Return the bytes of weights, KV caches of `context` tokens, and headroom, of one of `ranks` ranks."""
     weights = shape.rank_weights(ranks)
-    return weights + shape.rank_kv(ranks, context) + _headroom(weights)
-
-
-def _headroom(weights: int) -> int:
-    return HEADROOM_BYTES + int(HEADROOM_SHARE * weights)
+    return weights, shape.rank_kv(ranks, context), HEADROOM_BYTES + int(HEADROOM_SHARE * weights)
 
 
 def usable_bytes(member: MemberMachine) -> int:
     """Return the bytes that ranks may take there: at most what its GPU may wire, and at most what is free.
 
-    Memory that a rank of ours holds counts as free: it ends before the next one begins. Free memory has out
-    already what is stranded there.
+    Ranks of ours end before others begin. Free memory has out already what is stranded there.
     """
     machine = member.machine
     default = default_gpu_bytes(machine.memory_bytes) if machine.system == "macos" else machine.memory_bytes

@@ -14,7 +14,7 @@ from typing import Any
 from ..wire.cluster_messages import FabricResult
 from ..wire.codecs import record
 from ..wire.messages import MAX_TIMED_BYTES, MAX_TIMED_ROUNDS
-from .cost_model import Collective
+from .cost_model import Collective, sum_share
 from .faults import MUCH_SLOWER
 
 SIZES = tuple(1024 * 4**i for i in range(8))  #: Bytes: 1 KiB to 16 MiB.
@@ -70,17 +70,13 @@ def merged(kept: Iterable[FabricResult], more: Iterable[FabricResult]) -> tuple[
 def find(
     results: Iterable[FabricResult], nodes: Iterable[str], kind: str, *, fast_fences: bool
 ) -> FabricResult | None:
-    """Return the result of these nodes over this fabric with such fences; None if there is none."""
     asked = (frozenset(nodes), kind, fast_fences)
     matching = [r for r in results if (frozenset(r.nodes), r.kind, r.fast_fences) == asked]
     return matching[-1] if matching else None
 
 
 def measured(results: Iterable[FabricResult], *, fast_fences: bool) -> tuple[Collective, ...]:
-    """Return the measurements that placement prefers to assumptions.
-
-    Results with slow fences do not count for fast ones, nor the reverse.
-    """
+    """Return the measurements that placement prefers to assumptions: those with such fences."""
     return tuple(
         Collective(each.kind, each.collective_s, frozenset(each.nodes), each.metal, bandwidth(each))
         for each in results
@@ -106,16 +102,6 @@ def slow_link(kind: str, expected: float, ranks: int, seconds: float) -> str:
     return f"{kind} carries {carried / 1e6:,.1f} MB/s, where {expected / 1e6:,.0f} MB/s are expected"
 
 
-def sum_share(ranks: int) -> float:
-    """Return how often each byte of a sum crosses each link."""
-    return 2 * (ranks - 1) / ranks
-
-
-def gather_share(ranks: int) -> float:
-    """Return the same for a gather, of the bytes of one rank."""
-    return float(ranks - 1)
-
-
 # --- as text ----------------------------------------------------------------------------------------
 
 
@@ -132,7 +118,6 @@ def from_json(table: Any) -> FabricResult:
 
 
 def to_text(results: Sequence[FabricResult]) -> str:
-    """Return the results as the text of a file."""
     return json.dumps({"format": _TEXT, "results": [asdict(each) for each in results]}, indent=1)
 
 

@@ -115,7 +115,6 @@ class StageRules:
 class PartShape:
     """Sizes of one layer, of what a stage has beside its layers, or of all.
 
-    weight_bytes      all weights
     token_bytes       weights read for one token: of routed experts only those it meets
     token_weights     number of weights that a token is multiplied by
     kernels           GPU kernels started one after the other for one token
@@ -142,8 +141,6 @@ class ModelShape(PartShape):
     """Sizes of a model that its placement depends on. Bytes are of weights as they are stored.
 
     name              its name in sentences
-    model             what its modules show
-    layers            number of layers
     whole_bytes       of the weights, what each rank of a group holds whole; `token_whole_bytes`: reads whole
     mlp_bytes         weights of dense MLPs, which some families keep whole where they do not divide
     kv_heads          ranks that share the KV caches at most; a compressed cache is on every rank
@@ -153,7 +150,6 @@ class ModelShape(PartShape):
     output_bytes      weights of the output head, which may be the embedding's
     before            sizes of all layers before each one, and of all
     ends              sizes of what first and last stages have beside layers: the embedding; norm and head
-    rules             for its stages
     """
 
     name: str
@@ -211,7 +207,6 @@ class ModelShape(PartShape):
         return _shared_out(self.token_bytes, self.token_whole_bytes + self._whole_mlps(ranks), ranks)
 
     def _whole_mlps(self, ranks: int) -> int:
-        """Return the bytes of the dense MLPs that each of `ranks` ranks has whole."""
         width = self.model.mlp_width
         return self.mlp_bytes if width % ranks or width // ranks % self.model.group else 0
 
@@ -252,9 +247,8 @@ def shape_of(
 ) -> ModelShape:
     """Return the shape of a described model.
 
-    If `weight_bytes`, those on disk, are known, all sizes are scaled to them: configurations of mixed
-    quantizations are rarely complete. `kv_bits` (4 or 8) quantizes the KV cache where it can be. `mtp`: its
-    files have an MTP head.
+    All sizes are scaled to `weight_bytes` on disk, if known: configurations of mixed quantizations are rarely
+    complete. `kv_bits` (4 or 8) quantizes the KV cache where it can be. `mtp`: its files have an MTP head.
     """
     embedding, layers, head = model.embedding, model.layers, model.head
     whole = sum((embedding, *layers, head), PartFacts())
@@ -324,7 +318,6 @@ class DescribedModel:
     mtp: bool
 
     def shape(self, name: str, kv_bits: int) -> ModelShape:
-        """Return its shape; see `shape_of`."""
         return shape_of(self.model, name=name, weight_bytes=self.weight_bytes, kv_bits=kv_bits, mtp=self.mtp)
 
     def packed(self) -> bytes:

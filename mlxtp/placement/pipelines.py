@@ -35,8 +35,6 @@ Seconds = Callable[[int, int, int], float]  #: Of a stage: its number, its first
 
 @dataclass(frozen=True, slots=True)
 class StageRank:
-    """One rank of a pipeline: its hardware, its Mac, and how many ranks share that."""
-
     hardware: RankHardware
     member: MemberMachine
     sharing: int = 1
@@ -52,11 +50,11 @@ class Cut:
 
 
 class _StageSizes:
-    """Memory and time of all stages of a model, which many plans need. Layers: from one to before another."""
+    """Bytes and seconds of all stages of a model, from one layer to before another, for many plans."""
 
     def __init__(self, shape: ModelShape, context: int, workload: Workload) -> None:
         self.stage = cache(shape.stage)
-        self.needed = cache(lambda begin, end: rank_needs(self.stage(begin, end), 1, context))  #: Bytes.
+        self.needed = cache(lambda begin, end: sum(rank_needs(self.stage(begin, end), 1, context)))
         #: Returns the seconds of layers on a chip, as one of so many stages.
         self.seconds_of = cache(self._seconds_of)
         self._costs_on = cache(lambda chip: cache(partial(self._costs, RankHardware("", chip))))
@@ -181,7 +179,6 @@ def _slowest_s(seconds: Seconds, borders: Sequence[int]) -> float:
 
 
 def _levelled(seconds: Seconds, borders: list[int], rules: StageRules) -> list[int]:
-    """Move borders as long as the slower of two neighbours gains."""
 
     def allowed_s(at: int, begin: int, end: int) -> float:
         return math.inf if rules.flaw(begin, end) else seconds(at, begin, end)
@@ -199,5 +196,4 @@ def _levelled(seconds: Seconds, borders: list[int], rules: StageRules) -> list[i
 
 
 def _counts(borders: Sequence[int]) -> tuple[int, ...]:
-    """Return the layers between borders, in rank order."""
     return tuple(end - begin for begin, end in pairwise(borders))[::-1]

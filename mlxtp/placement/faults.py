@@ -1,8 +1,8 @@
 """The table of faults: for each a test over facts, its meaning and the remedy. Pure.
 
 Preflight, plans, the notes of a Mac, the doctor, failed groups and docs/doctor.md render it. Commands are for
-the person at the keyboard; this program runs none of them. JACCL reports one of macOS's numbers on each Mac,
-and one number has several meanings: so what can be seen beforehand is told beforehand.
+people; this program runs none. One error number of JACCL has several meanings, so what can be seen is told
+beforehand.
 """
 
 from __future__ import annotations
@@ -107,7 +107,6 @@ class Fault(Generic[F]):
 
 
 def _is_older(machine: Machine) -> bool:
-    """Return True if this macOS is known to be older than RDMA over Thunderbolt."""
     version = tuple(int(part) for part in machine.release.split(".")[:2] if part.isdecimal())
     return machine.system == "macos" and () < version < RDMA_SINCE
 
@@ -118,7 +117,6 @@ def _could_have_rdma(machine: Machine) -> bool:
 
 
 def cabled(machine: Machine) -> list[Port]:
-    """Return the ports with another Mac at the other end."""
     return [port for port in machine.ports if port.peer_domain and port.peer_domain not in _own(machine)]
 
 
@@ -205,8 +203,6 @@ OF_MACS: tuple[Fault[Machine], ...] = (
 
 
 class PortOf(NamedTuple):
-    """A Thunderbolt port, and the Mac that it is a port of."""
-
     machine: Machine
     port: Port
 
@@ -216,7 +212,6 @@ class PortOf(NamedTuple):
 
     @property
     def addresses(self) -> list[str]:
-        """Its IPv4 addresses, up or down."""
         own = (each for each in self.machine.interfaces if each.name == self.port.interface)
         return [each.address for each in own if each.address]
 
@@ -242,7 +237,6 @@ class PortOf(NamedTuple):
 
     @property
     def own(self) -> str:
-        """The address that it should have."""
         return cable_addresses(self.port.domain, self.port.peer_domain)[0]
 
     @property
@@ -310,10 +304,7 @@ RDMA_OF_PORTS = tuple(fault for fault in OF_PORTS if fault.stops_rdma)
 
 
 def faults_of(machine: Machine) -> list[Finding]:
-    """Return all that is wrong with a machine, its cables and settings, the most important first.
-
-    `machine` has all its interfaces.
-    """
+    """Return all that is wrong with a machine that has all its interfaces, the most important first."""
     *of_mac, battery = [fault for fault in OF_MACS if fault.row]
     if machine.system != "macos":
         return list(battery.found(machine))
@@ -325,7 +316,6 @@ def faults_of(machine: Machine) -> list[Finding]:
 
 
 def notes_of(machine: Machine) -> tuple[str, ...]:
-    """Return the same as sentences, each of which fits into `Machine.notes`."""
     return tuple(map(str, faults_of(machine)))
 
 
@@ -341,15 +331,14 @@ def no_rdma(machine: Machine, port: Port | None = None) -> str:
 
 
 def place(port: Port) -> str:
-    """Return the name of a port as printed on the Mac."""
     return f"Thunderbolt {port.receptacle}" + (f" ({port.interface})" if port.interface else "")
 
 
 def cable_addresses(domain: str, peer_domain: str, holder: str = "") -> tuple[str, str]:
     """Return (ours, theirs): two addresses of a /30 that both ends of a cable compute alike.
 
-    The /30 is one of the 16,384 networks of 10.201.0.0/16, by the two Thunderbolt domains and by what has it:
-    a bridge that is down keeps its addresses and routes. No message is needed.
+    It is one of 10.201.0.0/16, by the two Thunderbolt domains and by what has it: a bridge that is down keeps
+    its addresses and routes.
     """
     low, high = sorted((domain, peer_domain))
     network = crc32(f"{holder}{low} {high}".encode()) % 2**14 * 4
@@ -415,9 +404,9 @@ def preflight(
 ) -> Finding | None:
     """Return the first reason why JACCL's `init` would fail on this rank's machine, or None.
 
-    `machine` has all its interfaces and is current, because ports come and go. With the machines of `others`,
-    by rank, cables are followed to their other ends. Devices that a user `named` by hand are not checked, and
-    if the rank uses no others, nor is its machine.
+    `machine` has all its interfaces and is current. With the machines of `others`, by rank, cables are
+    followed to their other ends. Devices that a user `named` by hand are not checked, and if the rank uses no
+    others, nor is its machine.
     """
     if wrong := rdma.fault(matrix, ring=ring):
         return Finding(
@@ -452,7 +441,6 @@ class GroupFailure(NamedTuple):
 
 
 def _init(pattern: str, error: GroupFailure) -> Iterator[Words]:
-    """Find a pattern in a message of JACCL's `init`."""
     if match := re.search(pattern, error.message.partition("[jaccl] ")[2]):
         device = match.groupdict().get("device")
         yield {"by_hand": _by_hand(bool(error.named) if device is None else device in error.named)}
@@ -524,15 +512,11 @@ FAULTS: tuple[Fault[Any], ...] = (*OF_MACS, *OF_PORTS, *OF_USES, *OF_FORMING, *O
 
 
 def explain(message: str, named: Collection[str] = ()) -> Finding | None:
-    """Return the fault behind an error with which a group did not form; None for an unknown error.
-
-    `named` are the devices that a user named by hand.
-    """
+    """Return the fault behind an error with which a group did not form; `named`: as in `preflight`."""
     return _first(OF_FORMING, GroupFailure(message, named))
 
 
 def explain_crash(message: str) -> Finding | None:
-    """Return the fault behind the end of a rank of a formed group; None if it is no known crash."""
     return _first(OF_ENDS, GroupFailure(message, ()))
 
 

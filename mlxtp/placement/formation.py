@@ -17,8 +17,7 @@ from .topology import MemberMachine
 def blames_fabric(code: Code, message: str) -> bool:
     """Return whether the fabric may be why a group over JACCL ended while it served.
 
-    Signs are a crash, an error of JACCL, a wrong proof, and a stall in which one rank is behind: where none
-    is, kernels may be slow on all. Lost processes, links and memory are no signs.
+    A stall is a sign only where one rank is behind: where none is, kernels may be slow on all.
     """
     if code is Code.RANK_STALLED:
         return NOBODY_BEHIND not in message
@@ -32,8 +31,7 @@ def may_pass(code: Code, message: str) -> bool:
 
 
 # --- memory of groups that failed to form, so that the next best plan takes their place ------------------
-# A cable in the wrong port, a device without an address or queue pairs that are used up fail again at each
-# try. The group is left out of planning for a while, or until its Macs change.
+# Such a group is left out of planning for a while, or until its Macs change.
 
 RETRY_S = 600.0  #: Until a group that failed to form may be tried again.
 NO_ADDRESS, USED_UP = "jaccl-address", "jaccl-used-up"  #: Faults; either may mean a device that is used up.
@@ -86,13 +84,9 @@ class FailedGroup:
 
     @property
     def nodes(self) -> list[str]:
-        """Its node ids, sorted."""
         return sorted({node for link in self.links for node in link[:2]})
 
     def is_in(self, kind: str, links: Links) -> bool:
-        """Return whether a group of `kind` with `links` contains this one."""
-        if not self.kind:
-            return {link[:2] for link in self.links} <= {link[:2] for link in links}
         return kind == self.kind and self.links <= links
 
     def circumstances(self, members: Mapping[str, MemberMachine]) -> object:
@@ -211,7 +205,6 @@ class FailedGroups:
     def left_out(
         self, members: Mapping[str, MemberMachine], now: float
     ) -> tuple[tuple[FailedGroup, float], ...]:
-        """Return the groups not to be planned, and the seconds until each may be."""
         return tuple(each for each in self.known(members, now) if each[1] > 0)
 
 

@@ -40,20 +40,14 @@ async def probe(address: str = "", *, system: str = sys.platform, run: RunProbe 
 
 
 async def refresh(machine: Machine, address: str = "", *, run: RunProbe | None = None) -> Machine:
-    """Return the same machine with its present memory, interfaces, power and RDMA ports; every few seconds.
-
-    Chip and cables stay as they were, and so does a value that a command does not report.
-    """
+    """Return the same machine with its present memory, interfaces, power and RDMA ports."""
     if machine.system != "macos":
         return elsewhere(await asyncio.to_thread(_look), address)
     return mac_again(machine, await outputs(run, cheap=True), address)
 
 
 async def outputs(run: RunProbe | None = None, *, cheap: bool = False) -> Mapping[str, Output]:
-    """Return what all commands print on this Mac, or the cheap ones, or what went wrong with them.
-
-    All run at once, so that together they take as long as the slowest.
-    """
+    """Return what all commands print on this Mac, or the cheap ones; all run at once."""
     run = run or run_command
     commands = {name: command for name, command in COMMANDS.items() if command.cheap or not cheap}
     runs = (
@@ -165,7 +159,6 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 def _look() -> Sight:
-    """Read psutil, /proc and /etc. Blocks for some milliseconds."""
     import psutil
 
     memory = psutil.virtual_memory()

@@ -83,7 +83,6 @@ def _parse(text: str, source: str) -> Mapping[str, Any]:
 
 
 def _nodes(entry: object, place: int, source: str) -> list[_Node]:
-    """Return the `count` machines of one [[node]]."""
     where = f"{source}: machine {place}"
     if not isinstance(entry, dict):
         raise ConfigError(f"{where} is {entry!r}, not a table")

@@ -86,10 +86,7 @@ def _read(outputs: Outputs, *, cheap: bool) -> dict[str, Reading]:
 
 
 def _changing(machine: Machine, outputs: Outputs, read: dict[str, Reading], address: str) -> Machine:
-    """Return `machine`, which has the other commands' notes, with all that changes from minute to minute.
-
-    A value that a command does not report this time stays as it was.
-    """
+    """Return `machine`, which has the other commands' notes, with all that changes and is reported now."""
     has_rdma = any(port.rdma for port in machine.ports)
     active = read["ibv_devinfo"]
     if not has_rdma:
@@ -126,11 +123,7 @@ def _notes(outputs: Outputs, read: Mapping[str, Reading]) -> tuple[str, ...]:
 
 
 def _rdma(switch: str, devices: Reading, profile: Profile) -> str:
-    """Return "enabled", "disabled" or "unsupported".
-
-    The switch in Recovery can be set on any Mac. A Mac whose ports all end at 40 Gb/s (Thunderbolt 4) has no
-    RDMA for it to switch, and lists no device then.
-    """
+    """Return "enabled", "disabled" or "unsupported": the switch in Recovery exists on any Mac."""
     idle = [bus.gbps for bus in profile.buses if not bus.connected and bus.gbps]
     linked = [bus.gbps for bus in profile.buses if bus.connected]
     if idle and max(idle + linked) < THUNDERBOLT_5_GBPS:
@@ -183,10 +176,7 @@ def _with_kinds(links: Sequence[NetworkDevice], ports: Reading, machine: Machine
 
 
 def elsewhere(sight: Sight, address: str = "") -> Machine:
-    """Return a machine that is no Mac: no Thunderbolt ports, no GPU, no memory that counts as wired.
-
-    `build` is its kernel, `chip` its architecture if the processor has no name.
-    """
+    """`build` is its kernel, `chip` its architecture if the processor has no name."""
     machine = Machine(
         system="linux" if sight.system == "linux" else "other",
         release=_first(_RELEASE, sight.os_release, 60) or printable(sight.system, 60),
@@ -231,10 +221,7 @@ def _addressed(
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """Readings of a machine that is no Mac. Memory is in bytes; `plugged_in` is None without a battery.
-
-    Texts are empty where their file is missing.
-    """
+    """Readings of a machine that is no Mac. Memory is in bytes; texts are empty where a file is missing."""
 
     system: str
     cpuinfo: str
@@ -270,10 +257,7 @@ def linux_device(
     wireless: bool = False,
     bridge: bool = False,
 ) -> NetworkDevice:
-    """Return one device from what psutil reports: IPv4 addresses with dotted netmasks, flags by commas, Mb/s.
-
-    `wireless` and `bridge` are from /sys/class/net.
-    """
+    """Return one device from psutil's IPv4 addresses with dotted netmasks, flags by commas, and Mb/s."""
     has = flags.split(",")
     kinds = {
         "loopback": "loopback" in has or name == "lo",

@@ -24,16 +24,12 @@ MAX_NOTE = 300  #: Characters of one sentence in `Machine.notes`.
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Output of a command and, in words, its failure ("" for none)."""
-
     text: str = ""
     problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Value read from a text, and the names of the values that the text lacks."""
-
     value: Any
     missing: tuple[str, ...] = ()
 
@@ -43,10 +39,7 @@ NOT_INSTALLED = Output(problem="is not installed")
 
 
 def note(command: str, output: Output, missing: Iterable[str]) -> tuple[str, ...]:
-    """Return one sentence about the values that `command` left unknown, or none when nothing is missing.
-
-    It begins with the command's name and a colon, by which it is found again.
-    """
+    """Return one sentence about unknown values, if any. It begins with the command's name and a colon."""
     unknown = ", ".join(missing)
     problem = output.problem or "its output cannot be parsed"
     return (f"{command}: {problem}; not known: {unknown}"[:MAX_NOTE],) if unknown else ()
@@ -71,13 +64,7 @@ def count(value: object, high: int) -> int:
     return value if type(value) is int and 0 <= value <= high else 0
 
 
-# --- addresses at which another machine nearby may reach this one ----------------------------------------
-# kept        Ethernet, Wi-Fi, Thunderbolt and the Thunderbolt bridge, up or down, self-assigned addresses too
-# left out    links that lead elsewhere: point-to-point links (VPNs), phones, what neither is a port of a Mac
-#             nor lies over one (feth, tap), and networks that exist inside this machine only (containers,
-#             virtual machines, Internet Sharing)
-# loopback    only when nothing else is up
-# asked for   an address that is asked for counts in any case, and then no other does
+# --- addresses at which another machine nearby may reach this one: "Addresses" in docs/placement.md ------
 
 MAX_LINKS = 256  #: Network devices that are read; a machine with many containers has some dozens.
 MAX_ADDRESSES = 32  #: IPv4 addresses that are read for each device.
@@ -160,8 +147,6 @@ def _usefulness(interface: Interface) -> tuple[bool, bool, str, str]:
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """Values of `sysctl`. Memory is in bytes; a `wired_limit_bytes` of 0 is the system's own default."""
-
     release: str = ""
     build: str = ""
     model: str = ""
@@ -172,7 +157,6 @@ class System:
 
 
 def parse_sysctl(text: str) -> Reading:
-    """Read lines of `name: value`. A name that this macOS does not know has no line."""
     values = {name: value.strip() for name, colon, value in _parted(text, ":") if colon}
     system = System(
         release=printable(values.get("kern.osproductversion"), 60),
@@ -208,7 +192,6 @@ _TRANSLATED = re.compile(r"(?!Ethernet|USB|LAN)[^\W\d_]+ (\d{1,2})")
 
 
 def parse_hardware_ports(text: str) -> Reading:
-    """Read pairs of `Hardware Port: ...` and `Device: ...`."""
     pairs: list[tuple[str, str]] = []
     port = ""
     for name, _, value in _parted(text, ": "):
@@ -340,7 +323,6 @@ def parse_rdma_ctl(text: str) -> Reading:
 
 
 def parse_pmset(text: str) -> Reading:
-    """Read "ac", "battery" or "unknown"."""
     for supply, power in (("'AC Power'", "ac"), ("'Battery Power'", "battery")):
         if supply in text[:1000]:
             return Reading(power)
@@ -348,7 +330,6 @@ def parse_pmset(text: str) -> Reading:
 
 
 def _parted(text: str, separator: str) -> Iterator[tuple[str, str, str]]:
-    """Yield each line without its indent, split at the first separator, shortened to what any field holds."""
     return (line.strip()[:400].partition(separator) for line in text.splitlines())
 
 
@@ -365,7 +346,6 @@ class Bus:
     """One Thunderbolt port with the cable in it, as `wire/cluster_messages.py` has it.
 
     `gbps` is the speed of the link if `connected`, else the most that the port can do, 0 when unknown.
-    `peer_domain` is the Thunderbolt domain of the nearest Mac: behind a hub there can be several.
     """
 
     receptacle: int
@@ -389,7 +369,6 @@ class Profile:
 
 
 def parse_profile(text: str) -> Reading:
-    """Read the JSON of SPHardwareDataType, SPDisplaysDataType and SPThunderboltDataType."""
     try:
         told = json.loads(text)
     except (ValueError, RecursionError):
@@ -449,7 +428,6 @@ def _bus(entry: dict[str, Any]) -> Bus | None:
 
 
 def _devices(entry: dict[str, Any]) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield the devices on a bus, with the number of hubs in between. Bounded in depth and width."""
     waiting = [(item, 0) for item in _maps(_get(entry, "_items"))][:_MAX_ITEMS]
     for _ in range(_MAX_ITEMS):
         if not waiting:
@@ -485,10 +463,7 @@ _PROFILES = ("SPHardwareDataType", "SPDisplaysDataType", "SPThunderboltDataType"
 
 @dataclass(frozen=True, slots=True)
 class ProbeCommand:
-    """A parser of a command's output, its arguments, and the seconds to wait for it.
-
-    `cheap` commands run again at each refresh.
-    """
+    """One command that probes. `cheap` ones run again at each refresh."""
 
     parse: Callable[[str], Reading]
     arguments: tuple[str, ...] = ()
@@ -511,8 +486,7 @@ COMMANDS: Mapping[str, ProbeCommand] = {
 }
 
 
-# --- commands that only the doctor runs ------------------------------------------------------------------
-# Those above report what a machine is; these report how it is set. Parsers return None for the unknown.
+# --- commands that only the doctor runs; their parsers return None for the unknown ------------------------
 
 FIREWALL = "/usr/libexec/ApplicationFirewall/socketfilterfw"  #: Its path in macOS; no PATH leads there.
 ASK_S = 5.0
@@ -555,9 +529,7 @@ _LAST_WORD = re.compile(r"(?:counter packets \d+ bytes \d+ )?(?:drop|reject\b.*)
 
 
 def parse_nft(text: str) -> bool:
-    """Return whether `nft list ruleset` has a chain that all incoming packets of this machine pass, and that
-    drops or rejects a packet which no rule accepts.
-    """
+    """Return whether a chain of `nft list ruleset` drops or rejects incoming packets that no rule accepts."""
     hooked = closed = False
     for line in map(str.strip, text[: 1 << 20].splitlines()):
         if line.startswith("chain "):

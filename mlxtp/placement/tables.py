@@ -85,8 +85,7 @@ _NAME = re.compile(r"\bApple M(\d+)(?: (Pro|Max|Ultra))?\b", re.IGNORECASE)
 def chip(name: str, gpu_cores: int = 0) -> Chip:
     """Return the chip that Apple calls `name` ("Apple M3 Ultra"), with so many GPU cores (0: its largest).
 
-    A chip that is newer than the table counts as the newest of its kind in it; anything else as a plain
-    computer. Both are marked as not known.
+    A newer one counts as the newest of its kind in the table, anything else as a plain computer.
     """
     key, known = _entry(name)
     if not key:
@@ -106,7 +105,6 @@ def chip(name: str, gpu_cores: int = 0) -> Chip:
 
 
 def core_counts(name: str) -> tuple[int, ...]:
-    """Return the numbers of GPU cores with which this chip is made; () for one that is not in the table."""
     key, known = _entry(name)
     return tuple(_GBPS[key]) if known else ()
 
@@ -122,7 +120,6 @@ def named(text: str) -> str:
 
 
 def nearest(text: str) -> str:
-    """Return the known chip whose name is most like `text`, or an empty string."""
     found = get_close_matches(_words(text), _BY_WORDS, n=1)
     return _BY_WORDS[found[0]] if found else ""
 

@@ -63,8 +63,6 @@ class TcpLink:
 
 @dataclass(frozen=True, slots=True)
 class RdmaLink:
-    """Two members on one cable with RDMA: the device of each, by node id."""
-
     devices: Mapping[str, str]
 
 
@@ -130,7 +128,6 @@ class Topology:
         return _no_rdma(a, cables[0][0]) or _no_rdma(b, cables[0][1])
 
     def has_cables(self) -> bool:
-        """Return whether any two of the members are joined by a Thunderbolt cable, or by hand."""
         return bool(self._cables) or bool(self._overrides)
 
     @cached_property
@@ -204,7 +201,6 @@ class Topology:
         }
 
     def _networks(self) -> dict[tuple[str, IPv4Network], list[tuple[MemberMachine, Interface]]]:
-        """Return the interfaces that have an address in the same network, by kind and network."""
         homes: dict[tuple[str, IPv4Network], list[tuple[MemberMachine, Interface]]] = {}
         for member in self._members.values():
             for interface in member.machine.interfaces:
@@ -262,7 +258,6 @@ def _is_local(interface: Interface) -> bool:
 
 
 def _answered(one: MemberMachine, first: Interface, other: MemberMachine, second: Interface) -> bool:
-    """Return whether a control link of these two stands over exactly these two addresses."""
     here, there = f"{first.address} {second.address}", f"{second.address} {first.address}"
     return here in one.machine.reached or there in other.machine.reached
 
@@ -281,7 +276,6 @@ def _kind(machine: Machine, interface: Interface) -> str:
 
 
 def _network(interface: Interface) -> IPv4Network | None:
-    """Return the interface's network; None if its text, another machine's, is no address."""
     try:
         return IPv4Network((interface.address, interface.prefix), strict=False)
     except ValueError:

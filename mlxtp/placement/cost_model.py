@@ -392,18 +392,14 @@ def _link(
     known = {each.nodes: each for each in measured if each.kind == kind}
     nodes, times = [rank.node_id for rank in ranks], 1
     talking = [frozenset(nodes)]
-    if talking[0] not in known and fabric.circle:
-        talking, times = [frozenset(pair) for pair in pairwise([*nodes, nodes[0]])], len(nodes) - 1
-    elif talking[0] not in known:
-        talking = list(map(frozenset, combinations(nodes, 2)))
+    if talking[0] not in known:
+        pairs = pairwise([*nodes, nodes[0]]) if fabric.circle else combinations(nodes, 2)
+        talking, times = list(map(frozenset, pairs)), len(nodes) - 1 if fabric.circle else 1
     if not all(pair in known for pair in talking):
         return fence_s, fabric.latency_s(len(ranks)), link, False
     sums = [known[pair] for pair in talking]
     fences = [min(fence_s, each.seconds) if each.fenced else fence_s for each in sums]
-    latencies = [
-        each.seconds - fence if each.fenced else each.seconds
-        for each, fence in zip(sums, fences, strict=True)
-    ]
+    latencies = [each.seconds - each.fenced * fence for each, fence in zip(sums, fences, strict=True)]
     bandwidth = min(each.bandwidth for each in sums) or link
     return max(fences), times * max(latencies), bandwidth, True
 

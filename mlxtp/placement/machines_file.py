@@ -194,14 +194,13 @@ def _cabled(
                 f"{node.ports} ports for them ({advice}if it has more, write ports = {needed})"
             )
     rdma = generation == "thunderbolt5"
-    used = [0] * size
     joined = list(members)
     for cable, (a, b) in enumerate(pairs):
         for end, other, host in ((a, b, 1), (b, a, 2)):
-            used[end] += 1
-            name = f"en{used[end] + 1}"
+            number = len(joined[end].machine.ports) + 1
+            name = f"en{number + 1}"
             port = Port(
-                receptacle=used[end],
+                receptacle=number,
                 interface=name,
                 domain=f"{cable}-{end}",
                 peer_domain=f"{cable}-{other}",

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from ipaddress import IPv4Address, IPv4Network
+from itertools import combinations
 from operator import itemgetter
 
 from ..wire.cluster_messages import Interface, Machine, Port
@@ -182,19 +183,14 @@ class Topology:
             return {LOOPBACK: {frozenset((a, b)): [link] for a in nodes for b in nodes if a != b}}
         ranked: dict[str, dict[frozenset[str], list[tuple[tuple[object, ...], TcpLink]]]] = {}
         for (kind, _), homes in sorted(self._networks().items()):
-            for i, (one, first) in enumerate(homes):
-                for other, second in homes[i + 1 :]:
-                    if one.node_id == other.node_id or not self._joined(kind, one, first, other, second):
-                        continue
-                    pair = frozenset((one.node_id, other.node_id))
-                    link = TcpLink(
-                        kind,
-                        {one.node_id: first.address, other.node_id: second.address},
-                        min(first.mbps, second.mbps),
-                        self._needs(kind, one, first, other, second),
-                    )
-                    rank = _preference(one, first, other, second)
-                    ranked.setdefault(kind, {}).setdefault(pair, []).append((rank, link))
+            for (one, first), (other, second) in combinations(homes, 2):
+                if one.node_id == other.node_id or not self._joined(kind, one, first, other, second):
+                    continue
+                addresses = {one.node_id: first.address, other.node_id: second.address}
+                needs = self._needs(kind, one, first, other, second)
+                link = TcpLink(kind, addresses, min(first.mbps, second.mbps), needs)
+                rank = _preference(one, first, other, second)
+                ranked.setdefault(kind, {}).setdefault(frozenset(addresses), []).append((rank, link))
         return {
             kind: {pair: [x for _, x in sorted(each, key=itemgetter(0))] for pair, each in found.items()}
             for kind, found in ranked.items()

@@ -35,7 +35,7 @@ LEFT: Mapping[str, int] = {
     "classes with many public methods": 10,
     "dataclasses with many fields": 7,
     "functions with many positional parameters": 6,
-    "functions of an object of a class beside them": 83,
+    "functions of an object of a class beside them": 82,
 }
 MOST_LINES: Mapping[str, int] = {
     "": 3_937,
@@ -50,7 +50,7 @@ MOST_LINES: Mapping[str, int] = {
     "groups": 6_624,
     "identity": 1_247,
     "models": 3_520,
-    "placement": 4_541,
+    "placement": 4_532,
     "service": 630,
     "text": 5_234,
     "wire": 4_042,

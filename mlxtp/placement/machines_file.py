@@ -15,9 +15,9 @@ from itertools import combinations
 from typing import Any
 
 from ..errors import ConfigError
-from ..wire.cluster_messages import Interface, Machine, Port
+from ..wire.cluster_messages import Interface, Port
 from .tables import Chip, chip, core_counts, named, names, nearest
-from .topology import MemberMachine
+from .topology import UNKNOWN, MemberMachine
 
 MAX_NODES = 64
 _NODE_FIELDS = ("name", "chip", "memory", "count", "gpu_cores", "free", "ports", "rdma")
@@ -140,21 +140,15 @@ def _bytes(entry: Mapping[str, Any], field: str, where: str) -> int | None:
 
 def _member(place: int, node: _Node) -> MemberMachine:
     able = node.chip.thunderbolt5
-    machine = Machine(
+    machine = replace(
+        UNKNOWN,
         system="macos",
-        release="",
-        build="",
-        model="",
         chip=node.chip.name,
-        cpu_cores=0,
         gpu_cores=node.chip.gpu_cores,
         memory_bytes=node.memory,
         free_bytes=node.free,
-        wired_bytes=0,
-        gpu_bytes=0,
         power="ac",
         rdma="unsupported" if not able else "enabled" if node.rdma else "disabled",
-        bridge_up=False,
     )
     return MemberMachine(node_id=f"{place:032x}", name=node.name, machine=machine)
 

@@ -32,6 +32,7 @@ from .probe_macos import (
     only,
     printable,
 )
+from .topology import UNKNOWN
 
 Outputs = Mapping[str, Output]  #: Output of each command of `COMMANDS`; one that is missing was not run.
 
@@ -46,7 +47,8 @@ def mac(outputs: Outputs, address: str = "") -> Machine:
     every = _read(outputs, cheap=True)
     system: System = every["sysctl"].value
     ports: HardwarePorts = every["networksetup"].value
-    machine = Machine(
+    machine = replace(
+        UNKNOWN,
         system="macos",
         release=system.release,
         build=system.build,
@@ -55,12 +57,7 @@ def mac(outputs: Outputs, address: str = "") -> Machine:
         cpu_cores=system.cpu_cores or profile.cpu_cores,
         gpu_cores=profile.gpu_cores,
         memory_bytes=system.memory_bytes or profile.memory_bytes,
-        free_bytes=0,
-        wired_bytes=0,
-        gpu_bytes=0,
-        power="unknown",
         rdma=_rdma(switch, devices, profile),
-        bridge_up=False,
         ports=tuple(_port(bus, ports.thunderbolt, devices.value, profile.model) for bus in profile.buses),
     )
     if switch != "enabled":
@@ -177,21 +174,17 @@ def _with_kinds(links: Sequence[NetworkDevice], ports: Reading, machine: Machine
 
 def elsewhere(sight: Sight, address: str = "") -> Machine:
     """`build` is its kernel, `chip` its architecture if the processor has no name."""
-    machine = Machine(
+    machine = replace(
+        UNKNOWN,
         system="linux" if sight.system == "linux" else "other",
         release=_first(_RELEASE, sight.os_release, 60) or printable(sight.system, 60),
         build=printable(sight.kernel, 60),
         model=printable(sight.product, 60),
         chip=_first(_CHIP, sight.cpuinfo, 80) or printable(sight.architecture, 80),
         cpu_cores=count(sight.cpu_cores, 4096),
-        gpu_cores=0,
         memory_bytes=count(sight.memory_bytes, U63),
         free_bytes=count(sight.free_bytes, U63),
-        wired_bytes=0,
-        gpu_bytes=0,
         power="battery" if sight.plugged_in is False else "ac",
-        rdma="unsupported",
-        bridge_up=False,
     )
     return _addressed(machine, sight.devices[:MAX_LINKS], address, ())
 

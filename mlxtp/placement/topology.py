@@ -8,6 +8,7 @@ from functools import cached_property, lru_cache
 from ipaddress import IPv4Address, IPv4Network
 from itertools import combinations
 from operator import itemgetter
+from typing import NamedTuple
 
 from ..wire.cluster_messages import Interface, Machine, Port
 from . import faults
@@ -47,6 +48,36 @@ class MemberMachine:
     held_bytes: int = 0
     boot_id: str = ""
     taken_bytes: int = 0
+
+
+#: A machine of which nothing is known.
+UNKNOWN = Machine("other", "", "", "", "", 0, 0, 0, 0, 0, 0, "unknown", "unsupported", False)
+
+
+class LinkEnd(NamedTuple):
+    """One end of a link over TCP."""
+
+    member: MemberMachine
+    interface: Interface
+
+    @property
+    def address(self) -> str:
+        return self.interface.address
+
+    @property
+    def is_local(self) -> bool:
+        return _address(self.address) in _LINK_LOCAL
+
+    def strays(self, peer: str) -> bool:
+        """Return whether packets for `peer` may leave by Wi-Fi or Ethernet instead of this interface."""
+        return any(
+            each.up
+            and each.name != self.interface.name
+            and each.prefix >= self.interface.prefix
+            and _kind(self.member.machine, each) in (ETHERNET, WIFI)
+            and _address(peer) in (_network(each) or ())
+            for each in self.member.machine.interfaces
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,65 +214,57 @@ class Topology:
             return {LOOPBACK: {frozenset((a, b)): [link] for a in nodes for b in nodes if a != b}}
         ranked: dict[str, dict[frozenset[str], list[tuple[tuple[object, ...], TcpLink]]]] = {}
         for (kind, _), homes in sorted(self._networks().items()):
-            for (one, first), (other, second) in combinations(homes, 2):
-                if one.node_id == other.node_id or not self._joined(kind, one, first, other, second):
+            for a, b in combinations(homes, 2):
+                addresses = {end.member.node_id: end.address for end in (a, b)}
+                if len(addresses) < 2 or not self._joined(kind, a, b):
                     continue
-                addresses = {one.node_id: first.address, other.node_id: second.address}
-                needs = self._needs(kind, one, first, other, second)
-                link = TcpLink(kind, addresses, min(first.mbps, second.mbps), needs)
-                rank = _preference(one, first, other, second)
-                ranked.setdefault(kind, {}).setdefault(frozenset(addresses), []).append((rank, link))
+                mbps = min(a.interface.mbps, b.interface.mbps)
+                link = TcpLink(kind, addresses, mbps, self._needs(kind, a, b))
+                each = ranked.setdefault(kind, {}).setdefault(frozenset(addresses), [])
+                each.append((_preference(a, b), link))
         return {
             kind: {pair: [x for _, x in sorted(each, key=itemgetter(0))] for pair, each in found.items()}
             for kind, found in ranked.items()
         }
 
-    def _networks(self) -> dict[tuple[str, IPv4Network], list[tuple[MemberMachine, Interface]]]:
-        homes: dict[tuple[str, IPv4Network], list[tuple[MemberMachine, Interface]]] = {}
+    def _networks(self) -> dict[tuple[str, IPv4Network], list[LinkEnd]]:
+        homes: dict[tuple[str, IPv4Network], list[LinkEnd]] = {}
         for member in self._members.values():
             for interface in member.machine.interfaces:
                 network = _network(interface)
                 if interface.up and network is not None:
                     kind = _kind(member.machine, interface)
-                    homes.setdefault((kind, network), []).append((member, interface))
+                    homes.setdefault((kind, network), []).append(LinkEnd(member, interface))
         return {key: found for key, found in homes.items() if key[0] != LOOPBACK}
 
-    def _joined(
-        self, kind: str, one: MemberMachine, first: Interface, other: MemberMachine, second: Interface
-    ) -> bool:
+    def _joined(self, kind: str, a: LinkEnd, b: LinkEnd) -> bool:
         """Return whether these two interfaces really reach each other, as far as can be known.
 
         Every Mac numbers bridges, and cables without a given address, alike: equal addresses prove nothing. A
         Mac has one route for all link-local ones, by its primary interface, which connections bound to no
         interface take. So such a link exists only where a control link has come through.
         """
-        if first.address == second.address:
+        if a.address == b.address:
             return False
-        cables = self._cables.get(frozenset((one.node_id, other.node_id)), [])
-        if _is_local(first):
-            return kind == THUNDERBOLT and bool(cables) and _answered(one, first, other, second)
-        if kind != THUNDERBOLT or first.kind == "bridge" or second.kind == "bridge":
+        cables = self._cables.get(frozenset((a.member.node_id, b.member.node_id)), [])
+        if a.is_local:
+            return kind == THUNDERBOLT and bool(cables) and _answered(a, b)
+        bridged = "bridge" in (a.interface.kind, b.interface.kind)
+        if kind != THUNDERBOLT or bridged or not (a.member.machine.ports and b.member.machine.ports):
             return True
-        if one.machine.ports and other.machine.ports:
-            here, there = (first, second) if one.node_id < other.node_id else (second, first)
-            return any((a.interface, b.interface) == (here.name, there.name) for a, b in cables)
-        return True
+        names = a.interface.name, b.interface.name  # in the order of node ids, as cables
+        return names in [(one.interface, other.interface) for one, other in cables]
 
-    def _needs(
-        self, kind: str, one: MemberMachine, first: Interface, other: MemberMachine, second: Interface
-    ) -> str:
-        """Return the strictest of `FABRIC_NETWORKS` that admits the link of these two interfaces.
+    def _needs(self, kind: str, a: LinkEnd, b: LinkEnd) -> str:
+        """Return the strictest of `FABRIC_NETWORKS` that admits this link.
 
         No Mac knows the other machines on its Ethernet. So only a network without an address for a third
         one is private. The route of link-local addresses moves with the primary interface, to Wi-Fi, say.
         """
-        if _is_local(first):
-            return "any"
-        cabled = kind == THUNDERBOLT and frozenset((one.node_id, other.node_id)) in self._cables
-        for_two = first.kind == second.kind == "ethernet" and first.prefix >= _FOR_TWO
-        if not (cabled or for_two):
-            return "any"
-        if _strays(one.machine, first, second.address) or _strays(other.machine, second, first.address):
+        cabled = kind == THUNDERBOLT and frozenset((a.member.node_id, b.member.node_id)) in self._cables
+        wired = a.interface.kind == b.interface.kind == "ethernet"
+        for_two = wired and a.interface.prefix >= _FOR_TWO
+        if a.is_local or not (cabled or for_two) or a.strays(b.address) or b.strays(a.address):
             return "any"
         return "thunderbolt" if cabled else "private"
 
@@ -249,13 +272,9 @@ class Topology:
 _address = lru_cache(1024)(IPv4Address)  # each pair of Macs needs those of both
 
 
-def _is_local(interface: Interface) -> bool:
-    return _address(interface.address) in _LINK_LOCAL
-
-
-def _answered(one: MemberMachine, first: Interface, other: MemberMachine, second: Interface) -> bool:
-    here, there = f"{first.address} {second.address}", f"{second.address} {first.address}"
-    return here in one.machine.reached or there in other.machine.reached
+def _answered(a: LinkEnd, b: LinkEnd) -> bool:
+    """Return whether a control link of these two stands over exactly these two addresses."""
+    return any(f"{x.address} {y.address}" in x.member.machine.reached for x, y in ((a, b), (b, a)))
 
 
 def _no_rdma(member: MemberMachine, port: Port | None = None) -> str:
@@ -278,23 +297,8 @@ def _network(interface: Interface) -> IPv4Network | None:
         return None
 
 
-def _strays(machine: Machine, interface: Interface, peer: str) -> bool:
-    """Return whether packets for `peer` may leave by Wi-Fi or Ethernet instead of this interface."""
-    return any(
-        each.up
-        and each.name != interface.name
-        and each.prefix >= interface.prefix
-        and _kind(machine, each) in (ETHERNET, WIFI)
-        and IPv4Address(peer) in (_network(each) or ())
-        for each in machine.interfaces
-    )
-
-
-def _preference(
-    one: MemberMachine, first: Interface, other: MemberMachine, second: Interface
-) -> tuple[object, ...]:
+def _preference(*ends: LinkEnd) -> tuple[object, ...]:
     """Return a sort key, smaller is better: no bridge, the address known to work, speed, any fixed order."""
-    known = _answered(one, first, other, second)
-    bridges = (first.kind == "bridge") + (second.kind == "bridge")
-    addresses = sorted((_address(first.address), _address(second.address)))
-    return (bridges, -known, -min(first.mbps, second.mbps), *addresses)
+    bridges = sum(end.interface.kind == "bridge" for end in ends)
+    mbps = min(end.interface.mbps for end in ends)
+    return (bridges, not _answered(*ends), -mbps, *sorted(_address(end.address) for end in ends))

@@ -422,11 +422,7 @@ class PlacementOptions:
 
 @dataclass(frozen=True, eq=False)
 class CandidateFinder:
-    """Search for the best group of each size and fabric among `members` (by node id).
-
-    Among equally fast nodes the one with more memory comes first, then the smaller id. `context` is in
-    tokens.
-    """
+    """Search for the best group of each size and fabric among `members`, by node id. `context`: tokens."""
 
     members: Mapping[str, MemberMachine]
     topology: Topology
@@ -443,10 +439,7 @@ class CandidateFinder:
         return Fabrics(self.members, self.topology)
 
     def alternatives(self, must: str, *, leave_out: str = "") -> list[Candidate]:
-        """Return one candidate for each number of nodes and each fabric, without the node `leave_out`.
-
-        All groups have `must` as rank 0 unless it is empty.
-        """
+        """Return one candidate for each number of nodes and each fabric, with `must` as rank 0, if any."""
         pool = [node for node in self._order if node != leave_out]
         parallel, split, found = self.options.parallel, self.options.split, list[Candidate]()
         for size in range(1, min(MAX_RANKS, len(pool)) + 1):

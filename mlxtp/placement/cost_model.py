@@ -423,10 +423,7 @@ _FOR_MACOS_BYTES = 48 * _GIB  #: Bytes that Metal leaves macOS on a Mac of 256 G
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """One rank's memory, in bytes. `available` is what it may have, `total` what its machine has.
-
-    `stranded` bytes of the machine are lost until it restarts.
-    """
+    """One rank's memory, in bytes; `total` of its machine, of which `stranded` are lost until it restarts."""
 
     node_id: str
     name: str

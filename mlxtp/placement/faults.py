@@ -59,10 +59,7 @@ INFO, WARNING, ERROR = Level.INFO, Level.WARNING, Level.ERROR
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A fault at one place, in words; or, without an `id`, a fact worth knowing.
-
-    `fix` is a command to type or an action to take; `why`, if not empty, is why it matters.
-    """
+    """A fault at one place, its remedy, and why it matters; or, without an `id`, a fact worth knowing."""
 
     level: Level
     what: str

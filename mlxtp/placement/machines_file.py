@@ -42,10 +42,7 @@ class _Node:
 
 
 def read_machines(text: str, source: str = "the machines file") -> tuple[MemberMachine, ...]:
-    """Return the members of a TOML text, or of a JSON text, which begins with a brace.
-
-    Raises ConfigError with `source`, the place and the values that are allowed there.
-    """
+    """Return the members of a text of TOML or JSON. Raises ConfigError with `source` and the place."""
     table = _parse(text, source)
     if unknown := sorted(table.keys() - {"node", "links"}):
         raise ConfigError(f"{source}: unknown key {unknown[0]!r}; the keys are `links` and [[node]]")

@@ -27,8 +27,7 @@ from .topology import MemberMachine
 
 _NEAR = 0.999  #: The search ends where the slowest stage cannot be faster than this part of what was found.
 
-#: Models of which sizes of stages are kept, with up to 2 MB for each.
-_MODELS_KEPT = 32
+_MODELS_KEPT = 32  #: Models of which sizes of stages are kept, with up to 2 MB for each.
 
 Seconds = Callable[[int, int, int], float]  #: Of a stage: its number, its first layer, and the next stage's.
 
@@ -84,10 +83,7 @@ def counted_shares(shape: ModelShape, ranks: int, split: Sequence[int]) -> tuple
 
 
 class StageCutter:
-    """Search for the layers of each rank, with KV caches of `context` tokens. Ranks are in rank order.
-
-    A stage costs the seconds that it computes for the requests of `workload`: the slowest one bounds them.
-    """
+    """Search for the layers of each rank, with KV caches of `context` tokens. Ranks are in rank order."""
 
     def __init__(self, shape: ModelShape, context: int, workload: Workload) -> None:
         self._layers = shape.layers

@@ -82,14 +82,11 @@ class LinkEnd(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TcpLink:
-    """Two members in one network: the address of each there, by node id. `mbps` 0 is unknown.
-
-    `needs` is the strictest of `FABRIC_NETWORKS` that admits it.
-    """
+    """Addresses of two members in one network, by node id. `needs`: the strictest setting that admits it."""
 
     network: str
     addresses: Mapping[str, str]
-    mbps: int
+    mbps: int  #: 0 if unknown
     needs: str = "thunderbolt"
 
 
@@ -101,7 +98,6 @@ class RdmaLink:
 class Topology:
     """The links among `members`. Both orders of a pair give the same link.
 
-    members    in any order
     overrides  RDMA devices named by hand, which count more than probed ones
     admitted   one of `FABRIC_NETWORKS`: only TCP links that it admits are links; cables with RDMA always are
     """

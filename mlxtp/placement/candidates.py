@@ -238,8 +238,9 @@ class Fabrics:
                 return f"{self._members[node].name}: {trouble}"
         return ""
 
-    def missing(self, kind: str, size: int, nodes: Sequence[str]) -> str:
-        """Return why no `size` of `nodes`, the preferred first, make a fabric of this kind."""
+    def missing(self, kind: str, size: int, nodes: Sequence[str], must: str = "") -> str:
+        """Return why no `size` of `nodes`, the preferred first, make a fabric of this kind with `must`."""
+        nodes = sorted(nodes, key=lambda node: node != must)
         if excluded := self._excluded(_LINKS.get(kind, ()), nodes):
             return excluded
         kind = kind or RING_ETHERNET
@@ -523,8 +524,7 @@ class CandidateFinder:
             once = size == 2 or self.shape.cuttable or self.options.parallel == PIPELINE
             return [Candidate(PIPELINE, size, reason=why)] if once else []
         kinds = (*self.fabrics.over_rdma(size), *self.fabrics.rings)
-        found = [self._pipeline(kind, size, pool, must) for kind in kinds]
-        formed = [one for one in found if one.ranks]
+        formed = [one for kind in kinds if (one := self._pipeline(kind, size, pool, must)).ranks]
         return formed or [self._pipeline(CROSSING, size, pool, must)]
 
     def _pipeline(self, kind: str, size: int, pool: Sequence[str], must: str) -> Candidate:
@@ -540,9 +540,7 @@ class CandidateFinder:
                 if one.verdict == "possible":
                     return one
                 found = found or one
-        preferred = sorted(pool, key=lambda node: node != must)
-        missing = self.fabrics.missing(kind, size, preferred) if found is None else ""
-        return found or Candidate(PIPELINE, size, reason=missing)
+        return found or Candidate(PIPELINE, size, reason=self.fabrics.missing(kind, size, pool, must))
 
     def _staged(self, kind: str, group: tuple[str, ...]) -> Candidate:
         sharing = len(group) if self.topology.is_one_machine else 1
@@ -562,12 +560,9 @@ class CandidateFinder:
         """Return the best group that has not failed to form, or the reason for none."""
         groups = self._groups(kind, size, fits, must)
         if not groups:
-            preferred = sorted(fits, key=lambda node: node != must)
-            return Candidate(kind, size, reason=self.fabrics.missing(kind, size, preferred))
+            return Candidate(kind, size, reason=self.fabrics.missing(kind, size, fits, must))
         best = self._soonest(kind, groups)
-        if best.verdict == "possible" or not best.ranks:
-            return best
-        for node in reversed(best.ranks):
+        for node in reversed(best.ranks if best.verdict != "possible" else ()):
             others = [each for each in fits if each != node]
             if node != must and (groups := self._groups(kind, size, others, must)):
                 other = self._soonest(kind, groups)

@@ -50,7 +50,7 @@ MOST_LINES: Mapping[str, int] = {
     "groups": 6_624,
     "identity": 1_247,
     "models": 3_520,
-    "placement": 4_503,
+    "placement": 4_499,
     "service": 630,
     "text": 5_234,
     "wire": 4_042,

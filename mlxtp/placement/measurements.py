@@ -45,7 +45,7 @@ def rounds(once_s: float) -> int:
 def check(result: FabricResult) -> FabricResult:
     """Return the result. Raises ValueError, with the fault, if it cannot be of a group."""
     try:
-        _RECORD.from_wire(_RECORD.to_wire(result))
+        result = _RECORD.from_wire(_RECORD.to_wire(result))
     except (TypeError, OverflowError, struct.error) as error:
         raise ValueError(str(error)) from None
     if len(result.nodes) < 2 or len(set(result.nodes)) < len(result.nodes):
@@ -107,14 +107,10 @@ def slow_link(kind: str, expected: float, ranks: int, seconds: float) -> str:
 
 def from_json(table: Any) -> FabricResult:
     """Convert the fields of a result, an object of JSON, to a result. Raises ValueError for others."""
-    names = {field.name: field.metadata["codec"] for field in fields(FabricResult)}
-    if type(table) is not dict or table.keys() != names.keys():
+    names = [field.name for field in fields(FabricResult)]
+    if type(table) is not dict or table.keys() != {*names}:
         raise ValueError(f"a table of exactly {', '.join(names)} is expected")
-    try:
-        packed = {name: codec.to_wire(table[name]) for name, codec in names.items()}
-    except (TypeError, OverflowError, struct.error) as error:
-        raise ValueError(str(error)) from None
-    return check(_RECORD.from_wire(packed))
+    return check(FabricResult(**table))
 
 
 def to_text(results: Sequence[FabricResult]) -> str:

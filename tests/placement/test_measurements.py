@@ -124,7 +124,7 @@ NONSENSE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("changes", NONSENSE.values(), ids=list(NONSENSE))
 def test_nonsense_is_no_measurement(changes: dict[str, Any]) -> None:
-    assert check(RESULT) is RESULT
+    assert check(RESULT) == RESULT
     wrong = replace(RESULT, **changes)
     with pytest.raises(ValueError, match=r"."):
         check(wrong)

@@ -515,3 +515,10 @@ def test_the_worlds_are_all_there() -> None:
     assert [len(list(worlds(size))) for size in (1, 2, 3, 4)] == [2, 8, 64, 1024]
     assert NAMES[:4] == "abcd"
     assert isinstance(shape(), ModelShape)
+
+
+def test_the_chosen_way_comes_first_and_refused_ones_last_even_if_faster() -> None:
+    alone, *others = plan(desk(2), shape(), A, PlacementOptions(nodes=1, fast_fences=True)).alternatives
+    assert (alone.verdict, {one.verdict for one in others}) == ("chosen", {"refused"})
+    assert alone.speed is not None
+    assert any(one.speed and one.speed.ttft_s < alone.speed.ttft_s for one in others)

@@ -1,4 +1,4 @@
-"""Control links to the other agents: opened from either end, greeted, read, counted; and what all report."""
+"""Control links to the other agents of the cluster: opened from either end, greeted, read, counted."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing import Protocol as Interface
 from ..background import Background, RepeatFilter, failure_of
 from ..errors import Code, LinkError, MlxtpError, ProtocolError
 from ..wire.certificates import NodeIdentity
-from ..wire.cluster_messages import MAX_MEMBERS, MAX_PARTING, AgentHello, Report, RosterParting
-from ..wire.codecs import Message, NodeRow
+from ..wire.cluster_messages import MAX_MEMBERS, MAX_PARTING, AgentHello, RosterParting
+from ..wire.codecs import Message
 from ..wire.messages import Error, SessionEnd
 from ..wire.protocol import TERMINAL
 from ..wire.session import LinkKind, Session, Side
@@ -191,9 +191,6 @@ class CpuShares:
         return ProtocolError(words, Code.OVERLOADED) if self.over_s(node_id) > FREE_S else None
 
 
-_NUMBERS = itertools.count(1)  # of links
-
-
 class PeerLinks:
     """All control links of this agent.
 
@@ -208,6 +205,7 @@ class PeerLinks:
         self._hello = hello
         self._judge = judge
         self._gate = gate
+        self._numbers = itertools.count(1)
         self._links: dict[int, ControlLink] = {}
         self._readers = Background()
         self._logged = RepeatFilter(SAID_S)  # a refused peer calls again and again
@@ -220,7 +218,6 @@ class PeerLinks:
         self.on_lost = Handlers[Callable[[str, str], object]]()
         #: Reply type and future of each open request, by the node and the nonce.
         self._open: dict[tuple[str, bytes], tuple[type[Message], asyncio.Future[Any]]] = {}
-        self.reports = ReportTable(node_id, self)
         self.refused = Refusals()
         self.shares = CpuShares()
         #: With members of other versions: returns this roster as text, takes theirs. Neither raises.
@@ -255,15 +252,12 @@ class PeerLinks:
         if not self._gate.opened(link):
             self._links.pop(link.number, None)
             return False
-        self._greet(link)
-        return True
-
-    def _greet(self, link: ControlLink) -> None:
         for handler in reversed(self.on_up):
             error = failure_of(handler, link)
             if error is not None and not isinstance(error, MlxtpError):  # else it has just ended
                 self._misapplied(link, "hello", error)
                 link.close()
+        return True
 
     def received(self, link: ControlLink, message: Message) -> None:
         """Dispatch a peer's message, if its link counts."""
@@ -280,9 +274,7 @@ class PeerLinks:
         """Take in the end of a link."""
         self._links.pop(link.number, None)
         self._gate.closed(link, why, goodbye)
-        if (other := self.to(link.node_id)) is not None:
-            self._greet(other)  # the ended one may have lost something
-        else:
+        if link.node_id not in self.nodes():
             for (node_id, _), (_, answer) in self._open.items():
                 if node_id == link.node_id and not answer.done():
                     answer.set_exception(LinkError("its link ended", Code.LINK_LOST))
@@ -392,7 +384,7 @@ class PeerLinks:
         return hello.node_id
 
     async def _live(self, link: ControlLink, identity: NodeIdentity) -> None:
-        link.number, link.identity, link.fingerprint = next(_NUMBERS), identity, identity.fingerprint
+        link.number, link.identity, link.fingerprint = next(self._numbers), identity, identity.fingerprint
         began, spend = time.thread_time(), partial(self.shares.spend, link.node_id)
         link.connection.pace = spend
         if not self.up(link):
@@ -439,92 +431,6 @@ class PeerLinks:
         for link in self.links():
             link.close(goodbye=True)
         await self._readers.close()
-
-
-# --- reports -------------------------------------------------------------------------------------------
-
-
-R = TypeVar("R", bound=NodeRow)
-
-
-class ReportTable:
-    """Table of the rows of each node, which that node alone publishes: its links are their only source.
-
-    A row is sent when it changes, and over each new link before the beat, which makes good what a link lost.
-    """
-
-    def __init__(self, node_id: str, links: PeerLinks) -> None:
-        self._node_id = node_id
-        self._links = links
-        self._numbers = itertools.count(1)
-        self._rows: defaultdict[type[NodeRow], dict[str, dict[tuple[str, ...], Any]]] = defaultdict(dict)
-        self._newest: dict[str, tuple[str, int]] = {}  #: By node id: its start, and the highest number heard.
-        self._handlers: defaultdict[type[NodeRow], list[Callable[[str, Any], object]]] = defaultdict(list)
-        links.on(self._received, Report)
-        links.on_up(self._greet)
-        links.on_lost(lambda node_id, _why: self.drop_rows(node_id, lasting=False))
-
-    def publish(self, kind: type[R], *rows: R) -> None:
-        """Have all members know these rows of this node, and no others of this kind."""
-        before, now = self._rows[kind].get(self._node_id, {}), {row.about: row for row in rows[-kind.MOST :]}
-        self._rows[kind][self._node_id] = now
-        over = [self.report(row, over=True) for about, row in before.items() if about not in now]
-        for report in over + [self.report(row) for about, row in now.items() if row != before.get(about)]:
-            self._links.broadcast(report)
-
-    def report(self, row: NodeRow, *, over: bool = False) -> Report:
-        """Return the message with a row of this node."""
-        return Report(next(self._numbers), row, over)
-
-    def on(self, handler: Callable[[str, R], object], kind: type[R]) -> None:
-        """Have `handler` called with the id of each node that sends a row of this kind, and with the row.
-
-        A row at which one raises does not count, and costs the link, as any message.
-        """
-        self._handlers[kind].append(handler)
-
-    def of(self, kind: type[R], *about: str) -> dict[str, R]:
-        """Return the rows of a kind with these values of its keys, by node id; also that of this node."""
-        return {node_id: rows[about] for node_id, rows in self._rows[kind].items() if about in rows}
-
-    def by(self, node_id: str, kind: type[R]) -> list[R]:
-        """Return a node's rows of a kind."""
-        return list(self._rows[kind].get(node_id, {}).values())
-
-    def others(self, kind: type[R]) -> list[tuple[str, R]]:
-        """Return all rows of a kind, each with its node's id, but for those of this node."""
-        nodes = [node_id for node_id in self._rows[kind] if node_id != self._node_id]
-        return [(node_id, row) for node_id in nodes for row in self.by(node_id, kind)]
-
-    def drop_rows(self, node_id: str, *, lasting: bool = True) -> None:
-        """Drop the rows of a node; with `lasting` those that `LAST`, too."""
-        for kind, rows in self._rows.items():
-            if lasting or not kind.LAST:
-                rows.pop(node_id, None)
-
-    def _greet(self, link: ControlLink) -> None:
-        node_id, boot_id = link.node_id, link.hello.boot_id
-        if node_id not in self._newest or self._newest[node_id][0] != boot_id:
-            self.drop_rows(node_id)
-            self._newest[node_id] = boot_id, 0
-        for rows in self._rows.values():
-            for row in rows.get(self._node_id, {}).values():
-                link.send(self.report(row))
-
-    def _received(self, link: ControlLink, report: Report) -> None:
-        node_id, row, kind = link.node_id, report.row, type(report.row)
-        boot_id, newest = self._newest[node_id]
-        if link.hello.boot_id != boot_id or report.number <= newest:
-            return  # it comes late: another link, over which all rows came, was faster
-        self._newest[node_id] = boot_id, report.number
-        for handler in () if report.over else self._handlers[kind]:
-            handler(node_id, row)
-        rows = self._rows[kind].setdefault(node_id, {})
-        rows.pop(row.about, None)
-        if not report.over:
-            rows[row.about] = row
-        if len(rows) > kind.MOST:
-            del rows[next(iter(rows))]  # the oldest
 
 
 def _ip(name: object) -> str:

@@ -274,7 +274,7 @@ class _Facts:
         self.by_name = {wanted.row.name: wanted for wanted in view.wanted}
         self.need = cache(self._need)
         self.allowed = {name: self._allowed(wanted) for name, wanted in self.by_name.items()}
-        known = [each for each in view.running if each.ranks and _name(each.group) in self.by_name]
+        known = [self._assigned(each) for each in view.running if each.ranks and self._counts(each)]
         self.reports: dict[str, GroupReport] = {}  #: The best one of each group.
         for each in sorted(known, key=lambda report: (not self.suits(report), not report.ready)):
             self.reports.setdefault(each.group, each)
@@ -285,6 +285,17 @@ class _Facts:
         self.turn = {
             group: turn for turn, (_, group) in enumerate(sorted(turns, key=lambda each: each[0] > 0))
         }
+
+    def _counts(self, report: GroupReport) -> bool:
+        """Return whether a group is wanted, and not on its way to end because another owner has it now."""
+        place = self.view.places.get(report.group)
+        ends = place is not None and not report.ready and place[0][0] != report.ranks[0]
+        return _name(report.group) in self.by_name and not ends
+
+    def _assigned(self, report: GroupReport) -> GroupReport:
+        """Return a report of a group that is not ready with the place where its owner is to form it."""
+        ranks, kind, split = self.view.places.get(report.group, (report.ranks, report.kind, report.split))
+        return report if report.ready else replace(report, ranks=ranks, kind=kind, split=split)
 
     def _preference(self, node: str, model: str = "") -> tuple[object, ...]:
         return node in self.view.flapping, *preference(self.members[node], model)

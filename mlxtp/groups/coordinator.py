@@ -245,11 +245,11 @@ class Coordinator:
         return group.scope.row is not None and group.scope.assignment.owner == owner
 
     def _running(self, owner: str, serving: Serving) -> GroupReport:
-        """Return a group as its owner reports it; one that is not ready forms where it is assigned."""
+        """Return a group as its owner reports it; between two epochs it is where it is assigned."""
         held = {node: mib * MIB for node, mib in zip(serving.participants, serving.held_mib, strict=False)}
-        assigned, ready = self._groups.known(serving.group).scope.assignment, serving.state in SERVES
-        ranks, kind, split = serving.participants, serving.kind, serving.split
-        if not ready and assigned.owner == owner:
+        ready, ranks, kind, split = serving.state in SERVES, serving.participants, serving.kind, serving.split
+        if not ranks:
+            assigned = self._groups.known(serving.group).scope.assignment
             ranks, kind, split = assigned.ranks, assigned.kind, assigned.split
         requests = min(serving.open_requests, 1)  # each number would be another view
         between = not serving.participants

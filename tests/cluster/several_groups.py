@@ -51,7 +51,9 @@ class SeveralGroups:
         ]
         told = tuple((group, each.ranks, each.ready, each.open_requests) for group, each in running)
         flapping = frozenset(name for name, until in leadership.flapping.items() if now < until)
-        seen = (rows, tuple(here), told, leadership.draining, flapping)
+        ranks = {group: part.assigned.ranks for group, part in node.parts.items() if part.assigned.ranks}
+        places = {group: (each, "", ()) for group, each in ranks.items()}
+        seen = (rows, tuple(here), told, leadership.draining, flapping, tuple(ranks.items()))
         if seen not in self._decisions:
             self._decisions[seen] = place(
                 PlaceView(
@@ -63,6 +65,7 @@ class SeveralGroups:
                     ],
                     leadership.draining,
                     flapping,
+                    places=places,
                 )
             )
         return self._decisions[seen]

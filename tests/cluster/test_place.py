@@ -321,6 +321,14 @@ def test_one_deployment_alone_gets_the_planners_choice_among_all(
 # --- examples --------------------------------------------------------------------------------------------
 
 
+def test_a_group_that_still_forms_where_another_one_comes_is_not_kept_there() -> None:
+    """Its owner has yet to hear that another one has it."""
+    macs, rows = lan(36, 20), [wanted("l", LARGE), wanted("m", MIDDLE)]
+    forms, last = [GroupReport("m#0", ids("a"), ready=False)], {"m#0": (ids("b"), ALONE, ())}
+    assert where(seen(macs, rows, reports=forms, places=last)) == {"l#0": "a", "m#0": "b"}
+    assert where(seen(macs, rows[1:], reports=forms)) == {"m#0": "a"}
+
+
 def test_a_small_model_leaves_the_large_mac_to_one_that_needs_it() -> None:
     for macs in (lan(64, 16), lan(33, 16)):  # with room for both, and without
         assert where(seen(macs, [wanted("s"), wanted("l", LARGE)])) == {"s#0": "b", "l#0": "a"}

@@ -228,7 +228,7 @@ def _report(home: Path | None) -> Mapping[str, Any]:
 
     from ..diagnostics.checkup import Checkup
 
-    settings = resolve_settings({"home": folder}, refuse=lambda _: None)
+    settings = resolve_settings({"home": folder})
     return asyncio.run(Checkup(settings, problem).report())
 
 

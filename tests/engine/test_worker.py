@@ -45,7 +45,11 @@ class Weights:
     def __del__(self):
         print("no frame holds them", flush=True)
 
+def hurried():
+    telemetry.LEAST_PATIENCE_S = worker.FREE_S = 0.1
+
 def wedged():
+    hurried()
     mutex = ctypes.create_string_buffer(256)
     libc = ctypes.CDLL(None)
     libc.pthread_mutex_init(mutex, None)
@@ -70,7 +74,7 @@ def run(process, *_):
     {story}
 
 worker.run = run
-telemetry.LEAST_PATIENCE_S = worker.FREE_S = 0.1
+telemetry.LEAST_PATIENCE_S = worker.LEAST_PATIENCE_S = 60.0
 worker.main(sys.argv[1:])
 """
 
@@ -131,7 +135,7 @@ def test_after_a_forward_that_failed_no_other_is_waited_for(error: str) -> None:
 
 @pytest.mark.parametrize("place", ["finish", "give back"])
 def test_giving_memory_back_is_bounded(place: str) -> None:
-    status, done = ended(f"Memory.hangs_in = '{place}'\nraise desync()")
+    status, done = ended(f"Memory.hangs_in = '{place}'\nhurried()\nraise desync()")
     assert (status, done[-1]) == (exit_status(Code.DESYNC), place)
 
 
@@ -178,13 +182,13 @@ def test_sigterm_ends_a_load_at_once() -> None:
 
 @pytest.mark.parametrize("finishes", [True, False])
 def test_a_peer_that_ended_after_its_forwards_leaves_time_to_end_this_rank_s(finishes: bool) -> None:
-    story = "worker.LEAST_PATIENCE_S = 60\nprocess.status.in_flight = 1\nprocess.report(desync())"
-    story += f"\nprocess._finishes = {finishes}\nelsewhere(process._over)\ntime.sleep(0.3)\nraise desync()"
+    story = f"process.status.in_flight = 1\nprocess.report(desync())\nprocess._finishes = {finishes}"
+    story += f"\nelsewhere(process._over)\ntime.sleep({0.3 if finishes else WAIT_S})\nraise desync()"
     assert ended(story) == (exit_status(Code.DESYNC), FREED if finishes else [])
 
 
 def test_a_rank_that_waits_for_jaccls_side_channel_has_time_to_leave_it_when_another_rank_is_lost() -> None:
-    story = "worker.LEAST_PATIENCE_S = 60\nprocess.status.enter('forming')\nprocess.report(desync())"
+    story = "process.status.enter('forming')\nprocess.report(desync())"
     story += "\nelsewhere(process._over)\ntime.sleep(0.3)\nraise desync()"
     assert ended(story) == (exit_status(Code.DESYNC), ["no frame holds them", "give back"])
 

@@ -307,7 +307,7 @@ def build_parts(
     gateway = make_gateway(
         node.settings,
         lambda model: overview.health(node, groups, gateway, model),
-        lambda: node.peer_info.machines[node.node_id].free_bytes,
+        lambda: node.links.reports.of(Machine)[node.node_id].free_bytes,
     )
     readings = MachineReports(node, partial(_counted, node.home))
     round_trips, credentials = RoundTripTimes(node), store.credentials

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import fields
 
+import mlxtp.agent  # noqa: F401 - it imports the rows of all modules
 from mlxtp.wire.codecs import FieldCodec, Message
 from mlxtp.wire.frames import (
     MAX_DEPTH,

@@ -39,21 +39,21 @@ LEFT: Mapping[str, int] = {
 }
 MOST_LINES: Mapping[str, int] = {
     "": 3_937,
-    "admin": 1_861,
+    "admin": 1_860,
     "api": 10_158,
     "cli": 5_738,
-    "cluster": 4_916,
+    "cluster": 4_977,
     "diagnostics": 2_530,
     "discovery": 1_003,
     "engine": 12_194,
     "gateway": 1_753,
-    "groups": 6_624,
+    "groups": 6_582,
     "identity": 1_247,
-    "models": 3_520,
-    "placement": 4_499,
+    "models": 3_495,
+    "placement": 4_498,
     "service": 630,
     "text": 5_234,
-    "wire": 4_042,
+    "wire": 4_060,
 }
 """Lines of each package; those of files beside the packages are "". A commit that adds some says why."""
 TOUCHES: Mapping[str, tuple[str, int]] = {
@@ -63,7 +63,7 @@ TOUCHES: Mapping[str, tuple[str, int]] = {
     "a figure that the page, status and commands tell in words": ("fetched_tokens", 5),
     "a sampler": ("xtc_threshold", 3),
     "a setting, with its reader": ("allowed_origins", 2),
-    "a fact of each Mac that others know": ("RosterSaved", 3),
+    "a fact of each Mac that others know": ("RosterSaved", 1),
     "a fault with its remedy, in preflight, plans, doctor and docs": ("slow-cable", 1),
     "a fault that the doctor alone sees": ("firewall-asks", 1),
 }

@@ -29,7 +29,7 @@ from ..models.hub_cache import Repo, cache_folder, hub_name
 from ..models.inspect import full_name, is_hub_id, models_here
 from ..placement.cost_model import RING_LOOPBACK
 from ..short_names import stands_for
-from ..wire.cluster_messages import Deployment
+from ..wire.cluster_messages import Deployment, Machine, StoredModel
 from . import snapshot
 from .parts import AgentParts, cache_use, caches_of, deployments_of, senders, with_ranks
 from .snapshot import Observer
@@ -102,7 +102,7 @@ class Admin:
                 {
                     "node_id": member.node_id,
                     "name": member.name,
-                    "machine": asdict(parts.node.peer_info.machines[member.node_id]),
+                    "machine": asdict(parts.node.links.reports.of(Machine)[member.node_id]),
                     "held_bytes": member.held_bytes,
                     "control_address": member.control_address,
                 }
@@ -232,8 +232,7 @@ class ModelHandlers:
             "folder": str(cache_folder()),
             "elsewhere": [
                 {"node": parts.node.name_of(node), "node_id": node, **asdict(model)}
-                for node, models in sorted(parts.transfers.stored.elsewhere.items())
-                for model in models
+                for node, model in parts.node.links.reports.others(StoredModel)
             ],
         }
 

@@ -263,7 +263,7 @@ def _cluster(parts: AgentParts, servings: Sequence[Serving]) -> ClusterSnapshot:
 
 def _member(parts: AgentParts, entry: RosterEntry, rank: int | None) -> MemberSnapshot:
     node, node_id = parts.node, entry.node_id
-    here, link, told = node_id == node.node_id, node.links.to(node_id), node.peer_info
+    here, link = node_id == node.node_id, node.links.to(node_id)
     desired = parts.groups.shown.scope.model
     return MemberSnapshot(
         node_id=node_id,
@@ -275,9 +275,9 @@ def _member(parts: AgentParts, entry: RosterEntry, rank: int | None) -> MemberSn
         rank=rank,
         address=link.remote if link is not None else "",
         called=any(each.node_id == node_id and not each.dialled for each in node.links.links()),
-        http=node.introduction.http if here else told.https.get(node_id, ""),
-        machine=told.machines.get(node_id),
-        model=desired.status if here else told.reported(desired.name).get(node_id),
+        http=node.introduction.http if here else node.peer_info.https.get(node_id, ""),
+        machine=node.links.reports.of(Machine).get(node_id),
+        model=desired.status if here else node.links.reports.of(ModelStatus, desired.name).get(node_id),
         model_progress=parts.transfers.progress_text(desired.name, node_id),
         entry=entry,
         admitted_by=node.name_of(entry.admitted_by) if entry.admitted_by else "",

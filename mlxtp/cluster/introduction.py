@@ -14,7 +14,7 @@ from ..identity.store import Identity
 from ..imports import installed, metal_wheel
 from ..settings import SETTINGS
 from ..wire.certificates import NodeIdentity
-from ..wire.cluster_messages import AgentHello, Beat, Machine, ModelStatus, Serving
+from ..wire.cluster_messages import AgentHello, Beat
 from ..wire.codecs import printable
 from ..wire.messages import PROTOCOL_VERSION, Error
 from .cluster_state import READS, Roster, roster_text
@@ -234,17 +234,10 @@ class Introduction:
 # --- reports of others -----------------------------------------------------------------------------------
 
 
-MAX_STATUSES = 64  #: Models whose statuses are kept for one node: more than a cluster wants at one time.
-MAX_GROUPS = 128  #: Groups whose reports are kept for one node: two for each deployment that counts.
-
-
 @dataclass(slots=True)
 class PeerInfo:
-    """Reports by node id. `machines` has this node's own machine, too."""
+    """Statements of other members, by node id."""
 
-    machines: dict[str, Machine] = field(default_factory=dict)
-    models: dict[str, dict[str, ModelStatus]] = field(default_factory=dict)  #: By node id, then model.
-    servings: dict[tuple[str, str], Serving] = field(default_factory=dict)  #: By owner and group.
     names: dict[str, str] = field(default_factory=dict)
     https: dict[str, str] = field(default_factory=dict)
     addresses: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -265,48 +258,13 @@ class PeerInfo:
         else:
             self.short.discard(node_id)
 
-    def serves(self, node_id: str, serving: Serving) -> None:
-        """Take in a node's report of one of its groups. One without a group replaces all others."""
-        self.servings.pop((node_id, ""), None)
-        if not serving.group:
-            self._drop_groups(node_id)
-        if serving.group and serving.state == "stopped" and not serving.participants:
-            self.servings.pop((node_id, serving.group), None)
-        else:
-            self.servings[node_id, serving.group] = serving
-            told = [key for key in self.servings if key[0] == node_id]
-            for oldest in told[:-MAX_GROUPS]:
-                del self.servings[oldest]
-
-    def model_reported(self, node_id: str, status: ModelStatus) -> None:
-        """Take in a node's status of a model, which this node may learn only later to be wanted."""
-        told = self.models.setdefault(node_id, {})
-        told.pop(status.model, None)  # the newest is the last
-        told[status.model] = status
-        while len(told) > MAX_STATUSES:
-            del told[next(iter(told))]
-
-    def reported(self, model: str) -> dict[str, ModelStatus]:
-        """Return the statuses of a model, by node id."""
-        return {node_id: told[model] for node_id, told in self.models.items() if model in told}
-
-    def forget_model(self, model: str) -> None:
-        """Drop all statuses of a model that is no longer wanted."""
-        for told in self.models.values():
-            told.pop(model, None)
-
     def drop(self, node_id: str) -> None:
-        """Forget the models and groups of a node that has no link left: its reports are old."""
-        self.models.pop(node_id, None)
-        self._drop_groups(node_id)
+        """Forget what a node that has no link left said in its beats."""
         self.short.discard(node_id)
         self.met_at.pop(node_id, None)
 
     def forget_member(self, node_id: str) -> None:
         """Forget a node that is no member any longer."""
         self.drop(node_id)
-        for known in (self.machines, self.names, self.https, self.addresses):
+        for known in (self.names, self.https, self.addresses):
             known.pop(node_id, None)
-
-    def _drop_groups(self, node_id: str) -> None:
-        self.servings = {key: each for key, each in self.servings.items() if key[0] != node_id}

@@ -1,4 +1,4 @@
-"""Control links to the other agents of the cluster: opened from either end, greeted, read, counted."""
+"""Control links to the other agents: opened from either end, greeted, read, counted; and what all report."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing import Protocol as Interface
 from ..background import Background, RepeatFilter, failure_of
 from ..errors import Code, LinkError, MlxtpError, ProtocolError
 from ..wire.certificates import NodeIdentity
-from ..wire.cluster_messages import MAX_MEMBERS, MAX_PARTING, AgentHello, RosterParting
-from ..wire.codecs import Message
+from ..wire.cluster_messages import MAX_MEMBERS, MAX_PARTING, AgentHello, Report, ReportsSent, RosterParting
+from ..wire.codecs import Message, NodeRow
 from ..wire.messages import Error, SessionEnd
 from ..wire.protocol import TERMINAL
 from ..wire.session import LinkKind, Session, Side
@@ -191,6 +191,9 @@ class CpuShares:
         return ProtocolError(words, Code.OVERLOADED) if self.over_s(node_id) > FREE_S else None
 
 
+_NUMBERS = itertools.count(1)  # of links
+
+
 class PeerLinks:
     """All control links of this agent.
 
@@ -205,7 +208,6 @@ class PeerLinks:
         self._hello = hello
         self._judge = judge
         self._gate = gate
-        self._numbers = itertools.count(1)
         self._links: dict[int, ControlLink] = {}
         self._readers = Background()
         self._logged = RepeatFilter(SAID_S)  # a refused peer calls again and again
@@ -218,6 +220,7 @@ class PeerLinks:
         self.on_lost = Handlers[Callable[[str, str], object]]()
         #: Reply type and future of each open request, by the node and the nonce.
         self._open: dict[tuple[str, bytes], tuple[type[Message], asyncio.Future[Any]]] = {}
+        self.reports = ReportTable(node_id, self)
         self.refused = Refusals()
         self.shares = CpuShares()
         #: With members of other versions: returns this roster as text, takes theirs. Neither raises.
@@ -252,12 +255,15 @@ class PeerLinks:
         if not self._gate.opened(link):
             self._links.pop(link.number, None)
             return False
+        self._greet(link)
+        return True
+
+    def _greet(self, link: ControlLink) -> None:
         for handler in reversed(self.on_up):
             error = failure_of(handler, link)
             if error is not None and not isinstance(error, MlxtpError):  # else it has just ended
                 self._misapplied(link, "hello", error)
                 link.close()
-        return True
 
     def received(self, link: ControlLink, message: Message) -> None:
         """Dispatch a peer's message, if its link counts."""
@@ -274,7 +280,9 @@ class PeerLinks:
         """Take in the end of a link."""
         self._links.pop(link.number, None)
         self._gate.closed(link, why, goodbye)
-        if link.node_id not in self.nodes():
+        if (other := self.to(link.node_id)) is not None:
+            self._greet(other)  # the ended one may have lost something
+        else:
             for (node_id, _), (_, answer) in self._open.items():
                 if node_id == link.node_id and not answer.done():
                     answer.set_exception(LinkError("its link ended", Code.LINK_LOST))
@@ -384,7 +392,7 @@ class PeerLinks:
         return hello.node_id
 
     async def _live(self, link: ControlLink, identity: NodeIdentity) -> None:
-        link.number, link.identity, link.fingerprint = next(self._numbers), identity, identity.fingerprint
+        link.number, link.identity, link.fingerprint = next(_NUMBERS), identity, identity.fingerprint
         began, spend = time.thread_time(), partial(self.shares.spend, link.node_id)
         link.connection.pace = spend
         if not self.up(link):
@@ -431,6 +439,114 @@ class PeerLinks:
         for link in self.links():
             link.close(goodbye=True)
         await self._readers.close()
+
+
+# --- reports -------------------------------------------------------------------------------------------
+
+
+R = TypeVar("R", bound=NodeRow)
+
+
+class ReportTable:
+    """Table of the rows of each node, which that node alone publishes: its links are their only source.
+
+    A row is sent when it changes. Over each new link, and the one that is left of two, all rows are sent
+    before the beat, and `ReportsSent` behind them: that makes good what a link lost.
+    """
+
+    def __init__(self, node_id: str, links: PeerLinks) -> None:
+        self._node_id = node_id
+        self._links = links
+        self._numbers = itertools.count(1)
+        self._own: defaultdict[type[NodeRow], dict[tuple[str, ...], Any]] = defaultdict(dict)
+        #: By node id and kind: of each row its last report's number, and it; None for one that is over.
+        self._heard: defaultdict[str, defaultdict[type[NodeRow], dict[tuple[str, ...], tuple[int, Any]]]]
+        self._heard = defaultdict(lambda: defaultdict(dict))
+        self._since: dict[str, tuple[str, int]] = {}  #: By node id: its start, and what is over before.
+        self._handlers: defaultdict[type[NodeRow], list[Callable[[str, Any], object]]] = defaultdict(list)
+        links.on(self._received, Report)
+        links.on(self._complete, ReportsSent)
+        links.on_up(self._greet)
+        links.on_lost(lambda node_id, _why: self.drop_rows(node_id, lasting=False))
+
+    def publish(self, kind: type[R], *rows: R) -> None:
+        """Have all members know these rows of this node, and no others of this kind."""
+        before, now = self._own[kind], {row.about: row for row in rows[-kind.MOST :]}
+        self._own[kind] = now
+        over = [self.report(row, over=True) for about, row in before.items() if about not in now]
+        for report in over + [self.report(row) for about, row in now.items() if row != before.get(about)]:
+            self._links.broadcast(report)
+
+    def report(self, row: NodeRow, *, over: bool = False) -> Report:
+        """Return the message with a row of this node."""
+        return Report(next(self._numbers), row, over)
+
+    def on(self, handler: Callable[[str, R], object], kind: type[R]) -> None:
+        """Have `handler` called with the id of each node that sends a row of this kind, and with the row.
+
+        A row at which one raises does not count, and costs the link, as any message.
+        """
+        self._handlers[kind].append(handler)
+
+    def of(self, kind: type[R], *about: str) -> dict[str, R]:
+        """Return the rows of a kind with these values of its keys, by node id; also that of this node."""
+        found = {node_id: kinds[kind].get(about, (0, None))[1] for node_id, kinds in self._heard.items()}
+        found[self._node_id] = self._own[kind].get(about)
+        return {node_id: row for node_id, row in found.items() if row is not None}
+
+    def by(self, node_id: str, kind: type[R]) -> list[R]:
+        """Return a node's rows of a kind."""
+        if node_id == self._node_id:
+            return list(self._own[kind].values())
+        heard = self._heard[node_id][kind] if node_id in self._heard else {}
+        return [row for _, row in heard.values() if row is not None]
+
+    def others(self, kind: type[R]) -> list[tuple[str, R]]:
+        """Return all rows of a kind, each with its node's id, but for those of this node."""
+        return [(node_id, row) for node_id in self._heard for row in self.by(node_id, kind)]
+
+    def drop_rows(self, node_id: str, *, lasting: bool = True) -> None:
+        """Drop the rows of a node; with `lasting` those that `LAST`, too."""
+        if lasting:
+            self._heard.pop(node_id, None)
+        for kind in [kind for kind in self._heard.get(node_id, ()) if not kind.LAST]:
+            del self._heard[node_id][kind]
+
+    def _greet(self, link: ControlLink) -> None:
+        node_id, boot_id = link.node_id, link.hello.boot_id
+        if self._since.get(node_id, ("", 0))[0] != boot_id:
+            self.drop_rows(node_id)
+            self._since[node_id] = boot_id, 0
+        since = next(self._numbers)
+        for row in [row for rows in self._own.values() for row in rows.values()]:
+            link.send(self.report(row))
+        link.send(ReportsSent(since))
+
+    def _received(self, link: ControlLink, report: Report) -> None:
+        node_id, row, kind = link.node_id, report.row, type(report.row)
+        boot_id, since = self._since[node_id]
+        heard = self._heard[node_id][kind]
+        late = report.number <= max(since, heard.get(row.about, (0, None))[0])
+        if link.hello.boot_id != boot_id or late:
+            return  # another link was faster
+        for handler in () if report.over else self._handlers[kind]:
+            handler(node_id, row)
+        heard.pop(row.about, None)
+        heard[row.about] = report.number, None if report.over else row
+        for over in (True, False):  # of each the newest stay
+            of_these = [about for about, (_, there) in heard.items() if (there is None) is over]
+            for about in of_these[: -kind.MOST]:
+                del heard[about]
+
+    def _complete(self, link: ControlLink, message: ReportsSent) -> None:
+        """Drop the rows of a node that are not among those that it sent last."""
+        boot_id, since = self._since[link.node_id]
+        if link.hello.boot_id != boot_id or message.since <= since:
+            return
+        self._since[link.node_id] = boot_id, message.since
+        for heard in self._heard[link.node_id].values():
+            for about in [about for about, (number, _) in heard.items() if number < message.since]:
+                del heard[about]
 
 
 def _ip(name: object) -> str:

@@ -22,7 +22,7 @@ from ..config import Settings
 from ..discovery.addresses import Dialing
 from ..errors import Code, MlxtpError, ProtocolError, UserError
 from ..identity.store import Identity
-from ..wire.cluster_messages import MAX_MEMBERS, Beat, Machine, Members, RosterSaved
+from ..wire.cluster_messages import MAX_MEMBERS, Beat, Machine, Members, Report, ReportsSent
 from ..wire.messages import Error
 from .cluster_state import Replica, roster_entries
 from .introduction import Introduction, PeerInfo
@@ -182,8 +182,8 @@ class Gossip:
         self._short = short
         self._changed = changed
         links.on(self._received, Beat)
-        # A member with this beat has all reports of this node: it may decide.
-        links.on_up(lambda link: link.send(self._beat()))
+        # A member with this beat has all reports of this node, also those of `links`: it may decide.
+        links.on_up.insert(0, lambda link: link.send(self._beat()))
 
     def beat(self) -> None:
         """Broadcast this node's beat."""
@@ -242,12 +242,12 @@ class ClusterNode:
             log.error("%s", trouble)
         self.settings = settings
         self.identity = identity
-        self.peer_info = PeerInfo(machines={identity.node_id: machine})
+        self.peer_info = PeerInfo()
         self.introduction = Introduction(
             settings,
             lambda: self.identity,
             http,
-            lambda: listens_at(self.peer_info.machines[self.node_id]),
+            lambda: listens_at(self.links.reports.of(Machine)[self.node_id]),
             lambda: self.replica.roster,
         )
         proofs = RosterProofs(identity)
@@ -266,17 +266,19 @@ class ClusterNode:
         self.gossip = Gossip(
             self.links, self.leadership, self.membership, self.replica, short=short, changed=self.changed
         )
+        self.links.reports.publish(Machine, machine)
         self.enrolment = Enrolment(proofs, self.replica, self.name_of)
         self.desired = DesiredDeployments(self.replica, self.links, self.changed, self.name_of)
-        self._saving = Saving(home, self.links.broadcast)
+        self._saving = Saving(home, self.links.reports)
         #: Done when this agent must end: this node is no longer a member, or there was a bug, as an error.
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.over.add_done_callback(_retrieved)
         self.enrolment.on_change(self._roster_changed)
         self.enrolment.on_gone(
-            self.peer_info.forget_member, introduction.forget_member, self._saving.forget_member
+            self.peer_info.forget_member, introduction.forget_member, self.links.reports.drop_rows
         )
         self.links.on(lambda link, beat: self.peer_info.beat(link.node_id, beat), Beat)
+        self.links.on(lambda _link, _report: self.changed(), Report, ReportsSent)
         self.links.on(self.enrolment.received, Members)
         self.links.parting = (
             introduction.roster_for,
@@ -284,7 +286,6 @@ class ClusterNode:
                 lambda: self.enrolment.received(None, Members(roster_entries(text)))
             ),
         )
-        self.links.on(self._saving.received, RosterSaved)
         self.links.on(introduction.received_error, Error)
         self.rounds.every(BEAT_S, lambda _now: self.gossip.beat(), needed=self.links.nodes)
         self.rounds.add(self._tick)

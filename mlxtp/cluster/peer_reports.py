@@ -19,7 +19,6 @@ from ..wire.cluster_messages import (
     Echo,
     EndEpoch,
     Machine,
-    MachineReport,
     MachineWanted,
     Trip,
 )
@@ -41,10 +40,10 @@ class MachineReports:
         self, node: ClusterNode, counted: Callable[[Machine], Machine] = lambda machine: machine
     ) -> None:
         self._counted = counted
-        mine, by_hand = node.peer_info.machines[node.node_id], tuple(node.settings.rdma)[:MAX_BY_HAND]
-        node.peer_info.machines[node.node_id] = replace(mine, by_hand=by_hand)
         self._rewired = False  #: True when addresses changed, so that cables may have changed, too.
         self._node = node
+        by_hand = tuple(node.settings.rdma)[:MAX_BY_HAND]
+        node.links.reports.publish(Machine, replace(self._machine, by_hand=by_hand))
         self._probe_at = time.monotonic() + PROBE_S
         self._background = Background()
         self._looking: asyncio.Task[None] | None = None
@@ -53,26 +52,22 @@ class MachineReports:
         self._awaited: set[str] = set()  #: Members whose report `read_machine_now` waits for.
         self._reported = asyncio.Event()
         node.links.on(self._wanted, MachineWanted)
-        node.links.on(self._received, MachineReport)
+        node.links.reports.on(lambda node_id, _machine: self._heard_of(node_id), Machine)
         node.links.on(self._ended, EndEpoch)
         node.links.on_up(lambda _link: self._reach())
         node.links.on_lost(lambda node_id, _why: self._heard_of(node_id))
         node.links.on_lost(lambda _node_id, _why: self._reach())
         node.rounds.every(REPORT_S, lambda _now: self.read_again(), first_s=REPORT_S)
 
-    def report(self) -> MachineReport:
-        """Return the report of this machine for the other members."""
-        machine = self._node.peer_info.machines[self._node.node_id]
-        return MachineReport(*(getattr(machine, name) for name in Machine.__match_args__))
+    @property
+    def _machine(self) -> Machine:
+        return self._node.links.reports.of(Machine)[self._node.node_id]
 
     def _reach(self) -> None:
         """Report the addresses of this node's links, which are others now."""
-        node = self._node
-        reached = tuple(sorted({f"{each.local} {each.remote}" for each in node.links.links()}))[:MAX_MEMBERS]
-        node.peer_info.machines[node.node_id] = replace(
-            node.peer_info.machines[node.node_id], reached=reached
-        )
-        node.links.broadcast(self.report())
+        links = self._node.links
+        reached = tuple(sorted({f"{each.local} {each.remote}" for each in links.links()}))[:MAX_MEMBERS]
+        links.reports.publish(Machine, replace(self._machine, reached=reached))
 
     def rewired(self) -> None:
         """Read everything again: this machine's addresses changed, so its cables may have, too."""
@@ -83,11 +78,6 @@ class MachineReports:
         """Read the machine for a member, and report it even if nothing changed."""
         self._asked_by.add(link.node_id)
         self.read_again()
-
-    def _received(self, link: ControlLink, report: MachineReport) -> None:
-        self._node.peer_info.machines[link.node_id] = report
-        self._heard_of(link.node_id)
-        self._node.changed()
 
     def _ended(self, _link: ControlLink, message: EndEpoch) -> None:
         """Read the machine after a group failed: a cable may be out."""
@@ -135,19 +125,16 @@ class MachineReports:
                 self._probe_at = time.monotonic() + PROBE_S
             self._rewired = self._read_due = False
             asked_by, self._asked_by = self._asked_by, set()
-            before = node.peer_info.machines[node.node_id]
-            reading = hardware.probe(address) if everything else hardware.refresh(before, address)
+            reading = hardware.probe(address) if everything else hardware.refresh(self._machine, address)
             machine = self._counted(await reading)
-            now = node.peer_info.machines[node.node_id]
-            machine = replace(machine, reached=now.reached, by_hand=now.by_hand)
-            if machine != now:
-                node.peer_info.machines[node.node_id] = machine
-                node.links.broadcast(self.report())
+            machine = replace(machine, reached=self._machine.reached, by_hand=self._machine.by_hand)
+            if machine != self._machine:
+                node.links.reports.publish(Machine, machine)
                 node.changed()
                 continue
             for node_id in asked_by:
                 with contextlib.suppress(MlxtpError):  # it is gone
-                    node.links.send(node_id, self.report())
+                    node.links.send(node_id, node.links.reports.report(machine))
 
 
 # --- round-trip times ------------------------------------------------------------------------------------

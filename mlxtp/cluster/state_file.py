@@ -21,8 +21,8 @@ from typing import Any
 
 from ..errors import ConfigError, RemoteProtocolError, UserError, in_words
 from ..identity.private_files import write_private
-from ..wire.cluster_messages import MAX_MEMBERS, Deployment, RosterEntry, RosterSaved
-from ..wire.codecs import U63, FieldCodec, integer, located, records, text, texts
+from ..wire.cluster_messages import MAX_MEMBERS, Deployment, RosterEntry
+from ..wire.codecs import U63, FieldCodec, NodeRow, holding, integer, located, records, text, texts
 from .cluster_state import (
     MAX_ENTRIES,
     MAX_ROWS,
@@ -34,7 +34,7 @@ from .cluster_state import (
     roster_entries,
     roster_text,
 )
-from .links import ControlLink
+from .links import ReportTable
 
 log = logging.getLogger(__name__)
 
@@ -228,24 +228,32 @@ def _set_aside(path: Path) -> Path:
 ELSEWHERE_S = 5.0  #: Seconds for which a removal waits until another member's disk has it.
 
 
+class RosterSaved(NodeRow, number=0x54):
+    """Digest of the roster on a node's disk."""
+
+    LAST = True
+
+    roster: int = holding(integer(0, U63))
+
+
 class Saving:
     """Writes `state.json` when something changed, and again at each tick until that works.
 
     One thread writes, in the order of the calls: a flush to the drive would hold up the event loop.
-    `on_roster` is called with the message for the others once a new roster is on the disk.
+    `reports` tells the others once a new roster is on the disk.
     """
 
-    def __init__(self, home: Path, on_roster: Callable[[RosterSaved], None]) -> None:
+    def __init__(self, home: Path, reports: ReportTable) -> None:
         self.home = home
-        self._on_roster = on_roster
+        self._reports = reports
         self._disk = ThreadPoolExecutor(1, "saving")
         self._turn = asyncio.Lock()  # of a call, until its state is written
         self._latest: SavedState | None = None  # in the file; None while it may have any
         self._roster: Roster | None = None  # in the file
         self._problem = ""
         self._closed = False
-        self._rosters: dict[str, int] = {}  #: Digest of the roster on each other member's disk, by node id.
         self._reported = asyncio.Event()
+        reports.on(lambda _node_id, _saved: self._reported.set(), RosterSaved)
 
     async def save(self, kept: SavedState) -> str:
         """Write the state, unless the file has it. Return why the file cannot be written, empty if it was.
@@ -269,21 +277,12 @@ class Saving:
         self._latest, self._problem = kept, ""
         if self._roster != kept.beliefs.roster:
             self._roster = kept.beliefs.roster
-            self._on_roster(RosterSaved(self._roster.digest()))
+            self._reports.publish(RosterSaved, RosterSaved(self._roster.digest()))
 
     async def close(self) -> None:
         """Wait until the latest state is on the disk."""
         self._closed = True
         await asyncio.to_thread(self._disk.shutdown)
-
-    def received(self, link: ControlLink, report: RosterSaved) -> None:
-        """Note that another member wrote its roster."""
-        self._rosters[link.node_id] = report.roster
-        self._reported.set()
-
-    def forget_member(self, node_id: str) -> None:
-        """Forget the report of a node that is no member any longer."""
-        self._rosters.pop(node_id, None)
 
     async def elsewhere(self, roster: Callable[[], Roster]) -> list[str]:
         """Return the other members whose disks have the roster: at least one, or none after some seconds."""
@@ -296,5 +295,5 @@ class Saving:
         return []
 
     def _having(self, roster: Roster) -> list[str]:
-        digest = roster.digest()
-        return [node for node in roster.members() if self._rosters.get(node) == digest]
+        saved, members = RosterSaved(roster.digest()), roster.members()
+        return [node for node, row in self._reports.others(RosterSaved) if row == saved and node in members]

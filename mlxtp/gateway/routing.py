@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ..wire.cluster_messages import MAX_HASHES
 from ..wire.messages import BLOCK
 
 SPEED = 500.0  #: Prompt tokens per second of a group while no group of its deployment is measured.
@@ -20,6 +19,7 @@ ANSWER = 400  #: Tokens of an answer, as of the plan's chat, unless the request 
 ROW = 2
 ROWS = 64  #: Rows of a step. Further requests wait for answers to end.
 LEAST_TOKENS = 64  #: A shorter prefill says nothing about speed.
+MAX_HASHES = 512  #: Digests of beginnings that one group reports: 131,072 tokens.
 KEPT = 0.9  #: Share of a measurement that is left after the next one.
 
 

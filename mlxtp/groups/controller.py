@@ -18,7 +18,7 @@ from ..placement.cost_model import ALONE
 from ..placement.formation import FailedGroup, blames_fabric, links_of, may_pass
 from ..placement.topology import Topology
 from ..values import stage_words
-from ..wire.cluster_messages import Prepare
+from ..wire.cluster_messages import Machine, ModelStatus, Prepare
 from ..wire.rdma import flat
 from .health import ServingState, of_the_model
 from .lifecycle import EpochPlan, Supervisor
@@ -166,7 +166,7 @@ class GroupController:
             return None, scope.why_not
         if model.source is None:
             return None, model.problem or model.coming or f"{row.model} is still being looked for"
-        told = self._node.peer_info.reported(row.model)
+        told = self._node.links.reports.of(ModelStatus, row.model)
         for other in assigned.ranks[1:]:
             names = self._node.name, self._node.name_of(other)
             here = self._node.membership.status_of(other).present
@@ -230,7 +230,7 @@ class GroupController:
         here, world, ranks = node.settings.ranks, len(form.ranks), form.ranks
         if here > 1:
             return EpochGroup(here, here, node.settings.local_backend, nodes=ranks, split=form.split)
-        known = node.peer_info.machines
+        known = node.links.reports.of(Machine)
         machines = tuple(f"{known[each].chip} {known[each].build}" for each in ranks)
         if world == 1:
             return EpochGroup(1, 1, "none", kind=form.kind, machines=machines, nodes=ranks)

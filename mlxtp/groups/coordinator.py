@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..cluster.cluster_state import LeaderClaim, left_s
-from ..cluster.introduction import MAX_GROUPS
 from ..cluster.links import ControlLink
 from ..cluster.node import ClusterNode
 from ..cluster.place import Assignment, GivenUp, GroupReport, PlaceView, WantedDeployment, place
@@ -228,7 +227,7 @@ class Coordinator:
         """Return the reports of groups with an epoch, or with one a moment ago, and their owners."""
         node, groups = self._node, self._groups.by_id
         told = [(node.node_id, each.reports.serving()) for each in groups.values()]
-        told += [(owner, each) for (owner, _), each in node.peer_info.servings.items()]
+        told += node.links.reports.others(Serving)
         return [
             (owner, each)
             for owner, each in told
@@ -273,8 +272,7 @@ class Coordinator:
 
     def _files(self, model: str) -> _Files:
         node, here = self._node, self._node.node_id
-        told: dict[str, ModelStatus] = {here: self._models.of(model).status}
-        told |= node.peer_info.reported(model)
+        told = node.links.reports.of(ModelStatus, model) | {here: self._models.of(model).status}
         have = sorted(node_id for node_id, status in told.items() if status.fingerprint)
         first = here if here in have or not have else have[0]
         lacks = {}
@@ -304,7 +302,7 @@ class Coordinator:
             return
         known, (name, _, index) = self._groups.by_id, message.group.rpartition("#")
         most = self._node.replica.most_groups.get(name, 0)
-        if message.group not in known and len(known) >= MAX_GROUPS and int(index or 0) >= most:
+        if message.group not in known and len(known) >= Serving.MOST and int(index or 0) >= most:
             return  # the coordinator repeats it, after the deployment if that is still on its way
         scope = self._groups.known(message.group).scope
         if scope.assigned_in != claim or scope.assignment.number < message.number:

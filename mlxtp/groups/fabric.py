@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ..background import Background
@@ -19,7 +20,7 @@ from ..gateway.gateway import Gateway
 from ..identity.private_files import read_private, write_private
 from ..placement import measurements
 from ..placement.cost_model import Collective
-from ..wire.cluster_messages import FabricAnswer, FabricReport, FabricResult, FabricWanted, Serving
+from ..wire.cluster_messages import FabricAnswer, FabricResult, FabricWanted, Serving
 from ..wire.messages import CollectivesTimed
 from .health import ServingState
 from .lifecycle import Supervisor
@@ -76,17 +77,16 @@ SAVE_S = 1.0  #: Seconds between two writes: each waits for the disk, and member
 
 
 class FabricResults:
-    """All results. The file is this node's own; others get reports."""
+    """All results. The file is this node's own; others get rows."""
 
     def __init__(self, node: ClusterNode) -> None:
         self._path = node.home / FILE
         self._fast_fences = node.settings.fast_fences
         self.results = _load(self._path)
-        self._reported: dict[str, FabricResult] = {}  #: The last report of each node.
         self._changed = node.changed
-        node.links.on(self._received, FabricReport)
-        node.links.on_up(self._greet)
-        node.links.on_lost(lambda node_id, _why: self._reported.pop(node_id, None))
+        self._publish = partial(node.links.reports.publish, FabricResult)
+        node.links.reports.on(lambda _node_id, result: self.keep(result), FabricResult)
+        self._publish(*self.results)
         self._unsaved = False
         self._saving = Background()
         self._disk = asyncio.Lock()
@@ -103,10 +103,6 @@ class FabricResults:
     def of(self, nodes: tuple[str, ...], kind: str) -> FabricResult | None:
         return measurements.find(self.results, nodes, kind, fast_fences=self._fast_fences)
 
-    def reported(self, node_id: str) -> FabricResult | None:
-        """Return the last report of a node with a link."""
-        return self._reported.get(node_id)
-
     def keep(self, result: FabricResult) -> None:
         """Add a measurement. It is on the disk after SAVE_S, or a `flush`."""
         try:
@@ -118,6 +114,7 @@ class FabricResults:
             return
         self.results = kept
         self._unsaved = True
+        self._publish(*self.results)
         self._changed()
 
     async def flush(self) -> None:
@@ -130,19 +127,6 @@ class FabricResults:
                 await asyncio.to_thread(write_private, self._path, text.encode())
             except MlxtpError as error:
                 log.error("the fabric measurement is lost when this agent ends: %s", error.detail)
-
-    def _greet(self, link: ControlLink) -> None:
-        for result in self.results:
-            link.send(report(result))
-
-    def _received(self, link: ControlLink, message: FabricReport) -> None:
-        result = FabricResult(*(getattr(message, name) for name in FabricResult.__match_args__))
-        self._reported[link.node_id] = result
-        self.keep(result)
-
-
-def report(result: FabricResult) -> FabricReport:
-    return FabricReport(*(getattr(result, name) for name in FabricResult.__match_args__))
 
 
 def _load(path: Path) -> tuple[FabricResult, ...]:
@@ -218,7 +202,7 @@ class FabricBench:
             return await self._bench_here(deployment)
         servings = [
             (owner, serving)
-            for (owner, _), serving in self._node.peer_info.servings.items()
+            for owner, serving in self._node.links.reports.others(Serving)
             if deployment in ("", serving.deployment)
         ]
         owners = [owner for owner, serving in servings if serving.state == ServingState.READY]
@@ -249,11 +233,10 @@ class FabricBench:
             raise UserError(f"the measurement is implausible and is not kept: {error}") from None
         self._results.keep(result)
         await self._results.flush()
-        self._node.links.broadcast(report(result))
         return result
 
     async def _bench_at(self, node_id: str, deployment: str) -> FabricResult:
-        """Return the measurement of another agent, which reports it before it replies."""
+        """Return the measurement of another agent."""
         name, wanted = self._node.name_of(node_id), FabricWanted(secrets.token_bytes(16), deployment)
         try:
             answer = await self._node.links.ask(node_id, wanted, FabricAnswer, ANSWER_S)
@@ -263,24 +246,23 @@ class FabricBench:
             raise UserError(
                 f"{name}, which has rank 0, did not reply; try again, or run this there"
             ) from None
-        reported = self._results.reported(node_id)
-        if reported is None or answer.problem:
+        if not answer.results:
             raise UserError(answer.problem or "nothing was measured")
-        return reported
+        return answer.results[0]
 
     def _received(self, link: ControlLink, wanted: FabricWanted) -> None:
         self._background.start(self._answer(link.node_id, wanted), "measuring the fabric")
 
     async def _answer(self, node_id: str, wanted: FabricWanted) -> None:
-        problem = ""
+        problem, results = "", list[FabricResult]()
         try:
             if not self._shown(wanted.deployment).status.in_epoch:  # two agents could ping-pong for ever
                 raise UserError(f"rank 0 is no longer on {self._node.name}; try again")
-            await self._bench_here(wanted.deployment)
+            results.append(await self._bench_here(wanted.deployment))
         except MlxtpError as error:
             problem = error.detail
         with contextlib.suppress(MlxtpError):  # it is gone
-            self._node.links.send(node_id, FabricAnswer(wanted.nonce, problem))
+            self._node.links.send(node_id, FabricAnswer(wanted.nonce, problem, tuple(results)))
 
     async def close(self) -> None:
         await self._background.close()

@@ -63,7 +63,7 @@ class Groups:
         )
         gateway.deployments.order = lambda: [row.name for row in node.desired.table.live()]
         self._others = OtherOwners(node, hosted, self)
-        node.links.on_up(self._greet)
+        node.links.on_up(lambda _link: self._broadcast())
         node.desired.on_change(self._desired)
         node.desired.retry_if(self._has_failed)
         node.rounds.every(BEAT_S, lambda _now: self._broadcast(), needed=node.links.nodes)
@@ -85,7 +85,10 @@ class Groups:
 
     def reports(self) -> list[Serving]:
         mine = [each.reports.serving() for each in self.by_id.values()]
-        return [*(each for each in mine if each is not None), *self._node.peer_info.servings.values()]
+        return [
+            *(each for each in mine if each is not None),
+            *(each for _, each in self._node.links.reports.others(Serving)),
+        ]
 
     def held_bytes(self, node_id: str) -> int:
         return sum(group.reports.held_bytes(node_id) for group in self.by_id.values())
@@ -119,9 +122,9 @@ class Groups:
         for row in self._node.desired.table.live():
             for index in range(self._node.replica.shown_groups(row)):
                 self.known(f"{row.name}#{index}")
-        for owner, group in list(self._node.peer_info.servings):
-            if group and owner:
-                self._node.rounds.attempt(partial(self.known, group), owner)
+        for owner, serving in self._node.links.reports.others(Serving):
+            if serving.group:
+                self._node.rounds.attempt(partial(self.known, serving.group), owner)
         for name in [name for name, each in self.by_id.items() if each.over]:
             over = self.by_id.pop(name)
             stories = over.supervisor.status.ended_history()
@@ -191,11 +194,6 @@ class Groups:
         for group in self.by_id.values():
             group.reports.broadcast()
 
-    def _greet(self, link: ControlLink) -> None:
-        for group in self.by_id.values():
-            if (serving := group.reports.serving()) is not None:
-                link.send(serving)
-
     def _desired(self, before: DeploymentTable, after: DeploymentTable) -> None:
         for row in before.live():
             if after.get(row.name) is None:
@@ -260,7 +258,7 @@ class OtherOwners:
         self._hosted = hosted
         self._groups = groups
         node.links.on(self._prepare, Prepare)
-        node.links.on(self._serving, Serving)
+        node.links.reports.on(self._serving, Serving)
 
     def end_lost(self) -> None:
         """End the ranks here whose owner is gone, or was restarted."""
@@ -272,8 +270,8 @@ class OtherOwners:
 
     def may_leave(self) -> bool:
         """Return True when no owner needs this node any longer, which is about to stop."""
-        servings = self._node.peer_info.servings
-        reports = [servings.get((rank.host, rank.order.group)) for rank in self._hosted.ranks]
+        table = self._node.links.reports
+        reports = [table.of(Serving, rank.order.group).get(rank.host) for rank in self._hosted.ranks]
         return all(
             each is not None and each.state == "draining" and not each.open_requests for each in reports
         )
@@ -281,12 +279,9 @@ class OtherOwners:
     def _end(self, rank: HostedRank, why: str) -> None:
         self._hosted.clear(why, lambda each: each is rank)
 
-    def _serving(self, link: ControlLink, serving: Serving) -> None:
-        node, node_id = self._node, link.node_id
-        node.peer_info.serves(node_id, serving)
-        node.replica.saw_epoch(serving.epoch)
+    def _serving(self, node_id: str, serving: Serving) -> None:
+        self._node.replica.saw_epoch(serving.epoch)
         self._hosted.serves(node_id, serving.group, serving.epoch)
-        node.changed()
 
     def _end_elsewhere(self, owner: str, name: str, why: str) -> None:
         """End ranks of a group that another node, or this one, owned before: it has this owner now."""

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import replace
 
-from ..cluster.links import ControlLink
 from ..cluster.membership import MemberState as Standing
 from ..cluster.node import ClusterNode
 from ..cluster.place import PlaceView, WantedDeployment, place
@@ -18,13 +17,7 @@ from ..placement.formation import FailedGroup, FailedGroups, FailedLink
 from ..placement.model_shape import ModelShape
 from ..placement.planner import PlacementOptions
 from ..placement.topology import MemberMachine, Topology
-from ..wire.cluster_messages import (
-    MAX_LEFT_OUT,
-    Deployment,
-    GroupsLeftOut,
-    LeftOutGroup,
-    ModelStatus,
-)
+from ..wire.cluster_messages import Deployment, LeftOutGroup, Machine, ModelStatus
 from .fabric import FabricResults
 
 log = logging.getLogger(__name__)
@@ -39,11 +32,6 @@ class Machines:
         self.failed = FailedGroups()
         self._node = node
         self._results = results
-        self._told = GroupsLeftOut(())  #: What all members know of `failed`.
-        self._others: dict[str, GroupsLeftOut] = {}  #: The same of other owners, by node id.
-        node.links.on(self._failed_elsewhere, GroupsLeftOut)
-        node.links.on_up(lambda link: link.send(self._told))
-        node.links.on_lost(lambda node_id, _why: self._others.pop(node_id, None))
         node.rounds.add(lambda _now: self.tell())
 
     def members(self, held_bytes: Callable[[str], int] = lambda _: 0) -> list[MemberMachine]:
@@ -54,7 +42,7 @@ class Machines:
         node = self._node
         found = []
         for node_id, status in node.membership.statuses().items():
-            machine = node.peer_info.machines.get(node_id)
+            machine = node.links.reports.of(Machine).get(node_id)
             if not status.present or machine is None:
                 continue
             link = node.links.to(node_id)
@@ -76,7 +64,7 @@ class Machines:
 
     def devices_by_hand(self) -> dict[str, dict[str, str]]:
         """Return the RDMA devices of all members' settings, by the ids of a node and of its peer."""
-        machines = self._node.peer_info.machines
+        machines = self._node.links.reports.of(Machine)
         items = [item for node_id in sorted(machines) for item in machines[node_id].by_hand]
         names = {each: self._node.name_of(each) for each in machines}
         return devices_by_hand(items, names)
@@ -93,7 +81,8 @@ class Machines:
 
     def all_failed(self, *, over: bool) -> tuple[FailedGroup, ...]:
         """Return the groups that failed at any owner; without `over` those that are left out of plans now."""
-        told = [each for row in (self._told, *self._others.values()) for each in row.groups]
+        table = self._node.links.reports
+        told = [*table.by(self._node.node_id, LeftOutGroup), *(row for _, row in table.others(LeftOutGroup))]
         found = (
             FailedGroup(each.kind, frozenset(map(_link, each.links)), each.reason)
             for each in told
@@ -141,20 +130,15 @@ class Machines:
 
     def tell(self) -> None:
         """Tell all members which groups are left out, after a change: the coordinator plans without them."""
-        told = GroupsLeftOut(())
+        table, told = self._node.links.reports, list[LeftOutGroup]()
         if self.failed:
             members = {member.node_id: member for member in self.members()}
             known = self.failed.known(members, time.monotonic())
-            latest = sorted(known, key=lambda each: -each[1])[:MAX_LEFT_OUT]
-            told = GroupsLeftOut(tuple(_row(each, over=left_s <= 0) for each, left_s in latest))
-        if told != self._told:
-            self._told = told
-            self._node.links.broadcast(told)
+            latest = sorted(known, key=lambda each: -each[1])[: LeftOutGroup.MOST]
+            told = [_row(each, over=left_s <= 0) for each, left_s in latest]
+        if told != table.by(self._node.node_id, LeftOutGroup):
+            table.publish(LeftOutGroup, *told)
             self._node.changed()
-
-    def _failed_elsewhere(self, link: ControlLink, message: GroupsLeftOut) -> None:
-        self._others[link.node_id] = message
-        self._node.changed()
 
     def left_out(self) -> tuple[tuple[FailedGroup, float], ...]:
         """Groups that failed to form, and the seconds until each is tried again."""

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 from ..api.backend import DeploymentHealth, Health
 from ..cluster.cluster_state import left_s
-from ..cluster.links import ControlLink
 from ..cluster.node import BEAT_S, ClusterNode
 from ..gateway.gateway import Gateway
-from ..gateway.routing import GroupLoad
+from ..gateway.routing import MAX_HASHES, GroupLoad
 from ..placement.cost_model import usable_bytes
-from ..wire.cluster_messages import Deployment, ReplicaLoad
-from ..wire.messages import digests_in
+from ..wire.cluster_messages import Deployment, Serving
+from ..wire.codecs import U32, U63, NodeRow, binary, group_id, holding, integer
+from ..wire.messages import DIGEST_BYTES, MAX_GROUP_ID, digests_in
 from .group import Group
 from .groups import Groups, best, unused_s
 from .health import COMING, ServingState
@@ -95,6 +95,18 @@ def _ready(status: GroupStatus) -> bool:
 # --- reports of the work of replicas, by which each agent chooses one for a request ---------------------
 
 
+class ReplicaLoad(NodeRow, number=0x56):
+    """Work and caches of a replica, by which others choose one."""
+
+    KEYS = ("group",)
+    MOST = 64
+    group: str = holding(group_id(MAX_GROUP_ID))
+    queued: int = holding(integer(0, U63))  #: prompt tokens of its `requests` that are not computed yet
+    requests: int = holding(integer(0, U63))
+    speed: int = holding(integer(0, U32))  #: prompt tokens per second, 0 where not measured
+    prefixes: bytes = holding(binary(0, DIGEST_BYTES * MAX_HASHES))  #: its caches' digests, oldest first
+
+
 class ReplicaLoads:
     """Reports this agent's ready groups to the others, and takes in theirs.
 
@@ -105,33 +117,22 @@ class ReplicaLoads:
         self._node = node
         self._gateway = gateway
         self._groups = groups
-        self._sent: dict[str, ReplicaLoad] = {}
-        node.links.on(self._received, ReplicaLoad)
-        node.links.on_up(self._greet)
+        node.links.reports.on(self._received, ReplicaLoad)
         node.rounds.every(BEAT_S, lambda _now: self._report(), needed=node.links.nodes)
 
     def _report(self) -> None:
-        before, self._sent = self._sent, {each.group: each for each in self._present()}
-        for name, load in self._sent.items():
-            if load != before.get(name):
-                self._node.links.broadcast(load)
-
-    def _present(self) -> list[ReplicaLoad]:
         ready = [(name, each.groups) for name, each in self._gateway.deployments.by_name.items()]
-        return [
+        present = [
             packed(name, groups.load_of(name))
             for deployment, groups in ready
             for name, group in groups.items()
             if group.here and len(self._groups.replicas_of(deployment)) > 1
         ]
+        self._node.links.reports.publish(ReplicaLoad, *present)
 
-    def _greet(self, link: ControlLink) -> None:
-        for load in self._sent.values():
-            link.send(load)
-
-    def _received(self, link: ControlLink, load: ReplicaLoad) -> None:
+    def _received(self, node_id: str, load: ReplicaLoad) -> None:
         """Take in the report of a group's owner. Of any other node it does not count."""
-        if (link.node_id, load.group) in self._node.peer_info.servings:
+        if node_id in self._node.links.reports.of(Serving, load.group):
             self._gateway.load(load.group, unpacked(load))
 
 

@@ -53,17 +53,15 @@ class ServingReports:
         self.owned: OwnedEpoch | None = None
         self.waiting = ""  #: Reason why this owner has no epoch.
         self._meter = RateMeter()  #: Of tokens of the group.
-        self._reported = False  #: True while other nodes have a report of this one.
         self._node = node
         self._scope = scope
         self._supervisor = supervisor
 
     def broadcast(self) -> None:
-        """Send the present report to all members. The last one says that this node has no such group."""
-        serving = self.serving()
-        if serving is not None or self._reported:
-            self._node.links.broadcast(serving or self._report(ServingState.STOPPED, ""))
-        self._reported = serving is not None
+        """Have all members know the present report, or that this node has no such group."""
+        table, serving = self._node.links.reports, self.serving()
+        rest = [each for each in table.by(self._node.node_id, Serving) if each.group != self._scope.group]
+        table.publish(Serving, *rest, *([serving] if serving is not None else []))
 
     def serving(self) -> Serving | None:
         """Return this node's report of the group; None if it is of another node."""
@@ -152,8 +150,8 @@ class ServingReports:
         )
 
     def reports(self) -> list[tuple[str, Serving]]:
-        group, servings = self._scope.group, self._node.peer_info.servings
-        return [(owner, serving) for (owner, each), serving in servings.items() if each == group]
+        told = self._node.links.reports.others(Serving)
+        return [(owner, serving) for owner, serving in told if serving.group == self._scope.group]
 
     def others(self) -> tuple[RunningEpoch, ...]:
         return tuple(filter(None, [_running(owner, serving) for owner, serving in self.reports()]))

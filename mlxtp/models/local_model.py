@@ -12,7 +12,6 @@ from typing import Any
 
 from ..background import Background
 from ..cluster.cluster_state import DeploymentTable
-from ..cluster.links import ControlLink
 from ..cluster.node import ClusterNode
 from ..config import Settings
 from ..errors import Code, MlxtpError, ModelError, ProtocolError
@@ -157,10 +156,7 @@ class LocalModel:
 
 
 class LocalModels:
-    """The wanted models on this machine, by name. This node reports each one's status to the others.
-
-    A status that another member reports stays until its model is no longer wanted here.
-    """
+    """The wanted models on this machine, by name. This node reports each one's status to the others."""
 
     def __init__(self, node: ClusterNode, transfers: TransferCoordinator) -> None:
         self._node = node
@@ -168,8 +164,7 @@ class LocalModels:
         self._wanted: dict[str, LocalModel] = {}
         self._background = Background()
         transfers.stored.on_files(self._files_arrived)
-        node.links.on(self._received, ModelStatus)
-        node.links.on_up(self._greet)
+        node.links.reports.on(self._check, ModelStatus)
         node.desired.on_change(self.resolve)
         node.desired.retry_if(self.is_lacking)
         node.rounds.every(REPORT_S, lambda _now: self.retry(), first_s=REPORT_S)
@@ -188,13 +183,13 @@ class LocalModels:
         """
         for name in self._wanted.keys() - models.keys():
             self._background.start(self._wanted.pop(name).close(), f"the end of the search for {name}")
-            self._node.peer_info.forget_model(name)
         for name, may_download in models.items():
             known = self._wanted.get(name)
             found = self._wanted[name] = known or self._new(name)
             found.may_download = may_download
             if known is None:
                 found.search()
+        self._publish()
 
     def resolve(self, before: DeploymentTable, after: DeploymentTable) -> None:
         """Want the models of all deployments. A new version of a row restarts a search that failed."""
@@ -205,13 +200,9 @@ class LocalModels:
                 known.search()
 
     def retry(self) -> None:
-        """Search again for missing folders.
-
-        Report the rest again, as a member that wanted a model later than this node may have dropped a report.
-        """
+        """Search again for missing folders."""
         for each in self._wanted.values():
             each.retry()
-            self._node.links.broadcast(each.status)
 
     def folder(self, name: str) -> Path:
         """Return the folder of a model. Raises ModelError if it is not wanted here, or not (yet) found."""
@@ -224,7 +215,7 @@ class LocalModels:
 
     def unreported(self, model: str) -> list[str]:
         """Return the linked members that have not yet reported what their search for a model found."""
-        told = self._node.peer_info.reported(model)
+        told = self._node.links.reports.of(ModelStatus, model)
         return [
             node_id
             for node_id in self._node.links.nodes()
@@ -233,30 +224,26 @@ class LocalModels:
 
     def is_lacking(self, model: str) -> bool:
         """Return True while the search for a model has failed here or on another member."""
-        others = self._node.peer_info.reported(model).values()
-        return any(status.problem for status in (self.of(model).status, *others))
+        return any(status.problem for status in self._node.links.reports.of(ModelStatus, model).values())
 
     def _files_arrived(self, repository: str) -> None:
         for each in self._wanted.values():
             each.files_arrived(repository)
 
-    def _greet(self, link: ControlLink) -> None:
-        for each in self._wanted.values():
-            link.send(each.status)
-
-    def _received(self, link: ControlLink, status: ModelStatus) -> None:
+    def _check(self, _node_id: str, status: ModelStatus) -> None:
         if status.shape:
             try:
                 unpacked(status.shape)
             except ValueError as error:
                 raise ProtocolError(f"the shape of {status.model}: {error}", Code.FIELD_INVALID) from None
-        self._node.peer_info.model_reported(link.node_id, status)
-        self._node.changed()
 
     def _report(self, found: LocalModel) -> None:
         if self._wanted.get(found.name) is found:  # a search may find its model after the end of the wish
-            self._node.links.broadcast(found.status)
+            self._publish()
             self._node.changed()
+
+    def _publish(self) -> None:
+        self._node.links.reports.publish(ModelStatus, *(each.status for each in self._wanted.values()))
 
     async def close(self) -> None:
         await asyncio.gather(*(each.close() for each in self._wanted.values()))

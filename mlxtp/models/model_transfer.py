@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from ..background import Background
-from ..cluster.links import ControlLink, Handlers
+from ..cluster.links import Handlers
 from ..cluster.node import ClusterNode
 from ..errors import Code, MlxtpError, ModelError
-from ..wire.cluster_messages import MAX_STORED, ModelHeld, ModelsHere, StoredModel
+from ..wire.cluster_messages import ModelHeld, StoredModel
 from .download import Fetch
 from .hub_cache import Repo, free_bytes, hub_name
 from .inspect import revisions_here
@@ -30,7 +30,6 @@ class StoredModels:
     """Models that each member has reported as stored, and the handlers of changes on this disk."""
 
     def __init__(self, node: ClusterNode) -> None:
-        self.elsewhere: dict[str, tuple[StoredModel, ...]] = {}  #: By the node id of each other member.
         self._node = node
         self._here: tuple[StoredModel, ...] = ()
         #: Called with OWNER/NAME when its files on this disk have changed.
@@ -38,9 +37,6 @@ class StoredModels:
         #: Called when the list of models on this disk has changed.
         self.on_change = Handlers[Callable[[], None]]()
         self._background = Background()
-        node.links.on(self._receive, ModelsHere)
-        node.links.on_up(lambda link: link.send(ModelsHere(self._here)))
-        node.links.on_lost(lambda node_id, _why: self.elsewhere.pop(node_id, None))
         node.rounds.every(REPORT_S, lambda _now: self.refresh())
 
     def changed(self, name: str) -> None:
@@ -58,22 +54,19 @@ class StoredModels:
         name, _, revision = model.partition("@")
         return any(
             each.complete and each.name == name and revision in ("", each.revision)
-            for each in self.elsewhere.get(node_id, ())
+            for each in self._node.links.reports.by(node_id, StoredModel)
         )
 
     def is_elsewhere(self, model: str) -> bool:
-        return any(self.has(node_id, model) for node_id in self.elsewhere)
-
-    def _receive(self, link: ControlLink, message: ModelsHere) -> None:
-        self.elsewhere[link.node_id] = message.models
+        return any(self.has(node_id, model) for node_id in self._node.links.nodes())
 
     async def _list(self) -> None:
         here = await asyncio.to_thread(revisions_here)
-        largest = sorted(here, key=lambda each: -each.total)[:MAX_STORED]
+        largest = sorted(here, key=lambda each: -each.total)[: StoredModel.MOST]
         found = tuple(StoredModel(each.name, each.revision, each.total, each.complete) for each in largest)
         if found != self._here:
             self._here = found
-            self._node.links.broadcast(ModelsHere(found))
+            self._node.links.reports.publish(StoredModel, *found)
             for handler in self.on_change:
                 handler()
 
@@ -83,7 +76,7 @@ class StoredModels:
 
 # --- transfers ------------------------------------------------------------------------------------------
 
-MAX_JOBS = 256  #: Models for which a transfer is kept.
+MAX_JOBS = ModelHeld.MOST  #: Models for which a transfer is kept.
 
 
 class MemberReports:
@@ -234,7 +227,8 @@ class TransferTable:
             self._all = {name: job for name, job in self._all.items() if self._is_busy(job)}
         if len(self._all) >= MAX_JOBS:
             raise ModelError(
-                f"{MAX_JOBS} models are under way here; request {model} when some are done", Code.NOT_READY
+                f"{MAX_JOBS} models are under way here; request {model} when some are done",
+                Code.NOT_READY,
             )
         self._all[model] = found
         return found

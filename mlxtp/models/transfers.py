@@ -19,12 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from ..background import Background, log_failure
-from ..cluster.links import ControlLink
 from ..cluster.node import BEAT_S, ClusterNode
 from ..errors import Code, LinkError, MlxtpError, ModelError, ProtocolError, why_not_written
 from ..placement.topology import MemberMachine, Topology
 from ..wire.certificates import NodeIdentity
-from ..wire.cluster_messages import ModelHeld, ModelLender, ModelPull
+from ..wire.cluster_messages import Machine, ModelHeld, ModelLender, ModelPull, Report
 from ..wire.tls import Credentials
 from . import hub_client, peer_copy
 from .download import Fetch, apart
@@ -61,7 +60,6 @@ class SeederElection:
         self._table = table
         self._background = background
         self._server: peer_copy.PeerServer | None = None
-        node.links.on_up(self._greet)
         node.links.on_lost(self._lost)
         node.rounds.add(self._advance)
 
@@ -72,10 +70,11 @@ class SeederElection:
         port = self._port if job.lends(self._node.node_id) else 0
         report = ModelHeld(model=job.model, **asdict(job.own) | {"port": port})
         job.reports.sent, job.reports.sent_at = report, time.monotonic()
-        self._node.links.broadcast(report)
+        reports = (each.reports.sent for each in self._table)
+        self._node.links.reports.publish(ModelHeld, *filter(None, reports))
         job.changed.set()
 
-    def send(self, node_id: str, message: ModelHeld | ModelLender) -> None:
+    def send(self, node_id: str, message: Report | ModelLender) -> None:
         with contextlib.suppress(MlxtpError):  # it has just gone
             self._node.links.send(node_id, message)
 
@@ -165,12 +164,6 @@ class SeederElection:
         if self._server is not None:
             self._server.close()
             self._server = None
-
-    def _greet(self, link: ControlLink) -> None:
-        """Send the state of transfers to a member that has just come."""
-        for job in self._table:
-            if (sent := job.reports.sent) is not None and sent.wants:
-                link.send(sent)
 
     def _lost(self, node_id: str, _why: str) -> None:
         for job in self._table:
@@ -333,7 +326,7 @@ class Downloads:
     def _hosts(self, node_id: str) -> list[str]:  # those on the fastest network first
         node = self._node
         me, link = node.node_id, node.links.to(node_id)
-        machines = node.peer_info.machines
+        machines = node.links.reports.of(Machine)
         near = link.remote if link is not None else ""
         found: list[str] = []
         if me in machines and node_id in machines:
@@ -355,7 +348,8 @@ class TransferCoordinator:
         self._requested: Counter[str] = Counter()  #: Models that come at the request of each other member.
         self._refused: set[str] = set()  #: Members of which a request was refused, to log each once.
         stored.on_change(self._look_again)
-        node.links.on(self._received, ModelHeld, ModelLender, ModelPull)
+        node.links.reports.on(self._received, ModelHeld)
+        node.links.on(lambda link, message: self._received(link.node_id, message), ModelLender, ModelPull)
         node.links.on_lost(lambda node_id, _why: self._refused.discard(node_id))
 
     async def get(self, model: str) -> Path:
@@ -471,8 +465,7 @@ class TransferCoordinator:
             job.own = replace(job.own, wants=False)
             self._election.announce(job)
 
-    def _received(self, link: ControlLink, message: ModelHeld | ModelLender | ModelPull) -> None:
-        node_id = link.node_id
+    def _received(self, node_id: str, message: ModelHeld | ModelLender | ModelPull) -> None:
         try:
             if isinstance(message, ModelPull):
                 self._pull_for(node_id, message)
@@ -492,7 +485,8 @@ class TransferCoordinator:
         name = f"{repo.name}@{message.commit}" if is_commit(message.commit) else message.model
         if self._requested[node_id] >= MAX_PULLS:
             why = f"{MAX_PULLS} models come here at your request already; request {name} when some are done"
-            self._election.send(node_id, ModelHeld(name, "", 0, 0, 0, wants=True, problem=why, port=0))
+            refusal = ModelHeld(name, "", 0, 0, 0, wants=True, problem=why, port=0)
+            self._election.send(node_id, self._node.links.reports.report(refusal))
             self._log_refusal(node_id, f"{MAX_PULLS} models come here at its request already")
             return
         task = self._begin(name, ref, everywhere=True)

@@ -23,7 +23,6 @@ EACH_S = 0.15  #: Seconds, more or less, for timing one kind of collective over 
 #: Seconds. A slower collective ends the measurement: the next size would take about four times as long.
 SLOW_S = 0.5
 MOST_ROUNDS = 100
-MAX_RESULTS = 32  #: Results that are kept.
 LINK_BYTES = SIZES[6]  #: Of the sums by which the links of a new group are judged.
 LINK_TRIES = 3  #: Of these sums, of which the fastest counts: a busy Mac slows others.
 _TEXT = 1
@@ -58,13 +57,13 @@ def check(result: FabricResult) -> FabricResult:
 
 
 def merged(kept: Iterable[FabricResult], more: Iterable[FabricResult]) -> tuple[FabricResult, ...]:
-    """Return both, of each group and fabric the newest, at most `MAX_RESULTS`, the oldest first."""
+    """Return both, of each group and fabric the newest, at most `MOST`, the oldest first."""
     newest: dict[object, FabricResult] = {}
     for result in sorted([*kept, *more], key=lambda each: each.at):
         key = frozenset(result.nodes), result.backend, result.kind, result.fast_fences
         newest.pop(key, None)
         newest[key] = result
-    return tuple(newest.values())[-MAX_RESULTS:]
+    return tuple(newest.values())[-FabricResult.MOST :]
 
 
 def find(

@@ -15,6 +15,7 @@ from .codecs import (
     U32,
     U63,
     Message,
+    NodeRow,
     binary,
     boolean,
     choice,
@@ -26,12 +27,12 @@ from .codecs import (
     numbers,
     record,
     records,
+    row,
     text,
     texts,
 )
 from .codecs import holding as _f
 from .messages import (
-    DIGEST_BYTES,
     MAX_GROUP_ID,
     MAX_LAYERS,
     MAX_RANKS,
@@ -43,7 +44,7 @@ from .messages import (
 from .peer_messages import MAX_CERTIFICATE_BYTES
 
 # --- a Mac: chip, memory, addresses, cables --------------------------------------------------------------
-# `placement/hardware.py` fills it in, `MachineReport` carries it, `placement/planner.py` judges it.
+# `placement/hardware.py` fills it in, `cluster/peer_reports.py` reports it, `placement/planner.py` judges it.
 
 MAX_MEMBERS = 64
 MAX_INTERFACES = 32
@@ -88,9 +89,10 @@ class Port:
     service: str = _f(text(MAX_SERVICE), default="")  #: of its interface; most ports have none
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
+class Machine(NodeRow, number=0x32):
     """One machine. A value that could not be found out is 0 or empty, and `notes` has the reason."""
+
+    LAST = True
 
     system: str = _f(choice("macos", "linux", "other"))
     release: str = _f(text(60))
@@ -128,10 +130,11 @@ _NODES = 8
 _SHORTEST_S, _LONGEST_S = 1e-9, 1e4  #: limits of a plausible time: a nanosecond, and some hours
 
 
-@dataclass(frozen=True, slots=True)
-class FabricResult:
+class FabricResult(NodeRow, number=0x4A):
     """Seconds that collectives took, on the slowest rank: sums and gathers of each size, one by one."""
 
+    KEYS = ("nodes", "backend", "kind", "fast_fences")
+    MOST = 32
     nodes: tuple[str, ...] = _f(texts(_NODES, 32))  #: node ids in rank order
     backend: str = _f(choice("ring", "jaccl"))
     kind: str = _f(text(60))  #: how they were joined, as `backend`
@@ -151,9 +154,7 @@ MAX_TOLD = 32  #: Deployments in one message: what one frame may hold in objects
 MAX_ENTERED = 24  #: Entries of the roster in one message, for the same reason.
 MAX_PARTING = 3000  #: Characters of one part; frames before a link is open hold 4 KiB.
 MAX_MODEL = 1000
-MAX_HASHES = 512  #: Digests of beginnings that one group reports: 131,072 tokens.
 MAX_TRIP_US = 60_000_000
-MAX_STORED = 64
 
 _epoch = integer(1, U63)
 _rank = integer(0, MAX_RANKS - 1)
@@ -278,23 +279,29 @@ class RosterParting(Message, number=0x5C):
     more: bool = _f(boolean())
 
 
-class RosterSaved(Message, number=0x54):
-    """Report that the roster with this digest is on the sender's disk."""
+class Report(Message, number=0x3D):
+    """NodeRow of the sender's, for the table that all members have of all (`cluster.links.ReportTable`)."""
 
-    roster: int = _f(_count)
+    number: int = _f(_count)  #: counts up with each report; of two links, the later report holds
+    row: NodeRow = _f(row())
+    over: bool = _f(boolean())  #: the sender has no such row any longer
 
 
-class MachineReport(Machine, Message, number=0x32):
-    """Hardware and state of the sender's machine."""
+class ReportsSent(Message, number=0x3E):
+    """Behind all rows of the sender, which it sends over each new link: earlier ones are over."""
+
+    since: int = _f(_count)  #: number of the first of these reports
 
 
 class MachineWanted(Message, number=0x3C):
-    """Request to read the machine again. Reply: MachineReport, even if nothing changed."""
+    """Request to read the machine again. Reply: a Report of the Machine, even if nothing changed."""
 
 
-class ModelStatus(Message, number=0x33):
-    """Status of one wanted model at the sender, which may still check or download it."""
+class ModelStatus(NodeRow, number=0x33):
+    """Status of one wanted model at a node, which may still check or download it."""
 
+    KEYS = ("model",)
+    MOST = MAX_MEMBERS  # at most as many deployments count
     model: str = _f(text(MAX_MODEL))  #: its name in a deployment
     fingerprint: str = _f(text(64))  #: of its files; empty without them
     problem: str = _f(_detail)  #: why it has none; empty while it works on it
@@ -382,9 +389,11 @@ class RankGathered(Message, number=0x48):
     gathered: Gathered = _f(record(Gathered))
 
 
-class Serving(Message, number=0x45):
-    """The agent of rank 0 to all: the state of one of its groups. "stopped" without participants is gone."""
+class Serving(NodeRow, number=0x45):
+    """State of a group, by the agent of its rank 0."""
 
+    KEYS = ("group",)
+    MOST = 128  # two for each deployment that counts
     epoch: int = _f(_count)
     state: str = _f(_state)
     reason: str = _f(_detail)
@@ -412,16 +421,6 @@ class Serving(Message, number=0x45):
     used: bool = _f(boolean(), default=False)  #: it was asked something since
 
 
-class ReplicaLoad(Message, number=0x56):
-    """The owner of a replica to all, with a beat: its changed work and caches, by which others choose one."""
-
-    group: str = _f(group_id(MAX_GROUP_ID))
-    queued: int = _f(_count)  #: prompt tokens of its `requests` that are not computed yet
-    requests: int = _f(_count)
-    speed: int = _f(integer(0, U32))  #: prompt tokens per second, 0 where not measured
-    prefixes: bytes = _f(binary(0, DIGEST_BYTES * MAX_HASHES))  #: its caches' `PrefixDigests`, oldest first
-
-
 class GroupAssignment(Message, number=0x55):
     """The coordinator to all: the ranks of a group of a deployment, which the owner, rank 0, forms."""
 
@@ -444,23 +443,15 @@ class GroupAssignment(Message, number=0x55):
         return self.ranks[0] if self.ranks else ""
 
 
-MAX_LEFT_OUT = 16
+class LeftOutGroup(NodeRow, number=0x66):
+    """A group that failed, by its fabric and links, which plans leave out for a while, and why."""
 
-
-@dataclass(frozen=True, slots=True)
-class LeftOutGroup:
-    """A group that failed, by its fabric and links, and why."""
-
+    KEYS = ("kind", "links")
+    MOST = 16
     kind: str = _f(text(60))
     links: tuple[str, ...] = _f(texts(MAX_RANKS * (MAX_RANKS - 1) // 2, 200))  #: node, node, device, device
     reason: str = _f(_detail)
     over: bool = _f(boolean())  #: it may be planned again, but no group that runs is moved there
-
-
-class GroupsLeftOut(Message, number=0x66):
-    """An owner to all: the groups that failed, which plans leave out for a while."""
-
-    groups: tuple[LeftOutGroup, ...] = _f(records(LeftOutGroup, 0, MAX_LEFT_OUT))
 
 
 class TokenWanted(Message, number=0x46):
@@ -499,15 +490,12 @@ class FabricWanted(Message, number=0x49):
     deployment: str = _f(text(MAX_MODEL), default="")  #: that the group serves; empty for the default one
 
 
-class FabricReport(FabricResult, Message, number=0x4A):
-    """Measurements of one group, broadcast to all."""
-
-
 class FabricAnswer(Message, number=0x4B):
-    """Reply: the sender's last FabricReport is the requested one; or in `problem`, why there is none."""
+    """Reply: the result, or in `problem` why there is none."""
 
     nonce: bytes = _f(binary(16, 16))
     problem: str = _f(_detail)
+    results: tuple[FabricResult, ...] = _f(records(FabricResult, 0, 1), default=())
 
 
 @dataclass(frozen=True, slots=True)
@@ -526,15 +514,17 @@ class Echo(Message, number=0x51):
     trips: tuple[Trip, ...] = _f(records(Trip, 0, MAX_MEMBERS))  #: of that agent's links
 
 
-class ModelHeld(Message, number=0x60):
-    """To all: how much of a requested model of the Hub (OWNER/NAME[@REVISION]) the sender has."""
+class ModelHeld(NodeRow, number=0x60):
+    """Part of a requested model of the Hub (OWNER/NAME[@REVISION]) that a node has."""
 
+    KEYS = ("model",)
+    MOST = 256
     model: str = _f(text(MAX_MODEL))
     revision: str = _f(text(40))  #: its commit; empty while unknown
     held: int = _f(_count)  #: bytes
     total: int = _f(_count)  #: bytes; 0 while unknown
     free: int = _f(_count)  #: bytes of space on its disk
-    wants: bool = _f(boolean())  #: the sender is to get the model
+    wants: bool = _f(boolean())  #: the node is to get the model
     problem: str = _f(_detail)  #: why it cannot get it from the Hub
     port: int = _f(integer(0, 65535))  #: that serves its files to other Macs, 0 for none
 
@@ -553,26 +543,23 @@ class ModelPull(Message, number=0x62):
     commit: str = _f(text(40))  #: or empty for any
 
 
-@dataclass(frozen=True, slots=True)
-class StoredModel:
-    """One model on a member's disk."""
+class StoredModel(NodeRow, number=0x63):
+    """One model of the Hub on a node's disk."""
 
+    KEYS = ("name", "revision")
+    MOST = 64
     name: str = _f(text(MAX_MODEL))
     revision: str = _f(text(40))
     size: int = _f(_count)
     complete: bool = _f(boolean())  #: all of `revision` is there
 
 
-class ModelsHere(Message, number=0x63):
-    """Models of the Hub that the sender has, the largest first."""
-
-    models: tuple[StoredModel, ...] = _f(records(StoredModel, 0, MAX_STORED))
-
-
 #: Messages that either end of an open control link may send: each may own groups, and coordinate.
-#: All of this module but the two named: one of a handshake or of another link must be named, too.
+#: All of this module but rows and the two named: one of a handshake or of another link must be named, too.
 BOTH_WAYS: tuple[type[Message], ...] = tuple(
     message
     for message in NUMBERED.values()
-    if message.__module__ == __name__ and message not in (AgentHello, RosterParting)
+    if message.__module__ == __name__
+    and message not in (AgentHello, RosterParting)
+    and not issubclass(message, NodeRow)
 )

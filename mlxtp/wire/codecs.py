@@ -275,3 +275,34 @@ class Message(metaclass=MessageType):
 
 
 NUMBERED: dict[int, type[Message]] = {}  #: messages of all modules that were imported
+
+
+class NodeRow(Message):
+    """Base of what a node reports of itself to all, in a `Report`: see `cluster.links.ReportTable`.
+
+    A node has one row of a kind for each value of its `KEYS`, and at most `MOST`. Rows that `LAST` stay when
+    its link ends, until it starts again or is no member any longer.
+    """
+
+    __slots__ = ()
+    KEYS: ClassVar[tuple[str, ...]] = ()  #: fields
+    MOST: ClassVar[int] = 1
+    LAST: ClassVar[bool] = False
+
+    @property
+    def about(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, name) for name in self.KEYS)
+
+
+def row() -> FieldCodec:
+    """A row of any kind: a map of its fields and, by an empty name, of its number."""
+
+    def check(value: Wire) -> NodeRow:
+        number = value.get("") if type(value) is dict else None
+        kind = NUMBERED.get(number) if type(number) is int else None
+        if kind is None or not issubclass(kind, NodeRow):
+            raise ValueError("a row of a known kind")
+        found: NodeRow = kind.CODEC.from_wire({name: each for name, each in value.items() if name})
+        return found
+
+    return FieldCodec(lambda value: {"": value.TYPE, **value.CODEC.to_wire(value)}, check)

@@ -36,7 +36,7 @@ from .codecs import holding as _f
 from .rank_stats import RankStats
 from .rdma import MAX_ENTRY
 
-PROTOCOL_VERSION = 19
+PROTOCOL_VERSION = 20
 MAX_RANKS = 8
 MAX_LAYERS = 1024  #: of a model
 MAX_ROWS = 1024  #: sequences in one step

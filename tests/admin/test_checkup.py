@@ -20,7 +20,7 @@ from mlxtp.diagnostics.facts import Attempt
 from mlxtp.discovery.addresses import DiscoveredPeer
 from mlxtp.wire.cluster_messages import Interface, Members, ModelStatus
 
-from ..groups.one_node import MACHINE, A, B, Node, alone, by_hand, play, report
+from ..groups.one_node import MACHINE, A, B, Node, alone, by_hand, play
 from ..wire.members import Member
 
 
@@ -42,7 +42,7 @@ def test_a_member_is_seen_by_tries_and_links(tmp_path: Path, member: Member) -> 
         endpoint = cast(Any, SimpleNamespace(url="http://127.0.0.1:52415"))
         agent = AgentCheckup(cluster.node.settings, endpoint, cluster, cast(Any, dialer))
         a, b = node.meet(A), node.meet(B)
-        node.hear(a, report(MACHINE), ModelStatus("", "ab" * 32, ""))
+        node.hear(a, MACHINE, ModelStatus("", "ab" * 32, ""))
         node.hear(b, ModelStatus("", "", "it is gated"))
         b.close()
         with listening() as there:

@@ -15,7 +15,7 @@ from mlxtp.cluster import state_file
 from mlxtp.cluster.cluster_state import PINNED
 from mlxtp.cluster.introduction import flags_of, versions_here
 from mlxtp.cluster.state_changes import RosterProofs
-from mlxtp.cluster.state_file import load
+from mlxtp.cluster.state_file import RosterSaved, load
 from mlxtp.config import Settings
 from mlxtp.errors import Code, UserError
 from mlxtp.groups.health import ServingState
@@ -40,7 +40,6 @@ from mlxtp.wire.cluster_messages import (
     Members,
     ModelStatus,
     RosterEntry,
-    RosterSaved,
 )
 
 from ..cluster.deployed import only

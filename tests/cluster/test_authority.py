@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 
 from mlxtp import audit
 from mlxtp.admin.handlers import Admin
+from mlxtp.cluster.state_file import RosterSaved
 from mlxtp.errors import UserError
 from mlxtp.identity import private_files
 from mlxtp.identity.store import AUTHORITY
@@ -23,7 +24,7 @@ from mlxtp.logs import keep_audit
 from mlxtp.settings import AUDIT_LOG
 from mlxtp.verbs import HandOver, LeaveCluster
 from mlxtp.wire.certificates import found, key_to_pem, new_key
-from mlxtp.wire.cluster_messages import AuthorityHandover, AuthorityKept, Members, RosterSaved
+from mlxtp.wire.cluster_messages import AuthorityHandover, AuthorityKept, Members
 
 from ..groups.one_node import A, B, FakeLink, Node, play
 from ..wire.members import Member, founder, member_of

@@ -37,7 +37,6 @@ from mlxtp.wire.cluster_messages import (
     GroupAssignment,
     Interface,
     Machine,
-    MachineReport,
     MachineWanted,
     Members,
     ModelHeld,
@@ -59,7 +58,7 @@ from mlxtp.wire.frames import encode
 from mlxtp.wire.messages import Pong
 from mlxtp.wire.rank_stats import RankStats
 
-from ..groups.one_node import FINGERPRINT, GROUP, MACHINE, A, B, Node, by_hand, play, report
+from ..groups.one_node import FINGERPRINT, GROUP, MACHINE, A, B, Node, by_hand, play
 from ..groups.scenes import run, sees
 from ..live_cluster import WAIT_S
 from ..wire.members import Member, founder
@@ -243,26 +242,20 @@ def test_only_rank_0_s_agent_speaks_for_a_group(tmp_path: Path, member: Member, 
 
 def test_reports_are_known_by_owner_and_group(tmp_path: Path, member: Member) -> None:
     async def story(node: Node) -> None:
-        a, b, told = node.meet(A), node.meet(B), node.parts.node.peer_info
+        a, b, told = node.meet(A), node.meet(B), node.parts.node.links.reports
         one = Serving(9, "ready", "", "none", "", (A,), 0, "tiny", 1, 0, 0, (), group="tiny#0")
         two = replace(one, group="big#0", epoch=10, model="big", deployment="big")
-        nothing = Serving(10, "idle", "members come and go", "none", "", (), 0, "", 1, 0, 0, ())
         theirs = replace(one, participants=(B,))
-        node.hear(a, nothing)
-        assert told.servings == {(A, ""): nothing}
         node.hear(a, one, two)
         node.hear(b, theirs)
-        everything = {(A, "tiny#0"): one, (A, "big#0"): two, (B, "tiny#0"): theirs}
-        assert told.servings == everything
+        assert told.others(Serving) == [(A, one), (A, two), (B, theirs)]
         assert sorted(each.epoch for each in node.parts.groups.reports()) == [9, 9, 10]
         failed = replace(two, state="failed")
-        node.hear(a, failed, replace(one, state="stopped", participants=()))
-        assert told.servings == {(A, "big#0"): failed, (B, "tiny#0"): theirs}
-        node.hear(a, nothing)
-        assert told.servings == {(A, ""): nothing, (B, "tiny#0"): theirs}
-        node.hear(a, two)
+        node.hear(a, failed)
+        node.no_longer(a, one)
+        assert told.others(Serving) == [(A, failed), (B, theirs)]
         a.close()
-        assert told.servings == {(B, "tiny#0"): theirs}
+        assert told.others(Serving) == [(B, theirs)]
 
     play(tmp_path, member, story)
 
@@ -657,8 +650,8 @@ _interfaces = st.builds(
 )
 
 
-def _report(cores: int, size: int, interfaces: list[Interface]) -> MachineReport:
-    return report(replace(MACHINE, cpu_cores=cores, memory_bytes=size, interfaces=tuple(interfaces)))
+def _report(cores: int, size: int, interfaces: list[Interface]) -> Machine:
+    return replace(MACHINE, cpu_cores=cores, memory_bytes=size, interfaces=tuple(interfaces))
 
 
 _MESSAGES: st.SearchStrategy[Message] = st.one_of(
@@ -756,14 +749,14 @@ def test_a_member_that_is_asked_reports_its_machine_though_nothing_changed(
         a, b = node.meet(A), node.meet(B)
         node.parts.readings.read_again()
         await asyncio.sleep(0)
-        told = len(a.heard(MachineReport))
+        told = len(a.heard(Machine))
         node.hear(a, MachineWanted())
         go.release()
         await asyncio.sleep(0)
-        assert len(a.heard(MachineReport)) == told, "that look began before the request"
+        assert len(a.heard(Machine)) == told, "that look began before the request"
         go.release()
-        await sees(lambda: len(a.heard(MachineReport)) > told)
-        assert len(b.heard(MachineReport)) == 1, "it did not ask"
+        await sees(lambda: len(a.heard(Machine)) > told)
+        assert len(b.heard(Machine)) == 1, "it did not ask"
 
     play(tmp_path, member, story)
 
@@ -778,7 +771,7 @@ def test_members_hear_how_often_this_mac_formed_over_each_device(
         save(node.parts.node.home, BootRecord({"rdma_en5": 2}))
         node.parts.readings.read_again()
         go.release()
-        await sees(lambda: a.heard(MachineReport)[-1].ports == (replace(port, formations=2),))
+        await sees(lambda: a.heard(Machine)[-1].ports == (replace(port, formations=2),))
 
     play(tmp_path, member, story)
 
@@ -798,10 +791,10 @@ def test_a_look_waits_for_the_reports_of_members_and_not_for_ever(
         )
         await sees(lambda: a.heard(MachineWanted) and b.heard(MachineWanted))
         await sees(go.locked)
-        node.hear(b, report(MACHINE))
+        node.hear(b, MACHINE)
         assert not looking.done()
         if end == "report":
-            node.hear(a, report(MACHINE))
+            node.hear(a, MACHINE)
         elif end == "link":
             a.close()
         await looking

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxtp.gateway.routing import PrefixSummary
-from mlxtp.wire.cluster_messages import MAX_HASHES
+from mlxtp.gateway.routing import MAX_HASHES, PrefixSummary
 from mlxtp.wire.messages import BLOCK, PrefixDigests
 
 

@@ -20,10 +20,10 @@ from mlxtp.models import transfers
 from mlxtp.models.inspect import ModelSource
 from mlxtp.wire import cluster_messages
 from mlxtp.wire import messages as rank_messages
-from mlxtp.wire.cluster_messages import BOTH_WAYS
+from mlxtp.wire.cluster_messages import BOTH_WAYS, Report
 from mlxtp.wire.codecs import FieldCodec, Message
 
-from ..wire.samples import EXAMPLES, field_codecs, to_body
+from ..wire.samples import EXAMPLES, ROWS, field_codecs, to_body
 from .one_node import A, B, FakeLink, Node
 
 OWN = "0" * 31 + "1"
@@ -114,11 +114,20 @@ def _usual(codec: FieldCodec) -> Any:
     return True
 
 
+def rows() -> Iterator[dict[str, Any]]:
+    """Yield rows of all kinds as they travel, each with one odd field."""
+    for kind, example in ROWS.items():
+        body = {"": kind.TYPE, **to_body(example)}
+        yield from (body | {name: value} for name, values in odd(kind).items() for value in values)
+
+
 def odd(kind: type[Message]) -> dict[str, list[Any]]:
     """Return the odd values of each field of a message, as they travel."""
     found = {}
     for name, codec in field_codecs(kind):
-        if holds(codec).startswith("a map"):
+        if holds(codec).startswith("a row"):
+            found[name] = [*OTHERS, {}, {"": Report.TYPE}, {"": []}, *rows()]
+        elif holds(codec).startswith("a map"):
             names = frozenset(holds(codec).removeprefix("a map of exactly the fields ").split(", "))
             found[name] = list(parts(_PARTS[names]))
         else:
@@ -198,7 +207,9 @@ class Lied:
             if not self.linked(self.liar):
                 self.came += 1
                 self.liar = self.node.meet(A, f"boot {self.came}")
-            self.node.hear(self.liar, message)
+            self.node.hear(
+                self.liar, message.row if isinstance(message, Report) and not message.over else message
+            )
             if count % every == 0:
                 self.node.live_once(self.honest, *([self.liar] if self.linked(self.liar) else []))
                 await asyncio.sleep(0)

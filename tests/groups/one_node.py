@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -33,11 +34,11 @@ from mlxtp.wire.cluster_messages import (
     GroupAssignment,
     Interface,
     Machine,
-    MachineReport,
     Members,
     ModelStatus,
+    Report,
 )
-from mlxtp.wire.codecs import Message
+from mlxtp.wire.codecs import Message, NodeRow
 from mlxtp.wire.frames import encode
 from mlxtp.wire.messages import Error
 
@@ -52,10 +53,6 @@ A, B = "a" * 32, "f" * 32
 """Two other members: the smallest id of all, and the largest."""
 FINGERPRINT = "5" * 64
 GROUP = "tiny#0"
-
-
-def report(machine: Machine) -> MachineReport:
-    return MachineReport(*(getattr(machine, name) for name in Machine.__match_args__))
 
 
 class FakeLink:
@@ -87,7 +84,17 @@ class FakeLink:
             self._node.parts.node.links.down(cast(Any, self), "closed here", False)
 
     def heard(self, kind: type[Message]) -> list[Any]:
-        return [message for message in self.sent if isinstance(message, kind)]
+        """Messages of a kind; of a kind of rows, those that were reported."""
+        rows = [each.row if isinstance(each, Report) and not each.over else each for each in self.sent]
+        return [each for each in (rows if issubclass(kind, NodeRow) else self.sent) if isinstance(each, kind)]
+
+    def ended(self, kind: type[NodeRow]) -> list[Any]:
+        """Rows of a kind that there are no longer."""
+        return [
+            each.row
+            for each in self.sent
+            if isinstance(each, Report) and each.over and isinstance(each.row, kind)
+        ]
 
 
 class Clock:
@@ -123,6 +130,7 @@ class Node:
         self.orders: list[tuple[str, Message]] = []
         self.parts.hosted.received = lambda host, order: self.orders.append((host, order))  # type: ignore[method-assign]
         self._numbers = iter(range(1, 10_000))
+        self._reports = itertools.count(1)
 
     @property
     def group(self) -> Group:
@@ -138,13 +146,18 @@ class Node:
         return link
 
     def hear(self, link: FakeLink, *messages: Message) -> None:
-        """As `Neighbours` does: a member that breaks a rule loses the link."""
-        for message in messages:
+        """As `Neighbours` does: a member that breaks a rule loses the link. Rows come in reports."""
+        for each in messages:
+            message = Report(next(self._reports), each, False) if isinstance(each, NodeRow) else each
             encode(message, 0, 1)
             try:
                 self.parts.node.links.received(cast(Any, link), message)
             except MlxtpError:
                 link.close()
+
+    def no_longer(self, link: FakeLink, *rows: NodeRow) -> None:
+        """The other end of this link has these rows no longer."""
+        self.hear(link, *(Report(next(self._reports), each, True) for each in rows))
 
     def holds(self, node_id: str, first: Member) -> None:
         """A member that it has met tells it that it holds the authority, as `first` has signed."""
@@ -192,14 +205,14 @@ class Node:
         It has assigned the group of `tiny`: to itself, as it has the most memory of equal Macs.
         """
         node = self.parts.node
-        mine = node.peer_info.machines[node.node_id]
+        mine = node.links.reports.of(Machine)[node.node_id]
         sizes = {name: getattr(mine, name) for name in ("memory_bytes", "free_bytes", "gpu_bytes")}
         more = {name: size + size // 16 for name, size in sizes.items()}
-        node.peer_info.machines[node.node_id] = replace(mine, **more)
+        node.links.reports.publish(Machine, replace(mine, **more))
         self.know(source)
         node.desired.serve("tiny", nodes=node.settings.nodes, keep_s=PINNED)
         for link in cast(list[FakeLink], list(node.links.links())):
-            self.hear(link, Beat(0, "", 0, 0, 0, True, 0), report(machines.get(link.node_id, MACHINE)))
+            self.hear(link, Beat(0, "", 0, 0, 0, True, 0), machines.get(link.node_id, MACHINE))
             self.hear(link, ModelStatus("tiny", FINGERPRINT, ""))
         node.leadership._follow(node.leadership._next_claim(node.node_id), CLOCK.now)
         self.tick()  # it takes in who is here

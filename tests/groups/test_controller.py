@@ -26,10 +26,8 @@ from mlxtp.placement.formation import RETRY_S, USED_UP_RETRY_S
 from mlxtp.wire.cluster_messages import (
     Beat,
     GroupAssignment,
-    GroupsLeftOut,
     LeftOutGroup,
     Machine,
-    MachineReport,
     ModelStatus,
     RankTrouble,
     Serving,
@@ -39,7 +37,7 @@ from mlxtp.wire.rank_stats import RankStats
 from ..cluster.deployed import only
 from ..placement.made_up_macs import cabled, mac, on_lan
 from ..wire.members import Member
-from .one_node import FINGERPRINT, GROUP, MACHINE, A, B, FakeLink, Node, awaited, play, report
+from .one_node import FINGERPRINT, GROUP, MACHINE, A, B, FakeLink, Node, awaited, play
 
 
 def desk(cables: bool = True) -> dict[str, Machine]:
@@ -57,7 +55,7 @@ def follows(node: Node, source: ModelSource, machines: Mapping[str, Machine], *l
     for link in links:
         node.hear(link, ModelStatus("tiny", FINGERPRINT, ""), Beat(0, "", 0, 0, 0, True, 0))
         if link.node_id in machines:
-            node.hear(link, report(machines[link.node_id]))
+            node.hear(link, machines[link.node_id])
     node.follow(links[0])
     node.tick()
 
@@ -148,14 +146,14 @@ def test_ranks_that_lack_a_link_are_not_formed_and_say_so_until_it_is_there(
         plan = awaited(node.group)
         node.tick()
         assert node.group.waiting == "mac-a has not reported its machine"
-        node.hear(a, report(replace(there[A], interfaces=(), ports=())))
+        node.hear(a, replace(there[A], interfaces=(), ports=()))
         node.tick()
         assert why in node.group.waiting
         assert (plan.done(), node.group.reports.owned) == (False, None)
         node.group.reports.broadcast()
         told = a.heard(Serving)[-1]
         assert (told.reason, told.participants) == (node.group.waiting, ())
-        node.hear(a, report(there[A]))
+        node.hear(a, there[A])
         assert begun(node).nodes == (here, A)
 
     play(tmp_path, member, story, machine=there[""])
@@ -199,7 +197,8 @@ def test_who_lacks_the_model_is_left_out_and_named(
         a = node.meet(A)
         node.lead(weights, machines)
         assert node.group.scope.assignment.ranks == (node.parts.node.node_id, A)
-        node.parts.node.peer_info.models.clear()
+        before = ModelStatus("tiny", FINGERPRINT, "")
+        node.no_longer(a, before)
         node.hear(a, status)
         node.live(a)
         assert node.group.scope.assignment.ranks == (node.parts.node.node_id,)
@@ -252,7 +251,7 @@ def test_memory_that_another_owner_s_ranks_of_the_group_hold_is_free_for_its_nex
         node.hear(a, replace(serving("ring", A, B), held_mib=(2048, 1024), group="other#0"))
         assert (other.held_bytes(A) >> 30, mine.held_bytes(A)) == (2, 0)
         assert held(A) == 0
-        node.hear(a, replace(serving("ring", A), group="other#0", state="stopped", participants=()))
+        node.no_longer(a, replace(serving("ring", A), group="other#0"))
         node.hear(a, replace(serving("ring", A, B), held_mib=(3072, 1024)))
         assert [mine.held_bytes(each) >> 30 for each in (A, B, node.parts.node.node_id)] == [3, 1, 0]
         assert held(A) == 3
@@ -281,10 +280,10 @@ def test_all_are_told_both_ends_of_the_control_links(tmp_path: Path, member: Mem
         a.local, a.remote = "169.254.31.7", "169.254.88.10"
         b = node.meet(B)
         ends = ("127.0.0.1 127.0.0.1", "169.254.31.7 169.254.88.10")
-        assert b.heard(MachineReport)[-1].reached == ends
-        assert node.parts.node.peer_info.machines[node.parts.node.node_id].reached == ends
+        assert b.heard(Machine)[-1].reached == ends
+        assert node.parts.node.links.reports.of(Machine)[node.parts.node.node_id].reached == ends
         a.close()
-        assert b.heard(MachineReport)[-1].reached == ends[:1]
+        assert b.heard(Machine)[-1].reached == ends[:1]
 
     play(tmp_path, member, story)
 
@@ -383,7 +382,7 @@ def test_a_member_that_has_just_come_has_a_moment_to_say_whether_it_has_the_mode
     async def story(node: Node) -> None:
         node.lead(weights, machines)
         a = node.meet(A)
-        node.hear(a, report(machines[A]))
+        node.hear(a, machines[A])
         node.parts.node.desired.serve("other", replace=True)
         group = node.group
         for _ in range(int(TELL_S / 0.5) - 2):
@@ -603,7 +602,7 @@ def test_devices_by_hand_for_a_node_by_its_name_or_the_beginning_of_its_id(
 def test_a_name_counts_more_than_the_beginning_of_an_id(tmp_path: Path, member: Member) -> None:
     async def story(node: Node) -> None:
         for node_id in (A, B):
-            node.hear(node.meet(node_id), report(desk()[A]))
+            node.hear(node.meet(node_id), desk()[A])
         node.parts.node.introduction.name = "aa"
         found = node.parts.machines.devices_by_hand()
         assert set(found) == {node.parts.node.node_id}, "and not that of the Mac whose id begins so"
@@ -614,7 +613,7 @@ def test_a_name_counts_more_than_the_beginning_of_an_id(tmp_path: Path, member: 
 def test_a_device_may_be_for_one_cable_of_many(tmp_path: Path, member: Member) -> None:
     async def story(node: Node) -> None:
         for node_id in (A, B):
-            node.hear(node.meet(node_id), report(desk()[A]))
+            node.hear(node.meet(node_id), desk()[A])
         found = node.parts.machines.devices_by_hand()
         assert found == {node.parts.node.node_id: {A: "en3"}, A: {node.parts.node.node_id: "en5", B: "en5"}}
 
@@ -624,8 +623,8 @@ def test_a_device_may_be_for_one_cable_of_many(tmp_path: Path, member: Member) -
 # --- groups that failed ------------------------------------------------------------------------------------
 
 
-def left_out(*links: FakeLink) -> list[list[GroupsLeftOut]]:
-    return [link.heard(GroupsLeftOut) for link in links]
+def left_out(*links: FakeLink) -> list[list[LeftOutGroup]]:
+    return [link.heard(LeftOutGroup) for link in links]
 
 
 def test_a_group_that_failed_is_told_to_all_and_to_newcomers_until_its_macs_change(
@@ -634,22 +633,21 @@ def test_a_group_that_failed_is_told_to_all_and_to_newcomers_until_its_macs_chan
     async def story(node: Node) -> None:
         a, b = node.meet(A), node.meet(B)
         node.lead(weights, desk())
-        assert left_out(a, b) == [[GroupsLeftOut(())]] * 2, "a greeting"
         group, mine = begun(node, a, b), node.group.reports.owned
         assert group.backend == "jaccl"
         assert mine is not None
         assert node.group.controller.failed(GroupError("no address", Code.FORM_FAILED), formed=False)
         cable = " ".join((*sorted(mine.ranks), *("rdma_en2",) * 2))
-        told = GroupsLeftOut((LeftOutGroup(JACCL_MESH, (cable,), "it did not form: no address", over=False),))
-        assert [each[1:] for each in left_out(a, b)] == [[told]] * 2
+        told = LeftOutGroup(JACCL_MESH, (cable,), "it did not form: no address", over=False)
+        assert left_out(a, b) == [[told]] * 2
         b.close()
         assert left_out(node.meet(B, "again")) == [[told]]
         [row] = node.parts.node.desired.table.live()
         [failed] = node.parts.machines.options(row, "tiny").failed
         assert failed == node.parts.machines.left_out()[0][0]
-        node.hear(a, report(replace(desk()[A], release="26.3")))
+        node.hear(a, replace(desk()[A], release="26.3"))
         node.tick()
-        assert left_out(a)[0][2:] == [GroupsLeftOut(())]
+        assert a.ended(LeftOutGroup) == left_out(a)[0][-1:]
         assert node.parts.machines.options(row, "tiny").failed == ()
 
     jaccl(tmp_path, member, story)
@@ -677,7 +675,7 @@ def test_what_is_told_of_a_group_from_its_forming_to_its_end(
         node.parts.node.desired.unload("tiny")
         node.tick()
         node.tick()
-        assert a.heard(Serving)[-1].state == "stopped"
+        assert a.ended(Serving) == a.heard(Serving)[-1:]
 
     jaccl(tmp_path, member, story)
 

@@ -26,7 +26,6 @@ from mlxtp.placement.model_shape import DescribedModel
 from mlxtp.wire.cluster_messages import (
     Beat,
     GroupAssignment,
-    GroupsLeftOut,
     LeftOutGroup,
     ModelStatus,
     Serving,
@@ -35,7 +34,7 @@ from mlxtp.wire.cluster_messages import (
 from ..placement.made_up_macs import all_pairs, cabled, mac, on_lan
 from ..placement.made_up_models import llama
 from ..wire.members import Member
-from .one_node import CLOCK, FINGERPRINT, GROUP, MACHINE, A, B, FakeLink, Node, awaited, play, report
+from .one_node import CLOCK, FINGERPRINT, GROUP, MACHINE, A, B, FakeLink, Node, awaited, play
 from .scenes import sees
 
 LAN = dict(zip(("", A, B), (each.machine for each in on_lan([mac(0), mac(1), mac(2)])), strict=True))
@@ -282,7 +281,7 @@ def test_an_owner_keeps_its_group_between_two_epochs(
         node.live(a, b)
         assert runs() == 1
         assert assigned(a)[-1].ranks == ranks
-        node.hear(a, replace(over, state="stopped"))
+        node.no_longer(a, over)
         node.live(a, b)
         assert runs() == 0
 
@@ -321,7 +320,7 @@ def test_of_two_owners_of_a_group_the_one_that_has_served_it_longer_keeps_it(
         assert assigned(a)[-1].owner == A
         b = node.meet(B)
         has(node, "tiny", b)
-        node.hear(b, report(MACHINE), replace(served(8, B), ready_s=ready_s))
+        node.hear(b, MACHINE, replace(served(8, B), ready_s=ready_s))
         node.live(a, b)
         assert {assigned(link)[-1].owner for link in (a, b)} == {owner}
 
@@ -333,8 +332,9 @@ def test_a_greeting_ends_with_the_beat(tmp_path: Path, member: Member, weights: 
 
     async def story(node: Node) -> None:
         node.lead(weights)
-        sent = [type(message) for message in node.meet(A).sent]
-        assert Serving in sent
+        a = node.meet(A)
+        sent = [type(message) for message in a.sent]
+        assert a.heard(Serving)
         assert (sent[-1], sent.count(Beat)) == (Beat, 1)
 
     play(tmp_path, member, story)
@@ -353,13 +353,12 @@ def test_what_any_owner_left_out_is_in_no_plan_while_that_owner_is_here(
         node.lead(weights, {A: there.machine})
         assert assigned(a)[-1].kind == JACCL_MESH
         cable = " ".join((*sorted((node.parts.node.node_id, A)), "rdma_en2", "rdma_en2"))
-        node.hear(b, GroupsLeftOut((LeftOutGroup(JACCL_MESH, (cable,), "no address", over=False),)))
+        node.hear(b, LeftOutGroup(JACCL_MESH, (cable,), "no address", over=False))
         node.live(a, b)
         assert (len(assigned(a)[-1].ranks), assigned(a)[-1].kind) == (2, RING_THUNDERBOLT)
         b.close()
         node.live(a)
         assert assigned(a)[-1].kind == JACCL_MESH
-        node.hear(node.meet(B, "again"), GroupsLeftOut(()))
 
     play(tmp_path, member, story, machine=here.machine, nodes="2")
 
@@ -375,7 +374,7 @@ async def leads_without_files(node: Node, count: int, **row: object) -> list[Fak
     node.parts.node.desired.serve("big", keep_s=PINNED, **row)  # type: ignore[arg-type]
     await sees(lambda: node.group.scope.model.problem == "big is not here")
     for link, each in zip(links, macs, strict=True):
-        node.hear(link, Beat(0, "", 0, 0, 0, True, 0), report(each.machine))
+        node.hear(link, Beat(0, "", 0, 0, 0, True, 0), each.machine)
         node.hear(link, ModelStatus("big", FINGERPRINT, "", "", 30 << 10, shape))
     leadership = node.parts.node.leadership
     leadership._follow(leadership._next_claim(leadership.self_id), CLOCK.now)
@@ -404,7 +403,7 @@ def test_a_shape_that_makes_no_sense_costs_only_the_link_of_who_sent_it(
 ) -> None:
     async def story(node: Node) -> None:
         links = await leads_without_files(node, 2, nodes="2")
-        node.hear(lying := node.meet(liar), Beat(0, "", 0, 0, 0, True, 0), report(MACHINE))
+        node.hear(lying := node.meet(liar), Beat(0, "", 0, 0, 0, True, 0), MACHINE)
         node.hear(lying, ModelStatus("big", FINGERPRINT, "", "", 1, shape))
         node.live(*links, lying)
         assert node.parts.node.links.nodes() == {*OTHERS[:2]}

@@ -16,11 +16,11 @@ from mlxtp.groups.health import ServingState
 from mlxtp.models import transfers
 from mlxtp.models.hub_cache import Repo
 from mlxtp.verbs import Serve, Status, UnloadModel
-from mlxtp.wire.cluster_messages import ModelsHere, StoredModel
+from mlxtp.wire.cluster_messages import StoredModel
 
 from ..hub import COMMIT, NEWER, Hub, Model, embedded
 from ..wire import members
-from .one_node import MACHINE, A, B, Node, play, report
+from .one_node import MACHINE, A, B, Node, play
 from .scenes import sees, within
 
 MODEL = "org/there"
@@ -105,7 +105,7 @@ def test_a_model_that_no_mac_can_get_leaves_what_is_served(
         hub.close()
         with pytest.raises(UserError, match="the Hub cannot be reached"):
             await admin.models.serve(Serve(MODEL, only=True))
-        node.hear(a, ModelsHere((StoredModel(MODEL, COMMIT, 9, True),)))
+        node.hear(a, StoredModel(MODEL, COMMIT, 9, True))
         for revision in ("typo", NEWER):
             with pytest.raises(UserError, match="the Hub cannot be reached"):
                 await admin.models.serve(Serve(f"{MODEL}@{revision}"))
@@ -150,7 +150,7 @@ def test_macs_that_may_serve_it_and_do_not_suffice_leave_what_is_served(
 ) -> None:
     async def story(node: Node) -> None:
         admin, here, links = Admin(node.parts, member.store), node.parts.node, [node.meet(A), node.meet(B)]
-        node.hear(links[0], report(MACHINE))
+        node.hear(links[0], MACHINE)
         here.desired.serve("tiny", on=(here.node_id, A))
         with pytest.raises(UserError, match=f"all stays as it is: {why}"):
             await admin.models.serve(Serve("tiny", **wish))
@@ -214,7 +214,7 @@ def test_the_reply_tells_of_a_download_that_comes_first(
         admin, a = Admin(node.parts, member.store), node.meet(A)
         Coming(node)
         if elsewhere:
-            node.hear(a, ModelsHere((StoredModel(MODEL, COMMIT, 9, True),)))
+            node.hear(a, StoredModel(MODEL, COMMIT, 9, True))
         if before:
             served(node)
         said = await admin.models.serve(Serve(MODEL, only=only))
@@ -309,7 +309,7 @@ def test_what_a_mac_that_it_needs_cannot_get_leaves_what_is_served(
 ) -> None:
     async def story(node: Node) -> None:
         admin, coming, a = Admin(node.parts, member.store), Coming(node), node.meet(A)
-        node.hear(a, report(MACHINE))
+        node.hear(a, MACHINE)
         served(node)
         await admin.models.serve(Serve(MODEL, nodes="2", only=True))
         coming.end(other="no room")

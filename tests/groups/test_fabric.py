@@ -10,6 +10,8 @@ import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -18,7 +20,7 @@ from mlxtp.admin.snapshot import gather
 from mlxtp.config import embedded_model_path
 from mlxtp.errors import UserError
 from mlxtp.groups import fabric as fabric_module
-from mlxtp.groups.fabric import FILE, measure, row_bytes
+from mlxtp.groups.fabric import FILE, FabricBench, measure, row_bytes
 from mlxtp.groups.process_group import EpochGroup
 from mlxtp.models.inspect import ModelSource
 from mlxtp.placement.cost_model import JACCL_MESH, RING_ETHERNET, RING_THUNDERBOLT
@@ -26,7 +28,6 @@ from mlxtp.placement.measurements import to_text
 from mlxtp.verbs import BenchFabric, PresentMachines
 from mlxtp.wire.cluster_messages import (
     FabricAnswer,
-    FabricReport,
     FabricResult,
     FabricWanted,
     Machine,
@@ -41,10 +42,6 @@ from .one_node import CLOCK, GROUP, A, B, Node, awaited, play
 RESULT = FabricResult(
     (A, B), "ring", RING_ETHERNET, False, True, 100, 0.25, (1024, 4096), (0.5, 1.0), (0.5, 2.0)
 )
-
-
-def report(result: FabricResult) -> FabricReport:
-    return FabricReport(*(getattr(result, name) for name in FabricResult.__match_args__))
 
 
 def serving(*nodes: str, state: str = "ready") -> Serving:
@@ -116,11 +113,12 @@ def test_the_agent_of_rank_0_is_asked_and_all_keep_its_reply(tmp_path: Path, mem
         await asyncio.sleep(0)
         [wanted] = b.heard(FabricWanted)
         assert a.heard(FabricWanted) == []
-        node.hear(a, report(replace(RESULT, at=7)), FabricAnswer(wanted.nonce, ""))  # not who was asked
+        node.hear(a, replace(RESULT, at=7), FabricAnswer(wanted.nonce, ""))  # not who was asked
         node.hear(b, FabricAnswer(bytes(16), ""))  # not what was asked
         await asyncio.sleep(0)
         assert not asking.done()
-        node.hear(b, report(RESULT), FabricAnswer(wanted.nonce, ""), FabricAnswer(wanted.nonce, ""))
+        answer = FabricAnswer(wanted.nonce, "", (RESULT,))
+        node.hear(b, RESULT, answer, answer)
         assert await asking == RESULT
         assert node.parts.results.results == (RESULT,)
         kept = tmp_path / FILE
@@ -145,7 +143,7 @@ def test_reports_are_written_off_the_loop_at_most_once_a_second_and_the_last_at_
     async def story(node: Node) -> None:
         a, rounds, now = node.meet(A), node.parts.node.rounds, CLOCK.now
         for at in range(1, 100):
-            node.hear(a, report(replace(RESULT, at=at)))
+            node.hear(a, replace(RESULT, at=at))
             rounds.due(now + at / 100)
             await asyncio.sleep(0.002)
         assert len(written) <= 2
@@ -190,6 +188,22 @@ def test_an_agent_without_rank_0_says_so_and_asks_no_other(tmp_path: Path, membe
     play(tmp_path, member, story)
 
 
+def test_who_asked_gets_the_result(tmp_path: Path, member: Member, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def measured(_bench: FabricBench, _deployment: str) -> FabricResult:
+        return RESULT
+
+    monkeypatch.setattr(FabricBench, "_bench_here", measured)
+
+    async def story(node: Node) -> None:
+        a, fabric = node.meet(A), node.parts.fabric_bench
+        fabric._shown = cast(Any, lambda _deployment: SimpleNamespace(status=SimpleNamespace(in_epoch=True)))
+        node.hear(a, FabricWanted(b"n" * 16))
+        await asyncio.gather(*fabric._background.tasks)
+        assert a.heard(FabricAnswer) == [FabricAnswer(b"n" * 16, "", (RESULT,))]
+
+    play(tmp_path, member, story)
+
+
 def test_the_group_of_the_named_model_is_measured(tmp_path: Path, member: Member) -> None:
     async def story(node: Node) -> None:
         admin, a, b = Administration(node.parts, member.store), node.meet(A), node.meet(B)
@@ -201,7 +215,7 @@ def test_the_group_of_the_named_model_is_measured(tmp_path: Path, member: Member
         await asyncio.sleep(0)
         [wanted] = b.heard(FabricWanted)
         assert (wanted.deployment, a.heard(FabricWanted)) == ("org/other", [])
-        node.hear(b, report(RESULT), FabricAnswer(wanted.nonce, ""))
+        node.hear(b, FabricAnswer(wanted.nonce, "", (RESULT,)))
         assert (await asking)["nodes"] == RESULT.nodes
         node.hear(a, replace(wanted, nonce=b"m" * 16, deployment="org/third"))
         await asyncio.gather(*node.parts.fabric_bench._background.tasks)
@@ -218,13 +232,14 @@ def test_the_group_of_the_named_model_is_measured(tmp_path: Path, member: Member
 
 def test_it_is_known_after_a_restart_and_told_to_newcomers(tmp_path: Path, member: Member) -> None:
     async def first(node: Node) -> None:
-        a = node.meet(A)
-        assert a.heard(FabricReport) == []
-        node.hear(a, report(RESULT), report(replace(RESULT, kind="another")))
+        a, b = node.meet(A), node.meet(B)
+        assert a.heard(FabricResult) == []
+        node.hear(a, RESULT, replace(RESULT, kind="another"))
+        assert [each.kind for each in b.heard(FabricResult)] == [RING_ETHERNET, "another"]
 
     async def second(node: Node) -> None:
         assert [each.kind for each in node.parts.results.results] == [RING_ETHERNET, "another"]
-        assert len(node.meet(B).heard(FabricReport)) == 2
+        assert len(node.meet(B).heard(FabricResult)) == 2
 
     play(tmp_path, member, first)
     play(tmp_path, member, second)
@@ -235,7 +250,7 @@ def test_what_makes_no_sense_is_not_kept(
 ) -> None:
     async def story(node: Node) -> None:
         a = node.meet(A)
-        node.hear(a, report(replace(RESULT, sums_s=(0.5,))), report(replace(RESULT, nodes=(A, A))))
+        node.hear(a, replace(RESULT, sums_s=(0.5,)), replace(RESULT, nodes=(A, A)))
         assert node.parts.results.results == ()
         assert not (tmp_path / FILE).exists()
         assert caplog.text.count("is left aside: ") == 2
@@ -270,7 +285,7 @@ def test_a_file_that_cannot_be_used_stops_no_agent(
     async def story(node: Node) -> None:
         assert node.parts.results.results == ()
         assert f"{tmp_path / FILE} is left aside, so fabric speeds are assumed" in caplog.text
-        node.hear(node.meet(A), report(RESULT))
+        node.hear(node.meet(A), RESULT)
         assert node.parts.results.results == (RESULT,)
 
     with caplog.at_level(logging.WARNING):
@@ -301,11 +316,11 @@ def test_what_was_measured_changes_the_next_group(
         slow = replace(
             RESULT, nodes=(A, node.parts.node.node_id), backend="jaccl", kind=JACCL_MESH, collective_s=5e-3
         )
-        node.hear(a, report(replace(slow, fast_fences=True)))  # no agent runs with those
-        node.hear(a, report(replace(slow, nodes=(A, B))))
+        node.hear(a, replace(slow, fast_fences=True))  # no agent runs with those
+        node.hear(a, replace(slow, nodes=(A, B)))
         node.live(a)
         assert node.group.scope.assignment == before
-        node.hear(a, report(slow))
+        node.hear(a, slow)
         node.live(a)
         assert node.group.scope.assignment.kind == RING_THUNDERBOLT
         told = json.loads(json.dumps(Administration(node.parts, member.store).plan(PresentMachines())))
@@ -325,12 +340,12 @@ def test_what_is_shown_as_measured_is_of_the_group_that_runs(
         mine = node.group.reports.serving()
         assert mine is not None
         assert len(mine.participants) == 2
-        node.hear(a, report(replace(RESULT, nodes=mine.participants, backend="jaccl", kind=JACCL_MESH)))
+        node.hear(a, replace(RESULT, nodes=mine.participants, backend="jaccl", kind=JACCL_MESH))
         node.hear(a, serving(A, B))
         status = node.group.supervisor.status
         status.epoch, status.group = 7, EpochGroup(0, 2, "ring", kind=RING_ETHERNET)
         assert gather(node.parts).measured is None  # that group was not measured
-        node.hear(a, report(RESULT))
+        node.hear(a, RESULT)
         measured = gather(node.parts).measured
         assert measured is not None
         assert measured.collective_s == 0.25

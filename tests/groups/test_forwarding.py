@@ -55,6 +55,7 @@ class Stage:
         self.port = sock.getsockname()[1]
         self._doorman = TlsAcceptor(sock, member_context_server(first.credentials), self._serve)
         self.knowledge = PeerInfo()
+        self.servings: dict[str, Serving] = {}
         self.knowledge.addresses[HOST] = (f"10.0.0.9:{self.port}",)
         self.supervisor = made(Settings(folder, "", 0, 1, "tiny"))
         self.present = True
@@ -75,7 +76,7 @@ class Stage:
         )
         self.reports = SimpleNamespace(
             waiting="",
-            reports=lambda: [(owner, each) for (owner, _), each in self.knowledge.servings.items()],
+            reports=lambda: list(self.servings.items()),
         )
         self.follower = ForwardingBackend(
             cast(Any, self.node),
@@ -96,9 +97,7 @@ class Stage:
             self.connections -= 1
 
     def hears(self, serving: Serving | None) -> None:
-        self.knowledge.servings.clear()
-        if serving is not None:
-            self.knowledge.servings[HOST, GROUP] = serving
+        self.servings = {HOST: serving} if serving is not None else {}
         self.follower.follow()
 
     async def follows(self) -> None:
@@ -375,8 +374,7 @@ def test_a_failure_of_its_own_stays_until_there_is_something_new(tmp_path: Path)
 
 def test_of_several_owners_that_of_the_assignment_counts(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
-        stage.knowledge.servings[OTHER, GROUP] = replace(READY, epoch=9)
-        stage.knowledge.servings[HOST, GROUP] = replace(READY, state="loading")
+        stage.servings = {OTHER: replace(READY, epoch=9), HOST: replace(READY, state="loading")}
         stage.follower.follow()
         assert (stage.supervisor.status.state, stage.supervisor.status.epoch) == (ServingState.LOADING, 7)
         stage.present = False

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from mlxtp.cluster import state_file
+from mlxtp.groups.overview import ReplicaLoad
 from mlxtp.models.inspect import ModelSource
 from mlxtp.wire.cluster_messages import (
     BOTH_WAYS,
@@ -24,7 +25,6 @@ from mlxtp.wire.cluster_messages import (
     ModelHeld,
     ModelStatus,
     Prepare,
-    ReplicaLoad,
     Serving,
 )
 from mlxtp.wire.codecs import Message

@@ -24,7 +24,7 @@ from mlxtp.wire.messages import Generate
 
 from ..gateway.test_gateway import TEXT, FakeRanks
 from ..wire.members import Member
-from .one_node import CLOCK, FINGERPRINT, MACHINE, A, FakeLink, Node, play, report
+from .one_node import CLOCK, FINGERPRINT, MACHINE, A, FakeLink, Node, play
 from .scenes import sees, within
 
 LOADED, WANTED = "org/loaded", "org/wanted"
@@ -107,7 +107,7 @@ def following(node: Node) -> FakeLink:
     link = node.meet(A)
     node.know(LEAD)
     node.follow(link)
-    node.hear(link, report(MACHINE))
+    node.hear(link, MACHINE)
     node.parts.node.desired.serve(LOADED, keep_s=KEEP_S)
     node.hear_assigned(link, A, group=f"{LOADED}#0")
     ready(node, LOADED)
@@ -246,7 +246,7 @@ def test_without_the_option_a_request_waits_for_a_deployment_that_loads_or_recov
         link = node.meet(A)
         node.know(LEAD)
         node.follow(link)
-        node.hear(link, report(MACHINE))
+        node.hear(link, MACHINE)
         node.parts.node.desired.serve(WANTED, keep_s=PINNED)
         node.hear_assigned(link, A, group=f"{WANTED}#0")
         node.hear(link, told(WANTED, "loading", "loading 40 %"))
@@ -349,7 +349,7 @@ def test_requests_for_a_model_that_cannot_be_loaded_fail_with_the_reason_and_it_
         assert names(node) == [WANTED, LOADED], "the others have yet to see why"
         node.tick(ENDS_S)
         assert names(node) == [LOADED]
-        node.hear(link, told(WANTED, "stopped"))
+        node.no_longer(link, told(WANTED, "failed"))
         node.tick()
         assert (await refusal(node, WANTED)).detail == error.detail
         assert names(node) == [LOADED], "no request tries it again"

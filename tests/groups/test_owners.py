@@ -12,7 +12,7 @@ from mlxtp.groups.health import RestartPolicy, ServingState
 from mlxtp.models.inspect import ModelSource
 from mlxtp.placement.cost_model import JACCL_MESH
 from mlxtp.placement.formation import FailedGroup
-from mlxtp.wire.cluster_messages import Beat, GroupAssignment, GroupsLeftOut, ModelStatus
+from mlxtp.wire.cluster_messages import Beat, GroupAssignment, LeftOutGroup, ModelStatus
 
 from ..wire.members import Member
 from .one_node import FINGERPRINT, GROUP, A, B, FakeLink, Node, awaited, play
@@ -111,7 +111,7 @@ def test_a_mac_that_an_owner_does_not_reach_is_left_out_after_a_while(
         assert not plan.done()
         [failed] = node.parts.machines.all_failed(over=False)
         assert (failed.kind, failed.nodes) == ("", sorted((node.parts.node.node_id, B)))
-        assert a.heard(GroupsLeftOut)[-1].groups[0].reason.startswith("studio does not reach ")
+        assert a.heard(LeftOutGroup)[-1].reason.startswith("studio does not reach ")
         plan.cancel()
 
     play(tmp_path, member, story, machine=machines[""])
@@ -148,7 +148,7 @@ def test_of_many_groups_that_failed_the_latest_are_told(
                 FailedGroup(kind, cast(Any, links), "it hung"), Code.FORM_FAILED, members, at
             )
         machines.tell()
-        told = a.heard(GroupsLeftOut)[-1].groups
+        told = a.heard(LeftOutGroup)
         assert (len(told), told[0].kind, told[0].over) == (16, JACCL_MESH, False)
 
     play(tmp_path, member, story, machine=desk()[""], nodes="2")

@@ -11,9 +11,8 @@ import pytest
 from mlxtp.agent import Agent
 from mlxtp.api.backend import StreamEnd
 from mlxtp.cluster.node import BEAT_S
-from mlxtp.gateway.routing import GroupLoad
-from mlxtp.groups.overview import packed, unpacked
-from mlxtp.wire.cluster_messages import MAX_HASHES, ReplicaLoad
+from mlxtp.gateway.routing import MAX_HASHES, GroupLoad
+from mlxtp.groups.overview import ReplicaLoad, packed, unpacked
 from mlxtp.wire.messages import BLOCK, DIGEST_BYTES, Generate
 
 from .scenes import run, sees, within
@@ -58,7 +57,7 @@ def test_a_second_turn_goes_to_the_replica_that_has_its_beginning(tmp_path: Path
             sent: list[ReplicaLoad] = []
             for agent in agents:
                 assert agent.parts is not None
-                agent.parts.node.links.on(lambda _link, load: sent.append(load), ReplicaLoad)
+                agent.parts.node.links.reports.on(lambda _, load: sent.append(load), ReplicaLoad)
 
             prompts = {
                 number: tuple(random.Random(number).choices(range(3, 500), k=2 * BLOCK))

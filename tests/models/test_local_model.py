@@ -11,7 +11,6 @@ from typing import Any, cast
 import pytest
 
 from mlxtp.cluster.cluster_state import NO_DEPLOYMENTS, PINNED, YIELDS, DeploymentTable, name_of
-from mlxtp.cluster.introduction import MAX_STATUSES, PeerInfo
 from mlxtp.errors import Code, ModelError, ProtocolError
 from mlxtp.models import local_model
 from mlxtp.models.inspect import ModelSource, in_folders
@@ -36,12 +35,11 @@ class Stage:
         self.undescribed: dict[str, str] = {}
         self.gates: dict[str, asyncio.Event] = {}
         self.finding = 0
-        self.greeters: list[Callable[[Any], None]] = []
+        self.published: tuple[ModelStatus, ...] = ()
         self.opened: list[tuple[str, str]] = []
         self.closed: list[str] = []
         nothing = lambda *_, **__: None  # noqa: E731
         self.desired = SimpleNamespace(on_change=nothing, retry_if=nothing, table=NO_DEPLOYMENTS)
-        self.peers = PeerInfo()
         self.models = self.local_models("draft")
         patch.setattr(local_model, "find_model", self._find)
         patch.setattr(local_model, "open_model", self._open)
@@ -53,14 +51,17 @@ class Stage:
         nothing = lambda *_, **__: None  # noqa: E731
         node = SimpleNamespace(
             settings=SimpleNamespace(draft_model=draft, model_folders=(), kv_bits=0),
-            links=SimpleNamespace(on=nothing, on_up=self.greeters.append, broadcast=self.changes.append),
+            links=SimpleNamespace(reports=SimpleNamespace(on=nothing, publish=self._publish)),
             desired=self.desired,
-            peer_info=self.peers,
             rounds=SimpleNamespace(every=nothing),
             changed=nothing,
         )
         transfers = SimpleNamespace(get=get or self._get, stored=SimpleNamespace(on_files=nothing))
         return LocalModels(cast(Any, node), cast(Any, transfers))
+
+    def _publish(self, _kind: type[ModelStatus], *rows: ModelStatus) -> None:
+        self.changes += [each for each in rows if each not in self.published]
+        self.published = rows
 
     @property
     def model(self) -> LocalModel:
@@ -140,7 +141,7 @@ def test_a_model_is_there_for_a_rank_before_it_is_there_for_people(tmp_path: Pat
             stage.models.folder("one")
         assert early.value.code is Code.MODEL_NOT_FOUND
         await stage.has("one")
-        assert stage.changes == [ModelStatus("one", "", ""), *2 * [found("one", weight_mib=2)]]
+        assert stage.changes == [ModelStatus("one", "", ""), found("one", weight_mib=2)]
         assert stage.models.folder("one") == tmp_path / "one"
         assert stage.opened == [("one", "draft")]
         with pytest.raises(ModelError, match="two is not wanted here"):
@@ -238,13 +239,8 @@ def test_two_models_are_wanted_at_once_and_each_is_reported_by_its_name(tmp_path
             models.folder("missing")
         with pytest.raises(ModelError, match="org/large is still being looked for"):
             models.folder("org/large")
-        told: list[ModelStatus] = []
-        stage.greeters[-1](SimpleNamespace(send=told.append))
-        both = [ModelStatus("missing", "", "missing is not here"), ModelStatus("org/large", "", "")]
-        assert told == both
-        stage.changes.clear()
-        models.retry()
-        assert stage.changes == both, "a member that wanted them later may have missed the first reports"
+        both = (ModelStatus("missing", "", "missing is not here"), ModelStatus("org/large", "", ""))
+        assert stage.published == both
         coming.set()
         await sees(lambda: models.of("org/large").source)
         assert models.of("missing").problem == "missing is not here"
@@ -255,6 +251,7 @@ def test_two_models_are_wanted_at_once_and_each_is_reported_by_its_name(tmp_path
             models.folder("missing")
         assert stage.closed == []
         models.want({})
+        assert stage.published == ()
         await sees(lambda: stage.closed == ["org/large"])
 
     play(tmp_path, story)
@@ -262,32 +259,9 @@ def test_two_models_are_wanted_at_once_and_each_is_reported_by_its_name(tmp_path
 
 def test_a_shape_that_a_member_made_up_costs_its_link(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
-        link = cast(Any, SimpleNamespace(node_id="a"))
         with pytest.raises(ProtocolError, match="the shape of two") as refused:
-            stage.models._received(link, ModelStatus("two", print_of("two"), "", shape=b"made up"))
+            stage.models._check("a", ModelStatus("two", print_of("two"), "", shape=b"made up"))
         assert refused.value.code is Code.FIELD_INVALID
-        assert stage.peers.models == {}
-
-    play(tmp_path, story)
-
-
-def test_reports_of_a_model_that_is_no_longer_wanted_go_and_all_are_bounded(tmp_path: Path) -> None:
-    async def story(stage: Stage) -> None:
-        link = cast(Any, SimpleNamespace(node_id="a"))
-        stage.models.want({"one": False})
-        for model in ("one", "two"):
-            stage.models._received(link, ModelStatus(model, print_of(model), ""))
-        stage.models.want({"two": False})
-        assert stage.peers.models == {"a": {"two": ModelStatus("two", print_of("two"), "")}}, (
-            "a report may come before the wish"
-        )
-        assert stage.peers.reported("two").keys() == {"a"}
-        for number in range(MAX_STATUSES):
-            stage.models._received(link, ModelStatus(f"other-{number}", "", ""))
-        assert len(stage.peers.models["a"]) == MAX_STATUSES
-        assert stage.peers.reported("two") == {}
-        stage.peers.drop("a")
-        assert stage.peers.models == {}
 
     play(tmp_path, story)
 

@@ -23,7 +23,7 @@ from mlxtp.models.hub_cache import Repo
 from mlxtp.models.manifest import described
 from mlxtp.models.model_transfer import MAX_JOBS
 from mlxtp.models.transfers import AT_ONCE, MAX_PULLS, TransferCoordinator
-from mlxtp.wire.cluster_messages import ModelHeld, ModelPull, ModelsHere
+from mlxtp.wire.cluster_messages import ModelHeld, ModelPull, Report, StoredModel
 
 from ..groups.one_node import CLOCK, A, B, FakeLink, Node, play
 from ..groups.scenes import sees
@@ -380,9 +380,9 @@ def test_what_a_command_did_by_itself_is_told_at_once(tmp_path: Path, member: Me
         repo = Repo(NAME)
         await asyncio.to_thread(Fetch(repo, "main").from_hub)
         getting.stored.changed(NAME)
-        await sees(lambda: a.heard(ModelsHere) and a.heard(ModelsHere)[-1].models)
+        await sees(lambda: [each.name for each in a.heard(StoredModel)] == [NAME])
         await asyncio.to_thread(repo.remove, repo.commits())
         getting.stored.changed(NAME)
-        await sees(lambda: a.heard(ModelsHere)[-1].models == ())
+        await sees(lambda: a.heard(Report)[-1].over)
 
     play(tmp_path, member, story)

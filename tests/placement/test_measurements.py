@@ -14,7 +14,6 @@ from mlxtp.placement.cost_model import JACCL_MESH, RING_ETHERNET, RING_THUNDERBO
 from mlxtp.placement.measurements import (
     EACH_S,
     LINK_BYTES,
-    MAX_RESULTS,
     MOST_ROUNDS,
     SIZES,
     bandwidth,
@@ -81,8 +80,8 @@ def test_the_newest_of_each_group_and_fabric_is_kept() -> None:
 
 
 def test_the_oldest_go_when_there_are_too_many() -> None:
-    many = [replace(RESULT, nodes=(A, f"{i:032x}"), at=i) for i in range(MAX_RESULTS + 5)]
-    assert [each.at for each in merged((), reversed(many))] == list(range(5, MAX_RESULTS + 5))
+    many = [replace(RESULT, nodes=(A, f"{i:032x}"), at=i) for i in range(FabricResult.MOST + 5)]
+    assert [each.at for each in merged((), reversed(many))] == list(range(5, FabricResult.MOST + 5))
 
 
 def test_what_was_measured_of_a_group_is_found_by_its_nodes_fabric_and_fences() -> None:

@@ -7,9 +7,12 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+import mlxtp.agent  # noqa: F401 - it imports all kinds of rows
+from mlxtp.cluster.state_file import RosterSaved
 from mlxtp.errors import Code
+from mlxtp.gateway.routing import MAX_HASHES
+from mlxtp.groups.overview import ReplicaLoad
 from mlxtp.wire.cluster_messages import (
-    MAX_HASHES,
     MAX_MEMBERS,
     MAX_SIZES,
     MAX_TRIP_US,
@@ -23,19 +26,17 @@ from mlxtp.wire.cluster_messages import (
     EndEpoch,
     EpochEnded,
     FabricAnswer,
-    FabricReport,
+    FabricResult,
     FabricWanted,
     GroupAssignment,
-    GroupsLeftOut,
     Interface,
     LeftOutGroup,
-    MachineReport,
+    Machine,
     MachineWanted,
     Members,
     ModelHeld,
     ModelLender,
     ModelPull,
-    ModelsHere,
     ModelStatus,
     Port,
     Prepare,
@@ -45,10 +46,10 @@ from mlxtp.wire.cluster_messages import (
     RankSide,
     RankStarted,
     RankTrouble,
-    ReplicaLoad,
+    Report,
+    ReportsSent,
     RosterEntry,
     RosterParting,
-    RosterSaved,
     Serving,
     StartRank,
     StoredModel,
@@ -56,7 +57,7 @@ from mlxtp.wire.cluster_messages import (
     TokenWanted,
     Trip,
 )
-from mlxtp.wire.codecs import FieldCodec
+from mlxtp.wire.codecs import FieldCodec, NodeRow
 from mlxtp.wire.frames import messages
 from mlxtp.wire.messages import (
     DIGEST_BYTES,
@@ -155,7 +156,9 @@ _CONTROL_EXAMPLES: tuple[Message, ...] = (
     Members((_MEMBER,)),
     RosterParting("{}", False),
     RosterSaved(7),
-    MachineReport(
+    Report(3, RosterSaved(7), False),
+    ReportsSent(3),
+    Machine(
         "macos", "26.3", "25D1", "Mac15,14", "Apple M3 Ultra", 32, 80, 1 << 39, 1 << 38, 9, 9, "ac",
         "enabled", False, (_ETHERNET,), (_PORT,), ("all is well",), reached=("10.0.0.1 10.0.0.2",),
     ),
@@ -180,16 +183,14 @@ _CONTROL_EXAMPLES: tuple[Message, ...] = (
         "tiny#0", "tiny", 3, 2, (NODE, "b"), "ring over Ethernet", (40, 24), "", "it would be faster alone",
         512, 4, ("f" * 32,),
     ),
-    GroupsLeftOut(
-        (LeftOutGroup("JACCL mesh", (f"{NODE} b rdma_en5 rdma_en3",), "it broke", True),)
-    ),
+    LeftOutGroup("JACCL mesh", (f"{NODE} b rdma_en5 rdma_en3",), "it broke", True),
     ReplicaLoad("tiny#0", 9000, 3, 500, b"12345678" * 2),
     TokenWanted(b"n" * 16),
     TokenIssued(b"n" * 16, "ABCD", ""),
     AuthorityHandover(b"n" * 16, b"certificate", b"key"),
     AuthorityKept(b"n" * 16, "its disk is full"),
     FabricWanted(b"n" * 16, "tiny"),
-    FabricReport(
+    FabricResult(
         (NODE, "f" * 32), "ring", "ring over Ethernet", False, True, 1, 0.25, (1024, 4096), (0.5, 1.0),
         (0.5, 2.0),
     ),
@@ -198,7 +199,7 @@ _CONTROL_EXAMPLES: tuple[Message, ...] = (
     ModelHeld("org/one", "ab" * 20, 3, 9, 100, True, "it is gated", 50000),
     ModelLender("org/one", NODE),
     ModelPull("org/one", "ab" * 20),
-    ModelsHere((StoredModel("org/one", "ab" * 20, 9, True),)),
+    StoredModel("org/one", "ab" * 20, 9, True),
 )  # fmt: skip
 
 EXAMPLES: dict[type[Message], Message] = {
@@ -264,6 +265,10 @@ EXAMPLES: dict[type[Message], Message] = {
     )
 }
 assert set(EXAMPLES) == set(messages().values())
+
+
+ROWS: dict[type[Message], Message] = {kind: row for kind, row in EXAMPLES.items() if isinstance(row, NodeRow)}
+"""Those of `EXAMPLES` that come in a Report."""
 
 
 def to_body(message: Message) -> dict[str, Any]:
@@ -561,7 +566,7 @@ _STRATEGIES |= {
             max_size=MAX_MEMBERS // 8,
         ).map(tuple),
     ),
-    MachineReport: st.builds(MachineReport, *_MACHINE_PARTS),
+    Machine: st.builds(Machine, *_MACHINE_PARTS),
     ModelStatus: st.builds(ModelStatus, _short, _short, _text, shape=st.binary(max_size=100)),
     Prepare: st.builds(Prepare, _epoch, _rank, _short, _short, _group),
     Prepared: st.builds(Prepared, _epoch, _short, _raw),
@@ -584,24 +589,13 @@ _STRATEGIES |= {
         GroupAssignment, _one_group, _text, _count, _count, _shorts, _short, _split, _text, _text, _u32,
         _count, _shorts,
     ),
-    GroupsLeftOut: st.builds(
-        GroupsLeftOut,
-        st.lists(
-            st.builds(
-                LeftOutGroup,
-                _short,
-                _shorts,
-                _text,
-                st.booleans(),
-            ),
-            max_size=3,
-        ).map(tuple),
-    ),
+    LeftOutGroup: st.builds(LeftOutGroup, _short, _shorts, _text, st.booleans()),
     ReplicaLoad: st.builds(
         ReplicaLoad, _one_group, _count, _count, _u32, st.binary(max_size=DIGEST_BYTES * MAX_HASHES)
     ),
     RosterParting: st.builds(RosterParting, _short, st.booleans()),
     RosterSaved: st.builds(RosterSaved, _count),
+    ReportsSent: st.builds(ReportsSent, _count),
     TokenWanted: st.builds(TokenWanted, st.binary(min_size=16, max_size=16)),
     TokenIssued: st.builds(TokenIssued, st.binary(min_size=16, max_size=16), _short, _text),
     AuthorityHandover: st.builds(
@@ -610,8 +604,8 @@ _STRATEGIES |= {
     ),
     AuthorityKept: st.builds(AuthorityKept, st.binary(min_size=16, max_size=16), _text),
     FabricWanted: st.builds(FabricWanted, st.binary(min_size=16, max_size=16), _text),
-    FabricReport: st.builds(
-        FabricReport, st.lists(_node, max_size=8).map(tuple), st.sampled_from(("ring", "jaccl")), _short,
+    FabricResult: st.builds(
+        FabricResult, st.lists(_node, max_size=8).map(tuple), st.sampled_from(("ring", "jaccl")), _short,
         st.booleans(), st.booleans(), _count, st.floats(1e-9, 1e4), _ints(1, 2**31 - 1, 1, MAX_SIZES),
         *(_floats(2.0**-29, 2.0**13, 0, MAX_SIZES),) * 2,
     ),
@@ -625,15 +619,16 @@ _STRATEGIES |= {
     ),
     ModelLender: st.builds(ModelLender, _text, _node),
     ModelPull: st.builds(ModelPull, _text, _short),
-    ModelsHere: st.builds(
-        ModelsHere,
-        st.lists(st.builds(StoredModel, _text, _short, _count, st.booleans()), max_size=4).map(tuple),
-    ),
+    StoredModel: st.builds(StoredModel, _text, _short, _count, st.booleans()),
     FilesWanted: st.builds(FilesWanted, _text),
     FilesHeld: st.builds(FilesHeld, st.binary(max_size=64), st.binary(max_size=64), _count),
     FileWanted: st.builds(FileWanted, _u32, _count),
     FileHeld: st.builds(FileHeld, _count),
 }  # fmt: skip
+
+_STRATEGIES[Report] = st.builds(
+    Report, _count, st.one_of(*(_STRATEGIES[kind] for kind in ROWS)), st.booleans()
+)
 
 MESSAGE: st.SearchStrategy[Message] = st.one_of(
     *(_STRATEGIES.get(message, st.builds(message)) for message in messages().values())

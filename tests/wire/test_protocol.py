@@ -375,10 +375,10 @@ def test_what_any_member_may_send_on_an_open_control_link() -> None:
     """A new message of agents is legal from every member: to name it here is the decision that it may be."""
     assert " ".join(sorted(kind.__name__ for kind in BOTH_WAYS)) == (
         "AuthorityHandover AuthorityKept Beat "
-        "Deployments Echo EndEpoch EpochEnded FabricAnswer FabricReport FabricWanted GroupAssignment "
-        "GroupsLeftOut MachineReport MachineWanted Members ModelHeld ModelLender ModelPull ModelStatus "
-        "ModelsHere Prepare Prepared RankGathered RankPong RankSide RankStarted RankTrouble ReplicaLoad "
-        "RosterSaved Serving StartRank TokenIssued TokenWanted"
+        "Deployments Echo EndEpoch EpochEnded FabricAnswer FabricWanted GroupAssignment "
+        "MachineWanted Members ModelLender ModelPull "
+        "Prepare Prepared RankGathered RankPong RankSide RankStarted RankTrouble Report ReportsSent "
+        "StartRank TokenIssued TokenWanted"
     )
 
 

@@ -1,7 +1,7 @@
 """KV caches of the sequences that decode together. The same frames make them the same on every rank.
 
-A layer with a window of tokens has a ring buffer (*ring*): the token at position p is in slot p mod the
-number of slots. These exceed the window by the widest step, so what wrong drafts leave is in no window.
+A layer with a window of tokens has a ring buffer (*ring*): position p is in slot p mod the number of slots,
+which exceeds the window by the widest step, so what wrong drafts leave is in no window.
 """
 
 from __future__ import annotations
@@ -39,15 +39,12 @@ Empty = tuple[tuple[int, ...], mx.Dtype, int]
 
 
 class LayerView:
-    """View that one layer of a model has of a Bucket during one forward."""
-
     def __init__(self, arrays: list[mx.array], forward: ForwardShape) -> None:
         self.arrays = arrays  # keys and values, each [slots, KV heads, capacity, head size]
         self._forward = forward
 
     @property
     def offset(self) -> mx.array | int:
-        """Position of the first new token of each row, for rotary embeddings."""
         return self._forward.positions
 
     def at(self, positions: mx.array) -> LayerView:
@@ -248,13 +245,11 @@ class Bucket:
         return self.arrays[0].shape[0], self.room
 
     def reserve(self, length: int) -> None:
-        """Make room for rows of `length` tokens."""
         if self.room < length:
             self.room = roomy(length)
             self.arrays = _resized(self.arrays, self.shape[0], self.room, self.most)
 
     def part(self, uid: int, length: int) -> list[mx.array]:
-        """Return a row's first `length` tokens, in arrays that are shared if they have just that room."""
         row, (held, room) = self.rows.index(uid), self.shape
         if held == 1 and room <= capacity(length):
             return [mx.array(array) for array in self.arrays]  # the first write copies
@@ -328,11 +323,9 @@ class SequenceCaches(Generic[P]):
         self.every: list[P] = []  # parts, for each of which one forward runs
 
     def copy(self, uid: int, length: int) -> Caches:
-        """Return caches of the first `length` tokens of a row that remains."""
         raise NotImplementedError
 
     def leave(self, uid: int, keep: int) -> Caches | None:
-        """Remove a row. Returns the caches of its first `keep` tokens, None for 0."""
         kept, part = self.copy(uid, keep) if keep else None, self.part(uid)
         part.leave(uid)
         if not part.rows:
@@ -353,10 +346,8 @@ class SequenceCaches(Generic[P]):
 
 
 class SlotCaches(SequenceCaches[Bucket]):
-    """Rows of like lengths in one array a layer. A forward may feed each several tokens, and go back.
-
-    A row that joins keeps its own arrays until it is arranged. `empty` has the shapes of a row without
-    tokens, and `caches_of` makes a sequence's caches of its arrays, length and states.
+    """Rows of like lengths in one array a layer, each their own until arranged. `empty`: a row without
+    tokens.
     """
 
     def __init__(
@@ -395,14 +386,13 @@ class SlotCaches(SequenceCaches[Bucket]):
         return self._caches_of(bucket.part(uid, length), length, states)
 
     def between(self, uid: int, start: int, end: int) -> Caches:
-        """Return caches of tokens `start` to `end` of a row that remains, for reading."""
         bucket = self.part(uid)
         row = bucket.rows.index(uid)
         parts = [array[row : row + 1, :, start:end] for array in bucket.arrays]
         return self._caches_of(parts, end - start, None)
 
     def arrange(self, rooms: Sequence[int], lanes: Sequence[int] = ()) -> None:
-        """Lay out the rows by their room and lane, in row order. Behind these are those of free slots."""
+        """Lay out the rows by room and lane, in row order; those of free slots come behind."""
         slots = [(room, lanes[at] if lanes else 0) for at, room in enumerate(rooms)]
         uids: dict[tuple[int, int], list[int]] = {}
         for uid, slot in zip(self.rows, slots, strict=False):
@@ -411,14 +401,12 @@ class SlotCaches(SequenceCaches[Bucket]):
         self.every = [self._gathered(rows, held[slot], slot[0]) for slot, rows in uids.items()]
 
     def gather(self, uids: Sequence[int], room: int) -> Bucket:
-        """Move rows that are each alone in their bucket into one; returns it."""
         gathered = self._gathered(uids, len(uids), room)
         self.every = [bucket for bucket in self.every if bucket.rows[0] not in uids]
         self.every.append(gathered)
         return gathered
 
     def _gathered(self, uids: Sequence[int], held: int, room: int) -> Bucket:
-        """Return a bucket of these rows, made of the one that has most of them."""
         wanted = set(uids)
         base = max(self.every, key=lambda bucket: len(wanted.intersection(bucket.rows)))
         stay = [row for row, uid in enumerate(base.rows) if uid in wanted]
@@ -438,14 +426,11 @@ class SlotCaches(SequenceCaches[Bucket]):
 
 
 def _placed(arrays: list[mx.array], new: list[mx.array], row: int) -> list[mx.array]:
-    """Return the arrays with one row, [1, KV heads, positions, ...], written."""
     pairs = zip(arrays, new, strict=True)
     return [mx.slice_update(kept, each, mx.array([row]), axes=(0,)) for kept, each in pairs]
 
 
 def _resized(arrays: list[mx.array], held: int, room: int, most: Sequence[int]) -> list[mx.array]:
-    """Return arrays of `held` slots, each with `room`, or the `most` of a ring."""
-
     def sized(array: mx.array, room: int) -> mx.array:
         if array.shape[0] == held and array.shape[2] == room:
             return array
@@ -572,7 +557,6 @@ def share(caches: Caches, length: int) -> Caches:
 
 
 def snapshot(caches: Caches, length: int) -> Caches:
-    """Return the same with arrays of their own, for a sequence that continues."""
     copies = share(caches, length)
     separate(copies)
     return copies
@@ -587,7 +571,6 @@ def overlap(caches: Caches, longer: Caches) -> None:
 
 
 def separate(caches: Caches) -> None:
-    """Give caches arrays of their own, of the size that is counted for them."""
     for cache in leaves(caches):
         if plain(cache) or (_kind(cache) == _WINDOW and cache.keys is not None):
             cache.keys, cache.values = mx.contiguous(cache.keys), mx.contiguous(cache.values)
@@ -604,7 +587,6 @@ def _only_first(cache: Any, length: int) -> None:
 
 
 def cut(caches: Caches, length: int) -> Caches:
-    """Roll caches back to their first `length` tokens."""
     for cache in leaves(caches):
         if (beyond := getattr(cache, "offset", length) - length) > 0:
             cache.trim(beyond)
@@ -680,7 +662,7 @@ class CacheKind:
         return MergedCaches(lanes=self._staged)
 
     def caches_of(self, arrays: list[mx.array], length: int, states: States | None) -> Caches:
-        """Return mlx-lm's caches of a sequence of `length` tokens that is in these arrays of a SlotCaches."""
+        """Return mlx-lm's caches of a sequence of `length` tokens, whose arrays are as in SlotCaches."""
         caches = self.new()
         if states is not None:
             states.fill([cache for cache in leaves(caches) if _is_state(cache)], self._recurrent, length)
@@ -694,7 +676,6 @@ class CacheKind:
         return caches
 
     def views(self, arrays: list[mx.array], forward: ForwardShape) -> list[LayerView]:
-        """Return the layers' views of a bucket's arrays, or of the last layers' arrays."""
         layers = [arrays[at : at + self.parts] for at in range(0, len(arrays), self.parts)]
         if not self._kv_bits:
             shapes = {0: forward, **dict(zip(self.windows, forward.rings, strict=False))}
@@ -710,7 +691,6 @@ class CacheKind:
         return [(window, min(room, ring_slots(window))) for window in self.windows]
 
     def beside(self, views: list[LayerView], states: list[StateView]) -> list[Any]:
-        """Return views of all layers in their order, of those that grow and of recurrent ones."""
         growing, recurrent = iter(views), iter(states)
         return [_next_view(cache, growing, recurrent) for cache in self._own]
 

@@ -42,8 +42,6 @@ _CHUNK = 1 << 22
 
 
 class Block(NamedTuple):
-    """Block as its file's name has it, with its size in bytes, and when it was last marked as used."""
-
     digest: bytes
     end: int
     previous: bytes
@@ -65,15 +63,14 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Result of `BlockStore.read`: items of the first `blocks` of those asked for, joined."""
+    """Items of the first `blocks` of those asked for, joined."""
 
     uid: int
     blocks: int
     items: Items
 
 
-class Written:
-    """Notice that another block was written, or could not be."""
+class Written: ...
 
 
 # --- one file --------------------------------------------------------------------------------------------
@@ -92,16 +89,12 @@ def _dtype(name: str) -> mx.Dtype:
 
 
 def array_of(raw: Raw) -> mx.array:
-    """Return the array. For the thread that computes with MLX."""
     bits: mx.array = raw.bits
     return bits.view(_dtype(raw.dtype))
 
 
 def write_block(path: Path, items: Items, name: str) -> int:
-    """Write a block of contiguous arrays to a new file; returns its bytes. Raises OSError.
-
-    `read_block` needs the same `name`, so that a copy of the file under another one is not used.
-    """
+    """Write contiguous arrays to a new file, for `read_block` with the same `name`; returns its bytes."""
     arrays = [(name, value) for name, value in items if isinstance(value, mx.array)]
     shapes = [(name, str(value.dtype).rpartition(".")[2], value.shape) for name, value in arrays]
     plain = [(name, value) for name, value in items if not isinstance(value, mx.array)]
@@ -126,7 +119,7 @@ def write_block(path: Path, items: Items, name: str) -> int:
 
 
 def read_block(path: Path, name: str) -> list[tuple[str, Any]]:
-    """Return the items of a block, arrays as `Raw`. Raises OSError, or ValueError for a damaged file."""
+    """Return items, arrays as `Raw`. Raises OSError, or ValueError for a damaged file or another `name`."""
     data = path.read_bytes()
     body = memoryview(data)[: -_WORD.size]
     if _WORD.unpack_from(data, len(body)) != (zlib.crc32(body),):
@@ -163,10 +156,10 @@ def joined(parts: Sequence[Items]) -> Iterator[tuple[str, Any]]:
 
 
 class _Account:
-    """Sum of the sizes of all blocks in a folder, with a bound of `room` bytes, for all ranks of a Mac.
+    """Sum of all blocks in a folder, of at most `room` bytes, for all ranks of a Mac.
 
-    What was used least recently goes first, and of one conversation its end before its beginning. `failing`:
-    true from an error in writing until a block is written again. `clock` is in seconds.
+    The least recently used goes first, of one conversation its end before its beginning. `failing`: from an
+    error in writing until a block is written again.
     """
 
     def __init__(self, folder: Path, room: int, clock: Callable[[], float]) -> None:
@@ -195,12 +188,10 @@ class _Account:
             yield
 
     def count(self) -> None:
-        """Add up all files, evict what exceeds the room, and delete what no process finishes."""
         with self._locked():
             self._note(self._make_room(0))
 
     def admit(self, path: Path, target: Path) -> bool:
-        """Make room for a finished file, and give it its name; False if it is too large."""
         size = path.stat().st_size
         if size > self._room * FULL_SHARE:
             return False
@@ -232,7 +223,6 @@ class _Account:
         _write_text(self._folder / ".used", str(used))
 
     def _make_room(self, size: int) -> int:
-        """Evict until `size` more bytes fit; returns the bytes of what is left."""
         now = time.time()
         found: list[tuple[tuple[float, int], int, str]] = []
         for layout in os.scandir(self._folder):
@@ -270,10 +260,9 @@ def _write_text(path: Path, text: str) -> None:
 
 
 class BlockStore:
-    """Blocks of one model and layout in `folder`/`layout`. `post` gets a Read, or Written, from a thread.
+    """Blocks in `folder`/`layout`, which `about` describes for people. `room`: bytes for all of `folder`.
 
-    `about` describes the layout for people. `room`: bytes for everything in `folder`. An error in writing
-    ends the writing for RETRY_S of `clock`, with a line on stderr.
+    Threads `post` a Read, or Written. An error ends writing for RETRY_S.
     """
 
     def __init__(
@@ -305,12 +294,11 @@ class BlockStore:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of everything in the folder, as this process knows it."""
         return self._account.used
 
     @property
     def room_bytes(self) -> int:
-        """Bytes for everything in the folder; 0 for a while after an error."""
+        """0 for a while after an error."""
         return self._account.room
 
     @property
@@ -319,7 +307,7 @@ class BlockStore:
 
     @property
     def follows(self) -> bool:
-        """The same for a block that rank 0 takes, whose disk may be faster."""
+        """As `takes`, for a block that rank 0 takes, whose disk may be faster."""
         return self.takes or (self.room_bytes > 0 and self._waiting_bytes < LAG_BYTES)
 
     def has(self, digest: bytes) -> bool:
@@ -334,7 +322,7 @@ class BlockStore:
         return digest in self._blocks or digest in self._writing
 
     def put(self, digest: bytes, end: int, previous: bytes, items: Items) -> bool:
-        """Queue a block, whose arrays are contiguous and being computed; False if the queue is full."""
+        """Queue a block of contiguous arrays, perhaps not computed yet; False if the queue is full."""
         if not self.follows:
             return False
         self._writing.add(digest)
@@ -348,14 +336,12 @@ class BlockStore:
         self._reads.put(partial(self._read_all, uid, digests))
 
     def delete(self, digest: bytes) -> None:
-        """Have a block deleted, if it is there. It can be put again at once."""
         with self._lock:
             block = self._blocks.pop(digest, None)
         if block is not None:
             self._writes.put((block, None))
 
     def close(self) -> None:
-        """End the threads. Waits CLOSE_S for blocks that are queued."""
         self._writes.put(None)
         self._reads.put(None)
         until = time.monotonic() + CLOSE_S
@@ -418,7 +404,6 @@ class BlockStore:
         self._touch(block.previous)
 
     def _touch(self, digest: bytes) -> None:
-        """Mark a block and those before it as used, unless they were just now."""
         now = time.time()
         while (block := self._blocks.get(digest)) is not None and abs(now - block.used_s) > TOUCH_S:
             with contextlib.suppress(OSError):
@@ -461,7 +446,6 @@ class BlockStore:
         self._post(Read(uid, len(parts), items))
 
     def _look(self) -> None:
-        """Find the blocks that there are. Raises OSError, but not for want of a folder."""
         entries: list[os.DirEntry[str]] = []
         with contextlib.suppress(FileNotFoundError):
             entries = list(os.scandir(self._folder))

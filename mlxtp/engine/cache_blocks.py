@@ -13,7 +13,7 @@ from .loader import leaves
 
 
 def block_of(caches: Caches, start: int, end: int, *, truncatable: bool) -> Items:
-    """Return tokens `start` to `end` of caches, or all if these cannot be cut, as contiguous arrays."""
+    """Return tokens `start` to `end`, or all if caches cannot be cut, as contiguous arrays."""
 
     def part(value: Any) -> Any:
         if not isinstance(value, mx.array):
@@ -27,10 +27,7 @@ def block_of(caches: Caches, start: int, end: int, *, truncatable: bool) -> Item
 
 
 def caches_of(new: Caches, items: Items, length: int, *, truncatable: bool) -> Caches:
-    """Return `new` caches with the items of blocks that hold `length` tokens.
-
-    Raises ValueError, or another error of a state that does not fit, for items of other caches.
-    """
+    """Fill `new` caches with blocks of `length` tokens. Raises ValueError, or others, for what misfits."""
     values = [(name, array_of(value) if isinstance(value, Raw) else value) for name, value in items]
     for cache, held in zip(leaves(new), tree_unflatten(values), strict=True):
         if truncatable:

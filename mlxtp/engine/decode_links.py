@@ -59,11 +59,10 @@ class Epoch:
 def open_links(
     number: int, bootstrap: Bootstrap, listener: socket.socket | None, identity: Path | None
 ) -> dict[int, BlockingLink]:
-    """Open this rank's decode links; returns them by the rank at their other end. A group of one has none.
+    """Open this rank's decode links, by the rank at their other end. `identity`: folder of this node's key.
 
-    `identity` is the folder of this node's key and certificate. Raises LinkError (LINK_TIMEOUT) when not all
-    are open within the bootstrap's deadline, ProtocolError (NOT_AUTHENTIC) when another process answers at
-    rank 0's address.
+    Raises LinkError (LINK_TIMEOUT) at the bootstrap's deadline, ProtocolError (NOT_AUTHENTIC) when another
+    process answers at rank 0's address.
     """
     if bootstrap.world_size == 1:
         return {}

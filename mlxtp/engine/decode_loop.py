@@ -58,17 +58,14 @@ class Followers:
         self._acknowledged: set[int] = set()
 
     def send(self, message: Message) -> int:
-        """Send to every rank; returns the frame's seq, which is the same on all links.
-
-        Frames are numbered even without other ranks.
-        """
+        """Send to every rank; returns the frame's seq, the same on all links, even without other ranks."""
         self._step += 1
         for link in self._links.values():
             self._step = link.send(message)
         return self._step
 
     def replies(self, deadline_s: float | None) -> dict[int, Message]:
-        """Read one reply of each rank, all within `deadline_s` seconds. An Error reply ends nothing early.
+        """Read one reply of each rank within `deadline_s` in all. An Error reply ends nothing early.
 
         Raises LinkError (LINK_TIMEOUT) that names all silent ranks, after the other replies are read.
         """
@@ -84,9 +81,8 @@ class Followers:
         return replies
 
     def acknowledged(self, result: Result) -> bool:
-        """Return True once every rank has acknowledged `result`'s step; only then check the next step.
-
-        Raises GroupError (DESYNC) when a rank ran or chose something else.
+        """Return True once every rank has acknowledged this step. Raises GroupError (DESYNC) where one
+        differs.
         """
         for rank in self._links.keys() - self._acknowledged:
             received = self._mail.take(rank)
@@ -109,11 +105,9 @@ class Followers:
 
     @property
     def awaited(self) -> frozenset[int]:
-        """The ranks that have not acknowledged the last step."""
         return self.ranks - self._acknowledged
 
     def silent(self) -> str:
-        """Return the names of these ranks."""
         return _names(self.awaited)
 
 
@@ -141,7 +135,7 @@ SPILL_S = 2.0  # seconds for blocks that are not on disk when a model is unloade
 
 @dataclass(frozen=True, slots=True)
 class Unconfirmed:
-    """Settled step that waits for the other ranks' Acks, with the results to emit then."""
+    """Settled step, with the results to emit once the other ranks acknowledge it."""
 
     result: Result
     outcomes: tuple[StepResult, ...]
@@ -149,10 +143,7 @@ class Unconfirmed:
 
 
 class DecodeLoop:
-    """Rank 0's loop. It queues up to `run_ahead` forwards before an earlier one's tokens are known.
-
-    In a pipeline, those are as many more as there are other stages.
-    """
+    """Rank 0's loop: `run_ahead` forwards, and one for each other stage, are queued ahead of known tokens."""
 
     def __init__(
         self,
@@ -174,7 +165,6 @@ class DecodeLoop:
         self._unconfirmed: deque[Unconfirmed] = deque()
 
     def run(self) -> None:
-        """Run until the agent sends Shutdown. Raises the error that ends the epoch."""
         while True:
             while received := self._mail.take(AGENT):
                 if isinstance(received.message, Shutdown):
@@ -234,12 +224,10 @@ class DecodeLoop:
         return reply
 
     def _close(self) -> None:
-        """Release the model on this rank's side of the loop, and its draft model."""
         self._requests.close()
         self._loaded = self._drafter = None
 
     def _resize(self, command: KvBudget) -> Loaded:
-        """Change the room for KV caches. Every rank has been sent what no longer fits when this returns."""
         self._drain()
         reply = self._bounded(command.kv_bytes)
         least = kv_cache.SMALLEST * reply.kv_token_bytes + reply.kv_row_bytes
@@ -249,7 +237,6 @@ class DecodeLoop:
         return _fitting(reply, fits)
 
     def _bounded(self, kv_bytes: int) -> Loaded:
-        """Return the reply to LoadShard with a room of `kv_bytes`, or for 0 the one that the ranks found."""
         assert self._loaded is not None, "the pipe's protocol admits it to a loaded model only"
         return _beside(self._drafter, replace(self._loaded, kv_bytes=kv_bytes or self._loaded.kv_bytes))
 
@@ -268,8 +255,7 @@ class DecodeLoop:
     def _everywhere(self, command: Message) -> Message:
         """Carry out a command on every rank; returns this rank's reply, or one Error for all ranks' errors.
 
-        Every rank's reply is read before anything else happens. When some ranks could load a model and others
-        could not, those that could unload it again.
+        All replies are read before anything else. If some ranks could not load a model, all unload it.
         """
         self._followers.send(command)
         replies: dict[int, Message] = {0: self._rank.execute(command)}
@@ -305,7 +291,6 @@ class DecodeLoop:
     # --- decoding ------------------------------------------------------------------------------------
 
     def _next(self) -> bool:
-        """Run the scheduler's next frame on every rank; False when it has none."""
         scheduler = self._requests.scheduler
         frame = scheduler.next() if scheduler is not None else None
         if scheduler is None or frame is None:
@@ -318,12 +303,10 @@ class DecodeLoop:
         return True
 
     def _end_what_ended(self) -> None:
-        """Run the frames that end sequences or free KV caches, which come before any other."""
         while (scheduler := self._requests.scheduler) is not None and scheduler.frames:
             self._next()
 
     def _take_blocks(self) -> None:
-        """Take what ranks have read from disk, and have the scheduler continue with what all of them have."""
         scheduler = self._requests.scheduler
         while word := self._mail.take(DISK):
             reply: tuple[int, int, int] | None = None
@@ -337,7 +320,6 @@ class DecodeLoop:
             scheduler.frames += scheduler.disk.over(time.monotonic())
 
     def _spill_rest(self) -> None:
-        """Write what waits for the disk, as far as a little time goes."""
         self._end_what_ended()
         self._drain()
         scheduler, until = self._requests.scheduler, time.monotonic() + SPILL_S
@@ -348,7 +330,6 @@ class DecodeLoop:
                 time.sleep(0.005)  # until the disk takes another
 
     def _run(self, frame: DecodeFrame, forward: QueuedForward = NO_FORWARD) -> None:
-        """Run a frame on every rank. `forward`: what the scheduler knows of it, if it is one."""
         decodes = isinstance(frame, Forward) and not frame.prompts
         while self._running and not decodes and not self._rank.runner.border.tokens.known():
             self._settle(len(self._running) - 1)  # the other ranks must have what they hold before
@@ -373,7 +354,6 @@ class DecodeLoop:
             self._requests.prefilled(frame, forward.reads)
 
     def _settle(self, keep: int) -> bool:
-        """Wait for all but the newest `keep` forwards and record their tokens; False when there were none."""
         if len(self._running) <= keep:
             return False
         while len(self._running) > keep:
@@ -389,10 +369,7 @@ class DecodeLoop:
         return True
 
     def _confirm(self) -> None:
-        """Emit, in order, every settled step that all ranks have acknowledged.
-
-        Raises GroupError when a rank computed something else (DESYNC) or sends no Ack in time (ACK_MISSING).
-        """
+        """Emit, in order, the steps that all ranks have acknowledged. Raises GroupError (ACK_MISSING)."""
         while self._unconfirmed:
             oldest = self._unconfirmed[0]
             if not self._followers.acknowledged(oldest.result):
@@ -411,7 +388,6 @@ class DecodeLoop:
         return self._rank.bootstrap.ack_deadline_s - waited_s
 
     def _rest(self) -> None:
-        """Wait for Acks, or for the agent, because there is nothing to run."""
         scheduler = self._requests.scheduler
         if scheduler is not None and not self._unconfirmed and (late := scheduler.late()):
             self._requests.emit(tuple(late))
@@ -440,7 +416,6 @@ class DecodeLoop:
 
 
 def _beside(drafter: DraftModel | None, reply: Loaded) -> Loaded:
-    """Share the room for KV caches with a draft model, if there is one; returns the reply with the rest."""
     if drafter is None or not reply.kv_token_bytes:
         return reply
     left = max(reply.kv_bytes - drafter.weight_bytes, 0)
@@ -449,7 +424,6 @@ def _beside(drafter: DraftModel | None, reply: Loaded) -> Loaded:
 
 
 def _fitting(reply: Loaded, longest: int) -> Loaded:
-    """Return the reply with a context of at most `longest` tokens."""
     return replace(reply, context=min(reply.context, max(longest, 1)))
 
 
@@ -462,10 +436,7 @@ def _check_layers(owned: Mapping[int, tuple[int, ...]]) -> None:
 
 
 def _without_head(loads: Mapping[int, Loaded]) -> dict[int, Error]:
-    """Return an Error for each rank that lacks the MTP head of others, with which it would not keep step.
-
-    In a pipeline rank 0 alone has it.
-    """
+    """Return an Error for each rank that lacks others' MTP head; in a pipeline rank 0 alone has it."""
     if all(load.mtp for load in loads.values()) or not any(load.mtp for load in loads.values()):
         return {}
     detail = "its copy of the model has no MTP head that can be used, unlike that of another rank"
@@ -474,10 +445,8 @@ def _without_head(loads: Mapping[int, Loaded]) -> dict[int, Error]:
 
 
 def _combined(replies: dict[int, Message]) -> Message:
-    """Combine the ranks' replies into rank 0's: the least room for KV caches, the longest time.
-
-    Room and the fixed part of a row are those of the ranks with the fewest and the most tokens, in bytes of
-    the largest token.
+    """Combine replies: the longest time, the least room for KV caches and largest fixed part of a row in
+    tokens.
     """
     mine = replies[0]
     if isinstance(mine, CollectivesTimed):

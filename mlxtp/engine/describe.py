@@ -160,7 +160,6 @@ class _Pretended:
 
 
 def _share_of(model: Any, ranks: int) -> tuple[Any, int]:
-    """Cut rank 0's share out of a model; return it, and the collectives of a forward."""
     group = _Pretended(ranks)
     shard(model, cast("Group", group))
     with alone(ranks, compiled=False):
@@ -199,7 +198,6 @@ def hollow_model(family: str, config: Config) -> Any:
 
 
 def _any_of(names: Sequence[str]) -> re.Pattern[str]:
-    """Return a pattern of modules and their parts: "lm_head", "layers.*.self_attn", "re:.*self_attn.*"."""
     each = [name[3:] if name.startswith("re:") else re.escape(name).replace("\\*", ".*") for name in names]
     return re.compile("|".join(f"(?:{one})(?:[.].*)?" for one in each) or r"(?!)")
 
@@ -253,7 +251,6 @@ class _Watch(contextlib.ExitStack):
 
 
 def _attended(q: mx.array, k: mx.array, v: mx.array, **_named: Any) -> mx.array:
-    """Stand for attention: operations as many as its kernels, of queries, keys and values."""
     fused = q.shape[-1] == v.shape[-1] and q.shape[-1] in _FUSED_HEADS
     result = mx.broadcast_to(mx.depends(q, [k, v])[..., :1], (*q.shape[:-1], v.shape[-1]))
     for _ in range(1 if fused else _UNFUSED_KERNELS):
@@ -264,7 +261,6 @@ def _attended(q: mx.array, k: mx.array, v: mx.array, **_named: Any) -> mx.array:
 def _dequantized(
     weight: mx.array, scales: mx.array, biases: mx.array | None = None, *, bits: int = 4, **_named: Any
 ) -> mx.array:
-    """Stand for rows of a quantized table: one operation of their parts."""
     parts = [weight] if biases is None else [weight, biases]
     numbers = mx.depends(scales, parts)[..., :1].astype(mx.float32 if biases is None else scales.dtype)
     return mx.abs(mx.broadcast_to(numbers, (*weight.shape[:-1], weight.shape[-1] * 32 // bits)))
@@ -298,7 +294,6 @@ def _weights(modules: Iterable[tuple[Any, bool]], picked: int) -> PartFacts:
 
 
 def _with_whole(part: PartFacts, share: PartFacts, ranks: int) -> PartFacts:
-    """Add what each rank has whole, x, where one of n has a share: share = (part - x) / n + x."""
     names = {"whole_bytes": "weight_bytes", "token_whole_bytes": "token_bytes"}
     found = {x: ranks * getattr(share, of) - getattr(part, of) for x, of in names.items()}
     return replace(part, **{name: max(size // (ranks - 1), 0) for name, size in found.items()})

@@ -1,9 +1,8 @@
 """Choice of what goes to disk and of what comes back, on rank 0 alone. Pure.
 
 A block is named by the digest of all tokens up to its end, and of the salt, which keeps users apart. Of
-caches that can be cut, it holds the next `BLOCK` tokens, of others everything at one place. The digest of the
-tokens up to the last multiple of `STEM` then stands for the block before it, so that few ends have to be
-compared with a prompt.
+caches that can be cut it holds `BLOCK` tokens, of others everything at one place; the digest up to the last
+multiple of `STEM` then stands for the block before it, so that few ends are compared with a prompt.
 """
 
 from __future__ import annotations
@@ -34,13 +33,11 @@ class Blocks(Protocol):
     def is_kept(self, digest: bytes) -> bool: ...  # it can be read, or will be
 
     def ends(self, stems: Container[bytes]) -> list[int]:
-        """Return the tokens up to which blocks go that follow one of `stems`, in descending order."""
+        """Return where blocks end that follow one of `stems`, in descending order."""
         ...
 
 
 class DiskIndex:
-    """Blocks to spill, and sequences that wait for blocks of all `ranks`. Without `blocks` there are none."""
-
     def __init__(
         self,
         blocks: Blocks | None = None,
@@ -62,7 +59,7 @@ class DiskIndex:
         self._fetches: dict[int, BlockFetch] = {}  # by uid, those that some rank has not replied to
 
     def line_up(self, sequence: SequenceState, uid: int, held: int) -> None:
-        """Line up what no block has of a sequence's first `held` tokens, which the cache of `uid` holds."""
+        """Line up what no block has of the first `held` tokens, which the cache of `uid` holds."""
         if self._blocks is None or not self._blocks.room_bytes:
             return
         if held < self._spill_from and not sequence.progress.reused:
@@ -108,7 +105,6 @@ class DiskIndex:
         return FetchBlocks(uid, block, b"".join(digests))
 
     def _found(self, sequence: SequenceState, blocks: Blocks) -> tuple[int, list[bytes]] | None:
-        """Return the tokens of a block, and the digests of those that are there of a prompt."""
         digests, most = self._digests(sequence), sequence.progress.prompt - 1
         if not self._truncatable:
             stems = {digests.up_to(at) for at in range(0, most + 1, STEM)}
@@ -123,7 +119,6 @@ class DiskIndex:
         return (self._block, found) if found else None
 
     def expect(self, uid: int, until: float) -> None:
-        """Give ranks until then, by the clock of `over`, to read."""
         self._fetches[uid].until = until
 
     def reply(self, rank: int, uid: int, blocks: int) -> None:
@@ -137,7 +132,6 @@ class DiskIndex:
             del self._fetches[uid]
 
     def over(self, now: float) -> list[Restore]:
-        """Return the frames that keep what all ranks have read by now, or drop what is late."""
         reading = [each for each in self._fetches.values() if each.phase == "reading"]
         return [self._conclude(each) for each in reading if not each.silent or each.until <= now]
 
@@ -159,7 +153,6 @@ class DiskIndex:
         return Restore(fetch.uid, fetch.blocks, bad=not late and fetch.blocks < fetch.wanted)
 
     def forget(self, sequence: SequenceState) -> tuple[Evict, ...]:
-        """Drop what is fetched for a sequence that does not start with it. Returns the frames for that."""
         fetch, sequence.disk.fetch = sequence.disk.fetch, None
         if fetch is None:
             return ()

@@ -64,7 +64,6 @@ class DiskShare:
         return read.uid, blocks
 
     def restore(self, frame: Restore) -> None:
-        """Keep the first blocks of what was read as a KV cache, and drop the rest."""
         wanted, caches = self._fetches.pop(frame.uid)
         assert wanted is not None, "the protocol admits one Restore of a fetch"
         if caches is None:
@@ -78,7 +77,6 @@ class DiskShare:
                 self.store.delete(digest)
 
     def use(self) -> dict[str, int]:
-        """Return the use of the disk, by the names of `RankStats`."""
         if (store := self.store) is None:
             return {}
         room, used = store.room_bytes, store.used_bytes
@@ -92,7 +90,6 @@ class DiskShare:
 def open_store(
     bootstrap: Bootstrap, folder: Path, command: LoadShard, kinds: CacheKind, post: Callable[[object], None]
 ) -> BlockStore | None:
-    """Return the store of this rank's share of the model in `folder`; None if it keeps none."""
     import mlx_lm
 
     if not (bootstrap.disk_folder and bootstrap.disk_bytes and kinds.can.copyable):

@@ -1,7 +1,6 @@
 """Small model that proposes tokens, on rank 0 alone, between steps on the same thread and stream.
 
-It enters no collective. Its proposals are checked like any draft: they change an answer's speed, never its
-text.
+It enters no collective. Its proposals change an answer's speed, never its text.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class DraftModel:
     """Greedy implementation of `steps.Drafter`: one forward of all rows for each place of a draft."""
 
     def __init__(self, folder: Path, vocabulary: int, progress: Callable[[], None] = lambda: None) -> None:
-        """Load the model. Raises ModelError when `folder` has none, or one with another vocabulary."""
+        """Raises ModelError when `folder` has no model, or one with another vocabulary."""
         loaded = load(folder, LoneGroup(), progress)
         if loaded.vocabulary.size != vocabulary:
             sizes = f"{loaded.vocabulary.size} tokens, the model's has {vocabulary}; they must be the same"
@@ -52,10 +51,10 @@ class DraftModel:
         self._kept: list[tuple[list[int], Caches]] = []
 
     def propose(self, rows: Mapping[int, Sequence[int]], limit: int) -> Drafts:
-        """Return the most likely `limit` tokens after those of each row.
+        """Return the most likely `limit` tokens after those of each row. Rows that are not named have ended.
 
-        A row that still reads a long prompt has none: each call reads one chunk, so that other requests need
-        not wait. Rows without room for their caches have none either. Rows that are not named have ended.
+        A row has none while it reads a long prompt, one chunk a call so that others need not wait, or without
+        room.
         """
         fitting = self._fitting(rows, limit)
         for row in [row for row in self._fed if row not in fitting]:
@@ -81,7 +80,6 @@ class DraftModel:
         return sum(array.nbytes for array in arrays)
 
     def _fitting(self, rows: Mapping[int, Sequence[int]], limit: int) -> dict[int, Sequence[int]]:
-        """Return the rows that there is room for, the shortest first: all get arrays of the longest."""
         fitting: dict[int, Sequence[int]] = {}
         for row, tokens in sorted(rows.items(), key=lambda item: len(item[1])):
             size = kv_cache.roomy(len(tokens) + limit + FEW)
@@ -91,7 +89,6 @@ class DraftModel:
         return fitting
 
     def _retire(self, row: int) -> None:
-        """Keep the caches of a row that has ended, since another may begin with its tokens."""
         fed = self._fed.pop(row)
         caches = self._reading.pop(row, None) or self._batch.leave(row, len(fed))
         if caches is not None:
@@ -124,7 +121,7 @@ class DraftModel:
         return True
 
     def _goes_back(self, row: int, length: int) -> bool:
-        """Return True if a row's caches can be cut to `length` tokens. States are as before the last ones."""
+        """Return True if a row can be cut to `length` tokens. States are as before the last ones."""
         if self._kinds.can.truncatable:
             return True
         if row in self._reading:
@@ -133,11 +130,7 @@ class DraftModel:
         return bucket.states is not None and bucket.states.held[bucket.rows.index(row)] <= length
 
     def _drafts(self, rows: Mapping[int, Sequence[int]], limit: int) -> Drafts:
-        """Return the drafts of all rows of the batch.
-
-        Tokens that are not read yet are padded on the right; drafts overwrite what padding leaves. States
-        stay as they are before the drafts, which are fed again when they were right.
-        """
+        """Tokens to read are padded on the right; drafts overwrite that. States stay as before the drafts."""
         batch = self._batch
         longest = max([len(rows[row]) for row in batch.rows]) + limit
         size = kv_cache.roomy(longest + FEW)
@@ -180,7 +173,6 @@ class DraftModel:
         return logits
 
     def _resume(self, tokens: Sequence[int]) -> tuple[list[int], Caches]:
-        """Take over the ended row that shares most with `tokens`, if that is at least half of it."""
         shared = [_shared(fed, tokens) for fed, _ in self._kept]
         best = max(range(len(shared)), key=shared.__getitem__, default=-1)
         if best < 0 or not shared[best] or 2 * shared[best] < len(self._kept[best][0]):
@@ -189,7 +181,7 @@ class DraftModel:
 
 
 def _kinds(model: Any, name: str) -> CacheKind:
-    """Return the kind of a draft model's caches. Windows keep all tokens, so that they can be rolled back."""
+    """Return the kind of its caches. Windows keep all tokens, so that they can be rolled back."""
     from mlx_lm.models.cache import KVCache, RotatingKVCache
 
     caches = make_cache(model)

@@ -81,7 +81,7 @@ class RunningForward:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Forward whose tokens are known on this rank: as many for each row as it was fed, in row order."""
+    """Forward whose tokens are known here: as many for each row as it was fed, in row order."""
 
     step: int
     tokens: tuple[int, ...]
@@ -135,7 +135,7 @@ class RankExecutor:
         return Done()
 
     def launch(self, step: int, frame: Forward, known: Callable[[], object] | None = None) -> RunningForward:
-        """Queue the forward of frame number `step`, without waiting for it. `known`: see `Runner.run`."""
+        """Queue the forward of frame number `step`. `known`: see `Runner.run`."""
         launched_at = time.monotonic()
         runner, recorder = self.runner, self.status.recorder
         border, room, before = runner.border, runner.room, self.counter.total
@@ -212,18 +212,16 @@ class RankExecutor:
         self.status.stats = replace(self.status.stats, **use)
 
     def from_disk(self, word: Read | Written) -> tuple[int, int] | None:
-        """Take what a thread posted: as `DiskShare.arrived`, or None."""
         if self.disk is None:  # the model was unloaded meanwhile
             return None
         self._count_caches()
         return self.disk.arrived(word) if isinstance(word, Read) else None
 
     def finish(self) -> None:
-        """Wait for forwards in flight. Raises RuntimeError when one fails; hangs when a rank is gone."""
         mx.synchronize()
 
     def give_back(self) -> None:
-        """Free the model, all caches and the group. A Mac may lose what a process has wired when it ends."""
+        """A Mac may lose what a process has wired when it ends."""
         self._group = LoneGroup()
         self._unload()
         mx.set_wired_limit(0)
@@ -340,7 +338,6 @@ class RankExecutor:
 
     @property
     def runner(self) -> Runner:
-        """Sequences of the loaded model. Raises LocalProtocolError when there is none."""
         if self._runner is None:
             raise LocalProtocolError("no model is loaded")
         return self._runner
@@ -349,8 +346,8 @@ class RankExecutor:
 def check_share(share: ModelShare, counted: CountedShare) -> None:
     """Raise ModelError (MODEL_INVALID) for a share that takes far more memory than its plan counted on.
 
-    Plans leave out scales that mlx-lm adds to some formats, norms that each stage has, and KV heads that two
-    ranks have. Numbers of caches may be twice as wide as config.json says. Taking less does no harm.
+    Plans leave out scales that mlx-lm adds to some formats, norms of each stage, and KV heads that two ranks
+    have; numbers of caches may be twice as wide as config.json says.
     """
     most = CountedShare(counted.weight_bytes * 5 // 4 + (64 << 20), counted.kv_token_bytes * 2)
     for name, what in {"weight_bytes": "of weights", "kv_token_bytes": "of KV caches for a token"}.items():
@@ -364,16 +361,13 @@ def check_share(share: ModelShare, counted: CountedShare) -> None:
 
 
 def digest(step: int, tokens: tuple[int, ...], fed: int = 0) -> int:
-    """Return the CRC-32 of a step's number and chosen tokens, which ranks compare before a token leaves.
-
-    `fed` is the digest of the step's input: ranks that exchange results would all agree on a wrong token if
-    one of them had another input.
+    """Return the CRC-32 of a step: ranks that exchange results agree even on a wrong token, so `fed` is in
+    it.
     """
     return zlib.crc32(struct.pack(f"<Q{len(tokens)}i", step, *tokens), fed)
 
 
 def fed(frame: Forward) -> int:
-    """Return the CRC-32 of rows, positions and tokens as this rank runs them."""
     where = (*frame.rows, *frame.positions, *frame.widths, frame.drafts - RESTS)
     for prompt in frame.prompts:
         where += (prompt.total, prompt.source, prompt.save, prompt.following)
@@ -389,12 +383,10 @@ def _scored(arrays: tuple[mx.array, mx.array, mx.array]) -> list[Score]:
 
 
 def gpu_bytes() -> int:
-    """Return the bytes that Metal recommends for all use of this machine's GPU; 0 without Metal."""
     return int(mx.device_info()["max_recommended_working_set_size"]) if mx.metal.is_available() else 0
 
 
 def ranks_here(bootstrap: Bootstrap) -> int:
-    """Return the ranks of a group at this rank's address, itself included."""
     addresses = [host.rpartition(":")[0] for host in bootstrap.hosts]
     mine = addresses[bootstrap.rank] if addresses else ""
     return addresses.count(mine) if mine else 1  # JACCL has no addresses, and one rank on each Mac

@@ -1,7 +1,7 @@
 """Division of layers among ranks, for families without a `shard` in mlx-lm: one small function each.
 
-As mlx-lm does: a projection into more numbers by its rows, one back from them by its columns, and one sum of
-all ranks' results behind it. Shapes of weights are [out, in], and [experts, out, in] for a layer's experts.
+As mlx-lm does: a projection into more numbers by its rows, one back by its columns, and one sum of all ranks'
+results behind it. Shapes of weights are [out, in], and [experts, out, in] for a layer's experts.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ def _name_in(part: Any, names: Sequence[str]) -> str:
 
 
 def attention(part: Any, group: Group) -> None:
-    """Divide an attention by heads. If there are fewer KV heads than ranks, several ranks have the same."""
     heads, kv_heads = _name_in(part, _HEADS), _name_in(part, _KV_HEADS)
     count = getattr(part, kv_heads)
     into = [name for name in ("k_proj", "v_proj") if name in part]  # a layer may read another one's keys
@@ -77,14 +76,13 @@ def copy_heads(module: Any, heads: int, group: Group) -> None:
 
 
 def projections(part: Any, group: Group, into: Sequence[str] = _GATED, back: str = "down_proj") -> None:
-    """Divide projections `into` more numbers and one `back`, which sums up; by default of an MLP."""
     for name in into:
         part[name] = shard_linear(part[name], "all-to-sharded", group=group.handle)
     part[back] = shard_linear(part[back], "sharded-to-all", group=group.handle)
 
 
 def experts(part: Any, group: Group, into: Sequence[str] = _GATED, back: str = "down_proj") -> None:
-    """Divide every expert by its width, in place. Their results have to be added up: see `summed`."""
+    """Divide every expert by its width, in place. Results have to be added up: see `summed`."""
     for name in into:
         shard_inplace(part[name], "all-to-sharded", group=group.handle)
     shard_inplace(part[back], "sharded-to-all", group=group.handle)
@@ -130,7 +128,6 @@ class SharedNorm(nn.Module):  # type: ignore[misc]  # mlx is untyped here
 
 
 def change(module: Any, call: Callable[..., Any], **methods: Callable[..., Any]) -> None:
-    """Make `call` what the module does when it is called, and replace methods of it."""
     kind = type(module)
     module.__class__ = type(
         kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__, **methods}
@@ -141,10 +138,8 @@ def change(module: Any, call: Callable[..., Any], **methods: Callable[..., Any])
 
 
 def attend_to_latents(model: Any) -> None:
-    """Have each such attention compute several new tokens as mlx-lm's code computes one, if that is less.
-
-    That code computes the keys and values of all heads from the whole cache for several, but scores over
-    `kv_lora_rank` numbers, in place of a head's, for one.
+    """Have attentions over compressed keys compute several tokens by scores over `kv_lora_rank` numbers,
+    where that is less than all heads' keys and values of the whole cache, as mlx-lm does but for one.
     """
     for part in model.modules():
         if "embed_q" in part and "unembed_out" in part:
@@ -218,7 +213,6 @@ def divide_usual(model: Any, group: Group) -> None:
 
 
 def divide_gemma4(model: Any, group: Group) -> None:
-    """Divide the same, but no inputs of single layers (E2B, E4B)."""
     for layer in model.layers:
         attention(layer.self_attn, group)
         projections(layer.mlp, group)
@@ -241,7 +235,7 @@ def divide_nemotron_h(model: Any, group: Group) -> None:
 
 
 def _mamba(part: Any, group: Group) -> None:
-    """Divide a Mamba mixer by groups of heads, which share one B and one C, and are normed together.
+    """Divide by groups of heads, which share one B and one C, and are normed together.
 
     The input projection has gates, inputs, all B, all C and the steps of all heads, one after the other.
     """
@@ -259,7 +253,6 @@ def _mamba(part: Any, group: Group) -> None:
 
 
 def _experts(part: Any, group: Group) -> None:
-    """Divide each expert by its width. Every rank has whole projections to and from a smaller size."""
     experts(part.switch_mlp, group, ("fc1",), "fc2")
     if "fc2_latent_proj" in part:
         share_bias(part.fc2_latent_proj, group)
@@ -296,12 +289,10 @@ def _linear(part: Any, group: Group) -> None:
 
 
 def divide_language_model(model: Any, group: Group) -> None:
-    """Divide the text part of a model that also sees, of a family that mlx-lm divides."""
     model.language_model.shard(group.handle)
 
 
 def divide_deepseek(model: Any, group: Group) -> None:
-    """Divide a language model whose class has DeepSeek V3's layers and no `shard`."""
     from mlx_lm.models.deepseek_v3 import Model
 
     Model.shard(model.language_model, group.handle)
@@ -342,7 +333,7 @@ KEEPS_MLP_WHOLE = frozenset({"deepseek_v2", "glm4_moe"})
 
 
 def dimensions_of(config: Config) -> Dimensions:
-    """Return the sizes that ranks divide. Raises ModelError (MODEL_INVALID) for one that is no number."""
+    """Raises ModelError (MODEL_INVALID) for one that is no number."""
     return Dimensions(tuple(_dimensions(config)), number(quantization(config), "group_size") or 1)
 
 

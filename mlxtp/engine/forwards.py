@@ -42,13 +42,11 @@ class DecodeGraphs:
         return len(self._graphs)
 
     def run(self, shape: ShapeKey, kind: tuple[int, ...], inputs: tuple[Any, ...], *, again: bool) -> Any:
-        """Run the body, by a traced graph if this shape comes again. `again`: it may, being one of few."""
         if self._traces and again and self._comes_again((shape, kind)):
             return self._replay((shape, kind), inputs)
         return self._body(*kind, *inputs)
 
     def _comes_again(self, key: Key) -> bool:
-        """Return True if a graph for steps of this shape pays: tracing takes time, and rows change."""
         if key[0][0] == 1 or key in self._graphs:
             return True
         if len(self._shapes) > MAX_SHAPES:
@@ -80,8 +78,6 @@ class DecodeGraphs:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """Input of a step."""
-
     tokens: mx.array  # int32 [rows, width]
     given: mx.array | None  # their embeddings, or hidden states of the stage before, [rows, width, hidden]
     widths: tuple[int, ...]  # how many tokens of each row count
@@ -92,8 +88,6 @@ class StepInputs:
 
 
 class ModelForwards:
-    """Forwards of a model. `head`: its MTP head, or None."""
-
     def __init__(
         self, loaded: ModelShare, caches: CacheKind, counter: CollectiveCounter, *, traces: bool
     ) -> None:
@@ -246,7 +240,6 @@ class ModelForwards:
         shape: list[Any],
         caches: tuple[list[mx.array], list[list[mx.array]], list[mx.array]],
     ) -> tuple[list[mx.array], list[mx.array], list[list[mx.array]]]:
-        """Run the model over KV arrays and states of recurrent layers; returns both behind its results."""
         tokens, given = inputs
         arrays, kept, stood = caches
         states = views_of(self._caches.recurrence, kept, stood)
@@ -278,8 +271,8 @@ def _shape(
 ) -> tuple[ShapeKey, list[Any]]:
     """Make room for a step of `width` tokens a row, and for the MTP head's further `drafts`.
 
-    `kinds`: None where only the head's caches are used. Returns the step's key, and arguments of its
-    ForwardShape, which graphs would compile kernels for.
+    `kinds`: None for the head's caches. Returns the step's key, and arguments of its ForwardShape, for which
+    graphs would compile kernels.
     """
     longest = max(positions) + width + max(drafts - 1, 0)
     bucket.reserve(longest)

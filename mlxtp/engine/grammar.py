@@ -1,6 +1,6 @@
 """Grammars of answers: masks of the tokens that may come next. On rank 0 alone, without MLX.
 
-JSON is written on one line, with the separators of its schema's `x-guidance`, `", "` and `": "` by default,
+JSON is written on one line, with the separators of its schema's `x-guidance`, by default `", "` and `": "`,
 and properties in the schema's order. Properties that it does not name are allowed unless
 `additionalProperties` forbids them. Keywords that cannot be enforced are refused.
 """
@@ -82,7 +82,7 @@ class CpuAllowance:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Let a step spend its time. Raises MlxtpError while too much was spent."""
+        """Raises MlxtpError while too much was spent."""
         self._spend(-STEP_S)
         begun = time.thread_time()
         yield
@@ -96,7 +96,7 @@ class CpuAllowance:
 
 @dataclass(slots=True)
 class Matcher:
-    """Position of an answer in its grammar; accepts each chosen token. Answers in one share an allowance."""
+    """Position of an answer in its grammar. Answers in one grammar share an allowance."""
 
     _state: LLMatcher
     _tokens: int
@@ -123,18 +123,16 @@ class Matcher:
         return words
 
     def accept(self, token: int) -> None:
-        """Advance by `token`. Raises MlxtpError, now and later, for one that `mask` does not allow."""
+        """Raises MlxtpError, now and later, for a token that `mask` does not allow."""
         with self._cpu.step():
             self._state.consume_token(token)
             self._check()
 
     def forced(self, limit: int) -> tuple[int, ...]:
-        """Return the next tokens that are the only choice, at most `limit`. They are not accepted yet."""
         return tuple(self._state.compute_ff_tokens()[:limit])
 
     @property
     def finished(self) -> bool:
-        """True when only an end token may follow, or one was accepted."""
         return self._state.is_stopped() and not self._state.is_error()
 
     @property
@@ -142,7 +140,7 @@ class Matcher:
         return self._state.is_accepting() or self.finished
 
     def copy(self, *, search: bool = False) -> Matcher:
-        """Return an independent matcher at the same position; with `search` it cannot end the answer."""
+        """Return an independent matcher; with `search` it cannot end the answer."""
         cpu, state = self._cpu.search if search else self._cpu, self._state.deep_copy()
         return Matcher(state, self._tokens, self._vocabulary, self.hints, self.grammar_tokens, cpu)
 
@@ -156,15 +154,12 @@ def stuck(why: str) -> MlxtpError:
 
 
 def unpack(words: NDArray[np.uint32], vocabulary: int) -> NDArray[np.bool_]:
-    """Return the bits of a mask as booleans [vocabulary]."""
     little = words.astype("<u4", copy=False).view(np.uint8)
     return np.unpackbits(little, count=vocabulary, bitorder="little").view(np.bool_)
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """Compiled grammar; immutable. `size`: approximate memory, in bytes."""
-
     size: int
     _start: Matcher
 
@@ -174,8 +169,6 @@ class Grammar:
 
 @dataclass(eq=False, repr=False)
 class Grammars:
-    """Grammars of a loaded model, whose logits have `vocabulary` entries; any of `eos` ends an answer."""
-
     folder: Path
     vocabulary: int
     eos: frozenset[int]
@@ -204,16 +197,15 @@ class Grammars:
             self._tokenizer_and_hints()
 
     def compile(self, kind: str, text: str) -> Grammar:
-        """Return the grammar, compiled unless it is cached. Raises RequestError that explains a refusal."""
+        """Raises RequestError that explains a refusal."""
         with self._compiling:
             return self.kept(kind, text) or self._keep(kind, text, self._compile(kind, text))
 
     def submit(self, kind: str, text: str, done: GrammarCallback) -> Future[None]:
-        """Compile in the background, in the order of submission; the thread there calls `done`."""
+        """Compile in the background, in order; the thread there calls `done`, but not after `close`."""
         return self._thread.submit(self._run, kind, text, done)
 
     def close(self) -> None:
-        """Stop. The grammar in the sandbox is refused; waiting ones are cancelled and never `done`."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._trial.kill()
         with self._compiling:
@@ -270,7 +262,6 @@ def _hints(tokenizer: LLTokenizer, vocabulary: int) -> Hints:
 
 
 def _with_suffixes(hints: Hints, text: str, tokenizer: LLTokenizer, vocabulary: int) -> Hints:
-    """Return the hints with the suffixes that a Lark grammar names."""
     suffixes, last = list[tuple[int, ...]](), ""
     for written, token in dict.fromkeys(_SUFFIX.findall(text)):
         with contextlib.suppress(ValueError):  # in a client's own grammar: no such token or escape
@@ -288,7 +279,6 @@ def _with_suffixes(hints: Hints, text: str, tokenizer: LLTokenizer, vocabulary: 
 
 
 def _allowed(regex: str, tokenizer: LLTokenizer, vocabulary: int) -> NDArray[np.uint32]:
-    """Return the mask of tokens with which a text that matches `regex` may begin."""
     none = np.zeros(0, np.uint32)
     hints = Hints(-1, -1, -1, (), none, none, none, none)
     return Matcher(build(tokenizer, "regex", regex), tokenizer.vocab_size, vocabulary, hints).mask()
@@ -321,10 +311,10 @@ _SUBJECT = {"json_schema": "the JSON schema", "regex": "the regular expression",
 
 
 def read_tokenizer(folder: Path, vocabulary: int, eos: frozenset[int]) -> LLTokenizer:
-    """Return the tokenizer of the model in `folder`, whose logits have `vocabulary` entries.
+    """Return the tokenizer in `folder`; one with more tokens than `vocabulary`, the logits' entries, is read
+    whole.
 
-    One with more tokens is read whole. Holds the GIL throughout, a second for 128,000 tokens. Raises
-    RequestError (NOT_SUPPORTED) without a usable tokenizer.
+    Holds the GIL throughout, a second for 128,000 tokens. Raises RequestError (NOT_SUPPORTED) without one.
     """
     from llguidance import LLTokenizer
 
@@ -383,7 +373,6 @@ def refused(kind: str, why: str) -> RequestError:
 
 
 def readable(message: str) -> str:
-    """Return a compiler's message for the grammar's author: one line, at most MAX_WORDS characters."""
     message = re.sub(r"^at \d+\(\d+\): ", "", re.split(r"\n<|\n *\d+ \| ", message, maxsplit=1)[0])
     if "NoExtension" in message:
         return "nothing can match it"
@@ -397,8 +386,6 @@ def readable(message: str) -> str:
 
 
 class GrammarSandbox:
-    """Process in which grammars are compiled first, one at a time. For one thread."""
-
     def __init__(self, folder: Path, vocabulary: int, eos: frozenset[int], deadline_s: float) -> None:
         self._command = [
             sys.executable, "-m", __name__,
@@ -450,7 +437,6 @@ class GrammarSandbox:
         return size
 
     def close(self) -> int:
-        """End the process; returns its exit status."""
         process, self._process = self._process, None
         if process is None:
             return 0
@@ -465,7 +451,6 @@ class GrammarSandbox:
             process.kill()
 
     def _answer(self) -> tuple[str | None, int] | None:
-        """Read the next reply of the process; None when it ended, perhaps by its own deadline."""
         assert self._process is not None
         assert self._process.stdout is not None
         line = self._process.stdout.readline()

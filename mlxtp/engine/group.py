@@ -1,7 +1,7 @@
 """Distributed group of one epoch: forming it, proving it, agreeing on tokens.
 
-The only file besides the models that names `mx.distributed`. Collectives that ranks enter in different order
-return wrong numbers. So none here is in a branch that ranks could take differently, and each is counted.
+The only file besides the models that names `mx.distributed`. Ranks that enter collectives in different order
+get wrong numbers, so none here is in a branch that ranks could take differently, and each is counted.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def uncounted() -> Iterator[None]:
 def alone(ranks: int, *, compiled: bool) -> Iterator[None]:
     """Run forwards without the other `ranks` - 1: collectives return this rank's own input.
 
-    Results have the right shape and meaningless numbers. `compiled` must be False for a model with
-    collectives in compiled functions: one that is traced now would leave the other ranks out forever.
+    Results have the right shape and meaningless numbers. Without `compiled` nothing is traced: a compiled
+    function with collectives would leave the other ranks out forever.
     """
     if not compiled:
         mx.disable_compile()
@@ -141,7 +141,7 @@ class LoneGroup:
 
 
 class RingGroup:
-    """Formed MLX group. `uniform`: messages from one rank to another must all have the same shape."""
+    """`uniform`: messages from one rank to another must all have the same shape."""
 
     def __init__(self, handle: Any, *, uniform: bool = False) -> None:
         self.handle = handle
@@ -150,21 +150,20 @@ class RingGroup:
         self.messages = mx.new_stream(mx.cpu)
         self.rank: int = handle.rank()
         self.size: int = handle.size()
+        #: Factor of its choice, in `agree`: a rank that ignored its logits would skip the last collectives.
         self._mine = 1 if self.rank == 0 else 0
 
     def prove(self, digest: int) -> Proof:
-        """Compute the sum of ones, and gather ranks and `digest` (unsigned 32-bit, keyed by the epoch)."""
         total, rows = self.total(mx.array([1])), self.gather(mx.array([self.rank, digest], dtype=mx.uint32))
         mx.eval(total, rows)
         ranks, digests = zip(*cast("list[list[int]]", rows.tolist()), strict=True)
         return Proof(cast(int, total.item()), ranks, digests)
 
     def timed(self, kind: Timed, size: int, rounds: int, progress: Callable[[], None]) -> float:
-        """Return the seconds of one collective over `size` bytes of each rank: the median of `rounds`.
+        """Return the median seconds of `rounds` collectives over `size` bytes of each rank, run by all ranks.
 
-        In a "chain" each of `rounds` sums depends on the one before. They are one graph, so that on a GPU
-        each includes a fence, as in a forward. Calls `progress` after each evaluation. All ranks must run the
-        same.
+        In a "chain" each of `rounds` sums depends on the one before, in one graph, so that on a GPU each
+        includes a fence, as in a forward. Calls `progress` after each evaluation.
         """
         array = mx.ones((max(size // _NUMBER.size, 1),), dtype=_NUMBER)
         mx.eval(array, self.total(array))  # waits for late ranks
@@ -180,15 +179,9 @@ class RingGroup:
         return median(times) / rounds
 
     def agree(self, tokens: mx.array) -> mx.array:
-        """Return rank 0's `tokens` (int32) on every rank, by one small in-graph sum.
-
-        Every rank multiplies its own choice by 1 (rank 0) or 0: a rank that ignored its logits would skip the
-        last layer's collectives.
-        """
         return self.total(tokens * self._mine)
 
     def total(self, array: mx.array) -> mx.array:
-        """Return the sum of every rank's `array`, in its shape and type."""
         total: mx.array = mx.distributed.all_sum(_padded(array), group=self.handle)
         return total[: array.size].reshape(array.shape)
 
@@ -199,7 +192,6 @@ class RingGroup:
         return [self._send(piece, rank) for piece in pieces]
 
     def receive_row(self, size: int, dtype: mx.Dtype, rank: int, unit: int) -> list[mx.array]:
-        """Return the pieces of a message from the rank beside this one, as `send_row` does."""
         lengths = [unit] * -(-size // unit) if self._uniform else [size]
         return [self._receive(length, dtype, rank) for length in lengths]
 
@@ -212,7 +204,6 @@ class RingGroup:
         return row
 
     def gather(self, array: mx.array) -> mx.array:
-        """Return every rank's `array`, in rank order: [size, *shape]."""
         rows: mx.array = mx.distributed.all_gather(_padded(array)[None], group=self.handle)
         return rows[:, : array.size].reshape(self.size, *array.shape)
 
@@ -237,7 +228,6 @@ Group = LoneGroup | RingGroup
 
 
 def is_available(backend: str) -> bool:
-    """Return True if MLX has this backend on this machine. Without it, JACCL's `init` crashes."""
     return bool(mx.distributed.is_available(backend))
 
 
@@ -246,7 +236,7 @@ def init(backend: str, factory: Factory | None) -> Any:
 
 
 def use_fast_fences(fast: bool) -> None:
-    """Set whether MLX uses fast fences between CPU and GPU, which can wedge a GPU. MLX reads it once."""
+    """Fast fences between CPU and GPU can wedge a GPU. MLX reads this once."""
     os.environ["MLX_METAL_FAST_SYNCH"] = "1" if fast else "0"
 
 
@@ -279,7 +269,7 @@ def form(
     deadline is an alarm whose default action ends the process without Python.
 
     Raises ConfigError without such a backend, the errors of the fabric's all-gather, and GroupError
-    (FORM_FAILED) when the file cannot be written, or MLX reports a failure or forms another group.
+    (FORM_FAILED) when the file cannot be written, or MLX fails or forms another group.
     """
     if backend == "none":
         if world_size != 1:

@@ -1,8 +1,7 @@
 """Needs of a JACCL group: a file, an environment, and an all-gather of bytes among the ranks.
 
-The ranks exchange the addresses of their RDMA connections before there are any. Given a factory, MLX calls
-this module for that instead of opening a TCP connection of its own. The bytes go through the pipe to the
-agent, whose links are authenticated.
+The ranks exchange the addresses of their RDMA connections before there are any. MLX calls the factory for
+that, and the bytes go through the pipe to the agent, whose links are authenticated.
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ _READ_BY_JACCL = ("JACCL_", "MLX_JACCL_")
 
 @dataclass(frozen=True, slots=True)
 class JacclFabric:
-    """RDMA connections of a JACCL group. With `ring` it joins neighbours only."""
-
     matrix: Matrix
     ring: bool
     factory: Factory
@@ -44,8 +41,8 @@ class JacclFabric:
     def environment(self, present: Iterable[str], rank: int, path: str) -> dict[str, str | None]:
         """Return variables to set, and with None those of `present` to remove. `path`: of a `device_file`.
 
-        Inherited variables must not count: the mere presence of one prefers the ring, a missing rank means 0,
-        and JACCL_RANK hides MLX_RANK.
+        Inherited ones must not count: the mere presence of one prefers the ring, a missing rank means 0, and
+        JACCL_RANK hides MLX_RANK.
         """
         strangers = [name for name in present if name.startswith(_READ_BY_JACCL)]
         variables: dict[str, str | None] = dict.fromkeys(strangers)
@@ -59,7 +56,7 @@ class JacclFabric:
 class SideChannelExchange:
     """One rank's end of the side channel, for one `init`. Its content is opaque here.
 
-    `receive` waits the given seconds for the agent's next message; raises LinkError (LINK_TIMEOUT). `init`
+    `receive` waits so many seconds for the agent's next message; raises LinkError (LINK_TIMEOUT). `init`
     holds the GIL except while it waits: only then do other threads read links and reply to Pings.
     """
 

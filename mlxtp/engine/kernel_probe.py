@@ -1,6 +1,6 @@
 """Probe of MLX's kernels on this machine, for `mlxtp qualify`: `python -m mlxtp.engine.kernel_probe MODEL`.
 
-It prints JSON. With `large` behind it, only the time of a step with large command buffers, whose size MLX
+It prints JSON; with `large` behind it, only the time of a step with large command buffers, whose size MLX
 reads once in a process.
 """
 
@@ -40,7 +40,6 @@ _VIEWS = frozenset(
 
 
 def launches(*arrays: mx.array) -> int:
-    """Return the kernels that the graph of these arrays launches, as far as its primitives tell."""
     text = io.StringIO()
     mx.export_to_dot(text, *arrays)
     found = Counter(re.findall(r'label ?=\s*"([^"]+)", shape=rectangle', text.getvalue()))
@@ -69,7 +68,6 @@ class Steps:
         return [self._token, *self._batch.arrays()]
 
     def run_ahead(self) -> mx.array:
-        """Queue the next step; returns the token of the one before."""
         older = self._token
         mx.async_eval(self.next())
         return older
@@ -82,7 +80,6 @@ def mlx_lm_launches(model: Any) -> int:
 
 
 def seconds_of(act: Callable[[], mx.array], rounds: int = 5) -> float:
-    """Return the median time of an evaluation, after a first one."""
     took = []
     for _ in range(rounds + 1):
         began = time.monotonic()
@@ -103,7 +100,6 @@ def attention_s(keys: int) -> tuple[float, float]:
 
 
 def pause_s(weights_bytes: int) -> tuple[float, float]:
-    """Return the seconds of a pass over weights, and of one after `PAUSE_S` without any work."""
     weights, vector = mx.ones((weights_bytes // 8192, 4096), mx.bfloat16), mx.ones((4096,), mx.bfloat16)
     usual = seconds_of(lambda: weights @ vector)
     time.sleep(PAUSE_S)
@@ -113,7 +109,6 @@ def pause_s(weights_bytes: int) -> tuple[float, float]:
 
 
 def probe(folder: Path, *, large: bool) -> dict[str, Any]:
-    """Return times in seconds, and the kernels of a step beside those of mlx-lm."""
     metal = mx.metal.is_available()
     if metal:
         mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))

@@ -39,7 +39,7 @@ def capacity(length: int) -> int:
 
 
 def roomy(length: int) -> int:
-    """Return the positions to allocate for a row of `length` tokens where there is room to grow."""
+    """Return as `capacity`, where there is room to grow."""
     size = SMALLEST
     while size < length:
         if size * 3 // 2 >= length:
@@ -61,7 +61,7 @@ def slots(rows: int) -> int:
 
 
 def view(length: int) -> int:
-    """Return the positions that attention reads when the longest row has `length` tokens."""
+    """Return the positions that attention reads for a longest row of `length` tokens."""
     step = 64 if length <= 512 else 256
     return -(-length // step) * step
 
@@ -70,8 +70,8 @@ def view(length: int) -> int:
 def layouts(lengths: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     """Return the ways to lay out rows of these lengths, in ascending order of buckets.
 
-    Each has the room of every slot, of the rows in order, then of free ones. Rows of the same room share
-    arrays. There are two ways for each number of buckets: with room to grow and to join, and without.
+    Each has the room of every slot: of the rows in order, then of free ones. Rows of the same room share
+    arrays. Each number of buckets has two ways: with room to grow and to join, and without.
     """
     if not lengths:
         return ((),)
@@ -104,7 +104,6 @@ Slots = tuple[tuple[int, int], ...]  #: The room and the lane of each.
 
 @lru_cache(maxsize=512)
 def laned_layouts(lengths: tuple[int, ...], lanes: tuple[int, ...]) -> tuple[Slots, ...]:
-    """Return the ways of `layouts` for each lane by itself, because only rows of one lane share arrays."""
     own = {
         lane: layouts(tuple([size for size, other in zip(lengths, lanes, strict=True) if other == lane]))
         for lane in sorted(set(lanes))
@@ -125,7 +124,6 @@ def another_forward(weights: int, layers: int, token_bytes: int, *, gpu: bool, s
 
 
 def step_tokens(slots: Slots, lengths: Sequence[int], forward: int) -> int:
-    """Return the positions that attention reads of rows in these slots, and `forward` for each bucket."""
     buckets: dict[tuple[int, int], list[int]] = {}
     for slot, length in zip(slots, lengths, strict=False):
         buckets.setdefault(slot, []).append(view(length))
@@ -167,12 +165,13 @@ class Hit:
 
 
 class PrefixCache:
-    """Kept caches of at most `max_entries` sequences and `budget` positions, and those of running ones.
+    """Kept caches of at most `max_entries` sequences and `budget` positions, and those of running ones, which
+    count towards neither.
 
-    A cache counts as the `capacity` of its tokens, and `row_tokens` for the part that does not grow. Running
-    sequences count towards neither limit. Prompts of different salts share nothing. Caches that are not
-    `truncatable` are found only if all their tokens begin a prompt, and running ones are not shared.
-    `overlapping`: those that a kept one begins with share its arrays, and count as `row_tokens`.
+    A cache counts as the `capacity` of its tokens and `row_tokens` for the part that does not grow. Prompts
+    of different salts share nothing. Caches that are not `truncatable` are found only if all their tokens
+    begin a prompt, and not shared while they run. `overlapping`: those that a kept one begins with share its
+    arrays, and count as `row_tokens`.
     """
 
     def __init__(
@@ -207,8 +206,8 @@ class PrefixCache:
         """Keep a cache that holds `tokens`. Returns the uids of caches to free.
 
         Those are kept ones that can be cut from this one, then the least recently used until there is room;
-        only `uid` itself when the cache is too short or too large, or a kept one serves as well, which then
-        counts as used. Raises ValueError when `uid` is kept already.
+        only `uid` itself when it is too short or too large, or a kept one serves as well. Raises ValueError
+        when it is kept already.
         """
         if uid in self._kept:
             raise ValueError(f"uid {uid} is kept already")
@@ -235,14 +234,12 @@ class PrefixCache:
         return tuple(freed)
 
     def covered(self, uid: int) -> tuple[int, ...]:
-        """Return the uids of the kept caches that share the arrays of a kept one."""
         return tuple([other for other, owner in self._within.items() if owner == uid])
 
     def _grown(self, uid: int) -> int:
         return capacity(self.length(uid))
 
     def _stand_in(self, words: bytes) -> int | None:
-        """Return the uid of a kept cache that serves as well; None for none."""
         if self.truncatable:
             return next((uid for uid, held in self._kept.items() if held.startswith(words)), None)
         near = len(words) - _WORD * (self._shortest_hit - 1)
@@ -259,7 +256,7 @@ class PrefixCache:
         self.changes += 1
 
     def share(self, uid: int, tokens: Sequence[int], salt: int = 0) -> None:
-        """Let a running sequence's cache, which holds `tokens`, be copied until `unshare` or `keep`."""
+        """Let a running sequence's cache be copied until `unshare` or `keep`."""
         if self.truncatable:
             self.unshare(uid)
             self._running[uid] = self._add(uid, _pack(tokens, salt))
@@ -304,7 +301,7 @@ class PrefixCache:
         return len(self._kept[uid]) // _WORD - _SALT_WORDS if uid in self._kept else 0
 
     def touch(self, uid: int) -> None:
-        """Mark the cache as used. Raises KeyError when there is none of that uid."""
+        """Mark as used. Raises KeyError when there is none of that uid."""
         if uid not in self._running:
             self._kept[uid] = self._kept.pop(uid)
 
@@ -322,7 +319,6 @@ class PrefixCache:
         return tokens
 
     def evict(self, positions: int) -> tuple[int, ...]:
-        """Evict the least recently used until `positions` are freed or none is kept; returns their uids."""
         enough, freed = self.positions - positions, []
         while self._kept and self.positions > enough:
             freed.append(self._evict_one())
@@ -343,7 +339,6 @@ def _pack(tokens: Sequence[int], salt: int) -> bytes:
 
 
 def _common(one: bytes, other: bytes) -> int:
-    """Return the number of words that both begin with."""
     same, differs = 0, min(len(one), len(other)) // _WORD + 1
     # Both agree before `same`, and not up to `differs`; each slice is half as long as the last.
     while differs - same > 1:
@@ -360,9 +355,8 @@ SHARED_BEGINNING = 32
 
 
 def places_to_save(sequence: SequenceState, hit: int) -> tuple[int, ...]:
-    """Return the positions of a prompt, in ascending order, after which its cache is worth a copy.
-
-    Those are the request's own, and the last one for a prompt that comes again, beyond `hit`.
+    """Return the positions of a prompt, ascending, after which its cache is worth a copy: the request's own,
+    and the last one for a prompt that comes again, beyond `hit`.
     """
     places = [place for place in sequence.wants.places if place < sequence.progress.prompt]
     if not sequence.generated and sequence.progress.prompt - max(places, default=0) > SHORTEST_CHECKPOINT:
@@ -421,7 +415,6 @@ class KVCacheManager:
 
     @property
     def keeps_snapshots(self) -> bool:
-        """True if caches are kept that cannot be truncated."""
         return not self._prefixes.truncatable
 
     def hit_length(self, sequence: SequenceState) -> int:
@@ -434,8 +427,8 @@ class KVCacheManager:
         return max(sequence.progress.hit_length, sequence.disk.fetched)
 
     def is_being_computed(self, sequence: SequenceState, others: Sequence[SequenceState]) -> bool:
-        """Return True if one of `others` will have more of this prompt's beginning than caches have, and that
-        before both prompts could be computed alternately.
+        """Return True if one of `others` will have more of this prompt's beginning than caches have, before
+        both prompts could be computed alternately.
         """
         if not (self._keeps and others):
             return False
@@ -459,9 +452,8 @@ class KVCacheManager:
         )
 
     def start_from(self, sequence: SequenceState, *, may_take: bool) -> tuple[int, bool]:
-        """Find a KV cache that begins like this prompt, and choose where caches of it will be saved.
-
-        Returns its uid and True if it is taken over; (0, False) for none.
+        """Find a KV cache that begins like this prompt; returns its uid, 0 for none, and True if it is taken
+        over.
         """
         hit = self._prefixes.find(sequence.tokens[: sequence.progress.prompt], sequence.wants.salt)
         uid, length, take = (0, 0, False) if hit is None else (hit.uid, hit.length, hit.whole and may_take)
@@ -482,7 +474,6 @@ class KVCacheManager:
         return uid, take
 
     def save(self, sequence: SequenceState, part: PromptPart, uid: int) -> PromptPart:
-        """Return a part that leaves a copy of its cache under `uid`, if there is room for one."""
         freed = self._prefixes.keep(uid, sequence.tokens[: sequence.progress.prefilled], sequence.wants.salt)
         if uid not in freed and (beyond := self._occupied() - self.kv_tokens) > 0:
             freed += self._prefixes.evict(beyond)
@@ -499,7 +490,7 @@ class KVCacheManager:
             self.disk.line_up(sequence, sequence.uid, sequence.progress.prefilled)
 
     def stays(self, sequence: SequenceState, others: Sequence[SequenceState], *, full: bool) -> bool:
-        """Return True if a waiting prompt is not started now. `full`: no other one is."""
+        """`full`: no other prompt is started now."""
         if sequence.disk.fetched and self.hit_length(sequence) == sequence.progress.hit_length:
             self.frames += self.disk.forget(sequence)  # memory has as much by now
             return True
@@ -561,7 +552,6 @@ class KVCacheManager:
         self._lay_out()
 
     def make_room(self, joining: Sequence[SequenceState] = ()) -> bool:
-        """Return True if all fit beside each other, after evictions and another layout where needed."""
         if not (joining or self._is_stale) and self._has_room():
             return True
         beyond = self._occupied(joining) - self.kv_tokens
@@ -579,7 +569,7 @@ class KVCacheManager:
         return self.make_room()
 
     def _has_room(self) -> bool:
-        """Return True if every row has room for its next step. Called before each; cheaper than lengths."""
+        """Called before each step; cheaper than lengths."""
         held = [sequence.progress for sequence in self._running]
         return all(at.position + MAX_WIDTH <= at.room for at in held) or (
             len(held) == 1 and self._running[0].longest <= held[0].room
@@ -623,19 +613,17 @@ class KVCacheManager:
         return True
 
     def fits_alone(self, sequence: SequenceState) -> bool:
-        """Return True if a sequence fits alone. It did when it was added, but the room may have shrunk."""
         soon = max(sequence.progress.position, sequence.progress.prompt) + MAX_WIDTH
         return capacity(min(soon, sequence.longest)) + self._row_tokens <= self.kv_tokens
 
     def resize(self, kv_tokens: int, *, clear: bool = False) -> None:
-        """Change the room. Kept caches that no longer fit are evicted; with `clear`, all of them."""
+        """With `clear`, evict all kept caches."""
         self.kv_tokens, self._is_stale = kv_tokens, True
         evicted = self._prefixes.resize(0) if clear else ()
         if evicted := (*evicted, *self._prefixes.resize(kv_tokens // KEPT_SHARE)):
             self.frames.append(Evict(evicted))
 
     def _occupied(self, joining: Sequence[SequenceState] = ()) -> int:
-        """Return the positions of all KV caches once the started prompts and `joining` run as well."""
         started = self._waiting.holding()
         rows = self._rows(joining)
         lengths, kept = _lengths(rows), self._prefixes.positions

@@ -70,7 +70,7 @@ class StoredTensor:
 
 
 def check_header(text: bytes, file_bytes: int) -> list[StoredTensor]:
-    """Return the tensors in a file's header, in file order. Raises ValueError unless they fill the file."""
+    """Return the tensors in file order. Raises ValueError unless they fill the file."""
     try:
         table = json.loads(text.decode(), object_pairs_hook=_without_doubles)
     except RecursionError:
@@ -93,7 +93,6 @@ def check_header(text: bytes, file_bytes: int) -> list[StoredTensor]:
 
 
 def read_header(path: Path) -> list[StoredTensor]:
-    """Return the tensors of a file. Raises OSError, and ValueError as `check_header`."""
     file_bytes = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(8)
@@ -148,7 +147,6 @@ TYPES = {
 
 
 def untouched(folder: Path, parameters: Mapping[str, mx.array]) -> dict[str, StoredTensor]:
-    """Return the stored tensors of parameters that are unchanged from a file, but for ambiguous ones."""
     by_shape: dict[tuple[tuple[int, ...], mx.Dtype | None], list[StoredTensor]] = {}
     for path in weight_files(folder):
         for stored in read_header(path):
@@ -192,7 +190,6 @@ def read_share(stored: StoredTensor, rank: int, ranks: int) -> mx.array:
 
 
 def steps(array: mx.array) -> list[str]:
-    """Return the names of the operations in an array's graph."""
     graph = io.StringIO()
     mx.export_to_dot(graph, array)
     return [line.split('"')[1] for line in graph.getvalue().splitlines() if "shape=rectangle" in line]
@@ -317,7 +314,7 @@ class ModelShare:
 
     @property
     def mtp_head(self) -> Any:
-        """The model's MTP head, `mtp_head.MtpHead`; None where this rank has none."""
+        """Its `mtp_head.MtpHead`; None where this rank has none."""
         return getattr(self.model, _HEAD, None)
 
 
@@ -333,12 +330,10 @@ def load(
 ) -> ModelShare:
     """Load this rank's share. Calls `progress` after the vocabulary and after each layer.
 
-    `split` has the number of layers of each rank where each has whole ones, else it is empty. `read_head`
-    returns the model's MTP head, or None, on ranks that choose tokens.
-
-    Raises ModelError that names the folder, or GroupError (OUT_OF_MEMORY, GPU_TIMEOUT) if the machine failed
-    and not the model. No collective runs, so a rank may fail alone. Peak memory is about the share plus one
-    tensor, because few are cut at once, and of the vocabulary only this rank's rows are read.
+    `split`: the number of layers of each rank where each has whole ones, else empty. `read_head` returns the
+    model's MTP head, or None, on ranks that choose tokens. Raises ModelError that names the folder, or
+    GroupError (OUT_OF_MEMORY, GPU_TIMEOUT) if the machine failed. No collective runs, so a rank may fail
+    alone. Peak memory is about the share plus one tensor.
     """
     from mlx_lm.utils import maybe_set_recommended_wired_limit
 
@@ -392,7 +387,6 @@ def load(
 
 
 def _goes_back(model: Any, split: Sequence[int]) -> bool:
-    """Return True if caches of the model go back behind wrong drafts, beside that of an MTP head."""
     from mlx_lm.models.cache import KVCache, RotatingKVCache
 
     caches = make_cache(model)
@@ -407,7 +401,6 @@ def _goes_back(model: Any, split: Sequence[int]) -> bool:
 
 @contextlib.contextmanager
 def _unkept() -> Iterator[None]:
-    """Return buffers of cut tensors to the system at once."""
     limit = mx.set_cache_limit(0)
     try:
         yield
@@ -463,7 +456,7 @@ def _evaluate(
 def read_numbers(
     where: str, names: Iterable[str], weights: Mapping[str, mx.array], ranks: int = 1, room: int = 0
 ) -> Iterator[list[str]]:
-    """Read weights, and yield the names of each batch that is in memory. `ranks` and `room` as in `_batches`.
+    """Yield the names of each batch of weights that is in memory. `ranks` and `room` as in `_batches`.
 
     Raises ModelError (MODEL_INVALID) at the end, with `where` and the names of those that are not numbers.
     """
@@ -485,9 +478,9 @@ def _batches(
 ) -> Iterator[list[str]]:
     """Yield names of weights to evaluate together, because a wait for each costs seconds on a GPU.
 
-    One batch has at most `_AT_ONCE` bytes, because Metal ends a command that waits too long for a disk. What
-    is computed, such as a rank's part of a tensor, takes the whole tensor meanwhile: at most `room` bytes
-    together, except for a single larger one.
+    At most `_AT_ONCE` bytes, because Metal ends a command that waits too long for a disk. What is computed,
+    such as a rank's part, takes the whole tensor meanwhile: at most `room` bytes, but for a single larger
+    one.
     """
     batch: list[str] = []
     held = wholes = 0
@@ -557,7 +550,6 @@ def kv_sizes(model: Any) -> tuple[int, int]:
 
 
 def read_each_forward(model: Any) -> tuple[int, int]:
-    """Return the bytes of weights, without experts, that every forward reads, and the layers that it runs."""
     arrays = [array for _, array in tree_flatten(model.parameters())]
     layers = sum([bool(tree_flatten(layer.parameters())) for layer in model.layers])
     return sum([array.nbytes for array in arrays if array.ndim < 3]), layers  # three are those of experts
@@ -596,7 +588,7 @@ def run_alone(loaded: ModelShare, ranks: int, forwards: Callable[[], None]) -> N
 
 
 def make_cache(model: Any) -> list[Any]:
-    """Return an empty cache for each layer, of the kind that the model wants, and one for an MTP head."""
+    """Return an empty cache for each layer, and one for an MTP head."""
     from mlx_lm.models.cache import KVCache, make_prompt_cache
 
     caches: list[Any] = make_prompt_cache(model)
@@ -604,7 +596,7 @@ def make_cache(model: Any) -> list[Any]:
 
 
 def read_config(folder: Path) -> Config:
-    """Return the model's config.json. Raises ModelError when it is missing or is not JSON."""
+    """Raises ModelError when it is missing or is not JSON."""
     try:
         return config_in(folder)
     except FileNotFoundError:
@@ -656,7 +648,7 @@ def _failure(what: str, error: Exception) -> MlxtpError:
 
 
 def brief(error: Exception) -> str:
-    """Return one line, so short that those of all ranks fit one frame. MLX lists all missing tensors."""
+    """Return one line, so short that those of all ranks fit one frame."""
     return textwrap.shorten(str(error), _BRIEF, placeholder=" ...")
 
 

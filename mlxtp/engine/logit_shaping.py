@@ -20,8 +20,6 @@ RECENT = 16  # tokens of an interrupted answer that are searched again for its e
 
 @dataclass(slots=True)
 class _Order:
-    """Shaping of one request."""
-
     wants: Generate
     shaper: Shaper | None
     guide: Guided | None
@@ -33,7 +31,7 @@ class Guided:
     """Implementation of `steps.Guide`: a matcher, and the masks for the next step's tokens."""
 
     def __init__(self, matcher: Matcher, vocabulary: int, left: int, answered: Sequence[int] = ()) -> None:
-        """Begin with room for `left` tokens, `answered` included. Raises MlxtpError where none can come."""
+        """`left`: tokens, `answered` included. Raises MlxtpError where none can come."""
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._left = left
@@ -113,7 +111,7 @@ class RequestShaping(LogitShaping):
         self._sequences.clear()
 
     def enter(self, request: Generate, guide: Guided | None) -> None:
-        """Add an admitted request. `guide` has already accepted the request's part of its answer."""
+        """`guide` has already accepted the request's part of its answer."""
         shaper = None
         if request.shaping != PLAIN or guide is not None:
             begun = len(request.tokens) - request.answered
@@ -212,9 +210,9 @@ class Shaper:
     ) -> mx.array:
         """Return logits float32 [L, V] of `row_logits` [L, V]. The answer has `generated` tokens before them.
 
-        `mask`: the tokens that the grammar allows, bool [L, V]. `ahead`: the L - 1 tokens fed between the
-        columns, which penalties see and the kept counts do not. End tokens do not wait for `min_tokens` where
-        the grammar allows no others.
+        `mask`: the tokens that the grammar allows, bool [L, V]; if only end tokens, they do not wait for
+        `min_tokens`. `ahead`: the L - 1 tokens fed between the columns, which penalties see and the kept
+        counts do not.
         """
         shaping, logits = self._shaping, row_logits.astype(mx.float32)
         columns = logits.shape[0]
@@ -239,7 +237,6 @@ class Shaper:
         return mx.cumsum(came.astype(mx.int32), axis=0)
 
     def _forbidden(self, columns: int, generated: int, mask: np.ndarray | None) -> np.ndarray | None:
-        """Return the tokens that all columns, or each column, may not choose: bool [V] or [L, V]."""
         early = np.arange(generated, generated + columns) < self._shaping.min_tokens
         if not early.any():
             return None if mask is None else ~mask
@@ -302,14 +299,12 @@ class AnswerBudget:
         return free | _mask(ending[:1], len(words))
 
     def watched(self, left: int) -> bool:
-        """Return True where `fitting` may leave tokens out."""
         return left <= self._check_at
 
     def unwatched(self, left: int) -> int:
         return max(left - self._check_at - 1, 0)
 
     def _continued(self, matcher: Matcher, left: int, found: Ending | None) -> Ending | None:
-        """Return the rest of the last ending if it is shorter than `found`, else `found`; remember it."""
         last, room = self._planned
         rest = last[room - left :] if room > left else ()
         shorter = rest and (found is None or len(rest) < len(found))
@@ -320,7 +315,6 @@ class AnswerBudget:
 
 
 def _text(matcher: Matcher, words: NDArray[np.uint32], spare: int) -> NDArray[np.uint32]:
-    """Return the mask of tokens that lengthen the shortest ending by less than `spare` tokens."""
     hints = matcher.hints
     in_string = spare > 0 and _in_string(matcher, words)
     if spare <= 0 or not (in_string or spare > SLACK):
@@ -331,7 +325,6 @@ def _text(matcher: Matcher, words: NDArray[np.uint32], spare: int) -> NDArray[np
 
 
 def _after(matcher: Matcher, tokens: tuple[int, ...]) -> Matcher | None:
-    """Return a matcher behind `tokens`; None if they are not allowed."""
     state = matcher.copy()
     try:
         for token in tokens:
@@ -364,9 +357,8 @@ def _ending(matcher: Matcher, most: int) -> Ending | None:
 
 
 def _closing(state: Matcher, last: list[int]) -> tuple[int, ...]:
-    """Return tokens that bring JSON or a text closest to its end; for anything else, one that is allowed.
-
-    A token that all of `last` repeat leads nowhere. Empty where nothing known ends a text.
+    """Return tokens that bring JSON or a text closest to its end; else one that is allowed; () where nothing
+    known ends a text. A token that all of `last` repeat leads nowhere.
     """
     words, hints = state.mask(), state.hints
     stale = last[0] if len(last) == SAME and len(set(last)) == 1 else -1
@@ -390,12 +382,12 @@ def _leads_out(state: Matcher, end: tuple[int, ...]) -> bool:
 
 
 def _in_string(state: Matcher, words: NDArray[np.uint32]) -> bool:
-    """Return True in a string of JSON without a pattern: it may end or continue with any letter."""
+    """A string of JSON without a pattern may end or continue with any letter."""
     return _has(words, state.hints.quote) and _has(words, state.hints.letter)
 
 
 def _in_text(state: Matcher, words: NDArray[np.uint32]) -> bool:
-    """Return True in text that is no JSON: no string of JSON has a line break in it."""
+    """No string of JSON has a line break in it."""
     return _in_string(state, words) and _has(words, state.hints.newline)
 
 

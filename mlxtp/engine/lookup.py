@@ -1,7 +1,4 @@
-"""Drafts: likely next tokens, found in the sequence so far.
-
-Right ones save forwards, wrong ones cost the width of one. No draft touches logits, so none changes a token.
-"""
+"""Drafts: likely next tokens, found in the sequence so far."""
 
 from __future__ import annotations
 
@@ -16,8 +13,8 @@ CANDIDATES = 16  # latest earlier places that are compared
 class Lookup:
     """Prompt and answer of one sequence, and the places in it that match its end.
 
-    Drafts come from the place of the longest match with the end, among the `CANDIDATES` latest places that
-    match `SHORTEST_MATCH` tokens; the latest of equals. The place is kept while its predictions are right.
+    Drafts come from the longest match among the `CANDIDATES` latest places that match `SHORTEST_MATCH`
+    tokens; the latest of equals. The place is kept while its predictions are right.
     """
 
     def __init__(self, tokens: Sequence[int]) -> None:
@@ -50,7 +47,7 @@ class Lookup:
             self._find()
 
     def draft(self, limit: int) -> tuple[int, ...]:
-        """Return the next `limit` tokens, or none. Past the end of the sequence, the draft repeats itself."""
+        """Past the end of the sequence, the draft repeats itself."""
         if not self._place or limit <= 0:
             return ()
         known = self._tokens[self._place : self._place + limit]

@@ -38,7 +38,7 @@ class Mailbox:
         self._arrived.put((sender, received))
 
     def take(self, sender: int) -> Any:
-        """Return the sender's oldest message, or None if there is none. Raises Terminated in order."""
+        """Return the sender's oldest message, or None. Raises Terminated in order."""
         while not self._arrived.empty():
             self.wait(0)
         waiting = self._by_sender.get(sender)
@@ -59,11 +59,10 @@ class Mailbox:
         return True
 
     def idle(self, timeout_s: float | None = None, of: Iterable[int] = ()) -> bool:
-        """Wait as `wait` does, for a rank on which nothing runs."""
         return (self.warm or self).wait(timeout_s, of)
 
     def receive(self, sender: int, deadline_s: float | None) -> Any:
-        """Wait for the sender's next message. Raises LinkError (LINK_TIMEOUT) when none comes in time."""
+        """Wait for the sender's next message. Raises LinkError (LINK_TIMEOUT)."""
         ends_at = None if deadline_s is None else time.monotonic() + deadline_s
         while (received := self.take(sender)) is None:
             left_s = None if ends_at is None else max(ends_at - time.monotonic(), 0.0)
@@ -116,7 +115,6 @@ def touch_gpu() -> None:
 
 
 def runs_on_battery() -> bool:
-    """Return True while this machine draws its battery; False where that cannot be read."""
     import psutil
 
     try:

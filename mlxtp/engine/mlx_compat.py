@@ -21,10 +21,10 @@ _ABSENT = {
 
 
 def import_mlx_lm() -> None:
-    """Import mlx-lm while these modules are empty, then remove the empty ones.
+    """Import mlx-lm while these modules are empty, then remove the empty ones; a later import gets the real
+    ones.
 
-    A later import, such as one by a model's own code, gets the real ones. An mlx-lm that needs other names of
-    these modules is imported as a whole.
+    An mlx-lm that needs other names of these modules is imported as a whole.
     """
     if "mlx_lm" in sys.modules:
         return

@@ -1,8 +1,8 @@
 """MTP head of a model: one more layer behind its own, which predicts the token after the next one.
 
 It reads the hidden state of a position and the embedding of the token that follows, then its own output and
-proposal. Its KV cache is cut, kept and copied with the model's. After a cut, the last entry may be of another
-token, which costs acceptance and changes no text. All ranks compute the whole head alike.
+proposal. Its KV cache is cut and copied with the model's; then its last entry may be of another token, which
+costs acceptance and changes no text. All ranks compute the whole head alike.
 """
 
 from __future__ import annotations
@@ -82,9 +82,10 @@ class MtpHead(nn.Module):  # type: ignore[misc]  # mlx is untyped here
         self._hidden_first = hidden_first
 
     def __call__(self, hidden: mx.array, following: mx.array, cache: Any) -> mx.array:
-        """Compute positions from hidden states and embeddings of the tokens after each, all [B, L, hidden].
+        """Compute from hidden states, and embeddings of the tokens after each, the states for the output
+        head.
 
-        Returns hidden states of the same shape, from which the output head reads the tokens after those.
+        All are [B, L, hidden].
         """
         from mlx_lm.models.base import create_attention_mask
 
@@ -96,7 +97,6 @@ class MtpHead(nn.Module):  # type: ignore[misc]  # mlx is untyped here
         return found
 
     def unrun(self, tokens: int, cache: Any) -> None:
-        """Build, but do not compute, a forward over `tokens` positions."""
         zeros = mx.zeros((1, tokens, self.norm.weight.shape[0]))
         self(zeros, zeros, cache)
 
@@ -105,7 +105,7 @@ class MtpHead(nn.Module):  # type: ignore[misc]  # mlx is untyped here
     ) -> mx.array:
         """Return the next `count` tokens of each row, int32 [rows, count], by one collective for each.
 
-        `found` [rows, 1, hidden] is the head's output at each row's last token, and `ends` int32 [rows] the
+        `found` [rows, 1, hidden]: the head's output at each row's last token; `ends` int32 [rows]: the
         position of the next one. Entries from there on are overwritten by later steps.
         """
         tokens, embeddings = vocabulary.winners(vocabulary.logits(found))
@@ -120,8 +120,6 @@ class MtpHead(nn.Module):  # type: ignore[misc]  # mlx is untyped here
 
 @dataclass(frozen=True, slots=True)
 class ChosenStep:
-    """Forward of rows behind the choice of tokens."""
-
     hidden: mx.array  # hidden states [rows, width, hidden]
     following: mx.array  # embeddings of the chosen tokens, of the same shape
     chosen: mx.array  # these tokens, int32 [rows, width]
@@ -154,8 +152,8 @@ def accepted(fed: mx.array, chosen: mx.array, counts: mx.array) -> mx.array:
 def read_head(folder: Path, config: Config, *, numbers: bool = True) -> MtpHead | None:
     """Read the model's MTP head; None for a model without one. Without `numbers`, reads no weights.
 
-    One that is not complete, has other shapes than its model, or holds NaN or infinite numbers is left out,
-    with a line on standard error. Raises one of `MLX_LM_RAISES` if the machine failed.
+    One that is not complete, has other shapes than its model, or is not numbers is left out, with a line on
+    standard error. Raises one of `MLX_LM_RAISES` if the machine failed.
     """
     try:
         place = mtp_place(config)
@@ -180,13 +178,11 @@ def _has_head(folder: Path, place: str) -> bool:
 
 
 def one_layer(config: Config) -> Config:
-    """Return what makes a family's model one with the layer of its head as the only one."""
     text = table(config, "text_config")
     return {**_ONE_LAYER, "text_config": {**text, **_ONE_LAYER}} if text else _ONE_LAYER
 
 
 def _read(folder: Path, config: Config, place: str) -> MtpHead:
-    """Load the head by mlx-lm, which quantizes it and turns its tensors into those of its layer."""
     from mlx_lm.utils import load_model
 
     names = FAMILIES[family(config)]
@@ -243,7 +239,7 @@ def _own_weights(
 def _factors(weights: Mapping[str, mx.array], names: Names) -> dict[str, mx.array]:
     """Return the weights of norms as factors, which are stored less 1 but in conversions.
 
-    Those before the projection are small either way (omlx #3750). They are taken to be as the layer's are.
+    Those before the projection are small either way (omlx #3750), and taken to be as the layer's are.
     """
     norms = {name: weight for name, weight in weights.items() if "norm" in name}
     small = {_ONLY_LAYER + name + ".weight" for name in (names.embedding_norm, names.hidden_norm)}

@@ -1,7 +1,7 @@
 """Choice of who proposes drafts and how many: the most tokens a second, by measured costs and acceptance.
 
-A source that does not beat steps without drafts is tried again after an interval, which doubles up to a
-bound. A credit bounds what trials may lose. Pure: seconds are passed in.
+A source that does not beat plain steps is tried again after an interval, which doubles up to a bound. A
+credit bounds what trials may lose. Pure: seconds are passed in.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ class DraftUse:
         return self._plain_s / self._took_s if self._took_s else 0.0
 
     def figures(self) -> dict[str, Any]:
-        """Return what a heartbeat says of it, by the names of `RankStats`."""
         counts = {name: tuple(getattr(self, name)) for name in ("drafted", "accepted", "right_at")}
         steps = {"decode_steps": self.steps, "decode_widths": self.widths}
         return {**counts, **steps, "draft_gain": self.gain, "mtp": self.mtp}
@@ -59,7 +58,7 @@ class DraftUse:
             self.right_at[place] += 1
 
     def took(self, seconds: float, plain_s: float) -> None:
-        """Count the time of a step, and that of plain steps for as many tokens, 0 if unknown."""
+        """`plain_s`: of plain steps for as many tokens, 0 if unknown."""
         if plain_s:
             self._took_s += seconds - self._took_s / RECENT_STEPS
             self._plain_s += plain_s - self._plain_s / RECENT_STEPS
@@ -73,10 +72,7 @@ WIDER = 0.1  #: guess: cost of each token that the host feeds a row, in plain st
 
 
 class StepKind(NamedTuple):
-    """Rows of a step, the most tokens that the host feeds one of them, and who takes time to propose.
-
-    A plain step feeds none, because it runs ahead of the tokens before it. Drafts follow one token.
-    """
+    """A plain step feeds none, because it runs ahead of the tokens before it. Drafts follow one token."""
 
     rows: int
     fed: int = 0
@@ -94,7 +90,6 @@ class StepCosts:
         self._newest: dict[tuple[int, int, Proposer], tuple[int, float]] = {}
 
     def plain_s(self, rows: int) -> float:
-        """Return the seconds of a plain step, 0 while none was measured."""
         return _average(self._samples.get((self.context, StepKind(rows)), ()))
 
     def comparable(self, rows: int) -> bool:
@@ -102,7 +97,7 @@ class StepCosts:
         return len(self._samples.get((self.context, StepKind(rows)), range(FEW))) >= FEW
 
     def cost(self, kind: StepKind) -> float:
-        """Return the cost of steps of a kind. One that was slower than guessed may have compiled kernels."""
+        """One step that was slower than guessed may have compiled kernels."""
         if not kind.fed:
             return 1.0
         samples: Collection[float] = self._samples.get((self.context, kind), ())
@@ -146,7 +141,7 @@ class StepCosts:
 
 
 def _average(samples: Collection[float]) -> float:
-    """Return the mean without the largest fifth: plain steps that run ahead may come two at a time."""
+    """Leave out the largest fifth: plain steps that run ahead may come two at a time."""
     return fmean(sorted(samples)[: max(len(samples) * 4 // 5, 1)]) if samples else 0.0
 
 
@@ -165,12 +160,10 @@ LIKELY, TRIED = 0.05, 2  #: least probability of a draft that is fed; most draft
 
 
 def source_of_match(matched: int) -> Source:
-    """Return the source of a lookup whose match has so many tokens."""
     return "lookup", 0 if matched < 6 else 1 if matched < 12 else 2
 
 
 def report(shares: Shares, drafted: int, right: int) -> None:
-    """Record that the first `right` of `drafted` drafts were right."""
     for index in range(min(right + 1, drafted)):
         if (place := index.bit_length()) == len(shares):
             shares.append((shares[-1][0], FIRST_WEIGHT))
@@ -206,8 +199,6 @@ RowOptions = tuple[Mapping[Source, int], dict[Source, Shares]]
 
 
 class DraftPlan(NamedTuple):
-    """Drafts of the next step: of each row, if any has some; the longest; and who takes time to propose."""
-
     rows: tuple[tuple[Source, int] | None, ...] = ()
     drafts: int = 0
     proposer: Proposer = "lookup"
@@ -231,7 +222,7 @@ class DraftPolicy:
     _plain_at: int = 0  # number of the newest plain step
 
     def plan(self, options: Sequence[RowOptions], rows: int, most: int) -> DraftPlan:
-        """Choose for the next step of `rows` rows. `most`: longest draft that there is room for."""
+        """`most`: longest draft that there is room for."""
         if most < 1 or not any(sources for sources, _ in options):
             self._last = NO_DRAFTS
             return NO_DRAFTS
@@ -247,7 +238,7 @@ class DraftPolicy:
         return self._best
 
     def _retry(self, options: Sequence[RowOptions], rows: int) -> bool:
-        """Forget what is known of unused sources whose interval is over; returns True if there are any."""
+        """Forget what is known of unused sources whose interval is over."""
         used = {row[0] for row in self._best.rows if row}
         for source in {source: None for sources, _ in options for source in sources}:
             at, interval = self._retries.get(source) or (self._steps + FIRST_RETRY, FIRST_RETRY)
@@ -307,15 +298,14 @@ class DraftPolicy:
         return max(kinds, key=lambda length: (rows + length) / self.costs.cost(kinds[length]))
 
     def checked(self, own: dict[Source, Shares], source: Source, drafted: int, right: int) -> None:
-        """Record that the first `right` drafts of a row were right; `own` as in RowOptions."""
+        """`own` as in RowOptions."""
         self._asked = None
         report(own.setdefault(source, [*self._of_all(source)]), drafted, right)
         report(self._of_all(source), drafted, right)
 
     def step(self, kind: StepKind, tokens: int, seconds: float = 0.0, *, paid: bool = True) -> None:
-        """Record a step that gave `tokens` tokens, and its seconds, 0 where unknown.
-
-        `paid`: drafts were the reason of what it cost; forced tokens are not.
+        """Record a step's tokens and seconds, 0 where unknown. `paid`: it cost so because of drafts; forced
+        tokens are not.
         """
         self._steps += 1
         if kind.fed:
@@ -330,7 +320,6 @@ class DraftPolicy:
 def _most_right(
     row: Sequence[tuple[Source, list[float]]], length: int, proposer: Proposer
 ) -> tuple[float, int, Source | None]:
-    """Return the most of up to `length` drafts that one source has right, their number, and the source."""
     found = [
         (expected[number], number, source)
         for source, expected in row
@@ -345,5 +334,4 @@ def _lengths(most: int) -> list[int]:
 
 
 def bucket(drafts: int) -> int:
-    """Return a number of drafts rounded up to a power of two."""
     return 1 << (drafts - 1).bit_length() if drafts else 0

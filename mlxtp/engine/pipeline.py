@@ -31,7 +31,6 @@ from .sharding import EMBEDDINGS, HEADS, ShardedEmbedding, Vocabulary, shard
 
 
 def check_split(split: Sequence[int], world_size: int, layers: int) -> None:
-    """Raise ModelError unless `split` gives each of the ranks a part of the layers."""
     if len(split) != world_size or sum(split) != layers:
         raise ModelError(
             f"the split {', '.join(map(str, split))} has {sum(split)} layers for {len(split)} ranks; "
@@ -40,14 +39,11 @@ def check_split(split: Sequence[int], world_size: int, layers: int) -> None:
         )
 
 
-class _Reached(Exception):
-    """End of a forward whose rest other ranks have, with the hidden states to send."""
+class _Reached(Exception): ...
 
 
 @dataclass(slots=True)
 class LayerTrace:
-    """Facts of one layer, from a forward that is never computed."""
-
     caches: tuple[int, ...]  # numbers of those that it is given
     needs: tuple[int, ...]  # layers that its stage must have, for more than the hidden states before it
     extras: int | None  # results beside the hidden states; None where it returns these alone
@@ -100,7 +96,6 @@ class Stage:
         return deepcopy(self._empty)
 
     def _owned(self, facts: Sequence[LayerTrace], first: int, end: int) -> list[int]:
-        """Return the numbers of a stage's caches. Those that no layer has are of the stage that embeds."""
         layers = [set(layer.caches) for layer in facts]
         own = set().union(*layers[first:end])
         return sorted(own if first else own | set(range(len(self._empty))).difference(*layers))
@@ -172,8 +167,8 @@ _uncut = partial(ModelError, code=Code.MODEL_UNSUPPORTED)
 
 
 class _ForwardTrace:
-    """Forward that is never computed. Zeros take the place of what the embedding and each layer return, and
-    of what a layer is given, so that the graph of a later result has those that it depends on.
+    """Forward that is never computed. Zeros stand for what the embedding and each layer return or are given,
+    so that the graph of a later result has those that it depends on.
     """
 
     ROWS = (3, 1)  # of tokens
@@ -184,7 +179,6 @@ class _ForwardTrace:
         self._marks: dict[str, mx.array] = {}  # those zeros: "layer:number", of the embedding "-1:number"
 
     def mark(self, like: mx.array, at: int) -> mx.array:
-        """Return zeros of the same shape and type, in place of layer `at` or what it is given."""
         zeros = mx.zeros(like.shape, dtype=like.dtype)
         mx.eval(zeros)
         # Another object, because a model may change its own in place.
@@ -237,7 +231,7 @@ class _ForwardTrace:
 
 
 def trace_layers(model: Any, empty: Sequence[Any]) -> list[LayerTrace]:
-    """Return facts of the layers. Raises ModelError (MODEL_UNSUPPORTED) with why none can be cut off."""
+    """Raises ModelError (MODEL_UNSUPPORTED) with why none can be cut off."""
     layers, embeddings, trace = list(model.layers), embeddings_of(model), _ForwardTrace(deepcopy(list(empty)))
     kinds = [(module, type(module)) for module in [*embeddings, *layers]]
     try:
@@ -318,7 +312,7 @@ def embeddings_of(model: Any) -> list[Any]:
 
 
 def _empty_out(module: Any) -> None:
-    """Drop the weights of a module. A model may read its flags and submodules, which stay."""
+    """A model may read a module's flags and submodules, which stay."""
     for part in module.modules():
         for name in [name for name, value in part.items() if isinstance(value, mx.array)]:
             del part[name]
@@ -349,7 +343,7 @@ class StageVocabulary(Vocabulary):
         given: mx.array | None = None,
         ends: mx.array | None = None,
     ) -> mx.array:
-        """Run the own layers. `given`: embeddings, or hidden states. Returns these where there is no head."""
+        """`given`: embeddings, or hidden states, which are returned where there is no head."""
         entrance = self.stage if self.chooses or self.embedding is None else self.embedding
         entrance.given = given
         try:
@@ -366,7 +360,7 @@ def nothing_chosen(rows: int, width: int, after: list[mx.array]) -> mx.array:
 
 
 def whole_vocabulary(model: Any, size: int = 0) -> Vocabulary:
-    """Return the vocabulary of a model, which no ranks share. Raises ModelError without a known embedding."""
+    """Raises ModelError without a known embedding."""
     whole = shard(model, LoneGroup(), size=size)
     if whole.embedding is None:
         raise ModelError(f"{model.model_type}: no embedding was found", Code.MODEL_UNSUPPORTED)
@@ -376,7 +370,7 @@ def whole_vocabulary(model: Any, size: int = 0) -> Vocabulary:
 def cut_into_stage(
     model: Any, group: Group, split: Sequence[int], size: int, *, embeds: bool = False
 ) -> StageVocabulary:
-    """Leave the layers of this rank in `model`. Evaluates nothing; `size` and errors are those of `shard`."""
+    """Leave the layers of this rank. Evaluates nothing; `size` and errors are those of `shard`."""
     check_split(split, group.size, len(model.layers))
     whole, beside = whole_vocabulary(model, size), None
     if embeds:
@@ -397,8 +391,6 @@ _WORDS = {2: mx.uint16, 4: mx.uint32}  # bits of a number, by its bytes
 
 @dataclass(frozen=True, slots=True)
 class HiddenStates:
-    """Input of a forward, if this rank does not embed tokens."""
-
     given: mx.array | None = None  # [rows, width, hidden]
     number: mx.array | None = None  # of the forward at the sender, uint32 [1]; known once all pieces are here
     pieces: Sequence[mx.array] = ()  # that receive both, in this order
@@ -428,7 +420,7 @@ class StageTimes:
         self._running = 0  # forwards that were submitted and have not ended
 
     def began(self, frame: Forward, now: float, *, idle: bool) -> None:
-        """Record a frame at `now` (monotonic, in s), but not on rank 0. `idle`: no forward was in flight."""
+        """Record a frame, but not on rank 0. `idle`: no forward was in flight."""
         goes_on = not frame.prompts or frame.rows == (self._prompt,)
         self._prompt = frame.unfinished
         if idle and goes_on:
@@ -445,7 +437,6 @@ class StageTimes:
             self._blocked_s += time.monotonic() - since
 
     def tokens_came(self, now: float) -> None:
-        """Record the tokens of the next step, which was queued before the last one ended."""
         if not self._running:
             self._blocked_s += now - self._ended
 
@@ -453,7 +444,6 @@ class StageTimes:
         self._running += 1
 
     def ended(self, took_s: float, now: float) -> None:
-        """Record the end of a forward. `took_s` includes time in `blocked`."""
         self._running -= 1
         self.waiting_s += self._blocked_s
         self.busy_s += max(took_s - self._blocked_s, 0.0)
@@ -513,7 +503,6 @@ class LateTokens:
         self._fill()
 
     def known(self, forward: int = LAST) -> bool:
-        """Return True once all tokens of a forward and of those before it are known."""
         return not self._open or self._open[0][0] > forward
 
     def left(self, uid: int, _order: list[int]) -> None:
@@ -544,7 +533,7 @@ class Border:
     Each carries the number of its forward. All ranks queue them in the order of forwards, so that no two wait
     for each other. A forward is submitted when its tokens and hidden states are here, because macOS ends a
     GPU's work that waits for some seconds: rank 0, which has other frames to send, holds it until its hidden
-    states are here, and the other ranks until its tokens are.
+    states are here, the others until its tokens are.
 
     Methods that submit raise GroupError (DESYNC) for tokens or hidden states of another forward.
     """
@@ -634,7 +623,6 @@ class Border:
             mx.async_eval(*held.arrays)
 
     def _go_on(self) -> None:
-        """Submit the forwards whose tokens are known; on rank 0 only receive what they begin with."""
         if not self._chooses:
             while self._is_known():
                 self.flush(self._held[0].forward)

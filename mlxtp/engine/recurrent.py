@@ -1,8 +1,8 @@
 """Recurrent layers, as in Qwen3.5, Nemotron-H or LFM2, and their way back behind wrong drafts.
 
-A state cannot be cut. A step of several tokens leaves it as it was, and keeps the inputs of the recurrence:
-a hundredth of a state for each token. The next step first feeds those again that were right, whose number
-follows from its position. Convolutions keep all their inputs.
+A state cannot be cut. A step of several tokens leaves it as it was, and keeps the inputs of the recurrence, a
+hundredth of a state a token. The next step first feeds those again that were right, whose number follows from
+its position. Convolutions keep all their inputs.
 """
 
 from __future__ import annotations
@@ -154,7 +154,6 @@ class StateView:
             self.kept[index] = value
 
     def recur(self, update: Callable[..., Any], given: dict[str, Any]) -> Any:
-        """Call mlx-lm's `update` with the arguments that are `given` and the state; return its results."""
         state = self.settled(update, given)
         found, after = self._kind.run(update, {**given, "state": state})
         tokens = [given[name] for name in self._kind.taken]
@@ -163,7 +162,7 @@ class StateView:
         return found, self
 
     def settled(self, update: Callable[..., Any], given: dict[str, Any]) -> mx.array:
-        """Return the state of what stood. `given`: the constants, among other arguments or not."""
+        """`given`: the constants, among other arguments or not."""
         state, *tokens = self.kept[self._convolutions :]
         if self._stands is None:
             return state
@@ -183,7 +182,6 @@ class StateView:
 def views_of(
     kind: Recurrence | None, kept: list[list[mx.array]], stood: Sequence[mx.array] = ()
 ) -> list[StateView]:
-    """Return the views of a model's recurrent layers, if there are any. `stood`: from `States.stood`."""
     return [] if kind is None else [StateView(kind, layer, *stood) for layer in kept]
 
 
@@ -229,7 +227,6 @@ class States:
         return States(self.kind, kept, self.held + other.held, waiting)
 
     def _padded(self, like: States, waiting: int) -> list[list[mx.array]]:
-        """Return the states with room for `waiting` tokens, of which the added ones never stand."""
         more = waiting - self.waiting
         if not more:
             return self.kept
@@ -256,9 +253,8 @@ def states_of(kind: Recurrence, caches: Sequence[Any], length: int) -> States:
 
 
 def recurrent_layers(model: Any, states: int) -> tuple[Recurrence | None, list[Any]]:
-    """Return the kind of a model's `states` recurrent layers, and those with weights; None if not known.
-
-    They take a `StateView` from then on.
+    """Return the kind of a model's `states` recurrent layers, which take a `StateView` from then on, and
+    those with weights; None if not known.
     """
     parts = [part for layer in model.layers if states for part in layer.children().values()]
     known = [(part, *found) for part in parts if (found := _known(part))]
@@ -271,7 +267,7 @@ def recurrent_layers(model: Any, states: int) -> tuple[Recurrence | None, list[A
 
 
 def _known(layer: Any) -> tuple[type, Recurrence] | None:
-    """Return mlx-lm's class of a layer, which may be of a changed one, and its kind; None for other kinds."""
+    """Return mlx-lm's class of a layer, which may be of a changed one, and its kind."""
     bases = [base for base in type(layer).__mro__ if base.__module__.startswith("mlx_lm.models.")]
     if not bases:
         return None
@@ -282,7 +278,6 @@ def _known(layer: Any) -> tuple[type, Recurrence] | None:
 
 @cache
 def _taught(own: Any, layer_class: Any, kind: Recurrence) -> Any:
-    """Return a class like `own`, for which mlx-lm's code in `layer_class` takes a `StateView`."""
     if hasattr(own, "takes_views"):
         return own
     functions: dict[str, Any] = {

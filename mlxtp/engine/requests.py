@@ -100,7 +100,7 @@ class Emitter:
         self._pipe.send(Accepted(uid))
 
     def prefilled(self, uid: int, computed: int, cached: int) -> None:
-        """Report the progress of a prefill, unless the request has ended or the last report is recent."""
+        """Report progress, unless the request has ended or the last report is recent."""
         now = self._clock()
         if self._open.get(uid, math.inf) <= now:
             self._open[uid] = now + PROGRESS_S
@@ -116,7 +116,7 @@ class Emitter:
 
 
 def _finite(logprob: float) -> float:
-    """Return a finite logarithm. NaN counts as that of zero, as it does for a greedy choice."""
+    """NaN counts as zero's logarithm, as it does for a greedy choice."""
     return logprob if logprob >= LEAST_LOGPROB else LEAST_LOGPROB
 
 
@@ -203,7 +203,7 @@ class Requests:
         return kv_cache.fitting(self._policy.kv_tokens - self._policy.row_tokens)
 
     def resize(self, reply: Loaded, *, clear: bool) -> int:
-        """Change the room for KV caches; `clear` evicts kept ones. No forward may run. Returns as `open`."""
+        """No forward may run. `clear` evicts kept caches. Returns as `open`."""
         assert self._policy is not None
         assert self.scheduler is not None
         self._policy = replace(self._policy, kv_tokens=_room(reply))
@@ -221,7 +221,6 @@ class Requests:
             self._compiles = None
 
     def drop(self, why: str) -> None:
-        """End every request with an error. No forward of theirs may be in flight."""
         self._emitter.fail_all(Code.SHUTTING_DOWN, why)
         self._compiling.clear()
         self._lined_up.clear()
@@ -347,7 +346,6 @@ class Requests:
             self.emit((end,))
 
     def give_up_waiting(self) -> None:
-        """End the request that has waited longest, if it exceeds the limit."""
         if not self._waiting_since:
             return
         uid, since = next(iter(self._waiting_since.items()))
@@ -369,12 +367,11 @@ class Requests:
         self._emitter.emit(outcomes)
 
     def prefilled(self, forward: Forward, reads: Sequence[SequenceState]) -> None:
-        """Report the computed part of these prompts, which ends before a forward that reads more of them."""
         for sequence, offset in zip(reads, forward.positions, strict=True):
             self._emitter.prefilled(sequence.request, offset, sequence.progress.reused)
 
     def feeds(self, forward: Forward, reads: Sequence[SequenceState]) -> None:
-        """Prepare for a forward. `reads`: sequences whose prompts it reads."""
+        """`reads`: sequences whose prompts the forward reads."""
         for sequence in reads:
             self._waiting_since.pop(sequence.request, None)
             self._shaping.assign(sequence.uid, sequence.request)
@@ -392,5 +389,4 @@ def _scores(reply: Loaded, each: int) -> int:
 
 
 def _room(reply: Loaded) -> int:
-    """Return the tokens for whose KV caches every rank has room."""
     return reply.kv_bytes // reply.kv_token_bytes if reply.kv_token_bytes else UNLIMITED

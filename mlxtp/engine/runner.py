@@ -1,7 +1,7 @@
 """Forwards, on every rank alike: prefill chunks and decode steps over the running batch.
 
-The runner decides nothing: frames name every forward, every sequence that joins and every one that leaves.
-The same frames give the same graph on every rank. Results are lazy arrays; only reading them waits.
+The runner decides nothing: frames name every forward, and every sequence that joins or leaves. The same
+frames give the same graph on every rank. Results are lazy arrays; only reading them waits.
 """
 
 from __future__ import annotations
@@ -64,7 +64,6 @@ class InputBatch:
         return mx.concatenate([first, known[:, 1:]], axis=1), None
 
     def chose(self, chosen: Chosen, embeddings: mx.array | None) -> None:
-        """Take the choice of a step, and its embeddings [rows, width, hidden]."""
         found = [chosen.tokens] if embeddings is None else [chosen.tokens, embeddings]
         if chosen.tokens.shape[1] == 1:
             self._last = [array[:, 0] for array in found]
@@ -103,7 +102,6 @@ class KeptCaches:
     def insert(
         self, uid: int, caches: Caches, length: int, covers: tuple[int, ...] = (), *, fetched: bool = False
     ) -> None:
-        """Keep caches of `length` tokens. Those of `covers` share their arrays. `fetched`: from disk."""
         if fetched:
             self.fetched.add(uid)
         self._entries[uid] = KeptCache(caches, length)
@@ -120,7 +118,7 @@ class KeptCaches:
         return ([], 0) if kept is None else (kept.caches, kept.length)
 
     def pop(self, uid: int) -> Caches:
-        """Remove caches and return them. Raises KeyError when there are none."""
+        """Raises KeyError when there are none."""
         kept = self._entries.pop(uid)
         self.fetched.discard(uid)
         # The longest of those that share its arrays gets its own, which the others share.
@@ -140,7 +138,6 @@ class KeptCaches:
             self._count(other)
 
     def _count(self, uid: int) -> None:
-        """Count the arrays of a cache that are its own, and have all of them computed."""
         kept = self._entries[uid]
         mx.async_eval(arrays_of(kept.caches))
         kept.size_bytes = _bytes([each for each in leaves(kept.caches) if not (kept.within and plain(each))])
@@ -181,10 +178,9 @@ class Runner:
     def run(self, frame: Forward, known: Callable[[], object] | None = None) -> Chosen:
         """Queue one forward. Raises GroupError (DESYNC) for a step of other rows or lengths than this rank's.
 
-        The last part of a prompt chooses the first new token, and the sequence joins the batch as its last
-        row. Earlier parts return a zero to wait for; with `save`, a copy of their caches is kept. `known`
-        waits for what rank 0 needs before it chooses from a step's gathered logits, while these are being
-        computed.
+        The last part of a prompt chooses the first new token; the sequence becomes the last row. Earlier
+        parts return a zero to wait for. `known` waits for what rank 0 needs before it chooses from a step's
+        gathered logits, while these are being computed.
         """
         if not frame.prompts:
             return self._step(frame, known)
@@ -324,7 +320,7 @@ class Runner:
     def stop(self, uid: int, keep: int, covers: tuple[int, ...] = ()) -> int:
         """Remove a sequence; returns the number of forwards it took part in.
 
-        Keeps the first `keep` tokens of its KV cache under its uid. The kept caches of `covers` share its
+        Keeps the first `keep` tokens of its KV cache under its uid; the kept caches of `covers` share its
         arrays. Raises GroupError (DESYNC) for caches that would have to be cut and cannot.
         """
         self._samplings.pop(uid, None)
@@ -357,10 +353,10 @@ class Runner:
         self._use["evicted_bytes"] += before - self.kept.size_bytes
 
     def arrange(self, rooms: tuple[int, ...], lanes: tuple[int, ...] = (), *, trim: bool = False) -> None:
-        """Lay out the rows' arrays by the room and the lane of each slot, if there are any.
+        """Lay out the rows by the room and the lane of each slot. `trim`: give unused memory back to the
+        system.
 
-        With `trim`, give unused memory back to the system, once forwards in flight end. Raises GroupError
-        (DESYNC) when this rank has other rows, or longer ones.
+        Raises GroupError (DESYNC) when this rank has other rows, or longer ones.
         """
         self.border.flush()
         batch = self._batch
@@ -376,7 +372,7 @@ class Runner:
             mx.clear_cache()
 
     def block(self, uid: int, start: int, end: int) -> Items:
-        """Return a block of a sequence's KV cache for the disk. Raises GroupError (DESYNC) if it has none."""
+        """Return a block of a KV cache for the disk. Raises GroupError (DESYNC) if there is none."""
         self.border.flush()
         truncatable = self._caches.can.truncatable
         caches = self._prefilling.get(uid) or self.kept.held(uid)[0]
@@ -397,7 +393,6 @@ class Runner:
         return held + sum(array.nbytes for array in self._batch.arrays())
 
     def cache_use(self) -> dict[str, int]:
-        """Return the use of KV caches as it is now, by the names of `RankStats`."""
         return {**self._use, "kv_bytes": self.kv_bytes(), "kept_bytes": self.kept.size_bytes}
 
     # --- inside --------------------------------------------------------------------------------------

@@ -29,7 +29,6 @@ _threefry = mx.vmap(lambda key: mx.random.split(key, num=1)[0])
 
 
 def stream_keys(seeds: Sequence[int]) -> mx.array:
-    """Return each seed's own key for `uniforms`, uint32 [R, 2]."""
     words = [(seed & 0xFFFFFFFF, seed >> 32) for seed in seeds]
     return _threefry(mx.array(np.array(words, dtype=np.uint32)))
 
@@ -56,7 +55,6 @@ def keep_top_p(logprobs: mx.array, top_p: mx.array, ascending: mx.array) -> mx.a
 
 
 def keep_min_p(logprobs: mx.array, log_min_p: mx.array) -> mx.array:
-    """Keep tokens at least `min_p` times as likely as the most likely one."""
     return mx.where(logprobs < logprobs.max(axis=-1, keepdims=True) + log_min_p, -mx.inf, logprobs)
 
 
@@ -73,7 +71,7 @@ def exclude_top(logprobs: mx.array, on: mx.array, threshold: mx.array, special: 
 def keep_top_k(logprobs: mx.array, top_k: mx.array, leaders: mx.array) -> mx.array:
     """Keep the `top_k` (int32) most likely tokens, lower ids first among equals.
 
-    `leaders` are at least the `top_k` largest of `logprobs`, ascending, before filters that removed some.
+    `leaders`: at least the `top_k` largest, ascending, before filters that removed some.
     """
     which = mx.broadcast_to(leaders.shape[-1] - top_k, (*logprobs.shape[:-1], 1))
     last = mx.take_along_axis(leaders, which, axis=-1)
@@ -119,9 +117,9 @@ class Sampler:
     def choose(self, logits: mx.array, positions: mx.array) -> mx.array:
         """Return the chosen tokens, int32 [R, L], of `logits` [R, L, V].
 
-        `positions` is int32 [R, L], or [R] for the first of consecutive ones: the index of the chosen token,
-        from the start of the prompt. Greedy rows take the most likely token, the lowest id among equals;
-        others draw by their seed and the position.
+        `positions` is int32 [R, L], or [R] for the first of consecutive ones: the chosen token's index from
+        the start of the prompt. Greedy rows take the lowest id among equals; others draw by their seed and
+        the position.
         """
         if self.greedy:
             return mx.argmax(logits, axis=-1).astype(mx.int32)
@@ -214,11 +212,6 @@ def scores(logits: mx.array, tokens: mx.array, top: int) -> tuple[mx.array, mx.a
 
 
 def _order(logprobs: mx.array) -> mx.array:
-    """Return numbers uint64 that sort as float32 [L, V] do, a lower index after higher ones among equals.
-
-    A float's bits sort like integers once the sign is set for positive floats, and all bits of negative ones
-    are turned over. The lower half is the inverted index.
-    """
     bits = logprobs.view(mx.uint32)
     ascending = mx.where(bits >> 31 == 1, ~bits, bits | 0x80000000)
     ids = ~mx.arange(logprobs.shape[-1], dtype=mx.uint32)
@@ -258,7 +251,6 @@ class LogitShaping:
         """Take the row's new tokens, int32 [width], perhaps not computed yet."""
 
     def top(self, uid: int) -> int:
-        """Return the number of alternatives to score for the row; -1 for no scores at all."""
         return -1
 
 
@@ -284,8 +276,8 @@ class Chooser:
     ) -> tuple[mx.array, Scores]:
         """Return tokens int32 [rows, width] from `logits` [rows, width, V], and the scores by uid.
 
-        `at` (int32 [rows]) is the position of the token that each row's first column chooses. Under
-        `broadcast` rank 0's choice counts; the others sample too, to depend on the same collectives.
+        `at` (int32 [rows]): the position of the token that each row's first column chooses. Under `broadcast`
+        rank 0's choice counts; the others sample too, to depend on the same collectives.
         """
         if samplings != self._samplings:
             self._sampler, self._samplings = Sampler(samplings, self._special), samplings

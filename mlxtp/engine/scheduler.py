@@ -1,13 +1,13 @@
 """Choice of the next forward, on rank 0 alone. Pure: no MLX, no clock, no I/O.
 
-A sequence waits, prefills in chunks, runs, and stops. Each call of `next` returns one frame; `record` takes
-the tokens that a forward chose. With run-ahead, `next` is called before the previous forward's results are
-known. Where a row's next step depends on them (drafts in flight), `next` returns None until they are. A
-grammar's mask is not needed before the forward has its logits, so such a step is only `late`.
+A sequence waits, prefills in chunks, runs, and stops. `next` returns one frame; `record` takes the tokens
+that a forward chose. With run-ahead, `next` comes before the results of the forward before; where a row's
+step depends on them (drafts in flight), it returns None until they are known. A grammar's mask is not needed
+before the forward has its logits, so such a step is only `late`.
 
-A request may run as several sequences, in succession. When the KV caches exceed their budget, the
-youngest sequence is removed and later prefilled again, with its tokens so far. A request that an earlier
-group left unfinished arrives with its tokens, too.
+A request may run as several sequences, in succession: when the KV caches exceed their budget, the youngest
+sequence is removed and later prefilled again, with its tokens so far. A request that an earlier group left
+unfinished arrives with its tokens, too.
 """
 
 from __future__ import annotations
@@ -59,8 +59,6 @@ NO_FORWARD = QueuedForward(())  #: for frames that are no forward
 
 
 class Scheduler:
-    """State of every sequence from admission to its end."""
-
     def __init__(
         self,
         policy: Policy,
@@ -98,11 +96,10 @@ class Scheduler:
         self._chunks = Chunks(policy)
 
     def __len__(self) -> int:
-        """Return the number of requests that have not ended."""
         return len(self._requests)
 
     def add(self, wants: Generate, guide: Guide | None = None) -> None:
-        """Admit a request. Raises MlxtpError (CONTEXT_OVERFLOW) when it could not run even alone."""
+        """Raises MlxtpError (CONTEXT_OVERFLOW) when the request could not run even alone."""
         prompt = len(wants.tokens) - wants.answered
         needed = kv_cache.capacity(prompt + wants.max_tokens) + self._policy.row_tokens
         if needed > self._kv.kv_tokens:
@@ -115,7 +112,7 @@ class Scheduler:
         self._waiting.line_up(sequence)
 
     def cancel(self, request: int) -> Finished | None:
-        """End a request now; None when it has ended already."""
+        """Return None when the request has ended already."""
         sequence = self._requests.get(request)
         if sequence is None:
             return None
@@ -125,8 +122,8 @@ class Scheduler:
     def resize(self, kv_tokens: int, *, clear: bool = False) -> None:
         """Change the room of the KV caches, in tokens. No forward may be in flight.
 
-        With `clear`, evict all that are kept. The next frames evict and preempt what no longer fits. A
-        sequence that has more tokens than the room fails; the others continue when there is room again.
+        With `clear`, evict all that are kept. A sequence that has more tokens than the room fails; the others
+        continue when there is room again.
         """
         larger = kv_tokens > self._kv.kv_tokens
         self._kv.resize(kv_tokens, clear=clear)
@@ -144,8 +141,8 @@ class Scheduler:
         """Return the next frame, or None when there is nothing to run before more results or requests arrive.
 
         Ended sequences leave first. Then prompts run, up to one chunk of tokens between two decode steps, so
-        that a long prompt never delays the others by more than one chunk. Between two forwards, at most one
-        block goes to disk.
+        that a long prompt never delays the others by more. Between two forwards, at most one block goes to
+        disk.
         """
         if self.frames:
             return self.frames.popleft()
@@ -284,7 +281,6 @@ class Scheduler:
         return forward
 
     def _join(self, sequence: SequenceState) -> None:
-        """Add a sequence with a complete prompt as the last row of the batch."""
         sequence.progress.position = sequence.progress.prompt
         self._running.append(sequence)
         self._kv.share(sequence)
@@ -341,7 +337,6 @@ class Scheduler:
         return step
 
     def _queue(self, sequence: SequenceState, drafts: tuple[int, ...], forced: tuple[int, ...]) -> FedRow:
-        """Record a queued forward that will choose tokens for a row."""
         sequence.progress.forwards += 1
         sequence.in_flight += 1
         sequence.drafting = bool(drafts)
@@ -364,9 +359,9 @@ class Scheduler:
     ) -> list[StepResult]:
         """Take the choice of the oldest forward in flight; returns the results for clients.
 
-        `tokens`: every row's in row order, as many as it was fed. `scores`: for each uid that wanted them.
-        `took_s`: seconds, 0 where unknown. `at_s`: when they were known, by the same clock. `proposed`: each
-        row's by the MTP head, none where it made none.
+        `tokens`: in row order, as many as each row was fed. `scores`: by uid that wanted them. `took_s`:
+        seconds, 0 where unknown. `at_s`: when they were known, by the same clock. `proposed`: each row's by
+        the MTP head.
         """
         outcomes, self._late = self._late, []
         at = given_tokens = live = 0
@@ -405,7 +400,6 @@ class Scheduler:
         return outcomes
 
     def late(self) -> list[StepResult]:
-        """Return outcomes of requests since the last results."""
         outcomes, self._late = self._late, []
         return outcomes
 
@@ -458,7 +452,6 @@ class Scheduler:
 
 
 def _outgrown(sequence: SequenceState, room: int) -> RequestError:
-    """Return the error of a sequence with more tokens than there is `room` for in the KV cache by now."""
     prompt = len(sequence.tokens) - sequence.generated
     return RequestError(
         f"{prompt} prompt tokens and {sequence.generated} of {sequence.wants.max_tokens} new ones outgrow "
@@ -468,7 +461,7 @@ def _outgrown(sequence: SequenceState, room: int) -> RequestError:
 
 
 def _take_out(sequence: SequenceState, running: list[SequenceState]) -> None:
-    """Remove a row from the batch; the last row takes its place, as in every rank's `SequenceCaches`."""
+    """Remove a row; the last row takes its place, as in every rank's `SequenceCaches`."""
     row = running.index(sequence)
     running[row] = running[-1]
     running.pop()

@@ -38,8 +38,6 @@ class BlockFetch:
 
 @dataclass(slots=True)
 class DiskState:
-    """State of one sequence towards the disk."""
-
     digests: PrefixDigests | None = None  # of its tokens, once they were needed
     spilled: int = 0  # tokens in blocks that are on disk, or were lined up for it
     asked: bool = False
@@ -47,7 +45,6 @@ class DiskState:
 
     @property
     def fetched(self) -> int:
-        """Tokens that are fetched for it, once they are there."""
         fetch = self.fetch
         return fetch.blocks * fetch.block if fetch is not None and fetch.phase == "held" else 0
 
@@ -72,8 +69,6 @@ class ProgressState:
 
 @dataclass(slots=True)
 class DraftState:
-    """State of one sequence's drafts."""
-
     lookup: Lookup | None = None  # None where it has no drafts
     proposed: tuple[int, ...] = ()  # by the MTP head, after the tokens that are known
     mtp_stale: bool = False  # the MTP head lacks entries of its cache
@@ -177,17 +172,15 @@ class SequenceState:
         return None
 
     def _ended(self) -> EndReason:
-        """Return the reason of an answer that ended by itself, or under a guide that cut it."""
         return "length" if self.guide is not None and self.guide.cut else "stop"
 
     def drop_forced(self) -> None:
-        """Drop forced tokens, so that the next one follows the known ones. Raises MlxtpError if none can."""
+        """Raises MlxtpError if no token can follow the known ones."""
         if self.forced and self.guide is not None:
             self.forced = ()
             self.guide.forced(0)
 
     def start_again(self) -> None:
-        """Wait once more after a preemption, with the answer so far as part of the prompt."""
         self.uid, self.progress = 0, ProgressState(len(self.tokens))
         self.disk.asked, self.disk.spilled = False, 0
 
@@ -197,10 +190,7 @@ class SequenceState:
 
 
 class Lanes:
-    """Lanes of the `running` rows, as many as a pipeline has stages: while one waits, others step.
-
-    All have as many rows, give or take one.
-    """
+    """Lanes of the `running` rows, as many as a pipeline has stages: while one waits, others step."""
 
     def __init__(self, running: Sequence[SequenceState], count: int) -> None:
         self._running = running
@@ -208,7 +198,7 @@ class Lanes:
         self._last = 0  # lane of the last step
 
     def next(self, may_step: Callable[[SequenceState], bool]) -> list[SequenceState]:
-        """Return the rows of the next lane in which all may step, in row order; none if there is none."""
+        """Return the rows of the next lane in which all may step, in row order."""
         if self._count > 1:
             self._balance()
         for lane in range(self._last + 1, self._last + 1 + self._count):
@@ -219,10 +209,7 @@ class Lanes:
         return []
 
     def _balance(self) -> None:
-        """Move rows to other lanes, first those without a step in flight, for which a lane would wait.
-
-        They leave the arrays that they share with their lane.
-        """
+        """Even out the lanes, first by rows without a step in flight, for which a lane would wait."""
         members: list[list[SequenceState]] = [[] for _ in range(self._count)]
         for sequence in self._running:
             members[sequence.progress.lane].append(sequence)
@@ -235,7 +222,7 @@ class Lanes:
 
 @dataclass(frozen=True, slots=True)
 class FedRow:
-    """Drafts or forced tokens that one row of a queued forward was fed besides the previous token."""
+    """Drafts or forced tokens that a row of a queued forward was fed besides the previous token."""
 
     sequence: SequenceState
     drafts: tuple[int, ...]
@@ -257,7 +244,6 @@ class WaitingQueue(deque[SequenceState]):
         self._user_turns: dict[int, FairQueue] = {}  # by client, while one of its requests waits
 
     def started(self) -> list[SequenceState]:
-        """Return the sequences whose prompt has started and is not complete."""
         return [sequence for sequence in self if sequence.uid]
 
     def holding(self) -> list[SequenceState]:
@@ -265,7 +251,6 @@ class WaitingQueue(deque[SequenceState]):
         return [sequence for sequence in self if sequence.uid or sequence.disk.fetch]
 
     def line_up(self, sequence: SequenceState) -> None:
-        """Add a new sequence."""
         waiting = [other for other in self if not other.uid]
         own = [other for other in waiting if other.wants.client == sequence.wants.client]
         sequence.turn = self._turns.following(sequence.wants.client, [other.turn for other in own])
@@ -292,7 +277,6 @@ class WaitingQueue(deque[SequenceState]):
             each.turn = turn
 
     def begun(self, sequence: SequenceState) -> None:
-        """Record that a sequence's prompt has started."""
         self._turns.record(sequence.wants.client, sequence.turn)
         if (users := self._user_turns.get(sequence.wants.client)) is not None:
             users.record(sequence.wants.user, sequence.user_turn)

@@ -48,7 +48,6 @@ def family_of(config: Config) -> str:
 
 
 def check_shardable(config: Config, world_size: int) -> None:
-    """Raise ModelError unless mlx-lm knows the family, and ranks can share it."""
     found = family_of(config)
     if world_size > 1 and not is_divided(found):
         detail = f"no rank can hold a part of each layer of the family {config['model_type']!r}"
@@ -123,7 +122,7 @@ def at_ends(x: mx.array, ends: mx.array) -> mx.array:
 
 
 def cut_rows(array: mx.array, _name: str, first: int, rows: int) -> mx.array:
-    """Return `rows` rows of `array` from `first` on, lazily, with zeros beyond its end."""
+    """Return `rows` rows from `first` on, lazily, with zeros beyond the end."""
     if (first, rows) == (0, array.shape[0]):
         return array
     part = array[min(first, array.shape[0]) : first + rows]
@@ -197,8 +196,8 @@ class Vocabulary:
     first    the token of this rank's first row
     chooses  this rank has logits
 
-    `embedding` and `head` are None for a model whose modules have unknown names, which runs on a group of one
-    only. Then `given` is not used and the embeddings of `winners` are empty.
+    `embedding` and `head` are None for modules with unknown names, on a group of one only. Then `given` is
+    not used and the embeddings of `winners` are empty.
     """
 
     chooses = True
@@ -221,7 +220,6 @@ class Vocabulary:
         self._tap = Tap()
 
     def taps(self) -> bool:
-        """Have `hidden` return what the output head reads from now on; False if none is known."""
         if self.head is not None:
             self.head.tap = self._tap
         return self.chooses and self.head is not None and self.embedding is not None
@@ -262,7 +260,7 @@ class Vocabulary:
         return self._without_padding(logits)
 
     def hidden(self) -> mx.array:
-        """Take the hidden states [B, L, hidden] of the last forward, behind the final norm."""
+        """Take the last forward's hidden states [B, L, hidden], behind the final norm; needs `taps`."""
         hidden, self._tap.hidden = self._tap.hidden, None
         assert hidden is not None
         return hidden
@@ -290,8 +288,8 @@ class Vocabulary:
         """Return the greedy choice of each row: (tokens int32 [..], their embeddings [.., hidden]).
 
         Takes [.., share] of each rank and returns the same bits on all ranks, with one collective: the argmax
-        of the gathered logits, among equals the smallest token. NaN counts as -inf, so a row of nothing else
-        gives token 0. The embeddings equal those of an embedding forward.
+        of the gathered logits, among equals the smallest token. NaN counts as -inf. The embeddings equal
+        those of an embedding forward.
         """
         values = mx.where(mx.isnan(local), mx.array(-mx.inf, dtype=local.dtype), local)
         index = mx.argmax(values, axis=-1, keepdims=True)
@@ -316,7 +314,7 @@ class Vocabulary:
 
 
 def shard(model: Any, group: Group, *, cut: Cut = cut_rows, size: int = 0) -> Vocabulary:
-    """Divide `model` among the ranks: embedding and head over the vocabulary, the layers as their family is.
+    """Divide embedding and head over the vocabulary, the layers as their family is.
 
     Only `cut` evaluates anything. `size` is the vocabulary's for modules with unknown names. Raises
     ModelError (MODEL_UNSUPPORTED) when a group of several ranks finds no known embedding or head.
@@ -375,7 +373,6 @@ def _whole_mlps(model: Any, ranks: int) -> Iterator[None]:
 
 
 def dense_mlps(model: Any) -> list[Any]:
-    """Return the gated MLPs of layers that have no experts."""
     found = [getattr(layer, "mlp", None) for layer in model.layers]
     return [
         mlp

@@ -31,10 +31,8 @@ Feed = tuple[tuple[int, ...], tuple[int, ...]]  # drafts and forced tokens
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """Step in flight.
-
-    `waited`: for the tokens before it, because of drafts, perhaps refused ones. `proposed`: a draft model ran
-    before it. `asked`: drafts that the MTP head computes in it, for the next step, or RESTS.
+    """`waited`: for the tokens before it, because of drafts, perhaps refused ones. `proposed`: a draft model
+    ran before it. `asked`: drafts that the MTP head computes in it, for the next step, or RESTS.
     """
 
     waited: bool
@@ -42,7 +40,6 @@ class _Step:
     asked: int = 0
 
     def kind(self, rows: int, width: int) -> StepKind:
-        """Return its kind, with so many rows and at most `width` drafts or forced tokens of one."""
         proposer: Proposer = "draft" if self.proposed else "mtp" if self.asked > 0 else "lookup"
         is_plain = not (width or self.waited or self.proposed or self.asked > 0)
         return StepKind(rows, 0 if is_plain else 1 + bucket(width), proposer)
@@ -51,7 +48,7 @@ class _Step:
 class Speculation:
     """Drafts and forced tokens of the `running` rows, as many as pay.
 
-    Where times may decide, one `DraftPolicy` counts for all rows. Elsewhere each row has its own, so that the
+    Where times may decide, one `DraftPolicy` counts for all rows. Else each row has its own, so that the
     drafts of a request depend on no other one.
     """
 
@@ -67,7 +64,6 @@ class Speculation:
         self._last: tuple[StepKind, float, bool] | None = None
 
     def join(self, sequence: SequenceState) -> None:
-        """Prepare for a row whose prompt is complete."""
         drafts = sequence.drafts
         self._plans, drafts.mtp_stale = None, False
         if self._policy.rolls_back and self._policy.drafts != "off" and drafts.lookup is None:
@@ -94,7 +90,7 @@ class Speculation:
 
     def feeds(self, rows: Sequence[SequenceState]) -> list[Feed | None]:
         """Return drafts and forced tokens of the next step's rows; None for one that feeds only the token in
-        the graph. Tokens of a row in flight are not known.
+        the graph.
         """
         known = [row for row in rows if not row.in_flight]
         waited = [row for row in known if row.drafts.awaited is not None]
@@ -130,16 +126,13 @@ class Speculation:
 
     @property
     def asked(self) -> int:
-        """Number of drafts that the MTP head is to compute in the newest step, or RESTS."""
         return self._steps[-1].asked
 
     def first(self, rows: Sequence[SequenceState]) -> int:
-        """Return the number of drafts that the MTP head is to compute with the first token of these rows."""
         plans = self._planned()
         return int(any(row.request in plans and plans[row.request][0][0] == "mtp" for row in rows))
 
     def _arrived(self, row: SequenceState) -> None:
-        """Compare the token for which a row waited with the one that a lookup expected."""
         drafts = row.drafts
         if drafts.expected and drafts.awaited is not None:
             right = int(row.tokens[-1] == drafts.expected[0])
@@ -163,7 +156,6 @@ class Speculation:
             sequence.known_at = sequence.generated + 1
 
     def checked(self, row: FedRow, new: int) -> None:
-        """Record that a row got `new` tokens of a step."""
         drafts, fed = row.sequence.drafts, len(row.drafts)
         choice = self._choice_of(row.sequence)
         if (fed or drafts.refused) and drafts.source is not None:
@@ -174,9 +166,8 @@ class Speculation:
         drafts.refused = False
 
     def record(self, rows: Sequence[FedRow], tokens: int, at_s: float, *, complete: bool) -> None:
-        """Record a step of these rows, known at `at_s` (0 without a clock), that gave `tokens` tokens in all.
-
-        `complete`: no row had ended meanwhile.
+        """Record a step of these rows, known at `at_s` (0 without a clock). `complete`: no row had ended
+        meanwhile.
         """
         step, last = self._steps.popleft(), self._last
         drafted, forced = max([len(row.drafts) for row in rows]), max([len(row.forced) for row in rows])
@@ -200,11 +191,9 @@ class Speculation:
         self.choice.step(kind, tokens, took_s, paid=not forced)
 
     def prompted(self) -> None:
-        """Record a forward over a prompt between two steps."""
         self._plans = self._last = None
 
     def _planned(self) -> Mapping[int, tuple[Source, int]]:
-        """Return the source and the number of drafts of each row that is to have some, by request."""
         if self._plans is not None:
             return self._plans
         self._plans = {}
@@ -251,7 +240,7 @@ class Speculation:
         return row.drafts.choice or self.choice
 
     def _rows(self) -> int:
-        """Return the rows of a step: in a pipeline, those of a microbatch."""
+        """In a pipeline, those of a microbatch."""
         running = max(len(self._running), 1)
         return -(-running // min(self._policy.stages, running))
 

@@ -74,7 +74,7 @@ class Guide(Protocol):
         """Return the first of `drafts` that may come one after the other, where no token is forced.
 
         They end before one after which the choice could differ from that of a step for each token. Also
-        prepares the masks for all of them and for the token after them. None is accepted yet.
+        prepares the masks for them and the token after them.
         """
 
 
@@ -131,9 +131,9 @@ def chunk_sizes(wanted: int, *, gpu: bool, stages: int = 1) -> tuple[int, int, f
 
 
 def within(scores: int, offset: int, limit: int) -> int:
-    """Return the tokens of a chunk behind `offset` others: as many of `limit` as `scores` allow.
+    """Return as many of `limit` as keep the chunk's tokens times those of its context within `scores`.
 
-    These are the chunk's tokens times those of its context. Never less than LEAST, if `limit` is not.
+    Never less than LEAST, if `limit` is not.
     """
     while limit > LEAST and limit * (offset + limit) > scores:
         limit = 1 << (limit - 1).bit_length() - 1

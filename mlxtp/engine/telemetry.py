@@ -32,10 +32,10 @@ _NO_FILE = -1
 
 
 class Recorder:
-    """Writer of one recording, laid out as in `wire/recording.py`.
+    """Writer of one recording, laid out as in `wire/recording.py`. One thread writes steps, any the last
+    words.
 
-    One thread writes steps; any thread may write the last words. `descriptor` belongs to a file of
-    RECORDING_BYTES that is open for appending. Without it, the recording is discarded.
+    `descriptor`: of a file of RECORDING_BYTES that is open for appending; without it nothing is kept.
     """
 
     def __init__(self, descriptor: int = _NO_FILE) -> None:
@@ -56,7 +56,6 @@ class Recorder:
             faulthandler.register(signal.SIGTERM, self._descriptor, all_threads=False, chain=True)
 
     def started(self, seq: int, kind: int, rows: int, now: float) -> int:
-        """Record the start of a forward at `now` (monotonic, in seconds). Returns its place here."""
         at = next(self._slots)
         _THIRD.pack_into(self._memory, at, now, seq, rows << 8 | kind)
         return at
@@ -71,7 +70,6 @@ class Recorder:
         recording.PHASE.pack_into(self._memory, recording.PHASE_AT, time.monotonic(), _PHASES[phase])
 
     def gave_back(self) -> None:
-        """Record that the group's RDMA devices are given back."""
         self._memory[recording.GAVE_BACK_AT] = 1
 
     def last_words(self, code: str, detail: str) -> None:
@@ -99,8 +97,6 @@ _ROWS = 0.2
 
 
 class _ForwardTimes:
-    """Times of a rank's forwards, and what they let expect of the next one."""
-
     def __init__(self) -> None:
         #: Phase and tokens of the forwards in flight. The device runs them in order.
         self.flying: deque[tuple[Phase, int]] = deque()
@@ -111,7 +107,6 @@ class _ForwardTimes:
         self._token_s: dict[Phase, float] = {}  # time of a forward for each of its tokens
 
     def settled(self, now: float) -> float:
-        """Record the end of the oldest forward in flight, and return the seconds it took."""
         phase, tokens = self.flying.popleft()
         took_s = now - self.began
         self.began = now
@@ -156,7 +151,6 @@ class RankTelemetry:
         self._since = time.monotonic()
 
     def launched(self, phase: Phase, tokens: int, now: float) -> None:
-        """Record that a forward is about to be queued, at `now` (monotonic)."""
         self._times.flying.append((phase, tokens))
         self.in_flight += 1
         if self.in_flight == 1:
@@ -164,7 +158,7 @@ class RankTelemetry:
             self._runs(phase, tokens)
 
     def settled(self, now: float) -> float:
-        """Record the end of the oldest forward in flight. Returns the seconds it took; 0 without one."""
+        """Return the seconds that the oldest forward in flight took; 0 without one."""
         if not self._times.flying:  # it failed in flight; the ledgers show what is wrong
             return 0.0
         self.in_flight -= 1
@@ -179,7 +173,7 @@ class RankTelemetry:
         self.expected_us = int(self._times.expected_s(phase, tokens) * 1e6)
 
     def took(self, step_us: int, wait_us: int) -> None:
-        """Average the times of forwards, in microseconds, over about the newest ten."""
+        """Average over about the newest ten forwards."""
         self._times.step_us += (step_us - self._times.step_us) * RECENT
         self._times.wait_us += (wait_us - self._times.wait_us) * RECENT
 

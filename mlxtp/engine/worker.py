@@ -131,7 +131,7 @@ class RankProcessLinks:
                 link.send(word)
 
     def abort(self, error: MlxtpError) -> None:
-        """Report the failure and end the main thread, unless it ends already. For all other threads."""
+        """Report the failure and end the main thread. For all other threads."""
         if self._exit_status:
             return
         self.report(error)
@@ -194,7 +194,6 @@ class RankProcessLinks:
         sys.exit(status)
 
     def end_when_wedged(self) -> None:
-        """Start the thread that ends this process when the main thread hangs in a forward after SIGTERM."""
         heard, wakeup = socket.socketpair()
         wakeup.setblocking(False)
         signal.set_wakeup_fd(wakeup.detach(), warn_on_full_buffer=False)
@@ -238,7 +237,6 @@ class RankProcessLinks:
 
 @contextlib.contextmanager
 def _at_most(seconds: float, status: int) -> Iterator[None]:
-    """End the process with `status` when the block takes longer."""
     timer = threading.Timer(seconds, os._exit, (status,))
     timer.daemon = True
     timer.start()
@@ -367,7 +365,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _run_or_fail(
     process: RankProcessLinks, listener: socket.socket | None, identity: Path | None
 ) -> tuple[int, bool]:
-    """Run; returns the exit status, and True if forwards in flight may still end."""
+    """Return the exit status, and True if forwards in flight may still end."""
     try:
         run(process, listener, identity)
     except MlxtpError as error:

@@ -186,8 +186,8 @@ class StepLayout:
     """Needs of this device's attention, by default a CPU's.
 
     exact_from  keys from which a row alone has an `ExactShape`, whose graph is not traced
-    heads       query heads for which the mask of several rows is repeated, because Metal's attention would
-                copy it in each layer; 0 for none
+    heads       query heads for which the mask of several rows is repeated, which Metal's attention would copy
+                in each layer; 0 for none
     """
 
     exact_from: int = WHOLE
@@ -225,7 +225,6 @@ class Bucket:
     room    their capacity, but for a ring with fewer slots
     most    the most slots of each array
     behind  what the arrays of an MTP head lack: positions, hidden states and embeddings of the last steps
-    states  those of recurrent layers, if there are any
     """
 
     rows: list[int]
@@ -346,9 +345,7 @@ class SequenceCaches(Generic[P]):
 
 
 class SlotCaches(SequenceCaches[Bucket]):
-    """Rows of like lengths in one array a layer, each their own until arranged. `empty`: a row without
-    tokens.
-    """
+    """Rows of like lengths in one array a layer, apart until arranged. `empty`: a row without tokens."""
 
     def __init__(
         self,

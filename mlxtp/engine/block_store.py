@@ -158,8 +158,7 @@ def joined(parts: Sequence[Items]) -> Iterator[tuple[str, Any]]:
 class _Account:
     """Sum of all blocks in a folder, of at most `room` bytes, for all ranks of a Mac.
 
-    The least recently used goes first, of one conversation its end before its beginning. `failing`: from an
-    error in writing until a block is written again.
+    The least recently used goes first, of one conversation its end before its beginning.
     """
 
     def __init__(self, folder: Path, room: int, clock: Callable[[], float]) -> None:

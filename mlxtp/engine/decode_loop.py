@@ -65,10 +65,7 @@ class Followers:
         return self._step
 
     def replies(self, deadline_s: float | None) -> dict[int, Message]:
-        """Read one reply of each rank within `deadline_s` in all. An Error reply ends nothing early.
-
-        Raises LinkError (LINK_TIMEOUT) that names all silent ranks, after the other replies are read.
-        """
+        """Read one reply of each rank, within `deadline_s` in all. Raises LinkError with all silent ranks."""
         ends_at = None if deadline_s is None else time.monotonic() + deadline_s
         replies: dict[int, Message] = {}
         for rank in self._links:
@@ -81,9 +78,7 @@ class Followers:
         return replies
 
     def acknowledged(self, result: Result) -> bool:
-        """Return True once every rank has acknowledged this step. Raises GroupError (DESYNC) where one
-        differs.
-        """
+        """True once all ranks have acknowledged this step. Raises GroupError (DESYNC) for another one."""
         for rank in self._links.keys() - self._acknowledged:
             received = self._mail.take(rank)
             if received is None:
@@ -445,9 +440,7 @@ def _without_head(loads: Mapping[int, Loaded]) -> dict[int, Error]:
 
 
 def _combined(replies: dict[int, Message]) -> Message:
-    """Combine replies: the longest time, the least room for KV caches and largest fixed part of a row in
-    tokens.
-    """
+    """Combine replies: the longest time, the least room for KV caches, the largest fixed part of a row."""
     mine = replies[0]
     if isinstance(mine, CollectivesTimed):
         timed = [reply for reply in replies.values() if isinstance(reply, CollectivesTimed)]

@@ -51,7 +51,7 @@ class DraftModel:
         self._kept: list[tuple[list[int], Caches]] = []
 
     def propose(self, rows: Mapping[int, Sequence[int]], limit: int) -> Drafts:
-        """Return the most likely `limit` tokens after those of each row. Rows that are not named have ended.
+        """Return the most likely `limit` tokens after those of each row; rows that are not named have ended.
 
         A row has none while it reads a long prompt, one chunk a call so that others need not wait, or without
         room.

@@ -346,8 +346,7 @@ class RankExecutor:
 def check_share(share: ModelShare, counted: CountedShare) -> None:
     """Raise ModelError (MODEL_INVALID) for a share that takes far more memory than its plan counted on.
 
-    Plans leave out scales that mlx-lm adds to some formats, norms of each stage, and KV heads that two ranks
-    have; numbers of caches may be twice as wide as config.json says.
+    Plans leave out some scales, norms, and KV heads that two ranks have; caches may be twice as wide.
     """
     most = CountedShare(counted.weight_bytes * 5 // 4 + (64 << 20), counted.kv_token_bytes * 2)
     for name, what in {"weight_bytes": "of weights", "kv_token_bytes": "of KV caches for a token"}.items():
@@ -361,9 +360,7 @@ def check_share(share: ModelShare, counted: CountedShare) -> None:
 
 
 def digest(step: int, tokens: tuple[int, ...], fed: int = 0) -> int:
-    """Return the CRC-32 of a step: ranks that exchange results agree even on a wrong token, so `fed` is in
-    it.
-    """
+    """Return the CRC-32 of a step. `fed` is in it, as ranks that exchange results agree on wrong tokens."""
     return zlib.crc32(struct.pack(f"<Q{len(tokens)}i", step, *tokens), fed)
 
 

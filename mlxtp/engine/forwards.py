@@ -110,9 +110,9 @@ class ModelForwards:
     ) -> tuple[mx.array, Callable[[mx.array | None], mx.array | None]]:
         """Queue a forward over prompts' `tokens` int32 [rows, length]; returns logits at `ends` int32 [rows].
 
-        `given`: hidden states of the stage before. Also returns a function that puts the prompts into the MTP
-        head's cache and returns its output at `ends`. It takes the embeddings [rows, 1, hidden] of the tokens
-        behind these, or None where all are `following`.
+        Also returns a function that puts the prompts into the MTP head's cache and returns its output at
+        `ends`. It takes the embeddings [rows, 1, hidden] of the tokens behind these, or None where all are
+        `following`.
         """
         head, forward = self.head, partial(self._vocabulary.forward, self._model, ends=ends)
         if head is None:
@@ -144,7 +144,7 @@ class ModelForwards:
         winners: bool,
         drafts: int,
     ) -> list[mx.array]:
-        """Return this rank's share of the logits [rows, width, share]; or its winners: tokens, embeddings.
+        """Return this rank's share of the logits [rows, width, share], or its winners: tokens, embeddings.
 
         Behind them are hidden states [rows, width, hidden] for an MTP head, whose `drafts` get room.
         """
@@ -269,10 +269,10 @@ def _again(key: ShapeKey, drafts: int) -> bool:
 def _shape(
     bucket: Bucket, positions: tuple[int, ...], width: int, drafts: int, kinds: CacheKind | None = None
 ) -> tuple[ShapeKey, list[Any]]:
-    """Make room for a step of `width` tokens a row, and for the MTP head's further `drafts`.
+    """Make room for a step; returns its key, and arguments of its ForwardShape, for which graphs compile
+    kernels.
 
-    `kinds`: None for the head's caches. Returns the step's key, and arguments of its ForwardShape, for which
-    graphs would compile kernels.
+    `kinds`: None for the MTP head's caches alone.
     """
     longest = max(positions) + width + max(drafts - 1, 0)
     bucket.reserve(longest)

@@ -106,10 +106,11 @@ class Matcher:
     _cpu: CpuAllowance = field(default_factory=lambda: CpuAllowance(search=CpuAllowance(SEARCH_BURST_S)))
 
     def mask(self) -> NDArray[np.uint32]:
-        """Return the tokens that may come next: [ceil(vocabulary / 32)] words.
+        """Return the tokens that may come next: token t is bit t % 32 of word t / 32 of [ceil(vocabulary /
+        32)].
 
-        Token t is bit t % 32 of word t / 32. End tokens are in it where the answer may end, alone where it
-        must. Raises MlxtpError where no token may come, or the next step exceeds a limit of time or memory.
+        End tokens are in it where the answer may end, alone where it must. Raises MlxtpError where no token
+        may come, or a step exceeds a limit of time or memory.
         """
         words = np.full(-(-self._tokens // _WORD_BITS), 0xFFFFFFFF, np.uint32)
         with self._cpu.step():
@@ -311,10 +312,10 @@ _SUBJECT = {"json_schema": "the JSON schema", "regex": "the regular expression",
 
 
 def read_tokenizer(folder: Path, vocabulary: int, eos: frozenset[int]) -> LLTokenizer:
-    """Return the tokenizer in `folder`; one with more tokens than `vocabulary`, the logits' entries, is read
-    whole.
+    """Return the tokenizer of the model in `folder`. Raises RequestError (NOT_SUPPORTED) without a usable
+    one.
 
-    Holds the GIL throughout, a second for 128,000 tokens. Raises RequestError (NOT_SUPPORTED) without one.
+    Holds the GIL throughout, a second for 128,000 tokens.
     """
     from llguidance import LLTokenizer
 

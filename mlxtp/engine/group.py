@@ -87,10 +87,9 @@ def uncounted() -> Iterator[None]:
 
 @contextlib.contextmanager
 def alone(ranks: int, *, compiled: bool) -> Iterator[None]:
-    """Run forwards without the other `ranks` - 1: collectives return this rank's own input.
+    """Have collectives return this rank's own input: results have the right shape and meaningless numbers.
 
-    Results have the right shape and meaningless numbers. Without `compiled` nothing is traced: a compiled
-    function with collectives would leave the other ranks out forever.
+    Without `compiled` nothing is traced: compiled collectives would leave the other ranks out forever.
     """
     if not compiled:
         mx.disable_compile()
@@ -162,8 +161,8 @@ class RingGroup:
     def timed(self, kind: Timed, size: int, rounds: int, progress: Callable[[], None]) -> float:
         """Return the median seconds of `rounds` collectives over `size` bytes of each rank, run by all ranks.
 
-        In a "chain" each of `rounds` sums depends on the one before, in one graph, so that on a GPU each
-        includes a fence, as in a forward. Calls `progress` after each evaluation.
+        A "chain" is one graph of sums, each of the one before, so that on a GPU each includes a fence, as in
+        a forward.
         """
         array = mx.ones((max(size // _NUMBER.size, 1),), dtype=_NUMBER)
         mx.eval(array, self.total(array))  # waits for late ranks
@@ -264,12 +263,10 @@ def form(
 ) -> Group:
     """Form the group; blocks until every rank is here.
 
-    The ring needs `hosts`, "ip:port" in rank order, JACCL a `fabric`. MLX reads them from a temporary file in
-    `folder`. It holds the GIL (but see `SideChannelExchange`), and its accept never times out, so the
-    deadline is an alarm whose default action ends the process without Python.
-
-    Raises ConfigError without such a backend, the errors of the fabric's all-gather, and GroupError
-    (FORM_FAILED) when the file cannot be written, or MLX fails or forms another group.
+    The ring needs `hosts`, "ip:port" in rank order, JACCL a `fabric`; MLX reads them from a file in `folder`.
+    It holds the GIL (but see `SideChannelExchange`), and its accept never times out, so the deadline is an
+    alarm that ends the process without Python. Raises ConfigError without such a backend, the errors of the
+    fabric's all-gather, and GroupError (FORM_FAILED) when MLX fails or forms another group.
     """
     if backend == "none":
         if world_size != 1:

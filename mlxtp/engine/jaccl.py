@@ -41,8 +41,7 @@ class JacclFabric:
     def environment(self, present: Iterable[str], rank: int, path: str) -> dict[str, str | None]:
         """Return variables to set, and with None those of `present` to remove. `path`: of a `device_file`.
 
-        Inherited ones must not count: the mere presence of one prefers the ring, a missing rank means 0, and
-        JACCL_RANK hides MLX_RANK.
+        The mere presence of one prefers the ring, a missing rank means 0, and JACCL_RANK hides MLX_RANK.
         """
         strangers = [name for name in present if name.startswith(_READ_BY_JACCL)]
         variables: dict[str, str | None] = dict.fromkeys(strangers)
@@ -54,10 +53,9 @@ class JacclFabric:
 
 @dataclass(eq=False, repr=False)
 class SideChannelExchange:
-    """One rank's end of the side channel, for one `init`. Its content is opaque here.
+    """One rank's end of the side channel, for one `init`. `receive` waits so many seconds; raises LinkError.
 
-    `receive` waits so many seconds for the agent's next message; raises LinkError (LINK_TIMEOUT). `init`
-    holds the GIL except while it waits: only then do other threads read links and reply to Pings.
+    `init` holds the GIL except while it waits: only then do other threads read links and reply to Pings.
     """
 
     rank: int

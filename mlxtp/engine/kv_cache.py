@@ -68,10 +68,8 @@ def view(length: int) -> int:
 
 @lru_cache(maxsize=512)
 def layouts(lengths: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Return the ways to lay out rows of these lengths, in ascending order of buckets.
-
-    Each has the room of every slot: of the rows in order, then of free ones. Rows of the same room share
-    arrays. Each number of buckets has two ways: with room to grow and to join, and without.
+    """Return the ways to lay out rows of these lengths, in ascending order of buckets: the room of each row
+    in order, then of free slots. Each number of buckets has two: with room to grow and to join, and without.
     """
     if not lengths:
         return ((),)
@@ -118,7 +116,6 @@ def laned_layouts(lengths: tuple[int, ...], lanes: tuple[int, ...]) -> tuple[Slo
 
 
 def another_forward(weights: int, layers: int, token_bytes: int, *, gpu: bool, skips: bool) -> int:
-    """Return the positions as costly as a forward over `weights` bytes. `skips`: masked ones cost less."""
     beside = LAYER_ON_GPU if gpu else LAYER_ON_CPU
     return (weights + layers * beside) * (SKIPS if skips else 1) // max(token_bytes, 1)
 
@@ -165,13 +162,11 @@ class Hit:
 
 
 class PrefixCache:
-    """Kept caches of at most `max_entries` sequences and `budget` positions, and those of running ones, which
-    count towards neither.
+    """Kept caches of at most `max_entries` sequences and `budget` positions, beside those of running ones.
 
     A cache counts as the `capacity` of its tokens and `row_tokens` for the part that does not grow. Prompts
     of different salts share nothing. Caches that are not `truncatable` are found only if all their tokens
-    begin a prompt, and not shared while they run. `overlapping`: those that a kept one begins with share its
-    arrays, and count as `row_tokens`.
+    begin a prompt, and not while they run. `overlapping`: those that a kept one begins with share its arrays.
     """
 
     def __init__(
@@ -203,11 +198,10 @@ class PrefixCache:
         return len(self._kept)
 
     def keep(self, uid: int, tokens: Sequence[int], salt: int = 0) -> tuple[int, ...]:
-        """Keep a cache that holds `tokens`. Returns the uids of caches to free.
+        """Keep a cache; returns the uids of caches to free. Raises ValueError when it is kept already.
 
-        Those are kept ones that can be cut from this one, then the least recently used until there is room;
-        only `uid` itself when it is too short or too large, or a kept one serves as well. Raises ValueError
-        when it is kept already.
+        Those are kept ones that can be cut from it, then the least recently used until there is room; only
+        `uid` itself when it is too short or too large, or a kept one serves as well.
         """
         if uid in self._kept:
             raise ValueError(f"uid {uid} is kept already")
@@ -266,10 +260,7 @@ class PrefixCache:
             self._remove(uid, words)
 
     def find(self, prompt: Sequence[int], salt: int = 0) -> Hit | None:
-        """Return the cache with the longest beginning of `prompt`; None if that is too short.
-
-        Among equals one that may be taken over comes first, then a kept one, then the latest used.
-        """
+        """Return the longest beginning: one that may be taken over, then a kept one, then the latest used."""
         words = _pack(prompt, salt)
         usable = words[:-_WORD]
         if not self.truncatable:
@@ -301,12 +292,12 @@ class PrefixCache:
         return len(self._kept[uid]) // _WORD - _SALT_WORDS if uid in self._kept else 0
 
     def touch(self, uid: int) -> None:
-        """Mark as used. Raises KeyError when there is none of that uid."""
+        """Raises KeyError when there is none of that uid."""
         if uid not in self._running:
             self._kept[uid] = self._kept.pop(uid)
 
     def take(self, uid: int) -> int:
-        """Remove a kept cache; returns its number of tokens. Raises KeyError when it is not kept."""
+        """Remove a kept cache; returns its tokens. Raises KeyError."""
         words = self._kept.pop(uid)
         tokens = len(words) // _WORD - _SALT_WORDS
         self.positions -= self._row_tokens + (0 if self._within.pop(uid, 0) else capacity(tokens))
@@ -355,9 +346,7 @@ SHARED_BEGINNING = 32
 
 
 def places_to_save(sequence: SequenceState, hit: int) -> tuple[int, ...]:
-    """Return the positions of a prompt, ascending, after which its cache is worth a copy: the request's own,
-    and the last one for a prompt that comes again, beyond `hit`.
-    """
+    """Return the places where a copy is worth it: the request's own, and the last one of a new prompt."""
     places = [place for place in sequence.wants.places if place < sequence.progress.prompt]
     if not sequence.generated and sequence.progress.prompt - max(places, default=0) > SHORTEST_CHECKPOINT:
         places.append(sequence.progress.prompt - 1)
@@ -376,12 +365,9 @@ class KVCacheManager:
     """Room for the KV caches of `running` and `waiting` sequences, and of kept ones in `prefixes`.
 
     frames          those that free caches, and what waits for them; they come before any other
-    kv_tokens       all the room
     row_tokens      part of each sequence's cache that does not grow, as so many tokens
-    forward_tokens  as in `Policy`
     rolls_back      rows stand in arrays whose sizes are chosen here, and not by mlx-lm
     has_lanes       only rows of one lane share arrays
-    disk            blocks of kept caches on disk
     """
 
     def __init__(
@@ -427,9 +413,7 @@ class KVCacheManager:
         return max(sequence.progress.hit_length, sequence.disk.fetched)
 
     def is_being_computed(self, sequence: SequenceState, others: Sequence[SequenceState]) -> bool:
-        """Return True if one of `others` will have more of this prompt's beginning than caches have, before
-        both prompts could be computed alternately.
-        """
+        """Return True if one of `others` will have more of this prompt than caches, and soon enough."""
         if not (self._keeps and others):
             return False
         enough = self.hit_length(sequence) + SHARED_BEGINNING
@@ -452,9 +436,7 @@ class KVCacheManager:
         )
 
     def start_from(self, sequence: SequenceState, *, may_take: bool) -> tuple[int, bool]:
-        """Find a KV cache that begins like this prompt; returns its uid, 0 for none, and True if it is taken
-        over.
-        """
+        """Find a KV cache that begins like this prompt: its uid, 0 for none, and True if it is taken over."""
         hit = self._prefixes.find(sequence.tokens[: sequence.progress.prompt], sequence.wants.salt)
         uid, length, take = (0, 0, False) if hit is None else (hit.uid, hit.length, hit.whole and may_take)
         fetch, fetched = sequence.disk.fetch, sequence.disk.fetched > length
@@ -525,7 +507,6 @@ class KVCacheManager:
             )
 
     def release(self, sequence: SequenceState, reason: StopReason, held: int) -> None:
-        """Queue a sequence's last frame, and keep or evict the known of the `held` tokens of its KV cache."""
         keep, progress, self._is_stale = 0, sequence.progress, True
         bucket = (progress.room, progress.lane)
         if all((other.progress.room, other.progress.lane) != bucket for other in self._running):

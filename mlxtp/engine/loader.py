@@ -204,7 +204,7 @@ def _read_rows(stored: StoredTensor, first: int, rows: int, axis: int = 0) -> mx
 class _Window(io.RawIOBase):
     """File of some rows, along `axis`, of a stored tensor, which MLX reads straight into an array's memory.
 
-    There is a run of rows for each index of the axes before. Rows beyond the end of axis 0 are zeros.
+    It has a run of rows for each index of the axes before, and zeros beyond the end of axis 0.
     """
 
     def __init__(self, stored: StoredTensor, first: int, rows: int, axis: int) -> None:
@@ -328,12 +328,12 @@ def load(
     split: Sequence[int] = (),
     read_head: Callable[[Path, Config], Any] = lambda _folder, _config: None,
 ) -> ModelShare:
-    """Load this rank's share. Calls `progress` after the vocabulary and after each layer.
+    """Load this rank's share; `progress` after the vocabulary and each layer. `split`: layers of each rank,
+    or ().
 
-    `split`: the number of layers of each rank where each has whole ones, else empty. `read_head` returns the
-    model's MTP head, or None, on ranks that choose tokens. Raises ModelError that names the folder, or
-    GroupError (OUT_OF_MEMORY, GPU_TIMEOUT) if the machine failed. No collective runs, so a rank may fail
-    alone. Peak memory is about the share plus one tensor.
+    `read_head` returns the MTP head, or None. Raises ModelError that names the folder, or GroupError
+    (OUT_OF_MEMORY, GPU_TIMEOUT) if the machine failed. No collective runs, so a rank may fail alone. Peak
+    memory is about the share plus one tensor.
     """
     from mlx_lm.utils import maybe_set_recommended_wired_limit
 
@@ -456,10 +456,7 @@ def _evaluate(
 def read_numbers(
     where: str, names: Iterable[str], weights: Mapping[str, mx.array], ranks: int = 1, room: int = 0
 ) -> Iterator[list[str]]:
-    """Yield the names of each batch of weights that is in memory. `ranks` and `room` as in `_batches`.
-
-    Raises ModelError (MODEL_INVALID) at the end, with `where` and the names of those that are not numbers.
-    """
+    """Yield the names of each batch that is in memory. Raises ModelError (MODEL_INVALID) at the end."""
     looks: dict[str, mx.array] = {}
     for batch in _batches(names, weights, ranks, room):
         found = {weight: _look(weights[weight], weight) for weight in batch}
@@ -478,9 +475,8 @@ def _batches(
 ) -> Iterator[list[str]]:
     """Yield names of weights to evaluate together, because a wait for each costs seconds on a GPU.
 
-    At most `_AT_ONCE` bytes, because Metal ends a command that waits too long for a disk. What is computed,
-    such as a rank's part, takes the whole tensor meanwhile: at most `room` bytes, but for a single larger
-    one.
+    At most `_AT_ONCE` bytes, because Metal ends a command that waits too long for a disk. What is computed
+    takes a whole tensor meanwhile: at most `room` bytes, but for a single larger one.
     """
     batch: list[str] = []
     held = wholes = 0
@@ -576,9 +572,8 @@ def arrays_of(caches: list[Any]) -> list[mx.array]:
 
 
 def run_alone(loaded: ModelShare, ranks: int, forwards: Callable[[], None]) -> None:
-    """Call `forwards`, which runs and evaluates some, without the other ranks. Raises as `load` does.
-
-    Others' command buffers must not wait while Metal compiles: macOS ends one that waits for some seconds.
+    """Call `forwards` without the other ranks: macOS ends command buffers that wait while one compiles.
+    Raises as `load` does.
     """
     try:
         with alone(ranks, compiled=not compiles_collectives(loaded.model)):

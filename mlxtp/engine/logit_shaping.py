@@ -210,9 +210,8 @@ class Shaper:
     ) -> mx.array:
         """Return logits float32 [L, V] of `row_logits` [L, V]. The answer has `generated` tokens before them.
 
-        `mask`: the tokens that the grammar allows, bool [L, V]; if only end tokens, they do not wait for
-        `min_tokens`. `ahead`: the L - 1 tokens fed between the columns, which penalties see and the kept
-        counts do not.
+        `mask`: the grammar's tokens, bool [L, V]; if only end tokens, they do not wait for `min_tokens`.
+        `ahead`: the L - 1 tokens fed between the columns, which penalties see and the kept counts do not.
         """
         shaping, logits = self._shaping, row_logits.astype(mx.float32)
         columns = logits.shape[0]
@@ -272,10 +271,7 @@ class AnswerBudget:
         self._planned: tuple[Ending, int] = (), 0  # the last ending, and the room at its start
 
     def fitting(self, matcher: Matcher, left: int) -> NDArray[np.uint32]:
-        """Return the grammar's mask; near the end of `left`, of tokens after which an ending still fits.
-
-        An answer that cannot end in time keeps the grammar's. Raises as `Matcher.mask`.
-        """
+        """Return the grammar's mask; near the end of `left`, of tokens after which an ending still fits."""
         words = matcher.mask()
         if not self.watched(left):
             return words
@@ -357,9 +353,7 @@ def _ending(matcher: Matcher, most: int) -> Ending | None:
 
 
 def _closing(state: Matcher, last: list[int]) -> tuple[int, ...]:
-    """Return tokens that bring JSON or a text closest to its end; else one that is allowed; () where nothing
-    known ends a text. A token that all of `last` repeat leads nowhere.
-    """
+    """Return tokens that bring JSON or a text closest to its end. What all of `last` repeat leads nowhere."""
     words, hints = state.mask(), state.hints
     stale = last[0] if len(last) == SAME and len(set(last)) == 1 else -1
     if _in_text(state, words):

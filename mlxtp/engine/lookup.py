@@ -11,11 +11,7 @@ CANDIDATES = 16  # latest earlier places that are compared
 
 
 class Lookup:
-    """Prompt and answer of one sequence, and the places in it that match its end.
-
-    Drafts come from the longest match among the `CANDIDATES` latest places that match `SHORTEST_MATCH`
-    tokens; the latest of equals. The place is kept while its predictions are right.
-    """
+    """Prompt and answer of one sequence. Drafts follow the longest match of its end, the latest of equals."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens = list(tokens)

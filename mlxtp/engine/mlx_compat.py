@@ -21,11 +21,7 @@ _ABSENT = {
 
 
 def import_mlx_lm() -> None:
-    """Import mlx-lm while these modules are empty, then remove the empty ones; a later import gets the real
-    ones.
-
-    An mlx-lm that needs other names of these modules is imported as a whole.
-    """
+    """Import mlx-lm while these modules are empty, or else as a whole. Later imports get the real ones."""
     if "mlx_lm" in sys.modules:
         return
     empty = {name: _empty(name, needed) for name, needed in _ABSENT.items() if name not in sys.modules}

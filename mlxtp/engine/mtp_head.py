@@ -82,11 +82,7 @@ class MtpHead(nn.Module):  # type: ignore[misc]  # mlx is untyped here
         self._hidden_first = hidden_first
 
     def __call__(self, hidden: mx.array, following: mx.array, cache: Any) -> mx.array:
-        """Compute from hidden states, and embeddings of the tokens after each, the states for the output
-        head.
-
-        All are [B, L, hidden].
-        """
+        """Turn hidden states, and embeddings of the tokens after each, into the head's: [B, L, hidden]."""
         from mlx_lm.models.base import create_attention_mask
 
         kind = self.hidden_norm.weight.dtype
@@ -105,8 +101,8 @@ class MtpHead(nn.Module):  # type: ignore[misc]  # mlx is untyped here
     ) -> mx.array:
         """Return the next `count` tokens of each row, int32 [rows, count], by one collective for each.
 
-        `found` [rows, 1, hidden]: the head's output at each row's last token; `ends` int32 [rows]: the
-        position of the next one. Entries from there on are overwritten by later steps.
+        `found` [rows, 1, hidden] is its output at each row's last token, `ends` int32 [rows] where the next
+        one goes.
         """
         tokens, embeddings = vocabulary.winners(vocabulary.logits(found))
         drafts = [tokens]
@@ -139,7 +135,7 @@ def follow(
 
 
 def accepted(fed: mx.array, chosen: mx.array, counts: mx.array) -> mx.array:
-    """Return how many tokens behind the first of each row are the ones chosen before them, int32 [rows].
+    """Return how many tokens behind a row's first are those chosen before them, int32 [rows].
 
     `fed` and `chosen` are int32 [rows, width], of which the first `counts` (int32 [rows]) of a row count.
     """
@@ -150,10 +146,10 @@ def accepted(fed: mx.array, chosen: mx.array, counts: mx.array) -> mx.array:
 
 
 def read_head(folder: Path, config: Config, *, numbers: bool = True) -> MtpHead | None:
-    """Read the model's MTP head; None for a model without one. Without `numbers`, reads no weights.
+    """Read the model's MTP head, without weights unless `numbers`; None for none. Raises one of
+    `MLX_LM_RAISES`.
 
-    One that is not complete, has other shapes than its model, or is not numbers is left out, with a line on
-    standard error. Raises one of `MLX_LM_RAISES` if the machine failed.
+    One that is not complete or fits no model is left out, with a line on standard error.
     """
     try:
         place = mtp_place(config)
@@ -237,10 +233,7 @@ def _own_weights(
 
 
 def _factors(weights: Mapping[str, mx.array], names: Names) -> dict[str, mx.array]:
-    """Return the weights of norms as factors, which are stored less 1 but in conversions.
-
-    Those before the projection are small either way (omlx #3750), and taken to be as the layer's are.
-    """
+    """Norms are stored less 1 but in conversions; those before the projection are small (omlx #3750)."""
     norms = {name: weight for name, weight in weights.items() if "norm" in name}
     small = {_ONLY_LAYER + name + ".weight" for name in (names.embedding_norm, names.hidden_norm)}
     less = {name for name in norms.keys() - small if cast("float", norms[name].mean().item()) < 0.5}

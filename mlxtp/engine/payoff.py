@@ -93,7 +93,6 @@ class StepCosts:
         return _average(self._samples.get((self.context, StepKind(rows)), ()))
 
     def comparable(self, rows: int) -> bool:
-        """Return False if plain steps are to be measured before others are compared with them."""
         return len(self._samples.get((self.context, StepKind(rows)), range(FEW))) >= FEW
 
     def cost(self, kind: StepKind) -> float:
@@ -222,7 +221,6 @@ class DraftPolicy:
     _plain_at: int = 0  # number of the newest plain step
 
     def plan(self, options: Sequence[RowOptions], rows: int, most: int) -> DraftPlan:
-        """`most`: longest draft that there is room for."""
         if most < 1 or not any(sources for sources, _ in options):
             self._last = NO_DRAFTS
             return NO_DRAFTS
@@ -238,7 +236,6 @@ class DraftPolicy:
         return self._best
 
     def _retry(self, options: Sequence[RowOptions], rows: int) -> bool:
-        """Forget what is known of unused sources whose interval is over."""
         used = {row[0] for row in self._best.rows if row}
         for source in {source: None for sources, _ in options for source in sources}:
             at, interval = self._retries.get(source) or (self._steps + FIRST_RETRY, FIRST_RETRY)
@@ -256,7 +253,6 @@ class DraftPolicy:
         return self._asked is None
 
     def _compare(self, options: Sequence[RowOptions], rows: int, most: int) -> None:
-        """Find the plan with the most tokens a second, once while nothing changes."""
         copies = [(dict(sources), own) for sources, own in options]
         asked = copies, rows, most, self.costs.context, self._last.drafts > 0, self.credit > 0
         if self._asked == asked:
@@ -291,22 +287,18 @@ class DraftPolicy:
         return interval > 2 * FIRST_RETRY and (self._steps < at or self.credit <= 0)
 
     def forced(self, rows: int, most: int) -> int:
-        """Return how many of `most` tokens that are right for certain one of `rows` rows is fed."""
         if not most or not self.costs.plain_s(rows):
             return most
         kinds = {length: StepKind(rows, length and 1 + bucket(length)) for length in (0, *_lengths(most))}
         return max(kinds, key=lambda length: (rows + length) / self.costs.cost(kinds[length]))
 
     def checked(self, own: dict[Source, Shares], source: Source, drafted: int, right: int) -> None:
-        """`own` as in RowOptions."""
         self._asked = None
         report(own.setdefault(source, [*self._of_all(source)]), drafted, right)
         report(self._of_all(source), drafted, right)
 
     def step(self, kind: StepKind, tokens: int, seconds: float = 0.0, *, paid: bool = True) -> None:
-        """Record a step's tokens and seconds, 0 where unknown. `paid`: it cost so because of drafts; forced
-        tokens are not.
-        """
+        """`seconds`: 0 where unknown. `paid`: the cost is that of drafts, and not of forced tokens."""
         self._steps += 1
         if kind.fed:
             self._asked = None

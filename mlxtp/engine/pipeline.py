@@ -167,9 +167,7 @@ _uncut = partial(ModelError, code=Code.MODEL_UNSUPPORTED)
 
 
 class _ForwardTrace:
-    """Forward that is never computed. Zeros stand for what the embedding and each layer return or are given,
-    so that the graph of a later result has those that it depends on.
-    """
+    """Forward that is never computed, with zeros for layers' results, to see what depends on which."""
 
     ROWS = (3, 1)  # of tokens
 
@@ -259,10 +257,7 @@ def trace_layers(model: Any, empty: Sequence[Any]) -> list[LayerTrace]:
 def border_rules(
     facts: Sequence[LayerTrace], caches: Sequence[Any]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the layers that must be on the rank of the layer before, and those of which each rank needs one.
-
-    The latter have caches that count positions, if layers are given any; () where any layer will do.
-    """
+    """Return layers that must be with the one before, and those of which each rank needs one to count."""
     spans = [range(min(layer.needs) + 1, at + 1) for at, layer in enumerate(facts) if layer.needs]
     counted = any(layer.counted for layer in facts)
     keepers = [
@@ -343,7 +338,7 @@ class StageVocabulary(Vocabulary):
         given: mx.array | None = None,
         ends: mx.array | None = None,
     ) -> mx.array:
-        """`given`: embeddings, or hidden states, which are returned where there is no head."""
+        """Without a head, returns hidden states."""
         entrance = self.stage if self.chooses or self.embedding is None else self.embedding
         entrance.given = given
         try:
@@ -530,12 +525,11 @@ class _HeldForward:
 class Border:
     """Messages of hidden states over the borders of `stage`; none where a rank has part of each layer.
 
-    Each carries the number of its forward. All ranks queue them in the order of forwards, so that no two wait
-    for each other. A forward is submitted when its tokens and hidden states are here, because macOS ends a
-    GPU's work that waits for some seconds: rank 0, which has other frames to send, holds it until its hidden
-    states are here, the others until its tokens are.
-
-    Methods that submit raise GroupError (DESYNC) for tokens or hidden states of another forward.
+    All ranks queue them in the order of forwards, whose numbers they carry, so that no two wait for each
+    other. A forward is submitted when its tokens and hidden states are here, because macOS ends a GPU's work
+    that waits for some seconds: rank 0, which has other frames to send, holds it until its hidden states are
+    here, the others until its tokens are. Methods that submit raise GroupError (DESYNC) for another
+    forward's.
     """
 
     def __init__(self, stage: Stage | None, group: Group) -> None:

@@ -112,9 +112,9 @@ _KINDS: Mapping[str, Recurrence] = {
 class StateView:
     """View that a layer has of the rows' states during one forward, in place of mlx-lm's `ArraysCache`.
 
-    `kept`: the last inputs of each convolution [rows, inputs, channels], and the state of the recurrence.
-    After a step of several tokens, their arguments of the recurrence come behind, each [rows, tokens, ...].
-    The first `stood` of each row, int32 [rows], are fed again; `stands` marks these, bool [rows, tokens].
+    `kept`: the last inputs of each convolution [rows, inputs, channels], and the state of the recurrence;
+    behind them, after a step of several tokens, its arguments [rows, tokens, ...]. Of these the first `stood`
+    of a row, int32 [rows], are fed again; `stands` marks them, bool [rows, tokens].
     """
 
     lengths = left_padding = None
@@ -253,9 +253,7 @@ def states_of(kind: Recurrence, caches: Sequence[Any], length: int) -> States:
 
 
 def recurrent_layers(model: Any, states: int) -> tuple[Recurrence | None, list[Any]]:
-    """Return the kind of a model's `states` recurrent layers, which take a `StateView` from then on, and
-    those with weights; None if not known.
-    """
+    """Have recurrent layers take a `StateView`. Returns their kind, and those with weights."""
     parts = [part for layer in model.layers if states for part in layer.children().values()]
     known = [(part, *found) for part in parts if (found := _known(part))]
     if not known or len(known) != states:

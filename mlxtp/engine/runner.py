@@ -178,9 +178,8 @@ class Runner:
     def run(self, frame: Forward, known: Callable[[], object] | None = None) -> Chosen:
         """Queue one forward. Raises GroupError (DESYNC) for a step of other rows or lengths than this rank's.
 
-        The last part of a prompt chooses the first new token; the sequence becomes the last row. Earlier
-        parts return a zero to wait for. `known` waits for what rank 0 needs before it chooses from a step's
-        gathered logits, while these are being computed.
+        Parts of a prompt but the last return a zero to wait for. `known` waits for what rank 0 needs before
+        it chooses from a step's gathered logits, while these are being computed.
         """
         if not frame.prompts:
             return self._step(frame, known)
@@ -318,10 +317,10 @@ class Runner:
     # --- sequences -----------------------------------------------------------------------------------
 
     def stop(self, uid: int, keep: int, covers: tuple[int, ...] = ()) -> int:
-        """Remove a sequence; returns the number of forwards it took part in.
+        """Remove a sequence, keep `keep` tokens of its cache, overlapped by `covers`; returns the number of
+        its forwards.
 
-        Keeps the first `keep` tokens of its KV cache under its uid; the kept caches of `covers` share its
-        arrays. Raises GroupError (DESYNC) for caches that would have to be cut and cannot.
+        Raises GroupError (DESYNC) for caches that would have to be cut and cannot.
         """
         self._samplings.pop(uid, None)
         lengths = self._lengths.pop(uid, range(0))
@@ -353,11 +352,7 @@ class Runner:
         self._use["evicted_bytes"] += before - self.kept.size_bytes
 
     def arrange(self, rooms: tuple[int, ...], lanes: tuple[int, ...] = (), *, trim: bool = False) -> None:
-        """Lay out the rows by the room and the lane of each slot. `trim`: give unused memory back to the
-        system.
-
-        Raises GroupError (DESYNC) when this rank has other rows, or longer ones.
-        """
+        """`trim`: give unused memory back. Raises GroupError (DESYNC) for other or longer rows."""
         self.border.flush()
         batch = self._batch
         lengths = [self._lengths[uid][-1] for uid in batch.rows]
@@ -472,10 +467,7 @@ class Runner:
 
 
 def clear_pool() -> None:
-    """Give the buffers that MLX keeps for reuse back to the system, at frames that all ranks have alike.
-
-    Without Metal it keeps 32 MB at most, and waits for messages of others, with the GIL, to free them.
-    """
+    """Without Metal, MLX keeps 32 MB at most, and waits for others' messages, with the GIL, to free them."""
     if mx.metal.is_available():
         mx.clear_cache()
 

@@ -69,10 +69,7 @@ def exclude_top(logprobs: mx.array, on: mx.array, threshold: mx.array, special: 
 
 
 def keep_top_k(logprobs: mx.array, top_k: mx.array, leaders: mx.array) -> mx.array:
-    """Keep the `top_k` (int32) most likely tokens, lower ids first among equals.
-
-    `leaders`: at least the `top_k` largest, ascending, before filters that removed some.
-    """
+    """Keep `top_k` (int32) tokens, lower ids first among equals. `leaders`: as many or more, ascending."""
     which = mx.broadcast_to(leaders.shape[-1] - top_k, (*logprobs.shape[:-1], 1))
     last = mx.take_along_axis(leaders, which, axis=-1)
     above, level = logprobs > last, (logprobs == last).astype(mx.int32)
@@ -115,11 +112,11 @@ class Sampler:
         self._some_min_p = any(row.min_p for row in drawn)
 
     def choose(self, logits: mx.array, positions: mx.array) -> mx.array:
-        """Return the chosen tokens, int32 [R, L], of `logits` [R, L, V].
+        """Return the chosen tokens, int32 [R, L], of `logits` [R, L, V]: greedy rows' by the lowest id among
+        equals.
 
-        `positions` is int32 [R, L], or [R] for the first of consecutive ones: the chosen token's index from
-        the start of the prompt. Greedy rows take the lowest id among equals; others draw by their seed and
-        the position.
+        `positions`, int32 [R, L], or [R] for the first of consecutive ones: a chosen token's index in the
+        sequence.
         """
         if self.greedy:
             return mx.argmax(logits, axis=-1).astype(mx.int32)
@@ -161,10 +158,9 @@ class Sampler:
 
 
 def draw(weights: mx.array, uniform: mx.array) -> mx.array:
-    """Draw tokens int32 [R, L] with probabilities in proportion to `weights` [R, L, V]; never weight 0.
+    """Draw tokens int32 [R, L] in proportion to `weights` [R, L, V] by `uniform` [R, L, 1]; never weight 0.
 
-    Takes the token at which the cumulative sum passes `uniform` [R, L, 1] of the total. The sum is in blocks,
-    because a running one would lose a long tail of rare tokens to rounding.
+    The cumulative sum is in blocks, because a running one would lose a long tail of rare tokens to rounding.
     """
     pad = -weights.shape[-1] % _BLOCK
     blocks = mx.pad(weights, [(0, 0), (0, 0), (0, pad)]).reshape(*weights.shape[:-1], -1, _BLOCK)
@@ -183,9 +179,8 @@ def draw(weights: mx.array, uniform: mx.array) -> mx.array:
 
 
 def _first_past(weights: mx.array, ends: mx.array, target: mx.array) -> mx.array:
-    """Return the first index with weight where `ends`, the cumulative sum, is past `target`: int32 [.., 1].
-
-    If rounding leaves none, returns the first with weight at which the sum is largest.
+    """Return the first index with weight where `ends`, the cumulative sum, is past `target`: int32 [.., 1];
+    else the first with weight at which it is largest.
     """
     real = weights > 0
     reached = mx.where(real, ends, -1)
@@ -197,9 +192,8 @@ def _first_past(weights: mx.array, ends: mx.array, target: mx.array) -> mx.array
 
 
 def scores(logits: mx.array, tokens: mx.array, top: int) -> tuple[mx.array, mx.array, mx.array]:
-    """Return log-probabilities under raw `logits` [L, V]: (of `tokens` [L], the `top` tokens, theirs).
-
-    They are float32 [L], int32 [L, top] and float32 [L, top], most likely first, then lower ids.
+    """Return log-probabilities under raw `logits` [L, V]: float32 [L] of `tokens` [L], the `top` tokens int32
+    [L, top], theirs float32 [L, top], most likely first, then lower ids.
     """
     logprobs = logits.astype(mx.float32)
     logprobs = logprobs - mx.logsumexp(logprobs, axis=-1, keepdims=True)
@@ -276,8 +270,8 @@ class Chooser:
     ) -> tuple[mx.array, Scores]:
         """Return tokens int32 [rows, width] from `logits` [rows, width, V], and the scores by uid.
 
-        `at` (int32 [rows]): the position of the token that each row's first column chooses. Under `broadcast`
-        rank 0's choice counts; the others sample too, to depend on the same collectives.
+        `at`, int32 [rows]: the position that each row's first column chooses. Under `broadcast` rank 0's
+        choice counts; the others sample too, to depend on the same collectives.
         """
         if samplings != self._samplings:
             self._sampler, self._samplings = Sampler(samplings, self._special), samplings

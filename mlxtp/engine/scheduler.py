@@ -43,10 +43,10 @@ MAX_PREFILLING = 4
 
 @dataclass(frozen=True, slots=True)
 class QueuedForward:
-    """Forward that was queued: the rows for which it chooses, and the `tokens` of prompts that it reads.
+    """Forward that was queued: the rows for which it chooses; the sequences and `tokens` of prompts that it
+    reads.
 
-    `reads`: the sequences of these prompts. `late`: rank 0 chooses once the tokens of the forward before are
-    known, because a grammar needs them.
+    `late`: rank 0 chooses once the tokens of the forward before are known, because a grammar needs them.
     """
 
     rows: tuple[FedRow, ...]
@@ -120,10 +120,8 @@ class Scheduler:
         return sequence.end("cancel")
 
     def resize(self, kv_tokens: int, *, clear: bool = False) -> None:
-        """Change the room of the KV caches, in tokens. No forward may be in flight.
-
-        With `clear`, evict all that are kept. A sequence that has more tokens than the room fails; the others
-        continue when there is room again.
+        """No forward may be in flight. Ends sequences that outgrow the room; with `clear`, evicts kept
+        caches.
         """
         larger = kv_tokens > self._kv.kv_tokens
         self._kv.resize(kv_tokens, clear=clear)
@@ -140,9 +138,8 @@ class Scheduler:
     def next(self) -> DecodeFrame | None:
         """Return the next frame, or None when there is nothing to run before more results or requests arrive.
 
-        Ended sequences leave first. Then prompts run, up to one chunk of tokens between two decode steps, so
-        that a long prompt never delays the others by more. Between two forwards, at most one block goes to
-        disk.
+        Ended sequences leave first. Then prompts run, at most one chunk of tokens between two decode steps,
+        then these. Between two forwards, at most one block goes to disk.
         """
         if self.frames:
             return self.frames.popleft()
@@ -198,7 +195,6 @@ class Scheduler:
         return None
 
     def _short_ones(self, started: Sequence[SequenceState], most: int, budget: int) -> list[SequenceState]:
-        """Return waiting sequences, from the first on, whose prompts fit one forward of `budget` tokens."""
         group: list[SequenceState] = []
         widest = longest = 0
         for sequence in self._waiting:
@@ -359,9 +355,8 @@ class Scheduler:
     ) -> list[StepResult]:
         """Take the choice of the oldest forward in flight; returns the results for clients.
 
-        `tokens`: in row order, as many as each row was fed. `scores`: by uid that wanted them. `took_s`:
-        seconds, 0 where unknown. `at_s`: when they were known, by the same clock. `proposed`: each row's by
-        the MTP head.
+        `tokens`: in row order, as many as each row was fed; `scores`: by uid; `took_s`: seconds, 0 where
+        unknown; `at_s`: when they were known, by the same clock; `proposed`: each row's by the MTP head.
         """
         outcomes, self._late = self._late, []
         at = given_tokens = live = 0
@@ -414,7 +409,6 @@ class Scheduler:
         return Error(error.code, error.detail, sequence.request)
 
     def _stop(self, sequence: SequenceState, reason: StopReason) -> None:
-        """Queue no further forward for this sequence; results in flight still count."""
         if sequence.stopped:
             return
         sequence.stopped = True

@@ -19,9 +19,6 @@ from .steps import EndReason, ExchangeKind, Guide, SampledToken, Score, StepResu
 class BlockFetch:
     """Blocks of a prompt that all ranks read from disk, until its sequence starts behind them.
 
-    blocks  those that every rank has which has replied
-    silent  the other ranks
-    until   when these are late
     phase   "late" ones have been given up, and a disk hangs until the last rank replies; those "held" are a
             kept cache of each rank
     """
@@ -51,8 +48,6 @@ class DiskState:
 
 @dataclass(slots=True)
 class ProgressState:
-    """Progress of one sequence since it started; a preemption begins it again."""
-
     prompt: int = 0  # tokens to prefill; after a preemption the answer so far is among them
     prefilled: int = 0
     reused: int = 0  # tokens of the prefill that a kept KV cache held
@@ -123,7 +118,6 @@ class SequenceState:
 
     @property
     def longest(self) -> int:
-        """Most tokens that it may ever have."""
         return len(self.tokens) - self.generated + self.wants.max_tokens
 
     def verify(self, fed: FedRow, chosen: tuple[int, ...]) -> tuple[int, ...]:
@@ -148,10 +142,7 @@ class SequenceState:
         eos: frozenset[int],
         outcomes: list[StepResult],
     ) -> EndReason | None:
-        """Extend the answer by `new`, the first `drafted` of which were drafts. Appends them to `outcomes`.
-
-        Returns the reason when the answer ends here. Raises MlxtpError when its grammar does not continue.
-        """
+        """Extend the answer; `drafted` of `new` were drafts. Returns why it ends. Raises MlxtpError."""
         wants, guide, lookup = self.wants, self.guide, self.drafts.lookup
         for i, token in enumerate(new):
             self.tokens.append(token)
@@ -233,10 +224,7 @@ class FedRow:
 
 
 class WaitingQueue(deque[SequenceState]):
-    """Sequences whose prefill is not complete: those that wait to start, and those with a started prompt.
-
-    FairQueue orders clients, and then the users of each client.
-    """
+    """Sequences whose prefill is not complete. FairQueue orders clients, and then the users of each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,7 +235,6 @@ class WaitingQueue(deque[SequenceState]):
         return [sequence for sequence in self if sequence.uid]
 
     def holding(self) -> list[SequenceState]:
-        """Return the sequences that take room: the started ones, and those that the disk is asked for."""
         return [sequence for sequence in self if sequence.uid or sequence.disk.fetch]
 
     def line_up(self, sequence: SequenceState) -> None:
@@ -267,7 +254,6 @@ class WaitingQueue(deque[SequenceState]):
             self._give_turns([*own, sequence])
 
     def _give_turns(self, own: list[SequenceState]) -> None:
-        """Assign the numbers and places of one client's waiting sequences to its users in order."""
         ids = {id(each) for each in own}
         places = [place for place, each in enumerate(self) if id(each) in ids]
         turns = sorted(each.turn for each in own)

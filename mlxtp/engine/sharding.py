@@ -191,13 +191,11 @@ class ShardedEmbedding(ShardedHead):
 class Vocabulary:
     """Division of one loaded model's vocabulary among the ranks.
 
-    size     tokens in the vocabulary
     share    rows on each rank, the size divided and rounded up; the last ranks' rows beyond it are padding
     first    the token of this rank's first row
     chooses  this rank has logits
 
-    `embedding` and `head` are None for modules with unknown names, on a group of one only. Then `given` is
-    not used and the embeddings of `winners` are empty.
+    Without known `embedding` and `head`, `given` is not used and the embeddings of `winners` are empty.
     """
 
     chooses = True
@@ -288,8 +286,7 @@ class Vocabulary:
         """Return the greedy choice of each row: (tokens int32 [..], their embeddings [.., hidden]).
 
         Takes [.., share] of each rank and returns the same bits on all ranks, with one collective: the argmax
-        of the gathered logits, among equals the smallest token. NaN counts as -inf. The embeddings equal
-        those of an embedding forward.
+        of the gathered logits, among equals the smallest token. NaN counts as -inf.
         """
         values = mx.where(mx.isnan(local), mx.array(-mx.inf, dtype=local.dtype), local)
         index = mx.argmax(values, axis=-1, keepdims=True)
@@ -314,10 +311,9 @@ class Vocabulary:
 
 
 def shard(model: Any, group: Group, *, cut: Cut = cut_rows, size: int = 0) -> Vocabulary:
-    """Divide embedding and head over the vocabulary, the layers as their family is.
+    """Divide embedding and head over the vocabulary, the layers as their family is. Only `cut` evaluates.
 
-    Only `cut` evaluates anything. `size` is the vocabulary's for modules with unknown names. Raises
-    ModelError (MODEL_UNSUPPORTED) when a group of several ranks finds no known embedding or head.
+    Raises ModelError (MODEL_UNSUPPORTED) when a group of several ranks finds no known embedding or head.
     """
     modules = dict(model.named_modules())
     embeddings = [

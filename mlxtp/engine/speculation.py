@@ -31,9 +31,7 @@ Feed = tuple[tuple[int, ...], tuple[int, ...]]  # drafts and forced tokens
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """`waited`: for the tokens before it, because of drafts, perhaps refused ones. `proposed`: a draft model
-    ran before it. `asked`: drafts that the MTP head computes in it, for the next step, or RESTS.
-    """
+    """`waited`: because of drafts, perhaps refused. `asked`: of the MTP head, or RESTS."""
 
     waited: bool
     proposed: bool = False
@@ -48,8 +46,8 @@ class _Step:
 class Speculation:
     """Drafts and forced tokens of the `running` rows, as many as pay.
 
-    Where times may decide, one `DraftPolicy` counts for all rows. Else each row has its own, so that the
-    drafts of a request depend on no other one.
+    Unless times may decide for all, each row has a `DraftPolicy` of its own, so that no other changes its
+    drafts.
     """
 
     def __init__(self, policy: Policy, running: Sequence[SequenceState]) -> None:
@@ -89,9 +87,7 @@ class Speculation:
         return True
 
     def feeds(self, rows: Sequence[SequenceState]) -> list[Feed | None]:
-        """Return drafts and forced tokens of the next step's rows; None for one that feeds only the token in
-        the graph.
-        """
+        """Return drafts and forced tokens by row; None for one that feeds only the token in the graph."""
         known = [row for row in rows if not row.in_flight]
         waited = [row for row in known if row.drafts.awaited is not None]
         for row in waited:
@@ -166,9 +162,7 @@ class Speculation:
         drafts.refused = False
 
     def record(self, rows: Sequence[FedRow], tokens: int, at_s: float, *, complete: bool) -> None:
-        """Record a step of these rows, known at `at_s` (0 without a clock). `complete`: no row had ended
-        meanwhile.
-        """
+        """`at_s`: when its tokens were known, 0 without a clock. `complete`: no row had ended meanwhile."""
         step, last = self._steps.popleft(), self._last
         drafted, forced = max([len(row.drafts) for row in rows]), max([len(row.forced) for row in rows])
         width = max(drafted, forced)

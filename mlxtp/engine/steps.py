@@ -65,16 +65,13 @@ class Guide(Protocol):
         """Accept the next token. Raises MlxtpError when the grammar has no continuation."""
 
     def forced(self, limit: int) -> tuple[int, ...]:
-        """Return at most `limit` next tokens that have no alternative; not accepted yet.
-
-        Also prepares the mask for the token after them. Raises MlxtpError when no token can come.
-        """
+        """At most `limit` next tokens without alternative, not accepted. Raises MlxtpError for none."""
 
     def allowed(self, drafts: Sequence[int]) -> tuple[int, ...]:
-        """Return the first of `drafts` that may come one after the other, where no token is forced.
+        """Return the first of `drafts` that may come, where no token is forced, and prepare their masks and
+        the next.
 
-        They end before one after which the choice could differ from that of a step for each token. Also
-        prepares the masks for them and the token after them.
+        They end before one after which the choice could differ from that of a step for each token.
         """
 
 
@@ -120,10 +117,7 @@ NEWEST = 0.5  #: weight of the newest chunk in the average
 
 
 def chunk_sizes(wanted: int, *, gpu: bool, stages: int = 1) -> tuple[int, int, float]:
-    """Return `prefill_chunk`, `chunk_beside` and `chunk_s` of a Policy for chunks of at most `wanted` tokens.
-
-    More than USUAL means that the pauses of other requests do not matter.
-    """
+    """Return `prefill_chunk`, `chunk_beside`, `chunk_s` of a Policy. Above USUAL pauses do not matter."""
     if wanted > USUAL:
         return wanted, wanted, 0.0
     alone = chunk_of(wanted if gpu else min(wanted, ON_CPU), stages, BESIDE if gpu else LEAST)
@@ -131,10 +125,7 @@ def chunk_sizes(wanted: int, *, gpu: bool, stages: int = 1) -> tuple[int, int, f
 
 
 def within(scores: int, offset: int, limit: int) -> int:
-    """Return as many of `limit` as keep the chunk's tokens times those of its context within `scores`.
-
-    Never less than LEAST, if `limit` is not.
-    """
+    """Return as many of `limit` as keep the chunk's tokens times its context's within `scores`, or LEAST."""
     while limit > LEAST and limit * (offset + limit) > scores:
         limit = 1 << (limit - 1).bit_length() - 1
     return limit

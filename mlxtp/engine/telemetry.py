@@ -32,11 +32,7 @@ _NO_FILE = -1
 
 
 class Recorder:
-    """Writer of one recording, laid out as in `wire/recording.py`. One thread writes steps, any the last
-    words.
-
-    `descriptor`: of a file of RECORDING_BYTES that is open for appending; without it nothing is kept.
-    """
+    """Writer of one recording. One thread writes steps, any the last words. Without a file it is lost."""
 
     def __init__(self, descriptor: int = _NO_FILE) -> None:
         self._descriptor = descriptor

@@ -61,10 +61,7 @@ _IMPORTS = (
 
 
 def told(argv: Sequence[str]) -> list[str]:
-    """Return the arguments of a rank: `argv`, or those that a warm process (`--spare-fd FD`) receives.
-
-    The socket FD stays open as this rank's pipe. The process ends when its agent has ended.
-    """
+    """Return `argv`, or the arguments that a warm process (`--spare-fd FD`) receives; FD becomes its pipe."""
     if argv[:1] != ["--spare-fd"]:
         return list(argv)
     import_mlx_lm()
@@ -90,10 +87,8 @@ _CACHE = type(cache(lambda: None))
 
 @dataclass(eq=False, repr=False)
 class RankProcessLinks:
-    """Links of this process and its only exit: `leave`, on the main thread, which frees memory.
-
-    A failure that another thread finds ends the main thread as SIGTERM does. If it does not return, the
-    process ends without it.
+    """Links of this process and its only exit: `leave`, on the main thread, which other threads end as
+    SIGTERM does, or without it if it does not return.
     """
 
     rank: int
@@ -157,8 +152,7 @@ class RankProcessLinks:
     def leave(self, status: int = 0, *, wait: bool = True) -> NoReturn:
         """Free memory on the main thread, then end without destructors that could wait for other ranks.
 
-        First waits for forwards in flight, unless they cannot end: without `wait`, or when another rank is
-        gone. A rank over JACCL raises SystemExit and also gives back its devices.
+        First waits for forwards in flight that can end. Over JACCL, SystemExit also gives back its devices.
         """
         self._leaving.set()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -180,10 +174,7 @@ class RankProcessLinks:
         self._leave_devices(status)
 
     def _leave_devices(self, status: int) -> NoReturn:
-        """End the interpreter: MLX's exit function drops its groups, and JACCL then gives devices back.
-
-        MLX holds the GIL there, so an alarm, whose default action needs no Python, ends a process that hangs.
-        """
+        """End the interpreter by MLX's exit function. It holds the GIL, so an alarm ends one that hangs."""
         for each in gc.get_objects():
             if isinstance(each, _CACHE):  # MLX's layers and models keep functions by group
                 each.cache_clear()

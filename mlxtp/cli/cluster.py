@@ -25,7 +25,6 @@ from .status import admissions_shown, chosen, kept, members_shown
 _HUB_S = 60.0
 #: Seconds that an agent may take to hand over a key and have others note that.
 _HAND_OVER_S = 30.0
-_BACKENDS = "auto|jaccl|ring"
 
 commands = typer.Typer(
     name="cluster", no_args_is_help=True, help="Members of the cluster: list them, remove one, or leave."
@@ -125,7 +124,7 @@ def members(home: Home = None, as_json: AsJson = False) -> None:
 @commands.command()
 def export(
     backend: Annotated[
-        str, typer.Option(metavar=_BACKENDS, help="How ranks communicate. Default: as a plan for all Macs.")
+        str, options.like("backend", "How ranks communicate. Default: as a plan for all Macs.")
     ] = "auto",
     home: Home = None,
 ) -> None:

@@ -108,6 +108,12 @@ def _of_field(of: Field[Any]) -> inspect.Parameter:
     return _parameter(of.name, kind, typer.Option(about["flag"], **made), default)
 
 
+def like(key: str, description: str, **more: Any) -> Any:
+    """Return an option whose value is written like the setting of this name."""
+    metavar = BY_KEY[key].metavar
+    return typer.Option(metavar=metavar, help=description, autocompletion=words(metavar), **more)
+
+
 def _type(setting: Setting) -> Any:
     if setting.kind is SWITCH:
         return bool | None

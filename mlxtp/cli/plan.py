@@ -14,7 +14,7 @@ from ..errors import Exit, UserError
 from ..settings import BY_KEY
 from ..values import one_of, parse_nodes, parse_parallel, parse_split, split_layers
 from ..verbs import AgentSettings, PresentMachines
-from .options import AsJson, Home, model_names, words
+from .options import AsJson, Home, like, model_names, words
 from .printing import home_of, typed
 
 if TYPE_CHECKING:
@@ -22,107 +22,79 @@ if TYPE_CHECKING:
     from ..wire.cluster_messages import FabricResult, Machine
 
 
-_NODES, _BACKENDS, _PARALLEL, _SPLIT, _NETWORKS = (
-    BY_KEY[key].metavar for key in ("nodes", "backend", "parallel", "split", "fabric_networks")
-)
-_WORKLOADS = "chat|agent|batch"
-
 #: Settings of the running agent that a plan has too, as they are where none runs or the Macs are in a file.
 _UNSET: Mapping[str, str] = {"parallel": "auto", "fabric_networks": "any"}
-
-Models = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="MODEL",
-        help="A model folder, its config.json, the plain name of one in a --model-folder, or an id on "
-        "the Hugging Face Hub, whose configuration alone is downloaded.",
-        autocompletion=model_names,
-    ),
-]
-Machines = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="A TOML file of Macs you do not have. Default: those of the cluster."),
-]
-Spread = Annotated[
-    str,
-    typer.Option(
-        metavar=_NODES,
-        help="How many Macs to spread it over; auto: as many as answer soonest.",
-        autocompletion=words(_NODES),
-    ),
-]
-ForWorkload = Annotated[
-    str,
-    typer.Option(
-        metavar=_WORKLOADS,
-        help="Requests whose expected time decides: chat (4,000 tokens in, 400 out; as the cluster itself "
-        "plans), agent (30,000 in, mostly cached, 300 out), or batch (many at once).",
-        autocompletion=words(_WORKLOADS),
-    ),
-]
-Parallel = Annotated[
-    str,
-    typer.Option(
-        metavar=_PARALLEL,
-        help="How several Macs share the model: parts of each layer, or whole layers. Default: as the "
-        "running agent is set, else auto.",
-        autocompletion=words(_PARALLEL),
-    ),
-]
-Split = Annotated[
-    str,
-    typer.Option(
-        metavar=_SPLIT,
-        help="Layers of each Mac of a pipeline, such as 40,24,16, in the order of ranks. Rank 0 has the last "
-        "layers.",
-        show_default="by memory and speed",
-    ),
-]
-Backend = Annotated[
-    str,
-    typer.Option(
-        metavar=_BACKENDS,
-        help="How ranks of several Macs communicate: RDMA or TCP.",
-        autocompletion=words(_BACKENDS),
-    ),
-]
-FabricNetworks = Annotated[
-    str,
-    typer.Option(
-        metavar=_NETWORKS,
-        help="Links that may carry tensors, as of `mlxtp node --fabric-networks`.",
-        show_default="those of the running agent, else any",
-        autocompletion=words(_NETWORKS),
-    ),
-]
-MaxContext = Annotated[
-    int,
-    typer.Option(
-        metavar="TOKENS",
-        help="Most tokens of prompt and reply.",
-        show_default="8192, or the model's own if that is less",
-    ),
-]
-FastFences = Annotated[
-    bool, typer.Option("--fast-fences", help="As if `mlxtp node --fast-fences` ran on each.")
-]
-Repeatable = Annotated[
-    bool, typer.Option("--repeatable", help="As if `mlxtp node --repeatable` ran on each.")
-]
+_WORKLOADS = "chat|agent|batch"
 
 
 def plan(
-    models: Models,
-    machines: Machines = None,
-    spread: Spread = "auto",
-    parallel: Parallel = "",
-    split: Split = "auto",
-    workload: ForWorkload = "chat",
-    backend: Backend = "auto",
-    fabric_networks: FabricNetworks = "",
-    max_context: MaxContext = 0,
-    fast_fences: FastFences = False,
-    repeatable: Repeatable = False,
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL",
+            help="A model folder, its config.json, the plain name of one in a --model-folder, or an id on "
+            "the Hugging Face Hub, whose configuration alone is downloaded.",
+            autocompletion=model_names,
+        ),
+    ],
+    machines: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="A TOML file of Macs you do not have. Default: those of the cluster."
+        ),
+    ] = None,
+    spread: Annotated[
+        str, like("nodes", "How many Macs to spread it over; auto: as many as answer soonest.")
+    ] = "auto",
+    parallel: Annotated[
+        str,
+        like(
+            "parallel",
+            "How several Macs share the model: parts of each layer, or whole layers. Default: as the running "
+            "agent is set, else auto.",
+        ),
+    ] = "",
+    split: Annotated[
+        str,
+        like(
+            "split",
+            "Layers of each Mac of a pipeline, such as 40,24,16, in the order of ranks. Rank 0 has the last "
+            "layers.",
+            show_default="by memory and speed",
+        ),
+    ] = "auto",
+    workload: Annotated[
+        str,
+        typer.Option(
+            metavar=_WORKLOADS,
+            help="Requests whose expected time decides: chat (4,000 tokens in, 400 out; as the cluster "
+            "itself plans), agent (30,000 in, mostly cached, 300 out), or batch (many at once).",
+            autocompletion=words(_WORKLOADS),
+        ),
+    ] = "chat",
+    backend: Annotated[str, like("backend", "How ranks of several Macs communicate: RDMA or TCP.")] = "auto",
+    fabric_networks: Annotated[
+        str,
+        like(
+            "fabric_networks",
+            "Links that may carry tensors, as of `mlxtp node --fabric-networks`.",
+            show_default="those of the running agent, else any",
+        ),
+    ] = "",
+    max_context: Annotated[
+        int,
+        typer.Option(
+            metavar="TOKENS",
+            help="Most tokens of prompt and reply.",
+            show_default="8192, or the model's own if that is less",
+        ),
+    ] = 0,
+    fast_fences: Annotated[
+        bool, typer.Option("--fast-fences", help="As if `mlxtp node --fast-fences` ran on each.")
+    ] = False,
+    repeatable: Annotated[
+        bool, typer.Option("--repeatable", help="As if `mlxtp node --repeatable` ran on each.")
+    ] = False,
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -27,7 +26,7 @@ from ..placement.model_shape import ModelShape, shape_of, words_of
 from ..placement.planner import Placement, PlacementOptions, plan
 from ..placement.topology import MemberMachine
 from ..wire.cluster_messages import Deployment, FabricResult
-from .printing import Console, table_of
+from .printing import Console, print_json, table_of
 
 GB = 1e9
 _COLUMNS = ("way", "nodes", "request", "first token", "tokens/s", "GB a rank", "verdict", "why")
@@ -55,15 +54,14 @@ def run(
     """
     shape = read_shape(model, name)
     made = _plan(str(model), members, shape, coordinator, options or PlacementOptions())
-    console = console or a_console()
     if as_json:
-        console.print(json.dumps(to_json(made, shape), ensure_ascii=False), soft_wrap=True, markup=False)
+        print_json(to_json(made, shape))
     else:
-        show(made, shape, console)
+        show(made, shape, console or _console())
     return made
 
 
-def a_console() -> Console:
+def _console() -> Console:
     """Return a console for standard output that wraps lines for people only."""
     return Console(highlight=False, soft_wrap=not sys.stdout.isatty())
 
@@ -450,46 +448,42 @@ def run_several(
     *,
     options: PlacementOptions,
     as_json: bool = False,
-    console: Console | None = None,
 ) -> tuple[Packed, ...]:
-    """Plan `models`, the first of which counts most, and print it: tables, or one JSON object on one line.
-
-    `models`: the name of each, and the model as for `read_shape`. Raises ModelError and ConfigError for the
-    user.
-    """
+    """Plan `models` as `run` does one. The first counts most; each has its name before it."""
     wanted = [(read_shape(model, name), as_served(str(model), options)) for name, model in models]
     packed = pack(members, wanted)
-    console = console or a_console()
+    macs = memory_of(members, packed)
     if as_json:
         answer = {
             "workload": asdict(options.workload),
-            "models": [_to_json(one) for one in packed],
-            "macs": [{**asdict(mac), "free": mac.free} for mac in memory_of(members, packed)],
+            "models": [
+                {
+                    "name": one.shape.name,
+                    "reason": one.why,
+                    "plan": to_json(one.plan, one.shape) if one.plan else None,
+                }
+                for one in packed
+            ],
+            "macs": [{**asdict(mac), "free": mac.free} for mac in macs],
         }
-        console.print(json.dumps(answer, ensure_ascii=False), soft_wrap=True, markup=False)
+        print_json(answer)
     else:
-        _show(packed, memory_of(members, packed), options, console)
+        _show(packed, macs, options.workload)
     return packed
 
 
-def _to_json(one: Packed) -> dict[str, Any]:
-    found = {"name": one.shape.name, "reason": one.why}
-    return {**found, "plan": to_json(one.plan, one.shape) if one.plan else None}
-
-
-def _show(
-    packed: Sequence[Packed], macs: Sequence[MacMemory], options: PlacementOptions, console: Console
-) -> None:
+def _show(packed: Sequence[Packed], macs: Sequence[MacMemory], workload: Workload) -> None:
     """Print which model runs on which Macs, the memory of each Mac, and reasons below."""
+    console = _console()
     numbers = ("request", "first token", "tokens/s")
     table = table_of("model", "Macs", *numbers, right=numbers, wrapped=("model", "Macs"))
     for one in packed:
         chosen = one.plan.chosen if one.plan else None
         names = ", ".join(chosen.names) if chosen else "none"
-        columns = times(chosen, options.workload) if chosen else ("", "", "")
+        columns = times(chosen, workload) if chosen else ("", "", "")
         table.add_row(escape(one.shape.name), escape(names), *columns)
     console.print(table)
-    console.print(f"{_request(options.workload)}\n", style="dim")
+    console.print(f"{_request(workload)}\n", style="dim")
     parts = ("GB for ranks", "weights", "KV caches", "headroom", "free")
     table = table_of("Mac", *parts, right=parts, wrapped=("Mac",))
     for mac in macs:

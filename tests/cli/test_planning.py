@@ -6,9 +6,10 @@ import io
 import json
 import re
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import pytest
@@ -39,6 +40,12 @@ from ..placement.test_planner_properties import LOOP
 
 def desk(size: int, **changes: Any) -> list[MemberMachine]:
     return on_lan(cabled([mac(i, **changes) for i in range(size)], all_pairs(size)))
+
+
+def as_object(model: str, members: list[MemberMachine], **more: Any) -> dict[str, Any]:
+    with redirect_stdout(io.StringIO()) as out:
+        plan.run(folder_of(model), members, as_json=True, **more)
+    return cast(dict[str, Any], json.loads(out.getvalue()))
 
 
 def printed(model: str | Path, members: list[MemberMachine], width: int = 200, **more: Any) -> str:
@@ -278,7 +285,7 @@ def test_other_models_are_planned_for_speed(folder: Path) -> None:
 
 
 def test_json_has_everything() -> None:
-    made = json.loads(printed("llama-3.3-70b-8bit", desk(2, memory=128), width=40, as_json=True))
+    made = as_object("llama-3.3-70b-8bit", desk(2, memory=128))
     assert made["model"]["weight_bytes"] == pytest.approx(74.96e9, rel=1e-4)
     assert made["chosen"]["rdma"] == [[None, "rdma_en2"], ["rdma_en2", None]]
     assert made["chosen"]["speed"]["tokens_per_second"] == pytest.approx(10.6, abs=0.1)
@@ -291,7 +298,7 @@ def test_json_has_everything() -> None:
 
 def test_a_plan_says_what_drafts_would_bring_where_the_model_has_a_head() -> None:
     text = " ".join(printed("glm-4.6-4bit", desk(2, memory=256)).split())
-    made = json.loads(printed("glm-4.6-4bit", desk(2, memory=256), as_json=True))
+    made = as_object("glm-4.6-4bit", desk(2, memory=256))
     drafts = made["chosen"]["speed"]["drafts"]
     assert (drafts["count"], drafts["accepted"], drafts["published"]) == (1, 0.84, True)
     told = f"With MTP drafts: {drafts['tokens_per_second']:.1f} tokens/s, 1 draft a step"
@@ -320,7 +327,7 @@ def test_a_plan_counts_only_a_head_that_ranks_would_load(
 
 
 def test_json_of_a_refusal_has_no_choice() -> None:
-    made = json.loads(printed("llama-3.3-70b-8bit", desk(1), as_json=True))
+    made = as_object("llama-3.3-70b-8bit", desk(1))
     assert made["chosen"] is None
     assert made["reason"].startswith("alone: rank 0 (a) has")
 
@@ -352,8 +359,7 @@ def compared(model: str) -> str:
     """A row of the table: what two large Macs would do with a model."""
     members = list(plan.read_machines_file(Path(__file__).parents[2] / "examples" / "desk.toml"))
     made, fast = (
-        json.loads(printed(model, members, as_json=True, options=PlacementOptions(fast_fences=fences)))
-        for fences in (False, True)
+        as_object(model, members, options=PlacementOptions(fast_fences=fences)) for fences in (False, True)
     )
 
     def expected(plans: dict[str, Any], kind: str) -> str:
@@ -381,14 +387,14 @@ def test_the_comparison_is_what_plans_say() -> None:
 def timed(model: str) -> str:
     """A row of the table of requests: their seconds on one Mac and on a mesh of two."""
     members = list(plan.read_machines_file(Path(__file__).parents[2] / "examples" / "desk.toml"))
-    made = json.loads(printed(model, members, as_json=True))
+    made = as_object(model, members)
     alone, mesh = (
         next(each["speed"] for each in made["alternatives"] if each["kind"] == kind and not each["split"])
         for kind in (ALONE, JACCL_MESH)
     )
     cells = [f"`{model}`", f"{alone['ttft_s']:.1f}", f"{mesh['ttft_s']:.1f}"]
     for workload in (CHAT, AGENT):
-        plans = json.loads(printed(model, members, as_json=True, options=PlacementOptions(workload=workload)))
+        plans = as_object(model, members, options=PlacementOptions(workload=workload))
         cells += [
             f"{found['request_s']:.1f}"
             for kind in (ALONE, JACCL_MESH)

@@ -7,10 +7,10 @@ import fcntl
 import http.client
 import json
 import ssl
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
 from .errors import Code, GroupError, MlxtpError, UserError
@@ -18,6 +18,7 @@ from .verbs import Verb
 
 # --- one chat request to the endpoint, with its reply as a stream ----------------------------------------
 
+T = TypeVar("T")
 _CODES = frozenset(map(str, Code))
 
 
@@ -73,7 +74,18 @@ class EndpointAnswer:
 
 
 def ask(connection: http.client.HTTPConnection, key: str, body: Mapping[str, Any]) -> Generator[Piece]:
-    """Send a request to /v1/chat/completions and yield the reply. Closing the generator stops it. Blocks.
+    """Send a request to /v1/chat/completions and yield the reply, as `streamed` does."""
+    return streamed(connection, key, "/v1/chat/completions", body, _of_chunk)
+
+
+def streamed(
+    connection: http.client.HTTPConnection,
+    key: str,
+    path: str,
+    body: Mapping[str, Any],
+    read: Callable[[Mapping[str, Any]], Iterable[T]],
+) -> Generator[T]:
+    """Send a request, and yield what `read` makes of each event. Closing the generator stops it. Blocks.
 
     Raises UserError when the endpoint refuses the request, and GroupError when the reply breaks off.
     """
@@ -81,9 +93,10 @@ def ask(connection: http.client.HTTPConnection, key: str, body: Mapping[str, Any
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
     try:
         with contextlib.closing(connection):
-            connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+            connection.request("POST", path, json.dumps(body), headers)
             with connection.getresponse() as response:  # else it keeps the socket, and the reply runs on
-                yield from _pieces(response)
+                for event in _events(response):
+                    yield from read(event)
     except BrokenPipeError:  # the reader of our output has left
         raise
     except (OSError, http.client.HTTPException) as error:
@@ -94,7 +107,7 @@ def ask(connection: http.client.HTTPConnection, key: str, body: Mapping[str, Any
         ) from None
 
 
-def _pieces(response: http.client.HTTPResponse) -> Iterator[Piece]:
+def _events(response: http.client.HTTPResponse) -> Iterator[Mapping[str, Any]]:
     if response.status != http.client.OK:
         raise _refusal(response.status, response.read())
     for line in response:
@@ -106,7 +119,7 @@ def _pieces(response: http.client.HTTPResponse) -> Iterator[Piece]:
         chunk = json.loads(data)
         if "error" in chunk:
             raise GroupError(str(chunk["error"]["message"]), _code(chunk["error"]))
-        yield from _of_chunk(chunk)
+        yield chunk
     raise GroupError("the answer broke off", Code.LINK_LOST)
 
 

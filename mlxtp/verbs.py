@@ -104,7 +104,11 @@ class StartDrain(Verb, post="drain"):
     """Finish open requests, take no new ones, and end."""
 
     within: str | None = option(
-        "--within", "Seconds after which it ends all the same.", default=None, parse=parse_seconds
+        "--within",
+        "End after that time, even with open requests. Default: no limit.",
+        default=None,
+        parse=parse_seconds,
+        metavar="SECONDS",
     )
 
 
@@ -297,5 +301,5 @@ class ListCaches(Verb, get="caches"):
 class ClearCaches(Verb, post="caches/clear"):
     """Drop the caches of a model, or of all, in memory and on this disk; `where`: memory or disk alone."""
 
-    model: str = ""
+    model: str = option("", "Name of a model. Default: all.", default="")
     where: str = ""

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import http.client
-import json
 import math
 import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
@@ -19,8 +16,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from ..client import AgentClient, connection_to
-from ..errors import Code, UserError
+from ..client import AgentClient, connection_to, streamed
+from ..errors import Code, MlxtpError, UserError
 from ..verbs import BenchFabric, Status
 from . import options
 from .launch import Served, find_served
@@ -217,68 +214,51 @@ def _text(words: int) -> str:
     return " ".join([secrets.token_hex(8), *(secrets.choice(kinds) for _ in range(words))])
 
 
+@dataclass(frozen=True, slots=True)
 class _Asker:
-    def __init__(self, served: Served, certificate: str) -> None:
-        self._served = served
-        self._certificate = certificate
+    served: Served
+    certificate: str
 
     def ask_at_once(self, texts: Sequence[str], tokens: int) -> list[BenchAnswer]:
-        """Return a reply to each text. Raises UserError for the first that failed."""
-        answers: list[BenchAnswer | UserError] = []
+        """Return a reply to each text. Raises the MlxtpError of the first that failed."""
+        answers: list[BenchAnswer] = []
+        failed: list[MlxtpError] = []
 
         def one(text: str) -> None:
             try:
                 answers.append(self.ask(text, tokens))
-            except UserError as error:
-                answers.append(error)
+            except MlxtpError as error:
+                failed.append(error)
 
         threads = [threading.Thread(target=one, args=(text,), daemon=True) for text in texts]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        if failed := [answer for answer in answers if isinstance(answer, UserError)]:
+        if failed:
             raise failed[0]
-        return [answer for answer in answers if isinstance(answer, BenchAnswer)]
+        return answers
 
     def ask(self, text: str, tokens: int) -> BenchAnswer:
-        """Request exactly so many tokens. Raises UserError."""
+        """Request exactly so many tokens. Raises MlxtpError."""
         body = {
-            "model": self._served.model,
+            "model": self.served.model,
             "prompt": text,
             "max_tokens": tokens,
             "ignore_eos": True,
             "temperature": 0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
         }
-        headers = {"Content-Type": "application/json"}
-        if self._served.key:
-            headers["Authorization"] = f"Bearer {self._served.key}"
-        connection = connection_to(self._served.url, self._certificate, _ANSWER_S)
-        try:
-            with contextlib.closing(connection):
-                asked_at = time.perf_counter()
-                connection.request("POST", "/v1/completions", json.dumps(body), headers)
-                response = connection.getresponse()
-                if response.status != http.client.OK:
-                    raise UserError(f"the endpoint refused: {_words(response.read())}")
-                return _read(response, asked_at)
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            raise UserError(f"the endpoint broke the connection: {error}") from None
+        connection = connection_to(self.served.url, self.certificate, _ANSWER_S)
+        asked_at = time.perf_counter()
+        return _read(streamed(connection, self.served.key, "/v1/completions", body, lambda e: [e]), asked_at)
 
 
-def _read(lines: http.client.HTTPResponse, asked_at: float) -> BenchAnswer:
-    """Parse a reply from its stream. Empty events before the first token only keep the connection."""
+def _read(events: Iterable[Mapping[str, Any]], asked_at: float) -> BenchAnswer:
+    """Return a reply by its events. Empty ones before the first token only keep the connection."""
     first_at = ended_at = 0.0
     usage: Mapping[str, Any] | None = None
-    for line in lines:
-        if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
-            continue
+    for event in events:
         now = time.perf_counter()
-        event = json.loads(line[6:])
-        if "error" in event:
-            raise UserError(f"a reply failed: {event['error'].get('message')}")
         if any(choice["text"] or choice["finish_reason"] for choice in event.get("choices", ())):
             first_at, ended_at = first_at or now, now
         usage = event.get("usage") or usage
@@ -295,13 +275,6 @@ def _read(lines: http.client.HTTPResponse, asked_at: float) -> BenchAnswer:
         int(prompt.get("cached_tokens") or 0),
         int(details.get("accepted_prediction_tokens") or 0),
     )
-
-
-def _words(body: bytes) -> str:
-    try:
-        return str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return body[:200].decode(errors="replace")
 
 
 # --- the links between ranks: a table with bars, or Markdown ---------------------------------------------

@@ -35,11 +35,9 @@ def list_(home: Home = None, as_json: AsJson = False) -> None:
 
 
 @commands.command()
+@options.sends(ClearCaches)
 def clear(
-    model: Annotated[
-        str,
-        typer.Argument(help="Name of a model. Default: all.", autocompletion=options.model_names),
-    ] = "",
+    verb: ClearCaches,
     disk: Annotated[bool, typer.Option("--disk", help="Only what is on this Mac's disk.")] = False,
     memory: Annotated[
         bool, typer.Option("--memory", help="Only what groups keep whose rank 0 is on this Mac.")
@@ -54,7 +52,7 @@ def clear(
     """
     from ..models.inspect import lasting_name
 
-    folder, name = home_of(home), lasting_name(model) if model else ""
+    folder, name = home_of(home), lasting_name(verb.model) if verb.model else ""
     where = "" if disk == memory else "disk" if disk else "memory"
     if where == "memory" or agent_runs(folder):
         answer: Json = AgentClient(folder).send(ClearCaches(name, where))

@@ -17,7 +17,7 @@ from ..client import AgentClient, agent_runs, wait_for_end
 from ..errors import Code, UserError
 from ..settings import BY_KEY
 from . import options
-from .options import AsJson, Home, Within
+from .options import AsJson, Home
 from .printing import Console, home_of, print_answer, print_json, typed
 from .status import admissions_shown, chosen, kept, members_shown
 
@@ -57,26 +57,20 @@ def _lasting(verb: verbs.Serve | verbs.UnloadModel) -> verbs.Serve | verbs.Unloa
     return replace(verb, model=lasting_name(verb.model)) if verb.model else verb
 
 
-def drain(
-    within: Within = None,
-    home: Home = None,
-    as_json: AsJson = False,
-) -> None:
+@options.sends(verbs.StartDrain)
+def drain(verb: verbs.StartDrain, home: Home = None, as_json: AsJson = False) -> None:
     """Stop mlxtp on this Mac once its requests are done.
 
     It accepts no new ones; other Macs go on if they can.
     """
-    print_answer({"ended": True, "cut": drain_agent(home_of(home), within)}, as_json, _drained)
+    print_answer({"ended": True, "cut": drain_agent(home_of(home), verb)}, as_json, _drained)
 
 
-def drain_agent(folder: Path, within: str | None) -> int:
+def drain_agent(folder: Path, start: verbs.StartDrain) -> int:
     """Drain the agent of a home, and wait until it has ended. Returns the number of requests that were cut.
 
-    Raises UserError when none runs there, ConfigError when `within` is not a number of seconds.
+    Raises UserError when none runs there.
     """
-    start = verbs.StartDrain(within)
-    with typed():
-        start.parsed()
     client = AgentClient(folder)
     progress = client.send(start)
     with Console(stderr=True, highlight=False).status(_drain_line(progress)) as shown:

@@ -20,10 +20,6 @@ Home = Annotated[
     Path | None, typer.Option(help="Home of the agent, if it was started with a --home; also MLXTP_HOME.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, also for an error.")]
-Within = Annotated[
-    str | None,
-    typer.Option(metavar="SECONDS", help="End after that time, even with open requests. Default: no limit."),
-]
 NodeHome = Annotated[
     Path | None,
     typer.Option(

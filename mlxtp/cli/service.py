@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,9 +36,9 @@ from ..service.launchd import (
     without_secret,
 )
 from ..settings import AUDIT_LOG
-from ..verbs import AgentSettings
+from ..verbs import AgentSettings, StartDrain
 from .cluster import drain_agent
-from .options import AsJson, Home, Within
+from .options import AsJson, Home, sends
 from .printing import home_of, print_answer, print_json
 
 #: Seconds that launchd may take to notice that an agent has ended.
@@ -270,10 +271,8 @@ def _log_of_agent(home: Path) -> Path:
     return Path(log)
 
 
-def restart(
-    within: Within = None,
-    as_json: AsJson = False,
-) -> None:
+@sends(StartDrain)
+def restart(verb: StartDrain, as_json: AsJson = False) -> None:
     """Stop the service once its requests are done, and start it again, for instance with new settings."""
     if (found := _found()) is None:
         raise UserError(
@@ -282,8 +281,8 @@ def restart(
         )
     if found.shell.state().pid is None:
         raise UserError("the service does not run; `mlxtp service start` starts it")
-    found.allow("restart", *(("--within", within) if within else ()))
-    cut = drain_agent(found.home, within)
+    found.allow("restart", *(("--within", verb.within) if verb.within else ()))
+    cut = drain_agent(found.home, verb)
     wait_until(lambda: found.shell.state().pid is None, STOPPED_S)
     found.shell.take(found.shell.manager.start(found.shell.state()))
     _wait(found, {"cut": cut}, as_json=as_json)
@@ -369,14 +368,8 @@ def _print_steps(steps: Sequence[ServiceStep], doubts: Sequence[str], *, as_json
 
 
 def _step(step: ServiceStep) -> Mapping[str, Any]:
-    match step:
-        case Write():
-            return {"do": "write", "path": step.path, "text": step.text}
-        case Remove():
-            return {"do": "remove", "path": step.path}
-        case ServiceCommand():
-            statuses = {"fine": list(step.fine), "again": list(step.again)}
-            return {"do": "run", "argv": list(step.argv), "user": step.user, **statuses}
+    what = {Write: "write", Remove: "remove", ServiceCommand: "run"}[type(step)]
+    return {"do": what, **{name: value for name, value in asdict(step).items() if name != "within_s"}}
 
 
 def _doubts(manager: Launchd, service: Service, owner: Owner) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, replace
 from itertools import count
 from typing import Any
@@ -42,8 +41,7 @@ def test_the_first_token_is_no_empty_event_before_it(monkeypatch: pytest.MonkeyP
     texts = [("", None), ("", None), ("a", None), ("b", None), ("", "length")]
     events = [{"choices": [{"text": text, "finish_reason": reason}]} for text, reason in texts]
     usage = {"usage": {"prompt_tokens": 3, "completion_tokens": 2}, "choices": []}
-    lines: Any = [b"data: " + json.dumps(event).encode() for event in (*events, usage)]
-    answer = bench._read(lines, 0.0)
+    answer = bench._read([*events, usage], 0.0)
     assert (answer.first_at, answer.ended_at) == (3.0, 5.0)
 
 

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.filesize import decimal
@@ -37,16 +37,13 @@ from ..errors import (
     UserError,
     why_not_written,
 )
-from ..models.hub_cache import Repo, cache_folder, hash_of, hub_name
+from ..models.hub_cache import Repo, StoredCommit, cache_folder, commits_here, hash_of, hub_name
 from ..models.manifest import Manifest, gigabytes
 from ..short_names import near, short_for
 from ..verbs import CheckRemovable, FilesRemoved, ModelsStored, PullModel, PullProgress
 from . import options
 from .options import AsJson, Home
 from .printing import Console, home_of, print_answer, print_json, table_of
-
-if TYPE_CHECKING:
-    from ..models.inspect import Revision
 
 LOOK_S = 0.5
 #: Seconds that the agent may take to look up a model's files on the Hub.
@@ -91,10 +88,8 @@ def pull(
 
 def list_(home: Home = None, as_json: AsJson = False) -> None:
     """List the models of the Hub on this Mac: short name, size, how much is here, other Macs with each."""
-    from ..models.inspect import revisions_here
-
     cache, elsewhere = _stored(home)
-    rows = [_row(each, elsewhere) for each in revisions_here(cache)]
+    rows = [_row(each, elsewhere) for each in commits_here(cache)]
     if as_json:
         print_json({"folder": str(cache), "models": rows})
         return
@@ -370,7 +365,7 @@ def _stored(home: Path | None) -> tuple[Path, list[Mapping[str, Any]]]:
     return Path(told["folder"]), list(told["elsewhere"])
 
 
-def _row(here: Revision, elsewhere: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _row(here: StoredCommit, elsewhere: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "name": here.name,
         "short": short_for(here.name),

@@ -173,7 +173,7 @@ class Fetch:
             if found is not None and repo.refs.commit(self.revision) == manifest.revision:
                 self.manifest, self._parts = manifest, ()
                 return found
-            with repo.lock.hold(self._stop.is_set):
+            with repo.locked(self._stop.is_set):
                 self._parts, self.manifest = None, manifest
                 for file in manifest.blobs:
                     if self._stop.is_set():

@@ -2,16 +2,16 @@
 
     models--OWNER--NAME/
         blobs/HASH                    a file's content; its name is its hash
-        blobs/HASH.mlxtp-part         the beginning of one, as far as it has come
+        blobs/HASH.mlxtp-part         the beginning of one
         snapshots/COMMIT/PATH         links to blobs; appears when all of them are complete
         refs/REVISION                 the commit of a branch or tag, as reported by the Hub
         .mlxtp/refs/REVISION          the same as reported by a member, for mlxtp alone
         .mlxtp/COMMIT.json            the manifest, once it is known
     .locks/models--OWNER--NAME/mlxtp.lock   held by the process that adds or removes
 
-Only content with the right hash gets a name that other programs read. `scan_cache_dir` of the Hub's client
-leaves out models that are damaged or begun. `delete_revisions` deletes only one of two models with the same
-commit, and of a folder that is a link only the link.
+`scan_cache_dir` of the Hub's client leaves out models that are damaged or begun. `delete_revisions` deletes
+only one of two models with the same commit, and of a folder that is a link only the link. What changes the
+disk, or reads a file, raises OSError.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
@@ -60,7 +61,6 @@ class Damaged(Exception):
 
     def __init__(self, file: ModelFile) -> None:
         super().__init__(f"{file.path} does not have the hash {file.hash[:12]}… that it should have")
-        self.file = file
 
 
 def cache_folder() -> Path:
@@ -70,7 +70,7 @@ def cache_folder() -> Path:
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the free bytes of the disk that has this folder, or will have it. Raises OSError."""
+    """Return the free bytes of the disk that has this folder, or will have it."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return shutil.disk_usage(folder).free
@@ -110,28 +110,20 @@ class Blobs:
         return self._folder / "blobs" / file.hash
 
     def part(self, file: ModelFile) -> Path:
-        """Return the path of a file's content until that is complete."""
         return self._folder / "blobs" / f"{file.hash}.mlxtp-part"
 
     def has(self, file: ModelFile) -> bool:
-        return _has_size(self.path(file), file.size)
+        return _size(self.path(file)) == file.size
 
     def held(self, file: ModelFile) -> int:
-        """Return the bytes of a file that are here."""
-        if self.has(file):
-            return file.size
-        try:
-            return min(self.part(file).stat().st_size, file.size)
-        except OSError:
-            return 0
+        return file.size if self.has(file) else min(max(_size(self.part(file)), 0), file.size)
 
     def held_bytes(self, manifest: Manifest) -> int:
         return sum(self.held(file) for file in manifest.blobs)
 
     def readable(self, file: ModelFile) -> Path:
-        """Return the path from which its content can be read. Raises OSError if that is outside the cache.
-
-        All of a model may lie elsewhere: its folder may be a link, to another disk for example.
+        """Return the path of its content. Raises OSError if that is outside the cache and the model's folder,
+        which may be a link to another disk.
         """
         path = self.path(file)
         found = path.resolve(strict=True)
@@ -140,14 +132,14 @@ class Blobs:
         return found
 
     def check(self, file: ModelFile, path: Path) -> None:
-        """Raise Damaged, and delete it, if `path` does not lead to content with the file's hash; OSError."""
+        """Raise Damaged, and delete it, if `path` does not lead to content with the file's hash."""
         if hash_of(path, file, lambda _: None) != file.hash:
             path.unlink(missing_ok=True)
             self.path(file).unlink(missing_ok=True)
             raise Damaged(file)
 
     def drop_if_wrong(self, file: ModelFile) -> None:
-        """Delete a small file that does not have its hash: other programs write unhashed. Raises OSError."""
+        """Delete a small file that does not have its hash: other programs write unhashed."""
         if file.size <= SMALL_BYTES and self.has(file):
             with contextlib.suppress(Damaged):
                 self.check(file, self.path(file))
@@ -177,7 +169,7 @@ class Refs:
         return {name: self.commit(name) for name in sorted(found)}
 
     def point(self, ref: str, commit: str, *, by_hub: bool) -> None:
-        """Point a branch or tag at a commit, as reported by the Hub or by a member. Raises OSError.
+        """Point a branch or tag at a commit, as reported by the Hub or by a member.
 
         No draft stands in the Hub's folder, because other programs take each file there for a branch.
         """
@@ -189,7 +181,7 @@ class Refs:
             sync_folder(path.parent)
 
     def forget(self, commits: frozenset[str]) -> None:
-        """Delete all branches and tags that point at one of these commits. Raises OSError."""
+        """Delete all branches and tags that point at one of these commits."""
         for _, path in self._files():
             if path.read_text().strip() in commits:
                 path.unlink()
@@ -200,41 +192,24 @@ class Refs:
         return [(each, path) for each, path in found if path.is_file() and not path.name.startswith(".")]
 
 
-class RepoLock:
-    """Lock that keeps other mlxtp programs from changing a model here."""
+@dataclass(frozen=True, slots=True)
+class StoredCommit:
+    """State of a commit on this disk: `held` of `total` bytes. `folder`: None until all of it is here.
 
-    def __init__(self, repo: Repo) -> None:
-        self._repo = repo
-        self._path = repo.cache / ".locks" / repo.folder.name / "mlxtp.lock"
+    `manifest`: None, too, for a snapshot of another program with file names that no manifest may have.
+    """
 
-    @contextlib.contextmanager
-    def hold(self, stopped: Callable[[], bool] | None = None) -> Iterator[None]:
-        """Hold it, once no other program does. Raises ModelError if nothing can be written here.
+    name: str
+    revision: str
+    manifest: Manifest | None = None
+    folder: Path | None = None
+    held: int = 0
+    total: int = 0
+    refs: tuple[str, ...] = ()
 
-        Raises Stopped while it waits, and without `stopped` ModelError instead of waiting.
-        """
-        while (lock := self._taken()) is None:
-            if stopped is None:
-                why = f"another process is adding to {self._repo.name}; stop it, or wait until it is done"
-                raise ModelError(why, Code.NOT_READY)
-            if stopped():
-                raise Stopped
-            threading.Event().wait(_LOOK_S)
-        with lock:
-            yield
-
-    def _taken(self) -> IO[bytes] | None:
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            lock = self._path.open("wb")
-        except OSError as error:
-            raise ModelError(f"{self._repo.name}: {why_not_written(error, self._repo.cache)}") from None
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.close()
-            return None
-        return lock
+    @property
+    def complete(self) -> bool:
+        return self.folder is not None
 
 
 class Repo:
@@ -248,22 +223,53 @@ class Repo:
         self.folder = self.cache / f"models--{name.replace('/', '--')}"
         self.blobs = Blobs(self.folder, self.cache)
         self.refs = Refs(self.folder)
-        self.lock = RepoLock(self)
+
+    @contextlib.contextmanager
+    def locked(self, stopped: Callable[[], bool] | None = None) -> Iterator[None]:
+        """Keep other mlxtp programs from changing it. Raises ModelError if nothing can be written here.
+
+        Raises Stopped while it waits for them, and without `stopped` ModelError instead of waiting.
+        """
+        path = self.cache / ".locks" / self.folder.name / "mlxtp.lock"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = path.open("wb")
+        except OSError as error:
+            raise ModelError(f"{self.name}: {why_not_written(error, self.cache)}") from None
+        with lock:
+            while not _flocked(lock):
+                if stopped is None:
+                    why = f"another process is adding to {self.name}; stop it, or wait until it is done"
+                    raise ModelError(why, Code.NOT_READY)
+                if stopped():
+                    raise Stopped
+                threading.Event().wait(_LOOK_S)
+            yield
 
     # --- what is here
 
+    def stored(self, revision: str) -> StoredCommit:
+        """Return how much of a commit is here, or of that of a branch or tag; all else asks this."""
+        commit = self.refs.commit(revision)
+        folder, manifest = self.folder / "snapshots" / commit, self._kept(commit)
+        if manifest is not None:
+            whole = all(_size(folder / file.path) == file.size for file in manifest.files)
+        elif whole := bool(commit) and not lacks(folder):
+            manifest = self._linked(folder)
+        if manifest is not None:
+            total = manifest.size
+            held = total if whole else self.blobs.held_bytes(manifest)
+        else:
+            held = total = folder_bytes(folder, links=True) if whole else 0
+        return StoredCommit(self.name, commit, manifest, folder if whole else None, held, total)
+
     def snapshot(self, revision: str) -> Path | None:
         """Return the folder of a revision if all of it is here, else None."""
-        if not (commit := self.refs.commit(revision)):
-            return None
-        folder = self.folder / "snapshots" / commit
-        if (kept := self._kept(commit)) is None:
-            return None if lacks(folder) else folder
-        return folder if all(_has_size(folder / file.path, file.size) for file in kept.files) else None
+        return self.stored(revision).folder
 
-    def manifest(self, commit: str) -> Manifest | None:
-        """Return the kept manifest of a commit, or one made of the links of another program's snapshot."""
-        return (self._kept(commit) or self._linked(commit)) if is_commit(commit) else None
+    def manifest(self, revision: str) -> Manifest | None:
+        """Return the kept manifest of a revision, or one made of the links of another program's snapshot."""
+        return self.stored(revision).manifest
 
     def _kept(self, commit: str) -> Manifest | None:
         try:
@@ -272,37 +278,30 @@ class Repo:
             return None
         return kept if (kept.name, kept.revision) == (self.name, commit) else None
 
-    def _linked(self, commit: str) -> Manifest | None:
-        folder = self.folder / "snapshots" / commit
+    def _linked(self, folder: Path) -> Manifest | None:
         try:
             found = [
                 ModelFile(path.relative_to(folder).as_posix(), path.stat().st_size, path.readlink().name)
                 for path in sorted(folder.rglob("*"))
                 if path.is_symlink()
             ]
-            manifest = check(Manifest(self.name, commit, wanted(found)))
+            return check(Manifest(self.name, folder.name, wanted(found)))
         except (OSError, ValueError):
             return None
-        return None if lacks(folder) else manifest
 
-    def begun(self) -> Manifest | None:
-        """Return the newest manifest of which something is missing."""
+    def begun(self) -> StoredCommit | None:
+        """Return the newest commit whose manifest was kept and of which something is missing."""
         try:
             kept = sorted((self.folder / FOLDER).glob("*.json"), key=lambda path: path.stat().st_mtime)
         except OSError:
             return None
-        found = (self.manifest(path.stem) for path in reversed(kept))
-        return next((each for each in found if each and self.snapshot(each.revision) is None), None)
+        found = (self.stored(path.stem) for path in reversed(kept) if is_commit(path.stem))
+        return next((each for each in found if each.manifest and not each.complete), None)
 
     def as_here(self) -> Repo:
         """Return the same model, by the name that its folder has on this disk: macOS ignores case."""
-        with contextlib.suppress(OSError):
-            names = [each.name for each in self.cache.iterdir()]
-            if self.folder.name not in names:
-                for name in names:
-                    if name.casefold() == self.folder.name.casefold() and self._is(self.cache / name):
-                        return _repo_of(name, self.cache) or self
-        return self
+        found = (each for each in repos_here(self.cache) if each.name.casefold() == self.name.casefold())
+        return next((each for each in found if self._is(each.folder)), self)
 
     def has_inside(self, path: Path) -> bool:
         """Return True if a path, in any spelling, leads into this model's folder."""
@@ -318,7 +317,7 @@ class Repo:
     # --- downloads
 
     def keep(self, manifest: Manifest) -> None:
-        """Store the manifest of files that are to come. Raises OSError."""
+        """Store the manifest of files that are to come."""
         _write(self.folder / FOLDER / f"{manifest.revision}.json", to_bytes(manifest))
         (self.folder / "blobs").mkdir(exist_ok=True)
 
@@ -333,7 +332,7 @@ class Repo:
             )
 
     def publish(self, manifest: Manifest, revision: str, *, by_hub: bool) -> Path:
-        """Return the new snapshot of a manifest whose blobs are all complete. Raises OSError.
+        """Return the new snapshot of a manifest whose blobs are all complete.
 
         `by_hub`: the Hub itself reported that `revision` is this commit.
         """
@@ -363,25 +362,25 @@ class Repo:
         return folder
 
     def refer(self, refs: Iterable[str], commit: str, stopped: Callable[[], bool], *, by_hub: bool) -> None:
-        """Do `Refs.point` under the lock. Raises OSError, and as `RepoLock.hold` does."""
-        with self.lock.hold(stopped):
+        """Do `Refs.point` under the lock. Raises as `locked` does."""
+        with self.locked(stopped):
             for ref in refs:
                 self.refs.point(ref, commit, by_hub=by_hub)
 
     # --- removal
 
     def drop(self, hashes: Iterable[str]) -> None:
-        """Remove these blobs, even of a complete model. Raises as `remove` does."""
-        with self.lock.hold():
+        """Remove these blobs, even of a complete model. Raises as `locked` does."""
+        with self.locked():
             for each in hashes:
                 (self.folder / "blobs" / each).unlink(missing_ok=True)
 
     def remove(self, commits: frozenset[str]) -> int:
         """Remove these commits, and the blobs that no other commit here uses. Returns the bytes freed.
 
-        Raises ModelError while another process adds to it, OSError.
+        Raises as `locked` does.
         """
-        with self.lock.hold():
+        with self.locked():
             before = folder_bytes(self.folder)
             commits &= self.commits()
             gone = {name for commit in commits for name in self._blobs_of(commit)}
@@ -432,7 +431,7 @@ class PartialFile:
         self._at = 0  #: Bytes that are hashed.
 
     def open(self) -> int:
-        """Open it, and hash its beginning; return the number of those bytes. Raises OSError, Stopped."""
+        """Open it, and hash its beginning; return the number of those bytes. Raises Stopped."""
         with self._lock:
             self._check_open()
             if self._data < 0:
@@ -473,7 +472,7 @@ class PartialFile:
             self._digest, self._at, self.held_bytes = self.file.digest(), 0, 0
 
     def finish(self) -> None:
-        """Give the file its name, once all of it is here. Raises Damaged, Stopped, OSError."""
+        """Give the file its name, once all of it is here. Raises Damaged, Stopped."""
         with self._lock:
             self._check_open()
             part = self._blobs.part(self.file)
@@ -513,7 +512,7 @@ class FileQueue:
 
 
 def hash_of(path: Path, file: ModelFile, on_bytes: Callable[[int], None]) -> str:
-    """Return the hash of what is at `path`, of the kind that `file` has. Raises OSError."""
+    """Return the hash of what is at `path`, of the kind that `file` has."""
     digest, buffer = file.digest(), memoryview(bytearray(_READ_BYTES))
     with path.open("rb", buffering=0) as source:
         while count := source.readinto(buffer):
@@ -531,16 +530,17 @@ def hub_name(name: str) -> tuple[Repo, str]:
     return Repo(repo), revision
 
 
-def _has_size(path: Path, size: int) -> bool:
+def _size(path: Path) -> int:
+    """Return the bytes of a file, or -1 for none."""
     try:
-        return path.stat().st_size == size
+        return path.stat().st_size
     except OSError:
-        return False
+        return -1
 
 
-def folder_bytes(folder: Path) -> int:
-    """Return the bytes of the files below a folder, without those of links."""
-    files = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+def folder_bytes(folder: Path, *, links: bool = False) -> int:
+    """Return the bytes of the files below a folder; with `links`, of those that they lead to, too."""
+    files = (path for path in folder.rglob("*") if path.is_file() and (links or not path.is_symlink()))
     try:
         return sum(path.stat().st_size for path in files)
     except OSError:  # it is being deleted
@@ -552,14 +552,29 @@ def _write(path: Path, data: bytes) -> None:
     write_whole(path, data, 0o666)
 
 
+def _flocked(lock: IO[bytes]) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 def repos_here(cache: Path | None = None) -> list[Repo]:
-    cache = cache or cache_folder()
-    found = (_repo_of(folder.name, cache) for folder in sorted(cache.glob("models--*--*")))
-    return [repo for repo in found if repo is not None]
+    cache, found = cache or cache_folder(), []
+    for folder in sorted(cache.glob("models--*--*")):
+        with contextlib.suppress(ValueError):
+            found.append(Repo("/".join(folder.name.split("--", 2)[1:]), cache))
+    return found
 
 
-def _repo_of(folder: str, cache: Path) -> Repo | None:
-    with contextlib.suppress(ValueError):
-        _, owner, name = folder.split("--", 2)
-        return Repo(f"{owner}/{name}", cache)
-    return None
+def commits_here(cache: Path | None = None) -> list[StoredCommit]:
+    """Return the commits in this Mac's Hub cache that are complete, or have begun to come by mlxtp."""
+    found = []
+    for repo in repos_here(cache):
+        refs = repo.refs.commits()
+        for here in map(repo.stored, sorted(repo.commits())):
+            if here.complete or here.held:
+                named = tuple(ref for ref, at in refs.items() if at == here.revision)
+                found.append(replace(here, refs=named))
+    return found

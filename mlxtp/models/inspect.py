@@ -365,38 +365,6 @@ def stored_models(folders: Iterable[tuple[str, Path]] = ()) -> tuple[StoredModel
     return tuple(filter(None, described))
 
 
-@dataclass(frozen=True, slots=True)
-class Revision:
-    """One revision of a model in the Hub's cache: `held` of `total` bytes are here. `refs` name it."""
-
-    name: str
-    revision: str
-    refs: tuple[str, ...]
-    held: int
-    total: int
-    complete: bool
-
-
-def revisions_here(cache: Path | None = None) -> list[Revision]:
-    """Return the revisions in this Mac's Hub cache that are complete, or have begun to come by mlxtp."""
-    found = []
-    for repo in repos_here(cache):
-        refs = repo.refs.commits()
-        for commit in sorted(repo.commits()):
-            manifest, folder = repo.manifest(commit), repo.snapshot(commit)
-            named = tuple(ref for ref, at in refs.items() if at == commit)
-            if manifest is not None:
-                total = manifest.size
-                held = total if folder is not None else repo.blobs.held_bytes(manifest)
-            elif folder is not None:
-                held = total = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-            else:
-                continue
-            if folder is not None or held:
-                found.append(Revision(repo.name, commit, named, held, total, folder is not None))
-    return found
-
-
 def _described(name: str, folder: Path) -> StoredModelInfo | None:
     try:
         config = read_config(folder)

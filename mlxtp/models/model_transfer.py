@@ -17,8 +17,7 @@ from ..cluster.node import ClusterNode
 from ..errors import Code, MlxtpError, ModelError
 from ..wire.cluster_messages import ModelHeld, StoredModel
 from .download import Fetch
-from .hub_cache import Repo, free_bytes, hub_name
-from .inspect import revisions_here
+from .hub_cache import Repo, commits_here, free_bytes, hub_name
 from .manifest import Holding, Manifest, TransferRate
 
 # --- models on the disks of members ---------------------------------------------------------------------
@@ -61,7 +60,7 @@ class StoredModels:
         return any(self.has(node_id, model) for node_id in self._node.links.nodes())
 
     async def _list(self) -> None:
-        here = await asyncio.to_thread(revisions_here)
+        here = await asyncio.to_thread(commits_here)
         largest = sorted(here, key=lambda each: -each.total)[: StoredModel.MOST]
         found = tuple(StoredModel(each.name, each.revision, each.total, each.complete) for each in largest)
         if found != self._here:
@@ -239,18 +238,17 @@ class TransferTable:
 
 def look(repo: Repo, revision: str, wants: bool) -> tuple[Path | None, Holding]:
     """Return the folder of a model if it is complete here, and its progress. Reads the disk."""
-    folder = repo.snapshot(revision)
+    here = repo.stored(revision)
     try:
         free = free_bytes(repo.cache)
     except OSError:
         free = 0
-    if folder is None:
+    if not here.complete:
         begun = repo.begun()
-        return None, Holding("", repo.blobs.held_bytes(begun) if begun is not None else 0, 0, free, wants)
-    manifest = repo.manifest(folder.name)
-    if manifest is None:  # from a program with other file names: usable, but not for copies
-        return folder, Holding(folder.name, 0, 0, free, wants=False)
-    return folder, Holding(folder.name, manifest.size, manifest.size, free, wants)
+        return None, Holding("", begun.held if begun is not None else 0, 0, free, wants)
+    if here.manifest is None:  # from a program with other file names: usable, but not for copies
+        return here.folder, Holding(here.revision, 0, 0, free, wants=False)
+    return here.folder, Holding(here.revision, here.held, here.total, free, wants)
 
 
 def holding(report: ModelHeld) -> Holding:

@@ -28,9 +28,9 @@ from mlxtp.errors import (
 from mlxtp.models import hub_cache, hub_client, peer_copy
 from mlxtp.models import manifest as manifests
 from mlxtp.models.download import Fetch
-from mlxtp.models.hub_cache import Damaged, Repo, Stopped
+from mlxtp.models.hub_cache import Damaged, Repo, Stopped, commits_here
 from mlxtp.models.hub_client import fetch_some, look_up
-from mlxtp.models.inspect import find_config, revisions_here
+from mlxtp.models.inspect import find_config
 from mlxtp.wire.frames import encode
 from mlxtp.wire.peer_messages import FileHeld, FilesWanted, FileWanted
 from mlxtp.wire.tls import (
@@ -196,7 +196,7 @@ def test_a_break_costs_nothing_that_has_come(hub: Hub) -> None:
     worker.join(20)
     assert stopped
     assert Repo(NAME).snapshot("main") is None, "what is half there is no model"
-    held = Repo(NAME).blobs.held_bytes(Repo(NAME).begun() or pytest.fail("nothing was kept"))
+    held = (Repo(NAME).begun() or pytest.fail("nothing was kept")).held
     model.pace, model.sent = 0.0, {}
     folder = fetch().from_hub()
     assert same(folder, dict(model.files))
@@ -370,10 +370,10 @@ def test_a_failed_pull_of_which_nothing_came_is_not_listed(hub: Hub) -> None:
     hub.models[NAME].gated = True
     with pytest.raises(ModelError, match="gated"):
         fetch().from_hub()
-    assert revisions_here() == []
+    assert commits_here() == []
     hub.models[NAME].gated = False
     fetch().from_hub()
-    assert [each.complete for each in revisions_here()] == [True]
+    assert [each.complete for each in commits_here()] == [True]
 
 
 def test_who_may_not_have_it_is_told_what_to_do(hub: Hub, tmp_path: Path) -> None:
@@ -650,10 +650,10 @@ def test_a_lender_that_goes_leaves_what_has_come(
     repo = Repo(NAME, pair.cache)
     begun = repo.begun()
     assert begun is not None
-    assert 0 < repo.blobs.held_bytes(begun) < begun.size
+    assert 0 < begun.held < begun.total
     hub.models[NAME].sent = {}
     assert same(fetch(pair.cache).from_hub(), with_weights(EXTRA)), "and the Hub brings the rest"
-    assert sum(hub.models[NAME].sent.values()) < begun.size
+    assert sum(hub.models[NAME].sent.values()) < begun.total
 
 
 def test_only_members_copy_and_only_what_is_lent(pair: Pair, tmp_path: Path) -> None:

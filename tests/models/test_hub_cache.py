@@ -60,7 +60,7 @@ def test_a_model_that_another_process_adds_to_is_not_removed(tmp_path: Path) -> 
     put(tmp_path)
     repo, other = Repo(NAME, tmp_path), Repo(NAME, tmp_path)
     with (
-        other.lock.hold(lambda: False),
+        other.locked(lambda: False),
         pytest.raises(ModelError, match=f"another process is adding to {NAME}; stop it, or wait"),
     ):
         repo.remove(frozenset({COMMIT}))
@@ -70,9 +70,9 @@ def test_a_model_that_another_process_adds_to_is_not_removed(tmp_path: Path) -> 
 
 def test_a_wait_for_another_process_can_be_stopped(tmp_path: Path) -> None:
     with (
-        Repo(NAME, tmp_path).lock.hold(),
+        Repo(NAME, tmp_path).locked(),
         pytest.raises(Stopped),
-        Repo(NAME, tmp_path).lock.hold(lambda: True),
+        Repo(NAME, tmp_path).locked(lambda: True),
     ):
         pytest.fail("it is held twice")
 
@@ -90,7 +90,7 @@ def test_who_waited_for_a_model_that_is_removed_locks_the_new_one(
 
     monkeypatch.setattr(fcntl, "flock", flock_after_remove)
     with (
-        repo.lock.hold(lambda: False),
+        repo.locked(lambda: False),
         pytest.raises(ModelError, match="another process is adding"),
     ):
         Repo(NAME, tmp_path).remove(frozenset({COMMIT}))

@@ -42,10 +42,11 @@ from .errors import MANY_FILES, RAISE_FILES, Code, ConfigError, GroupError, Mlxt
 from .gateway.admission import AdmissionLimits, FreeMemory, look_at_memory
 from .gateway.gateway import Gateway
 from .groups import boot_record, overview
+from .groups.controller import RemoteRanks
 from .groups.coordinator import Coordinator
 from .groups.fabric import FabricBench, FabricResults
 from .groups.forwarding import serve_requests
-from .groups.group import GroupMaker
+from .groups.group import Group, SharedParts
 from .groups.groups import Drain, Groups, group_of
 from .groups.health import ServingState
 from .groups.hosted_rank import HostedRanks
@@ -53,7 +54,6 @@ from .groups.lifecycle import StageListener
 from .groups.machines import Machines
 from .groups.on_request import OnRequest
 from .groups.overview import MemoryCheck, ReplicaLoads
-from .groups.owned_epoch import RemoteRanks
 from .groups.ranks import WORKER, Worker
 from .groups.selection import ModelSelection
 from .groups.sleep import KeepAwake, watch_sleep
@@ -317,7 +317,7 @@ def build_parts(
     hosted = HostedRanks(node, models.folder, node.replica.epoch, worker)
     results = FabricResults(node)
     machines = Machines(node, results)
-    maker = GroupMaker(
+    shared = SharedParts(
         node,
         gateway,
         models,
@@ -329,7 +329,7 @@ def build_parts(
         on_stage,
         Background(partial(_report_bug, node.end)),
     )
-    groups = Groups(node, gateway, hosted, maker.make)
+    groups = Groups(node, gateway, hosted, partial(Group, shared=shared))
     MemoryCheck(node, machines, groups)
     ReplicaLoads(node, gateway, groups)
     coordinator = Coordinator(node, models, machines, groups)
@@ -357,7 +357,7 @@ def build_parts(
             node,
             gateway,
             lambda name: group_of(groups, name).supervisor,
-            lambda name: group_of(groups, name).reports.serving(),
+            lambda name: group_of(groups, name).scope.serving(),
             results,
         ),
         selection,

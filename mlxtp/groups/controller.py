@@ -1,4 +1,4 @@
-"""The epochs of a group that this node owns: when the next one is formed, and how its links are then."""
+"""Plans of the epochs of a group that this node owns: when the next one is formed, with which ranks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 from functools import partial
 
+from ..cluster.links import ControlLink
 from ..cluster.node import ClusterNode
 from ..cluster.peer_reports import MachineReports
 from ..cluster.reconcile import FormEpoch, GroupForm, Situation
@@ -18,14 +19,23 @@ from ..placement.cost_model import ALONE
 from ..placement.formation import FailedGroup, blames_fabric, links_of, may_pass
 from ..placement.topology import Topology
 from ..values import stage_words
-from ..wire.cluster_messages import Machine, ModelStatus, Prepare
+from ..wire.cluster_messages import (
+    EpochEnded,
+    Machine,
+    ModelStatus,
+    Prepare,
+    Prepared,
+    RankPong,
+    RankSide,
+    RankStarted,
+    RankTrouble,
+)
 from ..wire.rdma import flat
 from .health import ServingState, of_the_model
-from .lifecycle import EpochPlan, Supervisor
+from .lifecycle import EpochPlan
 from .machines import Machines, local_split, model_lack
-from .owned_epoch import OwnedEpoch, RemoteRanks, ServingReports
 from .process_group import EpochGroup
-from .ranks import RemoteRank, Watcher
+from .ranks import RankWord, RemoteRank, Watcher
 from .scope import GroupScope
 
 log = logging.getLogger(__name__)
@@ -38,25 +48,31 @@ _OTHERWISE = frozenset((Code.REPLANNED, Code.SHUTTING_DOWN, Code.NOT_READY))
 _PASSING_TCP = (Code.FORM_FAILED, Code.LINK_TIMEOUT)
 
 
+class RemoteRanks:
+    """Ranks on other Macs of this node's epochs, by node id and epoch. Their agents' reports reach them."""
+
+    def __init__(self, node: ClusterNode) -> None:
+        self.by_epoch: dict[tuple[str, int], RemoteRank] = {}
+        node.links.on(self._reported, Prepared, RankStarted, RankPong, RankTrouble, EpochEnded, RankSide)
+
+    def release(self, number: int) -> None:
+        self.by_epoch = {key: rank for key, rank in self.by_epoch.items() if key[1] != number}
+
+    def _reported(self, link: ControlLink, message: RankWord) -> None:
+        if rank := self.by_epoch.get((link.node_id, message.epoch)):
+            rank.received(message)
+
+
 class GroupController:
     """Implements `lifecycle.EpochOwner`. `machines` gets what failed, for the coordinator's next plan."""
 
     def __init__(
-        self,
-        node: ClusterNode,
-        scope: GroupScope,
-        supervisor: Supervisor,
-        *,
-        reports: ServingReports,
-        machines: Machines,
-        remote: RemoteRanks,
-        readings: MachineReports,
+        self, scope: GroupScope, machines: Machines, remote: RemoteRanks, readings: MachineReports
     ) -> None:
-        self._node = node
+        self._node = scope.node
         self._scope = scope
-        self._supervisor = supervisor
+        self._supervisor = scope.supervisor
         self._readings = readings
-        self._reports = reports
         self._machines = machines
         self._remote = remote
         self._next: asyncio.Future[EpochPlan] | None = None  #: The plan that the supervisor waits for.
@@ -70,11 +86,10 @@ class GroupController:
     # --- for the supervisor --------------------------------------------------------------------------
 
     async def next_plan(self) -> EpochPlan:
-        """Wait until an epoch is to be formed; the last one is over."""
-        last = self._reports.owned
+        last = self._scope.plan
         if last is not None and last.wired.backend == "jaccl":
             # JACCL forms even with a cable out, between any ranks.
-            await self._readings.read_machine_now(last.ranks)
+            await self._readings.read_machine_now(last.order.form.ranks)
         self._let_go()
         self._next = asyncio.get_running_loop().create_future()
         self._node.changed()
@@ -93,40 +108,41 @@ class GroupController:
         One failure is enough, except for a lost process, a forward that was slow on all ranks, or a TCP port
         that was taken: those may pass.
         """
-        mine = self._reports.owned
-        if mine is None or len(mine.ranks) == 1 or error.code in _OTHERWISE:
+        plan = self._scope.plan
+        if plan is None or len(plan.order.form.ranks) == 1 or error.code in _OTHERWISE:
             return False
-        if of_the_model(error) and mine.order.form.model != self._loaded:
+        if of_the_model(error) and plan.order.form.model != self._loaded:
             return False
         passing = may_pass(error.code, error.detail)
-        passing |= mine.wired.backend != "jaccl" and error.code in _PASSING_TCP
-        return self._leave_out(mine.wired, error, formed=formed, strikes=STRIKES if passing else 1)
+        passing |= plan.wired.backend != "jaccl" and error.code in _PASSING_TCP
+        how = "formed, and failed then" if formed else "did not form"
+        return self._leave_out(plan, error, how, strikes=STRIKES if passing else 1)
 
     def died(self, error: MlxtpError, served_s: float, strikes: int, *, last: bool) -> bool:
         """Leave out a group over JACCL that ends again and again, or twice under one request.
 
         If that request ends the next group, too, it was to blame, and JACCL is no longer left out.
         """
-        mine = self._reports.owned
-        if mine is None or not may_blame(error.code):
+        plan = self._scope.plan
+        if plan is None or not may_blame(error.code):
             return False
         twice, in_its_place, self._in_its_place = strikes >= SUSPECT, self._in_its_place, False
-        if mine.wired.backend != "jaccl":
+        if plan.wired.backend != "jaccl":
             if twice and in_its_place:
-                self._absolve(mine.wired)
+                self._absolve(plan.wired)
             return False
         if not (blames_fabric(error.code, error.detail) or (twice and error.code is Code.RANK_STALLED)):
             return False
-        strikes = 1 if twice or last else STRIKES
-        self._in_its_place = self._leave_out(mine.wired, error, strikes=strikes, served_s=served_s)
+        how, strikes = "formed, and failed while it served", 1 if twice or last else STRIKES
+        self._in_its_place = self._leave_out(plan, error, how, strikes=strikes, served_s=served_s)
         return self._in_its_place
 
     def _let_go(self) -> None:
         """Broadcast that the last epoch is over: otherwise the others would keep its last report."""
-        mine, self._reports.owned = self._reports.owned, None
-        if mine is not None:
-            self._remote.release(mine.order.number)
-            self._reports.broadcast()
+        plan, self._scope.plan = self._scope.plan, None
+        if plan is not None:
+            self._remote.release(plan.order.number)
+            self._scope.broadcast()
 
     # --- decisions -----------------------------------------------------------------------------------
 
@@ -138,21 +154,21 @@ class GroupController:
         self._notice_changes()
         form, why = self.form()
         hold_until, hold = self._hold()
-        running, mine, row = self._reports.running(), self._reports.owned, self._scope.row
-        if running is not None and form not in (None, running.form):
-            assert form is not None
-            if not (wired := self._wired(form)).ranks:  # what runs does not end for what cannot be formed
-                form, why = None, wired.reason
-        if mine is not None and running is not None and self._supervisor.status.state is ServingState.READY:
-            self._machines.failed.formed(mine.wired.kind, links_of(mine.ranks, mine.wired.rdma))
-            self._loaded = mine.order.form.model
+        scope, running = self._scope, self._scope.running()
+        row, plan = scope.row, scope.plan
+        another = running is not None and form is not None and form != running.form
+        if form is not None and another and not (wired := self._wired(form)).ranks:
+            form, why = None, wired.reason  # what runs does not end for what cannot be formed
+        if plan is not None and running is not None and self._supervisor.status.state is ServingState.READY:
+            self._machines.failed.formed(plan.wired.kind, links_of(running.ranks, plan.wired.rdma))
+            self._loaded = running.form.model
         return Situation(
-            assignee=self._scope.assignment.owner,
+            assignee=scope.assignment.owner,
             model=row.model if row is not None else "",
             form=form,
             refusal=why,
             running=running,
-            others=self._reports.others(),
+            others=scope.others(),
             hold_until=hold_until,
             hold=hold,
             waiting_since=waiting_since,
@@ -194,16 +210,12 @@ class GroupController:
 
     def _hold(self) -> tuple[float, str]:
         """Return until when to wait for members' reports on whether they have the model, and the reason."""
-        node, met_at = self._node, self._node.peer_info.met_at
-        waits = [
-            (met_at[node_id] + TELL_S, node_id)
-            for node_id in self._scope.unreported
-            if node_id in met_at and node_id in self._scope.assignment.ranks
-        ]
-        if not waits:
-            return 0.0, ""
-        until, node_id = max(waits)
-        return until, f"{node.name_of(node_id)} has not yet reported whether it has the model"
+        met_at = self._node.peer_info.met_at
+        ranks = [node_id for node_id in self._scope.unreported if node_id in self._scope.assignment.ranks]
+        waits = [(met_at[node_id] + TELL_S, node_id) for node_id in ranks if node_id in met_at]
+        until, node_id = max(waits, default=(0.0, ""))
+        why = f"{self._node.name_of(node_id)} has not yet reported whether it has the model" if waits else ""
+        return until, why
 
     def begin(self, order: FormEpoch) -> str:
         """Have the supervisor form this epoch, unless it is still busy. Return why it cannot be formed."""
@@ -215,13 +227,13 @@ class GroupController:
             return wired.reason
         links, failed = links_of(wired.ranks, wired.rdma), self._machines.all_failed(over=False)
         left_out = any(each.is_in(wired.kind, links) for each in failed)
-        self._reports.owned = OwnedEpoch(order, wired, left_out)
-        self._node.replica.saw_epoch(order.number)
         group = self._group(order, wired)
+        self._scope.plan = EpochPlan(order, source, group, wired, left_out)
+        self._node.replica.saw_epoch(order.number)
         names = " + ".join(map(self._node.name_of, form.ranks))
         log.info("epoch %d: %s on %s", order.number, _joined(group), names, extra={"epoch": order.number})
         self._supervisor.status.in_epoch = True
-        self._next.set_result(EpochPlan(order.number, source, group))
+        self._next.set_result(self._scope.plan)
         return ""
 
     def _group(self, order: FormEpoch, wired: Candidate) -> EpochGroup:
@@ -241,10 +253,9 @@ class GroupController:
             made = {}
             for rank, node_id in enumerate(ranks[1:], 1):
                 prepare = Prepare(number, rank, fabric[rank], form.model, self._scope.group)
-                made[node_id, number] = RemoteRank(
-                    partial(node.links.send, node_id), node.name_of(node_id), prepare, watcher
-                )
-            self._remote.add(made)
+                send = partial(node.links.send, node_id)
+                made[node_id, number] = RemoteRank(send, node.name_of(node_id), prepare, watcher)
+            self._remote.by_epoch |= made
             return tuple(made.values())
 
         return EpochGroup(
@@ -282,36 +293,22 @@ class GroupController:
     # --- groups that failed --------------------------------------------------------------------------
 
     def _leave_out(
-        self,
-        wired: Candidate,
-        error: MlxtpError,
-        *,
-        formed: bool = True,
-        strikes: int = 1,
-        served_s: float | None = None,
+        self, plan: EpochPlan, error: MlxtpError, how: str, *, strikes: int, served_s: float | None = None
     ) -> bool:
         """Note that a group failed; return whether it is left out now, and was not before.
 
         Where it was, there is no other place.
         """
-        then = "then" if served_s is None else "while it served"
-        what = f"formed, and failed {then}" if formed else "did not form"
-        group = FailedGroup(wired.kind, links_of(wired.ranks, wired.rdma), f"it {what}: {error.detail}")
-        members = {member.node_id: member for member in self._machines.members()}
-        note = self._machines.failed.failed
-        if not note(group, error.code, members, time.monotonic(), strikes=strikes, served_s=served_s):
+        wired, failed = plan.wired, self._machines.failed
+        group = FailedGroup(wired.kind, links_of(wired.ranks, wired.rdma), f"it {how}: {error.detail}")
+        members, now = {member.node_id: member for member in self._machines.members()}, time.monotonic()
+        if not failed.failed(group, error.code, members, now, strikes=strikes, served_s=served_s):
             return False
         again_s = next((left_s for each, left_s in self._machines.left_out() if each == group), 0.0)
-        log.warning(
-            "%s on %s %s: %s; it is left out for %.0f s, or until cables, ports or versions change",
-            wired.title,
-            " + ".join(wired.names),
-            what,
-            error.detail,
-            again_s,
-        )
+        words = "%s on %s %s: %s; it is left out for %.0f s, or until cables, ports or versions change"
+        log.warning(words, wired.title, " + ".join(wired.names), how, error.detail, again_s)
         self._machines.tell()
-        return self._reports.owned is None or not self._reports.owned.left_out
+        return not plan.left_out
 
     def lacks(self, node_id: str, now: float) -> None:
         """Note the Mac, empty for none, that the next epoch waits for: after a while plans go without it.

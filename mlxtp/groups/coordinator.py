@@ -23,7 +23,7 @@ from .controller import TELL_S
 from .groups import Groups, unused_s
 from .health import COMING, SERVES, ServingState
 from .machines import Machines, model_lack
-from .owned_epoch import MIB
+from .scope import MIB
 
 log = logging.getLogger(__name__)
 
@@ -226,7 +226,7 @@ class Coordinator:
     def _reports(self) -> list[tuple[str, Serving]]:
         """Return the reports of groups with an epoch, or with one a moment ago, and their owners."""
         node, groups = self._node, self._groups.by_id
-        told = [(node.node_id, each.reports.serving()) for each in groups.values()]
+        told = [(node.node_id, each.scope.serving()) for each in groups.values()]
         told += node.links.reports.others(Serving)
         return [
             (owner, each)

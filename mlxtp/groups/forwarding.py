@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 
 from ..background import Background, log_failure
-from ..cluster.node import ClusterNode
 from ..discovery.addresses import host_and_port
 from ..errors import Code, GroupError, LinkError, MlxtpError
 from ..gateway.gateway import Gateway
@@ -34,9 +33,7 @@ from ..wire.session import LinkKind, Session, Side
 from ..wire.streams import StreamLink, open_tls
 from ..wire.tls import ALPN_REQUESTS, Credentials, member_context_client
 from .health import ServingState
-from .lifecycle import Supervisor
 from .loading import model_info
-from .owned_epoch import ServingReports
 from .process_group import EpochGroup
 from .scope import GroupScope
 
@@ -162,18 +159,10 @@ RETRY_S = 0.5
 class ForwardingBackend:
     """Forwarder of requests to the agent with rank 0. Call `follow` whenever the cluster may have changed."""
 
-    def __init__(
-        self,
-        node: ClusterNode,
-        scope: GroupScope,
-        supervisor: Supervisor,
-        reports: ServingReports,
-        credentials: Credentials,
-    ) -> None:
-        self._node = node
+    def __init__(self, scope: GroupScope, credentials: Credentials) -> None:
+        self._node = scope.node
         self._scope = scope
-        self._supervisor = supervisor
-        self._reports = reports
+        self._supervisor = scope.supervisor
         self._credentials = credentials
         #: Node, epoch, model and context that are served, or about to be.
         self._served: tuple[str, int, str, int] | None = None
@@ -196,7 +185,7 @@ class ForwardingBackend:
             self._drop("the group is being formed")
             if not self._supervisor.status.resting:
                 owned = self._scope.owned
-                why = self._reports.waiting if owned else self._scope.why_not
+                why = self._scope.waiting if owned else self._scope.why_not
                 self._show(ServingState.IDLE, 0, why or "the group is about to form", None)
             return
         node_id, serving = found
@@ -229,7 +218,7 @@ class ForwardingBackend:
         it is the former, whose report has the reason.
         """
         present = self._node.membership.status_of
-        servings = {owner: each for owner, each in self._reports.reports() if present(owner).present}
+        servings = {owner: each for owner, each in self._scope.reports() if present(owner).present}
         owner = self._scope.assignment.owner
         assigned = servings.get(owner)
         if assigned is not None and assigned.participants:

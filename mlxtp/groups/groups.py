@@ -84,14 +84,14 @@ class Groups:
         return ending[0] if ending else self._none
 
     def reports(self) -> list[Serving]:
-        mine = [each.reports.serving() for each in self.by_id.values()]
+        mine = [each.scope.serving() for each in self.by_id.values()]
         return [
             *(each for each in mine if each is not None),
             *(each for _, each in self._node.links.reports.others(Serving)),
         ]
 
     def held_bytes(self, node_id: str) -> int:
-        return sum(group.reports.held_bytes(node_id) for group in self.by_id.values())
+        return sum(group.scope.held_bytes(node_id) for group in self.by_id.values())
 
     @property
     def in_epoch(self) -> bool:
@@ -156,7 +156,7 @@ class Groups:
             self._none.decide(now)
         found = [
             self._node.rounds.attempt(
-                partial(group.decide, now), *(owner for owner, _ in group.reports.reports())
+                partial(group.decide, now), *(owner for owner, _ in group.scope.reports())
             )
             for group in list(self.by_id.values())
         ]
@@ -192,7 +192,7 @@ class Groups:
 
     def _broadcast(self) -> None:
         for group in self.by_id.values():
-            group.reports.broadcast()
+            group.scope.broadcast()
 
     def _desired(self, before: DeploymentTable, after: DeploymentTable) -> None:
         for row in before.live():

@@ -11,10 +11,12 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from ..api.backend import ModelInfo
+from ..cluster.reconcile import FormEpoch
 from ..config import Settings
 from ..errors import Code, GroupError, MlxtpError
 from ..gateway.gateway import Gateway
 from ..models.inspect import ModelSource, weight_bytes
+from ..placement.candidates import Candidate
 from .health import RestartPolicy, ServingState
 from .loading import KvRoom, LoadedModel, ModelLoader
 from .process_group import EpochGroup, ProcessGroup
@@ -33,11 +35,16 @@ StageListener = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True)
 class EpochPlan:
-    """The next epoch: its number, its model, and its ranks."""
+    """An epoch: as what it is ordered, its model and ranks, and the links of the ranks as they were then.
 
-    epoch: int
+    `left_out`: it is formed although it had failed, for want of another place.
+    """
+
+    order: FormEpoch
     model: ModelSource
     group: EpochGroup
+    wired: Candidate
+    left_out: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +54,6 @@ class _EpochEnd:
     `replaced`: it served, and another plan takes its place.
     """
 
-    epoch: int
     error: MlxtpError
     formed: bool
     served: bool
@@ -56,7 +62,7 @@ class _EpochEnd:
 
 
 class EpochOwner(Protocol):
-    """Owner of the epochs."""
+    """Plans the epochs, and is told how they end: `controller.GroupController`."""
 
     async def next_plan(self) -> EpochPlan:
         """Wait until an epoch is to be formed; the last one is over."""
@@ -65,10 +71,7 @@ class EpochOwner(Protocol):
         """Wait until something has changed since the last epoch failed for good."""
 
     def failed(self, error: MlxtpError, formed: bool) -> bool:
-        """Note that an epoch failed on its way up, before or after it had `formed` and proven itself.
-
-        Return whether another one may take its place.
-        """
+        """Note that an epoch failed on its way up. Return whether another one may take its place."""
 
     def died(self, error: MlxtpError, served_s: float, strikes: int, *, last: bool) -> bool:
         """Note that an epoch ended after it had served for `served_s`.
@@ -80,27 +83,21 @@ class EpochOwner(Protocol):
 
 
 class Supervisor:
-    """The parts of one group, and the epochs that this agent runs of it.
-
-    deployment  name of the deployment that the group serves
-    group       id of the group
-    """
+    """Life of one group here: epochs that are formed, loaded, served, drained and ended, one by one."""
 
     def __init__(
         self,
         settings: Settings,
         gateway: Gateway,
+        group: str,
         on_stage: StageListener = lambda _stage, _seconds: None,
         worker: Worker = WORKER,
-        *,
-        deployment: str,
-        group: str,
     ) -> None:
         self.gateway = gateway
-        self.deployment = deployment
         self.group = group
+        self.deployment = group.rpartition("#")[0]
         self.status = GroupStatus(gateway)
-        self.loader = ModelLoader(settings, partial(gateway.self_test, deployment))
+        self.loader = ModelLoader(settings, partial(gateway.self_test, self.deployment))
         self._make_ranks = partial(ProcessGroup, settings, on_event=gateway.on_event, worker=worker)
         #: Model of this agent's present epoch, or of the last one.
         self.source: ModelSource | None = None
@@ -124,10 +121,11 @@ class Supervisor:
                 end = await self._run_epoch(plan, owner)
                 self._current, status.in_epoch = None, False
                 if end.error.code is Code.REPLANNED:
-                    log.info("epoch %d ended: %s", plan.epoch, end.error.detail, extra={"epoch": plan.epoch})
+                    number = plan.order.number
+                    log.info("epoch %d ended: %s", number, end.error.detail, extra={"epoch": number})
                 else:
                     status.resting = True
-                    await self._rest(owner, end)
+                    await self._rest(owner, plan, end)
                     status.resting = False
         except asyncio.CancelledError:
             status.ranks = None
@@ -141,14 +139,14 @@ class Supervisor:
 
     async def _run_epoch(self, plan: EpochPlan, owner: EpochOwner) -> _EpochEnd:
         """Start the ranks, load the model, serve, and after a failure end the ranks."""
-        status, gateway, model = self.status, self.gateway, plan.model
+        status, gateway, model, number = self.status, self.gateway, plan.model, plan.order.number
 
         # This group will finish the requests that another Mac has served so far.
         gateway.park(self.group, GroupError("another group is formed", Code.REPLANNED))
         self.source = model
-        status.began(plan.epoch, plan.group, model.id)
+        status.began(number, plan.group, model.id)
         reached = partial(self._reached, time.monotonic())
-        ranks = self._current = self._make_ranks(plan.epoch, on_stage=reached, group=plan.group)
+        ranks = self._current = self._make_ranks(number, on_stage=reached, group=plan.group)
         ranks.kv_bytes = self.kv.limit_bytes
         formed = served = False
         try:
@@ -168,7 +166,7 @@ class Supervisor:
         except MlxtpError as failure:
             error = failure
         except Exception as bug:  # the process boundary of the ranks: they must not outlive a bug here
-            log.exception("epoch %d", plan.epoch, extra={"epoch": plan.epoch})
+            log.exception("epoch %d", number, extra={"epoch": number})
             error = GroupError(f"{type(bug).__name__}: {bug}", Code.INTERNAL)
 
         strikes, now = gateway.deployments.blamed(self.group, error.code), time.monotonic()
@@ -184,24 +182,23 @@ class Supervisor:
         else:
             known = await _to_its_end(ranks.kill(error))
             status.reason = error = known or error
-        return _EpochEnd(plan.epoch, error, formed, served, ranks.at_ring, replaced)
+        return _EpochEnd(error, formed, served, ranks.at_ring, replaced)
 
-    async def _rest(self, owner: EpochOwner, end: _EpochEnd) -> None:
+    async def _rest(self, owner: EpochOwner, plan: EpochPlan, end: _EpochEnd) -> None:
         """Wait for a while after a failed epoch, or give up and wait for the owner to change."""
-        error, about = end.error, {"epoch": end.epoch}
+        error, number, about = end.error, plan.order.number, {"epoch": plan.order.number}
         instead = end.replaced or (not end.served and owner.failed(error, end.formed))
         if end.replaced:
             delay_s: float | None = self._policy.replaced()
         else:
-            jaccl = self.status.group is not None and self.status.group.backend == "jaccl"
-            how = {"at_ring": end.at_ring, "jaccl": jaccl}
+            how = {"at_ring": end.at_ring, "jaccl": plan.group.backend == "jaccl"}
             delay_s = self._policy.delay_s(time.monotonic(), error, end.served, **how)
         if delay_s is not None:  # with `instead` the reason was logged with what is left out
             level, why = (logging.INFO, "") if instead else (logging.WARNING, f": {error.detail}")
-            log.log(level, "epoch %d ended%s; next one in %g s", end.epoch, why, delay_s, extra=about)
+            log.log(level, "epoch %d ended%s; next one in %g s", number, why, delay_s, extra=about)
             await _within(delay_s, owner.changed())
         elif not (instead and await _within(ANSWER_S, owner.changed())):
-            log.error("epoch %d: %s; giving up", end.epoch, error.detail, extra=about)
+            log.error("epoch %d: %s; giving up", number, error.detail, extra=about)
             self.status.enter(ServingState.FAILED)
             self.gateway.fail(self.deployment, error, unless_ready=True)
             await owner.changed()
@@ -223,16 +220,16 @@ class Supervisor:
         """True while this agent owns ranks, or still ends them."""
         return self._current is not None
 
-    def end_epoch(self, error: MlxtpError) -> None:
-        if self._current is not None:
-            if error.code is Code.REPLANNED:  # what comes meanwhile is for the next epoch
-                self.gateway.detach(self.group, error)
-            self._current.give_up(error)
-
-    def lost(self, node_id: str, detail: str) -> None:
-        """End the present epoch, if a rank of it runs on this Mac, which is lost."""
-        if self._current is not None:
-            self._current.lost(node_id, detail)
+    def end_epoch(self, error: MlxtpError, lost: str = "") -> None:
+        """End the present epoch. It learns that node `lost` is gone as it does of any failure of a rank."""
+        if self._current is None:
+            return
+        if lost:
+            self._current.lost(lost, error.detail)
+            return
+        if error.code is Code.REPLANNED:  # what comes meanwhile is for the next epoch
+            self.gateway.detach(self.group, error)
+        self._current.give_up(error)
 
     def woke(self, slept_s: float) -> None:
         """End an epoch with ranks elsewhere: while this machine slept, they went on or gave up."""

@@ -287,7 +287,7 @@ class OnRequest(ModelSwitch):
             if row is not None and row.keep_s in (PINNED, YIELDS):  # no client chose it
                 return _unready(f"{name} cannot be served: {status.reason.detail}")
             detail = f"{name} could not be loaded: {status.reason.detail}"
-            if of_the_model(status.reason) or any(each.broken for _, each in group.reports.reports()):
+            if of_the_model(status.reason) or any(each.broken for _, each in group.scope.reports()):
                 return RequestError(detail, Code.MODEL_INVALID, param="model")
             return _unready(f"{detail}; try again later")
         model, queue_s = group.scope.model, self._node.settings.limits.queue_s

@@ -1,42 +1,53 @@
-"""Purpose of one group: its deployment, its assignment, its model here."""
+"""One group as this node knows it: its purpose, its epoch here, and the reports by which others know it."""
 
 from __future__ import annotations
 
+import math
+import time
+from dataclasses import replace
+
 from ..cluster.cluster_state import NO_CLAIM
 from ..cluster.node import ClusterNode
+from ..cluster.reconcile import GroupForm, RunningEpoch
 from ..models.local_model import LocalModel, LocalModels
-from ..wire.cluster_messages import Deployment, GroupAssignment
+from ..wire.cluster_messages import Deployment, GroupAssignment, Serving
+from .health import SERVES, ServingState, of_the_model
+from .history import RateMeter
+from .lifecycle import EpochPlan, Supervisor
+from .machines import in_steps
 
 NOTHING_WANTED = "no model is configured; run `mlxtp serve MODEL`"
+MIB = 1 << 20
 
 
 class GroupScope:
-    """Purpose of one group. All else about the group is of its owner and its ranks."""
+    """Facts about one group. `plan` is that of its epoch, where this node forms or runs one."""
 
-    def __init__(self, group: str, node: ClusterNode, models: LocalModels) -> None:
+    def __init__(self, group: str, node: ClusterNode, models: LocalModels, supervisor: Supervisor) -> None:
         self.group = group
         self.deployment, _, index = group.rpartition("#")
+        self.index = int(index or 0)
         self.assignment = GroupAssignment(group, self.deployment)
         #: Claim of the coordinator whose assignment it is. Two coordinators apart may have had one term.
         self.assigned_in = NO_CLAIM
-        self.index = int(index or 0)
-        self._node = node
+        self.plan: EpochPlan | None = None
+        self.waiting = ""  #: Reason why this owner has no epoch.
+        self.node = node
+        self.supervisor = supervisor
         self._models = models
+        self._meter = RateMeter()  #: Of tokens of the group.
+
+    # --- what it is for ------------------------------------------------------------------------------
 
     @property
     def row(self) -> Deployment | None:
-        return self._node.desired.table.get(self.deployment)
+        return self.node.desired.table.get(self.deployment)
 
     @property
     def in_excess(self) -> bool:
         """True while no Mac is to run it, and its deployment has enough groups without it."""
-        row, replica = self.row, self._node.replica
+        row, replica = self.row, self.node.replica
         return row is None or (not self.assignment.owner and self.index >= replica.shown_groups(row))
-
-    @property
-    def version(self) -> int:
-        row = self.row
-        return row.version if row is not None else 0
 
     @property
     def model(self) -> LocalModel:
@@ -51,14 +62,120 @@ class GroupScope:
 
     @property
     def owned(self) -> bool:
-        return self.assignment.owner == self._node.node_id
+        return self.assignment.owner == self.node.node_id
 
     @property
     def why_not(self) -> str:
         if self.row is None:
             if self.group:
                 return f"{self.deployment} was unloaded"
-            return self._node.introduction.problem or NOTHING_WANTED
+            return self.node.introduction.problem or NOTHING_WANTED
         if not self.assignment.number:
             return "it has yet to be assigned to a Mac"
         return self.assignment.why or f"{self.deployment} has enough other groups"
+
+    # --- reports -------------------------------------------------------------------------------------
+
+    def broadcast(self) -> None:
+        """Have all members know the present report, or that this node has no such group."""
+        table, serving = self.node.links.reports, self.serving()
+        rest = [each for each in table.by(self.node.node_id, Serving) if each.group != self.group]
+        table.publish(Serving, *rest, *([serving] if serving is not None else []))
+
+    def serving(self) -> Serving | None:
+        """Return this node's report of the group; None if it is of another node."""
+        plan, supervisor, status = self.plan, self.supervisor, self.supervisor.status
+        if plan is None:
+            return self._without_epoch() if self.owned and self.row is not None else None
+        state, requests, info = status.state, supervisor.open_requests, supervisor.info
+        if not supervisor.has_ranks:  # it is about to begin, or is over
+            state, requests, info = ServingState.RESTARTING, 0, None
+        reason = status.reason.detail if status.reason is not None else ""
+        if state is ServingState.LOADING:
+            reason = status.progress
+        served, now = supervisor.gateway.deployments, time.monotonic()
+        work, form = served.work_of(self.group), plan.order.form
+        report = replace(
+            self._report(state, status.closing or reason),
+            epoch=plan.order.number,
+            backend=status.group.backend if status.group is not None else "none",
+            kind=form.kind if self.node.settings.ranks == 1 else "",
+            participants=form.ranks,
+            open_requests=requests,
+            model=form.model,
+            load_s=math.ceil(served.named(self.deployment).load_s),
+            running=work.running,
+            speed=round(self._meter.rate(work.tokens, now) or 0),
+            cached=work.cached,
+            split=form.split,
+            ready_s=int(status.history.served_s(now)),
+            used=work.tokens > 0,
+        )
+        if info is not None:
+            report = replace(
+                report,
+                context=info.context,
+                vocabulary=info.vocabulary,
+                eos=info.eos,
+                checkpoints=info.checkpoints,
+            )
+        if state in SERVES:
+            held = tuple(-(-self._held_here(node) // MIB) for node in form.ranks)
+            report = replace(report, held_mib=held, idle_s=served.unused_s(self.group))
+        return report
+
+    def _without_epoch(self) -> Serving:
+        status = self.supervisor.status
+        if not (status.resting and status.state is ServingState.FAILED):
+            return self._report(ServingState.IDLE, self.waiting)
+        error = status.reason
+        report = self._report(status.state, error.detail if error is not None else "")
+        return replace(report, broken=error is not None and of_the_model(error))
+
+    def _report(self, state: ServingState, why: str) -> Serving:
+        """Return a report without ranks and model."""
+        row, epoch = self.row, self.supervisor.status.epoch
+        ends = (row.version if row is not None else 0, 0, 0, (), 0, (), self.group, self.deployment)
+        return Serving(epoch, str(state), why, "none", "", (), 0, "", *ends)
+
+    def held_bytes(self, node_id: str) -> int:
+        """Return the bytes of that Mac's memory that ranks of this group hold: free for its next epoch."""
+        told = [dict(zip(each.participants, each.held_mib, strict=False)) for _, each in self.reports()]
+        return in_steps(self._held_here(node_id) + sum(held.get(node_id, 0) * MIB for held in told))
+
+    def _held_here(self, node_id: str) -> int:
+        ranks = self.supervisor.status.ranks
+        if ranks is None or node_id not in ranks.group.nodes:
+            return 0
+        pong = ranks.watch.pongs.get(ranks.group.nodes.index(node_id))
+        return pong.stats.memory_bytes if pong is not None else 0
+
+    def reports(self) -> list[tuple[str, Serving]]:
+        """Return the reports of other owners of this group."""
+        told = self.node.links.reports.others(Serving)
+        return [(owner, serving) for owner, serving in told if serving.group == self.group]
+
+    # --- epochs, for decisions -----------------------------------------------------------------------
+
+    def running(self) -> RunningEpoch | None:
+        """Return the epoch that this node owns; None while it has none."""
+        status = self.supervisor.status
+        if self.plan is None or not status.in_epoch:
+            return None
+        order, requests = self.plan.order, self.supervisor.open_requests
+        serves, draining = status.state in SERVES, status.state is ServingState.DRAINING
+        return RunningEpoch(order.number, order.form, order.boots, serves, requests, draining)
+
+    def others(self) -> tuple[RunningEpoch, ...]:
+        """Return the epochs of which the node of rank 0 reports that it runs them."""
+        return tuple(
+            RunningEpoch(
+                each.epoch,
+                GroupForm(each.model, each.participants, each.kind, each.split),
+                ready=each.state == ServingState.READY,
+                open_requests=each.open_requests,
+                draining=each.state == ServingState.DRAINING,
+            )
+            for owner, each in self.reports()
+            if each.participants[:1] == (owner,) and each.state in (*SERVES, ServingState.LOADING)
+        )

@@ -25,7 +25,7 @@ def made(settings: Settings, worker: Worker = WORKER) -> Supervisor:
     gateway = make_gateway(
         settings, lambda _model: overview.health(cast(Any, node), cast(Any, groups), gateway)
     )
-    supervisor = Supervisor(settings, gateway, worker=worker, deployment=DEPLOYMENT, group=GROUP)
+    supervisor = Supervisor(settings, gateway, GROUP, worker=worker)
     scope = SimpleNamespace(deployment=DEPLOYMENT, model=SimpleNamespace(source=None))
     group = SimpleNamespace(supervisor=supervisor, scope=scope)
     table = SimpleNamespace(live=lambda: ())

@@ -17,7 +17,7 @@ from mlxtp.cluster.reconcile import FormEpoch, GroupForm
 from mlxtp.config import embedded_model_path
 from mlxtp.errors import Code, GroupError
 from mlxtp.groups.controller import TELL_S, _joined
-from mlxtp.groups.owned_epoch import OwnedEpoch
+from mlxtp.groups.lifecycle import EpochPlan
 from mlxtp.groups.process_group import EpochGroup, ProcessGroup
 from mlxtp.models.inspect import ModelSource
 from mlxtp.placement.candidates import Candidate
@@ -73,7 +73,7 @@ def begun(node: Node, *links: FakeLink) -> EpochGroup:
 
 def over(node: Node) -> None:
     """As if its epoch had ended, with no report of it."""
-    node.group.reports.owned, node.group.supervisor.status.in_epoch = None, False
+    node.group.scope.plan, node.group.supervisor.status.in_epoch = None, False
 
 
 def formed(node: Node, *links: FakeLink) -> EpochGroup:
@@ -118,7 +118,7 @@ def test_the_owner_forms_exactly_the_ranks_that_are_assigned(
         assert (supervisor.status.in_epoch, supervisor.has_ranks) == (True, False), "it counts at once"
         assert (group.nodes, group.kind, group.split) == ((here, B, A), RING_ETHERNET, (2, 1, 1))
         assert (group.backend, group.fabric) == ("ring", "192.168.7.1")
-        node.group.reports.broadcast()
+        node.group.scope.broadcast()
         told = a.heard(Serving)[-1]
         assert (told.participants, told.kind) == ((here, B, A), RING_ETHERNET)
         node.hear(a, GroupAssignment(GROUP, "tiny", 5, 2, (B, A), RING_ETHERNET))
@@ -149,8 +149,8 @@ def test_ranks_that_lack_a_link_are_not_formed_and_say_so_until_it_is_there(
         node.hear(a, replace(there[A], interfaces=(), ports=()))
         node.tick()
         assert why in node.group.waiting
-        assert (plan.done(), node.group.reports.owned) == (False, None)
-        node.group.reports.broadcast()
+        assert (plan.done(), node.group.scope.plan) == (False, None)
+        node.group.scope.broadcast()
         told = a.heard(Serving)[-1]
         assert (told.reason, told.participants) == (node.group.waiting, ())
         node.hear(a, there[A])
@@ -239,7 +239,7 @@ def test_memory_that_another_owner_s_ranks_of_the_group_hold_is_free_for_its_nex
     async def story(node: Node) -> None:
         a = node.meet(A)
         node.lead(weights)
-        mine, other = node.group.reports, node.parts.groups.known("other#0").reports
+        mine, other = node.group.scope, node.parts.groups.known("other#0").scope
 
         def held(node_id: str) -> int:
             """Of the memory there, as the placement of this group sees it."""
@@ -265,9 +265,9 @@ def test_memory_that_ranks_of_its_own_epoch_hold_counts_as_held(tmp_path: Path, 
         pongs = {1: SimpleNamespace(stats=RankStats(memory_bytes=3 << 30))}
         status = node.group.supervisor.status
         status.ranks = cast(Any, SimpleNamespace(group=group, watch=SimpleNamespace(pongs=pongs)))
-        assert [node.group.reports.held_bytes(each) >> 30 for each in (A, B)] == [3, 0]
+        assert [node.group.scope.held_bytes(each) >> 30 for each in (A, B)] == [3, 0]
         status.ranks = None
-        assert node.group.reports.held_bytes(A) == 0
+        assert node.group.scope.held_bytes(A) == 0
 
     play(tmp_path, member, story)
 
@@ -298,17 +298,18 @@ def test_ports_are_read_again_after_a_group_over_jaccl(
         controller, looked = node.group.controller, []
 
         async def look(nodes: tuple[str, ...]) -> None:
-            looked.append((node.group.reports.owned, nodes))
+            looked.append((node.group.scope.plan, nodes))
 
         node.parts.readings.read_machine_now = look  # type: ignore[method-assign]
         ranks = (node.parts.node.node_id, A, B)
         order = FormEpoch(1, GroupForm("tiny", ranks), ("", "", ""))
-        mine = node.group.reports.owned = OwnedEpoch(order, Candidate(RING_ETHERNET, 3, backend=backend))
-        node.group.reports.serving = lambda: None  # type: ignore[method-assign]
+        wired = Candidate(RING_ETHERNET, 3, backend=backend)
+        mine = node.group.scope.plan = EpochPlan(order, weights, EpochGroup(1, 3, backend), wired)
+        node.group.scope.serving = lambda: None  # type: ignore[method-assign]
         await asyncio.wait({planning := asyncio.ensure_future(controller.next_plan())}, timeout=0.01)
         planning.cancel()
         assert looked == [(mine, ranks)] * looks
-        assert node.group.reports.owned is None
+        assert node.group.scope.plan is None
 
     play(tmp_path, member, story)
 
@@ -633,11 +634,11 @@ def test_a_group_that_failed_is_told_to_all_and_to_newcomers_until_its_macs_chan
     async def story(node: Node) -> None:
         a, b = node.meet(A), node.meet(B)
         node.lead(weights, desk())
-        group, mine = begun(node, a, b), node.group.reports.owned
+        group, mine = begun(node, a, b), node.group.scope.plan
         assert group.backend == "jaccl"
         assert mine is not None
         assert node.group.controller.failed(GroupError("no address", Code.FORM_FAILED), formed=False)
-        cable = " ".join((*sorted(mine.ranks), *("rdma_en2",) * 2))
+        cable = " ".join((*sorted(mine.order.form.ranks), *("rdma_en2",) * 2))
         told = LeftOutGroup(JACCL_MESH, (cable,), "it did not form: no address", over=False)
         assert left_out(a, b) == [[told]] * 2
         b.close()
@@ -730,7 +731,7 @@ def running(node: Node, link: FakeLink) -> ProcessGroup:
     awaiting, supervisor = awaited(node.group), node.group.supervisor
     node.live(link)
     plan = awaiting.result()
-    ranks = ProcessGroup(node.parts.node.settings, plan.epoch, lambda _: None, group=plan.group)
+    ranks = ProcessGroup(node.parts.node.settings, plan.order.number, lambda _: None, group=plan.group)
     supervisor._current = ranks
     node.live(link)
     assert ranks.watch.reports == []

@@ -300,7 +300,7 @@ def test_a_coordinator_keeps_its_own_group_between_two_epochs(
         other = B if scope.assignment.ranks[1] == A else A
         scope.assignment = replace(scope.assignment, ranks=(node.parts.node.node_id, other))
         node.live(a, b)
-        node.group.reports.owned, node.group.supervisor.status.in_epoch = None, False
+        node.group.scope.plan, node.group.supervisor.status.in_epoch = None, False
         node.live(a, b)
         assert scope.assignment.ranks == (node.parts.node.node_id, other), "no other one is planned"
 
@@ -435,7 +435,7 @@ def end_of(node: Node, name: str) -> list[str]:
     """From now on, why the epoch of a group is ended."""
     group, reasons = node.parts.groups.known(name), list[str]()
     group.supervisor.status.in_epoch = True
-    group.supervisor.end_epoch = lambda error: reasons.append(error.detail)  # type: ignore[method-assign]
+    group.supervisor.end_epoch = lambda error, _lost="": reasons.append(error.detail)  # type: ignore[method-assign]
     return reasons
 
 
@@ -444,7 +444,7 @@ def forms(node: Node, name: str, *links: FakeLink) -> None:
     group = node.parts.groups.known(name)
     awaited(group)
     node.live(*links)
-    assert group.reports.owned is not None, group.waiting
+    assert group.scope.plan is not None, group.waiting
 
 
 def test_the_groups_of_a_removed_deployment_end(tmp_path: Path, member: Member, weights: ModelSource) -> None:
@@ -460,7 +460,7 @@ def test_the_groups_of_a_removed_deployment_end(tmp_path: Path, member: Member, 
         node.tick()
         assert reasons == ["tiny was unloaded"]
         group = node.parts.groups.by_id[GROUP]
-        group.supervisor.status.in_epoch, group.reports.owned = False, None
+        group.supervisor.status.in_epoch, group.scope.plan = False, None
         node.live(a)
         assert list(node.parts.groups.by_id) == ["other#0"]
 
@@ -484,7 +484,7 @@ def test_no_group_begins_while_an_agent_ends(tmp_path: Path, member: Member, wei
         await ending
         running = {task.get_name() for task in asyncio.all_tasks()}
         assert not running & groups.by_id.keys()
-        assert all(each.reports.owned is None for each in groups.by_id.values())
+        assert all(each.scope.plan is None for each in groups.by_id.values())
 
     play(tmp_path, member, story)
 

@@ -280,7 +280,7 @@ def test_a_coordinator_without_another_mac_keeps_its_group_and_may_leave(
         assert node.parts.node.leadership.leading
         assert group.scope.owned
         assert node.parts.groups.may_leave
-        group.reports.owned, group.supervisor.status.in_epoch = None, False
+        group.scope.plan, group.supervisor.status.in_epoch = None, False
 
     one_node.play(tmp_path, member, story)
 

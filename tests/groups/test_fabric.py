@@ -337,7 +337,7 @@ def test_what_is_shown_as_measured_is_of_the_group_that_runs(
         node.lead(weights, desk())
         awaited(node.group)
         node.live(a)
-        mine = node.group.reports.serving()
+        mine = node.group.scope.serving()
         assert mine is not None
         assert len(mine.participants) == 2
         node.hear(a, replace(RESULT, nodes=mine.participants, backend="jaccl", kind=JACCL_MESH))

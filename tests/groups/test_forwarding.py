@@ -68,23 +68,17 @@ class Stage:
         )
         self.model = SimpleNamespace(problem="", source=ModelSource("tiny", embedded_model_path(), TEXT))
         self.scope = SimpleNamespace(
+            node=self.node,
+            supervisor=self.supervisor,
             row=Deployment("tiny", "tiny"),
             model=self.model,
             owned=False,
             why_not="members come and go",
             assignment=GroupAssignment(GROUP, DEPLOYMENT, ranks=(HOST,)),
-        )
-        self.reports = SimpleNamespace(
             waiting="",
             reports=lambda: list(self.servings.items()),
         )
-        self.follower = ForwardingBackend(
-            cast(Any, self.node),
-            cast(Any, self.scope),
-            self.supervisor,
-            cast(Any, self.reports),
-            member_of(first, folder).credentials,
-        )
+        self.follower = ForwardingBackend(cast(Any, self.scope), member_of(first, folder).credentials)
 
     async def _serve(self, reader: Any, writer: Any, _peer: Peer) -> None:
         self.connections += 1

@@ -17,6 +17,7 @@ from typing import Any, cast
 import pytest
 
 from mlxtp.api.backend import StreamEnd, Tokens
+from mlxtp.cluster.reconcile import FormEpoch, GroupForm
 from mlxtp.config import Settings
 from mlxtp.diagnostics import failure_store
 from mlxtp.errors import Code, GroupError, MlxtpError
@@ -28,6 +29,7 @@ from mlxtp.groups.lifecycle import EpochPlan
 from mlxtp.groups.process_group import EpochGroup
 from mlxtp.models import self_test
 from mlxtp.models.inspect import ModelSource, open_model
+from mlxtp.placement.candidates import Candidate
 from mlxtp.placement.cost_model import RING_ETHERNET, RING_THUNDERBOLT
 from mlxtp.wire.messages import Delta, Generate, Pong
 from mlxtp.wire.rank_stats import RankStats
@@ -41,6 +43,11 @@ pytestmark = pytest.mark.slow
 
 ALONE = EpochGroup(1, 1, "none", kind="one Mac alone")
 CLOSED = GroupError("the server is shutting down", Code.SHUTTING_DOWN)
+
+
+def planned(number: int, source: ModelSource, group: EpochGroup = ALONE) -> EpochPlan:
+    order = FormEpoch(number, GroupForm(source.id, ("",)), ("",))
+    return EpochPlan(order, source, group, Candidate(group.kind, group.world_size, backend=group.backend))
 
 
 class Stage:
@@ -80,7 +87,7 @@ class Stage:
         return False
 
     def plan(self, epoch: int, group: EpochGroup = ALONE) -> None:
-        self._plans.put_nowait(EpochPlan(epoch, self.source, group))
+        self._plans.put_nowait(planned(epoch, self.source, group))
 
     def change(self) -> None:
         self._changes.put_nowait(None)
@@ -129,16 +136,16 @@ def play(tmp_path: Path, source: ModelSource, story: Callable[[Stage], Awaitable
 
 def test_a_planned_epoch_that_does_not_begin_counts_no_longer(tmp_path: Path, source: ModelSource) -> None:
     async def scene() -> None:
-        planned: asyncio.Future[EpochPlan] = asyncio.get_running_loop().create_future()
+        plan: asyncio.Future[EpochPlan] = asyncio.get_running_loop().create_future()
 
         async def next_plan() -> EpochPlan:
-            return await planned
+            return await plan
 
         supervisor = made(Settings(tmp_path, "", 0, 1, "tiny", limits=LIMITS))
         running = asyncio.ensure_future(supervisor.run(cast(Any, SimpleNamespace(next_plan=next_plan))))
         await asyncio.sleep(0)
         supervisor.status.in_epoch = True  # by the owner
-        planned.set_result(EpochPlan(1, source, EpochGroup(1, 1, "none")))
+        plan.set_result(planned(1, source))
         running.cancel()  # before its task has seen the plan
         await asyncio.wait({running})
         assert (supervisor.status.in_epoch, supervisor.has_ranks) == (False, False)

@@ -39,7 +39,7 @@ def pretend_ready(node: Node, group: str = GROUP) -> list[str]:
     supervisor.status.enter(ServingState.LOADING)
     supervisor.status.enter(ServingState.READY)
     supervisor._current = cast(Any, SimpleNamespace())
-    supervisor.end_epoch = lambda error: reasons.append(error.detail)  # type: ignore[method-assign]
+    supervisor.end_epoch = lambda error, _lost="": reasons.append(error.detail)  # type: ignore[method-assign]
     return reasons
 
 

@@ -20,7 +20,7 @@ from mlxtp.groups import overview
 from mlxtp.groups.group import Group
 from mlxtp.groups.health import ServingState
 from mlxtp.groups.machines import Machines
-from mlxtp.groups.owned_epoch import MIB
+from mlxtp.groups.scope import MIB
 from mlxtp.placement.cost_model import HEADROOM_BYTES
 from mlxtp.placement.topology import MemberMachine
 from mlxtp.text import tokenizer

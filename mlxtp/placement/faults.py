@@ -21,7 +21,6 @@ from ..wire.cluster_messages import Machine, Port
 from .probe_macos import self_assigned
 
 THUNDERBOLT_5_GBPS = 80  #: Gb/s in each direction; Thunderbolt 4 and USB4 end at 40.
-MAC_STUDIO = "Mac Studio"
 RDMA_SINCE = (26, 2)  #: The first macOS with RDMA over Thunderbolt (Apple's TN3205).
 MUCH_SLOWER = 10  #: Factor by which a link may be slower than it should be before users are told.
 #: Groups whose ranks were killed that one RDMA device is said to bear until its Mac restarts, with the group
@@ -228,9 +227,7 @@ class PortOf(NamedTuple):
         """The reason for no RDMA on a Mac that has it: "place", "speed" or "device"; else ""."""
         if self.machine.rdma != "enabled" or self.port.rdma:
             return ""
-        if self.machine.model.startswith(MAC_STUDIO) and self.port.interface == "en2":
-            return "place"
-        return "speed" if 0 < self.port.gbps < THUNDERBOLT_5_GBPS else "device"
+        return unable(self.machine.model, self.port) or "device"
 
     @property
     def own(self) -> str:
@@ -250,6 +247,13 @@ class PortOf(NamedTuple):
         number = self.port.receptacle
         make = f"sudo networksetup -createnetworkservice 'mlxtp {number}' 'Thunderbolt {number}'; "
         return "" if self.port.service else make
+
+
+def unable(model: str, port: Port) -> str:
+    """Return why a port of such a Mac can have no RDMA: "place" or "speed"; else ""."""
+    if model.startswith("Mac Studio") and port.interface == "en2":
+        return "place"
+    return "speed" if 0 < port.gbps < THUNDERBOLT_5_GBPS else ""
 
 
 def is_scarce(formations: int) -> bool:

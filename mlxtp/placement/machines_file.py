@@ -16,8 +16,9 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..wire.cluster_messages import Interface, Port
+from .probe_macos import UNKNOWN
 from .tables import Chip, chip, core_counts, named, names, nearest
-from .topology import UNKNOWN, MemberMachine
+from .topology import MemberMachine
 
 MAX_NODES = 64
 _NODE_FIELDS = ("name", "chip", "memory", "count", "gpu_cores", "free", "ports", "rdma")

@@ -11,7 +11,7 @@ from itertools import chain
 from ..wire.cluster_messages import MAX_NOTES, Machine, Port
 from ..wire.codecs import U63
 from .cost_model import default_gpu_bytes
-from .faults import MAC_STUDIO, THUNDERBOLT_5_GBPS, notes_of
+from .faults import THUNDERBOLT_5_GBPS, notes_of, unable
 from .probe_macos import (
     COMMANDS,
     MAX_ADDRESSES,
@@ -19,20 +19,17 @@ from .probe_macos import (
     NOT_INSTALLED,
     NOT_RUN,
     SERVICES,
-    Bus,
+    UNKNOWN,
     HardwarePorts,
     NetworkDevice,
     Output,
-    Profile,
     Reading,
-    System,
     count,
     interfaces,
     note,
     only,
     printable,
 )
-from .topology import UNKNOWN
 
 Outputs = Mapping[str, Output]  #: Output of each command of `COMMANDS`; one that is missing was not run.
 
@@ -42,23 +39,22 @@ Outputs = Mapping[str, Output]  #: Output of each command of `COMMANDS`; one tha
 def mac(outputs: Outputs, address: str = "") -> Machine:
     """Return a Mac from the outputs of all `COMMANDS`. With `address`, only its interface counts."""
     read = _read(outputs, cheap=False)
-    profile: Profile = read["system_profiler"].value
+    profile: Machine = read["system_profiler"].value
     devices, switch = read["ibv_devices"], read["rdma_ctl"].value
     every = _read(outputs, cheap=True)
-    system: System = every["sysctl"].value
+    system: Machine = every["sysctl"].value
     ports: HardwarePorts = every["networksetup"].value
     machine = replace(
-        UNKNOWN,
+        profile,
         system="macos",
         release=system.release,
         build=system.build,
         model=profile.model or system.model,
         chip=profile.chip or system.chip,
         cpu_cores=system.cpu_cores or profile.cpu_cores,
-        gpu_cores=profile.gpu_cores,
         memory_bytes=system.memory_bytes or profile.memory_bytes,
-        rdma=_rdma(switch, devices, profile),
-        ports=tuple(_port(bus, ports.thunderbolt, devices.value, profile.model) for bus in profile.buses),
+        rdma=_rdma(switch, devices, profile.ports),
+        ports=tuple(_port(port, ports.thunderbolt, devices.value, profile.model) for port in profile.ports),
     )
     if switch != "enabled":
         del read["ibv_devices"]
@@ -94,7 +90,7 @@ def _changing(machine: Machine, outputs: Outputs, read: dict[str, Reading], addr
         free, wired = memory.value
         machine = replace(machine, free_bytes=free, wired_bytes=wired)
     if not system.missing or not machine.gpu_bytes:
-        limit = min(system.value.wired_limit_bytes, machine.memory_bytes or U63)
+        limit = min(system.value.gpu_bytes, machine.memory_bytes or U63)
         machine = replace(machine, gpu_bytes=limit or default_gpu_bytes(machine.memory_bytes))
     if not power.missing:
         machine = replace(machine, power=power.value)
@@ -119,10 +115,10 @@ def _notes(outputs: Outputs, read: Mapping[str, Reading]) -> tuple[str, ...]:
     return tuple(chain.from_iterable(told))
 
 
-def _rdma(switch: str, devices: Reading, profile: Profile) -> str:
+def _rdma(switch: str, devices: Reading, ports: Iterable[Port]) -> str:
     """Return "enabled", "disabled" or "unsupported": the switch in Recovery exists on any Mac."""
-    idle = [bus.gbps for bus in profile.buses if not bus.connected and bus.gbps]
-    linked = [bus.gbps for bus in profile.buses if bus.connected]
+    idle = [port.gbps for port in ports if not port.active and port.gbps]
+    linked = [port.gbps for port in ports if port.active]
     if idle and max(idle + linked) < THUNDERBOLT_5_GBPS:
         return "unsupported"
     if devices.value:
@@ -132,22 +128,12 @@ def _rdma(switch: str, devices: Reading, profile: Profile) -> str:
     return switch or "unsupported"
 
 
-def _port(bus: Bus, names: Mapping[int, str], devices: frozenset[str], model: str) -> Port:
-    interface = names.get(bus.receptacle, "")
+def _port(port: Port, names: Mapping[int, str], devices: frozenset[str], model: str) -> Port:
+    interface = names.get(port.receptacle, "")
     device = f"rdma_{interface}"
-    slow = bus.connected and 0 < bus.gbps < THUNDERBOLT_5_GBPS
-    # The port next to Ethernet is listed, but its connections fail.
-    without = model.startswith(MAC_STUDIO) and interface == "en2"
-    return Port(
-        receptacle=bus.receptacle,
-        interface=interface,
-        domain=bus.domain,
-        peer_domain=bus.peer_domain,
-        hub=bus.hub,
-        gbps=bus.gbps if bus.connected else 0,
-        rdma=device if device in devices and not slow and not without else "",
-        active=False,
-    )
+    found = replace(port, interface=interface, gbps=port.gbps if port.active else 0, active=False)
+    # Some devices are listed, but their connections fail.
+    return found if device not in devices or unable(model, found) else replace(found, rdma=device)
 
 
 def _with_kinds(links: Sequence[NetworkDevice], ports: Reading, machine: Machine) -> Iterator[NetworkDevice]:

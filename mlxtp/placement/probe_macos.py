@@ -9,17 +9,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from ipaddress import AddressValueError, IPv4Address
 from typing import Any
 
 from .. import free_memory
-from ..wire.cluster_messages import MAX_INTERFACES, MAX_PORTS, MAX_SERVICE, Interface
+from ..wire.cluster_messages import MAX_INTERFACES, MAX_PORTS, MAX_SERVICE, Interface, Machine, Port
 from ..wire.codecs import U63
 
 # --- outputs of commands, and values read from them ------------------------------------------------------
 
 MAX_NOTE = 300  #: Characters of one sentence in `Machine.notes`.
+#: A machine of which nothing is known. Parsers fill in their part of it.
+UNKNOWN = Machine("other", "", "", "", "", 0, 0, 0, 0, 0, 0, "unknown", "unsupported", False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,27 +147,18 @@ def _usefulness(interface: Interface) -> tuple[bool, bool, str, str]:
 # --- commands that print lines ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class System:
-    release: str = ""
-    build: str = ""
-    model: str = ""
-    chip: str = ""
-    cpu_cores: int = 0
-    memory_bytes: int = 0
-    wired_limit_bytes: int = 0
-
-
 def parse_sysctl(text: str) -> Reading:
+    """Read a part of a Machine, with the limit that its owner set, or 0, in `gpu_bytes`."""
     values = {name: value.strip() for name, colon, value in _parted(text, ":") if colon}
-    system = System(
+    system = replace(
+        UNKNOWN,
         release=printable(values.get("kern.osproductversion"), 60),
         build=printable(values.get("kern.osversion"), 60),
         model=printable(values.get("hw.model"), 60),
         chip=printable(values.get("machdep.cpu.brand_string"), 80),
         cpu_cores=count(values.get("hw.ncpu"), 4096),
         memory_bytes=count(values.get("hw.memsize"), U63),
-        wired_limit_bytes=min(count(values.get("iogpu.wired_limit_mb"), 2**43) * 2**20, U63),
+        gpu_bytes=min(count(values.get("iogpu.wired_limit_mb"), 2**43) * 2**20, U63),
     )
     told = {"macOS version": system.release, "cores": system.cpu_cores, "memory": system.memory_bytes}
     return Reading(system, tuple(name for name, value in told.items() if not value))
@@ -341,52 +334,27 @@ _MAX_ITEMS = 64  #: Devices that are read behind one port; a chain of hubs has a
 _GIB = 2**30
 
 
-@dataclass(frozen=True, slots=True)
-class Bus:
-    """One Thunderbolt port with the cable in it, as `wire/cluster_messages.py` has it.
-
-    `gbps` is the speed of the link if `connected`, else the most that the port can do, 0 when unknown.
-    """
-
-    receptacle: int
-    domain: str
-    peer_domain: str
-    hub: bool
-    connected: bool
-    gbps: int
-
-
-@dataclass(frozen=True, slots=True)
-class Profile:
-    """Model and hardware of a Mac. Unknown values are empty or 0. Memory is in bytes."""
-
-    model: str = ""
-    chip: str = ""
-    cpu_cores: int = 0
-    gpu_cores: int = 0
-    memory_bytes: int = 0
-    buses: tuple[Bus, ...] = ()
-
-
 def parse_profile(text: str) -> Reading:
+    """Read a part of a Machine. Connected ports are `active`; `gbps` of others is the most they can do."""
     try:
         told = json.loads(text)
     except (ValueError, RecursionError):
-        return Reading(Profile(), ("model", "chip", "GPU cores", "Thunderbolt cables"))
+        return Reading(UNKNOWN, ("model", "chip", "GPU cores", "Thunderbolt cables"))
     hardware = next(_maps(_get(told, "SPHardwareDataType")), {})
     # A Mac may list external displays' adapters too: the GPU is the one that counts its cores.
     gpu_cores = [count(_get(gpu, "sppci_cores"), 4096) for gpu in _maps(_get(told, "SPDisplaysDataType"))]
     name, identifier = (printable(_get(hardware, f"machine_{key}"), 28) for key in ("name", "model"))
-    profile = Profile(
+    profile = replace(
+        UNKNOWN,
         model=f"{name} ({identifier})" if name and identifier else name or identifier,
         chip=printable(_get(hardware, "chip_type"), 80),
         # "proc 32:24:8" is all cores, then the fast and the slow ones.
         cpu_cores=count(_get(hardware, "number_processors"), 4096),
         gpu_cores=max(gpu_cores, default=0),
         memory_bytes=_memory_bytes(_get(hardware, "physical_memory")),
-        buses=_buses(_get(told, "SPThunderboltDataType")),
+        ports=_ports(_get(told, "SPThunderboltDataType")),
     )
-    cables = profile.buses or _get(told, "SPThunderboltDataType") == []
+    cables = profile.ports or _get(told, "SPThunderboltDataType") == []
     found = {"model": profile.model, "chip": profile.chip, "GPU cores": profile.gpu_cores}
     found["Thunderbolt cables"] = cables
     return Reading(profile, tuple(name for name, value in found.items() if not value))
@@ -399,31 +367,28 @@ def _memory_bytes(told: object) -> int:
     return min(count(size, 10**6) * unit, U63)
 
 
-def _buses(told: object) -> tuple[Bus, ...]:
-    buses: dict[int, Bus] = {}
-    for entry in _maps(told):
-        bus = _bus(entry)
-        # A bus without a receptacle leads to no port; two with one number would be one port listed twice.
-        if bus is not None:
-            buses.setdefault(bus.receptacle, bus)
-    return tuple(buses[number] for number in sorted(buses)[:MAX_PORTS])
+def _ports(told: object) -> tuple[Port, ...]:
+    ports: dict[int, Port] = {}
+    for port in map(_port, _maps(told)):
+        ports.setdefault(port.receptacle, port)  # two with one number would be one port listed twice
+    ports.pop(0, None)  # a bus without a receptacle leads to no port
+    return tuple(ports[number] for number in sorted(ports)[:MAX_PORTS])
 
 
-def _bus(entry: dict[str, Any]) -> Bus | None:
+def _port(entry: dict[str, Any]) -> Port:
     port = _get(entry, "receptacle_1_tag")
-    receptacle = count(_get(port, "receptacle_id_key"), 64)
-    if not receptacle:
-        return None
     macs = [(_uuid(item), depth) for item, depth in _devices(entry) if _uuid(item)]
     # Nearest first: a hub's own place in the list does not show which Mac is cabled to it.
     peer, depth = min(macs, key=lambda mac: mac[1], default=("", 0))
-    return Bus(
-        receptacle=receptacle,
+    return Port(
+        receptacle=count(_get(port, "receptacle_id_key"), 64),
+        interface="",
         domain=_uuid(entry),
         peer_domain=peer,
         hub=depth > 0,
-        connected=_get(port, "receptacle_status_key") == "receptacle_connected" or bool(peer),
         gbps=count(_get(port, "current_speed_key"), 1000),
+        rdma="",
+        active=_get(port, "receptacle_status_key") == "receptacle_connected" or bool(peer),
     )
 
 

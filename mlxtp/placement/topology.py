@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from ..wire.cluster_messages import Interface, Machine, Port
 from . import faults
+from .probe_macos import self_assigned
 
 THUNDERBOLT = "thunderbolt"
 ETHERNET = "ethernet"
@@ -19,7 +20,6 @@ WIFI = "wifi"
 LOOPBACK = "loopback"
 #: Kinds of networks that a TCP ring can run on, the fastest first.
 NETWORKS = (THUNDERBOLT, ETHERNET, WIFI, LOOPBACK)
-_LINK_LOCAL = IPv4Network("169.254.0.0/16")
 #: Values of the setting fabric_networks, the strictest first. Each admits the links of those before it.
 FABRIC_NETWORKS = ("thunderbolt", "private", "any")
 _FOR_TWO = 30  #: Prefix of a network with addresses for two machines; longer ones have as many or fewer.
@@ -50,10 +50,6 @@ class MemberMachine:
     taken_bytes: int = 0
 
 
-#: A machine of which nothing is known.
-UNKNOWN = Machine("other", "", "", "", "", 0, 0, 0, 0, 0, 0, "unknown", "unsupported", False)
-
-
 class LinkEnd(NamedTuple):
     """One end of a link over TCP."""
 
@@ -66,7 +62,7 @@ class LinkEnd(NamedTuple):
 
     @property
     def is_local(self) -> bool:
-        return _address(self.address) in _LINK_LOCAL
+        return self_assigned(self.address)
 
     def strays(self, peer: str) -> bool:
         """Return whether packets for `peer` may leave by Wi-Fi or Ethernet instead of this interface."""

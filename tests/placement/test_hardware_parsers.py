@@ -9,7 +9,6 @@ import pytest
 
 from mlxtp.placement.probe_macos import (
     SERVICES,
-    Bus,
     NetworkDevice,
     Output,
     Reading,
@@ -27,16 +26,17 @@ from mlxtp.placement.probe_macos import (
     parse_vm_stat,
     printable,
 )
+from mlxtp.wire.cluster_messages import Port
 
 from .recorded_macs import ULTRA, recorded
 
 OWN, PEER, FAR = (f"{n}0000000-0000-4000-8000-000000000000" for n in "ABC")
 
 
-def bus(*items: Any, **port: str) -> Bus:
+def bus(*items: Any, **port: str) -> Port:
     told = {"receptacle_id_key": "2", "receptacle_status_key": "receptacle_connected", **port}
     entry = {"domain_uuid_key": OWN, "receptacle_1_tag": told, "_items": list(items)}
-    (found,) = parse_profile(json.dumps({"SPThunderboltDataType": [entry]})).value.buses
+    (found,) = parse_profile(json.dumps({"SPThunderboltDataType": [entry]})).value.ports
     return found
 
 
@@ -44,7 +44,9 @@ def bus(*items: Any, **port: str) -> Bus:
 
 
 def test_a_mac_at_the_other_end() -> None:
-    assert bus({"domain_uuid_key": PEER}, current_speed_key="80 Gb/s") == Bus(2, OWN, PEER, False, True, 80)
+    assert bus({"domain_uuid_key": PEER}, current_speed_key="80 Gb/s") == Port(
+        2, "", OWN, PEER, False, 80, "", True
+    )
 
 
 def test_behind_two_hubs_it_is_still_found() -> None:
@@ -78,7 +80,7 @@ def test_the_number_in_a_speed_counts_in_any_language(told: str, gbps: int) -> N
 def test_a_port_without_a_number_is_none(receptacle: str) -> None:
     told = [{"domain_uuid_key": OWN, "receptacle_1_tag": {"receptacle_id_key": receptacle}}]
     reading = parse_profile(json.dumps({"SPThunderboltDataType": told}))
-    assert reading.value.buses == ()
+    assert reading.value.ports == ()
     assert "Thunderbolt cables" in reading.missing
 
 
@@ -111,7 +113,7 @@ def test_memory_is_counted_as_apple_does(told: object, size: int) -> None:
 def test_a_name_that_sysctl_does_not_know_is_left_out() -> None:
     reading = parse_sysctl("kern.osproductversion: 14.6.1\nhw.ncpu: 8\n")
     assert reading.missing == ("memory",)
-    assert (reading.value.release, reading.value.wired_limit_bytes) == ("14.6.1", 0)
+    assert (reading.value.release, reading.value.gpu_bytes) == ("14.6.1", 0)
 
 
 #: Two outputs that owners published. Active and inactive alone do not tell the file cache from programs.

@@ -37,7 +37,7 @@ class BlockingLink:
         self._closed = False
 
     def send(self, message: Message) -> int:
-        """Send one message and return the seq of its frame. Raises what `Session.send` raises.
+        """Send one message; returns the seq of its frame. Raises what `Session.send` raises.
 
         Raises LinkError, and closes the link: LINK_TIMEOUT when the peer did not take all of it within
         `send_timeout_s`, LINK_LOST when the link is gone.
@@ -60,10 +60,10 @@ class BlockingLink:
         return seq
 
     def receive(self, timeout_s: float | None = None) -> list[Received]:
-        """Wait for messages and return them; [] only at the end, in order or by `close` at this end.
+        """Wait for messages; [] only at the end, in order or by `close` here. Raises as
+        `Session.receive_data`.
 
-        Raises LinkError: LINK_LOST when the peer is gone, LINK_TIMEOUT when no message was complete after
-        `timeout_s` seconds. Raises what `Session.receive_data` raises.
+        Raises LinkError: LINK_LOST when the peer is gone, LINK_TIMEOUT after `timeout_s` seconds.
         """
         ends_at = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
@@ -108,16 +108,13 @@ class BlockingLink:
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """Return a TCP socket that listens on `host`, at a free port unless one is named. Raises OSError."""
+    """Listen on `host`, at a free port unless one is named. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=_BACKLOG)
 
 
 def connect(address: str, deadline_s: float) -> socket.socket:
-    """Connect to `address` ("host:port"), and retry while no process listens there yet.
-
-    Raises LinkError: LINK_TIMEOUT after `deadline_s` seconds, LINK_LOST when there is no way to the host.
-    """
+    """Connect to "host:port", retrying while none listens. Raises LinkError, LINK_TIMEOUT at the deadline."""
     host, _, port = address.rpartition(":")
     deadline = time.monotonic() + deadline_s
     while (left := deadline - time.monotonic()) > 0:

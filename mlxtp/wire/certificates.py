@@ -71,12 +71,11 @@ class MemberCertificates:
         return cluster_of(self.authority)
 
     def to_pem(self) -> bytes:
-        """Return a member's file, all of which TLS shows."""
         return certificates_to_pem(self.certificate, self.authority)
 
     @classmethod
     def from_pem(cls, pem: bytes) -> MemberCertificates:
-        """Return the content of such a file. Raises ValueError for anything else."""
+        """Raises ValueError for anything but a member's file."""
         found = certificates_from_pem(pem)
         if len(found) != 2:
             raise ValueError(f"it holds {len(found)} certificates instead of 2")
@@ -89,7 +88,6 @@ class Authority:
     key: PrivateKey = field(repr=False)
 
     def certify(self, node_id: str, key: PublicKey) -> bytes:
-        """Return a certificate of `key` for both ends of TLS."""
         cluster_id = cluster_of(self.certificate)
         issuer = self.key.public_key()
         uses = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
@@ -106,7 +104,6 @@ class Authority:
 
 
 def found(cluster_id: str, key: PrivateKey) -> Authority:
-    """Create an authority of a cluster, its certificate signed by itself."""
     name = f"mlxtp cluster {cluster_id}"
     builder = (
         _builder(name, key.public_key())
@@ -119,7 +116,7 @@ def found(cluster_id: str, key: PrivateKey) -> Authority:
 
 
 def authority_of(certificate: bytes, key: PrivateKey) -> Authority:
-    """Return the authority. Raises ProtocolError (NOT_AUTHENTIC) if the two do not belong together."""
+    """Raises ProtocolError (NOT_AUTHENTIC) if the two do not belong together."""
     cluster_of(certificate)
     if fingerprint(authority_key(certificate)) != fingerprint(key.public_key()):
         raise _not_authentic("the authority's certificate and key do not belong together")
@@ -214,22 +211,19 @@ def authority_hash(authority: bytes) -> bytes:
 
 
 def point_of(key: PublicKey) -> bytes:
-    """Return the key as a point of 65 bytes."""
     return key.public_bytes(Encoding.X962, PublicFormat.UncompressedPoint)
 
 
 def key_at(point: bytes) -> PublicKey:
-    """Return the key of such a point. Raises ValueError for one that is not on the curve."""
     return ec.EllipticCurvePublicKey.from_encoded_point(ec.SECP256R1(), point)
 
 
 def key_to_pem(key: PrivateKey) -> bytes:
-    """Return the private key as PKCS 8, not encrypted."""
     return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
 
 def key_from_pem(pem: bytes) -> PrivateKey:
-    """Return the first private key in `pem`. Raises ValueError when there is none, or none on P-256."""
+    """Raises ValueError when there is no private key, or none on P-256."""
     try:
         key = load_pem_private_key(pem, password=None)
     except _UNREADABLE:
@@ -244,7 +238,7 @@ def certificates_to_pem(*certificates: bytes) -> bytes:
 
 
 def certificates_from_pem(pem: bytes) -> list[bytes]:
-    """Return the certificates in a PEM text, in order. Raises ValueError when there is none."""
+    """Raises ValueError when there is none."""
     try:
         return [parsed.public_bytes(Encoding.DER) for parsed in x509.load_pem_x509_certificates(pem)]
     except _UNREADABLE:

@@ -44,18 +44,16 @@ _pack = msgpack.Packer().pack
 
 
 class Frame(NamedTuple):
-    """One frame, its body checked field by field. `seq` and `epoch` are not checked here."""
-
     message: Message
     epoch: int
     seq: int
 
 
 def encode(message: Message, epoch: int, seq: int, limit: int = MAX_FRAME) -> bytes:
-    """Return the frame of `message`, length included.
+    """Return the frame of `message`, length included. Raises LocalProtocolError.
 
-    Raises LocalProtocolError: FIELD_INVALID for a value that no receiver would accept, FRAME_OVERSIZE for
-    more than `limit` bytes. Fields of a decode step or an Ack must only fit their 32 or 64 bits.
+    FIELD_INVALID: no receiver would accept a value; those of a decode step or an Ack must only fit their 32
+    or 64 bits. FRAME_OVERSIZE: more than `limit` bytes.
     """
     try:
         body = message.CODEC.to_wire(message)
@@ -82,15 +80,11 @@ class Decoder:
         self._at = 0
 
     def feed(self, data: bytes) -> None:
-        """Take bytes as they came. Call `next_frame` until it returns None before feeding more."""
+        """Call `next_frame` until it returns None before feeding more."""
         self._buffer += data
 
     def next_frame(self) -> Frame | None:
-        """Return the next whole frame, or None until more is fed.
-
-        Raises RemoteProtocolError: FRAME_OVERSIZE, FRAME_MALFORMED, UNKNOWN_TYPE or FIELD_INVALID. The stream
-        cannot be read any further after that.
-        """
+        """Return the next whole frame, or None. Raises RemoteProtocolError; the stream is then unreadable."""
         buffer, at = self._buffer, self._at
         start = at + _HEADER_BYTES
         if len(buffer) < start:
@@ -114,7 +108,6 @@ class Decoder:
 
     @property
     def pending(self) -> int:
-        """Bytes of a frame that is not complete yet."""
         return len(self._buffer) - self._at
 
 

@@ -554,7 +554,6 @@ class PrefixDigests:
         self._known = {0: (self._hash.digest(), self._hash.copy())}
 
     def up_to(self, end: int) -> bytes:
-        """Return the digest of the first `end` tokens."""
         if end not in self._known:
             if end < self._at:
                 self._at = max([at for at in self._known if at < end])
@@ -565,17 +564,14 @@ class PrefixDigests:
         return self._known[end][0]
 
     def blocks(self) -> list[bytes]:
-        """Return the digests up to the end of each whole block."""
         return [self.up_to(end) for end in range(BLOCK, len(self._tokens) + 1, BLOCK)]
 
 
 def packed(tokens: Sequence[int]) -> bytes:
-    """Return the tokens as 32-bit words."""
     return struct.pack(f"={len(tokens)}i", *tokens)  # less than half the time of an array
 
 
 def digests_in(data: bytes) -> tuple[bytes, ...]:
-    """Return the digests that a message has as one field."""
     return tuple(data[at : at + DIGEST_BYTES] for at in range(0, len(data), DIGEST_BYTES))
 
 
@@ -592,11 +588,11 @@ welcome_proof = partial(_proof, b"mlxtp welcome\0")
 
 
 def verify(proof: bytes, expected: bytes) -> bool:
-    """Compare a received proof with the expected one, in constant time."""
+    """Compare in constant time."""
     return hmac.compare_digest(proof, expected)
 
 
 def epoch_digest(key: bytes, epoch: int) -> int:
-    """Return 32 bits that every rank of the epoch computes alike: its part of the group's proof by value."""
+    """Return 32 bits that every rank of the epoch computes alike, for the group's proof by value."""
     digest = hmac.digest(key, b"mlxtp epoch\0" + struct.pack(">Q", epoch), hashlib.sha256)
     return int.from_bytes(digest[:4], "big")

@@ -202,7 +202,6 @@ def _states(rows: Iterable[Transition]) -> frozenset[LinkState]:
 
 
 def _anywhere(rows: Iterable[Transition], side: Side, *messages: type[msg.Message]) -> tuple[Transition, ...]:
-    """Return moves that make these messages of `side` legal in every state from open on, and change none."""
     return _in(_states(rows) - OPENING, side, *messages)
 
 
@@ -259,7 +258,6 @@ def _requests() -> Table:
 
 
 def _control() -> Table:
-    """Return the moves on links between agents, both ends of which may send the same once they are open."""
     from .cluster_messages import BOTH_WAYS, AgentHello, RosterParting
 
     rows: tuple[Transition, ...] = (

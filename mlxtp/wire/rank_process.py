@@ -33,7 +33,7 @@ def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def hand_over(sock: socket.socket, arguments: Sequence[str], listener: socket.socket | None) -> None:
-    """Send a READY warm process its arguments, without blocking. Raises OSError when they cannot be sent."""
+    """Send a READY warm process its arguments, without blocking. Raises OSError."""
     data = b"\0".join(map(os.fsencode, arguments))
     if len(data) > MAX_ARGUMENTS:
         raise OSError(f"{len(data)} bytes of arguments; a warm process takes at most {MAX_ARGUMENTS}")
@@ -44,9 +44,8 @@ def hand_over(sock: socket.socket, arguments: Sequence[str], listener: socket.so
 
 
 def take_over(sock: socket.socket) -> tuple[list[str], int | None] | None:
-    """Send READY from the warm process, and wait without limit for arguments and the listener's descriptor.
-
-    Returns None when the agent has gone, or no longer needs the process. Raises LinkError for anything else.
+    """Send READY, and wait for arguments and the listener's descriptor; None when the agent has gone or needs
+    no process. Raises LinkError for anything else.
     """
     data, fds = b"", []
     try:
@@ -83,5 +82,5 @@ ANSWER_S = 2.0  #: seconds for any sign of a rank after SIGTERM; without one its
 
 
 def patience_s(forward_s: float) -> float:
-    """Return the seconds within which a main thread must return whose forwards take `forward_s` seconds."""
+    """Return the seconds within which a main thread must return whose forwards take `forward_s`."""
     return max(PATIENCE_S, PATIENCE_FORWARDS * forward_s)

@@ -114,12 +114,10 @@ class RankStats:
 
 @cache
 def figures() -> Mapping[str, Figure]:
-    """Return every figure by its name."""
     return {each.name: each.metadata["figure"] for each in fields(RankStats)}
 
 
 def shown(stats: RankStats) -> dict[str, Any]:
-    """Return the figures by name, as JSON has them."""
     return {name: list(value) if type(value) is tuple else value for name, value in asdict(stats).items()}
 
 

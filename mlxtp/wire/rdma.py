@@ -28,12 +28,11 @@ def devices(entry: Entry) -> tuple[str, ...]:
 
 
 def flat(matrix: Matrix) -> tuple[str, ...]:
-    """Return all entries as texts, row by row, as Bootstrap carries them."""
     return tuple(entry or "" for row in matrix for entry in row)
 
 
 def square(entries: Sequence[str], size: int) -> Matrix:
-    """Return the matrix of `size` ranks. Raises ValueError unless its entries, row by row, are size²."""
+    """Raises ValueError unless the entries, row by row, are size²."""
     if len(entries) != size * size:
         raise ValueError(f"an RDMA matrix of {size} ranks has {size * size} entries, not {len(entries)}")
     return tuple(tuple(entries[start : start + size]) for start in range(0, len(entries), size))
@@ -48,7 +47,6 @@ def device_file(matrix: Matrix) -> str:
 
 
 def peers(rank: int, size: int, *, ring: bool) -> list[int]:
-    """Return the ranks that `rank` has a connection with, ascending."""
     if ring:
         return sorted({(rank - 1) % size, (rank + 1) % size} - {rank})
     return [peer for peer in range(size) if peer != rank]
@@ -57,8 +55,8 @@ def peers(rank: int, size: int, *, ring: bool) -> list[int]:
 def fault(matrix: Matrix, *, ring: bool) -> str | None:
     """Return the first fault of a matrix, as a message for its author; None when JACCL can use it.
 
-    With `ring`, neighbours need each other, with equally many devices each; other entries are not used.
-    Without, each two ranks need each other, with equally many devices at both ends.
+    Neighbours of a `ring` need each other, with equally many devices each; without, each two ranks, both
+    ways.
     """
     size = len(matrix)
     if not 2 <= size <= MAX_SIZE:

@@ -57,36 +57,29 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A rank's last steps, oldest first, and its state."""
-
     began: float  #: in seconds, as the next one
     began_monotonic: float
     phase: str
     phase_since_us: int
     code: str  #: of the last error that the rank wrote, empty for none
     detail: str
-    said_us: int
     steps: tuple[Step, ...]
     crash: str
 
 
 def gave_back(data: bytes) -> bool:
-    """Return True if the rank wrote that it has given back the RDMA devices of its group."""
     return data[GAVE_BACK_AT : GAVE_BACK_AT + 1] == b"\1"
 
 
 def decode(data: bytes) -> Recording | None:
-    """Return the recording in `data`, or None when the process ended before it began one.
-
-    Values that a faulty process wrote there are left out, or 0.
-    """
+    """Return None when the process ended before it began a recording. Wrong values are left out, or 0."""
     if len(data) < RECORDING_BYTES:
         return None
     magic, began, origin = BEGAN.unpack_from(data, 0)
     if magic != MAGIC or not (0 <= began < _MOST_S and 0 <= origin < _MOST_S):
         return None
     since, phase = PHASE.unpack_from(data, PHASE_AT)
-    said, code_bytes, detail_bytes = WORDS.unpack_from(data, WORDS_AT)
+    _, code_bytes, detail_bytes = WORDS.unpack_from(data, WORDS_AT)
     at = WORDS_AT + WORDS.size
     words = data[at : min(at + code_bytes + detail_bytes, HEADER_BYTES)]
     slots = SLOT.iter_unpack(data[HEADER_BYTES:RECORDING_BYTES])
@@ -106,7 +99,6 @@ def decode(data: bytes) -> Recording | None:
         since_us,
         words[:code_bytes].decode(errors="replace"),
         words[code_bytes:].decode(errors="replace"),
-        _us(said, origin),
         tuple(steps),
         data[RECORDING_BYTES : RECORDING_BYTES + MAX_CRASH_BYTES].decode(errors="replace"),
     )

@@ -45,8 +45,7 @@ class LinkLedger:
     def rules(self) -> Rules:
         return {}
 
-    def forget(self) -> None:
-        """Forget all requests or sequences, after the reply to the command that ends them."""
+    def forget(self) -> None: ...
 
 
 class PipeLedger(LinkLedger):
@@ -166,8 +165,6 @@ class RequestLedger(PipeLedger):
 
 
 class DecodeLedger(LinkLedger):
-    """Sequences and steps between rank 0 and another rank."""
-
     def __init__(self) -> None:
         self.last_uid = 0
         #: Each uid whose prompt is incomplete: (offset of its next chunk, length of the prompt).
@@ -396,17 +393,15 @@ _FORGETTING = frozenset((LinkState.UNLOADING, LinkState.CLOSING))
 
 
 class Received(NamedTuple):
-    """A message and the seq of the frame that carried it."""
-
     seq: int
     message: msg.Message
 
 
 class Session:
-    """One end of a link, for one epoch.
+    """One end of a link, for one epoch. Not safe for several threads at once.
 
     Each direction numbers its frames 1, 2, 3 ...; a frame of another epoch is dropped and counted. The first
-    error is final: every later call raises it again. Not safe for several threads at once.
+    error is final: every later call raises it again.
     """
 
     def __init__(self, link: LinkKind, side: Side, epoch: int) -> None:
@@ -431,14 +426,11 @@ class Session:
 
     @property
     def outstanding(self) -> int:
-        """Replies of the lower side that have not come: Acks on a decode link, Pongs on a pipe."""
         return self.ledger.outstanding
 
     def send(self, message: msg.Message) -> bytes:
-        """Return the frame to transmit; `seq` is then its number.
-
-        Raises LocalProtocolError for a message that is not legal now or holds a value that no peer would
-        accept, LinkError (LINK_LOST) once the link has ended.
+        """Return the frame to transmit, numbered `seq`. Raises LinkError (LINK_LOST) once the link has ended,
+        LocalProtocolError for a message that is not legal now or that no peer would accept.
         """
         self._check_failure()
         seq = self.seq + 1
@@ -455,9 +447,8 @@ class Session:
         return data
 
     def receive_data(self, data: bytes) -> list[Received]:
-        """Return the messages that `data` completes; none after an Error or a SessionEnd of this end.
-
-        Raises RemoteProtocolError; messages that came before the fault in the same `data` are lost with it.
+        """Return the messages that `data` completes; none after an Error or a SessionEnd of this end. Raises
+        RemoteProtocolError, with which messages before the fault in the same `data` are lost.
         """
         self._check_failure()
         received: list[Received] = []
@@ -484,7 +475,7 @@ class Session:
         return received
 
     def receive_eof(self) -> None:
-        """Record the end of the peer's stream. Raises LinkError (LINK_LOST) unless the link had ended."""
+        """Raises LinkError (LINK_LOST) unless the link had ended."""
         self._check_failure()
         if self.closed or self._ended_here:
             return

@@ -37,17 +37,13 @@ class StreamLink:
 
     @classmethod
     async def from_socket(cls, sock: socket.socket, protocol: Session) -> StreamLink:
-        """Take over a connected stream socket, such as one end of a socket pair. Raises OSError."""
+        """Take over a connected stream socket. Raises OSError."""
         sock.setblocking(False)
         reader, writer = await asyncio.open_connection(sock=sock)
         return cls(reader, writer, protocol)
 
     def send(self, message: Message) -> int:
-        """Hand one message to the transport, without waiting, and return the seq of its frame.
-
-        Raises LinkError when the transport is closed, and what `Session.send` raises. A lost peer may show
-        only in `drain` and `receive`.
-        """
+        """Hand one message to the transport; a lost peer may show only later. Raises as `Session.send`."""
         if self._writer.is_closing():
             raise LinkError(f"{self.protocol.link}: the connection is closed")
         self._writer.write(self.protocol.send(message))
@@ -61,10 +57,9 @@ class StreamLink:
             raise LinkError(f"{self.protocol.link}: cannot send: {error}") from error
 
     async def receive(self) -> list[Received]:
-        """Wait for messages and return them; [] only at the end, in order or by `close` at this end.
+        """Wait for messages; [] only at the end, in order or by `close` here. Cancelled, it loses none.
 
-        Raises LinkError (LINK_LOST) when the peer is gone, and what `Session.receive_data` raises. Nothing is
-        lost when the waiting task is cancelled.
+        Raises LinkError (LINK_LOST) when the peer is gone, and what `Session.receive_data` raises.
         """
         while True:
             try:
@@ -117,10 +112,9 @@ Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter, Peer], Awaitable
 class TlsAcceptor:
     """Acceptor of TLS connections on a listening socket, as long as `run` runs.
 
-    `on_connection(reader, writer, peer)` owns the connection and handles its errors; when it returns, the
-    connection is closed. A joiner counts as a stranger until then, as does a member that does not belong
-    (`belongs`), so `on_connection` must be short with them. `strangers` may be here at once, `per_source` of
-    one address (of loopback, any if `exempt_loopback`); more are closed at once.
+    `on_connection(reader, writer, peer)` owns the connection and handles its errors until it returns.
+    Joiners, and members that do not belong, count as strangers until then. `strangers` may be here at once,
+    `per_source` of one address (of loopback, any if `exempt_loopback`); more are closed at once.
     """
 
     def __init__(
@@ -151,10 +145,7 @@ class TlsAcceptor:
         return self._strangers.total
 
     async def run(self) -> None:
-        """Accept until cancelled; then close every connection and the listening socket.
-
-        Raises OSError only when the socket no longer listens: not for a system without a free descriptor.
-        """
+        """Accept until cancelled. Raises OSError only when the socket no longer listens."""
         loop = asyncio.get_running_loop()
         try:
             while True:
@@ -224,10 +215,8 @@ class TlsAcceptor:
 async def open_tls(
     host: str, port: int, context: ssl.SSLContext, alpn: str, deadline_s: float
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Open a TLS connection to `host` that speaks `alpn`, which `context` was made for.
-
-    Only the server's first reply shows that it accepts our certificate. Raises what `explained` returns, and
-    ProtocolError (NOT_AUTHENTIC) when it does not speak `alpn`.
+    """Open a TLS connection that speaks `alpn`; only the first reply shows that our certificate is accepted.
+    Raises what `explained` returns, and ProtocolError (NOT_AUTHENTIC).
     """
     where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:

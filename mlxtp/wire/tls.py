@@ -1,8 +1,7 @@
 """TLS 1.3 between the members of a cluster: contexts, identity of the peer, and TLS over blocking sockets.
 
-A member accepts only peers whose certificate its own cluster's authority made. Host names do not matter.
-ALPN selects the protocol of a connection. A Mac that wants to join has no certificate yet,
-and may speak `mlxtp-join` only.
+A member accepts only certificates of its own cluster's authority. Host names do not matter. ALPN selects the
+protocol of a connection; a Mac that wants to join has no certificate yet, and may speak `mlxtp-join` only.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ def member_context_server(credentials: Credentials, alpns: Sequence[str] = AGENT
 
 
 def member_context_client(credentials: Credentials, alpn: str) -> ssl.SSLContext:
-    """Return a context for connecting. Raises ProtocolError when the files cannot be used."""
+    """Raises ProtocolError when the files cannot be used."""
     context = _context(ssl.PROTOCOL_TLS_CLIENT, (alpn,))
     context.verify_mode = ssl.CERT_REQUIRED
     _load(context, credentials)
@@ -76,7 +75,7 @@ def member_context_client(credentials: Credentials, alpn: str) -> ssl.SSLContext
 
 
 def join_context() -> ssl.SSLContext:
-    """Return a context for connecting as a joiner: no certificate, no check. The caller judges the peer."""
+    """No certificate, no check: the caller judges the peer."""
     return _context(ssl.PROTOCOL_TLS_CLIENT, (ALPN_JOIN,))
 
 
@@ -109,7 +108,7 @@ def _load(context: ssl.SSLContext, credentials: Credentials) -> None:
 
 
 def peer_identity(secured: ssl.SSLObject | ssl.SSLSocket | TlsSocket) -> NodeIdentity:
-    """Return the peer's identity after a handshake. Raises ProtocolError (NOT_AUTHENTIC) when it has none."""
+    """Return the peer's identity after a handshake. Raises ProtocolError (NOT_AUTHENTIC) without one."""
     from .certificates import read_node
 
     certificate = secured.getpeercert(True)
@@ -119,10 +118,7 @@ def peer_identity(secured: ssl.SSLObject | ssl.SSLSocket | TlsSocket) -> NodeIde
 
 
 def judge_client(secured: ssl.SSLObject | ssl.SSLSocket | TlsSocket, address: str) -> Peer:
-    """Return the peer that connected to our server, right after the handshake.
-
-    Raises ProtocolError (NOT_AUTHENTIC) if it speaks no protocol of ours, or shows no certificate for it.
-    """
+    """Return the peer. Raises ProtocolError (NOT_AUTHENTIC) without a protocol of ours or its certificate."""
     alpn = secured.selected_alpn_protocol()
     if alpn is None:
         raise ProtocolError(f"{address} speaks none of this port's protocols", Code.NOT_AUTHENTIC)
@@ -130,10 +126,8 @@ def judge_client(secured: ssl.SSLObject | ssl.SSLSocket | TlsSocket, address: st
 
 
 def explained(error: Exception, where: str, deadline_s: float) -> MlxtpError:
-    """Return our error for an OSError of a connection or handshake.
-
-    ProtocolError (NOT_AUTHENTIC) when the peer is not of this cluster or speaks no TLS 1.3, else LinkError:
-    LINK_TIMEOUT after `deadline_s` seconds, LINK_LOST for any other.
+    """Return our error: ProtocolError (NOT_AUTHENTIC) for a peer of no such cluster or TLS 1.3, else
+    LinkError (LINK_TIMEOUT after `deadline_s` seconds, LINK_LOST).
     """
     if isinstance(error, ssl.SSLCertVerificationError):
         why = error.verify_message or "not accepted"
@@ -170,7 +164,7 @@ class TlsSocket:
         self._ended = False
 
     def sendall(self, data: bytes) -> None:
-        """Send as a socket does. After an error nothing more can be sent."""
+        """After an error nothing more can be sent."""
         with self._turn_to_send:  # records leave in the order in which they were made
             with self._lock:
                 rest = memoryview(data)
@@ -180,10 +174,10 @@ class TlsSocket:
             self._sock.sendall(records)
 
     def recv(self, size: int) -> bytes:
-        """Return received data, or b"" at the end of the stream, with or without TLS's own close message.
+        """Return at most `size` received bytes, decrypted, or b"" at the end of the stream.
 
-        `size` bounds what is read from the network. All decrypted data is returned, because a poll would not
-        report what stays behind. Raises TimeoutError also when only part of a record has come.
+        All of them, because a poll would not report what stays behind. Raises TimeoutError also for part of a
+        record.
         """
         if self._ended:
             return b""
@@ -211,10 +205,7 @@ class TlsSocket:
 def wrap_blocking(
     sock: socket.socket, context: ssl.SSLContext, *, server_side: bool, handshake_s: float = HANDSHAKE_S
 ) -> TlsSocket:
-    """Shake hands over a connected socket. The server may still refuse a client.
-
-    Raises what `explained` returns, and closes the socket.
-    """
+    """Shake hands; the server may still refuse. Raises what `explained` returns, and closes the socket."""
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     tls = context.wrap_bio(incoming, outgoing, server_side=server_side)
     timeout_s = sock.gettimeout()

@@ -128,6 +128,19 @@ class PresentMachines(Verb, get="plan"):
     """Machines of the members that are present."""
 
 
+class PlanNow(Verb, post="plan/now"):
+    """Place of a model if it were served now, beside what is, with its files on every Mac."""
+
+    model: str
+    #: As `DescribedModel.packed`, in Base64.
+    described: str
+    nodes: str = _as_set("nodes", "How many Macs to spread it over.", default="auto")
+    parallel: str = _as_set(
+        "parallel", "How several Macs share it. Default: as the agent is set.", default=""
+    )
+    split: str = _as_set("split", "Layers of each Mac of a pipeline.", default="auto")
+
+
 class Diagnose(Verb, get="doctor"):
     """Problems of this machine, as the agent sees them."""
 

@@ -8,6 +8,7 @@ import json
 import os
 import secrets
 import time
+from base64 import b64decode
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
@@ -20,7 +21,7 @@ from ..api.api_keys import KeyRing
 from ..cluster.cluster_state import PINNED, is_holder, name_of
 from ..cluster.node import ClusterNode
 from ..diagnostics.checkup import Checkup
-from ..errors import Code, ConfigError, UserError, in_words
+from ..errors import Code, ConfigError, RequestError, UserError, in_words
 from ..groups.groups import Drain, group_of
 from ..groups.machines import parallel_of
 from ..identity.store import Store
@@ -28,6 +29,7 @@ from ..models import disk_cache
 from ..models.hub_cache import Repo, cache_folder, hub_name
 from ..models.inspect import full_name, is_hub_id, models_here
 from ..placement.cost_model import RING_LOOPBACK
+from ..placement.model_shape import unpacked
 from ..short_names import stands_for
 from ..wire.cluster_messages import Deployment, Machine, StoredModel
 from . import snapshot
@@ -57,6 +59,7 @@ class Admin:
         self.key = secrets.token_urlsafe(24)
         self.draining = Drain(parts.node, parts.gateway, parts.groups)
         self.models = ModelHandlers(parts)
+        self.plans = PlanHandlers(parts)
         self.members = MemberHandlers(parts, store)
         self.caches = CacheHandlers(parts)
         self.api_keys: KeyRing | None = None
@@ -64,7 +67,7 @@ class Admin:
         self.started_with: Json = {}
         self.observer = Observer(parts)
         self._parts = parts
-        self._handlers = handlers_of(self, self.models, self.members, self.caches)
+        self._handlers = handlers_of(self, self.plans, self.models, self.members, self.caches)
 
     async def carry_out(self, verb: verbs.Verb) -> Json:
         reply = self._handlers[type(verb)](verb)
@@ -91,25 +94,6 @@ class Admin:
         assert self.checkup is not None
         return await self.checkup.report()
 
-    def plan(self, _: verbs.PresentMachines) -> Json:
-        parts = self._parts
-        return {
-            "coordinator": parts.node.leadership.claim.node_id,
-            "fabric": [asdict(each) for each in parts.results.results],
-            "parallel": parts.node.settings.parallel,
-            "fabric_networks": parts.node.settings.fabric_networks,
-            "nodes": [
-                {
-                    "node_id": member.node_id,
-                    "name": member.name,
-                    "machine": asdict(parts.node.links.reports.of(Machine)[member.node_id]),
-                    "held_bytes": member.held_bytes,
-                    "control_address": member.control_address,
-                }
-                for member in parts.machines.members(held_bytes=parts.groups.held_bytes)
-            ],
-        }
-
     async def bench_fabric(self, verb: verbs.BenchFabric) -> Json:
         if self._parts.node.alone:
             return await self._bench_here(name_of(verb.model))
@@ -134,6 +118,50 @@ class Admin:
     def close(self) -> None:
         self.draining.close()
         self.observer.over.set()
+
+
+class PlanHandlers:
+    """Handlers of the commands that `mlxtp plan` sends."""
+
+    def __init__(self, parts: AgentParts) -> None:
+        self._parts = parts
+
+    def plan(self, _: verbs.PresentMachines) -> Json:
+        parts = self._parts
+        return {
+            "coordinator": parts.node.leadership.claim.node_id,
+            "fabric": [asdict(each) for each in parts.results.results],
+            "parallel": parts.node.settings.parallel,
+            "fabric_networks": parts.node.settings.fabric_networks,
+            "nodes": [
+                {
+                    "node_id": member.node_id,
+                    "name": member.name,
+                    "machine": asdict(parts.node.links.reports.of(Machine)[member.node_id]),
+                    "held_bytes": member.held_bytes,
+                    "control_address": member.control_address,
+                }
+                for member in parts.machines.members(held_bytes=parts.groups.held_bytes)
+            ],
+        }
+
+    def plan_now(self, verb: verbs.PlanNow) -> Json:
+        node, name = self._parts.node, name_of(verb.model)
+        try:
+            described = unpacked(b64decode(verb.described, validate=True))
+        except ValueError as error:
+            raise RequestError(f"described: {error}", param="described") from None
+        row = node.desired.table.get(name) or Deployment(name, verb.model)
+        row = replace(row, nodes=verb.nodes, parallel=verb.parallel, split=verb.split)
+        row = replace(row, keep_s=PINNED, version=row.version + 1)
+        placed, gives_way = self._parts.coordinator.foresee(row, described)
+        return {
+            "macs": [node.name_of(each) for each in placed.ranks],
+            "kind": placed.kind,
+            "split": placed.split,
+            "why": placed.why,
+            "gives_way": gives_way,
+        }
 
 
 class ModelHandlers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,11 +14,12 @@ from ..config import resolve_settings
 from ..errors import Exit, UserError
 from ..settings import BY_KEY
 from ..values import one_of, parse_nodes, parse_parallel, parse_split, split_layers
-from ..verbs import AgentSettings, PresentMachines
+from ..verbs import AgentSettings, PlanNow, PresentMachines
 from .options import AsJson, Home, like, model_names, words
 from .printing import home_of, typed
 
 if TYPE_CHECKING:
+    from ..placement.model_shape import DescribedModel
     from ..placement.topology import MemberMachine
     from ..wire.cluster_messages import FabricResult, Machine
 
@@ -141,8 +143,21 @@ def plan(
         possible = all(one.ranks for one in packed)
     else:
         [(name, model)] = shaped
+
+        def now(described: DescribedModel) -> Mapping[str, Any]:
+            packed = b64encode(described.packed()).decode()
+            return AgentClient(home_of(home)).send(
+                PlanNow(name or str(model), packed, spread, parallel, split)
+            )
+
         made = planning.run(
-            model, found, name=name, coordinator=coordinator, options=options, as_json=as_json
+            model,
+            found,
+            name=name,
+            coordinator=coordinator,
+            options=options,
+            as_json=as_json,
+            now=None if theirs is _UNSET else now,
         )
         possible = made.chosen is not None
     if not possible:

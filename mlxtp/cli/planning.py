@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,10 @@ from ..placement.candidates import Candidate
 from ..placement.cost_model import LONG_PROMPT, DraftedSpeed, SpeedEstimate, Workload, usable_bytes
 from ..placement.machines_file import read_machines
 from ..placement.measurements import measured
-from ..placement.model_shape import ModelShape, shape_of, words_of
+from ..placement.model_shape import DescribedModel, ModelShape, words_of
 from ..placement.planner import Placement, PlacementOptions, plan
 from ..placement.topology import MemberMachine
+from ..values import stage_words
 from ..wire.cluster_messages import Deployment, FabricResult
 from .printing import Console, print_json, table_of
 
@@ -46,19 +47,35 @@ def run(
     options: PlacementOptions | None = None,
     as_json: bool = False,
     console: Console | None = None,
+    now: Callable[[DescribedModel], Mapping[str, Any]] | None = None,
 ) -> Placement:
     """Plan `model` on `members` and print it: a table, or one JSON object on one line.
 
-    `model` and `name` are as for `read_shape`. Returns the plan; `plan.chosen` is None where nothing works.
-    Raises ModelError and ConfigError for the user.
+    `model` and `name` are as for `read_shape`. `now` returns the reply to PlanNow. Returns the plan;
+    `plan.chosen` is None where nothing works. Raises ModelError and ConfigError for the user.
     """
-    shape = read_shape(model, name)
+    described = read_model(model)
+    shape = described.shape(name or _path_of(model).name, 0)
     made = _plan(str(model), members, shape, coordinator, options or PlacementOptions())
+    placed = now(described) if now is not None else None
     if as_json:
-        print_json(to_json(made, shape))
-    else:
-        show(made, shape, console or _console())
+        print_json(to_json(made, shape) | ({"now": placed} if placed is not None else {}))
+        return made
+    console = console or _console()
+    show(made, shape, console)
+    if placed is not None:
+        console.print(escape(_now_line(placed)))
     return made
+
+
+def _now_line(placed: Mapping[str, Any]) -> str:
+    """Return a sentence for the reply to PlanNow."""
+    macs, gone = placed["macs"], placed["gives_way"]
+    where = f"on {' + '.join(macs)}" if macs else f"nowhere: {placed['why']}"
+    if placed["split"]:
+        where += f", {stage_words(placed['split'])}"
+    gives_way = f". {' and '.join(gone)} would give way" if gone else ""
+    return f"served now, beside what runs: {where}{gives_way}"
 
 
 def _console() -> Console:
@@ -158,11 +175,20 @@ def as_served(model: str, options: PlacementOptions) -> PlacementOptions:
 
 
 def read_shape(model: str | Path, name: str = "") -> ModelShape:
-    """Return the shape of a model folder, a config.json, or the embedded model, with a name for people.
+    """Return the shape of what `read_model` reads, with a name for people."""
+    return read_model(model).shape(name or _path_of(model).name, 0)
+
+
+def _path_of(model: str | Path) -> Path:
+    return embedded_model_path() if model == EMBEDDED_MODEL else expanded(str(model), "MODEL")
+
+
+def read_model(model: str | Path) -> DescribedModel:
+    """Return what is known of a model folder, a config.json, or the embedded model.
 
     Raises ModelError (MODEL_NOT_FOUND or MODEL_INVALID).
     """
-    path = embedded_model_path() if model == EMBEDDED_MODEL else expanded(str(model), "MODEL")
+    path = _path_of(model)
     config = path / "config.json" if path.is_dir() else path
     if not config.is_file():
         raise ModelError(
@@ -171,7 +197,7 @@ def read_shape(model: str | Path, name: str = "") -> ModelShape:
         )
     found = read_config(path) if path.is_dir() else _read_object(config)
     mtp = path.is_dir() and _has_head(path, found)
-    return shape_of(description_of(found), name=name or path.name, weight_bytes=_weight_bytes(path), mtp=mtp)
+    return DescribedModel(description_of(found), _weight_bytes(path), mtp)
 
 
 def read_machines_file(path: Path) -> tuple[MemberMachine, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,7 +18,7 @@ from ..cluster.node import ClusterNode
 from ..cluster.place import Assignment, GivenUp, GroupReport, PlaceView, WantedDeployment, place
 from ..errors import MlxtpError
 from ..models.local_model import LocalModels
-from ..placement.model_shape import unpacked
+from ..placement.model_shape import DescribedModel, unpacked
 from ..wire.cluster_messages import Deployment, GroupAssignment, ModelStatus, Serving
 from .controller import TELL_S
 from .groups import Groups, unused_s
@@ -77,6 +78,21 @@ class Coordinator:
         expiry = self._expire(now)
         self._decide(now)
         return expiry
+
+    def foresee(self, row: Deployment, described: DescribedModel) -> tuple[Assignment, tuple[str, ...]]:
+        """Return where the first group of a deployment would run, and the deployments that would give way.
+
+        All of its files count as there. Every node has the facts that the coordinator decides by, but for
+        those that flap. Raises MlxtpError for impossible values.
+        """
+        view, options = self._view(time.monotonic()), self._machines.options(row, row.name)
+        shape = described.shape(row.name, self._node.settings.kv_bits)
+        wanted = WantedDeployment(row, options, shape, tried=self._machines.all_failed(over=True))
+        known = {each.row.name: each for each in view.wanted} | {row.name: wanted}
+        order = sorted(known.values(), key=lambda each: not each.pinned)
+        decision = place(replace(view, wanted=tuple(order)))
+        [first, *_] = [each for each in decision.assignments if each.deployment == row.name]
+        return first, decision.gives_way
 
     def _unreported(self, now: float) -> tuple[str, float]:
         """Return why a deployment that runs nowhere cannot be assigned yet, and until when to wait."""

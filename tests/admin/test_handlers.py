@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from base64 import b64encode
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -17,10 +18,11 @@ from mlxtp.cluster.introduction import flags_of, versions_here
 from mlxtp.cluster.state_changes import RosterProofs
 from mlxtp.cluster.state_file import RosterSaved, load
 from mlxtp.config import Settings
-from mlxtp.errors import Code, UserError
+from mlxtp.errors import Code, RequestError, UserError
 from mlxtp.groups.health import ServingState
 from mlxtp.models.hub_cache import Repo
 from mlxtp.models.inspect import ModelSource
+from mlxtp.placement.model_shape import DescribedModel
 from mlxtp.text.tokenizer import Text
 from mlxtp.verbs import (
     CheckRemovable,
@@ -29,6 +31,7 @@ from mlxtp.verbs import (
     LetIn,
     ListMembers,
     MakeToken,
+    PlanNow,
     PresentMachines,
     RemoveMember,
     Serve,
@@ -46,6 +49,7 @@ from ..cluster.deployed import only
 from ..groups.one_node import A, B, Node, alone, play
 from ..groups.scenes import run
 from ..hub import COMMIT, Hub
+from ..placement.made_up_models import llama
 from ..wire import members
 
 NAME = "some-body/tiny"
@@ -80,7 +84,7 @@ def test_each_verb_has_a_handler_which_gets_it(tmp_path: Path, member: members.M
     async def story(node: Node) -> None:
         admin = Admin(node.parts, member.store)
         with pytest.raises(KeyError, match="ModelsOnDisk"):
-            handlers_of(admin, admin.members, admin.caches)
+            handlers_of(admin, admin.plans, admin.members, admin.caches)
         assert (await admin.carry_out(Serve("tiny", only=True)))["name"] == "tiny"
         assert (await admin.carry_out(Status()))["state"]
 
@@ -452,9 +456,17 @@ def test_what_is_told_about_the_cluster_can_be_told_as_json(
         )
         assert rows["mac-a"]["address"] == "127.0.0.1"
         assert json.loads(json.dumps(admin.members.roster(ListMembers())))["members"] == status["members"]
-        plan = json.loads(json.dumps(admin.plan(PresentMachines())))
+        plan = json.loads(json.dumps(admin.plans.plan(PresentMachines())))
         assert plan["coordinator"] == node.parts.node.node_id
         assert sorted(each["name"] for each in plan["nodes"]) == ["mac-a", "studio"]
+        small = b64encode(DescribedModel(llama(num_hidden_layers=2), 1 << 30, mtp=False).packed()).decode()
+        placed = json.loads(json.dumps(admin.plans.plan_now(PlanNow("other", small))))
+        assert (placed["macs"], placed["why"], placed["gives_way"]) == (["mac-a"], "", [])
+        whole = admin.plans.plan_now(PlanNow("other", small, nodes="3"))
+        assert (whole["macs"], "3" in whole["why"]) == ([], True)
+        for wrong in ("!", "eJw="):
+            with pytest.raises(RequestError, match="described: "):
+                admin.plans.plan_now(PlanNow("other", wrong))
 
     play(tmp_path, member, story)
 
@@ -478,7 +490,7 @@ def test_an_agent_that_keeps_to_itself_says_so(tmp_path: Path) -> None:
             await admin.members.token(MakeToken())
         with pytest.raises(UserError, match="keeps to this Mac"):
             await admin.members.remove(RemoveMember("x"))
-        assert [each["name"] for each in admin.plan(PresentMachines())["nodes"]] == ["studio"]
+        assert [each["name"] for each in admin.plans.plan(PresentMachines())["nodes"]] == ["studio"]
         assert admin.models.unload(UnloadModel())["model"] == ""
         await parts.close()
 

@@ -28,6 +28,7 @@ ROUTES = {
     "caches/clear": "POST",
     "settings": "GET",
     "plan": "GET",
+    "plan/now": "POST",
     "models": "GET",
     "doctor": "GET",
     "members": "GET",
@@ -137,7 +138,8 @@ def test_the_author_of_a_command_is_this_mac_once_its_key_is_known(monkeypatch: 
 def test_each_command_reaches_the_agent(admin: FakeAdmin) -> None:
     for what, method in ROUTES.items():
         body = (
-            b'{"model": "tiny", "nodes": "2", "node": "mini", "force": "yes", "with_admitted": "yes"}'
+            b'{"model": "tiny", "nodes": "2", "node": "mini", "described": "eJw", "force": "yes", '
+            b'"with_admitted": "yes"}'
             if method == "POST"
             else b""
         )
@@ -145,6 +147,7 @@ def test_each_command_reaches_the_agent(admin: FakeAdmin) -> None:
         assert (response.status_code, response.json()) == (200, {"did": what})
     assert admin.asked == [
         ("status",), ("keys",), ("caches",), ("caches/clear", "tiny", ""), ("settings",), ("plan",),
+        ("plan/now", "tiny", "eJw", "2", "", "auto"),
         ("models",), ("doctor",), ("members",), ("token",), ("bench/fabric", "tiny"),
         ("serve", "tiny", "2"), ("unload", "tiny", ""), ("pull", "tiny", ""), ("pulling", "tiny"),
         ("stored",),

@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import threading
+from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -34,6 +35,7 @@ from mlxtp.config import embedded_model_path
 from mlxtp.errors import Code, UserError
 from mlxtp.identity.store import Store
 from mlxtp.models.hub_cache import cache_folder
+from mlxtp.placement.model_shape import unpacked
 from mlxtp.verbs import PresentMachines
 from mlxtp.wire.cluster_messages import Interface, Machine, RosterEntry
 
@@ -226,6 +228,7 @@ class Admin(FakeAdmin):
                 "other_macs": ["air", "mini [left]"],
             },
             "bench/fabric": BENCH,
+            "plan/now": {"macs": ["mini"], "kind": "alone", "split": [], "why": "", "gives_way": []},
             "plan": {
                 "fabric": [],
                 "parallel": "auto",
@@ -239,6 +242,9 @@ class Admin(FakeAdmin):
         }
         found = (answers | self.answers)[what[0]]
         return {"folder": str(cache_folder()), **found} if what[0] == "stored" else found
+
+
+DESK = Path(__file__).parents[2] / "examples" / "desk.toml"
 
 
 class Agent:
@@ -777,7 +783,32 @@ def test_a_plan_for_the_members_that_are_there(agent: Agent) -> None:
     assert planned.exit_code == 0, planned.output
     made = json.loads(planned.output)
     assert {"studio", "mini"} >= set(made["alternatives"][0]["names"])
-    assert agent.admin.asked == [("plan",)]
+    assert made["now"]["macs"] == ["mini"]
+    [_, (asked, model, described, *wishes)] = agent.admin.asked
+    assert (asked, Path(model).name, wishes) == ("plan/now", "llama-3.3-70b-4bit", ["auto", "", "auto"])
+    assert unpacked(b64decode(described)).shape("", 0).layers == 80
+
+
+@pytest.mark.parametrize(
+    ("now", "line"),
+    [
+        ({}, "on mini"),
+        ({"macs": ["mini", "studio"], "split": [8, 2]}, "on mini + studio, pipeline of 8 + 2 layers"),
+        ({"gives_way": ["a", "b"]}, "on mini. a and b would give way"),
+        ({"macs": [], "why": "needs 9 GB"}, "nowhere: needs 9 GB"),
+    ],
+)
+def test_a_plan_says_where_a_model_would_run_beside_what_runs(
+    agent: Agent, now: dict[str, object], line: str
+) -> None:
+    agent.admin.answers["plan/now"] = {
+        **{"macs": ["mini"], "kind": "alone", "split": [], "why": "", "gives_way": []},
+        **now,
+    }
+    said = mlxtp(agent.home, "plan", "tiny").output
+    assert f"served now, beside what runs: {line}\n" in said
+    alone = mlxtp(agent.home, "plan", "tiny", "--machines", str(DESK)).output
+    assert "served now" not in alone, "these Macs serve nothing"
 
 
 def test_a_plan_has_macs_share_a_model_as_the_agent_does_unless_a_user_says_how(
@@ -796,7 +827,7 @@ def test_a_plan_has_macs_share_a_model_as_the_agent_does_unless_a_user_says_how(
     assert is_pipeline()
     assert not is_pipeline("--parallel", "auto")
     assert not is_pipeline("--spread", "1")
-    assert not is_pipeline("--machines", str(Path(__file__).parents[2] / "examples" / "desk.toml"))
+    assert not is_pipeline("--machines", str(DESK))
     told["parallel"] = "tensor"
     assert is_pipeline("--split", "2,2")
 

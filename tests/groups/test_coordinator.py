@@ -25,6 +25,7 @@ from mlxtp.placement.cost_model import (
 from mlxtp.placement.model_shape import DescribedModel
 from mlxtp.wire.cluster_messages import (
     Beat,
+    Deployment,
     GroupAssignment,
     LeftOutGroup,
     ModelStatus,
@@ -409,6 +410,34 @@ def test_a_shape_that_makes_no_sense_costs_only_the_link_of_who_sent_it(
         assert node.parts.node.links.nodes() == {*OTHERS[:2]}
         last = assigned(links[0], "big#0")[-1]
         assert ({*last.ranks}, last.kind, last.why) == ({*OTHERS[:2]}, JACCL_MESH, "")
+
+    play(tmp_path, member, story)
+
+
+def test_a_plan_for_now_is_the_coordinators_beside_what_runs(tmp_path: Path, member: Member) -> None:
+    async def story(node: Node) -> None:
+        links = await leads_without_files(node, 2, nodes="2")
+        coordinator, most = node.parts.coordinator, DescribedModel(llama(), 600 << 30, mtp=False)
+        wanted = Deployment("other", "other", on=OTHERS[:2])
+        first, gone = coordinator.foresee(wanted, most)
+        assert (first.ranks, gone) == ((), ())
+        assert "GB" in first.why
+        small = replace(most, weight_bytes=8 << 30)
+        less, _ = coordinator.foresee(wanted, small)
+        before = assigned(links[0], "big#0")[-1]
+        assert node.parts.groups.by_id.keys() == {"big#0"}, "nothing is assigned"
+        again, _ = coordinator.foresee(replace(node.parts.node.desired.table.get("big"), version=9), small)
+        assert (again.ranks, again.kind) == (before.ranks, before.kind), "what is deployed stays"
+        node.parts.node.desired.serve("other", keep_s=PINNED, on=OTHERS[:2])
+        for link in links:
+            node.hear(
+                link,
+                ModelStatus("other", FINGERPRINT, "", "", 8 << 10, small.packed()),
+            )
+        node.live(*links)
+        [given] = assigned(links[0], "other#0")[-1:]
+        assert (given.ranks, given.kind, given.why) == (less.ranks, less.kind, less.why)
+        assert less.ranks
 
     play(tmp_path, member, story)
 

@@ -353,13 +353,7 @@ def build_parts(
         machines,
         groups,
         coordinator,
-        FabricBench(
-            node,
-            gateway,
-            lambda name: group_of(groups, name).supervisor,
-            lambda name: group_of(groups, name).scope.serving(),
-            results,
-        ),
+        FabricBench(node, gateway, lambda name: group_of(groups, name).supervisor, results),
         selection,
         on_request,
     )

@@ -38,22 +38,22 @@ LEFT: Mapping[str, int] = {
     "functions of an object of a class beside them": 82,
 }
 MOST_LINES: Mapping[str, int] = {
-    "": 3_937,
-    "admin": 1_860,
+    "": 3_961,
+    "admin": 1_880,
     "api": 10_158,
-    "cli": 5_738,
+    "cli": 5_699,
     "cluster": 4_977,
     "diagnostics": 2_530,
     "discovery": 1_003,
-    "engine": 12_194,
+    "engine": 11_770,
     "gateway": 1_753,
-    "groups": 6_582,
+    "groups": 6_447,
     "identity": 1_247,
-    "models": 3_495,
-    "placement": 4_498,
+    "models": 3_476,
+    "placement": 4_450,
     "service": 630,
     "text": 5_234,
-    "wire": 4_060,
+    "wire": 3_996,
 }
 """Lines of each package; those of files beside the packages are "". A commit that adds some says why."""
 TOUCHES: Mapping[str, tuple[str, int]] = {

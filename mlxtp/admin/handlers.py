@@ -7,7 +7,6 @@ import inspect
 import json
 import os
 import secrets
-import time
 from base64 import b64decode
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -103,17 +102,10 @@ class Admin:
     async def _bench_here(self, deployment: str) -> Json:
         parts = self._parts
         group = group_of(parts.groups, deployment).supervisor.status.group
-        times = await parts.fabric_bench.measure(deployment)
+        result = await parts.fabric_bench.measure(deployment)
         assert group is not None
-        return {
-            "nodes": [],
-            "names": [f"rank {rank}" for rank in range(group.world_size)],
-            "backend": group.backend,
-            "kind": group.kind or RING_LOOPBACK,
-            "fast_fences": parts.node.settings.fast_fences,
-            "at": int(time.time()),
-            **asdict(times),
-        }
+        names = [f"rank {rank}" for rank in range(group.world_size)]
+        return {**asdict(result), "nodes": [], "names": names, "kind": result.kind or RING_LOOPBACK}
 
     def close(self) -> None:
         self.draining.close()

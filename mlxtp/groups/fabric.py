@@ -8,7 +8,6 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from ..wire.messages import CollectivesTimed
 from .health import ServingState
 from .lifecycle import Supervisor
 from .loading import row_bytes
+from .process_group import EpochGroup
 
 log = logging.getLogger(__name__)
 
@@ -34,18 +34,7 @@ ANSWER_S = 50.0  #: Seconds that another agent may take to measure its group.
 Time = Callable[[str, int, int], Awaitable[CollectivesTimed]]
 
 
-@dataclass(frozen=True, slots=True)
-class Times:
-    """Seconds, as in FabricResult."""
-
-    metal: bool
-    collective_s: float
-    sizes: tuple[int, ...]
-    sums_s: tuple[float, ...]
-    gathers_s: tuple[float, ...]
-
-
-async def measure(clock: Time, row_bytes: int) -> Times:
+async def measure(group: EpochGroup, clock: Time, row_bytes: int, *, fast_fences: bool) -> FabricResult:
     """Time collectives of all sizes, small ones first. Sizes that would take too long are left out.
 
     This node decides how many of each to run, after one of them was timed; all ranks get the same number.
@@ -66,7 +55,18 @@ async def measure(clock: Time, row_bytes: int) -> Times:
         gathers.append(await timed("gather", size))
         if max(sums[-1], gathers[-1]) > measurements.SLOW_S:
             break
-    return Times(chain.metal, chain.seconds, tuple(sizes), tuple(sums), tuple(gathers))
+    return FabricResult(
+        group.nodes,
+        group.backend,
+        group.kind,
+        fast_fences,
+        chain.metal,
+        int(time.time()),
+        chain.seconds,
+        tuple(sizes),
+        tuple(sums),
+        tuple(gathers),
+    )
 
 
 # --- results ---------------------------------------------------------------------------------------------
@@ -145,8 +145,7 @@ def _load(path: Path) -> tuple[FabricResult, ...]:
 class FabricBench:
     """Measures a group of a deployment, the default one for an empty name, here or where its rank 0 is.
 
-    `shown` returns the supervisor of that group, and `serving` this node's report of it. Both raise UserError
-    for a name that is not deployed.
+    `shown` returns the supervisor of that group, and raises UserError for a name that is not deployed.
     """
 
     def __init__(
@@ -154,19 +153,17 @@ class FabricBench:
         node: ClusterNode,
         gateway: Gateway,
         shown: Callable[[str], Supervisor],
-        serving: Callable[[str], Serving | None],
         results: FabricResults,
     ) -> None:
         self._node = node
         self._gateway = gateway
         self._shown = shown
-        self._serving = serving
         self._results = results
         self._measuring = False
         self._background = Background()
         node.links.on(self._received, FabricWanted)
 
-    async def measure(self, deployment: str = "") -> Times:
+    async def measure(self, deployment: str = "") -> FabricResult:
         """Time collectives on the idle group; requests that come meanwhile must be retried.
 
         Raises UserError when there is no such group, or it ends meanwhile.
@@ -190,7 +187,8 @@ class FabricBench:
         try:
             with gateway.admission.hold("the fabric is being measured, which takes some seconds; try again"):
                 async with shown.kv.commanding:
-                    return await measure(ranks.time, row_bytes(model.path))
+                    fast = self._node.settings.fast_fences
+                    return await measure(ranks.group, ranks.time, row_bytes(model.path), fast_fences=fast)
         except MlxtpError as error:
             raise UserError(f"the group ended while it was measured: {error.detail}") from error
         finally:
@@ -212,21 +210,7 @@ class FabricBench:
         return await self._bench_at(coordinator if coordinator in owners else min(owners), deployment)
 
     async def _bench_here(self, deployment: str) -> FabricResult:
-        serving = self._serving(deployment)
-        times = await self.measure(deployment)
-        assert serving is not None
-        result = FabricResult(
-            serving.participants,
-            serving.backend,
-            serving.kind,
-            self._node.settings.fast_fences,
-            times.metal,
-            int(time.time()),
-            times.collective_s,
-            times.sizes,
-            times.sums_s,
-            times.gathers_s,
-        )
+        result = await self.measure(deployment)
         try:
             measurements.check(result)
         except ValueError as error:

@@ -21,9 +21,9 @@ from mlxtp.engine import group as group_module
 from mlxtp.engine.decode_loop import _combined
 from mlxtp.engine.group import RingGroup
 from mlxtp.errors import Code, UserError
-from mlxtp.groups.fabric import Times
 from mlxtp.groups.health import ServingState
 from mlxtp.placement.measurements import SIZES
+from mlxtp.wire.cluster_messages import FabricResult
 from mlxtp.wire.messages import CollectivesTimed, Loaded, Message
 
 from ..live_cluster import Cluster, until
@@ -101,7 +101,7 @@ def test_the_rank_on_which_a_row_is_worth_most_tokens_counts() -> None:
     assert _combined({0: states, 1: states}) == states
 
 
-def measure(cluster: Cluster) -> Times:
+def measure(cluster: Cluster) -> FabricResult:
     return cluster.call(cluster.agent.parts.fabric_bench.measure())
 
 

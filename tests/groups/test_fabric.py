@@ -44,6 +44,9 @@ RESULT = FabricResult(
 )
 
 
+PAIR = EpochGroup(1, 2, "ring", kind=RING_ETHERNET, nodes=(A, B))
+
+
 def serving(*nodes: str, state: str = "ready") -> Serving:
     told = (state, "", "ring", RING_ETHERNET, nodes, 0, "tiny", 1, 4096, 512, (), 0, ())
     return Serving(7, *told, GROUP, "tiny")
@@ -68,7 +71,13 @@ class Clock:
 
 def test_each_size_is_tried_once_and_then_as_often_as_there_is_time() -> None:
     clock = Clock(1e-3, 1e-8)
-    times = asyncio.run(measure(clock, 640))
+    times = asyncio.run(measure(PAIR, clock, 640, fast_fences=True))
+    assert (times.nodes, times.backend, times.kind, times.fast_fences) == (
+        (A, B),
+        "ring",
+        RING_ETHERNET,
+        True,
+    )
     assert times.sizes[:3] == (640, 1024, 4096)
     assert times.sizes[-1] == 1 << 24
     assert times.metal
@@ -82,11 +91,11 @@ def test_each_size_is_tried_once_and_then_as_often_as_there_is_time() -> None:
 
 def test_a_slow_network_is_not_kept_busy_for_minutes() -> None:
     clock = Clock(2e-3, 1e-6)  # 1 MB/s
-    times = asyncio.run(measure(clock, 0))
+    times = asyncio.run(measure(PAIR, clock, 0, fast_fences=False))
     assert times.sizes == (1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20)
     assert len(times.sums_s) == len(times.gathers_s) == 6
     dead = Clock(10.0, 0)
-    assert asyncio.run(measure(dead, 0)).sizes == (1024,)
+    assert asyncio.run(measure(PAIR, dead, 0, fast_fences=False)).sizes == (1024,)
     assert len(dead.asked) == 4
 
 

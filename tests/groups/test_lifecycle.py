@@ -247,8 +247,9 @@ def test_a_limit_that_comes_while_a_fabric_is_measured_waits_until_it_is(
 
     async def story(stage: Stage) -> None:
         supervisor = stage.supervisor
-        node = cast(Any, SimpleNamespace(links=SimpleNamespace(on=lambda *_: None)))
-        bench = FabricBench(node, stage.gateway, lambda _: supervisor, lambda _: None, cast(Any, None))
+        links, settings = SimpleNamespace(on=lambda *_: None), SimpleNamespace(fast_fences=False)
+        node = cast(Any, SimpleNamespace(links=links, settings=settings))
+        bench = FabricBench(node, stage.gateway, lambda _: supervisor, cast(Any, None))
         await stage.serves(1, EpochGroup(2, 2, "ring"))
         times, _, _ = await asyncio.gather(bench.measure(), supervisor.kv.limit(700), supervisor.kv.clear())
         assert times.collective_s == 1.0

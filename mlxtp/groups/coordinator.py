@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 
 from ..cluster.cluster_state import LeaderClaim, left_s
 from ..cluster.links import ControlLink
@@ -24,21 +25,12 @@ from .controller import TELL_S
 from .groups import Groups, unused_s
 from .health import COMING, SERVES, ServingState
 from .machines import Machines, model_lack
-from .scope import MIB
+from .scope import MIB, held_by
 
 log = logging.getLogger(__name__)
 
 REPEAT_S = 2.0  #: Seconds between two broadcasts of all assignments, for members that dropped one.
 STEADY_S = 3  #: Seconds that count for the present owner: ages are whole seconds, half a second old.
-
-
-@dataclass(frozen=True, slots=True)
-class _Files:
-    """A model's files in the cluster: why each node that lacks them does, their size, its packed shape."""
-
-    lacks: Mapping[str, str]
-    weight_bytes: int
-    shape: bytes
 
 
 class Coordinator:
@@ -75,9 +67,9 @@ class Coordinator:
         self.waiting = why
         if why:
             return until
-        expiry = self._expire(now)
+        until = self._expire(now)
         self._decide(now)
-        return expiry
+        return until
 
     def foresee(self, row: Deployment, described: DescribedModel) -> tuple[Assignment, tuple[str, ...]]:
         """Return where the first group of a deployment would run, and the deployments that would give way.
@@ -135,45 +127,39 @@ class Coordinator:
         for name in decision.gives_way:
             log.info("%s gives way to another model", name)
             self._node.desired.unload(name)
-        leaving = tuple(sorted(view.draining))
         enough = {name: Assignment(name, name.rpartition("#")[0]) for name in self._groups.by_id}
         for each in (enough | {each.group: each for each in decision.assignments}).values():
-            standing = self._standing(each) if each.group in view.given_up else each
-            self._assign(standing, leaving, again=again)
+            self._assign(each, view, again=again)
 
-    def _standing(self, decided: Assignment) -> Assignment:
-        """Leave a group that is given up with its owner, which takes no room and may try again."""
-        before = self._groups.known(decided.group).scope.assignment
-        if decided.owner:
-            return decided
-        return replace(decided, ranks=before.ranks, kind=before.kind, split=before.split, again=before.again)
+    def _assign(self, decided: Assignment, view: PlaceView, *, again: bool) -> None:
+        """Broadcast an assignment, if it is another one than before, or `again`.
 
-    def _assign(self, decided: Assignment, leaving: tuple[str, ...], *, again: bool) -> None:
-        """Broadcast an assignment, if it is another one than before, or `again`."""
+        A group that is given up stays with its owner, which takes no room and may try again.
+        """
         scope = self._groups.known(decided.group).scope
         before, scope.assigned_in = scope.assignment, self._node.leadership.claim
-        term = self._node.leadership.claim.term
+        at = before if decided.group in view.given_up and not decided.owner else decided
         after = GroupAssignment(
             decided.group,
             decided.deployment,
-            term,
+            scope.assigned_in.term,
             before.number,
-            decided.ranks,
-            decided.kind,
-            decided.split,
+            at.ranks,
+            at.kind,
+            at.split,
             decided.why,
             decided.faster,
             decided.kv_mib,
-            decided.again,
-            leaving,
+            at.again,
+            tuple(sorted(view.draining)),
         )
         if after != before:
             self._number += 1
             after = replace(after, number=self._number)
-            nowhere = f"no Mac: {decided.why or 'others are enough'}"
-            where = " + ".join(map(self._node.name_of, decided.ranks))
-            where = f"{decided.kind} on {where}" if len(decided.ranks) > 1 else where or nowhere
             if (before.ranks, before.kind, before.split) != (after.ranks, after.kind, after.split):
+                where = " + ".join(map(self._node.name_of, after.ranks))
+                nowhere = f"no Mac: {after.why or 'others are enough'}"
+                where = f"{after.kind} on {where}" if len(after.ranks) > 1 else where or nowhere
                 log.info("group %s is assigned to %s", decided.group, where)
                 for note in decided.notes:
                     log.info("%s", note)
@@ -187,28 +173,18 @@ class Coordinator:
 
     def _view(self, now: float) -> PlaceView:
         node, leadership = self._node, self._node.leadership
-        reports = self._reports()
-        held: dict[str, int] = {}
-        for _, serving in reports:
-            for node_id, mib in zip(serving.participants, serving.held_mib, strict=False):
-                held[node_id] = held.get(node_id, 0) + mib * MIB
+        reports, rows = self._reports(), self._node.desired.table.live()
         told = {name: group.scope.assignment for name, group in self._groups.by_id.items()}
         assigned = {name: each for name, each in told.items() if each.ranks}
-        rows = node.desired.table.live()
         names, turns = {row.name for row in rows}, _turns(rows, self._groups.reports())
-        members = []
-        for member in self._machines.members(held_bytes=lambda node_id: held.get(node_id, 0)):
-            # Ranks of a deployment that is gone hold memory until they have ended.
-            taken = sum(
-                mib * MIB
-                for _, serving in reports
-                if serving.deployment not in names
-                for node_id, mib in zip(serving.participants, serving.held_mib, strict=False)
-                if node_id == member.node_id
-            )
-            members.append(replace(member, taken_bytes=taken))
+        held, taken = Counter[str](), Counter[str]()
+        for _, serving in reports:
+            held.update(held_by(serving))
+            if serving.deployment not in names:  # its ranks hold memory until they have ended
+                taken.update(held_by(serving))
+        members = self._machines.members(held_bytes=held.__getitem__)
         return PlaceView(
-            members=tuple(members),
+            members=tuple(replace(member, taken_bytes=taken[member.node_id]) for member in members),
             wanted=tuple(self._wanted(row, turns.get(row.name, 0)) for row in rows),
             running=tuple(self._running(*each) for each in self._longest_first(reports)),
             draining=leadership.draining,
@@ -225,16 +201,13 @@ class Coordinator:
         reports = [each for each in self._groups.reports() if each.state == ServingState.FAILED]
         return {each.group: GivenUp(each.reason, each.desired, boots) for each in reports}
 
-    def _owners(self) -> dict[str, str]:
-        return {name: group.scope.assignment.owner for name, group in self._groups.by_id.items()}
-
     def _longest_first(self, reports: list[tuple[str, Serving]]) -> list[tuple[str, Serving]]:
         """Order reports by group. Of two owners of one, the one that has served it longer comes first."""
-        owners = self._owners()
 
         def key(report: tuple[str, Serving]) -> tuple[str, int, str]:
             owner, serving = report
-            present = owner == owners.get(serving.group)
+            group = self._groups.by_id.get(serving.group)
+            present = group is not None and owner == group.scope.assignment.owner
             return serving.group, -(serving.ready_s + STEADY_S * present), owner
 
         return sorted(reports, key=key)
@@ -261,19 +234,27 @@ class Coordinator:
 
     def _running(self, owner: str, serving: Serving) -> GroupReport:
         """Return a group as its owner reports it; between two epochs it is where it is assigned."""
-        held = {node: mib * MIB for node, mib in zip(serving.participants, serving.held_mib, strict=False)}
-        ready, ranks, kind, split = serving.state in SERVES, serving.participants, serving.kind, serving.split
-        if not ranks:
+        between, ready = not serving.participants, serving.state in SERVES
+        ranks, kind, split = serving.participants, serving.kind, serving.split
+        if between:
             assigned = self._groups.known(serving.group).scope.assignment
             ranks, kind, split = assigned.ranks, assigned.kind, assigned.split
         requests = min(serving.open_requests, 1)  # each number would be another view
-        between = not serving.participants
-        return GroupReport(serving.group, ranks, kind, split, ready, requests, held, serving.used, between)
+        work = ready, requests, held_by(serving), serving.used, between
+        return GroupReport(serving.group, ranks, kind, split, *work)
 
     def _wanted(self, row: Deployment, turn: int) -> WantedDeployment:
-        """Return what is known of a deployment. `lacks` has the reason that keeps it from being planned."""
-        node, model, files = self._node, self._models.of(row.model), self._files(row.model)
-        name, shape, lacks = model.source.id if model.source else row.model, None, dict(files.lacks)
+        """Return what is known of a deployment. `lacks` has the reasons for which nodes cannot run it."""
+        node, here, model = self._node, self._node.node_id, self._models.of(row.model)
+        name, shape = model.source.id if model.source else row.model, None
+        told = node.links.reports.of(ModelStatus, row.model) | {here: model.status}
+        have = sorted(node_id for node_id, status in told.items() if status.fingerprint)
+        first = here if here in have or not have else have[0]
+        named = {
+            node_id: (node.name_of(first), node.name_of(node_id)) for node_id in node.membership.statuses()
+        }
+        found = {each: model_lack(told[first], told.get(each), *names) for each, names in named.items()}
+        lacks = {node_id: why for node_id, why in found.items() if why}
         try:
             options = self._machines.options(row, name)
         except MlxtpError as error:  # of a row from a member that lies
@@ -281,23 +262,11 @@ class Coordinator:
             lacks = dict.fromkeys(node.membership.statuses(), error.detail)
         if model.fingerprint:
             shape = model.shape
-        elif files.shape:
-            shape = unpacked(files.shape).shape(name, node.settings.kv_bits)
+        elif told[first].shape:
+            shape = unpacked(told[first].shape).shape(name, node.settings.kv_bits)
+        weight = MIB * max((told[node_id].weight_mib for node_id in have), default=0)
         tried = self._machines.all_failed(over=True)
-        return WantedDeployment(row, options, shape, files.weight_bytes, lacks, turn, tried)
-
-    def _files(self, model: str) -> _Files:
-        node, here = self._node, self._node.node_id
-        told = node.links.reports.of(ModelStatus, model) | {here: self._models.of(model).status}
-        have = sorted(node_id for node_id, status in told.items() if status.fingerprint)
-        first = here if here in have or not have else have[0]
-        lacks = {}
-        for node_id in node.membership.statuses():
-            why = model_lack(told[first], told.get(node_id), node.name_of(first), node.name_of(node_id))
-            if why:
-                lacks[node_id] = why
-        weight = max((status.weight_mib for status in told.values() if status.fingerprint), default=0)
-        return _Files(lacks, weight * MIB, told[first].shape)
+        return WantedDeployment(row, options, shape, weight, lacks, turn, tried)
 
     # --- messages ------------------------------------------------------------------------------------
 

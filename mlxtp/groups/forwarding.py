@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from ..background import Background, log_failure
 from ..discovery.addresses import host_and_port
@@ -47,7 +47,10 @@ MAX_UNSENT_BYTES = 8 * 1024 * 1024
 
 
 class RemoteBackend:
-    """A `RequestBackend` whose rank 0 is on another Mac. `lost` is called once, when its link ends."""
+    """A `RequestBackend` whose rank 0 is on another Mac. `lost` is called once, when its link ends.
+
+    `send` raises LinkError once the link has ended.
+    """
 
     def __init__(
         self,
@@ -76,7 +79,6 @@ class RemoteBackend:
         return cls(connection, on_event, lost)
 
     def send(self, message: Message) -> None:
-        """Send a message. Raises LinkError when the link has ended."""
         self._connection.send(message)
 
     async def _read_all(self) -> None:
@@ -95,13 +97,12 @@ class RemoteBackend:
         self._lost(error)
 
     def _failed(self, reading: asyncio.Task[None], error: BaseException) -> None:
-        """End the link after a bug, so that its requests do not wait for ever."""
         log_failure(reading, error)
         self._connection.close()
         self._lost(LinkError(f"{type(error).__name__}: {error}", Code.INTERNAL))
 
     def drop(self) -> None:
-        """End the link now, without calling `lost`."""
+        """End the link without calling `lost`."""
         self._task.cancel()
         self._connection.close()
 
@@ -176,70 +177,52 @@ class ForwardingBackend:
 
     def follow(self) -> None:
         """Follow the group that serves elsewhere, unless this node has an epoch of its own."""
-        if self._supervisor.status.in_epoch:
+        scope, status = self._scope, self._supervisor.status
+        if status.in_epoch:
             self._leave()
             return
-        node, model = self._node, self._scope.model
-        found = self._whom()
-        if found is None:
+        present = self._node.membership.status_of
+        servings = {owner: each for owner, each in scope.reports() if present(owner).present}
+        if (node_id := followed(servings, scope.assignment.owner)) is None:
             self._drop("the group is being formed")
-            if not self._supervisor.status.resting:
-                owned = self._scope.owned
-                why = self._scope.waiting if owned else self._scope.why_not
-                self._show(ServingState.IDLE, 0, why or "the group is about to form", None)
+            if not status.resting:
+                why = (scope.waiting if scope.owned else scope.why_not) or "the group is about to form"
+                status.follow(ServingState.IDLE, 0, why, EpochGroup(0, 0, "none"))
             return
-        node_id, serving = found
         if self._backend is not None and self._backend_at != node_id:
-            self._drop(f"{node.name_of(node_id)} serves now")
-        state, reason = ServingState(serving.state), serving.reason
-        row = self._scope.row
-        if state is ServingState.READY and (row is None or row.model != serving.model):
-            state = ServingState.LOADING
-        elif state is ServingState.READY and model.source is None:
-            state = ServingState.IDLE if model.problem else ServingState.LOADING
-            reason = model.problem or "looking for the model's files"
+            self._drop(f"{self._node.name_of(node_id)} serves now")
+        serving = servings[node_id]
+        state, reason = self._state_here(serving)
+        wanted = (node_id, serving.epoch, serving.model, serving.context)
         if state is not ServingState.READY:
             self._rest()
-            self._show(state, serving.epoch, reason, serving)
-            return
-        wanted = (node_id, serving.epoch, serving.model, serving.context)
-        if wanted != self._served and time.monotonic() >= self._retry_at:
+        elif wanted != self._served and time.monotonic() >= self._retry_at:
             self._rest()
             self._served = wanted
             self._opening = self._background.start(self._open(node_id, serving), "opening a requests link")
-        if not self._ready:
+        if state is ServingState.READY and not self._ready:
             state, reason = ServingState.LOADING, "connecting to rank 0"
-        self._show(state, serving.epoch, reason, serving)
+        size = len(serving.participants)
+        group = EpochGroup(0, size, serving.backend, kind=serving.kind, split=serving.split)
+        status.follow(state, serving.epoch, reason, group)
 
-    def _whom(self) -> tuple[str, Serving] | None:
-        """Return the owner to follow and its report; None if there is none.
-
-        That is the node to which the group is assigned if it has an epoch, else a node that is ready. Else
-        it is the former, whose report has the reason.
-        """
-        present = self._node.membership.status_of
-        servings = {owner: each for owner, each in self._scope.reports() if present(owner).present}
-        owner = self._scope.assignment.owner
-        assigned = servings.get(owner)
-        if assigned is not None and assigned.participants:
-            return owner, assigned
-        ready = [each for each, serving in servings.items() if serving.state == ServingState.READY]
-        if ready:
-            return min(ready), servings[min(ready)]
-        return (owner, assigned) if assigned is not None else None
-
-    def _show(self, state: ServingState, epoch: int, reason: str, serving: Serving | None) -> None:
-        group = EpochGroup(0, 0, "none")
-        if serving is not None:
-            size = len(serving.participants)
-            group = EpochGroup(0, size, serving.backend, kind=serving.kind, split=serving.split)
+    def _state_here(self, serving: Serving) -> tuple[ServingState, str]:
+        """Return the state of the group for this node, which needs the model's files, and the reason."""
+        row, model = self._scope.row, self._scope.model
+        state = ServingState(serving.state)
         if state in (ServingState.STARTING, ServingState.STOPPED):
-            state = ServingState.FORMING
-        self._supervisor.status.follow(state, epoch, reason, group)
+            return ServingState.FORMING, serving.reason
+        if state is not ServingState.READY:
+            return state, serving.reason
+        if row is None or row.model != serving.model:
+            return ServingState.LOADING, serving.reason
+        if model.source is None:
+            coming = ServingState.IDLE if model.problem else ServingState.LOADING
+            return coming, model.problem or "looking for the model's files"
+        return state, serving.reason
 
     async def _open(self, node_id: str, serving: Serving) -> None:
-        source = self._scope.model.source
-        gateway = self._supervisor.gateway
+        source, supervisor = self._scope.model.source, self._supervisor
         try:
             if source is None:
                 raise GroupError("the model is gone", Code.MODEL_NOT_FOUND)
@@ -250,15 +233,13 @@ class ForwardingBackend:
             log.warning("cannot send requests to %s; trying again: %s", self._node.name_of(node_id), error)
             self._retry_later()
             return
-        if self._supervisor.status.in_epoch:  # an epoch began while this link was being opened
+        if supervisor.status.in_epoch:  # an epoch began while this link was being opened
             self._leave()
             return
         assert self._backend is not None
         self._ready = True
-        supervisor, to = self._supervisor, self._backend
-        gateway.serve(
-            supervisor.group, supervisor.deployment, to, info, source.text, here=False, load_s=serving.load_s
-        )
+        ids, load_s = (supervisor.group, supervisor.deployment), serving.load_s
+        supervisor.gateway.serve(*ids, self._backend, info, source.text, here=False, load_s=load_s)
         self._node.changed()
 
     def _failed(self, opening: asyncio.Task[None], error: BaseException) -> None:
@@ -272,9 +253,18 @@ class ForwardingBackend:
         self._served = None
 
     async def _reach(self, node_id: str) -> None:
-        """Open the requests link. Raises MlxtpError, TimeoutError or OSError."""
-        gateway = self._supervisor.gateway
-        reader, writer = await self._connect(node_id)
+        """Open the requests link, to the control link's address and the port that the node reported.
+
+        Raises MlxtpError, TimeoutError or OSError.
+        """
+        node, gateway = self._node, self._supervisor.gateway
+        if (link := node.links.to(node_id)) is None:
+            raise GroupError("the link to it is gone", Code.LINK_LOST)
+        found = next(filter(None, map(host_and_port, node.peer_info.addresses.get(node_id, ()))), None)
+        if found is None:
+            raise GroupError("it has not reported the port on which it listens", Code.LINK_LOST)
+        context = member_context_client(self._credentials, ALPN_REQUESTS)
+        reader, writer = await open_tls(link.remote, found[1], context, ALPN_REQUESTS, CONNECT_S)
         try:
             async with asyncio.timeout(CONNECT_S):
                 self._backend = await RemoteBackend.greet(reader, writer, gateway.on_event, self._lost)
@@ -283,35 +273,20 @@ class ForwardingBackend:
             writer.transport.abort()
             raise
 
-    async def _connect(self, node_id: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Connect to the control link's address, at the port that the node reported. Raises MlxtpError."""
-        node = self._node
-        link = node.links.to(node_id)
-        if link is None:
-            raise GroupError("the link to it is gone", Code.LINK_LOST)
-        found = next(filter(None, map(host_and_port, node.peer_info.addresses.get(node_id, ()))), None)
-        if found is None:
-            raise GroupError("it has not reported the port on which it listens", Code.LINK_LOST)
-        context = member_context_client(self._credentials, ALPN_REQUESTS)
-        return await open_tls(link.remote, found[1], context, ALPN_REQUESTS, CONNECT_S)
-
     def _lost(self, error: MlxtpError) -> None:
         self._backend, self._backend_at = None, ""
         self._retry_at = time.monotonic() + RETRY_S
         self._rest()
-        self._park(GroupError(error.detail, Code.LINK_LOST))
+        self._supervisor.gateway.park(self._supervisor.group, GroupError(error.detail, Code.LINK_LOST))
         self._node.changed()
 
     def _drop(self, why: str) -> None:
         """End the link because that node no longer answers. Requests open on it wait for another group."""
         if self._leave():
-            self._park(GroupError(why, Code.NOT_READY))
-
-    def _park(self, error: MlxtpError) -> None:
-        self._supervisor.gateway.park(self._supervisor.group, error)
+            self._supervisor.gateway.park(self._supervisor.group, GroupError(why, Code.NOT_READY))
 
     def _leave(self) -> bool:
-        """End the link without an event for the gateway. Returns whether there was one."""
+        """End the link without an event for the gateway. Return whether there was one."""
         self._forget()
         backend, self._backend, self._backend_at = self._backend, None, ""
         if backend is not None:
@@ -334,3 +309,15 @@ class ForwardingBackend:
         if self._backend is not None:
             with contextlib.suppress(MlxtpError):
                 await self._backend.close()
+
+
+def followed(servings: Mapping[str, Serving], owner: str) -> str | None:
+    """Return the node whose report of a group counts, of those that report it; None for none.
+
+    That is the `owner` to which it is assigned if that has an epoch, else a node that is ready. Else it is
+    the owner, whose report has the reason.
+    """
+    ready = [node_id for node_id, each in servings.items() if each.state == ServingState.READY]
+    if owner in servings and (servings[owner].participants or not ready):
+        return owner
+    return min(ready, default=None)

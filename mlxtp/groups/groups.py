@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import is_
 
 from ..api.admin import Json
 from ..background import Background
@@ -23,27 +24,18 @@ from ..wire.cluster_messages import GroupAssignment, Prepare, RankTrouble, Servi
 from .group import Group
 from .health import COMING, SERVES, ServingState
 from .history import MOST, EpochStory, RecoveryMetrics
-from .hosted_rank import HostedRank, HostedRanks
+from .hosted_rank import HostedRanks
 
 log = logging.getLogger(__name__)
-
 
 ABOUT_TO_STOP = "this Mac is about to stop"
 
 
 class Groups:
-    """Groups by id. Each lives by itself: the end of one touches no other.
-
-    `make` returns the group of an id. One of the empty id stands for the group that is shown while there is
-    none.
-    """
+    """Groups by id, as `make` returns them. The one of the empty id is shown while there is no other."""
 
     def __init__(
-        self,
-        node: ClusterNode,
-        gateway: Gateway,
-        hosted: HostedRanks,
-        make: Callable[[str], Group],
+        self, node: ClusterNode, gateway: Gateway, hosted: HostedRanks, make: Callable[[str], Group]
     ) -> None:
         self.by_id: dict[str, Group] = {}
         #: Epochs of groups that are over, each with the group's id, the newest last.
@@ -127,8 +119,9 @@ class Groups:
                 self._node.rounds.attempt(partial(self.known, serving.group), owner)
         for name in [name for name, each in self.by_id.items() if each.over]:
             over = self.by_id.pop(name)
-            stories = over.supervisor.status.ended_history()
-            self.past.extend((name, each) for each in reversed(stories))
+            history = over.supervisor.status.history
+            history.ended(time.monotonic())  # the reports of one elsewhere may just have ceased
+            self.past.extend((name, each) for each in reversed(history.stories))
             self._background.start(over.close(), f"the end of group {name}")
         self._gateway.deployments.keep(self.by_id, {each.scope.deployment for each in self.by_id.values()})
 
@@ -154,16 +147,15 @@ class Groups:
         self._gateway.closing = ABOUT_TO_STOP if self._node.node_id in self._node.leadership.draining else ""
         if self.shown is self._none:
             self._none.decide(now)
-        found = [
-            self._node.rounds.attempt(
-                partial(group.decide, now), *(owner for owner, _ in group.scope.reports())
-            )
-            for group in list(self.by_id.values())
-        ]
-        return min((each for each in found if each is not None), default=math.inf)
+        until = math.inf
+        for group in list(self.by_id.values()):
+            owners = [owner for owner, _ in group.scope.reports()]
+            found = self._node.rounds.attempt(partial(group.decide, now), *owners)
+            until = until if found is None else min(until, found)
+        return until
 
     def woke(self, slept_s: float) -> None:
-        """Recover from sleep: the others have given this machine up, and links report that only later."""
+        """End what the others have given up while this Mac slept. Links report that only later."""
         for group in self.by_id.values():
             group.supervisor.woke(slept_s)
         self._hosted.clear(f"{self._node.name} slept for {slept_s:.0f} s")
@@ -172,10 +164,7 @@ class Groups:
         self._node.changed()
 
     async def close(self) -> None:
-        """End all groups in order, and refuse requests that wait for one.
-
-        From now on no group runs: a group that began now would never end.
-        """
+        """End all groups in order, and refuse requests that wait for one. From now on none begins."""
         self._live, self._closing = False, True
         self._gateway.closing = ABOUT_TO_STOP
         self._node.changed()
@@ -211,7 +200,12 @@ class Groups:
 
 def best(groups: Sequence[Group]) -> Group:
     """Return the group that stands for all of a deployment: one that serves, if there is one."""
-    return min(groups, key=_place)
+
+    def place(group: Group) -> tuple[bool, bool, int]:
+        status = group.supervisor.status
+        return status.state not in SERVES, not status.in_epoch, group.scope.index
+
+    return min(groups, key=place)
 
 
 def group_of(groups: Groups, deployment: str) -> Group:
@@ -233,11 +227,6 @@ def unused_s(reports: Sequence[Serving], deployment: str) -> int | None:
     """
     found = (each for each in reports if each.deployment == deployment)
     return min((each.idle_s for each in found if each.state in SERVES), default=None)
-
-
-def _place(group: Group) -> tuple[bool, bool, int]:
-    status = group.supervisor.status
-    return status.state not in SERVES, not status.in_epoch, group.scope.index
 
 
 def short_of_memory(node: ClusterNode, reports: Sequence[Serving]) -> str:
@@ -265,8 +254,8 @@ class OtherOwners:
         for rank in self._hosted.ranks:
             how = lost(self._node.membership.status_of(rank.host), rank.host_boot)
             if how is not None:
-                name = self._node.name_of(rank.host)
-                self._end(rank, f"epoch {rank.order.epoch} lost {name} (rank 0): {how}")
+                why = f"epoch {rank.order.epoch} lost {self._node.name_of(rank.host)} (rank 0): {how}"
+                self._hosted.clear(why, partial(is_, rank))
 
     def may_leave(self) -> bool:
         """Return True when no owner needs this node any longer, which is about to stop."""
@@ -275,9 +264,6 @@ class OtherOwners:
         return all(
             each is not None and each.state == "draining" and not each.open_requests for each in reports
         )
-
-    def _end(self, rank: HostedRank, why: str) -> None:
-        self._hosted.clear(why, lambda each: each is rank)
 
     def _serving(self, node_id: str, serving: Serving) -> None:
         self._node.replica.saw_epoch(serving.epoch)
@@ -314,6 +300,7 @@ class OtherOwners:
 
 # --- orderly end ----------------------------------------------------------------------------------------
 
+
 LOOK_S = 0.1  #: Seconds between checks for open requests of a drain.
 NEWS_S = 1.0  #: Seconds after which a client that watches a drain gets a reply even without news.
 
@@ -325,11 +312,7 @@ class Drain:
     """
 
     def __init__(
-        self,
-        node: ClusterNode,
-        gateway: Gateway,
-        groups: Groups,
-        clock: Callable[[], float] = time.monotonic,
+        self, node: ClusterNode, gateway: Gateway, groups: Groups, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.over = asyncio.Event()
         self._node = node

@@ -1,6 +1,7 @@
 """Past epochs of this agent: their stages and ends, and the time from a failure to the next that serves.
 
 This agent notes each step of the epochs that it forms. Of those on other Macs it has only their reports.
+Arguments `clock` are seconds of one clock that never jumps.
 """
 
 from __future__ import annotations
@@ -38,14 +39,11 @@ class EpochStory:
 
 
 class History:
-    """The last `MOST` epochs. An epoch that begins ends one that still runs, without a reason.
-
-    `clock` is in seconds of a clock that never jumps.
-    """
+    """The last `MOST` epochs. An epoch that begins ends one that still runs, without a reason."""
 
     def __init__(self) -> None:
         self._stories: deque[EpochStory] = deque(maxlen=MOST)
-        self._since = 0.0  #: Start of the newest, by that clock.
+        self._since = 0.0  #: Start of the newest.
 
     def began(self, story: EpochStory, clock: float) -> None:
         self.ended(clock)
@@ -87,10 +85,8 @@ class History:
 
     def served_s(self, clock: float) -> float:
         """Return the seconds for which the running epoch has served; 0 before it does."""
-        story = self._running
-        if story is None or story.ready_s is None:
-            return 0.0
-        return max(clock - self._since - story.ready_s, 0.0)
+        ready_s = self._running.ready_s if self._running is not None else None
+        return max(clock - self._since - ready_s, 0.0) if ready_s is not None else 0.0
 
     @property
     def stories(self) -> tuple[EpochStory, ...]:
@@ -132,7 +128,6 @@ class RateMeter:
 
 # --- recoveries ------------------------------------------------------------------------------------------
 
-
 #: Buckets in seconds: a recovery takes about 2.5 with warm processes, about 7 without, plus the model's load.
 RECOVERY_S = (0.5, 1, 1.5, 2, 3, 4, 5, 7.5, 10, 15, 20, 30, 45, 60, 120, 300)
 
@@ -156,27 +151,26 @@ class RecoveryMetrics:
 
 
 class Recoveries:
-    """Recoveries of one group, counted in `metrics`. `now` is in seconds of any monotonic clock."""
+    """Recoveries of one group, counted in `metrics`."""
 
     def __init__(self, metrics: RecoveryMetrics | None = None) -> None:
         self.metrics = metrics or RecoveryMetrics()
         self._serving = False
         self._broken_at: float | None = None
 
-    def serving(self, now: float) -> None:
+    def serving(self, clock: float) -> None:
         self._serving = True
         if self._broken_at is not None:
-            self.metrics.seconds.observe(now - self._broken_at)
+            self.metrics.seconds.observe(clock - self._broken_at)
             self._broken_at = None
 
-    def over(self, code: Code, now: float) -> None:
+    def over(self, code: Code, clock: float) -> None:
         """Note that an epoch has ended. One that makes room for another was no failure."""
         self.metrics.ended.labels(code).inc()
         if self._serving and code is not Code.REPLANNED:
-            self._broken_at = now
+            self._broken_at = clock
         self._serving = False
 
     def rested(self) -> None:
         """Note that no model is desired: the next epoch is no recovery."""
-        self._serving = False
-        self._broken_at = None
+        self._serving, self._broken_at = False, None

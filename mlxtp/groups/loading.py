@@ -27,12 +27,11 @@ from ..placement.faults import REPLUG
 from ..placement.pipelines import counted_shares
 from ..wire.cluster_messages import Serving
 from ..wire.messages import Loaded, Unload
-from .process_group import EpochGroup, ProcessGroup
+from .process_group import ProcessGroup
 
 log = logging.getLogger(__name__)
 
-#: Settings that may change a model's answers.
-_NUMBERS = ("kv_bits", "draft_model", "speculation", "prefill_chunk")
+_NUMBERS = ("kv_bits", "draft_model", "speculation", "prefill_chunk")  #: Settings that may change answers.
 _ACTIVATION_BYTES = 2
 NO_HEAD = "--speculation mtp: the model has no MTP head that can be used, so nothing is drafted"
 _RANK = re.compile(r"(?:^|; )rank (\d+): ")
@@ -40,17 +39,13 @@ _RANK = re.compile(r"(?:^|; )rank (\d+): ")
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """Model on ranks that are warm and proven. It took `load_s` seconds to load.
-
-    The KV caches of each rank may have `kv_bytes`, with room for `kv_room` tokens; 0 without a bound.
-    `slow_link`: the finding on links that are far too slow, for users; empty for none.
-    """
+    """Model on ranks that are warm and proven."""
 
     info: ModelInfo
-    kv_room: int
+    kv_room: int  #: Tokens that KV caches may hold; 0 without a bound.
     load_s: float
-    kv_bytes: int = 0
-    slow_link: str = ""
+    kv_bytes: int = 0  #: Bytes that those of each rank may have; 0 without a bound.
+    slow_link: str = ""  #: Finding on links that are far too slow, for users; empty for none.
 
     def resized(self, loaded: Loaded) -> LoadedModel:
         info = replace(self.info, context=loaded.context)
@@ -73,7 +68,7 @@ class KvRoom:
 
     @property
     def tokens(self) -> int:
-        """Tokens that the KV caches may hold; 0 without a bound, or with no model."""
+        """Tokens that there is room for; 0 without a bound, or with no model."""
         return self.loaded.kv_room if self.loaded is not None else 0
 
     async def serve(self, ranks: ProcessGroup, loaded: LoadedModel) -> None:
@@ -161,22 +156,21 @@ class ModelLoader:
         row = await asyncio.to_thread(row_bytes, folder)
         prompts = self_test.prompts(vocabulary, self_test.prompt_tokens(row, mesh=ranks.group.varies))
         answers = await self._self_test(ranks).warm_up(prompts)
+        settings = {name: getattr(self._settings, name) for name in _NUMBERS}
+        settings["compiled"] = "MLX_DISABLE_COMPILE" not in os.environ
+
+        def earlier() -> self_test.SelfTestTokens:
+            key = self_test.key(folder, ranks.group.about, settings)
+            return self_test.kept(self._settings.home / self_test.FILE, key, answers)
+
         kept = answers
         try:
-            kept = await asyncio.to_thread(self._kept, ranks.group, folder, answers)
+            kept = await asyncio.to_thread(earlier)
         except OSError as error:  # a full disk proves nothing about the group
             log.warning("golden proof: %s", error)
         self.proof = ""
         if kept != answers:
             await self.judge(ranks, prompts, kept, answers)
-
-    def _kept(
-        self, group: EpochGroup, folder: Path, answers: self_test.SelfTestTokens
-    ) -> self_test.SelfTestTokens:
-        settings = {name: getattr(self._settings, name) for name in _NUMBERS}
-        settings["compiled"] = "MLX_DISABLE_COMPILE" not in os.environ
-        key = self_test.key(folder, group.about, settings)
-        return self_test.kept(self._settings.home / self_test.FILE, key, answers)
 
     async def judge(
         self,
@@ -186,9 +180,12 @@ class ModelLoader:
         answers: self_test.SelfTestTokens,
     ) -> None:
         """Judge answers that differ from earlier ones. Raises GroupError for wrong ones that come twice."""
-        if await self._only_near_ties(ranks, self_test.differences(prompts, kept, answers)):
+        test, near_ties = self._self_test(ranks), True
+        for tokens, before, now in self_test.differences(prompts, kept, answers):
+            near_ties = near_ties and self_test.is_near_tie(await test.most_probable(tokens), before, now)
+        if near_ties:
             log.info("golden proof: near-ties fell differently than before")
-        elif await self._self_test(ranks).golden_answers(prompts) != answers:
+        elif await test.golden_answers(prompts) != answers:
             self.proof = "the group answers fixed prompts differently than before, and differently each time"
             log.warning("golden proof: %s", self.proof)
         else:
@@ -198,16 +195,6 @@ class ModelLoader:
                 f"changed on purpose, remove {self._settings.home / self_test.FILE}",
                 Code.PROOF_FAILED,
             )
-
-    async def _only_near_ties(
-        self, ranks: ProcessGroup, differences: Sequence[tuple[tuple[int, ...], int, int]]
-    ) -> bool:
-        """Return True if the two tokens of every difference are about as probable."""
-        for tokens, before, now in differences:
-            top = await self._self_test(ranks).most_probable(tokens)
-            if not self_test.is_near_tie(top, before, now):
-                return False
-        return True
 
 
 async def model_info(model: ModelSource, found: Loaded | Serving) -> ModelInfo:

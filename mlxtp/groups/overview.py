@@ -31,8 +31,7 @@ log = logging.getLogger(__name__)
 def health(node: ClusterNode, groups: Groups, gateway: Gateway, model: str = "") -> Health:
     """Return the health of a deployment, by the name of it or of its model; of the whole without one.
 
-    The whole is ready once each pinned deployment has a ready group; without a pinned one, once the first
-    deployment has.
+    The whole is ready once each pinned deployment has a ready group, or the first one where none is pinned.
     """
     rows = [(row, of) for row in node.desired.table.live() if (of := groups.replicas_of(row.name))]
     reports = groups.reports() if any(not row.pinned for row, _ in rows) else []
@@ -108,10 +107,7 @@ class ReplicaLoad(NodeRow, number=0x56):
 
 
 class ReplicaLoads:
-    """Reports this agent's ready groups to the others, and takes in theirs.
-
-    A group that is the only one of its deployment is not reported, since there is no choice.
-    """
+    """Reports of ready groups, but for one that is the only one of its deployment: there is no choice."""
 
     def __init__(self, node: ClusterNode, gateway: Gateway, groups: Groups) -> None:
         self._node = node
@@ -131,7 +127,7 @@ class ReplicaLoads:
         self._node.links.reports.publish(ReplicaLoad, *present)
 
     def _received(self, node_id: str, load: ReplicaLoad) -> None:
-        """Take in the report of a group's owner. Of any other node it does not count."""
+        """Take in the report of a group, if it is by the group's owner."""
         if node_id in self._node.links.reports.of(Serving, load.group):
             self._gateway.load(load.group, unpacked(load))
 
@@ -153,17 +149,13 @@ WORK_BYTES, WORK_SHARE = 1024 * MIB, 8  # bytes; one part in so many of its weig
 
 @dataclass(frozen=True, slots=True)
 class RankAccount:
-    """Memory of one rank of `group`, in bytes: its weights and budget of KV caches, and what it reports.
-
-    `memory_bytes` and `kv_bytes` are those of its newest heartbeat, the former without what MLX keeps for
-    reuse. `kv_budget` is the bound in force (0: none).
-    """
+    """Memory of one rank, in bytes: what it may have, and what its newest heartbeat reports."""
 
     group: str
     node_id: str
     weight_bytes: int
-    kv_budget: int
-    memory_bytes: int
+    kv_budget: int  #: bound in force; 0 for none
+    memory_bytes: int  #: without what MLX keeps for reuse
     kv_bytes: int
 
     @property
@@ -175,23 +167,19 @@ class RankAccount:
 def findings(ranks: Iterable[RankAccount], room: Mapping[str, int]) -> dict[tuple[str, str], str]:
     """Return in words what does not fit the account, by node id and group; the group is "" for a whole Mac.
 
-    `room`: bytes that ranks of all groups may have together, by node id. Macs that it does not name are not
-    judged as a whole.
+    `room`: bytes that ranks of all groups may have together, by node id of each Mac that is to be judged.
     """
     found: dict[tuple[str, str], str] = {}
     promised: dict[str, int] = {}
     for rank in ranks:
         promised[rank.node_id] = promised.get(rank.node_id, 0) + rank.promised
-        work = max(WORK_BYTES, rank.weight_bytes // WORK_SHARE)
+        most, held = rank.promised + max(WORK_BYTES, rank.weight_bytes // WORK_SHARE), rank.memory_bytes
         if rank.kv_budget and rank.kv_bytes > rank.kv_budget:
-            found[rank.node_id, rank.group] = (
-                f"its KV caches have {_mib(rank.kv_bytes)}, and may have {_mib(rank.kv_budget)}"
-            )
-        elif rank.kv_budget and rank.memory_bytes > rank.promised + work:
-            found[rank.node_id, rank.group] = (
-                f"it has {_mib(rank.memory_bytes)}, and weights, KV caches and forwards may have "
-                f"{_mib(rank.promised + work)}"
-            )
+            words = f"its KV caches have {_mib(rank.kv_bytes)}, and may have {_mib(rank.kv_budget)}"
+            found[rank.node_id, rank.group] = words
+        elif rank.kv_budget and held > most:
+            words = f"it has {_mib(held)}, and weights, KV caches and forwards may have {_mib(most)}"
+            found[rank.node_id, rank.group] = words
     for node_id, total in promised.items():
         if total > room.get(node_id, total):
             found[node_id, ""] = (

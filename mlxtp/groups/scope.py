@@ -140,8 +140,8 @@ class GroupScope:
 
     def held_bytes(self, node_id: str) -> int:
         """Return the bytes of that Mac's memory that ranks of this group hold: free for its next epoch."""
-        told = [dict(zip(each.participants, each.held_mib, strict=False)) for _, each in self.reports()]
-        return in_steps(self._held_here(node_id) + sum(held.get(node_id, 0) * MIB for held in told))
+        told = sum(held_by(each).get(node_id, 0) for _, each in self.reports())
+        return in_steps(self._held_here(node_id) + told)
 
     def _held_here(self, node_id: str) -> int:
         ranks = self.supervisor.status.ranks
@@ -179,3 +179,9 @@ class GroupScope:
             for owner, each in self.reports()
             if each.participants[:1] == (owner,) and each.state in (*SERVES, ServingState.LOADING)
         )
+
+
+def held_by(serving: Serving) -> dict[str, int]:
+    """Return the bytes that ranks of a reported group hold, by node id."""
+    held = zip(serving.participants, serving.held_mib, strict=False)  # none before all have loaded
+    return {node_id: mib * MIB for node_id, mib in held}

@@ -11,7 +11,7 @@ from ..errors import GroupError, MlxtpError
 from ..gateway.gateway import Gateway
 from ..wire.messages import Pong
 from ..wire.rank_stats import shown
-from .health import ServingState, is_legal
+from .health import SERVES, ServingState, is_legal
 from .history import EpochStory, History, Recoveries
 from .process_group import EpochGroup, ProcessGroup
 
@@ -20,20 +20,11 @@ log = logging.getLogger(__name__)
 #: States in which an agent takes requests or would; while it drains it shows DRAINING instead.
 _DRAINABLE = frozenset((ServingState.READY, ServingState.IDLE))
 
-#: States before a model is ready.
-_BEFORE_READY = frozenset(ServingState) - {
-    ServingState.READY,
-    ServingState.DRAINING,
-    ServingState.FAILED,
-    ServingState.STOPPED,
-}
+_BEFORE_READY = frozenset(ServingState) - {*SERVES, ServingState.FAILED, ServingState.STOPPED}
 
 
 class GroupStatus:
-    """The state machine of this agent's epochs of a group, and all that users see of the group.
-
-    `gateway` is that of the agent.
-    """
+    """The state machine of this agent's epochs of a group, and all that users see of the group."""
 
     def __init__(self, gateway: Gateway) -> None:
         self.leaving = ""  #: Reason why the group takes no new requests; empty while it does.
@@ -44,12 +35,10 @@ class GroupStatus:
         self.in_epoch = False
         self.epoch = 0
         self.group: EpochGroup | None = None  #: The ranks of the present epoch, or of the last one.
-        self.ranks: ProcessGroup | None = (
-            None  #: This agent's ranks, from when they are proven until they fail.
-        )
+        #: This agent's ranks, from when they are proven until they fail.
+        self.ranks: ProcessGroup | None = None
         self.reason: MlxtpError | None = None  #: Reason why it is not ready, or why the last epoch ended.
-        #: The model to serve; empty while something prevents it.
-        self.wanted = ""
+        self.wanted = ""  #: The model to serve; empty while something prevents it.
         #: True while the next epoch has to wait after a failure: then the state is about the failed one.
         self.resting = False
         self.weight_bytes = 0  #: File bytes of the model that is loaded, or being loaded; 0 if unknown.
@@ -81,13 +70,8 @@ class GroupStatus:
         self.history.ended(now, error.code, error.detail)
         self.enter(ServingState.RESTARTING)
 
-    def ended_history(self) -> tuple[EpochStory, ...]:
-        """Return the epochs of a group that is over; the reports of one elsewhere may just have ceased."""
-        self.history.ended(time.monotonic())
-        return self.history.stories
-
     def enter(self, state: ServingState) -> None:
-        """Go to another state. A move that is not legal is logged as a bug, and made."""
+        """Go to another state of an own epoch. A move that is not legal is logged as a bug, and made."""
         before, self._own = self._own, self.show(state)
         if not is_legal(before, self._own):
             words = "epoch %d went from %s to %s, which is a bug"
@@ -137,8 +121,8 @@ class GroupStatus:
     @property
     def progress(self) -> str:
         """Progress of the next group, in a few words, such as "loading 40 %"."""
-        if percent := self._loaded_percent:
-            return f"loading {percent}"
+        if self.loaded is not None:
+            return f"loading {self.loaded} %"
         if not self.in_epoch and self.reason is not None:
             return self.reason.detail
         return str(self.state)
@@ -149,8 +133,7 @@ class GroupStatus:
         if not self.wanted or self.state not in _BEFORE_READY:
             return ""
         if self.state is ServingState.LOADING:
-            percent = self._loaded_percent
-            return f"{self.wanted} is loading" + (f" ({percent})" if percent else "")
+            return f"{self.wanted} is loading" + (f" ({self.loaded} %)" if self.loaded is not None else "")
         reason = self.reason.detail if self.reason is not None else ""
         if self.state is ServingState.RESTARTING and reason:
             return f"{reason}; {self.wanted} is about to load again"
@@ -163,10 +146,6 @@ class GroupStatus:
             return None
         held = sum(pong.stats.memory_bytes for pong in self.pongs.values())
         return min(held * 100 // self.weight_bytes, 99)
-
-    @property
-    def _loaded_percent(self) -> str:
-        return "" if self.loaded is None else f"{self.loaded} %"
 
     def rows(self) -> tuple[Mapping[str, object], ...]:
         return tuple(

@@ -47,20 +47,6 @@ class EpochPlan:
     left_out: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _EpochEnd:
-    """End of an epoch. It had `formed`, and `served`, or it ended while MLX's ring formed (`at_ring`).
-
-    `replaced`: it served, and another plan takes its place.
-    """
-
-    error: MlxtpError
-    formed: bool
-    served: bool
-    at_ring: bool
-    replaced: bool
-
-
 class EpochOwner(Protocol):
     """Plans the epochs, and is told how they end: `controller.GroupController`."""
 
@@ -110,23 +96,12 @@ class Supervisor:
     async def run(self, owner: EpochOwner) -> None:
         """Run the epochs that `owner` plans, one after the other, until cancelled.
 
-        After a failure for good it waits for the owner to change. Cancelling ends the ranks in order; no
-        process is left when this returns.
+        Cancelling ends the ranks in order; no process is left when this returns.
         """
         status = self.status
         try:
             while True:
-                plan = await owner.next_plan()
-                status.in_epoch = True
-                end = await self._run_epoch(plan, owner)
-                self._current, status.in_epoch = None, False
-                if end.error.code is Code.REPLANNED:
-                    number = plan.order.number
-                    log.info("epoch %d ended: %s", number, end.error.detail, extra={"epoch": number})
-                else:
-                    status.resting = True
-                    await self._rest(owner, plan, end)
-                    status.resting = False
+                await self._live(await owner.next_plan(), owner)
         except asyncio.CancelledError:
             status.ranks = None
             status.enter(ServingState.STOPPED)
@@ -137,10 +112,10 @@ class Supervisor:
         finally:
             self._current, status.in_epoch = None, False
 
-    async def _run_epoch(self, plan: EpochPlan, owner: EpochOwner) -> _EpochEnd:
-        """Start the ranks, load the model, serve, and after a failure end the ranks."""
+    async def _live(self, plan: EpochPlan, owner: EpochOwner) -> None:
+        """Live through one epoch: form, load, serve, end; and rest after a failure."""
         status, gateway, model, number = self.status, self.gateway, plan.model, plan.order.number
-
+        status.in_epoch = True
         # This group will finish the requests that another Mac has served so far.
         gateway.park(self.group, GroupError("another group is formed", Code.REPLANNED))
         self.source = model
@@ -162,7 +137,7 @@ class Supervisor:
             status.ready()
             served = True
             await self.kv.serve(ranks, loaded)
-            error = await asyncio.shield(ranks.failed)
+            error = await asyncio.shield(ranks.failed)  # any reason to end: a fault, a lost Mac, another plan
         except MlxtpError as failure:
             error = failure
         except Exception as bug:  # the process boundary of the ranks: they must not outlive a bug here
@@ -179,21 +154,34 @@ class Supervisor:
         gateway.park(self.group, error, spare=replaced)
         if error.code is Code.REPLANNED:
             await _to_its_end(ranks.stop())
-        else:
-            known = await _to_its_end(ranks.kill(error))
-            status.reason = error = known or error
-        return _EpochEnd(error, formed, served, ranks.at_ring, replaced)
+            self._current, status.in_epoch = None, False
+            log.info("epoch %d ended: %s", number, error.detail, extra={"epoch": number})
+            return
+        known = await _to_its_end(ranks.kill(error))  # with memory that may be lost
+        error = known or error
+        status.reason, self._current, status.in_epoch = error, None, False
 
-    async def _rest(self, owner: EpochOwner, plan: EpochPlan, end: _EpochEnd) -> None:
-        """Wait for a while after a failed epoch, or give up and wait for the owner to change."""
-        error, number, about = end.error, plan.order.number, {"epoch": plan.order.number}
-        instead = end.replaced or (not end.served and owner.failed(error, end.formed))
-        if end.replaced:
-            delay_s: float | None = self._policy.replaced()
-        else:
-            how = {"at_ring": end.at_ring, "jaccl": plan.group.backend == "jaccl"}
-            delay_s = self._policy.delay_s(time.monotonic(), error, end.served, **how)
-        if delay_s is not None:  # with `instead` the reason was logged with what is left out
+        status.resting = True
+        instead = replaced or (not served and owner.failed(error, formed))
+        delay_s: float | None = (
+            self._policy.replaced()
+            if replaced
+            else self._policy.delay_s(
+                time.monotonic(), error, served, at_ring=ranks.at_ring, jaccl=plan.group.backend == "jaccl"
+            )
+        )
+        await self._rest(owner, delay_s, error, instead=instead)
+        status.resting = False
+
+    async def _rest(
+        self, owner: EpochOwner, delay_s: float | None, error: MlxtpError, *, instead: bool
+    ) -> None:
+        """Wait for a while after a failed epoch, or give up and wait for the owner to change.
+
+        `instead`: another plan may take its place; the reason was logged with what is left out.
+        """
+        number, about = self.status.epoch, {"epoch": self.status.epoch}
+        if delay_s is not None:
             level, why = (logging.INFO, "") if instead else (logging.WARNING, f": {error.detail}")
             log.log(level, "epoch %d ended%s; next one in %g s", number, why, delay_s, extra=about)
             await _within(delay_s, owner.changed())

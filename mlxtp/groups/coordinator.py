@@ -139,24 +139,13 @@ class Coordinator:
         scope = self._groups.known(decided.group).scope
         before, scope.assigned_in = scope.assignment, self._node.leadership.claim
         at = before if decided.group in view.given_up and not decided.owner else decided
-        after = GroupAssignment(
-            decided.group,
-            decided.deployment,
-            scope.assigned_in.term,
-            before.number,
-            at.ranks,
-            at.kind,
-            at.split,
-            decided.why,
-            decided.faster,
-            decided.kv_mib,
-            at.again,
-            tuple(sorted(view.draining)),
-        )
+        term, runs, leaving = scope.assigned_in.term, (at.ranks, at.kind, at.split), sorted(view.draining)
+        rest = *runs, decided.why, decided.faster, decided.kv_mib, at.again, tuple(leaving)
+        after = GroupAssignment(decided.group, decided.deployment, term, before.number, *rest)
         if after != before:
             self._number += 1
             after = replace(after, number=self._number)
-            if (before.ranks, before.kind, before.split) != (after.ranks, after.kind, after.split):
+            if (before.ranks, before.kind, before.split) != runs:
                 where = " + ".join(map(self._node.name_of, after.ranks))
                 nowhere = f"no Mac: {after.why or 'others are enough'}"
                 where = f"{after.kind} on {where}" if len(after.ranks) > 1 else where or nowhere
@@ -183,23 +172,22 @@ class Coordinator:
             if serving.deployment not in names:  # its ranks hold memory until they have ended
                 taken.update(held_by(serving))
         members = self._machines.members(held_bytes=held.__getitem__)
+        boots = frozenset(status.boot_id for status in node.membership.statuses().values())
         return PlaceView(
             members=tuple(replace(member, taken_bytes=taken[member.node_id]) for member in members),
             wanted=tuple(self._wanted(row, turns.get(row.name, 0)) for row in rows),
             running=tuple(self._running(*each) for each in self._longest_first(reports)),
             draining=leadership.draining,
             flapping=frozenset(node_id for node_id, until in leadership.flapping.items() if now < until),
-            given_up=self._given_up(),
+            given_up={
+                each.group: GivenUp(each.reason, each.desired, boots)
+                for each in self._groups.reports()
+                if each.state == ServingState.FAILED  # until something changes for it
+            },
             places={name: (each.ranks, each.kind, each.split) for name, each in assigned.items()},
             again={name: each.again for name, each in assigned.items()},
             macs=len(node.replica.names),
         )
-
-    def _given_up(self) -> dict[str, GivenUp]:
-        """Return the groups that their owners have given up, until something changes for them."""
-        boots = frozenset(status.boot_id for status in self._node.membership.statuses().values())
-        reports = [each for each in self._groups.reports() if each.state == ServingState.FAILED]
-        return {each.group: GivenUp(each.reason, each.desired, boots) for each in reports}
 
     def _longest_first(self, reports: list[tuple[str, Serving]]) -> list[tuple[str, Serving]]:
         """Order reports by group. Of two owners of one, the one that has served it longer comes first."""
@@ -298,7 +286,7 @@ class Coordinator:
 def _turns(rows: Sequence[Deployment], reports: Sequence[Serving]) -> dict[str, int]:
     """Return the order in which deployments that are not in use give way, the last one first.
 
-    It stands for `WantedDeployment.unused_s`, which would differ in each view.
+    Seconds without requests would differ in each view.
     """
     unused = {row.name: unused_s(reports, row.name) or 0 for row in rows if not row.pinned}
     return {name: turn for turn, name in enumerate(sorted(unused, key=unused.__getitem__), 1) if unused[name]}

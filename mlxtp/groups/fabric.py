@@ -37,7 +37,7 @@ Time = Callable[[str, int, int], Awaitable[CollectivesTimed]]
 async def measure(group: EpochGroup, clock: Time, row_bytes: int, *, fast_fences: bool) -> FabricResult:
     """Time collectives of all sizes, small ones first. Sizes that would take too long are left out.
 
-    This node decides how many of each to run, after one of them was timed; all ranks get the same number.
+    One of each kind is timed to find how many to run; all ranks get the same number.
     """
 
     async def timed(kind: str, size: int) -> float:
@@ -45,9 +45,8 @@ async def measure(group: EpochGroup, clock: Time, row_bytes: int, *, fast_fences
         count = measurements.rounds(once)
         return (await clock(kind, size, count)).seconds if count > 1 else once
 
-    first = await clock("chain", measurements.CHAIN_BYTES, 1)
-    count = measurements.rounds(first.seconds)
-    chain = await clock("chain", measurements.CHAIN_BYTES, count)
+    once = await clock("chain", measurements.CHAIN_BYTES, 1)
+    chain = await clock("chain", measurements.CHAIN_BYTES, measurements.rounds(once.seconds))
     sizes, sums, gathers = [], [], []
     for size in measurements.sizes(row_bytes):
         sizes.append(size)
@@ -55,22 +54,11 @@ async def measure(group: EpochGroup, clock: Time, row_bytes: int, *, fast_fences
         gathers.append(await timed("gather", size))
         if max(sums[-1], gathers[-1]) > measurements.SLOW_S:
             break
-    return FabricResult(
-        group.nodes,
-        group.backend,
-        group.kind,
-        fast_fences,
-        chain.metal,
-        int(time.time()),
-        chain.seconds,
-        tuple(sizes),
-        tuple(sums),
-        tuple(gathers),
-    )
+    found = chain.metal, int(time.time()), chain.seconds, tuple(sizes), tuple(sums), tuple(gathers)
+    return FabricResult(group.nodes, group.backend, group.kind, fast_fences, *found)
 
 
 # --- results ---------------------------------------------------------------------------------------------
-
 
 FILE = "fabric.json"
 SAVE_S = 1.0  #: Seconds between two writes: each waits for the disk, and members can send many reports.
@@ -112,13 +100,11 @@ class FabricResults:
             return
         if kept == self.results:
             return
-        self.results = kept
-        self._unsaved = True
+        self.results, self._unsaved = kept, True
         self._publish(*self.results)
         self._changed()
 
     async def flush(self) -> None:
-        """Write what is not on the disk yet."""
         async with self._disk:
             if not self._unsaved:
                 return
@@ -175,14 +161,11 @@ class FabricBench:
         if ranks is None or model is None:
             raise UserError(f"there is no group to measure; it is {status.state}", Code.NOT_READY)
         if ranks.group.world_size == 1:
-            raise UserError(
-                "one rank serves alone and exchanges nothing; `mlxtp serve MODEL --nodes 2` makes a group"
-            )
+            why = "one rank serves alone and exchanges nothing; `mlxtp serve MODEL --nodes 2` makes a group"
+            raise UserError(why)
         if count := gateway.open_requests:
-            requests = "1 request is" if count == 1 else f"{count} requests are"
-            raise UserError(
-                f"{requests} open; a fabric is measured only without open requests", Code.NOT_READY
-            )
+            why = "1 request is open" if count == 1 else f"{count} requests are open"
+            raise UserError(f"{why}; a fabric is measured only without open requests", Code.NOT_READY)
         self._measuring = True
         try:
             with gateway.admission.hold("the fabric is being measured, which takes some seconds; try again"):
@@ -198,12 +181,11 @@ class FabricBench:
         """Return a new measurement of a group that serves. Raises UserError when that fails."""
         if self._shown(deployment).status.in_epoch:
             return await self._bench_here(deployment)
-        servings = [
-            (owner, serving)
-            for owner, serving in self._node.links.reports.others(Serving)
-            if deployment in ("", serving.deployment)
+        owners = [
+            owner
+            for owner, each in self._node.links.reports.others(Serving)
+            if deployment in ("", each.deployment) and each.state == ServingState.READY
         ]
-        owners = [owner for owner, serving in servings if serving.state == ServingState.READY]
         if not owners:
             raise UserError("no group serves right now; `mlxtp status` shows why", Code.NOT_READY)
         coordinator = self._node.leadership.claim.node_id
@@ -225,11 +207,9 @@ class FabricBench:
         try:
             answer = await self._node.links.ask(node_id, wanted, FabricAnswer, ANSWER_S)
         except LinkError as error:
-            if error.code is not Code.LINK_TIMEOUT:
-                raise UserError(f"{name} went while it measured") from None
-            raise UserError(
-                f"{name}, which has rank 0, did not reply; try again, or run this there"
-            ) from None
+            late = f"{name}, which has rank 0, did not reply; try again, or run this there"
+            went = f"{name} went while it measured"
+            raise UserError(late if error.code is Code.LINK_TIMEOUT else went) from None
         if not answer.results:
             raise UserError(answer.problem or "nothing was measured")
         return answer.results[0]

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from rich.markup import escape
 from rich.table import Table
@@ -18,16 +18,12 @@ from ..errors import TERMINATED_STATUS, WEDGED_STATUS, Code, is_consequence
 
 T = TypeVar("T")
 
-#: Seconds since 1970.
-_YEAR_9999 = 253_370_764_800
+_YEAR_9999 = 253_370_764_800  #: Seconds since 1970.
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """One forward of one rank, as in `wire/recording.py`.
-
-    Digests are keyed, and empty if it did not finish.
-    """
+    """One forward of one rank, as in `wire/recording.py`. Digests are keyed, and empty while it lasts."""
 
     seq: int
     kind: str = "step"
@@ -43,7 +39,7 @@ class RecordedStep:
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """A rank's file. `code` and `detail` are its last error.
+    """A rank's file, which `failure_store.about_rank` makes. `code` and `detail` are its last error.
 
     `recorded`: its process began a recording. `ended_us` is the end of the process, on the recording's clock.
     `by_agent`: its agent ended it; `deaf`: by SIGKILL only.
@@ -110,87 +106,54 @@ class EpochRecord:
 
 def rank_record(fields: Mapping[str, Any]) -> RankRecord:
     """Parse the fields of a rank's file. Raises KeyError, TypeError or ValueError for any other file."""
-    said, pong, recording = (_table(fields[name]) for name in ("said", "pong", "recording"))
-    columns = recording.get("columns", [])
-    status, signal, pong_age_s = fields["status"], fields["signal"], fields["pong_age_s"]
-    return RankRecord(
-        rank=whole(fields["rank"]),
-        node=text(fields["node"]),
-        status=None if status is None else whole(status),
-        signal=None if signal is None else whole(signal),
-        exit_code=text(fields["exit_code"]),
-        by_agent=bool(fields["by_agent"]),
-        deaf=bool(fields["deaf"]),
-        code=text(said.get("code", "")),
-        detail=text(said.get("detail", "")),
-        pong_age_s=None if pong_age_s is None else _number(pong_age_s),
-        peak_memory_bytes=whole(_table(pong.get("stats", {})).get("peak_memory_bytes", 0)),
-        recorded=bool(recording),
-        ended_us=whole(recording.get("ended_us", 0)),
-        phase=text(recording.get("phase", pong.get("phase", ""))),
-        phase_since_us=whole(recording.get("phase_since_us", 0)),
-        crash=text(recording.get("crash", "")),
-        steps=tuple(_step(dict(zip(columns, row, strict=True))) for row in recording.get("steps", [])),
-    )
+    said, pong, recording = (checked(dict, fields[name] or {}) for name in ("said", "pong", "recording"))
+    stats, columns = checked(dict, pong.get("stats", {})), recording.get("columns", [])
+    found = {name: fields[name] for name in _OF_THE_END}
+    for source, names in ((said, _SAID), (stats, _OF_STATS), (pong, _OF_PONG), (recording, _OF_RECORDING)):
+        found |= {name: source[name] for name in names if name in source}
+    rows = (dict(zip(columns, row, strict=True)) for row in recording.get("steps", []))
+    steps = tuple(_record(RecordedStep, row) for row in rows)
+    return _record(RankRecord, found, recorded=bool(recording), steps=steps)
+
+
+#: Fields of a RankRecord, by the part of a rank's file that has them. The later part counts.
+_OF_THE_END = ("rank", "node", "status", "signal", "exit_code", "by_agent", "deaf", "pong_age_s")
+_SAID, _OF_STATS, _OF_PONG = ("code", "detail"), ("peak_memory_bytes",), ("phase",)
+_OF_RECORDING = ("ended_us", "phase", "phase_since_us", "crash")
 
 
 def epoch_record(fields: Mapping[str, Any]) -> EpochRecord:
     """Parse the fields of an `epoch.json`. Raises as `rank_record` does."""
-    cause, ended = fields["cause"], _number(fields["ended"])
-    if not 0 <= ended < _YEAR_9999:
-        raise ValueError(f"{ended:g} is not a time")
-    return EpochRecord(
-        text(fields["node"]),
-        ended,
-        text(cause["code"]),
-        text(cause["detail"]),
-        tuple(map(text, fields["hosts"])),
-        whole(fields["machine_bytes"]),
-    )
+    found = {name: fields[name] for name in ("node", "ended", "machine_bytes")}
+    found |= {name: fields["cause"][name] for name in _SAID}
+    record = _record(EpochRecord, found, hosts=tuple(checked(str, host) for host in fields["hosts"]))
+    if not 0 <= record.ended < _YEAR_9999:
+        raise ValueError(f"{record.ended:g} is not a time")
+    return record
 
 
-#: Text fields of a step; the others are whole numbers.
-_TEXTS = ("kind", "digest", "fed")
+def _record(kind: type[T], found: Mapping[str, Any], **made: Any) -> T:
+    types = get_type_hints(kind)
+    return kind(**{name: checked(types.get(name, type(None)), found[name]) for name in found}, **made)
 
 
-def _step(fields: Mapping[str, Any]) -> RecordedStep:
-    values: dict[str, Any] = {
-        name: (text if name in _TEXTS else whole)(value) for name, value in fields.items()
-    }
-    return RecordedStep(**values)
+def checked(kind: Any, value: Any) -> Any:
+    """Return a value of this very kind, in printable form. Raises ValueError for any other.
 
-
-def whole(value: object) -> int:
-    return _of(int, value)
-
-
-def text(value: object) -> str:
-    """Return the value in printable form."""
-    return _of(str, value).encode(errors="replace").decode()
-
-
-def _number(value: object) -> float:
-    return float(whole(value)) if type(value) is int else _of(float, value)
-
-
-def _table(value: object) -> Mapping[str, Any]:
-    return {} if value is None else _of(dict, value)
-
-
-def _of(kind: type[T], value: object) -> T:
-    """Return a value of this very kind, and within 64 bits if it is a number. Raises ValueError otherwise."""
-    if type(value) is not kind or (isinstance(value, int | float) and not abs(value) < 1 << 64):
-        raise ValueError(f"{value!r:.80} is no {kind.__name__}")
-    return value
+    Numbers are within 64 bits. Whole ones count as fractions, too.
+    """
+    kinds = get_args(kind) or (kind,)
+    fits = type(value) in kinds or (float in kinds and type(value) is int)
+    if not fits or (isinstance(value, int | float) and not abs(value) < 1 << 64):
+        raise ValueError(f"{value!r:.80} is no {' or '.join(each.__name__ for each in kinds)}")
+    return value.encode(errors="replace").decode() if isinstance(value, str) else value
 
 
 # --- causes ---------------------------------------------------------------------------------------------
 
 
-#: Share of its machine's memory. A rank killed while it held this much was probably killed for it.
-MEMORY_SHARE = 0.7
-#: Seconds. Heartbeats come twice a second, so an older one is not merely in transit.
-SILENT_S = 1.5
+MEMORY_SHARE = 0.7  #: Of its machine's. A rank killed while it held this much was probably killed for it.
+SILENT_S = 1.5  #: Heartbeats come twice a second, so an older one is not merely in transit.
 
 _CRASHES = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 10: "SIGBUS", 11: "SIGSEGV"}
 _SIGKILL, _SIGALRM, _SIGTERM = 9, 14, 15
@@ -379,8 +342,8 @@ def _peer_lost(case: Case) -> Cause:
     elsewhere = case.elsewhere or {}
     if not elsewhere:
         detail = case.agent.detail if case.agent is not None else "they lost each other"
-        words = "no process failed by itself, so the network between them did"
-        return Cause("peer lost", None, f"{words}: {detail}")
+        words = f"no process failed by itself, so the network between them did: {detail}"
+        return Cause("peer lost", None, words)
     who = " and ".join(f"rank {rank}" for rank in sorted(elsewhere))
     words = f"what failed is not in these files: {who}, which left no file, or the network in between"
     return Cause("peer lost", min(elsewhere), words)
@@ -450,10 +413,7 @@ def examine(
 
 
 def first_difference(ranks: Iterable[RankRecord]) -> Difference | None:
-    """Compare the steps that every rank still has.
-
-    Final steps that a rank did not reach are no difference.
-    """
+    """Compare the steps that every rank still has. Final steps that one did not reach are no difference."""
     tables = {rank.rank: {step.seq: step for step in rank.steps} for rank in ranks if rank.steps}
     if len(tables) < 2:
         return None

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 from ..discovery.addresses import ALLOW, explain
-from ..placement.faults import ERROR, INFO, RDMA_SINCE, REPLUG, WARNING, Fault, Words
+from ..placement.faults import ERROR, INFO, REPLUG, WARNING, Fault, Words, is_older, version
+from ..placement.probe_macos import FIREWALL
 from .facts import Attempt, Certificate, MachineFacts, MemberFacts
 
 GB = 10**9
 GIB = 2**30
-#: Required by MLX.
-MACOS_FLOOR = (14, 0)
+MACOS_FLOOR = (14, 0)  #: Required by MLX.
 LITTLE_MEMORY_BYTES = 2 * GIB
 #: Seconds of each stage from which on the doctor judges, and the share of the mean that is too much.
 STAGES_S, TOO_BUSY = 30.0, 1.5
-#: A certificate that ends within this time, and is not renewed, is worth a warning.
-SOON = timedelta(days=14)
-#: EHOSTUNREACH on macOS. For multicast, which needs no host, it means Local Network Privacy.
-PRIVACY = 65
-#: First words of the remedy in the message that a disk has no room for a model.
-MAKE_ROOM = "make room"
-#: Digits of a hash: enough to distinguish two.
-SHOWN = 8
+SOON = timedelta(days=14)  #: A certificate that ends within it, and is not renewed, is worth a warning.
+PRIVACY = 65  #: EHOSTUNREACH on macOS. For multicast, which needs no host, it means Local Network Privacy.
+MAKE_ROOM = "make room"  #: First words of the remedy in the message that a disk has no room for a model.
+SHOWN = 8  #: Digits of a hash: enough to distinguish two.
 
 
 # --- words ------------------------------------------------------------------------------------------------
@@ -35,14 +30,7 @@ def gb(size: int) -> str:
     return f"{size / GB:.1f} GB" if size < 100 * GB else f"{size / GB:.0f} GB"
 
 
-def version(text: str) -> tuple[int, ...]:
-    """Return the leading numbers of a version: (0, 32, 4) for 0.32.4.dev2, () if there are none."""
-    found = re.match(r"\d{1,9}(?:\.\d{1,9})*", text)
-    return tuple(int(part) for part in found[0].split(".")) if found else ()
-
-
 def names(found: Sequence[str]) -> str:
-    """Return some names and the number of the others."""
     return ", ".join(found[:6]) + (f" and {len(found) - 6} more" if len(found) > 6 else "")
 
 
@@ -156,7 +144,7 @@ def _no_network(facts: MachineFacts) -> bool:
 
 # --- the network ------------------------------------------------------------------------------------------
 
-_FIREWALL = "sudo /usr/libexec/ApplicationFirewall/socketfilterfw"
+_FIREWALL = f"sudo {FIREWALL}"
 
 
 def _kept_out(facts: MachineFacts) -> Iterator[Words]:
@@ -309,7 +297,7 @@ OF_FACTS: tuple[Fault[MachineFacts], ...] = (
         "macOS {at.machine.release} is too old; MLX needs macOS 14",
         "softwareupdate --list"),
     Fault("macos-before-rdma", "system", INFO,
-        lambda f: f.machine.system == "macos" and MACOS_FLOOR <= version(f.machine.release) < RDMA_SINCE,
+        lambda f: is_older(f.machine) and version(f.machine.release) >= MACOS_FLOOR,
         "macOS {at.machine.release}; RDMA over Thunderbolt comes with 26.2",
         "softwareupdate --list"),
     Fault("no-network", "addresses", WARNING, _no_network,

@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import struct
 import tempfile
 import time
@@ -37,32 +38,29 @@ from ..errors import (
 from ..identity.private_files import FILE_MODE, make_private_folder, write_private
 from ..wire.messages import Bootstrap, Error, Pong
 from ..wire.recording import MAX_CRASH_BYTES, RECORDING_BYTES, Recording, Step, decode
-from .causes import EpochRecord, Postmortem, RankRecord, epoch_record, examine, rank_record, text, whole
+from .causes import EpochRecord, Postmortem, RankRecord, checked, epoch_record, examine, rank_record
 
 log = logging.getLogger(__name__)
 
-FOLDER = "failures"
+FOLDER, PATTERN = "failures", "*-epoch-*"  #: Of the home, and of the names of the folders in it.
 FORMAT = 1
-#: Number of failures kept; older ones are removed.
-KEPT = 20
+KEPT = 20  #: Number of failures kept; older ones are removed.
 COLUMNS = tuple(Step.__dataclass_fields__)
 _DIGEST_BYTES = 6
-_SIGTERM = 15
 #: Exit statuses of a rank that handled SIGTERM.
-_HEARD = (TERMINATED_STATUS, WEDGED_STATUS, -_SIGTERM)
-#: Names of the folders.
-PATTERN = "*-epoch-*"
+_HEARD = (TERMINATED_STATUS, WEDGED_STATUS, -signal.SIGTERM)
 
 
 @dataclass(slots=True)
 class RankEnd:
-    """State and end of a rank process, as its agent sees it.
+    """State and end of a rank process, as its agent sees it. Times are time.monotonic(), 0 for never.
 
-    `status` is None when it never started, and negative for the signal that ended it. `asked_at`: its agent
-    sent SIGTERM; `deaf`: in vain. `error` and `pong` are its newest messages. `memory` is the content of its
-    recorder. `key` is the epoch's, empty before it was sent. Times are time.monotonic(), 0 for never. With
-    `jaccl` its group forms over RDMA. `formed`: the agent's home and the formation that it counted there.
-    `stranded_bytes`: memory that may be lost until a restart of the Mac.
+    status          None when it never started, negative for the signal that ended it
+    asked_at        its agent sent SIGTERM; `deaf`: in vain
+    error, pong     its newest messages; `memory`: the content of its recorder
+    key             the epoch's, empty before it was sent
+    jaccl           its group forms over RDMA; `formed`: the agent's home and the formation counted there
+    stranded_bytes  memory that may be lost until a restart of the Mac
     """
 
     rank: int
@@ -94,10 +92,7 @@ class RankEnd:
 
 @dataclass(frozen=True, slots=True)
 class FailedEpoch:
-    """The agent's record of a failed epoch.
-
-    `hosts` names the Macs of the ranks in rank order, as far as known.
-    """
+    """The agent's record of a failed epoch. `hosts`: Macs of the ranks in rank order, as far as known."""
 
     epoch: int
     node: str
@@ -110,7 +105,7 @@ class FailedEpoch:
 def recorder_memory(path: Path) -> tuple[int, Path] | None:
     """Return memory for a rank's recorder and the name by which the rank opens it, `path` if possible.
 
-    A full disk must not keep a rank from starting: the memory is then elsewhere, or there is none (None).
+    A full disk must not keep a rank from starting: the memory is then elsewhere, or None.
     """
     try:
         return recording_file(path), path
@@ -146,10 +141,7 @@ def _temporary() -> tuple[int, Path]:
 
 
 def _filled(descriptor: int, path: Path | None = None) -> int:
-    """Write all of it, so that a disk that fills up later does no harm.
-
-    On failure nothing stays. Raises OSError.
-    """
+    """Write all of it, so that a disk that fills up later does no harm. Raises OSError and leaves nothing."""
     left = memoryview(bytes(RECORDING_BYTES))
     try:
         while left:  # at the end of a disk a write is short, and only the next one raises
@@ -170,8 +162,7 @@ def read_recording(descriptor: int) -> bytes:
 def keep(home: Path, failed: FailedEpoch, ends: Iterable[RankEnd]) -> Path:
     """Write the files of one failure, remove the oldest, and return its folder.
 
-    Raises ConfigError when they cannot be written. The failure becomes the newest, even if the clock was set
-    back.
+    Raises ConfigError when they cannot be written.
     """
     now = time.time()
     stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(now)) + f".{int(now * 1000) % 1000:03d}Z"
@@ -181,32 +172,25 @@ def keep(home: Path, failed: FailedEpoch, ends: Iterable[RankEnd]) -> Path:
     ends = tuple(ends)
     identity = next((epoch_id(end.key) for end in ends if end.key), "")
     common = {"format": FORMAT, "epoch": failed.epoch, "epoch_id": identity, "node": failed.node}
-    others = [age(old) for old in (home / FOLDER).glob(PATTERN) if old != folder]
+    others = sorted(set((home / FOLDER).glob(PATTERN)) - {folder}, key=age)
     _write(folder / "epoch.json", common | about_epoch(failed, now))
-    _make_newer(folder / "epoch.json", max(others, default=(0, ""))[0])
+    latest_ns, _ = max(map(age, others), default=(0, ""))
+    if age(folder)[0] <= latest_ns:  # the clock was set back; this failure is the newest all the same
+        with contextlib.suppress(OSError):
+            os.utime(folder / "epoch.json", ns=(latest_ns + 1, latest_ns + 1))
     for end in ends:
         _write(folder / f"rank-{end.rank}.json", common | about_rank(end, now, time.monotonic()))
-    for old in sorted(set((home / FOLDER).glob(PATTERN)) - {folder}, key=age)[: 1 - KEPT]:
+    for old in others[: 1 - KEPT]:
         shutil.rmtree(old, ignore_errors=True)
     return folder
 
 
 def age(folder: Path) -> tuple[int, str]:
-    """Sort key of failures, the oldest first. One without an `epoch.json` is of least use.
-
-    An agent makes its newest file the latest, even if the clock was set back.
-    """
+    """Sort key of failures, the oldest first. One without an `epoch.json` is of least use."""
     try:
         return (folder / "epoch.json").stat().st_mtime_ns, folder.name
     except OSError:
         return 0, folder.name
-
-
-def _make_newer(path: Path, newest_ns: int) -> None:
-    """Make the file newer than the newest of the others, even if the clock was set back."""
-    with contextlib.suppress(OSError):
-        if path.stat().st_mtime_ns <= newest_ns:
-            os.utime(path, ns=(newest_ns + 1, newest_ns + 1))
 
 
 def epoch_id(key: bytes) -> str:
@@ -239,6 +223,7 @@ def about_rank(end: RankEnd, now: float, monotonic: float) -> dict[str, Any]:
     """Return the fields of a rank's file. `now` and `monotonic` are the same instant on both clocks."""
     recording = decode(end.memory)
     code = code_of_exit(end.status) if end.status is not None else None
+    expected_at = min(end.ended_at, end.asked_at or end.ended_at)  # the last time that it owed a heartbeat
     return {
         "kind": "rank",
         "rank": end.rank,
@@ -251,16 +236,9 @@ def about_rank(end: RankEnd, now: float, monotonic: float) -> dict[str, Any]:
         "deaf": end.deaf,
         "said": _words(end.error, recording),
         "pong": asdict(end.pong) if end.pong is not None else None,
-        "pong_age_s": _pong_age_s(end),
+        "pong_age_s": round(expected_at - end.pong_at, 3) if end.pong is not None else None,
         "recording": _recorded(recording, end) if recording is not None else None,
     }
-
-
-def _pong_age_s(end: RankEnd) -> float | None:
-    """Age in seconds of the newest heartbeat, at the last time the agent expected one."""
-    if end.pong is None:
-        return None
-    return round(min(end.ended_at, end.asked_at or end.ended_at) - end.pong_at, 3)
 
 
 def _words(error: Error | None, recording: Recording | None) -> dict[str, str] | None:
@@ -273,14 +251,13 @@ def _words(error: Error | None, recording: Recording | None) -> dict[str, str] |
 
 
 def _recorded(recording: Recording, end: RankEnd) -> dict[str, Any]:
-    def keyed(digest: int) -> str:
+    def keyed(digest: int, step: Step) -> str:
         packed = struct.pack("<I", digest)
-        return hashlib.blake2b(packed, key=end.key, digest_size=_DIGEST_BYTES).hexdigest()
+        found = hashlib.blake2b(packed, key=end.key, digest_size=_DIGEST_BYTES).hexdigest()
+        return found if step.finished_us else ""
 
     def row(step: Step) -> list[Any]:
-        fields = asdict(step)
-        for name in ("digest", "fed"):
-            fields[name] = keyed(fields[name]) if step.finished_us else ""
+        fields = asdict(step) | {"digest": keyed(step.digest, step), "fed": keyed(step.fed, step)}
         return [fields[name] for name in COLUMNS]
 
     return {
@@ -301,7 +278,6 @@ def _write(path: Path, fields: Mapping[str, Any]) -> None:
 # --- reading ----------------------------------------------------------------------------------------------
 
 _MAX_BYTES = 4 << 20
-
 #: An epoch's number and id, and the content of a file.
 _Parsed = tuple[tuple[int, str], RankRecord | EpochRecord]
 
@@ -324,7 +300,7 @@ def postmortems(folders: Sequence[Path]) -> list[Postmortem]:
 
 def _parsed(where: str, fields: Mapping[str, Any]) -> _Parsed:
     try:
-        key = (whole(fields["epoch"]), text(fields["epoch_id"]))
+        key = checked(int, fields["epoch"]), checked(str, fields["epoch_id"])
         return key, rank_record(fields) if fields["kind"] == "rank" else epoch_record(fields)
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{where} is not what an agent keeps of a failure ({error!r:.200})") from None
@@ -332,17 +308,15 @@ def _parsed(where: str, fields: Mapping[str, Any]) -> _Parsed:
 
 def _examined(read: Iterable[_Parsed]) -> list[Postmortem]:
     groups: dict[tuple[int, str], tuple[list[RankRecord], list[EpochRecord]]] = {}
-    for (epoch, epoch_id), fields in sorted(read, key=lambda each: each[0][1] == ""):
-        key = (epoch, epoch_id)
-        if not epoch_id:  # its ranks did not receive the epoch's key before it ended
-            key = next((known for known in groups if known[0] == epoch), key)
+    for own, record in sorted(read, key=lambda each: each[0][1] == ""):
+        # Ranks that did not receive the epoch's key before it ended have no id of it.
+        key = own if own[1] else next((known for known in groups if known[0] == own[0]), own)
         ranks, agents = groups.setdefault(key, ([], []))
-        if isinstance(fields, RankRecord):
-            ranks.append(fields)
+        if isinstance(record, RankRecord):
+            ranks.append(record)
         else:
-            agents.append(fields)
-    found = [examine(*key, *records) for key, records in groups.items()]
-    return sorted(found, key=lambda each: each.ended)
+            agents.append(record)
+    return sorted((examine(*key, *of) for key, of in groups.items()), key=lambda each: each.ended)
 
 
 def _files(folder: Path) -> list[Path]:

@@ -6,6 +6,7 @@ The faults are those of `placement/faults.py` and of `checks.py`. `docs/doctor.m
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +15,7 @@ from typing import Any
 from rich.text import Text
 
 from ..placement import faults
-from ..placement.faults import ORDER, RDMA_SINCE, THUNDERBOLT_5_GBPS, Finding, Level, place
+from ..placement.faults import ORDER, THUNDERBOLT_5_GBPS, Finding, Level, is_older, place, version
 from ..wire.cluster_messages import Machine
 from .checks import (
     OF_FACTS,
@@ -24,7 +25,6 @@ from .checks import (
     gb,
     names,
     stage_shares,
-    version,
 )
 from .facts import MachineFacts
 
@@ -100,9 +100,9 @@ def _system(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
     machine = facts.machine
     if machine.system != "macos":
         yield ok(f"{machine.release or machine.system}, kernel {machine.build}")
-    elif not (release := version(machine.release)):
+    elif not version(machine.release):
         yield info("not known: which macOS this is")
-    elif release >= RDMA_SINCE:
+    elif not is_older(machine):
         yield ok(f"macOS {machine.release} ({machine.build}), {machine.model}, {machine.chip}")
 
 
@@ -115,9 +115,8 @@ def _rdma(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
         devices = [port.rdma for port in machine.ports if port.rdma]
         yield ok(f"enabled; devices: {', '.join(devices) or 'none'}")
     elif not bad:
-        old = () < version(machine.release) < RDMA_SINCE
         fast = any(port.gbps >= THUNDERBOLT_5_GBPS for port in machine.ports)
-        why = "macOS is older than 26.2" if old else "it takes Thunderbolt 5"
+        why = "macOS is older than 26.2" if is_older(machine) else "it takes Thunderbolt 5"
         yield info(f"this Mac has none{'' if fast else f': {why}'}")
     if counted := [port for port in machine.ports if port.formations]:
         each = ", ".join(f"{port.formations} over {port.rdma}" for port in counted)
@@ -358,8 +357,8 @@ MARKS = {"ok": "✓", "info": "·", "warning": "!", "error": "✗"}
 ASCII_MARKS = {"ok": "+", "info": "-", "warning": "!", "error": "x"}
 STYLES = {"ok": "green", "info": "dim", "warning": "yellow", "error": "bold red"}
 _TITLE = 15
-#: Least number of columns of text, in any terminal.
-_LEAST = 40
+_LEAST = 40  #: Columns of text, at least, in any terminal.
+_wrap = partial(textwrap.wrap, break_long_words=False, break_on_hyphens=False)
 
 
 def show(report: Mapping[str, Any], width: int, *, plain: bool) -> list[Text]:
@@ -378,52 +377,36 @@ def _line(row: Mapping[str, Any], width: int, marks: Mapping[str, str]) -> Text:
 
     A bad row has one line, because it appears again below with its remedy.
     """
-    level = row["level"]
+    level, indent = row["level"], " " * (_TITLE + 3)
     bad = level in ("warning", "error")
     worst = [each for each in row["findings"] if each["level"] == level or not bad]
-    said, room = "; ".join(each["what"] for each in worst), max(width - _TITLE - 3, _LEAST)
-    if bad:
-        lines = [textwrap.shorten(said, room, placeholder=" ...")]
-    else:
-        lines = textwrap.wrap(said, room, break_long_words=False, break_on_hyphens=False)
-    words = f"\n{' ' * (_TITLE + 3)}".join(lines)
+    said, room = "; ".join(each["what"] for each in worst), max(width - len(indent), _LEAST)
+    lines = [textwrap.shorten(said, room, placeholder=" ...")] if bad else _wrap(said, room)
     return Text.assemble(
         (f"{marks[level]} ", STYLES[level]),
         f"{row['title']:<{_TITLE}} ",
-        (words, "" if level == "ok" else STYLES[level]),
+        (f"\n{indent}".join(lines), "" if level == "ok" else STYLES[level]),
     )
 
 
 def _advice(title: str, finding: Mapping[str, Any], width: int, marks: Mapping[str, str]) -> Iterator[Text]:
-    level = finding["level"]
+    level, width = finding["level"], max(width, _LEAST)
+    what = _wrap(f"{marks[level]} {title}: {finding['what']}", width, subsequent_indent="  ")
     yield Text()
-    yield Text(_wrapped(f"{marks[level]} {title}: {finding['what']}", "  ", width), STYLES[level])
+    yield Text("\n".join(what), STYLES[level])
     if level in ("warning", "error"):
-        yield Text(_wrapped(f"  why: {finding['why']}", "    ", width))
+        yield Text("\n".join(_wrap(f"  why: {finding['why']}", width, subsequent_indent="    ")))
     # A command stays on one line, so that the user can copy it.
     yield Text(f"  to do: {finding['fix']}")
 
 
-def _wrapped(words: str, indent: str, width: int) -> str:
-    return "\n".join(
-        textwrap.wrap(
-            words,
-            max(width, _LEAST),
-            subsequent_indent=indent,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-    )
-
-
 def _summary(report: Mapping[str, Any]) -> Text:
-    levels = [finding["level"] for row in report["rows"] for finding in row["findings"]]
-    errors, warnings = levels.count("error"), levels.count("warning")
-    if not errors and not warnings:
-        return Text("no problems found", STYLES["ok"])
+    levels = Counter(finding["level"] for row in report["rows"] for finding in row["findings"])
     counts = [
-        f"{number} {word}{'s' if number > 1 else ''}"
-        for number, word in ((errors, "error"), (warnings, "warning"))
-        if number
+        f"{levels[level]} {level}{'s' if levels[level] > 1 else ''}"
+        for level in ("error", "warning")
+        if levels[level]
     ]
+    if not counts:
+        return Text("no problems found", STYLES["ok"])
     return Text(" and ".join(counts) + "; mlxtp runs none of these commands itself", STYLES[report["level"]])

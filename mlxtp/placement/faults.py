@@ -102,14 +102,19 @@ class Fault(Generic[F]):
 # --- of one Mac -------------------------------------------------------------------------------------------
 
 
-def _is_older(machine: Machine) -> bool:
-    version = tuple(int(part) for part in machine.release.split(".")[:2] if part.isdecimal())
-    return machine.system == "macos" and () < version < RDMA_SINCE
+def version(text: str) -> tuple[int, ...]:
+    """Return the leading numbers of a version: (0, 32, 4) for 0.32.4.dev2, () if there are none."""
+    found = re.match(r"\d{1,9}(?:\.\d{1,9})*", text)
+    return tuple(int(part) for part in found[0].split(".")) if found else ()
+
+
+def is_older(machine: Machine) -> bool:
+    return machine.system == "macos" and () < version(machine.release) < RDMA_SINCE
 
 
 def _could_have_rdma(machine: Machine) -> bool:
     fast = any(port.peer_domain and port.gbps >= THUNDERBOLT_5_GBPS for port in machine.ports)
-    return machine.rdma == "unsupported" and fast and _is_older(machine)
+    return machine.rdma == "unsupported" and fast and is_older(machine)
 
 
 def cabled(machine: Machine) -> list[Port]:

@@ -43,10 +43,10 @@ class AgentCheckup(Checkup):
             return await super().report()
 
     def _agent(self) -> AgentFacts:
-        settings = self._settings
-        failures = len(list((settings.home / failure_store.FOLDER).glob(failure_store.PATTERN)))
+        home, awake = self._settings.home, self._settings.keep_awake
+        failures = len(list((home / failure_store.FOLDER).glob(failure_store.PATTERN)))
         facts = agent_facts(gather(self._parts))
-        return replace(facts, url=self._endpoint.url, keep_awake=settings.keep_awake, failures=failures)
+        return replace(facts, url=self._endpoint.url, keep_awake=awake, failures=failures)
 
     def _model(self) -> ModelFacts:
         return model_facts(gather(self._parts).cluster)
@@ -71,7 +71,7 @@ class AgentCheckup(Checkup):
         ports = [("endpoint", "--http", self._endpoint.url.rpartition("/")[2])]
         if not node.alone:
             ports += [("control port", "--control", each) for each in node.introduction.addresses()[:6]]
-        return tuple(PortFacts(name, flag, address, ours=True) for name, flag, address in ports)
+        return tuple(PortFacts(*each, ours=True) for each in ports)
 
     async def _heard(self) -> tuple[bool, str, tuple[str, ...]]:
         dialer = self._dialer
@@ -87,15 +87,10 @@ class AgentCheckup(Checkup):
         found = (
             node.peer_info.addresses.get(each.node_id) or remembered.get(each.node_id, ()) for each in others
         )
-        tried = await asyncio.gather(*map(attempts, found))
+        tried = [checkup.shared(each, machine) for each in await asyncio.gather(*map(attempts, found))]
         heard = {each.node_id for each in self._dialer.sightings} if self._dialer is not None else set()
         return tuple(
-            member_facts(
-                each,
-                heard=each.node_id in heard,
-                ours=checkup.shared(ours, machine),
-                unlike=unlike.get(each.node_id, ""),
-            )
+            member_facts(each, heard=each.node_id in heard, ours=ours, unlike=unlike.get(each.node_id, ""))
             for each, ours in zip(others, tried, strict=True)
         )
 
@@ -135,17 +130,12 @@ def agent_facts(now: Snapshot) -> AgentFacts:
 def model_facts(cluster: ClusterSnapshot) -> ModelFacts:
     desired = cluster.deployments[0].row.model if cluster.deployments else ""
     here = next((each.model for each in cluster.members if each.here), None)
-    if here is None:
-        return ModelFacts(desired)
-    return ModelFacts(desired, here.fingerprint, here.problem)
+    return ModelFacts(desired, here.fingerprint, here.problem) if here is not None else ModelFacts(desired)
 
 
 def member_facts(
     member: MemberSnapshot, *, heard: bool, ours: tuple[Attempt, ...], unlike: str = ""
 ) -> MemberFacts:
-    """Return the facts about another member: it was `heard`, `ours` are this Mac's tries to reach it, and
-    `unlike` is the warning about its kernels.
-    """
     model = member.model
     return MemberFacts(
         name=member.name,

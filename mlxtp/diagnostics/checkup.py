@@ -40,7 +40,6 @@ from ..placement import probe_macos as probes
 from ..placement.hardware import RunProbe, run_as_self, run_command
 from ..placement.probe_macos import NOT_INSTALLED, Output, ipv4, self_assigned
 from ..wire.blocking import listen
-from ..wire.certificates import MemberCertificates
 from ..wire.cluster_messages import Machine
 from .facts import (
     AgentFacts,
@@ -59,12 +58,12 @@ from .rows import examine, to_json
 
 T = TypeVar("T")
 
-#: Seconds for reading files: a network disk may never reply.
-LOOK_S = 5.0
-#: Seconds for one connection. On one network it takes a millisecond.
-TRY_S = 2.0
-#: The discard port, on which no program listens.
-_DISCARD = 9
+LOOK_S = 5.0  #: Seconds for reading files: a network disk may never reply.
+TRY_S = 2.0  #: Seconds for one connection. On one network it takes a millisecond.
+LISTEN_S = 1.5  #: Seconds for which a command listens for other agents, which reply within half a second.
+_DISCARD = 9  #: The discard port, on which no program listens.
+
+Json = Mapping[str, Any]
 
 
 # --- facts that one process can find: files, certificates, sockets. Nothing raises ------------------------
@@ -98,9 +97,6 @@ async def in_time(look: Callable[[], T], otherwise: Callable[[str], T]) -> T:
         return otherwise(f"could not be read within {LOOK_S:g} s")
 
 
-# --- parts ------------------------------------------------------------------------------------------------
-
-
 def program_here() -> str:
     """Return the program that the firewall knows. A framework's Python runs another file than its name."""
     try:
@@ -116,12 +112,14 @@ def identity_here(settings: Settings) -> IdentityFacts:
         keys, keys_problem = len(KeyFile(settings.home).load()), ""
     except ConfigError as error:
         keys, keys_problem = 0, error.detail
-    certificates = _of_membership(identity.membership) if identity is not None and identity.membership else []
+    membership = identity.membership if identity is not None else None
+    own = (membership.certificate, membership.authority) if membership is not None else ()
+    names = zip(("this member", "the cluster"), map(x509.load_der_x509_certificate, own), strict=False)
     https, https_problem = _https(settings)
     return IdentityFacts(
         cluster_id=identity.cluster_id if identity is not None else "",
         problem=problem,
-        certificates=(*certificates, *https),
+        certificates=(*(_certificate(*each) for each in names), *https),
         https_problem=https_problem,
         authority_here=identity is not None and identity.authority is not None,
         keys=keys,
@@ -138,11 +136,6 @@ def stored(home: Path) -> tuple[Identity | None, str]:
         return store.load(), ""
     except MlxtpError as error:
         return None, error.detail
-
-
-def _of_membership(membership: MemberCertificates) -> list[Certificate]:
-    own, authority = map(x509.load_der_x509_certificate, (membership.certificate, membership.authority))
-    return [_certificate("this member", own), _certificate("the cluster", authority)]
 
 
 def _https(settings: Settings) -> tuple[list[Certificate], str]:
@@ -267,16 +260,10 @@ async def attempts(addresses: Iterable[str]) -> tuple[Attempt, ...]:
 
 async def reaches_itself() -> bool:
     try:
-        server = await asyncio.start_server(_hang_up, "127.0.0.1", 0)
+        with socket.create_server(("127.0.0.1", 0)) as server:  # the system accepts for it
+            return not (await attempt(f"127.0.0.1:{server.getsockname()[1]}")).problem
     except OSError:
         return False
-    async with server:
-        port = server.sockets[0].getsockname()[1]
-        return not (await attempt(f"127.0.0.1:{port}")).problem
-
-
-async def _hang_up(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    writer.transport.abort()
 
 
 def is_mlxtp(host: str, port: int) -> bool:
@@ -292,12 +279,8 @@ def is_mlxtp(host: str, port: int) -> bool:
     return isinstance(told, dict) and {"state", "ranks"} <= told.keys()
 
 
-def free(
-    name: str, flag: str, host: str, port: int, take: Callable[[str, int], socket.socket]
-) -> PortFacts | None:
-    """Return whether the port is free now. None where any port will do."""
-    if not port:
-        return None
+def free(name: str, flag: str, host: str, port: int, take: Callable[[str, int], socket.socket]) -> PortFacts:
+    """Return whether the port is free now."""
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
         take(host, port).close()
@@ -326,13 +309,6 @@ def shared(tries: Iterable[Attempt], machine: Machine) -> tuple[Attempt, ...]:
 
 
 # --- all facts ---------------------------------------------------------------------------------------------
-
-
-#: Seconds for which a command listens for other agents. They reply within half a second.
-LISTEN_S = 1.5
-
-
-Json = Mapping[str, Any]
 
 
 class Checkup:
@@ -368,9 +344,8 @@ class Checkup:
             asyncio.gather(asyncio.to_thread(look_at_memory), self._firewall(), self._power()),
         )
         agent = self._agent()
-        counts = agent.formations
-        ports = tuple(replace(port, formations=counts.get(port.rdma, 0)) for port in machine.ports)
-        machine = replace(machine, ports=ports)
+        ports = (replace(port, formations=agent.formations.get(port.rdma, 0)) for port in machine.ports)
+        machine = replace(machine, ports=tuple(ports))
         members = await self._members(machine)
         tried = [each for member in members for each in member.ours]
         return MachineFacts(
@@ -407,26 +382,23 @@ class Checkup:
         )
         if identity is None or identity.membership is None:
             return ()
-        others = [
-            (entry.name or node_id[:8], literal(kept.peers.get(node_id, ())))
+        others = {
+            node_id: entry.name or node_id[:8]
             for node_id, entry in kept.beliefs.roster.members().items()
             if node_id != identity.node_id
-        ]
-        tried = await asyncio.gather(*(attempts(addresses) for _, addresses in others))
-        return tuple(
-            MemberFacts(name, "", False, False, shared(ours, machine))
-            for (name, _), ours in zip(others, tried, strict=True)
-        )
+        }
+        tried = await asyncio.gather(*(attempts(literal(kept.peers.get(each, ()))) for each in others))
+        named = zip(others.values(), tried, strict=True)
+        return tuple(MemberFacts(name, "", False, False, shared(ours, machine)) for name, ours in named)
 
     async def _ports(self) -> tuple[PortFacts, ...]:
         settings = self._settings
-        if self._problem:
-            return ()
         own = [("endpoint", "--http", settings.http_host, settings.http_port, bind)]
         if not _alone(settings):
             own.append(("control port", "--control", settings.control_host, settings.control_port, listen))
-        found = await asyncio.gather(*(asyncio.to_thread(free, *each) for each in own))
-        return tuple(port for port in found if port is not None)
+        # An agent that could not be queried has them.
+        tried = [asyncio.to_thread(free, *each) for each in own if each[3] and not self._problem]
+        return tuple(await asyncio.gather(*tried))
 
     async def _heard(self) -> tuple[bool, str, tuple[str, ...]]:
         """Return whether discovery was tried, the problem if not, and the names found."""

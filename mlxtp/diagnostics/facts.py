@@ -24,13 +24,16 @@ class StageFacts:
 
 @dataclass(frozen=True, slots=True)
 class AgentFacts:
-    """The agent that collected the facts. `problem`: an agent holds this home and could not be queried.
+    """The agent that collected the facts. State, reason, waiting, model: as in `mlxtp status`.
 
-    `state`, `reason`, `problem_of_cluster` and `waiting` are as in `mlxtp status`. `failures` counts the
-    failed groups with stored files, and `left_out` names the groups that planning leaves out. `fabric` is
-    the shown group's kind and its Macs, if there are several. `proof` is the result of the golden proof,
-    `slow_link` that of the links' speed. `left_wired` describes memory that ended ranks left wired.
-    `formations`: as in `BootRecord`.
+    problem            an agent holds this home and could not be queried
+    left_out           groups that planning leaves out
+    fabric             kind of the shown group and its Macs, if there are several
+    proof, slow_link   results of the golden proof, and of the links' speed
+    failures           number of failed groups with stored files
+    left_wired         memory that ended ranks left wired, in words
+    formations         as in `BootRecord`
+    stages             of the shown group, if it is a pipeline with rank 0 here
     """
 
     runs_here: bool = False
@@ -51,15 +54,12 @@ class AgentFacts:
     failures: int = 0
     left_wired: str = ""
     formations: Mapping[str, int] = field(default_factory=dict)
-    stages: tuple[StageFacts, ...] = ()  #: Of the shown group, if it is a pipeline with rank 0 here.
+    stages: tuple[StageFacts, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class PortFacts:
-    """A TCP port that an agent listens on. `problem`: why it is not available ("" if it is free or ours).
-
-    `by_mlxtp`: another mlxtp answers there, such as a demo.
-    """
+    """A TCP port of an agent. `problem`: why it is not available; `by_mlxtp`: another mlxtp answers there."""
 
     name: str
     flag: str
@@ -75,10 +75,7 @@ class PortFacts:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One try to reach an address ("ip:port"). `problem` is "" after a success; `errno` is 0 without one.
-
-    `shared`: the address is in a network that both ends have.
-    """
+    """One try to reach "ip:port". `shared`: the address is in a network that both ends have."""
 
     address: str
     problem: str = ""
@@ -88,10 +85,10 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class MemberFacts:
-    """Another member, as seen from this machine. `state` is empty where no agent knows it.
+    """Another member. `state` is empty where no agent knows it; `ours` are this machine's tries to reach it.
 
-    `ours` are this machine's tries to reach it. `called`: it opened a link to this machine. `unlike`: a
-    warning about its mlx-metal. `refused`: why it or this machine refused the other last.
+    `called`: it opened a link to this machine. `unlike`: a warning about its mlx-metal. `refused`: why it or
+    this machine refused the other last.
     """
 
     name: str
@@ -114,9 +111,11 @@ class MemberFacts:
 class NetworkFacts:
     """Facts about the network.
 
-    `multicast`: the errno of a send to the group of multicast DNS, 0 after a success, None where nothing was
-    sent. `loopback`: whether this process reaches itself. `unicast`: sends to addresses of other members.
-    `heard` are announced names; `listened`: discovery was tried.
+    loopback         whether this process reaches itself
+    multicast        errno of a send to the group of multicast DNS, 0 after a success, None without one
+    unicast          sends to addresses of other members
+    heard            announced names; `listened`: discovery was tried
+    beyond_loopback  the endpoint is open to other machines
     """
 
     loopback: bool = True
@@ -126,7 +125,6 @@ class NetworkFacts:
     listened: bool = False
     heard: tuple[str, ...] = ()
     ports: tuple[PortFacts, ...] = ()
-    #: The endpoint is open to other machines.
     beyond_loopback: bool = False
 
 
@@ -136,8 +134,7 @@ class FirewallFacts:
 
     enabled: bool | None = None
     blocks_all: bool | None = None
-    #: State of this Python: "allowed", "blocked", "unlisted", or empty if unknown.
-    app: str = ""
+    app: str = ""  #: State of this Python: "allowed", "blocked", "unlisted", or empty if unknown.
     drops: bool | None = None
     problem: str = ""
 
@@ -164,9 +161,11 @@ class Certificate:
 class IdentityFacts:
     """`problem`: why the identity of this home cannot be used; `keys_problem`: the same for its API keys.
 
-    `authority_here`: this Mac holds the authority's key and can let others in. `authority_lost`: the cluster
-    counts on that, and the key is not here. `holders` has the names of the other Macs that can, and
-    `holders_here` of those with a link. `alone`: there are no other members.
+    authority_here  this Mac holds the authority's key and can let others in
+    authority_lost  the cluster counts on that, and the key is not here
+    holders         names of the other Macs that can; `holders_here`: of those with a link
+    alone           there are no other members
+    keys_asked      the endpoint requires a key from other machines
     """
 
     cluster_id: str = ""
@@ -180,7 +179,6 @@ class IdentityFacts:
     alone: bool = True
     keys: int = 0
     keys_problem: str = ""
-    #: The endpoint requires a key from other machines.
     keys_asked: bool = True
 
 
@@ -195,14 +193,17 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class MachineFacts:
-    """All facts. `members` are the others of the cluster; `now` has a time zone; `program` is this Python."""
+    """All facts. `members` are the others of the cluster; `now` has a time zone; `program` is this Python.
+
+    The agent refuses requests below `min_free_bytes`, and while the kernel's pressure is critical. `alone`:
+    the settings forbid a cluster.
+    """
 
     name: str
     now: datetime
     machine: Machine
     agent: AgentFacts
     program: str
-    #: The agent refuses requests below so many free bytes, and while the kernel's pressure is critical.
     min_free_bytes: int
     pressure_critical: bool
     network: NetworkFacts
@@ -212,7 +213,6 @@ class MachineFacts:
     model: ModelFacts = ModelFacts()
     members: tuple[MemberFacts, ...] = ()
     discovery: bool = True
-    #: The settings forbid a cluster.
     alone: bool = False
 
     @property

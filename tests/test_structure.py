@@ -494,7 +494,6 @@ PURE = (
     "mlxtp.placement.model_shape",
     "mlxtp.placement.faults",
     "mlxtp.placement.formation",
-    "mlxtp.groups.side_channel",
     "mlxtp.engine.jaccl",
     "mlxtp.engine.steps",
     "mlxtp.diagnostics.causes",

@@ -24,7 +24,7 @@ from ..errors import (
     ModelError,
     is_consequence,
 )
-from ..wire.messages import Pong
+from ..wire.messages import MAX_ROUNDS, Gathered, Pong, SideChannel
 
 BACKOFF_S = (0.5, 1.0, 2.0, 4.0)
 MAX_FAILURES = 5
@@ -276,3 +276,84 @@ def stall_limits_s(limits: Limits) -> Mapping[str, float]:
         "prefill": limits.prefill_stall_s,
         "decode": limits.decode_stall_s,
     }
+
+
+# --- JACCL's side channel ------------------------------------------------------------------------------
+
+RoundReplies = list[tuple[int, Gathered]]  #: Replies, each with its rank.
+
+
+class SideChannelHub:
+    """Collects the bytes of one round of JACCL's side channel from every rank, and replies to all of them.
+
+    Rounds are numbered from 1, and every rank takes part in each with equally many bytes. No one knows how
+    many there are. The first error ends them: each rank that has sent anything gets the reason once, and any
+    other one as soon as it sends.
+    """
+
+    #: Seconds from a round's first bytes to its last. Shorter than the wait of a rank (Bootstrap.round_s), so
+    #: that ranks' reports name the missing rank.
+    ROUND_S = 10.0
+
+    def __init__(self, world_size: int) -> None:
+        self._size = world_size
+        self._round = 1
+        self._parts: dict[int, bytes] = {}
+        self._seen: set[int] = set()
+        self._replied: set[int] = set()
+        self.error = ""  #: Reason why no round will follow; empty as long as one may.
+
+    def receive(self, rank: int, message: SideChannel) -> RoundReplies:
+        """Take in a rank's part of a round, and return what to send to which ranks."""
+        self._seen.add(rank)
+        if self.error:
+            return self._reply()
+        if wrong := self._fault(rank, message):
+            return self.abort(wrong)
+        self._parts[rank] = message.data
+        if len(self._parts) < self._size:
+            return []
+        gathered = Gathered(self._round, b"".join(self._parts[each] for each in range(self._size)))
+        self._round += 1
+        self._parts.clear()
+        return [(each, gathered) for each in range(self._size)]
+
+    @property
+    def has_begun(self) -> bool:
+        """True once the first rank has come to a round. If it is not over after ROUND_S, call `late`."""
+        return len(self._parts) == 1
+
+    def late(self) -> RoundReplies:
+        if not self._parts:
+            return []
+        missing = " and ".join(f"rank {rank}" for rank in range(self._size) if rank not in self._parts)
+        return self.abort(f"{missing} did not come to {self._place} within {self.ROUND_S:g} s")
+
+    def abort(self, reason: str) -> RoundReplies:
+        """End all rounds, and send `reason` to all ranks; the first reason counts."""
+        self.error = self.error or reason or "forming the group was given up"
+        self._parts.clear()
+        return self._reply()
+
+    def _reply(self) -> RoundReplies:
+        ranks = sorted(self._seen - self._replied)
+        self._replied |= self._seen
+        return [(rank, Gathered(min(self._round, MAX_ROUNDS), b"", self.error)) for rank in ranks]
+
+    @property
+    def _place(self) -> str:
+        return f"round {self._round} of JACCL's side channel"
+
+    def _fault(self, rank: int, message: SideChannel) -> str:
+        unlike = "they run other versions of MLX, or other settings"
+        if message.round != self._round:
+            return f"rank {rank} came with round {message.round} to {self._place}; {unlike}"
+        if rank in self._parts:
+            return f"rank {rank} came twice to {self._place}"
+        for other, data in self._parts.items():
+            if len(data) != len(message.data):
+                return (
+                    f"rank {rank} sent {len(message.data)} bytes in {self._place}, rank {other} sent "
+                    f"{len(data)}; {unlike}"
+                )
+        return ""

@@ -6,22 +6,19 @@ import asyncio
 import contextlib
 import logging
 import shutil
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from weakref import WeakValueDictionary
 
 from ..background import Background
 from ..cluster.node import ClusterNode
 from ..config import Settings
 from ..diagnostics import failure_store
 from ..errors import Code, FailureReport, GroupError, MlxtpError
-from ..models.disk_cache import room_in
 from ..wire.cluster_messages import (
     EndEpoch,
     EpochEnded,
     Prepare,
-    Prepared,
     RankGathered,
     RankPong,
     RankSide,
@@ -32,9 +29,9 @@ from ..wire.cluster_messages import (
 from ..wire.codecs import Message
 from ..wire.messages import Pong, RequestEvent, SideChannel
 from .ranks import (
+    MAX_REPORTS,
     WORKER,
     RankProcess,
-    RankReady,
     Worker,
     epoch_folder,
     keep_failure,
@@ -44,10 +41,9 @@ from .ranks import (
 
 log = logging.getLogger(__name__)
 
-MAX_ORDERS = 64  #: Orders of one host carried out at one time. Some are usual; further ones are dropped.
 MAX_OF_HOST = 16  #: Ranks of one host that run here, of all its groups.
+MAX_ORDERS = 64  #: Orders of one host for new ranks, and of each rank, that wait; further ones are dropped.
 _ORDERS = (StartRank, EndEpoch, RankGathered)  #: `Prepare` comes through `Reconciler`, which may refuse it.
-_ORDER = "an order of a group's owner"
 
 #: Returns the folder of a wanted model by its name. Raises ModelError when it is not here.
 ModelFolder = Callable[[str], Path]
@@ -56,8 +52,8 @@ ModelFolder = Callable[[str], Path]
 class HostedRank:
     """One epoch's rank here, from its Prepare on; implements `Watcher` of its process.
 
-    There is no process yet while earlier ones end. Its reports go to its host, which is the node id of the
-    group's owner, until it is `silenced`.
+    Its reports go to its host, which is the node id of the group's owner, until it is `silenced`. From then
+    on it counts no longer.
     """
 
     def __init__(
@@ -66,17 +62,17 @@ class HostedRank:
         self.order = order
         self.host = host
         self.host_boot = ""  #: Boot id of its host when it came.
-        #: Held while a process is started or joins. Its group shares it: one that ends on its way up is gone.
-        self.turn = asyncio.Lock()
         self.process: RankProcess | None = None
         self.model: Path | None = None  #: The model that it loads, or has loaded.
         self.silenced = False
-        self.failure = ""  #: Reason of its end, unless it ended in order.
+        self.awaited = False  #: True once its host waits for its end.
+        self.life: asyncio.Task[None] | None = None  #: Task of `live`, until that ends.
         self._settings = settings
         self._send = send
-        self._folder: Path | None = None
-        self._ready = RankReady()
-        self._heart: asyncio.Task[None] | None = None
+        self._orders: asyncio.Queue[StartRank | EndEpoch] = asyncio.Queue(MAX_ORDERS)
+        self._joined = False
+        self._failure = ""  #: Reason of its end, unless it ended in order.
+        self._folder = epoch_folder(settings.home, order.epoch, host)
         self._reports: list[FailureReport] = []
 
     @property
@@ -86,78 +82,96 @@ class HostedRank:
     @property
     def pid(self) -> int:
         """Its process; 0 until it serves."""
-        return self.process.pid if self.process is not None and self._heart is not None else 0
+        return self.process.pid if self.process is not None and self._joined else 0
 
-    @property
-    def group(self) -> tuple[str, str]:
-        return self.host, self.order.group
+    # --- its life ------------------------------------------------------------------------------------
 
-    async def spawn(self, model: Path, worker: Worker) -> None:
-        """Start the process. Raises MlxtpError, OSError or TimeoutError."""
-        order, home = self.order, self._settings.home
-        self.model, self._folder = model, epoch_folder(home, order.epoch, self.host)
+    async def live(self, before: list[asyncio.Task[None]], model: ModelFolder, worker: Worker) -> None:
+        """Run its process once those `before` are gone, until its host orders its end, or cancelled.
+
+        Nothing of it is left but the records of a failure.
+        """
+        try:
+            if before:
+                await asyncio.wait(before)
+            step = self._spawn(model, worker)
+            while True:
+                try:
+                    await step
+                except (MlxtpError, OSError) as error:
+                    self.report(FailureReport(self.order.rank, _named(error)))
+                order = await self._orders.get()
+                if isinstance(order, EndEpoch):
+                    return await self._shut_down()
+                step = self._start(order)
+        finally:
+            self.life, self.silenced = None, True
+            if self.process is not None:
+                await self._keep(await self.process.kill())
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _spawn(self, model: ModelFolder, worker: Worker) -> None:
+        order, self.model = self.order, model(self.order.model)
+        make_epoch_folder(self._folder, needed=True)
+        self.process = RankProcess(order.rank, order.epoch, self._folder, self, self._settings, worker=worker)
         async with asyncio.timeout(self._settings.limits.spawn_s):
-            make_epoch_folder(self._folder, needed=True)
-            self.process = RankProcess(order.rank, order.epoch, self._folder, self, worker=worker)
-            await self.process.spawn(identity=home / "identity", keep_warm=self._settings.keep_warm)
-            await self.process.greet()
-        self._ready = RankReady.with_port(order.fabric)
-        if not self.silenced:
-            self.reply(Prepared(order.epoch, self._ready.ring, str(model)))
+            prepared = await self.process.prepare(order.fabric)
+        self.reply(replace(prepared, path=str(self.model)))
 
-    async def start(self, order: StartRank) -> None:
-        """Have the process join its group. Raises MlxtpError or TimeoutError."""
-        assert self.process is not None
-        disk = room_in(self._settings.home, self._settings.cache_disk)
+    async def _start(self, order: StartRank) -> None:
+        """Have the process join its group."""
+        if self.process is None:
+            return  # that was reported
         async with asyncio.timeout(self._settings.limits.form_s):
-            jaccl = await self.process.join(order.bootstrap, disk)
+            jaccl = await self.process.join(order.bootstrap)
         if jaccl:
-            self.process.forms(order.bootstrap, self._settings.home)
-        if not self.silenced and self._heart is None:
-            self._heart = asyncio.create_task(self._beat(self.process))
+            self.process.forms(order.bootstrap)
+        if not self._joined:
+            self._joined = True
+            self.process.beat()
             self.reply(RankStarted(order.epoch, jaccl))
 
-    async def _beat(self, process: RankProcess) -> None:
-        while True:
-            process.ping()
-            await asyncio.sleep(self._settings.limits.heartbeat_s)
-
-    def gathered(self, message: RankGathered) -> None:
-        if self.process is not None and not self.silenced:
-            with contextlib.suppress(MlxtpError):  # it is gone, which its reader reports
-                self.process.send(message.gathered)
-
-    async def shut_down(self, order: EndEpoch) -> None:
-        """Take its host's order to end. A rank that ends in order gets time to do so."""
-        if not self.silenced:  # a host that does not wait for an end in order has no failure to keep
-            self.failure = "" if order.in_order else f"epoch {order.epoch} failed: its host knows why"
-        self.silenced = True
-        if order.in_order and self._heart is not None and self.process is not None:
-            with contextlib.suppress(MlxtpError, TimeoutError):
-                async with asyncio.timeout(self._settings.limits.shutdown_s):
-                    await self.process.shut_down()
-
-    async def remove(self) -> None:
-        """End the process, and remove all that it has left but the records of a failure."""
-        self.silenced = True
-        if self._heart is not None:
-            self._heart.cancel()
-            await asyncio.wait({self._heart})
-        if self.process is not None:
-            await self._keep(await self.process.kill())
-        self._ready.close()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+    async def _shut_down(self) -> None:
+        assert self.process is not None
+        with contextlib.suppress(MlxtpError, TimeoutError):
+            async with asyncio.timeout(self._settings.limits.shutdown_s):
+                await self.process.shut_down()
 
     async def _keep(self, end: failure_store.RankEnd) -> None:
         """Keep the records of a rank that failed, or whose epoch failed, unless it never started."""
-        if not self.failure or (self._heart is None and end.by_agent):
-            return
-        epoch, home = self.order.epoch, self._settings.home
-        cause = with_stranded(GroupError(self.failure, Code.RANK_LOST), (end,))
-        failed = failure_store.FailedEpoch(epoch, self._settings.name, cause, reports=tuple(self._reports))
-        self.failure = ""
-        await keep_failure(home, failed, (end,))
+        if self._failure and (self._joined or not end.by_agent):
+            cause = with_stranded(GroupError(self._failure, Code.RANK_LOST), (end,))
+            failed = failure_store.FailedEpoch(
+                self.order.epoch, self._settings.name, cause, reports=tuple(self._reports)
+            )
+            await keep_failure(self._settings.home, failed, (end,))
+
+    # --- orders --------------------------------------------------------------------------------------
+
+    def received(self, order: StartRank | EndEpoch | RankGathered) -> None:
+        match order:
+            case RankGathered():
+                if self.process is not None and not self.silenced:
+                    self.process.tell(order.gathered)
+            case EndEpoch(in_order=True) if self._joined and not self._orders.full():
+                self.awaited = self.silenced = True
+                self._orders.put_nowait(order)
+            case EndEpoch():
+                self.awaited = True
+                failed = not (
+                    order.in_order or self.silenced
+                )  # its host may no longer wait for an end in order
+                self.end("its epoch ended", f"epoch {order.epoch} failed: its host knows why" * failed)
+            case StartRank() if not self._orders.full():
+                self._orders.put_nowait(order)
+
+    def end(self, why: str, failure: str = "") -> None:
+        """End it at once. A `failure` is the reason why its records are kept."""
+        if self.life is not None:
+            about = {"epoch": self.order.epoch, "rank": self.order.rank}
+            log.info("rank %d of epoch %d ends: %s", self.order.rank, self.order.epoch, why, extra=about)
+            self.life.cancel()
+            self.life, self.silenced, self._failure = None, True, failure
 
     # --- reports of the process ----------------------------------------------------------------------
 
@@ -166,7 +180,7 @@ class HostedRank:
             self.reply(RankPong(self.order.epoch, self.order.rank, pong))
 
     def report(self, report: FailureReport) -> None:
-        if not self.silenced:
+        if not self.silenced and len(self._reports) < MAX_REPORTS:
             self._reports.append(report)
             error, outside = report.error, report.seen_from_outside
             self.reply(RankTrouble(self.order.epoch, self.order.rank, error.code, error.detail, outside))
@@ -198,15 +212,13 @@ class HostedRanks:
         self._model = model
         self._kept_epoch = kept_epoch
         self._worker = worker
-        self._ranks: dict[tuple[str, int], HostedRank] = {}  #: By host and epoch.
-        self._alive: set[HostedRank] = set()  #: Ranks that may have a process.
-        self._turns: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
+        self._alive: dict[HostedRank, asyncio.Task[None]] = {}  #: Also those that still end.
         self._last_epochs: dict[str, int] = {}  #: By host.
-        self._orders: defaultdict[str, Background] = defaultdict(Background)  #: Work by host.
+        self._background = Background()
         self._closed = False
         node.links.on(lambda link, message: self.received(link.node_id, message), *_ORDERS)
         node.links.on_lost(lambda host, _why: self.lost(host))
-        node.enrolment.on_gone(self._forget)
+        node.enrolment.on_gone(lambda host: self._last_epochs.pop(host, None))
 
     @property
     def models(self) -> set[Path]:
@@ -219,115 +231,67 @@ class HostedRanks:
 
     @property
     def ranks(self) -> list[HostedRank]:
-        return list(self._ranks.values())
+        """Ranks that count."""
+        return [rank for rank in self._alive if not rank.silenced]
 
     def received(self, host: str, message: Prepare | StartRank | EndEpoch | RankGathered) -> None:
-        """Take an order of an owner, and carry it out in the background, after earlier ones for that rank.
-
-        The ranks that count are set before this returns.
-        """
-        background, key = self._orders[host], (host, message.epoch)
-        if self._closed or len(background.tasks) >= MAX_ORDERS:
+        """Take an order of an owner. The ranks that count are set before this returns."""
+        if self._closed:
             return
-        rank = self._ranks.get(key)
-        match message:
-            case RankGathered():
-                if rank is not None:
-                    rank.gathered(message)
-            case Prepare():
-                before = [each for each in self._ranks.values() if each.group == (host, message.group)]
-                for each in before:
-                    each.silenced = True
-                    del self._ranks[each.key]
-                rank = HostedRank(message, host, self._node.settings, self._node.links.send)
-                rank.turn = self._turns.setdefault((host, message.group), rank.turn)
-                rank.host_boot = self._node.membership.status_of(host).boot_id
-                if sum(owner == host for owner, _ in self._ranks) >= MAX_OF_HOST:
-                    words = f"{MAX_OF_HOST} ranks of that Mac run here, the most for one"
-                    rank.report(FailureReport(message.rank, GroupError(words, Code.OVERLOADED)))
-                    return
-                self._ranks[key], self._last_epochs[host] = rank, message.epoch
-                background.start(self._prepare(rank, before), _ORDER)
-            case StartRank():
-                if rank is not None:  # else it has ended meanwhile, which was reported
-                    background.start(self._start(rank, message), _ORDER)
-            case EndEpoch():
-                background.start(self._end(host, message), _ORDER)
+        if isinstance(message, Prepare):
+            self._prepare(host, message)
+        elif found := [rank for rank in self._alive if rank.key == (host, message.epoch)]:
+            found[0].received(message)
+        elif isinstance(message, EndEpoch):
+            with contextlib.suppress(MlxtpError):  # its link is gone, and it knows
+                self._node.links.send(host, EpochEnded(message.epoch))
+
+    def _prepare(self, host: str, order: Prepare) -> None:
+        theirs = [rank for rank in self._alive if rank.host == host]
+        if len(theirs) >= MAX_ORDERS:
+            return
+        before = [rank for rank in theirs if rank.order.group == order.group]
+        for each in before:
+            each.end(f"epoch {order.epoch} comes")
+        rank = HostedRank(order, host, self._node.settings, self._node.links.send)
+        rank.host_boot = self._node.membership.status_of(host).boot_id
+        if sum(not each.silenced for each in theirs) >= MAX_OF_HOST:
+            words = f"{MAX_OF_HOST} ranks of that Mac run here, the most for one"
+            rank.report(FailureReport(order.rank, GroupError(words, Code.OVERLOADED)))
+            return
+        self._last_epochs[host] = order.epoch
+        life = rank.live([self._alive[each] for each in before], self._model, self._worker)
+        rank.life = self._alive[rank] = self._background.start(life, "a hosted rank")
+        rank.life.add_done_callback(lambda _life: self._gone(rank))
+
+    def _gone(self, rank: HostedRank) -> None:
+        del self._alive[rank]
+        if rank.awaited:
+            rank.reply(EpochEnded(rank.order.epoch))
 
     def serves(self, host: str, group: str, epoch: int) -> None:
         """Note that an owner's group is at that epoch: earlier ranks of it end."""
         why = f"its host is at epoch {epoch}"
-        self.clear(why, lambda each: each.group == (host, group) and each.order.epoch < epoch)
+        ours = (host, group)
+        self.clear(why, lambda each: (each.host, each.order.group) == ours and each.order.epoch < epoch)
 
     def lost(self, host: str) -> None:
         self.clear("its host's link is gone", lambda rank: rank.host == host)
 
-    def _forget(self, host: str) -> None:
-        """Forget a node that is no member any longer, once its ranks have ended."""
-        self._last_epochs.pop(host, None)
-        for idle in [each for each, work in self._orders.items() if not work.tasks]:
-            del self._orders[idle]
-
     def clear(self, why: str, chosen: Callable[[HostedRank], bool] = lambda _: True) -> None:
-        """End the chosen ranks in the background, and report that to their owners."""
-        for rank in list(filter(chosen, self._ranks.values())):
-            rank.failure = why
+        """End the chosen ranks, and report that to their owners."""
+        for rank in list(filter(chosen, self._alive)):
             error = GroupError(f"its agent ended it: {why}", Code.RANK_LOST)
             rank.report(FailureReport(rank.order.rank, error, seen_from_outside=True))
-            self._orders[rank.host].start(self._leave(rank, why), "the end of a hosted rank")
+            rank.end(why, why)
 
     async def close(self) -> None:
         """End all ranks; no order counts from now on."""
         self._closed = True
-        await asyncio.gather(*(self._leave(rank, "the agent ends") for rank in list(self._ranks.values())))
-        for background in list(self._orders.values()):
-            await background.close()
-        for rank in list(self._alive):  # their end was cut short
-            await self._remove(rank)
-
-    # --- orders --------------------------------------------------------------------------------------
-
-    async def _prepare(self, rank: HostedRank, before: Sequence[HostedRank]) -> None:
-        for each in before:
-            await self._leave(each, f"epoch {rank.order.epoch} comes")
-        async with rank.turn:
-            if self._ranks.get(rank.key) is not rank:
-                return
-            self._alive.add(rank)
-            try:
-                await rank.spawn(self._model(rank.order.model), self._worker)
-            except (MlxtpError, OSError, TimeoutError) as error:
-                rank.report(FailureReport(rank.order.rank, _named(error)))
-            finally:
-                if self._ranks.get(rank.key) is not rank:  # it was ended before there was a process to end
-                    await self._remove(rank)
-
-    async def _start(self, rank: HostedRank, order: StartRank) -> None:
-        async with rank.turn:
-            if self._ranks.get(rank.key) is not rank or rank.process is None:
-                return  # it has ended meanwhile, which was reported
-            try:
-                await rank.start(order)
-            except (MlxtpError, TimeoutError) as error:
-                rank.report(FailureReport(rank.order.rank, _named(error)))
-
-    async def _end(self, host: str, order: EndEpoch) -> None:
-        if (rank := self._ranks.get((host, order.epoch))) is not None:
-            await rank.shut_down(order)
-            await self._leave(rank, "its epoch ended")
-        with contextlib.suppress(MlxtpError):  # its link is gone, and it knows
-            self._node.links.send(host, EpochEnded(order.epoch))
-
-    async def _leave(self, rank: HostedRank, why: str) -> None:
-        if self._ranks.get(rank.key) is rank:
-            del self._ranks[rank.key]
-        about = {"epoch": rank.order.epoch, "rank": rank.order.rank}
-        log.info("rank %d of epoch %d ends: %s", rank.order.rank, rank.order.epoch, why, extra=about)
-        await self._remove(rank)
-
-    async def _remove(self, rank: HostedRank) -> None:
-        await rank.remove()
-        self._alive.discard(rank)
+        for rank in self._alive:
+            rank.end("the agent ends")
+        while self._alive:
+            await asyncio.wait(self._alive.values())
 
 
 def _named(error: Exception) -> MlxtpError:

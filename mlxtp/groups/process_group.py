@@ -16,9 +16,9 @@ from ..background import Background
 from ..config import Settings
 from ..diagnostics import failure_store
 from ..errors import Code, FailureReport, GroupError, MlxtpError, is_consequence
-from ..models.disk_cache import room_in
 from ..placement.faults import explain, explain_crash
 from ..wire.blocking import listen
+from ..wire.cluster_messages import Prepared
 from ..wire.messages import (
     Bootstrap,
     CollectivesTimed,
@@ -39,11 +39,11 @@ from ..wire.messages import (
     TimeCollectives,
 )
 from ..wire.rank_process import FREE_S
-from .health import RankHealth, pick_cause, with_name
+from .health import RankHealth, RoundReplies, SideChannelHub, pick_cause, with_name
 from .ranks import (
+    MAX_REPORTS,
     WORKER,
     RankProcess,
-    RankReady,
     RemoteRank,
     Watcher,
     Worker,
@@ -52,17 +52,13 @@ from .ranks import (
     make_epoch_folder,
     with_stranded,
 )
-from .side_channel import RoundReplies, SideChannelHub
 
 log = logging.getLogger(__name__)
 
-HUB_TICK_S = 0.5
 CAUSE_GRACE_S = 0.1  #: Seconds to wait, after the first sign of an end, for another rank to report the cause.
 
 #: Seconds that a group over JACCL idles at most between two proofs: after a minute the next sum may crash.
 JACCL_CANARY_S = 20.0
-
-MAX_REPORTS = 8  #: Reports kept of each rank. Its agent may send more, but the first ones name the cause.
 
 _WISHED = (Code.REPLANNED, Code.SHUTTING_DOWN)  #: Codes of an intended end, which is no failure.
 
@@ -122,44 +118,11 @@ def agreement(machines: Sequence[str]) -> str:
     return "broadcast-draws" if len(set(machines)) > 1 else "auto"
 
 
-class _SideChannelRounds:
-    """Rounds of JACCL's all-gather, while the group forms. `send` brings a reply to its rank."""
-
-    def __init__(self, world_size: int, send: Callable[[int, Gathered], None]) -> None:
-        self._hub = SideChannelHub(world_size)
-        self._send = send
-        self._clock: asyncio.TimerHandle | None = None
-        self._closed = False
-
-    def receive(self, rank: int, message: SideChannel) -> None:
-        if self._closed:
-            return
-        self._reply(self._hub.receive(rank, message, time.monotonic()))
-        if self._clock is None:
-            self._tick()
-
-    def abort(self, reason: str) -> None:
-        if not self._closed:
-            self._reply(self._hub.abort(reason))
-
-    def close(self) -> None:
-        self._closed = True
-        if self._clock is not None:
-            self._clock.cancel()
-
-    def _tick(self) -> None:
-        self._reply(self._hub.tick(time.monotonic()))
-        self._clock = asyncio.get_running_loop().call_later(HUB_TICK_S, self._tick)
-
-    def _reply(self, replies: RoundReplies) -> None:
-        for rank, gathered in replies:
-            self._send(rank, gathered)
-
-
 class EpochWatch:
     """Takes in all that the ranks of one epoch report, and finds the cause of its failure.
 
-    `failed` resolves to that cause, as `explain` words it. `on_event` gets the events of rank 0.
+    `failed` resolves to that cause, as `explain` words it. `on_event` gets the events of rank 0. `hub` is for
+    groups over JACCL; `tell` brings its replies to the ranks.
     """
 
     def __init__(
@@ -167,8 +130,10 @@ class EpochWatch:
         epoch: int,
         on_event: Callable[[RequestEvent], None],
         explain: Callable[[MlxtpError], MlxtpError],
-        rounds: _SideChannelRounds,
+        *,
         grace_s: float,
+        hub: SideChannelHub | None,
+        tell: Callable[[int, Gathered], None],
     ) -> None:
         self.failed: asyncio.Future[MlxtpError] = asyncio.get_running_loop().create_future()
         self.reports: list[FailureReport] = []
@@ -176,23 +141,30 @@ class EpochWatch:
         self.emitted = on_event
         self._epoch = epoch
         self._explain = explain
-        self._rounds = rounds
         self._grace_s = grace_s
+        self._hub = hub
+        self._tell = tell
+        self._late: asyncio.TimerHandle | None = None  #: Ends a round of JACCL that not all come to.
         self._background = Background(self._bug)
-        self._heart: asyncio.Task[None] | None = None
         self._closed = False
 
-    def start(self, health: RankHealth, processes: Sequence[RankProcess], every_s: float) -> None:
-        """Request heartbeats of the ranks of this Mac, and have `health` judge those of all ranks."""
+    def start(self, health: RankHealth, every_s: float) -> None:
+        """Have `health` judge the ranks."""
         self.health = health
-        self._heart = self._background.start(self._heartbeat(health, processes, every_s), "heartbeat")
+        self._background.start(self._judge(health, every_s), "heartbeat")
+
+    def formed(self) -> None:
+        """No round of JACCL's all-gather follows."""
+        self._hub = None
+        if self._late is not None:
+            self._late.cancel()
 
     def close(self) -> None:
         """Ignore failures from now on: the epoch is about to end."""
         self._closed = True
-        self._rounds.close()
-        if self._heart is not None:
-            self._heart.cancel()
+        self.formed()
+        for task in self._background.tasks:
+            task.cancel()
 
     @property
     def pongs(self) -> dict[int, Pong]:
@@ -218,27 +190,37 @@ class EpochWatch:
         if self._closed or self.failed.done() or theirs >= MAX_REPORTS:
             return
         self.reports.append(report)
-        self._rounds.abort(report.error.detail)
+        if self._hub is not None:
+            self._reply(self._hub.abort(report.error.detail))
         if len(self.reports) == 1:
             asyncio.get_running_loop().call_later(self._grace_s, self._conclude)
 
     def side(self, rank: int, message: SideChannel) -> None:
-        self._rounds.receive(rank, message)
+        if (hub := self._hub) is None:
+            return
+        self._reply(hub.receive(rank, message))
+        if hub.has_begun:
+            if self._late is not None:
+                self._late.cancel()
+            loop = asyncio.get_running_loop()
+            self._late = loop.call_later(hub.ROUND_S, lambda: self._reply(hub.late()))
+
+    def _reply(self, replies: RoundReplies) -> None:
+        for rank, gathered in replies:
+            self._tell(rank, gathered)
 
     def _conclude(self) -> None:
         if not self.failed.done():
             self.failed.set_result(self._explain(pick_cause(self.reports)))
 
-    async def _heartbeat(self, health: RankHealth, processes: Sequence[RankProcess], every_s: float) -> None:
+    async def _judge(self, health: RankHealth, every_s: float) -> None:
         while True:
-            for process in processes:
-                process.ping()
             await asyncio.sleep(every_s)
             if error := health.tick(time.monotonic()):
                 self.report(FailureReport(0, error))
 
     def _bug(self, _task: asyncio.Task[None], error: BaseException) -> None:
-        """Report a bug in the heartbeat: it must not leave an epoch unwatched."""
+        """Report a bug here: it must not leave an epoch unwatched."""
         log.error("epoch %d", self._epoch, exc_info=error, extra={"epoch": self._epoch})
         self.report(FailureReport(0, GroupError(f"{type(error).__name__}: {error}", Code.INTERNAL)))
 
@@ -262,20 +244,24 @@ class ProcessGroup:
         self._limits = settings.limits
         self._on_stage = on_stage
         self._folder = epoch_folder(settings.home, epoch)
-        self._rounds = _SideChannelRounds(self.group.world_size, self._send_gathered)
-        if self.group.backend != "jaccl":
-            self._rounds.close()
-        grace_s = CAUSE_GRACE_S if self.group.world_size > 1 else 0.0  # one rank has no witness
-        self.watch = EpochWatch(epoch, on_event, self._explained, self._rounds, grace_s)
+        self.watch = EpochWatch(
+            epoch,
+            on_event,
+            self._explained,
+            grace_s=CAUSE_GRACE_S if self.group.world_size > 1 else 0.0,  # one rank has no witness
+            hub=SideChannelHub(self.group.world_size) if self.group.backend == "jaccl" else None,
+            tell=lambda rank, gathered: self._ranks[rank].tell(gathered),
+        )
         self.failed = self.watch.failed
         self.processes = [
-            RankProcess(rank, epoch, self._folder, self.watch, worker=worker)
+            RankProcess(rank, epoch, self._folder, self.watch, settings, worker=worker)
             for rank in range(self.group.local)
         ]
         self.endpoints = self.group.endpoints(self.watch)
+        self._ranks: tuple[RankProcess | RemoteRank, ...] = (*self.processes, *self.endpoints)
         #: Most bytes of KV caches on each rank, beside the setting's; 0 for no bound.
         self.kv_bytes = 0
-        self._ready: tuple[RankReady, ...] = ()
+        self._prepared: list[Prepared] = []  #: Replies of all ranks, in rank order.
         #: True while MLX's ring forms or proves itself, so that a stranger may be in it.
         self.at_ring = False
         self._over = False
@@ -295,44 +281,35 @@ class ProcessGroup:
         self._on_stage("linked")
         self.at_ring = self.group.backend == "ring"
         await self._ask(Init(), InitDone, self._limits.form_s + 5)
-        self._rounds.close()
+        self.watch.formed()
         self._on_stage("formed")
         await self._ask(SanityCheck(), SanityDone, self._limits.proof_s)
         self.at_ring = False
         self._on_stage("proven")
-        health = RankHealth(self.group.world_size, self._limits, time.monotonic())
-        self.watch.start(health, self.processes, self._limits.heartbeat_s)
+        judge = RankHealth(self.group.world_size, self._limits, time.monotonic())
+        self.watch.start(judge, self._limits.heartbeat_s)
+        for process in self.processes:
+            process.beat()
 
     async def _spawn(self) -> tuple[str, ...]:
         """Start every rank process; return the address at which each rank finds rank 0 ("ip:port")."""
         hosts = self.group.decode_hosts or ("127.0.0.1",) * self.group.world_size
         here = {address for host in hosts[1:] or hosts for address in host.split(",")}
         # Where the others know this machine by several addresses, rank 0 listens on all of them.
-        listener = listen(here.pop() if len(here) == 1 else "0.0.0.0") if self.group.world_size > 1 else None
-        identity = self._settings.home / "identity" if self.group.pins else None
+        several, secure = self.group.world_size > 1, bool(self.group.pins)
+        fabric = self.group.fabric if several else ""
+        listener = listen(here.pop() if len(here) == 1 else "0.0.0.0") if several else None
+        own = [
+            process.prepare(fabric, None if process.rank else listener, secure=secure)
+            for process in self.processes
+        ]
+        preparing = _all(*own, *(each.prepare() for each in self.endpoints))
         try:
-            for process in self.processes:
-                of_decode = listener if process.rank == 0 else None
-                await process.spawn(of_decode, identity, keep_warm=self._settings.keep_warm)
-            port = 0 if listener is None else listener.getsockname()[1]
+            self._prepared = await self.unless_failed(preparing, self._limits.spawn_s, "say hello")
+            port = listener.getsockname()[1] if listener is not None else 0
         finally:
             if listener is not None:
                 listener.close()
-
-        async def greeted(process: RankProcess, ready: RankReady) -> RankReady:
-            await process.greet()
-            return ready
-
-        fabric = self.group.fabric if self.group.world_size > 1 else ""
-        own = tuple(RankReady.with_port(fabric) for _ in self.processes)
-        self._ready = own
-        self._ready = tuple(
-            await self.unless_failed(
-                _all(*map(greeted, self.processes, own), *(each.prepare() for each in self.endpoints)),
-                self._limits.spawn_s,
-                "say hello",
-            )
-        )
         return tuple(
             ",".join(f"{address}:{port}" for address in host.split(",")) if port else "" for host in hosts
         )
@@ -346,7 +323,7 @@ class ProcessGroup:
                 rank=rank,
                 world_size=world,
                 backend=self.group.backend,
-                hosts=tuple(ready.ring for ready in self._ready) if world > 1 else (),
+                hosts=tuple(each.ring for each in self._prepared) if world > 1 else (),
                 decode_address=decode_addresses[rank],
                 epoch_key=key,
                 deadline_s=self._limits.form_s,
@@ -364,16 +341,12 @@ class ProcessGroup:
                 large_buffers=settings.large_buffers,
             )
 
-        disk = room_in(settings.home, settings.cache_disk)
-        joined = _all(
-            *(process.join(bootstrap(process.rank), disk) for process in self.processes),
-            *(endpoint.join(bootstrap(endpoint.rank)) for endpoint in self.endpoints),
-        )
+        joined = _all(*(each.join(bootstrap(each.rank)) for each in self._ranks))
         jaccl = await self.unless_failed(joined, self._limits.form_s + 5, "join the others")
         if self.group.backend == "jaccl" and not all(jaccl):
             raise self.group.without_jaccl([rank for rank, has in enumerate(jaccl) if not has])
         for process in self.processes:
-            process.forms(bootstrap(process.rank), settings.home)
+            process.forms(bootstrap(process.rank))
 
     # --- commands ------------------------------------------------------------------------------------
 
@@ -394,7 +367,7 @@ class ProcessGroup:
         memory. Then no rank has the model, and the group stays usable.
         """
         settings = self._settings
-        paths = tuple(ready.path or path for ready in self._ready) if self.endpoints else ()
+        paths = tuple(each.path or path for each in self._prepared) if self.endpoints else ()
         command = LoadShard(
             path,
             settings.prefill_chunk,
@@ -474,13 +447,6 @@ class ProcessGroup:
             detail = f"{detail.rstrip('.')}. Cause: {why}"
         return cause if detail == cause.detail else type(cause)(detail, cause.code)
 
-    def _send_gathered(self, rank: int, gathered: Gathered) -> None:
-        if rank < len(self.processes):
-            with contextlib.suppress(MlxtpError):  # it is gone, which its reader reports
-                self.processes[rank].send(gathered)
-        else:
-            self.endpoints[rank - len(self.processes)].gathered(gathered)
-
     # --- ending --------------------------------------------------------------------------------------
 
     async def stop(self) -> None:
@@ -524,8 +490,6 @@ class ProcessGroup:
         endpoints = asyncio.gather(*(endpoint.kill() for endpoint in self.endpoints))
         ends = await asyncio.gather(*(process.kill() for process in self.processes))
         await endpoints
-        for ready in self._ready:
-            ready.close()
         shutil.rmtree(self._folder, ignore_errors=True)
         return ends
 

@@ -11,11 +11,12 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from ..background import Background
+from ..config import Settings
 from ..diagnostics import failure_store
 from ..diagnostics.failure_store import FailedEpoch, RankEnd, read_recording, recorder_memory
 from ..errors import (
@@ -29,7 +30,7 @@ from ..errors import (
     is_disk_full,
     why_not_written,
 )
-from ..models.disk_cache import DiskRoom
+from ..models.disk_cache import room_in
 from ..wire.cluster_messages import (
     EndEpoch,
     EpochEnded,
@@ -79,6 +80,7 @@ WORKER = (sys.executable, "-m", "mlxtp.engine.worker")
 END_GRACE_S = 4.0  #: Seconds that another agent may take to end its rank before this one stops waiting.
 EXIT_S = 1.0  #: seconds from the end of a pipe to that of its process
 _CLOSED = -1
+MAX_REPORTS = 8  #: Reports kept of each rank: the first ones name the cause.
 
 Worker = Sequence[str] | WarmPool  #: Source of rank processes: a command, or a pool of warm processes.
 
@@ -88,15 +90,15 @@ RankWord = Prepared | RankStarted | RankPong | RankTrouble | EpochEnded | RankSi
 
 
 class Watcher(Protocol):
-    """Receiver of a rank's messages and failures."""
+    """Receiver of a rank's messages and failures. `emitted` gets the events of rank 0.
+
+    `side` gets a rank's bytes for a round of JACCL's all-gather.
+    """
 
     def received_pong(self, rank: int, pong: Pong) -> None: ...
     def report(self, report: FailureReport) -> None: ...
-    def emitted(self, event: RequestEvent) -> None:
-        """Take an event of rank 0."""
-
-    def side(self, rank: int, message: SideChannel) -> None:
-        """Take a rank's bytes for a round of JACCL's all-gather; it gets the reply when all have come."""
+    def emitted(self, event: RequestEvent) -> None: ...
+    def side(self, rank: int, message: SideChannel) -> None: ...
 
 
 class RankProcess:
@@ -108,12 +110,14 @@ class RankProcess:
         epoch: int,
         folder: Path,
         watcher: Watcher,
+        settings: Settings,
         *,
         worker: Worker = WORKER,
     ) -> None:
         self.rank = rank
         self._epoch = epoch
         self._watcher = watcher
+        self._settings = settings
         self._warm_pool = worker if isinstance(worker, WarmPool) else WarmPool(worker)
         self._process: asyncio.subprocess.Process | None = None
         self._connection: StreamLink | None = None
@@ -123,7 +127,7 @@ class RankProcess:
         self._leaves = asyncio.Event()  #: Set once its last message came: it ends by itself, or has.
         self._recording = folder / f"rank-{rank}.recording"
         self.recorder = _CLOSED  #: Descriptor of its memory.
-        self._counted = False  #: True while its memory is compared.
+        self._port: socket.socket | None = None  #: Bound to its port on MLX's ring, and does not listen.
         self._end = RankEnd(rank)
 
     @property
@@ -131,25 +135,25 @@ class RankProcess:
         assert self._process is not None
         return self._process.pid
 
-    async def spawn(
-        self, listener: socket.socket | None = None, identity: Path | None = None, *, keep_warm: bool = False
-    ) -> None:
-        """Start the process. `listener` is for decode links, `identity` has this node's certificate.
+    async def prepare(
+        self, fabric: str, listener: socket.socket | None = None, *, secure: bool = True
+    ) -> Prepared:
+        """Start the process, and greet it. Raises OSError, and GroupError (NOT_AUTHENTIC) for another one.
 
-        With `keep_warm` it gives its idle GPU small work.
+        `fabric` is its address on MLX's ring, empty without one. `listener` is for decode links, which are
+        `secure` by this node's certificate.
         """
+        prepared = Prepared(self._epoch, self._hold_port(fabric) if fabric else "", "")
         folder = self._recording.parent
         args = ["--rank", str(self.rank), "--epoch", str(self._epoch), "--folder", str(folder)]
         if memory := recorder_memory(self._recording):
             self.recorder, self._recording = memory
             args += ["--recorder", str(self._recording)]
-        if identity is not None:
-            args += ["--identity", str(identity)]
-        args += ["--keep-warm"] * keep_warm
+        args += ["--identity", str(self._settings.home / "identity")] * secure
+        args += ["--keep-warm"] * self._settings.keep_warm
         started = await self._warm_pool.start(args, listener)
         self._process = started.process
         HERE.began()
-        self._counted = True
         if started.lines is not None:
             started.lines.about = {"epoch": self._epoch, "rank": self.rank}
         kind = LinkKind.PIPE_LEADER if self.rank == 0 else LinkKind.PIPE
@@ -158,29 +162,43 @@ class RankProcess:
         self._background.start(self._read(self._connection), f"messages of rank {self.rank}")
         self._background.start(self._await_exit(self._process), f"end of rank {self.rank}")
 
-    async def greet(self) -> None:
-        """Wait for its Hello and reply to it. Raises GroupError (NOT_AUTHENTIC) for another one."""
         hello = await self.reply(Hello)
         self._remove_recording()  # it has the file open
         if hello.rank != self.rank or hello.version != PROTOCOL_VERSION:
             raise GroupError(f"rank {self.rank} greeted with {hello}", Code.NOT_AUTHENTIC)
         self.send(Welcome(PROTOCOL_VERSION, b""))
+        return prepared
 
-    async def join(self, bootstrap: Bootstrap, disk: DiskRoom) -> bool:
+    def _hold_port(self, host: str) -> str:
+        """Return the address of a free port of `host`, which no other program gets. Raises OSError.
+
+        MLX's ring does get it, because its socket has SO_REUSEPORT as well.
+        """
+        self._port = socket.socket()
+        try:
+            for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+                self._port.setsockopt(socket.SOL_SOCKET, option, 1)
+            self._port.bind((host, 0))
+        except OSError as error:
+            raise OSError(error.errno, f"{error.strerror}: {host}") from None
+        return f"{host}:{self._port.getsockname()[1]}"
+
+    async def join(self, bootstrap: Bootstrap) -> bool:
         """Send it its group, wait for its decode links, and return True if its MLX has JACCL.
 
-        Its caches go to `disk`. A bootstrap of another Mac chooses no folder here.
+        This Mac chooses the folder of its caches; a bootstrap of another one has none.
         """
+        disk = room_in(self._settings.home, self._settings.cache_disk)
         self._end.key, self._end.jaccl = bootstrap.epoch_key, bootstrap.backend == "jaccl"
         self.send(replace(bootstrap, disk_folder=disk.folder, disk_bytes=disk.bytes))
         done = await self.reply(Done)
         HERE.gpu_bytes = done.gpu_bytes or HERE.gpu_bytes
         return done.jaccl
 
-    def forms(self, bootstrap: Bootstrap, home: Path) -> None:
+    def forms(self, bootstrap: Bootstrap) -> None:
         """Count what it is about to take of RDMA devices, until it has given that back."""
-        count_formation(home, bootstrap)
-        self._end.formed = home, bootstrap
+        self._end.formed = self._settings.home, bootstrap
+        count_formation(*self._end.formed)
 
     def send(self, message: Message) -> None:
         """Send a message. Raises LinkError when the process is gone."""
@@ -191,16 +209,23 @@ class RankProcess:
         """Return the one reply to a command. Raises the error that it reports instead."""
         reply = await self._replies.get()
         if isinstance(reply, Error):
-            code = Code(reply.code)
-            kind = ModelError if code.startswith("model_") else GroupError
-            raise kind(reply.detail, code)
+            raise _error(reply.code, reply.detail)
         if not isinstance(reply, expected):
             raise GroupError(f"rank {self.rank} replied with {type(reply).__name__}", Code.OUT_OF_ORDER)
         return reply
 
-    def ping(self) -> None:
+    def tell(self, message: Ping | Gathered) -> None:
         with contextlib.suppress(MlxtpError):  # its reader reports it
-            self.send(Ping())
+            self.send(message)
+
+    def beat(self) -> None:
+        """Ask it for heartbeats from now on, until its end."""
+        self._background.start(self._beat(), f"heartbeats of rank {self.rank}")
+
+    async def _beat(self) -> None:
+        while not self._ending:
+            self.tell(Ping())
+            await asyncio.sleep(self._settings.limits.heartbeat_s)
 
     async def shut_down(self) -> None:
         """End it in order, and wait for its last message. `kill` waits for the end of its process.
@@ -227,7 +252,7 @@ class RankProcess:
                     # process.terminate() reaps one that has just ended, and asyncio loses its status.
                     os.kill(process.pid, signal.SIGTERM)
                 if self._connection is not None:
-                    self.ping()
+                    self.tell(Ping())
                 await asyncio.wait({waiting}, timeout=ANSWER_S)
             if self._leaves.is_set():
                 step_us = max(end.pong.stats.step_us, end.pong.expected_us) if end.pong is not None else 0
@@ -238,10 +263,9 @@ class RankProcess:
                     os.kill(process.pid, signal.SIGKILL)
                 await process.wait()
         await self._background.close()
-        if self._connection is not None:
-            self._connection.close()
-        if process is not None:
-            end.pid, end.status = process.pid, process.returncode
+        for each in (self._connection, self._port):
+            if each is not None:
+                each.close()
         if self.recorder != _CLOSED:
             end.ended_at = end.ended_at or time.monotonic()
             end.memory = read_recording(self.recorder)
@@ -250,8 +274,8 @@ class RankProcess:
             os.close(self.recorder)
             self.recorder = _CLOSED
             self._remove_recording()
-        if self._counted:
-            self._counted = False
+        if process is not None and not end.pid:
+            end.pid, end.status = process.pid, process.returncode
             held = end.pong.stats.memory_bytes if end.pong is not None else 0
             end.stranded_bytes = await HERE.ended(self._epoch, held, stuck=end.stuck)
         return end
@@ -326,40 +350,6 @@ class RankProcess:
         self._watcher.report(FailureReport(self.rank, bug))
 
 
-@dataclass(frozen=True, slots=True)
-class RankReady:
-    """Rank process after its Hello: its address on MLX's ring ("ip:port") and the model's folder there.
-
-    `held` is bound to that port on this Mac, and does not listen.
-    """
-
-    ring: str = ""
-    path: str = ""
-    held: socket.socket | None = None
-
-    @classmethod
-    def with_port(cls, host: str) -> RankReady:
-        """Return one with a free port of `host`, if there is a ring. Raises OSError.
-
-        No other program gets this port. MLX's ring does, because its socket has SO_REUSEPORT as well.
-        """
-        if not host:
-            return cls()
-        sock = socket.socket()
-        try:
-            for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
-                sock.setsockopt(socket.SOL_SOCKET, option, 1)
-            sock.bind((host, 0))
-        except OSError as error:
-            sock.close()
-            raise OSError(error.errno, f"{error.strerror}: {host}") from None
-        return cls(f"{host}:{sock.getsockname()[1]}", held=sock)
-
-    def close(self) -> None:
-        if self.held is not None:
-            self.held.close()
-
-
 class RemoteRank:
     """`watcher` gets its reports. The reader of the control link calls `received`.
 
@@ -373,22 +363,20 @@ class RemoteRank:
         self.name = name
         self._order = order
         self._watcher = watcher
-        self._awaited: type[Message] | None = None
         self._answer: asyncio.Future[Message] | None = None
         self._ended = asyncio.Event()
         self._asked = False
 
-    async def prepare(self) -> RankReady:
+    async def prepare(self) -> Prepared:
         """Have its process started. A failure is reported and ends the epoch, which cancels this wait."""
         self._asked = True
-        prepared = await self._ask(self._order, Prepared)
-        return RankReady(prepared.ring, prepared.path)
+        return await self._ask(self._order, Prepared)
 
     async def join(self, bootstrap: Bootstrap) -> bool:
         """Send it its group. Return True if MLX has JACCL there."""
         return (await self._ask(StartRank(self.epoch, bootstrap), RankStarted)).jaccl
 
-    def gathered(self, message: Gathered) -> None:
+    def tell(self, message: Gathered) -> None:
         with contextlib.suppress(MlxtpError):
             self._send(RankGathered(self.epoch, self.rank, message))
 
@@ -412,14 +400,18 @@ class RemoteRank:
         await self._ended.wait()
 
     async def _ask(self, order: Message, expected: type[R]) -> R:
-        self._awaited, self._answer = expected, asyncio.get_running_loop().create_future()
+        self._answer = asyncio.get_running_loop().create_future()
         try:
             self._send(order)
             answer = await self._answer
         finally:
             self._answer = None
-        assert isinstance(answer, expected)
+        if not isinstance(answer, expected):
+            raise self._unexpected(answer)
         return answer
+
+    def _unexpected(self, message: Message) -> GroupError:
+        return GroupError(f"{self.name} sent an unexpected {type(message).__name__}", Code.OUT_OF_ORDER)
 
     def received(self, message: RankWord) -> None:
         match message:
@@ -428,18 +420,15 @@ class RemoteRank:
             case RankPong():
                 self._watcher.received_pong(self.rank, message.pong)
             case RankTrouble():
-                code = Code(message.code)
-                kind = ModelError if code.startswith("model_") else GroupError
                 detail = message.detail
                 if rank_in(detail) in (None, self.rank):  # another rank's Mac is named by `with_name`
                     detail = f"{self.name}: {detail}"
-                error = kind(detail, code)
+                error = _error(message.code, detail)
                 self._watcher.report(FailureReport(self.rank, error, message.outside))
             case EpochEnded():
                 self._ended.set()
-            case _ if self._answer is None or self._answer.done() or type(message) is not self._awaited:
-                what = f"{self.name} sent an unexpected {type(message).__name__}"
-                self._watcher.report(FailureReport(self.rank, GroupError(what, Code.OUT_OF_ORDER)))
+            case _ if self._answer is None or self._answer.done():
+                self._watcher.report(FailureReport(self.rank, self._unexpected(message)))
             case _:
                 self._answer.set_result(message)
 
@@ -449,6 +438,11 @@ class RemoteRank:
             self._ended.set()
             error = GroupError(detail, Code.RANK_LOST)
             self._watcher.report(FailureReport(self.rank, error, seen_from_outside=True))
+
+
+def _error(code: str, detail: str) -> MlxtpError:
+    kind = ModelError if code.startswith("model_") else GroupError
+    return kind(detail, Code(code))
 
 
 def epoch_folder(home: Path, epoch: int, host: str = "") -> Path:

@@ -68,7 +68,8 @@ from .deployed import only
 def hosts(node: Node, host: str, order: Prepare) -> None:
     """Have it run a rank whose process has not been started yet."""
     rank = HostedRank(order, host, node.parts.node.settings, node.parts.node.links.send)
-    node.parts.hosted._ranks[rank.key] = rank
+    rank.life = node.parts.hosted._alive[rank] = asyncio.ensure_future(asyncio.Event().wait())
+    rank.life.add_done_callback(lambda _life: node.parts.hosted._gone(rank))
 
 
 # --- orders -----------------------------------------------------------------------------------------------

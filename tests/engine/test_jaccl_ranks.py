@@ -22,7 +22,7 @@ import pytest
 from mlxtp.diagnostics.failure_store import recording_file
 from mlxtp.engine.mailbox import Mailbox, read_in_background
 from mlxtp.errors import TERMINATED_STATUS, Code, GroupError, LinkError, exit_status
-from mlxtp.groups.side_channel import ROUND_S, RoundReplies, SideChannelHub
+from mlxtp.groups.health import RoundReplies, SideChannelHub
 from mlxtp.placement.faults import explain
 from mlxtp.wire.blocking import BlockingLink, listen
 from mlxtp.wire.messages import (
@@ -136,9 +136,9 @@ class Ranks:
         assert isinstance(said, kind), said
         return said
 
-    def take_part(self, rank: int, now: float = 0.0) -> None:
+    def take_part(self, rank: int) -> None:
         """Its part of a round reaches the hub, and what the hub says to that reaches whom it is for."""
-        self.tell(self.hub.receive(rank, self.hear(rank, SideChannel), now))
+        self.tell(self.hub.receive(rank, self.hear(rank, SideChannel)))
 
     def go_rounds(self, count: int) -> None:
         for _ in range(count):
@@ -198,7 +198,7 @@ def test_two_ranks_form_prove_themselves_and_leave(tmp_path: Path) -> None:
             link.send(Ping())
             assert group.hear(rank, Pong).phase == "forming", "a rank that waits for a round still answers"
         for rank in range(2):
-            group.tell(group.hub.receive(rank, first[rank], 0.0))
+            group.tell(group.hub.receive(rank, first[rank]))
         group.go_rounds(len(SIZES))  # all but the first, and one for the ring
         assert group.hear(0, InitDone) == InitDone(0, 2)
         group.links[0].send(SanityCheck())
@@ -221,10 +221,9 @@ def test_a_late_rank_ends_it_for_all_and_for_itself_when_it_comes(tmp_path: Path
     os.mkfifo(tmp_path / "gate")
     with ranks(tmp_path, Script(), Script("wait", at=2)) as group:
         group.go_rounds(1)
-        group.take_part(0, now=100.0)
-        assert group.hub.tick(100.0 + ROUND_S) == []
-        group.tell(group.hub.tick(100.1 + ROUND_S))
-        words = f"rank 1 did not come to round 2 of JACCL's side channel within {ROUND_S:g} s"
+        group.take_part(0)
+        group.tell(group.hub.late())
+        words = f"rank 1 did not come to round 2 of JACCL's side channel within {group.hub.ROUND_S:g} s"
         assert group.fails(0, Code.FORM_FAILED) == words
         (tmp_path / "gate").write_text("")
         group.take_part(1)

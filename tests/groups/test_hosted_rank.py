@@ -355,7 +355,7 @@ def test_ranks_of_two_hosts_and_of_several_groups_live_and_end_by_themselves(tmp
             stage.hosted.received(host, start(epoch))
         for host in (HOST, OTHER):
             await stage.hears(RankStarted, host, count=2)
-        assert set(stage.hosted._ranks) == {(host, epoch) for host, epoch, _ in ours}
+        assert {rank.key for rank in stage.hosted.ranks} == {(host, epoch) for host, epoch, _ in ours}
         assert len(stage.pids()) == len({each.name for each in stage.home.glob("run/*")}) == 4
 
         [victim] = [each for each in stage.hosted._alive if each.key == (OTHER, 7)]
@@ -367,13 +367,13 @@ def test_ranks_of_two_hosts_and_of_several_groups_live_and_end_by_themselves(tmp
         assert (await stage.hears(Prepared, count=3)).epoch == 8
         stage.hosted.received(OTHER, EndEpoch(5, True))
         await stage.hears(EpochEnded, OTHER)
-        assert set(stage.hosted._ranks) == {(HOST, 5), (HOST, 8), (OTHER, 7)}
+        assert {rank.key for rank in stage.hosted.ranks} == {(HOST, 5), (HOST, 8), (OTHER, 7)}
         pongs = len(stage.heard(RankPong))
         await stage.hears(RankPong, count=pongs + 3)
         assert {each.epoch for each in stage.heard(RankPong)[pongs + 1 :]} == {5}
         stage.hosted.lost(HOST)
         await sees(lambda: stage.pids() == [])
-        assert set(stage.hosted._ranks) == {(OTHER, 7)}
+        assert {rank.key for rank in stage.hosted.ranks} == {(OTHER, 7)}
         assert {each.epoch for each in stage.heard(RankTrouble, OTHER)} == {7}
 
     play(tmp_path, story)
@@ -489,7 +489,7 @@ def test_a_host_has_so_many_ranks_here_and_no_more(tmp_path: Path) -> None:
     async def story(stage: Story) -> None:
         for at in range(3 * MAX_OF_HOST):
             stage.hosted.received(HOST, prepare(5 + at, group=f"g{at}#0"))
-        assert len(stage.hosted._ranks) == MAX_OF_HOST
+        assert len(stage.hosted.ranks) == MAX_OF_HOST
         trouble = await stage.hears(RankTrouble)
         assert (trouble.epoch, trouble.code) == (5 + MAX_OF_HOST, Code.OVERLOADED)
         stage.hosted.lost(HOST)
@@ -503,7 +503,8 @@ def test_a_coordinator_that_never_stops_ordering_costs_no_memory(tmp_path: Path)
         await stage.started()
         for _ in range(10_000):
             stage.hosted.received(HOST, start())
-        assert len(stage.hosted._orders[HOST].tasks) <= MAX_ORDERS
+        [rank] = stage.hosted.ranks
+        assert rank._orders.qsize() <= MAX_ORDERS
         stage.hosted.lost(HOST)
         await sees(lambda: stage.pids() == [])
 

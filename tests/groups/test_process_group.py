@@ -22,7 +22,7 @@ from mlxtp.diagnostics import failure_store
 from mlxtp.errors import TERMINATED_STATUS, Code, FailureReport, GroupError, LinkError, MlxtpError, ModelError
 from mlxtp.groups import process_group
 from mlxtp.groups import ranks as rank_module
-from mlxtp.groups.health import RankHealth
+from mlxtp.groups.health import RankHealth, SideChannelHub
 from mlxtp.groups.process_group import MAX_REPORTS, EpochGroup, ProcessGroup, canary_s
 from mlxtp.groups.ranks import RankWord, RemoteRank, Watcher
 from mlxtp.groups.sleep import HERE
@@ -746,6 +746,30 @@ def test_the_rounds_of_the_side_channel_pass_through_the_agents(tmp_path: Path) 
         assert (note["data"], note["error"]) == ("01", "")
 
     play(tmp_path, story, backend="jaccl")
+
+
+@pytest.mark.parametrize("rounds", [0, 2])
+def test_a_rank_that_stays_away_from_a_round_is_named_to_those_who_came(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounds: int
+) -> None:
+    """However long the rounds before it took together."""
+    monkeypatch.setattr(SideChannelHub, "ROUND_S", 0.4)
+
+    async def story(stage: Story) -> None:
+        watch = stage.ranks.watch
+        await stage.ranks.start()
+        stage.ranks.watch._hub = SideChannelHub(2)  # as if they still formed
+        for number in range(1, rounds + 1):
+            for rank in (0, 1):
+                watch.side(rank, SideChannel(number, b"1"))
+                await asyncio.sleep(0.15)
+        watch.side(1, SideChannel(rounds + 1, b"1"))
+        await sees(lambda: any(each.gathered.error for each in stage.peer.heard(RankGathered)))
+        *before, last = stage.peer.heard(RankGathered)
+        assert not any(each.gathered.error for each in before)
+        assert last.gathered.error.startswith(f"rank 0 did not come to round {rounds + 1} ")
+
+    play(tmp_path, story)
 
 
 def test_a_rank_that_fails_while_they_form_frees_those_that_wait_for_it(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The middle of JACCL's side channel, in time that is only a number."""
+"""The middle of JACCL's side channel."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from mlxtp.groups.side_channel import ROUND_S, SideChannelHub
+from mlxtp.groups.health import SideChannelHub
 from mlxtp.wire.messages import MAX_ROUNDS, Bootstrap, Gathered, SideChannel
 
 
@@ -15,13 +15,13 @@ def part(rank: int, round_number: int, size: int = 4) -> SideChannel:
 
 
 def go_round(
-    hub: SideChannelHub, ranks: range, round_number: int, now: float = 0.0, size: int = 4
+    hub: SideChannelHub, ranks: range, round_number: int, size: int = 4
 ) -> list[tuple[int, Gathered]]:
     """All of them come; what the last one's coming answers."""
     answers = []
     for rank in ranks:
         assert answers == []
-        answers = hub.receive(rank, part(rank, round_number, size), now)
+        answers = hub.receive(rank, part(rank, round_number, size))
     return answers
 
 
@@ -32,68 +32,68 @@ def test_each_rank_gets_all_bytes_in_rank_order_however_they_came() -> None:
             answers: list[tuple[int, Gathered]] = []
             for rank in order:
                 assert answers == []
-                answers = hub.receive(rank, part(rank, number, size), now=0.0)
+                answers = hub.receive(rank, part(rank, number, size))
             data = b"".join(part(rank, number, size).data for rank in range(3))
             assert answers == [(rank, Gathered(number, data)) for rank in range(3)]
 
 
 def test_ranks_may_say_the_same() -> None:
     hub = SideChannelHub(2)
-    assert hub.receive(0, SideChannel(1, b"same"), 0.0) == []
-    assert [answer.data for _, answer in hub.receive(1, SideChannel(1, b"same"), 0.0)] == [b"samesame"] * 2
+    assert hub.receive(0, SideChannel(1, b"same")) == []
+    assert [answer.data for _, answer in hub.receive(1, SideChannel(1, b"same"))] == [b"samesame"] * 2
 
 
 def test_a_rank_that_stays_away_is_named_to_those_who_came() -> None:
-    hub = SideChannelHub(3, round_s=10.0)
-    go_round(hub, range(3), 1, now=100.0)
-    hub.receive(0, part(0, 2), 107.0)
-    hub.receive(2, part(2, 2), 115.0)
-    assert hub.tick(117.0) == []
+    hub = SideChannelHub(3)
+    go_round(hub, range(3), 1)
+    hub.receive(0, part(0, 2))
+    hub.receive(2, part(2, 2))
     words = "rank 1 did not come to round 2 of JACCL's side channel within 10 s"
-    assert hub.tick(117.1) == [(rank, Gathered(2, b"", words)) for rank in range(3)]
+    assert hub.late() == [(rank, Gathered(2, b"", words)) for rank in range(3)]
     assert hub.error == words
-    assert hub.tick(500.0) == []
+    assert hub.late() == []
 
 
 def test_no_rank_is_late_between_two_rounds() -> None:
     hub = SideChannelHub(2)
-    assert hub.tick(1e9) == []
-    go_round(hub, range(2), 1, now=0.0)
-    assert hub.tick(1e9) == []
-    assert go_round(hub, range(2), 2, now=1e9)
+    assert hub.late() == []
+    go_round(hub, range(2), 1)
+    assert hub.late() == []
+    assert go_round(hub, range(2), 2)
 
 
-def test_a_round_counts_its_own_time() -> None:
-    hub = SideChannelHub(2, round_s=10.0)
-    for number in range(1, 7):
-        hub.receive(0, part(0, number), now=number * 9.0)
-        assert hub.tick(number * 9.0 + 8.0) == []
-        assert len(hub.receive(1, part(1, number), number * 9.0 + 8.0)) == 2
+def test_a_round_begins_with_the_first_who_comes_to_it() -> None:
+    hub, begun = SideChannelHub(3), []
+    for number in range(1, 4):
+        for rank in range(3):
+            hub.receive(rank, part(rank, number))
+            begun.append(hub.has_begun)
+    assert begun == [True, False, False] * 3
 
 
 def test_all_who_are_missing_are_named() -> None:
     hub = SideChannelHub(4)
-    hub.receive(2, part(2, 1), 0.0)
-    ((rank, answer),) = hub.tick(ROUND_S + 0.1)
+    hub.receive(2, part(2, 1))
+    ((rank, answer),) = hub.late()
     assert rank == 2
     assert answer.error.startswith("rank 0 and rank 1 and rank 3 did not come to round 1")
 
 
 def test_who_speaks_after_the_end_is_told_why_and_only_once() -> None:
     hub = SideChannelHub(3)
-    hub.receive(0, part(0, 1), 0.0)
+    hub.receive(0, part(0, 1))
     assert [rank for rank, _ in hub.abort("rank 1 is gone")] == [0]
-    assert hub.receive(2, part(2, 1), 0.0) == [(2, Gathered(1, b"", "rank 1 is gone"))]
-    assert hub.receive(2, part(2, 1), 0.0) == []
-    assert hub.receive(0, part(0, 2), 0.0) == []
-    assert hub.tick(1e9) == []
+    assert hub.receive(2, part(2, 1)) == [(2, Gathered(1, b"", "rank 1 is gone"))]
+    assert hub.receive(2, part(2, 1)) == []
+    assert hub.receive(0, part(0, 2)) == []
+    assert hub.late() == []
 
 
 def test_the_first_reason_counts() -> None:
     hub = SideChannelHub(2)
     assert hub.abort("rank 0 did not form: errno 22") == []
     assert hub.abort("rank 1 is gone") == []
-    ((_, answer),) = hub.receive(1, part(1, 1), 0.0)
+    ((_, answer),) = hub.receive(1, part(1, 1))
     assert answer.error == "rank 0 did not form: errno 22"
     assert SideChannelHub(2).abort("") == []
 
@@ -101,7 +101,7 @@ def test_the_first_reason_counts() -> None:
 def test_an_abort_without_a_reason_is_no_answer_without_an_error() -> None:
     hub = SideChannelHub(2)
     hub.abort("")
-    ((_, answer),) = hub.receive(1, part(1, 1), 0.0)
+    ((_, answer),) = hub.receive(1, part(1, 1))
     assert answer.error
 
 
@@ -121,32 +121,26 @@ def test_an_abort_without_a_reason_is_no_answer_without_an_error() -> None:
 )
 def test_a_rank_with_other_settings_ends_it_for_all(message: SideChannel, words: str) -> None:
     hub = SideChannelHub(3)
-    hub.receive(0, SideChannel(1, b"abcd"), 0.0)
-    answers = hub.receive(1, message, 0.0)
+    hub.receive(0, SideChannel(1, b"abcd"))
+    answers = hub.receive(1, message)
     assert [rank for rank, _ in answers] == [0, 1]
     assert all(answer.error.startswith(words) and not answer.data for _, answer in answers)
-    assert [rank for rank, _ in hub.receive(2, SideChannel(1, b"abcd"), 0.0)] == [2]
+    assert [rank for rank, _ in hub.receive(2, SideChannel(1, b"abcd"))] == [2]
 
 
 def test_a_rank_that_falls_back_a_round() -> None:
     hub = SideChannelHub(2)
     go_round(hub, range(2), 1)
-    hub.receive(0, part(0, 2), 0.0)
-    assert [rank for rank, _ in hub.receive(1, part(1, 1), 0.0)] == [0, 1]
+    hub.receive(0, part(0, 2))
+    assert [rank for rank, _ in hub.receive(1, part(1, 1))] == [0, 1]
     assert "rank 1 came with round 1 to round 2" in hub.error
 
 
 def test_a_rank_that_comes_twice() -> None:
     hub = SideChannelHub(3)
-    hub.receive(0, part(0, 1), 0.0)
-    assert [rank for rank, _ in hub.receive(0, part(0, 1), 0.0)] == [0]
+    hub.receive(0, part(0, 1))
+    assert [rank for rank, _ in hub.receive(0, part(0, 1))] == [0]
     assert "rank 0 came twice to round 1" in hub.error
-
-
-@pytest.mark.parametrize("rank", [-1, 2])
-def test_a_rank_of_another_group_is_our_mistake(rank: int) -> None:
-    with pytest.raises(ValueError, match=f"rank {rank} of a group of 2"):
-        SideChannelHub(2).receive(rank, part(0, 1), 0.0)
 
 
 def test_more_rounds_than_anybody_needs() -> None:
@@ -159,4 +153,4 @@ def test_more_rounds_than_anybody_needs() -> None:
 def test_the_middle_gives_up_before_the_ranks_do() -> None:
     """So what they report names who was missing."""
     waits = next(f.default for f in Bootstrap.__dataclass_fields__.values() if f.name == "round_s")
-    assert waits > ROUND_S
+    assert waits > SideChannelHub.ROUND_S

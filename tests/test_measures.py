@@ -31,7 +31,7 @@ MOST_POSITIONAL = 5  # parameters that may be given without their names
 LEFT: Mapping[str, int] = {
     "large classes": 0,
     "names of methods": 0,
-    "files": 238,
+    "files": 237,
     "classes with many public methods": 10,
     "dataclasses with many fields": 7,
     "functions with many positional parameters": 6,
@@ -41,7 +41,7 @@ MOST_LINES: Mapping[str, int] = {
     "": 3_961,
     "admin": 1_870,
     "api": 10_158,
-    "cli": 5_699,
+    "cli": 5_649,
     "cluster": 4_977,
     "diagnostics": 2_407,
     "discovery": 1_003,

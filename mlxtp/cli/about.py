@@ -70,7 +70,6 @@ SettingsHome = Annotated[
     Path | None,
     typer.Option(help="Home of the settings, if not the user's own; also MLXTP_HOME."),
 ]
-Values = Mapping[str, Any]
 DEFAULT = "default"
 
 
@@ -92,7 +91,13 @@ def show(
     settings = resolve_settings({"home": home})
     running = _running(settings)
     if as_json:
-        print_json(_as_json(settings, running))
+        home = settings.home.resolve()
+        found = {
+            "home": str(home),
+            "file": str(home / FILE),
+            "settings": _told(shown(settings), dict(settings.origins)),
+        }
+        print_json(found | {"not_shown": [JOIN] if os.environ.get(JOIN) else [], "agent": running})
         return
     console = Console(highlight=False)
     for line in _lines(settings, running, origin=origin):
@@ -106,38 +111,23 @@ def path(home: SettingsHome = None, as_json: AsJson = False) -> None:
     print_answer({"path": str(file), "exists": file.is_file()}, as_json, str(file))
 
 
-def _running(settings: Settings) -> dict[str, tuple[Any, str]] | None:
-    """Return the settings of this home's agent that differ, with their places; None without a reply."""
+def _running(settings: Settings) -> dict[str, dict[str, Any]] | None:
+    """Return the settings of this home's agent that differ, as `_told` does; None without a reply."""
     try:
         told = AgentClient(settings.home.resolve()).send(AgentSettings())
     except UserError:
         return None
     here = shown(settings)
-    return {
-        key: (value, str(told["origins"].get(key, DEFAULT)))
-        for key, value in told["settings"].items()
-        if key in here and value != here[key]
-    }
+    there = _told(told["settings"], told["origins"])
+    return {key: each for key, each in there.items() if key in here and each["value"] != here[key]}
 
 
-def _as_json(settings: Settings, running: Mapping[str, tuple[Any, str]] | None) -> Values:
-    origins = dict(settings.origins)
-    return {
-        "home": str(settings.home.resolve()),
-        "file": str(settings.home.resolve() / FILE),
-        "settings": {
-            key: {"value": value, "origin": origins.get(key, DEFAULT)}
-            for key, value in shown(settings).items()
-        },
-        "not_shown": [JOIN] if os.environ.get(JOIN) else [],
-        "agent": None
-        if running is None
-        else {key: {"value": value, "origin": where} for key, (value, where) in running.items()},
-    }
+def _told(values: Mapping[str, Any], origins: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    return {key: {"value": value, "origin": origins.get(key, DEFAULT)} for key, value in values.items()}
 
 
 def _lines(
-    settings: Settings, running: Mapping[str, tuple[Any, str]] | None, *, origin: bool
+    settings: Settings, running: Mapping[str, Mapping[str, Any]] | None, *, origin: bool
 ) -> Iterator[str]:
     file = settings.home.resolve() / FILE
     yield f"# {file}{'' if file.is_file() else ', which does not exist'}"
@@ -160,8 +150,8 @@ def _lines(
         yield from ("", "# The agent that runs here has instead:")
         for setting in SETTINGS:
             if setting.key in running:
-                value, where = running[setting.key]
-                yield f"#   {_assignment(setting, value, setting.key)}   ({where})"
+                one = running[setting.key]
+                yield f"#   {_assignment(setting, one['value'], setting.key)}   ({one['origin']})"
 
 
 def _assignment(setting: Setting, value: object, name: str = "") -> str:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import typer
+from rich.bar import Bar
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
@@ -280,9 +281,7 @@ def _read(events: Iterable[Mapping[str, Any]], asked_at: float) -> BenchAnswer:
 # --- the links between ranks: a table with bars, or Markdown ---------------------------------------------
 
 
-#: Characters of the longest bar.
-_BAR = 12
-_PARTS = " ▏▎▍▌▋▊▉█"
+_BAR = 12  # characters of the longest bar
 _LEAST_DECADES = 1.0
 
 
@@ -317,9 +316,9 @@ def _fabric_table(answer: Mapping[str, Any]) -> Table:
     names = ("bytes", "sum", "", "a link", "", "gather", "a link")
     table = table_of(*names, right=set(filter(None, names)), wrapped=())
     summing, _ = _speeds(answer)
-    drawn = zip(bars(answer["sums_s"], logarithmic=True), bars(summing), strict=True)
-    for (size, took, speed, *gather), (time_bar, speed_bar) in zip(_cells(answer), drawn, strict=True):
-        table.add_row(size, took, f"[yellow]{time_bar}[/]", speed, f"[cyan]{speed_bar}[/]", *gather)
+    times, speeds = bars(answer["sums_s"], "yellow", logarithmic=True), bars(summing, "cyan")
+    for (size, took, speed, *gather), how_long, how_fast in zip(_cells(answer), times, speeds, strict=True):
+        table.add_row(size, took, how_long, speed, how_fast, *gather)
     return table
 
 
@@ -355,7 +354,7 @@ def fabric_summary(result: Mapping[str, Any]) -> str:
     return f"{duration(result['collective_s'])} a collective, measured {day_of(result['at'])}"
 
 
-def bars(values: Sequence[float], *, logarithmic: bool = False) -> list[str]:
+def bars(values: Sequence[float], color: str, *, logarithmic: bool = False) -> list[Bar]:
     """Return a bar for each of these positive values, the largest one full, to an eighth of a character.
 
     On the logarithmic scale the smallest value has the shortest bar.
@@ -366,12 +365,8 @@ def bars(values: Sequence[float], *, logarithmic: bool = False) -> list[str]:
         shares = [1 + (math.log10(value / largest)) / (decades * 1.1) for value in values]
     else:
         shares = [value / largest for value in values]
-    return [_bar(round(share * _BAR * 8)) for share in shares]
-
-
-def _bar(eighths: int) -> str:
-    eighths = max(eighths, 1)
-    return (_PARTS[-1] * (eighths // 8) + _PARTS[eighths % 8]).strip()
+    eighths = 8 * _BAR
+    return [Bar(eighths, 0, max(round(share * eighths), 1), width=_BAR, color=color) for share in shares]
 
 
 def duration(seconds: float) -> str:

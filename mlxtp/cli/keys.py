@@ -101,7 +101,7 @@ def create(
         more |= {"scopes": tuple(scope or DEFAULT_SCOPES)}
         if problem := ApiKey(name, b"", int(now), **more).problem:
             raise UserError(problem)
-    file = _keys(home)
+    file = KeyFile(home_of(home))
     made, text = file.create(name, more.pop("per_minute"), now, **more)
     row = _row(made, None)
     _record("key_created", f"the key {name} is made", file, {each: row[each] for each in row if row[each]})
@@ -113,7 +113,7 @@ def create(
 @commands.command(name="list")
 def list_(home: Home = None, as_json: AsJson = False) -> None:
     """List the API keys of this Mac's endpoint, with their limits and their use."""
-    file = _keys(home)
+    file = KeyFile(home_of(home))
     keys = file.load()
     used = _used(file.path.parent, keys)
     rows = [_row(key, used.get(key.name)) for key in keys]
@@ -130,7 +130,7 @@ def revoke(
     as_json: AsJson = False,
 ) -> None:
     """Revoke an API key. The endpoint refuses it within a second."""
-    file = _keys(home)
+    file = KeyFile(home_of(home))
     left = file.revoke(name)
     _record("key_revoked", f"the key {name} is revoked", file, {"name": name})
     last = (
@@ -139,10 +139,6 @@ def revoke(
     )
     words = f"the key of {name} is revoked{'' if left else last}"
     print_answer({"revoked": name, "left": left}, as_json, words)
-
-
-def _keys(home: Path | None) -> KeyFile:
-    return KeyFile(home_of(home))
 
 
 def _record(event: str, words: str, file: KeyFile, about: Mapping[str, object]) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import logging
 import os
 import sys
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -126,26 +125,14 @@ def demo_command(
         log.setFormatter(PrintableLines("%(message)s"))
         logging.basicConfig(level=logging.WARNING, handlers=[log])
         view = demo.DemoView(demo.DemoConsole(stderr=as_json, highlight=False), settings)
-        with _no_kernels_built():
-            outcome = _run(
-                demo.run(settings, prompt, view, once=once, replicas=replicas),
-                interrupted=Exit.INTERRUPTED if once else 0,
-            )
+        if sys.platform != "darwin":  # without a GPU, MLX would build kernels for longer than a demo takes
+            os.environ["MLX_DISABLE_COMPILE"] = "1"
+        outcome = _run(
+            demo.run(settings, prompt, view, once=once, replicas=replicas),
+            interrupted=Exit.INTERRUPTED if once else 0,
+        )
     if as_json and outcome is not None:
         print_json(outcome)
-
-
-@contextlib.contextmanager
-def _no_kernels_built() -> Iterator[None]:
-    """Trace no graphs without a GPU: MLX would first build kernels, for longer than a demo takes."""
-    before = os.environ.get("MLX_DISABLE_COMPILE")
-    if sys.platform != "darwin":
-        os.environ["MLX_DISABLE_COMPILE"] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop("MLX_DISABLE_COMPILE", None)
 
 
 def version(
@@ -281,11 +268,7 @@ def _run(work: Coroutine[Any, Any, Any], interrupted: int = 0) -> Any:
         import asyncio
 
         from ..agent import stopped_by_signal
-    try:
-        outcome, by_signal = asyncio.run(stopped_by_signal(work))
-    except BrokenPipeError:  # the reader of our output has left
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(Exit.REFUSED) from None
+    outcome, by_signal = asyncio.run(stopped_by_signal(work))
     if by_signal and interrupted:
         raise typer.Exit(interrupted)
     return outcome

@@ -43,7 +43,7 @@ from ..short_names import near, short_for
 from ..verbs import CheckRemovable, FilesRemoved, ModelsStored, PullModel, PullProgress
 from . import options
 from .options import AsJson, Home
-from .printing import Console, home_of, print_answer, print_json, table_of
+from .printing import Console, complain, home_of, print_answer, print_json, table_of
 
 LOOK_S = 0.5
 #: Seconds that the agent may take to look up a model's files on the Hub.
@@ -74,16 +74,16 @@ def pull(
     model = _check_hub(model)
     rows = _pulled(model, everywhere, home, as_json)
     problems = [f"{row['name']}: {row['problem']}" for row in rows if row["problem"]]
-    if as_json:
-        print_json({"model": model, "members": rows})
-    for problem in () if as_json else problems:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]mlxtp:[/] {escape(problem)}")
+    where = " and ".join(row["name"] for row in rows)
+    size = max(row["total_bytes"] for row in rows)  # 0 for files of another program
+    if as_json or not problems:
+        words = f"{model} is on {where}" + (f": {gigabytes(size)}" if size else "")
+        print_answer({"model": model, "members": rows}, as_json, words)
+    else:
+        for problem in problems:
+            complain(problem)
     if problems:
         raise typer.Exit(Exit.REFUSED)
-    if not as_json:
-        where = " and ".join(row["name"] for row in rows)
-        size = max(row["total_bytes"] for row in rows)  # 0 for files of another program
-        print(f"{model} is on {where}" + (f": {gigabytes(size)}" if size else ""))
 
 
 def list_(home: Home = None, as_json: AsJson = False) -> None:

@@ -21,12 +21,11 @@ from ..models.inspect import read_config
 from ..placement.candidates import Candidate
 from ..placement.cost_model import LONG_PROMPT, DraftedSpeed, SpeedEstimate, Workload, usable_bytes
 from ..placement.machines_file import read_machines
-from ..placement.measurements import measured
 from ..placement.model_shape import DescribedModel, ModelShape, words_of
 from ..placement.planner import Placement, PlacementOptions, plan
 from ..placement.topology import MemberMachine
 from ..values import stage_words
-from ..wire.cluster_messages import Deployment, FabricResult
+from ..wire.cluster_messages import Deployment
 from .printing import Console, print_json, table_of
 
 GB = 1e9
@@ -105,20 +104,9 @@ def expected(
     model: str | Path,
     members: Sequence[MemberMachine],
     coordinator: str,
-    results: Sequence[FabricResult],
-    *,
-    nodes: int,
-    pipeline: bool,
-    fabric_networks: str,
+    options: PlacementOptions,
 ) -> float:
-    """Return the tokens a second of one answer that a plan for so many Macs foretells; 0 if it cannot."""
-    parallel = "pipeline" if pipeline else "tensor" if nodes > 1 else "auto"
-    options = PlacementOptions(
-        nodes=nodes,
-        parallel=parallel,
-        measured=measured(results, fast_fences=False),
-        fabric_networks=fabric_networks,
-    )
+    """Return the tokens a second of one answer that a plan foretells; 0 if it cannot."""
     chosen = _plan(str(model), members, read_shape(model), coordinator, options).chosen
     return chosen.speed.tokens_per_second if chosen is not None and chosen.speed is not None else 0.0
 

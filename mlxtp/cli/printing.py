@@ -163,7 +163,9 @@ class Commands(TyperGroup):
         except OSError as error:
             if not error.filename:  # not about a file: standard output may be at fault, or a bug here
                 raise
-            _refuse(Code.CONFIG, f"{_short(str(error.filename))}: {error.strerror}", as_json=as_json)
+            name = str(error.filename)
+            name = name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]}…"
+            _refuse(Code.CONFIG, f"{name}: {error.strerror}", as_json=as_json)
             sys.exit(Exit.REFUSED)
         except typer.TyperException as mistyped:
             _refuse(Code.CONFIG, mistyped.format_message(), as_json=True)
@@ -201,9 +203,9 @@ def _refuse(code: Code, message: str, *, as_json: bool) -> None:
     if as_json:
         print_json({"error": {"code": code, "message": message}})
     else:
-        console = Console(stderr=True, highlight=False, soft_wrap=True)
-        console.print(f"[bold red]mlxtp:[/] {escape(message)}")
+        complain(message)
 
 
-def _short(name: str) -> str:
-    return name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]}…"
+def complain(message: str) -> None:
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(f"[bold red]mlxtp:[/] {escape(message)}")

@@ -256,6 +256,8 @@ def watts(bed: Bed) -> Row:
 
 def speed(bed: Bed) -> Row:
     """Compare the speed of the served model with the plan for the Macs that it runs on."""
+    from ..placement.measurements import measured
+    from ..placement.planner import PlacementOptions
     from . import plan, planning
 
     served = find_served(bed.home, bed.agent.key)
@@ -266,12 +268,15 @@ def speed(bed: Bed) -> Row:
     told = bed.agent.send(Status())
     row = next(each for each in told["deployments"] if served.model in (each["name"], each["model"]))
     found, coordinator, results, theirs = plan.members_here(bed.home)
-    planned = planning.expected(
-        plan.named_model(row["model"], bed.home)[1], found, coordinator, results,
-        nodes=made["world_size"], pipeline=any(group["split"] for group in row["groups"]),
+    nodes, pipeline = made["world_size"], any(group["split"] for group in row["groups"])
+    options = PlacementOptions(
+        nodes=nodes,
+        parallel="pipeline" if pipeline else "tensor" if nodes > 1 else "auto",
+        measured=measured(results, fast_fences=False),
         fabric_networks=theirs["fabric_networks"],
-    )  # fmt: skip
-    return compared(written["rate"], planned, made)
+    )
+    _, model = plan.named_model(row["model"], bed.home)
+    return compared(written["rate"], planning.expected(model, found, coordinator, options), made)
 
 
 def compared(measured: float, planned: float, figures: Mapping[str, Any]) -> Row:

@@ -307,7 +307,7 @@ def _described(
         raise UserError("--home is an option of `mlxtp service install` itself: put it before `--`")
     if given["log_file"] is not None:
         raise UserError(f"--log-file: a service's log is {log_of(str(home))}, where `mlxtp logs` finds it")
-    settings = resolve_settings({**_flags(given), "home": home}, environment={})
+    settings = resolve_settings({**given, "home": home}, environment={})
     return describe(
         owner,
         str(home),
@@ -318,15 +318,6 @@ def _described(
         login=login,
         version=__version__,
     )
-
-
-def _flags(given: Mapping[str, Any]) -> dict[str, object]:
-    """Return the options of `mlxtp node` as settings: without --join, None for each that is not given."""
-    return {
-        name: value or None if isinstance(value, (list, tuple)) else value
-        for name, value in given.items()
-        if name != "join"
-    }
 
 
 def _passed_on() -> dict[str, str]:

@@ -58,9 +58,9 @@ from .groups.ranks import WORKER, Worker
 from .groups.selection import ModelSelection
 from .groups.sleep import KeepAwake, watch_sleep
 from .groups.warm_pool import WarmPool, log_lines
-from .identity.join_network import enter
+from .identity.join_network import JoinResult, enter
 from .identity.private_files import FILE_MODE, check_home, make_folder, temporary_folder
-from .identity.store import Identity, Store
+from .identity.store import Store
 from .models import disk_cache
 from .models.download import apart, download
 from .models.inspect import find_model, full_name, hub_folder, in_folders, inspect, is_hub_id, lasting_name
@@ -149,10 +149,8 @@ class _Entered:
 
     settings: Settings
     store: Store
-    identity: Identity
+    result: JoinResult
     sock: socket.socket | None = None
-    founded: bool = False
-    joined: bool = False
 
 
 @asynccontextmanager
@@ -173,13 +171,13 @@ async def _entered(settings: Settings) -> AsyncIterator[_Entered]:
             await _download(name)
         with temporary_folder("mlxtp-") as folder:
             store = Store(folder)
-            yield _Entered(settings, store, store.found_cluster())
+            yield _Entered(settings, store, JoinResult(store.found_cluster()))
         return
     store = Store(settings.home)
     with contextlib.closing(bind_control(settings.control_host, settings.control_port)) as sock:
-        joined = await enter(settings, store, partial(forget, settings.home))
-        settings = replace(settings, peers=(*settings.peers, *joined.peers))
-        yield _Entered(settings, store, joined.identity, sock, joined.founded, joined.joined)
+        result = await enter(settings, store, partial(forget, settings.home))
+        settings = replace(settings, peers=(*settings.peers, *result.peers))
+        yield _Entered(settings, store, result, sock)
 
 
 async def _download(name: str) -> None:
@@ -208,7 +206,7 @@ async def _running(
     port = entered.sock.getsockname()[1] if entered.sock is not None else 0
     node = ClusterNode(
         settings,
-        entered.identity,
+        entered.result.identity,
         machine,
         home=store.folder.parent,
         http=endpoint.summary,
@@ -251,7 +249,7 @@ async def _running(
     for each in work:
         tasks.start(each, "a part of this agent")
     certificate, key = endpoint.certificate, admin.key
-    agent = Agent(endpoint.url, warm_pool, admin.draining, parts, entered.founded, certificate, key)
+    agent = Agent(endpoint.url, warm_pool, admin.draining, parts, entered.result.founded, certificate, key)
     try:
         with announced(settings.home, endpoint.url, key, certificate):
             yield agent
@@ -265,9 +263,9 @@ async def _running(
 
 def _deploy_first(node: ClusterNode, entered: _Entered) -> None:
     settings = entered.settings
-    if entered.joined and settings.model_given:
+    if entered.result.joined and settings.model_given:
         log.warning("--model is ignored: `mlxtp serve` sets the model of a cluster")
-    elif settings.model_given or entered.founded or node.alone:
+    elif settings.model_given or entered.result.founded or node.alone:
         keep_s = PINNED if settings.model_given else YIELDS
         node.desired.serve(
             lasting_name(settings.model), nodes=settings.nodes, keep_s=keep_s, split=settings.split
@@ -286,14 +284,12 @@ async def _end_parts(parts: AgentParts, tasks: Background) -> None:
 def make_gateway(
     settings: Settings, health: Callable[[str], Health], free_bytes: Callable[[], int] = lambda: 0
 ) -> Gateway:
-    """Return the gateway of an agent. `free_bytes` is as for `look_at_memory`."""
     limits, memory = settings.limits, FreeMemory(lambda: look_at_memory(free_bytes()))
     bounds = AdmissionLimits(limits.max_open_requests)
     return Gateway(health, bounds, limits.recovery_s, limits.deadline_s, memory)
 
 
 def _counted(home: Path, machine: Machine) -> Machine:
-    """Add to a reading of this machine what its agent counts and keeps."""
     return replace(boot_record.with_counts(home, machine), caches=disk_cache.ranks_in(home))
 
 
@@ -317,17 +313,9 @@ def build_parts(
     hosted = HostedRanks(node, models.folder, node.replica.epoch, worker)
     results = FabricResults(node)
     machines = Machines(node, results)
+    remote, lives = RemoteRanks(node), Background(partial(_report_bug, node.end))
     shared = SharedParts(
-        node,
-        gateway,
-        models,
-        machines,
-        RemoteRanks(node),
-        readings,
-        credentials,
-        worker,
-        on_stage,
-        Background(partial(_report_bug, node.end)),
+        node, gateway, models, machines, remote, readings, credentials, worker, on_stage, lives
     )
     groups = Groups(node, gateway, hosted, partial(Group, shared=shared))
     MemoryCheck(node, machines, groups)

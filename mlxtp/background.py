@@ -92,7 +92,6 @@ class Backoff:
     most_s: float
 
     def after(self, failures: int) -> float:
-        """Return the seconds to wait after so many failures before the last one."""
         return min(self.first_s * 2.0 ** min(failures, 64), self.most_s)
 
 

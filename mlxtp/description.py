@@ -161,7 +161,6 @@ class Description:
 
 
 def to_text(description: Description) -> str:
-    """Return it as JSON."""
     return json.dumps({"format": FORMAT, **asdict(description)})
 
 

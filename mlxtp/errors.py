@@ -94,7 +94,6 @@ def exit_status(code: Code) -> int:
 
 
 def code_of_exit(status: int) -> Code | None:
-    """Return the code behind an exit status; None without one."""
     codes = list(Code)
     position = status - _EXIT_STATUS_BASE
     return codes[position] if 0 <= position < len(codes) else None

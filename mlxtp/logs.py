@@ -167,7 +167,6 @@ def shorten_stderr() -> None:
 
 
 def log_formatter(name: str) -> logging.Formatter:
-    """Return the formatter of the setting `log_format`."""
     return JsonLines() if name == "json" else TextLines("%(asctime)s %(levelname)s %(message)s")
 
 
@@ -183,8 +182,9 @@ class JsonLines(logging.Formatter):
         return json.dumps(self.line(record), default=str)
 
     def line(self, record: logging.LogRecord) -> dict[str, object]:
+        at = datetime.fromtimestamp(record.created, UTC)
         line: dict[str, object] = {
-            "time": _time(record.created),
+            "time": at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
@@ -237,7 +237,3 @@ class TextLines(PrintableLines):
 
 def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
-
-
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -191,7 +191,7 @@ def converted(ranks: bytes, settings: Mapping[str, Any]) -> str:
         raise ValueError(
             f"its {len(pairs)} lines do not have the ranks 0 to {len(pairs) - 1}, with each byte"
         )
-    name = {token: token.decode("latin-1").translate(_SHOWN) for token in tokens}
+    name = {token: token.decode("latin-1").translate(CHARACTER_OF) for token in tokens}
     # tiktoken joins the pair whose result has the smallest rank; every pair that makes a token may be joined.
     merges = [
         (rank, tokens[token[:at]], tokens[token[at:]], name[token[:at]], name[token[at:]])
@@ -238,13 +238,10 @@ def _check_round_trip(tokenizer: Any, first: int, added: list[str], known: Mappi
         raise ValueError(f"the text {text!r} does not come back from its tokens")
 
 
-def _shown_bytes() -> dict[int, str]:
-    """GPT-2's table: a character for each byte, those that cannot be seen from U+0100 on."""
-    hidden = [byte for byte in range(256) if not (0x21 <= byte < 0x7F or byte >= 0xA1) or byte == 0xAD]
-    return {byte: chr(0x100 + at) for at, byte in enumerate(hidden)}
-
-
-_SHOWN = _shown_bytes()
+_SHOWN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_HIDDEN = [byte for byte in range(0x100) if byte not in _SHOWN]
+#: GPT-2's table: printable bytes stand for themselves, characters from U+0100 on for others.
+CHARACTER_OF = {byte: chr(byte) for byte in _SHOWN} | {byte: chr(0x100 + i) for i, byte in enumerate(_HIDDEN)}
 
 
 # --- weights --------------------------------------------------------------------------------------------

@@ -209,13 +209,16 @@ def parse_rdma(value: object, where: str) -> tuple[str, ...]:
 
 
 def parse_nodes(value: object, where: str) -> str:
-    """Parse a number of Macs: "auto", "all" or 1 to 8."""
-    text = str(value)
-    if text in ("auto", "all"):
+    return _count(value, where, MAX_NODES, "auto", "all")
+
+
+def _count(value: object, where: str, most: int, *words: str) -> str:
+    """Return one of these words, or a number from 1 to `most`."""
+    if (text := str(value)) in words:
         return text
-    if not (nodes := _decimal(text, MAX_NODES)):
-        raise _wrong(where, value, f"is not auto, all, or a number from 1 to {MAX_NODES}")
-    return str(nodes)
+    if not (count := _decimal(text, most)):
+        raise _wrong(where, value, f"is not {', '.join(words)}, or a number from 1 to {most}")
+    return str(count)
 
 
 PARALLEL = ("auto", "tensor", "pipeline")
@@ -259,11 +262,7 @@ def stage_words(split: Sequence[int]) -> str:
 
 def parse_replicas(value: object, where: str) -> int:
     """Parse a number of groups: 1 to 64, or 0 for "all"."""
-    if str(value) == "all":
-        return 0
-    if not (replicas := _decimal(str(value), MAX_REPLICAS)):
-        raise _wrong(where, value, f"is not all, or a number from 1 to {MAX_REPLICAS}")
-    return replicas
+    return int(_count(value, where, MAX_REPLICAS, "all").replace("all", "0"))
 
 
 def parse_macs(value: object, where: str) -> tuple[str, ...]:

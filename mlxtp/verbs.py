@@ -31,7 +31,6 @@ def option(
 
 
 def _as_set(key: str, description: str, *, default: Any) -> Any:
-    """Return an option that is written like the setting of this name."""
     setting = BY_KEY[key]
     return option(
         setting.option, description, default=default, parse=setting.kind.parse, metavar=setting.metavar

@@ -35,13 +35,13 @@ LEFT: Mapping[str, int] = {
     "classes with many public methods": 10,
     "dataclasses with many fields": 7,
     "functions with many positional parameters": 6,
-    "functions of an object of a class beside them": 82,
+    "functions of an object of a class beside them": 81,
 }
 MOST_LINES: Mapping[str, int] = {
-    "": 3_961,
+    "": 3_937,
     "admin": 1_870,
     "api": 10_158,
-    "cli": 5_649,
+    "cli": 5_625,
     "cluster": 4_977,
     "diagnostics": 2_407,
     "discovery": 1_003,
@@ -52,7 +52,7 @@ MOST_LINES: Mapping[str, int] = {
     "models": 3_476,
     "placement": 4_455,
     "service": 630,
-    "text": 5_234,
+    "text": 5_232,
     "wire": 3_996,
 }
 """Lines of each package; those of files beside the packages are "". A commit that adds some says why."""

@@ -26,7 +26,7 @@ from mlxtp.engine.grammar import build, read_tokenizer
 from mlxtp.errors import ModelError, RequestError
 from mlxtp.groups.fabric import row_bytes
 from mlxtp.model_files import (
-    _SHOWN,
+    CHARACTER_OF,
     KIMI_PATTERN,
     MAX_CONFIG_BYTES,
     MAX_FEW_VALUES,
@@ -75,9 +75,9 @@ def trained() -> list[bytes]:
     trainer = trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False)
     texts = [Path(__file__).read_text(), (Path(__file__).parent / "hub.py").read_text(), HAN, HAN[::-1]]
     tokenizer.train_from_iterator(texts * 3, trainer)
-    byte_of = {shown: byte for byte, shown in _SHOWN.items()}
+    byte_of = {sign: byte for byte, sign in CHARACTER_OF.items()}
     by_id = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    return [bytes(byte_of.get(sign, ord(sign)) for sign in token) for token, _ in by_id]
+    return [bytes(byte_of[sign] for sign in token) for token, _ in by_id]
 
 
 TOKENS = trained()

@@ -85,7 +85,6 @@ class DemoView:
         self._console.print(f"  [green]✓[/] {_STAGES.get(name, name):<32} {took:6.2f} s")
 
     def group(self, split: Sequence[int]) -> None:
-        """Show how several ranks share the model: `split` has the layers of each rank of a pipeline."""
         if self._settings.ranks > 1:
             how = f"as a {stage_words(split)}" if split else "each with a part of each layer"
             self._console.print(f"\n  {self._settings.ranks} ranks share it, {how}")

@@ -148,7 +148,6 @@ def _record(event: str, words: str, file: KeyFile, about: Mapping[str, object]) 
 
 
 def _used(home: Path, keys: Sequence[ApiKey]) -> Mapping[str, Mapping[str, Any]]:
-    """Return the use of each key by name: from the agent that runs there, else as the last one kept it."""
     try:
         return {row["name"]: row for row in AgentClient(home).send(KeyUses())["keys"]}
     except UserError:

@@ -338,7 +338,6 @@ def _called(name: str, deployments: Iterable[Mapping[str, Any]]) -> str:
 
 
 def find_program(program: Program) -> str:
-    """Return the program's path. Raises UserError when it is not installed."""
     for place in (program.command, *map(os.path.expanduser, program.elsewhere)):
         if found := shutil.which(place):
             return found

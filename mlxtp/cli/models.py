@@ -195,7 +195,6 @@ def _by_agent(
 
 
 def _by_itself(model: str, as_json: bool) -> Mapping[str, Any]:
-    """Download in this process. Raises ModelError."""
     import asyncio
 
     from ..models.download import download
@@ -338,7 +337,6 @@ def _check_hub(model: str) -> str:
 
 
 def _here(model: str, home: Path | None) -> tuple[Repo, str]:
-    """Return the model in the cache of this home's agent, or of this user if there is no agent."""
     repo, revision = hub_name(model)
     return Repo(repo.name, _stored(home)[0]).as_here(), revision
 

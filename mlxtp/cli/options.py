@@ -160,7 +160,6 @@ def words(metavar: str) -> Callable[[], list[str]] | None:
 
 
 def model_names() -> list[str]:
-    """Return models on this disk, by the names that `mlxtp serve` accepts."""
     from ..models.inspect import stored_models
 
     return [each.id for each in stored_models()]

@@ -179,7 +179,6 @@ def named_model(typed: str, home: Path | None) -> tuple[str, str | Path]:
 
 
 def _model_folders(home: Path | None) -> tuple[str, ...]:
-    """Return those of the running agent, or those that one would have. Raises ConfigError."""
     try:
         return tuple(map(str, AgentClient(home_of(home)).send(AgentSettings())["settings"]["model_folders"]))
     except UserError:

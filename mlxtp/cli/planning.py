@@ -323,7 +323,6 @@ def _model_line(made: Placement, shape: ModelShape) -> str:
 
 
 def _time_line(speed: SpeedEstimate, shape: ModelShape) -> str:
-    """Return a line with the parts of one token's time."""
     parts = [
         f"{speed.reading_s * 1e3:.1f} reading memory",
         f"{speed.kernels_s * 1e3:.1f} starting {shape.kernels} kernels",
@@ -343,7 +342,6 @@ def _time_line(speed: SpeedEstimate, shape: ModelShape) -> str:
 
 
 def _drafts_line(speed: SpeedEstimate, found: DraftedSpeed, shape: ModelShape) -> str:
-    """Return a line with the speed that drafts of the model's MTP head would give."""
     source = "as published" if found.published else "an assumption: nothing is published of this family"
     count = "1 draft" if found.count == 1 else f"{found.count} drafts"
     pays = found.tokens_per_second > speed.tokens_per_second
@@ -356,7 +354,6 @@ def _drafts_line(speed: SpeedEstimate, found: DraftedSpeed, shape: ModelShape) -
 
 
 def cells(one: Candidate, workload: Workload) -> tuple[str, ...]:
-    """Return the row of one alternative."""
     tightest = min(one.memory, key=lambda rank: rank.available - rank.needed, default=None)
     return (
         one.kind if one.nodes == 1 else one.title,
@@ -445,7 +442,6 @@ def pack(
 
 
 def memory_of(members: Sequence[MemberMachine], packed: Sequence[Packed]) -> tuple[MacMemory, ...]:
-    """Return the memory of each Mac with all groups of a packing."""
     ranks = [rank for one in packed if one.plan and one.plan.chosen for rank in one.plan.chosen.memory]
 
     def of(member: MemberMachine) -> MacMemory:

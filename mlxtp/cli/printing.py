@@ -103,7 +103,6 @@ def day_of(at: float) -> str:
 
 
 def size_of(count: int) -> str:
-    """Return a number of bytes for people, such as 1.5 GB."""
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
 
 

@@ -214,7 +214,6 @@ def impossible(kind: str, macs: int, key_heads: int) -> str:
 
 
 def doctor(bed: Bed) -> list[Row]:
-    """Examine this Mac, its cables and links, and the other members."""
     bed.say("examining Macs, cables and links")
     found = bed.agent.send(Diagnose())
     rows = []
@@ -229,7 +228,6 @@ def doctor(bed: Bed) -> list[Row]:
 
 
 def kernels(bed: Bed) -> Row:
-    """Count and time kernels of this machine's MLX."""
     bed.say("kernels of MLX on this machine")
     plain = qualify_here.probe_kernels()
     large_s = qualify_here.probe_kernels("large")["step_s"] if plain["metal"] else 0.0
@@ -255,7 +253,6 @@ def watts(bed: Bed) -> Row:
 
 
 def speed(bed: Bed) -> Row:
-    """Compare the speed of the served model with the plan for the Macs that it runs on."""
     from ..placement.measurements import measured
     from ..placement.planner import PlacementOptions
     from . import plan, planning
@@ -409,14 +406,12 @@ def deployed(bed: Bed, status: Mapping[str, Any]) -> Iterator[None]:
 
 
 def serve(bed: Bed, nodes: str, parallel: str) -> None:
-    """Serve the embedded model in this way, and wait until it is. Raises UserError with the reason."""
     bed.agent.send(Serve(EMBEDDED_MODEL, nodes=nodes, parallel=parallel, split="auto", replicas="1"))
     pipeline = parallel == "pipeline"
     wait(bed, lambda group: len(group["members"]) == int(nodes) and bool(group["split"]) is pipeline)
 
 
 def wait(bed: Bed, wanted: Callable[[Mapping[str, Any]], bool]) -> None:
-    """Wait until the embedded model's group is ready and as wanted. Raises UserError with the reason."""
     until = time.monotonic() + READY_S
     while not (group := group_of(bed)) or group["state"] != "ready" or not wanted(group):
         if time.monotonic() > until:
@@ -431,7 +426,6 @@ def group_of(bed: Bed) -> Mapping[str, Any]:
 
 
 def own_rank(bed: Bed) -> int:
-    """Return the process of this Mac's rank of the embedded model. Raises UserError when it has none."""
     pids = bed.agent.send(Status())["processes"].get(group_of(bed).get("id"))
     if not pids:
         raise UserError("this Mac has no rank of the embedded model; run this on one that has")
@@ -439,7 +433,6 @@ def own_rank(bed: Bed) -> int:
 
 
 def agent_pid(home: Path) -> int:
-    """Return the process of the agent of this home. Raises OSError or ValueError when none is there."""
     return int(json.loads((home / AGENT_FILE).read_text())["pid"])
 
 

@@ -67,7 +67,6 @@ def replug(carried: float, expected: float) -> str:
 
 
 def watts_of(text: str) -> float:
-    """Read the watts of CPU, GPU and neural engine from `powermetrics`. Raises UserError if it has none."""
     found = _WATTS.search(text)
     if found is None:
         raise UserError("`powermetrics` printed no line with Combined Power")
@@ -75,7 +74,6 @@ def watts_of(text: str) -> float:
 
 
 def watts(system: str = sys.platform) -> float:
-    """Return the present watts of this Mac's chip. Raises UserError where they may not be read."""
     if system != "darwin":
         raise UserError("`powermetrics` is there on a Mac only")
     ended = _run(POWER, COMMAND_S)

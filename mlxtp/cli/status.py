@@ -122,7 +122,6 @@ def drafts_shown(groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _stages(answer: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence on the time of the shown group's stages, if it is a pipeline that has worked."""
     shares = {each["rank"]: stage_shares(each) for each in answer["ranks"]}
     said = "; ".join(f"rank {rank} {', '.join(each)}" for rank, each in shares.items() if each)
     several = sum(len(each["groups"]) for each in answer["deployments"]) > 1
@@ -148,7 +147,6 @@ def _where(answer: Mapping[str, Any]) -> str:
 
 
 def members_shown(answer: Mapping[str, Any]) -> list[Any]:
-    """Return the table, and below it the problems that keep members from serving the model."""
     lines: list[Any] = [_members_table(answer)]
     for member in answer["members"]:
         lines += _about(member["name"], filter(None, [member["model_problem"], member["refused"]]), "red")
@@ -223,7 +221,6 @@ Moment = Mapping[str, Any]
 
 
 def watch_table(home: Path) -> None:
-    """Draw until Ctrl-C; the last picture stays. Waits for an agent that is absent."""
     console = Console(highlight=False)
     shown: RenderableType = ""
     try:

@@ -18,6 +18,7 @@ from itertools import accumulate
 from typing import Any
 
 from ..errors import Code, ModelError
+from ..model_files import CHARACTER_OF
 
 MOST_TOKENS = 1 << 22  #: Ids of a tokenizer, at most; the largest known ones have 262,144.
 MOST_S = 0.25  #: CPU time of a decoder for one token, of which others take microseconds.
@@ -150,7 +151,4 @@ def _byte_fallback(token: str) -> bytes:
     return bytes([int(byte[1], 16)]) if byte else token.replace("\u2581", " ").encode()
 
 
-# GPT-2's table: printable bytes stand for themselves, characters from U+0100 on for others.
-_SHOWN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-_HIDDEN = [byte for byte in range(0x100) if byte not in _SHOWN]
-_BYTE_OF = {chr(byte): byte for byte in _SHOWN} | {chr(0x100 + i): byte for i, byte in enumerate(_HIDDEN)}
+_BYTE_OF = {character: byte for byte, character in CHARACTER_OF.items()}

@@ -50,10 +50,7 @@ _PROBE = " Hello,  world's END .\n\té 日本語ABC 12345 😀 e\u0301\r\n x"
 
 
 def refusal(config: Mapping[str, Any], tokenizer_config: Mapping[str, Any], *, template: bool) -> str:
-    """Return the reason why a model without tokenizer.json cannot be used; "" for none. Pure.
-
-    `template` is True where the model has a chat template.
-    """
+    """Return why a model without tokenizer.json cannot be used; "" for none. `template`: it has one."""
     family, kind = config.get("model_type"), tokenizer_config.get("tokenizer_class")
     if family not in _KIMI or kind != "TikTokenTokenizer":
         return (
@@ -64,10 +61,7 @@ def refusal(config: Mapping[str, Any], tokenizer_config: Mapping[str, Any], *, t
 
 
 def chat_refusal(config: Mapping[str, Any], *, template: bool) -> str:
-    """Return the reason why a model can answer no chats; "" for none, or if that is not known. Pure.
-
-    `template` is True where the model has a chat template.
-    """
+    """Return why a model can answer no chats; "" for none, or if that is not known."""
     family = config.get("model_type")
     if template or family not in _PYTHON_CHATS:
         return ""

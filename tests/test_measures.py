@@ -264,7 +264,6 @@ CALLED_BY_OTHERS = frozenset(
         "capture_signals",  # uvicorn's server
         "on_broken_pipe",  # rich's console
         "seekable",  # a file for safetensors
-        "truncate",  # a file for huggingface-hub
         "keys_and_values", "make_mask", "update_and_fetch",  # mlx-lm's models, of a cache
     }
 )  # fmt: skip

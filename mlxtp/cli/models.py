@@ -313,7 +313,10 @@ def _repair(repo: Repo, manifest: Manifest, bad: Collection[str], home: Path | N
     if not any(_is_of(each, repo.name, manifest.revision) for each in _stored(home)[1]):
         hub_client.look_up(repo.name, manifest.revision)
     try:
-        repo.drop({file.hash for file in manifest.files if file.path in bad})
+        with repo.locked():
+            for file in manifest.files:
+                if file.path in bad:
+                    repo.blobs.path(file).unlink(missing_ok=True)
     except OSError as error:
         raise ModelError(f"{model}: {why_not_written(error, repo.cache)}") from None
     rows = _pulled(model, False, home, as_json)

@@ -53,7 +53,6 @@ def description_of(config: Config) -> Description:
 
 
 def folder() -> Path:
-    """Return the folder of descriptions, which its user may empty at any time."""
     usual = "~/Library/Caches" if sys.platform == "darwin" else "~/.cache"
     return Path(os.environ.get("XDG_CACHE_HOME") or usual).expanduser() / "mlxtp" / "descriptions"
 
@@ -79,7 +78,6 @@ def _keep(path: Path, text: str) -> None:
 
 
 def _said_of(text: str) -> str:
-    """Return the standard output of the process that describes a model. Raises ModelError."""
     import psutil
 
     command, environment = [sys.executable, "-m", "mlxtp.engine.describe", "-"], without_secrets(os.environ)

@@ -25,7 +25,7 @@ from ..wire.cluster_messages import MAX_CACHES
 MOST_BYTES = 50 * 10**9  #: Room by default, if a tenth of the free disk is more.
 _ABOUT, _LOCK, _USED = "about.json", ".lock", ".used"
 _SNAPSHOT = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/[^/]+/?$")
-# Errors of an about.json: OverflowError for a number without end.
+#: Errors of an about.json: OverflowError for a number without end.
 _UNUSABLE = (OSError, ValueError, TypeError, LookupError, OverflowError)
 
 
@@ -69,7 +69,7 @@ class Layout:
 
 
 def layouts(folder: Path) -> list[Layout]:
-    """Return all that has a block in `folder`, by model and rank. Reads the disk, as `listed` and `clear`."""
+    """Return all that has a block in `folder`, by model and rank."""
     found = [layout for each in _folders(folder) if (layout := _layout(each)).blocks]
     return sorted(found, key=lambda each: (each.model, each.ranks, each.rank))
 
@@ -88,7 +88,6 @@ def ranks_in(home: Path) -> tuple[str, ...]:
 
 
 def listed(home: Path, setting: int | None) -> dict[str, Any]:
-    """Return the folder in an agent's home, its room and what each model has there, as JSON."""
     folder = folder_in(home)
     return {
         "folder": str(folder),
@@ -114,10 +113,9 @@ def by_model(found: list[Layout]) -> list[dict[str, Any]]:
 
 
 def clear(folder: Path, model: str = "", *, agent_runs: bool) -> list[Layout]:
-    """Remove the blocks of a model, or of all, and return them.
+    """Remove the blocks of a model (a folder, or OWNER/NAME), or of all, and return them. Raises UserError.
 
-    Unfinished ones and the folders stay while an agent runs, because a rank may be writing there. `model` is
-    a folder, or OWNER/NAME. Raises UserError for a file that cannot be removed.
+    Unfinished ones and the folders stay while an agent runs, because a rank may be writing there.
     """
     if not folder.is_dir():
         return []
@@ -131,9 +129,7 @@ def clear(folder: Path, model: str = "", *, agent_runs: bool) -> list[Layout]:
                     freed += _remove(each, unfinished=not agent_runs)
                     removed.append(layout)
         finally:  # count again where no rank adds to it
-            left = (
-                _used(folder) - freed if agent_runs else sum(_layout(each).bytes for each in _folders(folder))
-            )
+            left = _used(folder) - freed if agent_runs else sum(each.bytes for each in layouts(folder))
             used = os.open(folder / _USED, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             with os.fdopen(used, "w") as account:
                 account.write(str(max(0, left)))
@@ -172,7 +168,6 @@ def _name(model: str) -> str:
 
 
 def _files(folder: Path, *, unfinished: bool) -> Iterator[tuple[Path, os.stat_result]]:
-    """Yield the path and status of each block; some may vanish meanwhile."""
     with suppress(OSError), os.scandir(folder) as entries:
         for each in entries:
             if each.name != _ABOUT and (unfinished or not each.name.startswith(".")):
@@ -182,10 +177,7 @@ def _files(folder: Path, *, unfinished: bool) -> Iterator[tuple[Path, os.stat_re
 
 
 def _remove(folder: Path, *, unfinished: bool) -> int:
-    """Remove the blocks of one layout; return their bytes. Raises UserError.
-
-    With `unfinished` ones, the folder goes, too, if it holds only about.json then.
-    """
+    """Remove the blocks of one layout; return their bytes. With `unfinished` ones, its folder goes, too."""
     freed = 0
     for path, status in _files(folder, unfinished=unfinished):
         try:

@@ -14,15 +14,15 @@ from typing import TypeVar
 
 from ..errors import Code, LinkError, ModelError, ProtocolError, why_not_written
 from . import hub_client, peer_copy
-from .hub_cache import Damaged, FileQueue, PartialFile, Repo, Stopped, hub_name
+from .hub_cache import Damaged, FileQueue, PartialFile, Repo, Stopped, hub_name, take
 from .manifest import Manifest, is_commit, wanted
 
 FILES_AT_ONCE = 4  #: Files downloaded from the Hub at one time.
-LOOK_S = 0.25  #: Seconds between two checks for `stop`.
+LOOK_S = 0.25
 END_S = (
-    1.0  #: Seconds to wait for threads that are to end. Later ones, which wait for a network, write nothing.
+    1.0  #: Seconds to wait for threads that are to end. Those that wait for a network write nothing later.
 )
-PROGRESS_S = 1.0  #: Seconds between two reports of progress.
+PROGRESS_S = 1.0
 CLOSE_S = 2.0  #: Seconds that the end of a program waits for threads that wait for the network.
 
 T = TypeVar("T")
@@ -34,9 +34,7 @@ Bring = Callable[[FileQueue, Callable[[], bool]], None]
 
 
 def begin(work: Callable[[], T]) -> Future[T]:
-    """Start `work` in a daemon thread now. It cannot be cancelled, only abandoned, at the latest by the end
-    of the program. No pool fills up with threads that wait for a network.
-    """
+    """Start `work` in a daemon thread. It may wait for a network, so it can only be abandoned."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
 
@@ -53,7 +51,7 @@ def begin(work: Callable[[], T]) -> Future[T]:
 
 
 async def apart(work: Callable[[], T]) -> T:
-    """Run `work` in a daemon thread and wait for it. Cancellation ends only the wait."""
+    """Do `begin` and wait for its result. Cancellation ends only the wait."""
     return await asyncio.wrap_future(begin(work))
 
 
@@ -118,11 +116,11 @@ class Fetch:
             running.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     def from_hub(self) -> Path:
-        """Download all of it from the Hub; return the folder. Blocks. Raises ModelError and Stopped."""
+        """Download all of it from the Hub; return the folder. Raises ModelError and Stopped."""
         (manifest,) = self._run([self._look_up], threading.Event())
 
         def bring(queue: FileQueue, _: object) -> None:
-            while (part := queue.take()) is not None:
+            while (part := take(queue)) is not None:
                 hub_client.fetch(manifest, part)
 
         with contextlib.suppress(Damaged):
@@ -139,12 +137,17 @@ class Fetch:
         return found
 
     def from_member(self, model: str, connect: Connect) -> Path:
-        """Copy all of it from the seeder behind `connect`; return the folder. Blocks.
+        """Copy all of it from the seeder behind `connect`; return the folder.
 
         The seeder's manifest is only a hint: see `needed`, `hub_client.confirm`. Raises LinkError,
         ProtocolError and Damaged for a failure of the seeder, ModelError for one of this Mac.
         """
-        (offered,) = self._run([partial(_asked, connect, model)], threading.Event())
+
+        def ask() -> Manifest:
+            with contextlib.closing(connect()) as connection:
+                return peer_copy.ask(connection, model)[0]
+
+        (offered,) = self._run([ask], threading.Event())
         if offered.name != self.repo.name:
             raise LinkError(f"{offered.name} was offered for {self.repo.name}")
         if is_commit(self.revision) and offered.revision != self.revision:
@@ -166,7 +169,6 @@ class Fetch:
         return self._bring(manifest, bring, peer_copy.CONNECTIONS, confirm)
 
     def _bring(self, manifest: Manifest, bring: Bring, times: int, *beside: Callable[[], None]) -> Path:
-        """Have `bring` run so many times at once, with what is to be done beside; return the folder."""
         repo, blobs = self.repo, self.repo.blobs
         try:
             found = repo.snapshot(manifest.revision)
@@ -179,7 +181,7 @@ class Fetch:
                     if self._stop.is_set():
                         raise Stopped
                     blobs.drop_if_wrong(file)
-                repo.check_room(manifest)
+                blobs.check_room(manifest)
                 repo.keep(manifest)
                 ended = threading.Event()
 
@@ -192,7 +194,7 @@ class Fetch:
                     for part in parts:
                         if part.held_bytes:
                             part.open()  # before a connection would be idle while this is hashed
-                    work = partial(bring, FileQueue(parts), stopped)
+                    work = partial(bring, list(parts), stopped)
                     self._run([*beside, *([work] * times if parts else ())], ended)
                 finally:
                     for part in parts:
@@ -228,8 +230,3 @@ def needed(offered: Manifest) -> Manifest:
     if "config.json" not in paths or not any(path.endswith(".safetensors") for path in paths):
         raise ProtocolError(f"a member offers no model as {offered.name}", Code.NOT_AUTHENTIC)
     return manifest
-
-
-def _asked(connect: Connect, model: str) -> Manifest:
-    with contextlib.closing(connect()) as connection:
-        return peer_copy.ask(connection, model)[0]

@@ -144,6 +144,16 @@ class Blobs:
             with contextlib.suppress(Damaged):
                 self.check(file, self.path(file))
 
+    def check_room(self, manifest: Manifest) -> None:
+        """Raise ModelError, with the numbers, if the disk has no room for the rest of it."""
+        missing, free = manifest.size - self.held_bytes(manifest), free_bytes(self._cache)
+        if missing + ROOM_BYTES > free:
+            raise ModelError(
+                f"{manifest.name} needs {gigabytes(missing)} more, and {self._cache} has {gigabytes(free)} "
+                f"free, of which {gigabytes(ROOM_BYTES)} are left alone: make room (`mlxtp list`, `mlxtp "
+                "remove MODEL`) or set HF_HUB_CACHE to a folder on another disk",
+            )
+
 
 class Refs:
     """Commits of a model's branches and tags: from the Hub, which other programs read, and from members."""
@@ -321,16 +331,6 @@ class Repo:
         _write(self.folder / FOLDER / f"{manifest.revision}.json", to_bytes(manifest))
         (self.folder / "blobs").mkdir(exist_ok=True)
 
-    def check_room(self, manifest: Manifest) -> None:
-        """Raise ModelError, with the numbers, if the disk has no room for the rest of it."""
-        missing, free = manifest.size - self.blobs.held_bytes(manifest), free_bytes(self.cache)
-        if missing + ROOM_BYTES > free:
-            raise ModelError(
-                f"{self.name} needs {gigabytes(missing)} more, and {self.cache} has {gigabytes(free)} free, "
-                f"of which {gigabytes(ROOM_BYTES)} are left alone: make room (`mlxtp list`, `mlxtp remove "
-                "MODEL`) or set HF_HUB_CACHE to a folder on another disk",
-            )
-
     def publish(self, manifest: Manifest, revision: str, *, by_hub: bool) -> Path:
         """Return the new snapshot of a manifest whose blobs are all complete.
 
@@ -368,12 +368,6 @@ class Repo:
                 self.refs.point(ref, commit, by_hub=by_hub)
 
     # --- removal
-
-    def drop(self, hashes: Iterable[str]) -> None:
-        """Remove these blobs, even of a complete model. Raises as `locked` does."""
-        with self.locked():
-            for each in hashes:
-                (self.folder / "blobs" / each).unlink(missing_ok=True)
 
     def remove(self, commits: frozenset[str]) -> int:
         """Remove these commits, and the blobs that no other commit here uses. Returns the bytes freed.
@@ -430,10 +424,16 @@ class PartialFile:
         self._digest = file.digest()
         self._at = 0  #: Bytes that are hashed.
 
+    @contextlib.contextmanager
+    def _in_use(self) -> Iterator[None]:
+        with self._lock:
+            if self._stopped():
+                raise Stopped
+            yield
+
     def open(self) -> int:
         """Open it, and hash its beginning; return the number of those bytes. Raises Stopped."""
-        with self._lock:
-            self._check_open()
+        with self._in_use():
             if self._data < 0:
                 self._data = os.open(self._blobs.part(self.file), os.O_RDWR | os.O_CREAT, 0o644)
             if os.fstat(self._data).st_size > self.file.size:
@@ -444,19 +444,13 @@ class PartialFile:
         return self._at
 
     def _next(self) -> bytes:
-        with self._lock:
-            self._check_open()
+        with self._in_use():
             return os.pread(self._data, _READ_BYTES, self._at)
-
-    def _check_open(self) -> None:
-        if self._stopped():
-            raise Stopped
 
     def write(self, data: memoryview | bytes) -> None:
         """Write the next bytes. Raises OSError, also for too many, and Stopped after `close`."""
         view = memoryview(data)
-        with self._lock:
-            self._check_open()
+        with self._in_use():
             if self._at + len(view) > self.file.size:
                 raise OSError(f"more than the {self.file.size} bytes came that it should have")
             while view:
@@ -466,15 +460,13 @@ class PartialFile:
             self.held_bytes = self._at
 
     def restart(self) -> None:
-        with self._lock:
-            self._check_open()
+        with self._in_use():
             os.ftruncate(self._data, 0)
             self._digest, self._at, self.held_bytes = self.file.digest(), 0, 0
 
     def finish(self) -> None:
         """Give the file its name, once all of it is here. Raises Damaged, Stopped."""
-        with self._lock:
-            self._check_open()
+        with self._in_use():
             part = self._blobs.part(self.file)
             if self._digest.hexdigest() != self.file.hash:
                 part.unlink()
@@ -491,24 +483,19 @@ class PartialFile:
                 self._data = -1
 
 
-class FileQueue:
-    """Files that are still to come. The connections of a download share them."""
+FileQueue = list[PartialFile]
 
-    def __init__(self, parts: Iterable[PartialFile]) -> None:
-        self._left = list(parts)
-        self._lock = threading.Lock()
 
-    def take(self, there: Container[str] | None = None) -> PartialFile | None:
-        """Return the next file, or the next whose hash is among these; None if there is none."""
-        with self._lock:
-            for i, part in enumerate(self._left):
-                if there is None or part.file.hash in there:
-                    return self._left.pop(i)
-        return None
+def take(queue: FileQueue, there: Container[str] | None = None) -> PartialFile | None:
+    """Remove and return the next file that is to come, or the next whose hash is `there`; None for none.
 
-    @property
-    def empty(self) -> bool:
-        return not self._left
+    Threads share the queue: each file goes to one of them.
+    """
+    for part in [each for each in queue if there is None or each.file.hash in there]:
+        with contextlib.suppress(ValueError):  # another thread took it
+            queue.remove(part)
+            return part
+    return None
 
 
 def hash_of(path: Path, file: ModelFile, on_bytes: Callable[[int], None]) -> str:

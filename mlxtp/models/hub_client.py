@@ -1,7 +1,7 @@
 """Requests to the Hub: for the list of a model's files, and for the files. All of it blocks.
 
-Files come by plain HTTP, in order, so that an interruption loses nothing that has come: the Hub's own
-`hf_hub_download` restarts a file after one. Logins, addresses, the session and errors are the client's own.
+Files come by plain HTTP, in order, so that an interruption loses nothing that has come: the client's own
+`hf_hub_download` restarts a file after one.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def look_up(name: str, revision: str) -> Manifest:
 
 
 def _without_strays(manifest: Manifest) -> Manifest:
-    """Return it without files of weights that the index does not name, which is requested if names differ."""
+    """Return it without files of weights that its index, which is fetched if names differ, does not name."""
     weights = {file.path for file in manifest.files if fnmatch(file.path, WEIGHTS)}
     alike = all(path.endswith(f"-of-{len(weights):05}.safetensors") for path in weights)
     if len(weights) == 1 or alike or not any(file.path == INDEX for file in manifest.files):
@@ -94,10 +94,9 @@ def _check_tokenizer(manifest: Manifest) -> None:
 
 
 def confirm(manifest: Manifest, refs: Iterable[str], known: Manifest | None) -> frozenset[str]:
-    """Compare a member's manifest with the Hub's (`known`, if that was asked), if the Hub can be reached.
+    """Compare a member's manifest with the Hub's, `known` or asked now; return as `named`.
 
-    Returns those branches and tags that the Hub maps to its commit now. Raises ProtocolError if the Hub has
-    other files, or no such commit.
+    Raises ProtocolError if the Hub has other files, or no such commit.
     """
     found = named(manifest.name, manifest.revision, refs)
     try:
@@ -123,8 +122,7 @@ def named(name: str, commit: str, refs: Iterable[str]) -> dict[str, Manifest]:
     return found
 
 
-class _NoSuchRevision(ModelError):
-    """Error: the Hub has the model, but not at this revision."""
+class _NoSuchRevision(ModelError): ...
 
 
 def fetch(manifest: Manifest, part: PartialFile) -> None:
@@ -136,20 +134,18 @@ def fetch(manifest: Manifest, part: PartialFile) -> None:
         while at < part.file.size:
             try:
                 _stream(manifest, part, at)
+                if part.held_bytes < part.file.size:
+                    raise OSError("it ends early")
             except _broken() as error:
                 tries += 1
                 if isinstance(error, HfHubHTTPError) or (tries >= TRIES and part.held_bytes <= at):
                     raise
                 threading.Event().wait(AGAIN_S)
-            else:
-                if part.held_bytes < part.file.size:
-                    raise OSError("it ends early")
             tries, at = tries if part.held_bytes <= at else 0, part.held_bytes
     part.finish()
 
 
 def _stream(manifest: Manifest, part: PartialFile, at: int) -> None:
-    """Request a file from byte `at` on, and write what comes."""
     from huggingface_hub import constants, hf_hub_url, hf_raise_for_status
     from huggingface_hub.utils import (  # type: ignore[attr-defined]  # its `__all__` is computed
         build_hf_headers,
@@ -171,8 +167,7 @@ def _stream(manifest: Manifest, part: PartialFile, at: int) -> None:
 def fetch_some(manifest: Manifest, patterns: tuple[str, ...]) -> Path:
     """Return a folder with the files that match. It is no model, and no branch names it. Raises ModelError.
 
-    The client requests each file, not the list of all that it would keep. It compares only sizes, so a file
-    with the wrong hash is deleted afterwards.
+    The client would keep a list of all files, so each is requested by itself; it compares only sizes.
     """
     from huggingface_hub import hf_hub_download
 
@@ -195,7 +190,7 @@ def fetch_some(manifest: Manifest, patterns: tuple[str, ...]) -> Path:
 
 @contextlib.contextmanager
 def _understood(name: str, named: str = "", file: str = "") -> Iterator[None]:
-    """Raise ModelError for any error in the block, which calls the client: that trusts any server's answer.
+    """Raise ModelError for any error of the client, which trusts any server's answer.
 
     `named`: what cannot be had, `name` by default. `file`: which one of it.
     """
@@ -219,7 +214,6 @@ def _understood(name: str, named: str = "", file: str = "") -> Iterator[None]:
 
 
 def _why(error: Exception) -> str:
-    """Return the reason in words, and what to do."""
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,

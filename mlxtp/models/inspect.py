@@ -52,10 +52,7 @@ _DEFAULT_CONTEXT = 4096  # tokens that the engine assumes without a context leng
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Model to serve: its public name, its folder on this machine, its tokenizer, and its draft model.
-
-    `shape`: its sizes, by which its ranks were planned; None if they were not.
-    """
+    """Model to serve, by its public name. `shape`: by which its ranks were planned; None if they were not."""
 
     id: str
     path: Path
@@ -65,10 +62,7 @@ class ModelSource:
 
 
 async def open_model(name: str, draft: str = "") -> ModelSource:
-    """Open a model on this machine: the embedded one, a folder, or OWNER/NAME[@REVISION]. Raises ModelError.
-
-    `draft` names a second model that proposes tokens for it.
-    """
+    """Open a model on this machine, and find `draft`, which proposes tokens for it. Raises ModelError."""
     path = await asyncio.to_thread(folder_of, name)
     draft_path = await find_model(draft) if draft else None
     public = name if is_hub_id(name) else path.name
@@ -80,7 +74,6 @@ async def find_model(name: str) -> Path:
 
 
 def folder_of(name: str) -> Path:
-    """Return the folder of a model on this machine. Raises ModelError."""
     path = _find(name)
     if not (path / "config.json").is_file():
         raise ModelError(f"{path} holds no config.json, so it is not a model folder", Code.MODEL_NOT_FOUND)
@@ -152,7 +145,7 @@ def named_folders(folders: Sequence[str]) -> dict[str, Path]:
 
 
 def lasting_name(name: str) -> str:
-    """Return a model's name that holds in any working directory: a folder's whole path."""
+    """Return a model's name that holds in any working directory: the whole path for a folder."""
     folder = _as_path(name)
     return str(folder.resolve()) if name != EMBEDDED_MODEL and _is_folder(folder) else name
 
@@ -198,17 +191,17 @@ class Servable:
 def inspect(name: str, kv_bits: int = 0, *, ask_hub: bool = False) -> Servable:
     """Return what placement and a download need to know of a model, before anything of it is loaded.
 
-    Raises ModelError for a model that is neither here nor, with `ask_hub`, on the Hub. It does so, too, for
-    one that lacks files, has no room on this disk, or has a configuration that no group could run.
+    Raises ModelError for a model that is neither here nor, with `ask_hub`, on the Hub; that lacks files; that
+    has no room on this disk; that no group could run.
     """
     if not (ask_hub and is_hub_id(name) and hub_folder(name) is None):
         folder = folder_of(name)
         _check_whole(folder)
         _checked(folder, lambda: folder)
-        return Servable(name, shape_in(folder, name, kv_bits), folder)
+        return Servable(name, facts_in(folder).shape(name, kv_bits), folder)
     repo, revision = hub_name(name)
     manifest = hub_client.look_up(repo.name, revision)
-    repo.check_room(manifest)
+    repo.blobs.check_room(manifest)
     some = hub_client.fetch_some(manifest, _CONFIG_FILES)
     found = description_of(_checked(some, lambda: hub_client.fetch_some(manifest, TEMPLATE_FILES)))
     weights = sum(file.size for file in manifest.files if file.path.endswith(".safetensors"))
@@ -236,8 +229,7 @@ def find_config(name: str) -> Path:
 def stored_name(name: str) -> str | None:
     """Return the name for a deployment of a model that is complete on this machine; None for any other.
 
-    That is the embedded model's name, a folder's whole path, or an id on the Hub. Raises ModelError for a
-    folder that lacks files, and for a configuration that cannot be served.
+    Raises ModelError for a folder that lacks files, and for a configuration that cannot be served.
     """
     if len(name) > MAX_MODEL or not name.isprintable():
         return None  # it fits in no message between Macs
@@ -257,7 +249,6 @@ def stored_name(name: str) -> str | None:
 
 
 def read_config(folder: Path) -> Config:
-    """Return the configuration of the model in this folder. Raises ModelError."""
     try:
         return config_in(folder)
     except (OSError, ValueError) as error:  # its disk may have gone
@@ -270,11 +261,6 @@ def weight_bytes(folder: Path) -> int:
         return sum(weight_sizes(folder).values())
     except (OSError, ValueError):
         return 0
-
-
-def shape_in(folder: Path, name: str, kv_bits: int) -> ModelShape:
-    """Return the shape of the model in this folder. Raises ModelError. Waits as `description_of` does."""
-    return facts_in(folder).shape(name, kv_bits)
 
 
 def facts_in(folder: Path) -> DescribedModel:
@@ -307,8 +293,7 @@ def check_servable(config: Config) -> None:
 def _checked(folder: Path, tokenizer: Callable[[], Path]) -> Config:
     """Return the configuration in a folder. Raises ModelError for a model that no group could serve.
 
-    Such is one whose chats only Python code of its own can write. `tokenizer` returns the folder with its
-    settings; it is called for few families.
+    `tokenizer` returns the folder with its tokenizer's settings; it is called for few families.
     """
     config = read_config(folder)
     check_servable(config)
@@ -352,10 +337,7 @@ def models_here() -> tuple[OnDisk, ...]:
 
 
 def stored_models(folders: Iterable[tuple[str, Path]] = ()) -> tuple[StoredModelInfo, ...]:
-    """Return the complete models that a request may name: embedded, of the Hub cache, and `folders` by name.
-
-    Leaves out what `check_servable` refuses.
-    """
+    """Return the complete models that a request may name, but for those that `check_servable` refuses."""
     found = [
         (EMBEDDED_MODEL, embedded_model_path()),
         *((repo.name, repo.snapshot("main")) for repo in repos_here()),

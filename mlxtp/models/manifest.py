@@ -1,7 +1,6 @@
 """Manifest of a model: its files, by size and hash, and how much of them each member holds. Pure.
 
-A model on the Hub is called OWNER/NAME, or OWNER/NAME@REVISION: a branch, a tag or a commit. A manifest names
-the commit. The coordinator elects a seeder, the Mac from which the others copy.
+A model on the Hub is called OWNER/NAME, or OWNER/NAME@REVISION: a branch, a tag or a commit.
 """
 
 from __future__ import annotations
@@ -46,7 +45,6 @@ class ModelFile:
     hash: str
 
     def digest(self) -> Any:
-        """Return the beginning of its hash, to be updated with all of its bytes."""
         if len(self.hash) == 64:
             return hashlib.sha256()
         return hashlib.sha1(b"blob %d\0" % self.size, usedforsecurity=False)
@@ -89,8 +87,7 @@ def is_commit(revision: str) -> bool:
 def wanted(files: Iterable[ModelFile]) -> tuple[ModelFile, ...]:
     """Return the files that serving the model needs, small ones first.
 
-    Repositories often have the same weights a second time, in another format or folder. Names that no
-    snapshot here may have, such as `LICENSE (1).txt`, are left out.
+    Repositories often have the same weights a second time, in another format or folder.
     """
     files = tuple(files)
     plain = [each for each in files if any(_matches(each.path, name) for name in (WEIGHTS, MTP_FILE))]

@@ -1,8 +1,7 @@
 """Copies of models from one member to another: TLS connections of their own, in threads.
 
-The seeder is a member that has a model, or is getting it from the Hub. Its `PeerServer` listens on a port of
-its own while other members copy. Each of a copy's few connections brings one file after the other, as soon as
-the seeder has it. Both ends show certificates of the cluster.
+The seeder has a model, or is getting it from the Hub. Each of a copy's few connections brings one file after
+the other, as soon as the seeder has it. Both ends show certificates of the cluster.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from ..wire.tls import (
     member_context_server,
     peer_identity,
 )
-from .hub_cache import FileQueue, PartialFile, Repo, Stopped
+from .hub_cache import FileQueue, PartialFile, Repo, Stopped, take
 from .manifest import Manifest, from_bytes, to_bytes
 
 log = logging.getLogger(__name__)
@@ -167,7 +166,7 @@ def bring(
     places = {file.hash: place for place, file in enumerate(manifest.blobs)}
     connection.hurry()
     block, held = memoryview(bytearray(_BLOCK_BYTES)), 0
-    while not queue.empty:
+    while queue:
         if stopped():
             raise Stopped
         now, has = ask(connection, model)
@@ -177,9 +176,9 @@ def bring(
             held = has.held
             connection.hurry()
         there = {each for each, place in places.items() if has.complete[place]}
-        while (part := queue.take(there)) is not None:
+        while (part := take(queue, there)) is not None:
             _receive(connection, places[part.file.hash], part, block)
-        if not queue.empty:
+        if queue:
             threading.Event().wait(AGAIN_S)  # the seeder does not have it yet either
 
 
@@ -202,12 +201,11 @@ def _receive(connection: PeerConnection, place: int, part: PartialFile, block: m
 
 
 class PeerServer:
-    """Server of models to other members, while it is open. It calls `may_copy` for each STEP_BYTES."""
+    """Server of models to other members. It calls `may_copy` again for each STEP_BYTES."""
 
     def __init__(
         self, host: str, credentials: Credentials, lent: Lent, may_copy: Callable[[NodeIdentity], bool]
     ) -> None:
-        """Listen on a free port of `host`. Raises OSError."""
         self._sock = listen(host)
         self.port: int = self._sock.getsockname()[1]
         self._credentials = credentials

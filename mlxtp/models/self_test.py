@@ -30,7 +30,6 @@ _STRIDE = 7919  # a prime, so that the prompts visit the whole vocabulary
 
 
 def prompts(vocabulary: int, tokens: int = PROMPT_TOKENS) -> list[tuple[int, ...]]:
-    """Return the fixed prompts of `tokens` tokens for a vocabulary of this size."""
     walk = [i * _STRIDE % vocabulary for i in range(PROMPTS * PROMPT_TOKENS)]
     return [tuple(walk[i::PROMPTS][:tokens]) for i in range(PROMPTS)]
 

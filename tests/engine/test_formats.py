@@ -17,7 +17,7 @@ from mlxtp.engine.group import LoneGroup
 from mlxtp.engine.loader import load
 from mlxtp.errors import Code, ModelError
 from mlxtp.model_config import _FORMATS, Config, expands, unreadable
-from mlxtp.models.inspect import read_config, shape_in
+from mlxtp.models.inspect import facts_in, read_config
 
 from .families import FAMILIES, FOUR, PIPELINE
 from .small_models import change_config, write_model
@@ -117,7 +117,7 @@ def test_what_mlx_lm_reads_is_loaded_and_counted(tmp_path: Path, name: str, fami
     config = {**read_config(folder), "dtype": "bfloat16"}
     if expands(config):
         # 4 of 2 bytes stay, as those that are not quantized are of 32 bits here.
-        counted = shape_in(folder, "m", 0).weight_bytes
+        counted = facts_in(folder).shape("m", 0).weight_bytes
         assert counted < loaded.weight_bytes < 2.1 * counted
 
 
@@ -154,7 +154,7 @@ def test_a_quantization_of_the_language_model_alone_is_found(tmp_path: Path) -> 
     change_config(folder, quantization=None, text_config=nested)
     found = load(folder, LoneGroup(), lambda: None)
     assert mx.array_equal(found.model(PROMPT), before.model(PROMPT))
-    assert shape_in(folder, "m", 0).model.bits == 4
+    assert facts_in(folder).shape("m", 0).model.bits == 4
 
 
 def test_what_modelopt_writes_beside_counts(tmp_path: Path) -> None:

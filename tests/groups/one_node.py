@@ -24,7 +24,7 @@ from mlxtp.errors import Code, MlxtpError, ModelError
 from mlxtp.groups.group import Group
 from mlxtp.groups.lifecycle import EpochPlan
 from mlxtp.models import local_model
-from mlxtp.models.inspect import ModelSource, shape_in
+from mlxtp.models.inspect import ModelSource, facts_in
 from mlxtp.models.local_model import LocalModel
 from mlxtp.placement.cost_model import ALONE, RING_ETHERNET
 from mlxtp.wire.certificates import NodeIdentity
@@ -230,7 +230,7 @@ class Node:
             def search() -> None:
                 model.path = source.path
                 try:
-                    model._shape = shape_in(source.path, source.id, 0)
+                    model._shape = facts_in(source.path).shape(source.id, 0)
                 except ModelError as error:
                     model.problem = error.detail
                 else:

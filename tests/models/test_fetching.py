@@ -702,7 +702,7 @@ def test_a_lender_that_gets_another_revision_meanwhile_is_left(
 
 def test_a_bug_in_one_thread_ends_the_copy(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     nothing: dict[str, object] = {}
-    monkeypatch.setattr(peer_copy.FileQueue, "take", lambda *_: nothing["a bug"])
+    monkeypatch.setattr(peer_copy, "take", lambda *_: nothing["a bug"])
     with pytest.raises(KeyError, match="a bug"):
         pair.copy()
 

@@ -389,7 +389,6 @@ class SlotCaches(SequenceCaches[Bucket]):
         return self._caches_of(parts, end - start, None)
 
     def arrange(self, rooms: Sequence[int], lanes: Sequence[int] = ()) -> None:
-        """Lay out the rows by room and lane, in row order; those of free slots come behind."""
         slots = [(room, lanes[at] if lanes else 0) for at, room in enumerate(rooms)]
         uids: dict[tuple[int, int], list[int]] = {}
         for uid, slot in zip(self.rows, slots, strict=False):
@@ -439,7 +438,6 @@ def _resized(arrays: list[mx.array], held: int, room: int, most: Sequence[int]) 
 
 
 def _rings_of(cache: Any, room: int) -> list[mx.array]:
-    """Return the keys and values of mlx-lm's window as rings of a bucket of this room."""
     *arrays, length, _, window, end = cache.state  # the newest token is before `end`
     count, slots = min(length, window), min(room, ring_slots(window))
     tokens = [mx.roll(array, -end, 2)[:, :, -count:] for array in arrays]
@@ -659,7 +657,6 @@ class CacheKind:
         return MergedCaches(lanes=self._staged)
 
     def caches_of(self, arrays: list[mx.array], length: int, states: States | None) -> Caches:
-        """Return mlx-lm's caches of a sequence of `length` tokens, whose arrays are as in SlotCaches."""
         caches = self.new()
         if states is not None:
             states.fill([cache for cache in leaves(caches) if _is_state(cache)], self._recurrent, length)
@@ -701,7 +698,6 @@ class CacheKind:
             cache.step = capacity(total) - offset
 
     def _has_masks_by_row(self) -> bool:
-        """Return True if attention takes a mask for each row, by a forward that is never run."""
         rows = self._empty[0][0][1] + 1  # with one less, gemma2's would take them for its heads' and be wrong
         arrays = [mx.zeros((rows, *shape[1:]), dtype=dtype) for shape, dtype, _ in self._empty]
         shape = ForwardShape.arrays(mx.zeros(rows, dtype=mx.int32), 1, SMALLEST, self.rings(SMALLEST))

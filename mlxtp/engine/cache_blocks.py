@@ -13,8 +13,6 @@ from .loader import leaves
 
 
 def block_of(caches: Caches, start: int, end: int, *, truncatable: bool) -> Items:
-    """Return tokens `start` to `end`, or all if caches cannot be cut, as contiguous arrays."""
-
     def part(value: Any) -> Any:
         if not isinstance(value, mx.array):
             return value

@@ -34,8 +34,6 @@ Socket = socket.socket | tls.TlsSocket
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """Facts that the links of an epoch depend on. `credentials` are needed where there are pins."""
-
     number: int
     bootstrap: Bootstrap
     credentials: tls.Credentials | None

@@ -130,8 +130,6 @@ SPILL_S = 2.0  # seconds for blocks that are not on disk when a model is unloade
 
 @dataclass(frozen=True, slots=True)
 class Unconfirmed:
-    """Settled step, with the results to emit once the other ranks acknowledge it."""
-
     result: Result
     outcomes: tuple[StepResult, ...]
     settled_at: float
@@ -236,7 +234,6 @@ class DecodeLoop:
         return _beside(self._drafter, replace(self._loaded, kv_bytes=kv_bytes or self._loaded.kv_bytes))
 
     def _load_drafter(self, command: LoadShard) -> DraftModel | None:
-        """Load the draft model, on this rank alone: it enters no collective."""
         if not command.draft_path or self._rank.bootstrap.speculation not in ("auto", "draft"):
             return None
         assert self._rank.loaded is not None
@@ -402,7 +399,6 @@ class DecodeLoop:
             self._everywhere(SanityCheck())  # raises when the group's collectives no longer work
 
     def _drain(self) -> None:
-        """Wait for every forward and every Ack, because commands come between steps."""
         self._settle(keep=0)
         self._confirm()
         while self._unconfirmed:

@@ -270,7 +270,6 @@ def _dequantized(
 
 
 def _weights(modules: Iterable[tuple[Any, bool]], picked: int) -> PartFacts:
-    """Count the tensors of modules themselves; with each, whether a token meets one row of it."""
     total = PartFacts()
     for module, rows in modules:
         for name, array in module.items():
@@ -300,7 +299,6 @@ def _with_whole(part: PartFacts, share: PartFacts, ranks: int) -> PartFacts:
 
 
 def _sizes(model: Any, picked: int) -> tuple[list[PartFacts], bool]:
-    """Return the weights of embedding, layers, and the rest; and whether the head is the embedding."""
     layers = [list(layer.modules()) for layer in model.layers]
     inside = {id(part) for layer in layers for part in layer}
     tables = {id(part): part for whole in embeddings_of(model) for part in whole.modules()}

@@ -66,8 +66,6 @@ POOL_BYTES = 4 << 30
 
 @dataclass(frozen=True, slots=True)
 class RunningForward:
-    """Forward that is queued or running, since `launched_at` (monotonic, in seconds)."""
-
     step: int
     chosen: Chosen
     forwards: int
@@ -98,8 +96,6 @@ class Result:
 
 @dataclass(eq=False, repr=False)
 class RankExecutor:
-    """Group, model and runner of this process, for one epoch."""
-
     bootstrap: Bootstrap
     epoch: int
     folder: Path
@@ -118,7 +114,6 @@ class RankExecutor:
     _runner: Runner | None = None
 
     def execute(self, command: Message) -> Message:
-        """Carry out one command. Returns its reply, Error if a model cannot be loaded; raises the rest."""
         match command:
             case Init():
                 return self._init()
@@ -135,7 +130,6 @@ class RankExecutor:
         return Done()
 
     def launch(self, step: int, frame: Forward, known: Callable[[], object] | None = None) -> RunningForward:
-        """Queue the forward of frame number `step`. `known`: see `Runner.run`."""
         launched_at = time.monotonic()
         runner, recorder = self.runner, self.status.recorder
         border, room, before = runner.border, runner.room, self.counter.total
@@ -186,7 +180,6 @@ class RankExecutor:
         return Result(forward.step, tokens, scores, *totals, digested, step_us, wait_us, took_s, now, drafts)
 
     def apply(self, frame: CacheFrame) -> None:
-        """Carry out a frame that runs no forward. Raises GroupError (DESYNC) where this rank differs."""
         runner, disk = self.runner, self.disk
         assert disk is not None, "a loaded model has one"
         match frame:

@@ -64,7 +64,6 @@ def _divide_sizes(part: Any, group: Group, *names: str) -> None:
 
 
 def copy_heads(module: Any, heads: int, group: Group) -> None:
-    """Repeat each of a module's `heads` as often as ranks have the same one; its rows are by heads."""
     if group.size <= heads:
         return
 
@@ -150,7 +149,6 @@ def attend_to_latents(model: Any) -> None:
 
 @cache
 def _to_latents(kind: Any) -> Callable[..., mx.array]:
-    """Return mlx-lm's call with each branch for one token taken for up to `latent_width` of them."""
     tree = ast.parse(dedent(inspect.getsource(kind.__call__)))
     found = [
         node
@@ -193,7 +191,6 @@ def score_bytes(model: Any, kv_bits: int) -> int:
 
 
 def divide_usual(model: Any, group: Group) -> None:
-    """Divide attentions by heads, MLPs and each expert by their width. Every rank has the whole routers."""
     for layer in model.layers:
         part = layer.self_attn
         if "q_norm" in part and part.q_norm.weight.size == part.q_proj.weight.shape[0]:

@@ -198,7 +198,6 @@ class Grammars:
             self._tokenizer_and_hints()
 
     def compile(self, kind: str, text: str) -> Grammar:
-        """Raises RequestError that explains a refusal."""
         with self._compiling:
             return self.kept(kind, text) or self._keep(kind, text, self._compile(kind, text))
 
@@ -459,7 +458,6 @@ class GrammarSandbox:
 
 
 def main(arguments: list[str]) -> None:
-    """Run the process itself. Its deadline is a signal, which ends it even in C code."""
     import psutil
 
     signal.setitimer(signal.ITIMER_REAL, START_S)

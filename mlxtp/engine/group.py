@@ -77,7 +77,6 @@ class CollectiveCounter:
 
 @contextlib.contextmanager
 def uncounted() -> Iterator[None]:
-    """Suspend the count, for graphs that are built for their shapes and never run."""
     CollectiveCounter.paused = True
     try:
         yield
@@ -111,8 +110,6 @@ def _own_part(name: str, array: mx.array, ranks: int) -> mx.array:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """Result that a rank computed with the others: the sum of all ranks' 1; ranks and digests in order."""
-
     total: int
     ranks: tuple[int, ...]
     digests: tuple[int, ...]

@@ -48,8 +48,6 @@ def launches(*arrays: mx.array) -> int:
 
 
 class Steps:
-    """Steps of one row of a model, each fed the token that the one before chose."""
-
     def __init__(self, loaded: ModelShare) -> None:
         kinds, caches = CacheKind(loaded.model), make_cache(loaded.model)
         self._model = ModelForwards(loaded, kinds, CollectiveCounter(), traces=True)

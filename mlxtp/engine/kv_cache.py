@@ -33,13 +33,11 @@ SKIPS = 2  #: Masked positions that take Metal's fused attention as long as anot
 
 
 def capacity(length: int) -> int:
-    """Return the least positions to allocate for a row of `length` tokens."""
     step = next((step for end, step in STEPS if length <= end), LONG_STEP)
     return max(-(-length // step) * step, SMALLEST)
 
 
 def roomy(length: int) -> int:
-    """Return as `capacity`, where there is room to grow."""
     size = SMALLEST
     while size < length:
         if size * 3 // 2 >= length:
@@ -61,7 +59,6 @@ def slots(rows: int) -> int:
 
 
 def view(length: int) -> int:
-    """Return the positions that attention reads for a longest row of `length` tokens."""
     step = 64 if length <= 512 else 256
     return -(-length // step) * step
 
@@ -128,13 +125,10 @@ def step_tokens(slots: Slots, lengths: Sequence[int], forward: int) -> int:
 
 
 def cheapest(ways: Iterable[Slots], lengths: Sequence[int], forward: int, held: int) -> Slots:
-    """Return the way whose steps take least. One of `held` buckets, as now, counts as less."""
-
     return min(ways, key=lambda way: step_tokens(way, lengths, forward) * (STAYS - (len(set(way)) == held)))
 
 
 def batch_tokens(lengths: Sequence[int]) -> int:
-    """Return the positions of mlx-lm's own batched caches: all rows have the room of the longest."""
     return slots(len(lengths)) * roomy(max(lengths)) if lengths else 0
 
 
@@ -292,7 +286,6 @@ class PrefixCache:
         return len(self._kept[uid]) // _WORD - _SALT_WORDS if uid in self._kept else 0
 
     def touch(self, uid: int) -> None:
-        """Raises KeyError when there is none of that uid."""
         if uid not in self._running:
             self._kept[uid] = self._kept.pop(uid)
 
@@ -472,7 +465,6 @@ class KVCacheManager:
             self.disk.line_up(sequence, sequence.uid, sequence.progress.prefilled)
 
     def stays(self, sequence: SequenceState, others: Sequence[SequenceState], *, full: bool) -> bool:
-        """`full`: no other prompt is started now."""
         if sequence.disk.fetched and self.hit_length(sequence) == sequence.progress.hit_length:
             self.frames += self.disk.forget(sequence)  # memory has as much by now
             return True
@@ -598,7 +590,6 @@ class KVCacheManager:
         return capacity(min(soon, sequence.longest)) + self._row_tokens <= self.kv_tokens
 
     def resize(self, kv_tokens: int, *, clear: bool = False) -> None:
-        """With `clear`, evict all kept caches."""
         self.kv_tokens, self._is_stale = kv_tokens, True
         evicted = self._prefixes.resize(0) if clear else ()
         if evicted := (*evicted, *self._prefixes.resize(kv_tokens // KEPT_SHARE)):
@@ -630,6 +621,5 @@ def _lanes(rows: Sequence[SequenceState]) -> tuple[int, ...]:
 
 
 def _lengths(rows: Sequence[SequenceState]) -> tuple[int, ...]:
-    """Return the tokens for which rows need room in their next step; all are padded to the widest."""
     lengths = [max(sequence.progress.position, sequence.progress.prompt) + MAX_WIDTH for sequence in rows]
     return (min(lengths[0], rows[0].longest),) if len(rows) == 1 else tuple(lengths)

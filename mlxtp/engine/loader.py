@@ -172,14 +172,12 @@ def untouched(folder: Path, parameters: Mapping[str, mx.array]) -> dict[str, Sto
 def cut_stored(
     stored: Mapping[str, StoredTensor], array: mx.array, name: str, first: int, rows: int
 ) -> mx.array:
-    """Return the same as `cut_rows`, and read nothing else of a `stored` tensor."""
     if name in stored and (first, rows) != (0, array.shape[0]):
         return _read_rows(stored[name], first, rows)
     return cut_rows(array, name, first, rows)
 
 
 def share_of(stored: StoredTensor, array: mx.array, ranks: int) -> bool:
-    """Return True for one of `ranks` equal parts of a stored tensor, cut along its last axis but one."""
     whole = (*array.shape[:-2], array.shape[-2] * ranks, array.shape[-1]) if array.ndim > 1 else ()
     return whole == stored.shape and steps(array) == ["Load", "Split", "Contiguous"]  # as mlx-lm shards
 

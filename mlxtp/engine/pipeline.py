@@ -154,7 +154,6 @@ class Stage:
         return layer
 
     def _stand_in(self, number: int) -> int | None:
-        """Return the place of the own cache like cache `number`, at least by its positions; None for none."""
         if number in self._own:
             return self._own.index(number)
         wanted, own = self._empty[number], [self._empty[other] for other in self._own]
@@ -295,7 +294,6 @@ def _counts(cache: Any) -> bool:
 
 
 def embeddings_of(model: Any) -> list[Any]:
-    """Return the outermost modules around token embeddings that are not around a layer."""
     modules, layers = dict(model.named_modules()), {id(layer) for layer in model.layers}
 
     def whole(path: str) -> Any:
@@ -338,7 +336,6 @@ class StageVocabulary(Vocabulary):
         given: mx.array | None = None,
         ends: mx.array | None = None,
     ) -> mx.array:
-        """Without a head, returns hidden states."""
         entrance = self.stage if self.chooses or self.embedding is None else self.embedding
         entrance.given = given
         try:
@@ -405,8 +402,6 @@ class HiddenStates:
 
 
 class StageTimes:
-    """Seconds in which a stage computed its layers, or waited for other stages while sequences ran."""
-
     def __init__(self) -> None:
         self.busy_s = self.waiting_s = 0.0
         self._ended = 0.0  # when the newest forward ended
@@ -415,7 +410,6 @@ class StageTimes:
         self._running = 0  # forwards that were submitted and have not ended
 
     def began(self, frame: Forward, now: float, *, idle: bool) -> None:
-        """Record a frame, but not on rank 0. `idle`: no forward was in flight."""
         goes_on = not frame.prompts or frame.rows == (self._prompt,)
         self._prompt = frame.unfinished
         if idle and goes_on:
@@ -513,8 +507,6 @@ class LateTokens:
 
 @dataclass(frozen=True, slots=True)
 class _HeldForward:
-    """Forward that is not submitted: its arrays, and what it hands on."""
-
     forward: int
     needs: int  # as in LateTokens
     after: HiddenStates
@@ -561,7 +553,6 @@ class Border:
         return HiddenStates(hidden, number, pieces)
 
     def hand_on(self, hidden: mx.array, forward: int) -> mx.array:
-        """Have a forward send its hidden states; returns an array that is computed once they are sent."""
         stage = self.stage
         assert stage is not None
         assert isinstance(self._group, RingGroup)
@@ -596,7 +587,6 @@ class Border:
             self.flush(self._held[0].forward)
 
     def make_way(self) -> None:
-        """Submit forwards until fewer are held than there are stages before this one."""
         while self.stage is not None and len(self._held) >= self.stage.ranks - 1:
             self.flush(self._held[0].forward)
 

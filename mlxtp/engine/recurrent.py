@@ -140,7 +140,6 @@ class StateView:
         return map(self.__getitem__, range(self._kind.size))
 
     def __getitem__(self, index: int) -> Any:
-        """Return the inputs of a convolution before this step, or this object for `recur`."""
         if index == self._convolutions:
             return self
         inputs = self.kept[index]
@@ -242,7 +241,6 @@ class States:
         return found
 
     def fill(self, caches: Sequence[Any], layers: Sequence[Any], length: int) -> None:
-        """Put the states of the only row, which has `length` tokens, into mlx-lm's caches of `layers`."""
         views = views_of(self.kind, self.kept, self.stood([length]))
         for found, layer, view in zip(caches, layers, views, strict=True):
             found.cache = view.arrays_of(layer)
@@ -265,7 +263,6 @@ def recurrent_layers(model: Any, states: int) -> tuple[Recurrence | None, list[A
 
 
 def _known(layer: Any) -> tuple[type, Recurrence] | None:
-    """Return mlx-lm's class of a layer, which may be of a changed one, and its kind."""
     bases = [base for base in type(layer).__mro__ if base.__module__.startswith("mlx_lm.models.")]
     if not bases:
         return None
@@ -294,7 +291,6 @@ def _taught(own: Any, layer_class: Any, kind: Recurrence) -> Any:
 
 
 def _seeing(function: Any, names: Mapping[str, Any]) -> Any:
-    """Return the same function, in a module where these names stand for something else."""
     names = {**function.__globals__, **names}
     same = FunctionType(
         function.__code__, names, function.__name__, function.__defaults__, function.__closure__

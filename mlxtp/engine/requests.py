@@ -100,7 +100,6 @@ class Emitter:
         self._pipe.send(Accepted(uid))
 
     def prefilled(self, uid: int, computed: int, cached: int) -> None:
-        """Report progress, unless the request has ended or the last report is recent."""
         now = self._clock()
         if self._open.get(uid, math.inf) <= now:
             self._open[uid] = now + PROGRESS_S
@@ -254,7 +253,6 @@ class Requests:
     # --- in ------------------------------------------------------------------------------------------
 
     def admit(self, request: Generate) -> None:
-        """Check a request and start it. Its grammar is compiled first, while other requests continue."""
         shaping, new, why, code = request.shaping, request.max_tokens, "", Code.BAD_REQUEST
         self._emitter.admit(request.uid)
         prompt = len(request.tokens) - request.answered
@@ -371,7 +369,6 @@ class Requests:
             self._emitter.prefilled(sequence.request, offset, sequence.progress.reused)
 
     def feeds(self, forward: Forward, reads: Sequence[SequenceState]) -> None:
-        """`reads`: sequences whose prompts the forward reads."""
         for sequence in reads:
             self._waiting_since.pop(sequence.request, None)
             self._shaping.assign(sequence.uid, sequence.request)

@@ -93,8 +93,6 @@ class KeptCache:
 
 
 class KeptCaches:
-    """Caches that no sequence runs with, by uid."""
-
     def __init__(self) -> None:
         self.fetched: set[int] = set()  # uids of those that came from disk
         self._entries: dict[int, KeptCache] = {}
@@ -113,12 +111,10 @@ class KeptCaches:
         return sum(kept.size_bytes for kept in self._entries.values())
 
     def held(self, uid: int) -> tuple[Caches, int]:
-        """Return caches and their number of tokens, 0 where there are none."""
         kept = self._entries.get(uid)
         return ([], 0) if kept is None else (kept.caches, kept.length)
 
     def pop(self, uid: int) -> Caches:
-        """Raises KeyError when there are none."""
         kept = self._entries.pop(uid)
         self.fetched.discard(uid)
         # The longest of those that share its arrays gets its own, which the others share.

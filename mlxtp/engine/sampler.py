@@ -223,8 +223,6 @@ Scores = Mapping[int, tuple[mx.array, mx.array, mx.array]]
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Tokens that a forward chose, still being computed."""
-
     tokens: mx.array  # int32 [rows, width]
     rows: tuple[int, ...]
     widths: tuple[int, ...]  # tokens of each row that count, its first
@@ -249,8 +247,6 @@ class LogitShaping:
 
 
 class Chooser:
-    """Choice of tokens from gathered logits on one rank."""
-
     def __init__(self, group: Group, shaping: LogitShaping, special: tuple[int, ...] = ()) -> None:
         self.group = group
         self._shaping = shaping

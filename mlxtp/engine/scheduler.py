@@ -112,7 +112,6 @@ class Scheduler:
         self._waiting.line_up(sequence)
 
     def cancel(self, request: int) -> Finished | None:
-        """Return None when the request has ended already."""
         sequence = self._requests.get(request)
         if sequence is None:
             return None
@@ -216,7 +215,6 @@ class Scheduler:
         return group
 
     def _prefill(self, sequence: SequenceState, limit: int) -> Forward | None:
-        """Return the next chunk of a prompt; None if `frames` has it, behind those that free caches."""
         offset, part = self._chunk(sequence, limit)
         progress = sequence.progress
         if progress.prefilled == part.total:
@@ -258,7 +256,6 @@ class Scheduler:
         return offset, PromptPart(progress.prompt, source, take, sequence.wants.sampling, following=following)
 
     def _forward(self, group: Sequence[SequenceState], chunks: Sequence[tuple[int, PromptPart]]) -> Forward:
-        """Return a forward that reads these chunks, up to where the prompts are `prefilled`, and queue it."""
         offsets, first = tuple([offset for offset, _ in chunks]), group[0].progress
         spans = [each.tokens[at : each.progress.prefilled] for each, at in zip(group, offsets, strict=True)]
         forward = Forward(
@@ -423,7 +420,6 @@ class Scheduler:
             self._kv.release(sequence, reason, held)
 
     def _preempt(self) -> None:
-        """Remove the youngest sequence; it will be prefilled again when there is room, or fails if never."""
         started = self._waiting.started()
         youngest = max([*self._running, *started], key=lambda sequence: sequence.request)
         if youngest.in_flight:

@@ -79,8 +79,6 @@ class DraftState:
 
 @dataclass(slots=True, eq=False, repr=False)
 class SequenceState:
-    """State of one request from admission to its end."""
-
     wants: Generate
     guide: Guide | None = None
     tokens: list[int] = field(default_factory=list)  # prompt and answer, as far as the host knows it
@@ -166,7 +164,6 @@ class SequenceState:
         return "length" if self.guide is not None and self.guide.cut else "stop"
 
     def drop_forced(self) -> None:
-        """Raises MlxtpError if no token can follow the known ones."""
         if self.forced and self.guide is not None:
             self.forced = ()
             self.guide.forced(0)
@@ -189,7 +186,6 @@ class Lanes:
         self._last = 0  # lane of the last step
 
     def next(self, may_step: Callable[[SequenceState], bool]) -> list[SequenceState]:
-        """Return the rows of the next lane in which all may step, in row order."""
         if self._count > 1:
             self._balance()
         for lane in range(self._last + 1, self._last + 1 + self._count):
@@ -213,8 +209,6 @@ class Lanes:
 
 @dataclass(frozen=True, slots=True)
 class FedRow:
-    """Drafts or forced tokens that a row of a queued forward was fed besides the previous token."""
-
     sequence: SequenceState
     drafts: tuple[int, ...]
     forced: tuple[int, ...]

@@ -65,7 +65,6 @@ class ServeLoop:
         self._mail.idle(of=(DISK, LEADER))
 
     def _is_submitted(self, forward: RunningForward) -> bool:
-        """Return False for a pipeline's forward whose tokens are to come."""
         return self._rank.runner.border.tokens.known(forward.forwards)
 
     def _settle(self, keep: int) -> None:

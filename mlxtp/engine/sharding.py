@@ -139,8 +139,6 @@ class Tap:
 
 
 class ShardedHead(nn.Module):  # type: ignore[misc]  # mlx is untyped here
-    """This rank's rows of an output head, plain or quantized."""
-
     def __init__(self, rows: Any) -> None:
         super().__init__()
         self.rows = rows
@@ -264,7 +262,6 @@ class Vocabulary:
         return hidden
 
     def logits(self, hidden: mx.array) -> mx.array:
-        """Return this rank's logits [B, L, share] of such hidden states."""
         assert self.head is not None
         return self._without_padding(self.head.as_linear(hidden))
 

@@ -69,7 +69,6 @@ class Speculation:
             drafts.choice = None if self._policy.timed else DraftPolicy()
 
     def must_wait(self, sequence: SequenceState) -> bool:
-        """Return True if this row's tokens in flight must be known before its next step."""
         if sequence.drafting or sequence.known_at > sequence.generated:
             return True
         if sequence.guide is not None and (
@@ -234,7 +233,6 @@ class Speculation:
         return row.drafts.choice or self.choice
 
     def _rows(self) -> int:
-        """In a pipeline, those of a microbatch."""
         running = max(len(self._running), 1)
         return -(-running // min(self._policy.stages, running))
 

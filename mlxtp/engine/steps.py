@@ -46,23 +46,18 @@ class Guide(Protocol):
     """Constraint of a grammar on one request's tokens."""
 
     @property
-    def finished(self) -> bool:
-        """True when only an end token may follow."""
+    def finished(self) -> bool: ...  # only an end token may follow
 
     @property
-    def cut(self) -> bool:
-        """True when the text was cut short so that it could be completed."""
+    def cut(self) -> bool: ...  # the text was cut short so that it could be completed
 
     @property
-    def foretells(self) -> bool:
-        """True where the next few tokens have no alternative, so that one forward can be fed all of them."""
+    def foretells(self) -> bool: ...  # one forward can be fed the next few tokens, without alternative
 
     @property
-    def draftable(self) -> int:
-        """Number of tokens that may be drafted now, as the text need not be complete soon after them."""
+    def draftable(self) -> int: ...  # tokens that may be drafted, as the text need not be complete soon
 
-    def accept(self, token: int) -> None:
-        """Accept the next token. Raises MlxtpError when the grammar has no continuation."""
+    def accept(self, token: int) -> None: ...  # raises MlxtpError when the grammar has no continuation
 
     def forced(self, limit: int) -> tuple[int, ...]:
         """At most `limit` next tokens without alternative, not accepted. Raises MlxtpError for none."""
@@ -76,8 +71,6 @@ class Guide(Protocol):
 
 
 class Drafter(Protocol):
-    """Draft model, which proposes for several rows together."""
-
     def propose(self, rows: Mapping[int, Sequence[int]], limit: int) -> Drafts:
         """Return the next `limit` tokens of each request that has read its prompt."""
 

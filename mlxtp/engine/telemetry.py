@@ -169,13 +169,11 @@ class RankTelemetry:
         self.expected_us = int(self._times.expected_s(phase, tokens) * 1e6)
 
     def took(self, step_us: int, wait_us: int) -> None:
-        """Average over about the newest ten forwards."""
         self._times.step_us += (step_us - self._times.step_us) * RECENT
         self._times.wait_us += (wait_us - self._times.wait_us) * RECENT
 
     @property
     def in_collective(self) -> bool:
-        """True while the main thread may wait for other ranks and nothing else wakes it."""
         return self.in_flight > 0 or self.phase in ("forming", "proving", "measuring")
 
     def patience_s(self) -> float:
@@ -186,7 +184,6 @@ class RankTelemetry:
         return max(patience_s(self.expected_us / 1e6) - stood_s, LEAST_PATIENCE_S)
 
     def in_flight_s(self) -> float:
-        """Return the seconds that the forwards in flight may still take if every rank runs them."""
         return max(PATIENCE_FORWARDS * self.expected_us / 1e6, LEAST_PATIENCE_S)
 
     def pong(self) -> Pong:

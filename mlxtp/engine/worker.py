@@ -126,7 +126,6 @@ class RankProcessLinks:
                 link.send(word)
 
     def abort(self, error: MlxtpError) -> None:
-        """Report the failure and end the main thread. For all other threads."""
         if self._exit_status:
             return
         self.report(error)
@@ -134,7 +133,6 @@ class RankProcessLinks:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
     def _over(self) -> None:
-        """Handle the end of another rank's link; a main thread that waits for that rank never returns."""
         self._lost = not self._finishes
         patience_s = LEAST_PATIENCE_S if self._finishes else 0.0
         if self.status.phase == "forming":  # over JACCL SIGTERM ends the wait for the other's addresses
@@ -208,7 +206,6 @@ class RankProcessLinks:
         read_in_background(self.pipe, AGENT, deliver, self.abort)
 
     def listen_to_rank(self, link: BlockingLink, rank: int) -> None:
-        """Start reading a decode link. A rank that reports a failure ends this process, too."""
         self._decode.append(link)
 
         def deliver(received: Received) -> None:
@@ -356,7 +353,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _run_or_fail(
     process: RankProcessLinks, listener: socket.socket | None, identity: Path | None
 ) -> tuple[int, bool]:
-    """Return the exit status, and True if forwards in flight may still end."""
     try:
         run(process, listener, identity)
     except MlxtpError as error:

@@ -211,7 +211,6 @@ async def _running(
         home=store.folder.parent,
         http=endpoint.summary,
         listens_at=partial(_control_addresses, settings, port),
-        short=lambda: parts.gateway.admission.short,
     )
     parts = build_parts(node, store, warm_pool, on_stage)
     dialer: Dialer | None = None

@@ -14,7 +14,7 @@ from ..identity.store import Identity
 from ..imports import installed, metal_wheel
 from ..settings import SETTINGS
 from ..wire.certificates import NodeIdentity
-from ..wire.cluster_messages import AgentHello, Beat
+from ..wire.cluster_messages import AgentHello
 from ..wire.codecs import printable
 from ..wire.messages import PROTOCOL_VERSION, Error
 from .cluster_state import READS, Roster, roster_text
@@ -241,7 +241,6 @@ class PeerInfo:
     names: dict[str, str] = field(default_factory=dict)
     https: dict[str, str] = field(default_factory=dict)
     addresses: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    short: set[str] = field(default_factory=set)  #: Nodes with less free memory than new requests need.
     met_at: dict[str, float] = field(default_factory=dict)  #: Time at which a node's link came up.
 
     def met(self, hello: AgentHello, now: float) -> None:
@@ -251,16 +250,8 @@ class PeerInfo:
         self.https[hello.node_id] = hello.http
         self.addresses[hello.node_id] = hello.addresses
 
-    def beat(self, node_id: str, beat: Beat) -> None:
-        """Take in the beat of a node."""
-        if beat.short:
-            self.short.add(node_id)
-        else:
-            self.short.discard(node_id)
-
     def drop(self, node_id: str) -> None:
-        """Forget what a node that has no link left said in its beats."""
-        self.short.discard(node_id)
+        """Note that a node has no link left."""
         self.met_at.pop(node_id, None)
 
     def forget_member(self, node_id: str) -> None:

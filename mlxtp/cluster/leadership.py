@@ -115,7 +115,7 @@ class Leadership:
         replica = self._replica
         return ClusterState(claim, replica.deployments, replica.roster, replica.epoch)
 
-    def beat(self, *, healthy: bool, short: bool = False) -> Beat:
+    def beat(self, *, healthy: bool) -> Beat:
         """Return the next beat, for all links. New links and a changed claim need one at once, too."""
         if self.leading:
             self._following.heartbeat_seq += 1
@@ -128,7 +128,6 @@ class Leadership:
             healthy,
             self._following.heartbeat_seq,
             self.self_id in self._leaving,
-            short,
         )
 
     # --- messages of other members

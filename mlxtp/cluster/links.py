@@ -533,7 +533,7 @@ class ReportTable:
             handler(node_id, row)
         heard.pop(row.about, None)
         heard[row.about] = report.number, None if report.over else row
-        for over in (True, False):  # of each the newest stay
+        for over in (True, False) if len(heard) > kind.MOST else ():  # of each the newest stay
             of_these = [about for about, (_, there) in heard.items() if (there is None) is over]
             for about in of_these[: -kind.MOST]:
                 del heard[about]

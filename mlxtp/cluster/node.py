@@ -161,8 +161,7 @@ CROWDED = (
 class Gossip:
     """Exchange of this node's replica: beats show what a member lacks, and then it is sent.
 
-    `short` returns True while this Mac is short of memory for new requests. `changed` is called when a beat
-    changes who coordinates, or who is about to stop.
+    `changed` is called when a beat changes who coordinates, or who is about to stop.
     """
 
     def __init__(
@@ -171,15 +170,12 @@ class Gossip:
         leadership: Leadership,
         membership: Membership,
         replica: Replica,
-        *,
-        short: Callable[[], bool],
         changed: Callable[[], None],
     ) -> None:
         self._links = links
         self._leadership = leadership
         self._membership = membership
         self._replica = replica
-        self._short = short
         self._changed = changed
         links.on(self._received, Beat)
         # A member with this beat has all reports of this node, also those of `links`: it may decide.
@@ -187,14 +183,14 @@ class Gossip:
 
     def beat(self) -> None:
         """Broadcast this node's beat."""
-        self._links.broadcast(self._beat(short=self._short()))
+        self._links.broadcast(self._beat())
 
     def greet(self, link: ControlLink) -> None:
         """Send all of it over a new link. The beat comes last."""
         self._send(link, desired=True, roster=True)
 
-    def _beat(self, *, short: bool = False) -> Beat:
-        return self._leadership.beat(healthy=self._membership.health.healthy, short=short)
+    def _beat(self) -> Beat:
+        return self._leadership.beat(healthy=self._membership.health.healthy)
 
     def _received(self, link: ControlLink, beat: Beat) -> None:
         now = time.monotonic()
@@ -219,9 +215,8 @@ class Gossip:
 class ClusterNode:
     """Implements `links.LinkGate`. Everything runs in one event loop; `live` is its main task.
 
-    `http` is the URL of this node's endpoint; `listens_at` returns the addresses of its control port; `short`
-    returns True while this Mac is short of memory for new requests. `home` has the node's state, by default
-    the home of the settings.
+    `http` is the URL of this node's endpoint; `listens_at` returns the addresses of its control port. `home`
+    has the node's state, by default the home of the settings.
     """
 
     def __init__(
@@ -233,7 +228,6 @@ class ClusterNode:
         home: Path | None = None,
         http: str = "",
         listens_at: Callable[[Machine], tuple[str, ...]] = lambda _machine: (),
-        short: Callable[[], bool] = lambda: False,
     ) -> None:
         now = time.monotonic()
         home = home or settings.home
@@ -263,9 +257,7 @@ class ClusterNode:
         for node_id, addresses in kept.peers.items():
             self.dialing.remember(node_id, addresses)
         self.rounds = Rounds(cut=self.links.cut)
-        self.gossip = Gossip(
-            self.links, self.leadership, self.membership, self.replica, short=short, changed=self.changed
-        )
+        self.gossip = Gossip(self.links, self.leadership, self.membership, self.replica, self.changed)
         self.links.reports.publish(Machine, machine)
         self.enrolment = Enrolment(proofs, self.replica, self.name_of)
         self.desired = DesiredDeployments(self.replica, self.links, self.changed, self.name_of)
@@ -277,7 +269,6 @@ class ClusterNode:
         self.enrolment.on_gone(
             self.peer_info.forget_member, introduction.forget_member, self.links.reports.drop_rows
         )
-        self.links.on(lambda link, beat: self.peer_info.beat(link.node_id, beat), Beat)
         self.links.on(lambda _link, _report: self.changed(), Report, ReportsSent)
         self.links.on(self.enrolment.received, Members)
         self.links.parting = (

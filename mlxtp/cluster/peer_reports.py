@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from ..background import Background
@@ -20,7 +20,7 @@ from ..wire.cluster_messages import (
     EndEpoch,
     Machine,
     MachineWanted,
-    Trip,
+    RoundTrip,
 )
 from .links import ControlLink
 from .node import ClusterNode
@@ -152,38 +152,33 @@ class RoundTripTimes:
     """
 
     def __init__(self, node: ClusterNode) -> None:
-        self._node_id = node.node_id
         self._links = node.links
         self._asked: dict[str, int] = {}  #: By node id: the open request, named by its time in microseconds.
         self._took: defaultdict[str, deque[int]] = defaultdict(lambda: deque(maxlen=_KEPT))
-        self._reported: dict[str, Mapping[str, int]] = {}
         node.links.on(lambda link, echo: self.received(link, echo, time.monotonic()), Echo)
         node.rounds.every(ASK_S, self.measure, needed=node.links.nodes)
 
     def measure(self, now: float) -> None:
-        """Send a request to every node that has a link."""
+        """Send a request to every node that has a link, and report the last trips to all."""
         nodes, asked_us = self._links.nodes(), round(now * 1e6)
-        for known in (self._took, self._reported):
-            for gone in known.keys() - nodes:
-                del known[gone]
+        for gone in self._took.keys() - nodes:
+            del self._took[gone]
         self._asked = dict.fromkeys(nodes, asked_us)
-        trips = tuple(Trip(node, min(took)) for node, took in self._took.items())
-        self._links.broadcast(Echo(asked_us, False, trips))
+        self._links.reports.publish(RoundTrip, *(RoundTrip(node, min(us)) for node, us in self._took.items()))
+        self._links.broadcast(Echo(asked_us, False))
 
     def received(self, link: ControlLink, echo: Echo, now: float) -> None:
         """Reply to a request; count a reply only if it is to the last request."""
         node_id = link.node_id
         if not echo.answer:
-            self._reported[node_id] = {trip.node_id: trip.us for trip in echo.trips}
             with contextlib.suppress(MlxtpError):
-                link.send(Echo(echo.asked_us, True, ()))
+                link.send(Echo(echo.asked_us, True))
         elif self._asked.get(node_id) == echo.asked_us:
             del self._asked[node_id]
             self._took[node_id].append(min(max(round(now * 1e6) - echo.asked_us, 0), MAX_TRIP_US))
 
     def between(self, a: str, b: str) -> int | None:
         """Return the round trip in microseconds, as either node measured it; None if neither has."""
-        if self._node_id in (a, b):
-            took = self._took.get(b if a == self._node_id else a)
-            return min(took) if took else None
-        return self._reported.get(a, {}).get(b, self._reported.get(b, {}).get(a))
+        table = self._links.reports
+        trip = table.of(RoundTrip, b).get(a) or table.of(RoundTrip, a).get(b)
+        return trip.us if trip is not None else None

@@ -12,9 +12,9 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from ..cluster.cluster_state import LeaderClaim, left_s
-from ..cluster.links import ControlLink
 from ..cluster.node import ClusterNode
 from ..cluster.place import Assignment, GivenUp, GroupReport, PlaceView, WantedDeployment, place
 from ..errors import MlxtpError
@@ -29,7 +29,6 @@ from .scope import MIB, held_by
 
 log = logging.getLogger(__name__)
 
-REPEAT_S = 2.0  #: Seconds between two broadcasts of all assignments, for members that dropped one.
 STEADY_S = 3  #: Seconds that count for the present owner: ages are whole seconds, half a second old.
 
 
@@ -48,9 +47,7 @@ class Coordinator:
         #: What the last decision was made from; None after a new link, until that Mac's reports are there.
         self._asked: object = None
         self._unserved: dict[str, float] = {}  #: Last time at which an unpinned deployment was on its way.
-        node.links.on(self._received, GroupAssignment)
-        node.links.on_up(self._greet)
-        node.rounds.every(REPEAT_S, lambda _now: self._repeat(), needed=node.links.nodes)
+        node.links.on_up(lambda _link: self._retract())
 
     def step(self, now: float) -> float:
         """Assign groups where this node leads. Return the time of the next decision, if nothing changes."""
@@ -59,7 +56,8 @@ class Coordinator:
         reports = self._reports()
         self._ran = {(owner, each.group) for owner, each in reports}
         if not leadership.leading:
-            self._asked = None
+            self._retract()
+            self._follow()
             return math.inf
         why, until = leadership.unrest(node.membership, now)
         if not why:
@@ -122,17 +120,19 @@ class Coordinator:
         view = self._view(now)
         if view == self._asked:
             return
-        again, self._asked = self._asked is None, view
+        self._asked = view
         decision = place(view)
         for name in decision.gives_way:
             log.info("%s gives way to another model", name)
             self._node.desired.unload(name)
         enough = {name: Assignment(name, name.rpartition("#")[0]) for name in self._groups.by_id}
         for each in (enough | {each.group: each for each in decision.assignments}).values():
-            self._assign(each, view, again=again)
+            self._assign(each, view)
+        told = (group.scope.assignment for group in self._groups.by_id.values())
+        self._node.links.reports.publish(GroupAssignment, *(each for each in told if each.number))
 
-    def _assign(self, decided: Assignment, view: PlaceView, *, again: bool) -> None:
-        """Broadcast an assignment, if it is another one than before, or `again`.
+    def _assign(self, decided: Assignment, view: PlaceView) -> None:
+        """Keep an assignment, with a number of its own if it is another one than before.
 
         A group that is given up stays with its owner, which takes no room and may try again.
         """
@@ -155,8 +155,6 @@ class Coordinator:
             if after.faster and after.faster != before.faster:
                 log.info("%s would be faster on %s", decided.deployment, after.faster)
             self._groups.assign(after)
-        if after.number and (after != before or again):
-            self._node.links.broadcast(after)
 
     # --- the view ------------------------------------------------------------------------------------
 
@@ -256,31 +254,32 @@ class Coordinator:
         tried = self._machines.all_failed(over=True)
         return WantedDeployment(row, options, shape, weight, lacks, turn, tried)
 
-    # --- messages ------------------------------------------------------------------------------------
+    # --- assignments by others -----------------------------------------------------------------------
 
-    def _repeat(self) -> None:
-        """Broadcast all assignments, unless a Mac has come whose groups the last decision did not know."""
-        if self._node.leadership.leading and self._asked is not None:
-            for group in self._groups.by_id.values():
-                if group.scope.assignment.number:
-                    self._node.links.broadcast(group.scope.assignment)
-
-    def _greet(self, _link: ControlLink) -> None:
+    def _retract(self) -> None:
+        """Have no assignments until the next decision: one without a Mac that has come may be wrong."""
         self._asked = None
+        self._node.links.reports.publish(GroupAssignment)
 
-    def _received(self, link: ControlLink, message: GroupAssignment) -> None:
-        """Take in an assignment of the present coordinator. Of two of its own the later one holds."""
-        claim = LeaderClaim(message.term, link.node_id)
-        if claim != self._node.leadership.claim:
-            return
-        known, (name, _, index) = self._groups.by_id, message.group.rpartition("#")
-        most = self._node.replica.most_groups.get(name, 0)
-        if message.group not in known and len(known) >= Serving.MOST and int(index or 0) >= most:
-            return  # the coordinator repeats it, after the deployment if that is still on its way
-        scope = self._groups.known(message.group).scope
-        if scope.assigned_in != claim or scope.assignment.number < message.number:
+    def _follow(self) -> None:
+        """Take in the assignments of the present coordinator."""
+        claim, rounds = self._node.leadership.claim, self._node.rounds
+        for row in self._node.links.reports.by(claim.node_id, GroupAssignment):
+            if row.term == claim.term:
+                rounds.attempt(partial(self._take_in, row, claim), claim.node_id)
+
+    def _take_in(self, row: GroupAssignment, claim: LeaderClaim) -> None:
+        """Take in an assignment. Of two of one coordinator the later one holds."""
+        known, (name, _, index) = self._groups.by_id, row.group.rpartition("#")
+        if row.group not in known:
+            wanted = row.owner and self._node.desired.table.get(name) is not None
+            most = self._node.replica.most_groups.get(name, 0)
+            if not wanted or (len(known) >= Serving.MOST and int(index) >= most):
+                return  # its deployment may still be on its way
+        scope = self._groups.known(row.group).scope
+        if scope.assigned_in != claim or scope.assignment.number < row.number:
             scope.assigned_in = claim
-            self._groups.assign(message)
+            self._groups.assign(row)
 
 
 def _turns(rows: Sequence[Deployment], reports: Sequence[Serving]) -> dict[str, int]:

@@ -20,7 +20,7 @@ from ..cluster.node import BEAT_S, ClusterNode
 from ..cluster.reconcile import lost, refusal
 from ..errors import Code, GroupError, MlxtpError, UserError
 from ..gateway.gateway import Gateway
-from ..wire.cluster_messages import GroupAssignment, Prepare, RankTrouble, Serving
+from ..wire.cluster_messages import GroupAssignment, MemoryShortage, Prepare, RankTrouble, Serving
 from .group import Group
 from .health import COMING, SERVES, ServingState
 from .history import MOST, EpochStory, RecoveryMetrics
@@ -232,7 +232,8 @@ def unused_s(reports: Sequence[Serving], deployment: str) -> int | None:
 def short_of_memory(node: ClusterNode, reports: Sequence[Serving]) -> str:
     """Return a Mac that runs a rank of a ready group and is short of memory; empty for none."""
     groups = [each.participants for each in reports if each.state == ServingState.READY]
-    short = [node_id for nodes in groups for node_id in nodes if node_id in node.peer_info.short]
+    told = dict(node.links.reports.others(MemoryShortage))
+    short = [node_id for nodes in groups for node_id in nodes if node_id in told]
     return node.name_of(short[0]) if short else ""
 
 

@@ -13,7 +13,7 @@ from ..cluster.node import BEAT_S, ClusterNode
 from ..gateway.gateway import Gateway
 from ..gateway.routing import MAX_HASHES, GroupLoad
 from ..placement.cost_model import usable_bytes
-from ..wire.cluster_messages import Deployment, Serving
+from ..wire.cluster_messages import Deployment, MemoryShortage, Serving
 from ..wire.codecs import U32, U63, NodeRow, binary, group_id, holding, integer
 from ..wire.messages import DIGEST_BYTES, MAX_GROUP_ID, digests_in
 from .group import Group
@@ -107,7 +107,7 @@ class ReplicaLoad(NodeRow, number=0x56):
 
 
 class ReplicaLoads:
-    """Reports of ready groups, but for one that is the only one of its deployment: there is no choice."""
+    """Reports ready groups, unless one alone is of its deployment, and a shortage of memory."""
 
     def __init__(self, node: ClusterNode, gateway: Gateway, groups: Groups) -> None:
         self._node = node
@@ -125,6 +125,7 @@ class ReplicaLoads:
             if group.here and len(self._groups.replicas_of(deployment)) > 1
         ]
         self._node.links.reports.publish(ReplicaLoad, *present)
+        self._node.links.reports.publish(MemoryShortage, *[MemoryShortage()] * self._gateway.admission.short)
 
     def _received(self, node_id: str, load: ReplicaLoad) -> None:
         """Take in the report of a group, if it is by the group's owner."""

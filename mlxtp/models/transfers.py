@@ -23,7 +23,7 @@ from ..cluster.node import BEAT_S, ClusterNode
 from ..errors import Code, LinkError, MlxtpError, ModelError, ProtocolError, why_not_written
 from ..placement.topology import MemberMachine, Topology
 from ..wire.certificates import NodeIdentity
-from ..wire.cluster_messages import Machine, ModelHeld, ModelLender, ModelPull, Report
+from ..wire.cluster_messages import Machine, ModelHeld, ModelLender, ModelPull
 from ..wire.tls import Credentials
 from . import hub_client, peer_copy
 from .download import Fetch, apart
@@ -74,24 +74,15 @@ class SeederElection:
         self._node.links.reports.publish(ModelHeld, *filter(None, reports))
         job.changed.set()
 
-    def send(self, node_id: str, message: Report | ModelLender) -> None:
-        with contextlib.suppress(MlxtpError):  # it has just gone
-            self._node.links.send(node_id, message)
-
     @property
     def _port(self) -> int:
         return self._server.port if self._server is not None else 0
 
     def receive(self, job: ModelTransfer, node_id: str, report: Holding) -> None:
         """Process another member's report about a model."""
-        first = node_id not in job.reports.others
         job.reports.record(node_id, report)
         if job.own is None and not job.runs and not job.inspecting:
             self.look_again(job)
-        elif first:
-            self.announce(job)
-        if self._node.leadership.leading and job.lender is not None and report.wants:
-            self.send(node_id, ModelLender(job.model, job.lender))
         self.update_lending()
 
     def look_again(self, job: ModelTransfer) -> None:
@@ -109,22 +100,30 @@ class SeederElection:
             self.announce(job)
 
     def decide(self, job: ModelTransfer) -> None:
-        """Choose and broadcast the seeder, if this node is the coordinator."""
+        """Choose the seeder, if this node is the coordinator; else take the one that it has chosen."""
+        chosen = self._elected(job) if self._node.leadership.leading else self._named(job)
+        if chosen not in (None, job.lender):
+            job.lender = chosen
+            job.changed.set()
+            self._node.changed()
+
+    def _named(self, job: ModelTransfer) -> str | None:
         node = self._node
-        if not node.leadership.leading or job.own is None:
-            return
+        named = node.links.reports.of(ModelLender, job.model).get(node.leadership.claim.node_id)
+        there = named is not None and named.node_id in {"", node.node_id, *node.links.nodes()}
+        return named.node_id if named is not None and there else None
+
+    def _elected(self, job: ModelTransfer) -> str | None:
+        node = self._node
+        if job.own is None:
+            return None
         members = {node.node_id: job.own, **job.reports.others}
         if not any(held.wants for held in members.values()):
-            return
+            return None
         silent = node.links.nodes() - members.keys()
         if silent and time.monotonic() - job.reports.since < ALL_REPORT_S:
-            return
-        chosen = elect_seeder(members, job.lender or "")
-        if chosen != job.lender:
-            job.lender = chosen
-            node.links.broadcast(ModelLender(job.model, chosen))
-            job.changed.set()
-            self.update_lending()
+            return None
+        return elect_seeder(members, job.lender or "")
 
     def update_lending(self) -> None:
         """Serve copies to other members as long as they need them."""
@@ -176,6 +175,9 @@ class SeederElection:
     def _advance(self, now: float) -> float | None:
         for job in self._table:
             self.decide(job)
+        jobs = self._table if self._node.leadership.leading else ()
+        chosen = [ModelLender(job.model, job.lender) for job in jobs if job.lender is not None]
+        self._node.links.reports.publish(ModelLender, *chosen)
         self.update_lending()
         return now + BEAT_S if any(job.runs for job in self._table) else None
 
@@ -349,7 +351,7 @@ class TransferCoordinator:
         self._refused: set[str] = set()  #: Members of which a request was refused, to log each once.
         stored.on_change(self._look_again)
         node.links.reports.on(self._received, ModelHeld)
-        node.links.on(lambda link, message: self._received(link.node_id, message), ModelLender, ModelPull)
+        node.links.on(lambda link, message: self._received(link.node_id, message), ModelPull)
         node.links.on_lost(lambda node_id, _why: self._refused.discard(node_id))
 
     async def get(self, model: str) -> Path:
@@ -465,7 +467,7 @@ class TransferCoordinator:
             job.own = replace(job.own, wants=False)
             self._election.announce(job)
 
-    def _received(self, node_id: str, message: ModelHeld | ModelLender | ModelPull) -> None:
+    def _received(self, node_id: str, message: ModelHeld | ModelPull) -> None:
         try:
             if isinstance(message, ModelPull):
                 self._pull_for(node_id, message)
@@ -474,10 +476,7 @@ class TransferCoordinator:
         except ModelError as error:
             self._log_refusal(node_id, error.detail)
             return
-        if isinstance(message, ModelHeld):
-            self._receive_report(job, node_id, holding(message))
-        elif node_id == self._node.leadership.claim.node_id:
-            job.lender = message.node_id
+        self._receive_report(job, node_id, holding(message))
         job.changed.set()
 
     def _pull_for(self, node_id: str, message: ModelPull) -> None:
@@ -486,7 +485,8 @@ class TransferCoordinator:
         if self._requested[node_id] >= MAX_PULLS:
             why = f"{MAX_PULLS} models come here at your request already; request {name} when some are done"
             refusal = ModelHeld(name, "", 0, 0, 0, wants=True, problem=why, port=0)
-            self._election.send(node_id, self._node.links.reports.report(refusal))
+            with contextlib.suppress(MlxtpError):  # it has just gone
+                self._node.links.send(node_id, self._node.links.reports.report(refusal))
             self._log_refusal(node_id, f"{MAX_PULLS} models come here at its request already")
             return
         task = self._begin(name, ref, everywhere=True)

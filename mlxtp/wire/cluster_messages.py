@@ -58,7 +58,6 @@ MAX_SERVICE = 60  #: Characters of the name of a network service.
 _count = integer(0, U63)
 _caches = texts(MAX_CACHES, 400)
 _reached = texts(MAX_MEMBERS, 100)
-_by_hand = texts(MAX_BY_HAND, 200)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +112,9 @@ class Machine(NodeRow, number=0x32):
     notes: tuple[str, ...] = _f(texts(MAX_NOTES, 1000), default=())  #: sentences for people
     bridge_service: str = _f(text(MAX_SERVICE), default="")  #: network service of bridge0, or empty
     stranded_bytes: int = _f(_count, default=0)  #: which ended ranks may have left wired until its restart
-    caches: tuple[str, ...] = _f(
-        _caches, default=()
-    )  #: on disk, of groups: rank and model ("1 Qwen3-32B-4bit")
-    reached: tuple[str, ...] = _f(
-        _reached, default=()
-    )  #: its own and the other address of each control link ("10.0.0.1 10.0.0.2")
-    by_hand: tuple[str, ...] = _f(_by_hand, default=())  #: its setting `rdma`
+    caches: tuple[str, ...] = _f(_caches, default=())  #: on disk: rank and model ("1 Qwen3-32B-4bit")
+    reached: tuple[str, ...] = _f(_reached, default=())  #: both addresses of each link ("10.0.0.1 10.0.0.2")
+    by_hand: tuple[str, ...] = _f(texts(MAX_BY_HAND, 200), default=())  #: its setting `rdma`
 
 
 # --- measurements of the collectives of one group of ranks -----------------------------------------------
@@ -194,7 +189,6 @@ class Beat(Message, number=0x31):
     healthy: bool = _f(boolean())
     pulse: int = _f(_count)  #: the highest received; the coordinator counts it up with each Beat
     draining: bool = _f(boolean(), default=False)  #: it is about to stop, and must not be counted on
-    short: bool = _f(boolean(), default=False)  #: it has less free memory than new requests need
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,9 +415,11 @@ class Serving(NodeRow, number=0x45):
     used: bool = _f(boolean(), default=False)  #: it was asked something since
 
 
-class GroupAssignment(Message, number=0x55):
-    """The coordinator to all: the ranks of a group of a deployment, which the owner, rank 0, forms."""
+class GroupAssignment(NodeRow, number=0x55):
+    """The coordinator's word: the ranks of a group of a deployment, which the owner, rank 0, forms."""
 
+    KEYS = ("group",)
+    MOST = 16 * MAX_MEMBERS  # as many groups as Macs may have ranks
     group: str = _f(group_id(MAX_GROUP_ID))
     deployment: str = _f(text(MAX_MODEL))
     term: int = _f(_count, default=0)
@@ -452,6 +448,10 @@ class LeftOutGroup(NodeRow, number=0x66):
     links: tuple[str, ...] = _f(texts(MAX_RANKS * (MAX_RANKS - 1) // 2, 200))  #: node, node, device, device
     reason: str = _f(_detail)
     over: bool = _f(boolean())  #: it may be planned again, but no group that runs is moved there
+
+
+class MemoryShortage(NodeRow, number=0x53):
+    """A Mac with less free memory than new requests need."""
 
 
 class TokenWanted(Message, number=0x46):
@@ -498,10 +498,11 @@ class FabricAnswer(Message, number=0x4B):
     results: tuple[FabricResult, ...] = _f(records(FabricResult, 0, 1), default=())
 
 
-@dataclass(frozen=True, slots=True)
-class Trip:
-    """Round-trip time to this node, in microseconds."""
+class RoundTrip(NodeRow, number=0x52):
+    """Round-trip time of the sender's link to this node, in microseconds."""
 
+    KEYS = ("node_id",)
+    MOST = MAX_MEMBERS
     node_id: str = _f(_id)
     us: int = _f(integer(0, MAX_TRIP_US))
 
@@ -511,7 +512,6 @@ class Echo(Message, number=0x51):
 
     asked_us: int = _f(_count)  #: time of the probe by the clock of the agent that sent it
     answer: bool = _f(boolean())
-    trips: tuple[Trip, ...] = _f(records(Trip, 0, MAX_MEMBERS))  #: of that agent's links
 
 
 class ModelHeld(NodeRow, number=0x60):
@@ -529,9 +529,11 @@ class ModelHeld(NodeRow, number=0x60):
     port: int = _f(integer(0, 65535))  #: that serves its files to other Macs, 0 for none
 
 
-class ModelLender(Message, number=0x61):
-    """The coordinator to all: this node has the model, or gets it from the Hub, for others to copy."""
+class ModelLender(NodeRow, number=0x61):
+    """The coordinator's word: this node has the model, or gets it from the Hub, for others to copy."""
 
+    KEYS = ("model",)
+    MOST = ModelHeld.MOST
     model: str = _f(text(MAX_MODEL))
     node_id: str = _f(_id)  #: empty when no node can get it
 

@@ -82,9 +82,7 @@ class FilesHeld(Message, number=0x65):
     """Reply to FilesWanted."""
 
     manifest: bytes = _f(binary(0, MAX_MANIFEST))  #: empty when there is nothing of the model
-    complete: bytes = _f(
-        binary(0, MAX_FILES)
-    )  #: a byte for each of its files in their order, 1 if all is here
+    complete: bytes = _f(binary(0, MAX_FILES))  #: a byte for each file in their order, 1 if all is here
     held: int = _f(integer(0, U63))  #: bytes of all files that are here
 
 

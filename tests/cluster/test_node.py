@@ -21,6 +21,7 @@ from mlxtp.errors import Code, GroupError, MlxtpError, UserError
 from mlxtp.gateway.admission import SystemMemory
 from mlxtp.groups.boot_record import BootRecord, save
 from mlxtp.groups.hosted_rank import HostedRank
+from mlxtp.groups.overview import ReplicaLoads
 from mlxtp.identity.join_protocol import JoinToken, TokenIssuer
 from mlxtp.models.inspect import ModelSource
 from mlxtp.placement import hardware
@@ -39,6 +40,7 @@ from mlxtp.wire.cluster_messages import (
     Machine,
     MachineWanted,
     Members,
+    MemoryShortage,
     ModelHeld,
     ModelLender,
     ModelStatus,
@@ -82,6 +84,7 @@ def test_only_the_owner_of_a_group_may_have_a_rank_of_it_started(tmp_path: Path,
         a, b = node.meet(A), node.meet(B)
         node.follow(a)
         order = Prepare(7, 1, "", "tiny", group=GROUP)
+        node.parts.node.desired.serve("tiny")
         node.hear_assigned(a, A)
         node.hear(b, order)
         [refused] = b.heard(RankTrouble)
@@ -105,21 +108,21 @@ def test_only_the_present_coordinator_assigns_groups_and_its_last_word_holds(
         a, b, groups = node.meet(A), node.meet(B), node.parts.groups
 
         def hear(link: Any, term: int, number: int, owner: str) -> str:
-            node.hear(link, GroupAssignment(GROUP, "tiny", term, number, (owner,)))
+            node.obey(link, GroupAssignment(GROUP, "tiny", term, number, (owner,)))
             return groups.known(GROUP).scope.assignment.owner
 
         assert hear(b, 5, 9, B) == ""
         node.follow(b)
-        assert hear(a, 5, 9, A) == ""
-        assert hear(b, 4, 9, B) == ""
+        assert hear(a, 5, 1, A) == B, "its word counts since it coordinates"
+        assert hear(b, 4, 9, A) == B
         assert hear(b, 5, 9, B) == B
         assert hear(b, 5, 8, A) == B
         assert hear(b, 5, 10, A) == A
         # Both claimed one term while they were separated. The smaller node id holds, and has assigned less.
         node.follow(a)
         assert hear(b, 5, 11, B) == A
-        assert hear(a, 5, 1, B) == B
-        assert hear(a, 5, 1, A) == B
+        assert hear(a, 5, 2, B) == B
+        assert hear(a, 5, 2, A) == B
 
     play(tmp_path, member, story)
 
@@ -366,26 +369,23 @@ def test_a_mac_for_which_there_is_no_room_ends_and_says_why(
 def test_who_is_short_of_memory_says_so_and_the_group_it_is_in_takes_nothing_new(
     tmp_path: Path, member: Member
 ) -> None:
-    def beat(short: bool) -> Beat:
-        return Beat(0, "", 0, 0, 0, True, 0, short=short)
-
     async def story(node: Node) -> None:
         a, b = node.meet(A), node.meet(B)
         node.hear(a, Serving(7, "ready", "", "ring", "ring", (A, B), 0, "tiny", 1, 4096, 512, ()))
-        node.hear(a, beat(short=False))
         assert node.parts.gateway.admission.elsewhere() == ""
-        node.hear(b, beat(short=True))
+        node.hear(b, MemoryShortage())
         assert node.parts.gateway.admission.elsewhere() == "mac-f"
-        node.hear(b, beat(short=False))
+        node.no_longer(b, MemoryShortage())
         assert node.parts.gateway.admission.elsewhere() == ""
-        node.hear(b, beat(short=True))
+        node.hear(b, MemoryShortage())
         node.hear(a, Serving(8, "ready", "", "ring", "ring", (A,), 0, "tiny", 1, 4096, 512, ()))
         assert node.parts.gateway.admission.elsewhere() == "", "it has no part of the model any more"
         gateway = node.parts.gateway
-        for free, short in ((1 << 20, True), (1 << 40, False)):
+        loads = ReplicaLoads(node.parts.node, gateway, node.parts.groups)
+        for free, over in ((1 << 20, []), (1 << 40, [MemoryShortage()])):
             gateway.admission.memory = lambda free=free: SystemMemory(free)
-            node.parts.node.gossip.beat()
-            assert a.heard(Beat)[-1].short is short
+            loads._report()
+            assert (a.heard(MemoryShortage), a.ended(MemoryShortage)) == ([MemoryShortage()], over)
 
     play(tmp_path, member, story)
 

@@ -12,11 +12,19 @@ from mlxtp.cluster.links import ReportTable
 from mlxtp.errors import LocalProtocolError
 from mlxtp.gateway.routing import GroupLoad
 from mlxtp.groups.overview import ReplicaLoad, ReplicaLoads
-from mlxtp.wire.cluster_messages import Beat, Machine, ModelStatus, Report, ReportsSent, StoredModel
+from mlxtp.wire.cluster_messages import (
+    Beat,
+    Machine,
+    ModelLender,
+    ModelStatus,
+    Report,
+    ReportsSent,
+    StoredModel,
+)
 from mlxtp.wire.codecs import NUMBERED, NodeRow, holding, integer, text
 from mlxtp.wire.frames import encode
 
-from ..groups.one_node import MACHINE, A, B, FakeLink, Node, play
+from ..groups.one_node import CLOCK, MACHINE, A, B, FakeLink, Node, play
 from ..wire.members import Member
 
 
@@ -200,6 +208,31 @@ def test_a_model_is_on_the_disk_of_who_reports_it(tmp_path: Path, member: Member
     play(tmp_path, member, story)
 
 
+def test_the_coordinator_alone_names_who_lends_a_model(tmp_path: Path, member: Member) -> None:
+    async def story(node: Node) -> None:
+        a, b, leadership = node.meet(A), node.meet(B), node.parts.node.leadership
+        node.follow(a)
+        job = node.parts.transfers.table.of("o/n")
+
+        def lender(link: FakeLink, node_id: str) -> str | None:
+            node.hear(link, ModelLender("o/n", node_id))
+            node.parts.transfers._election.decide(job)
+            return job.lender
+
+        assert lender(b, B) is None
+        assert lender(a, "e" * 32) is None, "that Mac is not here"
+        assert lender(a, B) == B
+        assert a.heard(ModelLender) == []
+        leadership._follow(leadership._next_claim(node.parts.node.node_id), CLOCK.now)
+        node.tick()
+        assert a.heard(ModelLender) == [ModelLender("o/n", B)]
+        node.follow(a, 99)
+        node.tick()
+        assert a.ended(ModelLender) == [ModelLender("o/n", B)]
+
+    play(tmp_path, member, story)
+
+
 class Ready(dict[str, Any]):
     def load_of(self, _name: str) -> GroupLoad:
         return GroupLoad(queued=9)
@@ -210,7 +243,9 @@ def test_work_is_reported_where_gateways_have_a_choice(tmp_path: Path, member: M
         a, several = node.meet(A), [0, 1]
         ready = Ready({"tiny#0": SimpleNamespace(here=True), "tiny#1": SimpleNamespace(here=False)})
         by_name = {"tiny": SimpleNamespace(groups=ready)}
-        gateway: Any = SimpleNamespace(deployments=SimpleNamespace(by_name=by_name))
+        gateway: Any = SimpleNamespace(
+            deployments=SimpleNamespace(by_name=by_name), admission=SimpleNamespace(short=False)
+        )
         groups: Any = SimpleNamespace(replicas_of=lambda _deployment: several)
         loads = ReplicaLoads(node.parts.node, gateway, groups)
         for _ in range(2):

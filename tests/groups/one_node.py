@@ -118,15 +118,7 @@ class Node:
 
     def __init__(self, member: Member, home: Path, machine: Machine | None = None, **changes: Any) -> None:
         chosen = Settings(home, "", 0, 1, "tiny", cluster=True, name="studio", **changes)
-        self.parts = build_parts(
-            ClusterNode(
-                chosen,
-                member.identity,
-                machine or MACHINE,
-                short=lambda: self.parts.gateway.admission.short,
-            ),
-            member.store,
-        )
+        self.parts = build_parts(ClusterNode(chosen, member.identity, machine or MACHINE), member.store)
         self.orders: list[tuple[str, Message]] = []
         self.parts.hosted.received = lambda host, order: self.orders.append((host, order))  # type: ignore[method-assign]
         self._numbers = iter(range(1, 10_000))
@@ -154,6 +146,11 @@ class Node:
                 self.parts.node.links.received(cast(Any, link), message)
             except MlxtpError:
                 link.close()
+
+    def obey(self, link: FakeLink, *assignments: GroupAssignment) -> None:
+        """Hear assignments, and take them in as the next round does."""
+        self.hear(link, *assignments)
+        self.parts.coordinator._follow()
 
     def no_longer(self, link: FakeLink, *rows: NodeRow) -> None:
         """The other end of this link has these rows no longer."""
@@ -197,7 +194,7 @@ class Node:
         term, deployment = self.parts.node.leadership.claim.term, group.rpartition("#")[0]
         ranks = (owner, *others) if owner else ()
         kind = RING_ETHERNET if others else ALONE
-        self.hear(link, GroupAssignment(group, deployment, term, next(self._numbers), ranks, kind))
+        self.obey(link, GroupAssignment(group, deployment, term, next(self._numbers), ranks, kind))
 
     def lead(self, source: ModelSource, machines: Mapping[str, Machine] = {}) -> None:
         """From now on this node coordinates, and has each model that is wanted, as all others have `tiny`.

@@ -111,7 +111,7 @@ def test_the_owner_forms_exactly_the_ranks_that_are_assigned(
     async def story(node: Node) -> None:
         here, a = node.parts.node.node_id, node.meet(A)
         follows(node, weights, machines, a, node.meet(B))
-        node.hear(a, GroupAssignment(GROUP, "tiny", 5, 1, (here, B, A), RING_ETHERNET, (2, 1, 1)))
+        node.obey(a, GroupAssignment(GROUP, "tiny", 5, 1, (here, B, A), RING_ETHERNET, (2, 1, 1)))
         form = GroupForm("tiny", (here, B, A), RING_ETHERNET, (2, 1, 1))
         assert node.group.controller.form() == (form, "")
         group, supervisor = begun(node), node.group.supervisor
@@ -121,7 +121,7 @@ def test_the_owner_forms_exactly_the_ranks_that_are_assigned(
         node.group.scope.broadcast()
         told = a.heard(Serving)[-1]
         assert (told.participants, told.kind) == ((here, B, A), RING_ETHERNET)
-        node.hear(a, GroupAssignment(GROUP, "tiny", 5, 2, (B, A), RING_ETHERNET))
+        node.obey(a, GroupAssignment(GROUP, "tiny", 5, 2, (B, A), RING_ETHERNET))
         assert node.group.controller.form() == (None, "tiny has enough other groups")
 
     play(tmp_path, member, story, machine=machines[""])
@@ -142,7 +142,7 @@ def test_ranks_that_lack_a_link_are_not_formed_and_say_so_until_it_is_there(
     async def story(node: Node) -> None:
         here, a = node.parts.node.node_id, node.meet(A)
         follows(node, weights, {}, a)
-        node.hear(a, GroupAssignment(GROUP, "tiny", 5, 1, (here, A), kind))
+        node.obey(a, GroupAssignment(GROUP, "tiny", 5, 1, (here, A), kind))
         plan = awaited(node.group)
         node.tick()
         assert node.group.waiting == "mac-a has not reported its machine"

@@ -411,7 +411,7 @@ def coordinates(node: Node, link: FakeLink, seconds: float) -> None:
 def nowhere(node: Node, link: FakeLink, model: str) -> None:
     """A, which coordinates, has no place for this model."""
     term = node.parts.node.leadership.claim.term
-    node.hear(link, GroupAssignment(f"{model}#0", model, term, 900, why=NO_ROOM))
+    node.obey(link, GroupAssignment(f"{model}#0", model, term, 900, why=NO_ROOM))
     node.tick(0.01)
 
 

@@ -85,7 +85,7 @@ def test_no_epoch_ends_for_a_place_that_cannot_be_wired(
         life.live(3)
         assert plan.done()
         reasons = pretend_ready(node)
-        node.hear(a, GroupAssignment(GROUP, "tiny", 5, 5000, (here, A), JACCL_MESH))
+        node.obey(a, GroupAssignment(GROUP, "tiny", 5, 5000, (here, A), JACCL_MESH))
         life.live(3)
         assert reasons == []
         node.group.supervisor._current = None

@@ -34,6 +34,7 @@ from mlxtp.wire.cluster_messages import (
     Machine,
     MachineWanted,
     Members,
+    MemoryShortage,
     ModelHeld,
     ModelLender,
     ModelPull,
@@ -50,12 +51,12 @@ from mlxtp.wire.cluster_messages import (
     ReportsSent,
     RosterEntry,
     RosterParting,
+    RoundTrip,
     Serving,
     StartRank,
     StoredModel,
     TokenIssued,
     TokenWanted,
-    Trip,
 )
 from mlxtp.wire.codecs import FieldCodec, NodeRow
 from mlxtp.wire.frames import messages
@@ -151,7 +152,7 @@ _PORT = Port(1, "en5", "AAAA-BBBB", "CCCC-DDDD", False, 80, "rdma_en5", True)
 
 _CONTROL_EXAMPLES: tuple[Message, ...] = (
     AgentHello(1, NODE, "ab" * 8, NODE, "studio", ("mlx=1",), (), ("10.0.0.1:52414",), ""),
-    Beat(3, NODE, 2, 5, 17, True, 40, True, True),
+    Beat(3, NODE, 2, 5, 17, True, 40, True),
     Deployments((_CHANGED, _REMOVED), 1, True),
     Members((_MEMBER,)),
     RosterParting("{}", False),
@@ -195,7 +196,9 @@ _CONTROL_EXAMPLES: tuple[Message, ...] = (
         (0.5, 2.0),
     ),
     FabricAnswer(b"n" * 16, ""),
-    Echo(4_000_000, False, (Trip(NODE, 310),)),
+    Echo(4_000_000, False),
+    RoundTrip(NODE, 310),
+    MemoryShortage(),
     ModelHeld("org/one", "ab" * 20, 3, 9, 100, True, "it is gated", 50000),
     ModelLender("org/one", NODE),
     ModelPull("org/one", "ab" * 20),
@@ -610,10 +613,9 @@ _STRATEGIES |= {
         *(_floats(2.0**-29, 2.0**13, 0, MAX_SIZES),) * 2,
     ),
     FabricAnswer: st.builds(FabricAnswer, st.binary(min_size=16, max_size=16), _text),
-    Echo: st.builds(
-        Echo, _count, st.booleans(),
-        st.lists(st.builds(Trip, _short, st.integers(0, MAX_TRIP_US)), max_size=MAX_MEMBERS).map(tuple),
-    ),
+    Echo: st.builds(Echo, _count, st.booleans()),
+    RoundTrip: st.builds(RoundTrip, _short, st.integers(0, MAX_TRIP_US)),
+    MemoryShortage: st.builds(MemoryShortage),
     ModelHeld: st.builds(
         ModelHeld, _text, _short, _count, _count, _count, st.booleans(), _text, st.integers(0, 65535)
     ),

@@ -375,8 +375,8 @@ def test_what_any_member_may_send_on_an_open_control_link() -> None:
     """A new message of agents is legal from every member: to name it here is the decision that it may be."""
     assert " ".join(sorted(kind.__name__ for kind in BOTH_WAYS)) == (
         "AuthorityHandover AuthorityKept Beat "
-        "Deployments Echo EndEpoch EpochEnded FabricAnswer FabricWanted GroupAssignment "
-        "MachineWanted Members ModelLender ModelPull "
+        "Deployments Echo EndEpoch EpochEnded FabricAnswer FabricWanted "
+        "MachineWanted Members ModelPull "
         "Prepare Prepared RankGathered RankPong RankSide RankStarted RankTrouble Report ReportsSent "
         "StartRank TokenIssued TokenWanted"
     )

@@ -21,6 +21,7 @@ from ..diagnostics.facts import (
     PortFacts,
     StageFacts,
 )
+from ..placement.probe_macos import UNKNOWN
 from ..wire.cluster_messages import Machine
 from .parts import AgentParts
 from .snapshot import ClusterSnapshot, MemberSnapshot, Snapshot, formations, gather
@@ -118,7 +119,7 @@ def agent_facts(now: Snapshot) -> AgentFacts:
         model=agent.model.id if agent.model is not None else "",
         has_rank=agent.in_epoch or now.hosted,
         left_wired=now.left_wired,
-        formations=formations(next((each.machine for each in cluster.members if each.here), None)),
+        formations=formations(next((x.machine for x in cluster.members if x.here and x.machine), UNKNOWN)),
         stages=tuple(
             StageFacts(rank, split[rank], pong.stats.stage_busy_us / 1e6, pong.stats.stage_waiting_us / 1e6)
             for rank, pong in pongs.items()

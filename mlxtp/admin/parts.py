@@ -82,14 +82,17 @@ _BEST = (
 
 @dataclass(frozen=True, slots=True)
 class GroupSnapshot:
-    """One group of a deployment, by its owner's report. `members` are node ids in rank order.
+    """One group of a deployment, by its owner's report. Counts are None where no owner reports them.
 
-    `why` is the reason why it is not ready. `running` of its `requests` have a first token. The speed is in
-    tokens per second. Counts are None where no owner reports them. `room` is that of its KV caches in
-    tokens, and 0 on other Macs than its owner. `split` has the layers of each rank of a pipeline.
-    `exposed` says that its tensors cross a network of others in the clear, if they do. `loaded` is the part
-    of the weights that ranks of this agent's epoch have loaded, in percent, None while none of them loads.
-    `faster` is a place where it would be much faster, in words.
+    why      reason why it is not ready
+    members  node ids in rank order
+    running  of its `requests`, those with a first token
+    speed    in tokens a second
+    room     of its KV caches in tokens; 0 on other Macs than its owner
+    split    layers of each rank of a pipeline
+    exposed  that its tensors cross a network of others in the clear, in words
+    loaded   percent of the weights that ranks of this agent's epoch have loaded, None while none loads
+    faster   a place where it would be much faster, in words
     """
 
     id: str
@@ -113,8 +116,6 @@ class GroupSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class DeploymentSnapshot:
-    """One deployment, and its groups in the order of their ids."""
-
     row: Deployment
     groups: tuple[GroupSnapshot, ...]
 
@@ -142,29 +143,25 @@ def deployments_of(parts: AgentParts, servings: Sequence[Serving]) -> tuple[Depl
         of.setdefault(serving.group, []).append(serving)
     here = parts.node.node_id if parts.node.alone else ""
     topology = parts.machines.topology(parts.node.settings.fabric_networks)
+
+    def snapshots(name: str) -> Iterator[GroupSnapshot]:
+        for each in parts.groups.replicas_of(name):
+            yield _group(each, of.get(each.scope.group, ()), here, topology)
+
     return tuple(
-        DeploymentSnapshot(
-            row,
-            tuple(
-                _group(each, of.get(each.scope.group, ()), here, topology)
-                for each in parts.groups.replicas_of(row.name)
-            ),
-        )
-        for row in parts.node.desired.table.live()
+        DeploymentSnapshot(row, tuple(snapshots(row.name))) for row in parts.node.desired.table.live()
     )
 
 
 def _group(group: Group, servings: Iterable[Serving], alone: str, topology: Topology) -> GroupSnapshot:
     """Return a group by its owner's report, if there is one, else as this member knows it."""
     scope, status = group.scope, group.supervisor.status
-    owner = scope.assignment.owner or alone
     # An owner of before may still end its epoch.
     serving = max(servings, key=lambda each: (each.state in SERVES, each.epoch), default=None)
     if serving is None or not serving.participants:
-        why = serving.reason if serving is not None else ""
-        state = serving.state if serving is not None else str(status.state)
-        own = status.reason.detail if status.reason is not None else ""
-        why = why or own or group.waiting
+        state, why = (serving.state, serving.reason) if serving is not None else (str(status.state), "")
+        why = why or (status.reason.detail if status.reason is not None else "") or group.waiting
+        owner = scope.assignment.owner or alone
         return GroupSnapshot(scope.group, state, why, owner, epoch=status.epoch, loaded=status.loaded)
     return GroupSnapshot(
         scope.group,
@@ -172,26 +169,21 @@ def _group(group: Group, servings: Iterable[Serving], alone: str, topology: Topo
         "" if serving.state == ServingState.READY else serving.reason,
         serving.participants[0],
         tuple(dict.fromkeys(serving.participants)),
-        serving.backend,
-        serving.kind,
-        serving.epoch,
-        serving.open_requests,
-        serving.running,
-        serving.speed if serving.state in SERVES else None,
-        serving.cached,
-        group.supervisor.kv.tokens if scope.owned or alone else 0,
-        serving.split,
-        exposed(serving.kind, serving.participants, topology),
-        status.loaded,
-        scope.assignment.faster,
+        **{
+            name: getattr(serving, name)
+            for name in ("backend", "kind", "epoch", "running", "cached", "split")
+        },
+        requests=serving.open_requests,
+        speed=serving.speed if serving.state in SERVES else None,
+        room=group.supervisor.kv.tokens if scope.owned or alone else 0,
+        exposed=exposed(serving.kind, serving.participants, topology),
+        loaded=status.loaded,
+        faster=scope.assignment.faster,
     )
 
 
 def deployments_rendered(deployments: Iterable[DeploymentSnapshot], names: Mapping[str, str]) -> list[Json]:
-    """Return the deployments, as `mlxtp status` and the page have them; see `docs/operations.md`.
-
-    `names` are those of members by node id.
-    """
+    """Return the deployments, as `mlxtp status` and the page have them. `names`: of members, by node id."""
     return [
         {
             **each.row.wishes(),
@@ -233,10 +225,7 @@ def _rendered(group: GroupSnapshot, names: Mapping[str, str]) -> Json:
 
 
 def use_of(group: str, pongs: Mapping[int, Pong], nodes: Sequence[str]) -> Json:
-    """Return the use of a group's caches in this epoch, by the names of `RankStats`.
-
-    Takes the newest heartbeats of its ranks, of which there is one at least; `nodes` has their Macs.
-    """
+    """Return the use of a group's caches in this epoch, by the names of `RankStats`; `nodes`: its Macs."""
     stats = {rank: pong.stats for rank, pong in sorted(pongs.items())}
     macs = {nodes[rank] if len(nodes) > 1 else "": each for rank, each in stats.items()}
     return {"group": group, **of_group(stats.values(), macs.values())}
@@ -265,9 +254,10 @@ PROPOSERS = ("lookup", "mtp", "draft")  #: In the order of `RankStats`.
 class GroupDrafts:
     """Drafts of one group in this epoch, by the newest heartbeat of rank 0.
 
-    `drafted` and `accepted` are tokens by proposer. `width` is the number of tokens that a decode step feeds
-    its widest row, on average; 0 before the first one. `gain`: tokens a second of recent steps, in those of
-    steps without drafts as they were measured; 0 where nothing was. `note`: why no draft can come, or "".
+    drafted  tokens by proposer; `accepted`: those of them that were right
+    width    tokens that a decode step feeds its widest row, on average; 0 before the first one
+    gain     tokens a second of recent steps, in those of steps without drafts; 0 where nothing was measured
+    note     why no draft can come; empty if one can
     """
 
     group: str
@@ -279,7 +269,7 @@ class GroupDrafts:
 
 
 def drafts_of(group: str, pong: Pong, speculation: str) -> GroupDrafts:
-    """Return what rank 0's heartbeat `pong` says of drafts; `speculation` is the setting."""
+    """Return the drafts by rank 0's heartbeat; `speculation` is the setting."""
     stats, lacks = pong.stats, speculation == "mtp" and bool(pong.model) and not pong.stats.mtp
     return GroupDrafts(
         group,
@@ -306,10 +296,12 @@ MOST_SHOWN = 64  #: Requests that are shown.
 class RunningRequest:
     """One open request, of a client of this agent (`here`) or of another one. Counts are in tokens.
 
-    `number` names it as long as it is open. `group` is the id of the group that has it, empty while none has.
-    `phase` is "waiting" (in a queue), "restarting" (for a group), "reading" or "writing". Of its `prompt` so
-    many are `read`; so many were `cached`, None while unknown, and of other agents' requests. `tokens` of
-    its answer have come. `owner` is the hash of its client's key, which no viewer gets.
+    number  its name as long as it is open
+    group   id of the group that has it; empty while none has
+    phase   "waiting" (in a queue), "restarting" (for a group), "reading" or "writing"
+    read    of its `prompt`; `cached` of it: None while unknown, and of other agents' requests
+    tokens  of its answer that have come
+    owner   hash of its client's key, which no viewer gets
     """
 
     number: int
@@ -326,27 +318,20 @@ class RunningRequest:
 
 def running_requests(deployments: ServedDeployments) -> tuple[RunningRequest, ...]:
     """Return the open requests, the oldest first, without those that the agent itself makes."""
-    found = [
-        _running(request, name)
-        for name, each in deployments.by_name.items()
-        for request in _of_clients(each.requests)
-    ]
+    every = [(request, name) for name, each in deployments.by_name.items() for request in each.requests]
+    found = [_running(*each) for each in every if _is_of_a_client(each[0])]
     return tuple(sorted(found, key=lambda each: each.number)[:MOST_SHOWN])
 
 
 def senders(deployments: ServedDeployments) -> list[Json]:
     """Return key and program of each open request of this agent's clients. Only some readers may see them."""
-    found: list[Json] = []
-    for request in _of_clients(deployments.requests):
-        if (account := _account(request)) is not None:
-            found.append({"number": request.number, "key": account.key, "app": account.app})
-    return found[:MOST_SHOWN]
+    found = ((request.number, _account(request)) for request in deployments.requests)
+    known = [(number, account) for number, account in found if account is not None]
+    return [{"number": number, "key": each.key, "app": each.app} for number, each in known[:MOST_SHOWN]]
 
 
-def _of_clients(requests: Iterable[OpenRequest]) -> Iterator[OpenRequest]:
-    for each in requests:
-        if not isinstance(each, ClientRequest) or each.watch is not UNWATCHED:
-            yield each
+def _is_of_a_client(request: OpenRequest) -> bool:
+    return not isinstance(request, ClientRequest) or request.watch is not UNWATCHED
 
 
 def _running(request: OpenRequest, name: str) -> RunningRequest:
@@ -360,8 +345,7 @@ def _running(request: OpenRequest, name: str) -> RunningRequest:
         phase = "writing" if request.came else "reading" if request.uid else "waiting"
         read = max(prompt - request.left, 0)
     read = prompt if phase == "writing" else min(read, prompt)
-    here = isinstance(request, ClientRequest)
-    account = _account(request)
+    here, account = isinstance(request, ClientRequest), _account(request)
     owner = account.key_hash if account is not None else ""
     return RunningRequest(
         request.number, name, request.group, phase, prompt, read, cached, request.got, here, owner

@@ -25,7 +25,8 @@ from ..groups.history import MOST, EpochStory, RateMeter
 from ..groups.process_group import EpochGroup
 from ..placement.cost_model import JACCL_MESH, RING_LOOPBACK
 from ..placement.faults import REPLUG
-from ..placement.topology import NETWORKS, Topology
+from ..placement.probe_macos import UNKNOWN
+from ..placement.topology import THUNDERBOLT, Topology
 from ..wire.cluster_messages import FabricResult, Machine, ModelStatus, RosterEntry, Serving
 from ..wire.messages import Pong
 from ..wire.rank_stats import figures, shown
@@ -46,12 +47,12 @@ from .parts import (
 
 @dataclass(frozen=True, slots=True)
 class AgentSnapshot:
-    """One agent's own requests, epoch and ranks.
+    """One agent's own requests, epoch and ranks. `in_epoch`, `proof`, `slow_link` are the supervisor's.
 
-    `pongs` are the newest heartbeats by rank, None where rank 0 is on another Mac; `pids` are those of local
-    ranks, `processes` those of all groups' ranks here by group. `phases` count open requests, as in
-    `dispatcher.PHASES`; `tokens` are all that were ever confirmed.
-    `in_epoch`, `proof` and `slow_link` are the supervisor's.
+    pongs   newest heartbeats by rank, None where rank 0 is on another Mac
+    pids    those of local ranks; `processes`: of all groups' ranks here, by group
+    phases  counts of open requests, as in `dispatcher.PHASES`
+    tokens  all that were ever confirmed
     """
 
     health: Health
@@ -73,10 +74,10 @@ class AgentSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class MemberSnapshot:
-    """One member. `rank` is its rank in a group that is ready; `address` is its link's, "" without a link.
+    """One member. `rank`: its rank in a group that is ready; `address`: its link's, "" without a link.
 
-    `called`: it opened a link to this Mac. `held_bytes` of its memory are held by ranks. `refused` is why it
-    or this Mac refused the other last; empty with a link.
+    `called`: it opened a link to this Mac. `held_bytes` of its memory are held by ranks. `admitted_by`: name
+    of the member that admitted it. `refused`: why it or this Mac refused the other last; "" with a link.
     """
 
     node_id: str
@@ -93,7 +94,7 @@ class MemberSnapshot:
     model: ModelStatus | None
     model_progress: str
     entry: RosterEntry
-    admitted_by: str  #: Name of the member that admitted it, if one did.
+    admitted_by: str
     held_bytes: int = 0
     refused: str = ""
 
@@ -102,8 +103,8 @@ class MemberSnapshot:
 class NodeLink:
     """The best link of two nodes: RDMA on a cable, else the fastest network.
 
-    `mbps` is the speed reported by the slower end. `trip_us` is the round-trip time of the agents' messages,
-    by the network of their control link, which may be another one.
+    `mbps` as the slower end reports it. `trip_us`: round trip of the agents' messages, perhaps over another
+    network.
     """
 
     a: str
@@ -135,11 +136,13 @@ class ClusterSnapshot:
 class Snapshot:
     """All facts of one moment.
 
-    `shown` is the id of the group that this agent shows. `participants` are its node ids, in rank order; ()
-    without a group. `serving` is the report of it, `measured` the measurement of its fabric. `hosted`: a rank
-    of another Mac's group is here. `model_bytes` is the disk size of the weights that are served, or about to
-    be. `transfers` are the models on their way to a member, see `TransferCoordinator.under_way_anywhere`.
-    `history` has the epochs of all groups, each with the id of its group, the newest first.
+    shown         id of the group that this agent shows
+    participants  its node ids in rank order; () without a group
+    serving       the report of it; `measured`: the measurement of its fabric
+    hosted        a rank of another Mac's group is here
+    model_bytes   disk size of the weights that are served, or about to be
+    history       epochs of all groups, the newest first, each behind the id of its group
+    transfers     models on their way to a member, as in `TransferCoordinator.under_way_anywhere`
     """
 
     node_id: str
@@ -163,7 +166,6 @@ class Snapshot:
 
 
 def gather(parts: AgentParts) -> Snapshot:
-    """Return all facts as they are now."""
     node, group = parts.node, parts.groups.shown
     agent = gather_agent(parts)
     servings = parts.groups.reports()
@@ -264,7 +266,7 @@ def _cluster(parts: AgentParts, servings: Sequence[Serving]) -> ClusterSnapshot:
 def _member(parts: AgentParts, entry: RosterEntry, rank: int | None) -> MemberSnapshot:
     node, node_id = parts.node, entry.node_id
     here, link = node_id == node.node_id, node.links.to(node_id)
-    desired = parts.groups.shown.scope.model
+    desired, table = parts.groups.shown.scope.model, node.links.reports
     return MemberSnapshot(
         node_id=node_id,
         name=node.name_of(node_id),
@@ -276,8 +278,8 @@ def _member(parts: AgentParts, entry: RosterEntry, rank: int | None) -> MemberSn
         address=link.remote if link is not None else "",
         called=any(each.node_id == node_id and not each.dialled for each in node.links.links()),
         http=node.introduction.http if here else node.peer_info.https.get(node_id, ""),
-        machine=node.links.reports.of(Machine).get(node_id),
-        model=desired.status if here else node.links.reports.of(ModelStatus, desired.name).get(node_id),
+        machine=table.of(Machine).get(node_id),
+        model=desired.status if here else table.of(ModelStatus, desired.name).get(node_id),
         model_progress=parts.transfers.progress_text(desired.name, node_id),
         entry=entry,
         admitted_by=node.name_of(entry.admitted_by) if entry.admitted_by else "",
@@ -294,12 +296,10 @@ def links(
     for a, b in combinations(sorted(nodes), 2):
         trip = trip_us(a, b)
         if topology.rdma(a, b) is not None:
-            found.append(NodeLink(a, b, trip, "thunderbolt", rdma=True, mbps=None))
-            continue
-        for network in NETWORKS:
-            if (link := topology.tcp(network, a, b)) is not None:
-                found.append(NodeLink(a, b, trip, network, rdma=False, mbps=link.mbps or None))
-                break
+            found.append(NodeLink(a, b, trip, THUNDERBOLT, rdma=True, mbps=None))
+        else:
+            for link in topology.fastest(a, b)[:1]:
+                found.append(NodeLink(a, b, trip, link.network, rdma=False, mbps=link.mbps or None))
     return found
 
 
@@ -368,44 +368,36 @@ def _among_others(now: Snapshot) -> Json:
 
 def members(cluster: ClusterSnapshot) -> list[Json]:
     """Return the members, as `mlxtp status` and `mlxtp cluster members` have them."""
+    groups = [group for each in cluster.deployments for group in each.groups]
     return [
         {
-            "node_id": each.node_id,
-            "name": each.name,
-            "state": each.state,
-            "draining": each.draining,
+            **{name: getattr(each, name) for name in _OF_A_MEMBER},
             "self": each.here,
-            "coordinator": each.coordinator,
-            "rank": each.rank,
-            "works_for": _works_for(cluster, each.node_id),
-            "address": each.address,
-            "http": each.http,
-            "chip": each.machine.chip if each.machine is not None else "",
-            "memory_bytes": each.machine.memory_bytes if each.machine is not None else 0,
-            "notes": list(each.machine.notes) if each.machine is not None else [],
-            "formations": formations(each.machine),
+            "works_for": [group.id for group in groups if each.node_id in group.members],
+            "chip": (machine := each.machine or UNKNOWN).chip,
+            "memory_bytes": machine.memory_bytes,
+            "notes": list(machine.notes),
+            "formations": formations(machine),
             "admitted_by": each.entry.admitted_by,
             "admitted_by_name": each.admitted_by,
             "joined_from": each.entry.address,
             "joined_at": each.entry.at,
             "holds_authority": is_holder(each.entry),
             "model_problem": each.model.problem if each.model is not None else "",
-            "refused": each.refused,
-            "model_progress": each.model_progress,
         }
         for each in cluster.members
     ]
 
 
-def formations(machine: Machine | None) -> dict[str, int]:
+_OF_A_MEMBER = (
+    "node_id", "name", "state", "draining", "coordinator", "rank", "address", "http", "refused",
+    "model_progress",
+)  # fmt: skip
+
+
+def formations(machine: Machine) -> dict[str, int]:
     """Return the attempts to form a JACCL group since a Mac started, by RDMA device."""
-    ports = machine.ports if machine is not None else ()
-    return {port.rdma: port.formations for port in ports if port.formations}
-
-
-def _works_for(cluster: ClusterSnapshot, node_id: str) -> list[str]:
-    groups = [group for each in cluster.deployments for group in each.groups]
-    return [each.id for each in groups if node_id in each.members]
+    return {port.rdma: port.formations for port in machine.ports if port.formations}
 
 
 # --- the page, and `mlxtp status --watch` ----------------------------------------------------------------
@@ -498,17 +490,16 @@ def _fabric(now: Snapshot) -> Json | None:
 
 def _ranks(now: Snapshot) -> list[Json]:
     """Return every rank of the group. Figures are None on an agent that receives no heartbeats of it."""
+    pongs, unknown = now.agent.pongs or {}, dict.fromkeys(("phase", "in_flight", *figures()))
     known = {
-        rank: {"phase": pong.phase, "in_flight": pong.in_flight, **shown(pong.stats)}
-        for rank, pong in (now.agent.pongs or {}).items()
+        rank: {"phase": p.phase, "in_flight": p.in_flight, **shown(p.stats)} for rank, p in pongs.items()
     }
-    unknown = dict.fromkeys(("phase", "in_flight", *figures()))
     return [
         {"rank": rank, "node": node, **known.get(rank, unknown)} for rank, node in enumerate(now.participants)
     ]
 
 
-#: Fields of a member that the page has, and those of them that are None there instead of empty.
+#: Fields of a member that the page has, and those that are None there instead of empty.
 _OF_A_NODE = ("node_id", "name", "state", "self", "coordinator", "draining", "notes", "works_for")
 _OR_NONE = ("address", "chip", "memory_bytes", "model_problem", "model_progress", "refused")
 
@@ -519,7 +510,7 @@ def _nodes(cluster: ClusterSnapshot) -> list[Json]:
             **{name: row[name] for name in _OF_A_NODE},
             **{name: row[name] or None for name in _OR_NONE},
             # In steps of 256 MiB, so that an idle Mac is no news every ten seconds.
-            "free_bytes": each.machine.free_bytes >> 28 << 28 or None if each.machine is not None else None,
+            "free_bytes": (each.machine or UNKNOWN).free_bytes >> 28 << 28 or None,
             "held_bytes": each.held_bytes,
         }
         for each, row in zip(cluster.members, members(cluster), strict=True)

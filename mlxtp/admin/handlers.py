@@ -280,12 +280,10 @@ class ModelHandlers:
         return "it is served here; `mlxtp unload`, or stop `mlxtp node`, first" if in_use else ""
 
     def _in_use(self, repo: Repo) -> str:
-        parts = self._parts
-        if parts.transfers.is_getting(repo.name):
+        if self._parts.transfers.is_getting(repo.name):
             return COMING
-        if _has_one(repo, tuple(parts.hosted.models)):
-            return "a rank of this Mac has it open; `mlxtp unload` first"
-        in_use = any(_has_one(repo, paths) for paths in self._open_here(also_last=False))
+        opened = (*self._open_here(also_last=False), tuple(self._parts.hosted.models))
+        in_use = any(_has_one(repo, paths) for paths in opened)
         return "a rank of this Mac has it open; `mlxtp unload` first" if in_use else ""
 
     def _open_here(self, *, also_last: bool) -> Iterator[tuple[Path | None, ...]]:
@@ -323,21 +321,18 @@ class MemberHandlers:
         Raises UserError while no disk at all can have it.
         """
         self._check_cluster()
-        parts, node_id = self._parts, self._other(verb.node, former=True)
-        roster, let_in = parts.node.replica.roster, self._admitted(node_id)
+        node, node_id = self._parts.node, self._other(verb.node, former=True)
+        roster, let_in = node.replica.roster, self._admitted(node_id)
         members = roster.members()
-        name = parts.node.name_of(node_id) if node_id in members else verb.node
+        name = node.name_of(node_id) if node_id in members else verb.node
         gone = [node_id, *(each["node_id"] for each in let_in if verb.with_admitted)]
-        held = [parts.node.name_of(each) for each in roster.holders() if each in gone]
-        if node_id not in members and any(
-            each.node_id == node_id and is_holder(each) for each in roster.entries
-        ):
-            held.append(name)
-        parts.node.enrolment.remove(*(each for each in gone if each in members))
-        others = parts.node.replica.roster.members().keys() - {parts.node.node_id}
-        there = others & parts.node.links.nodes()
-        saved_by = await parts.node.saved_elsewhere() if there else []
-        if (problem := await parts.node.save()) and not saved_by:
+        held = [node.name_of(each) for each in roster.holders() if each in gone]
+        former = () if node_id in members else roster.entries
+        held += [name] * any(each.node_id == node_id and is_holder(each) for each in former)
+        node.enrolment.remove(*(each for each in gone if each in members))
+        others = node.replica.roster.members().keys() - {node.node_id}
+        saved_by = await node.saved_elsewhere() if others & node.links.nodes() else []
+        if (problem := await node.save()) and not saved_by:
             raise UserError(
                 f"{name} is removed until this agent restarts, as no disk has that yet. {problem}. Free "
                 "space there, and run this command again; the agent itself tries again, too"
@@ -349,23 +344,23 @@ class MemberHandlers:
             "with_admitted": verb.with_admitted,
             "held_authority": held,
             "others": len(others),
-            "saved_by": [parts.node.name_of(each) for each in saved_by],
+            "saved_by": [node.name_of(each) for each in saved_by],
             "problem": problem,
         }
 
     def leave(self, verb: verbs.LeaveCluster) -> Json:
         self._check_cluster()
-        parts = self._parts
-        roster, self_id = parts.node.replica.roster, parts.node.node_id
+        node = self._parts.node
+        roster, self_id = node.replica.roster, node.node_id
         others = [each for each in roster.members() if each != self_id]
-        last = parts.node.identity.authority is not None and not set(roster.holders()) - {self_id}
+        last = node.identity.authority is not None and not set(roster.holders()) - {self_id}
         if others and last and not verb.force:
             raise UserError(LAST_HOLDER)
         if others:
-            parts.node.enrolment.remove(self_id)
+            node.enrolment.remove(self_id)
         self._store.leave()
-        parts.node.end()
-        return {"left": parts.node.identity.cluster_id, "members": len(others)}
+        node.end()
+        return {"left": node.identity.cluster_id, "members": len(others)}
 
     async def hand_over(self, verb: verbs.HandOver) -> Json:
         self._check_cluster()
@@ -377,21 +372,13 @@ class MemberHandlers:
         if verb.sure and verb.move:
             await parts.authority.give_up()
         names = [parts.node.name_of(each) for each in parts.node.replica.roster.holders()]
-        return {
-            "name": parts.node.name_of(node_id),
-            "node_id": node_id,
-            "moved": verb.move,
-            "holders": names,
-        }
+        name = parts.node.name_of(node_id)
+        return {"name": name, "node_id": node_id, "moved": verb.move, "holders": names}
 
     def _admitted(self, node_id: str) -> list[dict[str, str]]:
-        parts = self._parts
-        found = parts.node.replica.roster.let_in(node_id)
-        return [
-            {"node_id": each, "name": parts.node.name_of(each)}
-            for each in found
-            if each != parts.node.node_id
-        ]
+        node = self._parts.node
+        others = [each for each in node.replica.roster.let_in(node_id) if each != node.node_id]
+        return [{"node_id": each, "name": node.name_of(each)} for each in others]
 
     def _other(
         self,
@@ -408,9 +395,8 @@ class MemberHandlers:
         here = self._parts.node
         found = _members_called(here, node)
         if former and not found:
-            gone = [each for each in here.replica.roster.entries if each.removed]
-            gone = [each for each in gone if each.name == node or each.node_id.startswith(node)]
-            found = [each.node_id for each in sorted(gone, key=lambda each: each.removed_in)[-1:]]
+            gone = sorted((e for e in here.replica.roster.entries if e.removed), key=lambda e: e.removed_in)
+            found = [e.node_id for e in gone if e.name == node or e.node_id.startswith(node)][-1:]
         if not node or len(found) != 1:
             members = here.replica.roster.members().items()
             known = ", ".join(f"{entry.name} ({each[:8]})" for each, entry in members)
@@ -456,9 +442,9 @@ def announced(home: Path, url: str, key: str, certificate: str = "") -> Iterator
 
 
 def announce(home: Path, url: str, key: str, certificate: str = "") -> None:
-    """Write the agent's URL, its key, and its `certificate` (PEM) for HTTPS to a file in the home.
+    """Write the agent's URL, its key, and its certificate (PEM, empty for HTTP) to a file in the home.
 
-    `certificate` is empty for HTTP. Raises ConfigError when the home cannot be written.
+    Raises ConfigError when the home cannot be written.
     """
     path = home / FILE
     draft = path.with_suffix(".draft")
@@ -479,11 +465,8 @@ class CacheHandlers:
 
     async def kept(self, _: verbs.ListCaches) -> Json:
         settings = self._parts.node.settings
-        return {
-            "groups": list(caches_of(self._parts)),
-            "elsewhere": self._elsewhere(""),
-            "disk": await asyncio.to_thread(disk_cache.listed, settings.home, settings.cache_disk),
-        }
+        disk = await asyncio.to_thread(disk_cache.listed, settings.home, settings.cache_disk)
+        return {"groups": list(caches_of(self._parts)), "elsewhere": self._elsewhere(""), "disk": disk}
 
     async def clear(self, verb: verbs.ClearCaches) -> Json:
         """Return what was dropped, the groups that other Macs own, and Macs whose disks may still have some.
@@ -496,12 +479,13 @@ class CacheHandlers:
         name, groups, removed = name_of(model), [], []
         if where != "disk":
             groups = [each for each in with_ranks(self._parts) if name in ("", each.scope.deployment)]
-        kept = [cache_use(group) for group in groups]
+        kept, node = [cache_use(group) for group in groups], self._parts.node
+        other_macs = sorted(map(node.name_of, node.replica.roster.members().keys() - {node.node_id}))
         for group in groups:
             await group.supervisor.kv.clear()
             self._parts.gateway.deployments.forget_prefixes(group.scope.group)
         if where != "memory":
-            folder = disk_cache.folder_in(self._parts.node.settings.home)
+            folder = disk_cache.folder_in(node.settings.home)
             removed = await asyncio.to_thread(disk_cache.clear, folder, model, agent_runs=True)
         if not groups and not removed and where != "disk":
             raise UserError(none_kept(model, where, served=bool(self._elsewhere(name))))
@@ -509,27 +493,19 @@ class CacheHandlers:
             "groups": kept,
             "disk": disk_cache.by_model(removed),
             "elsewhere": self._elsewhere(name) if where != "disk" else [],
-            "other_macs": self._other_macs() if where != "memory" else [],
+            "other_macs": other_macs if where != "memory" else [],
         }
-
-    def _other_macs(self) -> list[str]:
-        node = self._parts.node
-        return sorted(node.name_of(each) for each in node.replica.roster.members() if each != node.node_id)
 
     def _elsewhere(self, name: str) -> list[Json]:
         """Return the groups of a deployment, or of all, that another Mac owns."""
         here = {each.scope.group for each in with_ranks(self._parts)}
         found = deployments_of(self._parts, self._parts.groups.reports())
+        groups = [group for each in found if name in ("", each.row.name) for group in each.groups]
+        named = self._parts.node.name_of
         return [
-            {
-                "group": group.id,
-                "owner": self._parts.node.name_of(group.owner),
-                "cached_tokens": group.cached,
-            }
-            for each in found
-            if name in ("", each.row.name)
-            for group in each.groups
-            if group.members and group.id not in here
+            {"group": each.id, "owner": named(each.owner), "cached_tokens": each.cached}
+            for each in groups
+            if each.members and each.id not in here
         ]
 
 
@@ -541,9 +517,8 @@ def none_kept(model: str, where: str, *, served: bool) -> str:
             f"{what} on this Mac, so nothing of it is kept here; `mlxtp status` names the owner of each "
             "group: clear it there"
         )
-    what = model or "no model"
     if where == "memory":
-        return f"{what} is {'not ' if model else ''}served"
-    return (
-        f"{what} is {'neither' if model else 'either'} served {'nor' if model else 'or'} on this Mac's disk"
-    )
+        return f"{model} is not served" if model else "no model is served"
+    if model:
+        return f"{model} is neither served nor on this Mac's disk"
+    return "no model is either served or on this Mac's disk"

@@ -194,6 +194,7 @@ def test_what_a_service_command_says_to_programs(mac: Mac, agent: Agent) -> None
     assert [step["path"] for step in steps if step["do"] == "write"] == [str(mac.plist)]
     assert plistlib.loads(next(step["text"] for step in steps if step["do"] == "write").encode())
     assert {"/bin/launchctl"} == {step["argv"][0] for step in steps[1:] if step["do"] == "run"}
+    assert list(steps[-1]) == ["do", "argv", "user", "fine", "again"]
     installed = told("service", "install")
     assert (installed["changed"], installed["pid"], installed["agent"]) == (True, 4711, "ready")
     assert not told("service", "install")["changed"]

@@ -39,8 +39,8 @@ LEFT: Mapping[str, int] = {
 }
 MOST_LINES: Mapping[str, int] = {
     "": 3_930,
-    "admin": 1_870,
-    "api": 10_158,
+    "admin": 1_821,
+    "api": 9_825,
     "cli": 5_628,
     "cluster": 4_953,
     "diagnostics": 2_407,
@@ -52,7 +52,7 @@ MOST_LINES: Mapping[str, int] = {
     "models": 3_420,
     "placement": 4_455,
     "service": 630,
-    "text": 5_232,
+    "text": 5_233,
     "wire": 3_996,
 }
 """Lines of each package; those of files beside the packages are "". A commit that adds some says why."""

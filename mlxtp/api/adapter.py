@@ -1,14 +1,14 @@
-"""Interface of an HTTP dialect: from its body to a `GenerationRequest`, from events to its answers.
+"""Interface of an HTTP dialect: from its body to a `GenerationRequest`, from events to its answers. Pure.
 
-Each dialect is one object with these methods and its routes (`generation.Adapter`), listed in `app.adapters`.
-`generation.py` handles the rest: models, tokens, queues, clients that leave, keep-alive, failures.
-`GET /openapi.json` describes the operations of all dialects, with the schemas that check bodies. Errors get
-their status, their body and the dialect's names of fields here. Pure.
+Each dialect is one object (`generation.Adapter`), listed in `app.adapters`. `generation.py` handles the rest:
+models, tokens, queues, clients that leave, keep-alive, failures.
 """
 
 from __future__ import annotations
 
+import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -31,10 +31,10 @@ _REFERENCE = "#/components/schemas/{model}"
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One method of one path. `body`: a model or a dataclass; None: it takes none.
+    """One method of one path of a route. `summary`: empty for one that is not described.
 
-    `stream` is the media type of an answer that may come in pieces, `media` that of any other. `always`: the
-    status of an operation that refuses every request.
+    `body`: a model or a dataclass; None: it takes none. `stream` is the media type of an answer that may come
+    in pieces, `media` that of any other. `always`: the status of an operation that refuses every request.
     """
 
     method: str
@@ -48,7 +48,7 @@ class Operation:
 
 def document(operations: Iterable[Operation], version: str) -> Json:
     """Return the OpenAPI document (3.1)."""
-    operations = tuple(operations)
+    operations = [each for each in operations if each.summary]
     bodies: dict[Any, TypeAdapter[Any]] = {
         each.body: TypeAdapter(each.body) for each in operations if each.body is not None
     }
@@ -57,7 +57,8 @@ def document(operations: Iterable[Operation], version: str) -> Json:
     )
     paths: dict[str, Json] = {}
     for each in operations:
-        paths.setdefault(each.path, {})[each.method.lower()] = _operation(each, references)
+        path = each.path.replace(":path", "")
+        paths.setdefault(path, {})[each.method.lower()] = _operation(each, path, references)
     return {
         "openapi": "3.1.0",
         "info": {"title": "mlxtp", "version": version},
@@ -70,10 +71,10 @@ def document(operations: Iterable[Operation], version: str) -> Json:
     }
 
 
-def _operation(operation: Operation, references: Any) -> Json:
-    described: Json = {"summary": operation.summary, "operationId": _id(operation)}
-    names = [part[1:-1] for part in operation.path.split("/") if part.startswith("{")]
-    if names:
+def _operation(operation: Operation, path: str, references: Any) -> Json:
+    words = re.sub("[/.]", "_", re.sub("[{}]", "", path).strip("/"))
+    described: Json = {"summary": operation.summary, "operationId": f"{operation.method.lower()}_{words}"}
+    if names := [part[1:-1] for part in path.split("/") if part.startswith("{")]:
         described["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
             for name in names
@@ -82,7 +83,11 @@ def _operation(operation: Operation, references: Any) -> Json:
         schema = references[operation.body, "validation"]
         described["requestBody"] = {"required": True, "content": {_JSON: {"schema": schema}}}
     refused: Json = {_JSON: {}}
-    first = {"200": {"description": "the answer", "content": _content(operation)}}
+    text: Json = {"schema": {"type": "string"}}
+    content: Json = {operation.media: {} if operation.media == _JSON else text}
+    if operation.stream:
+        content[operation.stream] = text
+    first = {"200": {"description": "the answer", "content": content}}
     if operation.always:
         first = {str(operation.always): {"description": "refused, always", "content": refused}}
     described["responses"] = {
@@ -93,19 +98,6 @@ def _operation(operation: Operation, references: Any) -> Json:
     return described
 
 
-def _content(operation: Operation) -> Json:
-    text: Json = {"schema": {"type": "string"}}
-    content: Json = {operation.media: {} if operation.media == _JSON else text}
-    if operation.stream:
-        content[operation.stream] = text
-    return content
-
-
-def _id(operation: Operation) -> str:
-    words = operation.path.replace("{", "").replace("}", "").strip("/").replace("/", "_").replace(".", "_")
-    return f"{operation.method.lower()}_{words}"
-
-
 # --- dialects ---------------------------------------------------------------------------------------------
 
 
@@ -113,17 +105,23 @@ SSE = "text/event-stream"
 NDJSON = "application/x-ndjson"
 
 
+def compact(data: Any) -> bytes:
+    """Encode as ASCII: a model may write half a character, and some clients break lines at U+2028."""
+    return json.dumps(data, separators=(",", ":")).encode()
+
+
+def named_event(data: Json) -> bytes:
+    """Return a server-sent event with the name that is its type."""
+    return b"event: %b\ndata: %b\n\n" % (data["type"].encode(), compact(data))
+
+
 @dataclass(slots=True)
 class About:
     """Facts that all parts of one answer share.
 
-    `id` is 32 hexadecimal digits. `created` in seconds since 1970. `prompt_tokens`: of each prompt.
-    `prompts`: each prompt's text, for prompts that are continued; a conversation has none. `names` maps a
-    token to its text when shown alone, and its bytes. `group` is the id of the group that began the answer;
-    empty before, or where unknown.
-
-    A stream may begin before the model is loaded. Until then each of `prompt_tokens` is 0, and `prompts` is
-    empty.
+    `id` is 32 hexadecimal digits. `created` in seconds since 1970. `prompt_tokens`: of each prompt; 0 until
+    the model is loaded. `prompts`: the text of each that is continued. `names` maps a token to its text when
+    shown alone, and its bytes. `group` is the id of the group that began the answer; empty where unknown.
     """
 
     id: str
@@ -146,7 +144,6 @@ class AnswerWriter(Protocol):
 
     def open(self) -> bytes:
         """Return the part that is sent with the headers. `About` may be incomplete."""
-        ...
 
     def begin(self) -> bytes:
         """Return the part before the first event. `About` is complete from here on."""
@@ -155,41 +152,38 @@ class AnswerWriter(Protocol):
     def write(self, event: AnswerEvent) -> bytes: ...
     def close(self) -> bytes:
         """Return the last part, after every choice has had its `Finish`."""
-        ...
 
     def fail(self, error: MlxtpError) -> bytes:
         """Return the last part of a failed answer, instead of `close`. The whole must not look complete."""
-        ...
 
     def idle(self, more: Json) -> bytes:
-        """Return an event without content, for clients that count events.
-
-        `more` has fields with the progress.
-        """
-        ...
+        """Return an event without content, but for the progress in `more`, for clients that count events."""
 
 
-class Dialect(Protocol):
-    """Reader and writer of one dialect.
+class Dialect(ABC):
+    """Reader and writer of one dialect. What most share is OpenAI's.
 
     `names`: the dialect's names of fields of `GenerationRequest`, `GenerationOptions` or `Conversation`,
     where they differ; errors use them. `too_long` is its message for a prompt of {tokens} tokens where {most}
     fit. `media_type` is that of its streams.
     """
 
-    @property
-    def names(self) -> Mapping[str, str]: ...
-    @property
-    def too_long(self) -> str: ...
-    @property
-    def media_type(self) -> str: ...
+    names: Mapping[str, str] = {}
+    too_long = (
+        "This model's maximum context length is {most} tokens. However, your messages resulted in {tokens} "
+        "tokens. Please reduce the length of the messages."
+    )
+    media_type = SSE
+
+    @abstractmethod
     def whole(self, about: About, wholes: Sequence[WholeAnswer]) -> Json:
         """Return the body of an answer that is not streamed. `wholes` has one entry for each choice."""
-        ...
 
+    @abstractmethod
     def writer(self, about: About) -> AnswerWriter: ...
+
     def error(self, error: MlxtpError, status: int) -> Json:
-        """Return the body of a refusal with this HTTP status: OpenAI's, unless a dialect has its own."""
+        """Return the body of a refusal with this HTTP status."""
         return error_body_of(error)
 
 
@@ -202,25 +196,14 @@ def error_status(error: MlxtpError) -> int:
         return error.status
     if error.code is Code.DEADLINE:
         return 504
-    come_back = isinstance(error, GroupError | LinkError) or error.code in (
-        Code.NOT_READY,
-        Code.SHUTTING_DOWN,
-    )
-    return 503 if come_back else 500
+    lost = isinstance(error, GroupError | LinkError)
+    return 503 if lost or error.code in (Code.NOT_READY, Code.SHUTTING_DOWN) else 500
 
 
 def error_body(message: str, code: str, status: int, param: str | None = None, state: str = "") -> Json:
-    kind = (
-        code
-        if code == Code.QUOTA
-        else (
-            "rate_limit_error"
-            if status == 429
-            else "server_error"
-            if status >= 500
-            else "invalid_request_error"
-        )
-    )
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    if status == 429:
+        kind = code if code == Code.QUOTA else "rate_limit_error"
     more = {"state": state} if state else {}
     return {"error": {"message": message, "type": kind, "param": param, "code": code, **more}}
 
@@ -238,10 +221,9 @@ def internal_error() -> MlxtpError:
 
 
 def in_words_of(dialect: Dialect, error: MlxtpError) -> MlxtpError:
-    """Return the same error, with its field under the dialect's name.
+    """Return the same error, with its field, `param`, under the dialect's name, also where its text begins.
 
-    That field is `param`, and the text may begin with it. The rest of the text may quote the client and stays
-    unchanged.
+    The rest of the text may quote the client and stays unchanged.
     """
     names = dialect.names
     if isinstance(error, TooLong):

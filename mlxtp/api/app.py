@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 
 from starlette.applications import Starlette
@@ -31,7 +32,7 @@ from .request_body import BODY_S, MAX_BODY_BYTES
 from .streaming import ClientGone
 
 _NO_READER = 499  # client gone before the answer, as proxies log it
-#: Operations beside those of the dialects.
+HEALTH = Operation("GET", "/health", "The state of the cluster")
 _WATCHED = (
     Operation("GET", "/cluster", "Snapshot of the cluster"),
     Operation("GET", "/cluster/events", "Snapshots as they change", media=SSE),
@@ -72,7 +73,7 @@ def create_app(
     dialects = adapters()
     refusals = _Refusals(generation, dialects)
 
-    async def health(request: Request) -> Response:
+    async def health(_generation: Generation, request: Request) -> Response:
         name = request.query_params.get("model")
         models = access.keys.models_for(keys_in(request.headers)) if access.keys is not None else ()
         now, strange = generation.catalog.health(name, models), is_stranger(access, request.scope)
@@ -84,17 +85,18 @@ def create_app(
         headers = {} if now.ready else {"retry-after": str(retry_after_s)}
         return JSONResponse(answers.health_body(now), 200 if now.ready else 503, headers=headers)
 
+    endpoints = [(HEALTH, health), *(each for dialect in dialects for each in dialect.endpoints.items())]
+
     async def openapi(request: Request) -> Response:
         there = {route.path for route in request.app.routes if isinstance(route, Route)}
-        described = [operation for dialect in dialects for operation in dialect.operations]
+        described = [each for each, _ in endpoints]
         described += [each for each in (*_WATCHED, *admin_operations()) if each.path in there]
         return JSONResponse(document(described, version("mlxtp")))
 
     app = Starlette(
         routes=[
-            Route("/health", health, methods=["GET"]),
             Route("/openapi.json", openapi, methods=["GET"]),
-            *(route for dialect in dialects for route in dialect.routes(generation)),
+            *(Route(at.path, partial(handler, generation), methods=[at.method]) for at, handler in endpoints),
             *(admin_routes(admin) if admin is not None else ()),
             *(page_routes(observed, access.keys) if observed is not None else ()),
         ],

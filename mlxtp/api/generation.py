@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from abc import abstractmethod
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, closing
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import partial, wraps
-from typing import Protocol, TypeVar
+from functools import partial
+from typing import TypeVar
 from urllib.parse import quote
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from ..errors import Code, MlxtpError, RequestError
 from ..text.answers import ReadingPlan, StopFinder
@@ -28,7 +27,7 @@ from ..text.replay import Beginning, CompleteAnswer
 from ..text.tokenizer import Name, Text
 from ..text.transcript import AnswerEvent, Finish, Transcript, WholeAnswer
 from . import sampling as settings
-from .adapter import About, Dialect, Json, Operation, error_status, in_words_of
+from .adapter import About, Dialect, Json, Operation, compact, error_status, in_words_of
 from .backend import Backend, Generate, ModelInfo, ModelLease, Progress, Shaping
 from .catalog import Catalog, token_budget
 from .guard import address_of, is_local
@@ -41,7 +40,6 @@ from .streaming import AnswerStream, Choices, LoadingStream, collect, unless_gon
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Handler = Callable[[Request], Awaitable[Response]]
 
 ACCEPT_S = 1.0  # seconds that headers wait for acceptance
 _PLAIN = "/#:@+=,;!~ "  # signs that stay as they are in a header, beside letters and digits
@@ -49,10 +47,7 @@ _PLAIN = "/#:@+=,;!~ "  # signs that stay as they are in a header, beside letter
 
 @dataclass(frozen=True, slots=True)
 class _PreparedRequest:
-    """A request that passed every check: one request to the backend for each choice.
-
-    Its answers are remembered at `place`, unless it is None.
-    """
+    """A checked request: one to the backend for each choice. Answers are remembered at `place`, if any."""
 
     text: Text
     model: ModelInfo
@@ -79,19 +74,16 @@ class _PreparedRequest:
 
     def _plan(self) -> ReadingPlan | None:
         """Return the plan for reading an answer; None when it can contain only text."""
-        prompt, markup = self.about.ask.prompt, self.text.markup
+        prompt, markup, held = self.about.ask.prompt, self.text.markup, self.held
         if self.requests[0].shaping.grammar_kind:  # a grammar leaves no room for thoughts
             markup = replace(markup, think=None)
-        format_, forced = self.held.calls, self.held.forced
-        if not isinstance(prompt, Conversation) or (
-            format_ is None and markup.think is None and not markup.headers
-        ):
+        if not isinstance(prompt, Conversation) or not (held.calls or markup.think or markup.headers):
             return None
-        if format_ is None:
+        if held.calls is None:
             return ReadingPlan(markup, self.thinking)
-        most = 0 if prompt.parallel or self.held.dropped else 1
-        calls = CallReader(format_, prompt.tools, forced, most)
-        return ReadingPlan(markup, self.thinking, calls, self.held.dropped)
+        most = 0 if prompt.parallel or held.dropped else 1
+        calls = CallReader(held.calls, prompt.tools, held.forced, most)
+        return ReadingPlan(markup, self.thinking, calls, held.dropped)
 
 
 class Generation:
@@ -113,9 +105,6 @@ class Generation:
         self._keep_alive_s = keep_alive_s
         self._retry_after_s = retry_after_s
 
-    def models(self) -> tuple[ModelInfo, ...]:
-        return self.catalog.models()
-
     async def parsed(self, request: Request, parse: Callable[[bytes], T]) -> T:
         """Return the result of `parse` for the whole body. Raises as it does, and as `Bodies.read`."""
         async with self._bodies.read(request) as body:
@@ -127,14 +116,11 @@ class Generation:
             ask = await body.parsed(parse, slow=True)
             model, text = await self.catalog.opened(ask.model)
 
-            client = _client(request)
-
             def written() -> WrittenPrompts:
-                held = guidance(ask, text, text.eos)
-                guided = bool(held.grammar[0])
+                guided = bool(guidance(ask, text, text.eos).grammar[0])
                 return self._prompts.written(ask, text, model, guided=guided, client=_sharer(request))
 
-            size = _size(ask, body)
+            client, size = _client(request), _size(ask, body)
             prompts = await text.line(size).run(written, client, size)
             found = await encoded(ask, text, prompts, model.context, client=client)
             count = sum(map(len, found.tokens))
@@ -152,12 +138,9 @@ class Generation:
         if keep_s is not None and (context := current()) is not None and not context.loads:
             words = f"the key {context.key} may not change how long models stay: that is scope on-request"
             raise RequestError(words, Code.NOT_PERMITTED, status=403)
-        lease = await self._backend.acquire_model(name, 0.0, keep_s, _client(request))
-        try:
+        with closing(await self._backend.acquire_model(name, 0.0, keep_s, _client(request))) as lease:
             await unless_gone(request.receive, _come(lease))
             return (await self.catalog.loaded(lease.model or name))[0]
-        finally:
-            lease.close()
 
     async def answer(
         self,
@@ -207,18 +190,6 @@ class Generation:
         # Scores take long to encode, and other requests' tokens must not wait for that.
         return await asyncio.to_thread(lambda: _json(dialect.whole(about, wholes), _headers(about)))
 
-    def endpoint(self, dialect: Dialect, handler: Handler) -> Handler:
-        """Return `handler` with its errors answered in the shape and with the names of `dialect`."""
-
-        @wraps(handler)
-        async def answered(request: Request) -> Response:
-            try:
-                return await handler(request)
-            except MlxtpError as error:
-                return self.refusal(dialect, error)
-
-        return answered
-
     def refusal(self, dialect: Dialect, error: MlxtpError, more: Mapping[str, str] | None = None) -> Response:
         """Return the response that refuses. `more` headers add to those of the status, or replace them."""
         status = error_status(error)
@@ -238,7 +209,6 @@ class Generation:
         return JSONResponse(body, status, headers=headers)
 
     async def _permitted(self, name: str | None) -> str | None:
-        """Return the name by which the request gets its model. Raises RequestError, 403."""
         name = self.catalog.permitted(name)
         await self.catalog.check_loads(name)
         return name
@@ -246,10 +216,7 @@ class Generation:
     async def _asked(
         self, request: Request, body: Body, lease: ModelLease, about: About, answers: Choices
     ) -> AsyncGenerator[AnswerEvent]:
-        """Return the events of `answers` once rank 0 has accepted the request.
-
-        Completes `about`. The caller closes `answers`.
-        """
+        """Return the events of `answers` once rank 0 has accepted the request, and complete `about`."""
         ask, client, sharer = about.ask, _client(request), _sharer(request)
         if not lease.come:
             arrived = time.monotonic()
@@ -336,19 +303,18 @@ class Generation:
         return _PreparedRequest(text, model, tuple(requests), stops, about, held, thinking, place)
 
 
-class Adapter(Dialect, Protocol):
+Handler = Callable[[Generation, Request], Awaitable[Response]]
+
+
+class Adapter(Dialect):
     """A dialect with its endpoints. `prefixes`: paths below which an error has its shape."""
 
-    @property
-    def prefixes(self) -> tuple[str, ...]: ...
-    @property
-    def operations(self) -> Sequence[Operation]:
-        """Entries of its endpoints in `/openapi.json`."""
-        ...
+    prefixes: tuple[str, ...]
 
-    def routes(self, generation: Generation) -> Sequence[Route]:
-        """Return its routes. One that generates calls `generation.answer(self, request, self.parse)`."""
-        ...
+    @property
+    @abstractmethod
+    def endpoints(self) -> Mapping[Operation, Handler]:
+        """Handlers, each of an entry in `/openapi.json`. One that generates calls `Generation.answer`."""
 
 
 async def _come(lease: ModelLease) -> None:
@@ -357,7 +323,6 @@ async def _come(lease: ModelLease) -> None:
 
 
 def _left(options: GenerationOptions, waited_s: float) -> GenerationOptions:
-    """Return the options of a request after its wait, with its remaining time."""
     left_s = options.deadline_s and max(options.deadline_s - waited_s, 0.001)
     return replace(options, deadline_s=left_s)
 
@@ -388,9 +353,9 @@ def _client(request: Request) -> str:
 
 
 def _sharer(request: Request) -> str:
-    """Return the name under which the current HTTP request shares cached and remembered beginnings.
+    """Return the name under which a request shares cached beginnings: its key, else its address.
 
-    That is its key, else its address; empty for all programs on this Mac that need no key.
+    Empty for all programs on this Mac that need no key.
     """
     account = current()
     if account is not None and account.key_hash:
@@ -415,5 +380,4 @@ def _headers(about: About) -> dict[str, str]:
 
 
 def _json(body: Json, headers: Mapping[str, str]) -> Response:
-    """Encode as ASCII: a model may write half a character, and no client breaks lines at U+2028."""
-    return Response(json.dumps(body, separators=(",", ":")), headers=headers, media_type="application/json")
+    return Response(compact(body), headers=headers, media_type="application/json")

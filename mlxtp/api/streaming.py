@@ -1,7 +1,6 @@
 """Answers on their way to a client that may leave, with comments that keep proxies from timing out.
 
-A request has one or more answers, whose events come in the order of their arrival. A stream may begin before
-its answer does: its model loads, or its request waits.
+A stream may begin before its answer does: its model loads, or its request waits.
 """
 
 from __future__ import annotations
@@ -45,9 +44,9 @@ class ClientGone(Exception):
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` as a task, and cancel it at once when the client goes away; raises ClientGone then.
+    """Run `work` as a task; when the client goes away, cancel it, and raise ClientGone once it has ended.
 
-    The request's body must have been read. Returns or raises only after `work` has cleaned up.
+    The request's body must have been read.
     """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_gone(receive))
@@ -65,8 +64,8 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 class AnswerStream(Response):
     """Response that sends the parts of an answer as they are made. `parts` handles its own failures.
 
-    Headers go out at once. After each `keep_alive_s` of silence, it sends the bytes that `idle` returns.
-    `source`, from which the parts are made, is closed however the stream ends, even before it began.
+    After each `keep_alive_s` of silence, it sends the bytes that `idle` returns. `source`, from which the
+    parts are made, is closed however the stream ends, even before it began.
     """
 
     def __init__(
@@ -133,10 +132,9 @@ class AnswerStream(Response):
 
 
 async def interleaved(sources: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[T]:
-    """Yield the items of several sources in the order of their arrival.
+    """Yield the items of several sources in the order of their arrival; each is at most one item ahead.
 
-    Each source is at most one item ahead of the reader, so that none starves or runs away. Raises the first
-    failure; however it ends, all sources are closed.
+    Raises the first failure; however it ends, all sources are closed.
     """
     queue: asyncio.Queue[_Handed[T]] = asyncio.Queue(maxsize=1)
     pumps = [asyncio.create_task(_pump(source, queue)) for source in sources]
@@ -197,22 +195,20 @@ class Choices:
         self._answers.append(answer)
 
     async def accepted(self) -> None:
-        """Wait until every answer is accepted. Raises the first refusal."""
         for answer in self._answers:
             await answer.accepted()
 
     @property
     def group(self) -> str:
-        """Id of the group that has the first answer; empty where unknown."""
         return self._answers[0].group if self._answers else ""
 
     def progress(self) -> Progress:
         return self._answers[0].progress() if self._answers else Progress()
 
     def events(self, transcripts: Sequence[Transcript], ended: End) -> AsyncGenerator[AnswerEvent]:
-        """Return the events of all answers, one transcript for each; the last event of each is its `Finish`.
+        """Return the events of all answers, one transcript for each. `ended` is called before each `Finish`.
 
-        `ended` is called before each `Finish`. Raises an answer's error: then none is complete.
+        Raises an answer's error: then none is complete.
         """
         parts = [
             _recorded(_events(index, answer, transcript), ended)
@@ -221,7 +217,6 @@ class Choices:
         return parts[0] if len(parts) == 1 else interleaved(parts)
 
     async def aclose(self) -> None:
-        """Cancel unfinished answers, on every rank."""
         for answer in self._answers:
             await answer.aclose()
 
@@ -264,7 +259,6 @@ async def _events(index: int, answer: TokenStream, transcript: Transcript) -> As
 
 
 async def _recorded(events: AsyncGenerator[AnswerEvent], end: End) -> AsyncGenerator[AnswerEvent]:
-    """Yield the events of one answer. `end` is called with all of them before the last one."""
     record = WholeAnswer()
     async with aclosing(events):
         async for event in events:
@@ -289,8 +283,7 @@ def _finish(index: int, transcript: Transcript, end: StreamEnd, began_ns: int) -
 class LoadingStream:
     """Parts of a stream with `about.choices` answers. A failure is the last one.
 
-    `asking` returns the events once rank 0 has accepted the request. `progress` reports the state of the
-    request, until the first token.
+    `asking` returns the events once rank 0 has accepted the request. `progress`: of the request until then.
     """
 
     def __init__(
@@ -333,22 +326,13 @@ class LoadingStream:
             yield writer.fail(internal_error())
 
     def idle(self) -> bytes:
-        """Return an event that each client's parser counts, with the progress where the dialect has room.
-
-        Empty once the last part is made, while a slow client may still be reading it.
-        """
+        """Return an event with the progress; empty once the last part is made, which may still be read."""
         return b"" if self._over else self._writer.idle(_fields(self._progress()))
 
 
 def _fields(progress: Progress) -> Json:
     """Return the fields of an event, named as in llama.cpp's server."""
-    if progress.total:
-        return {
-            "prompt_progress": {
-                "total": progress.total,
-                "cache": progress.cached,
-                "processed": progress.processed,
-                "time_ms": progress.time_ms,
-            }
-        }
-    return {"state": progress.state} if progress.state else {}
+    if not progress.total:
+        return {"state": progress.state} if progress.state else {}
+    found = {"total": progress.total, "cache": progress.cached, "processed": progress.processed}
+    return {"prompt_progress": found | {"time_ms": progress.time_ms}}

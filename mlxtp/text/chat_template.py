@@ -101,7 +101,7 @@ def template_messages(
     turns = _with_systems(turns, traits, bool(conversation.tools) and not traits.tools_alone)
     first = traits.first_assistant and not conversation.tools  # Llama 3 puts them into the first message
     if not traits.neighbours:
-        turns = _joined([turn for turn in turns if turn.text or turn.calls or turn.role != "assistant"])
+        turns = joined([turn for turn in turns if turn.text or turn.calls or turn.role != "assistant"])
     turns = _with_missing(turns, replace(traits, first_assistant=first), prompting)
     return [_message(_without_markers(turn, traits, markup.marks), traits) for turn in turns]
 
@@ -262,7 +262,7 @@ def _with_systems(turns: Sequence[ChatMessage], traits: TemplateTraits, needed: 
     start = next((i for i, turn in enumerate(turns) if turn.role != "system"), len(turns))
     first, later = list(turns[:start]), list(turns[start:])
     if not traits.systems:
-        first = _joined(first)
+        first = joined(first)
     if needed and not first and traits.system:
         first = [ChatMessage("system", "")]
     if not traits.system:
@@ -275,18 +275,19 @@ def _with_systems(turns: Sequence[ChatMessage], traits: TemplateTraits, needed: 
     return [*first, *later]
 
 
-def _joined(turns: Sequence[ChatMessage]) -> list[ChatMessage]:
-    joined: list[ChatMessage] = []
+def joined(turns: Sequence[ChatMessage], border: str = "\n\n") -> list[ChatMessage]:
+    """Join the messages of one role in a row, but results of tools, with a `border` between their texts."""
+    found: list[ChatMessage] = []
     for role, group in groupby(turns, key=lambda turn: turn.role):
         run = list(group)
         if role == "tool" or len(run) == 1:
-            joined += run
+            found += run
         else:
-            text = "\n\n".join([turn.text for turn in run if turn.text])
+            text = border.join([turn.text for turn in run if turn.text])
             thoughts = "\n".join([turn.reasoning for turn in run if turn.reasoning])
             calls = tuple([call for turn in run for call in turn.calls])
-            joined.append(ChatMessage(role, text, thoughts, calls))
-    return joined
+            found.append(ChatMessage(role, text, thoughts, calls))
+    return found
 
 
 def _with_missing(turns: Sequence[ChatMessage], traits: TemplateTraits, prompting: bool) -> list[ChatMessage]:

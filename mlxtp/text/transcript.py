@@ -78,7 +78,7 @@ class WholeAnswer:
         self._kinds: list[tuple[type[AnswerEvent], list[str]]] = []  #: deltas of one kind in a row
         self._calls: list[tuple[CallBegan, list[str]]] = []
         self.scores: list[Scored] = []  #: if its reader keeps them
-        self.finish: Finish | None = None
+        self.finish: Finish  #: the last event, once it came
 
     def see(self, event: AnswerEvent) -> None:
         match event:
@@ -119,8 +119,8 @@ class WholeAnswer:
     def complete_calls(self) -> list[Call]:
         """Calls without one that the budget cut off: half its arguments must not pass for all of them."""
         calls = self.calls
-        cut = bool(calls) and self.finish is not None and self.finish.reason == "length"
-        return calls[:-1] if cut and parsed(calls[-1].arguments) is None else calls
+        cut = calls and self.finish.reason == "length" and parsed(calls[-1].arguments) is None
+        return calls[:-1] if cut else calls
 
 
 class Transcript:

@@ -200,7 +200,7 @@ BODIES: Mapping[str, tuple[Json, ...]] = {
 OPERATIONS: Mapping[str, Operation] = {
     operation.path: operation
     for adapter in adapters()
-    for operation in adapter.operations
+    for operation in adapter.endpoints
     if operation.method == "POST" and operation.body is not None
 }
 ANSWERED = [path for path, operation in OPERATIONS.items() if operation.stream]
@@ -208,7 +208,7 @@ ANSWERED = [path for path, operation in OPERATIONS.items() if operation.stream]
 REFUSING: Mapping[str, Operation] = {
     operation.path: operation
     for adapter in adapters()
-    for operation in adapter.operations
+    for operation in adapter.endpoints
     if operation.method == "POST" and operation.body is None
 }
 """Operations that take a body and refuse any."""

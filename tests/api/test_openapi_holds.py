@@ -19,7 +19,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from mlxtp.api.adapter import document
-from mlxtp.api.app import adapters
+from mlxtp.api.app import HEALTH, adapters
 
 from .conftest import Server
 from .dialects.shapes import shape_of
@@ -40,7 +40,7 @@ ASKED: Mapping[str, dict[str, Any]] = {
     "/api/generate": {"model": "default", "prompt": "hello"},
     "/api/show": {"model": "default"},
 }
-DESCRIPTION = document([each for adapter in adapters() for each in adapter.operations], "1")
+DESCRIPTION = document([HEALTH, *(each for adapter in adapters() for each in adapter.endpoints)], "1")
 
 
 def operations(description: dict[str, Any]) -> list[schemathesis.APIOperation]:
@@ -51,7 +51,7 @@ OPERATIONS = operations(DESCRIPTION)
 FIELDS = {
     each.path: set(each.body.model_fields)
     for adapter in adapters()
-    for each in adapter.operations
+    for each in adapter.endpoints
     if each.body
 }
 WITH_BODY = [each for each in OPERATIONS if each.body]

@@ -1,8 +1,6 @@
 """The Anthropic dialect: `POST /v1/messages`, whole and streamed, and `/v1/messages/count_tokens`.
 
-Unknown fields, betas and `cache_control` are ignored. Fields that are understood but not supported are
-refused with `not_supported`, never silently ignored. Source of the shapes: the types of Anthropic's client
-library.
+Unknown fields, betas and `cache_control` are ignored. The shapes are those of Anthropic's client library.
 """
 
 from __future__ import annotations
@@ -12,16 +10,14 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from itertools import groupby
-from types import MappingProxyType
 from typing import Annotated, Any
 
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from ...errors import Code, MlxtpError, RequestError
+from ...text.chat_template import joined
 from ...text.conversation import (
     AUTO,
     NONE,
@@ -43,9 +39,9 @@ from ...text.transcript import (
     ReasoningDelta,
     WholeAnswer,
 )
-from ..adapter import SSE, About, Json, Operation, error_status
+from ..adapter import SSE, About, AnswerWriter, Json, Operation, compact, error_status, named_event
 from ..backend import ModelInfo, StoredModelInfo
-from ..generation import Generation
+from ..generation import Adapter, Generation, Handler
 from ..request_body import (
     MOST_MESSAGES,
     Integer,
@@ -188,27 +184,23 @@ def parse_count(body: bytes) -> GenerationRequest:
 def _ask(request: CountRequest) -> GenerationRequest:
     """Return the request with only the parts that go into the prompt."""
     theirs = request.model is not None and request.model.startswith("claude-")
-    thinking = request.thinking or Thinking(type="")
+    thinking = request.thinking
+    turns, tools, choice = _turns(request), _tools(request), _tool_choice(request)
+    if thinking is not None and thinking.type not in _THINKING:
+        raise none_of(thinking.type, _THINKING, "thinking.type")
     conversation = Conversation(
-        messages=_turns(request),
-        tools=_tools(request),
-        tool_choice=_tool_choice(request),
+        turns,
+        tools,
+        choice,
         parallel=not (request.tool_choice and request.tool_choice.disable_parallel_tool_use),
-        thinking=_thinking(request.thinking),
+        thinking=None if thinking is None else _THINKING[thinking.type],
     )
-    asked = AnthropicAnswerOptions(request.model if theirs else None, thinking.display == "omitted")
+    hides = thinking is not None and thinking.display == "omitted"
+    asked = AnthropicAnswerOptions(request.model if theirs else None, hides)
     return GenerationRequest(None if theirs else request.model, conversation, dialect=asked)
 
 
 _THINKING = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
-
-
-def _thinking(thinking: Thinking | None) -> bool | None:
-    if thinking is None:
-        return None
-    if thinking.type not in _THINKING:
-        raise none_of(thinking.type, _THINKING, "thinking.type")
-    return _THINKING[thinking.type]
 
 
 _CHOICES = {"auto": AUTO, "any": REQUIRED, "none": NONE, "tool": ""}
@@ -237,8 +229,7 @@ def _tool_choice(request: CountRequest) -> str:
 def _tools(request: CountRequest) -> tuple[Tool, ...]:
     """Return the tools that a model may call. Leave out those that only Anthropic's servers run.
 
-    Refuse them when alone or chosen. Claude Code searches the web by such a request and would take invented
-    text for results.
+    Refuse them when alone or chosen: Claude Code would take invented text for the web's results.
     """
     tools: list[Tool] = []
     theirs = [("mcp_servers", "", "mcp_servers")] if request.mcp_servers else []
@@ -292,11 +283,7 @@ def _turns(request: CountRequest) -> tuple[ChatMessage, ...]:
             turns += _message(message, role, mark, called)
     if not turns:
         raise RequestError("messages has nothing but empty system messages", param="messages")
-    joined: list[ChatMessage] = []
-    for role, group in groupby(turns, key=lambda turn: turn.role):
-        run = list(group)
-        joined += run if role == "tool" else [_together(role, run)]
-    return tuple(joined)
+    return tuple(joined(turns, "\n"))
 
 
 def _message(
@@ -338,8 +325,7 @@ def _assistant(blocks: Sequence[Json], called: dict[str, str]) -> ChatMessage:
 def _system(content: object) -> list[ChatMessage]:
     """Return a system prompt, unless it is empty, without Claude Code's first line.
 
-    The hash in that line differs from request to request, so that no prompt would share a prefix with the one
-    before.
+    The hash in that line differs from request to request: no prompt would share a prefix with the one before.
     """
     texts = map(part_text, _blocks(content))
     lasting = lines(text.partition("\n")[2] if text.startswith(_BILLING) else text for text in texts)
@@ -358,13 +344,6 @@ def _results(message: AnthropicInputMessage) -> list[Json]:
 def _said(blocks: Sequence[Json]) -> str:
     """Return the words in blocks, without calls and results."""
     return lines(part_text(block) for block in blocks if block.get("type") not in ("tool_use", "tool_result"))
-
-
-def _together(role: Role, turns: Sequence[ChatMessage]) -> ChatMessage:
-    calls = tuple(call for turn in turns for call in turn.calls)
-    return ChatMessage(
-        role, lines(turn.text for turn in turns), lines(turn.reasoning for turn in turns), calls
-    )
 
 
 # --- answers ----------------------------------------------------------------------------------------------
@@ -401,17 +380,11 @@ def _message_body(about: About, content: Sequence[Json], stop: Mapping[str, str 
         "id": f"msg_{about.id}",
         "type": "message",
         "role": "assistant",
-        "model": _asked(about).model or about.model,
+        "model": about.ask.dialect.model or about.model,
         "content": content,
         **stop,
         "usage": usage,
     }
-
-
-def _asked(about: About) -> AnthropicAnswerOptions:
-    asked = about.ask.dialect
-    assert isinstance(asked, AnthropicAnswerOptions)
-    return asked
 
 
 def _content(answer: WholeAnswer, hide_thoughts: bool) -> list[Json]:
@@ -437,20 +410,10 @@ def _input(arguments: str) -> Json:
     return input_
 
 
-def whole_body(about: About, answer: WholeAnswer) -> Json:
-    finish = answer.finish
-    assert finish is not None
-    usage = _usage(about.prompt_tokens[0], finish.end.cached, finish.end.generated)
-    content = _content(answer, _asked(about).hide_thoughts)
-    return _message_body(about, content, _stop(about, finish), usage)
-
-
-class MessageWriter:
-    """Writer of the events of one stream, as bytes."""
-
+class MessageWriter(AnswerWriter):
     def __init__(self, about: About) -> None:
         self._about = about
-        self._hide_thoughts = _asked(about).hide_thoughts
+        self._hide_thoughts = about.ask.dialect.hide_thoughts
         self._open = ""  # the type of the block that is open
         self._index = -1  # its number
         self._finish: Finish | None = None
@@ -463,7 +426,7 @@ class MessageWriter:
         """Return the message without content. The number of cached tokens is known only at the end."""
         nothing = {"stop_reason": None, "stop_sequence": None}
         message = _message_body(self._about, [], nothing, _usage(self._about.prompt_tokens[0], 0, 0))
-        return _event({"type": "message_start", "message": message}) + _PING
+        return named_event({"type": "message_start", "message": message}) + _PING
 
     def write(self, event: AnswerEvent) -> bytes:
         match event:
@@ -484,10 +447,10 @@ class MessageWriter:
         end = self._finish.end
         usage = _usage(self._about.prompt_tokens[0], end.cached, end.generated)
         last = {"type": "message_delta", "delta": _stop(self._about, self._finish), "usage": usage}
-        return _event(last) + _event({"type": "message_stop"})
+        return named_event(last) + named_event({"type": "message_stop"})
 
     def fail(self, error: MlxtpError) -> bytes:
-        return _event(error_body(error, error_status(error)))
+        return named_event(error_body(error, error_status(error)))
 
     def idle(self, more: Json) -> bytes:
         """Return a ping, which has no room for more. Clients accept it before the message, too."""
@@ -509,32 +472,25 @@ class MessageWriter:
         ended = self._end()
         self._index += 1
         self._open = block["type"]
-        return ended + _event({"type": "content_block_start", "index": self._index, "content_block": block})
+        start = {"type": "content_block_start", "index": self._index, "content_block": block}
+        return ended + named_event(start)
 
     def _end(self) -> bytes:
         kind, self._open = self._open, ""
         if not kind:
             return b""
         signature = self._delta("signature_delta", "signature", SIGNATURE) if kind == "thinking" else b""
-        return signature + _event({"type": "content_block_stop", "index": self._index})
+        return signature + named_event({"type": "content_block_stop", "index": self._index})
 
     def _delta(self, kind: str, field: str, text: str) -> bytes:
         return (
             b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,'
             b'"delta":{"type":"%b","%b":%b}}\n\n'
-        ) % (self._index, kind.encode(), field.encode(), json.dumps(text).encode())
+        ) % (self._index, kind.encode(), field.encode(), compact(text))
 
 
 _NO_THOUGHT = {"type": "thinking", "thinking": "", "signature": ""}
-
-
-def _event(data: Json) -> bytes:
-    """Return one server-sent event. ASCII only, so that no client breaks lines at U+2028."""
-    text = json.dumps(data, separators=(",", ":"))
-    return f"event: {data['type']}\ndata: {text}\n\n".encode()
-
-
-_PING = _event({"type": "ping"})
+_PING = named_event({"type": "ping"})
 
 # --- errors and models ------------------------------------------------------------------------------------
 
@@ -593,51 +549,49 @@ def models_body(models: Sequence[ModelInfo | StoredModelInfo]) -> Json:
 # --- the adapter ------------------------------------------------------------------------------------------
 
 
-class Anthropic:
+class Anthropic(Adapter):
     """Adapter for clients of Anthropic's API, such as Claude Code. Their base URL ends before `/v1`."""
 
-    prefixes: tuple[str, ...] = ("/v1/messages",)
-    names: Mapping[str, str] = MappingProxyType(
-        {
-            "stop": "stop_sequences",
-            "response_format": "output_config.format",
-            "function.name": "name",
-            "function.parameters": "input_schema",
-        }
-    )
+    prefixes = ("/v1/messages",)
+    names: Mapping[str, str] = {
+        "stop": "stop_sequences",
+        "response_format": "output_config.format",
+        "function.name": "name",
+        "function.parameters": "input_schema",
+    }
     too_long = "prompt is too long: {tokens} tokens > {most} maximum"
-    media_type = SSE
-    operations = (
-        Operation("POST", "/v1/messages", "Answer a chat", MessagesRequest, SSE),
-        Operation("POST", "/v1/messages/count_tokens", "Count a prompt", CountRequest),
-    )
 
-    def routes(self, generation: Generation) -> Sequence[Route]:
-        async def messages(request: Request) -> Response:
-            try:
-                return _with_id(await generation.answer(self, request, parse_messages))
-            except RequestError as error:
-                if error.code is Code.OVERLOADED:
-                    error.status = OVERLOADED_STATUS
-                raise
+    @property
+    def endpoints(self) -> Mapping[Operation, Handler]:
+        return {
+            Operation("POST", "/v1/messages", "Answer a chat", MessagesRequest, SSE): self._messages,
+            Operation("POST", "/v1/messages/count_tokens", "Count a prompt", CountRequest): _counted,
+        }
 
-        async def count(request: Request) -> Response:
-            return _with_id(JSONResponse({"input_tokens": await generation.count(request, parse_count)}))
-
-        return [
-            Route("/v1/messages", generation.endpoint(self, messages), methods=["POST"]),
-            Route("/v1/messages/count_tokens", generation.endpoint(self, count), methods=["POST"]),
-        ]
+    async def _messages(self, generation: Generation, request: Request) -> Response:
+        try:
+            return _with_id(await generation.answer(self, request, parse_messages))
+        except RequestError as error:
+            if error.code is Code.OVERLOADED:
+                error.status = OVERLOADED_STATUS
+            raise
 
     def whole(self, about: About, wholes: Sequence[WholeAnswer]) -> Json:
         [answer] = wholes
-        return whole_body(about, answer)
+        end = answer.finish.end
+        usage = _usage(about.prompt_tokens[0], end.cached, end.generated)
+        content = _content(answer, about.ask.dialect.hide_thoughts)
+        return _message_body(about, content, _stop(about, answer.finish), usage)
 
     def writer(self, about: About) -> MessageWriter:
         return MessageWriter(about)
 
     def error(self, error: MlxtpError, status: int) -> Json:
         return error_body(error, status)
+
+
+async def _counted(generation: Generation, request: Request) -> Response:
+    return _with_id(JSONResponse({"input_tokens": await generation.count(request, parse_count)}))
 
 
 def _with_id(response: Response) -> Response:

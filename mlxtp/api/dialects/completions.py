@@ -1,9 +1,6 @@
 """OpenAI's older dialect, `POST /v1/completions`: prompts that are continued, without a chat template.
 
-`max_tokens` is 16, or the most that fits, where a request has none, as in OpenAI's API. Fields that are
-understood but not supported are refused with `not_supported`.
-
-OpenAI's endpoints that mlxtp does not serve are here too. Each refusal says so: users need not search.
+OpenAI's endpoints that mlxtp does not serve are here, too.
 """
 
 from __future__ import annotations
@@ -14,7 +11,6 @@ from typing import Annotated, Any
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from ...errors import Code, RequestError
 from ...text.conversation import GenerationOptions, GenerationRequest, Prompt
@@ -22,13 +18,13 @@ from ...text.transcript import AnswerEvent, ContentDelta, Finish, Scored, WholeA
 from ..adapter import SSE, About, Json, Operation
 from ..generation import Adapter, Generation, Handler
 from ..request_body import Integer, in_range, integral, missing, not_supported, parsed, shown, wrong
-from .openai import TOO_LONG, PromptBody, SseWriter, bounded, finishes, head, sse, usage
+from .openai import PromptBody, SseWriter, bounded, head, sse, usage
 from .request_parts import MOST_TOKENS
 
 # --- requests ---------------------------------------------------------------------------------------------
 
 
-DEFAULT_MAX_TOKENS = 16
+DEFAULT_MAX_TOKENS = 16  # or the most that fits, as in OpenAI's API
 MOST_ANSWERS = 128  # of one request, over all of its prompts
 
 
@@ -47,9 +43,7 @@ class CompletionRequest(PromptBody):
 
 
 def parse(body: bytes) -> GenerationRequest:
-    """Return the request. Token ids are not yet checked against the model. Raises RequestError that names the
-    field, the reason and the value.
-    """
+    """Return the request. Token ids are not yet checked against the model. Raises RequestError."""
     request = parsed(CompletionRequest, body)
     n = request.n or 1
     if request.best_of not in (None, 1, n):
@@ -73,13 +67,11 @@ def parse(body: bytes) -> GenerationRequest:
     prompts = _prompts(request.prompt, n)
     logprobs = -1 if request.logprobs is None else request.logprobs
     most = request.max_tokens or DEFAULT_MAX_TOKENS
-    options = request.options(GenerationOptions(n, most, format=request.response_format, logprobs=logprobs))
-    user = request.user if isinstance(request.user, str) else ""
-    return GenerationRequest(request.model, prompts, options, bool(request.stream), user, request)
+    own = GenerationOptions(n, most, format=request.response_format, logprobs=logprobs)
+    return request.generation(prompts, own, request)
 
 
 def _prompts(given: object, n: int) -> tuple[Prompt, ...]:
-    """Return text, texts, tokens or lists of tokens as prompts. Raises RequestError."""
     match given:
         case None:
             raise missing("prompt")
@@ -155,22 +147,7 @@ def _echo(about: About, choice: int) -> str:
     return about.prompts[choice // about.ask.options.n] if about.ask.dialect.echo else ""
 
 
-def whole_body(about: About, wholes: Sequence[WholeAnswer]) -> Json:
-    scored = about.ask.options.logprobs >= 0
-    ends = finishes(wholes)
-    choices = []
-    for index, (whole, end) in enumerate(zip(wholes, ends, strict=True)):
-        scores = Logprobs(about).of(whole.scores) if scored else None
-        choices.append(_choice(index, _echo(about, index) + whole.text, scores, end.reason))
-    return head(about, "cmpl", "text_completion") | {
-        "choices": choices,
-        "usage": usage(about, [end.end for end in ends]),
-    }
-
-
 class CompletionWriter(SseWriter):
-    """Writer of the events of one stream."""
-
     def __init__(self, about: About) -> None:
         super().__init__(about, "cmpl", "text_completion", about.ask.dialect.include_usage)
         self._logprobs = [Logprobs(about) for _ in range(about.choices)]
@@ -216,13 +193,10 @@ UNSERVED = {
 }
 UNSERVED_PREFIXES = ("/v1/embeddings", "/v1/audio", "/v1/images", "/v1/moderations")
 UNSERVED_STATUS = 404  # status after which client libraries do not retry
-UNSERVED_OPERATIONS = tuple(
-    Operation("POST", path.replace(":path", ""), "Not served", always=UNSERVED_STATUS) for path in UNSERVED
-)
 
 
 def _refusing(detail: str) -> Handler:
-    async def refuse(_request: Request) -> Response:
+    async def refuse(_generation: Generation, _request: Request) -> Response:
         raise RequestError(detail, Code.NOT_SUPPORTED, status=UNSERVED_STATUS)
 
     return refuse
@@ -237,27 +211,27 @@ PATH = "/v1/completions"
 class Completions(Adapter):
     """The adapter of `/v1/completions`, and of OpenAI's endpoints that are not served."""
 
-    prefixes: tuple[str, ...] = (PATH, *UNSERVED_PREFIXES)
+    prefixes = (PATH, *UNSERVED_PREFIXES)
     names: Mapping[str, str] = {"messages": "prompt"}
-    too_long = TOO_LONG
-    media_type = SSE
-    operations = (
-        Operation("POST", PATH, "Continue a prompt", CompletionRequest, SSE),
-        *UNSERVED_OPERATIONS,
-    )
 
-    def routes(self, generation: Generation) -> Sequence[Route]:
-        async def complete(request: Request) -> Response:
-            return await generation.answer(self, request, parse)
+    @property
+    def endpoints(self) -> Mapping[Operation, Handler]:
+        return {Operation("POST", PATH, "Continue a prompt", CompletionRequest, SSE): self._complete} | {
+            Operation("POST", path, "Not served", always=UNSERVED_STATUS): _refusing(detail)
+            for path, detail in UNSERVED.items()
+        }
 
-        handlers = {PATH: complete} | {path: _refusing(detail) for path, detail in UNSERVED.items()}
-        return [
-            Route(path, generation.endpoint(self, handler), methods=["POST"])
-            for path, handler in handlers.items()
-        ]
+    async def _complete(self, generation: Generation, request: Request) -> Response:
+        return await generation.answer(self, request, parse)
 
     def whole(self, about: About, wholes: Sequence[WholeAnswer]) -> Json:
-        return whole_body(about, wholes)
+        choices = []
+        for index, whole in enumerate(wholes):
+            scores = Logprobs(about).of(whole.scores) if about.ask.options.logprobs >= 0 else None
+            text = _echo(about, index) + whole.text
+            choices.append(_choice(index, text, scores, whole.finish.reason))
+        counts = usage(about, [whole.finish.end for whole in wholes])
+        return head(about, "cmpl", "text_completion") | {"choices": choices, "usage": counts}
 
     def writer(self, about: About) -> CompletionWriter:
         return CompletionWriter(about)

@@ -6,15 +6,13 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
-from types import MappingProxyType
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from ...errors import MlxtpError
 from ...text.conversation import Call, GenerationRequest
@@ -28,10 +26,10 @@ from ...text.transcript import (
     Scored,
     WholeAnswer,
 )
-from ..adapter import NDJSON, About, AnswerWriter, Json, Operation
+from ..adapter import NDJSON, About, AnswerWriter, Json, Operation, compact
 from ..backend import GREEDY, DeploymentHealth, Health, ModelInfo, Sampling, StoredModelInfo
 from ..catalog import ModelCard, load_defaults, read_card
-from ..generation import Generation
+from ..generation import Adapter, Generation, Handler
 from ..request_body import not_supported, parsed, shown
 from .ollama_request import (
     Arrival,
@@ -44,13 +42,9 @@ from .ollama_request import (
     parse_generate,
     served_name,
 )
-from .openai import bounded
-
-# --- answers ----------------------------------------------------------------------------------------------
-
+from .openai import logprobs
 
 FOREVER = "9999-12-31T23:59:59Z"  # Expiry, as clients see it, of a model that stays loaded.
-
 
 # --- from events to lines ---------------------------------------------------------------------------------
 
@@ -73,9 +67,10 @@ class LineWriter(AnswerWriter):
             case ContentDelta(text=text, scores=scores):
                 # Scores alone may come in the middle of a call.
                 before = self._end_call() if text else b""
-                return before + (self._line(text, scores=scores) if text or scores else b"")
+                more = {"done": False} | _logprobs(scores, self._about)
+                return before + (self._line(text, more) if text or scores else b"")
             case ReasoningDelta(text=text):
-                return self._end_call() + self._line("", text)
+                return self._end_call() + self._line("", {"done": False}, text)
             case CallBegan():
                 before, self._call = self._end_call(), event
                 return before
@@ -88,16 +83,14 @@ class LineWriter(AnswerWriter):
 
     def close(self) -> bytes:
         assert self._finish is not None
-        asked = _asked(self._about)
-        return _encode(_head(self._about) | _message(asked, "") | _counts(self._about, self._finish))
+        return self._line("", _counts(self._about, self._finish))
 
     def fail(self, error: MlxtpError) -> bytes:
-        return _encode({"error": error.detail})
+        return compact({"error": error.detail}) + b"\n"
 
     def idle(self, more: Json) -> bytes:
         """Return an empty piece of the answer: clients parse every line, so none can be blank."""
-        line = _head(self._about) | _message(_asked(self._about), "") | {"done": False}
-        return _encode(line | more)
+        return self._line("", {"done": False} | more)
 
     def _end_call(self) -> bytes:
         if self._call is None:
@@ -106,21 +99,10 @@ class LineWriter(AnswerWriter):
         text, calls = _told_apart([call], self._call.index)
         self._call = None
         self._arguments.clear()
-        return self._line(text, calls=calls)
+        return self._line(text, {"done": False}, calls=calls)
 
-    def _line(
-        self, text: str, thinking: str = "", calls: Sequence[Json] = (), scores: Sequence[Scored] = ()
-    ) -> bytes:
-        line = _head(self._about) | _message(_asked(self._about), text, thinking, calls) | {"done": False}
-        return _encode(line | _logprobs(scores, self._about))
-
-
-def whole_body(about: About, answer: WholeAnswer) -> Json:
-    assert answer.finish is not None
-    cut_off, calls = _told_apart(answer.calls)
-    text = "\n".join(filter(None, [answer.text, cut_off]))
-    said = _message(_asked(about), text, answer.reasoning, calls)
-    return _head(about) | said | _counts(about, answer.finish) | _logprobs(answer.scores, about)
+    def _line(self, text: str, more: Json, thinking: str = "", calls: Sequence[Json] = ()) -> bytes:
+        return compact(_piece(self._about, text, thinking, calls) | more) + b"\n"
 
 
 def no_answer(asked: OllamaAnswerOptions, model: ModelInfo | StoredModelInfo, reason: str) -> Json:
@@ -129,17 +111,15 @@ def no_answer(asked: OllamaAnswerOptions, model: ModelInfo | StoredModelInfo, re
     return head | _message(asked, "") | {"done": True, "done_reason": reason}
 
 
-def _asked(about: About) -> OllamaAnswerOptions:
+def _piece(about: About, text: str, thinking: str = "", calls: Sequence[Json] = ()) -> Json:
+    """Return a piece of an answer, or all of it, but for what tells whether it is the last."""
     asked: OllamaAnswerOptions = about.ask.dialect
-    return asked
-
-
-def _head(about: About) -> Json:
-    return {"model": _asked(about).model or about.model, "created_at": _rfc3339(time.time())}
+    head = {"model": asked.model or about.model, "created_at": _rfc3339(time.time())}
+    return head | _message(asked, text, thinking, calls)
 
 
 def _message(asked: OllamaAnswerOptions, text: str, thinking: str = "", calls: Sequence[Json] = ()) -> Json:
-    """Return a piece of an answer, or all of it, in the shape of its endpoint."""
+    """Return the words in the shape of their endpoint."""
     more: Json = {"thinking": thinking} if thinking else {}
     if calls:
         more["tool_calls"] = list(calls)
@@ -155,7 +135,7 @@ def _counts(about: About, finish: Finish) -> Json:
     """
     now_ns = time.perf_counter_ns()
     began_ns = finish.began_ns or now_ns
-    arrived_ns = _asked(about).arrived_ns
+    arrived_ns = about.ask.dialect.arrived_ns
     return {
         "done": True,
         "done_reason": "length" if finish.reason == "length" else "stop",
@@ -194,23 +174,12 @@ def _no_number(name: str) -> float:
 
 
 def _logprobs(scores: Sequence[Scored], about: About) -> Json:
-    rows = [
-        _logprob(token, score.logprob, about)
-        | {"top_logprobs": [_logprob(other, logprob, about) for other, logprob in score.top]}
-        for token, score in scores
-    ]
+    """Return scores in OpenAI's shape, but for the `bytes` of a token that has none."""
+    rows = logprobs(scores, about.names)["content"]
+    for each in [row for scored in rows for row in (scored, *scored["top_logprobs"])]:
+        if each["bytes"] is None:
+            del each["bytes"]
     return {"logprobs": rows} if rows else {}
-
-
-def _logprob(token: int, logprob: float, about: About) -> Json:
-    name, bytes_ = about.names(token)
-    row: Json = {"token": name, "logprob": bounded(logprob)}
-    return row if bytes_ is None else row | {"bytes": list(bytes_)}
-
-
-def _encode(data: Json) -> bytes:
-    """Return one line. ASCII only: some clients break lines at U+2028, too."""
-    return json.dumps(data, separators=(",", ":")).encode() + b"\n"
 
 
 def _rfc3339(seconds: float) -> str:
@@ -299,12 +268,10 @@ def _details(card: ModelCard) -> Json:
 # --- the adapter ------------------------------------------------------------------------------------------
 
 
-#: Version of Ollama's API, not of mlxtp. Clients compare its three numbers with the least that they accept
-#: (0.6.4 for Copilot Chat, 0.14.2 for those that use Ollama's `/v1/messages` too). By then Ollama had all
-#: features that are served here: thinking, tool calls in streams, schemas, log-probabilities.
+#: Version of Ollama's API, not of mlxtp, that has all features that are served here. Clients compare it with
+#: the least that they accept (0.6.4 for Copilot Chat, 0.14.2 for those that use Ollama's `/v1/messages` too).
 VERSION = "0.14.2"
 
-Handler = Callable[[Request], Awaitable[Response]]
 _MANAGED = (
     ("POST", "/api/pull"),
     ("POST", "/api/push"),
@@ -316,58 +283,49 @@ _MANAGED = (
 _EMBEDDINGS = (("POST", "/api/embed"), ("POST", "/api/embeddings"))
 
 
-class Ollama:
+class Ollama(Adapter):
     """The adapter of all paths below `/api`."""
 
-    prefixes: tuple[str, ...] = ("/api/",)
+    prefixes = ("/api/",)
     too_long = (
         "the prompt is longer than the context length currently available to the model: it has {tokens} "
         "tokens, and {most} fit; shorten the prompt, or use a model with a longer context length"
     )
     media_type = NDJSON
-    names: Mapping[str, str] = MappingProxyType(
-        {
-            "max_tokens": "num_predict",
-            "response_format": "format",
-            "needs_thinking": "think",
+    names: Mapping[str, str] = {
+        "max_tokens": "num_predict",
+        "response_format": "format",
+        "needs_thinking": "think",
+    }
+
+    @property
+    def endpoints(self) -> Mapping[Operation, Handler]:
+        chat = Operation("POST", "/api/chat", "Answer a chat (Ollama)", OllamaChat, NDJSON)
+        generate = Operation("POST", "/api/generate", "Answer a prompt (Ollama)", OllamaGenerate, NDJSON)
+        embeddings, managed = (
+            [Operation(*each, f"Refused: {why}", always=400) for each in refused]
+            for refused, why in (
+                (_EMBEDDINGS, "embeddings are not served"),
+                (_MANAGED, "mlxtp's own commands manage models"),
+            )
+        )
+        return {
+            chat: partial(self._answer, parse_chat),
+            generate: partial(self._answer, parse_generate),
+            Operation("GET", "/api/tags", "The models that can be served (Ollama)"): _tags,
+            Operation("GET", "/api/ps", "The loaded model (Ollama)"): _ps,
+            Operation("POST", "/api/show", "Details of a model (Ollama)", OllamaShow): _show,
+            Operation("GET", "/api/version", "The version of Ollama's API"): _version,
+            **dict.fromkeys(embeddings, _no_embeddings),
+            **dict.fromkeys(managed, _not_managed),
         }
-    )
-    operations = (
-        Operation("POST", "/api/chat", "Answer a chat (Ollama)", OllamaChat, stream=NDJSON),
-        Operation(
-            "POST",
-            "/api/generate",
-            "Answer a prompt (Ollama)",
-            OllamaGenerate,
-            stream=NDJSON,
-        ),
-        Operation("GET", "/api/tags", "The models that can be served (Ollama)"),
-        Operation("GET", "/api/ps", "The loaded model (Ollama)"),
-        Operation("POST", "/api/show", "Details of a model (Ollama)", OllamaShow),
-        Operation("GET", "/api/version", "The version of Ollama's API"),
-        *[Operation(*each, "Refused: embeddings are not served", always=400) for each in _EMBEDDINGS],
-        *[Operation(*each, "Refused: mlxtp's own commands manage models", always=400) for each in _MANAGED],
-    )
-
-    def routes(self, generation: Generation) -> Sequence[Route]:
-        def route(method: str, path: str, handler: Handler) -> Route:
-            return Route(path, generation.endpoint(self, handler), methods=[method])
-
-        models = _Models(generation)
-        return [
-            route("POST", "/api/chat", _answering(self, generation, parse_chat)),
-            route("POST", "/api/generate", _answering(self, generation, parse_generate)),
-            route("GET", "/api/tags", models.tags),
-            route("GET", "/api/ps", models.ps),
-            route("POST", "/api/show", models.show),
-            route("GET", "/api/version", _version),
-            *[route(*each, _no_embeddings) for each in _EMBEDDINGS],
-            *[route(*each, _not_managed) for each in _MANAGED],
-        ]
 
     def whole(self, about: About, wholes: Sequence[WholeAnswer]) -> Json:
         [answer] = wholes
-        return whole_body(about, answer)
+        cut_off, calls = _told_apart(answer.calls)
+        text = "\n".join(filter(None, [answer.text, cut_off]))
+        said = _piece(about, text, answer.reasoning, calls)
+        return said | _counts(about, answer.finish) | _logprobs(answer.scores, about)
 
     def writer(self, about: About) -> AnswerWriter:
         return LineWriter(about)
@@ -375,54 +333,13 @@ class Ollama:
     def error(self, error: MlxtpError, status: int) -> Json:
         return {"error": error.detail}
 
-
-class _Models:
-    """The endpoints for information about models. Their folders are read again each time."""
-
-    def __init__(self, generation: Generation) -> None:
-        self._generation = generation
-
-    async def tags(self, _request: Request) -> Response:
-        models = await self._generation.catalog.listed()
-        rows = [list_row(model, await asyncio.to_thread(read_card, model)) for model in models]
-        return JSONResponse({"models": rows})
-
-    async def ps(self, _request: Request) -> Response:
-        models, catalog = self._generation.models(), self._generation.catalog
-        cards = [await asyncio.to_thread(read_card, model) for model in models]
-        rows = [
-            running_row(model, card, catalog.health(model.id), catalog.deployment(model.id))
-            for model, card in zip(models, cards, strict=True)
-        ]
-        return JSONResponse({"models": rows})
-
-    async def show(self, request: Request) -> Response:
-        body = await self._generation.parsed(request, partial(parsed, OllamaShow))
-        name = served_name(body.model or body.name or "", self._generation.models())
-        model, text = await self._generation.catalog.opened(name)
-        capabilities = ["completion"]
-        if text.traits.tools:
-            capabilities.append("tools")
-        if text.markup.think is not None:
-            capabilities.append("thinking")
-        return JSONResponse(await asyncio.to_thread(_shown, model, capabilities))
-
-
-def _shown(model: ModelInfo | StoredModelInfo, capabilities: Sequence[str]) -> Json:
-    """Return the answer to `/api/show`. Reads the small files of the model's folder."""
-    defaults = model.defaults if isinstance(model, ModelInfo) else load_defaults(model.path)
-    return show_body(model, defaults, read_card(model), capabilities)
-
-
-def _answering(
-    adapter: Ollama, generation: Generation, parse: Callable[[Arrival, bytes], GenerationRequest]
-) -> Handler:
-    """Return the endpoint that generates, for bodies that `parse` reads."""
-
-    async def answer(request: Request) -> Response:
-        arrival = Arrival(time.perf_counter_ns(), generation.models())
+    async def _answer(
+        self, parse: Callable[[Arrival, bytes], GenerationRequest], generation: Generation, request: Request
+    ) -> Response:
+        """Answer a body that `parse` reads."""
+        arrival = Arrival(time.perf_counter_ns(), generation.catalog.models())
         try:
-            return await generation.answer(adapter, request, partial(parse, arrival))
+            return await generation.answer(self, request, partial(parse, arrival))
         except NoPrompt as wish:
             name = served_name(wish.asked.model, arrival.models)
             if wish.keep_s == 0 and isinstance(model := await generation.catalog.find(name), StoredModelInfo):
@@ -432,7 +349,39 @@ def _answering(
             loaded = await generation.load(request, name, wish.keep_s)
             return JSONResponse(no_answer(wish.asked, loaded, "unload" if wish.keep_s == 0 else "load"))
 
-    return answer
+
+# The folders of models are read again each time.
+
+
+async def _tags(generation: Generation, _request: Request) -> Response:
+    models = await generation.catalog.listed()
+    rows = [list_row(model, await asyncio.to_thread(read_card, model)) for model in models]
+    return JSONResponse({"models": rows})
+
+
+async def _ps(generation: Generation, _request: Request) -> Response:
+    catalog = generation.catalog
+    models = catalog.models()
+    cards = [await asyncio.to_thread(read_card, model) for model in models]
+    rows = [
+        running_row(model, card, catalog.health(model.id), catalog.deployment(model.id))
+        for model, card in zip(models, cards, strict=True)
+    ]
+    return JSONResponse({"models": rows})
+
+
+async def _show(generation: Generation, request: Request) -> Response:
+    body = await generation.parsed(request, partial(parsed, OllamaShow))
+    name = served_name(body.model or body.name or "", generation.catalog.models())
+    model, text = await generation.catalog.opened(name)
+    found = {"completion": True, "tools": text.traits.tools, "thinking": text.markup.think is not None}
+    capabilities = [name for name, there in found.items() if there]
+    return JSONResponse(await asyncio.to_thread(_shown, model, capabilities))
+
+
+def _shown(model: ModelInfo | StoredModelInfo, capabilities: Sequence[str]) -> Json:
+    defaults = model.defaults if isinstance(model, ModelInfo) else load_defaults(model.path)
+    return show_body(model, defaults, read_card(model), capabilities)
 
 
 def _check_unloads(deployment: DeploymentHealth | None, name: str) -> None:
@@ -445,15 +394,15 @@ def _check_unloads(deployment: DeploymentHealth | None, name: str) -> None:
         )
 
 
-async def _version(_request: Request) -> Response:
+async def _version(_generation: Generation, _request: Request) -> Response:
     return JSONResponse({"version": VERSION})
 
 
-async def _no_embeddings(request: Request) -> Response:
+async def _no_embeddings(_generation: Generation, request: Request) -> Response:
     raise not_supported(f"{request.url.path} is not served: this server makes no embeddings", "")
 
 
-async def _not_managed(request: Request) -> Response:
+async def _not_managed(_generation: Generation, request: Request) -> Response:
     raise not_supported(
         f"{request.url.path} is not served: models are managed with mlxtp's own commands, such as "
         "`mlxtp serve MODEL` and `mlxtp unload`",

@@ -1,9 +1,4 @@
-"""The Ollama dialect: schema of a request, and its conversion to a `GenerationRequest`. Pure.
-
-The model decides how much context it has: `num_ctx` changes nothing. Unknown options are ignored. Fields that
-would change the answer and are not supported (new images, a template, a suffix, tokens of an earlier answer)
-are refused. See docs/api.md.
-"""
+"""The Ollama dialect: schema of a request, and its conversion to a `GenerationRequest`. Pure."""
 
 from __future__ import annotations
 
@@ -299,8 +294,7 @@ def _check_supported(body: OllamaGenerate) -> None:
 def _turns(messages: Sequence[OllamaMessage]) -> tuple[ChatMessage, ...]:
     """Return the turns. Calls without ids are numbered, and matched to results by name or order.
 
-    Most of Ollama's clients send no ids. A number has nine letters and digits: Mistral's templates accept
-    nothing else.
+    A number has nine letters and digits: Mistral's templates accept nothing else.
     """
     turns: list[ChatMessage] = []
     unanswered: list[Call] = []

@@ -1,13 +1,10 @@
 """The OpenAI dialect: `POST /v1/chat/completions`, whole and streamed, and `/v1/models`.
 
-Unknown fields are ignored. Fields that are understood but not supported are refused with `not_supported`,
-never silently ignored. Shapes of answers that OpenAI's other dialects share are here, too, and the
-cluster's health.
+Shapes of answers that OpenAI's other dialects share are here, too, and the cluster's health.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
@@ -16,7 +13,6 @@ from pydantic import Field
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from ...errors import MlxtpError, RequestError
 from ...text.conversation import Call, ChatMessage, Conversation, GenerationOptions, GenerationRequest
@@ -31,9 +27,9 @@ from ...text.transcript import (
     Scored,
     WholeAnswer,
 )
-from ..adapter import SSE, About, AnswerWriter, Json, Operation, error_body_of
+from ..adapter import SSE, About, AnswerWriter, Json, Operation, compact, error_body_of
 from ..backend import Health, ModelInfo, StoredModelInfo, StreamEnd
-from ..generation import Adapter, Generation
+from ..generation import Adapter, Generation, Handler
 from ..request_body import MOST_MESSAGES, Integer, Schema, in_range, missing, not_supported, parsed, shown
 from ..streaming import COMMENT
 from . import anthropic
@@ -179,15 +175,13 @@ def parse_chat(body: bytes) -> GenerationRequest:
             param="max_tokens",
         )
     if request.top_logprobs and not request.logprobs:
-        raise RequestError(
-            f"top_logprobs {request.top_logprobs} needs logprobs true beside it", param="top_logprobs"
-        )
+        words = f"top_logprobs {request.top_logprobs} needs logprobs true beside it"
+        raise RequestError(words, param="top_logprobs")
     _check_supported(request)
     tools = _tools(request.tools or ())
     offered, choice = tool_choice(request.tool_choice, {tool.name: tool for tool in tools})
-    asked = OpenAIAnswerOptions(
-        request.include_usage, frozenset(tool.name for tool in tools if tool.kind == "custom")
-    )
+    custom = frozenset(tool.name for tool in tools if tool.kind == "custom")
+    asked = OpenAIAnswerOptions(request.include_usage, custom)
     conversation = Conversation(
         turns(request.messages),
         tuple(tool.function(tool.name) for tool in tools if tool.name in offered),
@@ -196,11 +190,9 @@ def parse_chat(body: bytes) -> GenerationRequest:
         None if request.reasoning_effort is None else request.reasoning_effort != "none",
         _template_options(request),
     )
-    user = request.user if isinstance(request.user, str) else ""
     logprobs = (request.top_logprobs or 0) if request.logprobs else -1
     own = GenerationOptions(request.n or 1, request.budget, format=request.response_format, logprobs=logprobs)
-    options = request.options(own)
-    return GenerationRequest(request.model, conversation, options, bool(request.stream), user, asked)
+    return request.generation(conversation, own, asked)
 
 
 def turns(messages: Sequence[MessageInput]) -> tuple[ChatMessage, ...]:
@@ -269,12 +261,10 @@ def _template_options(request: ChatRequest) -> Json:
     options = request.chat_template_kwargs or {}
     for name in options:
         if name in _OWN_VARIABLES or not name.isidentifier():
-            raise RequestError(
-                f"chat_template_kwargs.{name} cannot be set", param=f"chat_template_kwargs.{name}"
-            )
-    if request.reasoning_effort is not None:
-        return {"reasoning_effort": request.reasoning_effort} | options
-    return options
+            where = f"chat_template_kwargs.{name}"
+            raise RequestError(f"{where} cannot be set", param=where)
+    effort = request.reasoning_effort
+    return options if effort is None else {"reasoning_effort": effort} | options
 
 
 def _check_supported(request: ChatRequest) -> None:
@@ -313,10 +303,6 @@ def _tools(given: Sequence[OfferedTool]) -> list[ClientTool]:
 
 Names = Callable[[int], Name]
 
-TOO_LONG = (
-    "This model's maximum context length is {most} tokens. However, your messages resulted in {tokens} "
-    "tokens. Please reduce the length of the messages."
-)
 LEAST_LOGPROB = -9999.0  # OpenAI's value for next to impossible tokens; JSON has no minus infinity
 
 
@@ -338,24 +324,19 @@ def usage(about: About, ends: Sequence[StreamEnd]) -> Json:
     }
 
 
-def finishes(wholes: Sequence[WholeAnswer]) -> list[Finish]:
-    return [whole.finish for whole in wholes if whole.finish is not None]
-
-
 def completion_body(about: About, wholes: Sequence[WholeAnswer], custom: Collection[str] = ()) -> Json:
     """Return the whole answer to a request that does not stream. `custom`: names of plain-text tools."""
-    ends = finishes(wholes)
     scored = about.ask.options.logprobs >= 0
     rows = [
         {
             "index": index,
             "message": _message(whole, custom),
             "logprobs": logprobs(whole.scores, about.names) if scored else None,
-            "finish_reason": end.reason,
+            "finish_reason": whole.finish.reason,
         }
-        for index, (whole, end) in enumerate(zip(wholes, ends, strict=True))
+        for index, whole in enumerate(wholes)
     ]
-    counts = usage(about, [end.end for end in ends])
+    counts = usage(about, [whole.finish.end for whole in wholes])
     return head(about, "chatcmpl", "chat.completion") | {"choices": rows, "usage": counts}
 
 
@@ -407,10 +388,7 @@ def head(about: About, prefix: str, object_: str) -> Json:
 
 
 class SseWriter(AnswerWriter):
-    """Writer of one stream in chunks that begin with the same fields, and end with `[DONE]`.
-
-    `include_usage`: the last chunk has the usage of all choices.
-    """
+    """Writer of chunks that begin with the same fields. `include_usage`: the last has that of all choices."""
 
     def __init__(self, about: About, prefix: str, object_: str, include_usage: bool) -> None:
         self.about = about
@@ -439,13 +417,13 @@ _DONE = b"data: [DONE]\n\n"
 
 
 class ChunkWriter(SseWriter):
-    """Writer of the events of one stream, as bytes. The part that all chunks share is encoded once."""
+    """Writer of a chat's chunks. The part that all share is encoded once."""
 
     def __init__(self, about: About, include_usage: bool, custom: Collection[str] = ()) -> None:
         super().__init__(about, "chatcmpl", "chat.completion.chunk", include_usage)
         self._custom = custom
         self._texts: dict[tuple[int, int], TextReader] = {}  # of the custom calls, by choice and number
-        self._before = b"data: " + _encode(self.head)[:-1] + b',"choices":[{"index":'
+        self._before = b"data: " + compact(self.head)[:-1] + b',"choices":[{"index":'
         self._after = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
         self._silent = set(range(about.choices))  # Choices of which nothing was sent yet, not even the role.
 
@@ -458,27 +436,24 @@ class ChunkWriter(SseWriter):
         return sse(self.head | {"choices": [choice]} | self.no_usage | more)
 
     def write(self, event: AnswerEvent) -> bytes:
-        return self._role(event.choice) + self._rest(event)
-
-    def _role(self, index: int) -> bytes:
-        if index not in self._silent:
-            return b""
-        self._silent.remove(index)
-        return self._chunk(index, b'{"role":"assistant","content":""}')
+        if event.choice not in self._silent:
+            return self._rest(event)
+        self._silent.remove(event.choice)
+        return self._chunk(event.choice, b'{"role":"assistant","content":""}') + self._rest(event)
 
     def _rest(self, event: AnswerEvent) -> bytes:
         index = event.choice
         match event:
             case ContentDelta(text=text, scores=scores):
-                known = _encode(logprobs(scores, self.about.names)) if scores else b"null"
-                return self._chunk(index, b'{"content":%b}' % json.dumps(text).encode(), known)
+                known = compact(logprobs(scores, self.about.names)) if scores else b"null"
+                return self._chunk(index, b'{"content":%b}' % compact(text), known)
             case ReasoningDelta(text=text):
-                return self._chunk(index, b'{"reasoning_content":%b}' % json.dumps(text).encode())
+                return self._chunk(index, b'{"reasoning_content":%b}' % compact(text))
             case CallBegan() | CallArguments():
                 return self._call(event)
             case Finish(reason=reason, end=end):
                 self.ends[index] = end
-                return self._chunk(index, b"{}", reason=json.dumps(reason).encode())
+                return self._chunk(index, b"{}", reason=compact(reason))
 
     def _call(self, event: CallBegan | CallArguments) -> bytes:
         at = event.choice, event.index
@@ -495,7 +470,7 @@ class ChunkWriter(SseWriter):
             call["custom"] = {"input": more}
         else:
             call["function"] = {"arguments": event.text}
-        return self._chunk(event.choice, _encode({"tool_calls": [call]}))
+        return self._chunk(event.choice, compact({"tool_calls": [call]}))
 
     def _chunk(self, index: int, delta: bytes, scores: bytes = b"null", reason: bytes = b"null") -> bytes:
         return b'%b%d,"delta":%b,"logprobs":%b,"finish_reason":%b%b' % (
@@ -503,13 +478,8 @@ class ChunkWriter(SseWriter):
         )  # fmt: skip
 
 
-def _encode(data: Json) -> bytes:
-    """Encode as ASCII, so that no client breaks lines at U+2028."""
-    return json.dumps(data, separators=(",", ":")).encode()
-
-
 def sse(data: Json) -> bytes:
-    return b"data: " + _encode(data) + b"\n\n"
+    return b"data: %b\n\n" % compact(data)
 
 
 def model_body(model: ModelInfo | StoredModelInfo) -> Json:
@@ -553,50 +523,38 @@ MODELS = "/v1/models"
 class OpenAIChat(Adapter):
     """The adapter of chats, and of all paths that no other dialect owns."""
 
-    prefixes: tuple[str, ...] = ("/v1/", "/")
-    names: Mapping[str, str] = {}
-    too_long = TOO_LONG
-    media_type = SSE
-    operations = (
-        Operation("GET", "/health", "The state of the cluster"),
-        Operation(
-            "GET",
-            "/v1/models",
-            "The models that can be served, the loaded one first",
-        ),
-        Operation("GET", "/v1/models/{id}", "One model"),
-        Operation("POST", "/v1/chat/completions", "Answer a chat", ChatRequest, SSE),
-    )
+    prefixes = ("/v1/", "/")
 
-    def routes(self, generation: Generation) -> Sequence[Route]:
-        async def chat(request: Request) -> Response:
-            return await generation.answer(self, request, parse_chat)
+    @property
+    def endpoints(self) -> Mapping[Operation, Handler]:
+        return {
+            Operation("GET", MODELS, "The models that can be served, the loaded one first"): _models,
+            Operation("GET", f"{MODELS}/", ""): _models,
+            Operation("GET", f"{MODELS}/{{id:path}}", "One model"): _model,
+            Operation("POST", "/v1/chat/completions", "Answer a chat", ChatRequest, SSE): self._chat,
+        }
 
-        async def models(request: Request) -> Response:
-            shape = anthropic.models_body if speaks_anthropic(request.headers) else models_body
-            return JSONResponse(shape(await generation.catalog.listed()))
-
-        async def model(request: Request) -> Response:
-            shape = anthropic.model_body if speaks_anthropic(request.headers) else model_body
-            return JSONResponse(shape(await generation.catalog.find(request.path_params["id"])))
-
-        return [
-            Route("/v1/chat/completions", generation.endpoint(self, chat), methods=["POST"]),
-            # `app.py` handles their errors, since it knows the client's dialect
-            Route(MODELS, models, methods=["GET"]),
-            Route(f"{MODELS}/", models, methods=["GET"]),
-            Route(f"{MODELS}/{{id:path}}", model, methods=["GET"]),
-        ]
+    async def _chat(self, generation: Generation, request: Request) -> Response:
+        return await generation.answer(self, request, parse_chat)
 
     def whole(self, about: About, wholes: Sequence[WholeAnswer]) -> Json:
-        asked: OpenAIAnswerOptions = about.ask.dialect
-        return completion_body(about, wholes, asked.custom)
+        return completion_body(about, wholes, about.ask.dialect.custom)
 
     def writer(self, about: About) -> AnswerWriter:
         asked: OpenAIAnswerOptions = about.ask.dialect
         return ChunkWriter(about, asked.include_usage, asked.custom)
 
 
+async def _models(generation: Generation, request: Request) -> Response:
+    shape = anthropic.models_body if speaks_anthropic(request.headers) else models_body
+    return JSONResponse(shape(await generation.catalog.listed()))
+
+
+async def _model(generation: Generation, request: Request) -> Response:
+    shape = anthropic.model_body if speaks_anthropic(request.headers) else model_body
+    return JSONResponse(shape(await generation.catalog.find(request.path_params["id"])))
+
+
 def speaks_anthropic(headers: Headers) -> bool:
-    """Return True for a client of Anthropic's dialect. Two dialects list models at the same path."""
+    """Return True for a client of Anthropic's dialect, which lists models at the same path."""
     return "anthropic-version" in headers

@@ -1,11 +1,8 @@
-"""Parts of requests that all dialects share: settings, words of messages, and tools.
+"""Parts of requests that all dialects share: settings, words of messages, tools. Pure, but for log lines.
 
-A client sends its history again at every turn, and cannot take anything out of it. So history is never
-refused: what can be text becomes text, and a short note stands for the rest.
-
-Clients group functions in namespaces, offer tools that take plain text, and list tools that only their
-provider supports. A model gets functions under unique names. Pure, but for one log line for each kind of tool
-that is left out.
+Clients send their history at every turn and cannot change it. So history is never refused: what can be text
+becomes text, a short note stands for the rest. Of the client's tools, which may be in namespaces, take plain
+text, or be its provider's alone, a model gets functions under unique names.
 """
 
 from __future__ import annotations
@@ -21,7 +18,17 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from ...errors import RequestError
-from ...text.conversation import AUTO, NONE, REQUIRED, GenerationOptions, Role, Tool
+from ...text.conversation import (
+    AUTO,
+    NONE,
+    REQUIRED,
+    Conversation,
+    GenerationOptions,
+    GenerationRequest,
+    Prompt,
+    Role,
+    Tool,
+)
 from ...text.json_limits import MOST_CONTAINERS
 from ...text.tool_grammar import log_once
 from ..request_body import MOST_TOKENS as MOST_TOKENS
@@ -44,11 +51,20 @@ class OpenAIBody(Schema):
     deadline_s: Annotated[float, in_range(0.001, 86_400)] | None = None
     user: Any = None
 
-    def options(self, own: GenerationOptions) -> GenerationOptions:
-        """Add the options of these fields to those that each dialect names in its own way."""
+    def generation(
+        self, prompt: Conversation | tuple[Prompt, ...], own: GenerationOptions, dialect: Any
+    ) -> GenerationRequest:
+        """Return the request, with the options of these fields beside `own`, which each dialect names."""
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         same = self.model_dump(include={"ignore_eos", "seed", "logit_bias", "deadline_s"}, exclude_none=True)
-        return replace(own, stop=stops, settings=given_settings(self, "openai"), **same)
+        options = replace(own, stop=stops, settings=given_settings(self, "openai"), **same)
+        user = next((each for each in self.users if isinstance(each, str)), "")
+        return GenerationRequest(self.model, prompt, options, bool(self.stream), user, dialect)
+
+    @property
+    def users(self) -> tuple[Any, ...]:
+        """Names of the user, of which the first text counts."""
+        return (self.user,)
 
 
 # --- messages ---------------------------------------------------------------------------------------------

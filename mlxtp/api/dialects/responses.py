@@ -1,18 +1,15 @@
-"""OpenAI's newer dialect: items instead of messages, named events, and answers that a request can continue.
-
-`responses_request.py` and `responses_items.py` read the request.
-"""
+"""OpenAI's newer dialect: items instead of messages, named events, answers that a request can continue."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Literal
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from ...errors import Code, MlxtpError
 from ...text.conversation import Call, GenerationRequest
@@ -26,106 +23,61 @@ from ...text.transcript import (
     Scored,
     WholeAnswer,
 )
-from ..adapter import SSE, About, AnswerWriter, Json, Operation, error_status
-from ..generation import Adapter, Generation
+from ..adapter import SSE, About, AnswerWriter, Json, Operation, error_status, named_event
+from ..generation import Adapter, Generation, Handler
 from ..request_context import current
 from . import openai as answers
-from .openai import TOO_LONG, finishes, sse
 from .request_parts import ClientTool, TextReader, called
 from .responses_items import CALLS, call_item, compaction_content, object_in, search_call
 from .responses_request import ResponseRequest, ResponsesAnswerOptions, ResponseStore, parse, parse_compact
 
 # --- items of an answer -----------------------------------------------------------------------------------
 
-
-class ItemInProgress(Protocol):
-    """One output item in progress. Events lack their numbers and the item's place."""
-
-    kind: str
-    id: str
-
-    def opened(self) -> list[Json]:
-        """Return the events after the item's announcement."""
-        ...
-
-    def closed(self) -> list[Json]:
-        """Return the events between the item's end and the whole item."""
-        ...
-
-    def json(self, status: str) -> Json:
-        """Return the item; while "in_progress", its content is empty."""
-        ...
+# `more`, `opened` (behind the announcement of an item) and `closed` (before the whole item) return events,
+# without their numbers and the item's place. `json` returns the item; "in_progress", it has no content.
 
 
-class MessageOutput:
-    """The model's text as an item."""
+class TextOutput:
+    """The model's text, or its thoughts, as an item."""
 
-    kind = "message"
-
-    def __init__(self, place: str) -> None:
-        self.id = f"msg_{place}"
+    def __init__(self, kind: Literal["message", "reasoning"], place: str) -> None:
+        self.kind = kind
+        self.id = f"msg_{place}" if kind == "message" else f"rs_{place}"
+        self._part = "output_text" if kind == "message" else "reasoning_text"
         self._text: list[str] = []
         self._logprobs: list[Json] = []
 
     def more(self, text: str, logprobs: Sequence[Json] = ()) -> Json:
         self._text.append(text)
         self._logprobs += logprobs
-        return self._event("response.output_text.delta", delta=text, logprobs=list(logprobs))
+        return self._event(f"{self._part}.delta", delta=text, **self._scores(logprobs))
 
     def opened(self) -> list[Json]:
-        return [self._event("response.content_part.added", part=_output_text(""))]
+        return [self._event("content_part.added", part=self._whole("", ()))]
 
     def closed(self) -> list[Json]:
-        part = _output_text("".join(self._text), self._logprobs)
+        text, logprobs = "".join(self._text), self._logprobs
         return [
-            self._event("response.output_text.done", text=part["text"], logprobs=part["logprobs"]),
-            self._event("response.content_part.done", part=part),
+            self._event(f"{self._part}.done", text=text, **self._scores(logprobs)),
+            self._event("content_part.done", part=self._whole(text, logprobs)),
         ]
 
     def json(self, status: str) -> Json:
-        part = _output_text("".join(self._text), self._logprobs)
-        content = [] if status == "in_progress" else [part]
-        return {
-            "type": "message",
-            "id": self.id,
-            "role": "assistant",
-            "status": status,
-            "content": content,
-        }
+        content = [] if status == "in_progress" else [self._whole("".join(self._text), self._logprobs)]
+        about: Json = {"role": "assistant", "status": status}
+        if self.kind == "reasoning":
+            about = {"status": status, "summary": []}
+        return {"type": self.kind, "id": self.id, **about, "content": content}
+
+    def _whole(self, text: str, logprobs: Sequence[Json]) -> Json:
+        annotations: Json = {"annotations": []} if self.kind == "message" else {}
+        return {"type": self._part, "text": text, **annotations, **self._scores(logprobs)}
+
+    def _scores(self, logprobs: Sequence[Json]) -> Json:
+        return {"logprobs": list(logprobs)} if self.kind == "message" else {}
 
     def _event(self, kind: str, **fields: Any) -> Json:
-        return {"type": kind, "item_id": self.id, "content_index": 0} | fields
-
-
-class ReasoningOutput:
-    """The model's thoughts as an item."""
-
-    kind = "reasoning"
-
-    def __init__(self, place: str) -> None:
-        self.id = f"rs_{place}"
-        self._text: list[str] = []
-
-    def more(self, text: str) -> Json:
-        self._text.append(text)
-        return self._event("response.reasoning_text.delta", delta=text)
-
-    def opened(self) -> list[Json]:
-        return [self._event("response.content_part.added", part=_reasoning_text(""))]
-
-    def closed(self) -> list[Json]:
-        text = "".join(self._text)
-        return [
-            self._event("response.reasoning_text.done", text=text),
-            self._event("response.content_part.done", part=_reasoning_text(text)),
-        ]
-
-    def json(self, status: str) -> Json:
-        content = [] if status == "in_progress" else [_reasoning_text("".join(self._text))]
-        return {"type": "reasoning", "id": self.id, "status": status, "summary": [], "content": content}
-
-    def _event(self, kind: str, **fields: Any) -> Json:
-        return {"type": kind, "item_id": self.id, "content_index": 0} | fields
+        return {"type": f"response.{kind}", "item_id": self.id, "content_index": 0} | fields
 
 
 _FORMS: Mapping[str, tuple[str, str, str, str]] = {  # item, prefix of its id, its events, their field
@@ -173,16 +125,7 @@ class ToolCallOutput:
 
 def tool_call(about: About, place: str, call_id: str, name: str) -> ToolCallOutput:
     """Return the item of a call. `name` is the model's; the item has the client's."""
-    wanted: ResponsesAnswerOptions = about.ask.dialect
-    return ToolCallOutput(place, call_id, called(name, wanted.tools))
-
-
-def _output_text(text: str, logprobs: Sequence[Json] = ()) -> Json:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
-
-
-def _reasoning_text(text: str) -> Json:
-    return {"type": "reasoning_text", "text": text}
+    return ToolCallOutput(place, call_id, called(name, about.ask.dialect.tools))
 
 
 def logprobs(about: About, scores: Sequence[Scored]) -> list[Json]:
@@ -202,34 +145,31 @@ def place(about: About, index: int) -> str:
     return f"{about.id}_{index}"
 
 
-def items_of_whole(about: About, whole: WholeAnswer, finish: Finish) -> list[Json]:
+def items_of_whole(about: About, whole: WholeAnswer) -> list[Json]:
     """Return the output of an answer that is not streamed. An item that was cut off is the last one."""
-    items: list[ItemInProgress] = []
+    items: list[TextOutput | ToolCallOutput] = []
     if whole.reasoning:
-        thoughts = ReasoningOutput(place(about, 0))
-        thoughts.more(whole.reasoning)
-        items.append(thoughts)
-    if whole.text or speaks(finish, bool(whole.reasoning), bool(whole.calls)):
-        message = MessageOutput(place(about, len(items)))
+        items.append(TextOutput("reasoning", place(about, 0)))
+        items[-1].more(whole.reasoning)
+    if whole.text or speaks(whole.finish, bool(whole.reasoning), bool(whole.calls)):
+        message = TextOutput("message", place(about, len(items)))
         message.more(whole.text, logprobs(about, _of_text(about, whole)))
         items.append(message)
     for call in whole.calls:
-        made = tool_call(about, place(about, len(items)), call.id, call.name)
-        made.more(call.arguments)
-        items.append(made)
-    return [item.json("completed") for item in items[:-1]] + [items[-1].json(status_of(finish))]
+        items.append(tool_call(about, place(about, len(items)), call.id, call.name))
+        items[-1].more(call.arguments)
+    return [item.json("completed") for item in items[:-1]] + [items[-1].json(status_of(whole.finish))]
 
 
-def compaction_of_whole(about: About, whole: WholeAnswer, finish: Finish) -> list[Json]:
-    """Return a summary as an item: the model's text, or its thoughts where it wrote no text.
+def compaction_of_whole(about: About, whole: WholeAnswer) -> list[Json]:
+    """Return a summary as an item, which says itself if it was cut off: the model's text, else its thoughts.
 
-    A summary that was cut off says so itself, since the item has no status. Raises MlxtpError where the model
-    has written nothing: its client would lose the conversation.
+    Raises MlxtpError where the model has written nothing: its client would lose the conversation.
     """
     summary = whole.text.strip() or whole.reasoning.strip()
     if not summary:
         raise MlxtpError("the model wrote no summary; the conversation is as it was", Code.INTERNAL)
-    return [_compaction(about, summary + "\n[cut off here]" * (status_of(finish) == "incomplete"))]
+    return [_compaction(about, summary + "\n[cut off here]" * (whole.finish.reason == "length"))]
 
 
 def _compaction(about: About, summary: str) -> Json:
@@ -290,7 +230,7 @@ class ResponseWriter(AnswerWriter):
         self._clock = clock
         self._number = 0
         self._output: list[Json] = []
-        self._item: ItemInProgress | None = None
+        self._item: TextOutput | ToolCallOutput | None = None
         self._late: list[Scored] = []  # Scores of tokens that may still turn out not to belong to the text.
         self._finish: Finish | None = None
 
@@ -333,36 +273,39 @@ class ResponseWriter(AnswerWriter):
 
     def _think(self, text: str) -> bytes:
         before = b""
-        if not isinstance(self._item, ReasoningOutput):
-            before = self._begin(ReasoningOutput(self._place()))
-        assert isinstance(self._item, ReasoningOutput)
+        if self._kind != "reasoning":
+            before = self._begin(TextOutput("reasoning", self._place()))
+        assert isinstance(self._item, TextOutput)
         return before + self._sent(self._item.more(text))
 
     def _say(self, text: str, scores: Sequence[Scored]) -> bytes:
         """Write text. Scores without a text are those of thoughts and calls, or of what ends the answer."""
         if not text:
-            if isinstance(self._item, MessageOutput):
-                self._late += scores
+            self._late += scores if self._kind == "message" else ()
             return b""
         before = b""
-        if not isinstance(self._item, MessageOutput):
+        if self._kind != "message":
             if self._item is not None:
                 scores = scores_of_first(self._about, text, scores)
-            before = self._begin(MessageOutput(self._place()))
+            before = self._begin(TextOutput("message", self._place()))
         return before + self._more(text, scores)
 
+    @property
+    def _kind(self) -> str:
+        return "" if self._item is None else self._item.kind
+
     def _more(self, text: str, scores: Sequence[Scored]) -> bytes:
-        assert isinstance(self._item, MessageOutput)
+        assert isinstance(self._item, TextOutput)
         scores = [*self._late, *scores]
         self._late = []
         return self._sent(self._item.more(text, logprobs(self._about, scores)))
 
     def _finished(self, finish: Finish) -> bytes:
         self._finish = finish
-        kinds = {item["type"] for item in self._output} | ({self._item.kind} if self._item else set())
+        kinds = {self._kind, *[item["type"] for item in self._output]}
         before = b""
         if "message" not in kinds and speaks(finish, "reasoning" in kinds, not kinds.isdisjoint(CALLS)):
-            before = self._begin(MessageOutput(self._place()))
+            before = self._begin(TextOutput("message", self._place()))
         elif self._late:
             before = self._more("", ())
         return before + self._end(status_of(finish))
@@ -370,7 +313,7 @@ class ResponseWriter(AnswerWriter):
     def _place(self) -> str:
         return place(self._about, len(self._output) + (self._item is not None))
 
-    def _begin(self, item: ItemInProgress) -> bytes:
+    def _begin(self, item: TextOutput | ToolCallOutput) -> bytes:
         before = self._end("completed")
         self._item, self._late = item, []
         added = {"type": "response.output_item.added", "item": item.json("in_progress")}
@@ -394,7 +337,7 @@ class ResponseWriter(AnswerWriter):
     def _numbered(self, event: Json) -> bytes:
         numbered = event | {"sequence_number": self._number}
         self._number += 1
-        return b"event: %b\n%b" % (event["type"].encode(), sse(numbered))
+        return named_event(numbered)
 
 
 class CompactionWriter(ResponseWriter):
@@ -413,7 +356,7 @@ class CompactionWriter(ResponseWriter):
             case ContentDelta(text=text) if text:
                 return self._of_item("response.compaction.compacting", {"item_id": f"cmp_{self._place()}"})
             case Finish():
-                self._output = compaction_of_whole(self._about, self._whole, event)
+                self._output = compaction_of_whole(self._about, self._whole)
                 self._finish = replace(event, reason="stop")
                 return self._of_item("response.output_item.done", {"item": self._output[0]})
         return b""
@@ -530,54 +473,48 @@ COMPACT_PATH = f"{PATH}/compact"
 class Responses(Adapter):
     """The adapter of `/v1/responses`. Each has its own store."""
 
-    prefixes: tuple[str, ...] = (PATH,)
+    prefixes = (PATH,)
     names: Mapping[str, str] = {
         "messages": "input",
         "max_tokens": "max_output_tokens",
         "response_format": "text.format",
     }
-    too_long = TOO_LONG
-    media_type = SSE
-    operations = (
-        Operation("POST", PATH, "Answer a conversation", ResponseRequest, SSE),
-        Operation("POST", COMPACT_PATH, "Summarize a conversation", ResponseRequest),
-        Operation(
-            "POST",
-            f"{PATH}/input_tokens",
-            "Count the tokens of an input",
-            ResponseRequest,
-        ),
-    )
 
     def __init__(self, store: ResponseStore | None = None, clock: Callable[[], float] = time.time) -> None:
         self._store = ResponseStore() if store is None else store
         self._clock = clock
 
-    def routes(self, generation: Generation) -> Sequence[Route]:
-        async def create(request: Request) -> Response:
-            # a short body may name a long conversation
-            return await generation.answer(self, request, self._parse, slow=True)
+    @property
+    def endpoints(self) -> Mapping[Operation, Handler]:
+        create = Operation("POST", PATH, "Answer a conversation", ResponseRequest, SSE)
+        summarize = Operation("POST", COMPACT_PATH, "Summarize a conversation", ResponseRequest)
+        counts = f"{PATH}/input_tokens"
+        return {
+            create: partial(self._answer, self._parse),
+            summarize: partial(self._answer, self._parse_compact),
+            Operation("POST", counts, "Count the tokens of an input", ResponseRequest): self._count,
+        }
 
-        async def compact(request: Request) -> Response:
-            return await generation.answer(self, request, self._parse_compact, slow=True)
+    async def _answer(
+        self, parse: Callable[[bytes], GenerationRequest], generation: Generation, request: Request
+    ) -> Response:
+        return await generation.answer(self, request, parse, slow=True)  # a short body may name a long one
 
-        async def count(request: Request) -> Response:
-            tokens = await generation.count(request, self._parse)
-            return JSONResponse({"object": "response.input_tokens", "input_tokens": tokens})
+    async def _count(self, generation: Generation, request: Request) -> Response:
+        tokens = await generation.count(request, self._parse)
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": tokens})
 
-        return [
-            Route(path, generation.endpoint(self, handler), methods=["POST"])
-            for path, handler in ((PATH, create), (COMPACT_PATH, compact), (f"{PATH}/input_tokens", count))
-        ]
+    def _parse(self, body: bytes) -> GenerationRequest:
+        return parse(body, self._store, _client())
+
+    def _parse_compact(self, body: bytes) -> GenerationRequest:
+        return parse_compact(body, self._store, _client())
 
     def whole(self, about: About, wholes: Sequence[WholeAnswer]) -> Json:
-        [whole], [finish] = wholes, finishes(wholes)
+        [whole] = wholes
         wanted: ResponsesAnswerOptions = about.ask.dialect
-        if wanted.compacts:
-            output = compaction_of_whole(about, whole, finish)
-            finish = replace(finish, reason="stop")
-        else:
-            output = items_of_whole(about, whole, finish)
+        finish = replace(whole.finish, reason="stop") if wanted.compacts else whole.finish
+        output = (compaction_of_whole if wanted.compacts else items_of_whole)(about, whole)
         if wanted.compacts == "history":
             return history_body(about, output, finish)
         response = response_body(about, status_of(finish), output, finish=finish, completed_at=self._clock())
@@ -587,12 +524,6 @@ class Responses(Adapter):
     def writer(self, about: About) -> ResponseWriter:
         kind = CompactionWriter if about.ask.dialect.compacts else ResponseWriter
         return kind(about, lambda response: self._keep(about, response), self._clock)
-
-    def _parse(self, body: bytes) -> GenerationRequest:
-        return parse(body, self._store, _client())
-
-    def _parse_compact(self, body: bytes) -> GenerationRequest:
-        return parse_compact(body, self._store, _client())
 
     def _keep(self, about: About, response: Json) -> None:
         wanted: ResponsesAnswerOptions = about.ask.dialect

@@ -1,14 +1,7 @@
 """The body of `POST /v1/responses`: its schema, and its conversion to a `GenerationRequest`.
 
-Unknown fields are ignored. Fields that are understood but not supported are refused with `not_supported`.
-Four fields mean less here than at OpenAI:
-
-- any `reasoning.effort` but "none" lets the model think
-- any `reasoning.summary` shows the thoughts
-- `truncation` "auto" cuts nothing: a conversation that does not fit is refused
-- `text.verbosity` changes nothing
-
-Conversations are kept for a while, so that a later request can continue them.
+Four fields mean less than at OpenAI: any `reasoning.effort` but "none" lets the model think, any
+`reasoning.summary` shows the thoughts, `truncation` "auto" cuts nothing, `text.verbosity` changes nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from ...errors import Code, RequestError
 from ...text.conversation import NONE, ChatMessage, Conversation, GenerationOptions, GenerationRequest
-from ..adapter import Json
+from ..adapter import Json, compact
 from ..request_body import (
     Integer,
     Schema,
@@ -61,10 +54,7 @@ OVERHEAD_BYTES = 1024
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """The whole input of an answer with earlier answers, and its output, as JSON lists.
-
-    `until` on the clock of the store.
-    """
+    """The whole input of an answer with earlier answers, and its output, as JSON lists, until a time."""
 
     input: bytes
     output: bytes
@@ -76,16 +66,10 @@ class StoredResponse:
         return len(self.input) + len(self.output) + OVERHEAD_BYTES
 
 
-def json_bytes(value: Any) -> bytes:
-    """Encode as ASCII, since the text may have half a character."""
-    return json.dumps(value, separators=(",", ":")).encode()
-
-
 class ResponseStore:
-    """Memory-only store of at most `most` answers and `most_bytes`, each for `age_s` seconds.
+    """Memory-only store of at most `most` answers and `most_bytes`, each for `age_s` seconds, for any thread.
 
-    The oldest make room. Shared parts of answers count for each of them. An answer is kept for one client,
-    the name of its key or "". May be used from any thread.
+    The oldest make room. An answer is kept for one client, the name of its key or "".
     """
 
     def __init__(
@@ -105,7 +89,7 @@ class ResponseStore:
 
     def put(self, client: str, id_: str, input_: bytes, output: Sequence[Json]) -> None:
         """Keep an answer with its whole input, a JSON list. One that is too large by itself is not kept."""
-        kept = StoredResponse(input_, json_bytes(output), self._clock() + self._age_s)
+        kept = StoredResponse(input_, compact(output), self._clock() + self._age_s)
         with self._lock:
             if kept.size > self._most_bytes:
                 return
@@ -114,17 +98,10 @@ class ResponseStore:
             self._make_room()
 
     def items(self, client: str, id_: str) -> list[Json]:
-        """Return the first items of a request that continues an answer.
-
-        Raises RequestError 404 that says how long answers are kept.
-        """
+        """Return the first items of a request that continues an answer. Raises RequestError 404."""
         if (kept := self._find(client, id_)) is None:
-            raise RequestError(
-                f"the response {shown(id_)} is not known here: {self.bounds}",
-                Code.NOT_FOUND,
-                status=404,
-                param="previous_response_id",
-            )
+            words = f"the response {shown(id_)} is not known here: {self.bounds}"
+            raise RequestError(words, Code.NOT_FOUND, status=404, param="previous_response_id")
         return [*json.loads(kept.input), *json.loads(kept.output)]
 
     def output(self, client: str, id_: str) -> list[Json]:
@@ -213,14 +190,17 @@ class ResponseRequest(OpenAIBody):
     def kept(self) -> bool:
         return self.store is not False
 
+    @property
+    def users(self) -> tuple[Any, ...]:
+        return self.user, self.safety_identifier
+
 
 @dataclass(frozen=True, slots=True)
 class ResponsesAnswerOptions:
     """A checked request, for its answer, without unknown fields.
 
     `input` is a JSON list that includes the items of earlier answers; None where it is not to be kept.
-    `client`: name of its key. `tools` by the model's names. `compacts`: the answer is a summary of the
-    conversation, as an item of a response or, behind `users`, as a new history.
+    `compacts`: the answer is a summary, as an item of a response or, behind `users`, as a new history.
     """
 
     request: ResponseRequest
@@ -258,7 +238,8 @@ def _ask(request: ResponseRequest, store: ResponseStore, client: str) -> Generat
     _check_metadata(request.metadata or {})
     _check_finite(request)
     logprobs = _logprobs(request)
-    before = _before(request, store, client)
+    earlier = request.previous_response_id
+    before = [] if earlier is None else store.items(client, earlier)
     _check_count(len(before), len(request.input) if isinstance(request.input, list) else 1)
     items = [*before, *_items(request, store, client)]
     _check_count(sum(map(pieces, before)), sum(map(pieces, items[len(before) :])))
@@ -277,21 +258,17 @@ def _ask(request: ResponseRequest, store: ResponseStore, client: str) -> Generat
     )
     given = request.text.format if request.text is not None else None
     format_ = None if given is None else _understood(given)
-    options = request.options(
-        GenerationOptions(1, request.max_output_tokens, format=_format(format_), logprobs=logprobs)
-    )
     wanted = ResponsesAnswerOptions(
         request,
         client,
-        json_bytes(worth_keeping(items)) if request.kept else None,
+        compact(worth_keeping(items)) if request.kept else None,
         tools,
         repeated,
         repeated_choice(request.tool_choice),
         format_ or {"type": "text"},
     )
-    ask = GenerationRequest(
-        request.model, conversation, options, bool(request.stream), _user(request), wanted
-    )
+    own = GenerationOptions(1, request.max_output_tokens, format=_format(format_), logprobs=logprobs)
+    ask = request.generation(conversation, own, wanted)
     match request.input:
         case [*_, {"type": "compaction_trigger"}]:
             return _compacting(ask, conversation, items)
@@ -301,10 +278,7 @@ def _ask(request: ResponseRequest, store: ResponseStore, client: str) -> Generat
 def _compacting(
     ask: GenerationRequest, conversation: Conversation, items: Sequence[Json]
 ) -> GenerationRequest:
-    """Return the request for a summary of the conversation instead of its next answer.
-
-    Tools and thoughts stay as they are, so that the prompt begins like the one before it.
-    """
+    """Return the request for a summary. Tools and thoughts stay, so that the prompt begins like the last."""
     messages = (*conversation.messages, ChatMessage("user", COMPACT))
     left = still_meant([*items, {"type": "compaction"}])[:-1]
     wanted: ResponsesAnswerOptions = ask.dialect
@@ -314,25 +288,23 @@ def _compacting(
         options=replace(ask.options, stop=(), format=None, logprobs=-1),
         dialect=replace(
             wanted,
-            input=None if wanted.input is None else json_bytes(left),
+            input=None if wanted.input is None else compact(left),
             compacts="item",
-            users=users_of(left, len(json_bytes(items))),
+            users=users_of(left, len(compact(items))),
         ),
     )
 
 
 def _check_supported(request: ResponseRequest) -> None:
-    wants: tuple[tuple[str, bool, object, str], ...] = (
-        ("background", bool(request.background), True, "leave it out, and stream the answer"),
-        (
-            "conversation", bool(request.conversation), request.conversation,
-            "send previous_response_id, or the whole conversation as input",
-        ),
-        ("prompt", bool(request.prompt), request.prompt, "no prompts are kept here; send instructions"),
-        ("moderation", bool(request.moderation), request.moderation, "leave it out"),
-    )  # fmt: skip
-    for name, wanted, value, advice in wants:
-        if wanted:
+    whole = "send previous_response_id, or the whole conversation as input"
+    wants = (
+        ("background", request.background, "leave it out, and stream the answer"),
+        ("conversation", request.conversation, whole),
+        ("prompt", request.prompt, "no prompts are kept here; send instructions"),
+        ("moderation", request.moderation, "leave it out"),
+    )
+    for name, value, advice in wants:
+        if value:
             raise not_supported(f"{name} {shown(value)} is not supported; {advice}", name)
     if request.context_management:
         log_left_out("context_management", "compaction")
@@ -364,18 +336,9 @@ def _logprobs(request: ResponseRequest) -> int:
     if LOGPROBS in (request.include or ()):
         return request.top_logprobs or 0
     if request.top_logprobs:
-        raise RequestError(
-            f'top_logprobs {request.top_logprobs} needs include ["{LOGPROBS}"] beside it',
-            param="top_logprobs",
-        )
+        words = f'top_logprobs {request.top_logprobs} needs include ["{LOGPROBS}"] beside it'
+        raise RequestError(words, param="top_logprobs")
     return -1
-
-
-def _before(request: ResponseRequest, store: ResponseStore, client: str) -> list[Json]:
-    """Return the items of the previous answer, if the request continues one."""
-    if request.previous_response_id is None:
-        return []
-    return store.items(client, request.previous_response_id)
 
 
 def _check_count(before: int, given: int) -> None:
@@ -438,7 +401,3 @@ def _format(given: Json | None) -> Json | None:
             raise wrong("text.format.schema", "a JSON schema, an object", rest.get("schema"))
         case _:
             return given
-
-
-def _user(request: ResponseRequest) -> str:
-    return next((user for user in (request.user, request.safety_identifier) if isinstance(user, str)), "")

@@ -175,7 +175,7 @@ def app_of(headers: list[tuple[bytes, bytes]]) -> str:
 
 
 def described(account: RequestContext) -> dict[str, object]:
-    """Return the log fields of a request besides HTTP: counts, times, finish reason. No text of messages."""
+    """Return the log fields of a request besides HTTP. No text of messages."""
     fields: dict[str, object] = {}
     if account.answers:
         fields |= {"prompt_tokens": account.prompt_tokens, "generated_tokens": account.generated_tokens}

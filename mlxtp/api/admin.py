@@ -1,11 +1,7 @@
 """Routes for people who run this agent: commands below `/admin`, and the page at `/`.
 
-Commands need a key that only this user can read. The endpoint's rules about Host and Origin apply to them
-too, so that no web page can use them.
-
-The page is read-only. It consists of the files in `page/`, unchanged: no build, nothing from elsewhere. Those
-in `page/vendor/` are libraries of other projects. Its data are at `/cluster` and `/cluster/events`. It shows
-output of models and names of other Macs, so its headers forbid the browser to run anything but these files.
+Commands need a key that only this user can read. The page is read-only, and consists of the files in `page/`,
+unchanged. Its data are at `/cluster`; its headers forbid the browser to run anything but these files.
 """
 
 from __future__ import annotations
@@ -30,8 +26,9 @@ from ..errors import Code, RequestError, UserError
 from ..short_names import stands_for
 from ..verbs import VERBS, Verb
 from .adapter import SSE, Operation
+from .api_keys import KeyRing
 from .catalog import not_permitted
-from .guard import ADMIN, PERMITTED, SHARED_ADMIN, Keys, is_local, keys_in
+from .guard import ADMIN, PERMITTED, SHARED_ADMIN, is_local, keys_in
 from .request_context import current, own_models
 from .streaming import COMMENT, AnswerStream
 
@@ -50,24 +47,17 @@ class Administration(Protocol):
 
     async def carry_out(self, verb: Verb) -> Json:
         """Return the reply. Raises UserError with the problem and its remedy."""
-        ...
 
 
 def admin_operations() -> list[Operation]:
-    return [
-        Operation(
-            each.method,
-            f"{ADMIN}/{each.path}",
-            (each.__doc__ or "").partition("\n")[0],
-            each if fields(each) else None,
-        )
-        for each in VERBS.values()
-    ]
+    def operation(verb: type[Verb]) -> Operation:
+        summary, body = (verb.__doc__ or "").partition("\n")[0], verb if fields(verb) else None
+        return Operation(verb.method, f"{ADMIN}/{verb.path}", summary, body)
+
+    return list(map(operation, VERBS.values()))
 
 
 def admin_routes(admin: Administration) -> list[Route]:
-    """Return the routes of the administration, for `create_app`."""
-
     def route(kind: type[Verb]) -> Route:
         async def answer(request: Request) -> Response:
             _check_key(request, admin.key)
@@ -147,14 +137,11 @@ async def _body(request: Request) -> Mapping[str, Any]:
 FOLDER = Path(__file__).parent / "page"
 LOOK_S = 0.5  # seconds between two updates of a watcher, at least
 KEEP_ALIVE_S = 3.0
+_SCRIPT = "text/javascript; charset=utf-8"
 _TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".mjs": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml",
-    ".woff2": "font/woff2",
-}
+    ".html": "text/html; charset=utf-8", ".css": "text/css; charset=utf-8", ".js": _SCRIPT, ".mjs": _SCRIPT,
+    ".svg": "image/svg+xml", ".woff2": "font/woff2",
+}  # fmt: skip
 HEADERS = {
     "content-security-policy": (
         "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -175,11 +162,10 @@ class Observed(Protocol):
 
     def snapshot(self) -> Json:
         """Return all current facts; unknown ones are None."""
-        ...
 
 
-def page_routes(observed: Observed, keys: Keys | None = None) -> list[Route]:
-    """Return the routes of the page, for `create_app`. A watcher whose key ends is let go."""
+def page_routes(observed: Observed, keys: KeyRing | None = None) -> list[Route]:
+    """Return the routes of the page. A watcher whose key ends is let go."""
     shared = _Shared(observed)
 
     async def moment(request: Request) -> Response:

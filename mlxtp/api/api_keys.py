@@ -1,15 +1,7 @@
 """API keys of a home: its `keys.json`, access by them in a running agent, and their use, which outlives it.
 
-A key is 256 random bits. Only its SHA-256 is kept, so that a reader of the file cannot use the endpoint. A
-slow hash with a salt protects passwords, which can be guessed. It would add nothing here: 2^256 keys cannot
-be searched, and no two keys are equal.
-
-    {"version": 1, "keys": [{"name": "laptop", "sha256": "…", "created": 1780000000, "per_minute": 60}]}
-
-Fields of `key_limits.ApiKey` that have their defaults are left out.
-
-The agent notices changes of `keys.json` within a second. It keeps counts in `key-use.json` in its home, by
-the hash of each key. A crash loses those of the last half minute.
+A key is 256 random bits, which cannot be searched: a plain SHA-256 of it is kept, and no slow hash is needed.
+The agent notices changes of the file within a second. A crash loses the counts of the last half minute.
 """
 
 from __future__ import annotations
@@ -39,6 +31,7 @@ log = logging.getLogger(__name__)
 
 # --- the file -------------------------------------------------------------------------------------------
 
+#: {"version": 1, "keys": [{"name": "laptop", "sha256": "…", "created": 1780000000, "per_minute": 60}]}
 FILE = "keys.json"
 LOCK = "keys.lock"
 PREFIX = "mlxtp_"
@@ -72,7 +65,7 @@ class KeyFile:
     def load(self) -> tuple[ApiKey, ...]:
         """Return all keys, in the order of their creation.
 
-        Raises ConfigError, with the remedy, when the file is damaged, or others may read or change it.
+        Raises ConfigError when the file is damaged, or others may read or change it.
         """
         data = read_private(self.path, if_read="revoke its keys and make new ones")
         if data is None:
@@ -88,8 +81,7 @@ class KeyFile:
     def create(self, name: str, per_minute: int, now: float, **more: Any) -> tuple[ApiKey, str]:
         """Create a key. Return it and its secret text, which is stored nowhere. `now` in seconds since 1970.
 
-        `more` are further fields of `ApiKey`. Raises UserError for a name that is taken, and for a field that
-        no key can have, and ConfigError as `load` does.
+        `more` are further fields of `ApiKey`. Raises UserError, and ConfigError as `load` does.
         """
         text = PREFIX + secrets.token_urlsafe(KEY_BYTES)
         made = ApiKey(name, digest_of(text), int(now), per_minute, **more)
@@ -106,12 +98,12 @@ class KeyFile:
     def revoke(self, name: str) -> int:
         """Delete a key. Return the number of keys left. Raises UserError where there is no such key."""
         with self._changing() as keys:
-            left = [each for each in keys if each.name != name]
-            if len(left) == len(keys):
+            found = next((each for each in keys if each.name == name), None)
+            if found is None:
                 known = ", ".join(each.name for each in keys) or "no key at all"
                 raise UserError(f"no key is called {name!r:.80}; there is {known}")
-            keys[:] = left
-        return len(left)
+            keys.remove(found)
+        return len(keys)
 
     @contextmanager
     def _changing(self) -> Iterator[list[ApiKey]]:
@@ -129,7 +121,6 @@ class KeyFile:
 
 
 def digest_of(key: str) -> bytes:
-    """Return the SHA-256 of a key, the only part of it that is stored."""
     return hashlib.sha256(key.encode()).digest()
 
 
@@ -182,9 +173,9 @@ _HOW = "on the Mac that answers here, `mlxtp key create NAME` makes one"
 
 
 def keys_needed(rule: str, *, beyond: bool, exist: bool) -> bool:
-    """Return True where requests have to show a key.
+    """Return True where requests have to show a key, by the setting `api_keys`.
 
-    `rule` is the setting `api_keys`. `beyond`: other machines reach the endpoint. `exist`: there are keys.
+    `beyond`: other machines reach the endpoint. `exist`: there are keys.
     """
     return rule == "always" or (rule == "auto" and (beyond or exist))
 
@@ -192,8 +183,7 @@ def keys_needed(rule: str, *, beyond: bool, exist: bool) -> bool:
 class KeyRing:
     """Access decisions by the keys of one home, which may have none yet.
 
-    `own_key` is that of this Mac's own commands and opens everything. `clock` and `now` (since 1970) are in
-    seconds.
+    `own_key` is that of this Mac's own commands and opens everything.
     """
 
     def __init__(
@@ -223,7 +213,6 @@ class KeyRing:
 
     @property
     def needed(self) -> bool:
-        """True while requests have to show a key."""
         exist = bool(self._uses or self._problem)
         return keys_needed(self._rule, beyond=self._beyond, exist=exist)
 
@@ -232,11 +221,10 @@ class KeyRing:
         return tuple(each.name for each in self._uses)
 
     def reports(self) -> list[dict[str, Any]]:
-        """Return the use of each key, see `KeyUse.summary`."""
         return [use.summary(self._now()) for use in self._uses.values()]
 
     def refusal(self, given: Sequence[str], scope: str = CHAT, *, own: bool = True) -> Refusal | None:
-        """Return the refusal of a request that shows the keys `given`; None to admit it.
+        """Return the refusal of a request that shows the keys `given` and needs `scope`; None to admit it.
 
         `own`: the key of this Mac's own commands counts. A request that may chat is open until `end`.
         """
@@ -245,11 +233,8 @@ class KeyRing:
         if not self.needed or (own and self._is_own(given)):
             return None
         if self._problem:
-            return Refusal(
-                503,
-                Code.CONFIG,
-                "this server cannot read its API keys, so it accepts none; see its log for the cause",
-            )
+            words = "this server cannot read its API keys, so it accepts none; see its log for the cause"
+            return Refusal(503, Code.CONFIG, words)
         if (use := self._find(given)) is None:
             return self._unknown(given)
         note_key(use.key.name, use.key.digest.hex(), use.key.models, loads=use.key.may(ON_REQUEST))
@@ -259,7 +244,6 @@ class KeyRing:
         return refused
 
     def end(self, request: RequestContext) -> None:
-        """Count the tokens of a request that has ended."""
         for use in self._uses.values():
             if request in use.open:
                 use.end(request, self._now())
@@ -360,7 +344,7 @@ class KeyRing:
 
 
 def kept_use(home: Path) -> dict[str, KeyCounts]:
-    """Return the counts that the last agent of a home kept, by the hash of each key in hexadecimal digits.
+    """Return the counts that a home keeps, by the hash of each key in hexadecimal digits.
 
     A file that is damaged or open to others has none.
     """
@@ -379,5 +363,4 @@ def kept_use(home: Path) -> dict[str, KeyCounts]:
 
 
 def _among(digest: bytes, digests: Sequence[bytes]) -> bool:
-    """Constant-time membership test."""
-    return sum(hmac.compare_digest(digest, each) for each in digests) > 0
+    return sum(hmac.compare_digest(digest, each) for each in digests) > 0  # in constant time

@@ -122,24 +122,20 @@ class TokenStream(Protocol):
 
     async def accepted(self) -> None:
         """Wait until rank 0 has accepted the request. Raises RequestError when rank 0 refuses it."""
-        ...
 
     @property
     def group(self) -> str:
         """Id of the group that has the request; empty while none has it, or where unknown."""
-        ...
 
     def progress(self) -> Progress: ...
     @property
     def cached(self) -> int:
         """Prompt tokens that came from the prefix cache, as far as known."""
-        ...
 
     def __aiter__(self) -> TokenStream: ...
     async def __anext__(self) -> TokenEvent: ...
     async def aclose(self) -> None:
         """Cancel the request on every rank, unless it has ended. May be repeated."""
-        ...
 
 
 class ModelLease(Protocol):
@@ -153,11 +149,9 @@ class ModelLease(Protocol):
     @property
     def come(self) -> bool:
         """True once the request may begin. From then on its model stays loaded until `close`."""
-        ...
 
     def progress(self) -> str:
         """Return what the request waits for, such as "loading 40 %"."""
-        ...
 
     def wait(self) -> AsyncIterator[str]:
         """Wait for the lease; yield what it waits for, now and then.
@@ -165,11 +159,9 @@ class ModelLease(Protocol):
         Raises RequestError when it can never be granted: the model cannot be loaded, another one was pinned
         meanwhile, or other requests take too long.
         """
-        ...
 
     def close(self) -> None:
         """End the lease, or the wait for it. May be repeated."""
-        ...
 
 
 class ImmediateLease:
@@ -200,15 +192,12 @@ class Backend(Protocol):
 
         Then `ready`, `reason`, `starting` and the ranks are about this deployment.
         """
-        ...
 
     def models(self) -> tuple[ModelInfo, ...]:
         """Return the models that can be served now, the default first. Their ids differ."""
-        ...
 
     async def on_request(self) -> tuple[StoredModelInfo, ...]:
         """Return the models that a request can load by naming them; none where requests load nothing."""
-        ...
 
     async def acquire_model(
         self, name: str | None, within_s: float = 0.0, keep_s: float | None = None, client: str = ""
@@ -227,18 +216,15 @@ class Backend(Protocol):
         An unknown model gets its lease at once; the request then fails because its model is not loaded. The
         caller closes the lease after the request.
         """
-        ...
 
     def shortage(self) -> RequestError | None:
         """Return the reason to refuse large requests now, such as a lack of memory; else None."""
-        ...
 
     def text(self, model: str = "") -> Text | None:
         """Return the tokenizer side of a loaded model, the same object while that model stays loaded.
 
         `model` is a `ModelInfo.id`; empty for the default. None where it is not loaded.
         """
-        ...
 
     def generate(
         self,
@@ -256,9 +242,7 @@ class Backend(Protocol):
         of one `client`; the empty name is one, too. Requests of one `sharer` share cached beginnings of
         prompts. `deadline_s` 0 is the server's own.
 
-        A plain function, not a coroutine: this call raises immediate refusals (nothing loaded: RequestError
-        503 NOT_READY; full: 429 or 503 OVERLOADED). `TokenStream.accepted` raises those that only rank 0 can
-        decide (a grammar, the KV cache), so that a streaming client still gets a real status. The caller
+        Raises immediate refusals (nothing loaded: RequestError 503 NOT_READY; full: 429 or 503 OVERLOADED);
+        `TokenStream.accepted` raises those that only rank 0 can decide (a grammar, the KV cache). The caller
         closes the answer or cancels the task that waits in it: either cancels the request on every rank.
         """
-        ...

@@ -1,7 +1,6 @@
-"""The models that a request may name: the loaded one, those that load on request, and their facts on disk.
+"""The models that a request may name: loaded or not, the choice among them, their contexts and facts on disk.
 
-Also the choice among them by name, and the limits of a model's context. Facts that are not on disk stay
-unknown: nothing is guessed.
+Facts that are not on disk stay unknown: nothing is guessed.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -50,10 +50,10 @@ _UNITS = (("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3))
 class ModelCard:
     """Facts of a model. An empty string, or 0, is unknown.
 
-    `family` is the `model_type` of `config`, the whole of config.json. `parameters` is such as "8.0B".
-    `quantization` is such as "4-bit", or the type of weights that are not quantized. `weight_bytes` on this
-    disk. `digest`, 64 hexadecimal digits, identifies a folder by its configuration and by the names and sizes
-    of the files of weights. `template` is the chat template, in Jinja.
+    `family` is the `model_type` of `config`, the whole of config.json. `parameters` is such as "8.0B",
+    `quantization` such as "4-bit" or "BF16". `weight_bytes` on this disk. `digest`, 64 hexadecimal digits,
+    identifies a folder by its configuration and by the names and sizes of the files of weights. `template` is
+    the chat template, in Jinja.
     """
 
     config: Mapping[str, Any]
@@ -76,7 +76,12 @@ class ModelCard:
 def read_card(model: ModelInfo | StoredModelInfo) -> ModelCard:
     """Read the small files of the model's folder. Blocks: call it in a thread."""
     config = _read_json(model.path / "config.json")
-    weights = _weights(model.path)
+    weights: dict[str, int] = {}
+    template: object = None
+    with suppress(OSError, ValueError):
+        weights = weight_sizes(model.path)
+    with suppress(OSError, ValueError):
+        template = tokenizer_settings(model.path).get("chat_template")
     family = config.get("model_type")
     known = json.dumps([model.id, config, sorted(weights.items())])
     return ModelCard(
@@ -86,20 +91,13 @@ def read_card(model: ModelInfo | StoredModelInfo) -> ModelCard:
         quantization=_quantization(config),
         weight_bytes=sum(weights.values()),
         digest=hashlib.sha256(known.encode()).hexdigest(),
-        template=_template(model.path),
+        template=template if isinstance(template, str) else "",
     )
 
 
 def _read_json(path: Path) -> Json:
     try:
         return table(path, MAX_INDEX_BYTES)
-    except (OSError, ValueError):
-        return {}
-
-
-def _weights(folder: Path) -> dict[str, int]:
-    try:
-        return weight_sizes(folder)
     except (OSError, ValueError):
         return {}
 
@@ -125,14 +123,6 @@ def _quantization(config: Json) -> str:
     return _DTYPES.get(dtype, "") if isinstance(dtype, str) else ""
 
 
-def _template(folder: Path) -> str:
-    try:
-        template = tokenizer_settings(folder).get("chat_template")
-    except (OSError, ValueError):
-        return ""
-    return template if isinstance(template, str) else ""
-
-
 # --- sampling defaults ------------------------------------------------------------------------------------
 
 
@@ -150,10 +140,7 @@ def load_defaults(folder: Path) -> Sampling:
 
 
 def defaults_of(config: Mapping[str, Any]) -> Sampling:
-    """Return the model's own sampling if it is to be sampled (`do_sample`), else greedy.
-
-    A value out of range counts as absent. Pure.
-    """
+    """Return the model's sampling with `do_sample`, else greedy. A value out of range counts as absent."""
     if config.get("do_sample") is not True:
         return GREEDY
     ranges = {name: each.openai for name, each in SETTINGS.items() if each.of_model}
@@ -300,9 +287,9 @@ class Catalog:
         return self._with_loaded(await self._backend.on_request())
 
     async def loaded(self, name: str | None) -> tuple[ModelInfo, Text]:
-        """Return the loaded model, by one of its names. Raises RequestError.
+        """Return the loaded model, by one of its names.
 
-        404 for a model that no request could load either, 503 where none is loaded.
+        Raises RequestError: 404 for a model that no request could load either, 503 where none is loaded.
         """
         if (here := self._here(name)) is None:
             raise self._missing(name, await self._backend.on_request())
@@ -342,7 +329,6 @@ class Catalog:
         return tuple(each for each in self._backend.models() if is_permitted(each, request))
 
     def permitted(self, name: str | None) -> str | None:
-        """Return the name by which the present request gets a model: see `permitted_name`."""
         return permitted_name(name, self._backend.models(), current())
 
     async def check_loads(self, name: str | None) -> None:
@@ -351,13 +337,11 @@ class Catalog:
         if request is None or request.loads or self.deployment(name) is not None:
             return
         if find_model(name, self._backend.models()) is None and await self._backend.on_request():
-            words = (
-                f"{shown(name)} is not loaded; the key {request.key} lacks the scope to load it, on-request"
-            )
+            lacks = f"the key {request.key} lacks the scope to load it, on-request"
+            words = f"{shown(name)} is not loaded; {lacks}"
             raise RequestError(words, Code.NOT_PERMITTED, status=403, param="model")
 
     def deployment(self, name: str | None) -> DeploymentHealth | None:
-        """Return the deployment of this name, loaded or not; None where there is none."""
         return find_deployment(name, self._backend.models(), self._backend.health().deployments)
 
     def health(self, name: str | None, models: Sequence[str] = ()) -> Health:
@@ -403,7 +387,6 @@ class Catalog:
         return (*models, *others)
 
     def _missing(self, name: str | None, stored: Sequence[StoredModelInfo]) -> RequestError:
-        """Return the error for a name that is not loaded, where `stored` could be."""
         known = [each.id for each in self._with_loaded(stored)]
         health = self._backend.health()
         own = self.health(None, own_models()).deployments

@@ -1,8 +1,6 @@
 """The HTTP endpoint of one agent: its addresses and names, its certificate, and who may use it.
 
-With HTTPS, the certificate is from files, or one that this Mac signs itself. The self-signed one is
-`https.pem` in the home, with its key; `https-cert.pem` is the certificate alone, for clients to trust. It is
-unrelated to the cluster's certificates.
+With HTTPS, the certificate is from files, or one that this Mac signs itself, unrelated to the cluster's.
 """
 
 from __future__ import annotations
@@ -44,8 +42,8 @@ log = logging.getLogger(__name__)
 # --- certificates ----------------------------------------------------------------------------------------
 
 
-OWN = "https.pem"
-OWN_CERTIFICATE = "https-cert.pem"
+OWN = "https.pem"  # in the home: the certificate that this Mac signs, with its key
+OWN_CERTIFICATE = "https-cert.pem"  # the certificate alone, for clients to trust
 VALID = timedelta(days=397)  # Some systems reject certificates that are valid for longer than 398 days.
 RENEW = VALID / 10
 _EARLIER = timedelta(days=1)  # Validity begins a day ago, since clocks differ.
@@ -71,10 +69,7 @@ class Tls:
 
 
 def tls_of_files(certificate: str, key: str, now: datetime) -> Tls:
-    """Load PEM files: the certificate, followed by its chain, and its private key.
-
-    Raises ConfigError with the problem and the file. A certificate that is not valid at `now` is a warning.
-    """
+    """Load PEM files: the certificate, followed by its chain, and its private key. Raises ConfigError."""
     try:
         chain = x509.load_pem_x509_certificates(_read(certificate, "http-cert"))
     except _UNREADABLE:
@@ -114,9 +109,8 @@ def own_tls(
 ) -> Tls:
     """Load the home's certificate, or make one for these host names and addresses.
 
-    Clients have to trust a new one again. So it is made only where the present one does not cover the
-    `needed` names; by default, all of them. The key stays. Raises ConfigError when the home cannot be
-    written, or others could read the key.
+    Clients have to trust a new one, with the same key: it is made only where the present one does not cover
+    the `needed` names, by default all. Raises ConfigError: the home is not writable, others read the key.
     """
     needed = (*names, *addresses) if needed is None else needed
     certificate = _own_certificate(home, names, addresses, now, needed)
@@ -161,10 +155,7 @@ def _key(pem: bytes) -> ec.EllipticCurvePrivateKey | None:
 
 
 def why_new(pem: bytes, needed: Sequence[str], now: datetime) -> str:
-    """Return the reason to replace the certificate in `pem`; empty while it is usable.
-
-    `needed`: host names and addresses that it must cover.
-    """
+    """Return the reason to replace the certificate in `pem`; empty while it covers what is `needed`."""
     if not pem:
         return "there was none"
     try:
@@ -219,17 +210,11 @@ def make(
     return certificate + key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
 
-_SIGNS_ONLY = x509.KeyUsage(
-    digital_signature=True,
-    key_cert_sign=False,
-    content_commitment=False,
-    key_encipherment=False,
-    data_encipherment=False,
-    key_agreement=False,
-    crl_sign=False,
-    encipher_only=False,
-    decipher_only=False,
-)
+_OTHER_USES = (
+    "key_cert_sign", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement",
+    "crl_sign", "encipher_only", "decipher_only",
+)  # fmt: skip
+_SIGNS_ONLY = x509.KeyUsage(digital_signature=True, **dict.fromkeys(_OTHER_USES, False))
 
 
 def _names(certificate: x509.Certificate) -> frozenset[str]:
@@ -263,7 +248,6 @@ def _read_key(path: str) -> bytes:
 
 
 def _not_valid(certificate: x509.Certificate, now: datetime) -> str:
-    """Return the problem, in words, of a certificate that is not valid at `now`; empty if it is valid."""
     if now > certificate.not_valid_after_utc:
         return f"expired on {certificate.not_valid_after_utc:%Y-%m-%d}"
     if now < certificate.not_valid_before_utc:
@@ -272,7 +256,6 @@ def _not_valid(certificate: x509.Certificate, now: datetime) -> str:
 
 
 def here_and_now() -> datetime:
-    """Return the time for checks of certificates."""
     return datetime.now(UTC)
 
 
@@ -319,10 +302,7 @@ class Endpoint:
         return Access(self.hosts, self.origins, self.keys)
 
     def renew(self, now: datetime) -> bool:
-        """Replace the agent's own certificate if it is about to expire. Return True if so.
-
-        Raises ConfigError when it cannot be made.
-        """
+        """Replace the agent's own certificate if it is about to expire. Return True if so."""
         if self.tls is None or self.own is None:
             return False
         before, own = self.tls, self.own
@@ -347,7 +327,7 @@ class Endpoint:
 def open_endpoint(settings: Settings) -> Iterator[Endpoint]:
     """Listen, until the context ends. Log the addresses, and what other machines can do there.
 
-    Raises ConfigError for an address that is not available, and for keys or certificates that cannot be used.
+    Raises ConfigError for an address, keys or certificates that cannot be used.
     """
     with contextlib.closing(bind(settings.http_host, settings.http_port)) as sock:
         host, port = sock.getsockname()[:2]

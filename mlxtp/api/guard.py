@@ -1,12 +1,8 @@
 """Access to this server by Host, by Origin, and by API key. Checked before all routes.
 
-A web page can make a browser send requests to 127.0.0.1 in two ways. One is a plain cross-site request, which
-Origin or Sec-Fetch-Site reveals. The other is a name that resolves to 127.0.0.1 (DNS rebinding), which Host
-reveals. So Host must be a name of this Mac or the very address of the connection, which no page can have for
-a name. Origin must be this server's, with scheme, host and port, or one on the list.
-
-Starlette's middleware handles CORS for pages on the list. It stands behind `HostGuard`, so requests of other
-pages never reach it.
+A web page can have a browser send cross-site requests to 127.0.0.1, which Origin or Sec-Fetch-Site reveals,
+or have a name that resolves to it (DNS rebinding), which Host reveals. Host must be a name of this Mac or the
+address of the connection. Origin must be this server's, with scheme, host and port, or one on the list.
 """
 
 from __future__ import annotations
@@ -14,7 +10,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -25,6 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..errors import Code, RequestError
 from ..verbs import VERBS
+from .api_keys import KeyRing
 from .key_limits import CHAT, METRICS, Refusal
 from .request_context import RequestContext, answering, current, note
 
@@ -54,29 +51,6 @@ UNREAD_BYTES = 16 * 1024 * 1024
 RefusalResponse = Callable[[Scope, RequestError, Mapping[str, str]], Response]
 
 
-class Keys(Protocol):
-    """The valid API keys."""
-
-    def refusal(self, given: Sequence[str], scope: str, *, own: bool) -> Refusal | None:
-        """Return the refusal of a request that shows the keys `given` and needs `scope`; None to admit it.
-
-        `own`: the key of this Mac's own commands counts.
-        """
-        ...
-
-    def models_for(self, given: Sequence[str]) -> tuple[str, ...]:
-        """Return the models that a client with these keys may use; () for all. Does not count as a use."""
-        ...
-
-    def end(self, request: RequestContext) -> None:
-        """Note the end of an admitted request."""
-        ...
-
-    def admits(self, given: Sequence[str]) -> bool:
-        """Return True where one of `given` is valid or none is needed. Does not count as a use."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Access:
     """Rules of access to the endpoint.
@@ -87,13 +61,13 @@ class Access:
 
     hosts: Collection[str] = ()
     origins: Collection[str] = ()
-    keys: Keys | None = None
+    keys: KeyRing | None = None
 
 
 def guards(access: Access, answer: RefusalResponse) -> list[Middleware]:
     """Return the middleware of an app, the first one outermost. `answer` builds refusals."""
     found = [Middleware(HostGuard, access=access, answer=answer)]
-    if access.origins:
+    if access.origins:  # behind `HostGuard`, so that no request of another page reaches it
         found.append(
             Middleware(
                 CORSMiddleware,
@@ -131,7 +105,7 @@ class HostGuard:
 class KeyGuard:
     """Middleware that admits requests with a valid API key, and those that need none."""
 
-    def __init__(self, app: ASGIApp, keys: Keys, answer: RefusalResponse) -> None:
+    def __init__(self, app: ASGIApp, keys: KeyRing, answer: RefusalResponse) -> None:
         self._app = app
         self._keys = keys
         self._answer = answer
@@ -147,17 +121,15 @@ class KeyGuard:
         with answering(request):
             own = not is_admin(scope["path"]) or is_local(scope)
             refusal = self._keys.refusal(keys_in(Headers(scope=scope)), needed, own=own)
-            if refusal is not None:
-                await _refuse(refusal, self._answer, scope, receive, send)
-                return
-            if request.key:
+            if refusal is None and request.key:
                 scope[PERMITTED] = needed
             try:
-                if crowded := _admit(scope, request.key_hash):
+                if refusal is None and (crowded := _admit(scope, request.key_hash)):
                     refusal = Refusal(503, Code.OVERLOADED, crowded, {"retry-after": "5"})
+                if refusal is not None:
                     await _refuse(refusal, self._answer, scope, receive, send)
-                    return
-                await self._app(scope, receive, send)
+                else:
+                    await self._app(scope, receive, send)
             finally:
                 self._keys.end(request)
 
@@ -218,8 +190,7 @@ def origin_of(url: str) -> tuple[str, str, int] | None:
 def _is_own(origin: str, hosts: Sequence[str], scope: Scope) -> bool:
     """Return True for an origin at which the request came in.
 
-    A proxy may have received it at another scheme and port. Then the browser's Sec-Fetch-Site must confirm
-    that page and address have the same origin, which no page can forge.
+    Behind a proxy, which may have another scheme and port, the browser's Sec-Fetch-Site has to confirm it.
     """
     page, scheme = origin_of(origin), scope.get("scheme", "http")
     if page is None:
@@ -280,10 +251,7 @@ def host_name(url: str) -> str | None:
 
 
 def address_of(end: Sequence[Any] | None) -> str:
-    """Return the address of one end of a connection in the form of URLs; empty if unknown.
-
-    Without the zone of an IPv6 address. An IPv4 address at an IPv6 socket is returned as IPv4.
-    """
+    """Return the address of one end of a connection without a zone, IPv4 as such; empty if unknown."""
     if not end:
         return ""
     text = str(end[0]).partition("%")[0]
@@ -324,16 +292,11 @@ def _unknown_page(origin: str) -> str:
 
 
 def _admit(scope: Scope, key: str = "") -> str:
-    """Note that a request is admitted, and report it to its connection with the hash of its key.
-
-    Returns why the connection is refused; empty if it is not.
-    """
+    """Note that a request is admitted, and report it to its connection, unless that returns why not."""
     if (request := current()) is not None:
         request.admitted = True
-    if (report := scope.get("state", {}).get(ADMITTED)) is not None:
-        refused: str = report(key)
-        return refused
-    return ""
+    report: Callable[[str], str] = scope.get("state", {}).get(ADMITTED, lambda _key: "")
+    return report(key)
 
 
 async def _refuse(
@@ -348,7 +311,6 @@ async def _refuse(
 
 
 async def _read_away(scope: Scope, receive: Receive) -> bool:
-    """Read and discard the body. Return True if all of it was read."""
     declared = Headers(scope=scope).get("content-length", "")
     if declared.isdecimal() and len(declared) <= 20 and int(declared) > UNREAD_BYTES:
         return False

@@ -1,6 +1,6 @@
-"""Rights and limits of API keys, their use, and the decision about a request. Pure: times are arguments.
+"""Rights and limits of API keys, their use, and the decision about a request. Pure.
 
-Times of buckets are seconds of any one clock. All others are seconds since 1970.
+Times of buckets are seconds of any one clock (`clock`). All others are seconds since 1970 (`now`).
 """
 
 from __future__ import annotations
@@ -113,9 +113,7 @@ class TokenBucket:
     """Limiter to `per_minute` events a minute on average, and as many at once after an idle minute."""
 
     def __init__(self, per_minute: int, now: float) -> None:
-        """Start full at `now`, in seconds of the clock that later calls use."""
-        self._most = float(per_minute)
-        self._level = self._most
+        self._most = self._level = float(per_minute)
         self._at = now
 
     def take(self, now: float) -> float:
@@ -184,7 +182,6 @@ class KeyUse:
         return refused
 
     def end(self, request: RequestContext, now: float) -> None:
-        """Count the tokens of a request that has ended."""
         self.open.pop(request, None)
         counts, used = self.counts, _tokens(request)
         counts.prompt_tokens += request.prompt_tokens
@@ -212,19 +209,15 @@ class KeyUse:
     def _too_much(self, clock: float, now: float) -> Refusal | None:
         key = self.key
         if key.concurrent and len(self.open) >= key.concurrent:
-            detail = f"the key {key.name} allows {counted(key.concurrent, AT_ONCE)}, and as many are open"
-            return Refusal(
-                429, Code.RATE_LIMITED, f"{detail}; retry when one has ended", {"retry-after": "1"}
-            )
+            allowed = f"the key {key.name} allows {counted(key.concurrent, AT_ONCE)}"
+            words = f"{allowed}, and as many are open; retry when one has ended"
+            return Refusal(429, Code.RATE_LIMITED, words, {"retry-after": "1"})
         if key.tokens_per_day and (used := self._today(now)) >= key.tokens_per_day:
-            until = _next_day(now)
-            return _too_fast(
-                key,
-                f"{counted(key.tokens_per_day, A_DAY)} and has used {used} today",
-                until.timestamp() - now,
-                f"; the next day begins at {until.strftime(_TIME)}",
-                Code.QUOTA,
-            )
+            tomorrow = datetime.fromtimestamp(now).date() + timedelta(days=1)
+            until = datetime.combine(tomorrow, time()).astimezone()
+            allowed = f"{counted(key.tokens_per_day, A_DAY)} and has used {used} today"
+            begins = f"; the next day begins at {until.strftime(_TIME)}"
+            return _too_fast(key, allowed, until.timestamp() - now, begins, Code.QUOTA)
         if self._tokens is not None and (wait_s := self._tokens.wait_s(clock, self._pending())):
             return _too_fast(key, f"{counted(key.tokens_per_minute, A_MINUTE)}, which are used up", wait_s)
         return None
@@ -233,10 +226,8 @@ class KeyUse:
 def outlived(key: ApiKey, now: float) -> Refusal | None:
     if not key.expires or now < key.expires:
         return None
-    at = datetime.fromtimestamp(key.expires).astimezone().strftime(_TIME)
-    words = (
-        f"the key {key.name} expired at {at}; `mlxtp key revoke {key.name}` and `mlxtp key create` replace it"
-    )
+    at, name = datetime.fromtimestamp(key.expires).astimezone().strftime(_TIME), key.name
+    words = f"the key {name} expired at {at}; `mlxtp key revoke {name}` and `mlxtp key create` replace it"
     return Refusal(401, Code.KEY_INVALID, words, {"www-authenticate": f'{CHALLENGE}, error="invalid_token"'})
 
 
@@ -254,9 +245,8 @@ def _too_fast(
     headers = {"retry-after": str(seconds)}
     if seconds > PATIENCE_S:
         headers["x-should-retry"] = "false"
-    return Refusal(
-        429, code, f"the key {key.name} allows {allowed}{until}; retry in {_duration(seconds)}", headers
-    )
+    words = f"the key {key.name} allows {allowed}{until}; retry in {_duration(seconds)}"
+    return Refusal(429, code, words, headers)
 
 
 def _duration(seconds: int) -> str:
@@ -272,8 +262,3 @@ def _tokens(request: RequestContext) -> int:
 
 def _day(now: float) -> int:
     return datetime.fromtimestamp(now).date().toordinal()
-
-
-def _next_day(now: float) -> datetime:
-    day = datetime.fromtimestamp(now).date() + timedelta(days=1)
-    return datetime.combine(day, time()).astimezone()

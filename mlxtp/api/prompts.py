@@ -59,10 +59,7 @@ class Prompts:
         guided: bool,
         client: str,
     ) -> WrittenPrompts:
-        """Return the prompts of a request. Blocks. Raises RequestError.
-
-        `guided`: a grammar allows no thoughts. Answers are remembered for one `client`.
-        """
+        """Return the prompts of a request. Blocks. Raises RequestError. `guided`: it allows no thoughts."""
         if not isinstance(ask.prompt, Conversation):
             check_may_fit(sum(map(len, ask.prompt)), text.longest_token, model, len(ask.prompt))
             assert isinstance(model, ModelInfo)
@@ -81,7 +78,6 @@ class Prompts:
         return WrittenPrompts((text.rendered(conversation),), conversation, place=place)
 
     def remember(self, text: Text, eos: Sequence[int], place: Beginning, answer: CompleteAnswer) -> None:
-        """Remember an answer to the messages up to `place`. One of `eos` may end it."""
         if (found := to_remember(text, eos, place, answer)) is not None:
             self._memory.put(*found)
 
@@ -145,10 +141,7 @@ def places(text: Text, conversation: Conversation, tail: str, prompt: tuple[int,
 
 
 def _opening(text: Text, conversation: Conversation) -> str:
-    """Return the text with which the template begins an answer; empty where unknown. Raises RequestError.
-
-    A short conversation shows it, because a template takes long for a long one.
-    """
+    """Return the text with which the template begins an answer, also of a short conversation, or ""."""
     short = replace(conversation, messages=(ChatMessage("user", "x"),), tools=())
     asked, before = (text.rendered(short, prompting) for prompting in (True, False))
     return asked.removeprefix(before) if asked.startswith(before) else ""

@@ -1,7 +1,4 @@
-"""Bodies of requests: read within limits, counted until their prompts are tokens, and validated.
-
-Validation is the same for all dialects, and pure. Refusals name the field.
-"""
+"""Bodies of requests: read within limits, counted until their prompts are tokens, and validated (pure)."""
 
 from __future__ import annotations
 
@@ -137,10 +134,7 @@ def refusal(error: ValidationError, where: str = "") -> RequestError:
 
 
 def _unreadable(body: bytes, words: str) -> RequestError:
-    """Return the error of a body that the parser refuses in `words`.
-
-    JSON may have half a character, such as "\\ud83d", which is not text.
-    """
+    """Return the error of a body that the parser refuses, as for half a character, such as "\\ud83d"."""
     try:
         text = body.decode()
     except UnicodeDecodeError as error:
@@ -239,10 +233,7 @@ class Body:
         self.late: RequestError | None = None  # why it gave way, if that is because it was slow
 
     async def parsed(self, parse: Callable[[bytes], T], *, slow: bool = False) -> T:
-        """Return the result of `parse` for the whole body, once. Raises as it does.
-
-        `slow`: `parse` may take long even for a short body.
-        """
+        """Return what `parse` makes of the body, once. `slow`: it may take long for a short one, too."""
         data, self._data = self._data, b""
         if not slow and self.size <= SHORT:
             return parse(data)
@@ -270,8 +261,8 @@ class Body:
     def _take(self, size: int) -> bool:
         """Take room for `size` bytes in all; False where there is too little.
 
-        Bodies that are too slow give way, then those that began later. Otherwise, many simultaneous bodies
-        would all be refused. What comes of them from then on is discarded.
+        Bodies that are too slow give way, then those that began later: else many at once would all be
+        refused.
         """
         bodies, more = self._bodies, max(size - SHORT - self._taken, 0)
         if self not in bodies.coming:
@@ -304,8 +295,7 @@ class Body:
     async def read(self, request: Request, limit: int) -> None:
         """Read the body. Raises RequestError 413 for one that is too large, 503 where there is no room.
 
-        A body that is too large is not kept. A client that is still sending would not see the reply, so up to
-        4 times the limit is read and discarded.
+        Up to 4 times the limit is read and discarded: a client that is still sending sees no reply.
         """
         declared = request.headers.get("content-length", "")
         size = int(declared) if declared.isdecimal() else 0

@@ -1,7 +1,4 @@
-"""The current HTTP request: facts for its log line and the metrics.
-
-Code that answers it, and the log, get it by `current()`.
-"""
+"""The current HTTP request, which `current` returns: facts for its log line and the metrics."""
 
 from __future__ import annotations
 
@@ -25,7 +22,6 @@ class SequenceProgress(Protocol):
 
     def settle(self, *, delivered: bool) -> None:
         """Note the end of the HTTP request; `delivered`: its client received the whole answer."""
-        ...
 
 
 class RequestContext:
@@ -54,7 +50,6 @@ class RequestContext:
         self.answers: list[SequenceProgress] = []
 
     def settle(self, *, delivered: bool) -> None:
-        """Settle all its sequences at the end of the request."""
         for answer in self.answers:
             answer.settle(delivered=delivered)
 
@@ -80,7 +75,6 @@ class RequestContext:
 
     @property
     def reason(self) -> str:
-        """Reasons of the ends of its answers, each once."""
         return ",".join(dict.fromkeys(answer.reason for answer in self.answers if answer.reason))
 
 
@@ -113,6 +107,5 @@ def note(code: str) -> None:
 
 
 def note_key(name: str, key_hash: str, models: tuple[str, ...] = (), *, loads: bool = True) -> None:
-    """Note the name and the SHA-256 of the current request's key, and what it may do with models."""
     if (account := _current.get()) is not None:
         account.key, account.key_hash, account.models, account.loads = name, key_hash, models, loads

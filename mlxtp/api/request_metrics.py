@@ -1,13 +1,10 @@
-"""Counters of requests. Pure, but for an injected clock.
-
-The gateway has a `RequestMeter` and reports every request of its own clients to it. A step of all requests
-together costs one call of the clock.
-"""
+"""Counters of requests, which the gateway reports to a `RequestMeter`. Pure, but for an injected clock."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
 
@@ -37,10 +34,7 @@ _METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"
 
 
 class SequenceMeter:
-    """Meter of one sequence of one request, from its arrival at the gateway. This one counts nothing.
-
-    Only the first end of a sequence counts.
-    """
+    """Meter of one sequence of a request, of which the first end counts. This one counts nothing."""
 
     __slots__ = ()
 
@@ -53,12 +47,8 @@ class SequenceMeter:
     def tokens(self, count: int, now: float) -> None:
         """Add tokens; those of one step have the same time."""
 
-    def end(self, end: StreamEnd) -> None:
-        """Note the last event of the sequence."""
-
-    def fail(self, error: MlxtpError) -> None:
-        """Note the error that ended it."""
-
+    def end(self, end: StreamEnd) -> None: ...
+    def fail(self, error: MlxtpError) -> None: ...
     def leave(self) -> None:
         """Note that its client needs no further tokens: it went away, or a stop string came."""
 
@@ -70,40 +60,29 @@ class RequestMeter:
     """Meter of the gateway's own requests. This one counts nothing."""
 
     def __init__(self, clock: Callable[[], float] = lambda: 0.0) -> None:
-        """Use a `clock` in seconds, from any start."""
-        self.clock = clock
+        self.clock = clock  # in seconds, from any start
 
     def begin(self, model: str, group: str, prompt: Sequence[int]) -> SequenceMeter:
         """Return the meter of a sequence that arrives now, and that `group` has; empty while none has it."""
         return UNWATCHED
 
 
-class GroupMetrics:
+class GroupMetrics(NamedTuple):
     """Metrics of one group, labelled by model and group; in the order of `_HISTOGRAMS` and `_COUNTERS`."""
 
-    def __init__(
-        self,
-        histograms: Sequence[Histogram],
-        counters: Sequence[Counter],
-        finished: Mapping[str, Counter],  # by reason
-    ) -> None:
-        (
-            self.first_token_s,
-            self.inter_token_s,
-            self.latency_s,
-            self.accept_s,
-            self.prompt,
-            self.generation,
-        ) = histograms
-        (
-            self.prompt_tokens,
-            self.generation_tokens,
-            self.queried_tokens,
-            self.cached_tokens,
-            self.drafted_tokens,
-            self.accepted_tokens,
-        ) = counters
-        self.finished = finished
+    first_token_s: Histogram
+    inter_token_s: Histogram
+    latency_s: Histogram
+    accept_s: Histogram
+    prompt: Histogram
+    generation: Histogram
+    prompt_tokens: Counter
+    generation_tokens: Counter
+    queried_tokens: Counter
+    cached_tokens: Counter
+    drafted_tokens: Counter
+    accepted_tokens: Counter
+    finished: Mapping[str, Counter]  #: by reason
 
 
 class RequestMetrics(RequestMeter):
@@ -160,11 +139,9 @@ class RequestMetrics(RequestMeter):
         elif sum(each != OTHER for _, each in self._groups) >= MAX_GROUPS:
             labels = model, OTHER
         if labels not in self._groups:
-            self._groups[labels] = GroupMetrics(
-                [each.labels(*labels) for each in self._histograms],
-                [each.labels(*labels) for each in self._counters],
-                {why: self._finished.labels(*labels, why) for why in _REASONS},
-            )
+            metrics = [each.labels(*labels) for each in (*self._histograms, *self._counters)]
+            finished = {why: self._finished.labels(*labels, why) for why in _REASONS}
+            self._groups[labels] = GroupMetrics._make([*metrics, finished])
         return self._groups[labels]
 
     def begin(self, model: str, group: str, prompt: Sequence[int]) -> SequenceMeter:
@@ -220,10 +197,7 @@ _COUNTERS = (
         "for those.",
     ),
     ("vllm:prefix_cache_hits", "Queried tokens that were not computed again."),
-    (
-        "vllm:spec_decode_num_draft_tokens",
-        "Drafted tokens of answers that were generated to their end.",
-    ),
+    ("vllm:spec_decode_num_draft_tokens", "Drafted tokens of answers that were generated to their end."),
     ("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were right."),
 )
 
@@ -231,8 +205,7 @@ _COUNTERS = (
 class CountedSequence(SequenceMeter):
     """One counted sequence, in the metrics of the group that has it, which `of` returns for its id.
 
-    `moved` names the group before anything is counted. `arrived` is its request's time of arrival; times are
-    the clock's.
+    `moved` comes before anything is counted. `arrived`: the time of its request, by the clock.
     """
 
     __slots__ = (
@@ -303,13 +276,9 @@ class CountedSequence(SequenceMeter):
             self._over("abort")
 
     def settle(self, *, delivered: bool) -> None:
-        """Note the end of the HTTP request.
-
-        A sequence without an end of its own ended by a stop string if the client received the whole answer.
-        """
+        """Note the end of the HTTP request. Without an end before, a whole answer ended by a stop string."""
         self.leave()
-        if not self.reason:
-            self._over("stop" if delivered else "abort")
+        self._over("stop" if delivered else "abort")
 
     def _over(self, reason: str) -> None:
         if self.reason:

@@ -1,9 +1,6 @@
 """From a client's options to the engine's: sampling, shaping, stop strings, constraints of the answer. Pure.
 
 `SETTINGS` says what clients of each dialect may set of the engine's `Sampling` and `Shaping`.
-
-A request's missing options take the model's defaults (`ModelInfo.defaults`); without one: greedy. Constraints
-are tool calls, JSON of a schema, or free text.
 """
 
 from __future__ import annotations
@@ -113,7 +110,7 @@ _SEEDS = 2**63
 
 
 def seed_of(seed: int) -> int:
-    """Reduce any integer to the engine's 63 bits, modulo 2^63."""
+    """Reduce any integer to the engine's 63 bits."""
     return seed % _SEEDS
 
 
@@ -137,7 +134,7 @@ def choices(first: Generate, count: int) -> tuple[Generate, ...]:
 
 
 def sampling(options: GenerationOptions, defaults: Sampling, seed: int) -> Sampling:
-    """Return the sampling of choice 0. `seed` has 63 bits."""
+    """Return the sampling of choice 0, with the model's `defaults`. `seed` has 63 bits."""
     found = replace(defaults, **_of(Sampling, options), seed=seed)
     if found.top_p == 0:  # only the most probable token
         return replace(found, top_p=1.0, top_k=1)
@@ -150,23 +147,16 @@ def shaping(
     grammar: tuple[str, str] = ("", ""),
     banned: Sequence[int] = (),
 ) -> Shaping:
-    """Return the changes to the logits before sampling: `grammar` (kind and text), and `banned` tokens.
-
-    Raises RequestError.
-    """
+    """Return the changes to the logits: `grammar` (kind and text), `banned` tokens. Raises RequestError."""
     biases = _biases(options.logit_bias, vocabulary, MAX_BIASES - len(banned)) | dict.fromkeys(banned, BAN)
     kind, text = grammar
     if len(text) > MAX_GRAMMAR:
         field = "tools" if options.format is None else "response_format"
-        raise RequestError(
-            f"{field} makes a grammar of {len(text)} characters; at most {MAX_GRAMMAR}", param=field
-        )
+        words = f"{field} makes a grammar of {len(text)} characters; at most {MAX_GRAMMAR}"
+        raise RequestError(words, param=field)
+    tokens, values = tuple(biases), tuple(biases.values())
     return Shaping(
-        bias_tokens=tuple(biases),
-        bias_values=tuple(biases.values()),
-        grammar_kind=kind,
-        grammar=text,
-        **_of(Shaping, options),
+        bias_tokens=tokens, bias_values=values, grammar_kind=kind, grammar=text, **_of(Shaping, options)
     )
 
 
@@ -180,21 +170,16 @@ def stop_strings(stops: Sequence[str]) -> tuple[str, ...]:
     stops = tuple(stop for stop in stops if stop)
     if len(stops) > MAX_STOPS:
         raise RequestError(f"stop has {len(stops)} strings; it may have 0 to {MAX_STOPS}", param="stop")
-    longest = max(map(len, stops), default=0)
-    if longest > MAX_STOP_CHARS:
-        raise RequestError(
-            f"stop has a string of {longest} characters; each may have 1 to {MAX_STOP_CHARS}", param="stop"
-        )
+    if (longest := max(map(len, stops), default=0)) > MAX_STOP_CHARS:
+        words = f"stop has a string of {longest} characters; each may have 1 to {MAX_STOP_CHARS}"
+        raise RequestError(words, param="stop")
     return stops
 
 
 def check_min_tokens(min_tokens: int, max_tokens: int) -> None:
-    """Raise RequestError when the answer cannot be long enough."""
     if min_tokens > max_tokens:
-        raise RequestError(
-            f"min_tokens {min_tokens} is more than the answer may have: from 0 to {max_tokens}",
-            param="min_tokens",
-        )
+        words = f"min_tokens {min_tokens} is more than the answer may have: from 0 to {max_tokens}"
+        raise RequestError(words, param="min_tokens")
 
 
 def _biases(given: Mapping[str, float], vocabulary: int, most: int) -> dict[int, float]:
@@ -204,10 +189,8 @@ def _biases(given: Mapping[str, float], vocabulary: int, most: int) -> dict[int,
     for key, value in given.items():
         token = int(key) if key.isascii() and key.isdecimal() and len(key) <= _MOST_DIGITS else vocabulary
         if token >= vocabulary:
-            raise RequestError(
-                f"logit_bias has the key {shown(key)}; its keys are token ids from 0 to {vocabulary - 1}",
-                param="logit_bias",
-            )
+            words = f"logit_bias has the key {shown(key)}; its keys are token ids from 0 to {vocabulary - 1}"
+            raise RequestError(words, param="logit_bias")
         biases[token] = value
     return biases
 
@@ -223,18 +206,13 @@ MOST_SCHEMAS = 16_000  # characters of all tools' schemas that a grammar may hol
 
 @dataclass(frozen=True, slots=True)
 class Guidance:
-    """Constraints of one answer, and the format of its calls.
+    """Constraints of one answer, and the format of its calls."""
 
-    `grammar` is its kind and text, empty for free text. `calls` is the format of calls in the answer; None:
-    there are none. `forced`: the answer is one call in plain JSON. `banned` tokens begin calls, which are not
-    allowed. `dropped`: calls are not allowed, and any that come are left out of the answer.
-    """
-
-    grammar: tuple[str, str] = ("", "")
-    calls: CallFormat | None = None
-    forced: bool = False
-    banned: tuple[int, ...] = ()
-    dropped: bool = False
+    grammar: tuple[str, str] = ("", "")  #: kind and text; empty for free text
+    calls: CallFormat | None = None  #: None: it has no calls.
+    forced: bool = False  #: It is one call in plain JSON.
+    banned: tuple[int, ...] = ()  #: These tokens begin calls, which are not allowed.
+    dropped: bool = False  #: Calls are not allowed, and any that come are left out.
 
 
 def guidance(ask: GenerationRequest, text: Text, eos: tuple[int, ...]) -> Guidance:
@@ -244,9 +222,8 @@ def guidance(ask: GenerationRequest, text: Text, eos: tuple[int, ...]) -> Guidan
         return Guidance(_grammar(format_, Separators()))
     if not prompt.tools:
         if prompt.tool_choice not in (AUTO, NONE):
-            raise RequestError(
-                f"tool_choice {prompt.tool_choice!r} needs tools beside it", param="tool_choice"
-            )
+            words = f"tool_choice {prompt.tool_choice!r} needs tools beside it"
+            raise RequestError(words, param="tool_choice")
         return Guidance(_behind_prefix(_grammar(format_, Separators()), text))
     style = text.call_style(eos)
     schemas = checked_tools(prompt.tools)
@@ -262,10 +239,9 @@ def guidance(ask: GenerationRequest, text: Text, eos: tuple[int, ...]) -> Guidan
 
 
 def _without_calls(grammar: tuple[str, str], text: Text) -> Guidance:
-    """Ban the token that begins a call.
+    """Ban the token that begins a call. A grammar allows none anyway.
 
-    Without such a token, and where bare JSON is a call, the model stays free to write one. It is then read
-    like any other and left out, so that no client sees markup. A grammar allows no call anyway.
+    Without such a token, and where bare JSON is a call, one may come: it is read and left out.
     """
     banned, calls = text.call_tokens, text.tool_calls
     if grammar[0] or (banned and not calls.bare):
@@ -283,10 +259,7 @@ def _behind_prefix(grammar: tuple[str, str], text: Text) -> tuple[str, str]:
 def _or_call(
     grammar: tuple[str, str], tools: Mapping[str, Mapping[str, Any]], style: CallStyle | None, text: Text
 ) -> tuple[str, str]:
-    """Allow a call instead of the answer that `grammar` describes.
-
-    The arguments of such a call are any object where the schemas of all tools make a grammar too large.
-    """
+    """Allow a call instead of the answer: with any arguments where the schemas of all tools are too large."""
     kind, schema = grammar
     if not kind:
         return grammar
@@ -339,6 +312,5 @@ def _grammar(format_: Mapping[str, Any] | None, separators: Separators) -> tuple
 
 
 def _incomplete(field: str, what: str, format_: Mapping[str, Any]) -> RequestError:
-    return RequestError(
-        f"response_format.{field} should be {what}, got {shown(format_)}", param=f"response_format.{field}"
-    )
+    where = f"response_format.{field}"
+    return RequestError(f"{where} should be {what}, got {shown(format_)}", param=where)

@@ -1,10 +1,7 @@
 """HTTP server on a socket, inside the caller's event loop. Its connections end when their clients stall.
 
 uvicorn waits without limit for the rest of a request, and for a client to read. Here, a connection that makes
-no progress is cut: uvicorn then reports to the application that the client has gone, which cancels the
-request on every rank. A body that arrives too slowly is refused before that (`api/app.py`).
-
-uvicorn itself sees a connection only after its TLS handshake, so the handshake has its own limits.
+no progress is cut, also in its TLS handshake, which uvicorn does not see. That cancels its request.
 """
 
 from __future__ import annotations
@@ -62,10 +59,9 @@ class Place:
 class Places:
     """All places: `most` and `most_of_one` that are served, and those that at least get a refusal.
 
-    A connection is silent until it has sent a complete head that was admitted: with a valid key, where one is
-    needed. Beyond half of all places, each newcomer closes the oldest silent connection. So a machine that
-    opens thousands and sends nothing closes its own. None from elsewhere closes one of this Mac. One key
-    takes at most SHARE of what other keys leave, from any number of addresses.
+    A connection is silent until a complete head was admitted. Beyond half of all places, each newcomer closes
+    the oldest silent one, but none from elsewhere closes one of this Mac. One key takes at most SHARE of what
+    other keys leave, from any number of addresses.
     """
 
     def __init__(self, most: int, most_of_one: int, refused: int, refused_of_one: int) -> None:
@@ -233,10 +229,7 @@ class HttpConnection(H11Protocol):
         self._watch_request()
 
     def handle_events(self) -> None:
-        """Handle events in an empty context. uvicorn calls this with all data, and at the end of an answer.
-
-        The caller's context may be that of a finished request, whose id must not appear in these log lines.
-        """
+        """Handle events in an empty context: the caller's may be that of a finished request."""
         Context().run(self._handle_events)
 
     def _handle_events(self) -> None:
@@ -430,7 +423,7 @@ _ABSOLUTE = re.compile(rb"https?://([^/]*)(.*)", re.IGNORECASE | re.DOTALL)
 def bind(host: str, port: int) -> socket.socket:
     """Return a listening TCP socket; clients may connect at once. Port 0 takes any free one.
 
-    Raises ConfigError in plain words: port in use, no such address, not allowed.
+    Raises ConfigError: port in use, no such address, not allowed.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio disables Nagle's delay only if the protocol is named: else reused connections wait 40 ms.
@@ -462,9 +455,8 @@ async def serve(
 ) -> None:
     """Serve until `stop` is set or the task is cancelled, then take at most about `grace_s` to finish.
 
-    By HTTPS with `tls`, else by HTTP. Requests still open after `grace_s` are cancelled and their connections
-    closed. So is a connection whose client leaves its answer unread for `stall_s`, or needs more than
-    `request_s` to send a request. Closes `sock`. Signals are left to the caller.
+    A connection whose client leaves its answer unread for `stall_s`, or needs more than `request_s` to send a
+    request, is closed. Closes `sock`. Signals are left to the caller.
     """
     connection = connection_class(stall_s, request_s)
     config = uvicorn.Config(
@@ -506,10 +498,7 @@ async def serve(
 
 
 def _in_origin_form(app: ASGIApp) -> ASGIApp:
-    """Accept whole URLs, as clients send to a proxy and as RFC 9112 requires (3.2.2).
-
-    The URL's host is added to Host: the guard requires both to be this Mac.
-    """
+    """Accept whole URLs (RFC 9112, 3.2.2). Their host is added to Host: the guard checks both."""
 
     async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
         if match := _ABSOLUTE.fullmatch(scope["raw_path"]):
@@ -541,10 +530,8 @@ def _cannot_listen(host: str, port: int, error: OSError) -> str:
     where = f"{host} port {port}"
     match error.errno:
         case errno.EADDRINUSE:
-            return (
-                f"{where} is in use, by another program or another mlxtp (a demo, say); stop that, or choose "
-                "another port by --http HOST:PORT"
-            )
+            remedy = "stop that, or choose another port by --http HOST:PORT"
+            return f"{where} is in use, by another program or another mlxtp (a demo, say); {remedy}"
         case errno.EACCES:
             return f"no permission to listen on {where}; choose a port from 1024 on"
         case errno.EADDRNOTAVAIL:

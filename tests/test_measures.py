@@ -35,12 +35,12 @@ LEFT: Mapping[str, int] = {
     "classes with many public methods": 9,
     "dataclasses with many fields": 7,
     "functions with many positional parameters": 6,
-    "functions of an object of a class beside them": 81,
+    "functions of an object of a class beside them": 74,
 }
 MOST_LINES: Mapping[str, int] = {
     "": 3_930,
     "admin": 1_821,
-    "api": 9_825,
+    "api": 9_592,
     "cli": 5_628,
     "cluster": 4_953,
     "diagnostics": 2_407,

@@ -627,14 +627,15 @@ import asyncio, json, sys
 import httpx, typer
 from typer.testing import CliRunner
 from mlxtp import verbs
-from mlxtp.admin.handlers import Admin, CacheHandlers, MemberHandlers, ModelHandlers, handlers_of
+from mlxtp.admin import handlers
 from mlxtp.api.app import create_app
 from mlxtp.api.guard import SHARED_ADMIN
 from mlxtp.cli.options import sends
 
 told, commands = [], typer.Typer()
-agent, *parts = (each.__new__(each) for each in (Admin, CacheHandlers, MemberHandlers, ModelHandlers))
-agent.key, agent._handlers = "k", handlers_of(agent, *parts)
+kinds = [each for name, each in vars(handlers).items() if name.endswith("Handlers")]
+agent, *parts = (each.__new__(each) for each in (handlers.Admin, *kinds))
+agent.key, agent._handlers = "k", handlers.handlers_of(agent, *parts)
 app = create_app(None, admin=agent)
 
 @commands.command()

@@ -332,7 +332,7 @@ def test_what_was_measured_changes_the_next_group(
         node.hear(a, slow)
         node.live(a)
         assert node.group.scope.assignment.kind == RING_THUNDERBOLT
-        told = json.loads(json.dumps(Administration(node.parts, member.store).plan(PresentMachines())))
+        told = json.loads(json.dumps(Administration(node.parts, member.store).plans.plan(PresentMachines())))
         assert sorted(each["collective_s"] for each in told["fabric"]) == [5e-3, 5e-3, 5e-3]
 
     on_a_desk(tmp_path, member, story)

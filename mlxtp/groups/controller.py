@@ -147,10 +147,7 @@ class GroupController:
     # --- decisions -----------------------------------------------------------------------------------
 
     def situation(self, waiting_since: float | None) -> Situation:
-        """Return the part of the situation that `Leadership.view` cannot know by itself.
-
-        `waiting_since`: since when a decision about this group has waited for open requests.
-        """
+        """Return the part of the view that `Leadership.view` cannot know by itself."""
         self._notice_changes()
         form, why = self.form()
         hold_until, hold = self._hold()

@@ -68,9 +68,11 @@ class Group:
 
     @property
     def over(self) -> bool:
-        """True while nothing of the group is here, or known to be elsewhere."""
-        here = self.supervisor.status.in_epoch
-        return self.scope.in_excess and not here and not self.scope.reports()
+        """True while no Mac is to run it, nor does, and its deployment has enough groups without it."""
+        scope, row = self.scope, self.scope.row
+        wanted = row is not None and scope.index < self.node.replica.shown_groups(row)
+        assigned = row is not None and scope.assignment.owner
+        return not (wanted or assigned or self.supervisor.status.in_epoch or scope.reports())
 
     async def close(self) -> None:
         if self._running is not None:

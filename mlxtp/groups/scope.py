@@ -44,12 +44,6 @@ class GroupScope:
         return self.node.desired.table.get(self.deployment)
 
     @property
-    def in_excess(self) -> bool:
-        """True while no Mac is to run it, and its deployment has enough groups without it."""
-        row, replica = self.row, self.node.replica
-        return row is None or (not self.assignment.owner and self.index >= replica.shown_groups(row))
-
-    @property
     def model(self) -> LocalModel:
         row = self.row
         return self._models.of(row.model if row is not None else "")

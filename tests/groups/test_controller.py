@@ -17,6 +17,7 @@ from mlxtp.cluster.reconcile import FormEpoch, GroupForm
 from mlxtp.config import embedded_model_path
 from mlxtp.errors import Code, GroupError
 from mlxtp.groups.controller import TELL_S, _joined
+from mlxtp.groups.health import ServingState
 from mlxtp.groups.lifecycle import EpochPlan
 from mlxtp.groups.process_group import EpochGroup, ProcessGroup
 from mlxtp.models.inspect import ModelSource
@@ -35,6 +36,7 @@ from mlxtp.wire.cluster_messages import (
 from mlxtp.wire.rank_stats import RankStats
 
 from ..cluster.deployed import only
+from ..gateway.test_gateway import MODEL
 from ..placement.made_up_macs import cabled, mac, on_lan
 from ..wire.members import Member
 from .one_node import FINGERPRINT, GROUP, MACHINE, A, B, FakeLink, Node, awaited, play
@@ -270,6 +272,36 @@ def test_memory_that_ranks_of_its_own_epoch_hold_counts_as_held(tmp_path: Path, 
         assert node.group.scope.held_bytes(A) == 0
 
     play(tmp_path, member, story)
+
+
+def test_an_owner_reports_what_it_serves_and_what_its_ranks_hold_once_it_does(
+    tmp_path: Path, member: Member, weights: ModelSource
+) -> None:
+    machines = desk()
+
+    async def story(node: Node) -> None:
+        def told() -> tuple[object, ...]:
+            found = node.group.scope.serving()
+            assert found is not None
+            return found.state, found.context, found.vocabulary, found.eos, found.held_mib
+
+        a = node.meet(A)
+        node.lead(weights, machines)
+        group, supervisor = begun(node, a), node.group.supervisor
+        supervisor.info = replace(MODEL, context=4096, vocabulary=512, eos=(1,))
+        pongs = {rank: SimpleNamespace(stats=RankStats(memory_bytes=(rank + 1) << 20)) for rank in (0, 1)}
+        supervisor.status.ranks = cast(Any, SimpleNamespace(group=group, watch=SimpleNamespace(pongs=pongs)))
+        assert told() == ("restarting", 0, 0, (), ()), "its ranks are about to start"
+        supervisor._current = cast(Any, SimpleNamespace())
+        supervisor.status.enter(ServingState.LOADING)
+        assert told() == ("loading", 4096, 512, (1,), ())
+        supervisor.status.enter(ServingState.READY)
+        assert told() == ("ready", 4096, 512, (1,), (1, 2))
+        supervisor.status.ranks = supervisor._current = None
+        over(node)
+        assert told() == ("idle", 0, 0, (), ())
+
+    play(tmp_path, member, story, machine=machines[""], nodes="2")
 
 
 def test_all_are_told_both_ends_of_the_control_links(tmp_path: Path, member: Member) -> None:

@@ -15,7 +15,7 @@ import pytest
 from mlxtp.cluster.cluster_state import KEEP_S, PINNED
 from mlxtp.cluster.reconcile import FormEpoch, GroupForm
 from mlxtp.config import embedded_model_path
-from mlxtp.errors import Code, GroupError
+from mlxtp.errors import Code, GroupError, ModelError
 from mlxtp.groups.controller import TELL_S, _joined
 from mlxtp.groups.health import ServingState
 from mlxtp.groups.lifecycle import EpochPlan
@@ -300,8 +300,37 @@ def test_an_owner_reports_what_it_serves_and_what_its_ranks_hold_once_it_does(
         supervisor.status.ranks = supervisor._current = None
         over(node)
         assert told() == ("idle", 0, 0, (), ())
+        status = supervisor.status
+        status.resting, status.state = True, ServingState.FAILED
+        for error, broken in ((ModelError("torn"), True), (GroupError("gone"), False)):
+            status.reason = error
+            found = node.group.scope.serving()
+            assert found is not None
+            assert (found.state, found.reason, found.broken) == ("failed", error.detail, broken)
 
     play(tmp_path, member, story, machine=machines[""], nodes="2")
+
+
+@pytest.mark.parametrize(
+    ("changes", "ready"),
+    [
+        ({}, [True]),
+        ({"state": "draining"}, [False]),
+        ({"state": "loading"}, [False]),
+        ({"state": "restarting"}, []),
+        ({"participants": (B, A)}, []),
+        ({"participants": ()}, []),
+        ({"group": "other#0"}, []),
+    ],
+)
+def test_epochs_that_others_report_count_if_they_are_their_own_and_run(
+    tmp_path: Path, member: Member, changes: Mapping[str, Any], ready: list[bool]
+) -> None:
+    async def story(node: Node) -> None:
+        node.hear(node.meet(A), replace(serving("ring", A, B), **changes))
+        assert [each.ready for each in node.parts.groups.known(GROUP).scope.others()] == ready
+
+    play(tmp_path, member, story)
 
 
 def test_all_are_told_both_ends_of_the_control_links(tmp_path: Path, member: Member) -> None:
@@ -331,6 +360,7 @@ def test_ports_are_read_again_after_a_group_over_jaccl(
 
         async def look(nodes: tuple[str, ...]) -> None:
             looked.append((node.group.scope.plan, nodes))
+            assert node.group.scope.running() is None
 
         node.parts.readings.read_machine_now = look  # type: ignore[method-assign]
         ranks = (node.parts.node.node_id, A, B)

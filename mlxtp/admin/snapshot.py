@@ -19,7 +19,7 @@ from ..api.backend import Health, ModelInfo
 from ..cluster.cluster_state import LeaderClaim, is_holder
 from ..cluster.introduction import versions_here
 from ..gateway.dispatcher import OpenRequests
-from ..groups import sleep
+from ..groups import boot_record
 from ..groups.health import SERVES, ServingState
 from ..groups.history import MOST, EpochStory, RateMeter
 from ..groups.process_group import EpochGroup
@@ -186,7 +186,7 @@ def gather(parts: AgentParts) -> Snapshot:
         measured=parts.results.of(participants, kind(agent.group)),
         hosted=bool(parts.hosted.ranks),
         model_bytes=group.scope.model.weight_bytes or None,
-        left_wired=sleep.HERE.summary(),
+        left_wired=boot_record.HERE.summary(),
         caches=caches_of(parts),
         drafts=tuple(drafts(parts)),
         history=_history(parts),

@@ -1,19 +1,22 @@
-"""Counts of what this boot of the Mac has in use or used up, which its restart gives back: `boot.json`.
+"""Memory and attempts to form over RDMA that this boot of the Mac has used up, and its restart gives back.
 
-The file is in the agent's home and survives the agent. A file of another boot, or one that cannot be read,
-counts as empty. `load` and `save` do not wait, so a change from one to the other loses no other change.
+`boot.json` in the agent's home keeps it. A file of another boot, or one that cannot be read, counts as empty.
+`load` and `save` do not wait, so a change from one to the other loses no other change.
 """
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import json
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
+
+import psutil
 
 from ..errors import MlxtpError
 from ..identity.private_files import read_private, write_private
@@ -23,7 +26,6 @@ from ..wire.cluster_messages import MAX_NOTES, Machine
 from ..wire.codecs import U32, U63, integer
 from ..wire.messages import Bootstrap
 from ..wire.rdma import devices, peers
-from .sleep import HERE
 
 log = logging.getLogger(__name__)
 
@@ -34,10 +36,9 @@ _UUID_BYTES = 64  #: Room for the 36 characters of `kern.bootsessionuuid`.
 
 @dataclass(frozen=True, slots=True)
 class BootRecord:
-    """Counts since the Mac started.
+    """`formations`: attempts by RDMA device whose rank here has not given back what it took, or still serves.
 
-    `formations`: attempts to form a JACCL group whose rank here has not given back what it took, by RDMA
-    device; a group that serves is one. `stranded_bytes`: memory that ranks left wired when they ended.
+    `stranded_bytes`: memory that ranks left wired when they ended.
     """
 
     formations: Mapping[str, int] = field(default_factory=dict)
@@ -45,7 +46,6 @@ class BootRecord:
 
 
 def load(home: Path) -> BootRecord:
-    """Return the record of this start of the Mac; of another one, or of what makes no sense, an empty one."""
     start = mac_start_id()
     try:
         kept = json.loads(read_private(home / FILE) or b"{}")
@@ -59,7 +59,7 @@ def load(home: Path) -> BootRecord:
 
 
 def save(home: Path, record: BootRecord) -> None:
-    """Write the record. A full disk is logged, and the record is as before."""
+    """Write the record. On a full disk it is as before, which is logged."""
     try:
         write_private(home / FILE, json.dumps({"boot": mac_start_id()} | asdict(record)).encode())
     except MlxtpError as error:
@@ -67,10 +67,9 @@ def save(home: Path, record: BootRecord) -> None:
 
 
 def count_formation(home: Path, bootstrap: Bootstrap, by: int = 1) -> None:
-    """Count an attempt to form over each RDMA device of a rank here, which is about to call `init`.
+    """Count an attempt of a rank here, about to call `init`, which takes a domain of each RDMA device.
 
-    It takes a protection domain of each. `by` is -1 once the rank has given them back; only a restart of the
-    Mac is said to bring back those of a rank that has not.
+    `by` is -1 once it has given them back. If it never does, only a restart of the Mac is said to.
     """
     rank, size = bootstrap.rank, bootstrap.world_size
     row = bootstrap.rdma[rank * size : (rank + 1) * size]  # shorter for other backends
@@ -87,21 +86,19 @@ def count_formation(home: Path, bootstrap: Bootstrap, by: int = 1) -> None:
 
 
 def with_counts(home: Path, machine: Machine) -> Machine:
-    """Return the machine with the attempts over each of its ports, and a note before the last one.
+    """Return the machine with attempts by port, a note before the last one, and its stranded memory.
 
-    It also has the memory that is stranded, and MLX's figure for the GPU unless the user set a limit.
+    MLX's figure for the GPU counts unless the user set a limit.
     """
     record = load(home)
-    formations = record.formations
     if HERE.left is None:  # this agent has just started
         HERE.left = record.stranded_bytes
     if (stranded := HERE.stranded_bytes()) != record.stranded_bytes:
         save(home, replace(record, stranded_bytes=stranded))
     if HERE.gpu_bytes and machine.gpu_bytes == default_gpu_bytes(machine.memory_bytes):
         machine = replace(machine, gpu_bytes=HERE.gpu_bytes)
-    machine = replace(machine, stranded_bytes=stranded)
-    ports = tuple(replace(port, formations=formations.get(port.rdma, 0)) for port in machine.ports)
-    machine = replace(machine, ports=ports)
+    ports = tuple(replace(port, formations=record.formations.get(port.rdma, 0)) for port in machine.ports)
+    machine = replace(machine, stranded_bytes=stranded, ports=ports)
     return replace(machine, notes=(*scarcity(machine), *machine.notes)[:MAX_NOTES])
 
 
@@ -118,3 +115,98 @@ def mac_start_id() -> str:
         return _LINUX_ID.read_text().strip()
     except OSError:
         return ""
+
+
+# --- wired memory ----------------------------------------------------------------------------------------
+
+GB = 10**9
+LITTLE_BYTES = GB  #: bytes that other programs wire and release meanwhile
+LOOK_S = 0.2  #: seconds from one reading to the next
+LOOKS = 25  #: readings: macOS may take some seconds after the end of a process
+
+
+def wired_bytes(system: str = sys.platform) -> int | None:
+    """Return the bytes that are wired now by any process or the kernel; None if this is not macOS."""
+    return int(getattr(psutil.virtual_memory(), "wired", 0)) if system == "darwin" else None
+
+
+def left_bytes(before: int, after: int, held: int) -> int:
+    """Return how many of the `held` bytes are still wired; 0 if the difference may be other programs'."""
+    left = min(after - before, held)
+    return left if left > max(LITTLE_BYTES, held // 10) else 0
+
+
+class WiredMemory:
+    """Memory of this machine that ranks may wire, and that they left wired. Tests replace `look`."""
+
+    def __init__(self, look: Callable[[], int | None] = wired_bytes) -> None:
+        self.look = look
+        self.gpu_bytes = (
+            0  #: Bytes that Metal recommends for the GPU, as a rank has reported; 0 until one has.
+        )
+        self.left: int | None = None  #: Bytes left since the machine started; None until that is known.
+        self._seen = 0  #: Bytes that were wired when `stranded_bytes` last looked, every few seconds.
+        self._floor = 0  #: Bytes that were wired without what is left; 0 if that is not known.
+        self._assumed = 0  #: Bytes of ranks that were killed in a collective, until they can be measured.
+        self._ranks = 0
+        self._before: int | None = None
+        self._held = 0
+
+    def began(self) -> None:
+        """Note that a rank process has started; it holds nothing yet."""
+        if not self._ranks:
+            self._before, self._held = self.look(), 0
+        self._ranks += 1
+
+    async def ended(self, epoch: int, held: int, *, stuck: bool = False) -> int:
+        """Note that a rank process that `held` so many bytes is gone. Return the bytes that may be stranded.
+
+        `stuck`: it was killed in a collective of JACCL, which is said to strand what it holds. While others
+        run, that is assumed, but for what came back since the last look; then only what is measured counts.
+        """
+        self._ranks -= 1
+        self._held += held
+        before = self._before
+        if before is None:
+            return 0
+        if self._ranks:
+            came_back = max(self._seen - (self.look() or 0), 0)
+            assumed = held - came_back if stuck and held - came_back > LITTLE_BYTES else 0
+            self._assumed += assumed
+            return assumed
+        self._assumed = 0
+        if (held := self._held) <= LITTLE_BYTES:
+            return 0
+        for _ in range(LOOKS):
+            if not (left := left_bytes(before, self.look() or 0, held)):
+                return 0
+            if self._held != held:  # others have begun, and wire memory, too
+                break
+            await asyncio.sleep(LOOK_S)
+        left_before = self.left or 0
+        self.left = min(left_before + left, self.look() or 0)
+        self._floor = max(before - left_before, 0)
+        log.warning("epoch %d: %s", epoch, self.summary(), extra={"epoch": epoch})
+        return left
+
+    def stranded_bytes(self) -> int:
+        """Return the bytes that only a restart gives back. Forget them once less is wired: they came back."""
+        stranded, wired = (self.left or 0) + self._assumed, self.look()
+        self._seen = wired or 0
+        if wired is not None and wired < (self._floor + stranded // 2 if self._floor else stranded):
+            self.left = self._assumed = stranded = 0
+        return stranded
+
+    def summary(self) -> str:
+        """Return the memory that ended epochs left wired, for users; empty for none."""
+        stranded = self.stranded_bytes()
+        if not stranded:
+            return ""
+        stayed = "may have stayed" if self._assumed else "stayed"
+        return (
+            f"{stranded / GB:.1f} GB {stayed} wired after ranks of this Mac ended; only a restart of the Mac "
+            "gives them back"
+        )
+
+
+HERE = WiredMemory()  #: Wired memory of this machine.

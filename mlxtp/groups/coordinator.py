@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from ..api.backend import COMING
 from ..cluster.cluster_state import LeaderClaim, left_s
 from ..cluster.node import ClusterNode
 from ..cluster.place import Assignment, GivenUp, GroupReport, PlaceView, WantedDeployment, place
@@ -23,7 +24,7 @@ from ..placement.model_shape import DescribedModel, unpacked
 from ..wire.cluster_messages import Deployment, GroupAssignment, ModelStatus, Serving
 from .controller import TELL_S
 from .groups import Groups, unused_s
-from .health import COMING, SERVES, ServingState
+from .health import SERVES, ServingState
 from .machines import Machines, model_lack
 from .scope import MIB, held_by
 

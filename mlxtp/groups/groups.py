@@ -13,6 +13,7 @@ from functools import partial
 from operator import is_
 
 from ..api.admin import Json
+from ..api.backend import COMING
 from ..background import Background
 from ..cluster.cluster_state import DeploymentTable
 from ..cluster.links import ControlLink
@@ -22,7 +23,7 @@ from ..errors import Code, GroupError, MlxtpError, UserError
 from ..gateway.gateway import Gateway
 from ..wire.cluster_messages import GroupAssignment, MemoryShortage, Prepare, RankTrouble, Serving
 from .group import Group
-from .health import COMING, SERVES, ServingState
+from .health import SERVES, ServingState
 from .history import MOST, EpochStory, RecoveryMetrics
 from .hosted_rank import HostedRanks
 

@@ -1,8 +1,6 @@
 """An agent's decisions about epochs. Pure: time comes in as an argument.
 
-An epoch is one group of rank processes, from spawn to the last of them gone. `RankHealth` judges ranks by
-their reports, `pick_cause` finds the cause of a broken epoch among all reports, `RestartPolicy` decides when
-to try again.
+An epoch is one group of rank processes, from spawn to the last of them gone.
 """
 
 from __future__ import annotations
@@ -12,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from ..background import Backoff
 from ..config import Limits
 from ..errors import (
     NOBODY_BEHIND,
@@ -29,11 +28,11 @@ from ..wire.messages import MAX_ROUNDS, Gathered, Pong, SideChannel
 BACKOFF_S = (0.5, 1.0, 2.0, 4.0)
 MAX_FAILURES = 5
 FAILURE_WINDOW_S = 120.0
-RING_BACKOFF_S = 30.0  #: Longest wait after epochs that a stranger at a ring port may have ended.
+RING_BACKOFF = Backoff(0.5, 30.0)  #: Pauses after epochs that a stranger at a ring port may have ended.
 
 
 class ServingState(StrEnum):
-    """State of the cluster, as `/health` shows it."""
+    """State of a group, as `/health` shows it."""
 
     STARTING = "starting"
     FORMING = "forming"
@@ -50,9 +49,6 @@ _S = ServingState
 
 #: States of a group whose ranks serve requests, or finish the last ones.
 SERVES = (_S.READY, _S.DRAINING)
-
-#: States of a group on its way to be ready.
-COMING = (_S.STARTING, _S.FORMING, _S.LOADING, _S.RESTARTING)
 
 #: Legal successors of each state of an agent's own epochs; to stay is always legal. Two states are only
 #: shown, while this agent has no epoch: FORMING of a group on other Macs that is STARTING, and IDLE.
@@ -73,10 +69,10 @@ def is_legal(before: ServingState, after: ServingState) -> bool:
 
 @dataclass(slots=True)
 class RestartPolicy:
-    """Backoff of 0.5, 1, 2, 4 s after failed epochs.
+    """Pauses after failed epochs. The fifth within 120 s is the last.
 
-    The fifth failed epoch within 120 s is the last, and so is the fifth in a row that never became ready,
-    however long they took. Epochs that end at the ring do not count: see `at_ring`.
+    So is the fifth in a row that never became ready, however long they took. Those that ended `at_ring` do
+    not count.
     """
 
     failures: list[float] = field(default_factory=list)
@@ -89,16 +85,14 @@ class RestartPolicy:
     ) -> float | None:
         """Return the seconds until the next epoch, after one that failed at `now`; None to give up.
 
-        `ready`: that one had become ready. A model that cannot be loaded will not load the next time either.
-        `at_ring`: it ended while MLX's ring formed or proved itself. MLX takes any connection to a ring port
-        for the neighbour. No rank can tell a stranger's silence from a neighbour's. So a stranger who keeps
-        coming costs epochs, and the group forms once it stays away.
+        `ready`: that one had become ready. `at_ring`: it ended while MLX's ring formed or proved itself. MLX
+        takes any connection to a ring port for the neighbour's, so a stranger who keeps coming costs epochs.
         """
         if of_the_model(error) or error.code is Code.CONFIG:
-            return None
+            return None  # the next time would be no better
         if at_ring and error.code in _OF_STRANGERS:
             self.at_ring += 1
-            return min(BACKOFF_S[0] * 2.0 ** min(self.at_ring - 1, 9), RING_BACKOFF_S)
+            return RING_BACKOFF.after(self.at_ring - 1)
         self.at_ring, self.jaccl = 0, ready and jaccl
         self.failures = [at for at in self.failures if now - at < FAILURE_WINDOW_S] + [now]
         self.unready = 0 if ready else self.unready + 1
@@ -111,7 +105,7 @@ class RestartPolicy:
     def replaced(self) -> float:
         """Return the seconds until another plan takes the place of one over JACCL that ended as it served.
 
-        Neither that end counts, nor one before it in a row.
+        That end does not count, and the row begins again.
         """
         if self.jaccl:
             self.failures.pop()
@@ -126,24 +120,24 @@ _OF_THE_MODEL = frozenset(
 
 
 def of_the_model(error: MlxtpError) -> bool:
-    """Return True when the model itself is at fault, found by any rank or agent."""
     return isinstance(error, ModelError) or error.code in _OF_THE_MODEL
 
 
 def pick_cause(reports: Iterable[FailureReport]) -> MlxtpError:
-    """Return the cause among the consequences, with the rank that reported it.
+    """Return the cause among the consequences. Among equals the first report counts.
 
     A rank's report about itself counts most, then the end of its process, then reports that others lost it.
-    Among equals the first report counts.
     """
-    return min(reports, key=_distance_from_cause).error
+
+    def distance(report: FailureReport) -> int:
+        lost = is_consequence(report.error.code, report.error.detail)
+        return 0 if not lost else 1 if report.seen_from_outside else 2
+
+    return min(reports, key=distance).error
 
 
 def with_name(detail: str, names: Mapping[int, str]) -> str:
-    """Prefix a detail with the name of the Mac whose rank it begins with, for any reporter.
-
-    `names` are those of Macs, by rank.
-    """
+    """Prefix a detail with the name of the Mac whose rank it begins with; `names` are by rank."""
     rank = rank_in(detail)
     name = names.get(rank, "") if rank is not None else ""
     named = not name or re.search(rf"(?<!\w){re.escape(name)}(?!\w)", detail)
@@ -155,15 +149,7 @@ def rank_in(detail: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def _distance_from_cause(report: FailureReport) -> int:
-    if not is_consequence(report.error.code, report.error.detail):
-        return 0
-    return 1 if report.seen_from_outside else 2
-
-
 _ALARM = 14  #: SIGALRM: the rank's own limit for forming the group, which holds while MLX lets no Python run.
-
-
 _CRASHES = (10, 11)  #: SIGBUS on macOS, and SIGSEGV.
 
 
@@ -173,21 +159,19 @@ def exit_report(rank: int, status: int, code: Code | None, words: str = "", phas
     `words` are the rank's own last record before it ended with `code`. `phase` is that of its last heartbeat.
     """
     if status == -_ALARM:
-        return FailureReport(
-            rank, GroupError(f"rank {rank} did not form the group in time", Code.FORM_FAILED)
-        )
+        code, words = Code.FORM_FAILED, f"rank {rank} did not form the group in time"
+    if code is not None:
+        return FailureReport(rank, GroupError(words or f"rank {rank} ended with {code}", code))
     if status < 0:
         hint = " (the system may do this when memory runs out)" if status == -9 else ""
         if -status in _CRASHES and phase:
             hint = f" in phase {phase}"
-        return FailureReport(rank, GroupError(f"rank {rank} was ended by signal {-status}{hint}"), True)
-    if code is not None:
-        return FailureReport(rank, GroupError(words or f"rank {rank} ended with {code}", code))
-    if status in (TERMINATED_STATUS, WEDGED_STATUS):
-        return FailureReport(
-            rank, GroupError(f"rank {rank} was ended by SIGTERM, and not by its agent"), True
-        )
-    return FailureReport(rank, GroupError(f"rank {rank} exited with status {status}"), True)
+        how = f"was ended by signal {-status}{hint}"
+    elif status in (TERMINATED_STATUS, WEDGED_STATUS):
+        how = "was ended by SIGTERM, and not by its agent"
+    else:
+        how = f"exited with status {status}"
+    return FailureReport(rank, GroupError(f"rank {rank} {how}"), seen_from_outside=True)
 
 
 class RankHealth:
@@ -203,17 +187,17 @@ class RankHealth:
         self.warming_up = False
 
     def received_pong(self, rank: int, pong: Pong, now: float) -> None:
-        """Take in a rank's Pong. A forward that ended on rank 0 shows that all live: each took part."""
+        """Take in a Pong. A forward that ended on rank 0 shows that all ranks live: each took part."""
         before, self.pongs[rank] = self.pongs.get(rank), pong
         self._heard[rank] = now
         if rank == 0 and before is not None and pong.stats.forwards > before.stats.forwards:
             self._heard = dict.fromkeys(self._heard, now)
 
     def tick(self, now: float) -> GroupError | None:
-        """Call at every heartbeat. Return the first rank that is silent or stuck for too long, as an error.
+        """Call at every heartbeat. Return an error for the first rank that is silent or stuck for too long.
 
-        Time by which the observer itself was late counts against no rank, and for a while ranks may be stuck
-        for twice as long.
+        Time by which the caller was late counts against no rank, and for a while they may be stuck twice as
+        long.
         """
         lag_s = now - self._last_tick - self._limits.heartbeat_s
         if lag_s > self._limits.heartbeat_s:
@@ -258,16 +242,13 @@ class RankHealth:
         return f"rank {min(places, key=lambda rank: places[rank])} is behind"
 
 
-#: Factor on the rank's expected time of a forward, allowed on top of its phase's limit. The sum never exceeds
-#: the time that kernels may take to compile.
+#: Factor on the rank's expected time of a forward, allowed on top of its phase's limit. What it allows never
+#: exceeds the time that kernels may take to compile.
 EXPECTED = {"prefill": 4, "decode": 20}
 
 
 def stall_limits_s(limits: Limits) -> Mapping[str, float]:
-    """Return the longest time without progress in each phase that must make some, for instant forwards.
-
-    Idling is not among them.
-    """
+    """Return the longest time without progress in each phase but idling, for instant forwards."""
     return {
         "forming": limits.form_s,
         "proving": limits.proof_s,

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from ..api.backend import DeploymentHealth, Health
+from ..api.backend import COMING, DeploymentHealth, Health
 from ..cluster.cluster_state import left_s
 from ..cluster.node import BEAT_S, ClusterNode
 from ..gateway.gateway import Gateway
@@ -18,7 +18,7 @@ from ..wire.codecs import U32, U63, NodeRow, binary, group_id, holding, integer
 from ..wire.messages import DIGEST_BYTES, MAX_GROUP_ID, digests_in
 from .group import Group
 from .groups import Groups, best, unused_s
-from .health import COMING, ServingState
+from .health import ServingState
 from .machines import Machines
 from .status import GroupStatus
 

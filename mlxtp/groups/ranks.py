@@ -69,9 +69,8 @@ from ..wire.recording import decode, gave_back
 from ..wire.session import LinkKind, LinkState, Side
 from ..wire.session import Session as LinkProtocol
 from ..wire.streams import StreamLink
-from .boot_record import count_formation
+from .boot_record import HERE, count_formation
 from .health import exit_report, rank_in
-from .sleep import HERE
 from .warm_pool import WarmPool
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
@@ -30,7 +30,7 @@ MAX_AGE_S = 86_400.0  #: Seconds; an older one has perhaps been swapped out, and
 UNUSED_S = 600.0  #: Seconds without any rank on this machine after which warm processes are ended.
 IMPORT_S = 60.0
 END_S = 0.5
-ANSWER_S = 1.0  #: Seconds; a waiting warm process replies at once, unless it is stopped, or its machine is.
+ANSWER_S = 1.0  #: Seconds; a warm process replies at once, unless it is stopped, or its machine is.
 RETRY = Backoff(1.0, 600.0)  #: Pauses after warm processes that ended unused.
 #: Bytes that a pipe holds each way: minutes of tokens while the agent stands still. macOS has 8 KiB.
 PIPE_BYTES = 1 << 20
@@ -38,7 +38,7 @@ _STDERR_FD = 2
 
 
 class WarmPoolPolicy:
-    """Decision on when to start a warm process. Pure."""
+    """Decision on when to start a warm process: pure."""
 
     def __init__(self, wanted: int) -> None:
         self._wanted = wanted
@@ -47,7 +47,7 @@ class WarmPoolPolicy:
         self._not_before = 0.0
 
     def received_pong(self, pong: Pong, now: float, *, spares: int, importing: int) -> bool:
-        """Take in a Pong of a rank of this machine. Return True to start one warm process now."""
+        """Return True to start one warm process now, at this Pong of a rank of this machine."""
         if not pong.model:
             self._loaded_at = None
             return False
@@ -66,24 +66,19 @@ class WarmPoolPolicy:
         self._failures = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
-    """Rank process that will send its Hello, and the agent's end of its pipe."""
-
-    process: asyncio.subprocess.Process
-    pipe: socket.socket
-    lines: WorkerOutput | None = None  #: Its output, unless that goes to the agent's own standard error.
-
-
 @dataclass(slots=True, eq=False)
-class _WarmRank:
-    """Warm process. `fd` is its end of its pipe, as the process numbers it."""
+class Started:
+    """Rank process that will send its Hello or, when warm, wait for an epoch once it is `ready`.
+
+    `pipe` is the agent's end of its pipe, `fd` the other one as the process numbers it. `lines`: its output,
+    unless that goes to the agent's own standard error.
+    """
 
     process: asyncio.subprocess.Process
     pipe: socket.socket
     fd: int
-    born_at: float
-    lines: WorkerOutput | None = None
+    lines: WorkerOutput | None
+    born_at: float = field(default_factory=time.monotonic)
     ready: bool = False
     watch: asyncio.Task[None] | None = None
 
@@ -92,12 +87,9 @@ class _WarmRank:
 
 
 class WarmPool:
-    """Keeps `wanted` warm processes and hands them out.
+    """Keeps `wanted` warm processes and hands them out. `command` starts one in `folder`, that of all epochs.
 
-    `command` starts a worker in `folder`, that of all epochs.
-
-    `heard` gets the output of rank processes, line by line. Without it they write to the agent's standard
-    error.
+    `heard` gets each line of the output of rank processes, which else is the agent's own standard error.
     """
 
     def __init__(
@@ -112,7 +104,7 @@ class WarmPool:
         self._heard = heard
         self._lines: list[WorkerOutput] = []
         self._policy = WarmPoolPolicy(wanted)
-        self._warm: list[_WarmRank] = []
+        self._warm: list[Started] = []
         self._starting = False
         self._closed = False
         self._unused: asyncio.TimerHandle | None = None
@@ -141,24 +133,15 @@ class WarmPool:
     async def start(self, arguments: Sequence[str], listener: socket.socket | None = None) -> Started:
         """Return a rank process with these arguments, and `listener` for its decode links. Raises OSError."""
         while waiting := [spare for spare in self._warm if spare.ready]:
-            if started := await self._hand_over(waiting[0], arguments, listener):
-                return started
-        ours, theirs = new_pipe()
-        with contextlib.closing(theirs):
-            fds = [theirs.fileno()]
-            arguments = [*arguments, "--pipe-fd", str(theirs.fileno())]
-            if listener is not None:
-                fds.append(listener.fileno())
-                arguments += ["--listen-fd", str(listener.fileno())]
-            return await self._spawn(arguments, fds, ours)
+            if await self._hand_over(waiting[0], arguments, listener):
+                return waiting[0]
+        return await self._spawn("--pipe-fd", arguments, listener)
 
     async def _hand_over(
-        self, spare: _WarmRank, arguments: Sequence[str], listener: socket.socket | None
-    ) -> Started | None:
-        """Turn a warm process into a rank. Return None, and end the process, when it does not reply."""
-        self._warm.remove(spare)
-        assert spare.watch is not None
-        spare.watch.cancel()
+        self, spare: Started, arguments: Sequence[str], listener: socket.socket | None
+    ) -> bool:
+        """Turn a warm process into a rank. Return False, and end the process, when it does not reply."""
+        self._take(spare)
         answer = b""
         try:
             hand_over(spare.pipe, [*arguments, "--pipe-fd", str(spare.fd)], listener)
@@ -167,13 +150,48 @@ class WarmPool:
         except (OSError, TimeoutError) as error:
             log.warning("%s does not reply: %s", spare, error or "it is late")
         finally:
-            if answer != TAKEN:  # also when the agent stops meanwhile
+            if answer == TAKEN:
+                self._policy.used()
+            else:  # also when the agent stops meanwhile
                 self._policy.lost(time.monotonic())
                 self._background.start(_end(spare), f"ending {spare}")
-        if answer != TAKEN:
-            return None
-        self._policy.used()
-        return Started(spare.process, spare.pipe, spare.lines)
+        return answer == TAKEN
+
+    async def _spawn(
+        self, option: str, arguments: Sequence[str], listener: socket.socket | None = None
+    ) -> Started:
+        """Start a process that gets its end of a new pipe by `option`. Raises OSError."""
+        ours, theirs = new_pipe()
+        with contextlib.ExitStack() as undo, theirs:
+            undo.callback(ours.close)
+            given = [option, str(theirs.fileno())]
+            if listener is not None:
+                given += ["--listen-fd", str(listener.fileno())]
+            lines: WorkerOutput | None = None
+            if self._heard is not None:
+                lines = WorkerOutput(self._heard)
+                undo.callback(lines.close)
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *self._command,
+                    *given,
+                    *arguments,
+                    pass_fds=[*map(int, given[1::2])],
+                    env=without_secrets(os.environ),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    # stdout is the command's own: its JSON must stay JSON
+                    stdout=_STDERR_FD if lines is None else lines.descriptor,
+                    stderr=None if lines is None else lines.descriptor,
+                    # A terminal sends Ctrl-C to the whole group; the agent ends its processes in order.
+                    start_new_session=True,
+                )
+            finally:
+                if lines is not None:
+                    os.close(lines.descriptor)
+            undo.pop_all()
+            if lines is not None:
+                self._lines = [each for each in self._lines if each.open] + [lines]
+            return Started(process, ours, theirs.fileno(), lines)
 
     # --- keeping some --------------------------------------------------------------------------------
 
@@ -194,53 +212,20 @@ class WarmPool:
 
     async def _start_one(self) -> None:
         try:
-            ours, theirs = new_pipe()
-            with contextlib.closing(theirs):
-                ours.setblocking(False)
-                fd = theirs.fileno()
-                arguments = ["--spare-fd", str(fd), "--folder", str(self._folder)]
-                started = await self._spawn(arguments, [fd], ours)
+            spare = await self._spawn("--spare-fd", ["--folder", str(self._folder)])
         except OSError as error:
             log.warning("no warm process could be started: %s", error)
             self._policy.lost(time.monotonic())
             return
         finally:
             self._starting = False
-        spare = _WarmRank(started.process, ours, fd, time.monotonic(), started.lines)
-        if self._closed:
-            await _end(spare)
-            return
+        spare.pipe.setblocking(False)
         self._warm.append(spare)
         spare.watch = self._background.start(self._watch(spare), f"watching {spare}")
+        if self._closed:
+            self._drop([spare])
 
-    async def _spawn(self, arguments: Sequence[str], fds: Sequence[int], ours: socket.socket) -> Started:
-        """Start a process that inherits `fds`. Closes `ours` when it cannot. Raises OSError."""
-        lines: WorkerOutput | None = None
-        try:
-            lines = WorkerOutput(self._heard) if self._heard is not None else None
-            process = await asyncio.create_subprocess_exec(
-                *self._command,
-                *arguments,
-                pass_fds=fds,
-                env=without_secrets(os.environ),
-                stdin=asyncio.subprocess.DEVNULL,
-                # stdout is the command's own: its JSON must stay JSON
-                stdout=_STDERR_FD if lines is None else lines.descriptor,
-                stderr=None if lines is None else lines.descriptor,
-                # A terminal sends Ctrl-C to the whole group; the agent ends its processes in order.
-                start_new_session=True,
-            )
-        except BaseException:
-            ours.close()
-            if lines is not None:
-                lines.drop()
-            raise
-        if lines is not None:
-            lines.started()
-            self._lines = [each for each in self._lines if each.open] + [lines]
-        return Started(process, ours, lines)
-
-    async def _watch(self, spare: _WarmRank) -> None:
+    async def _watch(self, spare: Started) -> None:
         """Watch a warm process until it ends or becomes a rank."""
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(IMPORT_S):
@@ -252,12 +237,15 @@ class WarmPool:
         await _end(spare)
         log.warning("%s ended with %s", spare, spare.process.returncode)
 
-    def _drop(self, spares: Sequence[_WarmRank]) -> None:
+    def _drop(self, spares: Sequence[Started]) -> None:
         for spare in list(spares):
-            self._warm.remove(spare)
-            assert spare.watch is not None
-            spare.watch.cancel()
+            self._take(spare)
             self._background.start(_end(spare), f"ending {spare}")
+
+    def _take(self, spare: Started) -> None:
+        self._warm.remove(spare)
+        assert spare.watch is not None
+        spare.watch.cancel()
 
 
 def new_pipe() -> tuple[socket.socket, socket.socket]:
@@ -270,7 +258,7 @@ def new_pipe() -> tuple[socket.socket, socket.socket]:
     return ends
 
 
-async def _end(spare: _WarmRank) -> None:
+async def _end(spare: Started) -> None:
     """End a warm process: it holds nothing that needs an orderly end."""
     spare.pipe.close()  # this ends it, if it runs at all
     waiting = asyncio.ensure_future(spare.process.wait())
@@ -284,8 +272,7 @@ async def _end(spare: _WarmRank) -> None:
 # --- output of rank processes ----------------------------------------------------------------------------
 
 # A rank reports important things in frames. Its output is that of libraries, and Python's last traceback.
-# In a JSON log these lines must not break up its own, and a log file must have them. Otherwise they go to the
-# agent's standard error.
+# In a JSON log these lines must not break up its own, and a log file must have them.
 
 rank_log = logging.getLogger("mlxtp.rank")
 
@@ -309,51 +296,41 @@ class WorkerOutput:
 
     def __init__(self, heard: Heard) -> None:
         self.about: Mapping[str, int] = {}  #: Epoch and rank, once the process has them.
+        self.open = True  #: True while output may still come.
         self._heard = heard
+        self._rest = b""
         self._ours, self.descriptor = os.pipe()
         os.set_blocking(self._ours, False)
-        self._rest = b""
-        self.open = True  #: True while output may still come.
-
-    def started(self) -> None:
-        """Begin reading: the process has its end. Ends when it and all that it started are gone."""
-        os.close(self.descriptor)
         asyncio.get_running_loop().add_reader(self._ours, self._read)
-
-    def drop(self) -> None:
-        """Close the pipe: no process was started."""
-        os.close(self.descriptor)
-        self._close()
 
     def close(self) -> None:
         """Read the remaining output, and close."""
         while self.open and self._read():
             pass
-        if self.open:
-            asyncio.get_running_loop().remove_reader(self._ours)
-            self._log(self._rest)
-            self._close()
-
-    def _close(self) -> None:
-        os.close(self._ours)
-        self.open = False
+        self._end()
 
     def _read(self) -> bool:
+        """Return True if there was output. Closes once the process and all that it started are gone."""
         try:
             data = os.read(self._ours, _READ_BYTES)
         except BlockingIOError:
             return False
         *whole, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > MAX_LINE:
+            whole.append(self._rest)
+            self._rest = b""
         for line in whole:
             self._log(line)
-        if len(self._rest) > MAX_LINE:
-            self._log(self._rest)
-            self._rest = b""
         if not data:
-            self._log(self._rest)
-            asyncio.get_running_loop().remove_reader(self._ours)
-            self._close()
+            self._end()
         return bool(data)
+
+    def _end(self) -> None:
+        if self.open:
+            self.open = False
+            asyncio.get_running_loop().remove_reader(self._ours)
+            self._log(self._rest)
+            os.close(self._ours)
 
     def _log(self, line: bytes) -> None:
         for start in range(0, len(line), MAX_LINE):

@@ -8,8 +8,16 @@ from pathlib import Path
 import pytest
 
 from mlxtp.groups import boot_record
-from mlxtp.groups.boot_record import FILE, BootRecord, count_formation, load, mac_start_id, save, with_counts
-from mlxtp.groups.sleep import WiredMemory
+from mlxtp.groups.boot_record import (
+    FILE,
+    BootRecord,
+    WiredMemory,
+    count_formation,
+    load,
+    mac_start_id,
+    save,
+    with_counts,
+)
 from mlxtp.identity.private_files import write_private
 from mlxtp.wire.messages import Bootstrap
 

@@ -12,7 +12,7 @@ from mlxtp.groups.health import (
     BACKOFF_S,
     FAILURE_WINDOW_S,
     MAX_FAILURES,
-    RING_BACKOFF_S,
+    RING_BACKOFF,
     RankHealth,
     RestartPolicy,
     exit_report,
@@ -69,7 +69,7 @@ def test_a_stranger_at_the_ring_is_never_the_end_and_costs_no_tries(code: Code) 
     policy, error = RestartPolicy(), GroupError("rank 0 did not form the group in time", code)
     delays = [policy.delay_s(float(now), error, ready=False, at_ring=True) for now in range(0, 1000, 50)]
     assert delays[:6] == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0]
-    assert set(delays[6:]) == {RING_BACKOFF_S}
+    assert set(delays[6:]) == {RING_BACKOFF.most_s}
     assert [policy.delay_s(now, error, ready=False) for now in range(5)] == [*BACKOFF_S, None]
 
 

@@ -11,12 +11,12 @@ from typing import Any, cast
 
 import pytest
 
-from mlxtp.api.backend import ModelInfo, ModelLease
+from mlxtp.api.backend import COMING, ModelInfo, ModelLease
 from mlxtp.cluster.cluster_state import KEEP_S, LONGEST_S, PINNED, YIELDS
 from mlxtp.config import Limits, embedded_model_path
 from mlxtp.errors import Code, GroupError, ModelError, RequestError
 from mlxtp.groups import on_request
-from mlxtp.groups.health import COMING, ServingState
+from mlxtp.groups.health import ServingState
 from mlxtp.groups.on_request import ENDS_S, REFUSED_S, UNPLANNED_S
 from mlxtp.models.inspect import ModelSource, stored_name
 from mlxtp.wire.cluster_messages import Beat, Deployment, Deployments, GroupAssignment, ModelStatus, Serving
@@ -689,7 +689,7 @@ def test_the_least_recently_used_deployment_gives_way_and_no_pinned_one(
 # --- requests without a group -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("state", COMING)
+@pytest.mark.parametrize("state", map(ServingState, COMING))
 def test_open_requests_wait_for_a_replica_on_its_way_when_another_is_given_up(
     tmp_path: Path, member: Member, state: ServingState
 ) -> None:

@@ -22,10 +22,10 @@ from mlxtp.diagnostics import failure_store
 from mlxtp.errors import TERMINATED_STATUS, Code, FailureReport, GroupError, LinkError, MlxtpError, ModelError
 from mlxtp.groups import process_group
 from mlxtp.groups import ranks as rank_module
+from mlxtp.groups.boot_record import HERE
 from mlxtp.groups.health import RankHealth, SideChannelHub
 from mlxtp.groups.process_group import MAX_REPORTS, EpochGroup, ProcessGroup, canary_s
 from mlxtp.groups.ranks import RankWord, RemoteRank, Watcher
-from mlxtp.groups.sleep import HERE
 from mlxtp.wire.cluster_messages import (
     EndEpoch,
     EpochEnded,

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from mlxtp.groups import sleep as wired_memory
-from mlxtp.groups.sleep import GB, LOOK_S, LOOKS, WiredMemory, left_bytes, wired_bytes
+from mlxtp.groups import boot_record as wired_memory
+from mlxtp.groups.boot_record import GB, LOOK_S, LOOKS, WiredMemory, left_bytes, wired_bytes
 
 
 @pytest.mark.parametrize(

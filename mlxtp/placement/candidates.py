@@ -1,18 +1,14 @@
-"""Candidates for a placement: for each number of nodes and fabric the best group, or the reason for none.
-
-Pure. `planner.py` chooses among them.
-"""
+"""Candidates for a placement: for each number of nodes and fabric the best group, or the reason for none."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from itertools import combinations
+from functools import cached_property, partial
+from itertools import combinations, count
 
 from ..errors import ConfigError
-from ..wire.cluster_messages import Machine
 from .cost_model import (
     ALONE,
     CHAT,
@@ -59,51 +55,39 @@ STEPS = 20_000
 Graph = Mapping[str, frozenset[str]]  #: The neighbours of each node.
 
 
-def clique(nodes: Sequence[str], size: int, graph: Graph, must: str = "") -> tuple[str, ...]:
-    """Return `size` of `nodes` that are all joined to each other, with `must` as the first; () for none."""
-    return _Search(nodes, size, graph, circle=False).run(must)
+def _search(
+    nodes: Sequence[str], size: int, graph: Graph, must: str = "", *, closed: bool
+) -> tuple[str, ...]:
+    """Return `size` of `nodes` with `must` as the first, in a closed circle or all joined; () for none."""
+    peers = {a: [b for b in nodes if b in graph.get(a, ())] for a in nodes}
+    places = {node: place for place, node in enumerate(nodes)}
+    done, steps = set[str](), count(1)  #: Nodes that no group has.
 
-
-def circle(nodes: Sequence[str], size: int, graph: Graph, must: str = "") -> tuple[str, ...]:
-    """Return `size` of `nodes`, each joined to the next and the last to the first, `must`; () for none."""
-    return _Search(nodes, size, graph, circle=True).run(must)
-
-
-class _Search:
-    def __init__(self, nodes: Sequence[str], size: int, graph: Graph, *, circle: bool) -> None:
-        self._size = size
-        self._circle = circle
-        self._graph = graph
-        self._peers = {a: [b for b in nodes if b in graph.get(a, ())] for a in nodes}
-        self._places = {node: place for place, node in enumerate(nodes)}
-        self._done: set[str] = set()
-        self._steps = 0
-
-    def run(self, must: str) -> tuple[str, ...]:
-        for first in [must] if must else list(self._peers):
-            if first in self._peers and (found := self._extend((first,))):
-                return found
-            self._done.add(first)  # no group has it
-        return ()
-
-    def _extend(self, group: tuple[str, ...]) -> tuple[str, ...]:
-        if len(group) == self._size:
-            closed = not self._circle or self._size <= 2 or group[0] in self._graph[group[-1]]
-            return group if closed else ()
-        for node in self._peers[group[-1]]:
-            self._steps += 1
-            if self._steps > STEPS:
-                return ()
-            if self._fits(node, group) and (found := self._extend((*group, node))):
-                return found
-        return ()
-
-    def _fits(self, node: str, group: tuple[str, ...]) -> bool:
-        if node in group or node in self._done:
+    def fits(node: str, group: tuple[str, ...]) -> bool:
+        if node in group or node in done:
             return False
         # The members of a clique come in one order only, after the first.
-        ordered = len(group) == 1 or self._places[node] > self._places[group[-1]]
-        return self._circle or (ordered and self._graph[node].issuperset(group))
+        ordered = len(group) == 1 or places[node] > places[group[-1]]
+        return closed or (ordered and graph[node].issuperset(group))
+
+    def extended(group: tuple[str, ...]) -> tuple[str, ...]:
+        if len(group) == size:
+            return group if not closed or size <= 2 or group[0] in graph[group[-1]] else ()
+        for node in peers[group[-1]]:
+            if next(steps) > STEPS:
+                return ()
+            if fits(node, group) and (found := extended((*group, node))):
+                return found
+        return ()
+
+    for first in [must] if must else peers:
+        if first in peers and (found := extended((first,))):
+            return found
+        done.add(first)
+    return ()
+
+
+clique, circle = partial(_search, closed=False), partial(_search, closed=True)
 
 
 # --- fabrics of a group: the members they join, what ranks need for them, what is missing ----------------
@@ -157,8 +141,7 @@ class Fabrics:
         return {**found, JACCL_MESH: _frozen(rdma), JACCL_RING: _frozen(rdma)}
 
     def joined(self, kind: str, size: int, nodes: Sequence[str], must: str) -> tuple[str, ...]:
-        search = clique if kind == JACCL_MESH else circle
-        return search(nodes, size, self.graphs[kind], must)
+        return _search(nodes, size, self.graphs[kind], must, closed=kind != JACCL_MESH)
 
     def over_rdma(self, size: int) -> list[str]:
         """Return the kinds of fabrics over RDMA that so many nodes could make; of two, both are the same."""
@@ -182,21 +165,12 @@ class Fabrics:
 
         return tuple(tuple(device(i, j) for j in range(size)) for i in range(size))
 
-    def doubled(self, group: Sequence[str], matrix: DeviceMatrix) -> str:
-        """Return, in words, an RDMA device that would serve two peers; only devices given by hand can."""
-        for node, row in zip(group, matrix, strict=True):
-            for device in filter(None, row):
-                if (count := row.count(device)) > 1:
-                    name = self._members[node].name
-                    return f"{device} of {name} would have to serve {count} peers; a device serves 1"
-        return ""
-
     def wired(self, kind: str, group: tuple[str, ...], options: PlacementOptions) -> Candidate:
         """Return these ranks with their addresses or devices as they are now, or the reason for none.
 
         The slowest of its links' networks names a ring: one of such a kind may cross to faster ones.
         """
-        size, names = len(group), tuple(self._members[node].name for node in group)
+        size = len(group)
         if size > 1 and kind not in (*_LINKS, JACCL_MESH, JACCL_RING):
             return Candidate(kind, size, reason=f"there is no fabric {kind!r}")
         jaccl, links = kind in (JACCL_MESH, JACCL_RING), self.ring_links(group, kind)
@@ -218,7 +192,7 @@ class Fabrics:
             verdict="refused" if reason else "possible",
             reason=reason,
             ranks=group,
-            names=names,
+            names=tuple(self._members[node].name for node in group),
             backend="jaccl" if jaccl else "ring" if links else "none",
             jaccl_ring=kind == JACCL_RING,
             ring_addresses=tuple(link.addresses[node] for link, node in zip(links, group, strict=False)),
@@ -228,14 +202,17 @@ class Fabrics:
     def _no_jaccl(
         self, group: tuple[str, ...], matrix: DeviceMatrix, options: PlacementOptions, *, circle: bool
     ) -> str:
-        if twice := self.doubled(group, matrix):
-            return twice
+        names = [self._members[node].name for node in group]
+        for name, row in zip(names, matrix, strict=True):
+            for device in filter(None, row):
+                if (peers := row.count(device)) > 1:  # by hand
+                    return f"{device} of {name} would have to serve {peers} peers; a device serves 1"
         by_rank = {rank: self._members[node].machine for rank, node in enumerate(group)}
         for rank, node in enumerate(group):
             named = list(options.rdma.get(node, {}).values())
             trouble = preflight(rank, by_rank[rank], matrix, ring=circle, others=by_rank, named=named)
             if trouble is not None:
-                return f"{self._members[node].name}: {trouble}"
+                return f"{names[rank]}: {trouble}"
         return ""
 
     def missing(self, kind: str, size: int, nodes: Sequence[str], must: str = "") -> str:
@@ -246,41 +223,34 @@ class Fabrics:
         kind = kind or RING_ETHERNET
         graph = self.graphs[kind]
         if size > 2 and kind != JACCL_MESH:
-            lonely = [node for node in nodes if len(graph[node] & set(nodes)) < 2]
-            if len(nodes) - len(lonely) < size:
-                node = lonely[0]
-                return (
-                    f"{self._members[node].name} has {len(graph[node] & set(nodes))} of the 2 neighbours it "
-                    f"needs in a circle of {size} {self._over(kind)}"
-                )
-            return f"no circle of {size} {self._over(kind)} can be found"
+            joined = {node: len(graph[node] & set(nodes)) for node in nodes}
+            lonely = [node for node in nodes if joined[node] < 2]
+            where = f"circle of {size} {self._over(kind)}"
+            if len(nodes) - len(lonely) >= size:
+                return f"no {where} can be found"
+            name, has = self._members[lonely[0]].name, joined[lonely[0]]
+            return f"{name} has {has} of the 2 neighbours it needs in a {where}"
         pairs = list(combinations(nodes[:size], 2))
         absent = [(a, b) for a, b in pairs if b not in graph[a]]
-        shown = ", ".join(self._gap(kind, a, b) for a, b in absent[:_SHOWN])
-        more = f" and {len(absent) - _SHOWN} more" if len(absent) > _SHOWN else ""
-        return f"{len(absent)} of {len(pairs)} links {self._over(kind)} are missing: {shown}{more}"
+        shown = _some([self._gap(kind, a, b) for a, b in absent[:_SHOWN]], len(absent))
+        return f"{len(absent)} of {len(pairs)} links {self._over(kind)} are missing: {shown}"
 
     def _excluded(self, networks: Sequence[str], nodes: Sequence[str]) -> str:
         """Return which links of these networks the setting fabric_networks excludes; empty for none."""
         setting = self._topology.admitted
         words = {**_WORDS, THUNDERBOLT: "Thunderbolt without a known cable, or with a self-assigned address"}
         words |= {ETHERNET: "shared Ethernet"} if setting != THUNDERBOLT else {}
+        pairs = list(combinations(sorted(nodes), 2)) if setting != "any" else []
         found = [
             f"{words[network]} {self._members[a].name} – {self._members[b].name}"
-            for network, a, b in self._refused
-            if network in networks and {a, b} <= {*nodes}
+            for network in NETWORKS
+            for a, b in pairs
+            if network in networks and self._topology.refuses(network, a, b)
         ]
         if not found:
             return ""
-        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-        count = f"{len(found)} link{'s' if len(found) > 1 else ''}"
-        return f"--fabric-networks {setting} excludes {count}: {', '.join(found[:_SHOWN])}{more}"
-
-    @cached_property
-    def _refused(self) -> list[tuple[str, str, str]]:
-        """Network and members of each link that the setting fabric_networks excludes."""
-        pairs = list(combinations(sorted(self._members), 2)) if self._topology.admitted != "any" else []
-        return [(each, *pair) for each in NETWORKS for pair in pairs if self._topology.refuses(each, *pair)]
+        links = f"{len(found)} link{'s' if len(found) > 1 else ''}"
+        return f"--fabric-networks {setting} excludes {links}: {_some(found, len(found))}"
 
     def _gap(self, kind: str, a: str, b: str) -> str:
         names = f"{self._members[a].name} – {self._members[b].name}"
@@ -291,6 +261,10 @@ class Fabrics:
     @staticmethod
     def _over(kind: str) -> str:
         return f"over {_WORDS[RINGS[kind]]}" if kind in RINGS else "by cables with RDMA"
+
+
+def _some(links: Sequence[str], count: int) -> str:
+    return ", ".join(links[:_SHOWN]) + (f" and {count - _SHOWN} more" if count > _SHOWN else "")
 
 
 def exposed(kind: str, ranks: Sequence[str], topology: Topology) -> str:
@@ -330,8 +304,7 @@ _VARIES = "sums over 32 KiB are added in order of arrival, so they are not repea
 class Candidate:
     """One way to serve a model, or the reason why it is impossible.
 
-    kind            a key of `cost_model.FABRICS`, ALONE, or TENSOR_PARALLEL or PIPELINE if no fabric was
-                    tried
+    kind            a key of `cost_model.FABRICS`, ALONE; TENSOR_PARALLEL or PIPELINE if no fabric was tried
     verdict         "chosen", "possible" or "refused", which `reason` explains
     ranks, names    node ids in rank order, and their names; () if no group was found
     backend         "none", "ring" or "jaccl"
@@ -379,18 +352,16 @@ class Candidate:
 class PlacementOptions:
     """Decisions of the user, and what is known of the machines.
 
-    nodes             "auto" for the soonest, "all" for as many as can work together, or how many exactly; the
-                      latter two accept groups that are slower than one node alone
-    max_context       tokens of prompt and answer to make room for; 0 for `DEFAULT_CONTEXT`, or the model's
-                      maximum if that is less
-    fast_fences       whether ranks run with MLX_METAL_FAST_SYNCH=1
-    rdma              RDMA devices given by hand, by node id and peer's node id
-    failed            groups that failed to form a while ago, which are refused
-    repeatable        whether large sums must come out the same each time
-    parallel          how several nodes share the model: one of PARALLEL. All but "auto" accept groups that
-                      are slower than one node alone
-    split             layers of each rank of a pipeline, of which rank 0 has the last ones; () for the best
-    fabric_networks   links that may carry tensors: one of `topology.FABRIC_NETWORKS`
+    nodes            "auto" for the soonest, "all" for as many as can work together, or how many exactly
+    parallel         how several nodes share the model: one of PARALLEL. All but "auto", and all `nodes` but
+                     "auto", accept groups that are slower than one node alone
+    max_context      tokens of prompt and answer to make room for; 0 for `DEFAULT_CONTEXT`
+    fast_fences      whether ranks run with MLX_METAL_FAST_SYNCH=1
+    rdma             RDMA devices given by hand, by node id and peer's node id
+    failed           groups that failed to form a while ago, which are refused
+    repeatable       whether large sums must come out the same each time
+    split            layers of each rank of a pipeline, of which rank 0 has the last ones; () for the best
+    fabric_networks  links that may carry tensors: one of `topology.FABRIC_NETWORKS`
     """
 
     backend: str = "auto"
@@ -488,7 +459,7 @@ class CandidateFinder:
             return [Candidate(kind, size, reason=self._no_room(size, pool, must))]
         if size == 1:
             return [self._soonest(ALONE, [(node,) for node in ([must] if must else fits)])]
-        return self._over_rdma(size, fits, must) + self._over_tcp(size, fits, must)
+        return self._tensor_parallel(size, fits, must)
 
     def _memory(self, node: str, size: int) -> RankMemory:
         sharing = size if self.topology.is_one_machine else 1
@@ -499,18 +470,12 @@ class CandidateFinder:
         memories = enumerate(self._memory(node, size) for node in most)
         return next(_no_room(rank, memory) for rank, memory in memories if not memory.fits)
 
-    def _over_rdma(self, size: int, fits: Sequence[str], must: str) -> list[Candidate]:
-        return [
-            Candidate(kind, size, reason=_VARIES)
-            if self.options.repeatable and kind == JACCL_MESH and size > 2
-            else self._found(kind, size, fits, must)
-            for kind in self.fabrics.over_rdma(size)
-        ]
-
-    def _over_tcp(self, size: int, fits: Sequence[str], must: str) -> list[Candidate]:
-        kinds = self.fabrics.rings or (RING_ETHERNET,)
-        found = [self._found(kind, size, fits, must) for kind in kinds]
-        if any(one.ranks for one in found) or len(kinds) == 1:
+    def _tensor_parallel(self, size: int, fits: Sequence[str], must: str) -> list[Candidate]:
+        over_rdma, rings = self.fabrics.over_rdma(size), self.fabrics.rings or (RING_ETHERNET,)
+        found = [self._found(kind, size, fits, must) for kind in (*over_rdma, *rings)]
+        if self.options.repeatable and size > 2 and over_rdma:
+            found[0] = Candidate(JACCL_MESH, size, reason=_VARIES)
+        if any(one.ranks for one in found[len(over_rdma) :]) or len(rings) == 1:
             return found
         # No network has enough of them; a circle may still cross from one to another.
         groups = self._groups(CROSSING, size, fits, must)
@@ -543,15 +508,16 @@ class CandidateFinder:
         return found or Candidate(PIPELINE, size, reason=self.fabrics.missing(kind, size, pool, must))
 
     def _staged(self, kind: str, group: tuple[str, ...]) -> Candidate:
-        sharing = len(group) if self.topology.is_one_machine else 1
+        size = len(group)
+        sharing = size if self.topology.is_one_machine else 1
         ranks = [StageRank(self._ranks[node], self.members[node], sharing) for node in group]
         if (cut := self._cutter.cut(ranks, self.options.split)) is None:
             rooms = self._cutter.room(ranks)
             each = ", ".join(f"{self.members[n].name} {room}" for n, room in zip(group, rooms, strict=True))
             why = f"these Macs have room for {sum(rooms)} of {self.shape.layers} layers: {each}"
-            return Candidate(PIPELINE, len(group), reason=why)
+            return Candidate(PIPELINE, size, reason=why)
         if short := [each for each in enumerate(cut.memory) if not each[1].fits]:
-            return Candidate(PIPELINE, len(group), reason=_no_room(*short[0], cut.split[short[0][0]]))
+            return Candidate(PIPELINE, size, reason=_no_room(*short[0], cut.split[short[0][0]]))
         return self._feasible(kind, group, cut)
 
     # --- groups ---------------------------------------------------------------------------------------
@@ -629,16 +595,11 @@ class CandidateFinder:
 
 
 def preference(member: MemberMachine, model: str) -> tuple[object, ...]:
-    machine = member.machine
-    has, cached = chip(machine.chip, machine.gpu_cores), _cached_rank(machine, model)
-    return -has.reading, -has.flops, -machine.memory_bytes, cached, member.node_id
-
-
-def _cached_rank(machine: Machine, model: str) -> int:
-    """Return the rank whose KV caches of a model are on a Mac's disk, MAX_RANKS if none are."""
-    name = model.rpartition("/")[2]
-    ranks = [rank for rank, _, cached in (each.partition(" ") for each in machine.caches) if cached == name]
-    return min(int(ranks[0]), MAX_RANKS) if ranks and ranks[0].isdecimal() else MAX_RANKS
+    """Return a sort key: the fastest Mac first, and among equal ones the one with a low rank's KV caches."""
+    machine, name = member.machine, model.rpartition("/")[2]
+    has, caches = chip(machine.chip, machine.gpu_cores), [each.partition(" ") for each in machine.caches]
+    rank = next((rank for rank, _, cached in caches if cached == name and rank.isdecimal()), MAX_RANKS)
+    return -has.reading, -has.flops, -machine.memory_bytes, min(int(rank), MAX_RANKS), member.node_id
 
 
 def _no_room(rank: int, memory: RankMemory, layers: int = 0) -> str:

@@ -574,8 +574,7 @@ class _Packing:
             member = replace(self.facts.members[node], taken_bytes=seats.usable[node] - seats.left(node))
             if any(len(seats.of[group].ranks) > 1 for group in seats.on[node]):
                 member = without_rdma(member)
-            lack = wanted.lacks.get(node, "")
-            members.append(replace(member, model_ok=not lack, reason=lack))
+            members.append(replace(member, lack=wanted.lacks.get(node, "")))
         return plan(members, wanted.planned, must, wanted.options)
 
     def _refusal(self, wanted: WantedDeployment) -> str:

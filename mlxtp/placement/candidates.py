@@ -421,8 +421,8 @@ class CandidateFinder:
                 found += self._pipelines(size, pool, must)
         return found
 
-    def assumptions(self, chosen: Candidate | None) -> list[str]:
-        chips = {self._ranks[node].chip for node in (chosen.ranks if chosen else ())}
+    def assumptions(self, chosen: Candidate) -> list[str]:
+        chips = {self._ranks[node].chip for node in chosen.ranks}
         return [
             f"{c.name or 'a chip without a name'} is not in the table of chips: "
             f"a memory bandwidth of {c.bandwidth / GB:.0f} GB/s is assumed"

@@ -52,13 +52,12 @@ WORKLOADS: Mapping[str, Workload] = {each.name: each for each in (CHAT, AGENT, B
 
 # --- speed ----------------------------------------------------------------------------------------------
 
-#: Seconds that a GPU kernel costs beside the bytes it reads: it starts, fills the GPU and drains it. Fitted,
-#: with the two efficiencies of `tables`, to published single-Mac speeds; a chain of empty ones was measured
-#: at 2.8 us each.
+#: Seconds that a GPU kernel costs beside the bytes it reads: fitted, with the two efficiencies of `tables`,
+#: to published single-Mac speeds. A chain of empty ones was measured at 2.8 us each.
 KERNEL_S = 4.5e-6
-#: Seconds that GPU and CPU wait for each other at a collective: by default 150 to 180 us
-#: (ml-explore/mlx #4438).
-FENCE_S = 165e-6
+FENCE_S = (
+    165e-6  #: That GPU and CPU wait for each other at a collective: 150 to 180 us (ml-explore/mlx #4438).
+)
 FAST_FENCE_S = 10e-6  #: The same with MLX_METAL_FAST_SYNCH=1: 4 to 16 us.
 PROMPT = 1000  #: Tokens of the prompt after which the decode speed is given.
 LONG_PROMPT = 10_000  #: Tokens of the prompt for which the time to the first token is given.
@@ -77,11 +76,9 @@ _MOST_TCP = 3e9  #: Bytes/s of one TCP connection on the fastest link; an assump
 
 @dataclass(frozen=True, slots=True)
 class Fabric:
-    """Costs of an exchange between ranks.
+    """Costs of an exchange between ranks: seconds of a message to a neighbour, and bytes/s of one link.
 
-    step_s     one message to a neighbour and its arrival
-    bandwidth  bytes/s of one link
-    circle     whether a sum goes around in a circle, 2 (N - 1) steps, or in two steps between all pairs
+    `circle`: whether a sum goes around in a circle, 2 (N - 1) steps, or in two steps between all pairs.
     """
 
     step_s: float
@@ -125,9 +122,8 @@ FABRICS: Mapping[str, Fabric] = {
 class Collective:
     """One measured sum of a few kilobytes over the ranks on `nodes`. It counts more than assumptions.
 
-    kind       a key of FABRICS
-    fenced     whether its fence is in `seconds`
-    bandwidth  bytes/s on one link, for large sums; 0 where that was not measured
+    `kind` is a key of FABRICS. `fenced`: its fence is in `seconds`. `bandwidth`: bytes/s on one link, for
+    large sums; 0 where that was not measured.
     """
 
     kind: str
@@ -234,10 +230,7 @@ class SpeedEstimate:
         return self.prompts_s(workload.computed, workload.at_once)
 
     def prompts_s(self, tokens: int, at_once: int) -> float:
-        """Return the same for so many prompts of `tokens` tokens.
-
-        Their chunks follow each other through the stages, as fast as the slowest one or a link.
-        """
+        # Chunks follow each other through the stages, as fast as the slowest one or a link.
         chunk = chunk_of(USUAL, len(self.stages))
         chunks = -(-tokens // chunk)
         borders = len(self.stages) - 1
@@ -247,10 +240,7 @@ class SpeedEstimate:
         return sum(each) + borders * hop_s + (chunks * at_once - 1) * slowest_s
 
     def answer_s(self, workload: Workload) -> float:
-        """Return the same of the answers, which share forwards.
-
-        In a pipeline each stage computes another lane of them, if they are enough.
-        """
+        """Return the same of the answers, which share forwards; each stage computes another lane of them."""
         lanes = min(len(self.stages), workload.at_once)
         rows = workload.at_once / lanes
         each = [stage.step_s(rows, workload.context) for stage in self.stages]
@@ -278,7 +268,7 @@ def speed(
 ) -> SpeedEstimate:
     """Estimate the speed of `ranks`, in rank order, over the fabric `kind` (a key of FABRICS, or ALONE).
 
-    One request, greedy, right after a prompt of `PROMPT` tokens. `mbps` is the slowest TCP link's, 0 if it is
+    One request, greedy, right after a prompt of `PROMPT` tokens. `mbps`: of the slowest TCP link, 0 if it is
     unknown. `costs`: of each rank's stage, in a pipeline, where a transfer is one step of the fabric.
     """
     size = len(ranks)
@@ -386,9 +376,7 @@ def _link(
     """
     fabric = FABRICS[kind]
     link = min(mbps * 1e6 / 8, _MOST_TCP) if mbps else fabric.bandwidth
-    fence_s = FAST_FENCE_S if fast_fences else FENCE_S
-    if not any(rank.metal for rank in ranks):
-        fence_s = 0.0
+    fence_s = (FAST_FENCE_S if fast_fences else FENCE_S) * any(rank.metal for rank in ranks)
     known = {each.nodes: each for each in measured if each.kind == kind}
     nodes, times = [rank.node_id for rank in ranks], 1
     talking = [frozenset(nodes)]
@@ -406,8 +394,7 @@ def _link(
 
 # --- memory: the room for a rank's share of a model on a machine -----------------------------------------
 
-#: Bytes that a rank needs beside weights and caches: Python, MLX, the arrays of one chunk.
-HEADROOM_BYTES = 512 * 1024**2
+HEADROOM_BYTES = 512 * 1024**2  #: Beside weights and caches: Python, MLX, the arrays of one chunk.
 HEADROOM_SHARE = 0.07  #: Share of a rank's weights that loading takes on top at its peak.
 _GIB = 1024**3
 #: Bytes of memory, and those of it that Metal recommends for the GPU: several owners' reports.
@@ -447,14 +434,9 @@ def rank_memory(
     member: MemberMachine, shape: ModelShape, ranks: int, context: int, *, sharing: int = 1
 ) -> RankMemory:
     """Return the memory of one of `ranks` ranks on a machine that `sharing` of them share."""
-    return RankMemory(
-        member.node_id,
-        member.name,
-        *rank_needs(shape, ranks, context),
-        available=usable_bytes(member) // sharing,
-        total=member.machine.memory_bytes,
-        stranded=member.machine.stranded_bytes,
-    )
+    total, stranded = member.machine.memory_bytes, member.machine.stranded_bytes
+    needs, available = rank_needs(shape, ranks, context), usable_bytes(member) // sharing
+    return RankMemory(member.node_id, member.name, *needs, available, total, stranded)
 
 
 def rank_needs(shape: ModelShape, ranks: int, context: int) -> tuple[int, int, int]:
@@ -466,7 +448,7 @@ def rank_needs(shape: ModelShape, ranks: int, context: int) -> tuple[int, int, i
 def usable_bytes(member: MemberMachine) -> int:
     """Return the bytes that ranks may take there: at most what its GPU may wire, and at most what is free.
 
-    Ranks of ours end before others begin. Free memory has out already what is stranded there.
+    Ranks of ours end before others begin. What is stranded is not free.
     """
     machine = member.machine
     default = default_gpu_bytes(machine.memory_bytes) if machine.system == "macos" else machine.memory_bytes

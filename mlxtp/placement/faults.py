@@ -17,7 +17,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from zlib import crc32
 
 from ..wire import rdma
-from ..wire.cluster_messages import Machine, Port
+from ..wire.cluster_messages import Interface, Machine, Port
 from .probe_macos import self_assigned
 
 THUNDERBOLT_5_GBPS = 80  #: Gb/s in each direction; Thunderbolt 4 and USB4 end at 40.
@@ -125,15 +125,6 @@ def _own(machine: Machine) -> set[str]:
     return {port.domain for port in machine.ports if port.domain}
 
 
-def _looped(machine: Machine) -> Iterator[Words]:
-    return ({"port": place(port)} for port in machine.ports if port.peer_domain in _own(machine))
-
-
-def _bridge_held(machine: Machine) -> Iterator[Words]:
-    if machine.rdma == "enabled" and machine.bridge_up:
-        yield _bridge_words(machine)
-
-
 def _bridge_bare(machine: Machine, *, several: bool) -> Iterator[Words]:
     """Yield the bridge that TCP goes over where it has no address that stays."""
     addresses = [each.address for each in machine.interfaces if each.kind == "bridge"]
@@ -179,7 +170,8 @@ OF_MACS: tuple[Fault[Machine], ...] = (
         lambda mac: mac.rdma not in ("enabled", "disabled", "unsupported"),
         "RDMA is {at.rdma}",
         "use --backend ring, or unload the other model", stops_rdma=True),
-    Fault("bridge-holds-rdma", "bridge", WARNING, _bridge_held,
+    Fault("bridge-holds-rdma", "bridge", WARNING,
+        lambda mac: [_bridge_words(mac)] if mac.rdma == "enabled" and mac.bridge_up else (),
         "the Thunderbolt bridge, bridge0, holds the Thunderbolt ports",
         _BRIDGE_DOWN, "RDMA then fails to connect (errno 22)", stops_rdma=True),
     Fault("bridge-of-several", "bridge", WARNING, lambda mac: _bridge_bare(mac, several=True),
@@ -191,7 +183,8 @@ OF_MACS: tuple[Fault[Machine], ...] = (
         f"{{until}}: sudo ifconfig bridge0 inet {{own}} netmask {_NETMASK}{{give}}"
         "; the other end gets {other}",
         "macOS may route self-assigned addresses over Wi-Fi, so TCP over the cable needs a lasting one"),
-    Fault("cable-to-itself", "cables", WARNING, _looped,
+    Fault("cable-to-itself", "cables", WARNING,
+        lambda mac: [{"port": place(port)} for port in mac.ports if port.peer_domain in _own(mac)],
         "{port} is cabled to another port of this same Mac",
         "move that end to another Mac", "it connects nothing"),
     Fault("battery", "power", WARNING, lambda mac: mac.power == "battery",
@@ -212,14 +205,16 @@ class PortOf(NamedTuple):
         return place(self.port)
 
     @property
+    def interfaces(self) -> list[Interface]:
+        return [each for each in self.machine.interfaces if each.name == self.port.interface]
+
+    @property
     def addresses(self) -> list[str]:
-        own = (each for each in self.machine.interfaces if each.name == self.port.interface)
-        return [each.address for each in own if each.address]
+        return [each.address for each in self.interfaces if each.address]
 
     @property
     def is_down(self) -> bool:
-        own = [each for each in self.machine.interfaces if each.name == self.port.interface]
-        is_up = self.port.active and (not own or any(each.up for each in own))
+        is_up = self.port.active and (not self.interfaces or any(each.up for each in self.interfaces))
         return self.machine.rdma == "enabled" and bool(self.port.rdma) and not is_up
 
     @property
@@ -341,10 +336,9 @@ def place(port: Port) -> str:
 
 
 def cable_addresses(domain: str, peer_domain: str, holder: str = "") -> tuple[str, str]:
-    """Return (ours, theirs): two addresses of a /30 that both ends of a cable compute alike.
+    """Return (ours, theirs): two addresses of a /30 of 10.201.0.0/16 that both ends of a cable compute alike.
 
-    It is one of 10.201.0.0/16, by the two Thunderbolt domains and by what has it: a bridge that is down keeps
-    its addresses and routes.
+    By the two Thunderbolt domains, and by what has it: a bridge that is down keeps its addresses and routes.
     """
     low, high = sorted((domain, peer_domain))
     network = crc32(f"{holder}{low} {high}".encode()) % 2**14 * 4
@@ -415,9 +409,8 @@ def preflight(
     others, nor is its machine.
     """
     if wrong := rdma.fault(matrix, ring=ring):
-        return Finding(
-            Level.ERROR, wrong, f"correct the cables or the matrix, or {_by_hand(bool(named))}", id="matrix"
-        )
+        remedy = f"correct the cables or the matrix, or {_by_hand(bool(named))}"
+        return Finding(ERROR, wrong, remedy, id="matrix")
     uses = [
         DeviceUse(machine, name, peer, rdma.devices(matrix[peer][rank]), (others or {}).get(peer))
         for peer in rdma.peers(rank, len(matrix), ring=ring)
@@ -440,10 +433,8 @@ def _by_hand(named: bool) -> str:
 
 
 class GroupFailure(NamedTuple):
-    """The message with which a group failed, and the devices that a user named by hand."""
-
     message: str
-    named: Collection[str]
+    named: Collection[str]  #: Devices that a user named by hand.
 
 
 def _init(pattern: str, error: GroupFailure) -> Iterator[Words]:

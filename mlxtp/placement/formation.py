@@ -30,8 +30,7 @@ def may_pass(code: Code, message: str) -> bool:
     return code in _LOSSES or (code is Code.RANK_STALLED and NOBODY_BEHIND in message)
 
 
-# --- memory of groups that failed to form, so that the next best plan takes their place ------------------
-# Such a group is left out of planning for a while, or until its Macs change.
+# --- memory of groups that failed: each is left out of plans for a while, or until its Macs change ---------
 
 RETRY_S = 600.0  #: Until a group that failed to form may be tried again.
 NO_ADDRESS, USED_UP = "jaccl-address", "jaccl-used-up"  #: Faults; either may mean a device that is used up.
@@ -56,21 +55,20 @@ Links = frozenset[FailedLink]
 def links_of(ranks: Sequence[str], rdma: Sequence[Sequence[str | None]]) -> Links:
     """Return what joins `ranks`: the cables of the matrix `rdma`, or all pairs without one."""
     found = set()
-    for i, j in combinations(range(len(ranks)), 2):
-        ends = sorted([(ranks[i], rdma[i][j] if rdma else ""), (ranks[j], rdma[j][i] if rdma else "")])
-        (a, at_a), (b, at_b) = ends[0], ends[1]
+    for (a, i), (b, j) in combinations(sorted((node, rank) for rank, node in enumerate(ranks)), 2):
+        at_a, at_b = (rdma[i][j] or "", rdma[j][i] or "") if rdma else ("", "")
         if not rdma or at_a or at_b:
-            found.add((a, b, at_a or "", at_b or ""))
+            found.add((a, b, at_a, at_b))
     return frozenset(found)
 
 
 def runs_short(links: Links, machines: Mapping[str, Machine]) -> bool:
     """Return whether any RDMA device of these links may have one formation left, or none."""
-    ends = {end for a, b, at_a, at_b in links for end in ((a, at_a), (b, at_b)) if end[0] in machines}
     return any(
         is_scarce(port.formations) and port.rdma in devices(entry)
-        for node, entry in ends
-        for port in machines[node].ports
+        for a, b, at_a, at_b in links
+        for node, entry in ((a, at_a), (b, at_b))
+        for port in (machines[node].ports if node in machines else ())
     )
 
 
@@ -96,7 +94,7 @@ class FailedGroup:
 
 @dataclass(slots=True)
 class _Failure:
-    """`circumstances` of its Macs, when it failed first, and when it may be tried again.
+    """Failures of a group whose Macs are in the same `circumstances` still. It may be tried again at `until`.
 
     `strikes` are failures on its way up, `deaths` ends in a row while it served. It was left out `out_s` for
     the last one, at `died_at`.
@@ -174,21 +172,16 @@ class FailedGroups:
 
     def formed(self, kind: str, links: Links) -> None:
         """Forget failures to form. Ends while it served count until it has served for long."""
-        known = self._failures.get((kind, links))
+        known = self._failures.pop((kind, links), None)
         if known is not None and known.deaths:
-            known.strikes = 0
-        else:
-            self.forget(kind, links)
-
-    def forget(self, kind: str, links: Links) -> None:
-        self._failures.pop((kind, links), None)
+            known.strikes, self._failures[kind, links] = 0, known
 
     def absolve(self, nodes: Collection[str]) -> list[FailedGroup]:
         """Forget ends while groups of these nodes served: a request was to blame. Return those left out."""
-        found = [each for each in self._failures.values() if each.deaths and {*each.group.nodes} & {*nodes}]
-        for each in found:
-            self.forget(each.group.kind, each.group.links)
-        return [each.group for each in found if each.out_s]
+        failures = self._failures.items()
+        found = {key: each for key, each in failures if each.deaths and {*each.group.nodes} & {*nodes}}
+        self._failures = {key: each for key, each in failures if key not in found}
+        return [each.group for each in found.values() if each.out_s]
 
     def known(
         self, members: Mapping[str, MemberMachine], now: float
@@ -197,9 +190,11 @@ class FailedGroups:
 
         A group whose Macs changed since is forgotten: other cables, ports, addresses, versions, or a restart.
         """
-        for key, failure in list(self._failures.items()):
-            if failure.circumstances != failure.group.circumstances(members):
-                del self._failures[key]
+        self._failures = {
+            key: failure
+            for key, failure in self._failures.items()
+            if failure.circumstances == failure.group.circumstances(members)
+        }
         return tuple((each.group, each.until - now) for each in self._failures.values() if each.until)
 
     def left_out(

@@ -16,6 +16,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..wire.cluster_messages import Interface, Port
+from .faults import THUNDERBOLT_5_GBPS
 from .probe_macos import UNKNOWN
 from .tables import Chip, chip, core_counts, named, names, nearest
 from .topology import MemberMachine
@@ -26,7 +27,7 @@ _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*(GB|GiB|TB|TiB)", re.IGNORECASE)
 _MOST_BYTES = 2**53  #: Bytes of memory; more than any machine has.
 _SHAPES = ("mesh", "ring")
 #: Gb/s of a cable, by generation of Thunderbolt.
-_THUNDERBOLT = {"thunderbolt5": 80, "thunderbolt4": 40, "thunderbolt3": 40}
+_THUNDERBOLT = {"thunderbolt5": THUNDERBOLT_5_GBPS, "thunderbolt4": 40, "thunderbolt3": 40}
 _ETHERNET = {"1g": 1000, "2.5g": 2500, "5g": 5000, "10g": 10_000, "25g": 25_000, "100g": 100_000}
 _WIFI_MBPS = 1000
 _LINKS = 'links are "thunderbolt5 mesh", "thunderbolt5 ring", "thunderbolt4 ring", "ethernet 10g" or "wifi"'
@@ -70,14 +71,13 @@ def read_machines(text: str, source: str = "the machines file") -> tuple[MemberM
 
 def _parse(text: str, source: str) -> Mapping[str, Any]:
     try:
-        table = json.loads(text) if text.lstrip().startswith("{") else tomllib.loads(text)
+        if text.lstrip().startswith("{"):
+            return dict(json.loads(text))
+        return tomllib.loads(text)
     except ValueError as error:  # of either format
         raise ConfigError(f"{source} cannot be read: {error}") from None
     except RecursionError:
         raise ConfigError(f"{source} cannot be read: it is nested too deeply") from None
-    if not isinstance(table, dict):
-        raise ConfigError(f"{source} is not a table of `links` and [[node]]")
-    return table
 
 
 def _nodes(entry: object, place: int, source: str) -> list[_Node]:
@@ -104,9 +104,9 @@ def _nodes(entry: object, place: int, source: str) -> list[_Node]:
     rdma = entry.get("rdma", True)
     if not isinstance(rdma, bool):
         raise ConfigError(f"{where}: rdma is {rdma!r}; it can be true or false")
+    called = [f"{name}-{i}" for i in range(1, count + 1)] if count > 1 else [name]
     ports = _whole(entry, "ports", found.ports, 15, where)
-    node = _Node(name, found, memory, free or 0, ports, rdma)
-    return [replace(node, name=f"{name}-{i}") for i in range(1, count + 1)] if count > 1 else [node]
+    return [_Node(each, found, memory, free or 0, ports, rdma) for each in called]
 
 
 def _chip_name(value: object, where: str) -> str:

@@ -201,14 +201,16 @@ class ModelShape(PartShape):
         return replace(self, layers=end - begin, mtp_kv_bytes=own, **asdict(sizes))
 
     def rank_weights(self, ranks: int) -> int:
-        return _shared_out(self.weight_bytes, self.whole_bytes + self._whole_mlps(ranks), ranks)
+        return self._shared_out(self.weight_bytes, self.whole_bytes, ranks)
 
     def rank_token_bytes(self, ranks: int) -> int:
-        return _shared_out(self.token_bytes, self.token_whole_bytes + self._whole_mlps(ranks), ranks)
+        return self._shared_out(self.token_bytes, self.token_whole_bytes, ranks)
 
-    def _whole_mlps(self, ranks: int) -> int:
+    def _shared_out(self, total: int, whole: int, ranks: int) -> int:
         width = self.model.mlp_width
-        return self.mlp_bytes if width % ranks or width // ranks % self.model.group else 0
+        if width % ranks or width // ranks % self.model.group:
+            whole += self.mlp_bytes
+        return total if ranks == 1 else -(-(total - whole) // ranks) + whole
 
     def rank_kv(self, ranks: int, tokens: int) -> int:
         beyond = max(tokens - self.window, 0)
@@ -238,10 +240,6 @@ class ModelShape(PartShape):
         return self.model.dimensions.obstacles(ranks)
 
 
-def _shared_out(total: int, whole: int, ranks: int) -> int:
-    return total if ranks == 1 else -(-(total - whole) // ranks) + whole
-
-
 def shape_of(
     model: Description, *, name: str = "", weight_bytes: int = 0, kv_bits: int = 0, mtp: bool = False
 ) -> ModelShape:
@@ -262,13 +260,12 @@ def shape_of(
     kernels = model.kernels // len(layers)
     each = [_part(layer, scale, kv_scale, kernels) for layer in layers]
     before = tuple(accumulate(each, initial=PartShape()))
-    all_of_it = PartShape(
-        weight_bytes if scale != 1.0 else implied,
-        int(scale * whole.token_bytes),
-        whole.token_numbers,
-        model.kernels,
-        before[-1].kv_token_bytes,
-        before[-1].kv_window_bytes,
+    all_of_it = replace(
+        before[-1],
+        weight_bytes=weight_bytes if scale != 1.0 else implied,
+        token_bytes=int(scale * whole.token_bytes),
+        token_weights=whole.token_numbers,
+        kernels=model.kernels,
     )
     table = PartShape(int(scale * embedding.weight_bytes))
     # What the layers leave is the last stage's, so that all stages together have all bytes.

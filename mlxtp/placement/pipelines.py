@@ -26,7 +26,6 @@ from .tables import Chip
 from .topology import MemberMachine
 
 _NEAR = 0.999  #: The search ends where the slowest stage cannot be faster than this part of what was found.
-
 _MODELS_KEPT = 32  #: Models of which sizes of stages are kept, with up to 2 MB for each.
 
 Seconds = Callable[[int, int, int], float]  #: Of a stage: its number, its first layer, and the next stage's.
@@ -54,17 +53,14 @@ class _StageSizes:
     def __init__(self, shape: ModelShape, context: int, workload: Workload) -> None:
         self.stage = cache(shape.stage)
         self.needed = cache(lambda begin, end: sum(rank_needs(self.stage(begin, end), 1, context)))
+        costs_on = cache(lambda chip: cache(lambda *at: stage_costs(self.stage(*at), RankHardware("", chip))))
+
+        def seconds_of(chip: Chip, count: int) -> Callable[[int, int], float]:
+            costs = costs_on(chip)
+            return cache(lambda begin, end: costs(begin, end).request_s(workload, count))
+
         #: Returns the seconds of layers on a chip, as one of so many stages.
-        self.seconds_of = cache(self._seconds_of)
-        self._costs_on = cache(lambda chip: cache(partial(self._costs, RankHardware("", chip))))
-        self._workload = workload
-
-    def _seconds_of(self, chip: Chip, count: int) -> Callable[[int, int], float]:
-        costs = self._costs_on(chip)
-        return cache(lambda begin, end: costs(begin, end).request_s(self._workload, count))
-
-    def _costs(self, rank: RankHardware, begin: int, end: int) -> StageCosts:
-        return stage_costs(self.stage(begin, end), rank)
+        self.seconds_of = cache(seconds_of)
 
 
 _stage_sizes = lru_cache(_MODELS_KEPT)(_StageSizes)

@@ -23,8 +23,7 @@ _SAID = 4  #: Reasons that one sentence may give.
 class Placement:
     """The chosen nodes. If no group can serve, `chosen` is None and `reason` names what is missing.
 
-    reason        why this group; if no group can serve, it begins with the nodes that lack the model, which
-                  people can mend first
+    reason        if no group can serve, it begins with the nodes that lack the model: people can mend that
     alternatives  all that was considered: the chosen one, then the possible ones, then the refused ones
     context       tokens whose KV caches have room on every rank
     """
@@ -63,45 +62,35 @@ def plan(
     `must` is the node id of the Mac that plans, or empty for none. It is rank 0 of every group it is in.
     """
     options = options or PlacementOptions()
-    present = {m.node_id: m for m in members if m.model_ok}
+    present = {m.node_id: m for m in members if not m.lack}
     context = min(options.max_context or DEFAULT_CONTEXT, shape.max_context)
     topology = Topology(list(present.values()), options.rdma, options.fabric_networks)
     finder = CandidateFinder(present, topology, shape, context, options)
     must = must if must in present else ""
-    considered = _judged(finder.alternatives(must), options) + _too_few(
-        options, shape, len(present), len(members)
-    )
-    chosen = _best(considered, options)
-    left_out = _left_out(members)
+    considered = _judged(finder.alternatives(must), options)
+    considered += _too_few(options, shape, len(present), len(members))
+    chosen, left_out = _best(considered, options), _left_out(members)
     notes = list(left_out)
-    if must and len(present) > 1:
-        without = _judged(finder.alternatives("", leave_out=must), options)
-        free = _best(without, options)
-        name = present[must].name
-        if chosen is None and free is not None:
+    several = must and len(present) > 1
+    without = _judged(finder.alternatives("", leave_out=must), options) if several else []
+    if free := _best(without, options):
+        name, free_s = present[must].name, _seconds(free, options)
+        if chosen is None:
             notes.append(f"{name} can be in no group: {_trouble(considered, options)}")
             chosen, considered = free, [*considered, *without]
-        elif (
-            chosen is not None
-            and free is not None
-            and FASTER_WITHOUT * _seconds(free, options) < _seconds(chosen, options)
-            and options.nodes == "auto"
-        ):
-            notes.append(
-                f"without {name}: {free.title}, {_seconds(free, options):.1f} s "
-                f"per {options.workload.name} request instead of {_seconds(chosen, options):.1f}"
-            )
-    if chosen is None:
-        notes = []
+        elif options.nodes == "auto" and FASTER_WITHOUT * free_s < (own_s := _seconds(chosen, options)):
+            times = f"{free_s:.1f} s per {options.workload.name} request instead of {own_s:.1f}"
+            notes.append(f"without {name}: {free.title}, {times}")
     considered = _ranked(considered, chosen, options)
-    notes += _fallback(considered, chosen, finder) + finder.assumptions(chosen)
-    if chosen is not None and (crossing := exposed(chosen.kind, chosen.ranks, topology)):
-        notes.append(crossing)
+    if chosen is not None:
+        notes += _fallback(considered, chosen, finder) + finder.assumptions(chosen)
+        notes += filter(None, [exposed(chosen.kind, chosen.ranks, topology)])
+        chosen = considered[0]
     return Placement(
-        chosen=next((a for a in considered if a.verdict == "chosen"), None),
+        chosen=chosen,
         reason=_reason(considered, chosen, options, left_out),
         alternatives=tuple(considered),
-        notes=tuple(notes),
+        notes=tuple(notes) if chosen is not None else (),
         context=context,
         workload=options.workload,
     )
@@ -125,9 +114,8 @@ def _refused(one: Candidate, objection: str) -> Candidate:
 def _too_few(options: PlacementOptions, shape: ModelShape, able: int, here: int) -> list[Candidate]:
     if not isinstance(options.nodes, int) or options.nodes <= able:
         return []
-    found = (
-        f"{able} {'is' if able == 1 else 'are'} here" if able == here else f"{able} of the {here} here can"
-    )
+    are_here = "is here" if able == 1 else "are here"
+    found = f"{able} {are_here}" if able == here else f"{able} of the {here} here can"
     kind = PIPELINE if options.parallel == "pipeline" else TENSOR_PARALLEL
     what = f"the split {','.join(map(str, options.split))} " if options.split else ""
     wrong = shape.uncuttable(options.nodes, options.split) if options.split else ""
@@ -173,14 +161,11 @@ def _ranked(
 
 
 def _left_out(members: Sequence[MemberMachine]) -> list[str]:
-    out = sorted((m.name, m.reason or "it cannot serve this model") for m in members if not m.model_ok)
-    return [f"{name} is left out: {reason}" for name, reason in out]
+    return [f"{name} is left out: {lack}" for name, lack in sorted((m.name, m.lack) for m in members) if lack]
 
 
-def _fallback(
-    considered: Sequence[Candidate], chosen: Candidate | None, finder: CandidateFinder
-) -> list[str]:
-    if chosen is None or chosen.backend != "ring" or not finder.fabrics.hopes_for_rdma:
+def _fallback(considered: Sequence[Candidate], chosen: Candidate, finder: CandidateFinder) -> list[str]:
+    if chosen.backend != "ring" or not finder.fabrics.hopes_for_rdma:
         return []
     missed = (a for a in considered if (a.kind, a.nodes, a.verdict) == (JACCL_MESH, chosen.nodes, "refused"))
     return [f"the {chosen.kind}, not JACCL: {a.reason}" for a in missed][:1]
@@ -197,17 +182,13 @@ def _reason(
         return "; ".join([*left_out, trouble])
     total, prompt, answer = _times(chosen, options)
     layers = f" (layers: {chosen.layers})" if chosen.split else ""
-    times = (
-        f"{total} per {options.workload.name} request, {prompt} for its prompt and {answer} for its answer"
-    )
-    reason = f"{chosen.title}{layers}: {times}"
+    reason = f"{chosen.title}{layers}: {total} per {options.workload.name} request"
+    reason += f", {prompt} for its prompt and {answer} for its answer"
     later = [a for a in considered if a.speed and _seconds(a, options) >= _seconds(chosen, options)]
-    others = [a for a in later if (a.nodes == 1) != (chosen.nodes == 1)] or [
-        a for a in later if a.verdict != "chosen"
-    ]
-    if others:
-        total, prompt, answer = _times(others[0], options)
-        reason += f"; {others[0].title}: {total}, {prompt} and {answer}"
+    unlike = [a for a in later if (a.nodes == 1) != (chosen.nodes == 1)]
+    for other in [*unlike, *(a for a in later if a.verdict != "chosen")][:1]:
+        total, prompt, answer = _times(other, options)
+        reason += f"; {other.title}: {total}, {prompt} and {answer}"
     larger = [a for a in considered if a.nodes > chosen.nodes and a.verdict == "refused" and not a.speed]
     if chosen.split:
         larger += [a for a in considered if a.nodes == chosen.nodes and not (a.speed or a.is_pipeline)]

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from ipaddress import IPv4Address, IPv4Network
 from itertools import combinations
-from operator import itemgetter
 from typing import NamedTuple
 
 from ..wire.cluster_messages import Interface, Machine, Port
@@ -32,10 +31,10 @@ Overrides = Mapping[str, Mapping[str, str]]
 class MemberMachine:
     """One node that may take part.
 
-    control_address  the IP address at which this Mac reaches it, for people; may be empty
-    model_ok         whether it can serve the model at all; `reason` is why not
-    held_bytes       bytes that ranks of ours hold there now and will give back before the next group forms
-    taken_bytes      bytes there that are set aside for other groups
+    control_address  at which this Mac reaches it, for people; may be empty
+    lack             why it cannot serve the model at all; empty if it can
+    held_bytes       that ranks of ours hold there now, and give back before the next group forms
+    taken_bytes      that are set aside there for other groups
     boot_id          of this start of its agent
     """
 
@@ -43,26 +42,19 @@ class MemberMachine:
     name: str
     machine: Machine
     control_address: str = ""
-    model_ok: bool = True
-    reason: str = ""
+    lack: str = ""
     held_bytes: int = 0
     boot_id: str = ""
     taken_bytes: int = 0
 
 
 class LinkEnd(NamedTuple):
-    """One end of a link over TCP."""
-
     member: MemberMachine
     interface: Interface
 
     @property
     def address(self) -> str:
         return self.interface.address
-
-    @property
-    def is_local(self) -> bool:
-        return self_assigned(self.address)
 
     def strays(self, peer: str) -> bool:
         """Return whether packets for `peer` may leave by Wi-Fi or Ethernet instead of this interface."""
@@ -114,7 +106,6 @@ class Topology:
         )
 
     def tcp(self, network: str, one: str, other: str) -> TcpLink | None:
-        """Return the best link between two members in this kind of network."""
         return next(iter(self.links(network, one, other)), None)
 
     def links(self, network: str, one: str, other: str) -> list[TcpLink]:
@@ -143,13 +134,10 @@ class Topology:
     def no_rdma(self, one: str, other: str) -> str:
         """Return why `rdma` finds nothing between these two, in words."""
         a, b = (self._members[node] for node in sorted((one, other)))
-        cables = self._cables.get(frozenset((one, other)), [])
-        if not cables:
+        if not (cables := self._cables.get(frozenset((one, other)))):
             return "no cable"
-        for member in (a, b):
-            if trouble := _no_rdma(member):
-                return trouble
-        return _no_rdma(a, cables[0][0]) or _no_rdma(b, cables[0][1])
+        (at_a, at_b), *_ = cables
+        return _no_rdma(a) or _no_rdma(b) or _no_rdma(a, at_a) or _no_rdma(b, at_b)
 
     def has_cables(self) -> bool:
         return bool(self._cables) or bool(self._overrides)
@@ -165,14 +153,14 @@ class Topology:
         found: dict[frozenset[str], list[tuple[Port, Port]]] = {}
         used: set[str] = set()
         for domain, (node, port) in owners.items():  # in the order of nodes and receptacles
-            there = owners.get(port.peer_domain)
-            if there is None or there[0] == node or {domain, port.peer_domain} & used:
+            peer, there = owners.get(port.peer_domain, (node, port))
+            if peer == node or {domain, port.peer_domain} & used:
                 continue
-            if there[1].peer_domain not in ("", domain):
+            if there.peer_domain not in ("", domain):
                 continue  # the other end has moved to another cable
             used |= {domain, port.peer_domain}
-            ends = (port, there[1]) if node < there[0] else (there[1], port)
-            found.setdefault(frozenset((node, there[0])), []).append(ends)
+            ends = (port, there) if node < peer else (there, port)
+            found.setdefault(frozenset((node, peer)), []).append(ends)
         for cables in found.values():
             cables.sort(key=lambda ends: (ends[0].receptacle, ends[1].receptacle))
         return found
@@ -204,20 +192,17 @@ class Topology:
             nodes = list(self._members)
             link = TcpLink(LOOPBACK, dict.fromkeys(nodes, "127.0.0.1"), 0)
             return {LOOPBACK: {frozenset((a, b)): [link] for a in nodes for b in nodes if a != b}}
-        ranked: dict[str, dict[frozenset[str], list[tuple[tuple[object, ...], TcpLink]]]] = {}
-        for (kind, _), homes in sorted(self._networks().items()):
-            for a, b in combinations(homes, 2):
-                addresses = {end.member.node_id: end.address for end in (a, b)}
-                if len(addresses) < 2 or not self._joined(kind, a, b):
-                    continue
+        ends = [
+            (kind, *pair) for (kind, _), homes in self._networks().items() for pair in combinations(homes, 2)
+        ]
+        found: dict[str, dict[frozenset[str], list[TcpLink]]] = {}
+        for kind, a, b in sorted(ends, key=lambda each: _preference(*each[1:])):
+            addresses = {end.member.node_id: end.address for end in (a, b)}
+            if len(addresses) == 2 and self._joined(kind, a, b):
                 mbps = min(a.interface.mbps, b.interface.mbps)
                 link = TcpLink(kind, addresses, mbps, self._needs(kind, a, b))
-                each = ranked.setdefault(kind, {}).setdefault(frozenset(addresses), [])
-                each.append((_preference(a, b), link))
-        return {
-            kind: {pair: [x for _, x in sorted(each, key=itemgetter(0))] for pair, each in found.items()}
-            for kind, found in ranked.items()
-        }
+                found.setdefault(kind, {}).setdefault(frozenset(addresses), []).append(link)
+        return found
 
     def _networks(self) -> dict[tuple[str, IPv4Network], list[LinkEnd]]:
         homes: dict[tuple[str, IPv4Network], list[LinkEnd]] = {}
@@ -239,7 +224,7 @@ class Topology:
         if a.address == b.address:
             return False
         cables = self._cables.get(frozenset((a.member.node_id, b.member.node_id)), [])
-        if a.is_local:
+        if self_assigned(a.address):
             return kind == THUNDERBOLT and bool(cables) and _answered(a, b)
         bridged = "bridge" in (a.interface.kind, b.interface.kind)
         if kind != THUNDERBOLT or bridged or not (a.member.machine.ports and b.member.machine.ports):
@@ -256,7 +241,8 @@ class Topology:
         cabled = kind == THUNDERBOLT and frozenset((a.member.node_id, b.member.node_id)) in self._cables
         wired = a.interface.kind == b.interface.kind == "ethernet"
         for_two = wired and a.interface.prefix >= _FOR_TWO
-        if a.is_local or not (cabled or for_two) or a.strays(b.address) or b.strays(a.address):
+        strays = self_assigned(a.address) or a.strays(b.address) or b.strays(a.address)
+        if strays or not (cabled or for_two):
             return "any"
         return "thunderbolt" if cabled else "private"
 

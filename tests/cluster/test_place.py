@@ -308,7 +308,7 @@ def test_one_deployment_alone_gets_the_planners_choice_among_all(
     macs: list[MemberMachine], model: ModelShape, nodes: str | int, parallel: str
 ) -> None:
     row = wanted("m", model, nodes, parallel=parallel)
-    best = plan([replace(m, model_ok=True) for m in macs], model, "", row.options)
+    best = plan([replace(m, lack="") for m in macs], model, "", row.options)
     only = place(PlaceView(macs, [row])).assignments[0]
     assert only.ranks == best.ranks
     if best.chosen is not None:

@@ -262,7 +262,7 @@ def test_a_device_that_is_to_serve_two_is_refused() -> None:
 
 def test_a_node_that_cannot_serve_the_model_is_left_out() -> None:
     members = desk(2)
-    members[1] = replace(members[1], model_ok=False, reason="its disk is full")
+    members[1] = replace(members[1], lack="its disk is full")
     made = plan(members, shape(), A, FAST)
     assert made.ranks == (A,)
     assert made.notes == ("b is left out: its disk is full",)
@@ -270,7 +270,7 @@ def test_a_node_that_cannot_serve_the_model_is_left_out() -> None:
 
 def test_where_too_few_can_serve_the_one_that_cannot_comes_first() -> None:
     members = desk(2)
-    members[1] = replace(members[1], model_ok=False, reason="/models/x is not here")
+    members[1] = replace(members[1], lack="/models/x is not here")
     made = plan(members, shape(), A, PlacementOptions(nodes=2))
     assert made.chosen is None
     assert made.reason == (

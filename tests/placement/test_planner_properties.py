@@ -53,7 +53,7 @@ FAULTS: Mapping[str, Callable[[MemberMachine], MemberMachine]] = {
     "held by us": lambda m: replace(changed(m, free_bytes=4 * GIB), held_bytes=50 * GIB),
     "RDMA disabled": lambda m: changed(m, rdma="disabled"),
     "bridge up": lambda m: changed(m, bridge_up=True),
-    "no model": lambda m: replace(m, model_ok=False),
+    "no model": lambda m: replace(m, lack="it has no model"),
     "other system": lambda m: changed(m, system="linux", rdma="unsupported", chip="", ports=()),
     "ports asleep": lambda m: changed(m, ports=tuple(replace(p, active=False) for p in m.machine.ports)),
     "a hub": lambda m: changed(m, ports=tuple(replace(p, hub=True) for p in m.machine.ports)),
@@ -132,7 +132,7 @@ def groups(made: Placement) -> list[Candidate]:
 def test_no_rank_has_less_than_it_needs(case: Case, made: Placement) -> None:
     members, model, _, _ = case
     by_id = {m.node_id: m for m in members}
-    same = Topology([m for m in members if m.model_ok]).is_one_machine
+    same = Topology([m for m in members if not m.lack]).is_one_machine
     for one in groups(made):
         size = len(one.ranks)
         for node, rank in zip(one.ranks, one.memory, strict=True):

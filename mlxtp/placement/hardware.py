@@ -186,9 +186,8 @@ def _devices() -> Iterator[NetworkDevice]:
         state, folder = states.get(name), Path("/sys/class/net") / name
         ipv4 = [(each.address, each.netmask or "") for each in addresses if each.family.name == "AF_INET"]
         if ipv4 and state is not None:
-            wireless, bridge = (folder / "wireless").exists(), (folder / "bridge").exists()
-            up, flags = state.isup, state.flags
-            yield linux_device(name, ipv4, flags, state.speed, up=up, wireless=wireless, bridge=bridge)
+            kind = "wifi" if (folder / "wireless").exists() else "bridge" * (folder / "bridge").exists()
+            yield linux_device(name, ipv4, state.flags, state.speed, up=state.isup, kind=kind)
 
 
 def _file(path: str) -> str:

@@ -159,7 +159,7 @@ def _with_kinds(links: Sequence[NetworkDevice], ports: Reading, machine: Machine
 
 
 def elsewhere(sight: Sight, address: str = "") -> Machine:
-    """`build` is its kernel, `chip` its architecture if the processor has no name."""
+    """Return a machine that is no Mac. `build` is its kernel, `chip` perhaps its architecture."""
     machine = replace(
         UNKNOWN,
         system="linux" if sight.system == "linux" else "other",
@@ -185,14 +185,12 @@ def _addressed(
     links = tuple(links)
     machine = replace(machine, interfaces=interfaces(links))
     notes = notes_of(machine) + unread  # the faults of a cable do not depend on the requested address
-    if address:
-        named = only(links, address)
-        if not named:
-            has = ", ".join(interface.address for interface in machine.interfaces[:8]) or "none"
-            wanted = printable(address, 40)
-            notes = (f"No interface has the requested address {wanted}; this machine has: {has}", *notes)
-        machine = replace(machine, interfaces=named)
-    return replace(machine, notes=notes[:MAX_NOTES])
+    named = only(links, address) if address else machine.interfaces
+    if address and not named:
+        has = ", ".join(interface.address for interface in machine.interfaces[:8]) or "none"
+        wanted = printable(address, 40)
+        notes = (f"No interface has the requested address {wanted}; this machine has: {has}", *notes)
+    return replace(machine, interfaces=named, notes=notes[:MAX_NOTES])
 
 
 # --- linux: texts of /proc and /etc, and what psutil reports, which `hardware.py` reads -------------------
@@ -227,27 +225,21 @@ def _first(pattern: re.Pattern[str], text: str, max_chars: int) -> str:
 
 
 def linux_device(
-    name: str,
-    addresses: Iterable[tuple[str, str]],
-    flags: str,
-    speed: int,
-    *,
-    up: bool,
-    wireless: bool = False,
-    bridge: bool = False,
+    name: str, addresses: Iterable[tuple[str, str]], flags: str, speed: int, *, up: bool, kind: str = ""
 ) -> NetworkDevice:
-    """Return one device from psutil's IPv4 addresses with dotted netmasks, flags by commas, and Mb/s."""
+    """Return one device from psutil's IPv4 addresses with dotted netmasks, flags by commas, and Mb/s.
+
+    `kind`: "wifi" or "bridge" where that is known of it.
+    """
     has = flags.split(",")
-    kinds = {
-        "loopback": "loopback" in has or name == "lo",
-        "wifi": wireless,
-        "bridge": bridge,
-        "thunderbolt": name.startswith("thunderbolt"),
-        "ethernet": "broadcast" in has,
-    }
+    if "loopback" in has or name == "lo":
+        kind = "loopback"
+    elif not kind:
+        ethernet = "ethernet" if "broadcast" in has else "other"
+        kind = "thunderbolt" if name.startswith("thunderbolt") else ethernet
     return NetworkDevice(
         name=name,
-        kind=next((kind for kind, fits in kinds.items() if fits), "other"),
+        kind=kind,
         enabled="up" in has or up,
         up=up,
         point_to_point="pointopoint" in has or "pointtopoint" in has,

@@ -104,20 +104,20 @@ def ipv4(text: str) -> str:
 
 
 def self_assigned(address: str) -> bool:
-    """Return whether it is from 169.254.0.0/16, from which a machine assigns itself addresses (RFC 3927)."""
-    return address.startswith("169.254.")
+    return address.startswith("169.254.")  # RFC 3927
 
 
 def interfaces(links: Iterable[NetworkDevice]) -> tuple[Interface, ...]:
     """Return all addresses that count, the most useful first: up, not self-assigned, by name."""
-    found = [interface for link in links if not _inward(link) for interface in _of(link)]
-    if any(interface.up and interface.kind != "loopback" for interface in found):
-        found = [interface for interface in found if interface.kind != "loopback"]
-    return tuple(sorted(found, key=_usefulness)[:MAX_INTERFACES])
+    outward = (x for x in links if not (x.point_to_point or x.portless or _INWARD.fullmatch(x.name)))
+    found = [interface for link in outward for interface in _of(link)]
+    if any(each.up and each.kind != "loopback" for each in found):
+        found = [each for each in found if each.kind != "loopback"]
+    found.sort(key=lambda each: (not each.up, self_assigned(each.address), each.name, each.address))
+    return tuple(found[:MAX_INTERFACES])
 
 
 def only(links: Iterable[NetworkDevice], address: str) -> tuple[Interface, ...]:
-    """Return the one interface that has `address`, of any kind; none when no interface has it."""
     return tuple(i for link in links for i in _of(link) if i.address == ipv4(address))[:1]
 
 
@@ -131,17 +131,10 @@ def _of(link: NetworkDevice) -> list[Interface]:
     ]
 
 
+#: Devices that lead to no other machine.
 _INWARD = re.compile(
     r"(docker|podman|virbr|lxcbr|lxdbr|cni|flannel|vmnet|vmenet|vboxnet)[\w.-]*|br-[0-9a-f]{12}|bridge1\d\d"
 )
-
-
-def _inward(link: NetworkDevice) -> bool:
-    return link.point_to_point or link.portless or bool(_INWARD.fullmatch(link.name))
-
-
-def _usefulness(interface: Interface) -> tuple[bool, bool, str, str]:
-    return (not interface.up, self_assigned(interface.address), interface.name, interface.address)
 
 
 # --- commands that print lines ---------------------------------------------------------------------------
@@ -331,7 +324,9 @@ def _parted(text: str, separator: str) -> Iterator[tuple[str, str, str]]:
 # keys, numbers, UUIDs and Apple's own constants are read.
 
 _MAX_ITEMS = 64  #: Devices that are read behind one port; a chain of hubs has a handful.
-_GIB = 2**30
+
+
+_OF_PROFILE = ("model", "chip", "GPU cores", "Thunderbolt cables")
 
 
 def parse_profile(text: str) -> Reading:
@@ -339,7 +334,7 @@ def parse_profile(text: str) -> Reading:
     try:
         told = json.loads(text)
     except (ValueError, RecursionError):
-        return Reading(UNKNOWN, ("model", "chip", "GPU cores", "Thunderbolt cables"))
+        return Reading(UNKNOWN, _OF_PROFILE)
     hardware = next(_maps(_get(told, "SPHardwareDataType")), {})
     # A Mac may list external displays' adapters too: the GPU is the one that counts its cores.
     gpu_cores = [count(_get(gpu, "sppci_cores"), 4096) for gpu in _maps(_get(told, "SPDisplaysDataType"))]
@@ -355,16 +350,14 @@ def parse_profile(text: str) -> Reading:
         ports=_ports(_get(told, "SPThunderboltDataType")),
     )
     cables = profile.ports or _get(told, "SPThunderboltDataType") == []
-    found = {"model": profile.model, "chip": profile.chip, "GPU cores": profile.gpu_cores}
-    found["Thunderbolt cables"] = cables
+    found = dict(zip(_OF_PROFILE, (profile.model, profile.chip, profile.gpu_cores, cables), strict=True))
     return Reading(profile, tuple(name for name, value in found.items() if not value))
 
 
 def _memory_bytes(told: object) -> int:
     """Return the bytes of "512 GB", as Apple counts memory: in units of 2^30."""
     size = printable(told, 20)
-    unit = {"TB": 1024 * _GIB, "GB": _GIB}.get(size[-2:], 0)
-    return min(count(size, 10**6) * unit, U63)
+    return min(count(size, 10**6) << {"TB": 40, "GB": 30}[size[-2:]], U63) if size[-2:] in ("TB", "GB") else 0
 
 
 def _ports(told: object) -> tuple[Port, ...]:
@@ -377,9 +370,9 @@ def _ports(told: object) -> tuple[Port, ...]:
 
 def _port(entry: dict[str, Any]) -> Port:
     port = _get(entry, "receptacle_1_tag")
-    macs = [(_uuid(item), depth) for item, depth in _devices(entry) if _uuid(item)]
-    # Nearest first: a hub's own place in the list does not show which Mac is cabled to it.
-    peer, depth = min(macs, key=lambda mac: mac[1], default=("", 0))
+    # A hub's own place in the list does not show which Mac is cabled to it; the nearest is.
+    macs = ((_uuid(item), depth) for item, depth in _devices(entry) if _uuid(item))
+    peer, depth = next(macs, ("", 0))
     return Port(
         receptacle=count(_get(port, "receptacle_id_key"), 64),
         interface="",
@@ -393,13 +386,12 @@ def _port(entry: dict[str, Any]) -> Port:
 
 
 def _devices(entry: dict[str, Any]) -> Iterator[tuple[dict[str, Any], int]]:
-    waiting = [(item, 0) for item in _maps(_get(entry, "_items"))][:_MAX_ITEMS]
-    for _ in range(_MAX_ITEMS):
-        if not waiting:
-            return
-        item, depth = waiting.pop(0)
-        yield item, depth
-        waiting += [(child, depth + 1) for child in _maps(_get(item, "_items"))][:_MAX_ITEMS]
+    """Yield what is behind a port, the nearest first, with the number of devices in between."""
+    waiting = [(entry, -1)]
+    for item, depth in waiting:  # which grows
+        children = [(child, depth + 1) for child in _maps(_get(item, "_items"))]
+        waiting += children[: _MAX_ITEMS + 1 - len(waiting)]
+    yield from waiting[1:]
 
 
 _UUID = re.compile(r"[0-9A-F]{8}(-[0-9A-F]{4}){3}-[0-9A-F]{12}")
@@ -461,8 +453,8 @@ _SETTING = re.compile(r"^ {0,8}([A-Za-z]\w{1,39})[ \t]+(\d{1,9})\b", re.ASCII | 
 
 def parse_power(text: str) -> Mapping[str, int] | None:
     """Read `pmset -g`, the settings in use: names and whole numbers; times are in minutes."""
-    known = "Currently in use:" in text[:20_000]
-    return {name: int(value) for name, value in _SETTING.findall(text[:20_000])} or None if known else None
+    text = text[:20_000] if "Currently in use:" in text[:20_000] else ""
+    return {name: int(value) for name, value in _SETTING.findall(text)} or None
 
 
 def parse_firewall_state(text: str) -> int | None:

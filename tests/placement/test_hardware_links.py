@@ -156,10 +156,11 @@ def test_another_system_is_a_machine_too() -> None:
     ("changes", "kind"),
     [
         ({}, "ethernet"),
-        ({"wireless": True}, "wifi"),
-        ({"bridge": True}, "bridge"),
+        ({"kind": "wifi"}, "wifi"),
+        ({"kind": "bridge"}, "bridge"),
         ({"name": "thunderbolt0"}, "thunderbolt"),
         ({"flags": "up,loopback"}, "loopback"),
+        ({"flags": "up,loopback", "kind": "bridge"}, "loopback"),
         ({"flags": "up,pointopoint"}, "other"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Manifest of a model: its files, by size and hash, and how much of them each member holds. Pure.
+"""Manifest of a model: its files, by size and hash, and who gives it to the others. Pure.
 
 A model on the Hub is called OWNER/NAME, or OWNER/NAME@REVISION: a branch, a tag or a commit.
 """
@@ -15,6 +15,7 @@ from fnmatch import fnmatch
 from typing import Any
 
 from ..model_files import MAX_CONFIG_BYTES, MAX_TEXT_BYTES, MTP_FILE, WEIGHTS
+from ..wire.cluster_messages import ModelHeld
 
 MAX_FILES = 4096
 MAX_FILE_BYTES = 1 << 43
@@ -160,28 +161,7 @@ def _matches(path: str, pattern: str) -> bool:
 RATE_S = 10.0  #: Seconds over which speeds are measured.
 
 
-@dataclass(frozen=True, slots=True)
-class Holding:
-    """Progress of one present member: `held` of `total` bytes (0: not known yet) of `revision`.
-
-    `free`: bytes of room on its disk. `wants`: it needs the model. `problem`: why the Hub gives it none.
-    `port`: where others can copy the model from it, or 0.
-    """
-
-    revision: str = ""
-    held: int = 0
-    total: int = 0
-    free: int = 0
-    wants: bool = True
-    problem: str = ""
-    port: int = 0
-
-    @property
-    def complete(self) -> bool:
-        return 0 < self.total <= self.held
-
-
-def elect_seeder(members: Mapping[str, Holding], now: str) -> str:
+def elect_seeder(members: Mapping[str, ModelHeld], now: str) -> str:
     """Return the node id of the seeder, `now` while it is able; "" if no member is.
 
     That is a member that has all of it, or one that is to get it from the Hub.

@@ -6,19 +6,19 @@ import asyncio
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..background import Background
-from ..cluster.links import Handlers
+from ..cluster.links import Handlers, ReportTable
 from ..cluster.node import ClusterNode
 from ..errors import Code, MlxtpError, ModelError
 from ..wire.cluster_messages import ModelHeld, StoredModel
 from .download import Fetch
-from .hub_cache import Repo, commits_here, free_bytes, hub_name
-from .manifest import Holding, Manifest, TransferRate
+from .hub_cache import commits_here, free_bytes, hub_name
+from .manifest import Manifest, TransferRate
 
 # --- models on the disks of members ---------------------------------------------------------------------
 
@@ -79,28 +79,31 @@ MAX_JOBS = ModelHeld.MOST  #: Models for which a transfer is kept.
 
 
 class MemberReports:
-    """Reports about one model: the last of each other member, and the last that this node sent."""
+    """Reports about one model: those of other members, and the last that this node sent."""
 
-    def __init__(self) -> None:
-        self.others: dict[str, Holding] = {}
+    def __init__(self, rows: Callable[[], Mapping[str, ModelHeld]]) -> None:
+        self._rows = rows  #: Returns those of other members, by node id.
+        self._forgiven: Mapping[str, ModelHeld] = {}
         self.sent: ModelHeld | None = None
         self.sent_at = 0.0
         self.since = time.monotonic()  #: Time from which all present members have some seconds to report.
         self.rates: defaultdict[str, TransferRate] = defaultdict(TransferRate)
 
-    def record(self, node_id: str, report: Holding) -> None:
+    @property
+    def others(self) -> dict[str, ModelHeld]:
+        return {
+            node: replace(held, problem="") if self._forgiven.get(node) == held else held
+            for node, held in self._rows().items()
+        }
+
+    def record(self, node_id: str, report: ModelHeld) -> None:
         if node_id not in self.others:
             self.since = time.monotonic()
-        self.others[node_id] = report
         self.rates[node_id].add(time.monotonic(), report.held)
-
-    def drop(self, node_id: str) -> None:
-        self.others.pop(node_id, None)
-        self.rates.pop(node_id, None)
 
     def clear_problems(self) -> None:
         """Forget why others could not get it: they try again."""
-        self.others = {node: replace(report, problem="") for node, report in self.others.items()}
+        self._forgiven = self._rows()
 
     def last_at(self, node_id: str) -> float:
         seen = self.rates[node_id].seen
@@ -115,14 +118,14 @@ class MemberReports:
 class ModelTransfer:
     """Transfer of one model, kept while this agent runs. `refs`: branches and tags that will name it."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, rows: Callable[[], Mapping[str, ModelHeld]]) -> None:
         self.model = model
         self.repo, self.revision = hub_name(model)
         self.refs: set[str] = set()
         self.of_hub: set[str] = set()  #: Those that the Hub itself mapped to this commit here.
         self.known: Manifest | None = None  #: The Hub's answer about `model` for the next download.
-        self.own: Holding | None = None  #: None until a member needs the model.
-        self.reports = MemberReports()
+        self.own: ModelHeld | None = None  #: None until a member needs the model.
+        self.reports = MemberReports(rows)
         #: The seeder that the coordinator named; None until it has, "" if no member can be it.
         self.lender: str | None = None
         self.fetch: Fetch | None = None
@@ -171,16 +174,16 @@ class ModelTransfer:
 
     def rows(self, me: str, name_of: Callable[[str], str]) -> list[dict[str, Any]]:
         """Return the progress of each member that is to have the model, this node (`me`) first."""
-        mine, why = self.own or (Holding() if self.runs else None), self.failure
+        mine, why = self.own or (ModelHeld(self.model) if self.runs else None), self.failure
         if why:
-            mine = mine or Holding()
+            mine = mine or ModelHeld(self.model)
             mine = replace(mine, wants=True, problem=mine.problem or why)
         found = [(me, mine)] if mine is not None else []
         found += sorted(self.reports.others.items())
         rows = [(held, self._row(node, held, node == me, name_of)) for node, held in found]
         return [row for held, row in rows if held.wants or (row["complete"] and not held.total)]
 
-    def _row(self, node: str, held: Holding, own: bool, name_of: Callable[[str], str]) -> dict[str, Any]:
+    def _row(self, node: str, held: ModelHeld, own: bool, name_of: Callable[[str], str]) -> dict[str, Any]:
         speed = self.reports.rates[node].bytes_per_s
         return {
             "node_id": node,
@@ -195,6 +198,18 @@ class ModelTransfer:
             "complete": held.complete or bool(own and self.complete and held.revision and not held.total),
         }
 
+    def look(self, revision: str, wants: bool) -> tuple[Path | None, ModelHeld]:
+        """Return the folder of the model if it is complete here, and its progress. Reads the disk."""
+        here, held = self.repo.stored(revision), ModelHeld(self.model, wants=wants)
+        with contextlib.suppress(OSError):
+            held = replace(held, free=free_bytes(self.repo.cache))
+        if not here.complete:
+            begun = self.repo.begun()
+            return None, replace(held, held=begun.held if begun is not None else 0)
+        if here.manifest is None:  # from a program with other file names: usable, but not for copies
+            return here.folder, replace(held, revision=here.revision, wants=False)
+        return here.folder, replace(held, revision=here.revision, held=here.held, total=here.total)
+
     async def pause(self) -> None:
         """Wait for a message about the transfer, at most half a second."""
         self.changed.clear()
@@ -206,8 +221,9 @@ class ModelTransfer:
 class TransferTable:
     """Transfers that this agent keeps, by OWNER/NAME[@REVISION]. `me`: the id of this node."""
 
-    def __init__(self, me: str) -> None:
+    def __init__(self, me: str, reports: ReportTable) -> None:
         self._me = me
+        self._reports = reports
         self._all: dict[str, ModelTransfer] = {}
 
     def __iter__(self) -> Iterator[ModelTransfer]:
@@ -221,7 +237,7 @@ class TransferTable:
         """Return the transfer of a model, new if needed. Raises ModelError for a bad name, or too many."""
         if (found := self._all.get(model)) is not None:
             return found
-        found = ModelTransfer(model)
+        found = ModelTransfer(model, lambda: self._others(model))
         if len(self._all) >= MAX_JOBS:
             self._all = {name: job for name, job in self._all.items() if self._is_busy(job)}
         if len(self._all) >= MAX_JOBS:
@@ -232,26 +248,9 @@ class TransferTable:
         self._all[model] = found
         return found
 
+    def _others(self, model: str) -> dict[str, ModelHeld]:
+        rows = self._reports.of(ModelHeld, model)
+        return {node: row for node, row in rows.items() if node != self._me}
+
     def _is_busy(self, job: ModelTransfer) -> bool:
         return job.runs or job.inspecting or job.lends(self._me)
-
-
-def look(repo: Repo, revision: str, wants: bool) -> tuple[Path | None, Holding]:
-    """Return the folder of a model if it is complete here, and its progress. Reads the disk."""
-    here = repo.stored(revision)
-    try:
-        free = free_bytes(repo.cache)
-    except OSError:
-        free = 0
-    if not here.complete:
-        begun = repo.begun()
-        return None, Holding("", begun.held if begun is not None else 0, 0, free, wants)
-    if here.manifest is None:  # from a program with other file names: usable, but not for copies
-        return here.folder, Holding(here.revision, 0, 0, free, wants=False)
-    return here.folder, Holding(here.revision, here.held, here.total, free, wants)
-
-
-def holding(report: ModelHeld) -> Holding:
-    return Holding(
-        report.revision, report.held, report.total, report.free, report.wants, report.problem, report.port
-    )

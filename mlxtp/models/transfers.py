@@ -13,7 +13,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,8 @@ from ..wire.tls import Credentials
 from . import hub_client, peer_copy
 from .download import Fetch, apart
 from .hub_cache import Damaged, Repo, Stopped, hub_name
-from .manifest import Holding, Manifest, described, elect_seeder, is_commit
-from .model_transfer import ModelTransfer, StoredModels, TransferTable, holding, look
+from .manifest import Manifest, described, elect_seeder, is_commit
+from .model_transfer import ModelTransfer, StoredModels, TransferTable
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class SeederElection:
         if job.own is None:
             return
         port = self._port if job.lends(self._node.node_id) else 0
-        report = ModelHeld(model=job.model, **asdict(job.own) | {"port": port})
+        report = replace(job.own, port=port)
         job.reports.sent, job.reports.sent_at = report, time.monotonic()
         reports = (each.reports.sent for each in self._table)
         self._node.links.reports.publish(ModelHeld, *filter(None, reports))
@@ -78,7 +78,7 @@ class SeederElection:
     def _port(self) -> int:
         return self._server.port if self._server is not None else 0
 
-    def receive(self, job: ModelTransfer, node_id: str, report: Holding) -> None:
+    def receive(self, job: ModelTransfer, node_id: str, report: ModelHeld) -> None:
         """Process another member's report about a model."""
         job.reports.record(node_id, report)
         if job.own is None and not job.runs and not job.inspecting:
@@ -92,7 +92,7 @@ class SeederElection:
     async def _look(self, job: ModelTransfer) -> None:
         wants = job.own is not None and job.own.wants
         try:
-            _, mine = await asyncio.to_thread(look, job.repo, job.revision, False)
+            _, mine = await asyncio.to_thread(job.look, job.revision, False)
         finally:
             job.inspecting = False
         if not job.runs and mine != job.own:
@@ -166,7 +166,7 @@ class SeederElection:
 
     def _lost(self, node_id: str, _why: str) -> None:
         for job in self._table:
-            job.reports.drop(node_id)
+            job.reports.rates.pop(node_id, None)
             if job.lender == node_id:
                 job.lender = None
             job.changed.set()
@@ -197,7 +197,7 @@ class Downloads:
     async def run(self, job: ModelTransfer) -> Path:
         """Get one model; return its folder. Raises ModelError."""
         job.lender, job.reports.since = None, time.monotonic()
-        here, mine = await asyncio.to_thread(look, job.repo, job.revision, True)
+        here, mine = await asyncio.to_thread(job.look, job.revision, True)
         job.own = mine
         if here is not None and not mine.total:
             await self._refer(job, here)
@@ -227,7 +227,7 @@ class Downloads:
                 log.warning("%s from %s: %s", job.model, self._node.name_of(lender), error)
                 await asyncio.sleep(AGAIN_S)
         await self._refer(job, here)
-        _, job.own = await asyncio.to_thread(look, job.repo, here.name, True)
+        _, job.own = await asyncio.to_thread(job.look, here.name, True)
         self._election.announce(job)
         return here
 
@@ -342,7 +342,7 @@ class TransferCoordinator:
 
     def __init__(self, node: ClusterNode, credentials: Credentials, stored: StoredModels) -> None:
         self.stored = stored
-        self.table = TransferTable(node.node_id)
+        self.table = TransferTable(node.node_id, node.links.reports)
         self._node = node
         self._background = Background(_log_failure)
         self._election = SeederElection(node, credentials, self.table, self._background)
@@ -476,7 +476,7 @@ class TransferCoordinator:
         except ModelError as error:
             self._log_refusal(node_id, error.detail)
             return
-        self._receive_report(job, node_id, holding(message))
+        self._receive_report(job, node_id, message)
         job.changed.set()
 
     def _pull_for(self, node_id: str, message: ModelPull) -> None:
@@ -484,7 +484,7 @@ class TransferCoordinator:
         name = f"{repo.name}@{message.commit}" if is_commit(message.commit) else message.model
         if self._requested[node_id] >= MAX_PULLS:
             why = f"{MAX_PULLS} models come here at your request already; request {name} when some are done"
-            refusal = ModelHeld(name, "", 0, 0, 0, wants=True, problem=why, port=0)
+            refusal = ModelHeld(name, problem=why)
             with contextlib.suppress(MlxtpError):  # it has just gone
                 self._node.links.send(node_id, self._node.links.reports.report(refusal))
             self._log_refusal(node_id, f"{MAX_PULLS} models come here at its request already")
@@ -498,7 +498,7 @@ class TransferCoordinator:
             self._refused.add(node_id)
             log.warning("request by %s refused: %s", self._node.name_of(node_id), why)
 
-    def _receive_report(self, job: ModelTransfer, node_id: str, report: Holding) -> None:
+    def _receive_report(self, job: ModelTransfer, node_id: str, report: ModelHeld) -> None:
         before = job.reports.others.get(node_id)
         self._election.receive(job, node_id, report)
         came = report.complete and not (before is not None and before.complete)

@@ -56,8 +56,6 @@ MAX_SHAPE_BYTES = 1 << 16
 MAX_SERVICE = 60  #: Characters of the name of a network service.
 
 _count = integer(0, U63)
-_caches = texts(MAX_CACHES, 400)
-_reached = texts(MAX_MEMBERS, 100)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +110,8 @@ class Machine(NodeRow, number=0x32):
     notes: tuple[str, ...] = _f(texts(MAX_NOTES, 1000), default=())  #: sentences for people
     bridge_service: str = _f(text(MAX_SERVICE), default="")  #: network service of bridge0, or empty
     stranded_bytes: int = _f(_count, default=0)  #: which ended ranks may have left wired until its restart
-    caches: tuple[str, ...] = _f(_caches, default=())  #: on disk: rank and model ("1 Qwen3-32B-4bit")
-    reached: tuple[str, ...] = _f(_reached, default=())  #: both addresses of each link ("10.0.0.1 10.0.0.2")
+    caches: tuple[str, ...] = _f(texts(MAX_CACHES, 400), default=())  #: on disk: rank and model ("1 tiny")
+    reached: tuple[str, ...] = _f(texts(MAX_MEMBERS, 100), default=())  #: both addresses of each link
     by_hand: tuple[str, ...] = _f(texts(MAX_BY_HAND, 200), default=())  #: its setting `rdma`
 
 
@@ -211,7 +209,6 @@ class Deployment:
 
     @property
     def pinned(self) -> bool:
-        """True for a deployment that stays however long it is not used."""
         return self.keep_s < 0 and not self.removed
 
     def wishes(self) -> dict[str, Any]:
@@ -435,7 +432,6 @@ class GroupAssignment(NodeRow, number=0x55):
 
     @property
     def owner(self) -> str:
-        """Node id of rank 0; empty for none."""
         return self.ranks[0] if self.ranks else ""
 
 
@@ -520,13 +516,17 @@ class ModelHeld(NodeRow, number=0x60):
     KEYS = ("model",)
     MOST = 256
     model: str = _f(text(MAX_MODEL))
-    revision: str = _f(text(40))  #: its commit; empty while unknown
-    held: int = _f(_count)  #: bytes
-    total: int = _f(_count)  #: bytes; 0 while unknown
-    free: int = _f(_count)  #: bytes of space on its disk
-    wants: bool = _f(boolean())  #: the node is to get the model
-    problem: str = _f(_detail)  #: why it cannot get it from the Hub
-    port: int = _f(integer(0, 65535))  #: that serves its files to other Macs, 0 for none
+    revision: str = _f(text(40), default="")  #: its commit; empty while unknown
+    held: int = _f(_count, default=0)  #: bytes
+    total: int = _f(_count, default=0)  #: bytes; 0 while unknown
+    free: int = _f(_count, default=0)  #: bytes of space on its disk
+    wants: bool = _f(boolean(), default=True)  #: the node is to get the model
+    problem: str = _f(_detail, default="")  #: why it cannot get it from the Hub
+    port: int = _f(integer(0, 65535), default=0)  #: that serves its files to other Macs, 0 for none
+
+    @property
+    def complete(self) -> bool:
+        return 0 < self.total <= self.held
 
 
 class ModelLender(NodeRow, number=0x61):

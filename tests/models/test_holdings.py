@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from mlxtp.models.manifest import Holding, elect_seeder
+from mlxtp.models.manifest import elect_seeder
+from mlxtp.wire.cluster_messages import ModelHeld
 
-WHOLE = Holding("a" * 40, 9, 9)
-PASSING = Holding("a" * 40, 9, 9, wants=False)
+WHOLE = ModelHeld("org/one", "a" * 40, 9, 9)
+PASSING = ModelHeld("org/one", "a" * 40, 9, 9, wants=False)
 """It has all of it and does not want it."""
-HALF = Holding("", 5, 0, free=100)
-EMPTY = Holding(free=100)
-ROOMY = Holding(free=500)
-GATED = Holding(free=100, problem="it is gated")
-OTHER = Holding(wants=False)
+HALF = ModelHeld("org/one", "", 5, 0, free=100)
+EMPTY = ModelHeld("org/one", free=100)
+ROOMY = ModelHeld("org/one", free=500)
+GATED = ModelHeld("org/one", free=100, problem="it is gated")
+OTHER = ModelHeld("org/one", wants=False)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +34,7 @@ OTHER = Holding(wants=False)
     ],
 )
 def test_who_has_it_then_who_can_get_it_and_no_choice_changes_in_the_middle(
-    members: dict[str, Holding], now: str, chosen: str
+    members: dict[str, ModelHeld], now: str, chosen: str
 ) -> None:
     assert elect_seeder(members, now) == chosen
     assert elect_seeder(dict(reversed(members.items())), now) == chosen

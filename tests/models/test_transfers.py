@@ -214,12 +214,13 @@ def test_a_member_that_has_it_lends_it_until_the_others_have_it(
         name = await getting.pull(NAME, everywhere=False)
         await sees(lambda: row(getting, name, me).get("complete") and not getting.table.of(name).runs)
         assert [word.port for word in a.heard(ModelHeld)] == [0] * len(a.heard(ModelHeld))
-        node.hear(a, ModelHeld(name, "", 0, 0, 0, wants=True, problem="", port=0))
+        node.hear(a, ModelHeld(name))
         node.tick()
         told = a.heard(ModelHeld)[-1]
         assert answers(told.port)
         assert getting.is_getting(NAME)
-        node.hear(a, ModelHeld(name, COMMIT, told.total, told.total, 0, wants=True, problem="", port=0))
+        node.hear(a, ModelHeld(name, COMMIT, told.total, told.total))
+        node.tick()
         await sees(lambda: not answers(told.port))
         assert not getting.is_getting(NAME)
 

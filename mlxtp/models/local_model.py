@@ -18,7 +18,7 @@ from ..errors import Code, MlxtpError, ModelError, ProtocolError
 from ..model_files import fingerprint, stray_files
 from ..placement.model_shape import ModelShape, unpacked
 from ..wire.cluster_messages import ModelStatus
-from .inspect import ModelSource, facts_in, find_model, in_folders, is_hub_id, open_model, weight_bytes
+from .inspect import ModelSource, facts_in, find_model, in_folders, is_hub_id, open_model
 from .manifest import is_commit
 from .model_transfer import REPORT_S
 from .transfers import TransferCoordinator
@@ -55,7 +55,6 @@ class LocalModel:
 
     @property
     def status(self) -> ModelStatus:
-        """Status to be reported to the other members."""
         weight_mib = -(-self.weight_bytes // MIB)
         shape = self._packed if self.fingerprint else b""
         return ModelStatus(self.name, self.fingerprint, self.problem, self._revision, weight_mib, shape)
@@ -95,9 +94,7 @@ class LocalModel:
         self._report(self)
 
     def retry(self) -> None:
-        """Search again for a missing folder: a user may have added the files. Failures on the Hub are left to
-        the user.
-        """
+        """Search again for a missing folder; failures on the Hub are left to the user."""
         if self.problem and not self._searching and not is_hub_id(self.name):
             self._start(self._find())
 
@@ -127,7 +124,7 @@ class LocalModel:
             facts = await asyncio.to_thread(facts_in, self.path)
             self._shape, self._packed = facts.shape(public, self._settings.kv_bits), facts.packed()
             self.fingerprint = await asyncio.to_thread(fingerprint, self.path)
-            self.weight_bytes = await asyncio.to_thread(weight_bytes, self.path)
+            self.weight_bytes = facts.weight_bytes
             if strays := await asyncio.to_thread(stray_files, self.path):
                 log.warning("%s: not in its index, and so not read: %s", self.name, ", ".join(strays))
             self.problem = ""
@@ -156,7 +153,7 @@ class LocalModel:
 
 
 class LocalModels:
-    """The wanted models on this machine, by name. This node reports each one's status to the others."""
+    """The wanted models on this machine, by name, of which this node reports the status."""
 
     def __init__(self, node: ClusterNode, transfers: TransferCoordinator) -> None:
         self._node = node
@@ -170,7 +167,7 @@ class LocalModels:
         node.rounds.every(REPORT_S, lambda _now: self.retry(), first_s=REPORT_S)
 
     def of(self, name: str) -> LocalModel:
-        """Return what is known of a model; of one that is not wanted, nothing is."""
+        """Return what is known of a model: nothing if it is not wanted."""
         return self._wanted.get(name) or self._new(name)
 
     def _new(self, name: str) -> LocalModel:
@@ -200,7 +197,6 @@ class LocalModels:
                 known.search()
 
     def retry(self) -> None:
-        """Search again for missing folders."""
         for each in self._wanted.values():
             each.retry()
 

@@ -219,6 +219,9 @@ def test_nothing_is_deleted_that_no_source_could_give_again(agent: Agent, hub: H
         assert "knows no such model" in refusal(home, "verify", NAME, "--repair")
     assert bad.exists()
     hub.models = model
+    with Repo(NAME).locked():
+        assert "another process is adding to" in refusal(alone, "verify", NAME, "--repair")
+    assert bad.exists()
     link = next(path for path in bad.parent.iterdir() if len(path.name) == 40)
     link.rename(tmp_path / "outside")
     link.symlink_to(tmp_path / "outside")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mlxtp.errors import ModelError
-from mlxtp.models.hub_cache import Damaged, PartialFile, Repo, Stopped, hash_of
+from mlxtp.models.hub_cache import Damaged, PartialFile, Repo, Stopped, commits_here, hash_of
 from mlxtp.models.manifest import Manifest, ModelFile, wanted
 
 from ..hub import COMMIT, NEWER, blob_name, embedded
@@ -54,6 +54,30 @@ def test_of_two_revisions_the_one_that_stays_loses_nothing(tmp_path: Path) -> No
     assert repo.refs.commits() == {}
     assert not repo.blobs.path(NOTE).exists()
     assert foreign.exists()
+
+
+def test_what_was_begun_is_a_commit_that_lacks_something(tmp_path: Path) -> None:
+    put(tmp_path)
+    repo = Repo(NAME, tmp_path)
+    assert repo.begun() is None
+    repo.keep(Manifest(NAME, NEWER, (NOTE,)))
+    repo.blobs.part(NOTE).write_bytes(b"no")
+    begun = repo.begun()
+    assert begun is not None
+    assert (begun.revision, begun.held, begun.total) == (NEWER, 2, 4)
+    assert [(each.revision, each.refs) for each in commits_here(tmp_path) if each.complete] == [
+        (COMMIT, ("main",))
+    ]
+
+
+def test_a_snapshot_of_another_program_is_listed_with_its_size(tmp_path: Path) -> None:
+    folder = Repo(NAME, tmp_path).folder / "snapshots" / COMMIT
+    folder.mkdir(parents=True)
+    for path, body in embedded().items():
+        (folder / path).write_bytes(body)
+    size = sum(map(len, embedded().values()))
+    (here,) = commits_here(tmp_path)
+    assert (here.folder, here.manifest, here.held, here.total) == (folder, None, size, size)
 
 
 def test_a_model_that_another_process_adds_to_is_not_removed(tmp_path: Path) -> None:

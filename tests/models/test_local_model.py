@@ -13,7 +13,7 @@ import pytest
 from mlxtp.cluster.cluster_state import NO_DEPLOYMENTS, PINNED, YIELDS, DeploymentTable, name_of
 from mlxtp.errors import Code, ModelError, ProtocolError
 from mlxtp.models import local_model
-from mlxtp.models.inspect import ModelSource, in_folders
+from mlxtp.models.inspect import ModelSource, in_folders, weight_bytes
 from mlxtp.models.local_model import LocalModel, LocalModels
 from mlxtp.placement.model_shape import unknown_shape
 from mlxtp.text.tokenizer import Text
@@ -82,7 +82,8 @@ class Stage:
     def _facts(self, path: Path) -> Any:
         if path.name in self.undescribed:
             raise ModelError(self.undescribed[path.name], Code.MODEL_INVALID)
-        return SimpleNamespace(shape=lambda name, _: unknown_shape(name, 1), packed=lambda: PACKED)
+        shape = lambda name, _: unknown_shape(name, 1)  # noqa: E731
+        return SimpleNamespace(shape=shape, packed=lambda: PACKED, weight_bytes=weight_bytes(path))
 
     async def _get(self, name: str) -> Path:
         self.downloaded.append(name)

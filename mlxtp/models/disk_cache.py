@@ -42,9 +42,8 @@ def folder_in(home: Path) -> Path:
 
 
 def room_in(home: Path, setting: int | None) -> DiskRoom:
-    """Return the room in an agent's home. `setting` is `Settings.cache_disk`.
-
-    None stands for a tenth of what would be free without these caches, so that they do not shrink their room.
+    """Return the room in an agent's home. `setting` is `Settings.cache_disk`; None stands for a tenth of what
+    would be free without these caches.
     """
     folder = folder_in(home)
     if setting is None:

@@ -204,10 +204,7 @@ class Fetch:
             raise ModelError(f"{repo.name}: {why_not_written(error, repo.cache)}") from None
 
     def _run(self, works: Sequence[Callable[[], T]], ended: threading.Event) -> list[T]:
-        """Run all of them at once, until all have ended, or one fails, or `stop`; raise the first failure.
-
-        `ended` signals the others to stop; the wait for them is short.
-        """
+        """Run all of them at once; raise the first failure, at which `ended` is set, as at `stop`."""
         begun = [begin(each) for each in works]
         while not self._stop.is_set():
             done, running = wait(begun, LOOK_S, FIRST_EXCEPTION)

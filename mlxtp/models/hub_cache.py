@@ -26,7 +26,6 @@ import threading
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO
 
 from ..errors import Code, ModelError, why_not_written
 from ..identity.private_files import sync_folder, to_disk, write_whole
@@ -122,9 +121,7 @@ class Blobs:
         return sum(self.held(file) for file in manifest.blobs)
 
     def readable(self, file: ModelFile) -> Path:
-        """Return the path of its content. Raises OSError if that is outside the cache and the model's folder,
-        which may be a link to another disk.
-        """
+        """Return the path of its content. Raises OSError for a link out of cache and model's folder."""
         path = self.path(file)
         found = path.resolve(strict=True)
         if not any(found.is_relative_to(each.resolve()) for each in (self._folder, self._cache)):
@@ -179,10 +176,7 @@ class Refs:
         return {name: self.commit(name) for name in sorted(found)}
 
     def point(self, ref: str, commit: str, *, by_hub: bool) -> None:
-        """Point a branch or tag at a commit, as reported by the Hub or by a member.
-
-        No draft stands in the Hub's folder, because other programs take each file there for a branch.
-        """
+        """Point a branch or tag at a commit. In the Hub's folder, others take each file for a branch."""
         _write(self._members / ref, commit.encode())
         if by_hub:
             path = self._hubs / ref
@@ -247,7 +241,10 @@ class Repo:
         except OSError as error:
             raise ModelError(f"{self.name}: {why_not_written(error, self.cache)}") from None
         with lock:
-            while not _flocked(lock):
+            while True:
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
                 if stopped is None:
                     why = f"another process is adding to {self.name}; stop it, or wait until it is done"
                     raise ModelError(why, Code.NOT_READY)
@@ -332,10 +329,7 @@ class Repo:
         (self.folder / "blobs").mkdir(exist_ok=True)
 
     def publish(self, manifest: Manifest, revision: str, *, by_hub: bool) -> Path:
-        """Return the new snapshot of a manifest whose blobs are all complete.
-
-        `by_hub`: the Hub itself reported that `revision` is this commit.
-        """
+        """Return the new snapshot of complete blobs. `by_hub`: the Hub itself named it for `revision`."""
         for file in manifest.files:
             if not self.blobs.has(file):
                 raise OSError(errno.ENOENT, f"{file.path} is not complete")
@@ -362,7 +356,7 @@ class Repo:
         return folder
 
     def refer(self, refs: Iterable[str], commit: str, stopped: Callable[[], bool], *, by_hub: bool) -> None:
-        """Do `Refs.point` under the lock. Raises as `locked` does."""
+        """Do `Refs.point` under the lock, for which it waits as `locked` does."""
         with self.locked(stopped):
             for ref in refs:
                 self.refs.point(ref, commit, by_hub=by_hub)
@@ -370,10 +364,7 @@ class Repo:
     # --- removal
 
     def remove(self, commits: frozenset[str]) -> int:
-        """Remove these commits, and the blobs that no other commit here uses. Returns the bytes freed.
-
-        Raises as `locked` does.
-        """
+        """Remove commits, and blobs that no other commit here uses; return the bytes freed. See `locked`."""
         with self.locked():
             before = folder_bytes(self.folder)
             commits &= self.commits()
@@ -487,10 +478,7 @@ FileQueue = list[PartialFile]
 
 
 def take(queue: FileQueue, there: Container[str] | None = None) -> PartialFile | None:
-    """Remove and return the next file that is to come, or the next whose hash is `there`; None for none.
-
-    Threads share the queue: each file goes to one of them.
-    """
+    """Take the next file from a queue that threads share, or the next whose hash is `there`, or None."""
     for part in [each for each in queue if there is None or each.file.hash in there]:
         with contextlib.suppress(ValueError):  # another thread took it
             queue.remove(part)
@@ -537,14 +525,6 @@ def folder_bytes(folder: Path, *, links: bool = False) -> int:
 def _write(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, data, 0o666)
-
-
-def _flocked(lock: IO[bytes]) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def repos_here(cache: Path | None = None) -> list[Repo]:

@@ -1,7 +1,7 @@
 """From a user's name of a model to its folder on this machine, its shape, and reasons against serving it.
 
 Functions that are no coroutines read the disk: call them in threads. Only `inspect` and `find_config` ask the
-Hub. Each ModelError has the user's name of the model.
+Hub. Without a model that can be used they raise ModelError.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ModelSource:
 
 
 async def open_model(name: str, draft: str = "") -> ModelSource:
-    """Open a model on this machine, and find `draft`, which proposes tokens for it. Raises ModelError."""
+    """Open a model on this machine, and find `draft`, which proposes tokens for it."""
     path = await asyncio.to_thread(folder_of, name)
     draft_path = await find_model(draft) if draft else None
     public = name if is_hub_id(name) else path.name
@@ -217,7 +217,7 @@ def _check_whole(folder: Path) -> None:
 
 
 def find_config(name: str) -> Path:
-    """Return a folder with its configuration and the index of its weights. Raises ModelError."""
+    """Return a folder with its configuration and the index of its weights."""
     if not is_hub_id(name):
         return folder_of(name)
     repo, revision = hub_name(name)

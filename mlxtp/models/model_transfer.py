@@ -30,7 +30,6 @@ class StoredModels:
 
     def __init__(self, node: ClusterNode) -> None:
         self._node = node
-        self._here: tuple[StoredModel, ...] = ()
         #: Called with OWNER/NAME when its files on this disk have changed.
         self.on_files = Handlers[Callable[[str], None]]()
         #: Called when the list of models on this disk has changed.
@@ -39,7 +38,6 @@ class StoredModels:
         node.rounds.every(REPORT_S, lambda _now: self.refresh())
 
     def changed(self, name: str) -> None:
-        """Report that files of OWNER/NAME on this disk have changed."""
         self.refresh()
         for handler in self.on_files:
             handler(name)
@@ -62,9 +60,8 @@ class StoredModels:
     async def _list(self) -> None:
         here = await asyncio.to_thread(commits_here)
         largest = sorted(here, key=lambda each: -each.total)[: StoredModel.MOST]
-        found = tuple(StoredModel(each.name, each.revision, each.total, each.complete) for each in largest)
-        if found != self._here:
-            self._here = found
+        found = [StoredModel(each.name, each.revision, each.total, each.complete) for each in largest]
+        if found != self._node.links.reports.by(self._node.node_id, StoredModel):
             self._node.links.reports.publish(StoredModel, *found)
             for handler in self.on_change:
                 handler()

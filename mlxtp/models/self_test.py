@@ -1,8 +1,8 @@
 """Golden proof: the model's answers to fixed prompts, compared with its earlier ones.
 
 A fabric or a build that computes wrong values may still prove its collectives. So after each load the group
-answers fixed prompts, greedily, and this machine compares the tokens with its first ones for the same model,
-machines, fabric, versions and settings. Other tokens twice, and no near-tie: the group computes wrong values.
+answers, greedily, and this machine compares the tokens with its first ones for the same model, machines,
+fabric, versions and settings. Other tokens twice, and no near-tie: the group computes wrong values.
 """
 
 from __future__ import annotations
@@ -35,10 +35,9 @@ def prompts(vocabulary: int, tokens: int = PROMPT_TOKENS) -> list[tuple[int, ...
 
 
 def prompt_tokens(row_bytes: int, *, mesh: bool) -> int:
-    """Return the most tokens of a prompt for which its sums are the same each time.
+    """Return the most tokens of a prompt whose sums, of `row_bytes` each (0: unknown), have one order.
 
     A JACCL `mesh` of three or more ranks adds what is larger than FIXED_ORDER_BYTES in order of arrival.
-    `row_bytes`: of one token's row in a sum; 0 if unknown.
     """
     return max(min(PROMPT_TOKENS, FIXED_ORDER_BYTES // row_bytes), 1) if mesh and row_bytes else PROMPT_TOKENS
 

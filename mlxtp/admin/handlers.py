@@ -163,8 +163,7 @@ class ModelHandlers:
         self._parts = parts
 
     async def on_disk(self, _: verbs.ModelsOnDisk) -> Json:
-        found = await asyncio.to_thread(models_here)
-        return {"models": [asdict(each) for each in found]}
+        return {"models": await asyncio.to_thread(models_here)}
 
     async def serve(self, verb: verbs.Serve) -> Json:
         if not (model := verb.model):

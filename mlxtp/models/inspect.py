@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 from ..api.backend import StoredModelInfo
 from ..config import EMBEDDED_MODEL, embedded_model_path
@@ -316,24 +316,12 @@ def _families() -> frozenset[str]:
     return frozenset(path.stem for path in models.glob("*.py"))
 
 
-@dataclass(frozen=True, slots=True)
-class OnDisk:
-    """A model on this disk, by the name that `mlxtp serve` takes, with the bytes of all its files."""
-
-    name: str
-    source: Literal["embedded", "hub"]
-    size_bytes: int
-    complete: bool
-
-
-def models_here() -> tuple[OnDisk, ...]:
-    """Return the models here now, complete or not: the embedded model first, then by name."""
-    embedded = OnDisk(EMBEDDED_MODEL, "embedded", folder_bytes(embedded_model_path()), complete=True)
+def models_here() -> list[dict[str, Any]]:
+    """Return the models here now as JSON, complete or not: the embedded model first, then by name."""
+    found = [(EMBEDDED_MODEL, "embedded", folder_bytes(embedded_model_path()), True)]
     sizes = [(repo, folder_bytes(repo.folder)) for repo in repos_here()[: MOST - 1]]
-    return (
-        embedded,
-        *(OnDisk(repo.name, "hub", size, repo.snapshot("main") is not None) for repo, size in sizes if size),
-    )
+    found += [(repo.name, "hub", size, repo.snapshot("main") is not None) for repo, size in sizes if size]
+    return [dict(zip(("name", "source", "size_bytes", "complete"), each, strict=True)) for each in found]
 
 
 def stored_models(folders: Iterable[tuple[str, Path]] = ()) -> tuple[StoredModelInfo, ...]:

@@ -162,8 +162,9 @@ def test_the_folder_of_a_layout_goes_unless_a_rank_may_write_there(tmp_path: Pat
 
 def test_an_account_that_is_missing_is_made_for_its_owner_alone(tmp_path: Path) -> None:
     layout(tmp_path, "a", HUB)
+    layout(tmp_path, "b", "/models/plain", sizes=(5,))
     clear(tmp_path, "org/some--model@main", agent_runs=False)
-    assert used(tmp_path) == 0
+    assert used(tmp_path) == 5
     assert [(tmp_path / name).stat().st_mode & 0o777 for name in (".used", ".lock")] == [0o600, 0o600]
 
 

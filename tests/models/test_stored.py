@@ -17,7 +17,6 @@ from mlxtp.errors import ModelError
 from mlxtp.model_config import Config
 from mlxtp.models.hub_cache import lacks
 from mlxtp.models.inspect import (
-    OnDisk,
     check_servable,
     find_model,
     hub_folder,
@@ -86,11 +85,11 @@ def test_people_are_told_of_what_is_complete_and_of_what_was_begun(cache: Path) 
     for none in ("models--org--broken", "datasets--org--data/snapshots", "models--alone/snapshots"):
         (cache / none).mkdir(parents=True)
     whole = sum(file.stat().st_size for file in embedded_model_path().iterdir())
-    assert models_here() == (
-        OnDisk("tiny", "embedded", whole, complete=True),
-        OnDisk("org/begun", "hub", 2, complete=False),
-        OnDisk(NAME, "hub", whole + len(COMMIT), complete=True),
-    )
+    assert models_here() == [
+        {"name": "tiny", "source": "embedded", "size_bytes": whole, "complete": True},
+        {"name": "org/begun", "source": "hub", "size_bytes": 2, "complete": False},
+        {"name": NAME, "source": "hub", "size_bytes": whole + len(COMMIT), "complete": True},
+    ]
 
 
 @pytest.mark.parametrize("there", ["nothing", "a file"])
@@ -98,7 +97,7 @@ def test_without_a_cache_there_is_the_embedded_model(cache: Path, there: str) ->
     shutil.rmtree(cache)
     if there == "a file":
         cache.write_text("in the way")
-    assert [model.name for model in models_here()] == ["tiny"]
+    assert [model["name"] for model in models_here()] == ["tiny"]
     assert [model.id for model in stored_models()] == ["tiny"]
 
 
@@ -128,7 +127,7 @@ def test_a_model_that_lacks_a_file_is_not_there(cache: Path, missing: str) -> No
     assert hub_folder(NAME) is None
     assert stored_name(NAME) is None
     assert [model.id for model in stored_models()] == ["tiny"]
-    assert [(model.name, model.complete) for model in models_here()] == [("tiny", True), (NAME, False)]
+    assert [(model["name"], model["complete"]) for model in models_here()] == [("tiny", True), (NAME, False)]
 
 
 @pytest.mark.parametrize(

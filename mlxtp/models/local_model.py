@@ -29,7 +29,7 @@ MIB = 1 << 20
 
 
 class LocalModel:
-    """One model on this machine, and the search for it. `report` gets it after each change of its status."""
+    """One model on this machine, and the search for it. `report` is called when its status changes."""
 
     def __init__(
         self,
@@ -61,13 +61,12 @@ class LocalModel:
 
     @property
     def shape(self) -> ModelShape:
-        """Its shape, for placement. Call it only once it has a fingerprint."""
+        """Its shape. Call it only once it has a fingerprint."""
         assert self._shape is not None
         return self._shape
 
     @property
     def coming(self) -> str:
-        """Progress of its download to this node, for users; empty when there is none."""
         return self._transfers.progress_text(self.name)
 
     @property
@@ -86,7 +85,7 @@ class LocalModel:
         return self._search is not None and not self._search.done()
 
     def search(self) -> None:
-        """Begin the search for it. Report at once that no result is known."""
+        """Begin the search, and report at once that no result is known."""
         if self._search is not None:
             self._search.cancel()
         self.source, self.path, self.fingerprint, self.problem, self.weight_bytes = None, None, "", "", 0

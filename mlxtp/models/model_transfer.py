@@ -151,10 +151,9 @@ class ModelTransfer:
         return error.detail if isinstance(error, MlxtpError) else f"{type(error).__name__}: {error}"
 
     def ended(self, task: asyncio.Task[Path]) -> None:
-        """Mark the error as read: a waiting caller raises it, but there may be none."""
         self.known = None
         if not task.cancelled():
-            task.exception()
+            task.exception()  # read, as there may be no caller that raises it
 
     @property
     def ends(self) -> bool:

@@ -47,10 +47,7 @@ CLOSE_S = 2.0  #: Seconds that the end of this agent waits for threads that wait
 
 
 class SeederElection:
-    """Agreement on the seeder of each model, and the server of copies while this node is one.
-
-    Members report what they have, the coordinator decides.
-    """
+    """Agreement on the seeder of each model, and the server of copies while this node is one."""
 
     def __init__(
         self, node: ClusterNode, credentials: Credentials, table: TransferTable, background: Background
@@ -79,7 +76,6 @@ class SeederElection:
         return self._server.port if self._server is not None else 0
 
     def receive(self, job: ModelTransfer, node_id: str, report: ModelHeld) -> None:
-        """Process another member's report about a model."""
         job.reports.record(node_id, report)
         if job.own is None and not job.runs and not job.inspecting:
             self.look_again(job)
@@ -141,17 +137,12 @@ class SeederElection:
             if self._port and sent is not None and sent.port != self._port:
                 self.announce(job)
 
-    def lends(self, job: ModelTransfer) -> bool:
-        """Return True while this node serves copies, and another member needs the model."""
-        return self._server is not None and job.reports.needed
-
     def _lent(self, model: str) -> tuple[Repo, Manifest] | None:
         """Return the files to copy for a model; None if there are none. Called from threads."""
         job = self._table.find(model)
         if job is None or job.own is None:
             return None
-        manifest = job.fetch.manifest if job.fetch is not None else None
-        manifest = manifest or job.repo.manifest(job.repo.refs.commit(job.revision))
+        manifest = (job.fetch.manifest if job.fetch is not None else None) or job.repo.manifest(job.revision)
         return (job.repo, manifest) if manifest is not None else None
 
     def _may_copy(self, identity: NodeIdentity) -> bool:
@@ -232,7 +223,6 @@ class Downloads:
         return here
 
     async def _refer(self, job: ModelTransfer, here: Path) -> None:
-        """Point the requested branches and tags at this commit. Raises ModelError."""
         repo, seen = job.repo, set[str]()
         while wrong := {ref for ref in job.refs - seen if repo.refs.commit(ref) != here.name}:
             seen |= wrong
@@ -338,8 +328,6 @@ class Downloads:
 
 
 class TransferCoordinator:
-    """Coordinator of all transfers: what the rest of the agent knows of them."""
-
     def __init__(self, node: ClusterNode, credentials: Credentials, stored: StoredModels) -> None:
         self.stored = stored
         self.table = TransferTable(node.node_id, node.links.reports)
@@ -355,9 +343,9 @@ class TransferCoordinator:
         node.links.on_lost(lambda node_id, _why: self._refused.discard(node_id))
 
     async def get(self, model: str) -> Path:
-        """Return OWNER/NAME[@REVISION] on this Mac: from its disk or another member, else from the Hub.
+        """Return OWNER/NAME[@REVISION] on this Mac: from its disk, a member or the Hub. Raises ModelError.
 
-        Raises ModelError if it cannot be had. Cancelling the last waiting caller ends the work.
+        Cancelling the last waiting caller ends the work.
         """
         return await self._wait(self.table.of(model))
 
@@ -437,14 +425,13 @@ class TransferCoordinator:
         ]
 
     def progress_text(self, model: str, node_id: str = "") -> str:
-        """Return the progress of a model to a node, this one by default, for people; empty if it is none."""
+        """Return the progress of a model to a node, this one by default, for people; empty for none."""
         node_id = node_id or self._node.node_id
         rows = [row for row in self.progress(model) if row["node_id"] == node_id]
         coming = rows and not rows[0]["complete"] and not rows[0]["problem"]
         return f"{model} is on its way: {described(rows[0])}" if coming else ""
 
     def under_way_anywhere(self) -> list[dict[str, Any]]:
-        """Return the progress of each model to each member that it is on its way to, with its `model`."""
         rows = [{"model": job.model, **row} for job in self.table for row in self.progress(job.model)]
         return [row for row in rows if not row["complete"] and not row["problem"]]
 
@@ -454,9 +441,8 @@ class TransferCoordinator:
 
     def is_getting(self, name: str) -> bool:
         """Return True if this Mac is getting or seeding OWNER/NAME, as its disk spells that."""
-        return any(
-            job.repo.as_here().name == name and (job.runs or self._election.lends(job)) for job in self.table
-        )
+        busy = (job for job in self.table if job.runs or job.lends(self._node.node_id))
+        return any(job.repo.as_here().name == name for job in busy)
 
     def _stop(self, job: ModelTransfer) -> None:
         if job.fetch is not None:

@@ -25,6 +25,10 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
+
+from .batch import Caches
+from .loader import leaves
 
 #: Names and values of a block: arrays of MLX when it is written, of numpy (see `_Raw`) when it was read.
 Items = list[tuple[str, Any]]
@@ -150,6 +154,35 @@ def joined(parts: Sequence[Items]) -> Iterator[tuple[str, Any]]:
             yield name, Raw(np.concatenate([each[name].bits for each in columns], axis=-2), value.dtype)
         else:
             yield name, value
+
+
+# --- KV caches as the items of a block, and back; for the thread that computes with MLX -------------------
+
+
+def block_of(caches: Caches, start: int, end: int, *, truncatable: bool) -> Items:
+    def part(value: Any) -> Any:
+        if not isinstance(value, mx.array):
+            return value
+        return mx.contiguous(value[..., start:end, :] if truncatable else value)
+
+    held = [(cache.keys, cache.values) if truncatable else cache.state for cache in leaves(caches)]
+    items: Items = tree_flatten(tree_map(part, held))
+    mx.async_eval([value for _, value in items if isinstance(value, mx.array)])
+    return items
+
+
+def caches_of(new: Caches, items: Items, length: int, *, truncatable: bool) -> Caches:
+    """Fill `new` caches with blocks of `length` tokens. Raises ValueError, or others, for what misfits."""
+    values = [(name, array_of(value) if isinstance(value, Raw) else value) for name, value in items]
+    for cache, held in zip(leaves(new), tree_unflatten(values), strict=True):
+        if truncatable:
+            if any(array.shape[-2] != length for _, array in tree_flatten(held)):
+                raise ValueError(f"blocks of other than {length} tokens")
+            cache.keys, cache.values = held
+            cache.offset = length
+        else:
+            cache.state = held
+    return new
 
 
 # --- the folder ------------------------------------------------------------------------------------------

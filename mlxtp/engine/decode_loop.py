@@ -78,8 +78,8 @@ class Followers:
         return replies
 
     def acknowledged(self, result: Result) -> bool:
-        """True once all ranks have acknowledged this step. Raises GroupError (DESYNC) for another one."""
-        for rank in self._links.keys() - self._acknowledged:
+        """True once all ranks acknowledged this; only then check the next. Raises GroupError (DESYNC)."""
+        for rank in self.awaited:
             received = self._mail.take(rank)
             if received is None:
                 continue
@@ -95,15 +95,8 @@ class Followers:
         return True
 
     @property
-    def ranks(self) -> frozenset[int]:
-        return frozenset(self._links)
-
-    @property
-    def awaited(self) -> frozenset[int]:
-        return self.ranks - self._acknowledged
-
-    def silent(self) -> str:
-        return _names(self.awaited)
+    def awaited(self) -> set[int]:
+        return self._links.keys() - self._acknowledged
 
 
 def _names(ranks: Iterable[int]) -> str:
@@ -119,13 +112,9 @@ def _compare(rank: int, ack: Ack, result: Result) -> None:
             )
 
 
-# --- blocks from disk ------------------------------------------------------------------------------------
-
+# --- the loop --------------------------------------------------------------------------------------------
 FETCH_S = 30.0  # seconds that all ranks have to read blocks; then the prompt is computed
 SPILL_S = 2.0  # seconds for blocks that are not on disk when a model is unloaded
-
-
-# --- the loop --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,12 +322,11 @@ class DecodeLoop:
         try:
             self._confirm()  # launching may wait for the device, so acknowledged tokens leave before
         finally:  # the other ranks run their frames, and their forward ends only with this one
-            match frame:
-                case Forward():
-                    known = partial(self._settle, 0) if forward.late else None
-                    self._running.append(self._rank.launch(step, frame, known))
-                case _:
-                    self._rank.apply(frame)
+            if isinstance(frame, Forward):
+                known = partial(self._settle, 0) if forward.late else None
+                self._running.append(self._rank.launch(step, frame, known))
+            else:
+                self._rank.apply(frame)
         if isinstance(frame, Forward) and forward.reads:
             if len(forward.reads) == 1:
                 # Everything before this chunk, but for those that other stages are computing.
@@ -367,7 +355,7 @@ class DecodeLoop:
             if not self._followers.acknowledged(oldest.result):
                 if self._ack_time_left_s() <= 0:
                     raise GroupError(
-                        f"{self._followers.silent()} did not acknowledge step {oldest.result.step} "
+                        f"{_names(self._followers.awaited)} did not acknowledge step {oldest.result.step} "
                         f"within {self._rank.bootstrap.ack_deadline_s:g} s",
                         Code.ACK_MISSING,
                     )

@@ -48,7 +48,7 @@ MOST_SHARING = 8  #: ranks that are tried to share layers
 #: Widths of heads for which Metal's attention has a kernel for one query; for others it takes five.
 _FUSED_HEADS, _UNFUSED_KERNELS = frozenset((64, 96, 128, 256)), 5
 #: Operations that start no kernel: other shapes of the same numbers, and new caches.
-_VIEWS = frozenset(
+VIEWS = frozenset(
     ("AsStrided", "Broadcast", "BroadcastAxes", "Depends", "ExpandDims", "Flatten", "Full", "Load", "Reshape",
      "Slice", "Split", "Squeeze", "StopGradient", "Transpose", "Unflatten", "View")
 )  # fmt: skip
@@ -86,7 +86,7 @@ def _described(family: str, config: Config) -> Description:
     plain = plain_type(config).size
     with _Watch() as watch:
         logits = model(mx.zeros((1, 1), dtype=mx.int32), cache=make_cache(model))
-        kernels = len([name for name in steps(logits) if name not in _VIEWS])
+        kernels = len([name for name in steps(logits) if name not in VIEWS])
     sizes, tied = _sizes(model, watch.picked)
     collectives, dimensions = 0, dimensions_of(config)
     ranks = next((n for n in range(2, MOST_SHARING + 1) if not dimensions.obstacles(n)), 0)

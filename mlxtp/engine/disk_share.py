@@ -12,8 +12,7 @@ import mlx.core as mx
 from ..model_files import fingerprint
 from ..wire.messages import Bootstrap, FetchBlocks, LoadShard, Restore, Spill, digests_in
 from .batch import CacheKind, Caches, share
-from .block_store import BlockStore, Read
-from .cache_blocks import caches_of
+from .block_store import BlockStore, Read, caches_of
 from .loader import leaves
 from .runner import Runner
 

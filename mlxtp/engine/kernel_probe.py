@@ -7,12 +7,9 @@ reads once in a process.
 from __future__ import annotations
 
 import gc
-import io
 import json
-import re
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,9 +19,10 @@ from typing import Any
 import mlx.core as mx
 
 from .batch import CacheKind, arrays_of
+from .describe import VIEWS
 from .forwards import ModelForwards, StepInputs
 from .group import CollectiveCounter, LoneGroup, use_large_buffers
-from .loader import ModelShare, load, make_cache
+from .loader import ModelShare, load, make_cache, steps
 
 PROMPT = tuple(range(7, 39))
 ROUNDS = 64
@@ -33,18 +31,12 @@ ATTENTION = (64, 8, 128)
 KEYS, FEW_KEYS = 16_384, 512  #: a long chat on a GPU, and what a CPU is done with soon
 #: Seconds after which macOS has been seen to unwire weights, and the bytes with which (MLX issue 4609).
 PAUSE_S, WEIGHTS_BYTES, FEW_WEIGHTS_BYTES = 3.0, 4 << 30, 64 << 20
-#: Primitives that launch no kernel.
-_VIEWS = frozenset(
-    "Reshape Transpose Slice Broadcast ExpandDims Squeeze Flatten Unflatten Full Split".split()  # noqa: SIM905
-)
 
 
 def launches(*arrays: mx.array) -> int:
-    text = io.StringIO()
-    mx.export_to_dot(text, *arrays)
-    found = Counter(re.findall(r'label ?=\s*"([^"]+)", shape=rectangle', text.getvalue()))
-    computed_places = found["DynamicSliceUpdate"]  # each takes a kernel for the place on Metal
-    return computed_places + sum(number for name, number in found.items() if name not in _VIEWS)
+    found = steps(*arrays)
+    computed_places = found.count("DynamicSliceUpdate")  # each takes a kernel for the place on Metal
+    return computed_places + len([name for name in found if name not in VIEWS])
 
 
 class Steps:

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, chain, combinations, islice, pairwise, takewhile
-from typing import Protocol
 
 from ..wire.messages import MAX_WIDTH, Arrange, Evict, PromptPart, SessionStop, packed
 from .disk_index import DiskIndex
@@ -350,10 +349,6 @@ def places_to_save(sequence: SequenceState, hit: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-class Uids(Protocol):
-    last_uid: int  # the newest
-
-
 class KVCacheManager:
     """Room for the KV caches of `running` and `waiting` sequences, and of kept ones in `prefixes`.
 
@@ -471,13 +466,6 @@ class KVCacheManager:
         if sequence.disk.fetch:
             return not sequence.disk.fetched  # its room is counted
         return full or self.is_being_computed(sequence, others)
-
-    def fetch(self, sequence: SequenceState, uids: Uids) -> bool:
-        fetch = self.disk.fetch(sequence, uids.last_uid + 1, self.hit_length(sequence))
-        if fetch is not None:
-            uids.last_uid += 1
-            self.frames.append(fetch)
-        return fetch is not None
 
     def _holds(self, uid: int, tokens: int) -> bool:
         if self._prefixes.length(uid) >= tokens:

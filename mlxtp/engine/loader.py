@@ -187,9 +187,9 @@ def read_share(stored: StoredTensor, rank: int, ranks: int) -> mx.array:
     return _read_rows(stored, rank * rows, rows, axis=len(stored.shape) - 2)
 
 
-def steps(array: mx.array) -> list[str]:
+def steps(*arrays: mx.array) -> list[str]:
     graph = io.StringIO()
-    mx.export_to_dot(graph, array)
+    mx.export_to_dot(graph, *arrays)
     return [line.split('"')[1] for line in graph.getvalue().splitlines() if "shape=rectangle" in line]
 
 

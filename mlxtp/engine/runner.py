@@ -32,8 +32,7 @@ from .batch import (
     share,
     snapshot,
 )
-from .block_store import Items
-from .cache_blocks import block_of
+from .block_store import Items, block_of
 from .forwards import ModelForwards, StepInputs
 from .group import CollectiveCounter, LoneGroup
 from .loader import ModelShare, leaves

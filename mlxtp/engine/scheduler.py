@@ -156,10 +156,8 @@ class Scheduler:
     def _next_prefill(self) -> Forward | None:
         policy = self._policy
         beside = bool(self._running)
-        if not beside:
-            self._budget = policy.prefill_chunk
         limit = self._chunks.beside if beside else policy.prefill_chunk
-        self._budget = min(self._budget, limit)
+        self._budget = min(self._budget, limit) if beside else limit
         started = self._waiting.holding()
         free = policy.max_rows - len(self._running) - len(started)
         if policy.rolls_back and free > 1 and len(self._waiting) > 1 and not self._waiting[0].uid:
@@ -188,7 +186,13 @@ class Scheduler:
                 if not self._kv.make_room([sequence]):
                     full = True  # later requests must not overtake it
                     continue
-                if self.frames or self._kv.fetch(sequence, self):
+                uid = self.last_uid + 1
+                if not self.frames and (
+                    fetch := self.disk.fetch(sequence, uid, self._kv.hit_length(sequence))
+                ):
+                    self.last_uid = uid
+                    self.frames.append(fetch)
+                if self.frames:
                     return None
             return self._prefill(sequence, limit)
         return None

@@ -8,10 +8,11 @@ from typing import Any, cast
 import pytest
 
 from mlxtp.engine.decode_loop import Followers
+from mlxtp.engine.executor import Result
 from mlxtp.engine.mailbox import Mailbox
 from mlxtp.errors import Code, LinkError
 from mlxtp.wire.blocking import BlockingLink
-from mlxtp.wire.messages import Done
+from mlxtp.wire.messages import Ack, Done
 from mlxtp.wire.session import Received
 
 from ..live_cluster import WAIT_S
@@ -76,3 +77,18 @@ def test_replies_that_are_there_come_in_the_order_of_ranks() -> None:
         mail.post(rank, DONE)
     assert list(of(mail, 2).replies(WAIT_S)) == [1, 2]
     assert list(of(mail, 0).replies(WAIT_S)) == []
+
+
+def test_a_rank_may_be_a_step_ahead_of_another_with_its_acks() -> None:
+    mail = Mail()
+    followers = of(mail, 2)
+    one, two = (Result(step, (), {}, step, 0, 7, 0, 0, 0.0, 0.0) for step in (1, 2))
+    for step in (1, 2):
+        mail.post(1, Received(step, Ack(step, step, 0, 7)))
+    assert not followers.acknowledged(one)
+    assert not followers.acknowledged(one), "the second Ack of rank 1 is of the next step"
+    assert followers.awaited == {2}
+    for step in (1, 2):
+        mail.post(2, Received(step, Ack(step, step, 0, 7)))
+    assert followers.acknowledged(one)
+    assert followers.acknowledged(two)

@@ -274,6 +274,17 @@ def test_short_prompts_are_computed_together() -> None:
     check_answers(simulation)
 
 
+def test_what_prompts_took_beside_rows_limits_none_that_come_alone() -> None:
+    simulation = Simulation(prefill_chunk=16, together=16)
+    simulation.add(prompt=16, max_tokens=1)
+    simulation.drain()
+    simulation.add(prompt=5, max_tokens=1)
+    simulation.add(prompt=5, max_tokens=1)
+    simulation.drain()
+    assert sketch(simulation.frames) == "P1 S1 P(23) S2 S3"
+    check_answers(simulation)
+
+
 def test_prompts_of_one_token_answer_together() -> None:
     simulation = Simulation(together=64)
     for _ in range(3):

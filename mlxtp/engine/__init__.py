@@ -1,6 +1,5 @@
 """The rank process: the only folder that computes with MLX.
 
 Read `scheduler`, `decode_loop` (rank 0) and `serve_loop` (every other rank) first. `worker` is the process,
-`group` the collectives, `loader` the weights. `executor` carries out commands, `runner` the forwards over a
-`batch`; `sampler` chooses tokens. `requests` leads from Generate to the scheduler and back.
+`group` the collectives, `executor` carries out commands, `runner` the forwards over a `batch`.
 """

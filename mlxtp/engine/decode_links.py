@@ -59,8 +59,7 @@ def open_links(
 ) -> dict[int, BlockingLink]:
     """Open this rank's decode links, by the rank at their other end. `identity`: folder of this node's key.
 
-    Raises LinkError (LINK_TIMEOUT) at the bootstrap's deadline, ProtocolError (NOT_AUTHENTIC) when another
-    process answers at rank 0's address.
+    Raises LinkError (LINK_TIMEOUT), or ProtocolError (NOT_AUTHENTIC) when another answers as rank 0.
     """
     if bootstrap.world_size == 1:
         return {}

@@ -1,8 +1,7 @@
 """Choice of what goes to disk and of what comes back, on rank 0 alone. Pure.
 
-A block is named by the digest of all tokens up to its end, and of the salt, which keeps users apart. Of
-caches that can be cut it holds `BLOCK` tokens, of others everything at one place; the digest up to the last
-multiple of `STEM` then stands for the block before it, so that few ends are compared with a prompt.
+The digest of all tokens up to its end, and of the salt, names a block. It holds `BLOCK` tokens; of caches
+that cannot be cut all, behind the digest up to the last multiple of `STEM`, so few ends are compared.
 """
 
 from __future__ import annotations

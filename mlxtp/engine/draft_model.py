@@ -53,8 +53,7 @@ class DraftModel:
     def propose(self, rows: Mapping[int, Sequence[int]], limit: int) -> Drafts:
         """Return the most likely `limit` tokens after those of each row; rows that are not named have ended.
 
-        A row has none while it reads a long prompt, one chunk a call so that others need not wait, or without
-        room.
+        None for a row without room, or that still reads its prompt, one chunk a call, as others wait.
         """
         fitting = self._fitting(rows, limit)
         for row in [row for row in self._fed if row not in fitting]:

@@ -110,9 +110,8 @@ class ModelForwards:
     ) -> tuple[mx.array, Callable[[mx.array | None], mx.array | None]]:
         """Queue a forward over prompts' `tokens` int32 [rows, length]; returns logits at `ends` int32 [rows].
 
-        Also returns a function that puts the prompts into the MTP head's cache and returns its output at
-        `ends`. It takes the embeddings [rows, 1, hidden] of the tokens behind these, or None where all are
-        `following`.
+        Also returns what puts the prompts into the MTP head's cache and returns its output at `ends`. It
+        takes the embeddings [rows, 1, hidden] of the tokens behind these, or None where all are `following`.
         """
         head, forward = self.head, partial(self._vocabulary.forward, self._model, ends=ends)
         if head is None:
@@ -269,8 +268,7 @@ def _again(key: ShapeKey, drafts: int) -> bool:
 def _shape(
     bucket: Bucket, positions: tuple[int, ...], width: int, drafts: int, kinds: CacheKind | None = None
 ) -> tuple[ShapeKey, list[Any]]:
-    """Make room for a step; returns its key, and arguments of its ForwardShape, for which graphs compile
-    kernels.
+    """Make room for a step; returns its key, and arguments of its ForwardShape, kept out of graphs.
 
     `kinds`: None for the MTP head's caches alone.
     """

@@ -1,8 +1,7 @@
 """Grammars of answers: masks of the tokens that may come next. On rank 0 alone, without MLX.
 
-JSON is written on one line, with the separators of its schema's `x-guidance`, by default `", "` and `": "`,
-and properties in the schema's order. Properties that it does not name are allowed unless
-`additionalProperties` forbids them. Keywords that cannot be enforced are refused.
+JSON is on one line, with its schema's `x-guidance` as separators, else `", "` and `": "`, and properties in
+order; others are allowed unless `additionalProperties` forbids them. What cannot be enforced is refused.
 """
 
 from __future__ import annotations
@@ -106,11 +105,9 @@ class Matcher:
     _cpu: CpuAllowance = field(default_factory=lambda: CpuAllowance(search=CpuAllowance(SEARCH_BURST_S)))
 
     def mask(self) -> NDArray[np.uint32]:
-        """Return the tokens that may come next: token t is bit t % 32 of word t / 32 of [ceil(vocabulary /
-        32)].
+        """Return the tokens that may come next, in 32-bit words; end tokens where the answer may end.
 
-        End tokens are in it where the answer may end, alone where it must. Raises MlxtpError where no token
-        may come, or a step exceeds a limit of time or memory.
+        Raises MlxtpError where no token may come, or a step exceeds a limit of time or memory.
         """
         words = np.full(-(-self._tokens // _WORD_BITS), 0xFFFFFFFF, np.uint32)
         with self._cpu.step():
@@ -311,11 +308,7 @@ _SUBJECT = {"json_schema": "the JSON schema", "regex": "the regular expression",
 
 
 def read_tokenizer(folder: Path, vocabulary: int, eos: frozenset[int]) -> LLTokenizer:
-    """Return the tokenizer of the model in `folder`. Raises RequestError (NOT_SUPPORTED) without a usable
-    one.
-
-    Holds the GIL throughout, a second for 128,000 tokens.
-    """
+    """Raises RequestError (NOT_SUPPORTED) without a usable one. Holds the GIL, 1 s for 128,000 tokens."""
     from llguidance import LLTokenizer
 
     def refusal(why: object) -> RequestError:

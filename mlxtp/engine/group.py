@@ -158,8 +158,7 @@ class RingGroup:
     def timed(self, kind: Timed, size: int, rounds: int, progress: Callable[[], None]) -> float:
         """Return the median seconds of `rounds` collectives over `size` bytes of each rank, run by all ranks.
 
-        A "chain" is one graph of sums, each of the one before, so that on a GPU each includes a fence, as in
-        a forward.
+        A "chain" is one graph of dependent sums, so that on a GPU each includes a fence, as in a forward.
         """
         array = mx.ones((max(size // _NUMBER.size, 1),), dtype=_NUMBER)
         mx.eval(array, self.total(array))  # waits for late ranks
@@ -258,10 +257,9 @@ def form(
     available: Callable[[str], bool] = is_available,
     init: Callable[[str, Factory | None], Any] = init,
 ) -> Group:
-    """Form the group; blocks until every rank is here.
+    """Form the group; blocks until every rank is here. `hosts`, for the ring: "ip:port" in rank order.
 
-    The ring needs `hosts`, "ip:port" in rank order, JACCL a `fabric`; MLX reads them from a file in `folder`.
-    It holds the GIL (but see `SideChannelExchange`), and its accept never times out, so the deadline is an
+    MLX holds the GIL (but see `SideChannelExchange`), and its accept never times out, so the deadline is an
     alarm that ends the process without Python. Raises ConfigError without such a backend, the errors of the
     fabric's all-gather, and GroupError (FORM_FAILED) when MLX fails or forms another group.
     """

@@ -326,12 +326,10 @@ def load(
     split: Sequence[int] = (),
     read_head: Callable[[Path, Config], Any] = lambda _folder, _config: None,
 ) -> ModelShare:
-    """Load this rank's share; `progress` after the vocabulary and each layer. `split`: layers of each rank,
-    or ().
+    """Load this rank's share. `split`: layers of each rank, or (). `read_head` returns the MTP head, or None.
 
-    `read_head` returns the MTP head, or None. Raises ModelError that names the folder, or GroupError
-    (OUT_OF_MEMORY, GPU_TIMEOUT) if the machine failed. No collective runs, so a rank may fail alone. Peak
-    memory is about the share plus one tensor.
+    Raises ModelError that names the folder, or GroupError (OUT_OF_MEMORY, GPU_TIMEOUT) if the machine failed.
+    No collective runs, so a rank may fail alone. Peak memory is about the share plus one tensor.
     """
     from mlx_lm.utils import maybe_set_recommended_wired_limit
 

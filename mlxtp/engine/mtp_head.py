@@ -1,8 +1,7 @@
 """MTP head of a model: one more layer behind its own, which predicts the token after the next one.
 
 It reads the hidden state of a position and the embedding of the token that follows, then its own output and
-proposal. Its KV cache is cut and copied with the model's; then its last entry may be of another token, which
-costs acceptance and changes no text. All ranks compute the whole head alike.
+proposal. After its KV cache is cut, the last entry may be of another token, which changes no text.
 """
 
 from __future__ import annotations
@@ -101,8 +100,7 @@ class MtpHead(nn.Module):  # type: ignore[misc]  # mlx is untyped here
     ) -> mx.array:
         """Return the next `count` tokens of each row, int32 [rows, count], by one collective for each.
 
-        `found` [rows, 1, hidden] is its output at each row's last token, `ends` int32 [rows] where the next
-        one goes.
+        `found` [rows, 1, hidden]: its output at each row's last token; `ends` int32 [rows]: the next place.
         """
         tokens, embeddings = vocabulary.winners(vocabulary.logits(found))
         drafts = [tokens]
@@ -146,10 +144,9 @@ def accepted(fed: mx.array, chosen: mx.array, counts: mx.array) -> mx.array:
 
 
 def read_head(folder: Path, config: Config, *, numbers: bool = True) -> MtpHead | None:
-    """Read the model's MTP head, without weights unless `numbers`; None for none. Raises one of
-    `MLX_LM_RAISES`.
+    """Read the model's MTP head, without weights unless `numbers`. Raises one of `MLX_LM_RAISES`.
 
-    One that is not complete or fits no model is left out, with a line on standard error.
+    None, with a line on standard error, for one that is not complete or fits no model.
     """
     try:
         place = mtp_place(config)

@@ -1,8 +1,7 @@
 """Stages of a model: the whole layers that one rank of a pipeline has, and the hidden states between them.
 
-Rank 0 has the last layers and the output head, so that logits are where tokens are chosen; the last rank has
-the first layers and the embedding. Hidden states go from each rank to the one below it. Layers of other ranks
-lose their weights and return their input.
+Rank 0 has the last layers and the output head, the last rank the first layers and the embedding. Hidden
+states go from each rank to the one below it. Others' layers have no weights and return their input.
 """
 
 from __future__ import annotations
@@ -55,7 +54,6 @@ class Stage:
     """Layers `first` to `end` (exclusive) of `model`, which `rank` of `ranks` computes.
 
     hidden    numbers of one token between two layers
-    dtype     type of these numbers
     layers    numbers of the layers that have weights
     embeds    it has the embedding
     chooses   it has the output head
@@ -517,11 +515,10 @@ class _HeldForward:
 class Border:
     """Messages of hidden states over the borders of `stage`; none where a rank has part of each layer.
 
-    All ranks queue them in the order of forwards, whose numbers they carry, so that no two wait for each
-    other. A forward is submitted when its tokens and hidden states are here, because macOS ends a GPU's work
-    that waits for some seconds: rank 0, which has other frames to send, holds it until its hidden states are
-    here, the others until its tokens are. Methods that submit raise GroupError (DESYNC) for another
-    forward's.
+    All ranks queue them in the order of forwards, so that no two wait for each other. A forward is submitted
+    when its tokens and hidden states are here, because macOS ends a GPU's work that waits for some seconds:
+    rank 0, with other frames to send, holds it for hidden states, the others for tokens. Raises GroupError
+    (DESYNC) for those of another forward.
     """
 
     def __init__(self, stage: Stage | None, group: Group) -> None:

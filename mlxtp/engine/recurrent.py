@@ -1,8 +1,7 @@
 """Recurrent layers, as in Qwen3.5, Nemotron-H or LFM2, and their way back behind wrong drafts.
 
-A state cannot be cut. A step of several tokens leaves it as it was, and keeps the inputs of the recurrence, a
-hundredth of a state a token. The next step first feeds those again that were right, whose number follows from
-its position. Convolutions keep all their inputs.
+A step of several tokens leaves a state, which cannot be cut, as it was, and keeps the inputs of the
+recurrence. The next step first feeds those again that were right. Convolutions keep all their inputs.
 """
 
 from __future__ import annotations

@@ -112,11 +112,10 @@ class Sampler:
         self._some_min_p = any(row.min_p for row in drawn)
 
     def choose(self, logits: mx.array, positions: mx.array) -> mx.array:
-        """Return the chosen tokens, int32 [R, L], of `logits` [R, L, V]: greedy rows' by the lowest id among
+        """Return the chosen tokens, int32 [R, L], of `logits` [R, L, V]: greedy rows' by the lowest id of
         equals.
 
-        `positions`, int32 [R, L], or [R] for the first of consecutive ones: a chosen token's index in the
-        sequence.
+        `positions`: the chosen tokens' places in the sequence, int32 [R, L], or [R] for consecutive ones.
         """
         if self.greedy:
             return mx.argmax(logits, axis=-1).astype(mx.int32)

@@ -1,13 +1,11 @@
 """Choice of the next forward, on rank 0 alone. Pure: no MLX, no clock, no I/O.
 
-A sequence waits, prefills in chunks, runs, and stops. `next` returns one frame; `record` takes the tokens
-that a forward chose. With run-ahead, `next` comes before the results of the forward before; where a row's
-step depends on them (drafts in flight), it returns None until they are known. A grammar's mask is not needed
-before the forward has its logits, so such a step is only `late`.
+`next` returns one frame; `record` takes the tokens that a forward chose. With run-ahead, `next` comes before
+the results of the forward before; where a row's step depends on them (drafts in flight), it returns None
+until they are known. A grammar's mask is not needed before a forward has its logits: such a step is `late`.
 
-A request may run as several sequences, in succession: when the KV caches exceed their budget, the youngest
-sequence is removed and later prefilled again, with its tokens so far. A request that an earlier group left
-unfinished arrives with its tokens, too.
+When the KV caches exceed their budget, the youngest sequence is removed, and later prefilled again with its
+tokens so far, as is a request that an earlier group left unfinished.
 """
 
 from __future__ import annotations
@@ -43,8 +41,7 @@ MAX_PREFILLING = 4
 
 @dataclass(frozen=True, slots=True)
 class QueuedForward:
-    """Forward that was queued: the rows for which it chooses; the sequences and `tokens` of prompts that it
-    reads.
+    """Forward that was queued: rows for which it chooses, and what it reads of prompts.
 
     `late`: rank 0 chooses once the tokens of the forward before are known, because a grammar needs them.
     """

@@ -46,8 +46,7 @@ class _Step:
 class Speculation:
     """Drafts and forced tokens of the `running` rows, as many as pay.
 
-    Unless times may decide for all, each row has a `DraftPolicy` of its own, so that no other changes its
-    drafts.
+    Unless times may decide for all, each row has its own `DraftPolicy`, so that no other row changes it.
     """
 
     def __init__(self, policy: Policy, running: Sequence[SequenceState]) -> None:

@@ -63,8 +63,7 @@ class Guide(Protocol):
         """At most `limit` next tokens without alternative, not accepted. Raises MlxtpError for none."""
 
     def allowed(self, drafts: Sequence[int]) -> tuple[int, ...]:
-        """Return the first of `drafts` that may come, where no token is forced, and prepare their masks and
-        the next.
+        """Return the first of `drafts` that may come, where no token is forced, with masks as `forced`.
 
         They end before one after which the choice could differ from that of a step for each token.
         """

@@ -214,6 +214,7 @@ def test_the_models_that_can_be_served(server: Server) -> None:
     assert row.items() <= model.model_dump().items()
     for name in ("org/tiny", "tiny", "default"):
         assert get(server, f"/v1/models/{name}").json() == row
+    assert get(server, "/v1/models/").json() == get(server, "/v1/models").json()
     with pytest.raises(openai.NotFoundError, match="available: org/tiny"):
         server.client.models.retrieve("org/other")
     server.backend.ready = False

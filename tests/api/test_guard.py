@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import Message, Scope
 
+from mlxtp.api.api_keys import KeyFile, KeyRing, digest_of
 from mlxtp.api.guard import (
+    ADMITTED,
     Access,
+    KeyGuard,
     address_of,
     is_admin,
     is_public,
@@ -17,7 +25,7 @@ from mlxtp.api.guard import (
     misdirected,
     scope_of,
 )
-from mlxtp.errors import Code
+from mlxtp.errors import Code, RequestError
 
 HERE = ("192.168.1.5", 52415)
 THERE = ("192.168.1.9", 40000)
@@ -346,3 +354,34 @@ def test_what_needs_no_key_of_the_api(path: str, public: bool, admin: bool) -> N
 )
 def test_where_a_key_may_stand(headers: dict[str, str], keys: list[str]) -> None:
     assert keys_in(Headers(headers)) == keys
+
+
+@pytest.mark.parametrize("crowded", [True, False])
+def test_a_connection_that_refuses_a_key_keeps_its_request_from_the_app(
+    tmp_path: Path, crowded: bool
+) -> None:
+    file = KeyFile(tmp_path)
+    _, key = file.create("laptop", 0, 0.0)
+    refused: list[tuple[int, str]] = []
+    reached: list[Scope] = []
+
+    def answer(_scope: Scope, error: RequestError, _headers: Mapping[str, str]) -> Response:
+        refused.append((error.status, error.detail))
+        return Response()
+
+    async def app(scope: Scope, *_: Any) -> None:
+        reached.append(scope)
+
+    async def receive() -> Message:
+        return {"type": "http.request"}
+
+    async def send(_message: Message) -> None:
+        pass
+
+    admitted = {ADMITTED: lambda key_hash: f"{key_hash} has too many" if crowded else ""}
+    headers = [(b"x-api-key", key.encode())]
+    scope = {"type": "http", "path": "/v1/models", "method": "GET", "server": HERE, "client": THERE}
+    guard = KeyGuard(app, KeyRing(file, "always", beyond=False), answer)
+    asyncio.run(guard(scope | {"headers": headers, "state": admitted}, receive, send))
+    assert refused == [(503, f"{digest_of(key).hex()} has too many")] * crowded
+    assert len(reached) == (not crowded)

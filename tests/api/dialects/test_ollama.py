@@ -610,6 +610,15 @@ def test_a_call_is_not_broken_by_its_scores(thinker: Server) -> None:
     assert sum(len(line.logprobs or []) for line in lines) == len(tokens)
 
 
+def test_the_score_of_a_token_without_bytes_has_no_field_for_them(thinker: Server) -> None:
+    text = thinker.backend.text()
+    assert text is not None
+    special, words = next(iter(text.specials)), thinker.ids("hello")
+    thinker.backend.script = says_scored([*words, special])
+    rows = post(thinker, "chat", ask(stream=False, logprobs=True)).json()["logprobs"]
+    assert ["bytes" in row for row in rows] == [True] * len(words) + [False]
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_call_that_was_cut_off_is_no_call_but_is_not_lost(thinker: Server, stream: bool) -> None:
     thinker.backend.script = says(thinker.ids(CALL[: CALL.index("1")]), reason="length")

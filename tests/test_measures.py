@@ -35,7 +35,7 @@ LEFT: Mapping[str, int] = {
     "classes with many public methods": 9,
     "dataclasses with many fields": 7,
     "functions with many positional parameters": 6,
-    "functions of an object of a class beside them": 74,
+    "functions of an object of a class beside them": 73,
 }
 MOST_LINES: Mapping[str, int] = {
     "": 3_930,
@@ -45,7 +45,7 @@ MOST_LINES: Mapping[str, int] = {
     "cluster": 4_952,
     "diagnostics": 2_407,
     "discovery": 1_003,
-    "engine": 11_637,
+    "engine": 11_607,
     "gateway": 1_753,
     "groups": 6_150,
     "identity": 1_247,

@@ -310,6 +310,25 @@ def test_requests_go_on_in_the_next_epoch(tmp_path: Path, source: ModelSource, c
     play(tmp_path, source, story)
 
 
+def test_requests_that_come_while_an_epoch_ends_for_another_plan_are_for_the_next_one(tmp_path: Path) -> None:
+    async def story() -> None:
+        supervisor, ranks, ends = made(Settings(tmp_path, "", 0, 1, "tiny")), FakeRanks(), list[object]()
+        supervisor._current = cast(
+            Any, SimpleNamespace(give_up=ends.append, lost=lambda *how: ends.append(how))
+        )
+        supervisor.gateway.serve(GROUP, DEPLOYMENT, cast(Any, ranks), MODEL, TEXT)
+        supervisor.end_epoch(error := GroupError("it is dead", Code.REPLANNED), "b" * 32)
+        assert ends == [("b" * 32, "it is dead")]
+        supervisor.gateway.generate(Generate(0, (5,), ENDLESS))
+        supervisor.end_epoch(error)
+        assert ends[1:] == [error]
+        supervisor.gateway.generate(Generate(0, (6,), ENDLESS))
+        assert (len(ranks.sent), supervisor.gateway.open_requests) == (1, 2)
+        supervisor.gateway.close(CLOSED)
+
+    run(story())
+
+
 def test_an_end_is_taken_at_any_time_on_the_way_up(tmp_path: Path, source: ModelSource) -> None:
     async def story(stage: Stage) -> None:
         stage.orders.give(0, deaf=True)
@@ -354,6 +373,27 @@ def test_after_too_many_failures_it_waits_for_something_to_change(
         await sees(lambda: stage.asked == 3)
         assert not stage.supervisor.status.resting
         await stage.serves(3)
+
+    play(tmp_path, source, story)
+
+
+def test_the_wait_after_an_epoch_depends_on_its_backend(
+    tmp_path: Path, source: ModelSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+
+    def delay_s(*_: object, jaccl: bool, **__: object) -> float:
+        seen.append(jaccl)
+        return 0.0
+
+    monkeypatch.setattr(RestartPolicy, "delay_s", delay_s)
+
+    async def story(stage: Stage) -> None:
+        stage.orders.give(0, die_on="Bootstrap", code="group_form_failed")
+        for number, backend in ((1, "jaccl"), (2, "none")):
+            stage.plan(number, EpochGroup(1, 1, backend))
+            await sees(lambda number=number: stage.asked == number + 1)
+        assert seen == [True, False]
 
     play(tmp_path, source, story)
 

@@ -200,10 +200,6 @@ class Supervisor:
         self.gateway.serve(self.group, self.deployment, ranks, loaded.info, text, load_s=load_s, room=room)
 
     @property
-    def open_requests(self) -> int:
-        return self.gateway.deployments.open_at(self.group)
-
-    @property
     def has_ranks(self) -> bool:
         """True while this agent owns ranks, or still ends them."""
         return self._current is not None

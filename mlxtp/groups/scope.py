@@ -81,15 +81,16 @@ class GroupScope:
         plan, supervisor, status = self.plan, self.supervisor, self.supervisor.status
         if plan is None:
             return self._without_epoch() if self.owned and self.row is not None else None
-        state, requests, info = status.state, supervisor.open_requests, supervisor.info
+        served, now = supervisor.gateway.deployments, time.monotonic()
+        work, form = served.work_of(self.group), plan.order.form
+        state, requests, info = status.state, served.open_at(self.group), supervisor.info
         if not supervisor.has_ranks:  # it is about to begin, or is over
             state, requests, info = ServingState.RESTARTING, 0, None
         reason = status.reason.detail if status.reason is not None else ""
         if state is ServingState.LOADING:
             reason = status.progress
-        served, now = supervisor.gateway.deployments, time.monotonic()
-        work, form = served.work_of(self.group), plan.order.form
-        report = replace(
+        held = [-(-self._held_here(node) // MIB) for node in form.ranks]
+        return replace(
             self._report(state, status.closing or reason),
             epoch=plan.order.number,
             backend=status.group.backend if status.group is not None else "none",
@@ -97,26 +98,20 @@ class GroupScope:
             participants=form.ranks,
             open_requests=requests,
             model=form.model,
+            context=info.context if info is not None else 0,
+            vocabulary=info.vocabulary if info is not None else 0,
+            eos=info.eos if info is not None else (),
             load_s=math.ceil(served.named(self.deployment).load_s),
+            held_mib=tuple(held) if state in SERVES else (),
             running=work.running,
             speed=round(self._meter.rate(work.tokens, now) or 0),
             cached=work.cached,
+            idle_s=served.unused_s(self.group) if state in SERVES else 0,
+            checkpoints=info is not None and info.checkpoints,
             split=form.split,
             ready_s=int(status.history.served_s(now)),
             used=work.tokens > 0,
         )
-        if info is not None:
-            report = replace(
-                report,
-                context=info.context,
-                vocabulary=info.vocabulary,
-                eos=info.eos,
-                checkpoints=info.checkpoints,
-            )
-        if state in SERVES:
-            held = tuple(-(-self._held_here(node) // MIB) for node in form.ranks)
-            report = replace(report, held_mib=held, idle_s=served.unused_s(self.group))
-        return report
 
     def _without_epoch(self) -> Serving:
         status = self.supervisor.status
@@ -156,7 +151,7 @@ class GroupScope:
         status = self.supervisor.status
         if self.plan is None or not status.in_epoch:
             return None
-        order, requests = self.plan.order, self.supervisor.open_requests
+        order, requests = self.plan.order, self.supervisor.gateway.deployments.open_at(self.group)
         serves, draining = status.state in SERVES, status.state is ServingState.DRAINING
         return RunningEpoch(order.number, order.form, order.boots, serves, requests, draining)
 

@@ -11,8 +11,8 @@ import pytest
 from mlxtp.cluster.cluster_state import PINNED, YIELDS
 from mlxtp.cluster.node import BEAT_S, ClusterNode
 from mlxtp.cluster.reconcile import Wait
+from mlxtp.gateway.dispatcher import ServedDeployments
 from mlxtp.groups import group as group_module
-from mlxtp.groups.lifecycle import Supervisor
 from mlxtp.groups.scope import NOTHING_WANTED
 from mlxtp.models.inspect import ModelSource
 from mlxtp.placement.cost_model import (
@@ -535,7 +535,7 @@ def test_with_fewer_replicas_the_group_that_is_not_ready_ends_once_it_is_idle(
     tmp_path: Path, member: Member, weights: ModelSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests = [1]
-    monkeypatch.setattr(Supervisor, "open_requests", property(lambda _: requests[0]))
+    monkeypatch.setattr(ServedDeployments, "open_at", lambda *_: requests[0])
 
     async def story(node: Node) -> None:
         here, a = node.parts.node.node_id, node.meet(A)

@@ -86,6 +86,7 @@ class GroupController:
     # --- for the supervisor --------------------------------------------------------------------------
 
     async def next_plan(self) -> EpochPlan:
+        """Wait until an epoch is to be formed; the last one is over."""
         last = self._scope.plan
         if last is not None and last.wired.backend == "jaccl":
             # JACCL forms even with a cable out, between any ranks.
@@ -103,7 +104,7 @@ class GroupController:
         await self._changed.wait()
 
     def failed(self, error: MlxtpError, formed: bool) -> bool:
-        """Leave out the group that failed on its way up.
+        """Leave out the group that failed on its way up. Return whether another one may take its place.
 
         One failure is enough, except for a lost process, a forward that was slow on all ranks, or a TCP port
         that was taken: those may pass.
@@ -121,7 +122,9 @@ class GroupController:
     def died(self, error: MlxtpError, served_s: float, strikes: int, *, last: bool) -> bool:
         """Leave out a group over JACCL that ends again and again, or twice under one request.
 
-        If that request ends the next group, too, it was to blame, and JACCL is no longer left out.
+        If that request ends the next group, too, it was to blame, and JACCL is no longer left out. `strikes`:
+        failures in a row under the request that would be ended for it; 0 without one. `last`: no other epoch
+        may follow. Return whether another plan takes its place, which that request may try.
         """
         plan = self._scope.plan
         if plan is None or not may_blame(error.code):

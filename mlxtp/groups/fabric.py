@@ -218,15 +218,14 @@ class FabricBench:
         self._background.start(self._answer(link.node_id, wanted), "measuring the fabric")
 
     async def _answer(self, node_id: str, wanted: FabricWanted) -> None:
-        problem, results = "", list[FabricResult]()
         try:
             if not self._shown(wanted.deployment).status.in_epoch:  # two agents could ping-pong for ever
                 raise UserError(f"rank 0 is no longer on {self._node.name}; try again")
-            results.append(await self._bench_here(wanted.deployment))
+            answer = FabricAnswer(wanted.nonce, "", (await self._bench_here(wanted.deployment),))
         except MlxtpError as error:
-            problem = error.detail
+            answer = FabricAnswer(wanted.nonce, error.detail)
         with contextlib.suppress(MlxtpError):  # it is gone
-            self._node.links.send(node_id, FabricAnswer(wanted.nonce, problem, tuple(results)))
+            self._node.links.send(node_id, answer)
 
     async def close(self) -> None:
         await self._background.close()

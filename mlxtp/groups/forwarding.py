@@ -54,29 +54,22 @@ class RemoteBackend:
 
     def __init__(
         self,
-        connection: StreamLink,
-        on_event: Callable[[RequestEvent], None],
-        lost: Callable[[MlxtpError], None],
-    ) -> None:
-        self._connection = connection
-        self._on_event = on_event
-        self._lost = lost
-        self._background = Background(self._failed)
-        self._task = self._background.start(self._read_all(), "reading a requests link")
-
-    @classmethod
-    async def greet(
-        cls,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         on_event: Callable[[RequestEvent], None],
         lost: Callable[[MlxtpError], None],
-    ) -> RemoteBackend:
-        """Greet the other end. Raises LinkError or ProtocolError."""
-        connection = StreamLink(reader, writer, Session(LinkKind.REQUESTS, Side.UPPER, 0))
-        await connection.receive()  # its Hello; anything else is out of order
-        connection.send(Welcome(PROTOCOL_VERSION, b""))
-        return cls(connection, on_event, lost)
+    ) -> None:
+        self._connection = StreamLink(reader, writer, Session(LinkKind.REQUESTS, Side.UPPER, 0))
+        self._on_event = on_event
+        self._lost = lost
+        self._background = Background(self._failed)
+
+    async def greet(self) -> RemoteBackend:
+        """Greet the other end, and read from then on. Raises LinkError or ProtocolError."""
+        await self._connection.receive()  # its Hello; anything else is out of order
+        self._connection.send(Welcome(PROTOCOL_VERSION, b""))
+        self._background.start(self._read_all(), "reading a requests link")
+        return self
 
     def send(self, message: Message) -> None:
         self._connection.send(message)
@@ -103,7 +96,8 @@ class RemoteBackend:
 
     def drop(self) -> None:
         """End the link without calling `lost`."""
-        self._task.cancel()
+        for task in self._background.tasks:
+            task.cancel()
         self._connection.close()
 
     async def close(self) -> None:
@@ -267,7 +261,7 @@ class ForwardingBackend:
         reader, writer = await open_tls(link.remote, found[1], context, ALPN_REQUESTS, CONNECT_S)
         try:
             async with asyncio.timeout(CONNECT_S):
-                self._backend = await RemoteBackend.greet(reader, writer, gateway.on_event, self._lost)
+                self._backend = await RemoteBackend(reader, writer, gateway.on_event, self._lost).greet()
                 self._backend_at = node_id
         except BaseException:
             writer.transport.abort()

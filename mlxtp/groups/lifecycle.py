@@ -48,24 +48,12 @@ class EpochPlan:
 
 
 class EpochOwner(Protocol):
-    """Plans the epochs, and is told how they end: `controller.GroupController`."""
+    """Plans the epochs, and is told how they end: `controller.GroupController`, which has the contracts."""
 
-    async def next_plan(self) -> EpochPlan:
-        """Wait until an epoch is to be formed; the last one is over."""
-
-    async def changed(self) -> None:
-        """Wait until something has changed since the last epoch failed for good."""
-
-    def failed(self, error: MlxtpError, formed: bool) -> bool:
-        """Note that an epoch failed on its way up. Return whether another one may take its place."""
-
-    def died(self, error: MlxtpError, served_s: float, strikes: int, *, last: bool) -> bool:
-        """Note that an epoch ended after it had served for `served_s`.
-
-        `strikes`: failures in a row under the request that would be ended for it; 0 without one. `last`:
-        without another plan it would be the last epoch. Return whether another plan takes its place, which
-        that request may try.
-        """
+    async def next_plan(self) -> EpochPlan: ...
+    async def changed(self) -> None: ...
+    def failed(self, error: MlxtpError, formed: bool) -> bool: ...
+    def died(self, error: MlxtpError, served_s: float, strikes: int, *, last: bool) -> bool: ...
 
 
 class Supervisor:

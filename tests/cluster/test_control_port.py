@@ -76,7 +76,7 @@ class House:
         reader, writer = await open_tls("127.0.0.1", self.port, context, ALPN_REQUESTS, 5.0)
         lost: list[MlxtpError] = []
         try:
-            return await RemoteBackend.greet(reader, writer, lambda _: None, lost.append), lost
+            return await RemoteBackend(reader, writer, lambda _: None, lost.append).greet(), lost
         except BaseException:
             writer.transport.abort()
             raise

@@ -69,7 +69,7 @@ class Stage:
 
     async def open(self) -> None:
         reader, self.writer = await self.connect()
-        self.desk = await RemoteBackend.greet(reader, self.writer, self.ours.on_event, self.lost.append)
+        self.desk = await RemoteBackend(reader, self.writer, self.ours.on_event, self.lost.append).greet()
         self.ours.serve(GROUP, DEPLOYMENT, self.desk, MODEL, TEXT, here=False)
 
     async def asked(self, count: int = 1) -> list[Generate]:
@@ -425,7 +425,7 @@ def test_an_agent_whose_rank_0_is_elsewhere_passes_nothing_on() -> None:
         )
         reader, writer = await asyncio.open_connection(sock=one)
         third = gateway()
-        desk = await RemoteBackend.greet(reader, writer, third.on_event, stage.lost.append)
+        desk = await RemoteBackend(reader, writer, third.on_event, stage.lost.append).greet()
         third.serve(GROUP, DEPLOYMENT, desk, MODEL, TEXT, here=False)
         [refused] = await stage.read(third.generate(Generate(0, (1,), 9)))
         assert (refused.code, refused.status) == (Code.NOT_READY, 503)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ from mlxtp.gateway.admission import AdmissionLimits
 from mlxtp.gateway.gateway import Gateway
 from mlxtp.groups import forwarding as follower_module
 from mlxtp.groups import loading
-from mlxtp.groups.forwarding import ForwardingBackend, serve_requests
+from mlxtp.groups.forwarding import ForwardingBackend, followed, serve_requests
 from mlxtp.groups.health import ServingState
 from mlxtp.models.inspect import ModelSource
 from mlxtp.wire.blocking import listen
@@ -364,6 +364,27 @@ def test_a_failure_of_its_own_stays_until_there_is_something_new(tmp_path: Path)
         assert stage.supervisor.status.state is ServingState.FAILED
 
     play(tmp_path, story)
+
+
+LOADS, NOWHERE = replace(READY, state="loading"), replace(READY, state="idle", participants=())
+
+
+@pytest.mark.parametrize(
+    ("servings", "counts"),
+    [
+        ({}, None),
+        ({HOST: READY, OTHER: READY}, OTHER),
+        ({HOST: READY, OTHER: LOADS}, OTHER),
+        ({HOST: READY, OTHER: NOWHERE}, HOST),
+        ({HOST: LOADS, OTHER: NOWHERE}, OTHER),
+        ({HOST: LOADS}, None),
+        ({"c" * 32: READY, HOST: READY}, HOST),
+    ],
+)
+def test_the_owner_s_report_counts_unless_only_another_node_serves(
+    servings: Mapping[str, Serving], counts: str | None
+) -> None:
+    assert followed(servings, owner=OTHER) == counts
 
 
 def test_of_several_owners_that_of_the_assignment_counts(tmp_path: Path) -> None:

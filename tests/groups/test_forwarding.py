@@ -366,6 +366,25 @@ def test_a_failure_of_its_own_stays_until_there_is_something_new(tmp_path: Path)
     play(tmp_path, story)
 
 
+def test_no_link_is_opened_to_a_group_that_still_serves_another_model(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        stage.hears(replace(READY, model="other"))
+        assert stage.supervisor.status.state is ServingState.LOADING
+        assert stage.follower._opening is None
+
+    play(tmp_path, story)
+
+
+def test_the_link_to_an_owner_ends_when_another_one_serves(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        await stage.follows()
+        stage.servings = {OTHER: READY}
+        stage.follower.follow()
+        await sees(lambda: stage.connections == 0)
+
+    play(tmp_path, story)
+
+
 LOADS, NOWHERE = replace(READY, state="loading"), replace(READY, state="idle", participants=())
 
 

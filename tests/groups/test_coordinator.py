@@ -493,6 +493,21 @@ def test_the_groups_of_a_removed_deployment_end(tmp_path: Path, member: Member, 
     play(tmp_path, member, story)
 
 
+def test_memory_that_ranks_of_a_removed_deployment_hold_is_taken_until_they_have_ended(
+    tmp_path: Path, member: Member, weights: ModelSource
+) -> None:
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        node.lead(weights)
+        gone = replace(served(3, A, group="gone#0"), deployment="gone", held_mib=(2048,))
+        node.hear(a, replace(served(4, A, B), held_mib=(1024, 512)), gone)
+        node.live(a)
+        members = {each.node_id: each for each in node.parts.coordinator._view(CLOCK.now).members}
+        assert [size >> 20 for size in (members[A].held_bytes, members[A].taken_bytes)] == [3072, 2048]
+
+    play(tmp_path, member, story)
+
+
 def test_no_group_begins_while_an_agent_ends(tmp_path: Path, member: Member, weights: ModelSource) -> None:
     """The end of its groups may take several rounds. A group that one of these began would never end."""
 

@@ -272,7 +272,6 @@ class GroupController:
             machines=machines,
             nodes=ranks,
             split=form.split,
-            without_jaccl=lambda few: self._machines.without_jaccl([ranks[rank] for rank in few]),
         )
 
     def _addresses_for(self, node_id: str) -> str:

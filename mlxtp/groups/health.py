@@ -6,7 +6,7 @@ An epoch is one group of rank processes, from spawn to the last of them gone.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -136,10 +136,10 @@ def pick_cause(reports: Iterable[FailureReport]) -> MlxtpError:
     return min(reports, key=distance).error
 
 
-def with_name(detail: str, names: Mapping[int, str]) -> str:
+def with_name(detail: str, names: Sequence[str]) -> str:
     """Prefix a detail with the name of the Mac whose rank it begins with; `names` are by rank."""
     rank = rank_in(detail)
-    name = names.get(rank, "") if rank is not None else ""
+    name = names[rank] if rank is not None and rank < len(names) else ""
     named = not name or re.search(rf"(?<!\w){re.escape(name)}(?!\w)", detail)
     return detail if named else f"{name}: {detail}"
 

@@ -52,8 +52,7 @@ ModelFolder = Callable[[str], Path]
 class HostedRank:
     """One epoch's rank here, from its Prepare on; implements `Watcher` of its process.
 
-    Its reports go to its host, which is the node id of the group's owner, until it is `silenced`. From then
-    on it counts no longer.
+    Its reports go to its host, the node id of the group's owner, until it is `silenced` and no longer counts.
     """
 
     def __init__(
@@ -201,8 +200,7 @@ class HostedRank:
 class HostedRanks:
     """Ranks here of groups whose owners are other agents, each known by its owner's node id and its epoch.
 
-    A rank lives and dies by the control link to its owner. It ends when its owner orders or reports a later
-    epoch of its group. No rank waits for another group's.
+    A rank lives and dies by the link to its owner, and ends when that orders or reports a later epoch.
     """
 
     def __init__(

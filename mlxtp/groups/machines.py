@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container
 from dataclasses import replace
 
 from ..cluster.membership import MemberState as Standing
 from ..cluster.node import ClusterNode
 from ..cluster.place import PlaceView, WantedDeployment, place
 from ..config import EMBEDDED_MODEL, Settings, split_layers
-from ..errors import Code, GroupError, MlxtpError, ModelError
+from ..errors import Code, MlxtpError, ModelError
 from ..models.inspect import is_hub_id
 from ..placement.formation import FailedGroup, FailedGroups, FailedLink
 from ..placement.model_shape import ModelShape
@@ -35,45 +35,54 @@ class Machines:
         node.rounds.add(lambda _now: self.tell())
 
     def members(self, held_bytes: Callable[[str], int] = lambda _: 0) -> list[MemberMachine]:
-        """Return the members that are present, in the form that placement needs.
+        """Return the present members, in order of their ids.
 
         `held_bytes` returns the bytes of a node's memory that ranks hold and that are free for a new plan.
         """
-        node = self._node
-        found = []
-        for node_id, status in node.membership.statuses().items():
-            machine = node.links.reports.of(Machine).get(node_id)
-            if not status.present or machine is None:
-                continue
-            link = node.links.to(node_id)
-            found.append(
-                MemberMachine(
-                    node_id,
-                    node.name_of(node_id),
-                    replace(machine, free_bytes=in_steps(machine.free_bytes), wired_bytes=0, notes=()),
-                    link.remote if link is not None else "",
-                    held_bytes=held_bytes(node_id),
-                    boot_id=status.boot_id,
-                )
+        node, machines = self._node, self._node.links.reports.of(Machine)
+        return [
+            MemberMachine(
+                node_id,
+                node.name_of(node_id),
+                replace(machine, free_bytes=in_steps(machine.free_bytes), wired_bytes=0, notes=()),
+                link.remote if (link := node.links.to(node_id)) is not None else "",
+                held_bytes=held_bytes(node_id),
+                boot_id=status.boot_id,
             )
-        return sorted(found, key=lambda member: member.node_id)
+            for node_id, status in sorted(node.membership.statuses().items())
+            if status.present and (machine := machines.get(node_id)) is not None
+        ]
+
+    def _by_id(self) -> dict[str, MemberMachine]:
+        return {member.node_id: member for member in self.members()}
 
     def topology(self, admitted: str = "any") -> Topology:
-        """Return the connections between the members that are present; see `Topology` for `admitted`."""
         return Topology(self.members(), self.devices_by_hand(), admitted)
 
     def devices_by_hand(self) -> dict[str, dict[str, str]]:
-        """Return the RDMA devices of all members' settings, by the ids of a node and of its peer."""
+        """Return the RDMA devices of all members' settings, by the ids of a node and of its peer.
+
+        Users give names of nodes, or starts of ids.
+        """
         machines = self._node.links.reports.of(Machine)
-        items = [item for node_id in sorted(machines) for item in machines[node_id].by_hand]
-        names = {each: self._node.name_of(each) for each in machines}
-        return devices_by_hand(items, names)
+
+        def nodes(text: str) -> list[str]:
+            named = [node for node in machines if text == self._node.name_of(node)]
+            return named or [node for node in machines if node.startswith(text)]
+
+        found: dict[str, dict[str, str]] = {}
+        for item in (item for node_id in sorted(machines) for item in machines[node_id].by_hand):
+            ends, _, device = item.partition("=")
+            one, _, other = ends.partition("/")
+            for node in nodes(one):
+                for peer in nodes(other) if other else machines.keys() - {node}:
+                    found.setdefault(node, {})[peer] = device
+        return found
 
     def options(self, row: Deployment, model: str) -> PlacementOptions:
         """Return the options of a plan for a deployment. Raises MlxtpError if it has impossible values."""
-        options = placement_options(self._node.settings, row, model)
         return replace(
-            options,
+            placement_options(self._node.settings, row, model),
             measured=self._results.measured(),
             rdma=self.devices_by_hand(),
             failed=self.all_failed(over=False),
@@ -83,25 +92,23 @@ class Machines:
         """Return the groups that failed at any owner; without `over` those that are left out of plans now."""
         table = self._node.links.reports
         told = [*table.by(self._node.node_id, LeftOutGroup), *(row for _, row in table.others(LeftOutGroup))]
-        found = (
+        found = [
             FailedGroup(each.kind, frozenset(map(_link, each.links)), each.reason)
             for each in told
             if over or not each.over
-        )
+        ]
         return tuple(dict.fromkeys(found))
 
     def links_options(self) -> PlacementOptions:
-        """Return the options that concern the links of any group."""
         return PlacementOptions(
             rdma=self.devices_by_hand(), fabric_networks=self._node.settings.fabric_networks
         )
 
     def no_place(self, shape: ModelShape, row: Deployment, only: Container[str] | None = None) -> str:
-        """Return the reason why the present members have no place for a deployment's model of this shape.
+        """Return why the present members have no place for a deployment; empty if there may be one.
 
-        Each member counts as if it had the model, and as if nothing else ran on its machine. The reason is
-        empty where there is a place, and as long as a suspect may come back. `only` these may take part, of
-        those that the row allows.
+        Each counts as if it had the model, and nothing else ran there. There may be a place as long as a
+        suspect may come back. `only` these may take part, of those that the row allows.
         """
         node = self._node
         if any(each.state is Standing.SUSPECT for each in node.membership.statuses().values()):
@@ -121,19 +128,11 @@ class Machines:
         allowed = f"--on allows {', '.join(map(node.name_of, row.on))}: " if row.on and assigned.why else ""
         return allowed + assigned.why
 
-    def without_jaccl(self, nodes: list[str]) -> GroupError:
-        """Return the failure of a group over JACCL, because MLX on these nodes has none."""
-        who = " and ".join(map(self._node.name_of, nodes))
-        return GroupError(
-            f"MLX on {who} has no JACCL; it needs macOS 26.2 or newer and librdma", Code.FORM_FAILED
-        )
-
     def tell(self) -> None:
         """Tell all members which groups are left out, after a change: the coordinator plans without them."""
         table, told = self._node.links.reports, list[LeftOutGroup]()
         if self.failed:
-            members = {member.node_id: member for member in self.members()}
-            known = self.failed.known(members, time.monotonic())
+            known = self.failed.known(self._by_id(), time.monotonic())
             latest = sorted(known, key=lambda each: -each[1])[: LeftOutGroup.MOST]
             told = [_row(each, over=left_s <= 0) for each, left_s in latest]
         if told != table.by(self._node.node_id, LeftOutGroup):
@@ -141,19 +140,15 @@ class Machines:
             self._node.changed()
 
     def left_out(self) -> tuple[tuple[FailedGroup, float], ...]:
-        """Groups that failed to form, and the seconds until each is tried again."""
-        members = {member.node_id: member for member in self.members()}
-        return self.failed.left_out(members, time.monotonic())
+        """Return the groups that failed to form, and the seconds until each is tried again."""
+        return self.failed.left_out(self._by_id(), time.monotonic())
 
     def left_out_lines(self) -> list[str]:
-        """Return one sentence for each group that is left out, for users."""
-        lines = []
-        for each, left_s in self.left_out():
-            names = " + ".join(sorted(map(self._node.name_of, each.nodes)))
-            lines.append(
-                f"{each.kind} on {names} is left out: {each.reason}. The next try is in {left_s:.0f} s"
-            )
-        return lines
+        return [
+            f"{each.kind} on {' + '.join(sorted(map(self._node.name_of, each.nodes)))} is left out: "
+            f"{each.reason}. The next try is in {left_s:.0f} s"
+            for each, left_s in self.left_out()
+        ]
 
 
 def _row(failed: FailedGroup, *, over: bool) -> LeftOutGroup:
@@ -192,10 +187,10 @@ def placement_options(settings: Settings, row: Deployment, model: str) -> Placem
 
 
 def local_split(settings: Settings, row: Deployment, shape: ModelShape) -> tuple[int, ...]:
-    """Return the layers of each rank of this machine, where several share a model as a pipeline; else ().
+    """Return the layers of each rank of this machine where they are a pipeline, else ().
 
-    They do where they are told to, and where they could not divide its layers. Raises ModelError
-    (MODEL_NOT_DIVISIBLE) for ranks that can share it neither way, or not as they are told to.
+    They are one where they are told to, or could not divide its layers. Raises ModelError
+    (MODEL_NOT_DIVISIBLE) where the ranks can share the model neither way, or not as they are told to.
     """
     parallel, ranks = row.parallel or settings.parallel, settings.ranks
     obstacles, uncuttable = shape.obstacles(ranks), shape.uncuttable(ranks)
@@ -218,7 +213,7 @@ def local_split(settings: Settings, row: Deployment, shape: ModelShape) -> tuple
 
 
 def contradiction(settings: Settings, row: Deployment, shape: ModelShape | None) -> str:
-    """Return why no Macs can serve a deployment as its row has it; empty if some can, or it is not known.
+    """Return why no Macs can serve a deployment as its row has it; empty if some may.
 
     `shape` is None as long as that of its model is not known.
     """
@@ -260,23 +255,6 @@ def model_lack(ours: ModelStatus, theirs: ModelStatus | None, here: str, there: 
             f"{here}; {remedy}"
         )
     return ""
-
-
-def devices_by_hand(items: Iterable[str], names: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """Return the RDMA devices that users set, by node id. Users give names of nodes, or starts of ids."""
-
-    def nodes(text: str) -> list[str]:
-        named = [node for node, name in names.items() if text == name]
-        return named or [node for node in names if node.startswith(text)]
-
-    found: dict[str, dict[str, str]] = {}
-    for item in items:
-        who, _, device = item.partition("=")
-        one, _, other = who.partition("/")
-        for node in nodes(one):
-            for peer in nodes(other) if other else names.keys() - {node}:
-                found.setdefault(node, {})[peer] = device
-    return found
 
 
 def in_steps(size: int) -> int:

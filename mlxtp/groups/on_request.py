@@ -10,6 +10,7 @@ import asyncio
 import logging
 import math
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from ..api.backend import AT_ONCE, ModelInfo, ModelLease, StoredModelInfo
 from ..api.catalog import UNNAMED
 from ..cluster.cluster_state import KEEP_S, LONGEST_S, PINNED, YIELDS, DeploymentTable, name_of
 from ..cluster.node import BEAT_S, ClusterNode
-from ..errors import Code, MlxtpError, ModelError, RequestError, UserError
+from ..errors import Code, ModelError, RequestError, UserError
 from ..gateway.gateway import Gateway, ModelSwitch
 from ..models.inspect import full_name, named_folders, stored_models, stored_name
 from ..short_names import stands_for
@@ -37,9 +38,9 @@ MOST_FOLDERS = 20  #: Folders that are known by the short name under which they 
 
 
 class WaitingLease:
-    """Lease of a deployment for a request of `client`; implements `api.backend.ModelLease`.
+    """Implements `api.backend.ModelLease`. `late` ends a wait of `within_s`.
 
-    `late` ends a wait of `within_s`. `outcome` has the reason of a refusal; None once the request may begin.
+    `outcome` has the reason of a refusal, or None once the request may begin.
     """
 
     model = ""
@@ -141,7 +142,7 @@ class OnRequest(ModelSwitch):
         return lease
 
     def leave(self, lease: WaitingLease) -> None:
-        """Note that a request has ended, or no longer waits. A model that none needs may end at once."""
+        """Note that a request has ended, or no longer waits: a model that none needs may end at once."""
         self.leases.pop(lease, None)
         row = self._node.desired.table.get(lease.deployment)
         if row is not None and row.keep_s == 0:
@@ -200,7 +201,7 @@ class OnRequest(ModelSwitch):
         return row
 
     def _stored_name(self, name: str) -> str | None:
-        """Return the name for a deployment of a model on this Mac's disk, as `models.inspect` does."""
+        """Return the name of a deployment of a model on this Mac's disk; None if it is not there."""
         path = self._folders.get(name)
         if path is None and (folder := named_folders(self._node.settings.model_folders).get(name)):
             return name if stored_name(str(folder)) is not None else None  # each Mac has its own folders
@@ -212,28 +213,27 @@ class OnRequest(ModelSwitch):
             if row.model.startswith("/"):
                 self._folders.pop(row.name, None)
                 self._folders[row.name] = row.model
-            if row.name in self._made and ((now := after.get(row.name)) is None or now.pinned):
-                self._made.discard(row.name)  # a user wants it, or none does
-        self._made = {name for name in self._made if after.get(name) is not None}
+        wanted = {row.name for row in after.live() if row.pinned}  # by a user
+        self._made = {name for name in self._made - wanted if after.get(name) is not None}
         while len(self._folders) > MOST_FOLDERS:
             del self._folders[next(iter(self._folders))]
 
     def _bound(self, deployment: str, within_s: float) -> tuple[float, RequestError]:
         queue_s = self._node.settings.limits.queue_s
-        if within_s and within_s < queue_s:
-            words = f"{deployment} was not there within {within_s:g} s"
-            return within_s, RequestError(words, Code.DEADLINE, status=504, param="deadline_s")
-        words = f"{deployment} was not there within {queue_s:g} s; try again"
-        return queue_s, RequestError(words, Code.OVERLOADED, status=503)
+        bound_s = min(within_s or queue_s, queue_s)
+        words = f"{deployment} was not there within {bound_s:g} s"
+        if bound_s < queue_s:
+            return bound_s, RequestError(words, Code.DEADLINE, status=504, param="deadline_s")
+        return queue_s, RequestError(f"{words}; try again", Code.OVERLOADED, status=503)
 
     # --- rounds --------------------------------------------------------------------------------------
 
     def advance(self, now: float) -> float:
         """Start the requests whose model is served, and refuse those whose model cannot be."""
-        waiting: dict[str, list[WaitingLease]] = {}
+        waiting = defaultdict[str, list[WaitingLease]](list)
         for lease in self.leases:
             if not lease.outcome.done():
-                waiting.setdefault(lease.deployment, []).append(lease)
+                waiting[lease.deployment].append(lease)
         for deployment, leases in waiting.items():
             self._admit(deployment, leases)
         for deployment in [each for each, at in self._ends.items() if now >= at]:
@@ -267,7 +267,7 @@ class OnRequest(ModelSwitch):
         return dispatcher.model if dispatcher is not None else None
 
     def _refusal(self, deployment: str, waited_s: float) -> RequestError | None:
-        """Return the reason why a request for this deployment need not wait; None if it has to."""
+        """Return why a request for this deployment need not wait; None if it has to."""
         if self._node.desired.table.get(deployment) is None:
             return _unready(f"{deployment} was unloaded; try again")
         groups = self._groups.replicas_of(deployment)
@@ -281,7 +281,6 @@ class OnRequest(ModelSwitch):
         return next(iter(whys), None) if whys and all(whys) else None
 
     def _why_not(self, group: Group, waited_s: float) -> RequestError | None:
-        """Return the reason why a group will not serve soon; None while it may."""
         status, name, row = group.supervisor.status, group.scope.deployment, group.scope.row
         if status.state is ServingState.FAILED and status.reason is not None:
             if row is not None and row.keep_s in (PINNED, YIELDS):  # no client chose it
@@ -299,21 +298,18 @@ class OnRequest(ModelSwitch):
         return None
 
     def _in_use(self, deployment: str) -> Iterator[str]:
-        """Return the other deployments that answer requests, and give way once they no longer do."""
+        """Yield the other deployments that answer requests, and give way once they no longer do."""
         for each in self._groups.reports():
             row = self._node.desired.table.get(each.deployment)
             if row is not None and not row.pinned and each.open_requests and row.name != deployment:
                 yield row.name
 
     def _has_room_later(self, group: Group) -> bool:
-        """Return whether a group may get a place once others that are in use no longer are."""
+        """Return True if a group may get a place once others are no longer in use."""
         row, model = group.scope.row, group.scope.model
         if row is None or model.path is None or not any(self._in_use(row.name)):
             return False
-        try:
-            return not self._machines.no_place(model.shape, row)
-        except MlxtpError:
-            return False
+        return not self._machines.no_place(model.shape, row)
 
     def _give_up(self, deployment: str, refusal: RequestError) -> None:
         """Have a deployment end that only requests wanted, and that cannot be loaded."""

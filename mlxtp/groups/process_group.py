@@ -69,41 +69,30 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class EpochGroup:
-    """Ranks of an epoch. `local` counts those of this machine; rank 0 is one of them.
+    """Ranks of an epoch; tuples are in rank order."""
 
-    `kind` describes in words how they are joined. `fabric` is this machine's address for MLX's sockets.
-    `endpoints` makes the ranks of other machines; rank i finds rank 0's machine at `decode_hosts[i]`. `pins`
-    are the agents' key fingerprints, in rank order. `rdma` and `jaccl_ring` are for JACCL, as in Bootstrap;
-    `without_jaccl` returns the error for ranks that have none. `machines`: chip and system build of each
-    rank's Mac, if known. `nodes`: its agents' node ids; one for all ranks of one machine. `split`: layers of
-    each rank of a pipeline, of which rank 0 has the last ones; () where each has a part of each layer.
-    """
-
-    local: int
+    local: int  #: Ranks of this machine; rank 0 is one of them.
     world_size: int
     backend: str
-    fabric: str = "127.0.0.1"
+    fabric: str = "127.0.0.1"  #: This machine's address for MLX's sockets.
+    #: Makes the ranks of other machines.
     endpoints: Callable[[Watcher], tuple[RemoteRank, ...]] = lambda _watcher: ()
-    decode_hosts: tuple[str, ...] = ()
-    pins: tuple[str, ...] = ()
-    kind: str = ""
-    rdma: tuple[str, ...] = ()
+    decode_hosts: tuple[str, ...] = ()  #: Addresses at which each finds rank 0's machine.
+    pins: tuple[str, ...] = ()  #: Fingerprints of the agents' keys.
+    kind: str = ""  #: How they are joined, in words.
+    rdma: tuple[str, ...] = ()  #: As in Bootstrap, like the next.
     jaccl_ring: bool = False
-    machines: tuple[str, ...] = ()
-    nodes: tuple[str, ...] = ()
-    split: tuple[int, ...] = ()
-    without_jaccl: Callable[[list[int]], GroupError] = lambda ranks: GroupError(
-        f"MLX has no JACCL where ranks {ranks} run", Code.FORM_FAILED
-    )
+    machines: tuple[str, ...] = ()  #: Chip and system build of each rank's Mac, if known.
+    nodes: tuple[str, ...] = ()  #: Node ids of the agents; one for all ranks of one machine.
+    split: tuple[int, ...] = ()  #: As in Bootstrap's LoadShard: layers of each rank of a pipeline.
 
     @property
     def fabric_kind(self) -> str:
-        """MLX's way to sum: the backend, and for JACCL its ring or mesh."""
         return self.backend if self.backend != "jaccl" else "jaccl ring" if self.jaccl_ring else "jaccl mesh"
 
     @property
     def about(self) -> dict[str, object]:
-        """Properties on which a model's answers may depend."""
+        """Return the properties on which a model's answers may depend."""
         found = {"fabric": self.fabric_kind, "machines": self.machines, "world_size": self.world_size}
         return found | ({"split": self.split} if self.split else {})
 
@@ -114,7 +103,7 @@ class EpochGroup:
 
 
 def agreement(machines: Sequence[str]) -> str:
-    """Return how ranks agree. Unlike chips or systems may round a draw otherwise, so rank 0 makes it."""
+    """Return how ranks agree: unlike chips or systems may round a draw otherwise, so rank 0 makes it."""
     return "broadcast-draws" if len(set(machines)) > 1 else "auto"
 
 
@@ -292,7 +281,7 @@ class ProcessGroup:
             process.beat()
 
     async def _spawn(self) -> tuple[str, ...]:
-        """Start every rank process; return the address at which each rank finds rank 0 ("ip:port")."""
+        """Start every rank process; return the address at which each finds rank 0 ("ip:port")."""
         hosts = self.group.decode_hosts or ("127.0.0.1",) * self.group.world_size
         here = {address for host in hosts[1:] or hosts for address in host.split(",")}
         # Where the others know this machine by several addresses, rank 0 listens on all of them.
@@ -344,9 +333,17 @@ class ProcessGroup:
         joined = _all(*(each.join(bootstrap(each.rank)) for each in self._ranks))
         jaccl = await self.unless_failed(joined, self._limits.form_s + 5, "join the others")
         if self.group.backend == "jaccl" and not all(jaccl):
-            raise self.group.without_jaccl([rank for rank, has in enumerate(jaccl) if not has])
+            names = " and ".join(self._names[rank] for rank, has in enumerate(jaccl) if not has)
+            needs = "it needs macOS 26.2 or newer and librdma"
+            raise GroupError(f"MLX on {names} has no JACCL; {needs}", Code.FORM_FAILED)
         for process in self.processes:
             process.forms(bootstrap(process.rank))
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        """Names of the Macs, in rank order."""
+        here = (self._settings.name or "here",) * len(self.processes)
+        return (*here, *(endpoint.name for endpoint in self.endpoints))
 
     # --- commands ------------------------------------------------------------------------------------
 
@@ -364,7 +361,7 @@ class ProcessGroup:
         """Load a model on every rank. `counted`: as in LoadShard.
 
         Raises ModelError with the text of each rank that refused it, or GroupError where one has too little
-        memory. Then no rank has the model, and the group stays usable.
+        memory; the group stays usable.
         """
         settings = self._settings
         paths = tuple(each.path or path for each in self._prepared) if self.endpoints else ()
@@ -388,7 +385,7 @@ class ProcessGroup:
     async def budget(self, kv_bytes: int, *, clear: bool = False) -> Loaded:
         """Change `kv_bytes` while a model is loaded, and `clear` kept caches. One call at a time.
 
-        Returns the room that is in force, once the ranks were sent what no longer fits; see `KvBudget`.
+        Returns the room that is in force; see `KvBudget`.
         """
         self.kv_bytes = kv_bytes
         return await self._ask(KvBudget(_least(self._settings.kv_bytes, kv_bytes), clear), Loaded, None)
@@ -401,7 +398,7 @@ class ProcessGroup:
         return await self._ask(TimeCollectives(kind, size, rounds), CollectivesTimed, None)
 
     async def _ask(self, command: Message, expected: type[R], deadline_s: float | None) -> R:
-        """Send one command to rank 0. Return its reply, or raise the epoch's failure if that comes first."""
+        """Send a command to rank 0. Return its reply, or raise the epoch's failure if that comes first."""
         self.send(command)
         what = f"reply to {type(command).__name__}"
         return await self.unless_failed(self.leader.reply(expected), deadline_s, what)
@@ -435,11 +432,8 @@ class ProcessGroup:
                 endpoint.lost(detail)
 
     def _explained(self, cause: MlxtpError) -> MlxtpError:
-        """Add the Mac of the rank that the cause is about, and the meaning of JACCL's text, once."""
-        names = {endpoint.rank: endpoint.name for endpoint in self.endpoints}
-        if names:
-            names |= {process.rank: self._settings.name for process in self.processes}
-        detail = with_name(cause.detail, names)
+        """Add the Mac of the rank that the cause is about, and the meaning of JACCL's text."""
+        detail = with_name(cause.detail, self._names if self.endpoints else ())
         why = explain_crash(detail) if self.group.backend == "jaccl" else None
         if cause.code is Code.FORM_FAILED:
             why = explain(detail, {item.partition("=")[2] for item in self._settings.rdma}) or why
@@ -469,12 +463,10 @@ class ProcessGroup:
                 await self._keep(ends, cause)
 
     async def kill(self, cause: MlxtpError | None = None) -> MlxtpError | None:
-        """End what is left, here and elsewhere, because the epoch failed; its records are kept.
+        """End what is left, here and elsewhere. Records are kept of a failure, but not of an intended end.
 
-        `cause` is the reason, if no rank reported it: a model that was refused, a golden proof, a bug.
-
-        Planned ends are not recorded; they would clutter the failure list. Returns the cause, with the memory
-        that ranks which had to be killed may have lost.
+        `cause` is the reason, if no rank reported it: a model that was refused, a golden proof, a bug. It is
+        returned with the memory that ranks which had to be killed may have lost.
         """
         ends = await self._end()
         if not self._over:
@@ -494,14 +486,8 @@ class ProcessGroup:
         return ends
 
     async def _keep(self, ends: list[failure_store.RankEnd], cause: MlxtpError) -> None:
-        here = self._settings.name or "here"
         failed = failure_store.FailedEpoch(
-            self.epoch,
-            here,
-            cause,
-            (*(here for _ in self.processes), *(endpoint.name for endpoint in self.endpoints)),
-            tuple(self.watch.reports),
-            self.watch.pongs,
+            self.epoch, self._names[0], cause, self._names, tuple(self.watch.reports), self.watch.pongs
         )
         await keep_failure(self._settings.home, failed, ends)
 

@@ -84,7 +84,7 @@ MAX_REPORTS = 8  #: Reports kept of each rank: the first ones name the cause.
 Worker = Sequence[str] | WarmPool  #: Source of rank processes: a command, or a pool of warm processes.
 
 R = TypeVar("R", bound=Message)
-#: Reports of another agent about a rank that it runs for this one.
+#: Words of another agent about a rank that it runs for this one.
 RankWord = Prepared | RankStarted | RankPong | RankTrouble | EpochEnded | RankSide
 
 
@@ -227,19 +227,15 @@ class RankProcess:
             await asyncio.sleep(self._settings.limits.heartbeat_s)
 
     async def shut_down(self) -> None:
-        """End it in order, and wait for its last message. `kill` waits for the end of its process.
-
-        A reply that it still owes comes before, and has no reader any longer.
-        """
+        """End it in order, and wait for its last message. `kill` waits for the end of its process."""
         self._ending = True
         self.send(Shutdown())
         await self._leaves.wait()
 
     async def kill(self) -> RankEnd:
-        """End what is left: SIGTERM, then SIGKILL; reap it and close the pipe. May be repeated.
+        """End what is left: SIGTERM, then SIGKILL. Return how it ended. May be repeated.
 
         A rank that replies ends by itself and has time to free its memory; one that does not is wedged.
-        Returns how it ended.
         """
         self._ending = True
         process, end = self._process, self._end
@@ -280,7 +276,6 @@ class RankProcess:
         return end
 
     def _remove_recording(self) -> None:
-        """Remove the name of its recording only; memory without a file needs no removal."""
         with contextlib.suppress(OSError):
             self._recording.unlink()
 
@@ -350,9 +345,9 @@ class RankProcess:
 
 
 class RemoteRank:
-    """`watcher` gets its reports. The reader of the control link calls `received`.
+    """A rank on another Mac, whose `name` is for users. Its agent's words come to `received`.
 
-    `send` brings a message to the other agent, and raises LinkError when it is gone. `name` is for users.
+    `send` brings a message to that agent, and raises LinkError when it is gone.
     """
 
     def __init__(self, send: Callable[[Message], None], name: str, order: Prepare, watcher: Watcher) -> None:
@@ -367,12 +362,11 @@ class RemoteRank:
         self._asked = False
 
     async def prepare(self) -> Prepared:
-        """Have its process started. A failure is reported and ends the epoch, which cancels this wait."""
+        """Have its process started. A failure is reported, and ends the epoch and this wait."""
         self._asked = True
         return await self._ask(self._order, Prepared)
 
     async def join(self, bootstrap: Bootstrap) -> bool:
-        """Send it its group. Return True if MLX has JACCL there."""
         return (await self._ask(StartRank(self.epoch, bootstrap), RankStarted)).jaccl
 
     def tell(self, message: Gathered) -> None:
@@ -380,11 +374,10 @@ class RemoteRank:
             self._send(RankGathered(self.epoch, self.rank, message))
 
     async def shut_down(self) -> None:
-        """End it in order, after rank 0 has ended its loop."""
         await self._end(in_order=True)
 
     async def kill(self) -> None:
-        """End it at once. May be repeated. Returns also when its agent no longer replies."""
+        """End it at once. Returns also when its agent no longer replies. May be repeated."""
         with contextlib.suppress(TimeoutError):  # it ends with its own link, if it has not yet
             async with asyncio.timeout(END_GRACE_S):
                 await self._end(in_order=False)
@@ -432,7 +425,7 @@ class RemoteRank:
                 self._answer.set_result(message)
 
     def lost(self, detail: str) -> None:
-        """Report that its Mac is lost. Only the first call counts, so that the epoch gets one report."""
+        """Report that its Mac is lost, once."""
         if not self._ended.is_set():
             self._ended.set()
             error = GroupError(detail, Code.RANK_LOST)
@@ -447,13 +440,13 @@ def _error(code: str, detail: str) -> MlxtpError:
 def epoch_folder(home: Path, epoch: int, host: str = "") -> Path:
     """Return the folder of an epoch's files. The agent removes it, since a killed rank cleans up nothing.
 
-    `host`: node id of the epoch's owner on another machine, whose numbers are its own.
+    `host`: node id of an owner on another machine, which has numbers of its own.
     """
     return home / "run" / "-".join(filter(None, ("epoch", str(epoch), host[:8])))
 
 
 def make_epoch_folder(folder: Path, *, needed: bool) -> None:
-    """Create the folder. Raises GroupError (FORM_FAILED) with its name when that fails.
+    """Create the folder. Raises GroupError (FORM_FAILED).
 
     Several ranks need it, for MLX's file of hosts; one alone goes on without it on a full disk.
     """
@@ -467,7 +460,7 @@ def make_epoch_folder(folder: Path, *, needed: bool) -> None:
 
 
 def with_stranded(cause: MlxtpError, ends: Iterable[RankEnd]) -> MlxtpError:
-    """Return the cause of a failure with the memory that ended ranks may have lost; else `cause` itself."""
+    """Return the cause of a failure with the memory that ended ranks may have lost, if any."""
     if stranded := sum(end.stranded_bytes for end in ends):
         words = f"{stranded / 1e9:.0f} GB may be stranded until this Mac restarts"
         return type(cause)(f"{cause.detail.rstrip('.')}; {words}", cause.code)

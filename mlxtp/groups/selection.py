@@ -1,8 +1,7 @@
 """Selection of models that users name: checked, and brought here before others are unloaded for them.
 
-Each model on its way is one `SelectedModel`, from the request for it until it is deployed. Pending ones are
-kept in the memory of the agent that received the request. One that is to replace all others counts no longer
-once a deployment was added or changed otherwise.
+The agent that received the request keeps those on their way in its memory. One that is to replace all others
+counts no longer once a deployment was added or changed otherwise.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ SILENT_S = 5.0  #: Seconds that members may take to report that a model is on it
 
 @dataclass(slots=True, eq=False)
 class SelectedModel:
-    """A model on its way. `asked` is what else was requested of its deployment. `before` is the table then.
+    """A model from the request for it until it is deployed. `asked`: what else was requested of that.
 
-    `replaces`: all other deployments end for it. `servable` is None until it is checked, and if only another
-    member has it. `comes_as` is the name under which its files come. `error`: why it could not be served.
+    `before` is the table then. `replaces`: all other deployments end for it. `servable` is None until it is
+    checked, and if only another member has it. `comes_as` is the name under which its files come.
     """
 
     name: str
@@ -45,7 +44,7 @@ class SelectedModel:
     servable: Servable | None = None
     comes_as: str = ""
     coming: bool = False  #: True while members that lack its files get them; it is deployed after that.
-    error: MlxtpError | None = None
+    error: MlxtpError | None = None  #: Why it could not be served.
 
     @property
     def downloads(self) -> bool:
@@ -62,7 +61,7 @@ class ModelSelection:
         self._background = Background()
 
     def progress(self) -> list[str]:
-        """Return the models that come to this Mac, for people: the next one to serve, and other downloads."""
+        """Return the models that come to this Mac, for people: those to serve, and other downloads."""
         lines, shown = [], {row.model for row in self._node.desired.table.live()}
         for each in self._selected.values():
             if each.error is not None:
@@ -117,9 +116,9 @@ class ModelSelection:
         return self._want(selected)
 
     def cancel(self, model: str = "") -> list[str]:
-        """Cancel the pending selection of a model that is unloaded, or of all. Downloads go on.
+        """Cancel the selection of a model that is unloaded, or of all. Return the names of pending ones.
 
-        Returns the names of those that were pending.
+        Downloads go on.
         """
         gone = [name for name in self._selected if not model or name_of(name) == name_of(model)]
         return [name for name in gone if self._selected.pop(name).error is None]
@@ -134,10 +133,7 @@ class ModelSelection:
             del self._selected[selected.name]
 
     def _is_outdated(self, selected: SelectedModel) -> bool:
-        """Return True if a later selection counts instead, or a change of what it was to replace.
-
-        A removal is no such change: what was removed need not be replaced.
-        """
+        """Return True if a later selection counts instead, or what it replaces has changed and not gone."""
         later = set(self._node.desired.table.live()) - set(selected.before.live())
         return bool(selected.replaces and later) or self._selected.get(selected.name) is not selected
 
@@ -177,22 +173,17 @@ class ModelSelection:
 
     async def _bring(self, selected: SelectedModel) -> None:
         """Get a model to all members, and deploy it alone if those that have it can serve it."""
-        error: MlxtpError | None = None
         try:
-            try:
-                known = selected.servable.manifest if selected.servable is not None else None
-                name = await self._transfers.pull(selected.name, everywhere=True, known=known)
-                if not self._is_outdated(selected):
-                    selected.comes_as = name
-                if lack := await self._lack_once_here(selected):
-                    error = GroupError(f"{selected.name} was to be served, and cannot be: {lack}")
-            except MlxtpError as failure:
-                error = failure
-            if self._is_outdated(selected):
-                return
-            if error is None:
+            known = selected.servable.manifest if selected.servable is not None else None
+            name = await self._transfers.pull(selected.name, everywhere=True, known=known)
+            if not self._is_outdated(selected):
+                selected.comes_as = name
+            if lack := await self._lack_once_here(selected):
+                raise GroupError(f"{selected.name} was to be served, and cannot be: {lack}")
+            if not self._is_outdated(selected):
                 self._want(selected)
-            else:
+        except MlxtpError as error:
+            if not self._is_outdated(selected):
                 log.warning("%s", error.detail)
                 selected.error = error
         finally:
@@ -212,13 +203,12 @@ class ModelSelection:
             over = ended and (not silent or loop.time() - began > SILENT_S)
         have = {row["node_id"] for row in rows if row["complete"]}
         why = ""
-        if selected.servable is None and have:
-            selected.servable = await self._inspect(selected.name)
-        if selected.servable is not None and have:
-            able = have | {*self._who_have(selected.comes_as)}
-            why = self._no_place(selected, able)
-        if have and not why:
-            return ""
+        if have:
+            selected.servable = selected.servable or await self._inspect(selected.name)
+            if selected.servable is not None:
+                why = self._no_place(selected, have | {*self._who_have(selected.comes_as)})
+            if not why:
+                return ""
         problems = [f"{row['name']}: {row['problem']}" for row in rows if row["problem"]]
         return "; ".join(filter(None, [why, *problems])) or "no member has reported its progress"
 

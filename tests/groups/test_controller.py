@@ -523,20 +523,18 @@ def test_two_macs_on_a_cable_use_it(tmp_path: Path, member: Member, weights: Mod
     jaccl(tmp_path, member, story)
 
 
-@pytest.mark.parametrize("lacking", [[0], [1], [0, 1]])
+NO_JACCL = GroupError("MLX on mac-a has no JACCL", Code.FORM_FAILED)
+
+
 def test_without_jaccl_on_one_mac_auto_takes_the_ring_and_says_so(
-    tmp_path: Path, member: Member, weights: ModelSource, lacking: list[int], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, member: Member, weights: ModelSource, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def story(node: Node) -> None:
         a = node.meet(A)
         node.lead(weights, desk())
-        group = begun(node, a)
-        error = group.without_jaccl(lacking)
-        assert (error.code, type(error)) == (Code.FORM_FAILED, GroupError)
-        who = " and ".join(("studio", "mac-a")[rank] for rank in lacking)
-        assert f"MLX on {who} has no JACCL" in error.detail
-        assert node.group.controller.failed(error, formed=False)
-        assert f"did not form: {error.detail}; it is left out for " in caplog.text
+        begun(node, a)
+        assert node.group.controller.failed(NO_JACCL, formed=False)
+        assert f"did not form: {NO_JACCL.detail}; it is left out for " in caplog.text
         over(node)
         assert formed(node, a).backend == "ring"
 
@@ -547,8 +545,8 @@ def test_an_explicit_backend_never_falls_back(tmp_path: Path, member: Member, we
     async def story(node: Node) -> None:
         a = node.meet(A)
         node.lead(weights, desk())
-        error = begun(node, a).without_jaccl([1])
-        assert node.group.controller.failed(error, formed=False)
+        begun(node, a)
+        assert node.group.controller.failed(NO_JACCL, formed=False)
         over(node)
         assert formed(node, a).backend == "jaccl"
 

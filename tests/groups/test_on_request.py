@@ -689,7 +689,7 @@ def test_the_least_recently_used_deployment_gives_way_and_no_pinned_one(
 # --- requests without a group -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("state", map(ServingState, COMING))
+@pytest.mark.parametrize("state", [*map(ServingState, COMING)])
 def test_open_requests_wait_for_a_replica_on_its_way_when_another_is_given_up(
     tmp_path: Path, member: Member, state: ServingState
 ) -> None:

@@ -20,7 +20,7 @@ from .topology import MemberMachine
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A typical request, in tokens, of which a prefix cache has `cached`; and how many run at once."""
+    """A typical request in tokens, `cached` ones of which are in a prefix cache; and how many run at once."""
 
     name: str
     prompt: int
@@ -146,15 +146,13 @@ class RankHardware:
 class StageCosts:
     """Costs of one stage of a model, in seconds. A group in which all ranks compute at once is one stage.
 
-    reading_s     reading what one token meets, and a KV cache of `PROMPT` tokens
-    kernels_s     starting the kernels of a forward
-    arithmetic_s  products of one token
-    chunk_s       reading all weights, once a chunk
-    waiting_s     collectives of a forward without their bytes on the wire
-    wire_s        bytes on the wire of one token
-    kv_s          reading the KV cache of one more token
-    others_s      reading all experts that a token does not meet
-    unmet         share of the experts that a token does not meet; 0 for a dense model
+    reading_s           reading what one token meets, and a KV cache of `PROMPT` tokens
+    kernels_s           starting the kernels of a forward
+    arithmetic_s        products of one token
+    chunk_s             reading all weights, once a chunk
+    waiting_s, wire_s   collectives of a forward without their bytes; bytes on the wire of one token
+    kv_s                reading the KV cache of one more token
+    others_s, unmet     reading all experts that a token does not meet; their share, 0 for a dense model
     """
 
     reading_s: float
@@ -168,7 +166,6 @@ class StageCosts:
     unmet: float = 0.0
 
     def prompt_s(self, tokens: int, chunk: int) -> float:
-        """Return the seconds of a prompt of which so many tokens are computed, `chunk` at once."""
         chunks = -(-tokens // chunk)
         computing_s = max(tokens * self.arithmetic_s, chunks * self.chunk_s)
         return computing_s + chunks * self.waiting_s + tokens * self.wire_s
@@ -183,14 +180,13 @@ class StageCosts:
         return computing_s + self.kernels_s + self.waiting_s + tokens * self.wire_s
 
     def request_s(self, workload: Workload, stages: int) -> float:
-        """Return the seconds that it computes for the requests of a workload at once, as one of `stages`."""
         prompts_s = workload.at_once * self.prompt_s(workload.computed, chunk_of(USUAL, stages))
         return prompts_s + workload.answer * self.step_s(workload.at_once, workload.context)
 
 
 @dataclass(frozen=True, slots=True)
 class DraftedSpeed:
-    """Estimated speed with drafts of the model's MTP head, `count` of them a step, the best number.
+    """Estimated speed with drafts of the model's MTP head, of which `count` a step are best.
 
     `accepted`: share of first drafts that are right. `published`: whether that is known of the family.
     """
@@ -207,9 +203,9 @@ class SpeedEstimate:
 
     ttft_s    to the first token of a prompt of `LONG_PROMPT` tokens
     measured  the time of collectives is not assumed; the part of it that is fences may still be
-    stages    the first one first; they hand the hidden states of a forward on
+    stages    the first one first
     hop_s     of a transfer to the next stage, and `row_s` more for each token in it
-    drafts    None for a model without an MTP head that can be used; the choice is by the speed without them
+    drafts    None without an MTP head that can be used; the choice is by the speed without them
     """
 
     tokens_per_second: float
@@ -302,7 +298,7 @@ def _with_drafts(found: SpeedEstimate, shape: ModelShape, ranks: Sequence[RankHa
 def drafted(
     found: SpeedEstimate, shape: ModelShape, ranks: Sequence[RankHardware], count: int, accepted: float
 ) -> DraftedSpeed:
-    """Return the speed with so many drafts a step, of which the first are right in a share of `accepted`.
+    """Return the speed with so many drafts a step.
 
     A step reads weights and the head's layer once for all its tokens. Each draft reads the head, which the
     ranks that choose tokens have whole, and their part of the output head, with one exchange between them.
@@ -329,7 +325,7 @@ def drafted(
 
 
 def stage_costs(shape: ModelShape, *ranks: RankHardware) -> StageCosts:
-    """Return the costs of a stage, or of all layers, which these ranks share, without collectives."""
+    """Return the costs of layers that these ranks share, without collectives."""
     size, reading = len(ranks), min(rank.chip.reading for rank in ranks)
     efficiency = EXPERT_EFFICIENCY if shape.model.experts else PREFILL_EFFICIENCY
     flops = min(rank.chip.flops for rank in ranks) * efficiency
@@ -349,7 +345,7 @@ def stage_costs(shape: ModelShape, *ranks: RankHardware) -> StageCosts:
 
 
 def stages(split: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the layers of each rank, from the one to before the other. Rank 0 has the last ones."""
+    """Return the layers of each rank, from one to before another. Rank 0 has the last ones."""
     return [(sum(split[rank + 1 :]), sum(split[rank:])) for rank in range(len(split))]
 
 
@@ -440,7 +436,7 @@ def rank_memory(
 
 
 def rank_needs(shape: ModelShape, ranks: int, context: int) -> tuple[int, int, int]:
-    """Return the bytes of weights, KV caches of `context` tokens, and headroom, of one of `ranks` ranks."""
+    """Return the bytes of weights, of KV caches of `context` tokens, and of headroom."""
     weights = shape.rank_weights(ranks)
     return weights, shape.rank_kv(ranks, context), HEADROOM_BYTES + int(HEADROOM_SHARE * weights)
 

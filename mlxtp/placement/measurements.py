@@ -20,8 +20,7 @@ from .faults import MUCH_SLOWER
 SIZES = tuple(1024 * 4**i for i in range(8))  #: Bytes: 1 KiB to 16 MiB.
 CHAIN_BYTES = SIZES[0]
 EACH_S = 0.15  #: Seconds, more or less, for timing one kind of collective over one size.
-#: Seconds. A slower collective ends the measurement: the next size would take about four times as long.
-SLOW_S = 0.5
+SLOW_S = 0.5  #: A slower collective ends the measurement: the next size takes about four times as long.
 MOST_ROUNDS = 100
 LINK_BYTES = SIZES[6]  #: Of the sums by which the links of a new group are judged.
 LINK_TRIES = 3  #: Of these sums, of which the fastest counts: a busy Mac slows others.
@@ -58,12 +57,10 @@ def check(result: FabricResult) -> FabricResult:
 
 def merged(kept: Iterable[FabricResult], more: Iterable[FabricResult]) -> tuple[FabricResult, ...]:
     """Return both, of each group and fabric the newest, at most `MOST`, the oldest first."""
-    newest: dict[object, FabricResult] = {}
-    for result in sorted([*kept, *more], key=lambda each: each.at):
-        key = frozenset(result.nodes), result.backend, result.kind, result.fast_fences
-        newest.pop(key, None)
-        newest[key] = result
-    return tuple(newest.values())[-FabricResult.MOST :]
+    newest = {}
+    for each in sorted([*kept, *more], key=lambda result: result.at):
+        newest[frozenset(each.nodes), each.backend, each.kind, each.fast_fences] = each
+    return tuple(sorted(newest.values(), key=lambda result: result.at))[-FabricResult.MOST :]
 
 
 def find(
@@ -91,10 +88,7 @@ def bandwidth(result: FabricResult) -> float:
 
 
 def slow_link(kind: str, expected: float, ranks: int, seconds: float) -> str:
-    """Return in words that the links of a group carry far less than `expected` bytes/s; else "".
-
-    `seconds` are those of a sum of `LINK_BYTES` over so many ranks.
-    """
+    """Return in words that links carry far less than `expected` bytes/s in a sum of `LINK_BYTES`; or ""."""
     carried = LINK_BYTES * sum_share(ranks) / max(seconds, 1e-9)
     if carried * MUCH_SLOWER > expected:
         return ""
@@ -105,7 +99,7 @@ def slow_link(kind: str, expected: float, ranks: int, seconds: float) -> str:
 
 
 def from_json(table: Any) -> FabricResult:
-    """Convert the fields of a result, an object of JSON, to a result. Raises ValueError for others."""
+    """Return the result that an object of JSON holds. Raises ValueError for any other."""
     names = [field.name for field in fields(FabricResult)]
     if type(table) is not dict or table.keys() != {*names}:
         raise ValueError(f"a table of exactly {', '.join(names)} is expected")

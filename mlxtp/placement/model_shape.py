@@ -23,7 +23,7 @@ _KV_SCALES = 4 / 64  # bytes of a quantized number's scales
 
 @dataclass(frozen=True, slots=True)
 class CacheWords:
-    """Words about the KV caches of a model. `off` names what is left out, and `why`; both empty without."""
+    """Words about KV caches. `off` names what is left out, and `why`; both empty without."""
 
     name: str
     off: str = ""
@@ -49,7 +49,6 @@ _OTHERS = "compressed groups", "closed groups cannot be opened, nor caches be jo
 
 
 def words_of(caches: CacheCapabilities) -> CacheWords:
-    """Return the words about KV caches that can do this."""
     name, why = next((words for kind, words in _NAMES.items() if kind in caches.kinds), _OTHERS)
     if "ArraysCache" in caches.kinds and caches.rolls_back:
         name, why = name + _FED_AGAIN[0], _FED_AGAIN[1]
@@ -115,11 +114,11 @@ class StageRules:
 class PartShape:
     """Sizes of one layer, of what a stage has beside its layers, or of all.
 
-    token_bytes       weights read for one token: of routed experts only those it meets
-    token_weights     number of weights that a token is multiplied by
-    kernels           GPU kernels started one after the other for one token
-    kv_token_bytes    bytes of one more token in the KV caches
-    kv_window_bytes   the part of these in layers with a window, which have slots for `window` tokens at most
+    token_bytes      weights read for one token: of routed experts only those it meets
+    token_weights    number of weights that a token is multiplied by
+    kernels          GPU kernels started one after the other for one token
+    kv_token_bytes   bytes of one more token in the KV caches
+    kv_window_bytes  the part of these in layers with slots for `window` tokens at most
     """
 
     weight_bytes: int = 0
@@ -140,16 +139,14 @@ class PartShape:
 class ModelShape(PartShape):
     """Sizes of a model that its placement depends on. Bytes are of weights as they are stored.
 
-    name              its name in sentences
-    whole_bytes       of the weights, what each rank of a group holds whole; `token_whole_bytes`: reads whole
-    mlp_bytes         weights of dense MLPs, which some families keep whole where they do not divide
-    kv_heads          ranks that share the KV caches at most; a compressed cache is on every rank
-    mtp_kv_bytes      bytes of one more token in the cache of an MTP head, which each rank has whole; 0 where
-                      its files have none
-    mtp_head          sizes of the MTP head that its configuration names, in its files or not
-    output_bytes      weights of the output head, which may be the embedding's
-    before            sizes of all layers before each one, and of all
-    ends              sizes of what first and last stages have beside layers: the embedding; norm and head
+    whole_bytes   of the weights, what each rank of a group holds whole; `token_whole_bytes`: reads whole
+    mlp_bytes     of dense MLPs, which some families keep whole where they do not divide
+    kv_heads      ranks that share the KV caches at most; a compressed cache is on every rank
+    mtp_kv_bytes  of one more token in an MTP head's cache, whole on each rank; 0 where its files have none
+    mtp_head      sizes of the MTP head that its configuration names, in its files or not
+    output_bytes  of the output head, which may be the embedding's
+    before        sizes of all layers before each one, and of all
+    ends          sizes of what first and last stages have beside layers: the embedding; norm and head
     """
 
     name: str
@@ -245,7 +242,7 @@ def shape_of(
 ) -> ModelShape:
     """Return the shape of a described model.
 
-    All sizes are scaled to `weight_bytes` on disk, if known: configurations of mixed quantizations are rarely
+    Sizes are scaled to `weight_bytes` on disk, if known: configurations of mixed quantizations are rarely
     complete. `kv_bits` (4 or 8) quantizes the KV cache where it can be. `mtp`: its files have an MTP head.
     """
     embedding, layers, head = model.embedding, model.layers, model.head

@@ -1,13 +1,9 @@
 """Tables of chips, and of MTP heads of published models. Pure data; every number has its source.
 
-bandwidth    of the memory: Apple's technical specifications of the Macs with that chip. An M5 Ultra's is
-             given as 1.2 TB/s, and published as 1,229 GB/s with 64 and with 80 cores. An M6's is given as 170
-             GB/s with 12 cores; that the one with 160 has 10 is an assumption.
-flops        of 16-bit matrix products on the GPU, a core: clock x 128 lanes x 2, which is Apple's figure for
-             the M1 (2.6 TFLOPS on 8 cores) and, for later ones, what cores and clocks give (14.2 on an M3 Max
-             of 40 cores, 18.4 on an M4 Max of 40). M5 cores have matrix units; Apple names more than four
-             times an M4's peak for such work. M6 cores count as M5 cores.
-efficiency   share of the memory's bandwidth that a decode reaches: see `SINGLE` and `FUSED`.
+bandwidth  of the memory: Apple's technical specifications of the Macs with that chip. An M5 Ultra has
+           1,229 GB/s, given as 1.2 TB/s. That an M6 of 160 GB/s has 10 cores is an assumption.
+flops      of 16-bit matrix products on the GPU, a core: clock x 128 lanes x 2 (Apple: 2.6 TFLOPS on an M1's 8
+           cores). M5 cores have matrix units; Apple names more than four times an M4's peak. M6 as M5.
 """
 
 from __future__ import annotations
@@ -18,9 +14,8 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
 SINGLE = 0.90  #: Share of the specified bandwidth that decoding reaches on a chip of one die.
-#: The same on an Ultra, which is two dies. Both are fitted, together with `cost_model.KERNEL_S`, to published
-#: decode speeds of single Macs; others measured 244 of 273 GB/s on an M4 Pro, and 650 to 690 of 819 on an M3
-#: Ultra.
+#: The same on an Ultra, of two. Both are fitted, with `cost_model.KERNEL_S`, to published speeds of single
+#: Macs; others measured 244 of 273 GB/s on an M4 Pro, and 650 to 690 of 819 on an M3 Ultra.
 FUSED = 0.80
 CPU_EFFICIENCY = 0.5  #: The same for machines without a known GPU; an assumption.
 
@@ -91,15 +86,15 @@ def chip(name: str, gpu_cores: int = 0) -> Chip:
     if not key:
         return replace(_CPU, name=name)
     cores = gpu_cores if gpu_cores in _GBPS[key] else next(iter(_GBPS[key]))
-    ultra = key.endswith("Ultra")
+    efficiency, ports = (FUSED, _ULTRA_PORTS) if key.endswith("Ultra") else (SINGLE, _PORTS)
     return Chip(
         name=name,
         bandwidth=_GBPS[key][cores] * 1e9,
-        efficiency=FUSED if ultra else SINGLE,
+        efficiency=efficiency,
         gpu_cores=gpu_cores or cores,
         flops=_CORE_FLOPS[_generation(key)] * (gpu_cores or cores),
         thunderbolt5=key in _THUNDERBOLT5,
-        ports=_ULTRA_PORTS if ultra else _PORTS,
+        ports=ports,
         known=known,
     )
 
@@ -110,7 +105,6 @@ def core_counts(name: str) -> tuple[int, ...]:
 
 
 def names() -> tuple[str, ...]:
-    """Return all chips in the table, as Apple calls them."""
     return tuple(f"Apple {key}" for key in _GBPS)
 
 

@@ -124,7 +124,7 @@ class Topology:
         return self._tcp.get(network, {}).get(frozenset((one, other)), ())
 
     def fastest(self, one: str, other: str, networks: Sequence[str] = NETWORKS) -> list[TcpLink]:
-        """Return the best link between two members in each of these networks, in their order."""
+        """Return the best link between two members in each of these networks."""
         return [link for network in networks for link in self.links(network, one, other)[:1]]
 
     def rdma(self, one: str, other: str) -> RdmaLink | None:
@@ -208,18 +208,17 @@ class Topology:
         homes: dict[tuple[str, IPv4Network], list[LinkEnd]] = {}
         for member in self._members.values():
             for interface in member.machine.interfaces:
-                network = _network(interface)
-                if interface.up and network is not None:
-                    kind = _kind(member.machine, interface)
+                network, kind = _network(interface), _kind(member.machine, interface)
+                if interface.up and network is not None and kind != LOOPBACK:
                     homes.setdefault((kind, network), []).append(LinkEnd(member, interface))
-        return {key: found for key, found in homes.items() if key[0] != LOOPBACK}
+        return homes
 
     def _joined(self, kind: str, a: LinkEnd, b: LinkEnd) -> bool:
         """Return whether these two interfaces really reach each other, as far as can be known.
 
-        Every Mac numbers bridges, and cables without a given address, alike: equal addresses prove nothing. A
-        Mac has one route for all link-local ones, by its primary interface, which connections bound to no
-        interface take. So such a link exists only where a control link has come through.
+        Macs number bridges, and cables without a given address, alike: equal addresses prove nothing. A Mac
+        has one route for all link-local ones, by its primary interface, which unbound connections take. So
+        such a link exists only where a control link has come through.
         """
         if a.address == b.address:
             return False
@@ -235,8 +234,8 @@ class Topology:
     def _needs(self, kind: str, a: LinkEnd, b: LinkEnd) -> str:
         """Return the strictest of `FABRIC_NETWORKS` that admits this link.
 
-        No Mac knows the other machines on its Ethernet. So only a network without an address for a third
-        one is private. The route of link-local addresses moves with the primary interface, to Wi-Fi, say.
+        No Mac knows the other machines on its Ethernet, so only a network without an address for a third one
+        is private. The route of link-local addresses moves with the primary interface, to Wi-Fi, say.
         """
         cabled = kind == THUNDERBOLT and frozenset((a.member.node_id, b.member.node_id)) in self._cables
         wired = a.interface.kind == b.interface.kind == "ethernet"
@@ -263,9 +262,9 @@ def _no_rdma(member: MemberMachine, port: Port | None = None) -> str:
 
 def _kind(machine: Machine, interface: Interface) -> str:
     """Return the kind of network of an interface. A Mac's bridge is the one over its Thunderbolt ports."""
-    if interface.kind == "bridge":
-        return THUNDERBOLT if machine.system == "macos" else ETHERNET
-    return {"thunderbolt": THUNDERBOLT, "wifi": WIFI, "loopback": LOOPBACK}.get(interface.kind, ETHERNET)
+    if interface.kind == "bridge" and machine.system == "macos":
+        return THUNDERBOLT
+    return interface.kind if interface.kind in NETWORKS else ETHERNET
 
 
 def _network(interface: Interface) -> IPv4Network | None:

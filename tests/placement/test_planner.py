@@ -152,6 +152,10 @@ def test_a_circle_may_cross_from_one_network_to_another() -> None:
     assert made.chosen is not None
     assert (made.chosen.kind, names(made)) == (RING_ETHERNET, "abcd")
     assert made.chosen.ring_addresses == ("10.8.0.1", "10.0.0.2", "10.9.0.3", "10.0.1.2")
+    devices = {node_id(i): {node_id(j): f"x{j}" for j in range(4) if j != i} for i in range(4)}
+    both = plan(bridged, shape(**LARGE), A, PlacementOptions(nodes=4, rdma=devices))
+    assert both.backend == "jaccl"
+    assert made.chosen.ring_addresses in [one.ring_addresses for one in both.alternatives], "beside RDMA, too"
 
 
 def test_several_nodes_of_one_machine_share_its_memory() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -29,8 +30,21 @@ from ..wire.rank_stats import RankStats, figures
 from .parts import PROPOSERS, AgentParts, DeploymentSnapshot, GroupSnapshot, deployments_of
 from .snapshot import AgentSnapshot, gather_agent
 
-Labels = Sequence[str]
-Samples = Iterable[tuple[Labels, float]]
+
+def _metric(
+    kind: type[GaugeMetricFamily | CounterMetricFamily],
+    name: str,
+    says: str,
+    labels: Sequence[str],
+    samples: Iterable[tuple[Sequence[str], float]],
+) -> Metric:
+    family = kind(name, says, labels=labels)
+    for values, value in samples:
+        family.add_metric(values, value)
+    return family
+
+
+_gauge, _counter = partial(_metric, GaugeMetricFamily), partial(_metric, CounterMetricFamily)
 
 
 def observed(app: Starlette, parts: AgentParts, keys: KeyRing | None = None) -> ASGIApp:
@@ -75,10 +89,8 @@ class _Keys(Collector):
 
     def collect(self) -> Iterator[Metric]:
         rows = self._keys.reports() if self._keys is not None else []
-        for name, says, field in _COUNTED_OF_A_KEY:
-            yield _counter(name, says, ("key",), [((row["name"],), row[field]) for row in rows])
-        for name, says, field in _OF_A_KEY:
-            yield _gauge(name, says, ("key",), [((row["name"],), row[field]) for row in rows])
+        for family, name, says, field in _OF_A_KEY:
+            yield family(name, says, ("key",), [((row["name"],), row[field]) for row in rows])
 
 
 def rendered(now: AgentSnapshot, deployments: Sequence[DeploymentSnapshot] = ()) -> Iterator[Metric]:
@@ -109,13 +121,10 @@ def _requests(now: AgentSnapshot) -> Iterator[Metric]:
     room, by_model = now.kv_room, ("model_name",)
     first = [each for each in rows if each.model][:1] if room else []
     says = "Open requests of clients of this agent that have their first token."
-    yield _gauge(
-        "vllm:num_requests_running", says, by_model, [((each.model,), each.running) for each in rows]
-    )
+    running, waiting = ([((x.model,), getattr(x, of)) for x in rows] for of in ("running", "waiting"))
+    yield _gauge("vllm:num_requests_running", says, by_model, running)
     says = "Open requests without a first token: queued, in prefill, or between two groups."
-    yield _gauge(
-        "vllm:num_requests_waiting", says, by_model, [((each.model,), each.waiting) for each in rows]
-    )
+    yield _gauge("vllm:num_requests_waiting", says, by_model, waiting)
     says = (
         "Tokens of all running requests as a fraction of the KV caches' room, from 0 to 1. Only where "
         "rank 0 is. Tokens cached for later prompts do not count, since they make room."
@@ -169,60 +178,38 @@ def _drafts(of_rank_0: Sequence[RankStats]) -> Iterator[Metric]:
 
 _PROPOSERS = tuple((proposer,) for proposer in PROPOSERS)
 _OF_PROPOSERS: tuple[tuple[str, str, Callable[[RankStats], Sequence[int]]], ...] = (
-    (
-        "mlxtp_drafted_tokens",
+    ("mlxtp_drafted_tokens",
         "Tokens that a lookup, the model's MTP head or a draft model proposed. Only where rank 0 is.",
-        lambda stats: stats.drafted,
-    ),
+        lambda stats: stats.drafted),
     ("mlxtp_accepted_drafts", "Proposed tokens that were right.", lambda stats: stats.accepted),
-)
+)  # fmt: skip
 _OF_A_DEPLOYMENT: tuple[tuple[str, str, Callable[[DeploymentSnapshot], int]], ...] = (
-    (
-        "mlxtp_replicas_ready",
-        "Groups of a deployment that answer requests, on any Mac.",
-        lambda each: each.ready,
-    ),
-    (
-        "mlxtp_replicas_wanted",
-        "Groups that a deployment must have; 0 for as many as fit.",
-        lambda each: each.row.replicas,
-    ),
-)
+    ("mlxtp_replicas_ready", "Groups of a deployment that answer requests, on any Mac.", lambda x: x.ready),
+    ("mlxtp_replicas_wanted", "Groups that a deployment must have; 0 for as many as fit.",
+        lambda x: x.row.replicas),
+)  # fmt: skip
 
-#: Metrics of each API key: name, help, field of its report.
-_COUNTED_OF_A_KEY = (
-    ("mlxtp_key_requests", "Requests of an API key since it was made.", "requests"),
-    ("mlxtp_key_refused", "Requests of an API key that its rights or limits refused.", "refused"),
-    ("mlxtp_key_prompt_tokens", "Tokens of an API key's prompts.", "prompt_tokens"),
-    ("mlxtp_key_generation_tokens", "Tokens generated for an API key.", "generated_tokens"),
-)
+#: Metrics of each API key: kind, name, help, field of its report.
 _OF_A_KEY = (
-    ("mlxtp_key_tokens_today", "Tokens of an API key since midnight.", "tokens_today"),
-    ("mlxtp_key_open_requests", "Open requests of an API key.", "open"),
+    (_counter, "mlxtp_key_requests", "Requests of an API key since it was made.", "requests"),
+    (_counter, "mlxtp_key_refused", "Requests of an API key that its rights or limits refused.", "refused"),
+    (_counter, "mlxtp_key_prompt_tokens", "Tokens of an API key's prompts.", "prompt_tokens"),
+    (_counter, "mlxtp_key_generation_tokens", "Tokens generated for an API key.", "generated_tokens"),
+    (_gauge, "mlxtp_key_tokens_today", "Tokens of an API key since midnight.", "tokens_today"),
+    (_gauge, "mlxtp_key_open_requests", "Open requests of an API key.", "open"),
 )
 
 #: Metrics of each group by its owner's report: name, help, reader; None where it is not known.
 _OF_A_GROUP: tuple[tuple[str, str, Callable[[GroupSnapshot], float | None]], ...] = (
-    (
-        "mlxtp_group_ready",
-        "1 while a group answers requests.",
-        lambda group: group.state == ServingState.READY,
-    ),
-    ("mlxtp_group_epoch", "Number of a group's epoch, or of its last one.", lambda group: group.epoch),
-    ("mlxtp_group_world_size", "Macs that run a group now.", lambda group: len(group.members)),
-    ("mlxtp_group_requests", "Open requests at a group.", lambda group: group.requests),
-    ("mlxtp_group_tokens_per_second", "Speed of a group over the last seconds.", lambda group: group.speed),
-    (
-        "mlxtp_group_cached_tokens",
-        "Tokens that a group keeps for later prompts.",
-        lambda group: group.cached,
-    ),
-    (
-        "mlxtp_group_kv_cache_room_tokens",
-        "Tokens that fit into a group's KV caches. Only where rank 0 is.",
-        lambda group: group.room or None,
-    ),
-)
+    ("mlxtp_group_ready", "1 while a group answers requests.", lambda x: x.state == ServingState.READY),
+    ("mlxtp_group_epoch", "Number of a group's epoch, or of its last one.", lambda x: x.epoch),
+    ("mlxtp_group_world_size", "Macs that run a group now.", lambda x: len(x.members)),
+    ("mlxtp_group_requests", "Open requests at a group.", lambda x: x.requests),
+    ("mlxtp_group_tokens_per_second", "Speed of a group over the last seconds.", lambda x: x.speed),
+    ("mlxtp_group_cached_tokens", "Tokens that a group keeps for later prompts.", lambda x: x.cached),
+    ("mlxtp_group_kv_cache_room_tokens",
+        "Tokens that fit into a group's KV caches. Only where rank 0 is.", lambda x: x.room or None),
+)  # fmt: skip
 
 
 class OwnProcess(Collector):
@@ -234,30 +221,14 @@ class OwnProcess(Collector):
         import psutil
 
         process = psutil.Process()
-        with process.oneshot():
-            memory, times, born = process.memory_info(), process.cpu_times(), process.create_time()
-            open_files = process.num_fds()
+        memory, times, born = process.memory_info(), process.cpu_times(), process.create_time()
         most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        yield _gauge("process_virtual_memory_bytes", "Virtual memory in bytes.", (), [((), memory.vms)])
-        yield _gauge("process_resident_memory_bytes", "Resident memory in bytes.", (), [((), memory.rss)])
-        yield _gauge(
-            "process_start_time_seconds", "Time of its start, in seconds since 1970.", (), [((), born)]
-        )
-        cpu_s = times.user + times.system
-        yield _counter("process_cpu_seconds", "User and system CPU time in seconds.", (), [((), cpu_s)])
-        yield _gauge("process_open_fds", "Open file descriptors.", (), [((), open_files)])
-        yield _gauge("process_max_fds", "Maximum number of open file descriptors.", (), [((), most)])
-
-
-def _gauge(name: str, says: str, labels: Labels, samples: Samples) -> Metric:
-    return _filled(GaugeMetricFamily(name, says, labels=labels), samples)
-
-
-def _counter(name: str, says: str, labels: Labels, samples: Samples) -> Metric:
-    return _filled(CounterMetricFamily(name, says, labels=labels), samples)
-
-
-def _filled(family: GaugeMetricFamily | CounterMetricFamily, samples: Samples) -> Metric:
-    for values, value in samples:
-        family.add_metric(values, value)
-    return family
+        for family, name, says, value in (
+            (_gauge, "virtual_memory_bytes", "Virtual memory in bytes.", memory.vms),
+            (_gauge, "resident_memory_bytes", "Resident memory in bytes.", memory.rss),
+            (_gauge, "start_time_seconds", "Time of its start, in seconds since 1970.", born),
+            (_counter, "cpu_seconds", "User and system CPU time in seconds.", times.user + times.system),
+            (_gauge, "open_fds", "Open file descriptors.", process.num_fds()),
+            (_gauge, "max_fds", "Maximum number of open file descriptors.", most),
+        ):
+            yield family(f"process_{name}", says, (), [((), value)])

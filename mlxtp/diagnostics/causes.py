@@ -6,6 +6,7 @@ Files come from one Mac or several. `diagnostics/failure_store.py` writes and re
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -151,7 +152,6 @@ def checked(kind: Any, value: Any) -> Any:
 
 # --- causes ---------------------------------------------------------------------------------------------
 
-
 MEMORY_SHARE = 0.7  #: Of its machine's. A rank killed while it held this much was probably killed for it.
 SILENT_S = 1.5  #: Heartbeats come twice a second, so an older one is not merely in transit.
 
@@ -238,8 +238,9 @@ def _ended_by_signal(rank: RankRecord, number: int, case: Case) -> Cause:
     who = f"rank {rank.rank}"
     machine_bytes = case.agent.machine_bytes if case.agent is not None else 0
     if number in _CRASHES:
-        words = f"{who} crashed with {_CRASHES[number]}{_while(rank)}{_where(rank.crash)}"
-        return Cause("crash", rank.rank, words)
+        frames = [line.strip() for line in rank.crash.splitlines() if line.strip().startswith("File ")]
+        at = f", at {frames[0]}" if frames else ""
+        return Cause("crash", rank.rank, f"{who} crashed with {_CRASHES[number]}{_while(rank)}{at}")
     if number == _SIGALRM:
         words = f"{who} waited too long for the others while the group formed"
         return Cause("forming", rank.rank, words)
@@ -292,18 +293,16 @@ def _wedged(case: Case) -> Cause | None:
     age_s, rank = max(silent, key=lambda each: each[0], default=(0.0, None))
     if rank is None or age_s < SILENT_S:
         return None
-    also = ", SIGTERM included" if rank.deaf else ""
-    words = (
-        f"rank {rank.rank} answered nothing for {age_s:.1f} s{also}: it was stopped, or something held its"
-    )
-    return Cause("wedged", rank.rank, f"{words} interpreter{_while(rank)}")
+    words = f"rank {rank.rank} answered nothing for {age_s:.1f} s{', SIGTERM included' * rank.deaf}"
+    why = f"it was stopped, or something held its interpreter{_while(rank)}"
+    return Cause("wedged", rank.rank, f"{words}: {why}")
 
 
 def _differed(case: Case) -> Cause | None:
     if (difference := case.difference) is None:
         return None
     values = difference.values
-    counts = {value: list(values.values()).count(value) for value in values.values()}
+    counts = Counter(values.values())
     # Of two ranks, the follower is the odd one.
     odd = min(sorted(values, reverse=True), key=lambda rank: counts[values[rank]])
     how = ", ".join(f"rank {rank}: {value}" for rank, value in sorted(values.items()))
@@ -319,14 +318,12 @@ def _stuck(ranks: tuple[RankRecord, ...], detail: str) -> Cause:
     seq, late = max(rank.place[0] for rank in known), behind(known)
     waiting = [rank for rank in known if rank.rank != late]
     waited_s = max((rank.ended_us - rank.steps[-1].started_us) / 1e6 for rank in waiting)
+    where = f"in the forward of step {seq} for {waited_s:.1f} s"
     if late is None:
-        words = f"all ranks stood in the forward of step {seq} for {waited_s:.1f} s"
-        return Cause("stuck", None, f"{words}, so a device did, or what joins them: {detail}")
+        words = f"all ranks stood {where}, so a device did, or what joins them: {detail}"
+        return Cause("stuck", None, words)
     names = " and ".join(f"rank {rank.rank}" for rank in waiting)
-    words = (
-        f"{names} waited in the forward of step {seq} for {waited_s:.1f} s for rank {late}, which is behind"
-    )
-    return Cause("stuck", late, f"{words}: {detail}")
+    return Cause("stuck", late, f"{names} waited {where} for rank {late}, which is behind: {detail}")
 
 
 def _stuck_elsewhere(ranks: tuple[RankRecord, ...], detail: str) -> Cause:
@@ -356,13 +353,7 @@ def _while(rank: RankRecord) -> str:
     return f", in step {step.seq} ({step.kind}, rows {step.rows})"
 
 
-def _where(crash: str) -> str:
-    frames = [line.strip() for line in crash.splitlines() if line.strip().startswith("File ")]
-    return f", at {frames[0]}" if frames else ""
-
-
 # --- comparison of ranks --------------------------------------------------------------------------------
-
 
 _COMPARED = ("kind", "rows", "forwards", "collectives", "fed", "digest")
 
@@ -391,25 +382,14 @@ def examine(
 ) -> Postmortem:
     """Compare the files of one epoch. Of two files of a rank, use the one with more steps."""
     by_rank = {rank.rank: rank for rank in sorted(ranks, key=lambda rank: (rank.recorded, len(rank.steps)))}
-    records = tuple(by_rank[rank] for rank in sorted(by_rank))
-    told = sorted(agents, key=lambda agent: len(agent.hosts), reverse=True)  # the agent of rank 0 knew most
-    agent = told[0] if told else None
-    hosts = agent.hosts if agent is not None else ()
-    elsewhere = {rank: host for rank, host in enumerate(hosts) if rank not in by_rank}
-    if 0 not in by_rank:
-        elsewhere.setdefault(0, "")
-    difference = first_difference(records)
-    return Postmortem(
-        epoch,
-        epoch_id,
-        max((each.ended for each in told), default=0.0),
-        agent.detail if agent is not None else "",
-        likely_cause(Case(records, agent, difference, elsewhere)),
-        difference,
-        behind(records),
-        elsewhere,
-        records,
-    )
+    records, told = tuple(by_rank[rank] for rank in sorted(by_rank)), tuple(agents)
+    agent = max(told, key=lambda each: len(each.hosts), default=None)  # the agent of rank 0 knew most
+    hosts, reason = (agent.hosts, agent.detail) if agent is not None else ((), "")
+    elsewhere = {rank: host for rank, host in enumerate(hosts or ("",)) if rank not in by_rank}
+    difference, ended = first_difference(records), max((each.ended for each in told), default=0.0)
+    cause = likely_cause(Case(records, agent, difference, elsewhere))
+    late = behind(records)
+    return Postmortem(epoch, epoch_id, ended, reason, cause, difference, late, elsewhere, records)
 
 
 def first_difference(ranks: Iterable[RankRecord]) -> Difference | None:
@@ -479,18 +459,11 @@ def _ranks_table(ranks: Iterable[RankRecord]) -> Table:
     for column in ("rank", "Mac", "ended", "last words", "phase", "step", "forwards", "collectives"):
         table.add_column(column, justify="right" if column in ("step", "forwards", "collectives") else "left")
     for rank in ranks:
-        counts = [step for step in rank.steps if step.queued_us]
+        last = [str(step.seq) for step in rank.steps[-1:]] or [""]
+        counts = [(str(step.forwards), str(step.collectives)) for step in rank.steps if step.queued_us]
         said = f"{rank.code}: {rank.detail}" if rank.code else ""
-        table.add_row(
-            str(rank.rank),
-            escape(rank.node),
-            rank.ending,
-            escape(said),
-            escape(rank.phase),
-            str(rank.steps[-1].seq) if rank.steps else "",
-            str(counts[-1].forwards) if counts else "",
-            str(counts[-1].collectives) if counts else "",
-        )
+        words = (escape(each) for each in (rank.node, rank.ending, said, rank.phase))
+        table.add_row(str(rank.rank), *words, *last, *(counts or [("", "")])[-1])
     return table
 
 

@@ -50,13 +50,12 @@ def _given_up(facts: MachineFacts) -> Iterator[Words]:
 
 def stage_shares(facts: MachineFacts) -> str:
     """Return how long each stage computes, in words; empty where that cannot be judged yet."""
-    stages = facts.agent.stages
-    if not stages or min(each.busy_s + each.waiting_s for each in stages) < STAGES_S:
+    all_s = [each.busy_s + each.waiting_s for each in facts.agent.stages]
+    if min(all_s, default=0.0) < STAGES_S:
         return ""
     shares = (
-        f"rank {each.rank} with {each.layers} layers computes "
-        f"{each.busy_s / (each.busy_s + each.waiting_s):.0%}"
-        for each in stages
+        f"rank {each.rank} with {each.layers} layers computes {each.busy_s / of_s:.0%}"
+        for each, of_s in zip(facts.agent.stages, all_s, strict=True)
     )
     return f"of the time with requests, {', '.join(shares)}"
 
@@ -70,7 +69,6 @@ def _slow_stage(facts: MachineFacts) -> Iterator[Words]:
 
 
 def _lacking(facts: MachineFacts, *, here: bool) -> Iterator[Words]:
-    """Yield each machine that has not got the model, for want of room on its disk or for another reason."""
     own = [("", "", facts.model.problem)]
     others = [(f"{each.name} lacks ", f", on {each.name}", each.model_problem) for each in facts.members]
     for who, where, problem in own if here else others:
@@ -157,7 +155,6 @@ def _kept_out(facts: MachineFacts) -> Iterator[Words]:
 
 
 def _firewall(facts: MachineFacts, app: str) -> bool:
-    """Return whether the firewall of a Mac keeps others out in this way, and others must come in."""
     wall = facts.firewall
     return facts.among_others and wall.enabled is True and app == ("all" if wall.blocks_all else wall.app)
 
@@ -167,7 +164,6 @@ def _taken(facts: MachineFacts, *, by_mlxtp: bool) -> list[Words]:
 
 
 def _multicast(facts: MachineFacts, *, denied: bool) -> Iterator[Words]:
-    """Yield why nothing can be sent to the group of multicast DNS; `denied` by macOS, or otherwise."""
     network = facts.network
     said = network.multicast_problem
     if not said and network.multicast:
@@ -195,25 +191,24 @@ def absence(member: MemberFacts) -> str:
     return f"{member.name} {state}" + (f": {tried(member.ours)}" if member.ours else "")
 
 
-def _without_link(facts: MachineFacts) -> list[MemberFacts]:
-    return [each for each in facts.members if not each.linked]
+def _absent(facts: MachineFacts) -> list[MemberFacts]:
+    return [each for each in facts.members if not (each.linked or each.refused)]
 
 
 def _away(facts: MachineFacts, *, expected: bool) -> Iterator[Words]:
-    for each in _without_link(facts):
-        if not each.refused and not each.answering and (each.state in ("dead", "suspect")) is expected:
+    for each in _absent(facts):
+        if not each.answering and (each.state in ("dead", "suspect")) is expected:
             yield {"m": each, "member_and_state": absence(each)}
 
 
 def _answers(facts: MachineFacts) -> Iterator[Words]:
-    for each in _without_link(facts):
-        if not each.refused and each.state and (there := each.answering):
+    for each in _absent(facts):
+        if each.state and each.answering:
             state = _ABSENT.get(each.state, "is away")
-            yield {"m": each, "state": state, "address": there[0]}
+            yield {"m": each, "state": state, "address": each.answering[0]}
 
 
 def _unreached(facts: MachineFacts, *, at_all: bool) -> Iterator[Words]:
-    """Yield members with a link that are reached at no address of theirs (`at_all`), or not at some."""
     for each in facts.members:
         lost = [x for x in each.ours if x.problem and (x.shared or not each.answering)]
         if each.linked and lost and at_all is (not each.answering):
@@ -342,7 +337,7 @@ OF_FACTS: tuple[Fault[MachineFacts], ...] = (
         "no Mac is found, though {missed} {are} linked: multicast does not get through",
         "use a network without guest isolation, VPN or router in between, or --peer HOST:PORT"),
     Fault("member-refused", "peers", WARNING,
-        lambda f: [{"m": each} for each in _without_link(f) if each.refused],
+        lambda f: [{"m": each} for each in f.members if each.refused and not each.linked],
         "{m.name} has no link: the last one was refused: {m.refused}",
         "do what it says, on one of the two Macs"),
     Fault("member-without-link", "peers", WARNING, _answers,

@@ -70,10 +70,7 @@ Json = Mapping[str, Any]
 
 
 async def in_time(look: Callable[[], T], otherwise: Callable[[str], T]) -> T:
-    """Return the result of `look`, or `otherwise` of the reason why there is none.
-
-    That is an error, or `LOOK_S` have passed; then its thread is left behind.
-    """
+    """Return the result of `look`, or `otherwise` of why there is none. `LOOK_S` later its thread is left."""
     loop = asyncio.get_running_loop()
     found: asyncio.Future[T] = loop.create_future()
 
@@ -99,10 +96,9 @@ async def in_time(look: Callable[[], T], otherwise: Callable[[str], T]) -> T:
 
 def program_here() -> str:
     """Return the program that the firewall knows. A framework's Python runs another file than its name."""
-    try:
+    with contextlib.suppress(psutil.Error):
         return psutil.Process().exe() or sys.executable
-    except psutil.Error:
-        return sys.executable
+    return sys.executable
 
 
 def identity_here(settings: Settings) -> IdentityFacts:
@@ -166,7 +162,6 @@ def kept_at(home: Path) -> SavedState:
 
 
 def mac_firewall(state: Output, everything: Output, app: Output) -> FirewallFacts:
-    """Parse the three outputs of `socketfilterfw`."""
     on, all_in = probes.parse_firewall_state(state.text), probes.parse_block_all(everything.text)
     program = probes.parse_firewall_app(app.text)
     problem = problem_of("socketfilterfw", state, on)
@@ -182,7 +177,6 @@ def mac_firewall(state: Output, everything: Output, app: Output) -> FirewallFact
 
 
 def linux_firewall(rules: Output) -> FirewallFacts:
-    """Parse the output of `nft list ruleset`, which only root may run."""
     if rules == NOT_INSTALLED:
         return FirewallFacts(problem="nft is not installed, so the rules are not known")
     if rules.problem:
@@ -213,13 +207,11 @@ def literal(addresses: Iterable[str]) -> tuple[str, ...]:
 
 
 def multicast(usable: Mapping[str, int]) -> int | None:
-    if not usable:
-        return None
     try:
         send_something(usable)
     except OSError as error:
         return error.errno or errno.EIO
-    return 0
+    return 0 if usable else None
 
 
 def sent(tries: Iterable[Attempt]) -> tuple[Attempt, ...]:
@@ -268,14 +260,12 @@ async def reaches_itself() -> bool:
 
 def is_mlxtp(host: str, port: int) -> bool:
     """Return whether an endpoint of mlxtp answers there. Blocks for up to `TRY_S`."""
-    connection = http.client.HTTPConnection(host, port, timeout=TRY_S)
-    try:
-        connection.request("GET", "/health")
-        told = json.loads(connection.getresponse().read(1 << 16))
-    except (OSError, http.client.HTTPException, ValueError):
-        return False
-    finally:
-        connection.close()
+    with contextlib.closing(http.client.HTTPConnection(host, port, timeout=TRY_S)) as connection:
+        try:
+            connection.request("GET", "/health")
+            told = json.loads(connection.getresponse().read(1 << 16))
+        except (OSError, http.client.HTTPException, ValueError):
+            return False
     return isinstance(told, dict) and {"state", "ranks"} <= told.keys()
 
 
@@ -299,11 +289,8 @@ def shared(tries: Iterable[Attempt], machine: Machine) -> tuple[Attempt, ...]:
     ]
 
     def is_shared(address: str) -> bool:
-        try:
-            host = ipaddress.IPv4Address(address.rpartition(":")[0])
-        except ValueError:
-            return False
-        return any(host in network for network in networks)
+        host = ipv4(address.rpartition(":")[0])
+        return bool(host) and any(ipaddress.IPv4Address(host) in network for network in networks)
 
     return tuple(replace(each, shared=is_shared(each.address)) for each in tries)
 
@@ -402,16 +389,12 @@ class Checkup:
 
     async def _heard(self) -> tuple[bool, str, tuple[str, ...]]:
         """Return whether discovery was tried, the problem if not, and the names found."""
-        settings = self._settings
-        usable_here = usable(settings)
-        if not settings.discovery or _alone(settings) or not usable_here:
+        settings, here, names = self._settings, usable(self._settings), set[str]()
+        if not settings.discovery or _alone(settings) or not here:
             return False, "", ()
-        names: set[str] = set()
         try:
             network = Network(
-                usable_here,
-                announcing_addresses(usable_here),
-                lambda name, there: names.add(name) if there else None,
+                here, announcing_addresses(here), lambda name, there: names.add(name) if there else None
             )
             try:
                 await network.ask()

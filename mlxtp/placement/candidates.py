@@ -118,9 +118,8 @@ class Fabrics:
     @cached_property
     def hopes_for_rdma(self) -> bool:
         """True if any of them could have RDMA, so that a plan without it needs a reason."""
-        return self._topology.has_cables() or any(
-            m.machine.rdma != "unsupported" for m in self._members.values()
-        )
+        able = any(m.machine.rdma != "unsupported" for m in self._members.values())
+        return able or self._topology.has_cables()
 
     @cached_property
     def rings(self) -> tuple[str, ...]:
@@ -158,9 +157,8 @@ class Fabrics:
         size = len(group)
 
         def device(i: int, j: int) -> str | None:
-            if i == j or (circle and (i - j) % size not in (1, size - 1)):
-                return None
-            link = self._topology.rdma(group[i], group[j])
+            talk = i != j and (not circle or (i - j) % size in (1, size - 1))
+            link = self._topology.rdma(group[i], group[j]) if talk else None
             return link.devices[group[i]] if link else None
 
         return tuple(tuple(device(i, j) for j in range(size)) for i in range(size))
@@ -168,7 +166,7 @@ class Fabrics:
     def wired(self, kind: str, group: tuple[str, ...], options: PlacementOptions) -> Candidate:
         """Return these ranks with their addresses or devices as they are now, or the reason for none.
 
-        The slowest of its links' networks names a ring: one of such a kind may cross to faster ones.
+        The slowest of its links' networks names a ring.
         """
         size = len(group)
         if size > 1 and kind not in (*_LINKS, JACCL_MESH, JACCL_RING):
@@ -432,11 +430,10 @@ class CandidateFinder:
 
     @cached_property
     def _ranks(self) -> dict[str, RankHardware]:
+        machines = {node: member.machine for node, member in self.members.items()}
         return {
-            node: RankHardware(
-                node, chip(m.machine.chip, m.machine.gpu_cores), metal=m.machine.system == "macos"
-            )
-            for node, m in self.members.items()
+            node: RankHardware(node, chip(mac.chip, mac.gpu_cores), metal=mac.system == "macos")
+            for node, mac in machines.items()
         }
 
     @cached_property
@@ -462,8 +459,12 @@ class CandidateFinder:
         return self._tensor_parallel(size, fits, must)
 
     def _memory(self, node: str, size: int) -> RankMemory:
-        sharing = size if self.topology.is_one_machine else 1
-        return rank_memory(self.members[node], self.shape, size, self.context, sharing=sharing)
+        member, sharing = self.members[node], self._sharing(size)
+        return rank_memory(member, self.shape, size, self.context, sharing=sharing)
+
+    def _sharing(self, size: int) -> int:
+        """Return how many of so many ranks share one machine."""
+        return size if self.topology.is_one_machine else 1
 
     def _no_room(self, size: int, pool: Sequence[str], must: str) -> str:
         most = sorted(pool, key=lambda n: (n != must, -self._usable[n], n))[:size]
@@ -509,8 +510,7 @@ class CandidateFinder:
 
     def _staged(self, kind: str, group: tuple[str, ...]) -> Candidate:
         size = len(group)
-        sharing = size if self.topology.is_one_machine else 1
-        ranks = [StageRank(self._ranks[node], self.members[node], sharing) for node in group]
+        ranks = [StageRank(self._ranks[node], self.members[node], self._sharing(size)) for node in group]
         if (cut := self._cutter.cut(ranks, self.options.split)) is None:
             rooms = self._cutter.room(ranks)
             each = ", ".join(f"{self.members[n].name} {room}" for n, room in zip(group, rooms, strict=True))

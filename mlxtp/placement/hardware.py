@@ -29,10 +29,10 @@ RunProbe = Callable[[str, tuple[str, ...], float], Awaitable[Output]]
 
 
 async def probe(address: str = "", *, system: str = sys.platform, run: RunProbe | None = None) -> Machine:
-    """Probe everything, which takes seconds on a Mac: when the agent starts and when cables change.
+    """Probe everything, which takes seconds on a Mac.
 
-    With `address` only the interface that has this IPv4 address counts; if none has it, the result has no
-    interface, and a note says so. A value that no command reports in time is 0 or empty and in the notes.
+    With `address` only the interface that has this IPv4 address counts; if none has it, a note says so. A
+    value that no command reports in time is 0 or empty and in the notes.
     """
     if system != "darwin":
         return elsewhere(await asyncio.to_thread(_look), address)
@@ -48,13 +48,14 @@ async def refresh(machine: Machine, address: str = "", *, run: RunProbe | None =
 
 async def outputs(run: RunProbe | None = None, *, cheap: bool = False) -> Mapping[str, Output]:
     """Return what all commands print on this Mac, or the cheap ones; all run at once."""
-    run = run or run_command
     commands = {name: command for name, command in COMMANDS.items() if command.cheap or not cheap}
-    runs = (
-        run(program, (*more, *command.arguments), command.deadline_s)
-        for (program, *more), command in ((name.split(), command) for name, command in commands.items())
-    )
-    return dict(zip(commands, await asyncio.gather(*runs), strict=True))
+
+    async def one(name: str) -> Output:
+        program, *more = name.split()
+        command = commands[name]
+        return await (run or run_command)(program, (*more, *command.arguments), command.deadline_s)
+
+    return dict(zip(commands, await asyncio.gather(*map(one, commands)), strict=True))
 
 
 # --- one command ------------------------------------------------------------------------------------------
@@ -124,13 +125,12 @@ async def _start(name: str, arguments: tuple[str, ...], never_root: bool) -> asy
 
 
 async def _printed(process: asyncio.subprocess.Process) -> tuple[bytes, bytes]:
-    assert process.stdout is not None
-    assert process.stderr is not None
     return await asyncio.gather(_read(process, process.stdout), _read(process, process.stderr))
 
 
-async def _read(process: asyncio.subprocess.Process, stream: asyncio.StreamReader) -> bytes:
+async def _read(process: asyncio.subprocess.Process, stream: asyncio.StreamReader | None) -> bytes:
     """Read everything, or a little more than the limit, at which the process is killed."""
+    assert stream is not None
     parts, size = [], 0
     while part := await stream.read(2**16):
         size += len(part)

@@ -119,20 +119,16 @@ class PlanHandlers:
         self._parts = parts
 
     def plan(self, _: verbs.PresentMachines) -> Json:
-        parts = self._parts
+        parts, node = self._parts, self._parts.node
+        reports = node.links.reports.of(Machine)
         return {
-            "coordinator": parts.node.leadership.claim.node_id,
+            "coordinator": node.leadership.claim.node_id,
             "fabric": [asdict(each) for each in parts.results.results],
-            "parallel": parts.node.settings.parallel,
-            "fabric_networks": parts.node.settings.fabric_networks,
+            "parallel": node.settings.parallel,
+            "fabric_networks": node.settings.fabric_networks,
             "nodes": [
-                {
-                    "node_id": member.node_id,
-                    "name": member.name,
-                    "machine": asdict(parts.node.links.reports.of(Machine)[member.node_id]),
-                    "held_bytes": member.held_bytes,
-                    "control_address": member.control_address,
-                }
+                {name: getattr(member, name) for name in ("node_id", "name", "held_bytes", "control_address")}
+                | {"machine": asdict(reports[member.node_id])}
                 for member in parts.machines.members(held_bytes=parts.groups.held_bytes)
             ],
         }
@@ -301,26 +297,24 @@ class MemberHandlers:
         self._store = store
 
     def roster(self, _: verbs.ListMembers) -> Json:
-        self._check_cluster()
+        self._clustered()
         cluster = snapshot.gather(self._parts).cluster
         return {"cluster": cluster.cluster_id, "members": snapshot.members(cluster)}
 
     async def token(self, _: verbs.MakeToken) -> Json:
-        self._check_cluster()
+        self._clustered()
         return {"token": await self._parts.tokens.token(), "valid_s": 900}
 
     def let_in(self, verb: verbs.LetIn) -> Json:
-        self._check_cluster()
-        node_id = self._other(verb.node, former=True)
-        return {"name": self._parts.node.name_of(node_id), "let_in": self._admitted(node_id)}
+        node, node_id = self._clustered(), self._other(verb.node, former=True)
+        return {"name": node.name_of(node_id), "let_in": self._admitted(node_id)}
 
     async def remove(self, verb: verbs.RemoveMember) -> Json:
         """Return when another member has it on its disk, or after some seconds; repeated, check that again.
 
         Raises UserError while no disk at all can have it.
         """
-        self._check_cluster()
-        node, node_id = self._parts.node, self._other(verb.node, former=True)
+        node, node_id = self._clustered(), self._other(verb.node, former=True)
         roster, let_in = node.replica.roster, self._admitted(node_id)
         members = roster.members()
         name = node.name_of(node_id) if node_id in members else verb.node
@@ -348,8 +342,7 @@ class MemberHandlers:
         }
 
     def leave(self, verb: verbs.LeaveCluster) -> Json:
-        self._check_cluster()
-        node = self._parts.node
+        node = self._clustered()
         roster, self_id = node.replica.roster, node.node_id
         others = [each for each in roster.members() if each != self_id]
         last = node.identity.authority is not None and not set(roster.holders()) - {self_id}
@@ -362,17 +355,15 @@ class MemberHandlers:
         return {"left": node.identity.cluster_id, "members": len(others)}
 
     async def hand_over(self, verb: verbs.HandOver) -> Json:
-        self._check_cluster()
-        parts = self._parts
+        node, authority = self._clustered(), self._parts.authority
         node_id = self._other(verb.node, "this Mac hands the key over; name another member")
-        parts.authority.check_hand_over(node_id)
+        authority.check_hand_over(node_id)
         if verb.sure:
-            await parts.authority.hand_over(node_id)
+            await authority.hand_over(node_id)
         if verb.sure and verb.move:
-            await parts.authority.give_up()
-        names = [parts.node.name_of(each) for each in parts.node.replica.roster.holders()]
-        name = parts.node.name_of(node_id)
-        return {"name": name, "node_id": node_id, "moved": verb.move, "holders": names}
+            await authority.give_up()
+        names = [node.name_of(each) for each in node.replica.roster.holders()]
+        return {"name": node.name_of(node_id), "node_id": node_id, "moved": verb.move, "holders": names}
 
     def _admitted(self, node_id: str) -> list[dict[str, str]]:
         node = self._parts.node
@@ -405,14 +396,15 @@ class MemberHandlers:
             raise UserError(itself)
         return found[0]
 
-    def _check_cluster(self) -> None:
-        """Raise UserError in an agent that runs alone."""
+    def _clustered(self) -> ClusterNode:
+        """Return the node. Raises UserError in an agent that runs alone."""
         if self._parts.node.alone:
             raise UserError(
                 "this agent keeps to this Mac (--alone, or several --ranks), so there is no cluster; start "
                 "`mlxtp node` without them",
                 Code.NOT_SUPPORTED,
             )
+        return self._parts.node
 
 
 def _members_called(node: ClusterNode, wanted: str) -> list[str]:

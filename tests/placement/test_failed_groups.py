@@ -161,6 +161,11 @@ def test_devices_of_the_links_alone_run_short() -> None:
     none = {node: each.machine for node, each in MEMBERS.items()}
     assert not runs_short(meshed(0, 1).links, {**none, IDS[2]: few[IDS[2]]})
     assert not runs_short(meshed(0, 1).links, {}), "a Mac that has left has none"
+    other_ports = {
+        node: replace(machine, ports=(replace(machine.ports[0], formations=0), *machine.ports[1:]))
+        for node, machine in few.items()
+    }
+    assert not runs_short(meshed(0, 1).links, other_ports), "their cable is in the first port of both"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
 from .errors import Code, GroupError, MlxtpError, UserError
-from .verbs import Verb
+from .verbs import Status, Verb
 
 # --- one chat request to the endpoint, with its reply as a stream ----------------------------------------
 
@@ -162,7 +162,6 @@ def _code(error: Mapping[str, Any]) -> Code:
 
 FILE = "agent.json"
 LOCK = "lock"
-TIMEOUT_S = 15.0
 #: Seconds without any byte. The endpoint sends some every few seconds.
 ANSWER_TIMEOUT_S = 120.0
 
@@ -173,7 +172,8 @@ class AgentClient:
     `key` is the agent's own: only this user can read it, and the endpoint accepts it as an API key.
     """
 
-    def __init__(self, home: Path, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, home: Path, timeout_s: float | None = None) -> None:
+        """`timeout_s` takes the place of each verb's own."""
         self._home = home
         self._timeout_s = timeout_s
         try:
@@ -193,7 +193,8 @@ class AgentClient:
 
     def send(self, verb: Verb) -> dict[str, Any]:
         """Return the agent's reply to a command. Raises UserError with its message when it refuses."""
-        status, answer = self._request(verb.method, f"/admin/{verb.path}", verb.body(), self.key)
+        path, body = f"/admin/{verb.path}", verb.body()
+        status, answer = self._request(verb.method, path, body, self.key, verb.reply_s)
         if status == http.client.UNAUTHORIZED:
             raise self._silent("another program listens there")
         if status != http.client.OK:
@@ -231,14 +232,14 @@ class AgentClient:
         return list(answer.get("data", ()))
 
     def _request(
-        self, method: str, path: str, body: Mapping[str, Any], key: str
+        self, method: str, path: str, body: Mapping[str, Any], key: str, reply_s: float = Status.reply_s
     ) -> tuple[int, dict[str, Any]]:
         """Raise UserError without a reply, or with one that is not an agent's."""
         headers = {"Content-Type": "application/json"}
         if key:
             headers["Authorization"] = f"Bearer {key}"
         try:
-            connection = connection_to(self.url, self.certificate, self._timeout_s)
+            connection = connection_to(self.url, self.certificate, self._timeout_s or reply_s)
             with contextlib.closing(connection):
                 connection.request(method, path, json.dumps(body) if body else None, headers)
                 response = connection.getresponse()

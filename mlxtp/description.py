@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, is_dataclass
+from typing import Any, get_args, get_origin, get_type_hints
 
 FORMAT = 1
 #: Status of a process that describes, for a configuration that is wrong; 1 for one that it cannot use.
@@ -164,19 +164,23 @@ def to_text(description: Description) -> str:
     return json.dumps({"format": FORMAT, **asdict(description)})
 
 
+def built(kind: Any, told: Any) -> Any:
+    """Return the value of this type of which `asdict` and JSON made `told`. Raises as the type does."""
+    if get_origin(kind) is tuple:
+        return tuple(built(get_args(kind)[0], each) for each in told)
+    if not is_dataclass(kind):
+        return told
+    types = get_type_hints(kind)
+    return kind(**{name: built(types[name], value) for name, value in told.items()})  # type: ignore[operator]
+
+
 def from_text(text: str) -> Description:
     """Return what `to_text` made this of. Checks names alone. Raises ValueError for other ones."""
     try:
         told: dict[str, Any] = json.loads(text)
         if told.pop("format") != FORMAT:
             raise ValueError("it is of another format")
-        told["layers"] = tuple(PartFacts(**layer) for layer in told["layers"])
-        told |= {name: PartFacts(**told[name]) for name in ("embedding", "head")}
-        told |= {name: tuple(told[name]) for name in ("joined", "keepers")}
-        sizes = told["dimensions"]
-        told["dimensions"] = Dimensions(tuple(Dimension(**size) for size in sizes["each"]), sizes["group"])
-        caches = told["caches"]
-        told["caches"] = CacheCapabilities(**{**caches, "kinds": tuple(caches["kinds"])})
-        return Description(**told)
+        found: Description = built(Description, told)
+        return found
     except (TypeError, LookupError, AttributeError, RecursionError) as error:
         raise ValueError(f"it is no description of a model: {error}") from error

@@ -42,7 +42,7 @@ VERBS: dict[str, type[Verb]] = {}  #: By path below `/admin`.
 
 @dataclass_transform(frozen_default=True, field_specifiers=(option, _as_set))
 class Verb:
-    """One command for a running agent.
+    """One command for a running agent, which may take `reply_s` seconds to reply.
 
     `key_scope`: API keys with this scope may use it, too. `polled`: commands repeat it while they wait.
     """
@@ -52,12 +52,13 @@ class Verb:
     path: ClassVar[str]
     key_scope: ClassVar[str]
     polled: ClassVar[bool]
+    reply_s: ClassVar[float]
 
     def __init_subclass__(
-        cls, *, get: str = "", post: str = "", key_scope: str = "", polled: bool = False
+        cls, *, get: str = "", post: str = "", key_scope: str = "", polled: bool = False, reply_s: float = 15
     ) -> None:
         cls.method, cls.path = "GET" if get else "POST", get or post
-        cls.key_scope, cls.polled = key_scope, polled
+        cls.key_scope, cls.polled, cls.reply_s = key_scope, polled, reply_s
         VERBS[cls.path] = dataclass(frozen=True)(cls)
 
     @classmethod
@@ -140,11 +141,11 @@ class PlanNow(Verb, post="plan/now"):
     split: str = _as_set("split", "Layers of each Mac of a pipeline.", default="auto")
 
 
-class Diagnose(Verb, get="doctor"):
+class Diagnose(Verb, get="doctor", reply_s=60):
     """Problems of this machine, as the agent sees them."""
 
 
-class BenchFabric(Verb, post="bench/fabric"):
+class BenchFabric(Verb, post="bench/fabric", reply_s=60):
     """Measure collectives in a group of a model, by default of the first one.
 
     Between ranks of one machine the result is not kept.
@@ -160,7 +161,7 @@ class ModelsOnDisk(Verb, get="models", key_scope="load"):
     """Models on this Mac's disk that can be named without a path."""
 
 
-class Serve(Verb, post="serve", key_scope="load"):
+class Serve(Verb, post="serve", key_scope="load", reply_s=60):
     """Add a deployment of a model, or change what is given of it."""
 
     model: str = option(
@@ -229,14 +230,14 @@ class UnloadModel(Verb, post="unload", key_scope="load"):
     everything: bool = option("--all", "Unload every model.", default=False)
 
 
-class PullModel(Verb, post="pull", key_scope="load"):
+class PullModel(Verb, post="pull", key_scope="load", reply_s=60):
     """Begin to download a model of the Hub, here or on all members that are present."""
 
     model: str
     everywhere: bool = False
 
 
-class PullProgress(Verb, post="pulling", key_scope="load", polled=True):
+class PullProgress(Verb, post="pulling", key_scope="load", polled=True, reply_s=60):
     """Progress of a download on each member that is to have the model."""
 
     model: str
@@ -246,7 +247,7 @@ class ModelsStored(Verb, get="stored"):
     """Folder of models here, and the models on other members' disks."""
 
 
-class CheckRemovable(Verb, post="removable"):
+class CheckRemovable(Verb, post="removable", reply_s=60):
     """Check that OWNER/NAME may be removed from this Mac's disk, or its damaged files (`repair`)."""
 
     model: str
@@ -295,7 +296,7 @@ class LeaveCluster(Verb, post="leave"):
     )
 
 
-class HandOver(Verb, post="authority"):
+class HandOver(Verb, post="authority", reply_s=30):
     """Hand the authority's key to another member, with `move` forget it here; unless `sure`, only check."""
 
     node: str = option("", _MEMBER)

@@ -38,12 +38,12 @@ LEFT: Mapping[str, int] = {
     "functions of an object of a class beside them": 73,
 }
 MOST_LINES: Mapping[str, int] = {
-    "": 3_930,
-    "admin": 1_820,
+    "": 3_936,
+    "admin": 1_783,
     "api": 9_592,
-    "cli": 5_628,
+    "cli": 5_606,
     "cluster": 4_952,
-    "diagnostics": 2_407,
+    "diagnostics": 2_358,
     "discovery": 1_003,
     "engine": 11_607,
     "gateway": 1_753,

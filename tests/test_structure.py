@@ -357,6 +357,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
             "client",
             "cluster",
             "config",
+            "description",
             "diagnostics",
             "errors",
             "free_memory",

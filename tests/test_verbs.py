@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
+from pathlib import Path
+
 import pytest
 
-from mlxtp.errors import ConfigError, RequestError
+from mlxtp.client import AgentClient
+from mlxtp.errors import ConfigError, RequestError, UserError
 from mlxtp.verbs import VERBS, HandOver, LetIn, Serve, StartDrain, Status, Verb
 
 
@@ -47,3 +51,20 @@ def test_options_are_parsed_that_are_given() -> None:
         StartDrain("soon").parsed()
     with pytest.raises(ConfigError, match="--split 3,1 is for 2 Macs, and 3 are to share the model"):
         Serve("tiny", nodes="3", split="3,1").parsed()
+
+
+def test_a_command_waits_for_a_reply_as_long_as_its_verb_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+
+    def connect(_url: str, _certificate: str, timeout_s: float) -> None:
+        waited.append(timeout_s)
+        raise OSError
+
+    monkeypatch.setattr("mlxtp.client.connection_to", connect)
+    (tmp_path / "agent.json").write_text('{"url": "http://here", "key": "k", "certificate": ""}')
+    for client, verb in product((AgentClient(tmp_path), AgentClient(tmp_path, 1.0)), (Status(), Serve("m"))):
+        with pytest.raises(UserError, match="does not answer"):
+            client.send(verb)
+    assert waited == [15, 60, 1, 1]

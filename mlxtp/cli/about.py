@@ -165,9 +165,6 @@ def _assignment(setting: Setting, value: object, name: str = "") -> str:
 
 # --- doctor: the agent's report, or one of its own, or why a group failed ---------------------------------
 
-#: Seconds that a report may take; `system_profiler` alone has 20 s.
-REPORT_S = 60.0
-
 
 def doctor(
     folders: Annotated[
@@ -211,7 +208,7 @@ def _report(home: Path | None) -> Mapping[str, Any]:
     folder, problem = home_of(home), ""
     if agent_runs(folder):
         try:
-            return AgentClient(folder, REPORT_S).send(Diagnose())
+            return AgentClient(folder).send(Diagnose())
         except UserError as error:
             problem = error.detail
     import asyncio

@@ -27,9 +27,6 @@ from .printing import Console, day_of, home_of, joined, print_answer, table_of
 
 # --- the command -----------------------------------------------------------------------------------------
 
-#: Seconds that a measurement may take, on the Mac of any rank 0.
-_BENCH_S = 60.0
-
 
 def bench(
     fabric: Annotated[
@@ -51,7 +48,7 @@ def bench(
     With --fabric: measure the links between its ranks. Later plans use the result. Needs no API key.
     """
     if fabric:
-        answer = AgentClient(home_of(home), _BENCH_S).send(BenchFabric(model))
+        answer = AgentClient(home_of(home)).send(BenchFabric(model))
         drawn = fabric_shown if sys.stdout.isatty() else fabric_in_markdown
         print_answer(answer, as_json, drawn)
         return

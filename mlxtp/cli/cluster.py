@@ -21,11 +21,6 @@ from .options import AsJson, Home
 from .printing import Console, home_of, print_answer, print_json, typed
 from .status import admissions_shown, chosen, kept, members_shown
 
-#: Seconds that an agent may take to look up a model on the Hub.
-_HUB_S = 60.0
-#: Seconds that an agent may take to hand over a key and have others note that.
-_HAND_OVER_S = 30.0
-
 commands = typer.Typer(
     name="cluster", no_args_is_help=True, help="Members of the cluster: list them, remove one, or leave."
 )
@@ -40,7 +35,7 @@ commands.add_typer(authority)
 @options.sends(verbs.Serve)
 def serve(verb: verbs.Serve, home: Home = None, as_json: AsJson = False) -> None:
     """Serve a model beside the others, or change how it is served. Works on any member."""
-    print_answer(AgentClient(home_of(home), _HUB_S).send(_lasting(verb)), as_json, _wished)
+    print_answer(AgentClient(home_of(home)).send(_lasting(verb)), as_json, _wished)
 
 
 @options.sends(verbs.UnloadModel)
@@ -221,7 +216,7 @@ def move(verb: verbs.HandOver, home: Home = None, as_json: AsJson = False) -> No
 def _hand_over(verb: verbs.HandOver, home: Path | None, as_json: bool) -> None:
     if not verb.node.strip():
         raise UserError("to which member? Its name, or the beginning of its id: see `mlxtp cluster members`")
-    client = AgentClient(home_of(home), _HAND_OVER_S)
+    client = AgentClient(home_of(home))
     name = client.send(replace(verb, sure=False))["name"]
     if not verb.sure:
         if as_json or not sys.stdin.isatty():

@@ -46,8 +46,6 @@ from .options import AsJson, Home
 from .printing import Console, complain, home_of, print_answer, print_json, table_of
 
 LOOK_S = 0.5
-#: Seconds that the agent may take to look up a model's files on the Hub.
-_PULL_S = 60.0
 
 Model = Annotated[
     str,
@@ -173,7 +171,7 @@ def _by_agent(
     model: str, everywhere: bool, home: Path | None, as_json: bool
 ) -> list[Mapping[str, Any]] | None:
     try:
-        client = AgentClient(home_of(home), _PULL_S)
+        client = AgentClient(home_of(home))
         name = client.send(PullModel(model, everywhere))["model"]
     except UserError as error:
         if everywhere or error.code not in (Code.NOT_READY, Code.NOT_SUPPORTED):
@@ -346,7 +344,7 @@ def _here(model: str, home: Path | None) -> tuple[Repo, str]:
 
 def _check_removable(model: str, home: Path | None, *, repair: bool = False) -> None:
     try:
-        AgentClient(home_of(home), _PULL_S).send(CheckRemovable(model, repair))
+        AgentClient(home_of(home)).send(CheckRemovable(model, repair))
     except UserError as error:
         if error.code is not Code.NOT_READY:
             raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 from base64 import b64encode
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,7 +21,7 @@ from .printing import home_of, typed
 if TYPE_CHECKING:
     from ..placement.model_shape import DescribedModel
     from ..placement.topology import MemberMachine
-    from ..wire.cluster_messages import FabricResult, Machine
+    from ..wire.cluster_messages import FabricResult
 
 
 #: Settings of the running agent that a plan has too, as they are where none runs or the Macs are in a file.
@@ -193,6 +193,7 @@ def members_here(
     """
     import asyncio
 
+    from ..description import built
     from ..placement import hardware
     from ..placement.measurements import from_json
     from ..placement.topology import MemberMachine
@@ -202,15 +203,6 @@ def members_here(
     except UserError:
         machine = asyncio.run(hardware.probe())
         return (MemberMachine("this", "this Mac", machine),), "this", (), _UNSET
-    found = tuple(MemberMachine(**{**node, "machine": _machine(node["machine"])}) for node in told["nodes"])
+    found = tuple(built(MemberMachine, node) for node in told["nodes"])
     fabric = tuple(map(from_json, told["fabric"]))
     return found, str(told["coordinator"]), fabric, {name: str(told[name]) for name in _UNSET}
-
-
-def _machine(fields: Mapping[str, Any]) -> Machine:
-    from ..wire.cluster_messages import Interface, Machine, Port
-
-    interfaces = tuple(Interface(**each) for each in fields["interfaces"])
-    ports = tuple(Port(**each) for each in fields["ports"])
-    rest = {**fields, "interfaces": interfaces, "ports": ports, "notes": tuple(fields["notes"])}
-    return Machine(**rest)

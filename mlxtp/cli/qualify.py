@@ -44,7 +44,6 @@ RANK = "the rank on this Mac"
 AGENT = "the agent on this Mac"
 ALONE = "one Mac"
 FILE = "qualify.json"  #: of the last run, in the agent's home
-ASK_S = 60.0  # seconds for the doctor, and for the measurement of links
 READY_S = 180.0  # seconds until a group of the embedded model serves
 IDLE_S = 60.0  # after about a minute without messages, JACCL's next large sum has been seen to fail
 BACK_S = 120.0  # seconds until an agent that was killed is back
@@ -115,7 +114,7 @@ def qualify(
     exit status is 1 when something failed.
     """
     folder = home_of(home)
-    agent = AgentClient(folder, ASK_S)
+    agent = AgentClient(folder)
     status = agent.send(Status())
     macs = tuple(each["name"] for each in status.get("members") or () if each.get("state") == "alive")
     if len(macs) < 2:
@@ -150,7 +149,7 @@ def qualify(
         except MlxtpError as error:  # the agent is gone, and with it the deployment as it was before
             rows.append(Row("the deployment of before", "failed", error.detail))
     with suppress(MlxtpError):  # what the tries have used up and stranded
-        status = AgentClient(folder, ASK_S).send(Status())
+        status = AgentClient(folder).send(Status())
     everyone = tuple(dict.fromkeys([*macs, *(each["name"] for each in status["members"])]))
     hide = (lambda text: text) if with_names else hider(everyone, status, folder)
     found = report(rows, status, hide)
@@ -371,7 +370,7 @@ def kill_own_agent(bed: Bed) -> Row:
             raise UserError(f"the agent was not back {BACK_S:g} s after it was killed")
         with suppress(OSError, ValueError, UserError):
             if agent_pid(bed.home) != killed:
-                again = replace(bed, agent=AgentClient(bed.home, ASK_S))
+                again = replace(bed, agent=AgentClient(bed.home))
                 group_of(again)
                 break
         time.sleep(_POLL_S)
@@ -397,7 +396,7 @@ def deployed(bed: Bed, status: Mapping[str, Any]) -> Iterator[None]:
     try:
         yield
     finally:
-        agent = AgentClient(bed.home, ASK_S)  # it may have been started again
+        agent = AgentClient(bed.home)  # it may have been started again
         if was is None:
             agent.send(UnloadModel(EMBEDDED_MODEL))
         else:

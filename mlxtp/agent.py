@@ -127,10 +127,7 @@ async def running_agent(
     *,
     spares: bool = True,
 ) -> AsyncIterator[Agent]:
-    """Run an agent until the context ends, with warm processes if `spares`.
-
-    Raises ConfigError and ModelError before anything is started.
-    """
+    """Run an agent until the context ends. Raises ConfigError and ModelError before anything is started."""
     heard = log_lines if settings.log_file or settings.log_format == "json" else None
     watched = watched_loop(settings.log_format, settings.log_file)
     with watched, _own_home(settings.home), open_endpoint(settings) as endpoint:
@@ -155,10 +152,7 @@ class _Entered:
 
 @asynccontextmanager
 async def _entered(settings: Settings) -> AsyncIterator[_Entered]:
-    """Enter the cluster: a joined or founded one, or one of this Mac alone, which ends with the agent.
-
-    Raises UserError where it cannot, and ModelError for models that cannot be found.
-    """
+    """Enter the cluster: a joined or founded one, or one of this Mac alone. Raises UserError, ModelError."""
     settings = replace(
         settings,
         name=settings.name or socket.gethostname().partition(".")[0],
@@ -382,10 +376,7 @@ def _report_bug(end: Callable[[MlxtpError], None], _: asyncio.Task[None], error:
 
 
 async def stopped_by_signal(work: Coroutine[Any, Any, T]) -> tuple[T | None, bool]:
-    """Run `work` to its end, or cancel it at SIGINT, SIGTERM or SIGHUP and let it clean up for CLOSE_S.
-
-    Returns its result, and whether a signal ended it.
-    """
+    """Run `work` until its end, or a signal and CLOSE_S to clean up. Return its result, and if one came."""
     task = asyncio.ensure_future(work)
     loop = asyncio.get_running_loop()
 

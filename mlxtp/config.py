@@ -26,10 +26,7 @@ FILE = "config.toml"
 
 @dataclass(frozen=True, slots=True)
 class GivenValue:
-    """A value before parsing, its place for errors, and its line in the file, from 1.
-
-    A default of a command has no place.
-    """
+    """A value before parsing, its place for errors, "" for a default, and its line in the file, from 1."""
 
     value: Any
     where: str = ""
@@ -231,10 +228,7 @@ _TOKEN = re.compile(
 
 
 def lines_of(content: str) -> list[tuple[str, int]]:
-    """Return the line, from 1, where each key and table of a valid TOML text begins, in order.
-
-    The time is linear in the length of the text.
-    """
+    """Return the line, from 1, where each key and table of a valid TOML text begins. Takes linear time."""
     found = []
     table, line = "", 1
     for text in _statements(content):

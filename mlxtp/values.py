@@ -237,11 +237,7 @@ def parse_split(value: object, where: str) -> str:
 
 
 def split_layers(split: str, parallel: str, nodes: str) -> tuple[int, ...]:
-    """Return the layers of each Mac that `split` has; () for "auto".
-
-    Raises ConfigError where a group of `nodes` Macs that share the model as `parallel` has cannot have it, or
-    cannot be.
-    """
+    """Return the layers of each Mac that `split` has; () for "auto". Raises ConfigError for wrong ones."""
     if split == "auto":
         if parallel == "pipeline" and nodes == "1":
             raise ConfigError("--parallel pipeline takes 2 Macs or more, and 1 is to serve the model")

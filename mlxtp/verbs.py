@@ -22,10 +22,7 @@ def option(
     parse: Parser | None = None,
     metavar: str | None = None,
 ) -> Any:
-    """Return a field that commands offer as this option, or as an argument where `flag` is empty.
-
-    `parse` reads its text.
-    """
+    """Return a field that commands offer as this option, or as an argument where `flag` is empty."""
     about = {"description": description, "flag": flag, "parse": parse, "metavar": metavar}
     return field(default=default, metadata=about)
 

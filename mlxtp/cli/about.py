@@ -31,10 +31,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 def version_facts(home: Path) -> dict[str, str]:
-    """Return the facts, most important first.
-
-    Paths name the user's folders, and nothing else about the user.
-    """
+    """Return the facts, most important first. Paths name the folders of the user, and nothing else."""
     return {
         "mlxtp": __version__,
         "python": f"{platform.python_version()} ({sys.executable})",

@@ -99,11 +99,7 @@ class BenchRow:
 
 
 def measure(served: Served, agent: AgentClient, say: Callable[[str], None]) -> dict[str, Any]:
-    """Measure and return all rows, with the group they were measured on.
-
-    Takes a minute for a model that writes 50 tokens a second. Raises UserError while other clients have
-    requests, when the endpoint refuses, or when the group changes.
-    """
+    """Return all rows, with their group. Raises UserError while other requests are open, or if it changes."""
     before = agent.send(Status())
     if before["open_requests"]:
         words = f"{before['open_requests']} requests are open; wait until they have ended"
@@ -352,10 +348,7 @@ def fabric_summary(result: Mapping[str, Any]) -> str:
 
 
 def bars(values: Sequence[float], color: str, *, logarithmic: bool = False) -> list[Bar]:
-    """Return a bar for each of these positive values, the largest one full, to an eighth of a character.
-
-    On the logarithmic scale the smallest value has the shortest bar.
-    """
+    """Return a bar for each of these positive values, the largest one full."""
     largest, smallest = max(values), min(values)
     if logarithmic:
         decades = max(math.log10(largest / smallest), _LEAST_DECADES)

@@ -135,8 +135,7 @@ async def run(
 ) -> dict[str, Any]:
     """Start, send the prompt, and either return the outcome or serve until cancelled.
 
-    With several `replicas`, as many agents run, each with a group of its own. Raises ConfigError, ModelError
-    or GroupError when the cluster does not get ready.
+    Raises ConfigError, ModelError or GroupError when the cluster does not get ready.
     """
     question = prompt or (EMBEDDED_PROMPT if settings.model == EMBEDDED_MODEL else OTHER_PROMPT)
     began = time.monotonic()
@@ -245,10 +244,7 @@ def _request(prompt: str) -> dict[str, Any]:
 def ask(
     url: str, prompt: str, on_text: Callable[[str], None], key: str = "", certificate: str = ""
 ) -> EndpointAnswer:
-    """Send a request, and stream the reply. Blocks.
-
-    `certificate` (PEM) is the one that an https:// endpoint must show. Raises as `client.ask` does.
-    """
+    """Send a request, and stream the reply. Blocks. Raises as `client.ask` does."""
     answer = EndpointAnswer(time.monotonic())
     for piece in client.ask(connection_to(url, certificate, ANSWER_TIMEOUT_S), key, _request(prompt)):
         answer.add(piece, time.monotonic())

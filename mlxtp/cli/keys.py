@@ -84,18 +84,17 @@ def create(
     as_json: AsJson = False,
 ) -> None:
     """Create an API key for this Mac's endpoint and print it, once."""
-    now = time.time()
-    given = (per_minute, tokens_per_minute, tokens_per_day, concurrent)
-    counts = {field: count for (field, _, _), count in zip(COUNTS, given, strict=True)}
+    now, given = time.time(), (per_minute, tokens_per_minute, tokens_per_day, concurrent)
+    more: dict[str, Any] = {}
     with typed():
-        for field, _, what in COUNTS:
-            if (count := counts[field]) is not None and count < 1:
+        for (field, _, what), count in zip(COUNTS, given, strict=True):
+            more[field] = count or 0
+            if count is not None and count < 1:
                 one = counted(1, what).replace("1", "one", 1)
                 raise UserError(f"--{field.replace('_', '-')} {count}: a key needs at least {one}")
         life_s = -1 if expires is None else parse_keep(expires, "--expires")
         if life_s == 0:
             raise UserError(f"--expires {expires}: a key needs at least one second")
-        more: dict[str, Any] = {field: count or 0 for field, count in counts.items()}
         more |= {"expires": int(now) + life_s if life_s >= 0 else 0}
         more |= {"models": tuple([stands_for(each) or each for each in model or ()])}
         more |= {"scopes": tuple(scope or DEFAULT_SCOPES)}

@@ -290,10 +290,9 @@ def launch(
 
 
 def find_served(home: Path, key: str, name: str = "") -> Served:
-    """Return the model that the agent of this home serves to clients with the API key `key`.
+    """Return the deployed model `name`, or the default one, as clients with the API key `key` see it.
 
-    It is the deployed model `name`, or the default one. Raises UserError when no agent runs, no model is
-    loaded, that one is not, or the key is refused.
+    Raises UserError when no agent runs, no model is loaded, that one is not, or the key is refused.
     """
     client, status = when_started(home)
     if not status["model"]:

@@ -37,10 +37,10 @@ from ..errors import (
     UserError,
     why_not_written,
 )
-from ..models.hub_cache import Repo, StoredCommit, cache_folder, commits_here, hash_of, hub_name
+from ..models.hub_cache import Repo, StoredCommit, commits_here, hash_of, hub_name
 from ..models.manifest import Manifest, gigabytes
 from ..short_names import near, short_for
-from ..verbs import CheckRemovable, FilesRemoved, ModelsStored, PullModel, PullProgress
+from ..verbs import CheckRemovable, FilesRemoved, PullModel, PullProgress
 from . import options
 from .options import AsJson, Home
 from .printing import Console, complain, home_of, print_answer, print_json, table_of
@@ -86,7 +86,7 @@ def pull(
 
 def list_(home: Home = None, as_json: AsJson = False) -> None:
     """List the models of the Hub on this Mac: short name, size, how much is here, other Macs with each."""
-    cache, elsewhere = _stored(home)
+    cache, elsewhere = options.models_stored(home_of(home))
     rows = [_row(each, elsewhere) for each in commits_here(cache)]
     if as_json:
         print_json({"folder": str(cache), "models": rows})
@@ -308,7 +308,9 @@ def _repair(repo: Repo, manifest: Manifest, bad: Collection[str], home: Path | N
 
     model = f"{repo.name}@{manifest.revision}"
     _check_removable(model, home, repair=True)
-    if not any(_is_of(each, repo.name, manifest.revision) for each in _stored(home)[1]):
+    if not any(
+        _is_of(each, repo.name, manifest.revision) for each in options.models_stored(home_of(home))[1]
+    ):
         hub_client.look_up(repo.name, manifest.revision)
     try:
         with repo.locked():
@@ -339,7 +341,7 @@ def _check_hub(model: str) -> str:
 
 def _here(model: str, home: Path | None) -> tuple[Repo, str]:
     repo, revision = hub_name(model)
-    return Repo(repo.name, _stored(home)[0]).as_here(), revision
+    return Repo(repo.name, options.models_stored(home_of(home))[0]).as_here(), revision
 
 
 def _check_removable(model: str, home: Path | None, *, repair: bool = False) -> None:
@@ -353,15 +355,6 @@ def _check_removable(model: str, home: Path | None, *, repair: bool = False) -> 
 def _tell_removed(model: str, home: Path | None) -> None:
     with contextlib.suppress(UserError):
         AgentClient(home_of(home)).send(FilesRemoved(model))
-
-
-def _stored(home: Path | None) -> tuple[Path, list[Mapping[str, Any]]]:
-    """Return the cache folder of this home's agent, or of this user, and the models of other members."""
-    try:
-        told = AgentClient(home_of(home)).send(ModelsStored())
-    except UserError:
-        return cache_folder(), []
-    return Path(told["folder"]), list(told["elsewhere"])
 
 
 def _row(here: StoredCommit, elsewhere: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

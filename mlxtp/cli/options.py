@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,9 +11,10 @@ from typing import Annotated, Any
 import typer
 
 from ..client import AgentClient
+from ..config import resolve_settings, shown
 from ..errors import UserError
 from ..settings import BY_KEY, CLUSTER, GENERAL, SETTINGS, SWITCH, Setting
-from ..verbs import ListMembers, ModelsStored, Verb
+from ..verbs import AgentSettings, ListMembers, ModelsStored, Verb
 from .printing import COMPLETION_VARIABLE, home_of, typed
 
 Home = Annotated[
@@ -128,6 +129,28 @@ def _option(setting: Setting) -> Any:
     )
 
 
+# --- facts of the agent that runs here, or of one that would ---------------------------------------------
+
+
+def setting_of(key: str, home: Path) -> Any:
+    """Return the value of a setting, as the file would have it. Raises ConfigError."""
+    try:
+        return AgentClient(home).send(AgentSettings())["settings"][key]
+    except UserError:
+        return shown(resolve_settings({"home": home}))[key]
+
+
+def models_stored(home: Path, timeout_s: float | None = None) -> tuple[Path, list[Mapping[str, Any]]]:
+    """Return the cache folder, and the models of other members."""
+    from ..models.hub_cache import cache_folder
+
+    try:
+        told = AgentClient(home, timeout_s).send(ModelsStored())
+    except UserError:
+        return cache_folder(), []
+    return Path(told["folder"]), list(told["elsewhere"])
+
+
 # --- shell completion; typer keeps the suggestions that begin like the word on the line ------------------
 
 SHELLS = ("bash", "zsh", "fish")
@@ -167,13 +190,9 @@ def model_names() -> list[str]:
 
 def hub_model_names(ctx: typer.Context) -> list[str]:
     """Return models of the Hub that are on this disk at least in part, in the agent's cache."""
-    from ..models.hub_cache import cache_folder, repos_here
+    from ..models.hub_cache import repos_here
 
-    try:
-        folder = AgentClient(_home(ctx), _ASK_S).send(ModelsStored())["folder"]
-    except UserError:
-        folder = str(cache_folder())
-    return [each.name for each in repos_here(Path(folder)) if each.commits()]
+    return [each.name for each in repos_here(models_stored(_home(ctx), _ASK_S)[0]) if each.commits()]
 
 
 def key_names(ctx: typer.Context) -> list[str]:

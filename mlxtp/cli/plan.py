@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..client import AgentClient
-from ..config import resolve_settings
 from ..errors import Exit, UserError
 from ..settings import BY_KEY
 from ..values import one_of, parse_nodes, parse_parallel, parse_split, split_layers
-from ..verbs import AgentSettings, PlanNow, PresentMachines
-from .options import AsJson, Home, like, model_names, words
+from ..verbs import PlanNow, PresentMachines
+from .options import AsJson, Home, like, model_names, setting_of, words
 from .printing import home_of, typed
 
 if TYPE_CHECKING:
@@ -173,16 +172,9 @@ def named_model(typed: str, home: Path | None) -> tuple[str, str | Path]:
 
     model = typed
     if "/" not in model and not Path(model).exists():
-        folders = _model_folders(home)
+        folders = tuple(setting_of("model_folders", home_of(home)))
         model = in_folders(full_name(model, folders), folders)
     return (typed, find_config(model)) if is_hub_id(model) else ("", model)
-
-
-def _model_folders(home: Path | None) -> tuple[str, ...]:
-    try:
-        return tuple(map(str, AgentClient(home_of(home)).send(AgentSettings())["settings"]["model_folders"]))
-    except UserError:
-        return resolve_settings({"home": home}).model_folders
 
 
 def members_here(

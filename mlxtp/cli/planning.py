@@ -48,10 +48,9 @@ def run(
     console: Console | None = None,
     now: Callable[[DescribedModel], Mapping[str, Any]] | None = None,
 ) -> Placement:
-    """Plan `model` on `members` and print it: a table, or one JSON object on one line.
+    """Plan `model` on `members` and print it: a table, or one JSON object. Raises as `read_shape` does.
 
-    `model` and `name` are as for `read_shape`. `now` returns the reply to PlanNow. Returns the plan;
-    `plan.chosen` is None where nothing works. Raises ModelError and ConfigError for the user.
+    `now` returns the reply to PlanNow. `plan.chosen` is None where nothing works.
     """
     described = read_model(model)
     shape = described.shape(name or _path_of(model).name, 0)

@@ -87,10 +87,7 @@ def when_started(home: Path) -> tuple[AgentClient, dict[str, Any]]:
 
 
 def table_of(*columns: str, right: Collection[str] = (), wrapped: Collection[str] | None = None) -> Table:
-    """Return an empty table; the columns named in `right` are aligned right.
-
-    `wrapped` names the only columns whose cells may take several lines.
-    """
+    """Return an empty table; only the columns in `wrapped` may have cells of several lines."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         justify: Literal["left", "right"] = "right" if column in right else "left"
@@ -175,8 +172,7 @@ class Commands(TyperGroup):
 class TerminalLog(logging.Handler):
     """Log lines on standard error with time, level and colours.
 
-    A log line is one line of the terminal, of any length. Copied text has no line breaks, so that a command
-    in it still works.
+    A log line is one line of any length, so that a command in copied text still works.
     """
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from .. import __version__
-from ..client import AgentClient, agent_runs
+from ..client import agent_runs
 from ..config import home_folder, resolve_settings
 from ..errors import UserError
 from ..service import installed
@@ -36,9 +36,9 @@ from ..service.launchd import (
     without_secret,
 )
 from ..settings import AUDIT_LOG
-from ..verbs import AgentSettings, StartDrain
+from ..verbs import StartDrain
 from .cluster import drain_agent
-from .options import AsJson, Home, sends
+from .options import AsJson, Home, sends, setting_of
 from .printing import home_of, print_answer, print_json
 
 #: Seconds that launchd may take to notice that an agent has ended.
@@ -258,11 +258,7 @@ def _service_with(home: Path | None) -> installed.Installed | None:
 
 def _log_of_agent(home: Path) -> Path:
     """Return the log file of the agent with that home, or of one that would start. Raises UserError."""
-    try:
-        log = str(AgentClient(home).send(AgentSettings())["settings"]["log_file"] or "")
-    except UserError:
-        log = resolve_settings({"home": home}).log_file
-    if not log:
+    if not (log := setting_of("log_file", home)):
         raise UserError(
             f"no service with home {home} is installed here, and neither its config.toml nor its agent has a "
             "log_file: an agent writes its log to standard error, which is the terminal that it runs in, or "

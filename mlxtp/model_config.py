@@ -1,4 +1,4 @@
-"""Fields of config.json: families, MTP heads, quantizations. Pure."""
+"""Fields of config.json: families, MTP heads, quantizations. Pure. Wrong types raise ModelError."""
 
 from __future__ import annotations
 
@@ -58,11 +58,8 @@ def mtp_place(config: Config) -> str:
 
 
 def name_in_head(name: str, place: str) -> str:
-    """Return a tensor's name in an MTP head at `mtp_place`; empty for tensors elsewhere.
-
-    Conversions of models that also see put the language model's name before it.
-    """
-    name = name.removeprefix("language_model.")
+    """Return a tensor's name in an MTP head at `mtp_place`; empty for tensors elsewhere."""
+    name = name.removeprefix("language_model.")  # which conversions of models that also see put before it
     return name.removeprefix(place) if name.startswith(place) else ""
 
 
@@ -72,7 +69,7 @@ def text_config(config: Config) -> Config:
 
 
 def table(config: Config, name: str) -> Config:
-    """Return an object in config.json, empty if it is missing. Raises ModelError if it is something else."""
+    """Return an object in config.json, empty if it is missing."""
     value = config.get(name) or {}
     if not isinstance(value, dict):
         raise ModelError(f"config.json: {name} is {value!r}, not an object", Code.MODEL_INVALID)
@@ -80,7 +77,7 @@ def table(config: Config, name: str) -> Config:
 
 
 def number(config: Config, *names: str) -> int:
-    """Return the first of these sizes that is there, or 0. Raises ModelError if it is no whole number."""
+    """Return the first of these sizes that is there, or 0."""
     for name in names:
         value = config.get(name) or 0
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _MOST:
@@ -114,7 +111,7 @@ _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 
 
 def quantizations(config: Config) -> dict[str, Config]:
-    """Return `quantization`, which is MLX's, or else `quantization_config`. Raises ModelError as `table`."""
+    """Return `quantization`, which is MLX's, or else `quantization_config`."""
     text = table(config, "text_config")
     for name in ("quantization", "quantization_config"):
         if found := table(config, name) or table(text, name):
@@ -123,7 +120,7 @@ def quantizations(config: Config) -> dict[str, Config]:
 
 
 def quantization(config: Config) -> Config:
-    """Return the table of MLX for the loaded weights; empty for plain ones. Raises ModelError as `table`."""
+    """Return the table of MLX for the loaded weights; empty for plain ones."""
     told = next(iter(quantizations(config).values()), {})
     if not (name := _format(told)):
         return told
@@ -134,12 +131,12 @@ def quantization(config: Config) -> Config:
 
 
 def expands(config: Config) -> bool:
-    """Return whether mlx-lm makes larger weights of those on the disk. Raises ModelError as `table`."""
+    """Return whether mlx-lm makes larger weights of those on the disk."""
     return _format(quantizations(config).get("quantization_config", {})) == "fp8"
 
 
 def unreadable(config: Config) -> str:
-    """Return why mlx-lm cannot read the weights as they are quantized. Raises ModelError as `table`."""
+    """Return why mlx-lm cannot read the weights as they are quantized."""
     told = quantizations(config)
     if mine := told.get("quantization"):
         mode = mine.get("mode", "affine")

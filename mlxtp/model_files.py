@@ -1,7 +1,7 @@
 """Files of a model, read without MLX and without its Python code: its tokenizer, and facts of its weights.
 
 Kimi's repositories have a list of byte strings instead of tokenizer.json, and Python code with the pattern
-that splits text. The pattern is defined here, for each family that is known to use it.
+that splits text. What reads a file raises OSError, and ValueError for one that makes no sense.
 """
 
 from __future__ import annotations
@@ -72,10 +72,9 @@ def chat_refusal(config: Mapping[str, Any], *, template: bool) -> str:
 
 
 def tokenizer_json(folder: Path) -> str:
-    """Return the text of tokenizer.json, made of tiktoken.model where that alone exists.
+    """Return the text of tokenizer.json, made of tiktoken.model (160,000 tokens in 3 s) where that is alone.
 
-    That takes about 3 s for 160,000 tokens. Raises OSError where neither exists, and ModelError for one that
-    cannot be converted.
+    Raises ModelError for one that cannot be used.
     """
     path = folder / "tokenizer.json"
     if path.is_file() or not (folder / TIKTOKEN_FILE).is_file():
@@ -95,7 +94,7 @@ def tokenizer_json(folder: Path) -> str:
 
 
 def tokenizer_settings(folder: Path) -> dict[str, Any]:
-    """Return tokenizer_config.json, with a chat template from a file of its own. Raises as `table`."""
+    """Return tokenizer_config.json, with a chat template from a file of its own."""
     path = folder / "tokenizer_config.json"
     settings = table(path) if path.is_file() else {}
     if (path := folder / "chat_template.jinja").is_file():
@@ -111,7 +110,7 @@ TEMPLATE_FILES = ("tokenizer_config.json", "chat_template.jinja", "chat_template
 
 
 def token_count(folder: Path) -> int:
-    """Return the largest id of a model's tokenizer plus 1; 0 if its files do not show it. Reads the disk."""
+    """Return the largest id of a model's tokenizer plus 1; 0 if its files do not show it."""
     path = folder / "tokenizer.json"
     try:
         if not path.is_file():
@@ -127,7 +126,7 @@ def token_count(folder: Path) -> int:
 
 
 def config_in(folder: Path) -> dict[str, Any]:
-    """Return config.json, with the quantization that ModelOpt writes beside it. Raises as `table`."""
+    """Return config.json, with the quantization that ModelOpt writes beside it."""
     config, beside = table(folder / "config.json", MAX_CONFIG_BYTES), folder / "hf_quant_config.json"
     if not quantizations(config) and beside.is_file():
         config["quantization_config"] = {"quant_method": "modelopt", **table(beside)}
@@ -135,7 +134,7 @@ def config_in(folder: Path) -> dict[str, Any]:
 
 
 def table(path: Path, most: int = MAX_TEXT_BYTES, values: int = MAX_FEW_VALUES) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises OSError, ValueError for another text or too many values."""
+    """Return the JSON object in a file of at most so many bytes and values."""
     text = text_of(path, most)
     if (count := text.count(",")) > values:
         raise ValueError(f"{path.name} has {count:,} values; the most that mlxtp reads is {values:,}")
@@ -153,7 +152,7 @@ def text_of(path: Path, most: int = MAX_TEXT_BYTES) -> str:
 
 
 def content_of(path: Path, most: int = MAX_TEXT_BYTES) -> bytes:
-    """Return the bytes. Raises OSError, and ValueError for too many of them, or a pointer of Git LFS."""
+    """Return the bytes. Raises ValueError, too, for a pointer of Git LFS."""
     with path.open("rb") as file:
         found = file.read(most + 1)
     if len(found) > most:
@@ -247,7 +246,6 @@ INDEX = "model.safetensors.index.json"
 
 
 def indexed(folder: Path) -> frozenset[str]:
-    """Return the files that the weights' index names. Raises OSError, ValueError for a damaged index."""
     if not (folder / INDEX).is_file():
         return frozenset()
     try:
@@ -257,10 +255,7 @@ def indexed(folder: Path) -> frozenset[str]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files of a model's weights that are here. Raises as `indexed`.
-
-    `model*.safetensors` that are not in an index are remains of another version.
-    """
+    """Return the files of a model's weights that are here, without those that its index does not name."""
     named = indexed(folder)
     return [path for path in sorted(folder.glob(WEIGHTS)) if not named or path.name in named]
 
@@ -270,12 +265,12 @@ def stray_files(folder: Path) -> list[str]:
 
 
 def weight_sizes(folder: Path) -> dict[str, int]:
-    """Return the bytes of each file of a model's weights, its MTP head's too. Raises as `weight_files`."""
+    """Return the bytes of each file of a model's weights, its MTP head's too."""
     return {path.name: path.stat().st_size for path in (*weight_files(folder), *folder.glob(MTP_FILE))}
 
 
 def has_mtp_head(folder: Path, config: Config) -> bool:
-    """Return True if the folder's files name tensors of an MTP head. Raises OSError, ValueError."""
+    """Return True if the folder's files name tensors of an MTP head."""
     place = mtp_place(config)
     if not place:
         return False
@@ -294,8 +289,8 @@ def has_mtp_head(folder: Path, config: Config) -> bool:
 def fingerprint(folder: Path) -> str:
     """Return a hash of the model's configuration, and of the size and parts of every weight file.
 
-    Hashing all of a large model would take minutes. Beginnings, with the names and shapes of tensors, middles
-    and ends tell two models apart, but show no forgery. Raises OSError, and ModelError for a damaged index.
+    Beginnings, with the names and shapes of tensors, middles and ends tell two models apart, but show no
+    forgery. All of a large model would take minutes. Raises ModelError for a damaged index.
     """
     with (folder / "config.json").open("rb") as file:
         digest = hashlib.sha256(file.read(MAX_CONFIG_BYTES))

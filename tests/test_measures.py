@@ -38,10 +38,10 @@ LEFT: Mapping[str, int] = {
     "functions of an object of a class beside them": 73,
 }
 MOST_LINES: Mapping[str, int] = {
-    "": 3_936,
+    "": 3_912,
     "admin": 1_783,
     "api": 9_592,
-    "cli": 5_606,
+    "cli": 5_582,
     "cluster": 4_952,
     "diagnostics": 2_358,
     "discovery": 1_003,

@@ -143,7 +143,7 @@ def plan(
     else:
         [(name, model)] = shaped
 
-        def now(described: DescribedModel) -> Mapping[str, Any]:
+        def now(described: DescribedModel) -> Mapping[str, object]:
             packed = b64encode(described.packed()).decode()
             return AgentClient(home_of(home)).send(
                 PlanNow(name or str(model), packed, spread, parallel, split)

@@ -235,18 +235,14 @@ class TransferTable:
             return found
         found = ModelTransfer(model, lambda: self._others(model))
         if len(self._all) >= MAX_JOBS:
-            self._all = {name: job for name, job in self._all.items() if self._is_busy(job)}
+            busy = [job for job in self if job.runs or job.inspecting or job.lends(self._me)]
+            self._all = {job.model: job for job in busy}
         if len(self._all) >= MAX_JOBS:
-            raise ModelError(
-                f"{MAX_JOBS} models are under way here; request {model} when some are done",
-                Code.NOT_READY,
-            )
+            why = f"{MAX_JOBS} models are under way here; request {model} when some are done"
+            raise ModelError(why, Code.NOT_READY)
         self._all[model] = found
         return found
 
     def _others(self, model: str) -> dict[str, ModelHeld]:
         rows = self._reports.of(ModelHeld, model)
         return {node: row for node, row in rows.items() if node != self._me}
-
-    def _is_busy(self, job: ModelTransfer) -> bool:
-        return job.runs or job.inspecting or job.lends(self._me)

@@ -75,12 +75,6 @@ class SeederElection:
     def _port(self) -> int:
         return self._server.port if self._server is not None else 0
 
-    def receive(self, job: ModelTransfer, node_id: str, report: ModelHeld) -> None:
-        job.reports.record(node_id, report)
-        if job.own is None and not job.runs and not job.inspecting:
-            self.look_again(job)
-        self.update_lending()
-
     def look_again(self, job: ModelTransfer) -> None:
         job.inspecting = True
         self._background.start(self._look(job), f"the look at {job.model}")
@@ -463,7 +457,6 @@ class TransferCoordinator:
             self._log_refusal(node_id, error.detail)
             return
         self._receive_report(job, node_id, message)
-        job.changed.set()
 
     def _pull_for(self, node_id: str, message: ModelPull) -> None:
         repo, ref = hub_name(message.model)
@@ -486,11 +479,15 @@ class TransferCoordinator:
 
     def _receive_report(self, job: ModelTransfer, node_id: str, report: ModelHeld) -> None:
         before = job.reports.others.get(node_id)
-        self._election.receive(job, node_id, report)
+        job.reports.record(node_id, report)
+        if job.own is None and not job.runs and not job.inspecting:
+            self._election.look_again(job)
+        self._election.update_lending()
         came = report.complete and not (before is not None and before.complete)
         wanted = [row.model for row in self._node.desired.table.live()]
         if came and job.begins_again(wanted):
             self._begin(job.model, *job.refs, everywhere=job.everywhere)
+        job.changed.set()
 
     def _look_again(self) -> None:
         """Read the disk for reports that may be outdated."""

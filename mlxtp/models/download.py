@@ -19,9 +19,7 @@ from .manifest import Manifest, is_commit, wanted
 
 FILES_AT_ONCE = 4  #: Files downloaded from the Hub at one time.
 LOOK_S = 0.25
-END_S = (
-    1.0  #: Seconds to wait for threads that are to end. Those that wait for a network write nothing later.
-)
+END_S = 1.0  #: Seconds to wait for threads that are to end; later, they write nothing.
 PROGRESS_S = 1.0
 CLOSE_S = 2.0  #: Seconds that the end of a program waits for threads that wait for the network.
 

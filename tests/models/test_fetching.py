@@ -354,7 +354,7 @@ def test_to_end_does_not_wait_for_a_hub_that_stalls_and_nothing_comes_afterwards
     assert ended
     model.goes_on.set()
     for thread in threading.enumerate():
-        if thread.name == "fetch":
+        if thread.name == "apart":
             thread.join(10)
     assert not any(any(path.read_bytes()) for path in ours.repo.folder.glob("blobs/*"))
 

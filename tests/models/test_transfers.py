@@ -112,6 +112,25 @@ def test_too_much_is_refused_in_words(
     play(tmp_path, member, story)
 
 
+def test_a_model_on_its_way_is_not_forgotten_for_another_one(
+    tmp_path: Path, member: Member, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_transfer, "MAX_JOBS", 1)
+    hub.models = {NAME: Model(embedded(), stalls="/resolve/")}
+
+    async def story(node: Node) -> None:
+        table = leads(node).table
+        job = table.of(await node.parts.transfers.pull(NAME, everywhere=False))
+        with pytest.raises(ModelError, match="1 models are under way here; request o/m when some are done"):
+            table.of("o/m")
+        hub.models[NAME].goes_on.set()
+        await sees(lambda: not job.runs)
+        assert table.of("o/m").model == "o/m"
+        assert table.find(job.model) is None
+
+    play(tmp_path, member, story)
+
+
 class Lending:
     """Another Mac that has all of NAME, which the Hub no longer knows."""
 

@@ -1,8 +1,7 @@
 """Transfers of models: one member gets a model from the Hub, the others copy it from there.
 
-A member that needs a model broadcasts what it has of it (`ModelHeld`), and so do the others. The coordinator
-names the seeder (`ModelLender`), which has all of the model or is to download it; the others copy meanwhile.
-When it fails or leaves, the coordinator names another one, and the pieces that have come count.
+Members report what they have of a wanted model (`ModelHeld`). The coordinator names the seeder
+(`ModelLender`), and another one when it fails or leaves. Without a model that can be had, ModelError.
 """
 
 from __future__ import annotations
@@ -247,10 +246,8 @@ class Downloads:
         by_hub = job.of_hub | {job.revision} if job.known is not None else job.of_hub
         fetch = job.fetch = Fetch(job.repo, job.revision, job.refs, known=job.known, by_hub=by_hub)
         connect = self._connect(job, lender) if lender != self._node.node_id else None
-        source = (
-            f"is copied from {self._node.name_of(lender)}" if connect is not None else "comes from the Hub"
-        )
-        log.info("%s %s", job.model, source)
+        copied = f"is copied from {self._node.name_of(lender)}"
+        log.info("%s %s", job.model, "comes from the Hub" if connect is None else copied)
 
         def on_progress(held: int, total: int) -> None:
             if job.lender not in (named, None):
@@ -289,10 +286,7 @@ class Downloads:
             await job.pause()
 
     async def _finds_other_seeder(self, job: ModelTransfer, *, patient: bool) -> bool:
-        """Return True if another member has the model or can get it, after this Mac failed at the Hub.
-
-        `patient`: wait even if there is none, because a member that had it may be back soon.
-        """
+        """Return True if another member can give it, after the Hub did not. `patient`: wait for one."""
         ends_at, me = time.monotonic() + NO_SEEDER_S, self._node.node_id
         while time.monotonic() < ends_at:
             self._election.decide(job)
@@ -304,10 +298,10 @@ class Downloads:
         return False
 
     def _connect(self, job: ModelTransfer, lender: str) -> Callable[[], peer_copy.PeerConnection]:
-        credentials, report = self._credentials, job.reports.others.get(lender)
+        report = job.reports.others.get(lender)
         port = report.port if report is not None else 0
         addresses = [f"{host}:{port}" for host in self._hosts(lender)]
-        return lambda: peer_copy.connect(addresses, lender, credentials)
+        return partial(peer_copy.connect, addresses, lender, self._credentials)
 
     def _hosts(self, node_id: str) -> list[str]:  # those on the fastest network first
         node = self._node
@@ -372,8 +366,7 @@ class TransferCoordinator:
     async def pull(self, model: str, *, everywhere: bool, known: Manifest | None = None) -> str:
         """Begin to get what the Hub has under this name now; return the name by which `progress` knows it.
 
-        `known`: the Hub's answer, if it was asked just now. Without one, the models of members count. Raises
-        ModelError.
+        `known`: the Hub's answer, if it was asked just now. Without one, members' models count.
         """
         repo, revision = hub_name(model)
         if known is None:
@@ -482,7 +475,6 @@ class TransferCoordinator:
         job.reports.record(node_id, report)
         if job.own is None and not job.runs and not job.inspecting:
             self._election.look_again(job)
-        self._election.update_lending()
         came = report.complete and not (before is not None and before.complete)
         wanted = [row.model for row in self._node.desired.table.live()]
         if came and job.begins_again(wanted):

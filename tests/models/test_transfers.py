@@ -246,6 +246,19 @@ def test_a_member_that_has_it_lends_it_until_the_others_have_it(
     play(tmp_path, member, story)
 
 
+def test_who_has_a_model_that_another_member_wants_says_so(tmp_path: Path, member: Member, hub: Hub) -> None:
+    hub.models = {NAME: Model(embedded())}
+    Fetch(Repo(NAME), "main").from_hub()
+
+    async def story(node: Node) -> None:
+        leads(node)
+        a = node.meet(A)
+        node.hear(a, ModelHeld(NAME, "", 0, 0, 0, wants=True, problem="", port=0))
+        await sees(lambda: [word.complete for word in a.heard(ModelHeld)][-1:] == [True])
+
+    play(tmp_path, member, story)
+
+
 def test_who_asked_for_it_here_alone_is_not_surprised_by_it_later(tmp_path: Path, hub: Hub) -> None:
     there = Lending(tmp_path, hub)
 
@@ -335,6 +348,9 @@ def test_a_model_that_another_program_put_there_is_here(tmp_path: Path, member: 
         name = await getting.pull(NAME, everywhere=False)
         await sees(lambda: row(getting, name, me).get("complete"))
         assert not Repo(NAME).manifest(COMMIT)
+        own = getting.table.of(name).own
+        assert own is not None
+        assert not own.wants, "nor does it lend it: nobody knows the hashes of its files"
 
     play(tmp_path, member, story)
 

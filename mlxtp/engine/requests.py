@@ -158,8 +158,6 @@ class Requests:
         self._context = self._vocabulary = 0
         self._last_uid = 0
 
-    # --- the model -----------------------------------------------------------------------------------
-
     def open(self, command: LoadShard, reply: Loaded, drafter: DraftModel | None) -> int:
         """Begin with a model that all ranks loaded. Returns the tokens of the longest sequence that fits."""
         rank, bootstrap = self._rank, self._rank.bootstrap
@@ -249,8 +247,6 @@ class Requests:
         disk = DiskIndex(store, truncatable=truncatable, ranks=range(self._rank.bootstrap.world_size))
         self.scheduler = Scheduler(self._policy, prefixes, self._last_uid, disk)
         self.scheduler.speculation.use = self._rank.status.drafts
-
-    # --- in ------------------------------------------------------------------------------------------
 
     def admit(self, request: Generate) -> None:
         shaping, new, why, code = request.shaping, request.max_tokens, "", Code.BAD_REQUEST

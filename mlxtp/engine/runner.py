@@ -385,8 +385,6 @@ class Runner:
     def cache_use(self) -> dict[str, int]:
         return {**self._use, "kv_bytes": self.kv_bytes(), "kept_bytes": self.kept.size_bytes}
 
-    # --- inside --------------------------------------------------------------------------------------
-
     def _begin(self, uid: int, offset: int, prompt: PromptPart) -> Caches:
         source = prompt.source
         self._forwards[uid] = 0, 0

@@ -396,8 +396,6 @@ class Scheduler:
         outcomes, self._late = self._late, []
         return outcomes
 
-    # --- ends ----------------------------------------------------------------------------------------
-
     def _finish(self, sequence: SequenceState, reason: StopReason) -> None:
         self._stop(sequence, reason)
         del self._requests[sequence.request]

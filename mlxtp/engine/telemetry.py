@@ -92,30 +92,6 @@ _SLOWER, _FASTER = 0.05, 0.3
 _ROWS = 0.2
 
 
-class _ForwardTimes:
-    def __init__(self) -> None:
-        #: Phase and tokens of the forwards in flight. The device runs them in order.
-        self.flying: deque[tuple[Phase, int]] = deque()
-        self.began = 0.0  # when the oldest of these began
-        self.step_us = 0.0
-        self.wait_us = 0.0
-        self._step_s: float | None = None  # time of a decode step with any number of rows
-        self._token_s: dict[Phase, float] = {}  # time of a forward for each of its tokens
-
-    def settled(self, now: float) -> float:
-        phase, tokens = self.flying.popleft()
-        took_s = now - self.began
-        self.began = now
-        self._token_s[phase] = _followed(self._token_s.get(phase), took_s / max(tokens, 1))
-        if phase == "decode":
-            self._step_s = _followed(self._step_s, took_s)
-        return took_s
-
-    def expected_s(self, phase: Phase, tokens: int) -> float:
-        expected_s = self._token_s.get(phase, 0.0) * tokens
-        return max(self._step_s or 0.0, expected_s * _ROWS) if phase == "decode" else expected_s
-
-
 class RankTelemetry:
     """Plain attributes: each is written by one thread and read by another, which copies `stats`."""
 
@@ -129,7 +105,12 @@ class RankTelemetry:
         self.drafts = DraftUse()
         self.expected_us = 0
         self._since = time.monotonic()
-        self._times = _ForwardTimes()
+        #: Phase and tokens of the forwards in flight. The device runs them in order.
+        self._flying: deque[tuple[Phase, int]] = deque()
+        self._began = 0.0  # when the oldest of these began
+        self._step_us = self._wait_us = 0.0
+        self._step_s: float | None = None  # time of a decode step with any number of rows
+        self._token_s: dict[Phase, float] = {}  # time of a forward for each of its tokens
 
     def unloaded(self) -> None:
         had, self.model, self.drafts.mtp = self.stats, "", False
@@ -147,30 +128,37 @@ class RankTelemetry:
         self._since = time.monotonic()
 
     def launched(self, phase: Phase, tokens: int, now: float) -> None:
-        self._times.flying.append((phase, tokens))
+        self._flying.append((phase, tokens))
         self.in_flight += 1
         if self.in_flight == 1:
-            self._since = self._times.began = now  # the time since the last forward was idling
+            self._since = self._began = now  # the time since the last forward was idling
             self._runs(phase, tokens)
 
     def settled(self, now: float) -> float:
         """Return the seconds that the oldest forward in flight took; 0 without one."""
-        if not self._times.flying:  # it failed in flight; the ledgers show what is wrong
+        if not self._flying:  # it failed in flight; the ledgers show what is wrong
             return 0.0
         self.in_flight -= 1
-        took_s = self._times.settled(now)
-        self._since = now
-        if self._times.flying:
-            self._runs(*self._times.flying[0])
+        phase, tokens = self._flying.popleft()
+        took_s = now - self._began
+        self._since = self._began = now
+        self._token_s[phase] = _followed(self._token_s.get(phase), took_s / max(tokens, 1))
+        if phase == "decode":
+            self._step_s = _followed(self._step_s, took_s)
+        if self._flying:
+            self._runs(*self._flying[0])
         return took_s
 
     def _runs(self, phase: Phase, tokens: int) -> None:
         self.phase = phase
-        self.expected_us = int(self._times.expected_s(phase, tokens) * 1e6)
+        expected_s = self._token_s.get(phase, 0.0) * tokens
+        if phase == "decode":
+            expected_s = max(self._step_s or 0.0, expected_s * _ROWS)
+        self.expected_us = int(expected_s * 1e6)
 
     def took(self, step_us: int, wait_us: int) -> None:
-        self._times.step_us += (step_us - self._times.step_us) * RECENT
-        self._times.wait_us += (wait_us - self._times.wait_us) * RECENT
+        self._step_us += (step_us - self._step_us) * RECENT
+        self._wait_us += (wait_us - self._wait_us) * RECENT
 
     @property
     def in_collective(self) -> bool:
@@ -197,8 +185,8 @@ class RankTelemetry:
             memory_bytes=mx.get_active_memory() + pool_bytes,
             pool_bytes=pool_bytes,
             peak_memory_bytes=mx.get_peak_memory(),
-            step_us=int(self._times.step_us),
-            wait_us=int(self._times.wait_us),
+            step_us=int(self._step_us),
+            wait_us=int(self._wait_us),
             **self.drafts.figures(),
         )
         phase_s = time.monotonic() - since

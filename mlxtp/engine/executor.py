@@ -59,8 +59,7 @@ from .telemetry import PROMPT, PROMPTS, STEP, Phase, RankTelemetry
 
 KV_TYPE_BITS = 16  # bits of a key's or value's number that is not quantized
 SMALL_BYTES, SMALL_ROUNDS = 128, 8  # of a small collective, to time it
-#: Bytes that MLX may keep for reuse on Metal, where its own bound is nearly all memory. An assumption: the
-#: arrays of a chunk of 2,048 tokens are below 0.25 GB each, and few of them are there at one time.
+#: Bytes that MLX may keep for reuse on Metal; its own bound is nearly all memory. Arrays of a chunk take few.
 POOL_BYTES = 4 << 30
 
 

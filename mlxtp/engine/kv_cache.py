@@ -132,8 +132,7 @@ def batch_tokens(lengths: Sequence[int]) -> int:
 
 
 # --- index of kept caches: the longest shared beginning with a new prompt, and evictions -----------------
-# Only rank 0 has it, with tokens, not caches. A uid is of a sequence that has ended and is kept, or that runs
-# and shares its cache.
+# Only rank 0 has it, with tokens, not caches. A uid is of a sequence that is kept, or runs and shares.
 
 SHORTEST_HIT = 16  # tokens that a hit must save
 #: The same for a cache that is kept whole: tokens that it must have beyond the next shorter one.

@@ -41,8 +41,7 @@ class Guided:
             if number >= 0 and self._room.watched(self._left):
                 self._room.fitting(matcher, self._left)
             self.accept(token)
-        #: Bool [n + 1, vocabulary]: each of the n tokens that `forced` or `allowed` returned last has the
-        #: tokens that may come in its place, and so has the token after them.
+        #: Bool [n + 1, vocabulary]: what may come in place of each of the n tokens returned last, and behind.
         self.masks = np.zeros((1, vocabulary), np.bool_)
         if not self.finished:
             self.masks[0] = unpack(self._room.fitting(matcher, self._left), vocabulary)
@@ -246,8 +245,7 @@ class Shaper:
 
 
 # --- complete answers: JSON closes before its budget ends ------------------------------------------------
-# Only the model ends a string or an array without a bound, or text up to a suffix. Near the end of its
-# budget, only tokens are allowed after which the shortest known ending still fits.
+# Only the model ends a string. Near its budget's end, tokens must leave room for the shortest known ending.
 
 LEAST_MARGIN, MOST_MARGIN = 32, 512  # tokens; between them, the length of the grammar itself
 ESCAPE = 16  # tokens that an escape in a string adds at most

@@ -9,8 +9,7 @@ from types import ModuleType
 from ..errors import Code
 
 # --- import of mlx-lm; only agents handle text and the Hub -----------------------------------------------
-# Transformers and huggingface-hub take 2.2 of the 2.7 s of processor time of `import mlx_lm` (Linux, one
-# core). A recovering group waits for that.
+# Transformers and huggingface-hub take 2.2 of the 2.7 s of `import mlx_lm`; a recovering group waits for it.
 
 #: Names that mlx-lm imports from modules that it needs only to tokenize and to download.
 _ABSENT = {
@@ -51,9 +50,8 @@ class _Absent:
 
 
 # --- MLX's errors by their text: out of memory, and a GPU that took too long -----------------------------
-# On Linux a lack of memory is a MemoryError. On Metal it is a RuntimeError, from MLX's allocator or from a
-# command buffer, as is a command that took too long. Metal's words are in the user's language; the name of
-# its error follows in parentheses.
+# A lack of memory is a MemoryError on Linux. On Metal it is a RuntimeError, as is one of time,
+# in words of the user's language, with the name of its error in parentheses.
 
 _NAME = "kIOGPUCommandBufferCallbackError"
 _MEMORY = rf"^\[(?:metal::)?malloc\] |\[METAL\] .*(?:Insufficient Memory|{_NAME}OutOfMemory)"

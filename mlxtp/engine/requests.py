@@ -125,8 +125,7 @@ MAX_ROWS = 64  # sequences that decode at once; others wait
 TOGETHER_ON_GPU = 512
 #: The same on a CPU, which takes as long for each token as for one alone and saves only a forward's own cost.
 TOGETHER_ON_CPU = 64
-#: Tokens of one step, all rows padded to the widest, up to which drafts pay, because a GPU waits for its
-#: weights anyway.
+#: Tokens of a step, all rows padded to the widest, up to which drafts pay: a GPU waits for weights anyway.
 DRAFTS_ON_GPU = 64
 DRAFTS_ON_CPU = 24
 MAX_PREFIXES = 64  # KV caches kept after their sequence has ended

@@ -197,8 +197,7 @@ class Runner:
         )
         if end < prompt.total:
             remember(None)
-            # Waiting for the caches alone leaves out the output head and the last layer's output, on every
-            # rank. Of the MTP head, its keys and values are computed.
+            # Waiting for the caches alone leaves out the output head and the last layer's output.
             sent = [] if self._vocabulary.chooses else [self.border.hand_on(local, self.forwards)]
             done = nothing_chosen(1, 1, [*arrays_of(caches), *sent])
             self.border.submit(self.forwards, received, done)

@@ -23,8 +23,7 @@ _COLDEST = 1e30
 # --- random numbers -----------------------------------------------------------------------------------
 
 #: Words uint32 [n, 2] of Threefry-2x32 with 20 rounds at counter (0, 1), for keys uint32 [n, 2]. Salmon,
-#: Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC 2011. MLX has it as one operation;
-#: written out, it is 110 of them and takes five times as long.
+#: Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC 2011. One operation of MLX.
 _threefry = mx.vmap(lambda key: mx.random.split(key, num=1)[0])
 
 

@@ -95,8 +95,7 @@ def context_length(config: Config) -> int:
 
 
 # --- token embedding and output head, of which each rank holds an equal run of rows ----------------------
-# A forward embeds tokens with one sum over the ranks and ends in the logits of this rank's own rows. Then
-# either one small gather finds the winners of all rows, or a larger one combines the logits.
+# A forward embeds tokens with one sum and ends in logits of own rows, of which one gather finds the winners.
 
 #: Names of the module that embeds tokens, in the families of mlx-lm.
 EMBEDDINGS = (

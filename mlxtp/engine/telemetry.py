@@ -21,9 +21,8 @@ from ..wire.rank_stats import RankStats
 from .payoff import DraftUse
 
 # --- flight recorder -------------------------------------------------------------------------------------
-# The memory belongs to a file that the agent created and reads after this process has ended, so that a
-# failing one need not write anything. It holds counts, times and digests, no token and no text of a request.
-# A step costs about a microsecond.
+# The memory is a file's, which the agent reads after this process has ended: a failing one need not write. It
+# holds counts, times and digests, no token and no text of a request. A step costs about a microsecond.
 
 PROMPT, PROMPTS, STEP = (recording.KINDS.index(kind) for kind in ("prompt", "prompts", "step"))
 _PHASES = {phase: place for place, phase in enumerate(recording.PHASES)}
@@ -84,11 +83,9 @@ Phase = Literal[
 #: Least seconds that the main thread has to return from its current work.
 LEAST_PATIENCE_S = 1.0
 RECENT = 0.1  # weight of the newest forward in the averages
-#: The same for the expected time of the next one, when the newest took longer, and when it took less. They
-#: damp outliers, such as a forward that compiled kernels.
+#: The same for the expected time, when the newest took longer, such as to compile kernels, and when less.
 _SLOWER, _FASTER = 0.05, 0.3
-#: Part of one row's time that is expected of each row of a step. On a GPU more rows take hardly longer, on a
-#: CPU as many times as long; the time limit of a step allows many times the expected time.
+#: Part of one row's time that is expected of each row of a step: few on a GPU, all on a CPU; limits are wide.
 _ROWS = 0.2
 
 

@@ -12,7 +12,7 @@ from itertools import accumulate, chain, combinations, islice, pairwise, takewhi
 from ..wire.messages import MAX_WIDTH, Arrange, Evict, PromptPart, SessionStop, packed
 from .disk_index import DiskIndex
 from .sequence import SequenceState, WaitingQueue
-from .steps import DecodeFrame, StopReason
+from .steps import DecodeFrame, Policy, StopReason
 
 # --- room; the same on every rank, and the basis of rank 0's budget --------------------------------------
 # Rows of like lengths share one array a layer. While there is room, its sizes grow in steps of a half and a
@@ -351,40 +351,31 @@ def places_to_save(sequence: SequenceState, hit: int) -> tuple[int, ...]:
 class KVCacheManager:
     """Room for the KV caches of `running` and `waiting` sequences, and of kept ones in `prefixes`.
 
-    frames          those that free caches, and what waits for them; they come before any other
-    row_tokens      part of each sequence's cache that does not grow, as so many tokens
-    rolls_back      rows stand in arrays whose sizes are chosen here, and not by mlx-lm
-    has_lanes       only rows of one lane share arrays
+    Where caches roll back, rows stand in arrays whose sizes are chosen here, not by mlx-lm; of more stages,
+    only rows of one lane share arrays.
     """
 
     def __init__(
         self,
-        kv_tokens: int,
+        policy: Policy,
         prefixes: PrefixCache | None,
         running: Sequence[SequenceState],
         waiting: WaitingQueue,
-        *,
-        row_tokens: int = 0,
-        forward_tokens: int = 1 << 40,
-        rolls_back: bool = True,
-        has_lanes: bool = False,
-        disk: DiskIndex | None = None,
+        disk: DiskIndex | None,
     ) -> None:
+        #: Those that free caches, and what waits for them; they come before any other.
         self.frames: deque[DecodeFrame] = deque()
         self.disk = disk or DiskIndex()
         self.disk.holds = self._holds
-        self.kv_tokens = kv_tokens
-        self._row_tokens = row_tokens
-        self._forward = forward_tokens
+        self.kv_tokens = policy.kv_tokens
+        self._policy = policy
         self._keeps = prefixes is not None
         self._prefixes = PrefixCache(0, 0) if prefixes is None else prefixes
         self._running = running
         self._waiting = waiting
-        self._rolls_back = rolls_back
         #: All slots, the free ones too. A slot is free until its bucket has no rows.
         self._slots: Slots = ()
         self._is_stale = False  # something has left or changed since rows were laid out
-        self._has_lanes = has_lanes
 
     @property
     def keeps_snapshots(self) -> bool:
@@ -449,7 +440,7 @@ class KVCacheManager:
         if others := tuple([other for other in freed if other not in (uid, part.source)]):
             self.frames.append(Evict(others))
         save = 0 if uid in freed else uid
-        if save and self._rolls_back:
+        if save and self._policy.rolls_back:
             self._lay_out()  # its room may be what rows have to grow
         take = part.take or part.source in freed  # what would be evicted is taken over
         return replace(part, save=save, take=take, covers=self._prefixes.covered(save))
@@ -470,7 +461,7 @@ class KVCacheManager:
         if self._prefixes.length(uid) >= tokens:
             return True
         # Tokens of one row cannot be taken out of mlx-lm's own batched caches, nor out of states.
-        running = self._running if self._rolls_back and not self.keeps_snapshots else ()
+        running = self._running if self._policy.rolls_back and not self.keeps_snapshots else ()
         rows = (*running, *self._waiting.started())
         known = [max(row.progress.position, row.progress.prefilled) for row in rows if row.uid == uid]
         return max(known, default=-1) >= tokens
@@ -540,8 +531,8 @@ class KVCacheManager:
 
         They stay, unless no prompt joins and half of their room is free, or another layout is much faster.
         """
-        if not self._rolls_back:
-            if self._has_lanes and not all(sequence.progress.room for sequence in self._running):
+        if not self._policy.rolls_back:
+            if self._policy.stages > 1 and not all(sequence.progress.room for sequence in self._running):
                 self.frames.append(Arrange(lanes=_lanes(self._running)))
             for sequence in self._running:
                 sequence.progress.room = roomy(max(_lengths(self._running)))
@@ -552,17 +543,17 @@ class KVCacheManager:
         longest = max([sequence.progress.prompt for sequence in joining], default=0)
         # Several that are computed together share arrays, with a place for padding.
         own += [capacity(longest + (len(joining) > 1))] * len(joining)
-        left = self.kv_tokens - self._prefixes.positions - sum(own) - self._row_tokens * len(own)
+        left = self.kv_tokens - self._prefixes.positions - sum(own) - self._policy.row_tokens * len(own)
         lengths, now = _lengths(running), tuple([(row.progress.room, row.progress.lane) for row in running])
         ways = laned_layouts(lengths, _lanes(running))
-        ways = tuple([slots for slots in ways if _room_of(slots, self._row_tokens) <= left])
+        ways = tuple([slots for slots in ways if _room_of(slots, self._policy.row_tokens) <= left])
         if not ways:
             return False
-        held, needed = [_room_of(each, self._row_tokens) for each in (self._slots, ways[0])]
+        held, needed = [_room_of(each, self._policy.row_tokens) for each in (self._slots, ways[0])]
         self._is_stale = False
         stays = self._has_room() and held <= left and (bool(joining) or held <= 2 * needed)
         ways = (now, *ways) if stays else ways
-        slots = cheapest(ways, lengths, self._forward, len(set(self._slots)))
+        slots = cheapest(ways, lengths, self._policy.forward_tokens, len(set(self._slots)))
         if stays and (joining or slots == now):
             return True
         for (room, _), sequence in zip(slots, running, strict=False):
@@ -574,7 +565,7 @@ class KVCacheManager:
 
     def fits_alone(self, sequence: SequenceState) -> bool:
         soon = max(sequence.progress.position, sequence.progress.prompt) + MAX_WIDTH
-        return capacity(min(soon, sequence.longest)) + self._row_tokens <= self.kv_tokens
+        return capacity(min(soon, sequence.longest)) + self._policy.row_tokens <= self.kv_tokens
 
     def resize(self, kv_tokens: int, *, clear: bool = False) -> None:
         self.kv_tokens, self._is_stale = kv_tokens, True
@@ -586,13 +577,13 @@ class KVCacheManager:
         started = self._waiting.holding()
         rows = self._rows(joining)
         lengths, kept = _lengths(rows), self._prefixes.positions
-        if self._rolls_back:
-            return _room_of(laned_layouts(lengths, _lanes(rows))[-1], self._row_tokens) + kept
+        if self._policy.rolls_back:
+            return _room_of(laned_layouts(lengths, _lanes(rows))[-1], self._policy.row_tokens) + kept
         # A prompt has its own cache until it runs, unless no other sequence does.
         own = (
             [capacity(sequence.progress.prompt) for sequence in [*started, *joining]] if len(rows) > 1 else []
         )
-        return batch_tokens(lengths) + sum(own) + self._row_tokens * (len(rows) + len(own)) + kept
+        return batch_tokens(lengths) + sum(own) + self._policy.row_tokens * (len(rows) + len(own)) + kept
 
     def _rows(self, joining: Sequence[SequenceState]) -> list[SequenceState]:
         rows = [*self._running, *self._waiting.holding()]

@@ -69,17 +69,7 @@ class Scheduler:
         self._requests: dict[int, SequenceState] = {}
         self._waiting = WaitingQueue()
         self._running: list[SequenceState] = []
-        self._kv = KVCacheManager(
-            policy.kv_tokens,
-            prefixes,
-            self._running,
-            self._waiting,
-            row_tokens=policy.row_tokens,
-            forward_tokens=policy.forward_tokens,
-            rolls_back=policy.rolls_back,
-            has_lanes=policy.stages > 1,
-            disk=disk,
-        )
+        self._kv = KVCacheManager(policy, prefixes, self._running, self._waiting, disk)
         self.disk = self._kv.disk
         #: Those that end sequences or free KV caches, which come before any other.
         self.frames = self._kv.frames

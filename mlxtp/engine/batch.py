@@ -240,8 +240,7 @@ class Bucket:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Slots and capacity."""
-        return self.arrays[0].shape[0], self.room
+        return self.arrays[0].shape[0], self.room  # slots and capacity
 
     def reserve(self, length: int) -> None:
         if self.room < length:
@@ -648,8 +647,7 @@ class CacheKind:
 
     @property
     def parts(self) -> int:
-        """Number of arrays of a layer's keys and values."""
-        return 6 if self._kv_bits else 2
+        return 6 if self._kv_bits else 2  # arrays of a layer's keys and values
 
     def empty_batch(self) -> SlotCaches | MergedCaches:
         if self.can.rolls_back:

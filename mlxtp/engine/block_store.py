@@ -330,8 +330,7 @@ class BlockStore:
 
     @property
     def room_bytes(self) -> int:
-        """0 for a while after an error."""
-        return self._account.room
+        return self._account.room  # 0 for a while after an error
 
     @property
     def takes(self) -> bool:

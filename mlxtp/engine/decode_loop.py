@@ -415,7 +415,6 @@ def _check_layers(owned: Mapping[int, tuple[int, ...]]) -> None:
 
 
 def _without_head(loads: Mapping[int, Loaded]) -> dict[int, Error]:
-    """Return an Error for each rank that lacks others' MTP head; in a pipeline rank 0 alone has it."""
     if all(load.mtp for load in loads.values()) or not any(load.mtp for load in loads.values()):
         return {}
     detail = "its copy of the model has no MTP head that can be used, unlike that of another rank"

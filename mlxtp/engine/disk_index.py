@@ -31,9 +31,7 @@ class Blocks(Protocol):
 
     def is_kept(self, digest: bytes) -> bool: ...  # it can be read, or will be
 
-    def ends(self, stems: Container[bytes]) -> list[int]:
-        """Return where blocks end that follow one of `stems`, in descending order."""
-        ...
+    def ends(self, stems: Container[bytes]) -> list[int]: ...  # of blocks behind these, in descending order
 
 
 class DiskIndex:
@@ -121,7 +119,6 @@ class DiskIndex:
         self._fetches[uid].until = until
 
     def reply(self, rank: int, uid: int, blocks: int) -> None:
-        """Take a rank's reply: it has the first `blocks`. A late one counts for nothing."""
         if (fetch := self._fetches.get(uid)) is None:
             return
         fetch.silent.discard(rank)

@@ -64,7 +64,6 @@ class DraftModel:
         return drafts
 
     def bound(self, room_bytes: int) -> None:
-        """Keep the caches within `room_bytes` from now on; the oldest of ended rows make way first."""
         self._room_bytes = room_bytes
         while self._kept and self._held() > room_bytes:
             self._kept.pop(0)

@@ -94,8 +94,6 @@ class CpuAllowance:
 
 @dataclass(slots=True)
 class Matcher:
-    """Position of an answer in its grammar. Answers in one grammar share an allowance."""
-
     _state: LLMatcher
     _tokens: int
     _vocabulary: int

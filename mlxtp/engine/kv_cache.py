@@ -242,7 +242,6 @@ class PrefixCache:
         self.changes += 1
 
     def share(self, uid: int, tokens: Sequence[int], salt: int = 0) -> None:
-        """Let a running sequence's cache be copied until `unshare` or `keep`."""
         if self.truncatable:
             self.unshare(uid)
             self._running[uid] = self._add(uid, _pack(tokens, salt))

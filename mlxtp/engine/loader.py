@@ -312,7 +312,6 @@ class ModelShare:
 
     @property
     def mtp_head(self) -> Any:
-        """Its `mtp_head.MtpHead`; None where this rank has none."""
         return getattr(self.model, _HEAD, None)
 
 
@@ -579,7 +578,6 @@ def run_alone(loaded: ModelShare, ranks: int, forwards: Callable[[], None]) -> N
 
 
 def make_cache(model: Any) -> list[Any]:
-    """Return an empty cache for each layer, and one for an MTP head."""
     from mlx_lm.models.cache import KVCache, make_prompt_cache
 
     caches: list[Any] = make_prompt_cache(model)

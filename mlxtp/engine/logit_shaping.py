@@ -93,8 +93,6 @@ class Guided:
 
 
 class RequestShaping(LogitShaping):
-    """Shaping of all requests: requests by their own uid, sequences by their uid in frames."""
-
     def __init__(self) -> None:
         self._orders: dict[int, _Order] = {}
         self._sequences: dict[int, _Order] = {}
@@ -259,8 +257,6 @@ GROWTH = 8  # tokens by which the ending grows at most for each token of the ans
 
 
 class AnswerBudget:
-    """The room that one answer has left. `left` counts tokens."""
-
     def __init__(self, matcher: Matcher, left: int) -> None:
         self.cut = False  #: The ending left the model no choice.
         # One token lengthens the ending by an object at most, whose names and braces are in the grammar.

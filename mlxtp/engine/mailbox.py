@@ -83,8 +83,6 @@ def read_in_background(
     fail: Callable[[MlxtpError], None],
     over: Callable[[], None] = lambda: None,
 ) -> threading.Thread:
-    """Start the thread that reads `link` until its end, then calls `over`; `fail` gets any error."""
-
     def read() -> None:
         try:
             while batch := link.receive():

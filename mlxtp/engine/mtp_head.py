@@ -70,8 +70,6 @@ _NOT_USED = ("embed_tokens.", "shared_head.head.")  # copies of the model's own
 
 
 class MtpHead(nn.Module):  # type: ignore[misc]  # mlx is untyped here
-    """Layer of mlx-lm's family with what leads into it. `hidden_first` as in `Names`."""
-
     def __init__(self, layer: Any, size: int, eps: float, *, hidden_first: bool) -> None:
         super().__init__()
         self.embedding_norm, self.hidden_norm = nn.RMSNorm(size, eps), nn.RMSNorm(size, eps)

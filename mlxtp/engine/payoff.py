@@ -129,7 +129,6 @@ class StepCosts:
         return cost * 2 if len(samples) == 2 and samples[0] > usual else cost
 
     def forget(self, rows: int, proposer: Proposer | None = None) -> None:
-        """Guess again what steps of so many rows cost. Without `proposer`, from plain steps that come."""
         for at in [at for at in self._samples if at[0] == self.context and at[1].rows == rows and at[1].fed]:
             if proposer in (None, at[1].proposer):
                 del self._samples[at]
@@ -176,7 +175,6 @@ def report(shares: Shares, drafted: int, right: int) -> None:
 
 
 def gains(shares: Shares, limit: int) -> list[float]:
-    """Return how many drafts will be right, by the number that is fed, up to the last likely one."""
     chance, found = 1.0, [0.0]
     for index in range(min(limit, MOST_DRAFTED if shares[0][1] > FIRST_WEIGHT else TRIED)):
         chance *= shares[min(index.bit_length(), len(shares) - 1)][0]

@@ -160,7 +160,6 @@ class StateView:
         return found, self
 
     def settled(self, update: Callable[..., Any], given: dict[str, Any]) -> mx.array:
-        """`given`: the constants, among other arguments or not."""
         state, *tokens = self.kept[self._convolutions :]
         if self._stands is None:
             return state

@@ -374,7 +374,6 @@ class Runner:
 
     @property
     def room(self) -> list[tuple[int, int]]:
-        """Slots and capacity of each bucket, with which alone the KV arrays of rows change in size."""
         return [part.shape for part in self._batch.every if isinstance(part, Bucket)]
 
     def kv_bytes(self) -> int:

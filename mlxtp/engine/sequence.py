@@ -119,7 +119,6 @@ class SequenceState:
         return len(self.tokens) - self.generated + self.wants.max_tokens
 
     def verify(self, fed: FedRow, chosen: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the new tokens of a forward that was fed `fed` and chose `chosen`: up to a wrong draft."""
         drafts = fed.drafts
         if not drafts:
             return (*fed.forced, chosen[-1])

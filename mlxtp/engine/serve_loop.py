@@ -68,7 +68,6 @@ class ServeLoop:
         return self._rank.runner.border.tokens.known(forward.forwards)
 
     def _settle(self, keep: int) -> None:
-        """Acknowledge all but the newest `keep` forwards in order, or up to the first without its tokens."""
         while len(self._running) > keep and self._is_submitted(self._running[0]):
             did = self._rank.settle(self._running.popleft())
             ack = Ack(did.step, did.forwards, did.collectives, did.digest, did.step_us, did.wait_us)

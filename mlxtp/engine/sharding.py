@@ -21,7 +21,6 @@ from .group import Group
 
 
 def check_divisible(config: Config, world_size: int) -> None:
-    """Raise ModelError (MODEL_NOT_DIVISIBLE) unless every sharded dimension divides by `world_size`."""
     # Else layers of mlx-lm would floor their head counts, and go wrong later.
     if world_size == 1:
         return
@@ -160,8 +159,6 @@ class ShardedHead(nn.Module):  # type: ignore[misc]  # mlx is untyped here
 
 
 class ShardedEmbedding(ShardedHead):
-    """This rank's rows of a token embedding, which may be the head as well."""
-
     def __init__(self, rows: Any, first: int, share: int, group: Group) -> None:
         super().__init__(rows)
         self._first = first

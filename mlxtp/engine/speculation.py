@@ -134,7 +134,6 @@ class Speculation:
         drafts.awaited, drafts.expected = None, ()
 
     def force(self, sequence: SequenceState) -> None:
-        """Choose the forced tokens of a row's next step. Raises MlxtpError when no token can come."""
         wants, guide = sequence.wants, sequence.guide
         if guide is None:
             return

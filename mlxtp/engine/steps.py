@@ -70,8 +70,7 @@ class Guide(Protocol):
 
 
 class Drafter(Protocol):
-    def propose(self, rows: Mapping[int, Sequence[int]], limit: int) -> Drafts:
-        """Return the next `limit` tokens of each request that has read its prompt."""
+    def propose(self, rows: Mapping[int, Sequence[int]], limit: int) -> Drafts: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -456,7 +456,6 @@ class ServedDeployments:
                 self._past_tokens += self.by_name.pop(name).confirmed_tokens
 
     def named(self, name: str) -> RequestDispatcher:
-        """Return the dispatcher of a deployment."""
         if name not in self.by_name:
             self.by_name[name] = RequestDispatcher(self._recovery_s, lambda: self.meter, self._uids)
         return self.by_name[name]

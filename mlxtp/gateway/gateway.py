@@ -40,16 +40,14 @@ WARM_UP_TOKENS = 6
 
 
 class ModelSwitch:
-    """The part that loads a model because a request names it. This one loads none."""
+    """The part of a `Backend` that loads a model because a request names it. This one loads none."""
 
     async def on_request(self) -> tuple[StoredModelInfo, ...]:
-        """Return the models that a request can load; see `Backend.on_request`."""
         return ()
 
     async def acquire_model(
         self, name: str | None, within_s: float, keep_s: float | None, client: int
     ) -> ModelLease:
-        """Return the lease of a request; see `Backend.acquire_model`."""
         return AT_ONCE
 
 
@@ -153,7 +151,6 @@ class Gateway:
             each.withdraw(error)
 
     def on_event(self, event: RequestEvent) -> None:
-        """Process an event of a group, here or elsewhere."""
         self.deployments.on_event(event)
 
     def self_test(self, deployment: str, ranks: RequestBackend) -> GroupSelfTest:
@@ -210,7 +207,6 @@ class Gateway:
         sharer: str = "",
         deadline_s: float = 0.0,
     ) -> TokenStream:
-        """Start a request; see `Backend.generate`."""
         told = replace(
             told,
             client=client_number(client, self._salt),
@@ -252,7 +248,6 @@ class Gateway:
         return cancel
 
     def _check(self, deployment: RequestDispatcher | None, told: Generate) -> None:
-        """Raise RequestError for a new request that is not accepted."""
         if self.closing:
             raise RequestError(f"{self.closing}; try again", Code.SHUTTING_DOWN, status=503)
         if deployment is None:

@@ -183,8 +183,7 @@ _QUEUED = Progress("queued")
 
 
 class ClientRequest(RoutedRequest):
-    """Implementation of `api.backend.TokenStream`. Closing it early cancels the request, even if never
-    iterated.
+    """Implementation of `api.backend.TokenStream`. Closing it early cancels the request, even uniterated.
 
     It outlives the group that works on it: `again` returns the message for the next group.
     """

@@ -1,9 +1,8 @@
 """Shared state of the cluster, members and deployments, as one member knows it, and its merge. Pure.
 
-Merging needs no order: members that received the same messages, in any order and however often, agree.
-Each deployment is versioned by itself, so that `serve A` at one Mac and `serve B` at another both hold. A
-removal is a row, too. Of each row, a table either has no knowledge, or has it, or counts it as over; of two
-tables the later knowledge holds.
+Members that received the same messages, in any order and however often, agree. Each deployment is versioned
+by itself; a removal is a row, too. Of each row a table has no knowledge, or has it, or counts it as over; of
+two tables the later knowledge holds.
 """
 
 from __future__ import annotations
@@ -48,10 +47,9 @@ MAX_ROWS = 1024  #: Rows that another member may send as one table.
 
 
 def most_groups(rows: Iterable[Deployment], macs: int) -> Mapping[str, int]:
-    """Return the most groups of each deployment on so many Macs, of those that its row asks for.
+    """Return the most groups of each deployment on so many Macs: of those that its row asks for, one a Mac.
 
-    No two of them share a Mac; one more says why it has no place. A deployment whose turn comes when all Macs
-    have GROUPS_A_MAC gets one.
+    One more says why it has no place. One whose turn comes when all Macs have GROUPS_A_MAC gets one.
     """
     most, left = {}, macs * GROUPS_A_MAC
     for row in rows:
@@ -61,7 +59,6 @@ def most_groups(rows: Iterable[Deployment], macs: int) -> Mapping[str, int]:
 
 
 def name_of(model: str) -> str:
-    """Return the name of a model's deployment: OWNER/NAME without its revision, or a folder's name."""
     if model.startswith(("/", "~", ".")):
         return model.rstrip("/").rpartition("/")[2] or model
     return model.partition("@")[0]
@@ -74,12 +71,17 @@ def left_s(row: Deployment, unused_s: float) -> float:
     return max(row.keep_s, LEAST_S) - unused_s
 
 
+def _digest(content: object) -> int:
+    """Return 63 bits by which two members notice that what they have differs."""
+    return int.from_bytes(hashlib.sha256(repr(content).encode()).digest()[:8], "big") >> 1
+
+
 @dataclass(frozen=True)
 class DeploymentTable:
     """Rows by name, removed ones included. `rows` are in the order of their names.
 
-    Rows up to version `floor` that this table does not have are over: they were removed or replaced. So the
-    oldest removals need no rows. Versions are Lamport clocks: one more than the highest that is in the table.
+    Rows up to version `floor` that it lacks are over, so the oldest removals need none. Versions are Lamport
+    clocks.
     """
 
     rows: tuple[Deployment, ...] = ()
@@ -103,9 +105,7 @@ class DeploymentTable:
 
     @cached_property
     def digest(self) -> int:
-        """Digest of 63 bits, by which two members notice that their tables differ."""
-        digest = hashlib.sha256(repr((self.floor, [_rank(row) for row in self.rows])).encode()).digest()
-        return int.from_bytes(digest[:8], "big") >> 1
+        return _digest((self.floor, [_rank(row) for row in self.rows]))
 
     def messages(self) -> tuple[Deployments, ...]:
         last = max(len(self.rows) - 1, 0) // MAX_TOLD
@@ -127,11 +127,9 @@ class DeploymentTable:
         return self._edited([row, *(_removed(name) for name in others if alone)], writer)
 
     def removing(self, writer: str, *names: str) -> DeploymentTable:
-        """Remove the deployments of these names, as the node `writer`. Other names are ignored."""
         return self._edited([_removed(name) for name in names if self.get(name) is not None], writer)
 
     def merged(self, other: DeploymentTable) -> DeploymentTable:
-        """Merge another member's table."""
         rows = {**self._outlasting(other), **other._outlasting(self)}
         return _table(rows, max(self.floor, other.floor))
 
@@ -180,7 +178,7 @@ def received(rows: Iterable[Deployment], floor: int) -> DeploymentTable:
 def _table(rows: Mapping[str, Deployment], floor: int, removed: int = MOST_REMOVED) -> DeploymentTable:
     """Return the table of these rows, without removals that the floor covers and those that are too many.
 
-    A merge never fails: it would cut the link to an honest member that has what another one made up.
+    It never fails: that would cut the link to an honest member that has what another one made up.
     """
     removals = sorted((row.version for row in rows.values() if row.removed), reverse=True)
     floor = max(floor, *removals[removed : removed + 1], 0)
@@ -194,12 +192,10 @@ def _removed(name: str) -> Deployment:
 
 
 def _since(row: Deployment) -> int:
-    """Return the version that pinned a row; changes of a pinned one leave its place."""
     return row.since or row.version
 
 
 def _place(row: Deployment) -> tuple[bool, int, str, str]:
-    """Return the order of deployments: pinned ones first, in that order; then the others, latest first."""
     return (False, _since(row), "", row.name) if row.pinned else (True, -row.version, row.writer, row.name)
 
 
@@ -217,6 +213,8 @@ def _rank(row: Deployment) -> tuple[object, ...]:
 
 #: Members and removed members. No removal is forgotten: a forgotten key would count again.
 MAX_ENTRIES = 512
+FULL = f"a cluster has at most {MAX_MEMBERS} members; remove one with `mlxtp cluster remove NODE`"
+BACK = "`mlxtp cluster leave` and `mlxtp node --join TOKEN` bring it back"
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,8 +240,7 @@ Seal = Callable[[RosterEntry], RosterEntry]
 class Roster:
     """Members of the cluster, and removed ones: one entry for each key fingerprint, in their order.
 
-    A removed key stays removed, even if another version of its entry differs. An entry's version is that of
-    the whole roster when it was written, so versions order members by age. `roster` judges signatures.
+    A removed key stays removed. An entry's version is that of the whole roster when it was written.
     """
 
     entries: tuple[RosterEntry, ...] = ()
@@ -253,10 +250,7 @@ class Roster:
         return {entry.node_id: entry for entry in self._by_age()[:MAX_MEMBERS]}
 
     def surplus(self) -> list[str]:
-        """Return the node ids of the latest members, for which there is no room.
-
-        Two Macs that each admit the 64th member at one time cause that. All leave out the same one.
-        """
+        """Return the latest members, without room: two Macs each admitted the 64th at one time."""
         return [entry.node_id for entry in self._by_age()[MAX_MEMBERS:]]
 
     def holders(self) -> list[str]:
@@ -301,20 +295,12 @@ class Roster:
         return Roster(tuple(by_key[fingerprint] for fingerprint in sorted(by_key)))
 
     def admitting(self, node_id: str, name: str, fingerprint: str, seal: Seal) -> Roster:
-        """Add this member. Its other keys stop counting.
-
-        Raises UserError when the key was removed before, or there is no room.
-        """
+        """Add this member. Its other keys stop counting. Raises UserError for a removed key, or no room."""
         if self.removed(fingerprint):
-            raise UserError(
-                f"{name} was removed from this cluster; on it, `mlxtp cluster leave` and `mlxtp node --join "
-                "TOKEN` bring it back"
-            )
+            raise UserError(f"{name} was removed from this cluster; on it, {BACK}")
         members = self.members()
         if node_id not in members and len(members) >= MAX_MEMBERS:
-            raise UserError(
-                f"a cluster has at most {MAX_MEMBERS} members; remove one with `mlxtp cluster remove NODE`"
-            )
+            raise UserError(FULL)
         entry = seal(RosterEntry(node_id, name, fingerprint, False, self._next_version()))
         if len({fingerprint, *(each.fingerprint for each in self.entries)}) > MAX_ENTRIES:
             raise UserError(
@@ -340,9 +326,7 @@ class Roster:
         )
 
     def digest(self) -> int:
-        """Digest of 63 bits, by which two members notice that their rosters differ."""
-        digest = hashlib.sha256(repr([_parts(entry) for entry in self.entries]).encode()).digest()
-        return int.from_bytes(digest[:8], "big") >> 1
+        return _digest([_parts(entry) for entry in self.entries])
 
     def messages(self) -> tuple[Members, ...]:
         starts = range(0, max(len(self.entries), 1), MAX_ENTERED)

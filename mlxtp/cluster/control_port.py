@@ -82,10 +82,8 @@ class TokenIssuing:
         membership = self._node.identity.member
         with contextlib.suppress(ConfigError):
             token = read_token(text)
-            if (token.cluster_id, token.authority_hash) == (
-                membership.cluster_id,
-                authority_hash(membership.authority),
-            ):
+            ours = (membership.cluster_id, authority_hash(membership.authority))
+            if (token.cluster_id, token.authority_hash) == ours:
                 return token.text()
         name = self._node.name_of(holder)
         raise UserError(
@@ -114,7 +112,6 @@ class TokenIssuing:
 
 
 # --- the port --------------------------------------------------------------------------------------------
-
 
 #: Serves the requests link of a member until it ends.
 ServeRequests = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -195,15 +192,9 @@ class ControlPort:
             audit.record("join_refused", words, {"address": at}, foreign=True)
             return
         if admitted is not None:
+            who = (admitted.node_id, admitted.name, admitted.fingerprint)
             with contextlib.suppress(MlxtpError):
-                self._node.enrolment.admit(
-                    admitted.node_id,
-                    admitted.name,
-                    admitted.fingerprint,
-                    by=admitted.by,
-                    address=at,
-                    token=admitted.token,
-                )
+                self._node.enrolment.admit(*who, by=admitted.by, address=at, token=admitted.token)
 
     def _offer(self, joiner_at: str) -> Host | JoinOffer:
         node, nonce = self._node, secrets.token_bytes(NONCE_BYTES)
@@ -231,9 +222,8 @@ class ControlPort:
         for holder in sorted(holders, key=lambda each: each not in node.links.nodes()):
             link = node.links.to(holder)
             near = link.remote if link is not None else ""
-            found.append(
-                sorted(_sendable(node, holder), key=lambda address: not address.startswith(f"{near}:"))
-            )
+            addresses = _sendable(node, holder)
+            found.append(sorted(addresses, key=lambda address: not address.startswith(f"{near}:")))
         at = [each for row in zip_longest(*found) for each in row if each is not None]
         return _names(node, holders), tuple(at[:MAX_ADDRESSES])
 

@@ -136,7 +136,6 @@ class Dialer:
                 self._node.introduction.problem = ""
 
     def _log_once(self, address: str, error: MlxtpError) -> None:
-        """Log an error that the user can fix, once. The absence of a member is only debug output."""
         quiet = error.code in (Code.LINK_LOST, Code.LINK_TIMEOUT)
         said, at = self._logged.get(address, ("", 0.0))
         if error.detail == said and time.monotonic() - at < TOLD_S:

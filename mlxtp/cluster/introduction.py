@@ -17,7 +17,7 @@ from ..wire.certificates import NodeIdentity
 from ..wire.cluster_messages import AgentHello
 from ..wire.codecs import printable
 from ..wire.messages import PROTOCOL_VERSION, Error
-from .cluster_state import READS, Roster, roster_text
+from .cluster_state import BACK, READS, Roster, roster_text
 from .links import ControlLink
 
 log = logging.getLogger(__name__)
@@ -26,10 +26,7 @@ log = logging.getLogger(__name__)
 
 
 def compare(ours: AgentHello, theirs: AgentHello) -> str | None:
-    """Return why two agents cannot run ranks of one group, and the remedy; None when they can.
-
-    Only the first difference is named, because it makes the others pointless. Either user may read the text.
-    """
+    """Return the first difference for which two agents cannot share a group, and the remedy; or None."""
     our_name, their_name = ours.name, theirs.name or theirs.node_id[:8]
     if ours.version != theirs.version:
         return (
@@ -85,7 +82,6 @@ def _pairs(items: tuple[str, ...]) -> Mapping[str, str]:
 
 # --- hellos ----------------------------------------------------------------------------------------------
 
-
 _PACKAGES = ("mlxtp", "mlx", "mlx-lm")
 #: Settings that decide how ranks compute, or of which one Mac's value holds for others.
 _FLAGS = ("prefill_chunk", *(name for each in SETTINGS if each.same_on_all for name in each.names))
@@ -112,9 +108,6 @@ def flags_of(settings: Settings, environment: Mapping[str, str] = os.environ) ->
     ]
     names = [name for name in environment if name.startswith("MLX_") and not name.startswith(_PER_RANK)]
     return tuple(flags + [f"{name}={environment[name]}" for name in sorted(names)])
-
-
-_BACK = "`mlxtp cluster leave` and `mlxtp node --join TOKEN` bring it back"
 
 
 class Introduction:
@@ -194,7 +187,7 @@ class Introduction:
         roster = self._roster()
         if roster.removed(identity.fingerprint):
             who = hello.name or hello.node_id[:8]
-            return ProtocolError(f"{who} was removed from this cluster; on it, {_BACK}", Code.REMOVED_NODE)
+            return ProtocolError(f"{who} was removed from this cluster; on it, {BACK}", Code.REMOVED_NODE)
         known = roster.members().get(hello.node_id)
         if known is not None and known.fingerprint != identity.fingerprint:
             return ProtocolError(f"{hello.node_id[:8]} is known by another key", Code.NOT_AUTHENTIC)
@@ -213,7 +206,6 @@ class Introduction:
         return ProtocolError(f"{what}. Then restart mlxtp", Code.DUPLICATE_NODE)
 
     def _our_own(self, hello: AgentHello) -> MlxtpError:
-        """Return the error for a peer with our identity: this agent itself, or a copy of it."""
         if hello.boot_id == self.boot_id:
             return ProtocolError("this is the same node", Code.SAME_NODE)
         self._copied(f"another running agent has the identity of {self.name}")
@@ -244,18 +236,15 @@ class PeerInfo:
     met_at: dict[str, float] = field(default_factory=dict)  #: Time at which a node's link came up.
 
     def met(self, hello: AgentHello, now: float) -> None:
-        """Take in the hello of a node."""
         self.names[hello.node_id] = hello.name
         self.met_at.setdefault(hello.node_id, now)
         self.https[hello.node_id] = hello.http
         self.addresses[hello.node_id] = hello.addresses
 
     def drop(self, node_id: str) -> None:
-        """Note that a node has no link left."""
         self.met_at.pop(node_id, None)
 
     def forget_member(self, node_id: str) -> None:
-        """Forget a node that is no member any longer."""
         self.drop(node_id)
         for known in (self.names, self.https, self.addresses):
             known.pop(node_id, None)

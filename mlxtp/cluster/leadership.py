@@ -1,10 +1,8 @@
 """One node's part in agreeing on the coordinator, the deployments and the members. Pure.
 
-The present coordinator stays as long as it lives. Each of its beats increments a pulse. Every node passes on
-the highest pulse that it has received. So a node whose own link to the coordinator is cut still knows that
-the coordinator lives. When the coordinator is lost, the living node with the smallest id claims the next
-term. Of two claims the stronger wins everywhere sooner or later (`cluster_state.stronger`), so that two sides
-of a partition that heals end with one coordinator.
+The coordinator stays as long as it lives: each of its beats increments a pulse, and all pass on the highest,
+so that a cut link to it proves nothing. When it is lost, the living node with the smallest id claims the next
+term. Of two claims the stronger wins everywhere (`cluster_state.stronger`): a healed partition has one.
 """
 
 from __future__ import annotations
@@ -16,39 +14,29 @@ from dataclasses import dataclass, field
 from ..wire.cluster_messages import Beat
 from .cluster_state import NO_CLAIM, ClusterState, LeaderClaim, Replica, check_leaps, stronger
 from .membership import Change, ChangeCause, Duplicate, Membership, MemberState, MemberStatus
-from .reconcile import GroupView, Situation
+from .reconcile import GroupView, Situation, unrest
 
 
 @dataclass(frozen=True, slots=True)
 class Debounce:
-    """Seconds to wait before acting on a change.
+    """Seconds to wait before acting on a change."""
 
-    settle_s       after the last change of membership, before groups are assigned or formed
-    settle_most_s  after the first of changes that do not end
-    start_s        after the start, before a node that misses members claims to coordinate
-    patience_s     for open requests, before a better group takes over
-    flapping_s     after a member was lost, before a group that runs is moved to it
-    """
-
-    settle_s: float = 0.3
-    settle_most_s: float = 2.0
-    start_s: float = 2.0
-    patience_s: float = 10.0
-    flapping_s: float = 10.0
+    settle_s: float = 0.3  #: after the last change of membership, before groups are assigned or formed
+    settle_most_s: float = 2.0  #: after the first of changes that do not end
+    start_s: float = 2.0  #: after the start, before a node that misses members claims to coordinate
+    patience_s: float = 10.0  #: for open requests, before a better group takes over
+    flapping_s: float = 10.0  #: after a member was lost, before a group that runs is moved to it
 
 
 @dataclass(slots=True)
 class _Following:
-    """State of the claim: the highest pulse, when it last rose, and when the claimant last sent a beat.
+    """State of the claim."""
 
-    `boot_id` is the claimant's own, once it sent a beat. `over`: this start of it ended.
-    """
-
-    heartbeat_seq: int = 0
-    at: float = 0.0
-    spoke: float = -math.inf
-    boot_id: str = ""
-    over: bool = False
+    heartbeat_seq: int = 0  #: the highest pulse
+    at: float = 0.0  #: when it last rose
+    spoke: float = -math.inf  #: when the claimant last sent a beat
+    boot_id: str = ""  #: of the claimant, once it sent one
+    over: bool = False  #: this start of it ended
 
 
 @dataclass(slots=True)
@@ -73,8 +61,7 @@ class _Flapping:
 class Leadership:
     """This node's view of who coordinates, and its decisions, since its start at `now`.
 
-    Of the claim that it kept only the `term` counts: other nodes know whether its coordinator still lives. A
-    node that is no `founder` knows that other members exist, even before it knows which.
+    Of the claim that it kept only the `term` counts. A node that is no `founder` knows that others exist.
     """
 
     def __init__(
@@ -167,7 +154,8 @@ class Leadership:
         for change in changes:
             if isinstance(change, Change):
                 self._take_in(change, now)
-        self._excuse(membership.health.stood_still_s, now)
+        late_s, following = membership.health.stood_still_s, self._following
+        following.at, following.spoke = min(following.at + late_s, now), min(following.spoke + late_s, now)
         statuses = membership.statuses()
         self._synced = {
             node_id: boot_id
@@ -175,11 +163,8 @@ class Leadership:
             if node_id in statuses and statuses[node_id].boot_id == boot_id
         }
         self._leaving &= {self.self_id, *self._synced}
-        if (
-            not self._is_lost(membership, now)
-            or self._unsynced(statuses)
-            or not self._has_waited(statuses, now)
-        ):
+        lost = self._is_lost(membership, now) and not self._unsynced(statuses)
+        if not lost or not self._has_waited(statuses, now):
             return False
         present = {node_id for node_id, status in statuses.items() if status.present}
         if min(present - self._leaving or present) != self.self_id:
@@ -204,11 +189,8 @@ class Leadership:
 
     def unrest(self, membership: Membership, now: float) -> tuple[str, float]:
         """Return the reason to wait before groups are assigned, and until when; empty for none."""
-        if unsynced := self._unsynced(membership.statuses()):
-            name = self._replica.names.get(unsynced[0], unsynced[0][:8])
-            return f"{name} has not yet reported its state", math.inf
-        settled_at = self._flapping.settled_at
-        return ("members come and go", settled_at) if now < settled_at else ("", math.inf)
+        wait = unrest(self.view(membership, Situation(), now))
+        return (wait.reason, wait.until) if wait is not None else ("", math.inf)
 
     @property
     def flapping(self) -> Mapping[str, float]:
@@ -238,7 +220,6 @@ class Leadership:
             self._flapping.flapping.pop(change.node_id, None)
 
     def _is_lost(self, membership: Membership, now: float) -> bool:
-        """Return True when no node coordinates, as far as this node knows."""
         claim, following, pace = self.claim, self._following, membership.pace
         if self.leading:
             return False
@@ -253,12 +234,7 @@ class Leadership:
         limit_s = pace.broken_s if state is MemberState.DEAD and not passed_on else pace.dead_s
         return now - following.at >= limit_s * membership.health.patience
 
-    def _excuse(self, stood_still_s: float, now: float) -> None:
-        self._following.at = min(self._following.at + stood_still_s, now)
-        self._following.spoke = min(self._following.spoke + stood_still_s, now)
-
     def _unsynced(self, statuses: Mapping[str, MemberStatus]) -> list[str]:
-        """Return the present members that have not yet reported their state: they may know better."""
         return [
             node_id
             for node_id, status in statuses.items()

@@ -68,7 +68,6 @@ class ControlLink:
 
     @property
     def node_id(self) -> str:
-        """Id of the node at the other end."""
         return self.hello.node_id
 
     def send(self, message: Message) -> None:
@@ -99,7 +98,6 @@ class ControlLink:
         return self.rest[0]
 
     def send_roster(self, text: str) -> None:
-        """Send a text of `roster_text` to an end that this one cannot work with."""
         for end in range(MAX_PARTING, len(text) + MAX_PARTING, MAX_PARTING):
             self.send(RosterParting(text[end - MAX_PARTING : end], end < len(text)))
 
@@ -116,7 +114,6 @@ class ControlLink:
         return "".join(parts)
 
     def refuse(self, error: MlxtpError) -> None:
-        """End the link, and send the reason."""
         with contextlib.suppress(MlxtpError):
             self.send(Error(error.code, error.detail, 0))
         self.connection.close()
@@ -141,23 +138,22 @@ class Handlers(list[F]):
 
 
 class LinkGate(Interface):
-    """Judge of links: which are open, and which of them count. Its methods must not raise."""
+    """Judge of links: which are open, and which of them count. Its methods must not raise.
 
-    def opened(self, link: ControlLink) -> bool:
-        """Take in a welcomed peer. Return False to reject the link after all."""
+    `opened` returns False to reject a welcomed peer after all; else `closed` is called exactly once.
+    """
 
-    def counts(self, number: int) -> bool:
-        """Return True if messages of this link count."""
+    def opened(self, link: ControlLink) -> bool: ...
 
-    def closed(self, link: ControlLink, why: str, goodbye: bool) -> None:
-        """Note the end of a link. Called exactly once after `opened` returned True."""
+    def counts(self, number: int) -> bool: ...
+
+    def closed(self, link: ControlLink, why: str, goodbye: bool) -> None: ...
 
 
 class Refusals(dict[str, str]):
     """By node id: why it or this node refused the other last, until a link comes up; the latest 64."""
 
     def note(self, identity: NodeIdentity, refusal: MlxtpError) -> None:
-        """Keep the reason why a link to a node did not come about."""
         self.pop(identity.node_id, None)
         while len(self) >= MAX_MEMBERS:
             del self[next(iter(self))]
@@ -172,7 +168,6 @@ class CpuShares:
         self._accounts: dict[str, tuple[float, float]] = {}  #: Seconds beyond the share, and at which time.
 
     def over_s(self, node_id: str) -> float:
-        """Return the CPU seconds that a member took beyond its share."""
         over_s, at = self._accounts.get(node_id, (0.0, 0.0))
         return max(over_s - SHARE * (self._clock() - at), 0.0)
 
@@ -197,10 +192,9 @@ _NUMBERS = itertools.count(1)  # of links
 class PeerLinks:
     """All control links of this agent.
 
-    Parts register handlers: `on` for messages of some types, `on_up` for new links, `on_lost` for nodes whose
-    last link has ended. Handlers run in the order of their registration, those of new links in reverse: the
-    node's own beat ends the greeting. A handler that raises anything ends the link whose message it was
-    given: what a member says may cost its link, and never the agent. `CpuShares` bounds how much it says.
+    Handlers run in the order of their registration, those of new links in reverse: the node's own beat ends
+    the greeting. One that raises ends the link whose message it was given: what a member says may cost its
+    link, and never the agent. `CpuShares` bounds how much it says.
     """
 
     def __init__(self, node_id: str, hello: Callable[[], AgentHello], judge: Judge, gate: LinkGate) -> None:
@@ -227,12 +221,11 @@ class PeerLinks:
         self.parting: tuple[Callable[[NodeIdentity], str], Callable[[str], object]] = (lambda _: "", str)
 
     def on(self, handler: Callable[[ControlLink, Any], None], *kinds: type[Message]) -> None:
-        """Have `handler` called with each message of these types, and the link that it came over."""
         for kind in kinds:
             self._handlers[kind].append(handler)
 
     async def ask(self, node_id: str, request: Any, reply: type[A], within_s: float) -> A:
-        """Return a node's reply to a request. Both carry the same `nonce`.
+        """Return a node's reply to a request: both carry the same `nonce`.
 
         Raises LinkError when there is no link, when it ends meanwhile, or after `within_s` seconds.
         """
@@ -249,7 +242,6 @@ class PeerLinks:
         return found
 
     def up(self, link: ControlLink) -> bool:
-        """Take in a new link. Return False if the gate rejects it."""
         self._links[link.number] = link
         self.refused.pop(link.node_id, None)
         if not self._gate.opened(link):
@@ -266,7 +258,6 @@ class PeerLinks:
                 link.close()
 
     def received(self, link: ControlLink, message: Message) -> None:
-        """Dispatch a peer's message, if its link counts."""
         if not self._gate.counts(link.number):
             return
         asked = self._open.get((link.node_id, getattr(message, "nonce", b"")))
@@ -277,7 +268,6 @@ class PeerLinks:
                 raise self._misapplied(link, type(message).__name__, error)
 
     def down(self, link: ControlLink, why: str, goodbye: bool) -> None:
-        """Take in the end of a link."""
         self._links.pop(link.number, None)
         self._gate.closed(link, why, goodbye)
         if (other := self.to(link.node_id)) is not None:
@@ -307,11 +297,9 @@ class PeerLinks:
         return min(links, key=lambda link: (link.dialled != (mine < node_id), link.number), default=None)
 
     def links(self) -> tuple[ControlLink, ...]:
-        """Every open link."""
         return tuple(self._links.values())
 
     def nodes(self) -> frozenset[str]:
-        """Node ids with at least one open link."""
         return frozenset(link.node_id for link in self._links.values())
 
     def linked(self, identity: NodeIdentity) -> bool:
@@ -327,7 +315,6 @@ class PeerLinks:
         link.send(message)
 
     def broadcast(self, message: Message) -> None:
-        """Send a message to every node that has a link. A lost link is noticed elsewhere."""
         for node_id in self.nodes():
             with contextlib.suppress(MlxtpError):
                 self.send(node_id, message)
@@ -362,10 +349,7 @@ class PeerLinks:
     async def dialled(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, identity: NodeIdentity
     ) -> str:
-        """Greet a peer that we dialled. Return its node id once it has welcomed us; its link stays open.
-
-        Raises MlxtpError when either end refuses the other.
-        """
+        """Greet a peer that we dialled. Return its id; the link stays open. Raises MlxtpError if refused."""
         link = ControlLink(reader, writer, dialled=True)
         try:
             link.send(self._hello())
@@ -429,13 +413,11 @@ class PeerLinks:
             self.down(link, why, goodbye)
 
     def cut(self, node_id: str, error: MlxtpError) -> None:
-        """End all links to a node, and send the reason."""
         for link in self.links():
             if link.node_id == node_id:
                 link.refuse(error)
 
     async def close(self) -> None:
-        """End every link with a goodbye."""
         for link in self.links():
             link.close(goodbye=True)
         await self._readers.close()
@@ -443,15 +425,14 @@ class PeerLinks:
 
 # --- reports -------------------------------------------------------------------------------------------
 
-
 R = TypeVar("R", bound=NodeRow)
 
 
 class ReportTable:
     """Table of the rows of each node, which that node alone publishes: its links are their only source.
 
-    A row is sent when it changes. Over each new link, and the one that is left of two, all rows are sent
-    before the beat, and `ReportsSent` behind them: that makes good what a link lost.
+    A row is sent when it changes. All are sent over each new link, and the one that is left of two, before
+    the beat, with `ReportsSent` behind them: that makes good what a link lost.
     """
 
     def __init__(self, node_id: str, links: PeerLinks) -> None:
@@ -478,13 +459,12 @@ class ReportTable:
             self._links.broadcast(report)
 
     def report(self, row: NodeRow, *, over: bool = False) -> Report:
-        """Return the message with a row of this node."""
         return Report(next(self._numbers), row, over)
 
     def on(self, handler: Callable[[str, R], object], kind: type[R]) -> None:
-        """Have `handler` called with the id of each node that sends a row of this kind, and with the row.
+        """Have `handler` called with each row of a kind, and its node's id, before it counts.
 
-        A row at which one raises does not count, and costs the link, as any message.
+        One that raises costs the link, as any message, and the row does not count.
         """
         self._handlers[kind].append(handler)
 
@@ -495,7 +475,6 @@ class ReportTable:
         return {node_id: row for node_id, row in found.items() if row is not None}
 
     def by(self, node_id: str, kind: type[R]) -> list[R]:
-        """Return a node's rows of a kind."""
         if node_id == self._node_id:
             return list(self._own[kind].values())
         heard = self._heard[node_id][kind] if node_id in self._heard else {}
@@ -539,7 +518,6 @@ class ReportTable:
                 del heard[about]
 
     def _complete(self, link: ControlLink, message: ReportsSent) -> None:
-        """Drop the rows of a node that are not among those that it sent last."""
         boot_id, since = self._since[link.node_id]
         if link.hello.boot_id != boot_id or message.since <= since:
             return

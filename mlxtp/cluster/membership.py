@@ -1,18 +1,9 @@
-"""Presence of the known members. Pure: time comes in as an argument.
+"""Presence of the known members. Pure: time comes in as an argument. `TRANSITIONS` has every legal change.
 
-A member is away until it is first seen in this run. While it is here, its link and its beats decide. Silence
-or a broken link makes it a suspect; more silence makes it dead. `TRANSITIONS` has every legal change.
-
-A boot id is one start of an agent, an incarnation of its node. This module distinguishes two similar cases:
-
-- a *return*: the same boot id makes a new link after a partition. Only a new link shows that it lives;
-  messages that still come over the link it was given up on are ignored.
-- a *restart*: another boot id makes a link. The incarnation before it is over from then on. It is retired as
-  soon as it has no link of its own. A retired boot id never counts again.
-
-A process that has ended neither beats nor calls again and again. So these are two machines with one identity,
-a copied home folder: two incarnations that both beat over links that are up at the same time, or one that is
-over and keeps making links.
+A boot id is one start of an agent, an incarnation. The same one is back after a partition with a new link
+only. Another one is a restart: the one before is retired once it has no link, and never counts again. A
+process that has ended neither beats nor calls. So two machines have one identity, a copied home folder, when
+two incarnations beat at the same time, or one that is over keeps making links.
 """
 
 from __future__ import annotations
@@ -23,23 +14,20 @@ from enum import StrEnum
 
 from ..errors import UserError
 from ..wire.cluster_messages import MAX_MEMBERS
+from .cluster_state import FULL
 
 # --- states of members, and every legal change between them ----------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Time limits, in seconds.
-
-    After `suspect_s` and `dead_s` of silence a member is a suspect, and dead. A link that broke may come back
-    within `broken_s`. A tick of our own that comes `lag_s` late counts us as unwell.
-    """
+    """Time limits, in seconds."""
 
     beat_s: float = 0.5
-    suspect_s: float = 1.5
-    dead_s: float = 3.0
-    broken_s: float = 1.5
-    lag_s: float = 0.5
+    suspect_s: float = 1.5  #: of silence, after which a member is a suspect
+    dead_s: float = 3.0  #: and dead
+    broken_s: float = 1.5  #: within which a link that broke may come back
+    lag_s: float = 0.5  #: by which a tick of our own is late before we count as unwell
 
 
 class MemberState(StrEnum):
@@ -131,7 +119,6 @@ class MemberStatus:
 
 # --- the members -----------------------------------------------------------------------------------------
 
-
 #: Boot ids remembered as over for each member. Older ones have no link left that could send a message.
 _RETIRED = 16
 _LINKS = 4  #: Links one member may have at once; more than one only while both ends dial, or after a restart.
@@ -207,9 +194,8 @@ class LocalHealth:
 class Membership:
     """The members as node `self_id` sees them, since its start `boot_id` at `now`.
 
-    The caller numbers the links and never reuses a number. Call `tick`, which returns the changes, at every
-    beat, and after any input that must take effect at once. Then close every link for which `counts` is
-    false.
+    The caller never reuses a link's number. It calls `tick` at every beat, and after any input that must take
+    effect at once, and then closes every link for which `counts` is false.
     """
 
     def __init__(
@@ -255,9 +241,7 @@ class Membership:
             return
         removed = [known for known, other in self._members.items() if other.state is MemberState.REMOVED]
         if len(self._members) - len(removed) >= MAX_MEMBERS - 1:
-            raise UserError(
-                f"a cluster has at most {MAX_MEMBERS} members; remove one with `mlxtp cluster remove NODE`"
-            )
+            raise UserError(FULL)
         if len(self._members) >= MAX_MEMBERS - 1:
             del self._members[removed[0]]
         self._members[node_id] = _Member(node_id)
@@ -269,10 +253,7 @@ class Membership:
             self._move(member, ChangeCause.REMOVED)
 
     def link_up(self, link: int, node_id: str, boot_id: str, address: str, now: float) -> bool:
-        """Add a link whose other end has shown its identity. False: close it, it does not count.
-
-        So it is for strangers, removed members, incarnations that are over, and ourselves.
-        """
+        """Add a link. False: close it; it is of a stranger, an incarnation that is over, or ourselves."""
         if link in self._of_link:
             raise ValueError(f"link {link} is up already")
         if node_id == self.self_id:
@@ -324,7 +305,6 @@ class Membership:
                 self._move(member, ChangeCause.BROKEN)
 
     def goodbye(self, link: int, now: float) -> None:
-        """Note that the agent at the other end stops in order: this incarnation is over."""
         if (member := self._of_link.get(link)) is None:
             return
         boot_id = member.links[link].boot_id
@@ -363,10 +343,7 @@ class Membership:
             self._move(member, ChangeCause.GIVEN_UP)
 
     def _fall_back(self, member: _Member, now: float) -> bool:
-        """Return True when another incarnation still has a link; that one counts from now on.
-
-        This happens when the first message of an incarnation that is over came after that of its successor.
-        """
+        """Return True when another incarnation has a link, which came first although it is the successor."""
         if not member.links:
             return False
         member.retire(member.boot_id)

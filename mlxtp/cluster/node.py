@@ -79,10 +79,7 @@ class Rounds:
         first_s: float = 0.0,
         needed: Callable[[], object] = lambda: True,
     ) -> None:
-        """Have `act` called with the time every so many seconds, the first time in `first_s`.
-
-        It is not called, and begins no round, while `needed` returns something false.
-        """
+        """Have `act` called with the time at this interval, first in `first_s`, while it is `needed`."""
         self._intervals.append(_Interval(seconds, act, self._clock() + first_s, needed))
 
     def add(self, step: Callable[[float], float | None]) -> None:
@@ -90,7 +87,6 @@ class Rounds:
         self._steps.append(step)
 
     def wake(self) -> None:
-        """Begin a round soon: something is different."""
         self._wake.set()
 
     def attempt(self, act: Callable[[], T], *members: str) -> T | None:
@@ -110,7 +106,6 @@ class Rounds:
         return words
 
     def step(self, now: float) -> float:
-        """Run all steps once. Return the latest time of the next round."""
         found = [self.attempt(partial(step, now)) for step in self._steps]
         return min((each for each in found if each is not None), default=math.inf)
 
@@ -182,12 +177,7 @@ class Gossip:
         links.on_up.insert(0, lambda link: link.send(self._beat()))
 
     def beat(self) -> None:
-        """Broadcast this node's beat."""
         self._links.broadcast(self._beat())
-
-    def greet(self, link: ControlLink) -> None:
-        """Send all of it over a new link. The beat comes last."""
-        self._send(link, desired=True, roster=True)
 
     def _beat(self) -> Beat:
         return self._leadership.beat(healthy=self._membership.health.healthy)
@@ -200,23 +190,19 @@ class Gossip:
         if changed or draining != self._leadership.draining:
             self._changed()
         desired, roster = self._replica.lacks(beat)
-        self._send(link, desired=desired, roster=roster)
+        self.send(link, desired=desired, roster=roster)
 
-    def _send(self, link: ControlLink, *, desired: bool, roster: bool) -> None:
+    def send(self, link: ControlLink, *, desired: bool = True, roster: bool = True) -> None:
+        parts = self._replica.deployments.messages() if desired else ()
         with contextlib.suppress(MlxtpError):
-            if desired:
-                for part in self._replica.deployments.messages():
-                    link.send(part)
-            if roster:
-                for members in self._replica.roster.messages():
-                    link.send(members)
+            for message in (*parts, *(self._replica.roster.messages() if roster else ())):
+                link.send(message)
 
 
 class ClusterNode:
     """Implements `links.LinkGate`. Everything runs in one event loop; `live` is its main task.
 
-    `http` is the URL of this node's endpoint; `listens_at` returns the addresses of its control port. `home`
-    has the node's state, by default the home of the settings.
+    `http` is its endpoint's URL; `listens_at` returns addresses of its control port; `home` has its state.
     """
 
     def __init__(
@@ -285,22 +271,18 @@ class ClusterNode:
 
     @property
     def node_id(self) -> str:
-        """Id of this node."""
         return self.identity.node_id
 
     @property
     def home(self) -> Path:
-        """Folder of this node's state."""
         return self._saving.home
 
     @property
     def name(self) -> str:
-        """Name of this node, for users."""
         return self.introduction.name
 
     @property
     def boot_id(self) -> str:
-        """Id of this start of the agent."""
         return self.introduction.boot_id
 
     @property
@@ -309,10 +291,7 @@ class ClusterNode:
         return not self.settings.cluster
 
     def name_of(self, node_id: str) -> str:
-        """Return the name of a node, for users: the one under which it was let in, which is signed.
-
-        Of two members with one name each is followed by its id. A hello may say any name.
-        """
+        """Return the name under which a node was let in, for users; of two that have one, with its id."""
         if node_id == self.node_id:
             return self.name
         names = self.replica.names
@@ -329,11 +308,9 @@ class ClusterNode:
         self.changed()
 
     def changed(self) -> None:
-        """Have the steps of `rounds` run soon: something is different."""
         self.rounds.wake()
 
     def end(self, error: MlxtpError | None = None) -> None:
-        """Mark this agent as done, in order or because of `error`."""
         if self.over.done():
             return
         if error is None:
@@ -342,7 +319,6 @@ class ClusterNode:
             self.over.set_exception(error)
 
     async def live(self) -> None:
-        """Beat, judge and decide, until cancelled."""
         await self.rounds.run(self.save)
 
     async def save(self) -> str:
@@ -352,12 +328,10 @@ class ClusterNode:
         )
 
     async def saved_elsewhere(self) -> list[str]:
-        """Return the members whose disks have this node's roster: see `Saving.elsewhere`."""
         await self.save()
         return await self._saving.elsewhere(lambda: self.replica.roster)
 
     async def close(self) -> None:
-        """Send a goodbye on each link, and write the state."""
         await self.links.close()
         await self.save()
         await self._saving.close()
@@ -365,7 +339,6 @@ class ClusterNode:
     # --- links ---------------------------------------------------------------------------------------
 
     def opened(self, link: ControlLink) -> bool:
-        """Take in a welcomed peer, and send it this node's state."""
         hello, now = link.hello, time.monotonic()
         if self.replica.roster.members().get(link.node_id) is None:
             try:  # its certificate proves its admission, which no member has reported yet
@@ -381,17 +354,15 @@ class ClusterNode:
             return False
         self.introduction.met(hello)
         self.peer_info.met(hello, now)
-        self.gossip.greet(link)
+        self.gossip.send(link)
         self.changed()
         return True
 
     def counts(self, number: int) -> bool:
-        """Return True if messages of this link count, of which one has come."""
         self.membership.heard(number, time.monotonic())
         return self.membership.counts(number)
 
     def closed(self, link: ControlLink, why: str, goodbye: bool) -> None:
-        """Take in the end of a link."""
         now = time.monotonic()
         if goodbye:
             self.membership.goodbye(link.number, now)

@@ -64,7 +64,6 @@ class MachineReports:
         return self._node.links.reports.of(Machine)[self._node.node_id]
 
     def _reach(self) -> None:
-        """Report the addresses of this node's links, which are others now."""
         links = self._node.links
         reached = tuple(sorted({f"{each.local} {each.remote}" for each in links.links()}))[:MAX_MEMBERS]
         links.reports.publish(Machine, replace(self._machine, reached=reached))
@@ -85,7 +84,6 @@ class MachineReports:
             self.read_again()
 
     def _heard_of(self, node_id: str) -> None:
-        """Note that a member has reported its machine, or is gone."""
         self._awaited.discard(node_id)
         self._reported.set()
 
@@ -113,7 +111,6 @@ class MachineReports:
         return self._looking
 
     async def close(self) -> None:
-        """Stop reading."""
         await self._background.close()
 
     async def _read(self) -> None:
@@ -139,33 +136,34 @@ class MachineReports:
 
 # --- round-trip times ------------------------------------------------------------------------------------
 
-
 ASK_S = 2.0
 #: Trips of half a minute: the best of them is the link's time, the others were held up in an agent.
 _KEPT = 15
 
 
 class RoundTripTimes:
-    """Measures round trips: requests go out every ASK_S, replies at once.
-
-    Times are in seconds of a clock that does not jump.
-    """
+    """Measures round trips: requests go out every ASK_S, replies at once. Times are of a monotonic clock."""
 
     def __init__(self, node: ClusterNode) -> None:
+        self._node_id = node.node_id
         self._links = node.links
         self._asked: dict[str, int] = {}  #: By node id: the open request, named by its time in microseconds.
         self._took: defaultdict[str, deque[int]] = defaultdict(lambda: deque(maxlen=_KEPT))
         node.links.on(lambda link, echo: self.received(link, echo, time.monotonic()), Echo)
         node.rounds.every(ASK_S, self.measure, needed=node.links.nodes)
+        node.rounds.every(REPORT_S, lambda _now: self.report(), first_s=REPORT_S, needed=node.links.nodes)
 
     def measure(self, now: float) -> None:
-        """Send a request to every node that has a link, and report the last trips to all."""
+        """Send a request to every node that has a link."""
         nodes, asked_us = self._links.nodes(), round(now * 1e6)
         for gone in self._took.keys() - nodes:
             del self._took[gone]
         self._asked = dict.fromkeys(nodes, asked_us)
-        self._links.reports.publish(RoundTrip, *(RoundTrip(node, min(us)) for node, us in self._took.items()))
         self._links.broadcast(Echo(asked_us, False))
+
+    def report(self) -> None:
+        """Report the best trips. Rarely: they waver, and each row that changes begins a round everywhere."""
+        self._links.reports.publish(RoundTrip, *(RoundTrip(node, min(us)) for node, us in self._took.items()))
 
     def received(self, link: ControlLink, echo: Echo, now: float) -> None:
         """Reply to a request; count a reply only if it is to the last request."""
@@ -179,6 +177,8 @@ class RoundTripTimes:
 
     def between(self, a: str, b: str) -> int | None:
         """Return the round trip in microseconds, as either node measured it; None if neither has."""
+        if self._node_id in (a, b):
+            return min(self._took.get(b if a == self._node_id else a, ()), default=None)
         table = self._links.reports
         trip = table.of(RoundTrip, b).get(a) or table.of(RoundTrip, a).get(b)
         return trip.us if trip is not None else None

@@ -1,13 +1,8 @@
 """The one planner: which group runs on which Macs, in which order, over which fabric. Pure.
 
-The table, the members and what runs in, assignments out. The coordinator decides, owners obey. What runs well
-keeps its Macs, unless its row wants more of them, or others are much faster and it was not used yet. Each
-deployment gets one group first, in order, and then its replicas. Every new group gets a Mac of its own as
-long as one is free and able, else free Macs together, else Macs that have room beside other groups. Macs that
-are left go to the first deployments that gain by them.
-
-The memory of a Mac is one account: the rules of memory say what each rank needs there, and what is left is
-shared out as room for KV caches. Agents on one machine share one account.
+What runs well keeps its Macs. Each deployment gets one group first, in order, and then its replicas: on a Mac
+of its own, else free Macs together, else beside other groups. Macs that are left go to the first that gain by
+them. The memory of a Mac is one account; agents on one machine share one.
 """
 
 from __future__ import annotations
@@ -34,7 +29,7 @@ from ..placement.formation import FailedGroup
 from ..placement.model_shape import MAX_RANKS, ModelShape, unknown_shape
 from ..placement.planner import DEFAULT_CONTEXT, Placement, PlacementOptions, plan
 from ..placement.topology import MemberMachine, Topology
-from ..wire.cluster_messages import Deployment
+from ..wire.cluster_messages import Deployment, GroupAssignment
 from .cluster_state import most_groups
 
 #: Macs among which a group is searched, the fastest ones: the time of a search grows with the square.
@@ -45,30 +40,18 @@ _IN_USE = "in use by another group"  #: State of RDMA on a Mac.
 
 @dataclass(frozen=True)
 class WantedDeployment:
-    """One row, and what is known of its model.
-
-    options       among them `nodes`, as its row has it
-    shape         None until a Mac has read the configuration; then `weight_bytes` counts, 0 if unknown, too
-    lacks         why a Mac cannot load the model, by node id; Macs that are not in it have the files
-    unused_s      seconds since its last request, or another number that orders deployments alike
-    tried         groups that failed at any time, where nothing that runs is moved
-    """
+    """One row, and what is known of its model."""
 
     row: Deployment
-    options: PlacementOptions
-    shape: ModelShape | None = None
-    weight_bytes: int = 0
-    lacks: Mapping[str, str] = field(default_factory=dict)
-    unused_s: float = 0.0
-    tried: tuple[FailedGroup, ...] = ()
+    options: PlacementOptions  #: with `nodes` as the row has it
+    shape: ModelShape | None = None  #: None until a Mac has read the configuration; then the size counts
+    weight_bytes: int = 0  #: 0 while unknown
+    lacks: Mapping[str, str] = field(default_factory=dict)  #: by node id: why a Mac cannot load the model
+    unused_s: float = 0.0  #: since its last request, or another number that orders deployments alike
+    tried: tuple[FailedGroup, ...] = ()  #: failed at any time; nothing that runs is moved there
 
     def with_failed(self, failed: tuple[FailedGroup, ...]) -> WantedDeployment:
-        """Return it to be planned without these groups."""
         return replace(self, options=replace(self.options, failed=failed))
-
-    @property
-    def pinned(self) -> bool:
-        return self.row.keep_s < 0
 
     @cached_property
     def planned(self) -> ModelShape:
@@ -78,29 +61,22 @@ class WantedDeployment:
 
 @dataclass(frozen=True, slots=True)
 class GroupReport:
-    """One group as its owner reports it. `ranks`: node ids in rank order, the first is the owner.
-
-    `kind` and `split` as in `Assignment`. `held_bytes`, by node id, counts only while the model's size is
-    unknown. `used`: it was asked something since it is ready. `between`: it has no epoch, and is about to.
-    """
+    """One group as its owner reports it."""
 
     group: str
-    ranks: tuple[str, ...]
+    ranks: tuple[str, ...]  #: node ids in rank order, the owner first
     kind: str = ""
     split: tuple[int, ...] = ()
     ready: bool = True
     open_requests: int = 0
-    held_bytes: Mapping[str, int] = field(default_factory=dict)
-    used: bool = True
-    between: bool = False
+    held_bytes: Mapping[str, int] = field(default_factory=dict)  #: counts while the model's size is unknown
+    used: bool = True  #: it was asked something since it is ready
+    between: bool = False  #: it has no epoch, and is about to
 
 
 @dataclass(frozen=True, slots=True)
 class GivenUp:
-    """A group that failed too often for this version of its row, while agents of these `boots` ran.
-
-    It is tried again for another version, or when an agent that was not there has started.
-    """
+    """A group that failed too often for this version of its row, until an agent starts beside `boots`."""
 
     reason: str
     version: int
@@ -109,62 +85,27 @@ class GivenUp:
 
 @dataclass(frozen=True, slots=True)
 class PlaceView:
-    """All inputs of a decision. `wanted` is in the order of deployments.
-
-    Two Macs that were apart may both run one group. In `running` the first that suits its row counts, a ready
-    one before others. Other orders do not count.
-    `places`, by group: ranks, fabric and split of the decision before, which may be about to form;
-    `again`: as their deployments had it then.
-    `macs`: number of members, also those that are away.
-    """
+    """All inputs of a decision. Of two reports of a group the first that suits its row counts."""
 
     members: Sequence[MemberMachine]
-    wanted: Sequence[WantedDeployment]
+    wanted: Sequence[WantedDeployment]  #: in the order of deployments
     running: Sequence[GroupReport] = ()
     draining: Collection[str] = frozenset()
     flapping: Collection[str] = frozenset()
     given_up: Mapping[str, GivenUp] = field(default_factory=dict)
+    #: By group: ranks, fabric and split of the decision before, which may be about to form.
     places: Mapping[str, tuple[tuple[str, ...], str, tuple[int, ...]]] = field(default_factory=dict)
-    again: Mapping[str, int] = field(default_factory=dict)
-    macs: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """The ranks of one group, exactly.
-
-    ranks    node ids in rank order, the owner first; () if the group can run nowhere, which `why` explains
-    kind     their fabric, a key of `cost_model.FABRICS`, or ALONE
-    split    layers of each rank of a pipeline; () where ranks share layers
-    kv_mib   most MiB of KV caches on each rank; 0 for no bound, for a group that shares no Mac
-    faster   a place where it would be much faster, in words; empty for none
-    again    as in its deployment
-    notes    remarks for people
-    """
-
-    group: str
-    deployment: str
-    ranks: tuple[str, ...] = ()
-    kind: str = ""
-    split: tuple[int, ...] = ()
-    why: str = ""
-    kv_mib: int = 0
-    faster: str = ""
-    again: int = 0
-    notes: tuple[str, ...] = ()
-
-    @property
-    def owner(self) -> str:
-        """Node id of rank 0; empty for none."""
-        return self.ranks[0] if self.ranks else ""
+    again: Mapping[str, int] = field(default_factory=dict)  #: by group: as its deployment had it then
+    macs: int = 0  #: number of members, also those that are away
 
 
 @dataclass(frozen=True, slots=True)
 class PlaceDecision:
-    """Assignments in the order of deployments, and the deployments to remove because others need the room."""
+    """Assignments in the order of deployments, without what the coordinator adds to them."""
 
-    assignments: tuple[Assignment, ...]
-    gives_way: tuple[str, ...] = ()
+    assignments: tuple[GroupAssignment, ...]
+    gives_way: tuple[str, ...] = ()  #: deployments to remove because others need the room
+    notes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  #: by group, for people
 
 
 def place(view: PlaceView) -> PlaceDecision:
@@ -177,14 +118,16 @@ def place(view: PlaceView) -> PlaceDecision:
         packing.seat_replicas(wanted)
     packing.part()
     packing.extend()
-    return PlaceDecision(tuple(packing.assignments()), tuple(packing.gone))
+    new = {group: seat for group, seat in packing.seats.of.items() if not seat.kept}
+    notes = {group: (*packing.facts.left_out(group), *seat.notes) for group, seat in new.items()}
+    return PlaceDecision(tuple(packing.assignments()), tuple(packing.gone), notes)
 
 
 @dataclass(frozen=True, slots=True)
 class _Seat:
     """Macs of a group in rank order, the bytes that each rank needs, and its least KV cache among them.
 
-    `kept`: it runs there. The rest as in `Assignment`.
+    `kept`: it runs there. The rest as in `GroupAssignment`.
     """
 
     ranks: tuple[str, ...]
@@ -198,7 +141,6 @@ class _Seat:
 
 
 def _seat_of(ranks: tuple[str, ...], memory: Sequence[RankMemory]) -> _Seat:
-    """Return the seat of ranks that need this memory."""
     return _Seat(ranks, tuple(rank.needed for rank in memory), max(rank.kv for rank in memory))
 
 
@@ -226,7 +168,6 @@ class _Seats:
             self._count(seat, -1)
 
     def back(self, before: Mapping[str, _Seat]) -> None:
-        """Undo a trial."""
         for group in [each for each, seat in self.of.items() if seat is not before.get(each)]:
             self.drop(group)
         for group in before.keys() - self.of.keys():
@@ -236,17 +177,12 @@ class _Seats:
         """Return the bytes of this Mac that are not set aside; less than 0 if memory has shrunk."""
         return self.usable[node] - self._taken[node]
 
-    def share(self, node: str) -> tuple[int, int]:
-        """Return the number of ranks that share this Mac's account, and an equal part of what is left."""
-        ranks = sum(map(len, self.on.values())) if self.shared else len(self.on[node])
-        return ranks, max(0, self.left(node) // ranks)
-
     def kv_mib(self, seat: _Seat) -> int:
         """Return a rank's room for KV caches: the least, and an equal share of what its Mac has left."""
-        shares = [self.share(node) for node in seat.ranks]
-        if max(ranks for ranks, _ in shares) == (len(seat.ranks) if self.shared else 1):
+        ranks = {n: sum(map(len, self.on.values())) if self.shared else len(self.on[n]) for n in seat.ranks}
+        if max(ranks.values()) == (len(seat.ranks) if self.shared else 1):
             return 0
-        return max(1, seat.kv + min(spare for _, spare in shares) >> 20)
+        return max(1, seat.kv + min(max(0, self.left(n) // ranks[n]) for n in ranks) >> 20)
 
     def movable(self, node: str) -> str:
         """Return the group on this Mac, if it is the only one, needs no other Mac and does not run yet."""
@@ -301,7 +237,6 @@ class _Facts:
         return node in self.view.flapping, *preference(self.members[node], model)
 
     def _allowed(self, wanted: WantedDeployment) -> list[str]:
-        """Return the Macs that the row allows and that stay, the preferred first."""
         on, model = wanted.row.on, wanted.planned.name
         order = sorted(self.members, key=lambda node: self._preference(node, model))
         return [n for n in order if n not in self.view.draining and (not on or n in on)]
@@ -319,14 +254,12 @@ class _Facts:
         return sorted(running | {f"{name}#{i}" for i in range(count)}, key=key)[:count]
 
     def well(self, group: str) -> bool:
-        """Return whether a group runs where its row allows it."""
         report, wanted = self.reports.get(group), self.by_name[_name(group)]
         if report is None or self.again(group) or self._moves_on(group) or self.given_up(wanted, group):
             return False
         return self.suits(report)
 
     def again(self, group: str) -> bool:
-        """Return whether a person had it placed again since its place was chosen."""
         now = self.by_name[_name(group)].row.again
         return self.view.again.get(group, now) != now
 
@@ -340,20 +273,18 @@ class _Facts:
         return not there and self.members.keys() >= set(place[0])
 
     def suits(self, report: GroupReport) -> bool:
-        """Return whether a group runs as its row has it."""
         wanted = self.by_name[_name(report.group)]
-        options, size = wanted.options, len(report.ranks)
+        options, size, way = wanted.options, len(report.ranks), "pipeline" if report.split else "tensor"
         if not set(self.allowed[wanted.row.name]) >= set(report.ranks):
             return False
         if options.nodes not in ("auto", "all", size) or (options.split and options.split != report.split):
             return False
-        if size > 1 and report.kind in FABRICS and options.parallel not in ("auto", _parallel(report)):
+        if size > 1 and report.kind in FABRICS and options.parallel not in ("auto", way):
             return False
         lack = set(report.ranks) & wanted.lacks.keys()
         return report.ready or not (0 < len(lack) < size or self._failed(report, options))
 
     def _failed(self, report: GroupReport, options: PlacementOptions) -> bool:
-        """Return whether a group over several Macs, that is not ready, failed to form there."""
         if len(report.ranks) == 1 or report.kind not in FABRICS:
             return False
         topology = Topology(list(self.members.values()), options.rdma, options.fabric_networks)
@@ -375,10 +306,10 @@ class _Facts:
             return _seat_of((), cut)
         return _seat_of((), [rank_memory(any_member, shape, size, context)] * size)
 
-    def left_out(self, wanted: WantedDeployment) -> Iterator[str]:
+    def left_out(self, group: str) -> Iterator[str]:
         """Yield the Macs that its row allows and that lack its model, with the reasons."""
-        for node in self.allowed[wanted.row.name]:
-            if why := wanted.lacks.get(node):
+        for node in self.allowed[_name(group)]:
+            if why := self.by_name[_name(group)].lacks.get(node):
                 yield f"{self.members[node].name} is left out: {why}"
 
     def must(self, group: str) -> str:
@@ -386,19 +317,14 @@ class _Facts:
         report = self.reports.get(group)
         if self.again(group):
             return ""
-        if (
-            report
-            and not self._moves_on(group)
-            and self.members.keys() - self.view.draining >= set(report.ranks)
-        ):
+        stay = self.members.keys() - self.view.draining
+        if report and not self._moves_on(group) and stay >= set(report.ranks):
             return report.ranks[0]  # not as its row has it now: it changes it in place
         place = self.view.places.get(group)
         return place[0][0] if place else ""
 
 
 class _Packing:
-    """One decision under way."""
-
     def __init__(self, view: PlaceView) -> None:
         self.facts = _Facts(view)
         self.view = view
@@ -434,11 +360,9 @@ class _Packing:
     def _linger(self, wanted: WantedDeployment, group: str) -> None:
         """Leave a group on Macs that are about to stop, or that it was to leave, if it has no other place."""
         report, on = self.facts.reports.get(group), wanted.row.on or self.facts.members
-        if (
-            group in self.seats.of
-            or report is None
-            or not self.facts.members.keys() & set(on) >= set(report.ranks)
-        ):
+        if group in self.seats.of or report is None:
+            return
+        if not self.facts.members.keys() & set(on) >= set(report.ranks):
             return
         stay = [node for node in report.ranks if node not in self.view.draining]
         need = self.facts.need(wanted.row.name, len(report.ranks), report.split)
@@ -464,7 +388,6 @@ class _Packing:
             self._linger(wanted, group)
 
     def seat_replicas(self, wanted: WantedDeployment) -> None:
-        """Seat the other groups of a deployment, as far as there is room."""
         groups, full = self.facts.groups[wanted.row.name], False
         if not any(group in self.seats.of for group in groups):
             return
@@ -512,7 +435,7 @@ class _Packing:
     def _alone(self, group: str) -> bool:
         """Give a group a Mac of its own; groups that do not run yet move on to other free ones for it.
 
-        Of all ways to do so it takes one in which the earliest group that moves comes as late as possible.
+        The earliest group that moves comes as late as possible.
         """
         seats, mover = self.seats, group
         comes: dict[str, str] = {}  #: By node, the group that would move there.
@@ -639,7 +562,7 @@ class _Packing:
             busy = any(
                 self.facts.reports[group].open_requests for group in seated if group in self.facts.reports
             )
-            if seated and i > place and not other.pinned and (wanted.pinned or not busy):
+            if seated and i > place and not other.row.pinned and (wanted.row.pinned or not busy):
                 whole.append((other.unused_s, i, tuple(seated)))
         return replicas[::-1] + [unit for _, _, unit in sorted(whole, reverse=True)]
 
@@ -696,24 +619,21 @@ class _Packing:
         work = wanted.options.workload.name
         return f"{after.kind} of {names}: {times[1]:.1f} s per {work} request instead of {times[0]:.1f}"
 
-    def assignments(self) -> Iterator[Assignment]:
-        """Return the result of all seats, in the order of deployments and of their groups."""
+    def assignments(self) -> Iterator[GroupAssignment]:
         for wanted in self.view.wanted:
             row, why = wanted.row, ""
             groups = self.facts.groups[row.name] if row.name not in self.gone else []
             for group in sorted(groups, key=_index):
-                found = Assignment(group, row.name)
+                found = GroupAssignment(group, row.name)
                 if seat := self.seats.of.get(group):
-                    yield Assignment(
-                        group,
-                        row.name,
-                        seat.ranks,
-                        seat.kind,
-                        seat.split,
+                    yield replace(
+                        found,
+                        ranks=seat.ranks,
+                        kind=seat.kind,
+                        split=seat.split,
                         kv_mib=self.seats.kv_mib(seat),
                         faster=seat.faster,
                         again=row.again,
-                        notes=() if seat.kept else (*self.facts.left_out(wanted), *seat.notes),
                     )
                 elif given := self.facts.given_up(wanted, group):
                     yield replace(found, why=given)
@@ -733,7 +653,3 @@ def _name(group: str) -> str:
 
 def _index(group: str) -> int:
     return int(group.rpartition("#")[2])
-
-
-def _parallel(report: GroupReport) -> str:
-    return "pipeline" if report.split else "tensor"

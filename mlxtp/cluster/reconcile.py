@@ -16,7 +16,7 @@ from .membership import MemberState, MemberStatus
 
 @dataclass(frozen=True, slots=True)
 class GroupForm:
-    """Purpose of an epoch: a model, on these nodes in rank order. The rest as in `Assignment`."""
+    """Purpose of an epoch: a model, on these nodes in rank order. The rest as in `GroupAssignment`."""
 
     model: str
     ranks: tuple[str, ...]
@@ -28,8 +28,7 @@ class GroupForm:
 class RunningEpoch:
     """Existing epoch of one group. `boots` are the boot ids its participants had, in rank order.
 
-    `boots` are empty for an epoch that another node owns. `draining`: it takes no new requests, and ends with
-    its last one.
+    They are empty for another node's epoch. `draining`: it takes no new requests, and ends with its last one.
     """
 
     number: int
@@ -45,7 +44,6 @@ class RunningEpoch:
 
     @property
     def owner(self) -> str:
-        """Node id of rank 0."""
         return self.ranks[0]
 
 
@@ -73,10 +71,7 @@ class StopEpoch:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Wait: decide again at `until`, or when something changes. `for_requests`: some are still open.
-
-    `lacks`: the node that it waits for.
-    """
+    """Decide again at `until`, or when something changes. `for_requests`: some are open. `lacks`: a node."""
 
     reason: str
     until: float = math.inf
@@ -89,56 +84,38 @@ Action = NoAction | FormEpoch | StopEpoch | Wait
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """Inputs of a decision that groups and requests have.
+    """Inputs of a decision that groups and requests have."""
 
-    assignee       the node that owns the group, as the coordinator assigned it; empty for none
-    model          what the group is to serve; empty once its deployment has no place for it
-    form           as what it is to run, where this node owns it; None for the reason in `refusal`
-    running        the epoch of the group that this node owns
-    others         the epochs of the group that other nodes own, as their owners report them
-    hold_until     when an epoch may be formed again after some that failed, and `hold` why
-    waiting_since  since when a decision has waited for open requests to end
-    """
-
-    assignee: str = ""
-    model: str = ""
-    form: GroupForm | None = None
+    assignee: str = ""  #: node that owns the group, as the coordinator assigned it
+    model: str = ""  #: to serve; empty once its deployment has no place for it
+    form: GroupForm | None = None  #: as what it is to run, where this node owns it; else `refusal` has why
     refusal: str = ""
-    running: RunningEpoch | None = None
-    others: Sequence[RunningEpoch] = ()
-    hold_until: float = 0.0
-    hold: str = ""
-    waiting_since: float | None = None
+    running: RunningEpoch | None = None  #: that this node owns
+    others: Sequence[RunningEpoch] = ()  #: that other nodes own, as they report them
+    hold_until: float = 0.0  #: when an epoch may be formed again after some that failed
+    hold: str = ""  #: why
+    waiting_since: float | None = None  #: since when a decision has waited for open requests to end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupView(Situation):
-    """All inputs of a decision about one group. Times are of the caller's clock, in seconds.
-
-    epoch          the highest number of an epoch so far
-    unsynced       members that are present and have not yet reported their state
-    settled_at     from when on the membership counts as calm
-    patience_s     how long a decision may wait for open requests
-    draining       the nodes that are about to stop, this node perhaps among them
-    """
+    """All inputs of a decision about one group. Times are of the caller's clock, in seconds."""
 
     now: float
     self_id: str
     statuses: Mapping[str, MemberStatus]
-    epoch: int = 0
-    unsynced: Sequence[str] = ()
-    settled_at: float = 0.0
-    patience_s: float = 10.0
+    epoch: int = 0  #: the highest number of one so far
+    unsynced: Sequence[str] = ()  #: present members that have not yet reported their state
+    settled_at: float = 0.0  #: from when on the membership counts as calm
+    patience_s: float = 10.0  #: for open requests
     names: Mapping[str, str] = field(default_factory=dict)
-    draining: frozenset[str] = frozenset()
+    draining: frozenset[str] = frozenset()  #: about to stop; this node perhaps among them
 
     @property
     def assigned(self) -> bool:
-        """True while this node owns the group."""
         return self.assignee == self.self_id
 
     def name(self, node_id: str) -> str:
-        """Return the name of a node, for users."""
         return self.names.get(node_id) or node_id[:8]
 
     def boot_id(self, node_id: str) -> str:
@@ -151,7 +128,6 @@ class GroupView(Situation):
 
 
 def decide(view: GroupView) -> Action:
-    """Return this node's next action for the group."""
     mine = view.running
     if mine is None:
         return _form(view) if view.assigned and view.model else NoAction()
@@ -167,10 +143,9 @@ def drained_by(view: GroupView) -> tuple[str, ...]:
 
 
 def refusal(sender: str, number: int, assignee: str, joined: int) -> str | None:
-    """Return the reason for not taking part in epoch `number`, ordered by `sender`; None to take part.
+    """Return why to take no part in epoch `number`, ordered by `sender`; None to take part.
 
-    `assignee` owns the group of that epoch, as far as this node knows; empty if it does not. This node took
-    part in epoch `joined` of the sender, its last one.
+    `assignee` owns its group, "" if that is not known here. `joined` is the last epoch of the sender here.
     """
     if assignee and sender != assignee:
         return f"epoch {number} comes from {sender[:8]}, but {assignee[:8]} owns its group"
@@ -180,7 +155,6 @@ def refusal(sender: str, number: int, assignee: str, joined: int) -> str | None:
 
 
 def _lost(view: GroupView, mine: RunningEpoch) -> StopEpoch | None:
-    """Return the end of an epoch that a participant has left."""
     for rank, node_id in enumerate(mine.ranks):
         if (how := lost(view.statuses.get(node_id), mine.boots[rank])) is not None:
             reason = f"epoch {mine.number} lost {view.name(node_id)} (rank {rank}): {how}"
@@ -211,7 +185,7 @@ def lost(status: MemberStatus | None, boot_id: str) -> str | None:
 def _give_up(view: GroupView, mine: RunningEpoch) -> Action:
     """End the epoch of a group that this node owns no longer, once the new owner serves it.
 
-    It need not come to that, so the wait is limited: this epoch may hold what the other one needs.
+    The wait is limited: this epoch may hold what the other one needs.
     """
     where = f"{view.name(view.assignee)} has the group now" if view.assignee else view.refusal
     serves = any(each.ready for each in view.others if each.owner == view.assignee)
@@ -227,7 +201,7 @@ def _renew(view: GroupView, mine: RunningEpoch) -> Action:
     form = view.form
     if form is None or form == mine.form:
         return NoAction()
-    if waiting := _unrest(view) or _not_yet(view, form):
+    if waiting := unrest(view) or _not_yet(view, form):
         return waiting
     where = " + ".join(map(view.name, form.ranks))
     reason = f"it forms again on {where}" if form.model == mine.form.model else f"{form.model} is wanted now"
@@ -235,9 +209,8 @@ def _renew(view: GroupView, mine: RunningEpoch) -> Action:
 
 
 def _form(view: GroupView) -> Action:
-    """Form an epoch: the owner has none."""
     form = view.form
-    if waiting := _unrest(view):
+    if waiting := unrest(view):
         return waiting
     if form is None:
         return Wait(view.refusal)
@@ -248,7 +221,6 @@ def _form(view: GroupView) -> Action:
 
 
 def _not_yet(view: GroupView, form: GroupForm) -> Wait | None:
-    """Return the reason why this cannot be formed now; None if it can."""
     for node_id in form.ranks:
         if not view.present(node_id):
             return Wait(f"{view.name(node_id)} is not here", lacks=node_id)
@@ -257,7 +229,7 @@ def _not_yet(view: GroupView, form: GroupForm) -> Wait | None:
     return Wait(view.hold, view.hold_until) if view.now < view.hold_until else None
 
 
-def _unrest(view: GroupView) -> Wait | None:
+def unrest(view: GroupView) -> Wait | None:
     if view.unsynced:
         return Wait(f"{view.name(view.unsynced[0])} has not yet reported its state")
     if view.now < view.settled_at:

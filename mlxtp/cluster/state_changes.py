@@ -78,10 +78,7 @@ class RosterProofs:
         return self.admission(entry, self.identity.node_id if self.identity.authority else "")
 
     def removal(self, entry: RosterEntry) -> RosterEntry:
-        """Sign a removal in this node's name, and by the authority if it is here.
-
-        The rights of a removal by the authority do not depend on who held it later.
-        """
+        """Sign a removal in this node's name, and by the authority if it is here."""
         key, authority = self.identity.key, self.identity.authority
         entry = replace(entry, remover=point_of(key.public_key()).hex())
         entry = replace(entry, removal=self._sign(key, _REMOVAL, removal_of(entry)[:2]))
@@ -150,9 +147,8 @@ class RosterProofs:
 def _may_remove(remover: RosterEntry, entry: RosterEntry, known: Mapping[str, RosterEntry]) -> bool:
     """Return True when the rules let one member without the authority remove another.
 
-    A member removes no other after a removal of its own that the authority, the founder or itself signed.
-    Removals by others do not end that right: their versions prove nothing. Holders of the authority's key are
-    exempt when rosters are merged.
+    Not after a removal of its own that the authority, the founder or itself signed. Removals by others do not
+    end that right: their versions prove nothing. Merged rosters exempt holders of the authority's key.
     """
     if remover.fingerprint == entry.fingerprint:
         return True
@@ -224,10 +220,7 @@ class Enrolment:
             log.info("%s", words)
 
     def remove(self, *node_ids: str) -> None:
-        """Remove members.
-
-        Raises UserError for no member, and for a holder of the authority's key if this Mac is none.
-        """
+        """Remove members. Raises UserError for no member, and for a holder if this Mac is none."""
         replica, name_of = self._replica, self._name_of
         holders = replica.roster.holders()
         held = [each for each in holders if each in node_ids and each != replica.self_id]
@@ -315,7 +308,6 @@ class DesiredDeployments:
         return self._is_there(self.row(model, **asked), replace=replace)
 
     def row(self, model: str, **asked: Any) -> Deployment:
-        """Return the row as `serve` would make it. It has yet to get a version."""
         return _changed(self.table, model, **asked)
 
     def serve(

@@ -1,9 +1,7 @@
 """State that survives an agent's restart: `state.json` in its home, and reports of the others' disks.
 
-The file holds the deployments, the roster, the last addresses of peers, the last epoch and the last term.
-It is replaced as a whole, so that an agent killed while writing leaves the previous file. An unreadable file
-is set aside under another name and reported, never overwritten. Removed members also stand in a file of their
-own: a Mac that has lost the first file still refuses them.
+The file is replaced as a whole. An unreadable one is set aside under another name and reported, never
+overwritten. Removed members also stand in a file of their own: a Mac that lost the first one refuses them.
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +44,14 @@ _MAX_BYTES = 32 << 20
 REMOVALS = "removals"  #: File of the removed members alone, which outlives an unusable `FILE`.
 _SUM = 16  #: Hex digits of the checksum before each of its lines.
 
-_FIELDS: Mapping[str, FieldCodec] = {
-    "deployments": records(Deployment, 0, MAX_ROWS),
-    "floor": integer(0, U63),
-    "roster": records(RosterEntry, 0, MAX_ENTRIES),
-    "epoch": integer(0, U63),
-    "term": integer(0, U63),
-    "coordinator": text(32),
+#: Codec of each field, and where it is in a `ClusterState`.
+_FIELDS: Mapping[str, tuple[FieldCodec, str]] = {
+    "deployments": (records(Deployment, 0, MAX_ROWS), "deployments.rows"),
+    "floor": (integer(0, U63), "deployments.floor"),
+    "roster": (records(RosterEntry, 0, MAX_ENTRIES), "roster.entries"),
+    "epoch": (integer(0, U63), "epoch"),
+    "term": (integer(0, U63), "claim.term"),
+    "coordinator": (text(32), "claim.node_id"),
 }
 _ADDRESSES = texts(MAX_ADDRESSES, 300)  # a host name has up to 253 characters
 _NODE_ID = text(32)
@@ -67,16 +67,9 @@ class SavedState:
 
 def to_text(kept: SavedState) -> str:
     """Return the file's text. Raises ValueError for a state that could not be read back."""
-    state = kept.beliefs
-    values: dict[str, Any] = {
-        "deployments": state.deployments.rows,
-        "floor": state.deployments.floor,
-        "roster": state.roster.entries,
-        "epoch": state.epoch,
-        "term": state.claim.term,
-        "coordinator": state.claim.node_id,
-    }
-    table = {"format": FORMAT} | {name: codec.to_wire(values[name]) for name, codec in _FIELDS.items()}
+    table: dict[str, Any] = {"format": FORMAT}
+    for name, (codec, place) in _FIELDS.items():
+        table[name] = codec.to_wire(attrgetter(place)(kept.beliefs))
     table["peers"] = {node_id: list(addresses[:MAX_ADDRESSES]) for node_id, addresses in kept.peers.items()}
     text = json.dumps(table, indent=1) + "\n"
     from_text(text)
@@ -94,7 +87,7 @@ def from_text(text: str) -> SavedState:
     if table.keys() != expected:
         raise ValueError(f"it should have exactly the fields {', '.join(sorted(expected))}")
     values = {}
-    for name, codec in _FIELDS.items():
+    for name, (codec, _) in _FIELDS.items():
         try:
             values[name] = codec.from_wire(table[name])
         except ValueError as error:
@@ -127,7 +120,7 @@ def _peers(value: Any) -> dict[str, tuple[str, ...]]:
 def load(home: Path) -> tuple[SavedState, str]:
     """Return the saved state of this home, and a sentence for the user when something was wrong.
 
-    A missing file is a first start. Raises UserError when the file is there and cannot be opened.
+    A missing file is a first start. Raises UserError when it cannot be opened.
     """
     kept, problem = _load(home)
     roster = kept.beliefs.roster
@@ -193,10 +186,7 @@ def save(home: Path, kept: SavedState) -> None:
 
 
 def forget(home: Path) -> None:
-    """Remove the state of an earlier cluster, before this Mac founds or joins another one.
-
-    Raises UserError when the file cannot be removed.
-    """
+    """Remove the state of an earlier cluster. Raises UserError when the file cannot be removed."""
     path = home / FILE
     with in_words(UserError, f"{path} of an earlier cluster cannot be removed"):
         if path.is_dir():
@@ -224,7 +214,6 @@ def _set_aside(path: Path) -> Path:
 
 # --- writing it, and what other members have written -----------------------------------------------------
 
-
 ELSEWHERE_S = 5.0  #: Seconds for which a removal waits until another member's disk has it.
 
 
@@ -239,8 +228,7 @@ class RosterSaved(NodeRow, number=0x54):
 class Saving:
     """Writes `state.json` when something changed, and again at each tick until that works.
 
-    One thread writes, in the order of the calls: a flush to the drive would hold up the event loop.
-    `reports` tells the others once a new roster is on the disk.
+    One thread writes, in the order of the calls. `reports` tells the others once a new roster is on the disk.
     """
 
     def __init__(self, home: Path, reports: ReportTable) -> None:
@@ -256,10 +244,7 @@ class Saving:
         reports.on(lambda _node_id, _saved: self._reported.set(), RosterSaved)
 
     async def save(self, kept: SavedState) -> str:
-        """Write the state, unless the file has it. Return why the file cannot be written, empty if it was.
-
-        Nothing is written after `close`.
-        """
+        """Write the state, unless the file has it, or this is closed. Return why that fails, or ""."""
         async with self._turn:
             if kept != self._latest and not self._closed:
                 await self._write(kept)
@@ -280,7 +265,6 @@ class Saving:
             self._reports.publish(RosterSaved, RosterSaved(self._roster.digest()))
 
     async def close(self) -> None:
-        """Wait until the latest state is on the disk."""
         self._closed = True
         await asyncio.to_thread(self._disk.shutdown)
 

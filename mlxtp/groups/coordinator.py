@@ -10,14 +10,14 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
 from ..api.backend import COMING
 from ..cluster.cluster_state import LeaderClaim, left_s
 from ..cluster.node import ClusterNode
-from ..cluster.place import Assignment, GivenUp, GroupReport, PlaceView, WantedDeployment, place
+from ..cluster.place import GivenUp, GroupReport, PlaceView, WantedDeployment, place
 from ..errors import MlxtpError
 from ..models.local_model import LocalModels
 from ..placement.model_shape import DescribedModel, unpacked
@@ -70,7 +70,7 @@ class Coordinator:
         self._decide(now)
         return until
 
-    def foresee(self, row: Deployment, described: DescribedModel) -> tuple[Assignment, tuple[str, ...]]:
+    def foresee(self, row: Deployment, described: DescribedModel) -> tuple[GroupAssignment, tuple[str, ...]]:
         """Return where the first group of a deployment would run, and the deployments that would give way.
 
         All of its files count as there. Every node has the facts that the coordinator decides by, but for
@@ -80,7 +80,7 @@ class Coordinator:
         shape = described.shape(row.name, self._node.settings.kv_bits)
         wanted = WantedDeployment(row, options, shape, tried=self._machines.all_failed(over=True))
         known = {each.row.name: each for each in view.wanted} | {row.name: wanted}
-        order = sorted(known.values(), key=lambda each: not each.pinned)
+        order = sorted(known.values(), key=lambda each: not each.row.pinned)
         decision = place(replace(view, wanted=tuple(order)))
         [first, *_] = [each for each in decision.assignments if each.deployment == row.name]
         return first, decision.gives_way
@@ -126,32 +126,34 @@ class Coordinator:
         for name in decision.gives_way:
             log.info("%s gives way to another model", name)
             self._node.desired.unload(name)
-        enough = {name: Assignment(name, name.rpartition("#")[0]) for name in self._groups.by_id}
+        leaving = tuple(sorted(view.draining))
+        enough = {name: GroupAssignment(name, name.rpartition("#")[0]) for name in self._groups.by_id}
         for each in (enough | {each.group: each for each in decision.assignments}).values():
-            self._assign(each, view)
+            standing = self._standing(each) if each.group in view.given_up else each
+            self._assign(replace(standing, leaving=leaving), decision.notes.get(each.group, ()))
         told = (group.scope.assignment for group in self._groups.by_id.values())
         self._node.links.reports.publish(GroupAssignment, *(each for each in told if each.number))
 
-    def _assign(self, decided: Assignment, view: PlaceView) -> None:
-        """Keep an assignment, with a number of its own if it is another one than before.
+    def _standing(self, decided: GroupAssignment) -> GroupAssignment:
+        """Leave a group that is given up with its owner, which takes no room and may try again."""
+        before = self._groups.known(decided.group).scope.assignment
+        if decided.owner:
+            return decided
+        return replace(decided, ranks=before.ranks, kind=before.kind, split=before.split, again=before.again)
 
-        A group that is given up stays with its owner, which takes no room and may try again.
-        """
+    def _assign(self, decided: GroupAssignment, notes: Iterable[str]) -> None:
         scope = self._groups.known(decided.group).scope
         before, scope.assigned_in = scope.assignment, self._node.leadership.claim
-        at = before if decided.group in view.given_up and not decided.owner else decided
-        term, runs, leaving = scope.assigned_in.term, (at.ranks, at.kind, at.split), sorted(view.draining)
-        rest = *runs, decided.why, decided.faster, decided.kv_mib, at.again, tuple(leaving)
-        after = GroupAssignment(decided.group, decided.deployment, term, before.number, *rest)
+        after = replace(decided, term=scope.assigned_in.term, number=before.number)
         if after != before:
             self._number += 1
             after = replace(after, number=self._number)
-            if (before.ranks, before.kind, before.split) != runs:
+            if (before.ranks, before.kind, before.split) != (after.ranks, after.kind, after.split):
                 where = " + ".join(map(self._node.name_of, after.ranks))
                 nowhere = f"no Mac: {after.why or 'others are enough'}"
                 where = f"{after.kind} on {where}" if len(after.ranks) > 1 else where or nowhere
                 log.info("group %s is assigned to %s", decided.group, where)
-                for note in decided.notes:
+                for note in notes:
                     log.info("%s", note)
             if after.faster and after.faster != before.faster:
                 log.info("%s would be faster on %s", decided.deployment, after.faster)

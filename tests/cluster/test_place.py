@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from mlxtp.cluster.cluster_state import GROUPS_A_MAC, most_groups
 from mlxtp.cluster.place import (
-    Assignment,
     GivenUp,
     GroupReport,
     PlaceDecision,
@@ -37,7 +36,7 @@ from mlxtp.placement.formation import FailedGroup, links_of
 from mlxtp.placement.model_shape import ModelShape
 from mlxtp.placement.planner import PlacementOptions, plan
 from mlxtp.placement.topology import MemberMachine, Topology
-from mlxtp.wire.cluster_messages import Deployment
+from mlxtp.wire.cluster_messages import Deployment, GroupAssignment
 
 from ..placement.made_up_macs import GIB, all_pairs, cabled, changed, mac, node_id, on_lan
 from ..placement.made_up_models import layered, shape
@@ -169,7 +168,7 @@ def rows(draw: st.DrawFn) -> list[WantedDeployment]:
                 unused_s=draw(st.sampled_from((0.0, 10.0, 20.0))),
             )
         )
-    return sorted(found, key=lambda each: not each.pinned)
+    return sorted(found, key=lambda each: not each.row.pinned)
 
 
 clusters = st.builds(lambda macs, wishes: Cluster(macs, wishes, {}), desks(), rows())
@@ -422,7 +421,7 @@ def test_a_person_s_word_places_a_group_again_wherever_it_is_fastest() -> None:
     """Once: from then on it stays."""
     macs, ran = [mac(0, chip="Apple M4"), mac(1, chip="Apple M3 Ultra")], [ready("y#0", "a")]
 
-    def found(asked: int, placed: Mapping[str, int], **last: Any) -> Assignment:
+    def found(asked: int, placed: Mapping[str, int], **last: Any) -> GroupAssignment:
         row = wanted("y", again=asked)
         return place(seen(on_lan(macs), [row], reports=ran, again=placed, **last)).assignments[0]
 

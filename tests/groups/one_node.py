@@ -150,7 +150,7 @@ class Node:
     def obey(self, link: FakeLink, *assignments: GroupAssignment) -> None:
         """Hear assignments, and take them in as the next round does."""
         self.hear(link, *assignments)
-        self.parts.coordinator._follow()
+        self.parts.coordinator.step(CLOCK.now)
 
     def no_longer(self, link: FakeLink, *rows: NodeRow) -> None:
         """The other end of this link has these rows no longer."""

@@ -388,6 +388,8 @@ def test_a_coordinator_plans_a_model_whose_files_others_have(tmp_path: Path, mem
         links = await leads_without_files(node, 2, nodes="2")
         last = assigned(links[0], "big#0")[-1]
         assert ({*last.ranks}, last.kind, last.why) == ({*OTHERS[:2]}, JACCL_MESH, "")
+        [wanted] = node.parts.coordinator._view(CLOCK.now).wanted
+        assert (wanted.weight_bytes >> 30, [*wanted.lacks]) == (30, [node.parts.node.node_id])
 
     play(tmp_path, member, story)
 

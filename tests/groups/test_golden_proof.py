@@ -77,6 +77,14 @@ def test_the_same_wrong_answer_twice_is_an_error(tmp_path: Path, top: Any) -> No
     assert failed.value.code is Code.PROOF_FAILED
 
 
+def test_one_near_tie_does_not_excuse_another_wrong_answer(tmp_path: Path) -> None:
+    both = ((7, 2, 3), (4, 9, 9))
+    gateway = Answering(both)  # its tie is at the second answer
+    loader = ModelLoader(Settings(tmp_path, "", 0, 1, "tiny"), cast(Any, gateway.self_test))
+    with pytest.raises(GroupError, match="golden proof failed"):
+        asyncio.run(loader.judge(cast(Any, None), PROMPTS, KEPT, both))
+
+
 @pytest.mark.parametrize("again", [KEPT, ((1, 2, 3), (4, 9, 8))])
 def test_an_answer_that_does_not_come_again_is_a_warning(
     tmp_path: Path, again: self_test.SelfTestTokens

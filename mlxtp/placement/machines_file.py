@@ -10,7 +10,7 @@ import json
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -18,7 +18,7 @@ from ..errors import ConfigError
 from ..wire.cluster_messages import Interface, Port
 from .faults import THUNDERBOLT_5_GBPS
 from .probe_macos import UNKNOWN
-from .tables import Chip, chip, core_counts, named, names, nearest
+from .tables import chip, core_counts, named, names, nearest
 from .topology import MemberMachine
 
 MAX_NODES = 64
@@ -33,16 +33,6 @@ _WIFI_MBPS = 1000
 _LINKS = 'links are "thunderbolt5 mesh", "thunderbolt5 ring", "thunderbolt4 ring", "ethernet 10g" or "wifi"'
 
 
-@dataclass(frozen=True, slots=True)
-class _Node:
-    name: str
-    chip: Chip
-    memory: int
-    free: int
-    ports: int
-    rdma: bool
-
-
 def read_machines(text: str, source: str = "the machines file") -> tuple[MemberMachine, ...]:
     """Return the members of a text of TOML or JSON. Raises ConfigError with `source` and the place."""
     table = _parse(text, source)
@@ -54,7 +44,8 @@ def read_machines(text: str, source: str = "the machines file") -> tuple[MemberM
     nodes = [node for place, entry in enumerate(entries, 1) for node in _nodes(entry, place, source)]
     if len(nodes) > MAX_NODES:
         raise ConfigError(f"{source}: {len(nodes)} machines are more than {MAX_NODES}")
-    called = [node.name for node in nodes]
+    members = [replace(member, node_id=f"{place:032x}") for place, (member, _) in enumerate(nodes)]
+    called = [member.name for member in members]
     if twice := [name for at, name in enumerate(called) if name in called[:at]]:
         raise ConfigError(f"{source}: two machines are called {twice[0]!r}")
     links = table.get("links", [])
@@ -63,9 +54,8 @@ def read_machines(text: str, source: str = "the machines file") -> tuple[MemberM
         raise ConfigError(f"{source}: links is {links!r}; {_LINKS}, or a list of them")
     if sum(link.lower().startswith("thunderbolt") for link in wanted) > 1:
         raise ConfigError(f"{source}: links is {links!r}; Thunderbolt cables can be given once only")
-    members = [_member(place, node) for place, node in enumerate(nodes)]
     for place, link in enumerate(wanted):
-        members = _joined(members, nodes, link, place, source)
+        members = _joined(members, [ports for _, ports in nodes], link, place, source)
     return tuple(members)
 
 
@@ -80,7 +70,8 @@ def _parse(text: str, source: str) -> Mapping[str, Any]:
         raise ConfigError(f"{source} cannot be read: it is nested too deeply") from None
 
 
-def _nodes(entry: object, place: int, source: str) -> list[_Node]:
+def _nodes(entry: object, place: int, source: str) -> list[tuple[MemberMachine, int]]:
+    """Return the Macs of an entry, still without ids, and the number of their Thunderbolt ports."""
     where = f"{source}: machine {place}"
     if not isinstance(entry, dict):
         raise ConfigError(f"{where} is {entry!r}, not a table")
@@ -106,7 +97,17 @@ def _nodes(entry: object, place: int, source: str) -> list[_Node]:
         raise ConfigError(f"{where}: rdma is {rdma!r}; it can be true or false")
     called = [f"{name}-{i}" for i in range(1, count + 1)] if count > 1 else [name]
     ports = _whole(entry, "ports", found.ports, 15, where)
-    return [_Node(each, found, memory, free or 0, ports, rdma) for each in called]
+    machine = replace(
+        UNKNOWN,
+        system="macos",
+        chip=found.name,
+        gpu_cores=found.gpu_cores,
+        memory_bytes=memory,
+        free_bytes=free or 0,
+        power="ac",
+        rdma="unsupported" if not found.thunderbolt5 else "enabled" if rdma else "disabled",
+    )
+    return [(MemberMachine("", each, machine), ports) for each in called]
 
 
 def _chip_name(value: object, where: str) -> str:
@@ -136,27 +137,12 @@ def _bytes(entry: Mapping[str, Any], field: str, where: str) -> int | None:
     return int(size)
 
 
-def _member(place: int, node: _Node) -> MemberMachine:
-    able = node.chip.thunderbolt5
-    machine = replace(
-        UNKNOWN,
-        system="macos",
-        chip=node.chip.name,
-        gpu_cores=node.chip.gpu_cores,
-        memory_bytes=node.memory,
-        free_bytes=node.free,
-        power="ac",
-        rdma="unsupported" if not able else "enabled" if node.rdma else "disabled",
-    )
-    return MemberMachine(node_id=f"{place:032x}", name=node.name, machine=machine)
-
-
 def _joined(
-    members: Sequence[MemberMachine], nodes: Sequence[_Node], link: str, place: int, source: str
+    members: Sequence[MemberMachine], ports: Sequence[int], link: str, place: int, source: str
 ) -> list[MemberMachine]:
     match link.lower().split():
         case [generation, shape] if generation in _THUNDERBOLT and shape in _SHAPES:
-            return _cabled(members, nodes, generation, shape, source)
+            return _cabled(members, ports, generation, shape, source)
         case ["wifi"]:
             return _networked(members, "wifi", _WIFI_MBPS, place)
         case ["ethernet", speed] if speed in _ETHERNET:
@@ -172,18 +158,18 @@ def _networked(members: Sequence[MemberMachine], kind: str, mbps: int, place: in
 
 
 def _cabled(
-    members: Sequence[MemberMachine], nodes: Sequence[_Node], generation: str, shape: str, source: str
+    members: Sequence[MemberMachine], ports: Sequence[int], generation: str, shape: str, source: str
 ) -> list[MemberMachine]:
     """Cable all pairs, or a circle in the order of the file. Each cable is a network of its own."""
     size = len(members)
     around = ((i, (i + 1) % size) for i in range(size if size > 2 else size - 1))
     pairs = list(combinations(range(size), 2) if shape == "mesh" else around)
-    for node, needed in zip(nodes, (sum(i in pair for pair in pairs) for i in range(size)), strict=True):
-        if needed > node.ports:
+    for i, (member, has) in enumerate(zip(members, ports, strict=True)):
+        if (needed := sum(i in pair for pair in pairs)) > has:
             advice = "a ring needs 2; " if shape == "mesh" else ""
             raise ConfigError(
-                f"{source}: in a {shape} of {size} each Mac needs {needed} cables, and {node.name} has "
-                f"{node.ports} ports for them ({advice}if it has more, write ports = {needed})"
+                f"{source}: in a {shape} of {size} each Mac needs {needed} cables, and {member.name} has "
+                f"{has} ports for them ({advice}if it has more, write ports = {needed})"
             )
     rdma = generation == "thunderbolt5"
     joined = list(members)

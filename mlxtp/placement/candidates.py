@@ -23,6 +23,7 @@ from .cost_model import (
     RankMemory,
     SpeedEstimate,
     Workload,
+    hardware_of,
     rank_memory,
     speed,
     usable_bytes,
@@ -30,8 +31,7 @@ from .cost_model import (
 from .faults import preflight
 from .formation import FailedGroup, links_of
 from .model_shape import MAX_RANKS, ModelShape
-from .pipelines import Cut, StageCutter, StageRank
-from .tables import chip
+from .pipelines import Cut, StageCutter
 from .topology import (
     ETHERNET,
     FABRIC_NETWORKS,
@@ -402,7 +402,8 @@ class CandidateFinder:
 
     @cached_property
     def _cutter(self) -> StageCutter:
-        return StageCutter(self.shape, self.context, self.options.workload)
+        shared = self.topology.is_one_machine
+        return StageCutter(self.shape, self.context, self.options.workload, shared=shared)
 
     @cached_property
     def fabrics(self) -> Fabrics:
@@ -430,11 +431,7 @@ class CandidateFinder:
 
     @cached_property
     def _ranks(self) -> dict[str, RankHardware]:
-        machines = {node: member.machine for node, member in self.members.items()}
-        return {
-            node: RankHardware(node, chip(mac.chip, mac.gpu_cores), metal=mac.system == "macos")
-            for node, mac in machines.items()
-        }
+        return {node: hardware_of(member) for node, member in self.members.items()}
 
     @cached_property
     def _usable(self) -> dict[str, int]:
@@ -459,12 +456,8 @@ class CandidateFinder:
         return self._tensor_parallel(size, fits, must)
 
     def _memory(self, node: str, size: int) -> RankMemory:
-        member, sharing = self.members[node], self._sharing(size)
-        return rank_memory(member, self.shape, size, self.context, sharing=sharing)
-
-    def _sharing(self, size: int) -> int:
-        """Return how many of so many ranks share one machine."""
-        return size if self.topology.is_one_machine else 1
+        sharing = size if self.topology.is_one_machine else 1
+        return rank_memory(self.members[node], self.shape, size, self.context, sharing=sharing)
 
     def _no_room(self, size: int, pool: Sequence[str], must: str) -> str:
         most = sorted(pool, key=lambda n: (n != must, -self._usable[n], n))[:size]
@@ -509,8 +502,7 @@ class CandidateFinder:
         return found or Candidate(PIPELINE, size, reason=self.fabrics.missing(kind, size, pool, must))
 
     def _staged(self, kind: str, group: tuple[str, ...]) -> Candidate:
-        size = len(group)
-        ranks = [StageRank(self._ranks[node], self.members[node], self._sharing(size)) for node in group]
+        size, ranks = len(group), [self.members[node] for node in group]
         if (cut := self._cutter.cut(ranks, self.options.split)) is None:
             rooms = self._cutter.room(ranks)
             each = ", ".join(f"{self.members[n].name} {room}" for n, room in zip(group, rooms, strict=True))
@@ -597,7 +589,7 @@ class CandidateFinder:
 def preference(member: MemberMachine, model: str) -> tuple[object, ...]:
     """Return a sort key: the fastest Mac first, and among equal ones the one with a low rank's KV caches."""
     machine, name = member.machine, model.rpartition("/")[2]
-    has, caches = chip(machine.chip, machine.gpu_cores), [each.partition(" ") for each in machine.caches]
+    has, caches = hardware_of(member).chip, [each.partition(" ") for each in machine.caches]
     rank = next((rank for rank, _, cached in caches if cached == name and rank.isdecimal()), MAX_RANKS)
     return -has.reading, -has.flops, -machine.memory_bytes, min(int(rank), MAX_RANKS), member.node_id
 

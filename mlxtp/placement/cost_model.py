@@ -12,7 +12,7 @@ from itertools import combinations, pairwise
 
 from ..chunks import USUAL, chunk_of
 from .model_shape import ModelShape
-from .tables import ACCEPTED, ACCEPTED_LATER, ACCEPTED_UNKNOWN, Chip
+from .tables import ACCEPTED, ACCEPTED_LATER, ACCEPTED_UNKNOWN, Chip, chip
 from .topology import MemberMachine
 
 # --- workloads ------------------------------------------------------------------------------------------
@@ -140,6 +140,11 @@ class RankHardware:
     node_id: str
     chip: Chip
     metal: bool = True
+
+
+def hardware_of(member: MemberMachine) -> RankHardware:
+    machine = member.machine
+    return RankHardware(member.node_id, chip(machine.chip, machine.gpu_cores), machine.system == "macos")
 
 
 @dataclass(frozen=True, slots=True)

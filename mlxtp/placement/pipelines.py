@@ -15,6 +15,7 @@ from .cost_model import (
     RankMemory,
     StageCosts,
     Workload,
+    hardware_of,
     rank_memory,
     rank_needs,
     stage_costs,
@@ -29,13 +30,6 @@ _NEAR = 0.999  #: The search ends where the slowest stage cannot be faster than 
 _MODELS_KEPT = 32  #: Models of which sizes of stages are kept, with up to 2 MB for each.
 
 Seconds = Callable[[int, int, int], float]  #: Of a stage: its number, its first layer, and the next stage's.
-
-
-@dataclass(frozen=True, slots=True)
-class StageRank:
-    hardware: RankHardware
-    member: MemberMachine
-    sharing: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +73,13 @@ def counted_shares(shape: ModelShape, ranks: int, split: Sequence[int]) -> tuple
 
 
 class StageCutter:
-    """Search for the layers of each rank, with KV caches of `context` tokens. Ranks are in rank order."""
+    """Search for the layers of each rank, with KV caches of `context` tokens. Ranks are in rank order.
 
-    def __init__(self, shape: ModelShape, context: int, workload: Workload) -> None:
+    `shared`: all ranks are on one machine.
+    """
+
+    def __init__(self, shape: ModelShape, context: int, workload: Workload, *, shared: bool = False) -> None:
+        self._shared = shared
         self._layers = shape.layers
         self._rules = shape.rules
         self._context = context
@@ -89,7 +87,7 @@ class StageCutter:
         self._latest = cache(partial(shape.rules.latest, shape.layers))
         self._cuts: dict[object, Cut | None] = {}  #: A group has one for all its fabrics.
 
-    def split(self, ranks: Sequence[StageRank]) -> tuple[int, ...]:
+    def split(self, ranks: Sequence[MemberMachine]) -> tuple[int, ...]:
         """Return the layers of each rank that make the slowest stage fastest; () for no room.
 
         Layers are also level between neighbours: with no move of one would the slower of the two gain.
@@ -105,23 +103,26 @@ class StageCutter:
                 low = middle
         return _counts(_levelled(seconds, found, self._rules))
 
-    def cut(self, ranks: Sequence[StageRank], split: tuple[int, ...] = ()) -> Cut | None:
+    def cut(self, ranks: Sequence[MemberMachine], split: tuple[int, ...] = ()) -> Cut | None:
         """Return the cut with so many layers each, or the best one; None where there is no room for that."""
-        key = (tuple(rank.member.node_id for rank in ranks), split)
+        key = (tuple(rank.node_id for rank in ranks), split)
         if key not in self._cuts:
             found = split or self.split(ranks)
             self._cuts[key] = self._cut(ranks, found) if found else None
         return self._cuts[key]
 
-    def _cut(self, ranks: Sequence[StageRank], split: tuple[int, ...]) -> Cut:
-        pairs = list(zip(ranks, stages(split), strict=True))
+    def _cut(self, ranks: Sequence[MemberMachine], split: tuple[int, ...]) -> Cut:
+        pairs = [
+            (rank, self._sizes.stage(*layers)) for rank, layers in zip(ranks, stages(split), strict=True)
+        ]
+        sharing = len(ranks) if self._shared else 1
         return Cut(
             split,
-            tuple(self._memory(rank, *layers) for rank, layers in pairs),
-            tuple(stage_costs(self._sizes.stage(*layers), rank.hardware) for rank, layers in pairs),
+            tuple(rank_memory(rank, stage, 1, self._context, sharing=sharing) for rank, stage in pairs),
+            tuple(stage_costs(stage, hardware_of(rank)) for rank, stage in pairs),
         )
 
-    def room(self, ranks: Sequence[StageRank]) -> tuple[int, ...]:
+    def room(self, ranks: Sequence[MemberMachine]) -> tuple[int, ...]:
         """Return the layers for which each rank has room, where the first stages take as many as they can."""
         seconds, layers = self._seconds(ranks), self._layers
         borders = self._most(seconds, len(ranks) - 1, math.inf, least=0)
@@ -129,16 +130,13 @@ class StageCutter:
         last = bisect_left(rest, math.inf, key=lambda count: seconds(len(ranks) - 1, layers - count, layers))
         return last, *_counts(borders)
 
-    def _memory(self, rank: StageRank, begin: int, end: int) -> RankMemory:
-        return rank_memory(rank.member, self._sizes.stage(begin, end), 1, self._context, sharing=rank.sharing)
-
     # --- the search: stages are in the order of layers, and end at ascending borders ------------------
 
-    def _seconds(self, ranks: Sequence[StageRank]) -> Seconds:
+    def _seconds(self, ranks: Sequence[MemberMachine]) -> Seconds:
         """Return a function of the seconds of a stage, which are infinite where it has no room."""
-        order = ranks[::-1]
-        available = [usable_bytes(rank.member) // rank.sharing for rank in order]
-        costs = [self._sizes.seconds_of(rank.hardware.chip, len(ranks)) for rank in order]
+        order, sharing = ranks[::-1], len(ranks) if self._shared else 1
+        available = [usable_bytes(rank) // sharing for rank in order]
+        costs = [self._sizes.seconds_of(hardware_of(rank).chip, len(ranks)) for rank in order]
 
         @cache
         def seconds(at: int, begin: int, end: int) -> float:

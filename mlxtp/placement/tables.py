@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import lru_cache
 
 SINGLE = 0.90  #: Share of the specified bandwidth that decoding reaches on a chip of one die.
 #: The same on an Ultra, of two. Both are fitted, with `cost_model.KERNEL_S`, to published speeds of single
@@ -77,6 +78,7 @@ _CPU = Chip("", 20e9, CPU_EFFICIENCY, 0, 0.2e12, known=False)
 _NAME = re.compile(r"\bApple M(\d+)(?: (Pro|Max|Ultra))?\b", re.IGNORECASE)
 
 
+@lru_cache(256)
 def chip(name: str, gpu_cores: int = 0) -> Chip:
     """Return the chip that Apple calls `name` ("Apple M3 Ultra"), with so many GPU cores (0: its largest).
 

@@ -27,6 +27,7 @@ from mlxtp.placement.cost_model import (
     Collective,
     RankHardware,
     Workload,
+    hardware_of,
     rank_memory,
     speed,
     stage_costs,
@@ -34,7 +35,7 @@ from mlxtp.placement.cost_model import (
 )
 from mlxtp.placement.formation import FailedGroup, links_of
 from mlxtp.placement.model_shape import ModelShape, PartShape, StageRules, shape_of
-from mlxtp.placement.pipelines import StageCutter, StageRank, counted_shares
+from mlxtp.placement.pipelines import StageCutter, counted_shares
 from mlxtp.placement.planner import Placement, PlacementOptions, plan
 from mlxtp.placement.tables import chip
 from mlxtp.placement.topology import MemberMachine
@@ -54,22 +55,19 @@ MODELS = (
 CHIPS = ("Apple M3 Ultra", "Apple M4 Max", "Apple M4 Pro", "Apple M5", "")
 
 
-def rank_of(member: MemberMachine) -> StageRank:
-    machine = member.machine
-    return StageRank(RankHardware(member.node_id, chip(machine.chip)), member)
-
-
 def needed(model: ModelShape, member: MemberMachine, begin: int, end: int) -> bool:
     return rank_memory(member, model.stage(begin, end), 1, CONTEXT).fits
 
 
-def slowest_s(model: ModelShape, ranks: Sequence[StageRank], split: Sequence[int], work: Workload) -> float:
+def slowest_s(
+    model: ModelShape, ranks: Sequence[MemberMachine], split: Sequence[int], work: Workload
+) -> float:
     """Seconds of the slowest stage for the requests of a workload; infinite where one has no room."""
     found = []
     for rank, (begin, end) in zip(ranks, stages(split), strict=True):
-        if not needed(model, rank.member, begin, end):
+        if not needed(model, rank, begin, end):
             return float("inf")
-        found.append(stage_costs(model.stage(begin, end), rank.hardware).request_s(work, len(ranks)))
+        found.append(stage_costs(model.stage(begin, end), hardware_of(rank)).request_s(work, len(ranks)))
     return max(found)
 
 
@@ -131,7 +129,7 @@ macs = st.lists(
 @settings(max_examples=150, deadline=None)
 def test_no_split_has_a_faster_slowest_stage(desk: list[tuple[str, int]], work: Workload) -> None:
     """Tried with all splits of a model of seven layers, one of which takes 0.4 GB."""
-    ranks = [rank_of(mac(i, chip=name, memory=memory)) for i, (name, memory) in enumerate(desk)]
+    ranks = [mac(i, chip=name, memory=memory) for i, (name, memory) in enumerate(desk)]
     cutter = StageCutter(SMALL, CONTEXT, work)
     found = cutter.split(ranks)
     best_s = min(slowest_s(SMALL, ranks, split, work) for split in splits(7, len(ranks)))
@@ -156,7 +154,7 @@ def test_no_split_has_a_faster_slowest_stage(desk: list[tuple[str, int]], work: 
 @settings(max_examples=150, deadline=None)
 def test_a_split_keeps_to_the_rules_of_its_model(desk: list[tuple[str, int]], rules: StageRules) -> None:
     model = replace(SMALL, rules=rules)
-    ranks = [rank_of(mac(i, chip=name, memory=memory)) for i, (name, memory) in enumerate(desk)]
+    ranks = [mac(i, chip=name, memory=memory) for i, (name, memory) in enumerate(desk)]
     found = StageCutter(model, CONTEXT, CHAT).split(ranks)
     allowed = [split for split in splits(7, len(ranks)) if not model.uncuttable(len(split), split)]
     times_s = {split: slowest_s(model, ranks, split, CHAT) for split in allowed}
@@ -209,13 +207,13 @@ def test_a_split_that_its_model_does_not_allow_is_refused_with_its_layers() -> N
 def test_all_stages_fit_and_no_layer_is_better_with_a_neighbour(
     desk: list[tuple[str, int]], model: ModelShape, work: Workload
 ) -> None:
-    ranks = [rank_of(mac(i, chip=name, memory=memory * 32)) for i, (name, memory) in enumerate(desk)]
+    ranks = [mac(i, chip=name, memory=memory * 32) for i, (name, memory) in enumerate(desk)]
     split = StageCutter(model, CONTEXT, work).split(ranks)
     if not split:
         return
     assert (len(split), sum(split), min(split) > 0) == (len(ranks), model.layers, True)
     for rank, (begin, end) in zip(ranks, stages(split), strict=True):
-        assert needed(model, rank.member, begin, end)
+        assert needed(model, rank, begin, end)
     for i in range(len(split) - 1):
         for step in (1, -1):
             moved = list(split)
@@ -230,7 +228,7 @@ def test_all_stages_fit_and_no_layer_is_better_with_a_neighbour(
 
 def pair_s(
     model: ModelShape,
-    ranks: Sequence[StageRank],
+    ranks: Sequence[MemberMachine],
     layers: Sequence[tuple[int, int]],
     work: Workload,
     stages: int,
@@ -238,9 +236,9 @@ def pair_s(
     """Seconds of the slower of two neighbours, as two of so many `stages`."""
     found = [0.0]
     for rank, (begin, end) in zip(ranks, layers, strict=True):
-        if not needed(model, rank.member, begin, end):
+        if not needed(model, rank, begin, end):
             return float("inf")
-        found.append(stage_costs(model.stage(begin, end), rank.hardware).request_s(work, stages))
+        found.append(stage_costs(model.stage(begin, end), hardware_of(rank)).request_s(work, stages))
     return max(found)
 
 
@@ -252,23 +250,23 @@ def test_a_larger_or_faster_mac_makes_no_pipeline_slower(more: dict[str, object]
         better = [desk[0], mac(1, **{"chip": "Apple M4 Pro", "memory": memory, **more})]  # type: ignore[arg-type]
         before, after = (
             slowest_s(model, ranks, StageCutter(model, CONTEXT, CHAT).split(ranks), CHAT)
-            for ranks in ([rank_of(m) for m in desk], [rank_of(m) for m in better])
+            for ranks in (desk, better)
         )
         assert after <= before
 
 
 def test_equal_macs_have_equal_stages_and_memory_bounds_what_speed_wants() -> None:
     model = published("qwen3-235b-a22b-8bit")
-    alike = [rank_of(mac(i, memory=256)) for i in range(2)]
+    alike = [mac(i, memory=256) for i in range(2)]
     assert StageCutter(model, CONTEXT, CHAT).split(alike) == (46, 48), "the head counts as a layer"
-    unlike = [rank_of(mac(0, memory=256)), rank_of(mac(1, memory=64))]
+    unlike = [mac(0, memory=256), mac(1, memory=64)]
     large, small = StageCutter(model, CONTEXT, CHAT).split(unlike)
     assert large + small == 94
-    assert needed(model, unlike[1].member, 0, small)
-    assert not needed(model, unlike[1].member, 0, small + 1)
+    assert needed(model, unlike[1], 0, small)
+    assert not needed(model, unlike[1], 0, small + 1)
     # By speed alone, the slower one has fewer.
     fast, slow = StageCutter(model, CONTEXT, CHAT).split(
-        [rank_of(mac(0, memory=512)), rank_of(mac(1, chip="Apple M4 Max", memory=512))]
+        [mac(0, memory=512), mac(1, chip="Apple M4 Max", memory=512)]
     )
     assert fast > slow
 

@@ -519,13 +519,14 @@ def cache_facts(model: Any) -> list[PartFacts]:
     def facts(shorter: Any, longer: Any) -> PartFacts:
         small, large = (sum(array.nbytes for array in arrays_of([cache])) for cache in (shorter, longer))
         growth = (large - small) // (many - few)
-        window = getattr(shorter, "max_size", 0) or getattr(shorter, "chunk_size", 0)
+        ring = getattr(shorter, "max_size", 0)
+        window = ring_slots(ring) if ring else getattr(shorter, "chunk_size", 0)  # a chunk is no ring
         heads = [array.shape[1] for array in arrays_of([longer]) if growth and array.ndim == 4]
         return PartFacts(
             kv_token_bytes=growth,
             kv_window_bytes=growth if window else 0,
             kv_heads=max([1, *heads]),
-            window=ring_slots(window) if window else 0,  # a first forward leaves more
+            window=window,
             state_bytes=0 if window else small - growth * few,
         )
 

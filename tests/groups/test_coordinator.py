@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -506,6 +508,43 @@ def test_memory_that_ranks_of_a_removed_deployment_hold_is_taken_until_they_have
         node.live(a)
         members = {each.node_id: each for each in node.parts.coordinator._view(CLOCK.now).members}
         assert [size >> 20 for size in (members[A].held_bytes, members[A].taken_bytes)] == [3072, 2048]
+
+    play(tmp_path, member, story)
+
+
+def test_the_last_epoch_of_a_group_that_is_no_longer_reported_has_ended(
+    tmp_path: Path, member: Member, weights: ModelSource
+) -> None:
+    async def story(node: Node) -> None:
+        a, groups = node.meet(A), node.parts.groups
+        node.lead(weights)
+        node.hear(a, gone := replace(served(3, A, group="gone#0"), deployment="gone"))
+        node.live(a)
+        [running] = groups.known("gone#0").supervisor.status.history.stories
+        assert running.lasted_s is None
+        node.no_longer(a, gone)
+        node.live(a)
+        [(name, over)] = groups.past
+        assert (name, over.epoch, over.lasted_s is None) == ("gone#0", 3, False)
+
+    play(tmp_path, member, story)
+
+
+def test_only_the_ranks_here_of_a_lost_owner_end(tmp_path: Path, member: Member) -> None:
+    async def story(node: Node) -> None:
+        node.meet(A)
+        b, ended = node.meet(B), list[object]()
+        ranks = [
+            SimpleNamespace(host=each, host_boot="boot", order=SimpleNamespace(epoch=3)) for each in (A, B)
+        ]
+        hosted = SimpleNamespace(ranks=ranks, clear=lambda _why, chosen: ended.extend(filter(chosen, ranks)))
+        others = node.parts.groups._others
+        others._hosted = cast(Any, hosted)
+        others.end_lost()
+        assert ended == []
+        b.close()
+        others.end_lost()
+        assert ended == ranks[1:]
 
     play(tmp_path, member, story)
 

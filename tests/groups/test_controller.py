@@ -333,6 +333,26 @@ def test_epochs_that_others_report_count_if_they_are_their_own_and_run(
     play(tmp_path, member, story)
 
 
+def test_a_group_that_failed_before_and_is_formed_again_has_no_other_place(
+    tmp_path: Path, member: Member, weights: ModelSource
+) -> None:
+    machines = desk(cables=False)
+
+    async def story(node: Node) -> None:
+        follows(node, weights, machines, a := node.meet(A))
+        node.hear(a, GroupAssignment(GROUP, "tiny", 5, 1, (node.parts.node.node_id, A), RING_ETHERNET))
+        controller, remote = node.group.controller, node.group.controller._remote
+        for another in (True, False):
+            begun(node).endpoints(cast(Any, None))
+            assert [node_id for node_id, _ in remote.by_epoch] == [A]
+            assert controller.failed(GroupError("a sum is wrong", Code.PROOF_FAILED), formed=True) is another
+            controller._let_go()
+            assert remote.by_epoch == {}
+            over(node)
+
+    play(tmp_path, member, story, machine=machines[""])
+
+
 def test_all_are_told_both_ends_of_the_control_links(tmp_path: Path, member: Member) -> None:
     """Link-local addresses count where they are these two."""
 

@@ -549,6 +549,21 @@ def test_only_the_ranks_here_of_a_lost_owner_end(tmp_path: Path, member: Member)
     play(tmp_path, member, story)
 
 
+def test_a_decision_waits_for_requests_since_it_first_had_to(
+    tmp_path: Path, member: Member, weights: ModelSource
+) -> None:
+    async def story(node: Node) -> None:
+        node.lead(weights)
+        group, requests = node.group, Wait("open requests: 1", for_requests=True)
+        situation = group.controller.situation(None)
+        waits = [(requests, 10.0, 10.0), (requests, 12.0, 10.0), (Wait("not here"), 13.0, None)]
+        for wait, now, since in (*waits, (requests, 14.0, 14.0), (None, 15.0, None)):
+            group._note(wait, situation, now)
+            assert group._waiting_since == since
+
+    play(tmp_path, member, story)
+
+
 def test_no_group_begins_while_an_agent_ends(tmp_path: Path, member: Member, weights: ModelSource) -> None:
     """The end of its groups may take several rounds. A group that one of these began would never end."""
 

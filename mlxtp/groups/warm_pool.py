@@ -162,15 +162,11 @@ class WarmPool:
     ) -> Started:
         """Start a process that gets its end of a new pipe by `option`. Raises OSError."""
         ours, theirs = new_pipe()
-        with contextlib.ExitStack() as undo, theirs:
-            undo.callback(ours.close)
+        with theirs:
             given = [option, str(theirs.fileno())]
             if listener is not None:
                 given += ["--listen-fd", str(listener.fileno())]
-            lines: WorkerOutput | None = None
-            if self._heard is not None:
-                lines = WorkerOutput(self._heard)
-                undo.callback(lines.close)
+            lines = WorkerOutput(self._heard) if self._heard is not None else None
             try:
                 process = await asyncio.create_subprocess_exec(
                     *self._command,
@@ -185,10 +181,12 @@ class WarmPool:
                     # A terminal sends Ctrl-C to the whole group; the agent ends its processes in order.
                     start_new_session=True,
                 )
+            except BaseException:
+                ours.close()
+                raise
             finally:
                 if lines is not None:
                     os.close(lines.descriptor)
-            undo.pop_all()
             if lines is not None:
                 self._lines = [each for each in self._lines if each.open] + [lines]
             return Started(process, ours, theirs.fileno(), lines)

@@ -17,8 +17,9 @@ import pytest
 
 from mlxtp.config import Settings
 from mlxtp.diagnostics.failure_store import FOLDER, epoch_id
-from mlxtp.errors import Code, LinkError, ModelError
+from mlxtp.errors import Code, FailureReport, GroupError, LinkError, ModelError
 from mlxtp.groups.hosted_rank import MAX_OF_HOST, MAX_ORDERS, HostedRanks
+from mlxtp.groups.ranks import MAX_REPORTS
 from mlxtp.wire.cluster_messages import (
     EndEpoch,
     EpochEnded,
@@ -315,6 +316,31 @@ def test_a_newer_order_takes_the_place_of_an_older_one(tmp_path: Path) -> None:
         stage.hosted.received(HOST, EndEpoch(5, False))
         await stage.hears(EpochEnded)
         assert (stage.epoch, len(stage.pids())) == (39, 1)
+
+    play(tmp_path, story)
+
+
+def test_the_next_rank_of_a_group_starts_once_the_last_one_has_given_its_memory_back(tmp_path: Path) -> None:
+    async def story(stage: Story) -> None:
+        stage.orders.give(1, frees_s=1.0)
+        await stage.started()
+        [first] = stage.pids()
+        stage.hosted.received(HOST, prepare(6))
+        assert stage.hosted.models == {Path("/models/one")}, "it still has its files open"
+        await sees(lambda: stage.pids() != [first])
+        assert stage.pids() == [] or first not in stage.pids()
+        assert (await stage.hears(Prepared, count=2)).epoch == 6
+
+    play(tmp_path, story)
+
+
+def test_a_rank_that_fails_again_and_again_is_reported_so_often_and_no_more(tmp_path: Path) -> None:
+    async def story(stage: Story) -> None:
+        await stage.started()
+        [rank] = stage.hosted.ranks
+        for _ in range(100):
+            rank.report(FailureReport(1, GroupError("it says so again")))
+        assert len(stage.heard(RankTrouble)) == len(rank._reports) == MAX_REPORTS
 
     play(tmp_path, story)
 

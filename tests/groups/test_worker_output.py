@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from mlxtp.groups.warm_pool import MAX_LINE, WarmPool, log_lines
+from mlxtp.groups.warm_pool import MAX_LINE, WarmPool, WorkerOutput, log_lines
 
 from ..live_cluster import WAIT_S
 from .scenes import sees
@@ -51,6 +52,19 @@ def test_a_last_word_without_an_end_of_line_is_heard() -> None:
 def test_what_was_written_before_the_end_is_heard_in_any_order() -> None:
     lines = said_by("import os; os.write(2, b'a\\nb\\nlast')", {}, close_early=True)
     assert [line for line, _ in lines] == ["a", "b", "last"]
+
+
+def test_what_is_still_in_the_pipe_at_the_end_is_heard() -> None:
+    said: list[str] = []
+
+    async def run() -> None:
+        lines = WorkerOutput(lambda line, _: said.append(line))
+        os.write(lines.descriptor, b"one\nlast")
+        lines.close()
+        os.close(lines.descriptor)
+
+    asyncio.run(run())
+    assert said == ["one", "last"]
 
 
 def test_a_line_without_end_is_cut_and_does_not_grow() -> None:

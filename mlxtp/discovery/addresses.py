@@ -11,9 +11,8 @@ from typing import TypeVar
 from ..background import Backoff
 
 # --- cache of the nodes that announce themselves on the network ------------------------------------------
-# A sighting is a hint where a node may be reached; it makes no node a member. Any device on the network
-# can announce anything. So every sighting is checked, their number is limited, and they expire.
-# `discovery/mdns.py` passes the records; time is in seconds of any clock that only goes forward.
+# A sighting is a hint where a node may be reached; it makes no node a member. Any device on the network can
+# announce anything. So every sighting is checked, their number is limited, and they expire.
 
 SERVICE = "_mlxtp._tcp.local."
 TXT_VERSION = "1"
@@ -25,8 +24,8 @@ _MAX_TXT_KEYS = 16
 _MAX_TXT_BYTES = 512
 _MAX_LABEL_BYTES = 63  #: RFC 1035, section 2.3.4.
 
-#: Seconds between two checks of a sighting against its records. The network is queried only if those are too
-#: old, which is after 120 s for a host's (RFC 6762, section 10).
+#: Seconds between two checks of a sighting. The network is queried only once its records are too old: those
+#: of a host are after 120 s (RFC 6762, section 10).
 CONFIRM_S = 30.0
 BELIEVED_S = 60.0  #: Seconds for which a sighting is accepted after its records were last there.
 RETRY = Backoff(1.0, 60.0)  #: Pauses between requests for records that do not come.
@@ -43,9 +42,9 @@ _TXT = {
 
 @dataclass(frozen=True, slots=True)
 class Advert:
-    """Announcement of a node, readable by every device on the network: no secrets.
+    """Announcement of a node, which every device on the network reads. `has_ca`: it handles joins.
 
-    `cluster_id` is empty without a cluster. `has_ca`: the node handles joins. `port` is the control port.
+    `cluster_id` is empty without a cluster, `port` is the control port.
     """
 
     node_id: str
@@ -104,17 +103,13 @@ def validate(
 
     With `loopback` only addresses of this machine's loopback count, otherwise only others.
     """
-    label = _label(service)
-    if isinstance(label, Refused):
+    if isinstance(label := _label(service), Refused):
         return label
-    told = _read_txt(properties)
-    if isinstance(told, Refused):
+    if isinstance(told := _read_txt(properties), Refused):
         return told
     if port is None or not 0 < port < 1 << 16:
         return Refused(f"port {port} is not from 1 to 65535")
-    hosts = sorted(
-        {host for host in map(_host, addresses) if host is not None and host.is_loopback == loopback}
-    )
+    hosts = sorted({host for host in map(_host, addresses) if host and host.is_loopback == loopback})
     if not hosts:
         return Refused("no IPv4 address that could be dialled")
     return replace(
@@ -147,25 +142,15 @@ def _read_txt(properties: Mapping[bytes, bytes | None]) -> DiscoveredPeer | Refu
             return Refused(f"{key.decode()} is not {what}")
     if values[b"ca"] and not values[b"cl"]:
         return Refused("the key of a cluster that has no id")
-    return DiscoveredPeer(
-        node_id=values[b"id"].decode(),
-        cluster_id=values[b"cl"].decode(),
-        name="",
-        addresses=(),
-        has_ca=bool(values[b"ca"]),
-        version=int(values[b"v"]),
-    )
+    node_id, cluster_id = values[b"id"].decode(), values[b"cl"].decode()
+    return DiscoveredPeer(node_id, cluster_id, "", (), bool(values[b"ca"]), int(values[b"v"]))
 
 
 def _host(packed: bytes) -> ipaddress.IPv4Address | None:
-    if len(packed) != 4:
+    if len(packed) != 4 or not packed[0]:  # 0.0.0.0/8 is "this network"
         return None
     host = ipaddress.IPv4Address(packed)
-    nobodys = host.is_multicast or host.is_reserved or host in _THIS_NETWORK
-    return None if nobodys else host
-
-
-_THIS_NETWORK = ipaddress.IPv4Network("0.0.0.0/8")
+    return None if host.is_multicast or host.is_reserved else host
 
 
 def is_copy(service: str, sighting: DiscoveredPeer, own_service: str, own_addresses: Collection[str]) -> bool:
@@ -183,7 +168,7 @@ ALLOW = (
 
 
 def explain(errno: int | None, detail: str) -> str:
-    """Return a message for the user: why discovery fails and how to fix it. `errno` is what a send raised."""
+    """Return why discovery fails and how to fix it, for the user. `errno` is what a send raised."""
     aid = "other Macs can be named by --peer HOST:PORT meanwhile"
     match errno:
         case 65:  # EHOSTUNREACH as macOS numbers it
@@ -211,9 +196,9 @@ class _Entry:
 
 
 class PeerCache:
-    """Announced names: each waits for its records, or its sighting was accepted.
+    """Announced names: each waits for its records, or its sighting was accepted. Refused ones are forgotten.
 
-    A name whose records are refused is forgotten. Of 64 of each kind, the one announced longest ago goes.
+    Of 64 of each kind, the one announced longest ago goes.
     """
 
     def __init__(self) -> None:
@@ -234,12 +219,12 @@ class PeerCache:
             entry.due, entry.tries = now, 0
 
     def withdrawn(self, service: str) -> bool:
-        """Drop a name after its owner's goodbye. Returns True if accepted sightings changed."""
+        """Drop a name after its owner's goodbye. Return True if accepted sightings changed."""
         self._waiting.pop(service, None)
         return self._believed.pop(service, None) is not None
 
     def due(self, now: float) -> list[str]:
-        """Return names whose records to check now, the least tried first, among them the latest announced."""
+        """Return names whose records to check now: the least tried first, then the latest announced."""
         entries = [*self._waiting.items(), *self._believed.items()]
         ready = [(name, entry) for name, entry in reversed(entries) if entry.due <= now]
         return [name for name, entry in sorted(ready, key=lambda pair: pair[1].tries)]
@@ -248,7 +233,7 @@ class PeerCache:
         return min((e.due for group in (self._waiting, self._believed) for e in group.values()), default=None)
 
     def resolved(self, service: str, verdict: DiscoveredPeer | Refused, now: float) -> bool:
-        """Store the verdict on its records. Returns True if accepted sightings changed."""
+        """Store the verdict on its records. Return True if accepted sightings changed."""
         waiting = self._waiting.pop(service, None)
         before = self._believed.pop(service, None)
         if waiting is None and before is None:
@@ -260,7 +245,7 @@ class PeerCache:
         return changed
 
     def failed(self, service: str, now: float) -> bool:
-        """Retry later: no records came. Returns True if a sighting expired, after BELIEVED_S."""
+        """Retry later: no records came. Return True if a sighting expired, after BELIEVED_S."""
         entry = self._waiting.get(service) or self._believed.get(service)
         if entry is None:
             return False
@@ -295,8 +280,7 @@ def announced_from(numbers: Mapping[str, int], prefixes: Mapping[str, int], prim
     """Return one address each of the network's interface and of one more, if possible that of a cable.
 
     `numbers` has the interface of each address, `primary` is the address of the default route. Both ends of
-    two cables choose the same one. With announcements on all of them, macOS renamed its host hundreds of
-    times.
+    two cables choose the same one. Announced on all of them, macOS renamed its host hundreds of times.
     """
 
     def kind(address: str) -> int:
@@ -315,8 +299,8 @@ def announced_from(numbers: Mapping[str, int], prefixes: Mapping[str, int], prim
 
 
 # --- choice of the addresses to dial, to keep a link with every node of the cluster ----------------------
-# Addresses come from the user (`--peer`), from links of earlier runs, and from sightings on the network.
-# Only the link itself shows which node is there. Addresses are "host:port", compared as text.
+# They come from the user (`--peer`), from links of earlier runs, and from sightings on the network, as
+# "host:port", compared as text. Only the link itself shows which node is there.
 
 V = TypeVar("V")
 
@@ -370,10 +354,10 @@ class _Address:
 
 
 class Dialing:
-    """Addresses known to one node of a cluster, with the times of their dials.
+    """Addresses known to one node of a cluster, with the times of their dials. `static` are the user's.
 
-    `static` are the user's. Call `tick` about twice a second, dial what it returns, and report the end of
-    each dial: one of `reached`, `failed`, `ourselves`, `foreign`.
+    Call `tick` about twice a second, dial what it returns, and report the end of each dial: one of `reached`,
+    `failed`, `ourselves`, `foreign`.
     """
 
     def __init__(self, node_id: str, cluster_id: str, static: Iterable[str] = ()) -> None:
@@ -419,8 +403,7 @@ class Dialing:
                 self._addresses[address].hinted.discard(node_id)
                 self._drop_if_idle(address)
         for node_id, address in sorted(believed - self._sighted):
-            entry = self._entry(address)
-            if entry is not None:
+            if (entry := self._entry(address)) is not None:
                 entry.hinted.add(node_id)
                 self._give_hope(address, now)
         self._sighted = believed
@@ -478,8 +461,7 @@ class Dialing:
             return
         self._in_flight.pop(address, None)
         self._keep(address, node_id)
-        entry = self._addresses.get(address)
-        if entry is not None:
+        if (entry := self._addresses.get(address)) is not None:
             entry.hinted.clear()
             entry.found, entry.reached_at = node_id, now
             _back_off(entry, now)
@@ -501,8 +483,7 @@ class Dialing:
         """Record an answer by a node of another cluster: no dial for a minute."""
         self._in_flight.pop(address, None)
         _mark(self._foreign, address, now + FOREIGN_S, _MAX_MARKED)
-        entry = self._addresses.get(address)
-        if entry is not None:
+        if (entry := self._addresses.get(address)) is not None:
             entry.found, entry.due = "", now + FOREIGN_S
             self._drop_if_idle(address)
 

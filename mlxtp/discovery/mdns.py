@@ -100,10 +100,10 @@ def _new_server() -> str:
 
 
 class Network:
-    """Sockets on the `wanted` of these addresses, a browser, and our own service once it is announced.
+    """Sockets on the `wanted` of these addresses, a browser, and our own service with all of them.
 
-    The service has all addresses. `heard` is called with each full name and True if it is there now. Methods
-    raise OSError and zeroconf's errors.
+    `heard` is called with each full name and True if it is there now. Methods raise OSError and zeroconf's
+    errors.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class Network:
         )
 
     async def move(self, addresses: Addresses, wanted: Collection[str]) -> None:
-        """Use these addresses from now on. One that is on another interface than before counts as new."""
+        """Use these addresses from now on. One that has moved to another interface counts as new."""
         cache = self._mdns.zeroconf.cache
         cache.async_remove_records([each for name in cache.names() for each in cache.entries_with_name(name)])
         same = [a for a in wanted if self.addresses.get(a, addresses[a]) == addresses[a]]
@@ -262,7 +262,7 @@ class _PeerSearch:
             elif service not in self._asking:
                 info = info_of(service)
                 if info is None:
-                    self._changed |= self.sightings.resolved(service, Refused("no service"), _now())
+                    self._resolved(service, Refused("no service"))
                 elif self.network.knows(info):
                     self._judge(service, info)
                 elif len(self._asking) < RESOLVE_AT_ONCE:
@@ -285,13 +285,16 @@ class _PeerSearch:
         loopback = bool(own) and all(ipaddress.ip_address(address).is_loopback for address in own)
         verdict = validate(service, info.properties, info.addresses, info.port, loopback=loopback)
         if isinstance(verdict, Refused) or verdict.node_id != self.advert.node_id:
-            self._changed |= self.sightings.resolved(service, verdict, _now())
+            self._resolved(service, verdict)
         elif self.network is None or not self.network.service:  # our own name is not known yet
             self._changed |= self.sightings.failed(service, _now())
         else:
             if is_copy(service, verdict, self.network.service, own):
                 self._report_copy(verdict)
-            self._changed |= self.sightings.resolved(service, Refused("our own"), _now())
+            self._resolved(service, Refused("our own"))
+
+    def _resolved(self, service: str, verdict: DiscoveredPeer | Refused) -> None:
+        self._changed |= self.sightings.resolved(service, verdict, _now())
 
     def _report_copy(self, sighting: DiscoveredPeer) -> None:
         where = ", ".join(sighting.addresses)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import secrets
 import time
@@ -47,10 +48,7 @@ _EPOCH = 0
 
 
 async def ask_to_join(host: str, port: int, joiner: Joiner, deadline_s: float = JOIN_S) -> Granted:
-    """Join the cluster of the member at `host` and `port`.
-
-    Raises what `Joiner` raises, and LinkError when no answer comes within `deadline_s` seconds.
-    """
+    """Join the cluster of a member. Raises what `Joiner` raises, and LinkError after `deadline_s` seconds."""
     try:
         async with asyncio.timeout(deadline_s):
             reader, writer = await open_tls(host, port, join_context(), ALPN_JOIN, deadline_s)
@@ -84,7 +82,7 @@ async def answer_joiner(
     clock: Callable[[], float],
     deadline_s: float = JOIN_S,
 ) -> Admitted | None:
-    """Run the exchange with one joiner. Return the joiner that it admitted, if any.
+    """Run the exchange with one joiner. Return it if it was admitted.
 
     `host` is the offer of `redirect` on a Mac without the authority's key. `clock` is the issuer's. Raises
     RemoteProtocolError for a joiner that breaks the rules, LinkError for one that is gone or late.
@@ -274,7 +272,7 @@ MAX_OF_EACH = 32  #: addresses that are kept of one announcer
 class JoinQueue:
     """Addresses ("ip:port") by announcer, in the order in which this Mac sends its requests.
 
-    Any Mac can announce any addresses under the cluster's id. So announcers take turns, and so do the
+    Any Mac can announce any addresses under the cluster's id. So they take turns, and so do the
     addresses of each: an honest one loses only the share of the false ones.
     """
 
@@ -310,7 +308,7 @@ class JoinQueue:
                 address = mine[0]
                 mine.rotate(-1)
                 if self._due.get(address, now) <= now:
-                    self._due[address] = float("inf")
+                    self._due[address] = math.inf
                     patience_s = PATIENCE_S[min(self._tries[address], len(PATIENCE_S) - 1)]
                     self._tries[address] += 1
                     return announcer, address, patience_s

@@ -56,12 +56,9 @@ from ..wire.peer_messages import (
 )
 
 # --- tokens: their text, and the issuer that knows the valid ones ----------------------------------------
-# A person carries a token from one Mac to the next. It names the cluster, and identifies the cluster's
-# authority (by a hash of its certificate). It also holds a secret of 128 bits. Both ends prove that they
-# know the secret without sending it.
-#
-# As text: 45 bytes in base32, 72 characters: version (1), cluster id (8), hash of the authority (16),
-# secret (16), checksum (4).
+# A person carries a token from one Mac to the next. Both ends prove that they know its secret without sending
+# it. As text: 45 bytes in base32, 72 characters: version (1), cluster id (8), hash of the authority's
+# certificate (16), secret (16), checksum (4).
 
 VERSION = 1
 SECRET_BYTES = 16
@@ -69,8 +66,7 @@ LIFE_S = 15 * 60.0  #: seconds from issue to expiry
 MAX_FAILURES = 5  #: wrong proofs from one address, after which the token is refused there
 MAX_OPEN = 64  #: open tokens that this Mac's own user requested: as many as a cluster has members
 MAX_OPEN_EACH = 4  #: open tokens that one other member requested
-#: Seconds in which the Mac that used a token may repeat its request, with the same key: the reply may be
-#: lost.
+#: Seconds in which the Mac that used a token may repeat its request with its key: the reply may be lost.
 RESEND_S = 60.0
 REMEMBERED_S = 3600.0  #: seconds after its expiry for which the issuer remembers a token
 MAX_REMEMBERED = 256
@@ -171,10 +167,10 @@ class _Slip:
 
 
 class TokenIssuer:
-    """Issuer of one cluster's tokens, on the Mac that has its authority's key.
+    """Issuer of one cluster's tokens, in memory only: no file brings a used one back.
 
     `now` is in seconds, of one clock, which may stand still while a Mac sleeps: a token also expires by the
-    clock on the wall. Tokens live in memory only, so that no file brings a used one back.
+    clock on the wall.
     """
 
     def __init__(self, cluster_id: str, authority_hash: bytes) -> None:
@@ -205,7 +201,7 @@ class TokenIssuer:
         return token
 
     def key(self, token_id: bytes) -> bytes:
-        """Return the key of a token in any state. For an unknown one, return a key that proves nothing."""
+        """Return the key of a token in any state; of an unknown one, a key that proves nothing."""
         slip = self._slips.get(token_id)
         return slip.key if slip else bytes(hashlib.sha256().digest_size)
 
@@ -228,8 +224,7 @@ class TokenIssuer:
     def why_not(self, token_id: bytes, holder: str, now: float, address: str = "") -> str:
         """Return why the token is refused to `holder` (the fingerprint of its key); empty if it is good.
 
-        Only for a joiner that has proven to have it: to others the reason would reveal which guesses were
-        near.
+        Only for a joiner that has proven to have it: others would learn which guesses were near.
         """
         slip = self._slips[token_id]
         if slip.failures[address] >= MAX_FAILURES:
@@ -308,8 +303,8 @@ class Joiner:
     def on_offer(self, offer: JoinOffer, server_certificate: bytes) -> JoinRequest:
         """Return the request to a server that showed `server_certificate` (DER) in its TLS handshake.
 
-        Nothing may be sent after UserError (JOIN_REFUSED: another cluster), ProtocolError (NOT_AUTHENTIC: no
-        member) or AskElsewhere (a member that admits no Mac).
+        Raises UserError (JOIN_REFUSED: another cluster), ProtocolError (NOT_AUTHENTIC: no member) or
+        AskElsewhere (a member that admits no Mac); then nothing may be sent.
         """
         if not hmac.compare_digest(authority_hash(offer.authority), self._token.authority_hash):
             raise UserError(
@@ -352,10 +347,7 @@ class Joiner:
         return Granted(membership, tuple(map(spoken, grant.peers)))
 
     def on_refusal(self, refusal: JoinRefusal) -> Denied | AskElsewhere:
-        """Return the error to raise when a holder of the authority refused this request.
-
-        Raises ProtocolError (NOT_AUTHENTIC) for a refusal by another Mac.
-        """
+        """Return the error of a refusal. Raises ProtocolError (NOT_AUTHENTIC) if another Mac made it."""
         parts = _refused(self._transcript, refusal)
         if not self._transcript or not is_signed(
             authority_key(self._authority), refusal.signature, _REFUSAL, *parts
@@ -455,7 +447,7 @@ def _refused(transcript: bytes, refusal: JoinRefusal) -> tuple[bytes, ...]:
 
 
 def token_name(token_id: bytes) -> str:
-    """Return a token's name for people: a part of its id, which joiners send in the clear."""
+    """Return a part of a token's id, for people: joiners send that in the clear."""
     return token_id.hex()[:8]
 
 

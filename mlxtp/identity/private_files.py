@@ -119,9 +119,8 @@ def write_private(path: Path, data: bytes) -> None:
 def write_whole(path: Path, data: bytes, mode: int = FILE_MODE) -> None:
     """Write the whole file, or leave it as it was; it is on the disk on return. Raises OSError.
 
-    Both flushes make the drive itself write. Without the first, the drive may keep the new name and lose the
-    content; without the second, it may lose the new name after the return. One writer at a time. Only a crash
-    leaves a file `.NAME.new`, which the next write replaces.
+    Without the first flush the drive may keep the new name and lose the content, without the second lose the
+    name. One writer at a time. Only a crash leaves a file `.NAME.new`, which the next write replaces.
     """
     fresh = path.with_name(f".{path.name}.new")
     fresh.unlink(missing_ok=True)
@@ -149,8 +148,8 @@ def sync_folder(folder: Path) -> None:
 def to_disk(descriptor: int) -> None:
     """Flush written data to the disk itself. Raises OSError.
 
-    On macOS `fsync` passes it to the drive, which may keep it in a cache; F_FULLFSYNC makes the drive write
-    it. Some file systems, such as network file systems, have only `fsync`.
+    On macOS the drive may keep in a cache what `fsync` passes to it; F_FULLFSYNC, which some file systems
+    lack, makes it write.
     """
     if (full := getattr(fcntl, "F_FULLFSYNC", None)) is not None:
         try:

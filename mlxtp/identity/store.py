@@ -92,10 +92,7 @@ class Store:
         return self.load()
 
     def load(self) -> Identity:
-        """Return this Mac's identity.
-
-        Raises ConfigError, with what to do, for files that others can read, or that do not belong together.
-        """
+        """Raise ConfigError, with what to do, for files that others can read, or that do not fit together."""
         check_private_folder(self.folder)
         node_id = self._node_id()
         key = self._parsed(NODE_KEY, key_from_pem)
@@ -121,10 +118,7 @@ class Store:
         return self.load()
 
     def save_membership(self, membership: MemberCertificates) -> Identity:
-        """Make this Mac a member of the cluster that certified it.
-
-        Raises UserError when it is in one, or the certificate is for another node or key.
-        """
+        """Raise UserError when this Mac is in a cluster, or the certificate is for another node or key."""
         identity = self._without_cluster()
         if wrong := _why_not(identity.node_id, identity.key, membership):
             raise UserError(f"this Mac cannot become a member with this certificate: {wrong}")
@@ -150,7 +144,7 @@ class Store:
     def leave(self) -> Identity:
         """Forget the cluster; the node id stays. Raises OSError when the files cannot be removed.
 
-        The key is replaced, because the old one never counts again in that cluster.
+        The key is replaced: the old one never counts again in that cluster.
         """
         # Interrupted before the membership is gone, this has no effect; later, the next start finishes it.
         write_private(self.folder / NEXT_KEY, key_to_pem(new_key()))

@@ -46,18 +46,14 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """One agent that launchd starts.
-
-    `environment` has all variables that mlxtp gives it. `user` is empty for the owner of its session,
-    `crash_log` has its output before it has a `log`. It may take `stop_s` seconds before it is killed.
-    """
+    """One agent that launchd starts."""
 
     program: tuple[str, ...]
-    environment: tuple[tuple[str, str], ...]
-    user: str
+    environment: tuple[tuple[str, str], ...]  #: All variables that mlxtp gives it.
+    user: str  #: Empty for the owner of its session.
     log: str
-    crash_log: str
-    stop_s: int
+    crash_log: str  #: Its output before it has a log.
+    stop_s: int  #: Seconds that it may take before it is killed.
     version: str
 
     @property

@@ -158,8 +158,8 @@ class Fabrics:
 
         def device(i: int, j: int) -> str | None:
             talk = i != j and (not circle or (i - j) % size in (1, size - 1))
-            link = self._topology.rdma(group[i], group[j]) if talk else None
-            return link.devices[group[i]] if link else None
+            devices = self._topology.rdma(group[i], group[j]) if talk else None
+            return devices[group[i]] if devices else None
 
         return tuple(tuple(device(i, j) for j in range(size)) for i in range(size))
 

@@ -78,11 +78,6 @@ class TcpLink:
     needs: str = "thunderbolt"
 
 
-@dataclass(frozen=True, slots=True)
-class RdmaLink:
-    devices: Mapping[str, str]
-
-
 class Topology:
     """The links among `members`. Both orders of a pair give the same link.
 
@@ -127,8 +122,8 @@ class Topology:
         """Return the best link between two members in each of these networks."""
         return [link for network in networks for link in self.links(network, one, other)[:1]]
 
-    def rdma(self, one: str, other: str) -> RdmaLink | None:
-        """Return the cable by which two members reach each other's memory."""
+    def rdma(self, one: str, other: str) -> Mapping[str, str] | None:
+        """Return the devices by which two members reach each other's memory, by node id; None without."""
         return self._rdma.get(frozenset((one, other)))
 
     def no_rdma(self, one: str, other: str) -> str:
@@ -166,24 +161,22 @@ class Topology:
         return found
 
     @cached_property
-    def _rdma(self) -> dict[frozenset[str], RdmaLink]:
+    def _rdma(self) -> dict[frozenset[str], Mapping[str, str]]:
         pairs = set(self._cables)
         pairs |= {frozenset((a, b)) for a, peers in self._overrides.items() for b in peers if a != b}
-        links = ((pair, self._rdma_link(pair)) for pair in pairs if pair <= self._members.keys())
-        return {pair: link for pair, link in links if link is not None}
+        found = {pair: self._devices(pair) for pair in pairs if pair <= self._members.keys()}
+        return {pair: devices for pair, devices in found.items() if all(devices.values())}
 
-    def _rdma_link(self, pair: frozenset[str]) -> RdmaLink | None:
+    def _devices(self, pair: frozenset[str]) -> Mapping[str, str]:
+        """Return the device of each, empty for one that has none for the other."""
         a, b = (self._members[node] for node in sorted(pair))
-        given = {
-            one.node_id: self._overrides.get(one.node_id, {}).get(other.node_id, "")
-            for one, other in ((a, b), (b, a))
-        }
+        ends = ((a.node_id, b.node_id), (b.node_id, a.node_id))
+        given = {one: self._overrides.get(one, {}).get(other, "") for one, other in ends}
         cables = [] if _no_rdma(a) or _no_rdma(b) else self._cables.get(pair, [])
         usable = [(one, two) for one, two in cables if not (_no_rdma(a, one) or _no_rdma(b, two))]
         # Both ends of one cable: two cables between the same Macs must not be mixed up.
         probed = {a.node_id: usable[0][0].rdma, b.node_id: usable[0][1].rdma} if usable else {}
-        devices = {node: given[node] or probed.get(node, "") for node in given}
-        return RdmaLink(devices) if all(devices.values()) else None
+        return {node: given[node] or probed.get(node, "") for node in given}
 
     @cached_property
     def _tcp(self) -> dict[str, dict[frozenset[str], list[TcpLink]]]:

@@ -21,8 +21,7 @@ def two(**port: Any) -> list[MemberMachine]:
 
 
 def rdma_of(members: list[MemberMachine], **changes: Any) -> dict[str, str]:
-    link = Topology(members, **changes).rdma(A, B)
-    return dict(link.devices) if link else {}
+    return dict(Topology(members, **changes).rdma(A, B) or {})
 
 
 # --- RDMA -------------------------------------------------------------------------------------------------

@@ -45,11 +45,6 @@ class Placement:
         """Node id of rank 0; empty for no group."""
         return self.ranks[0] if self.ranks else ""
 
-    @property
-    def backend(self) -> str:
-        """ "none", "ring" or "jaccl"."""
-        return self.chosen.backend if self.chosen else "none"
-
 
 def plan(
     members: Sequence[MemberMachine],

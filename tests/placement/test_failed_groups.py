@@ -277,7 +277,7 @@ def test_the_next_best_plan_takes_its_place() -> None:
     assert kind_of_two() == JACCL_MESH
     assert kind_of_two(pair) not in {JACCL_MESH, JACCL_RING}
     placement = plan(MACS[:2], MODEL, IDS[0], PlacementOptions(failed=(pair,), nodes="all"))
-    assert placement.backend == "ring"
+    assert placement.chosen.backend == "ring"
     assert any("not JACCL: it did not form: errno 16" in note for note in placement.notes)
 
 

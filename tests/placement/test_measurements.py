@@ -186,10 +186,10 @@ def test_a_measurement_changes_what_is_chosen() -> None:
 def test_a_slow_cable_is_left_for_a_measured_ring() -> None:
     desk = on_lan(cabled([mac(0), mac(1)], all_pairs(2)))
     large = shape(hidden_size=8192, num_attention_heads=64, intermediate_size=28672, num_hidden_layers=60)
-    assert plan(desk, large, A, PlacementOptions(fast_fences=True)).backend == "jaccl"
+    assert plan(desk, large, A, PlacementOptions(fast_fences=True)).chosen.backend == "jaccl"
     slow = replace(RESULT, backend="jaccl", kind=JACCL_MESH, fast_fences=True, collective_s=1e-3)
     known = PlacementOptions(fast_fences=True, measured=measured([slow], fast_fences=True))
-    assert plan(desk, large, A, known).backend == "ring"
+    assert plan(desk, large, A, known).chosen.backend == "ring"
 
 
 def test_a_link_is_called_slow_at_a_tenth_of_what_it_should_carry() -> None:

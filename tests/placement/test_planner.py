@@ -72,7 +72,7 @@ def desk(size: int, **changes: Any) -> list[MemberMachine]:
 
 def test_one_mac_serves_alone() -> None:
     made = plan(desk(1), shape(), A)
-    assert (made.ranks, made.backend, made.leader) == ((A,), "none", A)
+    assert (made.ranks, made.chosen.backend, made.leader) == ((A,), "none", A)
     assert made.chosen is not None
     assert (made.chosen.kind, made.chosen.ring_addresses, made.chosen.rdma) == (ALONE, (), ())
 
@@ -80,7 +80,7 @@ def test_one_mac_serves_alone() -> None:
 def test_two_cabled_macs_use_rdma() -> None:
     made = plan(desk(2), shape(), A, FAST)
     assert made.chosen is not None
-    assert (made.chosen.kind, made.backend, made.chosen.jaccl_ring) == (JACCL_MESH, "jaccl", False)
+    assert (made.chosen.kind, made.chosen.backend, made.chosen.jaccl_ring) == (JACCL_MESH, "jaccl", False)
     assert made.chosen.rdma == ((None, "rdma_en2"), ("rdma_en2", None))
     assert made.chosen.ring_addresses == ()
     assert (RING_THUNDERBOLT, 2) in kinds(made, "possible")
@@ -120,7 +120,7 @@ def test_without_rdma_the_ring_runs_over_the_same_cables_and_says_why() -> None:
     members = [changed(m, rdma="disabled") for m in desk(2)]
     made = plan(members, shape(**LARGE), A)
     assert made.chosen is not None
-    assert (made.chosen.kind, made.backend) == (RING_THUNDERBOLT, "ring")
+    assert (made.chosen.kind, made.chosen.backend) == (RING_THUNDERBOLT, "ring")
     assert made.chosen.ring_addresses == ("10.0.0.1", "10.0.0.2")
     assert made.notes == (
         "the ring over Thunderbolt, not JACCL: 1 of 1 links by cables with RDMA are missing: "
@@ -154,7 +154,7 @@ def test_a_circle_may_cross_from_one_network_to_another() -> None:
     assert made.chosen.ring_addresses == ("10.8.0.1", "10.0.0.2", "10.9.0.3", "10.0.1.2")
     devices = {node_id(i): {node_id(j): f"x{j}" for j in range(4) if j != i} for i in range(4)}
     both = plan(bridged, shape(**LARGE), A, PlacementOptions(nodes=4, rdma=devices))
-    assert both.backend == "jaccl"
+    assert both.chosen.backend == "jaccl"
     assert made.chosen.ring_addresses in [one.ring_addresses for one in both.alternatives], "beside RDMA, too"
 
 
@@ -249,7 +249,7 @@ def test_an_explicit_backend_is_never_replaced() -> None:
     assert made.chosen is None
     assert "a: RDMA over Thunderbolt is off" in made.reason
     ring = plan(desk(2), shape(**LARGE), A, PlacementOptions(backend="ring"))
-    assert ring.backend == "ring"
+    assert ring.chosen.backend == "ring"
     assert "the backend ring was requested" in refusal(ring, JACCL_MESH, 2)
 
 
@@ -261,7 +261,7 @@ def test_a_device_that_is_to_serve_two_is_refused() -> None:
     assert made.chosen is None
     assert refusal(made, JACCL_MESH, 3) == "rdma_en5 of a would have to serve 2 peers; a device serves 1"
     by_hand[A][C] = "rdma_en6"
-    assert plan(members, divides, A, PlacementOptions(nodes=3, rdma=by_hand)).backend == "jaccl"
+    assert plan(members, divides, A, PlacementOptions(nodes=3, rdma=by_hand)).chosen.backend == "jaccl"
 
 
 def test_a_node_that_cannot_serve_the_model_is_left_out() -> None:
@@ -387,7 +387,7 @@ def test_measurements_decide() -> None:
     made = plan(desk(2), shape(**LARGE), A, replace(FAST, measured=slow))
     assert made.chosen is not None
     assert made.chosen.kind == RING_THUNDERBOLT
-    assert plan(desk(2), shape(**LARGE), A, FAST).backend == "jaccl"
+    assert plan(desk(2), shape(**LARGE), A, FAST).chosen.backend == "jaccl"
 
 
 def test_an_unknown_chip_is_said_to_be_assumed() -> None:

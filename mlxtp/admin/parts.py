@@ -250,38 +250,26 @@ def cache_use(group: Group) -> Json:
 PROPOSERS = ("lookup", "mtp", "draft")  #: In the order of `RankStats`.
 
 
-@dataclass(frozen=True, slots=True)
-class GroupDrafts:
-    """Drafts of one group in this epoch, by the newest heartbeat of rank 0.
+def drafts_of(group: str, pong: Pong, speculation: str) -> Json:
+    """Return the drafts of a group in this epoch, by rank 0's heartbeat; `speculation` is the setting.
 
     drafted  tokens by proposer; `accepted`: those of them that were right
     width    tokens that a decode step feeds its widest row, on average; 0 before the first one
     gain     tokens a second of recent steps, in those of steps without drafts; 0 where nothing was measured
     note     why no draft can come; empty if one can
     """
-
-    group: str
-    drafted: dict[str, int]
-    accepted: dict[str, int]
-    width: float
-    gain: float
-    note: str
-
-
-def drafts_of(group: str, pong: Pong, speculation: str) -> GroupDrafts:
-    """Return the drafts by rank 0's heartbeat; `speculation` is the setting."""
     stats, lacks = pong.stats, speculation == "mtp" and bool(pong.model) and not pong.stats.mtp
-    return GroupDrafts(
-        group,
-        dict(zip(PROPOSERS, stats.drafted, strict=False)),
-        dict(zip(PROPOSERS, stats.accepted, strict=False)),
-        round(stats.decode_widths / stats.decode_steps, 2) if stats.decode_steps else 0.0,
-        round(stats.draft_gain, 2),
-        NO_HEAD if lacks else "",
-    )
+    return {
+        "group": group,
+        "drafted": dict(zip(PROPOSERS, stats.drafted, strict=False)),
+        "accepted": dict(zip(PROPOSERS, stats.accepted, strict=False)),
+        "width": round(stats.decode_widths / stats.decode_steps, 2) if stats.decode_steps else 0.0,
+        "gain": round(stats.draft_gain, 2),
+        "note": NO_HEAD if lacks else "",
+    }
 
 
-def drafts(parts: AgentParts) -> Iterator[GroupDrafts]:
+def drafts(parts: AgentParts) -> Iterator[Json]:
     for each in parts.groups.by_id.values():
         if pongs := each.supervisor.status.pongs:
             yield drafts_of(each.scope.group, pongs[min(pongs)], parts.node.settings.speculation)

@@ -33,7 +33,6 @@ from ..wire.rank_stats import figures, shown
 from .parts import (
     AgentParts,
     DeploymentSnapshot,
-    GroupDrafts,
     RunningRequest,
     caches_of,
     deployments_of,
@@ -159,7 +158,7 @@ class Snapshot:
     caches: tuple[Json, ...]
     history: tuple[tuple[str, EpochStory], ...]
     transfers: tuple[Json, ...] = ()
-    drafts: tuple[GroupDrafts, ...] = ()
+    drafts: tuple[Json, ...] = ()
 
 
 # --- gathering -------------------------------------------------------------------------------------------
@@ -320,7 +319,7 @@ def _everywhere(now: Snapshot) -> Json:
         "epoch": now.agent.health.epoch,
         "deployments": deployments_rendered(now.cluster.deployments, {now.node_id: now.name, **names}),
         "caches": list(now.caches),
-        "drafts": [asdict(each) for each in now.drafts],
+        "drafts": list(now.drafts),
     }
 
 

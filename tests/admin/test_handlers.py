@@ -313,6 +313,9 @@ def test_a_member_is_named_by_name_or_by_the_beginning_of_its_id(
         assert [each["node_id"] for each in removed] == ["3" * 32, B, "1" * 32, "2" * 32]
         assert removed[-1]["saved_by"] == []
         assert set(cluster.node.replica.roster.members()) == {cluster.node.node_id, A}
+        again = await admin.members.remove(RemoveMember("mini"))
+        assert again["node_id"] == "2" * 32, "of those that were removed, the last"
+        assert again["held_authority"] == []
 
     play(tmp_path, member, story)
 

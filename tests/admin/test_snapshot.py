@@ -131,8 +131,8 @@ def test_drafts_of_a_group_are_those_that_its_rank_0_counted() -> None:
                 "note": NO_HEAD,
             }
         ]
-    assert drafts_of("tiny#0", replace(DRAFTED, stats=replace(DRAFT_STATS, mtp=True)), "mtp").note == ""
-    assert drafts_of("tiny#0", DRAFTED, "auto").note == ""
+    assert drafts_of("tiny#0", replace(DRAFTED, stats=replace(DRAFT_STATS, mtp=True)), "mtp")["note"] == ""
+    assert drafts_of("tiny#0", DRAFTED, "auto")["note"] == ""
 
 
 def samples(now: AgentSnapshot) -> dict[str, list[tuple[dict[str, str], float]]]:

@@ -148,7 +148,7 @@ class BenchFabric(Verb, post="bench/fabric", reply_s=60):
     Between ranks of one machine the result is not kept.
     """
 
-    model: str = ""
+    model: str = option("--model", "A deployed model. Default: the default one.", default="", metavar="MODEL")
 
 
 # --- models ---------------------------------------------------------------------------------------------

@@ -28,18 +28,13 @@ from .printing import Console, day_of, home_of, joined, print_answer, table_of
 # --- the command -----------------------------------------------------------------------------------------
 
 
+@options.sends(BenchFabric)
 def bench(
+    *,
     fabric: Annotated[
         bool, typer.Option("--fabric", help="Measure sums and gathers over the group's links, by size.")
     ] = False,
-    model: Annotated[
-        str,
-        typer.Option(
-            metavar="MODEL",
-            help="A deployed model. Default: the default one.",
-            autocompletion=options.model_names,
-        ),
-    ] = "",
+    verb: BenchFabric,
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:
@@ -48,13 +43,13 @@ def bench(
     With --fabric: measure the links between its ranks. Later plans use the result. Needs no API key.
     """
     if fabric:
-        answer = AgentClient(home_of(home)).send(BenchFabric(model))
+        answer = AgentClient(home_of(home)).send(verb)
         drawn = fabric_shown if sys.stdout.isatty() else fabric_in_markdown
         print_answer(answer, as_json, drawn)
         return
 
     agent = AgentClient(home_of(home))
-    served = find_served(home_of(home), agent.key, model)
+    served = find_served(home_of(home), agent.key, verb.model)
     with Console(stderr=True, highlight=False).status("") as shown:
         found = measure(served, agent, shown.update)
     print_answer(found, as_json, show)

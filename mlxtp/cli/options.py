@@ -57,17 +57,20 @@ def takes(*keys: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
 
 
 def sends(verb: type[Verb]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that gives a command the options of `verb`, and hands it the verb made of them."""
+    """Return a decorator that gives a command the options of `verb` in the place of its parameter `verb`."""
     offered = [each for each in fields(verb) if "flag" in each.metadata]
 
     def with_options(command: Callable[..., None]) -> Callable[..., None]:
+        own = _parameters(command)
+        at = [each.name for each in own].index("verb")
+
         def with_verb(**given: Any) -> None:
             made = verb(**{each.name: given.pop(each.name) for each in offered})
             with typed():
                 made.parsed()
-            command(made, **given)
+            command(verb=made, **given)
 
-        return _dressed(with_verb, command, [*map(_of_field, offered), *_parameters(command)[1:]])
+        return _dressed(with_verb, command, [*own[:at], *map(_of_field, offered), *own[at + 1 :]])
 
     return with_options
 

@@ -36,18 +36,13 @@ def look_up(name: str, revision: str) -> Manifest:
         try:
             info = HfApi().model_info(name, revision=revision, files_metadata=True, timeout=TIMEOUT_S)
         except RevisionNotFoundError:
-            raise _NoSuchRevision(
-                f"cannot get {named}: it has no revision {revision!r}", Code.MODEL_NOT_FOUND
-            ) from None
-        files = [
-            ModelFile(
-                each.rfilename,
-                (each.lfs.size if each.lfs else each.size) or 0,
-                (each.lfs.sha256 if each.lfs else each.blob_id) or "",
-            )
+            why = f"cannot get {named}: it has no revision {revision!r}"
+            raise _NoSuchRevision(why, Code.MODEL_NOT_FOUND) from None
+        found = wanted(
+            ModelFile(each.rfilename, size or 0, blob or "")
             for each in info.siblings or ()
-        ]
-        found = wanted(files)
+            for size, blob in [(each.lfs.size, each.lfs.sha256) if each.lfs else (each.size, each.blob_id)]
+        )
         if not any(file.path == "config.json" for file in found):
             raise ModelError(f"cannot get {name}: it has no config.json, so it is no model that MLX can run")
         if not any(file.path.endswith(".safetensors") for file in found):

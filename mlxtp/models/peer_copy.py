@@ -114,8 +114,7 @@ class PeerConnection:
             raise _cut_short(error) from None
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._tls.shutdown(socket.SHUT_RDWR)
+        _cut(self._tls)
         self._tls.close()
 
 

@@ -417,6 +417,11 @@ def test_what_a_command_did_by_itself_is_told_at_once(tmp_path: Path, member: Me
         await asyncio.to_thread(Fetch(repo, "main").from_hub)
         getting.stored.changed(NAME)
         await sees(lambda: [each.name for each in a.heard(StoredModel)] == [NAME])
+        changes: list[str] = []
+        getting.stored.on_change(lambda: changes.append("changed"))
+        getting.stored.refresh()
+        await sees(lambda: not getting.stored._background.tasks)
+        assert changes == []
         await asyncio.to_thread(repo.remove, repo.commits())
         getting.stored.changed(NAME)
         await sees(lambda: a.heard(Report)[-1].over)

@@ -87,22 +87,17 @@ PIECES = not mx.metal.is_available()
 
 
 class ForwardShape:
-    """Rows and positions of one forward over a Bucket, shared by its layers.
-
-    positions  int32 [rows], of each row's first new token
-    targets    int32 [rows, width], where each new token goes
-    mask       bool [rows, 1 or query heads, width, view]: each new token sees its row up to itself
-    rings      targets and mask in each kind of ring
-    """
+    """Rows and positions of one forward over a Bucket, shared by its layers."""
 
     def __init__(self, positions: mx.array, targets: mx.array, mask: mx.array, *rings: mx.array) -> None:
-        self.positions: mx.array | int = positions
+        self.positions: mx.array | int = positions  # int32 [rows], of each row's first new token
         self._starts: mx.array | None = positions  # of what a row writes in one piece
-        self._targets = targets
+        self._targets = targets  # int32 [rows, width], where each new token goes
+        #: Bool [rows, 1 or query heads, width, view]: each new token sees its row up to itself.
         self._mask = mask
         self._rows, _, _, self.view = mask.shape
         self._places: dict[int, tuple[mx.array, mx.array]] = {}  # rows and KV heads, by the number of these
-        self.rings = _rings(positions, rings)
+        self.rings = _rings(positions, rings)  # targets and mask in each kind of ring
 
     @staticmethod
     def arrays(
@@ -183,15 +178,10 @@ def unfused_drafts(heads: int, kv_heads: int) -> range:
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """Needs of this device's attention, by default a CPU's.
+    """Needs of this device's attention, by default a CPU's."""
 
-    exact_from  keys from which a row alone has an `ExactShape`, whose graph is not traced
-    heads       query heads for which the mask of several rows is repeated, which Metal's attention would copy
-                in each layer; 0 for none
-    """
-
-    exact_from: int = WHOLE
-    heads: int = 0
+    exact_from: int = WHOLE  # keys from which a row alone has an `ExactShape`, whose graph is not traced
+    heads: int = 0  # for which masks of several rows are repeated, as Metal's attention would in each layer
 
     @classmethod
     def here(cls, model: Any, kv_bits: int) -> StepLayout:
@@ -213,24 +203,15 @@ class StepLayout:
         return shape
 
 
-def forward_shape(arguments: Sequence[Any]) -> ForwardShape:
-    return ExactShape(*arguments) if isinstance(arguments[0], int) else ForwardShape(*arguments)
-
-
 @dataclass(eq=False, repr=False, slots=True)
 class Bucket:
-    """Rows in arrays of one size: keys, then values of the first layer, of the second, and so on.
-
-    arrays  each [slots, KV heads, capacity, ...]
-    room    their capacity, but for a ring with fewer slots
-    most    the most slots of each array
-    behind  what the arrays of an MTP head lack: positions, hidden states and embeddings of the last steps
-    """
+    """Rows in arrays of one size: keys, then values of the first layer, of the second, and so on."""
 
     rows: list[int]
-    arrays: list[mx.array]
-    room: int
-    most: Sequence[int]
+    arrays: list[mx.array]  # each [slots, KV heads, capacity, ...]
+    room: int  # their capacity, but for a ring with fewer slots
+    most: Sequence[int]  # slots of each array
+    #: What the arrays of an MTP head lack: positions, hidden states and embeddings of the last steps.
     behind: list[tuple[tuple[int, ...], mx.array, mx.array]] = field(default_factory=list)
     states: States | None = None
 
@@ -601,9 +582,6 @@ _ONE_OFFSET = "DynamicNTKScalingRoPE"
 class CacheKind:
     """A model's KV caches, and what they can do. `kv_bits` 0 leaves keys and values as they are.
 
-    can          capabilities; on a stage of a pipeline those of the whole model
-    overlapping  they cannot be truncated, but `overlap` frees all that grows with each token
-
     Raises ModelError (MODEL_UNSUPPORTED) when they cannot be quantized.
     """
 
@@ -635,7 +613,7 @@ class CacheKind:
         self._empty = self._shapes() if rolls_back else []
         if rolls_back and self.recurrence is None and not self._has_masks_by_row():
             rolls_back = batched = False
-        self.can = CacheCapabilities(
+        self.can = CacheCapabilities(  # on a stage of a pipeline those of the whole model
             batched=batched,
             rolls_back=rolls_back,
             truncatable=inside <= _PLAIN,
@@ -643,6 +621,7 @@ class CacheKind:
             quantizable=rolls_back and names == {"KVCache"},
             kinds=tuple(sorted(names)),
         )
+        #: They cannot be truncated, but `overlap` frees all that grows with each token.
         self.overlapping = self.can.copyable and not self.can.truncatable and not inside & _GROWING
 
     @property

@@ -189,10 +189,7 @@ def caches_of(new: Caches, items: Items, length: int, *, truncatable: bool) -> C
 
 
 class _Account:
-    """Sum of all blocks in a folder, of at most `room` bytes, for all ranks of a Mac.
-
-    The least recently used goes first, of one conversation its end before its beginning.
-    """
+    """Sum of all blocks in a folder, of at most `room` bytes, for all ranks of a Mac."""
 
     def __init__(self, folder: Path, room: int, clock: Callable[[], float]) -> None:
         self._folder = folder
@@ -208,7 +205,8 @@ class _Account:
 
     def failed(self, error: Exception) -> None:
         if not self.failing:
-            _say(f"KV caches are no longer kept on disk: {error}; tried again every {RETRY_S / 60:g} minutes")
+            again = f"tried again every {RETRY_S / 60:g} minutes"
+            sys.stderr.write(f"KV caches are no longer kept on disk: {error}; {again}\n")
         self.failing, self._again_at = True, self._clock() + RETRY_S
 
     @contextlib.contextmanager
@@ -237,7 +235,7 @@ class _Account:
             self._note(used)
         if self.failing:
             self.failing = False
-            _say("KV caches are kept on disk again")
+            sys.stderr.write("KV caches are kept on disk again\n")
         return True
 
     def remove(self, size: int) -> None:
@@ -272,18 +270,13 @@ class _Account:
         total = sum(each for _, each, _ in found)
         if total + size <= self._room:
             return total
-        for _, each, path in sorted(found):
+        for _, each, path in sorted(found):  # the oldest, of one conversation its end before its beginning
             if total + size <= self._room * FULL_SHARE:
                 break
             with contextlib.suppress(OSError):
                 Path(path).unlink()
             total -= each
         return total
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(line + "\n")
-    sys.stderr.flush()
 
 
 def _write_text(path: Path, text: str) -> None:

@@ -17,25 +17,8 @@ from functools import partial
 from pathlib import Path
 
 from ..errors import Code, GroupError, LinkError, ModelError
+from ..wire import messages as msg
 from ..wire.blocking import BlockingLink
-from ..wire.messages import (
-    Ack,
-    Cancel,
-    ChosenTokens,
-    CollectivesTimed,
-    Error,
-    FetchBlocks,
-    Forward,
-    Gathered,
-    Generate,
-    KvBudget,
-    Loaded,
-    LoadShard,
-    Message,
-    SanityCheck,
-    Shutdown,
-    Unload,
-)
 from . import kv_cache
 from .draft_model import CACHES_SHARE, DraftModel
 from .executor import RankExecutor, Result, RunningForward
@@ -57,17 +40,17 @@ class Followers:
         self._step = 0
         self._acknowledged: set[int] = set()
 
-    def send(self, message: Message) -> int:
+    def send(self, message: msg.Message) -> int:
         """Send to every rank; returns the frame's seq, the same on all links, even without other ranks."""
         self._step += 1
         for link in self._links.values():
             self._step = link.send(message)
         return self._step
 
-    def replies(self, deadline_s: float | None) -> dict[int, Message]:
+    def replies(self, deadline_s: float | None) -> dict[int, msg.Message]:
         """Read one reply of each rank, within `deadline_s` in all. Raises LinkError with all silent ranks."""
         ends_at = None if deadline_s is None else time.monotonic() + deadline_s
-        replies: dict[int, Message] = {}
+        replies: dict[int, msg.Message] = {}
         for rank in self._links:
             left_s = None if ends_at is None else max(ends_at - time.monotonic(), 0.0)
             with contextlib.suppress(LinkError):
@@ -83,7 +66,7 @@ class Followers:
             received = self._mail.take(rank)
             if received is None:
                 continue
-            if not isinstance(received.message, Ack):
+            if not isinstance(received.message, msg.Ack):
                 raise GroupError(
                     f"rank {rank} sent {type(received.message).__name__} for an Ack", Code.DESYNC
                 )
@@ -103,7 +86,7 @@ def _names(ranks: Iterable[int]) -> str:
     return " and ".join(f"rank {rank}" for rank in sorted(ranks))
 
 
-def _compare(rank: int, ack: Ack, result: Result) -> None:
+def _compare(rank: int, ack: msg.Ack, result: Result) -> None:
     for what in ("step", "forwards", "collectives", "digest"):
         theirs, ours = getattr(ack, what), getattr(result, what)
         if theirs != ours:
@@ -141,7 +124,7 @@ class DecodeLoop:
         self._followers = followers
         self._requests = Requests(rank, mail, shaping, Emitter(pipe, rank.status))
         self._stages = 1  # of a pipeline
-        self._loaded: Loaded | None = None  # with the room that the ranks found for KV caches
+        self._loaded: msg.Loaded | None = None  # with the room that the ranks found for KV caches
         self._drafter: DraftModel | None = None
         self._running: deque[RunningForward] = deque()
         self._unconfirmed: deque[Unconfirmed] = deque()
@@ -149,7 +132,7 @@ class DecodeLoop:
     def run(self) -> None:
         while True:
             while received := self._mail.take(AGENT):
-                if isinstance(received.message, Shutdown):
+                if isinstance(received.message, msg.Shutdown):
                     self._shutdown()
                     return
                 self._obey(received.message)
@@ -167,19 +150,19 @@ class DecodeLoop:
 
     # --- commands of the agent -----------------------------------------------------------------------
 
-    def _obey(self, command: Message) -> None:
+    def _obey(self, command: msg.Message) -> None:
         match command:
-            case Generate():
+            case msg.Generate():
                 self._requests.admit(command)
-            case Cancel():
+            case msg.Cancel():
                 self._requests.cancel(command.uid)
-            case LoadShard():
+            case msg.LoadShard():
                 self._pipe.send(self._load(command))
-            case KvBudget():
+            case msg.KvBudget():
                 self._pipe.send(self._resize(command))
-            case Gathered():
+            case msg.Gathered():
                 raise GroupError(command.error, Code.FORM_FAILED)  # another rank did not form
-            case Unload():
+            case msg.Unload():
                 self._drain()
                 self._spill_rest()
                 self._requests.drop("the model was unloaded while this request was running")
@@ -189,17 +172,17 @@ class DecodeLoop:
                 self._drain()
                 self._pipe.send(self._everywhere(command))
 
-    def _load(self, command: LoadShard) -> Message:
+    def _load(self, command: msg.LoadShard) -> msg.Message:
         self._drain()
         self._close()
         reply = self._everywhere(command)
-        if isinstance(reply, Loaded):
+        if isinstance(reply, msg.Loaded):
             self._stages = max(len(command.split), 1)
             try:
                 drafter = self._load_drafter(command)
             except ModelError as error:
-                self._everywhere(Unload())
-                return Error(error.code, error.detail, 0)
+                self._everywhere(msg.Unload())
+                return msg.Error(error.code, error.detail, 0)
             self._loaded, self._drafter = reply, drafter
             reply = self._bounded(command.kv_bytes)
             return _fitting(reply, self._requests.open(command, reply, drafter))
@@ -209,7 +192,7 @@ class DecodeLoop:
         self._requests.close()
         self._loaded = self._drafter = None
 
-    def _resize(self, command: KvBudget) -> Loaded:
+    def _resize(self, command: msg.KvBudget) -> msg.Loaded:
         self._drain()
         reply = self._bounded(command.kv_bytes)
         least = kv_cache.SMALLEST * reply.kv_token_bytes + reply.kv_row_bytes
@@ -218,11 +201,11 @@ class DecodeLoop:
         self._end_what_ended()
         return _fitting(reply, fits)
 
-    def _bounded(self, kv_bytes: int) -> Loaded:
+    def _bounded(self, kv_bytes: int) -> msg.Loaded:
         assert self._loaded is not None, "the pipe's protocol admits it to a loaded model only"
         return _beside(self._drafter, replace(self._loaded, kv_bytes=kv_bytes or self._loaded.kv_bytes))
 
-    def _load_drafter(self, command: LoadShard) -> DraftModel | None:
+    def _load_drafter(self, command: msg.LoadShard) -> DraftModel | None:
         if not command.draft_path or self._rank.bootstrap.speculation not in ("auto", "draft"):
             return None
         assert self._rank.loaded is not None
@@ -233,30 +216,27 @@ class DecodeLoop:
         finally:
             status.enter("idle")
 
-    def _everywhere(self, command: Message) -> Message:
-        """Carry out a command on every rank; returns this rank's reply, or one Error for all ranks' errors.
-
-        All replies are read before anything else. If some ranks could not load a model, all unload it.
-        """
-        self._followers.send(command)
-        replies: dict[int, Message] = {0: self._rank.execute(command)}
-        if isinstance(command, LoadShard):
+    def _everywhere(self, command: msg.Message) -> msg.Message:
+        """Carry out a command on every rank; returns this rank's reply, or one Error for all errors."""
+        self._followers.send(command)  # every reply is read before anything else happens
+        replies: dict[int, msg.Message] = {0: self._rank.execute(command)}
+        if isinstance(command, msg.LoadShard):
             # A load may take as long as some rank makes progress, which the agent judges by the phase.
             self._rank.status.enter("loading")
             replies |= self._followers.replies(None)
             self._rank.status.enter("idle")
         else:
             replies |= self._followers.replies(self._rank.bootstrap.deadline_s)
-        errors = {rank: reply for rank, reply in replies.items() if isinstance(reply, Error)}
+        errors = {rank: reply for rank, reply in replies.items() if isinstance(reply, msg.Error)}
         if not errors:
-            errors = _without_head({r: each for r, each in replies.items() if isinstance(each, Loaded)})
+            errors = _without_head({r: each for r, each in replies.items() if isinstance(each, msg.Loaded)})
         if not errors:
-            _check_layers({rank: r.layers for rank, r in replies.items() if isinstance(r, Loaded)})
+            _check_layers({rank: r.layers for rank, r in replies.items() if isinstance(r, msg.Loaded)})
             return _combined(replies)
-        if isinstance(command, LoadShard):
-            self._everywhere(Unload())
+        if isinstance(command, msg.LoadShard):  # those that could load it unload it again
+            self._everywhere(msg.Unload())
         detail = "; ".join(f"rank {rank}: {error.detail}" for rank, error in sorted(errors.items()))
-        return Error(errors[min(errors)].code, detail, 0)
+        return msg.Error(errors[min(errors)].code, detail, 0)
 
     def _shutdown(self) -> None:
         self._drain()
@@ -264,7 +244,7 @@ class DecodeLoop:
         self._requests.drop("the cluster is shutting down")
         self._requests.close()
         self._rank.status.enter("closing")
-        self._followers.send(Shutdown())
+        self._followers.send(msg.Shutdown())
         deadline_s = self._rank.bootstrap.deadline_s
         self._followers.replies(deadline_s)  # Done
         self._followers.replies(deadline_s)  # SessionEnd
@@ -276,7 +256,7 @@ class DecodeLoop:
         frame = scheduler.next() if scheduler is not None else None
         if scheduler is None or frame is None:
             return False
-        forward = scheduler.in_flight[-1] if isinstance(frame, Forward) else NO_FORWARD
+        forward = scheduler.in_flight[-1] if isinstance(frame, msg.Forward) else NO_FORWARD
         first = bool(self._running) and self._running[-1].first
         if first and self._stages == 1 and forward.reads:
             self._drain()  # a first token leaves before another prompt occupies the device
@@ -311,23 +291,23 @@ class DecodeLoop:
                 time.sleep(0.005)  # until the disk takes another
 
     def _run(self, frame: DecodeFrame, forward: QueuedForward = NO_FORWARD) -> None:
-        decodes = isinstance(frame, Forward) and not frame.prompts
+        decodes = isinstance(frame, msg.Forward) and not frame.prompts
         while self._running and not decodes and not self._rank.runner.border.tokens.known():
             self._settle(len(self._running) - 1)  # the other ranks must have what they hold before
-        if isinstance(frame, Forward):
+        if isinstance(frame, msg.Forward):
             self._requests.feeds(frame, forward.reads)
         step = self._followers.send(frame)
-        if isinstance(frame, FetchBlocks) and self._requests.scheduler is not None:
+        if isinstance(frame, msg.FetchBlocks) and self._requests.scheduler is not None:
             self._requests.scheduler.disk.expect(frame.uid, time.monotonic() + FETCH_S)
         try:
             self._confirm()  # launching may wait for the device, so acknowledged tokens leave before
         finally:  # the other ranks run their frames, and their forward ends only with this one
-            if isinstance(frame, Forward):
+            if isinstance(frame, msg.Forward):
                 known = partial(self._settle, 0) if forward.late else None
                 self._running.append(self._rank.launch(step, frame, known))
             else:
                 self._rank.apply(frame)
-        if isinstance(frame, Forward) and forward.reads:
+        if isinstance(frame, msg.Forward) and forward.reads:
             if len(forward.reads) == 1:
                 # Everything before this chunk, but for those that other stages are computing.
                 self._settle(keep=max(self._stages - 1, 1))
@@ -340,7 +320,7 @@ class DecodeLoop:
             result = self._rank.settle(self._running.popleft())
             if self._stages > 1:
                 if result.tokens:
-                    self._followers.send(ChosenTokens(result.forwards, result.tokens))
+                    self._followers.send(msg.ChosenTokens(result.forwards, result.tokens))
                 self._rank.runner.border.supply(result.forwards, result.tokens)
             assert self._requests.scheduler is not None
             record = self._requests.scheduler.record
@@ -384,7 +364,7 @@ class DecodeLoop:
         elif scheduler is None or self._rank.bootstrap.world_size == 1:
             self._mail.idle(of=asked)
         elif not self._mail.idle(self._rank.bootstrap.canary_s, asked):
-            self._everywhere(SanityCheck())  # raises when the group's collectives no longer work
+            self._everywhere(msg.SanityCheck())  # raises when the group's collectives no longer work
 
     def _drain(self) -> None:
         self._settle(keep=0)
@@ -394,7 +374,7 @@ class DecodeLoop:
             self._confirm()
 
 
-def _beside(drafter: DraftModel | None, reply: Loaded) -> Loaded:
+def _beside(drafter: DraftModel | None, reply: msg.Loaded) -> msg.Loaded:
     if drafter is None or not reply.kv_token_bytes:
         return reply
     left = max(reply.kv_bytes - drafter.weight_bytes, 0)
@@ -402,7 +382,7 @@ def _beside(drafter: DraftModel | None, reply: Loaded) -> Loaded:
     return replace(reply, kv_bytes=left - left // CACHES_SHARE)
 
 
-def _fitting(reply: Loaded, longest: int) -> Loaded:
+def _fitting(reply: msg.Loaded, longest: int) -> msg.Loaded:
     return replace(reply, context=min(reply.context, max(longest, 1)))
 
 
@@ -414,23 +394,23 @@ def _check_layers(owned: Mapping[int, tuple[int, ...]]) -> None:
         raise GroupError(f"the ranks do not have each layer once ({words})", Code.DESYNC)
 
 
-def _without_head(loads: Mapping[int, Loaded]) -> dict[int, Error]:
+def _without_head(loads: Mapping[int, msg.Loaded]) -> dict[int, msg.Error]:
     if all(load.mtp for load in loads.values()) or not any(load.mtp for load in loads.values()):
         return {}
     detail = "its copy of the model has no MTP head that can be used, unlike that of another rank"
     lacks = [rank for rank, load in loads.items() if not load.mtp and not load.layers]
-    return {rank: Error(Code.MODEL_INVALID, detail, 0) for rank in lacks}
+    return {rank: msg.Error(Code.MODEL_INVALID, detail, 0) for rank in lacks}
 
 
-def _combined(replies: dict[int, Message]) -> Message:
+def _combined(replies: dict[int, msg.Message]) -> msg.Message:
     """Combine replies: the longest time, the least room for KV caches, the largest fixed part of a row."""
     mine = replies[0]
-    if isinstance(mine, CollectivesTimed):
-        timed = [reply for reply in replies.values() if isinstance(reply, CollectivesTimed)]
-        return CollectivesTimed(max(each.seconds for each in timed), any(each.metal for each in timed))
-    if not isinstance(mine, Loaded):
+    if isinstance(mine, msg.CollectivesTimed):
+        timed = [reply for reply in replies.values() if isinstance(reply, msg.CollectivesTimed)]
+        return msg.CollectivesTimed(max(each.seconds for each in timed), any(each.metal for each in timed))
+    if not isinstance(mine, msg.Loaded):
         return mine
-    loads = [reply for reply in replies.values() if isinstance(reply, Loaded)]
+    loads = [reply for reply in replies.values() if isinstance(reply, msg.Loaded)]
     size = max(1, *(reply.kv_token_bytes for reply in loads))
     room = min(reply.kv_bytes // max(reply.kv_token_bytes, 1) for reply in loads)
     row = max(-(-reply.kv_row_bytes * size // max(reply.kv_token_bytes, 1)) for reply in loads)

@@ -1,7 +1,4 @@
-"""Small model that proposes tokens, on rank 0 alone, between steps on the same thread and stream.
-
-It enters no collective. Its proposals change an answer's speed, never its text.
-"""
+"""Small model that proposes tokens, on rank 0 alone, without collectives: for speed, never another text."""
 
 from __future__ import annotations
 
@@ -57,7 +54,10 @@ class DraftModel:
         """
         fitting = self._fitting(rows, limit)
         for row in [row for row in self._fed if row not in fitting]:
-            self._retire(row)
+            fed = self._fed.pop(row)
+            caches = self._reading.pop(row, None) or self._batch.leave(row, len(fed))
+            if caches is not None:  # another row may begin with its tokens
+                self._kept = [*self._kept[-MAX_KEPT + 1 :], (fed, caches)]
         ready = [row for row, tokens in fitting.items() if self._has_read(row, tokens)]
         drafts = self._drafts(fitting, limit) if ready else {}
         self.bound(self._room_bytes)
@@ -85,12 +85,6 @@ class DraftModel:
                 break
             fitting[row] = tokens
         return fitting
-
-    def _retire(self, row: int) -> None:
-        fed = self._fed.pop(row)
-        caches = self._reading.pop(row, None) or self._batch.leave(row, len(fed))
-        if caches is not None:
-            self._kept = [*self._kept[-MAX_KEPT + 1 :], (fed, caches)]
 
     def _has_read(self, row: int, tokens: Sequence[int]) -> bool:
         """Cut a row to what it has of `tokens`, and read a chunk of the rest. True if it is in the batch."""

@@ -18,31 +18,7 @@ import mlx.core as mx
 from ..chunks import bounded
 from ..errors import Code, GroupError, LocalProtocolError, MlxtpError, ModelError
 from ..free_memory import free_bytes
-from ..wire.messages import (
-    RESTS,
-    Arrange,
-    Bootstrap,
-    CollectivesTimed,
-    CountedShare,
-    Done,
-    Error,
-    Evict,
-    FetchBlocks,
-    Forward,
-    Init,
-    InitDone,
-    Loaded,
-    LoadShard,
-    Message,
-    Restore,
-    SanityCheck,
-    SanityDone,
-    SessionStop,
-    Spill,
-    TimeCollectives,
-    Unload,
-    epoch_digest,
-)
+from ..wire import messages as msg
 from .batch import CacheKind
 from .block_store import Read, Written
 from .disk_share import DiskShare, open_store
@@ -95,7 +71,7 @@ class Result:
 
 @dataclass(eq=False, repr=False)
 class RankExecutor:
-    bootstrap: Bootstrap
+    bootstrap: msg.Bootstrap
     epoch: int
     folder: Path
     status: RankTelemetry
@@ -112,23 +88,25 @@ class RankExecutor:
     _group: Group = field(default_factory=LoneGroup)
     _runner: Runner | None = None
 
-    def execute(self, command: Message) -> Message:
+    def execute(self, command: msg.Message) -> msg.Message:
         match command:
-            case Init():
+            case msg.Init():
                 return self._init()
-            case SanityCheck():
+            case msg.SanityCheck():
                 return self._prove()
-            case LoadShard():
+            case msg.LoadShard():
                 return self._load(command)
-            case TimeCollectives():
+            case msg.TimeCollectives():
                 return self._time(command)
-            case Unload():
+            case msg.Unload():
                 self._unload()
             case _:
                 raise LocalProtocolError(f"{type(command).__name__} is not a command a rank carries out")
-        return Done()
+        return msg.Done()
 
-    def launch(self, step: int, frame: Forward, known: Callable[[], object] | None = None) -> RunningForward:
+    def launch(
+        self, step: int, frame: msg.Forward, known: Callable[[], object] | None = None
+    ) -> RunningForward:
         launched_at = time.monotonic()
         runner, recorder = self.runner, self.status.recorder
         border, room, before = runner.border, runner.room, self.counter.total
@@ -182,20 +160,20 @@ class RankExecutor:
         runner, disk = self.runner, self.disk
         assert disk is not None, "a loaded model has one"
         match frame:
-            case SessionStop():
+            case msg.SessionStop():
                 counted = runner.stop(frame.uid, frame.keep, frame.covers)
                 if counted != frame.forwards:
                     what = f"{frame.forwards} forwards by the frame, {counted} on rank {self.bootstrap.rank}"
                     raise GroupError(f"sequence {frame.uid}: {what}", Code.DESYNC)
-            case Evict():
+            case msg.Evict():
                 runner.evict(frame.uids)
-            case Arrange():
+            case msg.Arrange():
                 runner.arrange(frame.rooms, frame.lanes, trim=frame.trim)
-            case Spill():
+            case msg.Spill():
                 disk.spill(frame)
-            case FetchBlocks():
+            case msg.FetchBlocks():
                 disk.fetch(frame)
-            case Restore():
+            case msg.Restore():
                 disk.restore(frame)
         self._count_caches()
 
@@ -218,7 +196,7 @@ class RankExecutor:
         self._unload()
         mx.set_wired_limit(0)
 
-    def _init(self) -> InitDone:
+    def _init(self) -> msg.InitDone:
         b = self.bootstrap
         self.status.enter("forming")
         fabric = None
@@ -226,11 +204,11 @@ class RankExecutor:
             fabric = JacclFabric.of(b.rdma, b.world_size, ring=b.jaccl_ring, factory=self.exchange.factory)
         ranks = b.backend, b.rank, b.world_size, b.hosts
         self._group = form(*ranks, folder=self.folder, deadline_s=b.deadline_s, fabric=fabric)
-        return InitDone(self._group.rank, self._group.size)
+        return msg.InitDone(self._group.rank, self._group.size)
 
-    def _prove(self) -> SanityDone:
+    def _prove(self) -> msg.SanityDone:
         self.status.enter("proving")
-        expected = epoch_digest(self.bootstrap.epoch_key, self.epoch)
+        expected = msg.epoch_digest(self.bootstrap.epoch_key, self.epoch)
         try:
             proof = self._group.prove(expected)
         except RuntimeError as error:
@@ -239,9 +217,9 @@ class RankExecutor:
         small_s = self._group.timed("sum", SMALL_BYTES, SMALL_ROUNDS, self.status.advance)
         self.status.stats.collective_us = int(small_s * 1e6)
         self.status.enter("idle")
-        return SanityDone(proof.total, proof.ranks, proof.digests[self._group.rank])
+        return msg.SanityDone(proof.total, proof.ranks, proof.digests[self._group.rank])
 
-    def _time(self, command: TimeCollectives) -> CollectivesTimed:
+    def _time(self, command: msg.TimeCollectives) -> msg.CollectivesTimed:
         self.status.enter("measuring")
         kind, progress = cast(Timed, command.kind), self.status.advance
         try:
@@ -249,14 +227,14 @@ class RankExecutor:
         except RuntimeError as error:
             raise GroupError(f"a collective failed: {error}", code_of(error, Code.PROOF_FAILED)) from error
         self.status.enter("idle")
-        return CollectivesTimed(seconds, mx.metal.is_available())
+        return msg.CollectivesTimed(seconds, mx.metal.is_available())
 
-    def _load(self, command: LoadShard) -> Loaded | Error:
+    def _load(self, command: msg.LoadShard) -> msg.Loaded | msg.Error:
         self.status.enter("loading")
         path = command.paths[self.bootstrap.rank] if command.paths else command.path
         if mx.metal.is_available():
             mx.set_cache_limit(POOL_BYTES)
-        refused: Error | None = None
+        refused: msg.Error | None = None
         try:
             headed = self.bootstrap.speculation in ("auto", "mtp")
             how = (command.split, read_head) if headed else (command.split,)
@@ -268,7 +246,7 @@ class RankExecutor:
                 chunk = bounded(command.prefill_chunk, large_buffers=self.bootstrap.large_buffers)
                 run_alone(self.loaded, self._group.size, partial(self._first_forwards, chunk))
         except MlxtpError as error:
-            refused = Error(error.code, error.detail, 0)
+            refused = msg.Error(error.code, error.detail, 0)
         finally:
             self.status.enter("idle")
         if refused is not None:  # now no frame of the exception holds the weights that were read
@@ -291,7 +269,7 @@ class RankExecutor:
             # Each group has a scale and a bias of the numbers' own type.
             bits = command.kv_bits + 2 * KV_TYPE_BITS / caches.group_size
             token_bytes = int(token_bytes * bits / KV_TYPE_BITS)
-        return Loaded(
+        return msg.Loaded(
             context,
             loaded.vocabulary.size,
             loaded.weight_bytes,
@@ -335,12 +313,10 @@ class RankExecutor:
         return self._runner
 
 
-def check_share(share: ModelShare, counted: CountedShare) -> None:
-    """Raise ModelError (MODEL_INVALID) for a share that takes far more memory than its plan counted on.
-
-    Plans leave out some scales, norms, and KV heads that two ranks have; caches may be twice as wide.
-    """
-    most = CountedShare(counted.weight_bytes * 5 // 4 + (64 << 20), counted.kv_token_bytes * 2)
+def check_share(share: ModelShare, counted: msg.CountedShare) -> None:
+    """Raise ModelError (MODEL_INVALID) for a share that takes far more memory than its plan counted on."""
+    # Plans leave out some scales, norms, and KV heads that two ranks have; caches may be twice as wide.
+    most = msg.CountedShare(counted.weight_bytes * 5 // 4 + (64 << 20), counted.kv_token_bytes * 2)
     for name, what in {"weight_bytes": "of weights", "kv_token_bytes": "of KV caches for a token"}.items():
         if (found := getattr(share, name)) > getattr(most, name):
             raise ModelError(
@@ -356,8 +332,8 @@ def digest(step: int, tokens: tuple[int, ...], fed: int = 0) -> int:
     return zlib.crc32(struct.pack(f"<Q{len(tokens)}i", step, *tokens), fed)
 
 
-def fed(frame: Forward) -> int:
-    where = (*frame.rows, *frame.positions, *frame.widths, frame.drafts - RESTS)
+def fed(frame: msg.Forward) -> int:
+    where = (*frame.rows, *frame.positions, *frame.widths, frame.drafts - msg.RESTS)
     for prompt in frame.prompts:
         where += (prompt.total, prompt.source, prompt.save, prompt.following)
     return zlib.crc32(struct.pack(f"<{len(where)}I{len(frame.tokens)}i", *where, *frame.tokens))
@@ -375,7 +351,7 @@ def gpu_bytes() -> int:
     return int(mx.device_info()["max_recommended_working_set_size"]) if mx.metal.is_available() else 0
 
 
-def ranks_here(bootstrap: Bootstrap) -> int:
+def ranks_here(bootstrap: msg.Bootstrap) -> int:
     addresses = [host.rpartition(":")[0] for host in bootstrap.hosts]
     mine = addresses[bootstrap.rank] if addresses else ""
     return addresses.count(mine) if mine else 1  # JACCL has no addresses, and one rank on each Mac

@@ -232,14 +232,11 @@ def divide_nemotron_h(model: Any, group: Group) -> None:
 
 
 def _mamba(part: Any, group: Group) -> None:
-    """Divide by groups of heads, which share one B and one C, and are normed together.
-
-    The input projection has gates, inputs, all B, all C and the steps of all heads, one after the other.
-    """
+    """Divide by groups of heads, which share one B and one C, and are normed together."""
     inner, states = part.intermediate_size, part.n_groups * part.ssm_state_size
     convolved = (inner, inner + states)
     ends = (inner, *(inner + end for end in convolved), inner + part.conv_dim)
-    shard_segments(part.in_proj, 0, ends, group)
+    shard_segments(part.in_proj, 0, ends, group)  # gates, inputs, all B, all C, the steps of all heads
     shard_segments(part.conv1d, 0, convolved, group)
     part.conv1d.groups //= group.size
     for name in ("dt_bias", "A_log", "D"):
@@ -273,12 +270,9 @@ def divide_qwen3_next(model: Any, group: Group) -> None:
 
 
 def _linear(part: Any, group: Group) -> None:
-    """Divide by key heads, each of which has its queries, keys, values and gates in one run of rows.
-
-    The convolution has the queries of all heads first, then all keys, then all values.
-    """
+    """Divide by key heads, each of which has its queries, keys, values and gates in one run of rows."""
     projections(part, group, ("in_proj_qkvz", "in_proj_ba"), "out_proj")
-    shard_segments(part.conv1d, 0, (part.key_dim, 2 * part.key_dim), group)
+    shard_segments(part.conv1d, 0, (part.key_dim, 2 * part.key_dim), group)  # all queries, keys, values
     part.conv1d.groups //= group.size
     for name in ("dt_bias", "A_log"):
         part[name] = own_rows(part[name], group)

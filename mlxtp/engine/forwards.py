@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from . import kv_cache
-from .batch import Bucket, CacheKind, ForwardShape, MergedBucket, forward_shape, in_parts
+from .batch import Bucket, CacheKind, ExactShape, ForwardShape, MergedBucket, in_parts
 from .group import CollectiveCounter
 from .loader import ModelShare
 from .mtp_head import ChosenStep, MtpHead, follow
@@ -242,7 +242,8 @@ class ModelForwards:
         tokens, given = inputs
         arrays, kept, stood = caches
         states = views_of(self._caches.recurrence, kept, stood)
-        views = self._caches.views(arrays, forward_shape(shape))
+        kind = ExactShape if isinstance(shape[0], int) else ForwardShape
+        views = self._caches.views(arrays, kind(*shape))
         layers = self._caches.beside(views, states)
         embeddings = given[0] if given else None
         local = self._vocabulary.forward(self._model, tokens, layers[self._layers], given=embeddings)

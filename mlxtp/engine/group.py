@@ -29,8 +29,7 @@ from .jaccl import Factory, JacclFabric
 
 #: Elements of the smallest collective. Shorter ones stall: a single int32 took 8 ms where 64 took 0.7 ms.
 PAD = 64
-#: Microseconds that a thread of MLX's ring waits for data before it sends what is queued meanwhile.
-RING_WAIT_US = 1000
+RING_WAIT_US = 1000  # that a thread of MLX's ring waits for data before it sends what is queued meanwhile
 CHAINS = 3  # timings of a chain of collectives
 Timed = Literal["sum", "gather", "chain"]
 

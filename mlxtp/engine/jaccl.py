@@ -39,10 +39,8 @@ class JacclFabric:
         return cls(matrix, ring, factory)
 
     def environment(self, present: Iterable[str], rank: int, path: str) -> dict[str, str | None]:
-        """Return variables to set, and with None those of `present` to remove. `path`: of a `device_file`.
-
-        The mere presence of one prefers the ring, a missing rank means 0, and JACCL_RANK hides MLX_RANK.
-        """
+        """Return variables to set, and with None those of `present` to remove. `path`: of a `device_file`."""
+        # The mere presence of one prefers the ring, a missing rank means 0, and JACCL_RANK hides MLX_RANK.
         strangers = [name for name in present if name.startswith(_READ_BY_JACCL)]
         variables: dict[str, str | None] = dict.fromkeys(strangers)
         variables |= {"MLX_RANK": str(rank), "MLX_IBV_DEVICES": path}

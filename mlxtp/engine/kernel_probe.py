@@ -1,7 +1,6 @@
 """Probe of MLX's kernels on this machine, for `mlxtp qualify`: `python -m mlxtp.engine.kernel_probe MODEL`.
 
-It prints JSON; with `large` behind it, only the time of a step with large command buffers, whose size MLX
-reads once in a process.
+It prints JSON; with `large` only the time of a step with large command buffers, read once in a process.
 """
 
 from __future__ import annotations

@@ -526,10 +526,7 @@ class KVCacheManager:
         )
 
     def _lay_out(self, joining: Sequence[SequenceState] = ()) -> bool:
-        """Lay out the running rows, beside prompts that have caches of their own; False if they do not fit.
-
-        They stay, unless no prompt joins and half of their room is free, or another layout is much faster.
-        """
+        """Lay out the running rows, beside prompts with caches of their own; False if they do not fit."""
         if not self._policy.rolls_back:
             if self._policy.stages > 1 and not all(sequence.progress.room for sequence in self._running):
                 self.frames.append(Arrange(lanes=_lanes(self._running)))
@@ -550,6 +547,7 @@ class KVCacheManager:
             return False
         held, needed = [_room_of(each, self._policy.row_tokens) for each in (self._slots, ways[0])]
         self._is_stale = False
+        # They stay, unless no prompt joins and half of their room is free, or another layout is much faster.
         stays = self._has_room() and held <= left and (bool(joining) or held <= 2 * needed)
         ways = (now, *ways) if stays else ways
         slots = cheapest(ways, lengths, self._policy.forward_tokens, len(set(self._slots)))

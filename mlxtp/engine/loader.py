@@ -24,21 +24,12 @@ from ..description import PartFacts
 from ..errors import Code, GroupError, MlxtpError, ModelError
 from ..model_config import Config, number, quantizations, text_config, unreadable
 from ..model_files import INDEX, LFS, config_in, indexed, lfs_pointer, stray_files, token_count, weight_files
+from . import sharding
 from .families import attend_to_latents
 from .group import Group, alone, uncounted
 from .mlx_compat import code_of
 from .pipeline import Stage, StageVocabulary, cut_into_stage
 from .recurrent import STATE, recurrent_layers
-from .sharding import (
-    ShardedHead,
-    Vocabulary,
-    check_divisible,
-    check_shardable,
-    compiles_collectives,
-    context_length,
-    cut_rows,
-    shard,
-)
 
 # --- headers of safetensors, checked before MLX reads them -----------------------------------------------
 # MLX multiplies a shape without an overflow check, and reads beyond the array where the product wraps.
@@ -174,7 +165,7 @@ def cut_stored(
 ) -> mx.array:
     if name in stored and (first, rows) != (0, array.shape[0]):
         return _read_rows(stored[name], first, rows)
-    return cut_rows(array, name, first, rows)
+    return sharding.cut_rows(array, name, first, rows)
 
 
 def share_of(stored: StoredTensor, array: mx.array, ranks: int) -> bool:
@@ -291,24 +282,18 @@ _NAN_SCALE = 255
 
 @dataclass(frozen=True, slots=True)
 class ModelShare:
-    """Model whose weights are this rank's share, all of them in memory.
-
-    peak_bytes      the most that arrays took at any time of the load
-    kv_token_bytes  bytes of one more token in this rank's caches, over all layers
-    kv_row_bytes    bytes of a sequence's caches that do not grow: windows of tokens, and recurrent states
-    stage           the layers of this rank where it has whole ones
-    """
+    """Model whose weights are this rank's share, all of them in memory."""
 
     model: Any
     name: str
     context: int
-    vocabulary: Vocabulary
+    vocabulary: sharding.Vocabulary
     eos: frozenset[int]
     weight_bytes: int
-    peak_bytes: int
-    kv_token_bytes: int
-    kv_row_bytes: int
-    stage: Stage | None = None
+    peak_bytes: int  # the most that arrays took at any time of the load
+    kv_token_bytes: int  # of one more token in this rank's caches, over all layers
+    kv_row_bytes: int  # of a sequence's caches that do not grow: windows of tokens, and recurrent states
+    stage: Stage | None = None  # the layers of this rank where it has whole ones
 
     @property
     def mtp_head(self) -> Any:
@@ -337,8 +322,8 @@ def load(
     if why := unreadable(config):
         raise ModelError(f"{folder.name}: {why}", Code.MODEL_UNSUPPORTED)
     parts = 1 if split else group.size  # of each layer
-    check_shardable(config, parts)
-    check_divisible(config, parts)
+    sharding.check_shardable(config, parts)
+    sharding.check_divisible(config, parts)
     mx.reset_peak_memory()
     held = mx.get_active_memory()
     model, config = _read_weights(folder, config)
@@ -351,7 +336,7 @@ def load(
             vocabulary = (
                 cut_into_stage(model, group, split, size, embeds=head is not None)
                 if split
-                else shard(model, group, cut=partial(cut_stored, stored), size=size)
+                else sharding.shard(model, group, cut=partial(cut_stored, stored), size=size)
             )
             if head is not None and vocabulary.taps():
                 if split and vocabulary.embedding is not vocabulary.head:
@@ -370,7 +355,7 @@ def load(
     return ModelShare(
         model=model,
         name=folder.name,
-        context=context_length(config),
+        context=sharding.context_length(config),
         vocabulary=vocabulary,
         eos=_eos(config),
         weight_bytes=sum(array.nbytes for array in _weights(model).values()),
@@ -430,7 +415,7 @@ def _evaluate(
     weights = _weights(model)
     room = int(min(sum(weight.nbytes for weight in weights.values()) * _CUT_AT_ONCE, _AT_ONCE))
     paths = {id(module): path for path, module in model.named_modules()}
-    parts = [path for path, module in model.named_modules() if isinstance(module, ShardedHead)]
+    parts = [path for path, module in model.named_modules() if isinstance(module, sharding.ShardedHead)]
     layers = [paths[id(layer)] for layer in model.layers if id(layer) in paths]
     for prefix in [*parts, *layers, ""]:
         names = [n for n in weights if n not in done and (not prefix or n.startswith(f"{prefix}."))]
@@ -572,7 +557,7 @@ def run_alone(loaded: ModelShare, ranks: int, forwards: Callable[[], None]) -> N
     Raises as `load` does.
     """
     try:
-        with alone(ranks, compiled=not compiles_collectives(loaded.model)):
+        with alone(ranks, compiled=not sharding.compiles_collectives(loaded.model)):
             forwards()
     except MLX_LM_RAISES as error:
         raise _failure(f"{loaded.name}: a first forward failed", error) from error

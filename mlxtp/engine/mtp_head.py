@@ -131,10 +131,7 @@ def follow(
 
 
 def accepted(fed: mx.array, chosen: mx.array, counts: mx.array) -> mx.array:
-    """Return how many tokens behind a row's first are those chosen before them, int32 [rows].
-
-    `fed` and `chosen` are int32 [rows, width], of which the first `counts` (int32 [rows]) of a row count.
-    """
+    """Return how many tokens of `fed`, int32 [rows, width], behind a row's first were chosen before them."""
     if fed.shape[1] == 1:
         return mx.zeros_like(counts)
     right = (fed[:, 1:] == chosen[:, :-1]) & (mx.arange(1, fed.shape[1]) < counts[:, None])
@@ -142,10 +139,7 @@ def accepted(fed: mx.array, chosen: mx.array, counts: mx.array) -> mx.array:
 
 
 def read_head(folder: Path, config: Config, *, numbers: bool = True) -> MtpHead | None:
-    """Read the model's MTP head, without weights unless `numbers`. Raises one of `MLX_LM_RAISES`.
-
-    None, with a line on standard error, for one that is not complete or fits no model.
-    """
+    """Read the MTP head, if it is complete and fits, with weights for `numbers`. Raises `MLX_LM_RAISES`."""
     try:
         place = mtp_place(config)
         head = _read(folder, config, place) if place and _has_head(folder, place) else None
@@ -158,7 +152,6 @@ def read_head(folder: Path, config: Config, *, numbers: bool = True) -> MtpHead 
         if code_of(error, Code.MODEL_INVALID) is not Code.MODEL_INVALID:
             raise
         sys.stderr.write(f"{folder.name} is served without its MTP head: {brief(error)}\n")
-        sys.stderr.flush()
         return None
 
 

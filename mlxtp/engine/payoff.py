@@ -24,20 +24,14 @@ RECENT_STEPS = 1000  #: steps over which the gain in heartbeats is averaged
 
 @dataclass(slots=True)
 class DraftUse:
-    """Use of drafts in an epoch, for heartbeats.
+    """Use of drafts in an epoch, for heartbeats."""
 
-    drafted, accepted   tokens by PROPOSERS
-    right_at            drafts that were right, by their place in the draft
-    steps, widths       decode steps, and the sum of the most tokens that each fed one row
-    mtp                 the model's MTP head is loaded
-    """
-
-    drafted: list[int] = field(default_factory=lambda: [0] * len(PROPOSERS))
+    drafted: list[int] = field(default_factory=lambda: [0] * len(PROPOSERS))  # tokens by PROPOSERS
     accepted: list[int] = field(default_factory=lambda: [0] * len(PROPOSERS))
-    right_at: list[int] = field(default_factory=lambda: [0] * MOST_DRAFTED)
+    right_at: list[int] = field(default_factory=lambda: [0] * MOST_DRAFTED)  # by their place in the draft
     steps: int = 0
-    widths: int = 0
-    mtp: bool = False
+    widths: int = 0  # sum of the most tokens that each step fed one row
+    mtp: bool = False  # the model's MTP head is loaded
     _took_s: float = 0.0
     _plain_s: float = 0.0
 

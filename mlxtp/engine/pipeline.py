@@ -53,13 +53,6 @@ class LayerTrace:
 class Stage:
     """Layers `first` to `end` (exclusive) of `model`, which `rank` of `ranks` computes.
 
-    hidden    numbers of one token between two layers
-    layers    numbers of the layers that have weights
-    embeds    it has the embedding
-    chooses   it has the output head
-    given     hidden states [B, L, hidden] that the next forward begins with, if it embeds no tokens
-    counting  each stage has a cache that counts positions
-
     Raises ModelError (MODEL_UNSUPPORTED) when other ranks would need more than hidden states.
     """
 
@@ -69,8 +62,8 @@ class Stage:
         self.rank, self.ranks = rank, len(split)
         self.first = sum(split[rank + 1 :])
         self.end = self.first + split[rank]
-        self.embeds, self.chooses = self.first == 0, rank == 0
-        self.given: mx.array | None = None
+        self.embeds, self.chooses = self.first == 0, rank == 0  # it has the embedding, or the output head
+        self.given: mx.array | None = None  # hidden states [B, L, hidden] that the next forward begins with
         self._empty: list[Any] = make_prompt_cache(model)
         try:
             facts = trace_layers(model, self._empty)
@@ -80,6 +73,7 @@ class Stage:
         spans = [(sum(split[each + 1 :]), sum(split[each:])) for each in range(self.ranks)]
         owned = [self._owned(facts, *span) for span in spans]
         self._own = owned[rank]
+        #: Each stage has a cache that counts positions.
         self.counting = all(any(counts_positions(self._empty[number]) for number in each) for each in owned)
         self._check(facts)
         self._stand_ins = [self._stand_in(number) for number in range(len(self._empty))]

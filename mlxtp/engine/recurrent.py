@@ -26,22 +26,14 @@ def _attributes(*names: str) -> Callable[[Any], dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Recurrence:
-    """Kind of mlx-lm's recurrent layers, by names in its code. Their caches have convolutions, then a state.
+    """Kind of mlx-lm's recurrent layers, by names in its code. Their caches: convolutions, then a state."""
 
-    inputs     for each convolution the attribute with one more than the inputs that it holds
-    update     function of the module, or method, that computes the recurrence; "" for convolutions alone
-    taken      its arguments of each token, [rows, tokens, ...], that change the state
-    read       those which do not, each with one of `taken` of its shape
-    constants  function that returns its further arguments for a layer
-    together   it takes several tokens and a mask, with the bits of one token after the other
-    """
-
-    inputs: tuple[str, ...] = ("conv_kernel_size",)
-    update: str = ""
-    taken: tuple[str, ...] = ()
-    read: tuple[tuple[str, str], ...] = ()
-    constants: Callable[[Any], dict[str, Any]] = lambda _: {}
-    together: bool = False
+    inputs: tuple[str, ...] = ("conv_kernel_size",)  # attributes, one more than a convolution's inputs
+    update: str = ""  # function of the module, or method, of the recurrence; "" for convolutions alone
+    taken: tuple[str, ...] = ()  # its arguments of each token, [rows, tokens, ...], that change the state
+    read: tuple[tuple[str, str], ...] = ()  # those which do not, each with one of `taken` of its shape
+    constants: Callable[[Any], dict[str, Any]] = lambda _: {}  # its further arguments for a layer
+    together: bool = False  # it takes several tokens and a mask, with the bits of one after another
 
     @property
     def size(self) -> int:
@@ -184,17 +176,12 @@ def views_of(
 
 @dataclass(slots=True)
 class States:
-    """States of the rows of a bucket.
-
-    kept     those of each layer, as in `StateView`
-    held     the tokens of each row that the states hold
-    waiting  how many more were fed to each row, of which only some may stand
-    """
+    """States of the rows of a bucket."""
 
     kind: Recurrence
-    kept: list[list[mx.array]]
-    held: list[int]
-    waiting: int = 0
+    kept: list[list[mx.array]]  # those of each layer, as in `StateView`
+    held: list[int]  # the tokens of each row that the states hold
+    waiting: int = 0  # how many more were fed to each row, of which only some may stand
 
     @property
     def arrays(self) -> list[mx.array]:

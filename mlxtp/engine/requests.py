@@ -18,19 +18,8 @@ import mlx.core as mx
 from ..admission_counter import FairQueue
 from ..chunks import bounded
 from ..errors import Code, MlxtpError, RequestError
+from ..wire import messages as msg
 from ..wire.blocking import BlockingLink
-from ..wire.messages import (
-    Accepted,
-    Delta,
-    Error,
-    Finished,
-    Forward,
-    Generate,
-    Loaded,
-    LoadShard,
-    Prefilled,
-    ScoredDelta,
-)
 from . import kv_cache, steps
 from .batch import unfused_drafts
 from .disk_index import DiskIndex
@@ -75,9 +64,12 @@ class Emitter:
             self._emit_scored(scored)
             tokens = [token for token in tokens if token.score is None]
         if tokens:
-            self._pipe.send(Delta(*zip(*[(t.uid, t.index, t.token) for t in tokens], strict=True)))
+            self._pipe.send(msg.Delta(*zip(*[(t.uid, t.index, t.token) for t in tokens], strict=True)))
         for outcome in outcomes:
-            if isinstance(outcome, Finished | Error) and self._open.pop(outcome.uid, None) is not None:
+            if (
+                isinstance(outcome, msg.Finished | msg.Error)
+                and self._open.pop(outcome.uid, None) is not None
+            ):
                 self._pipe.send(outcome)
 
     def _emit_scored(self, tokens: list[SampledToken]) -> None:
@@ -85,7 +77,7 @@ class Emitter:
             run = list(group)
             scores = [token.score for token in run if token.score is not None]
             self._pipe.send(
-                ScoredDelta(
+                msg.ScoredDelta(
                     uid,
                     run[0].index,
                     tuple(token.token for token in run),
@@ -97,17 +89,17 @@ class Emitter:
             )
 
     def accept(self, uid: int) -> None:
-        self._pipe.send(Accepted(uid))
+        self._pipe.send(msg.Accepted(uid))
 
     def prefilled(self, uid: int, computed: int, cached: int) -> None:
         now = self._clock()
         if self._open.get(uid, math.inf) <= now:
             self._open[uid] = now + PROGRESS_S
-            self._pipe.send(Prefilled(uid, computed, cached))
+            self._pipe.send(msg.Prefilled(uid, computed, cached))
 
     def send_error(self, uid: int, code: Code, detail: str) -> None:
         self._open.pop(uid, None)
-        self._pipe.send(Error(code, detail, uid))
+        self._pipe.send(msg.Error(code, detail, uid))
 
     def fail_all(self, code: Code, detail: str) -> None:
         for uid in sorted(self._open):
@@ -147,7 +139,7 @@ class Requests:
         self._emitter = emitter
         self._policy: Policy | None = None
         self._grammars: Grammars | None = None
-        self._compiling: dict[int, Generate] = {}
+        self._compiling: dict[int, msg.Generate] = {}
         #: Grammars that wait to be compiled, by kind and text: the number in FairQueue and the client.
         self._lined_up: dict[tuple[str, str], tuple[int, int]] = {}
         self._turns = FairQueue()
@@ -157,7 +149,7 @@ class Requests:
         self._context = self._vocabulary = 0
         self._last_uid = 0
 
-    def open(self, command: LoadShard, reply: Loaded, drafter: DraftModel | None) -> int:
+    def open(self, command: msg.LoadShard, reply: msg.Loaded, drafter: DraftModel | None) -> int:
         """Begin with a model that all ranks loaded. Returns the tokens of the longest sequence that fits."""
         rank, bootstrap = self._rank, self._rank.bootstrap
         assert rank.loaded is not None
@@ -167,6 +159,9 @@ class Requests:
         gpu, stages = mx.metal.is_available(), max(len(command.split), 1)
         most = bounded(command.prefill_chunk, large_buffers=bootstrap.large_buffers)
         chunk, beside, chunk_s = steps.chunk_sizes(most, gpu=gpu, stages=stages)
+        score = score_bytes(model, command.kv_bits) if gpu else 0
+        # A quarter of what caches leave free, which is a third of their room.
+        scores_bytes = max(reply.kv_bytes // 3 // 4, LEAST_FOR_SCORES)
         self._policy = Policy(
             eos=rank.eos,
             prefill_chunk=chunk,
@@ -190,7 +185,7 @@ class Requests:
             run_ahead=bootstrap.run_ahead,
             mtp=PROPOSES if reply.mtp else 0,
             unfused=unfused_drafts(*attention_heads(model)) if gpu else range(0),
-            scores=_scores(reply, score_bytes(model, command.kv_bits)) if gpu else UNLIMITED,
+            scores=scores_bytes // score if score else UNLIMITED,
         )
         self._start_over()
         self._shaping.prepare(self._vocabulary, rank.eos)
@@ -198,7 +193,7 @@ class Requests:
         self._grammars.read()
         return kv_cache.fitting(self._policy.kv_tokens - self._policy.row_tokens)
 
-    def resize(self, reply: Loaded, *, clear: bool) -> int:
+    def resize(self, reply: msg.Loaded, *, clear: bool) -> int:
         """No forward may run. `clear` evicts kept caches. Returns as `open`."""
         assert self._policy is not None
         assert self.scheduler is not None
@@ -247,7 +242,7 @@ class Requests:
         self.scheduler = Scheduler(self._policy, prefixes, self._last_uid, disk)
         self.scheduler.speculation.use = self._rank.status.drafts
 
-    def admit(self, request: Generate) -> None:
+    def admit(self, request: msg.Generate) -> None:
         shaping, new, why, code = request.shaping, request.max_tokens, "", Code.BAD_REQUEST
         self._emitter.admit(request.uid)
         prompt = len(request.tokens) - request.answered
@@ -265,7 +260,7 @@ class Requests:
         else:
             self._start(request, None)
 
-    def _compile(self, request: Generate) -> None:
+    def _compile(self, request: msg.Generate) -> None:
         assert self._grammars is not None
         kind, text = request.shaping.grammar_kind, request.shaping.grammar
         if (grammar := self._grammars.kept(kind, text)) is not None:
@@ -305,11 +300,11 @@ class Requests:
             else:
                 self._start(request, outcome)
 
-    def _who_waits_for(self, kind: str, text: str) -> list[Generate]:
+    def _who_waits_for(self, kind: str, text: str) -> list[msg.Generate]:
         waiting = self._compiling.values()
         return [r for r in waiting if (r.shaping.grammar_kind, r.shaping.grammar) == (kind, text)]
 
-    def _start(self, request: Generate, grammar: Grammar | None) -> None:
+    def _start(self, request: msg.Generate, grammar: Grammar | None) -> None:
         assert self.scheduler is not None
         guide: Guided | None = None
         try:
@@ -322,7 +317,7 @@ class Requests:
             self._emitter.send_error(request.uid, error.code, error.detail)
             return
         if guide is not None and guide.finished:  # the answer is complete except for its end
-            self.emit((Finished(request.uid, "length" if guide.cut else "stop", request.answered, 0),))
+            self.emit((msg.Finished(request.uid, "length" if guide.cut else "stop", request.answered, 0),))
             return
         self._shaping.enter(request, guide)
         if not request.answered:  # an answer that has begun is not ended for lack of room
@@ -334,7 +329,7 @@ class Requests:
             wanted = request.shaping.grammar_kind, request.shaping.grammar
             if not self._who_waits_for(*wanted):
                 self._lined_up.pop(wanted, None)
-            self.emit((Finished(uid, "cancel", 0, 0),))
+            self.emit((msg.Finished(uid, "cancel", 0, 0),))
         elif self.scheduler is not None and (end := self.scheduler.cancel(uid)):
             self.emit((end,))
 
@@ -359,11 +354,11 @@ class Requests:
                 self._forget(outcome.uid)
         self._emitter.emit(outcomes)
 
-    def prefilled(self, forward: Forward, reads: Sequence[SequenceState]) -> None:
+    def prefilled(self, forward: msg.Forward, reads: Sequence[SequenceState]) -> None:
         for sequence, offset in zip(reads, forward.positions, strict=True):
             self._emitter.prefilled(sequence.request, offset, sequence.progress.reused)
 
-    def feeds(self, forward: Forward, reads: Sequence[SequenceState]) -> None:
+    def feeds(self, forward: msg.Forward, reads: Sequence[SequenceState]) -> None:
         for sequence in reads:
             self._waiting_since.pop(sequence.request, None)
             self._shaping.assign(sequence.uid, sequence.request)
@@ -375,10 +370,5 @@ class Requests:
                 fed += width
 
 
-def _scores(reply: Loaded, each: int) -> int:
-    """Return the most scores of `each` bytes: a quarter of what caches leave free, a third of their room."""
-    return max(reply.kv_bytes // 3 // 4, LEAST_FOR_SCORES) // each if each else UNLIMITED
-
-
-def _room(reply: Loaded) -> int:
+def _room(reply: msg.Loaded) -> int:
     return reply.kv_bytes // reply.kv_token_bytes if reply.kv_token_bytes else UNLIMITED

@@ -168,8 +168,6 @@ class Runner:
         self._inputs = self.border.tokens if self.border.stage else InputBatch()
         self.forwards = 0  # forwards of this runner, prefill chunks and steps
 
-    # --- forwards ------------------------------------------------------------------------------------
-
     def run(self, frame: Forward, known: Callable[[], object] | None = None) -> Chosen:
         """Queue one forward. Raises GroupError (DESYNC) for a step of other rows or lengths than this rank's.
 
@@ -307,8 +305,6 @@ class Runner:
             pairs = inputs.chose(found[2], found[1], found[0])
             found += self._model.follow(parts, (1,), (chunk,), pairs, drafts=drafts)
         mx.eval(found, self._batch.arrays())
-
-    # --- sequences -----------------------------------------------------------------------------------
 
     def stop(self, uid: int, keep: int, covers: tuple[int, ...] = ()) -> int:
         """Remove a sequence, keep `keep` tokens of its cache, overlapped by `covers`; returns the number of

@@ -156,10 +156,8 @@ class Sampler:
 
 
 def draw(weights: mx.array, uniform: mx.array) -> mx.array:
-    """Draw tokens int32 [R, L] in proportion to `weights` [R, L, V] by `uniform` [R, L, 1]; never weight 0.
-
-    The cumulative sum is in blocks, because a running one would lose a long tail of rare tokens to rounding.
-    """
+    """Draw tokens int32 [R, L] in proportion to `weights` [R, L, V] by `uniform` [R, L, 1]; never of 0."""
+    # By blocks, because a running sum would lose a long tail of rare tokens to rounding.
     pad = -weights.shape[-1] % _BLOCK
     blocks = mx.pad(weights, [(0, 0), (0, 0), (0, pad)]).reshape(*weights.shape[:-1], -1, _BLOCK)
     within = mx.cumsum(blocks, axis=-1)

@@ -17,23 +17,11 @@ from itertools import chain
 
 from ..errors import Code, MlxtpError, RequestError
 from ..wire.messages import MAX_PROMPTS, Arrange, Error, Finished, Forward, Generate, PromptPart
-from . import kv_cache
+from . import kv_cache, steps
 from .disk_index import DiskIndex
 from .kv_cache import KVCacheManager, PrefixCache
 from .sequence import FedRow, Lanes, SequenceState, WaitingQueue
 from .speculation import Speculation
-from .steps import (
-    Agreement,
-    Chunks,
-    DecodeFrame,
-    ExchangeKind,
-    Guide,
-    Policy,
-    Score,
-    StepResult,
-    StopReason,
-    within,
-)
 
 #: Prompts that are partly computed at once. Long ones alternate, and those of one chunk do not count.
 MAX_PREFILLING = 4
@@ -41,15 +29,12 @@ MAX_PREFILLING = 4
 
 @dataclass(frozen=True, slots=True)
 class QueuedForward:
-    """Forward that was queued: rows for which it chooses, and what it reads of prompts.
-
-    `late`: rank 0 chooses once the tokens of the forward before are known, because a grammar needs them.
-    """
+    """Forward that was queued: rows for which it chooses, and what it reads of prompts."""
 
     rows: tuple[FedRow, ...]
     reads: tuple[SequenceState, ...] = ()
     tokens: int = 0
-    late: bool = False
+    late: bool = False  # rank 0 chooses once the tokens of the forward before are known, for a grammar
 
 
 NO_FORWARD = QueuedForward(())  #: for frames that are no forward
@@ -58,7 +43,7 @@ NO_FORWARD = QueuedForward(())  #: for frames that are no forward
 class Scheduler:
     def __init__(
         self,
-        policy: Policy,
+        policy: steps.Policy,
         prefixes: PrefixCache | None = None,
         last_uid: int = 0,
         disk: DiskIndex | None = None,
@@ -78,14 +63,14 @@ class Scheduler:
         self.in_flight: deque[QueuedForward] = deque()
         self._lanes = Lanes(self._running, policy.stages)
         self._spilled = False  # True if the last frame was a block for the disk
-        self._late: list[StepResult] = []  # sent to clients with the next results
+        self._late: list[steps.StepResult] = []  # sent to clients with the next results
         self._budget = policy.prefill_chunk
-        self._chunks = Chunks(policy)
+        self._chunks = steps.Chunks(policy)
 
     def __len__(self) -> int:
         return len(self._requests)
 
-    def add(self, wants: Generate, guide: Guide | None = None) -> None:
+    def add(self, wants: Generate, guide: steps.Guide | None = None) -> None:
         """Raises MlxtpError (CONTEXT_OVERFLOW) when the request could not run even alone."""
         prompt = len(wants.tokens) - wants.answered
         needed = kv_cache.capacity(prompt + wants.max_tokens) + self._policy.row_tokens
@@ -119,9 +104,7 @@ class Scheduler:
         if not larger:
             self.frames.append(Arrange(trim=True))
 
-    # --- frames --------------------------------------------------------------------------------------
-
-    def next(self) -> DecodeFrame | None:
+    def next(self) -> steps.DecodeFrame | None:
         """Return the next frame, or None when there is nothing to run before more results or requests arrive.
 
         Ended sequences leave first. Then prompts run, at most one chunk of tokens between two decode steps,
@@ -238,7 +221,7 @@ class Scheduler:
             source, take = self._kv.start_from(sequence, may_take=may_take)
         progress = sequence.progress
         offset = progress.prefilled
-        limit = within(self._policy.scores, offset, limit)
+        limit = steps.within(self._policy.scores, offset, limit)
         end = min([offset + limit, progress.prompt, *[at for at in progress.saves if at > offset]])
         self._budget -= end - offset
         progress.prefilled = end
@@ -331,16 +314,14 @@ class Scheduler:
             self._stop(sequence, "length")
         return FedRow(sequence, drafts, forced)
 
-    # --- results -------------------------------------------------------------------------------------
-
     def record(
         self,
         tokens: tuple[int, ...],
-        scores: Mapping[int, Sequence[Score]] | None = None,
+        scores: Mapping[int, Sequence[steps.Score]] | None = None,
         took_s: float = 0.0,
         at_s: float = 0.0,
         proposed: Sequence[tuple[int, ...]] = (),
-    ) -> list[StepResult]:
+    ) -> list[steps.StepResult]:
         """Take the choice of the oldest forward in flight; returns the results for clients.
 
         `tokens`: in row order, as many as each row was fed; `scores`: by uid; `took_s`: seconds, 0 where
@@ -382,11 +363,11 @@ class Scheduler:
             self.speculation.record(rows, given_tokens, at_s, complete=live == len(rows))
         return outcomes
 
-    def late(self) -> list[StepResult]:
+    def late(self) -> list[steps.StepResult]:
         outcomes, self._late = self._late, []
         return outcomes
 
-    def _finish(self, sequence: SequenceState, reason: StopReason) -> None:
+    def _finish(self, sequence: SequenceState, reason: steps.StopReason) -> None:
         self._stop(sequence, reason)
         del self._requests[sequence.request]
 
@@ -394,7 +375,7 @@ class Scheduler:
         self._finish(sequence, "error")
         return Error(error.code, error.detail, sequence.request)
 
-    def _stop(self, sequence: SequenceState, reason: StopReason) -> None:
+    def _stop(self, sequence: SequenceState, reason: steps.StopReason) -> None:
         if sequence.stopped:
             return
         sequence.stopped = True
@@ -446,10 +427,10 @@ def _take_out(sequence: SequenceState, running: list[SequenceState]) -> None:
     running.pop()
 
 
-def _exchange(rows: Sequence[SequenceState]) -> ExchangeKind:
+def _exchange(rows: Sequence[SequenceState]) -> steps.ExchangeKind:
     return "logits" if any(sequence.exchange == "logits" for sequence in rows) else "winners"
 
 
-def _agreement(policy: str, rows: Sequence[SequenceState]) -> Agreement:
+def _agreement(policy: str, rows: Sequence[SequenceState]) -> steps.Agreement:
     unlike = policy == "broadcast-draws" and _exchange(rows) == "logits"
     return "broadcast" if policy == "broadcast" or unlike or any(row.shaped for row in rows) else "verify"

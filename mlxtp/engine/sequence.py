@@ -17,19 +17,16 @@ from .steps import EndReason, ExchangeKind, Guide, SampledToken, Score, StepResu
 
 @dataclass(slots=True, eq=False, repr=False)
 class BlockFetch:
-    """Blocks of a prompt that all ranks read from disk, until its sequence starts behind them.
-
-    phase   "late" ones have been given up, and a disk hangs until the last rank replies; those "held" are a
-            kept cache of each rank
-    """
+    """Blocks of a prompt that all ranks read from disk, until its sequence starts behind them."""
 
     uid: int  # of the cache that they become
     block: int  # tokens of a block
     wanted: int
     sequence: SequenceState | None  # None once it no longer waits
-    blocks: int
-    silent: set[int]
-    until: float = inf
+    blocks: int  # those that every rank has which has replied
+    silent: set[int]  # the other ranks
+    until: float = inf  # when these are late
+    #: "late" ones are given up, and a disk hangs until the last rank replies; "held" are each rank's cache.
     phase: Literal["reading", "late", "held"] = "reading"
 
 

@@ -185,14 +185,10 @@ class ShardedEmbedding(ShardedHead):
 class Vocabulary:
     """Division of one loaded model's vocabulary among the ranks.
 
-    share    rows on each rank, the size divided and rounded up; the last ranks' rows beyond it are padding
-    first    the token of this rank's first row
-    chooses  this rank has logits
-
     Without known `embedding` and `head`, `given` is not used and the embeddings of `winners` are empty.
     """
 
-    chooses = True
+    chooses = True  # this rank has logits
 
     def __init__(
         self,
@@ -203,8 +199,8 @@ class Vocabulary:
     ) -> None:
         self.size = size
         self.group = group
-        self.share = -(-size // group.size)
-        self.first = group.rank * self.share
+        self.share = -(-size // group.size)  # rows on each rank; the last ranks' beyond the size are padding
+        self.first = group.rank * self.share  # the token of this rank's first row
         self.embedding = embedding
         self.head = head
         self._real = size

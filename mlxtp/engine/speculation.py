@@ -7,22 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..wire.messages import MAX_WIDTH, RESTS
+from . import payoff
 from .lookup import Lookup
-from .payoff import (
-    SHORT,
-    DraftPolicy,
-    DraftUse,
-    Proposer,
-    RowOptions,
-    Source,
-    StepKind,
-    bucket,
-    source_of_match,
-)
 from .sequence import FedRow, SequenceState
 from .steps import Policy
 
-HEAD: Source = ("mtp", 0)
+HEAD: payoff.Source = ("mtp", 0)
 LEAST_LEFT = 8  #: tokens that a row still gets; fewer, as in a warm-up, would judge the MTP head by its costs
 LOOKED_UP = 32_768  # tokens of a prompt, from its end, that are searched for drafts
 
@@ -37,35 +27,32 @@ class _Step:
     proposed: bool = False
     asked: int = 0
 
-    def kind(self, rows: int, width: int) -> StepKind:
-        proposer: Proposer = "draft" if self.proposed else "mtp" if self.asked > 0 else "lookup"
+    def kind(self, rows: int, width: int) -> payoff.StepKind:
+        proposer: payoff.Proposer = "draft" if self.proposed else "mtp" if self.asked > 0 else "lookup"
         is_plain = not (width or self.waited or self.proposed or self.asked > 0)
-        return StepKind(rows, 0 if is_plain else 1 + bucket(width), proposer)
+        return payoff.StepKind(rows, 0 if is_plain else 1 + payoff.bucket(width), proposer)
 
 
 class Speculation:
-    """Drafts and forced tokens of the `running` rows, as many as pay.
-
-    Unless times may decide for all, each row has its own `DraftPolicy`, so that no other row changes it.
-    """
+    """Drafts and forced tokens of the `running` rows, as many as pay."""
 
     def __init__(self, policy: Policy, running: Sequence[SequenceState]) -> None:
-        self.choice = DraftPolicy()
-        self.use = DraftUse()
+        self.choice = payoff.DraftPolicy()  # unless times may not decide: then no other row changes a row's
+        self.use = payoff.DraftUse()
         self._policy = policy
         self._running = running
         #: By request, until the next results: the source and the number of its drafts.
-        self._plans: dict[int, tuple[Source, int]] | None = None
+        self._plans: dict[int, tuple[payoff.Source, int]] | None = None
         self._steps: deque[_Step] = deque()
         #: Kind and time of the last step, and whether another one was on its way then.
-        self._last: tuple[StepKind, float, bool] | None = None
+        self._last: tuple[payoff.StepKind, float, bool] | None = None
 
     def join(self, sequence: SequenceState) -> None:
         drafts = sequence.drafts
         self._plans, drafts.mtp_stale = None, False
         if self._policy.rolls_back and self._policy.drafts != "off" and drafts.lookup is None:
             drafts.lookup = Lookup(sequence.tokens[-LOOKED_UP:])
-            drafts.choice = None if self._policy.timed else DraftPolicy()
+            drafts.choice = None if self._policy.timed else payoff.DraftPolicy()
 
     def must_wait(self, sequence: SequenceState) -> bool:
         if sequence.drafting or sequence.known_at > sequence.generated:
@@ -176,7 +163,7 @@ class Speculation:
                 usual_s = self.choice.costs.plain_s(len(rows)) * tokens / len(rows)
                 self.use.took(took_s, took_s if plain else usual_s)
             if not kind.fed and last[0].fed and self._policy.run_ahead:
-                kind = StepKind(len(rows), 1)  # it did not run ahead yet, because of the drafts before it
+                kind = payoff.StepKind(len(rows), 1)  # it did not run ahead yet, after the drafts before it
             elif plain and self._last[2] != last[2]:
                 took_s = 0.0  # the last one that ran ahead: the host was late with the result before it
         self.choice.step(kind, tokens, took_s, paid=not forced)
@@ -184,12 +171,12 @@ class Speculation:
     def prompted(self) -> None:
         self._plans = self._last = None
 
-    def _planned(self) -> Mapping[int, tuple[Source, int]]:
+    def _planned(self) -> Mapping[int, tuple[payoff.Source, int]]:
         if self._plans is not None:
             return self._plans
         self._plans = {}
         longest = max([row.progress.position for row in self._running], default=0)
-        self.choice.costs.context = (longest // SHORT).bit_length()
+        self.choice.costs.context = (longest // payoff.SHORT).bit_length()
         if (room := self._room()) < 1:
             return self._plans
         options = [self._options(row) for row in self._running]
@@ -210,13 +197,13 @@ class Speculation:
         self._plans = plans
         return plans
 
-    def _options(self, row: SequenceState) -> RowOptions:
+    def _options(self, row: SequenceState) -> payoff.RowOptions:
         limit = min(row.wants.max_tokens - row.generated - 1, MAX_WIDTH - 1)
-        sources: dict[Source, int] = {}
+        sources: dict[payoff.Source, int] = {}
         if (lookup := row.drafts.lookup) is not None and limit > 0:
             mode = self._policy.drafts
             if lookup.matched and mode in ("auto", "lookup"):
-                sources[source_of_match(lookup.matched)] = limit
+                sources[payoff.source_of_match(lookup.matched)] = limit
             has_head = self._policy.mtp and not row.drafts.mtp_stale
             if has_head and mode in ("auto", "mtp") and limit >= LEAST_LEFT:
                 sources[HEAD] = min(limit, self._policy.mtp)
@@ -227,7 +214,7 @@ class Speculation:
             sources = {source: min(limit, most) for source, limit in sources.items() if most}
         return sources, row.drafts.shares
 
-    def _choice_of(self, row: SequenceState) -> DraftPolicy:
+    def _choice_of(self, row: SequenceState) -> payoff.DraftPolicy:
         return row.drafts.choice or self.choice
 
     def _rows(self) -> int:

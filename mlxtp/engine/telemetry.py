@@ -80,8 +80,7 @@ Phase = Literal[
     "starting", "forming", "proving", "loading", "idle", "measuring", "prefill", "decode", "closing"
 ]
 
-#: Least seconds that the main thread has to return from its current work.
-LEAST_PATIENCE_S = 1.0
+LEAST_PATIENCE_S = 1.0  # that the main thread has to return from its current work
 RECENT = 0.1  # weight of the newest forward in the averages
 #: The same for the expected time, when the newest took longer, such as to compile kernels, and when less.
 _SLOWER, _FASTER = 0.05, 0.3

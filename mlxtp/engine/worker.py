@@ -25,19 +25,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from ..errors import TERMINATED_STATUS, WEDGED_STATUS, Code, GroupError, LinkError, MlxtpError, exit_status
+from ..wire import messages as msg
 from ..wire.blocking import BlockingLink
-from ..wire.messages import (
-    PROTOCOL_VERSION,
-    Bootstrap,
-    Done,
-    Error,
-    FetchedBlocks,
-    Hello,
-    Message,
-    Ping,
-    SessionEnd,
-    Shutdown,
-)
 from ..wire.rank_process import FREE_S, take_over
 from ..wire.session import LinkKind, LinkState, Received, Session, Side
 from .decode_links import open_links
@@ -113,13 +102,13 @@ class RankProcessLinks:
         if self._reporting.acquire(blocking=False):
             self._exit_status = exit_status(error.code)
             self.status.recorder.last_words(error.code, error.detail)
-            word = Error(error.code, error.detail, 0)  # not the error itself, whose traceback holds the model
+            word = msg.Error(error.code, error.detail, 0)  # not the error, whose traceback holds the model
             telling = threading.Thread(target=self._tell, args=(word,), daemon=True)
             telling.start()
             telling.join(REPORT_S)
         return self._exit_status
 
-    def _tell(self, word: Error) -> None:
+    def _tell(self, word: msg.Error) -> None:
         for link in (self.pipe, *self._decode):
             # The peer of a link that is broken or not open yet notices its end.
             with contextlib.suppress(MlxtpError, OSError):
@@ -148,10 +137,7 @@ class RankProcessLinks:
             raise Terminated
 
     def leave(self, status: int = 0, *, wait: bool = True) -> NoReturn:
-        """Free memory on the main thread, then end without destructors that could wait for other ranks.
-
-        First waits for forwards in flight that can end. Over JACCL, SystemExit also gives back its devices.
-        """
+        """Free memory on the main thread, then end without destructors that could wait for other ranks."""
         self._leaving.set()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         status = self._exit_status or status
@@ -197,7 +183,7 @@ class RankProcessLinks:
 
     def listen_to_agent(self) -> None:
         def deliver(received: Received) -> None:
-            if isinstance(received.message, Ping):
+            if isinstance(received.message, msg.Ping):
                 with contextlib.suppress(LinkError):  # this end may just have sent its last message
                     self.pipe.send(self.status.pong())
             else:
@@ -209,13 +195,13 @@ class RankProcessLinks:
         self._decode.append(link)
 
         def deliver(received: Received) -> None:
-            if isinstance(received.message, Error) and link.protocol.state is LinkState.FAILED:
+            if isinstance(received.message, msg.Error) and link.protocol.state is LinkState.FAILED:
                 detail = received.message.detail
                 detail = detail if detail.startswith("rank ") else f"rank {rank}: {detail}"
                 code = Code(received.message.code)
                 self._finishes = code is Code.DESYNC
                 self.abort(GroupError(detail, code))
-            elif isinstance(received.message, FetchedBlocks):  # it comes between Acks
+            elif isinstance(received.message, msg.FetchedBlocks):  # it comes between Acks
                 self.mail.post(DISK, (rank, received.message))
             else:
                 self.mail.post(rank, received)
@@ -236,7 +222,7 @@ def _at_most(seconds: float, status: int) -> Iterator[None]:
 
 def run(process: RankProcessLinks, listener: socket.socket | None, identity: Path | None) -> None:
     pipe, mail = process.pipe, process.mail
-    pipe.send(Hello(PROTOCOL_VERSION, process.rank, os.getpid(), os.urandom(16), b""))
+    pipe.send(msg.Hello(msg.PROTOCOL_VERSION, process.rank, os.getpid(), os.urandom(16), b""))
     process.listen_to_agent()
     # imports MLX, which takes a second during which the agent already sees this rank
     import mlx.core as mx
@@ -256,7 +242,7 @@ def run(process: RankProcessLinks, listener: socket.socket | None, identity: Pat
     from .logit_shaping import RequestShaping
     from .sampler import LogitShaping
 
-    shaping = RequestShaping()
+    shaping, ours = RequestShaping(), (bootstrap.rank, bootstrap.world_size, pipe.send)
     rank = RankExecutor(
         bootstrap,
         process.epoch,
@@ -264,7 +250,7 @@ def run(process: RankProcessLinks, listener: socket.socket | None, identity: Pat
         process.status,
         counter,
         shaping=LogitShaping() if process.rank else shaping,
-        exchange=_exchange(process, bootstrap),
+        exchange=SideChannelExchange(*ours, lambda s: mail.receive(AGENT, s).message, bootstrap.round_s),
         post=partial(mail.post, DISK),
     )
     process.memory = rank
@@ -272,7 +258,7 @@ def run(process: RankProcessLinks, listener: socket.socket | None, identity: Pat
 
     if process.keeps_warm and mx.metal.is_available():  # nothing but Metal un-wires weights
         mail.warm = KeepWarm(mail, lambda: rank.loaded is not None)
-    pipe.send(Done(jaccl=is_available("jaccl"), gpu_bytes=gpu_bytes()))
+    pipe.send(msg.Done(jaccl=is_available("jaccl"), gpu_bytes=gpu_bytes()))
     process.status.enter("idle")
     if process.rank == 0:
         from .decode_loop import DecodeLoop, Followers
@@ -285,31 +271,21 @@ def run(process: RankProcessLinks, listener: socket.socket | None, identity: Pat
         ServeLoop(rank, mail, links[0]).run()
         process.obeying = False
         _await_shutdown(mail)
-    pipe.send(Done())
-    pipe.send(SessionEnd())
+    pipe.send(msg.Done())
+    pipe.send(msg.SessionEnd())
 
 
-def _bootstrap(process: RankProcessLinks) -> Bootstrap:
-    while not isinstance(message := process.mail.receive(AGENT, None).message, Bootstrap):
-        if isinstance(message, Shutdown):
-            process.pipe.send(Done())
-            process.pipe.send(SessionEnd())
+def _bootstrap(process: RankProcessLinks) -> msg.Bootstrap:
+    while not isinstance(message := process.mail.receive(AGENT, None).message, msg.Bootstrap):
+        if isinstance(message, msg.Shutdown):
+            process.pipe.send(msg.Done())
+            process.pipe.send(msg.SessionEnd())
             process.leave()
     return message
 
 
-def _exchange(process: RankProcessLinks, bootstrap: Bootstrap) -> SideChannelExchange:
-    def receive(timeout_s: float) -> Message:
-        message: Message = process.mail.receive(AGENT, timeout_s).message
-        return message
-
-    return SideChannelExchange(
-        bootstrap.rank, bootstrap.world_size, process.pipe.send, receive, bootstrap.round_s
-    )
-
-
 def _await_shutdown(mail: Mailbox) -> None:
-    while not ((received := mail.take(AGENT)) and isinstance(received.message, Shutdown)):
+    while not ((received := mail.take(AGENT)) and isinstance(received.message, msg.Shutdown)):
         while mail.take(LEADER):  # a SIGTERM may have come after the Shutdown of rank 0
             pass
         mail.wait(of=(AGENT, LEADER))
@@ -320,7 +296,9 @@ def _await_shutdown(mail: Mailbox) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a rank process. Exits with 0, TERMINATED_STATUS, WEDGED_STATUS or the `exit_status` of an error."""
-    _die_with_parent()
+    if sys.platform == "linux":  # the kernel ends this process with its agent; else the end of the pipe does
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     atexit.register(_LAST.close)  # before MLX is imported, because what is registered first runs last
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the agent decides
     parser = argparse.ArgumentParser(prog="mlxtp.engine.worker", description="One rank; started by an agent.")
@@ -363,13 +341,6 @@ def _run_or_fail(
         words = f"rank {process.rank}{what}: {type(error).__name__}: {error}"
         return process.report(GroupError(words, code)), False
     return 0, True
-
-
-def _die_with_parent() -> None:
-    """On Linux, have the kernel end this process with its agent. Else the end of the pipe does."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 if __name__ == "__main__":

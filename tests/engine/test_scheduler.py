@@ -1862,6 +1862,23 @@ def test_lanes_of_a_pipeline_alternate_and_lose_nothing(stages: int, rolls_back:
     assert overlapped > 30
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+def test_rows_of_mlx_lms_batches_are_arranged_by_lanes_alone(stages: int) -> None:
+    simulation = Simulation(stages=stages, rolls_back=False)
+    arranged, make = list[DecodeFrame](), simulation.ranks.make
+
+    def note(move: DecodeFrame, *known: Any) -> Any:
+        if isinstance(move, Arrange):
+            arranged.append(move)
+        return make(move, *known)
+
+    simulation.ranks.make = note  # type: ignore[method-assign]
+    for _ in range(2):
+        simulation.add(5, 8)
+    simulation.drain()
+    assert bool(arranged) == (stages > 1)
+
+
 def test_lanes_have_as_many_rows_give_or_take_one() -> None:
     rows = [SequenceState(Generate(uid, (1,), 1), uid=uid) for uid in range(1, 8)]
     lanes = Lanes(rows, 3)

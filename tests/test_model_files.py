@@ -435,7 +435,7 @@ def test_a_template_module_lives_as_long_as_its_function(
 ) -> None:
     folder = tmp_path / "chat_templates"
     folder.mkdir()
-    (folder / "own.py").write_text("def apply_chat_template(messages):\n    return __spec__.name\n")
+    (folder / "own.py").write_text("def apply_chat_template(messages):\n    return __name__\n")
     package = importlib.util.spec_from_file_location("mlx_lm", tmp_path / "__init__.py")
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: package)
     render = template_module("own")

@@ -25,7 +25,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from starlette.requests import Request
 
 from ..errors import Code, RequestError
-from ..text.json_limits import SHORT, check_extent
+from ..text.json_limits import SHORT, check_extent, integral
 from ..text.renderer import WorkerQueue
 from .backend import Backend
 from .request_context import current
@@ -87,11 +87,6 @@ class _Range:
 def in_range(low: float, high: float) -> _Range:
     """Constrain a number in `Annotated` to `low` to `high`; NaN is outside."""
     return _Range(low, high)
-
-
-def integral(value: object) -> object:
-    """Convert a whole float to int, since JSON has one kind of number: 40.0 is 40."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 Integer = Annotated[int, BeforeValidator(integral)]

@@ -1,7 +1,7 @@
 """Streaming parser that separates a model's thoughts, text and calls. Pure.
 
-Markers may come in any pieces; text that could be the beginning of one waits. Special tokens are not shown,
-but count where a marker or a call is written with them. Stop strings count in the shown text of the answer.
+Text that could begin a marker waits. Special tokens are not shown, but count where a marker or a call is
+written with them. Stop strings count in the shown text of the answer.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from .markups import Markup
 class StopFinder:
     """Finder of the stop string that is complete first, the longest of several that end at one character.
 
-    Linear in the text for any pieces and any number of stop strings: an automaton over all of them (Aho and
-    Corasick, 1975) reads each character once.
+    Linear in the text for any number of them: an automaton over all (Aho and Corasick, 1975).
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -82,8 +81,7 @@ class StopFinder:
 
     def finish(self) -> str:
         """Return the text that was held back, as it is no stop string after all."""
-        held, self._held = self._held, ""
-        self._state = 0
+        held, self._held, self._state = self._held, "", 0
         return held
 
     def _step(self, state: int, character: str) -> int:
@@ -107,11 +105,9 @@ class PartKind(Enum):
 
 
 class AnswerPart(NamedTuple):
-    """Piece of an answer; a piece of a call in `call`, everything else in `text`."""
-
     kind: PartKind
     text: str = ""
-    call: CallText | None = None
+    call: CallText | None = None  #: a piece of a call; everything else is in `text`
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +182,7 @@ class AnswerParser:
         pieces, self._opening, self._first_words = self._opening or [], None, ""
         if opens:
             self._enter(PartKind.HEADER)
-        yield from self._read(*pieces)
+        return self._read(*pieces)
 
     def _read(self, *pieces: TextPiece) -> Iterator[AnswerPart]:
         self._unread.extend(pieces)
@@ -229,7 +225,6 @@ class AnswerParser:
         self._find()
 
     def _find(self) -> None:
-        """Look for the markers that may follow, from here on."""
         key = self._kind, self._long_texts < MOST_LONG_TEXTS
         if key not in self._finders:
             self._finders[key] = StopFinder(_markers(self._markup, self._reader if key[1] else None, key[0]))
@@ -271,7 +266,7 @@ class AnswerParser:
 
     def _word(self, marker: str, special: bool = False) -> Iterator[AnswerPart]:
         self._find()
-        yield from self._show([(marker, special)])
+        return self._show([(marker, special)])
 
     def _address(self) -> Iterator[AnswerPart]:
         """Enter the kind that a complete header announces: a call, a thought, or text.
@@ -299,7 +294,7 @@ class AnswerParser:
     def _begin_calls(self, marker: str, special: bool) -> Iterator[AnswerPart]:
         assert self._reader is not None
         self._kind = PartKind.CALL
-        yield from self._called(self._reader.start(marker, special))
+        return self._called(self._reader.start(marker, special))
 
     def _called(self, pieces: Iterable[CallText | str]) -> Iterator[AnswerPart]:
         """Yield what the reader of calls found. Text that is no call after all becomes text of the answer."""
@@ -421,7 +416,6 @@ class _ShownParts:
             yield from self.finish()
 
     def finish(self) -> Iterator[AnswerPart]:
-        """Yield the text that was held back and may be shown, at the end of the answer."""
         yield from self._trimmed(self._released())
         space = self._trailing.take()
         if space and self._last is PartKind.SAID:
@@ -450,8 +444,7 @@ class _ShownParts:
             if part.kind is not self._last:
                 self._trailing.take()
                 self._last = part.kind
-            shown = part.text.rstrip()
-            if shown:
+            if shown := part.text.rstrip():
                 yield AnswerPart(part.kind, self._trailing.take() + shown)
             elif part.call is not None and not self.dropped:
                 yield part

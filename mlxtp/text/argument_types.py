@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
 
-from .json_limits import parsed
+from .json_limits import integral, parsed
 from .json_mender import PYTHON_QUOTES, mended
 
 _MOST_STEPS = 8  # of references and combinations, one inside another
@@ -93,12 +93,9 @@ def typed(text: str, types: frozenset[str] | None, *, guess: bool = False) -> ob
         return value if guessed and value is not _NO_LITERAL else text
     if value is _NO_LITERAL:
         return text
+    value = value if "number" in types else integral(value)
     kind = _TYPE_OF[type(value)]
-    if kind == "number" and isinstance(value, float) and value.is_integer() and "number" not in types:
-        kind, value = "integer", int(value)
-    if kind in types or (kind == "integer" and "number" in types):
-        return value
-    return text
+    return value if kind in types or (kind == "integer" and "number" in types) else text
 
 
 _NO_LITERAL = object()  # of a text that is none

@@ -1,7 +1,6 @@
 """Ways to write a call, and their readers. Pure.
 
-A call ends where its syntax says, not at the first text that looks like an end: a file's content may hold any
-markup. Its arguments leave as valid JSON.
+A call ends where its syntax says: a file's content may hold any markup. Its arguments leave as valid JSON.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ class CallBody(ABC):
 
     @property
     def complete(self) -> bool:
-        """True if nothing of the arguments is missing."""
         return self.done or self.doubtful
 
     @abstractmethod
@@ -124,10 +122,10 @@ class TaggedSyntax:
 
     def closes(self, text: str) -> bool:
         """Return True if this text ends with a closing as templates write it, or behind a single line."""
-        closing = self.closing.rpartition("{}")[2]
-        inside = text.rstrip().removesuffix(closing)
-        if inside == text.rstrip() or not self.framed or inside.endswith("\n"):
-            return inside != text.rstrip()
+        text = text.rstrip()
+        inside = text.removesuffix(self.closing.rpartition("{}")[2])
+        if inside == text or not self.framed or inside.endswith("\n"):
+            return inside != text
         lines = inside[inside.rfind("\n", 0, max(0, inside.rfind("\n"))) + 1 :]
         *_, opening = (None, *self.opening.finditer(lines))
         return opening is not None and "\n" not in lines[opening.end() :].removeprefix("\n")
@@ -276,12 +274,10 @@ class _NamedCall(CallBody):
 
 
 class _TagBalance:
-    """Count of the values that are open in a text."""
-
     def __init__(self, tags: re.Pattern[str]) -> None:
         self._tags = tags
         self._seen = 0  # characters
-        self.open = 0
+        self.open = 0  # values
 
     def lowest(self, text: str) -> int | None:
         """Count the tags in what is new of a text. Return the least count among them; None without tags."""
@@ -298,7 +294,7 @@ class _TaggedCall(CallBody):
     """Call whose values may hold calls themselves, so that only what follows shows which end is its own.
 
     That is an end behind a closing, unless a closing too many follows. It is taken where all values are
-    closed and another call follows, or text with values of its own; else at the answer's end.
+    closed and another call, or text with values, follows; else at the answer's end.
     """
 
     def __init__(
@@ -461,9 +457,8 @@ class _TaggedValues:
             text = data[1]
         if type_ in ("true", "string"):
             return text
-        types = property_types(self._schema, key)
         guess = self._syntax.guess or self._syntax.nested or type_ is not None
-        return typed(text, types, guess=guess)
+        return typed(text, property_types(self._schema, key), guess=guess)
 
     def _elements(self, key: str, text: str) -> object:
         """Return the object or list that is written in tags of its own; a list has `item` in each."""

@@ -1,7 +1,6 @@
 """Reader of tool calls in a model's text. Pure, but for the ids that it makes up.
 
-Each family writes calls in a syntax of its own. A call begins where a tool that was offered is called in that
-syntax; everything else is text.
+A call begins where an offered tool is called in the family's syntax; everything else is text.
 """
 
 from __future__ import annotations
@@ -59,13 +58,9 @@ class CallFormat:
         return self.ends[0] if self.ends else ""
 
     def beside(self, other: CallFormat) -> CallFormat:
-        return replace(
-            self,
-            starts=tuple(dict.fromkeys((*self.starts, *other.starts))),
-            ends=tuple(dict.fromkeys((*self.ends, *other.ends))),
-            syntaxes=tuple(dict.fromkeys((*self.syntaxes, *other.syntaxes))),
-            streams=other.streams,
-        )
+        pairs = {name: getattr(self, name) + getattr(other, name) for name in ("starts", "ends", "syntaxes")}
+        both: dict[str, Any] = {name: tuple(dict.fromkeys(values)) for name, values in pairs.items()}
+        return replace(self, **both, streams=other.streams)
 
     def written(self, name: str, arguments: Mapping[str, Any]) -> str:
         syntax = self.syntaxes[0]
@@ -81,7 +76,7 @@ _CallHead = tuple[int, CallSyntax, str]  # signs of a head that its body skips, 
 
 
 class _OfferedCalls:
-    """Calls of tools with these names, in a model's format. `markers` are texts with which they may begin."""
+    """Calls of tools with these names, in a model's format. `markers`: texts with which they may begin."""
 
     def __init__(self, format_: CallFormat, names: Sequence[str]) -> None:
         self._heads: dict[str, _CallHead] = {
@@ -95,7 +90,6 @@ class _OfferedCalls:
         self.markers = [*format_.starts, *dict.fromkeys(direct)]
 
     def holds(self, token: str) -> bool:
-        """Return True if a special token stands in the head of a call."""
         return any(token in head for head in self._heads)
 
     def head(self, text: str, at: int) -> tuple[bool, _CallHead | None]:
@@ -192,13 +186,12 @@ class CallReader:
         return self._body is not None and (self._body.done or self._body.doubtful)
 
     def start(self, marker: str = "", special: bool = False) -> Iterator[CallText | str]:
-        """Begin a run with one of `markers`, or at the beginning of an answer."""
         self.state, self.rest = ReaderState.OPEN, []
         self.marker, self._first, self._ended = marker, True, False
         self._raw = _Pieces([(marker, special)] if marker else ())
         self._pending = [(marker, special)] if self._direct else []
         self._specials, self._body = _Pieces(), None
-        yield from self._look()
+        return self._look()
 
     def push(self, text: str, special: bool = False) -> Iterator[CallText | str]:
         """Read more of a run. `special`: this is one special token."""

@@ -1,8 +1,7 @@
 """Conversations in the form that a model's chat template can write whole. Pure.
 
-Templates refuse or drop what their makers did not think of. What one can do is found once, by rendering short
-conversations of words that stand nowhere else (`traits_of`). `template_messages` then writes each
-conversation so that nothing is lost, and `left_out` checks the prompt.
+Templates refuse or drop what their makers did not think of. `traits_of` finds once what one can do,
+`template_messages` writes each conversation so that nothing is lost, `left_out` checks the prompt.
 """
 
 from __future__ import annotations

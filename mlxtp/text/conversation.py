@@ -1,7 +1,4 @@
-"""Requests for text in no dialect, and the events of answers. Pure.
-
-Every adapter converts its clients' requests to this form, and writes the answer in its dialect.
-"""
+"""Requests for text in no dialect, and the events of answers. Pure."""
 
 from __future__ import annotations
 

@@ -50,6 +50,11 @@ def parsed(text: str, otherwise: object = None) -> Any:
         return otherwise
 
 
+def integral(value: Any) -> Any:
+    """Convert a whole float to int, since JSON has one kind of number: 40.0 is 40."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def _outside_strings(text: bytes) -> Iterator[bytes]:
     in_string = cut_escape = False
     for at in range(0, len(text), _PIECE):

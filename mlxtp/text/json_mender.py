@@ -1,7 +1,7 @@
 """Valid JSON made of what models write in its place, piece by piece. Pure.
 
 A model leaves newlines in strings, forgets quotes, commas and brackets, or writes Python, `key=value` in
-parentheses, or strings in other quotes. Valid JSON comes out letter by letter.
+parentheses, or strings in other quotes.
 """
 
 from __future__ import annotations
@@ -168,7 +168,6 @@ class JsonMender:
         return self._taken()
 
     def close(self) -> str:
-        """Return the rest of the JSON, with the brackets that are missing."""
         made = "" if self.done else self.push("", final=True)
         if self._string is not None:
             self._end_string(self._string)

@@ -1,7 +1,7 @@
 """Chat template and tokenizer of one model: all code that runs files of the model.
 
 An agent runs it in a process of its own, with limits of time and memory, because a template may never end and
-a tokenizer may take any amount of memory. Work on texts waits in a queue with a bound on the wait.
+a tokenizer may take any amount of memory.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import importlib.util
 import json
 import logging
 import os
+import runpy
 import signal
 import socket
 import struct
@@ -90,7 +91,18 @@ class WorkerQueue:
         """
         import asyncio  # in the agent alone
 
-        outcome = self._line_up(partial(copy_context().run, work), client, size)
+        outcome = Future[T]()
+        with self._lock:
+            self._waiting = [each for each in self._waiting if not each.outcome.cancelled()]
+            own = [each for each in self._waiting if each.client == client]
+            waits = sum(each.size for each in own)
+            if size and waits and waits + size > MOST_OWN:
+                why = f"requests of this client to count {waits} characters wait, and at most {MOST_OWN} may"
+                raise RequestError(f"{why}; send fewer at one time", Code.OVERLOADED, status=429)
+            turn = self._turns.following(client, [each.turn for each in own])
+            in_context = partial(copy_context().run, work)
+            self._waiting.append(_Waiting(client, turn, size, in_context, outcome))
+        self._pool.submit(self._do_next)
         waiting = asyncio.wrap_future(outcome)
         try:
             done, _ = await asyncio.wait({waiting}, timeout=MOST_WAIT_S)
@@ -99,23 +111,6 @@ class WorkerQueue:
             return await waiting
         finally:
             outcome.cancel()
-
-    def _line_up(self, work: Callable[[], T], client: str, size: int) -> Future[T]:
-        with self._lock:
-            self._waiting = [each for each in self._waiting if not each.outcome.cancelled()]
-            own = [each for each in self._waiting if each.client == client]
-            waits = sum(each.size for each in own)
-            if size and waits and waits + size > MOST_OWN:
-                detail = (
-                    f"requests of this client to count {waits} characters wait, and at most {MOST_OWN} may; "
-                    "send fewer at one time"
-                )
-                raise RequestError(detail, Code.OVERLOADED, status=429)
-            outcome = Future[T]()
-            turn = self._turns.following(client, [each.turn for each in own])
-            self._waiting.append(_Waiting(client, turn, size, work, outcome))
-        self._pool.submit(self._do_next)
-        return outcome
 
     def _do_next(self) -> None:
         with self._lock:
@@ -149,13 +144,7 @@ def template_module(name: str) -> ModuleRender | None:
     path = Path(package.origin).parent / "chat_templates" / f"{name}.py"
     if not path.is_file():
         return None
-    spec = importlib.util.spec_from_file_location(f"mlxtp_chat_template_{name}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    found: ModuleRender | None = getattr(module, "apply_chat_template", None)
-    return found
+    return runpy.run_path(str(path), run_name=f"mlxtp_chat_template_{name}").get("apply_chat_template")
 
 
 # --- the renderer -----------------------------------------------------------------------------------------
@@ -180,14 +169,13 @@ class RendererFacts:
     tokens: TokenBytes
 
     def packed(self) -> bytes:
-        """Return the facts for `unpacked`: a JSON object, then the table of tokens."""
         tokens, few = self.tokens, asdict(replace(self, tokens=None))  # type: ignore[arg-type]
         told = json.dumps([few, len(tokens.starts), tokens.strip]).encode()
         return b"".join((_LENGTH.pack(len(told)), told, tokens.starts.tobytes(), tokens.content))
 
     @classmethod
     def unpacked(cls, found: bytes) -> RendererFacts:
-        """Return packed facts. Raises ValueError, TypeError and struct.error for anything else."""
+        """Return `packed` facts. Raises ValueError, TypeError and struct.error for anything else."""
         start = _LENGTH.size + _LENGTH.unpack_from(found)[0]
         few, count, strip = json.loads(found[_LENGTH.size : start])
         starts = array("I", found[start : start + 4 * count])
@@ -207,7 +195,6 @@ class LocalRenderer:
 
     @classmethod
     def load(cls, path: Path) -> LocalRenderer:
-        """Read a model folder, which takes a second or more. Raises ModelError."""
         if not path.is_dir():
             raise ModelError(f"{path} is not a folder", Code.MODEL_NOT_FOUND)
         for file in sorted(path.glob("*")):
@@ -273,40 +260,29 @@ class LocalRenderer:
         self, messages: Sequence[Json], tools: Sequence[Json], options: Json, *, prompting: bool
     ) -> str:
         """Return a conversation as the template writes it; `prompting` adds the beginning of an answer."""
+        write: Callable[..., Any] = self._tokenizer.apply_chat_template
+        given = {"tools": list(tools) or None, "tokenize": False, **options}
+        if self._module is not None:
+            write, given = self._module, {"tools": list(tools)} if tools else {}
+            given |= {name: options[name] for name in ("enable_thinking",) if name in options}
         try:
             plain = [dict(message) for message in messages]
-            if self._module is not None:
-                known = {name: options[name] for name in ("enable_thinking",) if name in options}
-                known |= {"tools": list(tools)} if tools else {}
-                return str(self._module(plain, add_generation_prompt=prompting, **known))
-            return str(
-                self._tokenizer.apply_chat_template(
-                    plain,
-                    tools=list(tools) or None,
-                    tokenize=False,
-                    add_generation_prompt=prompting,
-                    **options,
-                )
-            )
+            return str(write(plain, add_generation_prompt=prompting, **given))
         except MemoryError:
             raise too_large() from None
         except Exception as error:  # a template may raise anything
             if type(error).__name__ == "TemplateSyntaxError":
                 raise broken(f"the template is not valid Jinja: {error}") from error
-            raise RequestError(
-                f"the model's chat template refuses these messages: {error or type(error).__name__}",
-                param="messages",
-            ) from error
+            why = f"the model's chat template refuses these messages: {error or type(error).__name__}"
+            raise RequestError(why, param="messages") from error
 
     def encode(self, text: str, *, special: bool) -> tuple[int, ...]:
         """Return token ids; `special` adds the tokens that begin every sequence."""
         try:
             (found,) = self._backend.encode_batch_fast([text], add_special_tokens=special)
         except (TypeError, UnicodeError) as error:
-            raise RequestError(
-                f"the messages hold half a character, such as \\ud800, which is no text: {error}",
-                param="messages",
-            ) from None
+            why = f"the messages hold half a character, such as \\ud800, which is no text: {error}"
+            raise RequestError(why, param="messages") from None
         except BaseException as error:
             if not is_library_error(error):
                 raise
@@ -322,7 +298,7 @@ class LocalRenderer:
         return self._line
 
     def close(self) -> None:
-        """Free what it holds of the machine, once its work is done. A later request takes longer."""
+        """Free what it holds, once its work is done. A later request takes longer."""
 
 
 def broken(why: str, code: Code = Code.MODEL_INVALID, status: int = 422) -> RequestError:
@@ -337,8 +313,7 @@ def too_large() -> RequestError:
 def _from_files(path: Path, settings: Json) -> Any:
     """Return the library's tokenizer for a model folder with these settings. Raises as the library does.
 
-    Only tokenizer.json counts, where it is: the class that the files name may be unknown, Python code of the
-    model, or one that splits text in another way.
+    Where tokenizer.json is, it alone counts: the class that the files name may split text in another way.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -363,7 +338,6 @@ def _plain(setting: Any) -> Any:
 
 
 def _template_module(tokenizer: Any, path: Path) -> ModuleRender | None:
-    """Return mlx-lm's template module: the one that the tokenizer names, or else the family's."""
     name = tokenizer.init_kwargs.get("chat_template_type")
     if name is None and not tokenizer.chat_template:
         with contextlib.suppress(OSError, ValueError):
@@ -388,9 +362,8 @@ def _check_added_tokens(tokenizer: Any, settings: Json, path: Path) -> None:
 
 
 # --- the same in a process of its own --------------------------------------------------------------------
-# The process stays warm between requests and does one thing at a time. It checks its CPU time itself, so
-# that a busy machine fails no request. The agent checks its memory, and that it makes progress. When it
-# breaks, the request at fault gets an error and the next one a new process.
+# The process does one thing at a time. It checks its CPU time itself, so that a busy machine fails no
+# request; the agent checks its memory and its progress. When it breaks, the next request gets a new one.
 #
 # `python -m mlxtp.text.renderer FD FOLDER` sends the model's facts on the socket FD, then one reply for
 # each frame. A frame is 4 bytes of length, then JSON. A reply has one byte more: `f` before facts, `t` before
@@ -633,18 +606,14 @@ class _Process:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(5.0)
         self.has_ended()
-        status = self._popen.poll()
-        if status == -signal.SIGPROF:
+        if (status := self._popen.poll()) == -signal.SIGPROF:
             return broken(watch.late, *_TOO_LATE)
         return broken(f"the process that runs it {_end_words(status)}")
 
 
 @dataclass(slots=True)
 class Watch:
-    """Checks of a process with work, one each tick. Pure.
-
-    Checks are counted instead of seconds, so that an agent that was stopped itself ends no process.
-    """
+    """Checks of a process with work, counted instead of seconds: an agent may be stopped itself. Pure."""
 
     most_bytes: int  # resident
     late: str  # the message for work that takes too long
@@ -716,10 +685,9 @@ def _answer(writer: LocalRenderer, body: bytes) -> bytes:
             case [messages, tools, options, prompting]:
                 text = writer.render(messages, tools, options, prompting=prompting)
                 return b"t" + text.encode("utf-8", "surrogatepass")
-            case [tools, nullable, _]:
+            case other:
+                tools, nullable, _ = other
                 return b"t" + json.dumps(relaxed(tools, nullable)).encode()
-            case _:
-                raise AssertionError("the agent sends three kinds of work")
     except MemoryError:
         return _error(too_large())
     except MlxtpError as error:

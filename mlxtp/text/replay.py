@@ -1,8 +1,8 @@
 """Answers as the model wrote them, found again when a client sends its conversation back. Pure.
 
-A template writes an earlier answer in its own way, which the KV cache does not hold. So an agent remembers
-the tokens of each answer and its prompt, under their messages without what clients change: white space, the
-form of arguments, ids, missing thoughts. A later request that begins with them gets these tokens.
+A template writes an earlier answer in its own way, which the KV cache does not hold. So the tokens of answer
+and prompt are remembered under their messages without what clients change: white space, ids, missing
+thoughts, the form of arguments.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from ..errors import RequestError
 from .chat_template import SHORT_IDS, match_results, template_options
 from .conversation import Call, ChatMessage, Conversation, tool_json
+from .json_limits import integral
 from .transcript import Finish, WholeAnswer
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def _plain(value: object) -> object:
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, list):
         return [_plain(each) for each in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    return integral(value)
 
 
 # --- answers ----------------------------------------------------------------------------------------------
@@ -180,10 +181,8 @@ def to_remember(
     """
     record, finish, answer = whole.record, whole.finish, whole.tokens
     calls = record.calls
-    texts = {
-        _joined(record.texts),
-        record.text.strip(),
-    }  # clients join its pieces with or without a line's end
+    # clients join its pieces with or without a line's end
+    texts = {_joined(record.texts), record.text.strip()}
     if not (calls or any(texts)) or (finish.reason == "length" and not record.ends_in_text):
         return None
     shown, behind = "", None
@@ -287,9 +286,8 @@ def _marked(
     arguments = json.dumps({mark: mark})
     calls = tuple([Call(changed[call.id], call.name, arguments) for call in called])
     before = [replace(turn, reasoning="") for turn in messages[: place.start]]
-    after = [
-        replace(turn, call_id=changed.get(turn.call_id, turn.call_id)) for turn in messages[place.stop :]
-    ]
+    rest = messages[place.stop :]
+    after = [replace(turn, call_id=changed.get(turn.call_id, turn.call_id)) for turn in rest]
     return (*before, ChatMessage("assistant", "" if calls else mark, calls=calls), *after)
 
 
@@ -306,7 +304,7 @@ def _behind_text(behind: str, written: str, shown: str) -> str | None:
 def _behind_calls(
     behind: str, written: str, marks: Sequence[str], ends: Sequence[str], cut: str | None
 ) -> str | None:
-    """Return the template's text after an answer with calls. One of `marks` ends them, one of `ends` it.
+    """Return the template's text after an answer with calls, which `marks` end, and `ends` it.
 
     `cut`: `RememberedAnswer.behind`.
     """

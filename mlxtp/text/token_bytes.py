@@ -1,7 +1,6 @@
-"""Text of tokens as a table of bytes, so that a tokenizer runs in the process of its model alone.
+"""Text of tokens as a table of bytes, which `bytes_of` makes in the process of the model.
 
-`bytes_of` asks the tokenizer once for each of its tokens. The agent gets the table, and decodes answers by
-looking tokens up: no code or pattern of a publisher runs there.
+The agent decodes answers by looking tokens up: no code or pattern of a publisher runs there.
 """
 
 from __future__ import annotations

@@ -27,7 +27,6 @@ from .token_bytes import Detokenizer
 
 _LONGEST_MARKER = 16  # tokens of a marker and the white space after it
 
-
 #: Text of one token shown alone, and its bytes in the answer; None for special tokens.
 Name = tuple[str, tuple[int, ...] | None]
 
@@ -69,7 +68,7 @@ class Text:
 
     @classmethod
     def load(cls, path: Path) -> Text:
-        """Start a model folder's process, which takes a second or more. Raises ModelError."""
+        """Start a model folder's process. Raises ModelError."""
         return cls(SandboxedRenderer(path))
 
     def rendered(self, conversation: Conversation, prompting: bool = True, exact: bool = False) -> str:
@@ -79,12 +78,9 @@ class Text:
         RequestError when there is no template, or it writes no form of them whole.
         """
         if not self.has_chat_template:
-            raise RequestError(
-                "this model has no chat template, so it cannot answer chat messages; "
-                "use its instruct or chat version",
-                Code.NOT_SUPPORTED,
-                param="messages",
-            )
+            why = "this model has no chat template, so it cannot answer chat messages"
+            remedy = "use its instruct or chat version"
+            raise RequestError(f"{why}; {remedy}", Code.NOT_SUPPORTED, param="messages")
         options = template_options(conversation)
         refusal: RequestError | None = None
         for traits in [self.traits] if exact else plainer(self.traits):

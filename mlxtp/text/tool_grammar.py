@@ -1,7 +1,4 @@
-"""Grammars of answers: JSON schemas, and tool calls alone or beside another answer.
-
-Pure, but for log lines about what is left out of requests.
-"""
+"""Grammars of answers: JSON schemas, and tool calls alone or beside another answer. Pure, but for a log."""
 
 from __future__ import annotations
 
@@ -49,8 +46,7 @@ def guided_schema(
 ) -> str:
     """Return `schema` as JSON text. Objects that declare no other properties are closed, integers bounded.
 
-    `lenient` leaves out keywords that the grammar cannot enforce. Raises RequestError about the field
-    `where`, also for more than MOST_SCHEMA characters.
+    `lenient` leaves out what the grammar cannot enforce. Raises RequestError about the field `where`.
     """
     options: JsonSchema = {"item_separator": separators.item, "key_separator": separators.key}
     options |= {"whitespace_flexible": False, **(_LENIENT if lenient else {})}
@@ -170,8 +166,7 @@ def call_grammar(
 ) -> str:
     """Return a Lark grammar for one call of any tool, or of the `required` one. Raises RequestError.
 
-    `tokens` stand for themselves, with their ids. `otherwise` allows another answer instead: the text before
-    it, and the JSON schema of the rest.
+    `tokens` stand for themselves. `otherwise` allows another answer: the text before it, and its JSON schema.
     """
     if required is not None and required not in schemas:
         raise RequestError(f"tool_choice: there is no tool named {required!r}", param="tool_choice")
@@ -211,15 +206,15 @@ def marked_call_grammar(
 
 
 def answer_grammar(prefix: str, schema: str, tokens: Collection[tuple[str, int]]) -> str:
-    return "\n".join([f"start: {_Literals(tokens)(prefix)} answer", f"answer: %json {schema}"]) + "\n"
+    return _either([], _Literals(tokens), (prefix, schema))
 
 
-def _either(lines: list[str], writes: _Literals, otherwise: tuple[str, str] | None) -> str:
-    if otherwise is None:
-        return "\n".join(["start: call", *lines]) + "\n"
-    prefix, schema = otherwise
-    start = f"start: call | {writes(prefix)} answer"
-    return "\n".join([start, *lines, f"answer: %json {schema}"]) + "\n"
+def _either(calls: list[str], writes: _Literals, otherwise: tuple[str, str] | None) -> str:
+    starts, lines = ["call"] * bool(calls), calls
+    if otherwise is not None:
+        starts.append(f"{writes(otherwise[0])} answer")
+        lines = [*calls, f"answer: %json {otherwise[1]}"]
+    return "\n".join([f"start: {' | '.join(starts)}", *lines, ""])
 
 
 def _json_either(names: Iterable[str], style: CallStyle, otherwise: str) -> str:
@@ -263,10 +258,7 @@ def _arguments(
 
 
 def _fields(rule: str, schema: Json, style: CallStyle, writes: _Literals) -> Iterator[str]:
-    """Yield rules of separate arguments in the schema's order, then of those that it does not name.
-
-    A value that may be a string is any text, unless the schema lists all values.
-    """
+    """Yield rules of separate arguments in the schema's order, then of those that it does not name."""
     assert style.field is not None
     opening, inside, closing = style.field
     definitions = schema.get("$defs", {})
@@ -293,7 +285,7 @@ def _fields(rule: str, schema: Json, style: CallStyle, writes: _Literals) -> Ite
         types = types_of(value, root, known)
         if choices := _choices(value, root):
             yield f"{field}: {head} ({' | '.join(map(writes, choices))}) {writes(closing)}"
-        elif not types or "string" in types:
+        elif not types or "string" in types:  # any text
             yield from text(field, head)
         else:
             whole = {**value, "$defs": definitions} if definitions else value

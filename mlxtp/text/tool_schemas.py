@@ -1,7 +1,7 @@
 """JSON schemas of tools, as far as a grammar can enforce them.
 
-The grammar library is asked what it can enforce of one, part by part, and keyword by keyword where it refuses
-a part. That may take any time and memory, so agents leave it to the process of a `Renderer`.
+The grammar library is asked part by part, and keyword by keyword where it refuses a part. That may take any
+time and memory, so agents leave it to the process of a `Renderer`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 from ..errors import RequestError
 from .argument_types import named_types, referred
 from .call_style import Separators
+from .json_limits import integral
 from .tool_grammar import FORMATS, IN_PLACE, JsonSchema, combines, guided_schema
 
 #: Limits of the compiler for one part of a schema. A whole grammar has three times the fuel.
@@ -126,7 +127,7 @@ class _SchemaRelaxer:
             case (("pattern" | "format"), str()) if key == "pattern" or value in FORMATS:
                 kept = value
             case _, int() | float() if key.startswith(("multiple", "min", "max", "exclusive")):
-                kept = int(value) if isinstance(value, float) and value.is_integer() else value
+                kept = integral(value)
                 if key == "multipleOf" and len(re.findall("[0-9]", str(kept).lstrip("0."))) > _MOST_DIGITS:
                     kept = ...
         return kept

@@ -1,7 +1,4 @@
-"""Transcript of an answer: tokens in, certain events out, without half characters or stop strings. Pure.
-
-The events are the same for all dialects: a model's output, separated by kind.
-"""
+"""Transcript of an answer: tokens in, certain events out, without half characters or stop strings. Pure."""
 
 from __future__ import annotations
 
@@ -58,8 +55,6 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Last event of a choice."""
-
     choice: int
     reason: ChoiceFinishReason
     end: StreamEnd
@@ -126,9 +121,9 @@ class WholeAnswer:
 class Transcript:
     """Events of one choice, made of its tokens: its output up to a stop string, and its scores.
 
-    A token's score comes once, with the text that the token completes. Tokens after the one that completed a
-    stop string are neither shown nor counted. `plan` separates thoughts and calls from the text, in which
-    alone stop strings count. `specials` has the text of special tokens, with which models mark calls.
+    A token's score comes with the text that the token completes. Tokens after the one that completed a stop
+    string are neither shown nor counted. `plan` separates thoughts and calls from the text, in which alone
+    stop strings count. `specials` has the text of special tokens, with which models mark calls.
     """
 
     def __init__(
@@ -170,7 +165,6 @@ class Transcript:
         return self._finder.match if self._finder is not None and self._finder.found else None
 
     def push(self, tokens: Sequence[int], scores: Sequence[TokenScore] = ()) -> list[AnswerEvent]:
-        """Return the events that are certain now."""
         if self._finder is None and not self._scored and self._channels is None:
             self.tokens.extend(tokens)
             text = self._detokenizer.push(tokens)
@@ -188,7 +182,7 @@ class Transcript:
             special = self._specials.get(token) if self._channels is not None else None
             text = self._detokenizer.push((token,)) if special is None else special
             parts += self._read(text, special is not None)
-        return self._events(parts, self.finish_scores() if self.stopped else self._due())
+        return self._events(parts, self._rest_of_scores() if self.stopped else self._due())
 
     def finish(self, cut: bool = False) -> list[AnswerEvent]:
         parts: list[AnswerPart] = []
@@ -197,9 +191,9 @@ class Transcript:
                 parts += self._channels.finish(cut)
             elif self._finder is not None:
                 parts.append(AnswerPart(PartKind.SAID, self._finder.finish()))
-        return self._events(parts, self.finish_scores())
+        return self._events(parts, self._rest_of_scores())
 
-    def finish_scores(self) -> list[Scored]:
+    def _rest_of_scores(self) -> list[Scored]:
         rest = [scored for _, scored in self._waiting] + self._incomplete
         self._waiting.clear()
         self._incomplete.clear()
@@ -241,8 +235,8 @@ class Transcript:
     def _due(self) -> list[Scored]:
         if not self._waiting:
             return []
-        held = sum(each.held for each in (self._finder, self._channels) if each is not None)
+        shown = self._made - sum(each.held for each in (self._finder, self._channels) if each is not None)
         due = []
-        while self._waiting and self._waiting[0][0] <= self._made - held:
+        while self._waiting and self._waiting[0][0] <= shown:
             due.append(self._waiting.popleft()[1])
         return due

@@ -14,10 +14,11 @@ from starlette.responses import Response
 
 from ...errors import Code, RequestError
 from ...text.conversation import GenerationOptions, GenerationRequest, Prompt
+from ...text.json_limits import integral
 from ...text.transcript import AnswerEvent, ContentDelta, Finish, Scored, WholeAnswer
 from ..adapter import SSE, About, Json, Operation
 from ..generation import Adapter, Generation, Handler
-from ..request_body import Integer, in_range, integral, missing, not_supported, parsed, shown, wrong
+from ..request_body import Integer, in_range, missing, not_supported, parsed, shown, wrong
 from .openai import PromptBody, SseWriter, bounded, head, sse, usage
 from .request_parts import MOST_TOKENS
 

@@ -41,6 +41,12 @@ def turns(*given: dict[str, Any]) -> tuple[ChatMessage, ...]:
 # --- what is accepted -------------------------------------------------------------------------------------
 
 
+def test_a_whole_float_is_an_integer() -> None:
+    options = parse(max_tokens=40.0, seed=7.0).options
+    assert (repr(options.max_tokens), repr(options.seed)) == ("40", "7")
+    assert "max_tokens" in refusal(max_tokens=40.5).detail
+
+
 def test_unknown_fields_are_ignored() -> None:
     assert parse(user="me", cache_prompt=True, keep_alive=5, messages=[HELLO[0] | {"x": 1}])
 

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
+from mlxtp.text.answers import AnswerParser, ReadingPlan
 from mlxtp.text.call_syntax import TaggedSyntax
-from mlxtp.text.calls import CallFormat
+from mlxtp.text.calls import CallFormat, CallReader
 from mlxtp.text.conversation import Tool
-from mlxtp.text.markups import CALLS, Markup, call_format
+from mlxtp.text.markups import CALLS, JSON_CALLS, Markup, call_format
 
 from .families import SPECIALS, WRITERS
-from .reading import FORMATS, MARKUPS, read, tool
+from .reading import ADD, FORMATS, MARKUPS, THINK, collected, read, tool
 
 NAMES = ("add", "fs-v2.read_file", "a/b", "ns__do.it", "x")
 KEYS = ("path", "content", "user-id", "n", "opt.x", "flag")
@@ -149,3 +150,11 @@ def test_a_call_in_words_is_read_back(row: Any) -> None:
 
 def test_what_shows_no_markup() -> None:
     assert call_format("x", {"a"}) is None
+
+
+@pytest.mark.parametrize("name", ["mistral", "json"])
+def test_a_format_beside_another_reads_the_calls_of_both(name: str) -> None:
+    both = FORMATS["mistral"].beside(JSON_CALLS)
+    answer = AnswerParser(ReadingPlan(THINK, calls=CallReader(both, (ADD,))))
+    written = WRITERS[name]([("add", {"a": 1, "b": 2})])
+    assert collected([*answer.push(written), *answer.finish(False)]).calls == (("add", {"a": 1, "b": 2}),)

@@ -40,9 +40,9 @@ LEFT: Mapping[str, int] = {
 MOST_LINES: Mapping[str, int] = {
     "": 3_906,
     "admin": 1_770,
-    "api": 9_592,
+    "api": 9_588,
     "cli": 5_580,
-    "cluster": 4_680,
+    "cluster": 4_669,
     "diagnostics": 2_358,
     "discovery": 987,
     "engine": 11_300,
@@ -52,7 +52,7 @@ MOST_LINES: Mapping[str, int] = {
     "models": 3_316,
     "placement": 4_278,
     "service": 626,
-    "text": 5_233,
+    "text": 5_159,
     "wire": 3_996,
 }
 """Lines of each package; those of files beside the packages are "". A commit that adds some says why."""

@@ -314,10 +314,11 @@ class PeerLinks:
             raise LinkError(f"there is no link to node {node_id}")
         link.send(message)
 
-    def broadcast(self, message: Message) -> None:
+    def broadcast(self, *messages: Message) -> None:
         for node_id in self.nodes():
             with contextlib.suppress(MlxtpError):
-                self.send(node_id, message)
+                for message in messages:
+                    self.send(node_id, message)
 
     async def called(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, identity: NodeIdentity
@@ -455,8 +456,8 @@ class ReportTable:
         before, now = self._own[kind], {row.about: row for row in rows[-kind.MOST :]}
         self._own[kind] = now
         over = [self.report(row, over=True) for about, row in before.items() if about not in now]
-        for report in over + [self.report(row) for about, row in now.items() if row != before.get(about)]:
-            self._links.broadcast(report)
+        new = [self.report(row) for about, row in now.items() if row != before.get(about)]
+        self._links.broadcast(*over, *new)
 
     def report(self, row: NodeRow, *, over: bool = False) -> Report:
         return Report(next(self._numbers), row, over)

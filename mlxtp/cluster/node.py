@@ -377,8 +377,7 @@ class ClusterNode:
 
     def _roster_changed(self) -> None:
         roster = self.replica.roster
-        for message in roster.messages():
-            self.links.broadcast(message)
+        self.links.broadcast(*roster.messages())
         surplus = self.node_id in roster.surplus()
         if surplus or roster.removed(self.identity.fingerprint):
             self.introduction.problem = CROWDED if surplus else REMOVED

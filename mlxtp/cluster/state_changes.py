@@ -7,7 +7,6 @@ one member can still do to the others.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import time
@@ -308,15 +307,24 @@ class DesiredDeployments:
         return self._is_there(self.row(model, **asked), replace=replace)
 
     def row(self, model: str, **asked: Any) -> Deployment:
-        return _changed(self.table, model, **asked)
+        """Return the row of a model with the fields that are given.
 
-    def serve(
-        self,
-        model: str,
-        *,
-        replace: bool = False,
-        **asked: Any,
-    ) -> Deployment:
+        A split gives way to what contradicts it, and the other way round; so do a pipeline and one Mac.
+        """
+        row = self.table.get(name_of(model)) or Deployment(name_of(model))
+        split, parallel, nodes = (asked.get(name, "") for name in ("split", "parallel", "nodes"))
+        stages = str(row.split.count(",") + 1)
+        if split and split != "auto":
+            row = replace(row, nodes="auto", parallel="")
+        elif parallel in ("tensor", "auto") or nodes not in ("", "auto", "all", stages):
+            row = replace(row, split="auto")
+        if nodes == "1" and row.parallel == "pipeline":
+            row = replace(row, parallel="")
+        elif parallel == "pipeline" and row.nodes == "1":
+            row = replace(row, nodes="auto")
+        return replace(row, model=model, **asked)
+
+    def serve(self, model: str, *, replace: bool = False, **asked: Any) -> Deployment:
         """Add a deployment of `model`, or change it: `asked` has fields of `Deployment`, and others stay.
 
         `replace`: remove all others. A table that has all that already stays as it is, unless a model is
@@ -386,24 +394,5 @@ class DesiredDeployments:
             handler(before, table)
         if not relayed or now >= self._relay_at:
             self._relay_at = now + RELAY_S
-            for message in table.messages():
-                self._links.broadcast(message)
+            self._links.broadcast(*table.messages())
         self._changed()
-
-
-def _changed(table: DeploymentTable, model: str, **asked: Any) -> Deployment:
-    """Return the row of a model with the fields that are given.
-
-    A split gives way to what contradicts it, and the other way round; so do a pipeline and one Mac.
-    """
-    row = table.get(name_of(model)) or Deployment(name_of(model))
-    split, parallel, nodes = (asked.get(name, "") for name in ("split", "parallel", "nodes"))
-    if split and split != "auto":
-        row = dataclasses.replace(row, nodes="auto", parallel="")
-    elif parallel in ("tensor", "auto") or nodes not in ("", "auto", "all", str(row.split.count(",") + 1)):
-        row = dataclasses.replace(row, split="auto")
-    if nodes == "1" and row.parallel == "pipeline":
-        row = dataclasses.replace(row, parallel="")
-    elif parallel == "pipeline" and row.nodes == "1":
-        row = dataclasses.replace(row, nodes="auto")
-    return dataclasses.replace(row, model=model, **asked)

@@ -35,8 +35,6 @@ REDIAL_S = 0.5
 LOAD_S = 0.4
 """From the agreement of all to an epoch that is ready."""
 RETRY_S = 0.5
-REPEAT_TICKS = 4
-"""Ticks between two broadcasts of all assignments."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +91,10 @@ class Goodbye:
     pass
 
 
+class Retracted:
+    """From a node that has met another: its assignments do not count until it has decided again."""
+
+
 class Fin:
     """The other end closed the link, or is gone."""
 
@@ -135,13 +137,13 @@ class Node:
         self.ending: set[int] = set()
         """Links that nothing is sent over any more; what is still on its way there counts."""
         self.reports: dict[str, Mapping[str, RunningEpoch]] = {}
+        self.told: dict[str, dict[str, Assigned]] = {}  #: rows of each other node, by group
         self.parts: dict[str, Part] = {}
         self.joined: dict[str, int] = {}
         """The last epoch of each owner that it took part in."""
         self.assignments = 0
         self.met = False
         """True from a new link until the next assignments."""
-        self.ticks = 0
         self.open_requests = 0
         self.dialled: dict[str, float] = {}
         self.running_process = True
@@ -165,6 +167,8 @@ class Node:
         for message in self.replica.roster.messages():
             self.send(number, message)
         self.met = True
+        if self.leadership.leading:
+            self.broadcast(Retracted())
         self.close_second_links(peer)
         self.step()
 
@@ -179,9 +183,13 @@ class Node:
     def close(self, number: int) -> None:
         if number in self.links:
             self.ending.discard(number)
-            wire, end, _, _ = self.links.pop(number)
+            wire, end, peer, _ = self.links.pop(number)
             wire.close(end)
             self.membership.link_down(number, self.world.now)
+            if any(node == peer for _, _, node, _ in self.links.values()):
+                self.met = True  # it may have lost something
+            else:
+                self.told.pop(peer, None)
 
     def send(self, number: int, payload: object) -> None:
         wire, end, _, _ = self.links[number]
@@ -247,18 +255,20 @@ class Node:
                     self.broadcast(*self.replica.roster.messages())
                     self.follow_roster()
             case Assigned():
-                self.receive_assigned(sender, payload)
+                self.told.setdefault(sender, {})[payload.group] = payload
+                self.step()
+            case Retracted():
+                self.told.pop(sender, None)
             case Offer() | Answer() | Ready() | Over():
                 self.receive_of_epoch(sender, self.part(payload.group), payload)
 
-    def receive_assigned(self, sender: str, payload: Assigned) -> None:
+    def follow(self) -> None:
         """Only the present coordinator assigns. What another one assigned before counts no longer."""
-        claim, before = self.leadership.claim, self.part(payload.group).assigned
-        if payload.claim != claim or sender != claim.node_id:
-            return
-        if before.claim != claim or before.number < payload.number:
-            self.part(payload.group).assigned = payload
-            self.step()
+        claim = self.leadership.claim
+        for told in self.told.get(claim.node_id, {}).values():
+            before = self.part(told.group).assigned
+            if told.claim == claim and (before.claim != claim or before.number < told.number):
+                self.part(told.group).assigned = told
 
     def receive_of_epoch(self, sender: str, part: Part, payload: object) -> None:
         mine = part.running
@@ -361,11 +371,6 @@ class Node:
 
     # --- assignments
 
-    def assigned(self) -> list[Assigned]:
-        """Return all that it assigned, if it coordinates."""
-        mine = [each.assigned for each in self.parts.values() if each.assigned.claim == self.leadership.claim]
-        return mine if self.leadership.leading else []
-
     def assign(self) -> None:
         leadership = self.leadership
         if not leadership.leading or leadership.unrest(self.membership, self.world.now)[0]:
@@ -411,9 +416,7 @@ class Node:
         if self.paused_until > self.world.now:
             return
         self.step()
-        self.ticks += 1
-        repeats = not self.met and self.ticks % REPEAT_TICKS == 0
-        self.broadcast(self.report(), *(self.assigned() if repeats else ()))
+        self.broadcast(self.report())
         self.dial()
 
     def step(self) -> None:
@@ -429,6 +432,7 @@ class Node:
             self.broadcast(self.report())
         for number in [number for number in self.links if not self.membership.counts(number)]:
             self.close(number)
+        self.follow()
         self.assign()
         for part in list(self.parts.values()):
             self.decide(part)

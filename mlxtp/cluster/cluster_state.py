@@ -522,17 +522,6 @@ class Replica:
         check_leaps((number, self.epoch))
         self.epoch = max(self.epoch, number)
 
-    # --- requests at this node
-
-    def admit(self, node_id: str, name: str, fingerprint: str, seal: Seal) -> None:
-        self.hold(self.roster.admitting(node_id, name, fingerprint, seal))
-
-    def state_holder(self, node_id: str, seal: Seal, *, holds: bool) -> None:
-        self.hold(self.roster.stating(node_id, seal, holds=holds))
-
-    def remove(self, node_id: str, seal: Seal) -> None:
-        self.hold(self.roster.removing(node_id, seal))
-
     def hold(self, roster: Roster) -> None:
         self.roster, self.digest = roster, roster.digest()
         self.names = {node_id: entry.name for node_id, entry in roster.members().items()}

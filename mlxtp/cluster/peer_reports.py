@@ -25,7 +25,7 @@ from ..wire.cluster_messages import (
 from .links import ControlLink
 from .node import ClusterNode
 
-REPORT_S = 10.0  #: Seconds between readings of this machine's memory, addresses and power.
+REPORT_S = 10.0  #: Seconds between readings of this machine's memory, addresses, power and round trips.
 PROBE_S = 60.0  #: Seconds between readings of everything, cables included.
 LOOK_S = 5.0  #: Seconds for reading machines before a group is planned.
 

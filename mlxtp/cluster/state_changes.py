@@ -184,9 +184,9 @@ def restored(proofs: RosterProofs, identity: Identity, name: str, kept: ClusterS
     """Restore the kept state, with this node as a member, and as a holder if the authority's key is here."""
     found = Replica(identity.node_id, kept)
     if identity.node_id not in found.roster.members():
-        found.admit(identity.node_id, name, identity.fingerprint, proofs.own)
+        found.hold(found.roster.admitting(identity.node_id, name, identity.fingerprint, proofs.own))
     if identity.authority is not None and identity.node_id not in found.roster.holders():
-        found.state_holder(identity.node_id, proofs.holding, holds=True)
+        found.hold(found.roster.stating(identity.node_id, proofs.holding, holds=True))
     return found
 
 
@@ -208,7 +208,7 @@ class Enrolment:
     ) -> None:
         """Admit a member, by a `token` that `by` requested; else another Mac let it in. Raises UserError."""
         seal = partial(self._proofs.admission, admitted_by=by, address=address, at=int(time.time()))
-        self._replica.admit(node_id, name, fingerprint, seal)
+        self._replica.hold(self._replica.roster.admitting(node_id, name, fingerprint, seal))
         self._changed()
         name, how = name or node_id[:8], f", by a token that {self._name_of(by)} requested" if by else ""
         words, by = f"{name} is a member now{how}", self._name_of(by or node_id)
@@ -233,7 +233,7 @@ class Enrolment:
         for node_id in node_ids:
             words = f"{name_of(replica.self_id)} removes {name_of(node_id)} from the cluster"
             audit.record("member_removed", words, {"member": name_of(node_id), "node_id": node_id})
-            replica.remove(node_id, self._proofs.removal)
+            replica.hold(replica.roster.removing(node_id, self._proofs.removal))
         self._changed()
 
     def received(self, link: ControlLink | None, members: Members) -> None:
@@ -257,7 +257,7 @@ class Enrolment:
         proofs, holds = self._proofs, identity.authority is not None
         if holds:
             proofs.identity = identity
-        self._replica.state_holder(identity.node_id, proofs.holding, holds=holds)
+        self._replica.hold(self._replica.roster.stating(identity.node_id, proofs.holding, holds=holds))
         proofs.identity = identity
         self._changed()
 

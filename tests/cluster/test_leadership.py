@@ -310,7 +310,7 @@ def test_only_the_coordinator_adds_to_the_pulse() -> None:
 def test_a_beat_tells_everything_in_short() -> None:
     story = led_by(A5)
     wants(story.replica, "llama")
-    story.replica.admit("a", "studio", "key", unsealed)
+    story.replica.hold(story.replica.roster.admitting("a", "studio", "key", unsealed))
     story.replica.saw_epoch(17)
     word = story.leadership.beat(healthy=False)
     assert (word.term, word.coordinator, word.epoch, word.healthy) == (5, "a", 17, False)
@@ -321,7 +321,7 @@ def test_who_lacks_something_is_sent_it() -> None:
     story = Story()
     assert story.replica.lacks(beat()) == (False, False)
     wants(story.replica, "llama")
-    story.replica.admit("a", "studio", "key", unsealed)
+    story.replica.hold(story.replica.roster.admitting("a", "studio", "key", unsealed))
     assert story.replica.lacks(beat()) == (True, True)
 
 
@@ -365,19 +365,19 @@ def test_deployments_and_rosters_are_taken_over_once() -> None:
 
 def test_the_roster_is_changed_here_or_the_reason_told() -> None:
     replica = Story().replica
-    replica.admit("a", "studio", "key", unsealed)
-    replica.remove("a", unsealed)
+    replica.hold(replica.roster.admitting("a", "studio", "key", unsealed))
+    replica.hold(replica.roster.removing("a", unsealed))
     assert replica.roster.members() == {}
     with pytest.raises(UserError, match="was removed"):
-        replica.admit("a", "studio", "key", unsealed)
+        replica.hold(replica.roster.admitting("a", "studio", "key", unsealed))
     with pytest.raises(UserError, match="no member"):
-        replica.remove("z", unsealed)
+        replica.hold(replica.roster.removing("z", unsealed))
 
 
 def test_what_is_kept_is_what_the_next_start_begins_with() -> None:
     story = led_by(A5)
     wants(story.replica, "llama")
-    story.replica.admit("a", "studio", "key", unsealed)
+    story.replica.hold(story.replica.roster.admitting("a", "studio", "key", unsealed))
     story.replica.saw_epoch(17)
     story.hear(1, beat(A5, 90, epoch=21))
     kept = story.leadership.persistent_state()

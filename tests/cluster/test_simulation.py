@@ -55,7 +55,7 @@ def formed(world: World) -> list[tuple[float, str, int]]:
 
 def remove(world: World, by: str, name: str) -> None:
     node = world.nodes[by]
-    node.replica.remove(name, unsealed)
+    node.replica.hold(node.replica.roster.removing(name, unsealed))
     node.broadcast(*node.replica.roster.messages())
     node.follow_roster()
 
@@ -326,7 +326,7 @@ def test_a_member_that_joins_is_known_to_all_shortly_afterwards() -> None:
     want(world, "a", "llama", "3")
     world.names.append("c")
     node = world.nodes["b"]
-    node.replica.admit("c", "mac-c", "key of c", unsealed)
+    node.replica.hold(node.replica.roster.admitting("c", "mac-c", "key of c", unsealed))
     node.broadcast(*node.replica.roster.messages())
     node.follow_roster()
     world.disks["c"] = to_text(SavedState(node.leadership.persistent_state()))

@@ -35,14 +35,14 @@ LEFT: Mapping[str, int] = {
     "classes with many public methods": 9,
     "dataclasses with many fields": 7,
     "functions with many positional parameters": 6,
-    "functions of an object of a class beside them": 71,
+    "functions of an object of a class beside them": 70,
 }
 MOST_LINES: Mapping[str, int] = {
     "": 3_906,
     "admin": 1_770,
     "api": 9_588,
     "cli": 5_580,
-    "cluster": 4_669,
+    "cluster": 4_658,
     "diagnostics": 2_358,
     "discovery": 987,
     "engine": 11_300,

@@ -666,16 +666,18 @@ print(json.dumps({
 """
 NEW_FIELD = """
 import json, sys
+from types import SimpleNamespace
 from mlxtp.admin.parts import DeploymentSnapshot, deployments_rendered
 from mlxtp.cli.cluster import _as_deployed
 from mlxtp.cli.status import _chosen
 from mlxtp.cluster.cluster_state import ClusterState, DeploymentTable
-from mlxtp.cluster.state_changes import _changed
+from mlxtp.cluster.state_changes import DesiredDeployments
 from mlxtp.cluster.state_file import SavedState, from_text, to_text
 from mlxtp.verbs import Serve
 
 asked = Serve.read({"model": "tiny", "rush": "yes"}).parsed()
-row, plain = _changed(DeploymentTable(), "tiny", **asked), _changed(DeploymentTable(), "tiny")
+desired = SimpleNamespace(table=DeploymentTable())
+row, plain = (DesiredDeployments.row(desired, "tiny", **each) for each in (asked, {}))
 table, other = (DeploymentTable().setting(each, "a" * 32) for each in (row, plain))
 kept = from_text(to_text(SavedState(ClusterState(deployments=table)))).beliefs.deployments
 [shown] = deployments_rendered([DeploymentSnapshot(row, ())], {})

@@ -134,15 +134,14 @@ class PlanHandlers:
         }
 
     def plan_now(self, verb: verbs.PlanNow) -> Json:
-        node, name = self._parts.node, name_of(verb.model)
+        node = self._parts.node
         try:
             described = unpacked(b64decode(verb.described, validate=True))
         except ValueError as error:
             raise RequestError(f"described: {error}", param="described") from None
-        row = node.desired.table.get(name) or Deployment(name, verb.model)
-        row = replace(row, nodes=verb.nodes, parallel=verb.parallel, split=verb.split)
-        row = replace(row, keep_s=PINNED, version=row.version + 1)
-        placed, gives_way = self._parts.coordinator.foresee(row, described)
+        wishes = {"nodes": verb.nodes, "parallel": verb.parallel, "split": verb.split, "keep_s": PINNED}
+        row = node.desired.row(verb.model, **wishes)
+        placed, gives_way = self._parts.coordinator.foresee(replace(row, version=row.version + 1), described)
         return {
             "macs": [node.name_of(each) for each in placed.ranks],
             "kind": placed.kind,

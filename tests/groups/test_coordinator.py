@@ -12,7 +12,7 @@ import pytest
 
 from mlxtp.cluster.cluster_state import PINNED, YIELDS
 from mlxtp.cluster.node import BEAT_S, ClusterNode
-from mlxtp.cluster.reconcile import Wait
+from mlxtp.cluster.reconcile import Situation, Wait
 from mlxtp.gateway.dispatcher import ServedDeployments
 from mlxtp.groups import group as group_module
 from mlxtp.groups.scope import NOTHING_WANTED
@@ -560,6 +560,10 @@ def test_a_decision_waits_for_requests_since_it_first_had_to(
         for wait, now, since in (*waits, (requests, 14.0, 14.0), (None, 15.0, None)):
             group._note(wait, situation, now)
             assert group._waiting_since == since
+        why = "mac-a cannot take part"
+        for reason, unplanned in ((why, why), ("members come and go", "")):
+            group._note(Wait(reason), Situation(refusal=why), 20.0)
+            assert group.unplanned == unplanned
 
     play(tmp_path, member, story)
 

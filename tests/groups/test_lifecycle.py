@@ -377,23 +377,23 @@ def test_after_too_many_failures_it_waits_for_something_to_change(
     play(tmp_path, source, story)
 
 
-def test_the_wait_after_an_epoch_depends_on_its_backend(
+def test_the_wait_after_an_epoch_depends_on_its_backend_and_where_it_ended(
     tmp_path: Path, source: ModelSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[bool] = []
+    seen: list[tuple[bool, bool]] = []
 
-    def delay_s(*_: object, jaccl: bool, **__: object) -> float:
-        seen.append(jaccl)
+    def delay_s(*_: object, jaccl: bool, at_ring: bool) -> float:
+        seen.append((jaccl, at_ring))
         return 0.0
 
     monkeypatch.setattr(RestartPolicy, "delay_s", delay_s)
 
     async def story(stage: Stage) -> None:
-        stage.orders.give(0, die_on="Bootstrap", code="group_form_failed")
-        for number, backend in ((1, "jaccl"), (2, "none")):
+        for number, backend, at in ((1, "jaccl", "Bootstrap"), (2, "ring", "Init"), (3, "none", "Init")):
+            stage.orders.give(0, die_on=at, code="group_form_failed")
             stage.plan(number, EpochGroup(1, 1, backend))
             await sees(lambda number=number: stage.asked == number + 1)
-        assert seen == [True, False]
+        assert seen == [(True, False), (False, True), (False, False)]
 
     play(tmp_path, source, story)
 

@@ -272,8 +272,7 @@ def speed(
     One request, greedy, right after a prompt of `PROMPT` tokens. `mbps`: of the slowest TCP link, 0 if it is
     unknown. `costs`: of each rank's stage, in a pipeline, where a transfer is one step of the fabric.
     """
-    size = len(ranks)
-    whole = stage_costs(shape, *ranks)
+    size, whole = len(ranks), stage_costs(shape, *ranks)
     if size == 1:
         return _with_drafts(_estimate((whole,)), shape, ranks)
     fence_s, latency_s, link, known = _link(ranks, kind, fast_fences, measured, mbps)
@@ -294,10 +293,10 @@ def speed(
 def _with_drafts(found: SpeedEstimate, shape: ModelShape, ranks: Sequence[RankHardware]) -> SpeedEstimate:
     if not shape.model.drafts:
         return found
-    accepted, published = ACCEPTED.get(shape.family, ACCEPTED_UNKNOWN), shape.family in ACCEPTED
+    accepted = ACCEPTED.get(shape.family, ACCEPTED_UNKNOWN)
     each = [drafted(found, shape, ranks, count, accepted) for count in range(1, DRAFTS + 1)]
     best = max(each, key=lambda one: one.tokens_per_second)
-    return replace(found, drafts=replace(best, published=published))
+    return replace(found, drafts=replace(best, published=shape.family in ACCEPTED))
 
 
 def drafted(

@@ -9,11 +9,13 @@ from typing import Any, cast
 import pytest
 from tokenizers import Tokenizer
 
+from mlxtp.description import CacheCapabilities
+from mlxtp.engine import requests as requests_module
 from mlxtp.engine.grammar import Grammars
 from mlxtp.engine.logit_shaping import RequestShaping
 from mlxtp.engine.requests import MAX_COMPILING, MAX_OWN_COMPILING, Requests
 from mlxtp.errors import Code, RequestError
-from mlxtp.wire.messages import Finished, Generate, Shaping
+from mlxtp.wire.messages import Finished, Generate, Loaded, LoadShard, Shaping
 
 from ..reference import TINY, model_of
 
@@ -133,3 +135,44 @@ def test_a_grammar_without_a_waiting_request_is_not_compiled(requests: Requests)
     grammars = cast(Any, requests._grammars)
     requests.compiled(grammars, "regex", "a0", RequestError("too big"))
     assert grammars.submitted == ["a0", "a2"]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "score", "kv_bytes", "most"),
+    [
+        (
+            True,
+            100,
+            12 << 32,
+            (1 << 32) // 100,
+        ),  # a third of their room is free beside them, a quarter of that
+        (True, 100, 1 << 30, (256 << 20) // 100),
+        (True, 0, 1 << 30, requests_module.UNLIMITED),  # attention that keeps none
+        (False, 100, 1 << 30, requests_module.UNLIMITED),
+    ],
+)
+def test_scores_of_a_chunk_take_part_of_what_caches_leave_free_on_a_gpu(
+    gpu: bool, score: int, kv_bytes: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bootstrap = SimpleNamespace(
+        large_buffers=False, speculation="off", repeatable=False, agreement="auto", run_ahead=1, world_size=1
+    )
+    rank = SimpleNamespace(
+        bootstrap=bootstrap,
+        loaded=SimpleNamespace(model=None, vocabulary=SimpleNamespace(size=9)),
+        caches=SimpleNamespace(can=CacheCapabilities(*[True] * 5, ()), overlapping=False),
+        eos=frozenset(),
+        disk=None,
+        status=SimpleNamespace(drafts=None),
+    )
+    monkeypatch.setattr("mlx.core.metal.is_available", lambda: gpu)
+    monkeypatch.setattr(requests_module, "score_bytes", lambda _model, _kv_bits: score)
+    monkeypatch.setattr(requests_module, "read_each_forward", lambda _model: (0, 0))
+    monkeypatch.setattr(requests_module, "attention_heads", lambda _model: (0, 0))
+    made = Requests(*cast(Any, (rank, None, RequestShaping(), None)))
+    made.open(
+        LoadShard(str(TINY), 2048, ()), Loaded(4096, 9, 1, (), kv_bytes=kv_bytes, kv_token_bytes=1), None
+    )
+    assert made._policy is not None
+    assert made._policy.scores == most
+    made.close()

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from mlxtp.placement.cost_model import hardware_of
 from mlxtp.placement.tables import FUSED, SINGLE, chip, core_counts, names
+
+from .made_up_macs import linux, mac, node_id
 
 
 @pytest.mark.parametrize(
@@ -60,3 +63,9 @@ def test_anything_else_is_a_plain_computer(name: str) -> None:
     assert not found.known
     assert found.reading < chip("Apple M1").reading
     assert core_counts(name) == ()
+
+
+def test_the_hardware_of_a_rank_is_that_of_its_machine() -> None:
+    fewer = hardware_of(mac(0, chip="Apple M3 Ultra", gpu_cores=60))
+    assert (fewer.node_id, fewer.chip, fewer.metal) == (node_id(0), chip("Apple M3 Ultra", 60), True)
+    assert not hardware_of(linux(0)).metal

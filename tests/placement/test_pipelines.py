@@ -242,6 +242,16 @@ def pair_s(
     return max(found)
 
 
+def test_stages_on_one_machine_share_its_memory() -> None:
+    ranks, large = [mac(i, memory=64) for i in range(2)], published("llama-3.3-70b-8bit")
+    apart, beside = (StageCutter(large, CONTEXT, CHAT, shared=shared) for shared in (False, True))
+    assert sum(beside.room(ranks)) < sum(apart.room(ranks))
+    here, there = (StageCutter(SMALL, CONTEXT, CHAT, shared=shared).cut(ranks) for shared in (True, False))
+    assert here is not None
+    assert there is not None
+    assert [2 * rank.available for rank in here.memory] == [rank.available for rank in there.memory]
+
+
 @pytest.mark.parametrize("more", [{"memory": 512}, {"chip": "Apple M3 Ultra"}])
 def test_a_larger_or_faster_mac_makes_no_pipeline_slower(more: dict[str, object]) -> None:
     model = published("llama-3.3-70b-8bit")

@@ -302,6 +302,9 @@ def test_requests_go_on_in_the_next_epoch(tmp_path: Path, source: ModelSource, c
         assert stage.gateway.open_requests == 1
         assert bool(stage.gateway.models()) is (code is Code.REPLANNED)
         await stage.serves(2)
+        assert len(stage.supervisor._policy.failures) == (code is not Code.REPLANNED), (
+            "another plan waits for none"
+        )
         await sees(lambda: any(note["answered"] for note in stage.orders.notes("generate")))
         assert first == Tokens((5,))
         assert stage.orders.notes("generate")[-1]["tokens"] == [5, 5]

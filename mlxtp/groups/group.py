@@ -1,4 +1,4 @@
-"""One group as an agent knows it: its parts, and the decision about it in each round of the node."""
+"""Parts of one group, which act on its `scope`, and the decision about it in each round of the node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All groups that an agent knows, of its own and of other owners, and the orderly end of all of them."""
+"""All groups that an agent knows; `OtherOwners`, whose ranks run here, and `Drain`, the end of everything."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 MAX_OF_HOST = 16  #: Ranks of one host that run here, of all its groups.
 MAX_ORDERS = 64  #: Orders of one host for new ranks, and of each rank, that wait; further ones are dropped.
-_ORDERS = (StartRank, EndEpoch, RankGathered)  #: `Prepare` comes through `Reconciler`, which may refuse it.
+_ORDERS = (StartRank, EndEpoch, RankGathered)  #: `Prepare` comes through `OtherOwners`, which may refuse it.
 
 #: Returns the folder of a wanted model by its name. Raises ModelError when it is not here.
 ModelFolder = Callable[[str], Path]

@@ -1,4 +1,4 @@
-"""One group as this node knows it: its purpose, its epoch here, and the reports by which others know it."""
+"""Facts of one group: its purpose, its epoch here, its reports. `group` has the parts that act on them."""
 
 from __future__ import annotations
 

@@ -54,12 +54,13 @@ def test_a_rank_ends_with_the_code_of_what_mlx_raised(
 
 
 @pytest.mark.parametrize(("error", "code"), RECORDED, ids=str)
-@pytest.mark.parametrize("at", ["shard", "_evaluate", "load_model"])
+@pytest.mark.parametrize(
+    "at", ["mlxtp.engine.sharding.shard", "mlxtp.engine.loader._evaluate", "mlx_lm.utils.load_model"]
+)
 def test_a_lack_of_memory_while_loading_is_no_broken_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str, error: Exception, code: Code | None
 ) -> None:
-    where = f"mlx_lm.utils.{at}" if at == "load_model" else f"mlxtp.engine.loader.{at}"
-    monkeypatch.setattr(where, raiser(error))
+    monkeypatch.setattr(at, raiser(error))
     with pytest.raises(MlxtpError) as refused:
         loader.load(write_model(tmp_path / "small"), LoneGroup(), lambda: None)
     assert type(refused.value) is (GroupError if code else ModelError)

@@ -228,7 +228,13 @@ def form_only(
     if process.rank == 0:
         assert isinstance(mail.receive(worker.AGENT, None).message, Init)
     process.status.enter("forming")
-    exchange = worker._exchange(process, bootstrap)
+    exchange = worker.SideChannelExchange(
+        bootstrap.rank,
+        bootstrap.world_size,
+        pipe.send,
+        lambda wait_s: mail.receive(worker.AGENT, wait_s).message,
+        bootstrap.round_s,
+    )
     formed = group.form(
         bootstrap.backend,
         bootstrap.rank,

@@ -36,7 +36,8 @@ HOME_COMMANDS = ("status", "serve tiny", "unload", "token", "cluster members", "
 
 def mlxtp(words: str, home: Path | None = None) -> Result:
     where = [] if home is None else ["--home", str(home)]
-    return CliRunner().invoke(app, [*words.split(), *where])
+    left = {"MLX_DISABLE_COMPILE": None}  # a demo sets it, in this process
+    return CliRunner(env=left).invoke(app, [*words.split(), *where])
 
 
 # --- errors -----------------------------------------------------------------------------------------------

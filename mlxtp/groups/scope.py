@@ -115,11 +115,12 @@ class GroupScope:
 
     def _without_epoch(self) -> Serving:
         status = self.supervisor.status
-        if not (status.resting and status.state is ServingState.FAILED):
-            return self._report(ServingState.IDLE, self.waiting)
-        error = status.reason
-        report = self._report(status.state, error.detail if error is not None else "")
-        return replace(report, broken=error is not None and of_the_model(error))
+        error = status.reason if status.resting else None
+        if error is None or status.state is not ServingState.FAILED:
+            return self._report(
+                ServingState.IDLE, self.waiting or (error.detail if error is not None else "")
+            )
+        return replace(self._report(status.state, error.detail), broken=of_the_model(error))
 
     def _report(self, state: ServingState, why: str) -> Serving:
         """Return a report without ranks and model."""

@@ -148,7 +148,7 @@ class WarmPool:
             async with asyncio.timeout(ANSWER_S):
                 answer = await asyncio.get_running_loop().sock_recv(spare.pipe, 1)
         except (OSError, TimeoutError) as error:
-            log.warning("%s does not reply: %s", spare, error or "it is late")
+            log.warning("%s does not reply: %s", spare, str(error) or "it is late")
         finally:
             if answer == TAKEN:
                 self._policy.used()

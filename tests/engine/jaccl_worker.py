@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlxtp.engine import worker
+from mlxtp.engine import telemetry, worker
 from mlxtp.engine.jaccl import Factory, Gather, JacclFabric
 from mlxtp.errors import GroupError
 from mlxtp.wire.messages import PROTOCOL_VERSION, Done, Hello, Init, InitDone, SessionEnd
@@ -265,12 +265,19 @@ def run_whole(pretence: Pretence, rank: str, run: Callable[..., None], *args: An
     run(*args)
 
 
+def unhurried() -> None:
+    """Let a rank that ends take its time, however busy the machine is."""
+    telemetry.LEAST_PATIENCE_S = worker.LEAST_PATIENCE_S = worker.EXIT_S = 60.0
+
+
 def main() -> None:
     folder, *argv = sys.argv[1:]
     rank = argv[argv.index("--rank") + 1]
     fields = json.loads((Path(folder) / f"rank-{rank}.json").read_text())
     script = Script(**{name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()})
     pretence = Pretence(script, Path(folder))
+    if script.fault != "stay":
+        unhurried()
     if script.whole:
         worker.run = functools.partial(run_whole, pretence, rank, worker.run)
     else:

@@ -99,4 +99,4 @@ def run(story: Coroutine[Any, Any, None]) -> None:
 
     asyncio.run(watched())
     gc.collect()
-    assert silent == []
+    assert not silent, silent

@@ -103,6 +103,7 @@ async def run(names: Sequence[str], console: Console, *, quick: bool) -> tuple[l
         async with Stage(Path(folder), console, quick=quick) as stage:
             for name in names:
                 console.print(f"[bold]{name}[/]")
+                stage.enter(name)
                 try:
                     async with asyncio.timeout(CASE_LIMIT_S):
                         rows += await CASES[name](stage)

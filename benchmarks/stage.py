@@ -32,10 +32,10 @@ _SETTINGS = frozenset(field.name for field in dataclasses.fields(Settings))
 
 
 class Stage:
-    """One run of the benchmark. `folder` is its own and temporary."""
+    """One run of the benchmark. `folder` is temporary, and each case's own."""
 
     def __init__(self, folder: Path, console: Console, *, quick: bool) -> None:
-        self.folder = folder
+        self.folder = self._root = folder
         self.quick = quick
         self._console = console
         self._stack = AsyncExitStack()
@@ -50,6 +50,11 @@ class Stage:
 
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
+
+    def enter(self, case: str) -> None:
+        """Begin a case: others may give their models the same names."""
+        self.folder = self._root / case
+        self.folder.mkdir()
 
     # --- how long it takes ---------------------------------------------------------------------------
 

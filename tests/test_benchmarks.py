@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import socket
@@ -13,14 +14,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from benchmarks import docs, models, pinning, pipeline, prefill, prompts
-from benchmarks.__main__ import CASES
+from benchmarks.__main__ import CASES, run
 from benchmarks.delay import Delay, Underway
 from benchmarks.errors import Unmeasured
 from benchmarks.http_client import parse
-from benchmarks.measures import MEASURES, Goal, absolute, as_json, compare, met, verdict
+from benchmarks.measures import MEASURES, Goal, Row, absolute, as_json, compare, met, verdict
 from benchmarks.membership import Crowd
+from benchmarks.stage import Stage
 from benchmarks.table import HEADINGS, cells
 
 GOALS = {
@@ -369,3 +372,12 @@ def test_ranks_have_cores_of_their_own_also_where_the_rest_is_kept_on_one() -> N
     finally:
         os.sched_setaffinity(0, cores)
         child.communicate(b"\n")
+
+
+def test_two_cases_may_name_their_models_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def case(stage: Stage) -> list[Row]:
+        models.write_deep(stage.folder / "deep", 1)
+        return []
+
+    monkeypatch.setattr("benchmarks.__main__.CASES", {"links": case, "replicas": case})
+    assert asyncio.run(run(["links", "replicas"], Console(quiet=True), quick=True)) == ([], [])

@@ -92,8 +92,6 @@ class Situation:
     refusal: str = ""
     running: RunningEpoch | None = None  #: that this node owns
     others: Sequence[RunningEpoch] = ()  #: that other nodes own, as they report them
-    hold_until: float = 0.0  #: when an epoch may be formed again after some that failed
-    hold: str = ""  #: why
     waiting_since: float | None = None  #: since when a decision has waited for open requests to end
 
 
@@ -226,7 +224,7 @@ def _not_yet(view: GroupView, form: GroupForm) -> Wait | None:
             return Wait(f"{view.name(node_id)} is not here", lacks=node_id)
         if view.statuses[node_id].state is not MemberState.ALIVE:
             return Wait(f"{view.name(node_id)} is silent")
-    return Wait(view.hold, view.hold_until) if view.now < view.hold_until else None
+    return None
 
 
 def unrest(view: GroupView) -> Wait | None:

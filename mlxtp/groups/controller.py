@@ -40,7 +40,6 @@ from .scope import GroupScope
 
 log = logging.getLogger(__name__)
 
-TELL_S = 3.0  #: Seconds that a member that has just come may take to report whether it has the model.
 LACK_S = 5.0  #: Seconds for which an epoch waits for a Mac that this one does not reach.
 STRIKES = 2  #: Failures in a row after which a group is left out that may yet come up.
 #: Codes of an end that reveals nothing about a group.
@@ -153,7 +152,6 @@ class GroupController:
         """Return the part of the view that `Leadership.view` cannot know by itself."""
         self._notice_changes()
         form, why = self.form()
-        hold_until, hold = self._hold()
         scope, running = self._scope, self._scope.running()
         row, plan = scope.row, scope.plan
         another = running is not None and form is not None and form != running.form
@@ -169,8 +167,6 @@ class GroupController:
             refusal=why,
             running=running,
             others=scope.others(),
-            hold_until=hold_until,
-            hold=hold,
             waiting_since=waiting_since,
         )
 
@@ -208,14 +204,11 @@ class GroupController:
         topology = Topology(list(members.values()), options.rdma, options.fabric_networks)
         return replace(Fabrics(members, topology).wired(form.kind, form.ranks, options), split=form.split)
 
-    def _hold(self) -> tuple[float, str]:
-        """Return until when to wait for members' reports on whether they have the model, and the reason."""
-        met_at = self._node.peer_info.met_at
-        ranks = [node_id for node_id in self._scope.unreported if node_id in self._scope.assignment.ranks]
-        waits = [(met_at[node_id] + TELL_S, node_id) for node_id in ranks if node_id in met_at]
-        until, node_id = max(waits, default=(0.0, ""))
-        why = f"{self._node.name_of(node_id)} has not yet reported whether it has the model" if waits else ""
-        return until, why
+    @property
+    def reported_by(self) -> float:
+        """Time until which its ranks may take to report whether they have the model."""
+        waits, ranks = self._scope.unreported.items(), self._scope.assignment.ranks
+        return max((until for node_id, until in waits if node_id in ranks), default=0.0)
 
     def begin(self, order: FormEpoch) -> str:
         """Have the supervisor form this epoch, unless it is still busy. Return why it cannot be formed."""

@@ -22,7 +22,6 @@ from ..errors import MlxtpError
 from ..models.local_model import LocalModels
 from ..placement.model_shape import DescribedModel, unpacked
 from ..wire.cluster_messages import Deployment, GroupAssignment, ModelStatus, Serving
-from .controller import TELL_S
 from .groups import Groups, unused_s
 from .health import SERVES, ServingState
 from .machines import Machines, model_lack
@@ -87,13 +86,13 @@ class Coordinator:
 
     def _unreported(self, now: float) -> tuple[str, float]:
         """Return why a deployment that runs nowhere cannot be assigned yet, and until when to wait."""
-        node, met_at = self._node, self._node.peer_info.met_at
-        for row in node.desired.table.live():
+        for row in self._node.desired.table.live():
             if any(each.deployment == row.name and each.participants for each in self._groups.reports()):
                 continue
-            for node_id in self._models.unreported(row.model):
-                if now < (until := met_at.get(node_id, -math.inf) + TELL_S):
-                    return f"{node.name_of(node_id)} has not yet reported whether it has the model", until
+            for node_id, until in self._models.unreported(row.model).items():
+                if now < until:
+                    name = self._node.name_of(node_id)
+                    return f"{name} has not yet reported whether it has the model", until
         return "", math.inf
 
     def _expire(self, now: float) -> float:

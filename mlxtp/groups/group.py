@@ -127,7 +127,7 @@ class Group:
         self._waiting_since = since if wait is not None and wait.for_requests else None
         scope, model = self.scope, self.scope.model
         scope.waiting = wait.reason if wait is not None else ""
-        looked = (model.problem or model.source is not None) and now >= situation.hold_until
+        looked = (model.problem or model.source is not None) and now >= self.controller.reported_by
         if not looked or scope.row is None:
             self.unplanned = ""
         elif not scope.assignment.owner:

@@ -49,10 +49,9 @@ class GroupScope:
         return self._models.of(row.model if row is not None else "")
 
     @property
-    def unreported(self) -> list[str]:
-        """Linked members that have not yet reported whether they have the model."""
+    def unreported(self) -> dict[str, float]:
         row = self.row
-        return self._models.unreported(row.model) if row is not None else []
+        return self._models.unreported(row.model) if row is not None else {}
 
     @property
     def owned(self) -> bool:

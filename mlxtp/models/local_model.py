@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from .transfers import TransferCoordinator
 log = logging.getLogger(__name__)
 
 MIB = 1 << 20
+TELL_S = 3.0  #: Seconds that a member that has just come may take to report whether it has the model.
 
 
 class LocalModel:
@@ -208,14 +210,14 @@ class LocalModels:
             raise ModelError(found.problem or f"{name} is still being looked for", Code.MODEL_NOT_FOUND)
         return found.path
 
-    def unreported(self, model: str) -> list[str]:
-        """Return the linked members that have not yet reported what their search for a model found."""
-        told = self._node.links.reports.of(ModelStatus, model)
-        return [
-            node_id
+    def unreported(self, model: str) -> dict[str, float]:
+        """Return until when to wait for linked members that have yet to report what they found of a model."""
+        told, met_at = self._node.links.reports.of(ModelStatus, model), self._node.peer_info.met_at
+        return {
+            node_id: met_at.get(node_id, -math.inf) + TELL_S
             for node_id in self._node.links.nodes()
             if (status := told.get(node_id)) is None or not (status.fingerprint or status.problem)
-        ]
+        }
 
     def is_lacking(self, model: str) -> bool:
         """Return True while the search for a model has failed here or on another member."""

@@ -118,7 +118,7 @@ class Part:
     assigned: Assigned
     running: RunningEpoch | None = None
     awaited: set[str] = field(default_factory=set)
-    hold_until: float = 0.0
+    rests_until: float = 0.0  #: An epoch of its own has failed.
     waiting_since: float | None = None
 
 
@@ -330,7 +330,7 @@ class Node:
 
     def stop(self, part: Part, why: str) -> None:
         self.leave(part, why)
-        part.hold_until = self.world.now + RETRY_S
+        part.rests_until = self.world.now + RETRY_S
 
     def form(self, part: Part, action: FormEpoch) -> None:
         form = action.form
@@ -456,8 +456,6 @@ class Node:
                 refusal="too few Macs",
                 running=self.own(part),
                 others=[each for each in self.epochs(part.group) if each.owner != self.id],
-                hold_until=part.hold_until,
-                hold="the last one failed",
                 waiting_since=part.waiting_since,
             )
             action = decide(self.leadership.view(self.membership, situation, now))
@@ -473,7 +471,7 @@ class Node:
         if not self.journal.actions or self.journal.actions[-1][1] != action:
             self.journal.actions.append((self.world.now, action))
         match action:
-            case FormEpoch():
+            case FormEpoch() if self.world.now >= part.rests_until:
                 self.form(part, action)
             case StopEpoch(reason):
                 self.leave(part, reason)

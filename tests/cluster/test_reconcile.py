@@ -88,11 +88,6 @@ def test_what_cannot_be_formed_waits_with_the_reason() -> None:
     assert decided(form=None, refusal="it still comes") == Wait("it still comes", math.inf)
 
 
-def test_after_failed_epochs_it_waits_its_time() -> None:
-    assert decided(hold_until=NOW + 4, hold="the ring did not form") == Wait("the ring did not form", NOW + 4)
-    assert isinstance(decided(hold_until=NOW, hold="the ring did not form"), FormEpoch)
-
-
 def test_no_silent_member_is_taken_along() -> None:
     silent = here("a", "c", b=MemberStatus(MemberState.SUSPECT, "b-1", True))
     assert decided(statuses=silent) == Wait("mini is silent")
@@ -194,7 +189,6 @@ def test_an_epoch_ends_for_another_place_only_if_that_can_be_formed_now() -> Non
     assert decided(**new, unsynced=["b"]) == Wait("mini has not yet reported its state")
     silent = here("a", "c", b=MemberStatus(MemberState.SUSPECT, "b-1", True))
     assert decided(**new, statuses=silent) == Wait("mini is silent")
-    assert decided(**new, hold_until=NOW + 4, hold="it looks") == Wait("it looks", NOW + 4)
 
 
 # --- assigned to another owner, or to other Macs ----------------------------------------------------------

@@ -16,11 +16,12 @@ from mlxtp.cluster.cluster_state import KEEP_S, PINNED
 from mlxtp.cluster.reconcile import FormEpoch, GroupForm
 from mlxtp.config import embedded_model_path
 from mlxtp.errors import Code, GroupError, ModelError
-from mlxtp.groups.controller import TELL_S, _joined
+from mlxtp.groups.controller import _joined
 from mlxtp.groups.health import ServingState
 from mlxtp.groups.lifecycle import EpochPlan
 from mlxtp.groups.process_group import EpochGroup, ProcessGroup
 from mlxtp.models.inspect import ModelSource
+from mlxtp.models.local_model import TELL_S
 from mlxtp.placement.candidates import Candidate
 from mlxtp.placement.cost_model import ALONE, JACCL_MESH, RING_ETHERNET
 from mlxtp.placement.formation import RETRY_S, USED_UP_RETRY_S
@@ -475,6 +476,25 @@ def test_a_member_that_has_just_come_has_a_moment_to_say_whether_it_has_the_mode
         for _ in range(4):
             node.live_once(a)
         assert group.scope.assignment.ranks == (node.parts.node.node_id,)
+
+    play(tmp_path, member, story, machine=machines[""])
+
+
+def test_an_owner_waits_a_moment_before_it_says_that_a_member_has_not_told_of_its_model(
+    tmp_path: Path, member: Member, weights: ModelSource
+) -> None:
+    machines = desk()
+
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        follows(node, weights, machines, a)
+        node.no_longer(a, ModelStatus("tiny", FINGERPRINT, ""))
+        node.hear_assigned(a, node.parts.node.node_id, A)
+        why = "mac-a cannot take part: it has not yet reported whether it has the model"
+        node.live_once(a)
+        assert (node.group.waiting, node.group.unplanned) == (why, "")
+        node.tick(TELL_S)
+        assert (node.group.waiting, node.group.unplanned) == (why, why)
 
     play(tmp_path, member, story, machine=machines[""])
 

@@ -8,7 +8,7 @@ Losing the coordinator ends no epoch: the owner keeps the assignment that it has
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .membership import MemberState, MemberStatus
@@ -22,29 +22,6 @@ class GroupForm:
     ranks: tuple[str, ...]
     kind: str = ""
     split: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class RunningEpoch:
-    """Existing epoch of one group. `boots` are the boot ids its participants had, in rank order.
-
-    They are empty for another node's epoch. `draining`: it takes no new requests, and ends with its last one.
-    """
-
-    number: int
-    form: GroupForm
-    boots: tuple[str, ...] = ()
-    ready: bool = False
-    open_requests: int = 0
-    draining: bool = False
-
-    @property
-    def ranks(self) -> tuple[str, ...]:
-        return self.form.ranks
-
-    @property
-    def owner(self) -> str:
-        return self.ranks[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +67,10 @@ class Situation:
     model: str = ""  #: to serve; empty once its deployment has no place for it
     form: GroupForm | None = None  #: as what it is to run, where this node owns it; else `refusal` has why
     refusal: str = ""
-    running: RunningEpoch | None = None  #: that this node owns
-    others: Sequence[RunningEpoch] = ()  #: that other nodes own, as they report them
+    running: FormEpoch | None = None  #: the epoch that this node owns, as it was formed
+    ready: bool = False  #: it serves
+    open_requests: int = 0  #: that it has
+    others: Mapping[str, int] = field(default_factory=dict)  #: those of epochs ready elsewhere, by owner
     waiting_since: float | None = None  #: since when a decision has waited for open requests to end
 
 
@@ -131,13 +110,13 @@ def decide(view: GroupView) -> Action:
         return _form(view) if view.assigned and view.model else NoAction()
     if stop := _lost(view, mine) or _left(view, mine):
         return stop
-    return _renew(view, mine) if view.assigned else _give_up(view, mine)
+    return _renew(view, mine) if view.assigned else _give_up(view)
 
 
 def drained_by(view: GroupView) -> tuple[str, ...]:
     """Return the nodes about to stop in this node's own epoch, which then takes no new requests."""
     mine = view.running
-    return tuple(node_id for node_id in mine.ranks if node_id in view.draining) if mine is not None else ()
+    return tuple(node_id for node_id in mine.form.ranks if node_id in view.draining) if mine else ()
 
 
 def refusal(sender: str, number: int, assignee: str, joined: int) -> str | None:
@@ -152,15 +131,15 @@ def refusal(sender: str, number: int, assignee: str, joined: int) -> str | None:
     return None
 
 
-def _lost(view: GroupView, mine: RunningEpoch) -> StopEpoch | None:
-    for rank, node_id in enumerate(mine.ranks):
-        if (how := lost(view.statuses.get(node_id), mine.boots[rank])) is not None:
+def _lost(view: GroupView, mine: FormEpoch) -> StopEpoch | None:
+    for rank, (node_id, boot_id) in enumerate(zip(mine.form.ranks, mine.boots, strict=True)):
+        if (how := lost(view.statuses.get(node_id), boot_id)) is not None:
             reason = f"epoch {mine.number} lost {view.name(node_id)} (rank {rank}): {how}"
             return StopEpoch(reason, lost=node_id)
     return None
 
 
-def _left(view: GroupView, mine: RunningEpoch) -> StopEpoch | None:
+def _left(view: GroupView, mine: FormEpoch) -> StopEpoch | None:
     """Return the end of an epoch that is unloaded, or whose group goes on without a Mac that stops."""
     if not view.model:
         return StopEpoch(f"{mine.form.model} was unloaded")
@@ -180,21 +159,21 @@ def lost(status: MemberStatus | None, boot_id: str) -> str | None:
     return "its agent was restarted" if status.boot_id != boot_id else None
 
 
-def _give_up(view: GroupView, mine: RunningEpoch) -> Action:
+def _give_up(view: GroupView) -> Action:
     """End the epoch of a group that this node owns no longer, once the new owner serves it.
 
     The wait is limited: this epoch may hold what the other one needs.
     """
     where = f"{view.name(view.assignee)} has the group now" if view.assignee else view.refusal
-    serves = any(each.ready for each in view.others if each.owner == view.assignee)
     since = view.now if view.waiting_since is None else view.waiting_since
-    if view.present(view.assignee) and mine.ready and not serves and view.now < since + view.patience_s:
+    waits = view.ready and view.present(view.assignee) and view.assignee not in view.others
+    if waits and view.now < since + view.patience_s:
         reason = f"{view.name(view.assignee)} has yet to serve the group"
         return Wait(reason, since + view.patience_s, for_requests=True)
-    return _when_idle(view, [mine], StopEpoch(where or "the group is wanted no longer"))
+    return _when_idle(view, view.open_requests, StopEpoch(where or "the group is wanted no longer"))
 
 
-def _renew(view: GroupView, mine: RunningEpoch) -> Action:
+def _renew(view: GroupView, mine: FormEpoch) -> Action:
     """Keep the epoch, unless it is to serve another model, or to run otherwise."""
     form = view.form
     if form is None or form == mine.form:
@@ -203,7 +182,7 @@ def _renew(view: GroupView, mine: RunningEpoch) -> Action:
         return waiting
     where = " + ".join(map(view.name, form.ranks))
     reason = f"it forms again on {where}" if form.model == mine.form.model else f"{form.model} is wanted now"
-    return _when_idle(view, [mine], StopEpoch(reason))
+    return _when_idle(view, view.open_requests, StopEpoch(reason))
 
 
 def _form(view: GroupView) -> Action:
@@ -214,8 +193,8 @@ def _form(view: GroupView) -> Action:
         return Wait(view.refusal)
     if waiting := _not_yet(view, form):
         return waiting
-    elsewhere = [other for other in view.others if other.ready and view.present(other.owner)]
-    return _when_idle(view, elsewhere, FormEpoch(view.epoch + 1, form, tuple(map(view.boot_id, form.ranks))))
+    requests = sum(count for owner, count in view.others.items() if view.present(owner))
+    return _when_idle(view, requests, FormEpoch(view.epoch + 1, form, tuple(map(view.boot_id, form.ranks))))
 
 
 def _not_yet(view: GroupView, form: GroupForm) -> Wait | None:
@@ -235,9 +214,8 @@ def unrest(view: GroupView) -> Wait | None:
     return None
 
 
-def _when_idle(view: GroupView, epochs: Iterable[RunningEpoch], action: Action) -> Action:
+def _when_idle(view: GroupView, requests: int, action: Action) -> Action:
     """Wait for open requests, for a limited time: requests that never end must not hold up the cluster."""
-    requests = sum(epoch.open_requests for epoch in epochs)
     since = view.now if view.waiting_since is None else view.waiting_since
     if not requests or view.now >= since + view.patience_s:
         return action

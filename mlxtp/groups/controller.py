@@ -31,7 +31,7 @@ from ..wire.cluster_messages import (
     RankTrouble,
 )
 from ..wire.rdma import flat
-from .health import ServingState, of_the_model
+from .health import SERVES, ServingState, of_the_model
 from .lifecycle import EpochPlan
 from .machines import Machines, local_split, model_lack
 from .process_group import EpochGroup
@@ -152,13 +152,13 @@ class GroupController:
         """Return the part of the view that `Leadership.view` cannot know by itself."""
         self._notice_changes()
         form, why = self.form()
-        scope, running = self._scope, self._scope.running()
+        scope, running, state = self._scope, self._scope.running(), self._supervisor.status.state
         row, plan = scope.row, scope.plan
         another = running is not None and form is not None and form != running.form
         if form is not None and another and not (wired := self._wired(form)).ranks:
             form, why = None, wired.reason  # what runs does not end for what cannot be formed
-        if plan is not None and running is not None and self._supervisor.status.state is ServingState.READY:
-            self._machines.failed.formed(plan.wired.kind, links_of(running.ranks, plan.wired.rdma))
+        if plan is not None and running is not None and state is ServingState.READY:
+            self._machines.failed.formed(plan.wired.kind, links_of(running.form.ranks, plan.wired.rdma))
             self._loaded = running.form.model
         return Situation(
             assignee=scope.assignment.owner,
@@ -166,6 +166,8 @@ class GroupController:
             form=form,
             refusal=why,
             running=running,
+            ready=state in SERVES,
+            open_requests=self._supervisor.gateway.deployments.open_at(scope.group),
             others=scope.others(),
             waiting_since=waiting_since,
         )

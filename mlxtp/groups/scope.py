@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ..cluster.cluster_state import NO_CLAIM
 from ..cluster.node import ClusterNode
-from ..cluster.reconcile import GroupForm, RunningEpoch
+from ..cluster.reconcile import FormEpoch
 from ..models.local_model import LocalModel, LocalModels
 from ..wire.cluster_messages import Deployment, GroupAssignment, Serving
 from .health import SERVES, ServingState, of_the_model
@@ -146,28 +146,17 @@ class GroupScope:
 
     # --- epochs, for decisions -----------------------------------------------------------------------
 
-    def running(self) -> RunningEpoch | None:
+    def running(self) -> FormEpoch | None:
         """Return the epoch that this node owns; None while it has none."""
-        status = self.supervisor.status
-        if self.plan is None or not status.in_epoch:
-            return None
-        order, requests = self.plan.order, self.supervisor.gateway.deployments.open_at(self.group)
-        serves, draining = status.state in SERVES, status.state is ServingState.DRAINING
-        return RunningEpoch(order.number, order.form, order.boots, serves, requests, draining)
+        return self.plan.order if self.plan is not None and self.supervisor.status.in_epoch else None
 
-    def others(self) -> tuple[RunningEpoch, ...]:
-        """Return the epochs of which the node of rank 0 reports that it runs them."""
-        return tuple(
-            RunningEpoch(
-                each.epoch,
-                GroupForm(each.model, each.participants, each.kind, each.split),
-                ready=each.state == ServingState.READY,
-                open_requests=each.open_requests,
-                draining=each.state == ServingState.DRAINING,
-            )
+    def others(self) -> dict[str, int]:
+        """Return the open requests of the epochs that are ready elsewhere, by the node of rank 0."""
+        return {
+            owner: each.open_requests
             for owner, each in self.reports()
-            if each.participants[:1] == (owner,) and each.state in (*SERVES, ServingState.LOADING)
-        )
+            if each.participants[:1] == (owner,) and each.state == ServingState.READY
+        }
 
 
 def held_by(serving: Serving) -> dict[str, int]:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mlxtp.cluster.place import GroupReport, PlaceDecision, PlaceView, WantedDeployment, place
-from mlxtp.cluster.reconcile import RunningEpoch
 from mlxtp.groups.coordinator import STEADY_S
 from mlxtp.placement.cost_model import rank_memory, usable_bytes
 from mlxtp.placement.model_shape import ModelShape
@@ -20,7 +19,7 @@ from ..placement.made_up_macs import mac, on_lan
 from .simulated_rules import staying
 
 if TYPE_CHECKING:
-    from .simulated_node import Node, Part
+    from .simulated_node import Node, Part, RunningEpoch
 
 
 class SeveralGroups:

@@ -17,7 +17,6 @@ from mlxtp.cluster.reconcile import (
     Action,
     FormEpoch,
     GroupForm,
-    RunningEpoch,
     Situation,
     StopEpoch,
     Wait,
@@ -35,6 +34,23 @@ REDIAL_S = 0.5
 LOAD_S = 0.4
 """From the agreement of all to an epoch that is ready."""
 RETRY_S = 0.5
+
+
+@dataclass(frozen=True)
+class RunningEpoch(FormEpoch):
+    """As its owner reports it. `draining`: it takes no new requests, and ends with its last one."""
+
+    ready: bool = False
+    open_requests: int = 0
+    draining: bool = False
+
+    @property
+    def ranks(self) -> tuple[str, ...]:
+        return self.form.ranks
+
+    @property
+    def owner(self) -> str:
+        return self.ranks[0]
 
 
 @dataclass(frozen=True)
@@ -449,13 +465,18 @@ class Node:
         for _ in range(4):
             model, assigned = self.world.rule.model(self, part.group), part.assigned
             form = GroupForm(model, assigned.ranks) if model and assigned.owner == self.id else None
+            own, told = self.own(part), self.epochs(part.group)
             situation = Situation(
                 assignee=assigned.owner,
                 model=model,
                 form=form,
                 refusal="too few Macs",
-                running=self.own(part),
-                others=[each for each in self.epochs(part.group) if each.owner != self.id],
+                running=own,
+                ready=own is not None and own.ready,
+                open_requests=own.open_requests if own is not None else 0,
+                others={
+                    each.owner: each.open_requests for each in told if each.owner != self.id and each.ready
+                },
                 waiting_since=part.waiting_since,
             )
             action = decide(self.leadership.view(self.membership, situation, now))

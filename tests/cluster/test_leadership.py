@@ -18,7 +18,6 @@ from mlxtp.cluster.reconcile import (
     FormEpoch,
     GroupForm,
     NoAction,
-    RunningEpoch,
     Situation,
     StopEpoch,
     Wait,
@@ -390,10 +389,10 @@ def test_what_is_kept_is_what_the_next_start_begins_with() -> None:
 
 BOTH = GroupForm("llama", ("b", "c"), "ring")
 ONE = GroupForm("llama", ("b",))
-ALONE = RunningEpoch(1, ONE, ("b-1",), ready=True)
+ALONE = FormEpoch(1, ONE, ("b-1",))
 
 
-def decided(story: Story, form: GroupForm = BOTH, running: RunningEpoch | None = None) -> Action:
+def decided(story: Story, form: GroupForm = BOTH, running: FormEpoch | None = None) -> Action:
     """Return what this node does about its own group."""
     situation = Situation("b", "llama", form, running=running)
     return decide(story.leadership.view(story.membership, situation, story.now))

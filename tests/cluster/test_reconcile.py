@@ -16,7 +16,6 @@ from mlxtp.cluster.reconcile import (
     GroupForm,
     GroupView,
     NoAction,
-    RunningEpoch,
     StopEpoch,
     Wait,
     decide,
@@ -35,9 +34,10 @@ def form(*ranks: str, **changes: Any) -> GroupForm:
     return replace(GroupForm("llama", ranks, "ring"), **changes)
 
 
-def epoch(*ranks: str, **changes: Any) -> RunningEpoch:
-    running = RunningEpoch(4, form(*ranks), tuple(f"{r}-1" for r in ranks), ready=True)
-    return replace(running, **changes)
+def runs(*ranks: str, ready: bool = True, open_requests: int = 0) -> dict[str, Any]:
+    """An epoch of this node."""
+    running = FormEpoch(4, form(*ranks), tuple(f"{r}-1" for r in ranks))
+    return {"running": running, "ready": ready, "open_requests": open_requests}
 
 
 VIEW = GroupView(
@@ -113,7 +113,7 @@ LOST = {
 @pytest.mark.parametrize("said", LOST)
 def test_an_epoch_ends_at_once_when_a_participant_is_gone(said: str) -> None:
     action = decided(
-        running=epoch("a", "b", open_requests=3),
+        **runs("a", "b", open_requests=3),
         statuses=here("a", "c", b=LOST[said]),
         settled_at=NOW + 1,
         unsynced=["c"],
@@ -126,11 +126,11 @@ def test_an_epoch_ends_at_once_when_a_participant_is_gone(said: str) -> None:
 
 def test_a_participant_that_is_merely_silent_is_not_gone() -> None:
     silent = here("a", "c", b=MemberStatus(MemberState.SUSPECT, "b-1", True))
-    assert decided(running=epoch("a", "b"), statuses=silent) == NoAction()
+    assert decided(**runs("a", "b"), statuses=silent) == NoAction()
 
 
 def test_an_unknown_participant_is_gone() -> None:
-    action = decided(running=epoch("a", "zeta-node-id"), statuses=here("a"))
+    action = decided(**runs("a", "zeta-node-id"), statuses=here("a"))
     assert isinstance(action, StopEpoch)
     assert "lost zeta-nod (rank 1)" in action.reason
 
@@ -140,28 +140,28 @@ def test_an_unknown_participant_is_gone() -> None:
 
 @pytest.mark.parametrize("assignee", ["a", "b", ""])
 def test_an_unloaded_model_ends_its_epoch(assignee: str) -> None:
-    own = epoch("a", "b", open_requests=1)
-    assert decided(running=own, model="", form=None, assignee=assignee) == StopEpoch("llama was unloaded")
+    own = runs("a", "b", open_requests=1)
+    assert decided(**own, model="", form=None, assignee=assignee) == StopEpoch("llama was unloaded")
 
 
 def test_another_model_takes_its_place_once_requests_are_done_and_not_for_ever() -> None:
     other: dict[str, Any] = {"model": "qwen", "form": form("a", "b", model="qwen")}
-    over, busy = StopEpoch("qwen is wanted now"), epoch("a", "b", open_requests=2)
+    over, busy = StopEpoch("qwen is wanted now"), runs("a", "b", open_requests=2)
     waiting = Wait("open requests: 2", NOW + 10.0, for_requests=True)
-    assert decided(running=epoch("a", "b"), **other) == over
-    assert decided(running=busy, **other) == waiting
-    assert decided(running=busy, waiting_since=NOW - 1, **other) == replace(waiting, until=NOW + 9)
-    assert decided(running=busy, waiting_since=NOW - 10, **other) == over
-    assert decided(running=busy, model="qwen", form=None, refusal="it comes") == NoAction()
+    assert decided(**runs("a", "b"), **other) == over
+    assert decided(**busy, **other) == waiting
+    assert decided(**busy, waiting_since=NOW - 1, **other) == replace(waiting, until=NOW + 9)
+    assert decided(**busy, waiting_since=NOW - 10, **other) == over
+    assert decided(**busy, model="qwen", form=None, refusal="it comes") == NoAction()
 
 
 # --- another place ----------------------------------------------------------------------------------------
 
 
 def test_a_running_epoch_is_left_alone() -> None:
-    assert decided(running=epoch("a", "b")) == NoAction()
-    assert decided(running=epoch("a", "b"), form=None, refusal="too slow") == NoAction()
-    assert decided(running=epoch("a", "b", ready=False)) == NoAction()
+    assert decided(**runs("a", "b")) == NoAction()
+    assert decided(**runs("a", "b"), form=None, refusal="too slow") == NoAction()
+    assert decided(**runs("a", "b", ready=False)) == NoAction()
 
 
 @pytest.mark.parametrize(
@@ -176,15 +176,15 @@ def test_a_running_epoch_is_left_alone() -> None:
 def test_an_epoch_that_is_assigned_otherwise_forms_anew_once_requests_are_done(
     other: GroupForm, where: str
 ) -> None:
-    over, busy = StopEpoch(f"it forms again on {where}"), epoch("a", "b", open_requests=2)
-    assert decided(running=epoch("a", "b"), form=other) == over
-    assert decided(running=epoch("a", "b", ready=False), form=other) == over
-    assert decided(running=busy, form=other) == Wait("open requests: 2", NOW + 10.0, for_requests=True)
-    assert decided(running=busy, form=other, waiting_since=NOW - 10) == over
+    over, busy = StopEpoch(f"it forms again on {where}"), runs("a", "b", open_requests=2)
+    assert decided(**runs("a", "b"), form=other) == over
+    assert decided(**runs("a", "b", ready=False), form=other) == over
+    assert decided(**busy, form=other) == Wait("open requests: 2", NOW + 10.0, for_requests=True)
+    assert decided(**busy, form=other, waiting_since=NOW - 10) == over
 
 
 def test_an_epoch_ends_for_another_place_only_if_that_can_be_formed_now() -> None:
-    new: dict[str, Any] = {"running": epoch("a"), "form": form("a", "b")}
+    new: dict[str, Any] = {**runs("a"), "form": form("a", "b")}
     assert decided(**new, settled_at=NOW + 1) == Wait("members come and go", NOW + 1)
     assert decided(**new, unsynced=["b"]) == Wait("mini has not yet reported its state")
     silent = here("a", "c", b=MemberStatus(MemberState.SUSPECT, "b-1", True))
@@ -193,43 +193,43 @@ def test_an_epoch_ends_for_another_place_only_if_that_can_be_formed_now() -> Non
 
 # --- assigned to another owner, or to other Macs ----------------------------------------------------------
 
-PAIR = epoch("b", "c", number=7)
+OTHERS: dict[str, Any] = {"others": {"b": 0}}
 
 
 def test_a_former_owner_goes_on_until_its_requests_are_done_and_not_for_ever() -> None:
-    busy = epoch("a", "c", open_requests=2)
+    busy = runs("a", "c", open_requests=2)
     waiting = Wait("open requests: 2", NOW + 10, for_requests=True)
     over = StopEpoch("mini has the group now")
-    serves = {"others": [PAIR], **ELSEWHERE}
-    assert decided(running=busy, **serves) == waiting
-    assert decided(running=busy, waiting_since=NOW - 10, **serves) == over
-    assert decided(running=epoch("a", "c"), **serves) == over
+    serves = {**OTHERS, **ELSEWHERE}
+    assert decided(**busy, **serves) == waiting
+    assert decided(**busy, waiting_since=NOW - 10, **serves) == over
+    assert decided(**runs("a", "c"), **serves) == over
 
 
 def test_a_former_owner_goes_on_until_the_next_one_serves_and_not_for_ever() -> None:
-    mine, over = epoch("a", "c"), StopEpoch("mini has the group now")
-    forming = {"others": [replace(PAIR, ready=False)], **ELSEWHERE}
+    mine, over = runs("a", "c"), StopEpoch("mini has the group now")
+    forming = {"others": {"c": 0}, **ELSEWHERE}
     waiting = Wait("mini has yet to serve the group", NOW + 10, for_requests=True)
-    assert decided(running=mine, **forming) == waiting
-    assert decided(running=mine, **ELSEWHERE) == waiting
-    assert decided(running=mine, waiting_since=NOW - 10, **forming) == over
-    assert decided(running=replace(mine, ready=False), **forming) == over
-    assert decided(running=mine, **forming | {"statuses": here("a", "c") | {"b": LOST["dead"]}}) == over
+    assert decided(**mine, **forming) == waiting
+    assert decided(**mine, **ELSEWHERE) == waiting
+    assert decided(**mine, waiting_since=NOW - 10, **forming) == over
+    assert decided(**mine | {"ready": False}, **forming) == over
+    assert decided(**mine, **forming | {"statuses": here("a", "c") | {"b": LOST["dead"]}}) == over
 
 
 def test_a_group_that_has_no_place_any_longer_ends_with_the_reason() -> None:
-    action = decided(running=epoch("a"), assignee="", form=None, refusal="1 replica is wanted")
+    action = decided(**runs("a"), assignee="", form=None, refusal="1 replica is wanted")
     assert action == StopEpoch("1 replica is wanted")
 
 
 def test_a_new_owner_waits_for_the_requests_of_the_epoch_before() -> None:
-    busy = replace(PAIR, open_requests=1)
-    assert decided(others=[busy]) == Wait("open requests: 1", NOW + 10, for_requests=True)
-    assert isinstance(decided(others=[busy], waiting_since=NOW - 10), FormEpoch)
-    assert isinstance(decided(others=[replace(busy, ready=False)]), FormEpoch)
-    assert isinstance(decided(others=[busy], statuses=here("a", "b", "c") | {"b": LOST["dead"]}), Wait)
+    busy = {"b": 1}
+    assert decided(others=busy) == Wait("open requests: 1", NOW + 10, for_requests=True)
+    assert isinstance(decided(others=busy, waiting_since=NOW - 10), FormEpoch)
+    assert isinstance(decided(**OTHERS), FormEpoch)
+    assert isinstance(decided(others=busy, statuses=here("a", "b", "c") | {"b": LOST["dead"]}), Wait)
     gone: dict[str, Any] = {"form": form("a", "c"), "statuses": here("a", "c") | {"b": LOST["dead"]}}
-    assert isinstance(decided(others=[busy], **gone), FormEpoch)
+    assert isinstance(decided(others=busy, **gone), FormEpoch)
 
 
 # --- asked to take part -----------------------------------------------------------------------------------
@@ -264,33 +264,33 @@ A_STOPS: dict[str, Any] = {"draining": frozenset("a")}
 
 def test_a_group_ends_at_once_when_another_can_do_without_the_stopping_agent() -> None:
     """Requests outlive groups, so nothing is waited for: neither they, nor the load, nor calm."""
-    busy = epoch("a", "b", open_requests=3)
+    busy = runs("a", "b", open_requests=3)
     stop = StopEpoch("mini is about to stop, and another group goes on")
     for changes in ({}, {"settled_at": NOW + 1}, {"unsynced": ["c"]}):
-        assert decided(running=busy, form=form("a", "c"), **B_STOPS, **changes) == stop
-    assert decided(running=epoch("a", "b", ready=False), form=form("a"), **B_STOPS) == stop
-    assert decided(running=busy, form=form("b", "c"), **A_STOPS) == StopEpoch(
+        assert decided(**busy, form=form("a", "c"), **B_STOPS, **changes) == stop
+    assert decided(**runs("a", "b", ready=False), form=form("a"), **B_STOPS) == stop
+    assert decided(**busy, form=form("b", "c"), **A_STOPS) == StopEpoch(
         "studio is about to stop, and another group goes on"
     )
 
 
 def test_a_group_that_needs_the_stopping_agent_goes_on() -> None:
     for who in (A_STOPS, B_STOPS):
-        assert decided(running=epoch("a", "b", open_requests=3), **who) == NoAction()
+        assert decided(**runs("a", "b", open_requests=3), **who) == NoAction()
 
 
 def test_who_takes_no_part_stops_without_an_effect() -> None:
-    assert decided(running=epoch("a", "b"), form=form("a", "b"), draining=frozenset("c")) == NoAction()
+    assert decided(**runs("a", "b"), form=form("a", "b"), draining=frozenset("c")) == NoAction()
 
 
 def test_an_owner_that_stops_ends_its_epoch_once_the_group_is_assigned_elsewhere() -> None:
-    busy = epoch("a", "b", open_requests=3)
+    busy = runs("a", "b", open_requests=3)
     stop = StopEpoch("studio is about to stop, and another group goes on")
-    assert decided(running=busy, **A_STOPS, **ELSEWHERE) == stop
+    assert decided(**busy, **A_STOPS, **ELSEWHERE) == stop
 
 
 def test_a_group_takes_nothing_new_when_a_member_of_it_stops() -> None:
     stops = {"draining": frozenset("bc")}
-    assert drained_by(replace(VIEW, running=epoch("a", "b"), **stops)) == ("b",)
-    assert drained_by(replace(VIEW, running=epoch("a"), **stops)) == ()
+    assert drained_by(replace(VIEW, **runs("a", "b"), **stops)) == ("b",)
+    assert drained_by(replace(VIEW, **runs("a"), **stops)) == ()
     assert drained_by(replace(VIEW, **stops)) == ()

@@ -313,23 +313,22 @@ def test_an_owner_reports_what_it_serves_and_what_its_ranks_hold_once_it_does(
 
 
 @pytest.mark.parametrize(
-    ("changes", "ready"),
+    ("changes", "counted"),
     [
-        ({}, [True]),
-        ({"state": "draining"}, [False]),
-        ({"state": "loading"}, [False]),
-        ({"state": "restarting"}, []),
-        ({"participants": (B, A)}, []),
-        ({"participants": ()}, []),
-        ({"group": "other#0"}, []),
+        ({"open_requests": 2}, {A: 2}),
+        ({"state": "draining"}, {}),
+        ({"state": "loading"}, {}),
+        ({"participants": (B, A)}, {}),
+        ({"participants": ()}, {}),
+        ({"group": "other#0"}, {}),
     ],
 )
-def test_epochs_that_others_report_count_if_they_are_their_own_and_run(
-    tmp_path: Path, member: Member, changes: Mapping[str, Any], ready: list[bool]
+def test_epochs_that_others_report_count_if_they_are_their_own_and_ready(
+    tmp_path: Path, member: Member, changes: Mapping[str, Any], counted: Mapping[str, int]
 ) -> None:
     async def story(node: Node) -> None:
         node.hear(node.meet(A), replace(serving("ring", A, B), **changes))
-        assert [each.ready for each in node.parts.groups.known(GROUP).scope.others()] == ready
+        assert node.parts.groups.known(GROUP).scope.others() == counted
 
     play(tmp_path, member, story)
 

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -40,7 +41,6 @@ from mlxtp.settings import (
 )
 from mlxtp.short_names import SHORT_NAMES
 from mlxtp.text.markups import CALLS, THOUGHTS
-from tests.api.text.families import WRITERS
 from tests.engine.described_models import EVERY, description, families_of_pipelines
 from tests.engine.families import FAMILIES, NAMED, OWN
 from tests.engine.mlx_lm_sources import shardable_families
@@ -321,31 +321,21 @@ def short_names_page() -> str:
 MARKUPS = ("<!-- Markups, written by `make reference`. -->", "<!-- End of the markups. -->")
 
 MARKUPS_PART = """
-| thoughts stand between | around the answer | families |
-|---|---|---|
-{thoughts}
+**Thoughts**: {thoughts}.
 
-| a call of `add` with `a` 1 and `b` "two" | families |
-|---|---|
-{calls}
+**Calls**: {calls}.
 """
 
 
 def api_page() -> str:
-    """Return docs/api.md with the tables of markups in it."""
+    """Return docs/api.md with the families whose markups are read in it."""
     begin, end = MARKUPS
     before, rest = (DOCS / "api.md").read_text().split(begin)
-    thoughts = [
-        f"| {' … '.join(map(_code, row.markup.think or ()))} | {' '.join(map(_code, row.markup.wrappers))} "
-        f"| {row.families} |"
-        for row in THOUGHTS
-    ]
-    calls = [
-        f"| {_code(WRITERS[row.format.name]([('add', {'a': 1, 'b': 'two'})]))} | {row.families} |"
-        for row in CALLS
-    ]
-    part = MARKUPS_PART.format(thoughts="\n".join(thoughts), calls="\n".join(calls))
-    return f"{before}{begin}\n{part}\n{end}{rest.split(end)[1]}"
+    part = MARKUPS_PART.format(
+        thoughts="; ".join(row.families for row in THOUGHTS), calls="; ".join(row.families for row in CALLS)
+    )
+    wrapped = "\n".join(textwrap.fill(line, 140, break_on_hyphens=False) for line in part.splitlines())
+    return f"{before}{begin}\n{wrapped}\n\n{end}{rest.split(end)[1]}"
 
 
 FAULTS_OF = ("<!-- Faults, written by `make reference`. -->", "<!-- End of the faults. -->")

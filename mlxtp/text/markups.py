@@ -1,7 +1,7 @@
 """Markup of the model families: how each marks its thoughts, and how it writes calls. Pure.
 
-A row is chosen by what the chat template and the vocabulary show, never by a model's name. `docs/api.md` has
-the table.
+A row is chosen by what the chat template and the vocabulary show, never by a model's name. `docs/api.md`
+names the families.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ THOUGHTS: Sequence[ThoughtRow] = (
     _tags("Granite 3.3, ERNIE 4.5", "<think>", "</think>", "<response>", "</response>",
           texts=("<response>",)),
     _tags("Qwen, DeepSeek, GLM, Kimi K2, MiniMax M2, Nemotron and most others", "<think>", "</think>"),
-    _tags("models whose vocabulary has these", "<|think:start|>", "<|think:end|>"),
+    _tags("models with `<|think:start|>`", "<|think:start|>", "<|think:end|>"),
 )
 # fmt: on
 

@@ -13,6 +13,7 @@ import mlxtp
 from mlxtp.api import sampling as settings
 from mlxtp.api.backend import GREEDY, MAX_GRAMMAR, PLAIN, Sampling, Shaping
 from mlxtp.api.dialects.openai import parse_chat
+from mlxtp.api.request_body import MOST_TOKENS
 from mlxtp.errors import Code, RequestError
 from mlxtp.text.conversation import GenerationOptions
 from mlxtp.wire.messages import MAX_CONTEXT, Generate
@@ -114,13 +115,26 @@ def test_the_ends_of_every_range_may_travel(dialect: str) -> None:
         Generate.CODEC.from_wire(to_body(Generate(1, (1,), 50, sampled, shaped)))
 
 
-def test_every_setting_is_in_the_documents_of_each_dialect() -> None:
+def test_every_setting_is_in_the_documents_with_its_ranges() -> None:
     text = (Path(mlxtp.__file__).parents[1] / "docs" / "api.md").read_text()
-    openai, anthropic, ollama, *_ = re.split(r"^## \w", text.partition("## O")[2], flags=re.MULTILINE)
+    table = text.partition("\n## Sampling\n")[2].partition("\n## ")[0]
+    rows = {
+        cells[0]: cells[1:4]
+        for cells in re.findall(r"^\| `(\w+)` \| (.+?) \| (.+?) \| (.+?) \|", table, re.MULTILINE)
+    }
     for field, each in settings.SETTINGS.items():
-        assert f"`{field}`" in openai
-        assert each.anthropic is None or f"`{field}`" in anthropic
-        assert each.ollama is None or f"`{each.ollama_name or field}`" in ollama
+        openai, anthropic, ollama = rows[field]
+        assert openai.removesuffix(" *") == documented(each.openai), field
+        assert anthropic == documented(each.anthropic), field
+        name = f"`{each.ollama_name}`, " if each.ollama_name else ""
+        assert ollama == name + documented(each.ollama), field
+
+
+def documented(ends: tuple[float, float] | None) -> str:
+    if ends is None:
+        return "–"
+    low, high = ends
+    return f"{low:g} or more" if high == MOST_TOKENS else f"{low:g} to {high:g}"
 
 
 FIELD, ROW = "xtc_threshold: float", '"xtc_threshold":'

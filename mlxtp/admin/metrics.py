@@ -2,7 +2,7 @@
 
 `api/request_metrics.py` and `groups/history.py` count for it; the rest is rendered from a snapshot at each
 request. A metric whose source this agent does not have, such as the ranks of another Mac's group, has no
-samples here. `docs/operations.md` lists all of them.
+samples here. The help of each says what it means; `docs/operations.md` has the rules for reading them.
 """
 
 from __future__ import annotations

@@ -75,7 +75,8 @@ def test_a_newcomer_has_little_to_read() -> None:
 def anchors(text: str) -> set[str]:
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     plain = (re.sub(r"[`*]|\[([^]]*)\]\([^)]*\)", r"\1", heading) for heading in headings)
-    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in plain}
+    named = set(re.findall(r'<a id="([\w-]+)"></a>', text))  # of earlier headings, to which links lead
+    return named | {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in plain}
 
 
 def test_modules_that_the_documents_name_are_there() -> None:

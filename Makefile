@@ -4,7 +4,7 @@
 # make lint     ruff and strict types            make bench   benchmarks, one table
 # make fuzz     inputs that reach new code of everything that reads what others wrote (Linux)
 # make images   the pictures of the page in docs/images, by the system's Chromium
-# make reference  the pages of docs/ that are read off the code: settings, commands, messages
+# make reference  the pages of docs/ that are read off the code: settings, commands, faults
 # make package  wheel, source archive and Homebrew formula in dist/, tried in a fresh environment
 # make release  checks, then package, notes and hashes in dist/; RELEASE_ARGS=--dry-run says what is in the way
 # make fresh    `make demo` as on a new machine, with Python alone and, if UV names one, with uv alone

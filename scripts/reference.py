@@ -1,4 +1,4 @@
-"""Write what docs/ has from the code: settings, commands, families, short names, wire, markups, faults.
+"""Write what docs/ has from the code: settings, commands, families, short names, markups, faults.
 
     make reference
 
@@ -44,8 +44,6 @@ from mlxtp.text.markups import CALLS, THOUGHTS
 from tests.engine.described_models import EVERY, description, families_of_pipelines
 from tests.engine.families import FAMILIES, NAMED, OWN
 from tests.engine.mlx_lm_sources import shardable_families
-
-from .wire_reference import render
 
 DOCS = Path(__file__).parents[1] / "docs"
 GENERATED = "<!-- Written by `make reference`. -->"
@@ -389,7 +387,6 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "commands.md": commands_page,
     "families.md": families_page,
     "short-names.md": short_names_page,
-    "wire.md": render,
 }
 
 

@@ -1,4 +1,4 @@
-"""`mlxtp version --verbose`, `config` and `doctor`: this installation, its settings, what is wrong here."""
+"""`mlxtp version --verbose`, `config`, `doctor` and `wire`: this installation, and what is wrong here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .. import __version__
 from ..client import AgentClient, agent_runs
 from ..config import FILE, Settings, home_folder, resolve_settings, shown
 from ..errors import Exit, UserError
-from ..imports import installed, metal_wheel
+from ..imports import importing, installed, metal_wheel
 from ..settings import JOIN, SETTINGS, Setting
 from ..verbs import AgentSettings, Diagnose
 from .options import AsJson, Home
@@ -237,3 +237,23 @@ def _show_failures(folders: list[Path] | None, home: Path, *, as_json: bool) -> 
     for each in found:
         for line in causes.show(each):
             console.print(line)
+
+
+# --- the messages of this version -------------------------------------------------------------------------
+
+
+def wire() -> None:
+    """Print every message of agents and ranks, with its fields and the order in which it is legal.
+
+    It is Markdown, laid out when a terminal shows it.
+    """
+    with importing():
+        from .. import agent  # noqa: F401 - it imports the modules of all messages
+        from ..wire import reference
+    text = reference.render()
+    if sys.stdout.isatty():
+        from rich.markdown import Markdown
+
+        print_answer({}, as_json=False, show=Markdown(text))
+    else:
+        print_answer({}, as_json=False, show=text.rstrip())

@@ -157,7 +157,7 @@ _COMMANDS: Mapping[str, tuple[typer.Typer | Callable[..., Any], ...]] = {
     "Models": (models.pull, models.list_, models.remove, models.verify, plan.plan),
     "This Mac": (
         about.doctor, qualify.qualify, cache.commands, about.commands, service.commands, service.logs,
-        service.restart, options.completion, version,
+        service.restart, options.completion, about.wire, version,
     ),
 }  # fmt: skip
 

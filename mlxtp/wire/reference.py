@@ -1,4 +1,7 @@
-"""docs/wire.md: the reference of all messages between agents and ranks, from the tables."""
+"""The reference of all messages between agents and ranks, from the tables that both ends run.
+
+It has the messages of imported modules: the caller imports `agent`, which imports all.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,10 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import fields
+from typing import Any
 
-import mlxtp.agent  # noqa: F401 - it imports the rows of all modules
-from mlxtp.wire.codecs import FieldCodec, Message
-from mlxtp.wire.frames import (
+from .codecs import FieldCodec, Message
+from .frames import (
     MAX_DEPTH,
     MAX_FRAME,
     MAX_ITEMS,
@@ -19,21 +22,19 @@ from mlxtp.wire.frames import (
     MAX_OPENING_FRAME,
     messages,
 )
-from mlxtp.wire.messages import PROTOCOL_VERSION
-from mlxtp.wire.protocol import TERMINAL, LinkKind, LinkState, RequestFailed, Side, table
+from .messages import PROTOCOL_VERSION
+from .protocol import TERMINAL, LinkKind, LinkState, RequestFailed, Side, table
 
 _WIDTH = 118
 
 
 def render() -> str:
-    """Return the page."""
+    """Return the reference as Markdown."""
     return "\n".join([*_beginning(), *_orders(), *_messages()]) + "\n"
 
 
 def _beginning() -> Iterator[str]:
     yield "# Messages of agents and ranks"
-    yield ""
-    yield "`make reference` writes this page from the tables that both ends run; do not edit it."
     yield ""
     yield from _wrapped(
         f"Protocol version {PROTOCOL_VERSION}. A frame is its length as four bytes, big-endian, then one "
@@ -41,7 +42,7 @@ def _beginning() -> Iterator[str]:
         f"has at most {MAX_OPENING_FRAME} bytes until a link is open, {MAX_FRAME} from then on, at most "
         f"{MAX_DEPTH} levels, {MAX_ITEMS} items in an array or map, and {MAX_OBJECTS} objects. `seq` counts "
         f"the frames of each direction from 0; `epoch` is 0 on links between agents. What breaks a rule ends "
-        f"the link. [cluster.md](cluster.md#frames) explains the layers."
+        f"the link. The section on frames in docs/cluster.md explains the layers."
     )
 
 
@@ -122,9 +123,9 @@ def _holds(codec: FieldCodec) -> str:
 def _parts_of(message: type[Message]) -> Iterator[type[object]]:
     """Yield the dataclasses of fields, as annotations name them."""
     module = inspect.getmodule(message)
-    for field in fields(message):  # type: ignore[arg-type]
+    for field in fields(message):
         for word in str(field.type).replace("[", " ").replace("]", " ").replace(",", " ").split():
-            part = getattr(module, word, None)
+            part: Any = getattr(module, word, None)
             if hasattr(part, "__dataclass_fields__") and part not in messages().values():
                 yield part
 

@@ -1,4 +1,4 @@
-"""Run the cases and print one table; a full run writes it into docs/performance.md as well."""
+"""Run the cases and print one table; a full run writes it into RESULTS.md as well."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from . import (
     copying,
     decode,
     describing,
-    docs,
     frames,
     http,
     idle,
@@ -36,6 +35,7 @@ from . import (
     recovery,
     replicas,
     requests,
+    results,
     speculation,
     strangers,
 )
@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer rounds and tokens")
     parser.add_argument("--json", type=Path, help="write the rows to this file as well")
     parser.add_argument("--only", action="append", choices=CASES, help="this case alone; may be repeated")
-    parser.add_argument("--no-docs", action="store_true", help="leave docs/performance.md as it is")
+    parser.add_argument("--no-docs", action="store_true", help="leave RESULTS.md as it is")
     args = parser.parse_args()
     console = Console(stderr=True)
     wanted = [name for name in CASES if not args.only or name in args.only]
@@ -89,7 +89,7 @@ def main() -> None:
     if args.json:
         args.json.write_text(as_json(rows) + "\n")
     if not (failed or args.quick or args.only or args.no_docs):
-        docs.write(rows)
+        results.write(rows)
     print(verdict(rows, failed))
     sys.exit(1 if failed else 0)
 

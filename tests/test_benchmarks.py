@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from benchmarks import docs, models, pinning, pipeline, prefill, prompts
+from benchmarks import models, pinning, pipeline, prefill, prompts, results
 from benchmarks.__main__ import CASES, run
 from benchmarks.delay import Delay, Underway
 from benchmarks.errors import Unmeasured
@@ -155,8 +155,8 @@ def test_a_row_has_a_cell_for_each_heading() -> None:
 
 def test_the_page_gets_the_table_and_keeps_the_rest(tmp_path: Path) -> None:
     page = tmp_path / "benchmarks.md"
-    page.write_text(f"before\n{docs.BEGIN}\nold\n{docs.END}\nafter\n")
-    docs.write([compare(SPEED, [97.0], [100.0])], page)
+    page.write_text(f"before\n{results.BEGIN}\nold\n{results.END}\nafter\n")
+    results.write([compare(SPEED, [97.0], [100.0])], page)
     once = page.read_text()
     assert once.startswith("before\n")
     assert once.endswith("\nafter\n")
@@ -164,22 +164,24 @@ def test_the_page_gets_the_table_and_keeps_the_rest(tmp_path: Path) -> None:
     assert MEASURES[SPEED].says in once
     assert "mlx-lm" in once
     assert "old" not in once
-    docs.write([compare(SPEED, [97.0], [100.0])], page)
+    results.write([compare(SPEED, [97.0], [100.0])], page)
     assert page.read_text() == once
 
 
 def test_the_real_page_has_its_markers() -> None:
-    docs.between_markers(docs.PAGE.read_text(), "text")
+    results.between_markers(results.PAGE.read_text(), "text")
 
 
-@pytest.mark.parametrize("page", ["", docs.BEGIN, f"{docs.END}{docs.BEGIN}", f"{docs.BEGIN * 2}{docs.END}"])
+@pytest.mark.parametrize(
+    "page", ["", results.BEGIN, f"{results.END}{results.BEGIN}", f"{results.BEGIN * 2}{results.END}"]
+)
 def test_a_page_without_its_markers_is_left_alone(page: str) -> None:
     with pytest.raises(ValueError, match="once each"):
-        docs.between_markers(page, "text")
+        results.between_markers(page, "text")
 
 
 def test_the_page_names_every_case() -> None:
-    page = docs.PAGE.read_text()
+    page = results.PAGE.read_text()
     assert [name for name in CASES if name not in page] == []
 
 

@@ -347,7 +347,7 @@ def test_a_plan_in_a_pipe_has_whole_sentences_and_a_missing_file_is_named_once(t
     assert "No such file or directory. It is a TOML file of Macs" in missing
 
 
-# --- what docs/performance.md shows -----------------------------------------------------------------------
+# --- what docs/engine.md and benchmarks/RESULTS.md show ---------------------------------------------------
 
 COMPARED = (
     "qwen3-235b-a22b-8bit", "llama-3.3-70b-bf16", "llama-3.3-70b-8bit", "llama-3.3-70b-4bit",
@@ -379,7 +379,7 @@ def compared(model: str) -> str:
 
 def test_the_comparison_is_what_plans_say() -> None:
     # To renew it: python -c "from tests.cli.test_planning import *; print(*map(compared, COMPARED))"
-    page = (Path(__file__).parents[2] / "docs" / "performance.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "engine.md").read_text()
     (table,) = re.findall(r"<!-- plans -->(.*?)<!-- end of plans -->", page, re.DOTALL)
     assert table.strip().splitlines()[2:] == [compared(model) for model in COMPARED]
 
@@ -406,7 +406,7 @@ def timed(model: str) -> str:
 
 def test_the_times_of_requests_are_what_plans_say() -> None:
     # To renew it: python -c "from tests.cli.test_planning import *; print(*map(timed, COMPARED[1:]))"
-    page = (Path(__file__).parents[2] / "docs" / "performance.md").read_text()
+    page = (Path(__file__).parents[2] / "benchmarks" / "RESULTS.md").read_text()
     (table,) = re.findall(r"<!-- requests -->(.*?)<!-- end of requests -->", page, re.DOTALL)
     assert table.strip().splitlines()[2:] == [timed(model) for model in COMPARED[1:]]
 
@@ -450,7 +450,7 @@ def kinds(desk: str, model: str) -> str:
 
 def test_the_table_of_kinds_is_what_plans_say() -> None:
     # To renew it: python -c "from tests.cli.test_planning import *; print(*table_of_kinds(), sep='\n')"
-    page = (Path(__file__).parents[2] / "docs" / "performance.md").read_text()
+    page = (Path(__file__).parents[2] / "benchmarks" / "RESULTS.md").read_text()
     (table,) = re.findall(r"<!-- kinds -->(.*?)<!-- end of kinds -->", page, re.DOTALL)
     assert table.strip().splitlines()[2:] == table_of_kinds()
 

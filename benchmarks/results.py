@@ -1,4 +1,4 @@
-"""`docs/performance.md`: the table of a full run between two markers, with the machine it ran on."""
+"""`RESULTS.md`: the table of a full run between two markers, with the machine it ran on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from .measures import MEASURES, Row
 from .table import HEADINGS, RIGHT, cells
 
-PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
+PAGE = Path(__file__).parent / "RESULTS.md"
 BEGIN = "<!-- table: written by `make bench` -->"
 END = "<!-- end of table -->"
 

@@ -1,7 +1,15 @@
 """The speed model against published decode speeds.
 
-`python -m benchmarks.backtest` writes the table of docs/placement.md. None of the figures was measured here.
-`assumed` has the assumptions where a source leaves something open.
+`python -m benchmarks.backtest` prints the table. None of the figures was measured here. Groups are meshes
+over RDMA; those with layers are pipelines. `assumed` has the assumptions where a source leaves something
+open.
+
+exo switches fast fences on. Its README names Kimi K2 Thinking, whose experts have 4 bits and everything
+else 16, and DeepSeek at 8 bits, which one Mac could not hold: the 4 bits of the table are taken. Qwen 3.5,
+3.6 and 3.8 of 27B and of 35B-A3B have the same sizes. Left out: pipelines of ds4 (antirez/ds4 #651, #715)
+and drafts of DeepSeek V4 and GLM-5.3-Flash (jundot/omlx #3118), which have kernels of their own; GLM-5 at
+0.3 tokens a second (exo-explore/exo #1468), where GPUs waited for each other until macOS ended their work;
+and Qwen3.6-27B on "two Macs" (jundot/omlx #2423), which are not named.
 """
 
 from __future__ import annotations
@@ -9,7 +17,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from mlxtp.placement.cost_model import (
     ALONE,
@@ -24,10 +31,6 @@ from mlxtp.placement.cost_model import (
 from mlxtp.placement.tables import chip
 
 from .published_models import published
-
-PAGE = Path(__file__).parent.parent / "docs" / "placement.md"
-BEGIN = "<!-- backtest: written by `python -m benchmarks.backtest` -->"
-END = "<!-- end of backtest -->"
 
 M3_ULTRA = "Apple M3 Ultra"
 EXO = "exo-explore/exo #1781"
@@ -221,14 +224,5 @@ def _machines(chips: Sequence[str]) -> str:
     return f"{len(names)} × {names[0]}" if len(names) > 1 else names[0]
 
 
-def updated(page: str) -> str:
-    """The page with the table between its markers."""
-    before, _, rest = page.partition(BEGIN)
-    _, found, after = rest.partition(END)
-    if not found:
-        raise ValueError(f"the page needs {BEGIN!r} and {END!r}")
-    return f"{before}{BEGIN}\n\n{text()}\n\n{END}{after}"
-
-
 if __name__ == "__main__":
-    PAGE.write_text(updated(PAGE.read_text()))
+    print(text())

@@ -16,7 +16,9 @@ _PAGES = re.compile(r"^([A-Z][\w -]{1,40}):[ \t]{0,60}(\d{1,15})", re.ASCII | re
 def parse_vm_stat(text: str) -> tuple[int, int] | None:
     """Return the free and the wired bytes by macOS's `vm_stat`; None if it lacks one of the counts.
 
-    Free is what holds nothing, what holds files, and what programs may lose: `docs/placement.md` says why.
+    Free is what holds nothing, what holds files (with read-ahead pages: XNU, `vm_page_speculate`), and what
+    programs may lose. Inactive pages are not: after a download half of the file cache is active, and half of
+    what programs hold is inactive.
     """
     size = _PAGE_SIZE.search(text[:1000])
     pages = {name: int(count) for name, count in _PAGES.findall(text[:_LONGEST])}

@@ -38,7 +38,7 @@ LEFT: Mapping[str, int] = {
     "functions of an object of a class beside them": 70,
 }
 MOST_LINES: Mapping[str, int] = {
-    "": 3_906,
+    "": 3_908,
     "admin": 1_769,
     "api": 9_588,
     "cli": 5_580,
@@ -50,7 +50,7 @@ MOST_LINES: Mapping[str, int] = {
     "groups": 6_066,
     "identity": 1_230,
     "models": 3_316,
-    "placement": 4_277,
+    "placement": 4_291,
     "service": 626,
     "text": 5_159,
     "wire": 3_996,

@@ -1,7 +1,20 @@
 """Estimate of a model's speed and memory on a group of ranks. Pure: a shape, chips, fabric, workload in.
 
-`docs/placement.md` has the formulas, and a comparison with published figures. Every value that was not
-measured is an assumption with a name here.
+Every value that was not measured is an assumption with a name here; `python -m benchmarks.backtest` compares
+with published figures. A token reads the weights that it is multiplied by and its KV cache, starts kernels,
+and on several Macs waits for each collective (`docs/placement.md`). Besides:
+
+a request      computed prompt tokens: the larger of their arithmetic and of reading all weights once a chunk,
+               with collectives; then for each token out one step: the weights once for all rows, a KV cache
+               for each. Attention's own arithmetic over a long prompt is not counted.
+a pipeline     one token: its stages one after the other, and N times a fence and one step of the fabric for
+               N - 1 transfers and the token's way back. A prompt: one chunk through all stages, and further
+               chunks at the slowest stage or transfer. Several at once, in as many lanes as there are stages:
+               a lane through all stages, or lanes x the slowest stage, whichever is longer.
+drafts         a step reads the weights once for all its tokens, of experts those that any of them meets, x
+               (1 + WIDER x drafts); it gives 1 + accepted x (1 + ACCEPTED_LATER + ...) tokens.
+
+A mesh's latency is taken as the same for two and four ranks; it grows a little.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Commands that probe a Mac, a parser for each, and the addresses among their values that count.
 
-The commands only read, and none needs root; docs/placement.md has their purposes. Parsers take any text at
-all, raise nothing, and return values that are cut to what `wire/cluster_messages.py` allows.
+The commands only read, and none needs root; `COMMANDS` has their purposes. Parsers take any text at all,
+raise nothing, and return values that are cut to what `wire/cluster_messages.py` allows.
 """
 
 from __future__ import annotations
@@ -430,16 +430,17 @@ class ProbeCommand:
 
 #: By their names, which may have arguments that tell one from another. Notes are in this order.
 COMMANDS: Mapping[str, ProbeCommand] = {
+    # Model, GPU cores; ports with speed, hubs and domain UUIDs: one Mac's peer is another's own domain.
     "system_profiler": ProbeCommand(parse_profile, (*_PROFILES, "-json"), cheap=False, deadline_s=20.0),
-    "ibv_devices": ProbeCommand(parse_ibv_devices, cheap=False),
-    "rdma_ctl": ProbeCommand(parse_rdma_ctl, ("status",), cheap=False),
-    "sysctl": ProbeCommand(parse_sysctl, _SYSCTLS),
-    "vm_stat": ProbeCommand(parse_vm_stat),
-    "networksetup": ProbeCommand(parse_hardware_ports, ("-listallhardwareports",)),
-    SERVICES: ProbeCommand(parse_services),
-    "ifconfig": ProbeCommand(parse_ifconfig, ("-a",)),
-    "pmset": ProbeCommand(parse_pmset, ("-g", "batt")),
-    "ibv_devinfo": ProbeCommand(parse_ibv_devinfo),
+    "ibv_devices": ProbeCommand(parse_ibv_devices, cheap=False),  # which ports have an RDMA device
+    "rdma_ctl": ProbeCommand(parse_rdma_ctl, ("status",), cheap=False),  # whether RDMA is on
+    "sysctl": ProbeCommand(parse_sysctl, _SYSCTLS),  # memory, cores, system, and what the GPU may wire
+    "vm_stat": ProbeCommand(parse_vm_stat),  # free memory
+    "networksetup": ProbeCommand(parse_hardware_ports, ("-listallhardwareports",)),  # en3 is which port
+    SERVICES: ProbeCommand(parse_services),  # names of services, for commands that can be typed here
+    "ifconfig": ProbeCommand(parse_ifconfig, ("-a",)),  # addresses, speeds, what the bridge holds
+    "pmset": ProbeCommand(parse_pmset, ("-g", "batt")),  # mains or battery
+    "ibv_devinfo": ProbeCommand(parse_ibv_devinfo),  # which RDMA devices can be used now
 }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from benchmarks import backtest
@@ -12,15 +14,18 @@ from mlxtp.placement.tables import chip
 from .made_up_macs import mac
 
 MISSES = {
-    ("gpt-oss-120b", 48.0),
-    ("gpt-oss-120b", 68.0),
-    ("qwen3.6-27b-4bit", 13.3),
+    ("gpt-oss-120b", 48.0),  # exo on the two Macs that reach 98 with MLX alone; its report calls it a defect
+    ("gpt-oss-120b", 68.0),  # exo, on Macs that reach 80 and 89 alone: it takes time that is not counted
+    ("qwen3.6-27b-4bit", 13.3),  # an older mlx-lm on the two Macs of the row with 17.0
+    # A server for images and several requests at once; Rapid-MLX has 83.3, and 130.9 with drafts and kernels
+    # of its own for them (raullenchai/Rapid-MLX #3408).
     ("qwen3.6-35b-a3b-4bit", 73.7),
     ("qwen3.6-35b-a3b-4bit", 85.9),
+    # A mixed quantization, and prompts of 10,000 tokens are mentioned; the gain of 1.24 is predicted as 1.25.
     ("glm-5-4bit", 15.3),
     ("glm-5-4bit", 19.0),
 }
-"""Figures that are known not to be the machines': docs/placement.md says why."""
+"""Figures that are known not to be the machines'."""
 
 
 def test_half_of_the_figures_are_met_within_twenty_percent() -> None:
@@ -63,12 +68,14 @@ def test_every_machine_is_known() -> None:
     assert all(chip(name).known for row in backtest.PUBLISHED for name in row.chips)
 
 
-def test_the_page_has_the_table_of_this_model() -> None:
-    page = backtest.PAGE.read_text()
-    assert backtest.updated(page) == page, "run python -m benchmarks.backtest"
-    assert page.count("| glm-5-mxfp8 |") == 2
+def test_the_page_has_the_errors_of_this_model() -> None:
+    page = " ".join((Path(__file__).parents[2] / "docs" / "placement.md").read_text().split())
+    within = sum(abs(backtest.error(row)) <= 0.2 for row in backtest.PUBLISHED)
+    figures = f"{backtest.median_error():.1%} over {len(backtest.PUBLISHED)} figures"
+    assert f"median error is {figures}, and {within} are within 20 %" in page
+    split = [backtest.error(row) for row in backtest.PUBLISHED if row.split]
+    assert f"predicted {100 * min(split):.0f} to {100 * max(split):.0f} % too fast" in page
 
 
-def test_a_page_without_its_markers_is_left_alone() -> None:
-    with pytest.raises(ValueError, match="the page needs"):
-        backtest.updated("no table here")
+def test_the_table_has_a_row_for_each_figure() -> None:
+    assert backtest.text().count("| glm-5-mxfp8 |") == 2

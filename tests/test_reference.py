@@ -15,6 +15,8 @@ from mlxtp.wire.messages import PROTOCOL_VERSION
 from mlxtp.wire.protocol import LinkKind, RequestFailed, table
 from scripts.reference import DOCS, PAGES
 
+from .pseudo_terminal import terminal
+
 
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_is_as_the_code_is(name: str) -> None:
@@ -67,6 +69,15 @@ def test_wire_prints_the_moves_of_each_link(printed: str, kind: LinkKind) -> Non
         for side, moves in sides.items()
         for message, after in moves.items()
     }
+
+
+@pytest.mark.slow
+def test_a_terminal_shows_the_messages_laid_out() -> None:
+    with terminal("wire") as screen:
+        assert screen.end() == 0
+    assert "Pipe to rank 0: the agent and rank 0" in screen.shown
+    assert "0x01 Hello" in screen.shown
+    assert [mark for mark in ("\n#", "|---|") if mark in screen.shown] == []
 
 
 def _said(message: type[Message]) -> str:

@@ -64,7 +64,7 @@ class GroupReport:
     """One group as its owner reports it."""
 
     group: str
-    ranks: tuple[str, ...]  #: node ids in rank order, the owner first
+    ranks: tuple[str, ...]  #: node ids in rank order, the owner first; () between two epochs
     kind: str = ""
     split: tuple[int, ...] = ()
     ready: bool = True
@@ -93,9 +93,8 @@ class PlaceView:
     draining: Collection[str] = frozenset()
     flapping: Collection[str] = frozenset()
     given_up: Mapping[str, GivenUp] = field(default_factory=dict)
-    #: By group: ranks, fabric and split of the decision before, which may be about to form.
-    places: Mapping[str, tuple[tuple[str, ...], str, tuple[int, ...]]] = field(default_factory=dict)
-    again: Mapping[str, int] = field(default_factory=dict)  #: by group: as its deployment had it then
+    #: By group: its place in the decision before, which may be about to form.
+    places: Mapping[str, GroupAssignment] = field(default_factory=dict)
     macs: int = 0  #: number of members, also those that are away
 
 
@@ -210,9 +209,8 @@ class _Facts:
         self.by_name = {wanted.row.name: wanted for wanted in view.wanted}
         self.need = cache(self._need)
         self.allowed = {name: self._allowed(wanted) for name, wanted in self.by_name.items()}
-        known = [self._assigned(each) for each in view.running if each.ranks and self._counts(each)]
         self.reports: dict[str, GroupReport] = {}  #: The best one of each group.
-        for each in sorted(known, key=lambda report: (not self.suits(report), not report.ready)):
+        for each in sorted(self._known(), key=lambda report: (not self.suits(report), not report.ready)):
             self.reports.setdefault(each.group, each)
         self.most = most_groups([each.row for each in view.wanted], max(view.macs, len(view.members)))
         self.groups = {name: self._groups(wanted) for name, wanted in self.by_name.items()}
@@ -222,16 +220,20 @@ class _Facts:
             group: turn for turn, (_, group) in enumerate(sorted(turns, key=lambda each: each[0] > 0))
         }
 
-    def _counts(self, report: GroupReport) -> bool:
-        """Return whether a group is wanted, and not on its way to end because another owner has it now."""
-        place = self.view.places.get(report.group)
-        ends = place is not None and not report.ready and place[0][0] != report.ranks[0]
-        return _name(report.group) in self.by_name and not ends
+    def _known(self) -> Iterator[GroupReport]:
+        """Yield the reports of wanted groups; those that are not ready are where their owners form them.
 
-    def _assigned(self, report: GroupReport) -> GroupReport:
-        """Return a report of a group that is not ready with the place where its owner is to form it."""
-        ranks, kind, split = self.view.places.get(report.group, (report.ranks, report.kind, report.split))
-        return report if report.ready else replace(report, ranks=ranks, kind=kind, split=split)
+        One that is on its way to end, because another owner has the group now, does not count.
+        """
+        for report in self.view.running:
+            place = self.view.places.get(report.group)
+            if _name(report.group) not in self.by_name:
+                continue
+            if report.ready or place is None:
+                if report.ranks:
+                    yield report
+            elif report.between or report.ranks[0] == place.owner:
+                yield replace(report, ranks=place.ranks, kind=place.kind, split=place.split)
 
     def _preference(self, node: str, model: str = "") -> tuple[object, ...]:
         return node in self.view.flapping, *preference(self.members[node], model)
@@ -260,17 +262,18 @@ class _Facts:
         return self.suits(report)
 
     def again(self, group: str) -> bool:
-        now = self.by_name[_name(group)].row.again
-        return self.view.again.get(group, now) != now
+        place = self.view.places.get(group)
+        return place is not None and place.again != self.by_name[_name(group)].row.again
 
     def _moves_on(self, group: str) -> bool:
         """Return whether a person's word has given it another place than the one where it still runs."""
         report, place = self.reports.get(group), self.view.places.get(group)
         if report is None or place is None or not (report.ready and self.by_name[_name(group)].row.again):
             return False
-        now = (report.ranks, report.kind, report.split)
-        there = now == place or (len(place[0]) == 1 and report.ranks == place[0])
-        return not there and self.members.keys() >= set(place[0])
+        there = report.ranks == place.ranks and (
+            len(place.ranks) == 1 or (report.kind, report.split) == (place.kind, place.split)
+        )
+        return not there and self.members.keys() >= set(place.ranks)
 
     def suits(self, report: GroupReport) -> bool:
         wanted = self.by_name[_name(report.group)]
@@ -321,7 +324,7 @@ class _Facts:
         if report and not self._moves_on(group) and stay >= set(report.ranks):
             return report.ranks[0]  # not as its row has it now: it changes it in place
         place = self.view.places.get(group)
-        return place[0][0] if place else ""
+        return place.owner if place else ""
 
 
 class _Packing:

@@ -164,7 +164,6 @@ class Coordinator:
         node, leadership = self._node, self._node.leadership
         reports, rows = self._reports(), self._node.desired.table.live()
         told = {name: group.scope.assignment for name, group in self._groups.by_id.items()}
-        assigned = {name: each for name, each in told.items() if each.ranks}
         names, turns = {row.name for row in rows}, _turns(rows, self._groups.reports())
         held, taken = Counter[str](), Counter[str]()
         for _, serving in reports:
@@ -176,7 +175,7 @@ class Coordinator:
         return PlaceView(
             members=tuple(replace(member, taken_bytes=taken[member.node_id]) for member in members),
             wanted=tuple(self._wanted(row, turns.get(row.name, 0)) for row in rows),
-            running=tuple(self._running(*each) for each in self._longest_first(reports)),
+            running=tuple(_running(each) for _, each in self._longest_first(reports)),
             draining=leadership.draining,
             flapping=frozenset(node_id for node_id, until in leadership.flapping.items() if now < until),
             given_up={
@@ -184,8 +183,7 @@ class Coordinator:
                 for each in self._groups.reports()
                 if each.state == ServingState.FAILED  # until something changes for it
             },
-            places={name: (each.ranks, each.kind, each.split) for name, each in assigned.items()},
-            again={name: each.again for name, each in assigned.items()},
+            places={name: each for name, each in told.items() if each.ranks},
             macs=len(node.replica.names),
         )
 
@@ -219,17 +217,6 @@ class Coordinator:
         if serving.participants or group is None or (owner, serving.group) not in self._ran:
             return False
         return group.scope.row is not None and group.scope.assignment.owner == owner
-
-    def _running(self, owner: str, serving: Serving) -> GroupReport:
-        """Return a group as its owner reports it; between two epochs it is where it is assigned."""
-        between, ready = not serving.participants, serving.state in SERVES
-        ranks, kind, split = serving.participants, serving.kind, serving.split
-        if between:
-            assigned = self._groups.known(serving.group).scope.assignment
-            ranks, kind, split = assigned.ranks, assigned.kind, assigned.split
-        requests = min(serving.open_requests, 1)  # each number would be another view
-        work = ready, requests, held_by(serving), serving.used, between
-        return GroupReport(serving.group, ranks, kind, split, *work)
 
     def _wanted(self, row: Deployment, turn: int) -> WantedDeployment:
         """Return what is known of a deployment. `lacks` has the reasons for which nodes cannot run it."""
@@ -282,6 +269,13 @@ class Coordinator:
         if scope.assigned_in != claim or scope.assignment.number < row.number:
             scope.assigned_in = claim
             self._groups.assign(row)
+
+
+def _running(serving: Serving) -> GroupReport:
+    """Return of a report what counts for places: any other number would be another view."""
+    ranks, requests = serving.participants, min(serving.open_requests, 1)
+    work = serving.state in SERVES, requests, held_by(serving), serving.used, not ranks
+    return GroupReport(serving.group, ranks, serving.kind, serving.split, *work)
 
 
 def _turns(rows: Sequence[Deployment], reports: Sequence[Serving]) -> dict[str, int]:

@@ -13,7 +13,7 @@ from mlxtp.placement.cost_model import rank_memory, usable_bytes
 from mlxtp.placement.model_shape import ModelShape
 from mlxtp.placement.planner import DEFAULT_CONTEXT, PlacementOptions, plan
 from mlxtp.placement.topology import MemberMachine
-from mlxtp.wire.cluster_messages import Deployment
+from mlxtp.wire.cluster_messages import Deployment, GroupAssignment
 
 from ..placement.made_up_macs import mac, on_lan
 from .simulated_rules import staying
@@ -51,7 +51,7 @@ class SeveralGroups:
         told = tuple((group, each.ranks, each.ready, each.open_requests) for group, each in running)
         flapping = frozenset(name for name, until in leadership.flapping.items() if now < until)
         ranks = {group: part.assigned.ranks for group, part in node.parts.items() if part.assigned.ranks}
-        places = {group: (each, "", ()) for group, each in ranks.items()}
+        places = {group: GroupAssignment(group, _name(group), ranks=each) for group, each in ranks.items()}
         seen = (rows, tuple(here), told, leadership.draining, flapping, tuple(ranks.items()))
         if seen not in self._decisions:
             self._decisions[seen] = place(

@@ -323,9 +323,14 @@ def test_one_deployment_alone_gets_the_planners_choice_among_all(
 def test_a_group_that_still_forms_where_another_one_comes_is_not_kept_there() -> None:
     """Its owner has yet to hear that another one has it."""
     macs, rows = lan(36, 20), [wanted("l", LARGE), wanted("m", MIDDLE)]
-    forms, last = [GroupReport("m#0", ids("a"), ready=False)], {"m#0": (ids("b"), ALONE, ())}
+    forms, last = (
+        [GroupReport("m#0", ids("a"), ready=False)],
+        {"m#0": GroupAssignment("m#0", "m", ranks=ids("b"))},
+    )
     assert where(seen(macs, rows, reports=forms, places=last)) == {"l#0": "a", "m#0": "b"}
     assert where(seen(macs, rows[1:], reports=forms)) == {"m#0": "a"}
+    assert where(seen(lan(36, 1), rows[1:], reports=forms, places=last)) == {"m#0": "a"}, "it runs nowhere"
+    assert where(seen(macs, rows[1:], reports=[GroupReport("m#0", ())])) == {"m#0": "a"}, "without ranks"
 
 
 def test_a_small_model_leaves_the_large_mac_to_one_that_needs_it() -> None:
@@ -335,7 +340,7 @@ def test_a_small_model_leaves_the_large_mac_to_one_that_needs_it() -> None:
 
 def test_a_group_that_forms_stays_with_its_owner() -> None:
     """Two Macs whose free memory wavers would otherwise pass it to and fro."""
-    rows, places = [wanted("x", nodes=1)], {"x#0": (ids("b"), ALONE, ())}
+    rows, places = [wanted("x", nodes=1)], {"x#0": GroupAssignment("x#0", "x", ranks=ids("b"))}
     assert where(seen(lan(64, 64), rows)) == {"x#0": "a"}
     assert where(seen(lan(64, 60), rows, places=places)) == {"x#0": "b"}
     assert where(seen(lan(64, 1), rows, places=places)) == {"x#0": "a"}
@@ -421,19 +426,19 @@ def test_a_person_s_word_places_a_group_again_wherever_it_is_fastest() -> None:
     """Once: from then on it stays."""
     macs, ran = [mac(0, chip="Apple M4"), mac(1, chip="Apple M3 Ultra")], [ready("y#0", "a")]
 
-    def found(asked: int, placed: Mapping[str, int], **last: Any) -> GroupAssignment:
-        row = wanted("y", again=asked)
-        return place(seen(on_lan(macs), [row], reports=ran, again=placed, **last)).assignments[0]
+    def found(asked: int, *last: GroupAssignment) -> GroupAssignment:
+        row, places = wanted("y", again=asked), {each.group: each for each in last}
+        return place(seen(on_lan(macs), [row], reports=ran, places=places)).assignments[0]
 
-    assert letters(found(0, {"y#0": 0}).ranks) == "a"
-    moved = found(1, {"y#0": 0})
+    before = GroupAssignment("y#0", "y", ranks=ids("a"), kind=ALONE)
+    assert letters(found(0, before).ranks) == "a"
+    moved = found(1, before)
     assert (letters(moved.ranks), moved.again) == ("b", 1)
-    chosen = {"y#0": (ids("b"), ALONE, ())}
-    assert letters(found(1, {"y#0": 1}, places=chosen).ranks) == "b", "it has yet to move there"
+    assert letters(found(1, moved).ranks) == "b", "it has yet to move there"
     ran = [ready("y#0", "b")]
-    assert letters(found(1, {"y#0": 1}, places=chosen).ranks) == "b"
+    assert letters(found(1, moved).ranks) == "b"
     ran = [ready("y#0", "a")]
-    assert letters(found(1, {}).ranks) == "a", "a new coordinator does not know"
+    assert letters(found(1).ranks) == "a", "a new coordinator does not know"
 
 
 def test_a_group_that_is_to_have_all_macs_grows_even_if_it_is_used() -> None:

@@ -248,7 +248,7 @@ def to_json(made: Placement, shape: ModelShape) -> dict[str, Any]:
         "context": made.context,
         "workload": asdict(made.workload),
         "reason": made.reason,
-        "leader": made.leader,
+        "leader": (*made.ranks, "")[0],
         "notes": list(made.notes),
         "chosen": next((one for one in alternatives if one["verdict"] == "chosen"), None),
         "alternatives": alternatives,

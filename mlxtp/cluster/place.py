@@ -17,8 +17,7 @@ from ..placement.candidates import Fabrics, preference
 from ..placement.cost_model import (
     ALONE,
     FABRICS,
-    JACCL_MESH,
-    JACCL_RING,
+    JACCL,
     RankMemory,
     rank_memory,
     stages,
@@ -27,7 +26,7 @@ from ..placement.cost_model import (
 from ..placement.faults import is_scarce
 from ..placement.formation import FailedGroup
 from ..placement.model_shape import MAX_RANKS, ModelShape, unknown_shape
-from ..placement.planner import DEFAULT_CONTEXT, Placement, PlacementOptions, plan
+from ..placement.planner import DEFAULT_CONTEXT, Placement, PlacementOptions, left_out, plan
 from ..placement.topology import MemberMachine, Topology
 from ..wire.cluster_messages import Deployment, GroupAssignment
 from .cluster_state import most_groups
@@ -309,11 +308,9 @@ class _Facts:
             return _seat_of((), cut)
         return _seat_of((), [rank_memory(any_member, shape, size, context)] * size)
 
-    def left_out(self, group: str) -> Iterator[str]:
-        """Yield the Macs that its row allows and that lack its model, with the reasons."""
-        for node in self.allowed[_name(group)]:
-            if why := self.by_name[_name(group)].lacks.get(node):
-                yield f"{self.members[node].name} is left out: {why}"
+    def left_out(self, group: str) -> list[str]:
+        name, lacks = _name(group), self.by_name[_name(group)].lacks
+        return left_out((self.members[node].name, lacks.get(node, "")) for node in self.allowed[name])
 
     def must(self, group: str) -> str:
         """Return the Mac that owns a group best if it can: the one that runs it, else the last one."""
@@ -602,7 +599,7 @@ class _Packing:
         if not report.ready or len(after.ranks) <= len(report.ranks):
             return False
         ports = (port for node in after.ranks for port in self.facts.members[node].machine.ports)
-        if report.kind in (JACCL_MESH, JACCL_RING) and any(is_scarce(port.formations) for port in ports):
+        if report.kind in JACCL and any(is_scarce(port.formations) for port in ports):
             return False  # it works, and its place may be one that cannot form
         return wanted.options.nodes == "all" or (faster and not report.used and not report.open_requests)
 
@@ -612,7 +609,7 @@ class _Packing:
         for seat in (before, after):
             options = replace(wanted.options, nodes=len(seat.ranks), split=seat.split, failed=())
             if len(seat.ranks) > 1:
-                backend = "jaccl" if seat.kind in (JACCL_MESH, JACCL_RING) else "ring"
+                backend = "jaccl" if seat.kind in JACCL else "ring"
                 options = replace(options, backend=backend, parallel="pipeline" if seat.split else "tensor")
             found = self._plan(replace(wanted, options=options), seat.ranks, seat.ranks[0]).chosen
             times.append(found.request_seconds(options.workload) if found is not None else math.inf)

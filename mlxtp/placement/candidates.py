@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import combinations, count
@@ -12,6 +12,7 @@ from ..errors import ConfigError
 from .cost_model import (
     ALONE,
     CHAT,
+    JACCL,
     JACCL_MESH,
     JACCL_RING,
     RING_ETHERNET,
@@ -55,9 +56,7 @@ STEPS = 20_000
 Graph = Mapping[str, frozenset[str]]  #: The neighbours of each node.
 
 
-def _search(
-    nodes: Sequence[str], size: int, graph: Graph, must: str = "", *, closed: bool
-) -> tuple[str, ...]:
+def search(nodes: Sequence[str], size: int, graph: Graph, must: str = "", *, closed: bool) -> tuple[str, ...]:
     """Return `size` of `nodes` with `must` as the first, in a closed circle or all joined; () for none."""
     peers = {a: [b for b in nodes if b in graph.get(a, ())] for a in nodes}
     places = {node: place for place, node in enumerate(nodes)}
@@ -85,9 +84,6 @@ def _search(
             return found
         done.add(first)
     return ()
-
-
-clique, circle = partial(_search, closed=False), partial(_search, closed=True)
 
 
 # --- fabrics of a group: the members they join, what ranks need for them, what is missing ----------------
@@ -128,23 +124,20 @@ class Fabrics:
 
     @cached_property
     def graphs(self) -> dict[str, Graph]:
-        rdma: dict[str, set[str]] = {node: set() for node in self._members}
-        tcp = {network: {node: set[str]() for node in self._members} for network in NETWORKS}
-        for a, b in combinations(self._members, 2):
-            reached = [tcp[network] for network in NETWORKS if self._topology.tcp(network, a, b)]
-            for peers in reached + ([rdma] if self._topology.rdma(a, b) else []):
-                peers[a].add(b)
-                peers[b].add(a)
-        found = {kind: _frozen(tcp[network]) for kind, network in RINGS.items()}
-        found[CROSSING] = {n: frozenset().union(*(tcp[network][n] for network in NETWORKS)) for n in rdma}
-        return {**found, JACCL_MESH: _frozen(rdma), JACCL_RING: _frozen(rdma)}
+        def graph(link: Callable[[str, str], object]) -> Graph:
+            return {a: frozenset(b for b in self._members if link(a, b)) for a in self._members}
+
+        tcp = {kind: graph(partial(self._topology.links, network)) for kind, network in RINGS.items()}
+        crossing = {node: frozenset().union(*(each[node] for each in tcp.values())) for node in self._members}
+        rdma = graph(self._topology.rdma)
+        return {**tcp, CROSSING: crossing, JACCL_MESH: rdma, JACCL_RING: rdma}
 
     def joined(self, kind: str, size: int, nodes: Sequence[str], must: str) -> tuple[str, ...]:
-        return _search(nodes, size, self.graphs[kind], must, closed=kind != JACCL_MESH)
+        return search(nodes, size, self.graphs[kind], must, closed=kind != JACCL_MESH)
 
     def over_rdma(self, size: int) -> list[str]:
         """Return the kinds of fabrics over RDMA that so many nodes could make; of two, both are the same."""
-        return [JACCL_MESH, JACCL_RING][: 2 if size > 2 else 1] if self.hopes_for_rdma else []
+        return list(JACCL[: 2 if size > 2 else 1]) if self.hopes_for_rdma else []
 
     def ring_links(self, group: Sequence[str], kind: str) -> list[TcpLink]:
         networks = _LINKS.get(kind, ())
@@ -169,9 +162,9 @@ class Fabrics:
         The slowest of its links' networks names a ring.
         """
         size = len(group)
-        if size > 1 and kind not in (*_LINKS, JACCL_MESH, JACCL_RING):
+        if size > 1 and kind not in (*_LINKS, *JACCL):
             return Candidate(kind, size, reason=f"there is no fabric {kind!r}")
-        jaccl, links = kind in (JACCL_MESH, JACCL_RING), self.ring_links(group, kind)
+        jaccl, links = kind in JACCL, self.ring_links(group, kind)
         if kind in RINGS and not links:
             links = self.ring_links(group, CROSSING)
         matrix = self.matrix(group, circle=kind == JACCL_RING) if jaccl else ()
@@ -230,8 +223,9 @@ class Fabrics:
             return f"{name} has {has} of the 2 neighbours it needs in a {where}"
         pairs = list(combinations(nodes[:size], 2))
         absent = [(a, b) for a, b in pairs if b not in graph[a]]
-        shown = _some([self._gap(kind, a, b) for a, b in absent[:_SHOWN]], len(absent))
-        return f"{len(absent)} of {len(pairs)} links {self._over(kind)} are missing: {shown}"
+        why = self._topology.no_rdma if kind in JACCL else lambda *_: "no IPv4 network in common"
+        gaps = [f"{self._members[a].name} – {self._members[b].name} ({why(a, b)})" for a, b in absent]
+        return f"{len(absent)} of {len(pairs)} links {self._over(kind)} are missing: {_some(gaps)}"
 
     def _excluded(self, networks: Sequence[str], nodes: Sequence[str]) -> str:
         """Return which links of these networks the setting fabric_networks excludes; empty for none."""
@@ -248,21 +242,15 @@ class Fabrics:
         if not found:
             return ""
         links = f"{len(found)} link{'s' if len(found) > 1 else ''}"
-        return f"--fabric-networks {setting} excludes {links}: {_some(found, len(found))}"
-
-    def _gap(self, kind: str, a: str, b: str) -> str:
-        names = f"{self._members[a].name} – {self._members[b].name}"
-        jaccl = kind in (JACCL_MESH, JACCL_RING)
-        why = self._topology.no_rdma(a, b) if jaccl else "no IPv4 network in common"
-        return f"{names} ({why})"
+        return f"--fabric-networks {setting} excludes {links}: {_some(found)}"
 
     @staticmethod
     def _over(kind: str) -> str:
         return f"over {_WORDS[RINGS[kind]]}" if kind in RINGS else "by cables with RDMA"
 
 
-def _some(links: Sequence[str], count: int) -> str:
-    return ", ".join(links[:_SHOWN]) + (f" and {count - _SHOWN} more" if count > _SHOWN else "")
+def _some(links: Sequence[str]) -> str:
+    return ", ".join(links[:_SHOWN]) + (f" and {len(links) - _SHOWN} more" if links[_SHOWN:] else "")
 
 
 def exposed(kind: str, ranks: Sequence[str], topology: Topology) -> str:
@@ -282,10 +270,6 @@ def exposed(kind: str, ranks: Sequence[str], topology: Topology) -> str:
         f"tensors cross {network} in the clear: other machines on it can compute prompts and answers from "
         "them (--fabric-networks excludes it)"
     )
-
-
-def _frozen(peers: Mapping[str, set[str]]) -> Graph:
-    return {node: frozenset(found) for node, found in peers.items()}
 
 
 # --- candidates ------------------------------------------------------------------------------------------
@@ -383,8 +367,7 @@ class PlacementOptions:
         for name, choices in words:
             if (value := getattr(self, name)) not in choices:
                 raise ConfigError(f"{name} is {value!r}; it can be {', '.join(choices)}")
-        number = isinstance(self.nodes, int) and not isinstance(self.nodes, bool)
-        if self.nodes not in ("auto", "all") and not (number and 1 <= int(self.nodes) <= MAX_RANKS):
+        if self.nodes not in ("auto", "all", *range(1, MAX_RANKS + 1)):
             raise ConfigError(f"nodes is {self.nodes!r}; it can be auto, all, or a number up to {MAX_RANKS}")
         if self.max_context < 0:
             raise ConfigError(f"max_context is {self.max_context}; it cannot be negative")
@@ -548,18 +531,13 @@ class CandidateFinder:
 
     def _group(self, kind: str, size: int, fits: Sequence[str], must: str) -> tuple[str, ...]:
         """Return the group whose slowest member reads memory the fastest; () if there is none."""
-        group = self.fabrics.joined(kind, size, fits, must)
         slowest = self._ranks[must].chip.reading if must else float("inf")
         speeds = sorted({min(self._ranks[node].chip.reading, slowest) for node in fits}, reverse=True)
-        low, high = 0, len(speeds) - 1
-        while group and low < high:
-            middle = (low + high) // 2
-            fast = [node for node in fits if self._ranks[node].chip.reading >= speeds[middle]]
-            if better := self.fabrics.joined(kind, size, fast, must):
-                group, high = better, middle
-            else:
-                low = middle + 1
-        return group
+        for least in speeds:
+            fast = [node for node in fits if self._ranks[node].chip.reading >= least]
+            if group := self.fabrics.joined(kind, size, fast, must):
+                return group
+        return ()
 
     def _soonest(self, kind: str, groups: Sequence[tuple[str, ...]]) -> Candidate:
         found, workload = [self._feasible(kind, group) for group in groups], self.options.workload

@@ -110,6 +110,7 @@ def sum_share(ranks: int) -> float:
 
 JACCL_MESH = "JACCL mesh"
 JACCL_RING = "JACCL ring"
+JACCL = (JACCL_MESH, JACCL_RING)
 RING_THUNDERBOLT = "ring over Thunderbolt"
 RING_ETHERNET = "ring over Ethernet"
 RING_WIFI = "ring over Wi-Fi"
@@ -375,8 +376,7 @@ def _estimate(costs: tuple[StageCosts, ...], hop_s: float = 0.0, row_s: float = 
 
 def cabled_bandwidth(kind: str) -> float:
     """Return the bytes/s that a cable of this fabric should carry; 0 for networks, which have any speed."""
-    cabled = kind in (JACCL_MESH, JACCL_RING, RING_THUNDERBOLT)
-    return FABRICS[kind].bandwidth if cabled else 0.0
+    return FABRICS[kind].bandwidth if kind in (*JACCL, RING_THUNDERBOLT) else 0.0
 
 
 def _link(

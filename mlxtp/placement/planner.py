@@ -5,7 +5,7 @@ The choice answers a request of the expected workload soonest; docs/placement.md
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from .candidates import PIPELINE, TENSOR_PARALLEL, Candidate, CandidateFinder, exposed
@@ -40,11 +40,6 @@ class Placement:
         """Node ids in rank order; () for no group."""
         return self.chosen.ranks if self.chosen else ()
 
-    @property
-    def leader(self) -> str:
-        """Node id of rank 0; empty for no group."""
-        return self.ranks[0] if self.ranks else ""
-
 
 def plan(
     members: Sequence[MemberMachine],
@@ -64,8 +59,8 @@ def plan(
     must = must if must in present else ""
     considered = _judged(finder.alternatives(must), options)
     considered += _too_few(options, shape, len(present), len(members))
-    chosen, left_out = _best(considered, options), _left_out(members)
-    notes = list(left_out)
+    chosen, lacking = _best(considered, options), left_out(sorted((m.name, m.lack) for m in members))
+    notes = list(lacking)
     several = must and len(present) > 1
     without = _judged(finder.alternatives("", leave_out=must), options) if several else []
     if free := _best(without, options):
@@ -83,7 +78,7 @@ def plan(
         chosen = considered[0]
     return Placement(
         chosen=chosen,
-        reason=_reason(considered, chosen, options, left_out),
+        reason=_reason(considered, chosen, options, lacking),
         alternatives=tuple(considered),
         notes=tuple(notes) if chosen is not None else (),
         context=context,
@@ -155,8 +150,8 @@ def _ranked(
     return sorted(marked, key=lambda a: (a.verdict, *_order(a, options), a.reason))  # by alphabet
 
 
-def _left_out(members: Sequence[MemberMachine]) -> list[str]:
-    return [f"{name} is left out: {lack}" for name, lack in sorted((m.name, m.lack) for m in members) if lack]
+def left_out(lacks: Iterable[tuple[str, str]]) -> list[str]:
+    return [f"{name} is left out: {lack}" for name, lack in lacks if lack]
 
 
 def _fallback(considered: Sequence[Candidate], chosen: Candidate, finder: CandidateFinder) -> list[str]:
@@ -170,11 +165,11 @@ def _reason(
     considered: Sequence[Candidate],
     chosen: Candidate | None,
     options: PlacementOptions,
-    left_out: Sequence[str],
+    lacking: Sequence[str],
 ) -> str:
     if chosen is None:
         trouble = _trouble(considered, options) or "0 nodes here can serve this model"
-        return "; ".join([*left_out, trouble])
+        return "; ".join([*lacking, trouble])
     total, prompt, answer = _times(chosen, options)
     layers = f" (layers: {chosen.layers})" if chosen.split else ""
     reason = f"{chosen.title}{layers}: {total} per {options.workload.name} request"

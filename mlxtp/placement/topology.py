@@ -100,9 +100,6 @@ class Topology:
             {i.address for i in m.machine.interfaces if i.up} == {"127.0.0.1"} for m in self._members.values()
         )
 
-    def tcp(self, network: str, one: str, other: str) -> TcpLink | None:
-        return next(iter(self.links(network, one, other)), None)
-
     def links(self, network: str, one: str, other: str) -> list[TcpLink]:
         """Return all links between two members in this kind of network, the best first."""
         return [link for link in self._between(network, one, other) if link.needs in self._admitted]

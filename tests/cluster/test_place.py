@@ -459,6 +459,13 @@ def test_no_group_grows_onto_a_mac_that_is_about_to_stop_nor_forms_where_files_a
     assert where(seen(macs, [lacks], reports=[pair])) == {"x#0": "ab"}, "it has loaded"
 
 
+def test_a_new_group_says_which_macs_lack_its_model() -> None:
+    lacks = wanted("x", SMALL, lacks={node_id(0): "its disk is full"})
+    decision = place(seen(lan(64, 64), [lacks]))
+    assert letters(places(decision)["x#0"]) == "b"
+    assert decision.notes["x#0"] == ("a is left out: its disk is full",)
+
+
 def test_a_row_that_wants_another_way_to_share_has_its_group_form_anew() -> None:
     macs = cabled(lan(64, 64), all_pairs(2))
     tensor, stages = ready("x#0", "ab", JACCL_MESH), ready("x#0", "ab", JACCL_MESH, split=(20, 12))

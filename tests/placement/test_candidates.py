@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import combinations, permutations
 
 import pytest
@@ -16,9 +17,8 @@ from mlxtp.placement.candidates import (
     Fabrics,
     Graph,
     PlacementOptions,
-    circle,
-    clique,
     preference,
+    search,
 )
 from mlxtp.placement.cost_model import ALONE, JACCL_MESH, RING_ETHERNET, RING_THUNDERBOLT
 from mlxtp.placement.formation import FailedGroup, links_of
@@ -28,6 +28,7 @@ from .made_up_macs import all_pairs, cabled, changed, mac, node_id, on_lan
 
 NODES = "abcdef"
 PAIRS = list(combinations(NODES, 2))
+clique, circle = partial(search, closed=False), partial(search, closed=True)
 
 
 def graph_of(pairs: set[tuple[str, str]], nodes: str = NODES) -> Graph:
@@ -49,8 +50,8 @@ def test_a_group_is_found_exactly_where_there_is_one(
     pairs: set[tuple[str, str]], size: int, must: str
 ) -> None:
     graph = graph_of(pairs)
-    for search, holds in ((clique, is_clique), (circle, is_circle)):
-        found = search(NODES, size, graph, must)
+    for searched, holds in ((clique, is_clique), (circle, is_circle)):
+        found = searched(NODES, size, graph, must)
         exists = any(
             holds(group, graph) for group in permutations(NODES, size) if not must or group[0] == must
         )

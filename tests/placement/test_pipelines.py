@@ -390,7 +390,7 @@ def test_unlike_memories_make_a_pipeline_where_equal_shares_do_not_fit() -> None
 def test_three_macs_serve_what_no_two_hold_and_three_cannot_divide() -> None:
     made = plan(desk(64, 64, 48, chips=("Apple M4 Max", "Apple M4 Pro", "Apple M4 Pro")), LARGE, A)
     assert made.chosen is not None
-    assert (made.chosen.nodes, sum(made.chosen.split), made.leader) == (3, 80, A)
+    assert (made.chosen.nodes, sum(made.chosen.split), made.ranks[0]) == (3, 80, A)
     assert "64 attention heads do not divide by 3" in made.reason
     assert all(rank.fits for rank in made.chosen.memory)
 

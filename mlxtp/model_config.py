@@ -29,6 +29,7 @@ MTP_PLACES = {
 
 Config = Mapping[str, Any]
 
+ASSUMED_CONTEXT = 4096  #: Tokens that a model supports whose configuration does not say.
 _MOST = 1 << 48  #: Above any size of a model.
 _GEMMA: Config = {"head_dim": 256, "num_key_value_heads": 1, "vocab_size": 262144}
 _GEMMA4: Config = {**_GEMMA, "num_attention_heads": 8, "global_head_dim": 512}
@@ -74,6 +75,11 @@ def table(config: Config, name: str) -> Config:
     if not isinstance(value, dict):
         raise ModelError(f"config.json: {name} is {value!r}, not an object", Code.MODEL_INVALID)
     return value
+
+
+def context_length(config: Config) -> int:
+    length = text_config(config).get("max_position_embeddings")
+    return length if isinstance(length, int) and length > 0 else ASSUMED_CONTEXT
 
 
 def number(config: Config, *names: str) -> int:

@@ -22,7 +22,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from ..chunks import ring_slots
 from ..description import PartFacts
 from ..errors import Code, GroupError, MlxtpError, ModelError
-from ..model_config import Config, number, quantizations, text_config, unreadable
+from ..model_config import Config, context_length, number, quantizations, text_config, unreadable
 from ..model_files import INDEX, LFS, config_in, indexed, lfs_pointer, stray_files, token_count, weight_files
 from . import sharding
 from .families import attend_to_latents
@@ -355,7 +355,7 @@ def load(
     return ModelShare(
         model=model,
         name=folder.name,
-        context=sharding.context_length(config),
+        context=context_length(config),
         vocabulary=vocabulary,
         eos=_eos(config),
         weight_bytes=sum(array.nbytes for array in _weights(model).values()),

@@ -13,7 +13,7 @@ from mlx import nn
 from mlx.utils import tree_unflatten
 
 from ..errors import Code, ModelError
-from ..model_config import Config, family, text_config
+from ..model_config import Config, family
 from .families import DIVIDE, dimensions_of, divide_layers
 from .group import Group
 
@@ -86,11 +86,6 @@ def divided_vocabulary(owner: Any, size: int) -> Iterator[None]:
     finally:
         for holder, true_size in zip(holders, sizes, strict=True):
             holder.vocab_size = true_size
-
-
-def context_length(config: Config) -> int:
-    length = text_config(config).get("max_position_embeddings")
-    return int(length) if isinstance(length, int) and length > 0 else 4096
 
 
 # --- token embedding and output head, of which each rank holds an equal run of rows ----------------------

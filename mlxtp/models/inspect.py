@@ -19,7 +19,7 @@ from typing import Any
 from ..api.backend import StoredModelInfo
 from ..config import EMBEDDED_MODEL, embedded_model_path
 from ..errors import Code, ModelError
-from ..model_config import Config, unreadable
+from ..model_config import Config, context_length, unreadable
 from ..model_config import family as family_of
 from ..model_files import (
     MTP_FILE,
@@ -47,7 +47,6 @@ _CONFIG_FILES = ("config.json", "hf_quant_config.json")
 #: Fields of tokenizer_config.json, of which one names a chat template of mlx-lm.
 _TEMPLATES = frozenset({"chat_template", "chat_template_type"})
 MOST = 200  #: Models listed for users, at most: a cache may hold anything.
-_DEFAULT_CONTEXT = 4096  # tokens that the engine assumes without a context length in the configuration
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,7 +341,4 @@ def _described(name: str, folder: Path) -> StoredModelInfo | None:
         created = int((folder / "config.json").stat().st_mtime)
     except (ModelError, OSError):
         return None
-    inner = config.get("text_config")
-    length = (inner if isinstance(inner, dict) else config).get("max_position_embeddings")
-    context = length if isinstance(length, int) and length > 0 else _DEFAULT_CONTEXT
-    return StoredModelInfo(name, folder, context, created)
+    return StoredModelInfo(name, folder, context_length(config), created)

@@ -10,9 +10,9 @@ from itertools import accumulate, pairwise
 from typing import Any, get_args, get_origin, get_type_hints
 
 from ..description import CacheCapabilities, Description, PartFacts, from_text, to_text
+from ..model_config import ASSUMED_CONTEXT
 from ..wire.messages import MAX_RANKS as MAX_RANKS
 
-ASSUMED_CONTEXT = 4096  #: tokens that a model supports whose configuration does not say
 MAX_TEXT = 1 << 20  #: characters of a description from another Mac
 HEAD_KERNELS = 12  #: of an MTP head beside its layer: two norms, their product, norm, head, a choice
 _KV_SCALES = 4 / 64  # bytes of a quantized number's scales

@@ -21,11 +21,11 @@ from mlxtp.engine.sharding import (
     COMPILED_COLLECTIVES,
     check_divisible,
     check_shardable,
-    context_length,
     divided_vocabulary,
     is_divided,
 )
 from mlxtp.errors import Code, ModelError
+from mlxtp.model_config import context_length
 
 from .mlx_lm_sources import shardable_families
 

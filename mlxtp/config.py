@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import ConfigError
-from .settings import BY_KEY, GONE, JOIN, SETTINGS, ValueKind, nearest
+from .settings import BY_KEY, GONE, JOIN, SETTINGS, ValueKind, nearest, variable_of
 from .settings import EMBEDDED_MODEL as EMBEDDED_MODEL
 from .settings import Limits as Limits
 from .settings import Settings as Settings
@@ -65,9 +65,9 @@ def resolve_settings(
         {key: GivenValue(value) for key, value in (defaults or {}).items()}
         | dict(_read_file(home / FILE, refuse))
         | {
-            setting.key: GivenValue(value, setting.variable)
-            for setting in SETTINGS
-            if (value := environment.get(setting.variable))
+            key: GivenValue(value, variable_of(key))
+            for key in BY_KEY
+            if (value := environment.get(variable_of(key)))
         }
         | {key: GivenValue(value, BY_KEY[key].typed(value)) for key, value in flags.items() if key in BY_KEY}
     )

@@ -5,7 +5,7 @@ Flags (`cli.options`), variables, keys of the file (`config`), defaults and docs
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -39,8 +39,8 @@ def _choice(*words: str) -> ValueKind:
     return ValueKind(values.one_of(*words), "|".join(words))
 
 
-def _list(parse: Parser, metavar: str, example: str) -> ValueKind:
-    return ValueKind(parse, metavar, (list,), f'a list of strings, such as ["{example}"]')
+def _list(parse: Callable[[str, str], str], metavar: str, example: str) -> ValueKind:
+    return ValueKind(values.each_of(parse), metavar, (list,), f'a list of strings, such as ["{example}"]')
 
 
 def _number(parse: Parser, metavar: str = "") -> ValueKind:
@@ -55,7 +55,7 @@ LIMIT = replace(SECONDS, parse=values.parse_limit)
 BYTES = ValueKind(values.parse_bytes, "AMOUNT", (int, str), 'a whole number, or a string such as "500MB"')
 NODES = ValueKind(values.parse_nodes, "auto|all|N", (int, str), '"auto", "all", or a whole number')
 _TABLE = 'a table of strings, such as studio = "rdma_en5", or a list of strings'
-RDMA = ValueKind(values.parse_rdma, "NODE=DEVICE", (dict, list), _TABLE)
+RDMA = ValueKind(values.each_of(values.parse_rdma), "NODE=DEVICE", (dict, list), _TABLE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +78,6 @@ class Setting:
     names: tuple[str, ...] = ()
 
     @property
-    def metavar(self) -> str:
-        return self.kind.metavar
-
-    @property
     def option(self) -> str:
         """Its flag, such as --max-context; empty without one. One of a list gives a single item."""
         if "." in self.key:
@@ -90,10 +86,6 @@ class Setting:
 
     def typed(self, value: object) -> str:
         return f"--no-{self.option[2:]}" if value is False else self.option
-
-    @property
-    def variable(self) -> str:
-        return variable_of(self.key)
 
     @property
     def repeatable(self) -> bool:
@@ -202,7 +194,7 @@ class Settings:
         key="drain",
     )
     model_folders: tuple[str, ...] = _told(
-        GENERAL, _list(values.parse_folders, "DIR", "/Volumes/share/models"), (),
+        GENERAL, _list(values.parse_folder, "DIR", "/Volumes/share/models"), (),
         "Folder of models with plain names: NAME is DIR/NAME.",
     )
     log_format: str = _told(
@@ -231,7 +223,7 @@ class Settings:
     )
     control_port: int = DEFAULT_CONTROL_PORT
     peers: tuple[str, ...] = _told(
-        CLUSTER, _list(values.parse_peers, "HOST:PORT", "10.0.0.2:52414"), (),
+        CLUSTER, _list(values.parse_peer, "HOST:PORT", "10.0.0.2:52414"), (),
         f"Address of another Mac, if Bonjour does not find it; port {DEFAULT_CONTROL_PORT} unless given.",
     )
     discovery: bool = _told(CLUSTER, SWITCH, True, "Find other Macs, and be found, by Bonjour.")
@@ -240,7 +232,7 @@ class Settings:
         unset="auto, as many as answer soonest",
     )
     parallel: str = _told(
-        CLUSTER, _choice(*values.PARALLEL), "auto",
+        CLUSTER, _choice("auto", "tensor", "pipeline"), "auto",
         "How several Macs share a model: each has a part of each layer (tensor), or whole layers (pipeline).",
         unset="auto, the way that answers sooner", same_on_all=True,
     )
@@ -291,11 +283,11 @@ class Settings:
         "key create`)",
     )
     allowed_hosts: tuple[str, ...] = _told(
-        ENDPOINT, _list(values.parse_hosts, "NAME", "studio.example.com"), (),
+        ENDPOINT, _list(values.parse_host, "NAME", "studio.example.com"), (),
         "A further name of this Mac, such as that of a proxy, beside its host name and addresses; * for any.",
     )
     allowed_origins: tuple[str, ...] = _told(
-        ENDPOINT, _list(values.parse_origins, "ORIGIN", "http://localhost:3000"), (),
+        ENDPOINT, _list(values.parse_origin, "ORIGIN", "http://localhost:3000"), (),
         "A web page that may use the endpoint from a browser, such as http://localhost:3000; * for any.",
     )
     http_cert: str = _told(
@@ -418,7 +410,7 @@ def nearest(word: str, known: tuple[str, ...] = tuple(BY_KEY)) -> str:
 
 def unknown_variables(names: tuple[str, ...]) -> list[str]:
     """Return a sentence for each environment variable that looks like one of mlxtp's but is unknown."""
-    known = {setting.key: setting.variable for setting in SETTINGS}
+    known = {key: variable_of(key) for key in BY_KEY}
     known |= {name.removeprefix("MLXTP_").lower(): name for name in OTHER_VARIABLES}
     gone = {variable_of(key): instead for key, instead in GONE.items()}
     passed = _FOR_CLIENTS.union(known.values())

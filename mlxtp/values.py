@@ -113,16 +113,25 @@ _ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([^/?#@\s]+)/?")
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
 
-def parse_hosts(value: object, where: str) -> tuple[str, ...]:
-    """Parse names and addresses as in URLs, without port: a list, or one string with commas."""
-    found = []
-    for item in _items(value):
-        host = item.lower().removeprefix("[").removesuffix("]")
-        if host != "*" and not is_host_name(host) and not _is_address(host):
-            form = "a name or address of this Mac, such as studio.local; omit http:// and the port"
-            raise _wrong(where, item, f"is not {form}, or write * for any")
-        found.append(host)
-    return tuple(found)
+def each_of(parse: Callable[[str, str], str]) -> Parser:
+    """Return a parser of a table, a list, or one string with commas, whose items `parse` parses."""
+
+    def parse_all(value: object, where: str) -> tuple[str, ...]:
+        if isinstance(value, dict):
+            value = [f"{name}={text}" for name, text in value.items()]
+        items = value if isinstance(value, (list, tuple)) else str(value).split(",")
+        return tuple(parse(item.strip(), where) for item in items if item.strip())
+
+    return parse_all
+
+
+def parse_host(item: str, where: str) -> str:
+    """Parse a name or address as in URLs, without port."""
+    host = item.lower().removeprefix("[").removesuffix("]")
+    if host != "*" and not is_host_name(host) and not _is_address(host):
+        form = "a name or address of this Mac, such as studio.local; omit http:// and the port"
+        raise _wrong(where, item, f"is not {form}, or write * for any")
+    return host
 
 
 def _is_address(text: str) -> bool:
@@ -133,19 +142,14 @@ def _is_address(text: str) -> bool:
     return True
 
 
-def parse_origins(value: object, where: str) -> tuple[str, ...]:
-    """Parse origins as browsers send them: a list, or one string with commas."""
-    found = []
-    for item in _items(value):
-        match = _ORIGIN.fullmatch(item.lower())
-        if item != "*" and match is None:
-            form = "an origin, such as http://localhost:3000: scheme, host, port of the page, without a path"
-            raise _wrong(where, item, f"is not {form}; or write * for any")
-        if match is None:
-            found.append("*")
-        else:  # browsers leave out the default port of a scheme
-            found.append(f"{match[1]}://{match[2].removesuffix(_DEFAULT_PORTS.get(match[1], '/'))}")
-    return tuple(found)
+def parse_origin(item: str, where: str) -> str:
+    if item == "*":
+        return item
+    if (match := _ORIGIN.fullmatch(item.lower())) is None:
+        form = "an origin, such as http://localhost:3000: scheme, host, port of the page, without a path"
+        raise _wrong(where, item, f"is not {form}; or write * for any")
+    # Browsers leave out the default port of a scheme.
+    return f"{match[1]}://{match[2].removesuffix(_DEFAULT_PORTS.get(match[1], '/'))}"
 
 
 def parse_name(value: object, where: str) -> str:
@@ -167,45 +171,31 @@ def parse_host_port(value: object, where: str) -> tuple[str, int]:
     return address, port
 
 
-def parse_peers(value: object, where: str) -> tuple[str, ...]:
-    """Parse addresses of agents: a list, or one string with commas. Names are resolved when dialled."""
-    peers = []
-    for peer in _items(value):
-        host, colon, port = peer.rpartition(":")
-        if not colon:
-            host, port = peer, str(DEFAULT_CONTROL_PORT)
-        if not host or not _decimal(port, MAX_PORT):
-            raise _wrong(where, peer, f"is not HOST:PORT, such as 10.0.0.2:{DEFAULT_CONTROL_PORT}")
-        peers.append(f"{host}:{port}")
-    return tuple(peers)
+def parse_peer(item: str, where: str) -> str:
+    """Parse the address of an agent. Names are resolved when dialled."""
+    host, colon, port = item.rpartition(":")
+    if not colon:
+        host, port = item, str(DEFAULT_CONTROL_PORT)
+    if not host or not _decimal(port, MAX_PORT):
+        raise _wrong(where, item, f"is not HOST:PORT, such as 10.0.0.2:{DEFAULT_CONTROL_PORT}")
+    return f"{host}:{port}"
 
 
-def parse_folders(value: object, where: str) -> tuple[str, ...]:
-    """Parse absolute folders, because an agent may be started anywhere."""
-    folders = tuple(str(expanded(folder, where)) for folder in _items(value))
-    for folder in folders:
-        if not Path(folder).is_absolute():
-            raise _wrong(where, folder, "is not an absolute path, such as /Volumes/share/models")
-    return folders
+def parse_folder(item: str, where: str) -> str:
+    """Parse an absolute folder, because an agent may be started anywhere."""
+    folder = expanded(item, where)
+    if not folder.is_absolute():
+        raise _wrong(where, str(folder), "is not an absolute path, such as /Volumes/share/models")
+    return str(folder)
 
 
-def _items(value: object) -> tuple[str, ...]:
-    items = value if isinstance(value, (list, tuple)) else str(value).split(",")
-    return tuple(item.strip() for item in items if item.strip())
-
-
-def parse_rdma(value: object, where: str) -> tuple[str, ...]:
-    """Parse NODE=DEVICE or NODE/PEER=DEVICE: a table, a list, or one string with commas."""
-    if isinstance(value, dict):
-        items = tuple(f"{node}={device}" for node, device in value.items())
-    else:
-        items = _items(value)
-    for item in items:
-        who, equals, device = item.partition("=")
-        node, slash, peer = who.partition("/")
-        if not (node and equals and device) or bool(slash) != bool(peer) or "=" in device:
-            raise _wrong(where, item, "is not NODE=DEVICE, such as studio-1=rdma_en5")
-    return items
+def parse_rdma(item: str, where: str) -> str:
+    """Parse NODE=DEVICE or NODE/PEER=DEVICE."""
+    who, equals, device = item.partition("=")
+    node, slash, peer = who.partition("/")
+    if not (node and equals and device) or bool(slash) != bool(peer) or "=" in device:
+        raise _wrong(where, item, "is not NODE=DEVICE, such as studio-1=rdma_en5")
+    return item
 
 
 def parse_nodes(value: object, where: str) -> str:
@@ -219,10 +209,6 @@ def _count(value: object, where: str, most: int, *words: str) -> str:
     if not (count := _decimal(text, most)):
         raise _wrong(where, value, f"is not {', '.join(words)}, or a number from 1 to {most}")
     return str(count)
-
-
-PARALLEL = ("auto", "tensor", "pipeline")
-parse_parallel = one_of(*PARALLEL)
 
 
 def parse_split(value: object, where: str) -> str:

@@ -30,7 +30,7 @@ def option(
 def _as_set(key: str, description: str, *, default: Any) -> Any:
     setting = BY_KEY[key]
     return option(
-        setting.option, description, default=default, parse=setting.kind.parse, metavar=setting.metavar
+        setting.option, description, default=default, parse=setting.kind.parse, metavar=setting.kind.metavar
     )
 
 

@@ -38,6 +38,7 @@ from mlxtp.settings import (
     SETTINGS,
     TUNING,
     Setting,
+    variable_of,
 )
 from mlxtp.short_names import SHORT_NAMES
 from mlxtp.text.markups import CALLS, THOUGHTS
@@ -116,7 +117,7 @@ def _row(setting: Setting) -> str:
     cells = (
         f"`{setting.key}`{same}",
         _flag(setting),
-        f"`{setting.variable}`",
+        f"`{variable_of(setting.key)}`",
         setting.help,
         setting.default_words,
     )
@@ -126,7 +127,7 @@ def _row(setting: Setting) -> str:
 def _flag(setting: Setting) -> str:
     often = ", may be repeated" if setting.repeatable else ""
     name = setting.typed(setting.default is not True)
-    return f"`{' '.join(filter(None, (name, setting.metavar)))}`{often}" if setting.option else ""
+    return f"`{' '.join(filter(None, (name, setting.kind.metavar)))}`{often}" if setting.option else ""
 
 
 COMMANDS_HEAD = """# Commands

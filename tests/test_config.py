@@ -26,7 +26,7 @@ from mlxtp.config import (
 from mlxtp.errors import Code, ConfigError, ModelError
 from mlxtp.groups.machines import local_split, placement_options
 from mlxtp.placement.model_shape import shape_of
-from mlxtp.settings import BY_KEY, GONE, SETTINGS, unknown_variables
+from mlxtp.settings import BY_KEY, GONE, SETTINGS, unknown_variables, variable_of
 from mlxtp.values import DEFAULT_HTTP
 from mlxtp.wire.cluster_messages import Deployment
 
@@ -542,7 +542,7 @@ def test_a_value_of_the_wrong_type(tmp_path: Path, key: str, value: str, expecte
 def test_every_setting_has_a_type_and_a_test_of_it() -> None:
     """A new key needs a line that explains it in the file."""
     assert {key for key, _, _ in WRONG_TYPES} == BY_KEY.keys()
-    assert len({setting.variable for setting in SETTINGS}) == len(SETTINGS)
+    assert len({variable_of(setting.key) for setting in SETTINGS}) == len(SETTINGS)
 
 
 def test_numbers_in_the_file(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def _of_field(of: Field[Any]) -> inspect.Parameter:
 
 def like(key: str, description: str, **more: Any) -> Any:
     """Return an option whose value is written like the setting of this name."""
-    metavar = BY_KEY[key].metavar
+    metavar = BY_KEY[key].kind.metavar
     return typer.Option(metavar=metavar, help=description, autocompletion=words(metavar), **more)
 
 
@@ -125,8 +125,8 @@ def _option(setting: Setting) -> Any:
     often = " May be repeated." if setting.repeatable else ""
     return typer.Option(
         f"{name}/--no-{name.removeprefix('--')}" if setting.kind is SWITCH else name,
-        metavar=setting.metavar or None,
-        autocompletion=words(setting.metavar),
+        metavar=setting.kind.metavar or None,
+        autocompletion=words(setting.kind.metavar),
         help=f"{setting.help}{often} Default: {setting.default_words}.",
         rich_help_panel=None if setting.panel == GENERAL else setting.panel,
     )

@@ -12,7 +12,7 @@ import typer
 from ..client import AgentClient
 from ..errors import Exit, UserError
 from ..settings import BY_KEY
-from ..values import one_of, parse_nodes, parse_parallel, parse_split, split_layers
+from ..values import one_of, parse_nodes, parse_split, split_layers
 from ..verbs import PlanNow, PresentMachines
 from .options import AsJson, Home, like, model_names, setting_of, words
 from .printing import home_of, typed
@@ -114,7 +114,7 @@ def plan(
         number = parse_nodes(spread, "--spread")
         one_of(*WORKLOADS)(workload, "--workload")
         BY_KEY["fabric_networks"].kind.parse(fabric_networks or "any", "--fabric-networks")
-        chosen = parse_parallel(parallel or "auto", "--parallel")
+        chosen = BY_KEY["parallel"].kind.parse(parallel or "auto", "--parallel")
         layers = split_layers(parse_split(split, "--split"), chosen, number)
     wanted: str | int = int(number) if number.isdecimal() else number
     coordinator = ""

@@ -51,19 +51,12 @@ def status(
 
 
 def _shown(answer: Mapping[str, Any]) -> list[Any]:
-    state = answer["state"]
-    colour = COLOURS.get(state, "yellow")
-    model = f" [cyan]{escape(answer['model'])}[/]" if answer["model"] else ""
-    how = _where(answer) if model else ""
-    kind = escape(joined(answer)) if model else ""
-    epoch = f"   epoch {answer['epoch']}" if answer["epoch"] else ""
-    lines: list[Any] = [f"[bold {colour}]{state}[/]{model}{how}{kind}{epoch}"]
-    if answer["reason"] not in ("", answer.get("problem")) and state != "ready":
+    lines: list[Any] = [_head(answer, f"{_where(answer)}{joined(answer)}")]
+    if answer["reason"] not in ("", answer.get("problem")) and answer["state"] != "ready":
         lines.append(_indented(answer["reason"]))
     about = (("problem", "red"), ("left_wired", "yellow"), ("slow_link", "yellow"))
     lines += [_indented(answer[name], colour) for name, colour in about if answer.get(name)]
-    sentences = (*_caches(answer["caches"]), *drafts_shown(answer["drafts"]), *_stages(answer))
-    lines += map(_indented, sentences)
+    lines += map(_indented, (*_caches(answer["caches"]), *_drafts(answer["drafts"]), *_stages(answer)))
     if "members" in answer or len(answer["deployments"]) > 1:
         lines += deployments_shown(answer["deployments"], Console().width)
     if "members" in answer:
@@ -75,15 +68,21 @@ def _shown(answer: Mapping[str, Any]) -> list[Any]:
         if answer["world_size"] > 1 and answer["state"] == "ready":
             from . import bench
 
+            assumed = "speed assumed; `mlxtp bench --fabric` measures it"
             known = answer["fabric"]
-            said = (
-                bench.fabric_summary(known) if known else "speed assumed; `mlxtp bench --fabric` measures it"
-            )
-            lines.append(f"fabric: {said}")
+            lines.append(f"fabric: {bench.fabric_summary(known) if known else assumed}")
         lines += members_shown(answer)
         for member in answer["members"]:
             lines += _about(member["name"], member["notes"], "yellow")
     return lines
+
+
+def _head(told: Mapping[str, Any], how: str, since: str = "") -> Text:
+    """Return the first line. `how`: on which Macs or ranks the model runs, if there is one."""
+    line = Text.assemble((told["state"], f"bold {COLOURS.get(told['state'], 'yellow')}"))
+    if told["model"]:
+        line.append(" ").append(told["model"], "cyan").append(how)
+    return line.append(f"   epoch {told['epoch']}" if told["epoch"] else "").append(since)
 
 
 def _caches(groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -101,7 +100,7 @@ def _caches(groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         )
 
 
-def drafts_shown(groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _drafts(groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield a sentence on the drafts of each group that had some, or a note on why it cannot."""
     names = {"lookup": "lookup", "mtp": "MTP head", "draft": "draft model"}
     for each in groups:
@@ -181,10 +180,11 @@ def _members_table(answer: Mapping[str, Any]) -> Table:
     columns = ("name", "state", work, "address", "machine", "memory", "node id", "")
     table = table_of(*columns, right=("rank", "memory"))
     for member in answer["members"]:
+        rank = "" if member["rank"] is None else str(member["rank"])
         table.add_row(
             escape(member["name"]),
             f"[{COLOURS.get(member['state'], 'dim')}]{member['state']}[/]",
-            _work(member, several),
+            escape(", ".join(member["works_for"])) if several else rank,
             member["address"],
             escape(member["chip"]),
             f"{member['memory_bytes'] / 1e9:.0f} GB" if member["memory_bytes"] else "",
@@ -192,12 +192,6 @@ def _members_table(answer: Mapping[str, Any]) -> Table:
             _roles(member),
         )
     return table
-
-
-def _work(member: Mapping[str, Any], several: bool) -> str:
-    if several:
-        return escape(", ".join(member["works_for"]))
-    return "" if member["rank"] is None else str(member["rank"])
 
 
 def _roles(member: Mapping[str, Any]) -> str:
@@ -268,7 +262,8 @@ def picture(
         parts += [Text(away["message"], "red"), Text("waiting for it; Ctrl-C ends this", "dim"), ""]
     if snapshot is None:
         return Group(*parts)
-    parts += [_state(snapshot, now), _speed(snapshot)]
+    history = [each for each in snapshot["history"] if each["group"] == snapshot["shown"]]
+    parts += [_state(snapshot, history, now), _speed(snapshot)]
     nodes = snapshot["nodes"]
     about = (("model_problem", "red"), ("refused", "red"), ("model_progress", "cyan"))
     told = {node.get(name) for node in nodes for name, _ in about}  # with its name
@@ -285,25 +280,19 @@ def picture(
         for name, style in about
         if node.get(name)
     ]
-    if (before := _ended(_shown_history(snapshot))) is not None:
-        parts += ["", before]
+    if before := next((each for each in history if each["lasted_s"] is not None), None):
+        why = before["reason"] or before["code"] or "unknown reason"
+        ended = f"epoch {before['epoch']} ended after {_duration(before['lasted_s'])}: {why}"
+        parts += ["", Text(ended, "dim")]
     return Group(*parts)
 
 
-def _state(snapshot: Moment, now: float) -> Text:
-    group = snapshot["group"]
-    line = Text.assemble((snapshot["state"], f"bold {COLOURS.get(snapshot['state'], 'yellow')}"))
-    if snapshot["model"]:
-        line.append(" ").append(snapshot["model"], "cyan")
-    if snapshot["model"] and group is not None:
-        count = group["world_size"]
-        line.append(f" on {count} {'rank' if count == 1 else 'ranks'}")
-        line.append(joined(group))
-    line.append(f"   epoch {snapshot['epoch']}" if snapshot["epoch"] else "")
-    running = next((each for each in _shown_history(snapshot) if each["lasted_s"] is None), None)
-    if running is not None:
-        line.append(f" for {_duration(now - running['began'])}")
-    return line
+def _state(snapshot: Moment, history: Sequence[Moment], now: float) -> Text:
+    how, group = "", snapshot["group"]
+    if group is not None:
+        how = f" on {group['world_size']} {'rank' if group['world_size'] == 1 else 'ranks'}{joined(group)}"
+    since = [f" for {_duration(now - each['began'])}" for each in history if each["lasted_s"] is None]
+    return _head(snapshot, how, "".join(since[:1]))
 
 
 def _speed(snapshot: Moment) -> Text:
@@ -339,18 +328,6 @@ def _ranks(node: str, ranks: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...
         for rank in ranks
         if rank["node"] == node
     ] or [("", "", "", "")]
-
-
-def _shown_history(snapshot: Moment) -> list[Mapping[str, Any]]:
-    return [each for each in snapshot["history"] if each["group"] == snapshot["shown"]]
-
-
-def _ended(history: Sequence[Mapping[str, Any]]) -> Text | None:
-    story = next((each for each in history if each["lasted_s"] is not None), None)
-    if story is None:
-        return None
-    why = story["reason"] or story["code"] or "unknown reason"
-    return Text(f"epoch {story['epoch']} ended after {_duration(story['lasted_s'])}: {why}", "dim")
 
 
 def _duration(seconds: float) -> str:

@@ -1,4 +1,28 @@
-"""The ranks of one epoch, on this Mac and others: start, bootstrap, commands, watch, end."""
+"""The ranks of one epoch, on this Mac and others: start, bootstrap, commands, watch, end.
+
+Over two Macs, agents use their control link, an agent and its rank a pipe, the ranks the decode link:
+
+agent A, the owner            rank 0                  agent B                        rank 1
+│ spawn ────────────────────────►│                       │                              │
+│ Prepare ──────────────────────────────────────────────►│ spawn ──────────────────────►│
+│◄─────────────────────── Hello ─│                       │◄───────────────────── Hello ─│
+│◄──────────────────────────────────────────── Prepared ─│                              │
+│ Bootstrap ────────────────────►│                       │                              │
+│ StartRank (Bootstrap) ────────────────────────────────►│ Bootstrap ──────────────────►│
+│                                │◄─────── TLS, Hello and Welcome with proofs ─────────►│
+│◄──────────────────────── Done ─│                       │◄────────────────────── Done ─│
+│◄───────────────────────────────────────── RankStarted ─│                              │
+│ Init ─────────────────────────►│ Init ───────────────────────────────────────────────►│  one reply to each,
+│ SanityCheck ──────────────────►│ SanityCheck ────────────────────────────────────────►│  the same way back
+│ LoadShard ────────────────────►│ LoadShard ──────────────────────────────────────────►│
+│ Serving ──────────────────────────────────────────────►│                              │  twice a second,
+│ Ping ─────────────────────────►│                       │ Ping ───────────────────────►│  Serving to all
+│◄──────────────────────── Pong ─│                       │◄────────────────────── Pong ─│
+│◄──────────────────────────────────────────── RankPong ─│                              │
+│ Shutdown ─────────────────────►│ Shutdown ───────────────────────────────────────────►│
+│ EndEpoch ─────────────────────────────────────────────►│ Shutdown ───────────────────►│
+│◄────────────────────────────────────────── EpochEnded ─│                              │
+"""
 
 from __future__ import annotations
 

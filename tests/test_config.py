@@ -111,6 +111,7 @@ def test_defaults(tmp_path: Path) -> None:
             "allowed_origins",
             (("http://localhost:3000", "https://chat.example.com"), ("app://obsidian.md",)),
         ),
+        ("allowed_origins", "*", "http://a", "allowed_origins", (("*",), ("http://a",))),
         ("http_tls", "no", "yes", "http_tls", (False, True)),
     ],
 )

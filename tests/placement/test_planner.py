@@ -304,6 +304,13 @@ def test_a_prompt_may_pay_for_a_second_mac_that_the_answer_does_not() -> None:
     assert "a alone" in refusal(made, JACCL_MESH, 2)
 
 
+def test_a_pair_that_computes_less_but_reads_faster_is_found_behind_the_fastest_mac() -> None:
+    chips = ("M5 Max", "M5", "M1 Max", "M1 Max")
+    pairs = cabled([mac(i, chip=f"Apple {chip}") for i, chip in enumerate(chips)], [(0, 1), (2, 3)])
+    essay = Workload("essay", 100, 0, 2000)
+    assert plan(pairs, shape(), "", PlacementOptions(nodes=2, workload=essay)).ranks == (C, D)
+
+
 def test_a_workload_has_words() -> None:
     assert {name: str(each) for name, each in WORKLOADS.items()} == {
         "chat": "4,000 tokens in, 400 out",

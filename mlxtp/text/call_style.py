@@ -19,9 +19,10 @@ Render = Callable[[Conversation, bool], str]
 
 _NAME, _ID, _TEXT = "probe_name", "probeid00", "probe text"
 _KEYS = ("probe_a", "probe_c")
-_VALUES = ("probe_b", "probe_d")
 _USER = ChatMessage("user", "probe user")
 _OBJECT = re.compile(r'\{"probe_a"(\s*:\s*)"probe_b"(\s*,\s*)"probe_c"\1"probe_d"\}')
+# Atomic, hence linear: a template may write any number of these.
+_FIELDS = re.compile(r'(?>([^"]*?)probe_a)(?>([^"]*?)probe_b)(?>([^"]*?)probe_c)(?>[^"]*?probe_d)([^"]*)')
 _TOOL = Tool(
     _NAME,
     "",
@@ -85,14 +86,9 @@ def call_style(render: Render, format_: CallFormat, ends: Iterable[str]) -> Call
 
 
 def _by_fields(before: str, rest: str) -> CallStyle | None:
-    marks = [rest.find(mark) for mark in (_KEYS[0], _VALUES[0], _KEYS[1], _VALUES[1])]
-    if marks[0] < 0 or marks != sorted(marks) or '"' in rest:
+    if (found := _FIELDS.fullmatch(rest)) is None:
         return None
-    ends = [at + len(_KEYS[0]) for at in marks]  # all marks are of one length
-    to_first, inside, to_second, after = (
-        rest[begin:end]
-        for begin, end in zip([0, *ends[:2], ends[3]], [marks[0], marks[1], marks[2], len(rest)], strict=True)
-    )
+    to_first, inside, to_second, after = found.groups()
     opening = next(each for at in range(len(to_first) + 1) if to_second.endswith(each := to_first[at:]))
     closing = to_second.removesuffix(opening)
     if not opening or not inside or not closing or not after.startswith(closing):

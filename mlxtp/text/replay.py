@@ -100,17 +100,10 @@ def _thought_digest(text: str) -> bytes:
 def _arguments(text: str) -> str:
     """Return JSON of equal meaning in one form. A number is the same with and without `.0`."""
     try:
-        return json.dumps(_plain(json.loads(text or "{}")), sort_keys=True)
+        value = json.loads(text or "{}", parse_float=lambda number: integral(float(number)))
+        return json.dumps(value, sort_keys=True)
     except (ValueError, RecursionError):
         return text.strip()
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_plain(each) for each in value]
-    return integral(value)
 
 
 # --- answers ----------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from tokenizers import AddedToken
 from mlxtp.api.sampling import Guidance, guidance
 from mlxtp.engine.grammar import Grammars, Matcher, unpack
 from mlxtp.text.answers import AnswerParser, ReadingPlan
-from mlxtp.text.call_style import Separators
+from mlxtp.text.call_style import Separators, call_style
 from mlxtp.text.calls import CallReader
 from mlxtp.text.conversation import (
     AUTO,
@@ -27,6 +27,7 @@ from mlxtp.text.conversation import (
     GenerationRequest,
     Tool,
 )
+from mlxtp.text.markups import JSON_CALLS
 from mlxtp.text.renderer import LocalRenderer
 from mlxtp.text.tokenizer import Text
 
@@ -257,6 +258,12 @@ def test_arguments_in_xml_have_a_style_of_their_own(tmp_path: Path) -> None:
     before_key, between, after_value = style.field
     call = f"{style.before}f{style.between}{before_key}k{between}v{after_value}{style.after}"
     assert call == "<tool_call>\n<function=f>\n<parameter=k>\nv\n</parameter>\n</function>\n</tool_call>"
+
+
+def test_a_template_that_repeats_names_and_values_is_read_in_linear_time() -> None:
+    """No answer of a template may take the agent's time: going back would take 10^13 steps."""
+    written = "".join(f"probe_{letter}" * 30_000 for letter in "abc")
+    assert call_style(lambda *_: f"<tool_call>probe_name{written}", JSON_CALLS, []) is None
 
 
 def test_an_answer_of_gpt_oss_begins_with_its_channel(tmp_path: Path) -> None:

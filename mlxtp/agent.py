@@ -266,7 +266,6 @@ def _deploy_first(node: ClusterNode, entered: _Entered) -> None:
 
 
 async def _end_parts(parts: AgentParts, tasks: Background) -> None:
-    """End requests, groups, links and the agent's own work, in this order."""
     parts.gateway.close(GroupError("the server is shutting down", Code.SHUTTING_DOWN))
     await asyncio.wait({tasks.start(parts.groups.close(), "the end of the groups")})
     # Ranks for others end, and each link has its goodbye.
@@ -362,7 +361,6 @@ async def _serve(app: ASGIApp, endpoint: Endpoint, stop: asyncio.Event, settings
 
 
 def _control_addresses(settings: Settings, port: int, machine: Machine) -> tuple[str, ...]:
-    """Return the addresses at which others find this agent; at least one, for its port."""
     if settings.control_host != "0.0.0.0":
         return (f"{settings.control_host}:{port}",)
     found = tuple(f"{each.address}:{port}" for each in machine.interfaces if each.up)[:16]

@@ -63,7 +63,6 @@ class EndpointAnswer:
 
     @property
     def ttft_s(self) -> float:
-        """Seconds until the first token; 0 without one."""
         return 0.0 if self.first_at is None else self.first_at - self.asked_at
 
     @property

@@ -255,7 +255,6 @@ def _statements(content: str) -> Iterator[str]:
 
 
 def _dotted(statement: Mapping[str, Any]) -> str:
-    """Return the name in one statement, of which each table has one key."""
     name, value = next(iter(statement.items()))
     return f"{name}.{_dotted(value)}" if isinstance(value, dict) and value else name
 

@@ -81,7 +81,6 @@ class Dimensions:
     group: int = 1
 
     def obstacles(self, ranks: int) -> tuple[str, ...]:
-        """Return why `ranks` ranks cannot divide the model, each reason once; () if they can."""
         if ranks == 1:
             return ()
         found = (dimension.obstacle(ranks, self.group) for dimension in self.each)

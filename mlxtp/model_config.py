@@ -46,7 +46,6 @@ MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 
 
 def family(config: Config) -> str:
-    """Return mlx-lm's name of the family; empty if the configuration has none."""
     name = str(config.get("model_type", ""))
     return ALSO_CALLED.get(name, name)
 
@@ -70,7 +69,6 @@ def text_config(config: Config) -> Config:
 
 
 def table(config: Config, name: str) -> Config:
-    """Return an object in config.json, empty if it is missing."""
     value = config.get(name) or {}
     if not isinstance(value, dict):
         raise ModelError(f"config.json: {name} is {value!r}, not an object", Code.MODEL_INVALID)

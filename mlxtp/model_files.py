@@ -265,12 +265,10 @@ def stray_files(folder: Path) -> list[str]:
 
 
 def weight_sizes(folder: Path) -> dict[str, int]:
-    """Return the bytes of each file of a model's weights, its MTP head's too."""
     return {path.name: path.stat().st_size for path in (*weight_files(folder), *folder.glob(MTP_FILE))}
 
 
 def has_mtp_head(folder: Path, config: Config) -> bool:
-    """Return True if the folder's files name tensors of an MTP head."""
     place = mtp_place(config)
     if not place:
         return False

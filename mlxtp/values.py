@@ -70,7 +70,6 @@ def parse_model(value: object, where: str) -> str:
 
 
 def one_of(*choices: str) -> Parser:
-    """Return a parser that accepts only these words."""
 
     def parse(value: object, where: str) -> str:
         if value not in choices:
@@ -126,7 +125,6 @@ def each_of(parse: Callable[[str, str], str]) -> Parser:
 
 
 def parse_host(item: str, where: str) -> str:
-    """Parse a name or address as in URLs, without port."""
     host = item.lower().removeprefix("[").removesuffix("]")
     if host != "*" and not is_host_name(host) and not _is_address(host):
         form = "a name or address of this Mac, such as studio.local; omit http:// and the port"
@@ -190,7 +188,6 @@ def parse_folder(item: str, where: str) -> str:
 
 
 def parse_rdma(item: str, where: str) -> str:
-    """Parse NODE=DEVICE or NODE/PEER=DEVICE."""
     who, equals, device = item.partition("=")
     node, slash, peer = who.partition("/")
     if not (node and equals and device) or bool(slash) != bool(peer) or "=" in device:
@@ -203,7 +200,6 @@ def parse_nodes(value: object, where: str) -> str:
 
 
 def _count(value: object, where: str, most: int, *words: str) -> str:
-    """Return one of these words, or a number from 1 to `most`."""
     if (text := str(value)) in words:
         return text
     if not (count := _decimal(text, most)):
@@ -212,7 +208,6 @@ def _count(value: object, where: str, most: int, *words: str) -> str:
 
 
 def parse_split(value: object, where: str) -> str:
-    """Parse the layers of each Mac of a pipeline, divided by commas, or "auto"."""
     text = str(value).strip()
     if text == "auto":
         return text
@@ -333,7 +328,6 @@ _UNITS = {
 
 
 def parse_bytes(value: object, where: str) -> int:
-    """Parse a number of bytes, such as 500000000, 500MB or 1.5GiB."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]I?B)?", str(value).strip().upper())
     if match is None:
         raise _wrong(where, value, "is not a number of bytes, such as 500MB or 1.5GiB")

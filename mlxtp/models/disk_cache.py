@@ -68,7 +68,6 @@ class Layout:
 
 
 def layouts(folder: Path) -> list[Layout]:
-    """Return all that has a block in `folder`, by model and rank."""
     found = [layout for each in _folders(folder) if (layout := _layout(each)).blocks]
     return sorted(found, key=lambda each: (each.model, each.ranks, each.rank))
 

@@ -185,7 +185,6 @@ class Refs:
             sync_folder(path.parent)
 
     def forget(self, commits: frozenset[str]) -> None:
-        """Delete all branches and tags that point at one of these commits."""
         for _, path in self._files():
             if path.read_text().strip() in commits:
                 path.unlink()
@@ -271,7 +270,6 @@ class Repo:
         return StoredCommit(self.name, commit, manifest, folder if whole else None, held, total)
 
     def snapshot(self, revision: str) -> Path | None:
-        """Return the folder of a revision if all of it is here, else None."""
         return self.stored(revision).folder
 
     def manifest(self, revision: str) -> Manifest | None:
@@ -324,7 +322,6 @@ class Repo:
     # --- downloads
 
     def keep(self, manifest: Manifest) -> None:
-        """Store the manifest of files that are to come."""
         _write(self.folder / FOLDER / f"{manifest.revision}.json", to_bytes(manifest))
         (self.folder / "blobs").mkdir(exist_ok=True)
 
@@ -487,7 +484,6 @@ def take(queue: FileQueue, there: Container[str] | None = None) -> PartialFile |
 
 
 def hash_of(path: Path, file: ModelFile, on_bytes: Callable[[int], None]) -> str:
-    """Return the hash of what is at `path`, of the kind that `file` has."""
     digest, buffer = file.digest(), memoryview(bytearray(_READ_BYTES))
     with path.open("rb", buffering=0) as source:
         while count := source.readinto(buffer):

@@ -61,7 +61,6 @@ class ModelSource:
 
 
 async def open_model(name: str, draft: str = "") -> ModelSource:
-    """Open a model on this machine, and find `draft`, which proposes tokens for it."""
     path = await asyncio.to_thread(folder_of, name)
     draft_path = await find_model(draft) if draft else None
     public = name if is_hub_id(name) else path.name
@@ -133,7 +132,6 @@ def full_name(name: str, folders: Sequence[str] = ()) -> str:
 
 
 def named_folders(folders: Sequence[str]) -> dict[str, Path]:
-    """Return the model folders in `folders` by their plain names; the first of a name."""
     found: dict[str, Path] = {}
     for folder in folders:
         with contextlib.suppress(OSError):  # a share may have gone
@@ -150,7 +148,6 @@ def lasting_name(name: str) -> str:
 
 
 def is_hub_id(name: str) -> bool:
-    """Return True if this names a model on the Hub rather than a folder."""
     owner, _, model = name.partition("@")[0].partition("/")
     return (
         bool(owner and model)
@@ -216,7 +213,6 @@ def _check_whole(folder: Path) -> None:
 
 
 def find_config(name: str) -> Path:
-    """Return a folder with its configuration and the index of its weights."""
     if not is_hub_id(name):
         return folder_of(name)
     repo, revision = hub_name(name)

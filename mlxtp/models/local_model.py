@@ -63,7 +63,6 @@ class LocalModel:
 
     @property
     def shape(self) -> ModelShape:
-        """Its shape. Call it only once it has a fingerprint."""
         assert self._shape is not None
         return self._shape
 
@@ -220,7 +219,6 @@ class LocalModels:
         }
 
     def is_lacking(self, model: str) -> bool:
-        """Return True while the search for a model has failed here or on another member."""
         return any(status.problem for status in self._node.links.reports.of(ModelStatus, model).values())
 
     def _files_arrived(self, repository: str) -> None:

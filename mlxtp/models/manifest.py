@@ -148,7 +148,6 @@ def gigabytes(size: float) -> str:
 
 
 def _fits(path: str) -> bool:
-    """Return True if the path stays inside the snapshot, on any file system."""
     return _PATH.fullmatch(path) is not None and ".." not in path
 
 

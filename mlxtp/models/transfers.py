@@ -482,7 +482,6 @@ class TransferCoordinator:
         job.changed.set()
 
     def _look_again(self) -> None:
-        """Read the disk for reports that may be outdated."""
         for job in self.table:
             if job.own is not None and job.own.complete and not job.runs:
                 self._election.look_again(job)

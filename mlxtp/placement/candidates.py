@@ -119,7 +119,6 @@ class Fabrics:
 
     @cached_property
     def rings(self) -> tuple[str, ...]:
-        """Kinds of TCP rings for which any two members have a network, the fastest first."""
         return tuple(kind for kind, network in RINGS.items() if self._topology.has(network))
 
     @cached_property
@@ -310,7 +309,6 @@ class Candidate:
     split: tuple[int, ...] = ()
 
     def request_seconds(self, workload: Workload) -> float:
-        """Return the expected seconds of a request; infinite without an estimate."""
         return self.speed.request_seconds(workload) if self.speed else math.inf
 
     @property
@@ -498,7 +496,6 @@ class CandidateFinder:
     # --- groups ---------------------------------------------------------------------------------------
 
     def _found(self, kind: str, size: int, fits: Sequence[str], must: str) -> Candidate:
-        """Return the best group that has not failed to form, or the reason for none."""
         groups = self._groups(kind, size, fits, must)
         if not groups:
             return Candidate(kind, size, reason=self.fabrics.missing(kind, size, fits, must))

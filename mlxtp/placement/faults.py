@@ -326,7 +326,6 @@ def scarcity(machine: Machine) -> tuple[str, ...]:
 
 
 def no_rdma(machine: Machine, port: Port | None = None) -> str:
-    """Return why a Mac, or a port of it, carries no RDMA, in words; empty if it does."""
     found = _first(RDMA_OF_PORTS, PortOf(machine, port)) if port else _first(RDMA_OF_MACS, machine)
     return found.what if found else ""
 
@@ -369,7 +368,6 @@ class DeviceUse(NamedTuple):
         return ", ".join(port.rdma for port in self.machine.ports if port.rdma) or "none"
 
     def misled(self) -> Iterator[Words]:
-        """Yield a cable that ends in no port of `theirs`."""
         port, ports = self.port, self.other.ports if self.other else ()
         right = [each for each in ports if each.rdma in self.theirs and each.domain]
         if port and port.peer_domain and right and port.peer_domain not in {each.domain for each in right}:

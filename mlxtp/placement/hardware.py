@@ -47,7 +47,6 @@ async def refresh(machine: Machine, address: str = "", *, run: RunProbe | None =
 
 
 async def outputs(run: RunProbe | None = None, *, cheap: bool = False) -> Mapping[str, Output]:
-    """Return what all commands print on this Mac, or the cheap ones; all run at once."""
     commands = {name: command for name, command in COMMANDS.items() if command.cheap or not cheap}
 
     async def one(name: str) -> Output:

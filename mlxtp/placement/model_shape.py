@@ -230,7 +230,6 @@ class ModelShape(PartShape):
         return f"the layers of {self.name} depend on each other too much for {ranks} stages" if many else ""
 
     def obstacles(self, ranks: int) -> tuple[str, ...]:
-        """Return why `ranks` ranks cannot divide it; () if they can."""
         if ranks > 1 and self.model.unsharable:
             why = self.model.unsharable
             return (f"no layer of the family {self.family!r} can be divided among {ranks} ranks: {why}",)

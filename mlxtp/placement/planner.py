@@ -37,7 +37,6 @@ class Placement:
 
     @property
     def ranks(self) -> tuple[str, ...]:
-        """Node ids in rank order; () for no group."""
         return self.chosen.ranks if self.chosen else ()
 
 
@@ -113,7 +112,6 @@ def _too_few(options: PlacementOptions, shape: ModelShape, able: int, here: int)
 
 
 def _objection(one: Candidate, alone: Candidate | None, options: PlacementOptions) -> str:
-    """Return why the user's options do not allow a way that is possible; empty if they do."""
     if isinstance(options.nodes, int) and one.nodes != options.nodes:
         wanted = "1 node was" if options.nodes == 1 else f"{options.nodes} nodes were"
         return f"{wanted} requested, this has {one.nodes}"

@@ -240,12 +240,10 @@ _address = lru_cache(1024)(IPv4Address)  # each pair of Macs needs those of both
 
 
 def _answered(a: LinkEnd, b: LinkEnd) -> bool:
-    """Return whether a control link of these two stands over exactly these two addresses."""
     return any(f"{x.address} {y.address}" in x.member.machine.reached for x, y in ((a, b), (b, a)))
 
 
 def _no_rdma(member: MemberMachine, port: Port | None = None) -> str:
-    """Return why this Mac, or this port of it, carries no RDMA; empty if it does."""
     why = faults.no_rdma(member.machine, port)
     return why and f"{member.name}: {why}"
 

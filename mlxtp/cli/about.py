@@ -51,7 +51,7 @@ def _system() -> str:
 
 
 def _needed() -> list[str]:
-    """Return the packages that pyproject.toml requires; none where mlxtp is not installed."""
+    """Return the packages that pyproject.toml requires; [] where mlxtp is not installed."""
     from importlib.metadata import PackageNotFoundError, requires
 
     try:
@@ -64,8 +64,7 @@ def _needed() -> list[str]:
 # --- settings, and the place of each; reads only ---------------------------------------------------------
 
 SettingsHome = Annotated[
-    Path | None,
-    typer.Option(help="Home of the settings, if not the user's own; also MLXTP_HOME."),
+    Path | None, typer.Option(help="Home of the settings, if not the user's own; also MLXTP_HOME.")
 ]
 DEFAULT = "default"
 
@@ -226,7 +225,6 @@ def _show(report: Mapping[str, Any]) -> None:
 
 
 def _show_failures(folders: list[Path] | None, home: Path, *, as_json: bool) -> None:
-    """Print failures. Needs no agent."""
     from ..diagnostics import causes, failure_store
 
     found = failure_store.postmortems(folders or [failure_store.newest(home)])

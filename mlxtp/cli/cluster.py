@@ -118,6 +118,7 @@ def export(
 
     Ranks, addresses and RDMA devices are those that mlxtp would use. mlx.launch needs ssh to each Mac.
     """
+    from ..placement.planner import PlacementOptions
     from .plan import members_here
     from .planning import hostfile, over_all
 
@@ -128,8 +129,9 @@ def export(
     there = {each["node_id"]: each["address"] for each in agent.send(verbs.ListMembers())["members"]}
     fast = bool(agent.send(verbs.AgentSettings())["settings"]["fast_fences"])
     found, coordinator, _, theirs = members_here(folder)
-    one = over_all(found, coordinator, backend, fast_fences=fast, fabric_networks=theirs["fabric_networks"])
-    print_json(hostfile(one, there, fast_fences=fast))
+    networks = theirs["fabric_networks"]
+    wanted = PlacementOptions(backend=backend, fast_fences=fast, fabric_networks=networks)
+    print_json(hostfile(over_all(found, coordinator, wanted), there, fast_fences=fast))
 
 
 @commands.command()
@@ -270,9 +272,7 @@ def _as_deployed(answer: Mapping[str, Any]) -> str:
     replicas, nodes, keep_s = answer["replicas"], answer["nodes"], answer["keep_s"]
     words = {0: "as many replicas as fit", 1: "1 replica"}.get(replicas, f"{replicas} replicas")
     if nodes != "auto":
-        words += (
-            f", each over {'all Macs' if nodes == 'all' else '1 Mac' if nodes == '1' else f'{nodes} Macs'}"
-        )
+        words += f", each over {'1 Mac' if nodes == '1' else f'{nodes} Macs'}"
     if answer["split"] != "auto":
         words += f", as a pipeline of {answer['split']} layers"
     elif answer["parallel"] != "auto":

@@ -48,10 +48,7 @@ def run(
     console: Console | None = None,
     now: Callable[[DescribedModel], Mapping[str, Any]] | None = None,
 ) -> Placement:
-    """Plan `model` on `members` and print it: a table, or one JSON object. Raises as `read_shape` does.
-
-    `now` returns the reply to PlanNow. `plan.chosen` is None where nothing works.
-    """
+    """Plan `model` on `members` and print it. `now` returns the reply to PlanNow. Raises ModelError."""
     described = read_model(model)
     shape = described.shape(name or _path_of(model).name, 0)
     made = _plan(str(model), members, shape, coordinator, options or PlacementOptions())
@@ -67,7 +64,6 @@ def run(
 
 
 def _now_line(placed: Mapping[str, Any]) -> str:
-    """Return a sentence for the reply to PlanNow."""
     macs, gone = placed["macs"], placed["gives_way"]
     where = f"on {' + '.join(macs)}" if macs else f"nowhere: {placed['why']}"
     if placed["split"]:
@@ -100,10 +96,7 @@ def _plan(
 
 
 def expected(
-    model: str | Path,
-    members: Sequence[MemberMachine],
-    coordinator: str,
-    options: PlacementOptions,
+    model: str | Path, members: Sequence[MemberMachine], coordinator: str, options: PlacementOptions
 ) -> float:
     """Return the tokens a second of one answer that a plan foretells; 0 if it cannot."""
     chosen = _plan(str(model), members, read_shape(model), coordinator, options).chosen
@@ -129,25 +122,12 @@ def hostfile(one: Candidate, addresses: Mapping[str, str], *, fast_fences: bool)
     return {"backend": backend, "envs": ["MLX_METAL_FAST_SYNCH=1"] * fast_fences, "hosts": hosts}
 
 
-def over_all(
-    members: Sequence[MemberMachine],
-    coordinator: str,
-    backend: str,
-    *,
-    fast_fences: bool,
-    fabric_networks: str = "any",
-) -> Candidate:
+def over_all(members: Sequence[MemberMachine], coordinator: str, options: PlacementOptions) -> Candidate:
     """Return the best way for all Macs to work together. Raises UserError with the reason."""
     refused: dict[str, None] = {}
+    shape = read_shape(EMBEDDED_MODEL)
     for parallel in ("tensor", "pipeline"):
-        options = PlacementOptions(
-            nodes="all",
-            backend=backend,
-            parallel=parallel,
-            fast_fences=fast_fences,
-            fabric_networks=fabric_networks,
-        )
-        made = _plan(EMBEDDED_MODEL, members, read_shape(EMBEDDED_MODEL), coordinator, options)
+        made = plan(members, shape, coordinator, replace(options, nodes="all", parallel=parallel))
         chosen = made.chosen
         if chosen is not None and len(chosen.ranks) == len(members) > 1:
             return chosen
@@ -171,10 +151,7 @@ def _path_of(model: str | Path) -> Path:
 
 
 def read_model(model: str | Path) -> DescribedModel:
-    """Return what is known of a model folder, a config.json, or the embedded model.
-
-    Raises ModelError (MODEL_NOT_FOUND or MODEL_INVALID).
-    """
+    """Return what is known of a model folder, a config.json, or the embedded model. Raises ModelError."""
     path = _path_of(model)
     config = path / "config.json" if path.is_dir() else path
     if not config.is_file():
@@ -312,9 +289,8 @@ def _shown(alternatives: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _model_line(made: Placement, shape: ModelShape) -> str:
-    picked, experts = shape.model.picked, shape.model.experts
-    met = f", {picked} of {experts} experts a token" if experts else ""
-    kv = shape.rank_kv(1, made.context)
+    model, kv = shape.model, shape.rank_kv(1, made.context)
+    met = f", {model.picked} of {model.experts} experts a token" if model.experts else ""
     return (
         f"{shape.name}: {_gb(shape.weight_bytes)} of weights, of which a token reads "
         f"{_gb(shape.token_bytes)}{met}; {_gb(kv)} of KV caches for {made.context:,} tokens"
@@ -424,12 +400,9 @@ def pack(
             packed.append(Packed(shape, None, given.why))
             continue
         there = [
-            replace(
-                without_rdma(member) if member.node_id in busy else member,
-                taken_bytes=taken[member.node_id],
-            )
-            for member in members
-            if member.node_id in given.ranks
+            replace(without_rdma(each) if each.node_id in busy else each, taken_bytes=taken[each.node_id])
+            for each in members
+            if each.node_id in given.ranks
         ]
         way = "pipeline" if given.split else options.parallel
         made = plan(there, shape, given.owner, replace(options, nodes=len(there), parallel=way))
@@ -463,15 +436,12 @@ def run_several(
     packed = pack(members, wanted)
     macs = memory_of(members, packed)
     if as_json:
+        plans = [to_json(one.plan, one.shape) if one.plan else None for one in packed]
         answer = {
             "workload": asdict(options.workload),
             "models": [
-                {
-                    "name": one.shape.name,
-                    "reason": one.why,
-                    "plan": to_json(one.plan, one.shape) if one.plan else None,
-                }
-                for one in packed
+                {"name": one.shape.name, "reason": one.why, "plan": made}
+                for one, made in zip(packed, plans, strict=True)
             ],
             "macs": [{**asdict(mac), "free": mac.free} for mac in macs],
         }

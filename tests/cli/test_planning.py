@@ -478,7 +478,7 @@ def test_mlx_launch_reads_the_file_of_all_macs(tmp_path: Path, size: int, backen
     from mlx._distributed_utils.common import Hostfile
 
     members = desk(size)
-    one = plan.over_all(members, members[0].node_id, backend, fast_fences=True)
+    one = plan.over_all(members, members[0].node_id, PlacementOptions(backend=backend, fast_fences=True))
     addresses = {node: f"192.168.9.{rank}" for rank, node in enumerate(one.ranks)}
     file = tmp_path / "hosts.json"
     file.write_text(json.dumps(plan.hostfile(one, addresses, fast_fences=True)))
@@ -500,17 +500,19 @@ def test_mlx_launch_reads_the_file_of_all_macs(tmp_path: Path, size: int, backen
 
 def test_one_mac_has_no_file_for_mlx_launch() -> None:
     with pytest.raises(UserError, match="cannot work together"):
-        plan.over_all(desk(1), "", "auto", fast_fences=False)
+        plan.over_all(desk(1), "", PlacementOptions())
 
 
 def test_macs_without_a_cable_have_no_file_for_jaccl_and_the_reason_is_named() -> None:
     with pytest.raises(
         UserError, match=r"links by cables with RDMA are missing: a – b \(no cable\)"
     ) as raised:
-        plan.over_all(on_lan([mac(0), mac(1)]), "", "jaccl", fast_fences=False)
+        plan.over_all(on_lan([mac(0), mac(1)]), "", PlacementOptions(backend="jaccl"))
     assert "alone" not in raised.value.detail
 
 
 def test_the_file_for_mlx_launch_has_no_network_that_the_setting_excludes() -> None:
     with pytest.raises(UserError, match="--fabric-networks private excludes 1 link: shared Ethernet a – b"):
-        plan.over_all(on_lan([mac(0), mac(1)]), "", "ring", fast_fences=False, fabric_networks="private")
+        plan.over_all(
+            on_lan([mac(0), mac(1)]), "", PlacementOptions(backend="ring", fabric_networks="private")
+        )

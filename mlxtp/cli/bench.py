@@ -44,8 +44,7 @@ def bench(
     """
     if fabric:
         answer = AgentClient(home_of(home)).send(verb)
-        drawn = fabric_shown if sys.stdout.isatty() else fabric_in_markdown
-        print_answer(answer, as_json, drawn)
+        print_answer(answer, as_json, fabric_shown if sys.stdout.isatty() else fabric_in_markdown)
         return
 
     agent = AgentClient(home_of(home))
@@ -111,7 +110,7 @@ def show(found: Mapping[str, Any]) -> str:
     kind = joined(found)
     kind += f", {found['replicas']} replicas" if found["replicas"] > 1 else ""
     lines = [
-        f"{', '.join(found['versions'])}",
+        ", ".join(found["versions"]),
         f"{found['model']}, context {found['context']}; {group}{kind}; {'; '.join(found['machines'])}",
         "",
         "| | prompt | answer | first token | tokens/s | of these drafted |",
@@ -203,6 +202,15 @@ def _text(words: int) -> str:
     return " ".join([secrets.token_hex(8), *(secrets.choice(kinds) for _ in range(words))])
 
 
+def in_threads(act: Callable[[str], None], texts: Iterable[str]) -> None:
+    """Call `act` with all texts at once. A Ctrl-C does not wait for the threads."""
+    threads = [threading.Thread(target=act, args=(text,), daemon=True) for text in texts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 @dataclass(frozen=True, slots=True)
 class _Asker:
     served: Served
@@ -219,24 +227,15 @@ class _Asker:
             except MlxtpError as error:
                 failed.append(error)
 
-        threads = [threading.Thread(target=one, args=(text,), daemon=True) for text in texts]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(one, texts)
         if failed:
             raise failed[0]
         return answers
 
     def ask(self, text: str, tokens: int) -> BenchAnswer:
         """Request exactly so many tokens. Raises MlxtpError."""
-        body = {
-            "model": self.served.model,
-            "prompt": text,
-            "max_tokens": tokens,
-            "ignore_eos": True,
-            "temperature": 0,
-        }
+        body = {"model": self.served.model, "prompt": text, "max_tokens": tokens}
+        body |= {"ignore_eos": True, "temperature": 0}
         connection = connection_to(self.served.url, self.certificate, _ANSWER_S)
         asked_at = time.perf_counter()
         return _read(streamed(connection, self.served.key, "/v1/completions", body, lambda e: [e]), asked_at)

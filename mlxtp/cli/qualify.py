@@ -261,8 +261,8 @@ def speed(bed: Bed) -> Row:
     written = next((row for row in made["rows"] if row["what"] == "write"), None)
     if written is None:
         return Row("speed", "left out", "the context is too short to measure it", made)
-    told = bed.agent.send(Status())
-    row = next(each for each in told["deployments"] if served.model in (each["name"], each["model"]))
+    deployments = bed.agent.send(Status())["deployments"]
+    row = next(each for each in deployments if served.model in (each["name"], each["model"]))
     found, coordinator, results, theirs = plan.members_here(bed.home)
     nodes, pipeline = made["world_size"], any(group["split"] for group in row["groups"])
     options = PlacementOptions(
@@ -281,9 +281,9 @@ def compared(measured: float, planned: float, figures: Mapping[str, Any]) -> Row
     if not planned:
         return Row("speed", "warning", f"{words}; the plan does not know these Macs", figures)
     error = measured / planned - 1
-    verdict: Verdict = "ok" if error > -UNLIKE else "warning"
     words += f", {planned:.3g} by plan ({error:+.0%})"
-    return Row("speed", verdict, words, {**figures, "planned": planned, "error": error})
+    figures = {**figures, "planned": planned, "error": error}
+    return Row("speed", "ok" if error > -UNLIKE else "warning", words, figures)
 
 
 def exact(bed: Bed, kind: str, nodes: str, parallel: str, asked: dict[str, str]) -> Row:
@@ -291,19 +291,21 @@ def exact(bed: Bed, kind: str, nodes: str, parallel: str, asked: dict[str, str])
 
     What it cannot answer on one Mac alone is dropped from `asked`.
     """
+    from concurrent.futures import ThreadPoolExecutor
+
     bed.say(f"exact answers: {kind}")
     began = time.monotonic()
     serve(bed, nodes, parallel)
     formed_s = time.monotonic() - began
-    count, told = len(asked), dict(zip(asked, ask_all(bed.agent, list(asked)), strict=True))
+    with ThreadPoolExecutor(STREAMS) as threads:
+        count, told = len(asked), dict(zip(asked, threads.map(partial(ask, bed.agent), asked), strict=True))
     wrong = [text for text, right in asked.items() if told[text] != right]
     figures = {"asked": count, "wrong": len(wrong), "formed_s": round(formed_s, 2)}
     first = f": {told[wrong[0]]!r} instead of {asked[wrong[0]]!r}" if wrong else ""
     words = f"{count - len(wrong)} of {count}; {group_of(bed).get('kind')}, serving after {formed_s:.1f} s"
     bad = len(wrong) > (count * ITS_OWN if kind == ALONE else 0)
-    if kind == ALONE:
-        for text in wrong:
-            del asked[text]
+    for text in wrong if kind == ALONE else ():
+        del asked[text]
     return Row(f"exact answers, {kind}", "failed" if bad else "ok", words + first * bad, figures)
 
 
@@ -322,11 +324,10 @@ def links(bed: Bed, idle_s: float) -> Iterator[Row]:
         words += f"; {carried / 1e6:,.0f} MB/s" + (f" of {expected / 1e6:,.0f} expected" if expected else "")
         slower = answer["collective_s"] / first.get("collective_s", answer["collective_s"])
         first.update(figures)
+        doubt = f"; {slower:.1f} times as long as before" if slower > SLOWER else ""
         if advice := qualify_here.replug(carried, expected):
-            return Row(what, "warning", f"{words}: {advice}", figures)
-        if slower > SLOWER:
-            return Row(what, "warning", f"{words}; {slower:.1f} times as long as before", figures)
-        return Row(what, "ok", words, figures)
+            doubt = f": {advice}"
+        return Row(what, "warning" if doubt else "ok", words + doubt, figures)
 
     yield from tried("links", lambda: measure("links"))
     if not first:
@@ -351,12 +352,10 @@ def kill(bed: Bed) -> list[Row]:
     words = f"{count} answers over {STREAMS} streams, the longest in {longest:.1f} s"
     after = free_bytes()
     lost = max(before - after, 0)
-    kept = Row(
-        "memory after an epoch",
-        "warning" if lost > max(before * 0.05, 1 << 28) else "ok",
-        f"{lost / 1e6:.0f} MB less free than before the rank was killed",
-        {"before_bytes": before, "after_bytes": after},
-    )
+    verdict: Verdict = "warning" if lost > max(before * 0.05, 1 << 28) else "ok"
+    said = f"{lost / 1e6:.0f} MB less free than before the rank was killed"
+    sizes = {"before_bytes": before, "after_bytes": after}
+    kept = Row("memory after an epoch", verdict, said, sizes)
     return [_survived(RANK, words, wrong, figures), kept]
 
 
@@ -436,23 +435,13 @@ def agent_pid(home: Path) -> int:
 
 
 def ask(agent: AgentClient, text: str) -> str:
+    """Return the answer, or the words of an error."""
     message = {"role": "user", "content": text}
     body = {"model": EMBEDDED_MODEL, "messages": [message], "temperature": 0, "max_tokens": 300}
-    return "".join(piece.text for piece in agent.ask(body))
-
-
-def ask_all(agent: AgentClient, texts: Sequence[str]) -> list[str]:
-    """Return the answers, asked STREAMS at a time; an error stands as its words."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    def one(text: str) -> str:
-        try:
-            return ask(agent, text)
-        except MlxtpError as error:
-            return error.detail
-
-    with ThreadPoolExecutor(STREAMS) as threads:
-        return list(threads.map(one, texts))
+    try:
+        return "".join(piece.text for piece in agent.ask(body))
+    except MlxtpError as error:
+        return error.detail
 
 
 def counting(agent: AgentClient, until: float) -> tuple[float, list[str], int]:
@@ -460,25 +449,16 @@ def counting(agent: AgentClient, until: float) -> tuple[float, list[str], int]:
 
     Returns the seconds of the longest answer, what was wrong, and the number of answers.
     """
-    took: list[float] = []
-    wrong: list[str] = []
+    answers: list[tuple[float, str]] = []
 
-    def stream() -> None:
+    def stream(text: str) -> None:
         while (began := time.monotonic()) < until:
-            try:
-                said = ask(agent, _COUNT)
-            except MlxtpError as error:
-                said = error.detail
-            if said != _COUNTED:
-                wrong.append(f"{said[:80]!r}")
-            took.append(time.monotonic() - began)
+            said = ask(agent, text)
+            answers.append((time.monotonic() - began, said))
 
-    threads = [threading.Thread(target=stream, daemon=True) for _ in range(STREAMS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return max(took), wrong, len(took)
+    bench.in_threads(stream, [_COUNT] * STREAMS)
+    wrong = [f"{said[:80]!r}" for _, said in answers if said != _COUNTED]
+    return max(answers)[0], wrong, len(answers)
 
 
 def echo(number: int) -> tuple[str, str]:

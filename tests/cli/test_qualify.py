@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,6 +14,7 @@ from rich.console import Console
 
 from mlxtp.cli import qualify
 from mlxtp.cli.qualify import Row
+from mlxtp.client import Piece
 from mlxtp.errors import UserError
 
 
@@ -47,6 +50,21 @@ def test_a_try_that_raises_is_a_row_that_failed() -> None:
         raise UserError("no group forms")
 
     assert qualify.tried("links", fails) == [Row("links", "failed", "no group forms")]
+
+
+@pytest.mark.parametrize(("error", "wrong"), [("", ""), ("gone", "'gone'")])
+def test_streams_count_until_their_time_is_over(error: str, wrong: str) -> None:
+    def ask(_: object) -> Iterator[Piece]:
+        if error:
+            raise UserError(error)
+        yield Piece(text=" ".join(map(str, range(1, 61))))
+
+    agent = cast(Any, SimpleNamespace(ask=ask))
+    longest, said, count = qualify.counting(agent, time.monotonic() + 0.05)
+    assert count >= qualify.STREAMS
+    assert longest < 60
+    assert set(said) == ({wrong} if wrong else set())
+    assert len(said) == (count if wrong else 0)
 
 
 def test_names_ids_and_addresses_are_hidden_from_a_report() -> None:

@@ -23,10 +23,8 @@ from .options import AsJson, Home, model_names
 from .printing import Console, print_json, when_started, without_controls
 
 PROMPT = ">>> "
-#: Least seconds of a reply for a meaningful speed.
-MEASURED_S = 0.1
-#: Most seconds until a Ctrl-C takes effect.
-NOTICED_S = 0.25
+MEASURED_S = 0.1  #: Least seconds of a reply for a meaningful speed.
+NOTICED_S = 0.25  #: Most seconds until a Ctrl-C takes effect.
 COMMANDS = {
     "/clear": "forget the conversation",
     "/system": "/system TEXT: instructions for the model from now on; without a text, none",
@@ -39,10 +37,7 @@ COMMANDS = {
 def chat(
     prompt: Annotated[
         str | None,
-        typer.Argument(
-            metavar="[PROMPT]",
-            help="Send this and end. Piped input is appended to it.",
-        ),
+        typer.Argument(metavar="[PROMPT]", help="Send this and end. Piped input is appended to it."),
     ] = None,
     system: Annotated[str, typer.Option(metavar="TEXT", help="Instructions for the model.")] = "",
     model: Annotated[
@@ -107,9 +102,8 @@ class Talk:
     def save(self, path: Path) -> None:
         """Write it to a new file. Raises UserError if the file exists or cannot be written."""
         if path.suffix == ".json":
-            content = (
-                json.dumps({**self.options, "messages": self.all()}, ensure_ascii=False, indent=2) + "\n"
-            )
+            talk = {**self.options, "messages": self.all()}
+            content = json.dumps(talk, ensure_ascii=False, indent=2) + "\n"
         else:
             content = "".join(f"## {m['role'].capitalize()}\n\n{m['content']}\n\n" for m in self.all())
         try:
@@ -150,13 +144,9 @@ def _ask_once(talk: Talk, asked: str, *, as_json: bool) -> None:
 
 
 def _as_json(answer: EndpointAnswer) -> dict[str, Any]:
+    names = ("text", "thoughts", "model", "finish_reason", "prompt_tokens", "tokens")
     return {
-        "text": answer.text,
-        "thoughts": answer.thoughts,
-        "model": answer.model,
-        "finish_reason": answer.finish_reason,
-        "prompt_tokens": answer.prompt_tokens,
-        "tokens": answer.tokens,
+        **{name: getattr(answer, name) for name in names},
         "ttft_s": round(answer.ttft_s, 4),
         "tokens_per_second": round(answer.tokens_per_second, 1),
     }
@@ -166,8 +156,7 @@ class ChatScreen:
     def __init__(self, talk: Talk) -> None:
         self._talk = talk
         self._console = Console(highlight=False)
-        #: True while the last event was Ctrl-C.
-        self._stopped = False
+        self._stopped = False  #: True while the last event was Ctrl-C.
 
     def run(self) -> None:
         """Read lines until the user leaves. Raises UserError when no agent runs at the start."""
@@ -184,8 +173,13 @@ class ChatScreen:
             try:
                 line = input(PROMPT).encode(errors="replace").decode()
                 self._stopped = False
-                if not self._turn(line):
-                    return
+                if line.startswith("/"):
+                    if not self._obey(line.strip()):
+                        return
+                elif text := line.strip():
+                    self._answer(text)
+            except UserError as error:
+                self._complain(error.detail)
             except EOFError:
                 self._console.print()
                 return
@@ -196,16 +190,8 @@ class ChatScreen:
                 self._stopped = True
                 self._say("Ctrl-C again, or Ctrl-D, leaves")
 
-    def _turn(self, line: str) -> bool:
-        """Handle a line. False: leave."""
-        if line.startswith("/"):
-            return self._obey(line.strip())
-        if text := line.strip():
-            self._answer(text)
-        return True
-
     def _obey(self, text: str) -> bool:
-        """Run a command that begins with /. False: leave."""
+        """Run a command that begins with /. False: leave. Raises UserError."""
         command, _, rest = text.partition(" ")
         rest = rest.strip()
         if command == "/quit":
@@ -217,29 +203,20 @@ class ChatScreen:
             self._talk.system = rest
             self._say("the instructions are set" if rest else "the instructions are removed")
         elif command == "/save":
-            self._save(rest)
+            if not rest:
+                raise UserError("/save needs the name of a file, such as /save talk.md")
+            self._talk.save(Path(rest))
+            self._say(f"written to {rest}")
         elif command == "/help":
             for name, what in COMMANDS.items():
                 self._say(what if what.startswith("/") else f"{name}: {what}")
         else:
-            self._complain(
+            raise UserError(
                 f"{command} is not known; /help lists the commands. A space before it sends it as text."
             )
         return True
 
-    def _save(self, name: str) -> None:
-        if not name:
-            self._complain("/save needs the name of a file, such as /save talk.md")
-            return
-        try:
-            self._talk.save(Path(name))
-        except UserError as error:
-            self._complain(error.detail)
-        else:
-            self._say(f"written to {name}")
-
     def _answer(self, text: str) -> None:
-        """Send a message and show the reply until its end, Ctrl-C or an error."""
         answer, note = EndpointAnswer(time.monotonic()), ""
         try:
             with closing(self._talk.ask(text)) as pieces:

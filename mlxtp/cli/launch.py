@@ -7,7 +7,7 @@ import os
 import shlex
 import shutil
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,7 +17,7 @@ import typer
 from ..errors import Code, UserError, why_not_written
 from ..short_names import stands_for
 from .options import Home
-from .printing import home_of, print_json, typed, when_started
+from .printing import home_of, print_answer, typed, when_started
 
 # --- programs: the settings of each one, as a pure function of what is served ----------------------------
 
@@ -32,19 +32,15 @@ Variables = Mapping[str, str | None]  # of an environment; None unsets one
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Endpoint as a client sees it.
+    """Endpoint as a client sees it."""
 
-    `url` has no path. `context` is in tokens. `certificate` is the file of a certificate that clients have to
-    trust. `folder` holds the files that `launch` writes. `features` as in `/v1/models`, such as "tools".
-    """
-
-    url: str
+    url: str  #: without a path
     model: str
-    context: int
+    context: int  #: tokens
     key: str = ""
-    certificate: str = ""
-    folder: Path = Path()
-    features: frozenset[str] = frozenset()
+    certificate: str = ""  #: file of one that clients have to trust
+    folder: Path = Path()  #: of the files that `launch` writes
+    features: frozenset[str] = frozenset()  #: as in `/v1/models`, such as "tools"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +54,13 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A program that can be launched.
-
-    `elsewhere`: places outside of PATH where its installers put it. `least_context`: tokens below which its
-    own instructions and tools leave no room to work.
-    """
+    """A program that can be launched."""
 
     command: str
     install: str
     setup: Callable[[Served], Setup]
-    least_context: int
-    elsewhere: tuple[str, ...] = ()
+    least_context: int  #: tokens below which its instructions and tools leave no room to work
+    elsewhere: tuple[str, ...] = ()  #: places outside of PATH where its installers put it
 
 
 def output_limit(context: int) -> int:
@@ -233,9 +225,7 @@ def launch(
     app_name: Annotated[
         str,
         typer.Argument(
-            metavar="APP",
-            help=f"The program: {', '.join(PROGRAMS)}.",
-            autocompletion=lambda: list(PROGRAMS),
+            metavar="APP", help=f"The program: {', '.join(PROGRAMS)}.", autocompletion=lambda: list(PROGRAMS)
         ),
     ],
     arguments: Annotated[
@@ -276,17 +266,14 @@ def launch(
     setup = chosen.setup(served)
     for file, content in setup.files.items():
         _write(file, content)
-    if as_json:
-        files = [str(file) for file in setup.files]
-        print_json({"variables": setup.variables, "arguments": setup.arguments, "files": files})
-        return
     if print_only:
-        typer.echo("\n".join(as_shell(chosen, setup)))
+        files = [str(file) for file in setup.files]
+        answer = {"variables": setup.variables, "arguments": setup.arguments, "files": files}
+        print_answer(answer, as_json, "\n".join(as_shell(chosen, setup)))
         return
     typer.echo("\n".join(summary(app_name, served, setup)), err=True)
-    os.execve(
-        path, [chosen.command, *setup.arguments, *(arguments or ())], changed(os.environ, setup.variables)
-    )
+    given = [chosen.command, *setup.arguments, *(arguments or ())]
+    os.execve(path, given, changed(os.environ, setup.variables))
 
 
 def find_served(home: Path, key: str, name: str = "") -> Served:
@@ -304,9 +291,7 @@ def find_served(home: Path, key: str, name: str = "") -> Served:
         )
     listed = {str(model["id"]): model for model in client.models(key)}
     # Other models may be listed that a request would load first.
-    all_deployed = status["deployments"]
-    called = _called(name, all_deployed)
-    deployed = [each for each in all_deployed if called and called in (each["name"], each["model"])]
+    deployed = deployed_as(name, status["deployments"])
     model = listed.get((deployed[0]["name"] if deployed else name) or status["model"])
     if name and (model is None or not any(each["replicas"]["ready"] for each in deployed)):
         why = deployed[0]["why"] or deployed[0]["state"] if deployed else "it is not deployed"
@@ -331,9 +316,11 @@ def find_served(home: Path, key: str, name: str = "") -> Served:
     )
 
 
-def _called(name: str, deployments: Iterable[Mapping[str, Any]]) -> str:
-    known = {each[field] for each in deployments for field in ("name", "model")}
-    return name if name in known else stands_for(name) or name
+def deployed_as(name: str, deployments: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the deployments of this name, else those of the model that it is short for."""
+    found = [each for each in deployments if name in (each["name"], each["model"])]
+    full = stands_for(name) if name and not found else ""
+    return deployed_as(full, deployments) if full else found
 
 
 def find_program(program: Program) -> str:

@@ -10,7 +10,7 @@ import pytest
 
 from mlxtp.cli import bench
 from mlxtp.cli.bench import BenchAnswer, BenchRow, measure, read, show, wrote
-from mlxtp.cli.launch import _called, find_served
+from mlxtp.cli.launch import deployed_as, find_served
 from mlxtp.client import AgentClient
 from mlxtp.errors import Code, UserError
 from mlxtp.verbs import Status
@@ -93,7 +93,8 @@ def test_a_short_name_means_what_it_stands_for_unless_a_deployment_has_it() -> N
     llama = "mlx-community/Llama-3.2-3B-Instruct-4bit"
     deployed = [{"name": llama, "model": llama}, {"name": "qwen3:8b", "model": "/models/qwen3:8b"}]
     asked = ["llama3.2", "qwen3:8b", "org/big", ""]
-    assert [_called(name, deployed) for name in asked] == [llama, "qwen3:8b", "org/big", ""]
+    found = [[each["name"] for each in deployed_as(name, deployed)] for name in asked]
+    assert found == [[llama], ["qwen3:8b"], [], []]
 
 
 def test_a_real_endpoint_is_measured_and_one_that_works_is_left_alone(

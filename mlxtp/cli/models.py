@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,14 +29,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..client import AgentClient
-from ..errors import (
-    Code,
-    Exit,
-    MlxtpError,
-    ModelError,
-    UserError,
-    why_not_written,
-)
+from ..errors import Code, Exit, MlxtpError, ModelError, UserError, why_not_written
 from ..models.hub_cache import Repo, StoredCommit, commits_here, hash_of, hub_name
 from ..models.manifest import Manifest, gigabytes
 from ..short_names import near, short_for
@@ -181,9 +174,8 @@ def _by_agent(
         try:
             while True:
                 rows: list[Mapping[str, Any]] = client.send(PullProgress(name))["members"]
-                bars.show(
-                    (row["name"], row["held_bytes"], row["total_bytes"], bool(row["waits"])) for row in rows
-                )
+                for row in rows:
+                    bars.show(row["name"], row["held_bytes"], row["total_bytes"], waits=row["waits"])
                 if rows and all(row["complete"] or row["problem"] for row in rows):
                     return rows
                 time.sleep(LOOK_S)  # the agent does not notify of progress
@@ -204,7 +196,7 @@ def _by_itself(model: str, as_json: bool) -> Mapping[str, Any]:
         nonlocal size
         size = total
         if total:
-            bars.show([(repo.name, held, total, False)])
+            bars.show(repo.name, held, total)
 
     try:
         with _Bars(quiet=as_json) as bars:
@@ -264,14 +256,13 @@ class _Bars:
             self._progress.live.transient = True
             self._progress.live.stop()
 
-    def show(self, rows: Iterable[tuple[str, int, int, bool]]) -> None:
-        """Show names, bytes present, bytes in all (0: unknown), and whether other downloads come first."""
-        for name, held, total, waits in rows:
-            self._progress.start()
-            if name not in self._tasks:
-                self._tasks[name] = self._progress.add_task(name, completed=held, begun=held)
-            said = f"{name} (waits for other downloads)" if waits else name
-            self._progress.update(self._tasks[name], description=said, completed=held, total=total or None)
+    def show(self, name: str, held: int, total: int, *, waits: bool = False) -> None:
+        """Show the bytes present and in all (0: unknown). `waits`: other downloads come first."""
+        self._progress.start()
+        if name not in self._tasks:
+            self._tasks[name] = self._progress.add_task(name, completed=held, begun=held)
+        said = f"{name} (waits for other downloads)" if waits else name
+        self._progress.update(self._tasks[name], description=said, completed=held, total=total or None)
 
 
 # --- the disk -----------------------------------------------------------------------------------------
@@ -287,7 +278,7 @@ def _damaged(repo: Repo, manifest: Manifest, *, quiet: bool) -> tuple[dict[str, 
         def read(count: int) -> None:
             nonlocal done
             done += count
-            bars.show([(manifest.name, done, manifest.size, False)])
+            bars.show(manifest.name, done, manifest.size)
 
         for file in manifest.files:
             try:
@@ -308,9 +299,8 @@ def _repair(repo: Repo, manifest: Manifest, bad: Collection[str], home: Path | N
 
     model = f"{repo.name}@{manifest.revision}"
     _check_removable(model, home, repair=True)
-    if not any(
-        _is_of(each, repo.name, manifest.revision) for each in options.models_stored(home_of(home))[1]
-    ):
+    stored = options.models_stored(home_of(home))[1]
+    if not any(_is_of(each, repo.name, manifest.revision) for each in stored):
         hub_client.look_up(repo.name, manifest.revision)
     try:
         with repo.locked():
@@ -377,13 +367,11 @@ def _is_of(stored: Mapping[str, Any], name: str, revision: str) -> bool:
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
     table = table_of("model", "revision", "size", "here", "also on", right=("size",))
     for row in rows:
-        share = "all" if row["complete"] else f"[yellow]{gigabytes(row['held_bytes'])}[/]"
-        named = ", ".join(row["refs"])
         table.add_row(
             escape(row["name"]) + (f" ({row['short']})" if row["short"] else ""),
-            f"{row['revision'][:12]}{f' ({escape(named)})' if named else ''}",
+            row["revision"][:12] + (f" ({escape(', '.join(row['refs']))})" if row["refs"] else ""),
             gigabytes(row["size_bytes"]),
-            share,
+            "all" if row["complete"] else f"[yellow]{gigabytes(row['held_bytes'])}[/]",
             escape(", ".join(row["elsewhere"])),
         )
     return table

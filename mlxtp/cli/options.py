@@ -50,8 +50,7 @@ def takes(*keys: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
         def with_flags(**given: Any) -> None:
             command(**{name: None if value == [] else value for name, value in given.items()})
 
-        own = _parameters(command)
-        return _dressed(with_flags, command, [*own, *options])
+        return _dressed(with_flags, command, [*_parameters(command), *options])
 
     return with_options
 

@@ -128,14 +128,12 @@ def print_answer(answer: Mapping[str, Any], as_json: bool, show: Any) -> None:
         console.print(part)
 
 
-#: Characters of a file's name that an error shows.
-MAX_NAME = 400
+MAX_NAME = 400  #: Characters of a file's name that an error shows.
 
 
 # --- errors and log lines -------------------------------------------------------------------------------
 
-#: The variable with which a shell requests completions; see typer.
-COMPLETION_VARIABLE = "_MLXTP_COMPLETE"
+COMPLETION_VARIABLE = "_MLXTP_COMPLETE"  #: A shell requests completions with it; see typer.
 
 
 class Commands(TyperGroup):

@@ -41,8 +41,7 @@ from .cluster import drain_agent
 from .options import AsJson, Home, sends, setting_of
 from .printing import home_of, print_answer, print_json
 
-#: Seconds that launchd may take to notice that an agent has ended.
-STOPPED_S = 30.0
+STOPPED_S = 30.0  #: Seconds that launchd may take to notice that an agent has ended.
 NONE = "no service is installed here; `mlxtp service install` installs one"
 _JOIN_FIRST = (
     "--join: a token is a secret and works once, so it does not belong in a service. Join first, with `mlxtp "

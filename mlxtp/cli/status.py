@@ -86,7 +86,6 @@ def _head(told: Mapping[str, Any], how: str, since: str = "") -> Text:
 
 
 def _caches(groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a sentence on the kept caches of each group that has any, or had."""
     for each in groups:
         if not any(each[name] for name in ("kept_bytes", "evicted_bytes", "reused", "disk_bytes")):
             continue
@@ -156,9 +155,8 @@ def members_shown(answer: Mapping[str, Any]) -> list[Any]:
 def admissions_shown(answer: Mapping[str, Any]) -> list[Any]:
     return [
         _indented(
-            f"{each['name']} was admitted by {each['admitted_by_name']} "
-            f"from {each['joined_from'] or 'itself'}, "
-            f"at {day_of(each['joined_at'])}"
+            f"{each['name']} was admitted by {each['admitted_by_name']} from "
+            f"{each['joined_from'] or 'itself'}, at {day_of(each['joined_at'])}"
         )
         for each in answer["members"]
         if each["joined_at"] and each["admitted_by"]
@@ -202,8 +200,7 @@ def _roles(member: Mapping[str, Any]) -> str:
 
 # --- --watch: `picture` is pure, the others poll -----------------------------------------------------------
 
-#: Seconds between two polls of the agent.
-LOOK_S = 1.0
+LOOK_S = 1.0  #: Seconds between two polls of the agent.
 _ANSWER_S = 5.0
 _OPEN = {
     "generating": "generating",

@@ -11,6 +11,7 @@ import psutil
 
 from mlxtp.agent import Agent
 from mlxtp.groups.health import ServingState
+from mlxtp.groups.status import GroupStatus
 
 from .errors import Unmeasured
 from .measures import Row, absolute
@@ -18,6 +19,7 @@ from .stage import RANKS, Stage, rank_pids
 
 _SPARES_S = 120.0
 _POLL_S = 0.05
+_LOOK_S = 0.005
 
 
 async def measure(stage: Stage) -> list[Row]:
@@ -53,7 +55,13 @@ async def _recover(agent: Agent) -> float:
     began = time.perf_counter()
     os.kill(pid, signal.SIGKILL)
     await ranks.failed
-    await supervisor.status.wait_until(ServingState.RESTARTING)
-    if await supervisor.status.wait_until(ServingState.READY, ServingState.FAILED) is ServingState.FAILED:
+    await _reach(supervisor.status, ServingState.RESTARTING)
+    if await _reach(supervisor.status, ServingState.READY, ServingState.FAILED) is ServingState.FAILED:
         raise Unmeasured("the group did not come back")
     return time.perf_counter() - began
+
+
+async def _reach(status: GroupStatus, *states: ServingState) -> ServingState:
+    while status.state not in states:  # noqa: ASYNC110
+        await asyncio.sleep(_LOOK_S)
+    return status.state

@@ -219,7 +219,9 @@ class Cluster:
         self.call(self.agent.wait_ready(), timeout_s)
 
     def wait_state(self, *states: ServingState, timeout_s: float = START_S) -> ServingState:
-        return self.call(self.supervisor.status.wait_until(*states), timeout_s)
+        status = self.supervisor.status
+        [found] = until(lambda: [s for s in (status.state,) if s in states], f"{states}", timeout_s)
+        return found
 
     # --- what can be asked of it ---------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Mapping
@@ -45,7 +44,6 @@ class GroupStatus:
         self.history = History()
         self.recoveries = Recoveries()
         self._gateway = gateway
-        self._changed = asyncio.Event()
 
     # --- this agent's own epochs ---------------------------------------------------------------------
 
@@ -80,7 +78,6 @@ class GroupStatus:
     def show(self, state: ServingState) -> ServingState:
         """Show a state, and return it; while this agent drains, DRAINING takes the place of some."""
         self.state = ServingState.DRAINING if self.closing and state in _DRAINABLE else state
-        self._changed.set()
         return self.state
 
     # --- reports and orders --------------------------------------------------------------------------
@@ -107,12 +104,6 @@ class GroupStatus:
             self.show(ServingState.DRAINING)
 
     # --- queries -------------------------------------------------------------------------------------
-
-    async def wait_until(self, *states: ServingState) -> ServingState:
-        while self.state not in states:
-            self._changed.clear()
-            await self._changed.wait()
-        return self.state
 
     @property
     def pongs(self) -> dict[int, Pong]:

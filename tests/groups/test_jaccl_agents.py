@@ -87,7 +87,7 @@ def test_one_rank_that_fails_to_form_ends_the_epoch_for_both(
         ):
             await sees(lambda: any(each.parts.groups.shown.scope.owned for each in (first, second)))
             status = owner(first, second).supervisor.status
-            await status.wait_until(ServingState.RESTARTING)
+            await sees(lambda: status.state is ServingState.RESTARTING)
             reason = status.reason
             assert reason is not None
             assert words in reason.detail

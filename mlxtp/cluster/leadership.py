@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from ..wire.cluster_messages import Beat
 from .cluster_state import NO_CLAIM, ClusterState, LeaderClaim, Replica, check_leaps, stronger
 from .membership import Change, ChangeCause, Duplicate, Membership, MemberState, MemberStatus
-from .reconcile import GroupView, Situation, unrest
+from .reconcile import GroupView, Situation, Wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,18 +179,20 @@ class Leadership:
             self_id=self.self_id,
             statuses=statuses,
             epoch=self._replica.epoch,
-            unsynced=self._unsynced(statuses),
-            settled_at=self._flapping.settled_at,
+            unrest=self.unrest(statuses, now),
             patience_s=self.debounce.patience_s,
             names=self._replica.names,
             draining=self.draining,
             **{name: getattr(situation, name) for name in Situation.__match_args__},
         )
 
-    def unrest(self, membership: Membership, now: float) -> tuple[str, float]:
-        """Return the reason to wait before groups are assigned, and until when; empty for none."""
-        wait = unrest(self.view(membership, Situation(), now))
-        return (wait.reason, wait.until) if wait is not None else ("", math.inf)
+    def unrest(self, statuses: Mapping[str, MemberStatus], now: float) -> Wait | None:
+        """Return the wait before groups are assigned or formed; None for none."""
+        if unsynced := self._unsynced(statuses):
+            name = self._replica.names.get(unsynced[0]) or unsynced[0][:8]
+            return Wait(f"{name} has not yet reported its state")
+        settled_at = self._flapping.settled_at
+        return Wait("members come and go", settled_at) if now < settled_at else None
 
     @property
     def flapping(self) -> Mapping[str, float]:

@@ -8,7 +8,7 @@ Losing the coordinator ends no epoch: the owner keeps the assignment that it has
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from .membership import MemberState, MemberStatus
@@ -82,8 +82,7 @@ class GroupView(Situation):
     self_id: str
     statuses: Mapping[str, MemberStatus]
     epoch: int = 0  #: the highest number of one so far
-    unsynced: Sequence[str] = ()  #: present members that have not yet reported their state
-    settled_at: float = 0.0  #: from when on the membership counts as calm
+    unrest: Wait | None = None  #: while members come and go, or have yet to report: no group is formed
     patience_s: float = 10.0  #: for open requests
     names: Mapping[str, str] = field(default_factory=dict)
     draining: frozenset[str] = frozenset()  #: about to stop; this node perhaps among them
@@ -178,7 +177,7 @@ def _renew(view: GroupView, mine: FormEpoch) -> Action:
     form = view.form
     if form is None or form == mine.form:
         return NoAction()
-    if waiting := unrest(view) or _not_yet(view, form):
+    if waiting := view.unrest or _not_yet(view, form):
         return waiting
     where = " + ".join(map(view.name, form.ranks))
     reason = f"it forms again on {where}" if form.model == mine.form.model else f"{form.model} is wanted now"
@@ -187,8 +186,8 @@ def _renew(view: GroupView, mine: FormEpoch) -> Action:
 
 def _form(view: GroupView) -> Action:
     form = view.form
-    if waiting := unrest(view):
-        return waiting
+    if view.unrest:
+        return view.unrest
     if form is None:
         return Wait(view.refusal)
     if waiting := _not_yet(view, form):
@@ -203,14 +202,6 @@ def _not_yet(view: GroupView, form: GroupForm) -> Wait | None:
             return Wait(f"{view.name(node_id)} is not here", lacks=node_id)
         if view.statuses[node_id].state is not MemberState.ALIVE:
             return Wait(f"{view.name(node_id)} is silent")
-    return None
-
-
-def unrest(view: GroupView) -> Wait | None:
-    if view.unsynced:
-        return Wait(f"{view.name(view.unsynced[0])} has not yet reported its state")
-    if view.now < view.settled_at:
-        return Wait("members come and go", view.settled_at)
     return None
 
 

@@ -18,6 +18,7 @@ from ..api.backend import COMING
 from ..cluster.cluster_state import LeaderClaim, left_s
 from ..cluster.node import ClusterNode
 from ..cluster.place import GivenUp, GroupReport, PlaceView, WantedDeployment, place
+from ..cluster.reconcile import Wait
 from ..errors import MlxtpError
 from ..models.local_model import LocalModels
 from ..placement.model_shape import DescribedModel, unpacked
@@ -59,12 +60,9 @@ class Coordinator:
             self._retract()
             self._follow()
             return math.inf
-        why, until = leadership.unrest(node.membership, now)
-        if not why:
-            why, until = self._unreported(now)
-        self.waiting = why
-        if why:
-            return until
+        if wait := leadership.unrest(node.membership.statuses(), now) or self._unreported(now):
+            self.waiting = wait.reason
+            return wait.until
         until = self._expire(now)
         self._decide(now)
         return until
@@ -84,16 +82,16 @@ class Coordinator:
         [first, *_] = [each for each in decision.assignments if each.deployment == row.name]
         return first, decision.gives_way
 
-    def _unreported(self, now: float) -> tuple[str, float]:
-        """Return why a deployment that runs nowhere cannot be assigned yet, and until when to wait."""
+    def _unreported(self, now: float) -> Wait | None:
+        """Return the wait before a deployment that runs nowhere can be assigned; None for none."""
         for row in self._node.desired.table.live():
             if any(each.deployment == row.name and each.participants for each in self._groups.reports()):
                 continue
             for node_id, until in self._models.unreported(row.model).items():
                 if now < until:
                     name = self._node.name_of(node_id)
-                    return f"{name} has not yet reported whether it has the model", until
-        return "", math.inf
+                    return Wait(f"{name} has not yet reported whether it has the model", until)
+        return None
 
     def _expire(self, now: float) -> float:
         """Remove deployments that are unused for longer than they stay. Return the time of the next one."""

@@ -389,7 +389,7 @@ class Node:
 
     def assign(self) -> None:
         leadership = self.leadership
-        if not leadership.leading or leadership.unrest(self.membership, self.world.now)[0]:
+        if not leadership.leading or leadership.unrest(self.membership.statuses(), self.world.now):
             return
         leaving = tuple(sorted(leadership.draining))
         for group, ranks in self.world.rule.assign(self):

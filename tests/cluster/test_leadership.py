@@ -5,7 +5,6 @@ Time is an argument.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -411,10 +410,10 @@ def test_changes_settle_before_anything_is_formed() -> None:
     story = leading()
     settled_at = story.now + CALM.settle_s
     assert decided(story) == Wait("members come and go", settled_at)
-    assert story.leadership.unrest(story.membership, story.now) == ("members come and go", settled_at)
+    assert story.leadership.unrest(story.membership.statuses(), story.now) == decided(story)
     story.beats(0.5, link_3=beat(B6))
     assert decided(story) == FormEpoch(1, BOTH, ("b-1", "c-1"))
-    assert story.leadership.unrest(story.membership, story.now) == ("", math.inf)
+    assert story.leadership.unrest(story.membership.statuses(), story.now) is None
 
 
 def test_changes_that_never_settle_are_not_waited_for_longer_than_their_limit() -> None:
@@ -431,7 +430,7 @@ def test_changes_that_never_settle_are_not_waited_for_longer_than_their_limit() 
         story.leadership.received_beat("a", "a-2", beat(B6), story.now)
         story.tick()
         actions.append(decided(story))
-        unrest.append(bool(story.leadership.unrest(story.membership, story.now)[0]))
+        unrest.append(story.leadership.unrest(story.membership.statuses(), story.now) is not None)
     waited = [isinstance(action, Wait) for action in actions]
     assert waited == unrest == sorted(waited, reverse=True)
     assert 1.5 <= 0.25 * sum(waited) <= CALM.settle_most_s
@@ -485,8 +484,8 @@ def test_a_node_that_returns_has_to_tell_again_what_it_believes() -> None:
     story.beats(1)
     action = decided(story)
     assert isinstance(action, Wait)
-    assert "has not yet reported" in action.reason
-    assert story.leadership.unrest(story.membership, story.now) == (action.reason, math.inf)
+    assert action == Wait("c has not yet reported its state")
+    assert story.leadership.unrest(story.membership.statuses(), story.now) == action
 
 
 # --- those that are about to stop -------------------------------------------------------------------------

@@ -56,6 +56,7 @@ def decided(**changes: Any) -> Action:
     return decide(replace(VIEW, **changes))
 
 
+UNREST = Wait("members come and go", NOW + 1)
 ELSEWHERE: dict[str, Any] = {"assignee": "b", "form": None}
 
 
@@ -76,12 +77,7 @@ def test_when_nothing_is_wanted_nothing_is_formed() -> None:
 
 
 def test_it_waits_until_members_have_stopped_coming_and_going() -> None:
-    assert decided(settled_at=NOW + 0.2) == Wait("members come and go", NOW + 0.2)
-    assert isinstance(decided(settled_at=NOW), FormEpoch)
-
-
-def test_it_waits_for_what_present_members_have_to_tell() -> None:
-    assert decided(unsynced=["c"]) == Wait("book has not yet reported its state")
+    assert decided(unrest=UNREST) == UNREST
 
 
 def test_what_cannot_be_formed_waits_with_the_reason() -> None:
@@ -115,8 +111,7 @@ def test_an_epoch_ends_at_once_when_a_participant_is_gone(said: str) -> None:
     action = decided(
         **runs("a", "b", open_requests=3),
         statuses=here("a", "c", b=LOST[said]),
-        settled_at=NOW + 1,
-        unsynced=["c"],
+        unrest=UNREST,
     )
     assert isinstance(action, StopEpoch)
     assert action.lost
@@ -185,8 +180,7 @@ def test_an_epoch_that_is_assigned_otherwise_forms_anew_once_requests_are_done(
 
 def test_an_epoch_ends_for_another_place_only_if_that_can_be_formed_now() -> None:
     new: dict[str, Any] = {**runs("a"), "form": form("a", "b")}
-    assert decided(**new, settled_at=NOW + 1) == Wait("members come and go", NOW + 1)
-    assert decided(**new, unsynced=["b"]) == Wait("mini has not yet reported its state")
+    assert decided(**new, unrest=UNREST) == UNREST
     silent = here("a", "c", b=MemberStatus(MemberState.SUSPECT, "b-1", True))
     assert decided(**new, statuses=silent) == Wait("mini is silent")
 
@@ -266,7 +260,7 @@ def test_a_group_ends_at_once_when_another_can_do_without_the_stopping_agent() -
     """Requests outlive groups, so nothing is waited for: neither they, nor the load, nor calm."""
     busy = runs("a", "b", open_requests=3)
     stop = StopEpoch("mini is about to stop, and another group goes on")
-    for changes in ({}, {"settled_at": NOW + 1}, {"unsynced": ["c"]}):
+    for changes in ({}, {"unrest": UNREST}):
         assert decided(**busy, form=form("a", "c"), **B_STOPS, **changes) == stop
     assert decided(**runs("a", "b", ready=False), form=form("a"), **B_STOPS) == stop
     assert decided(**busy, form=form("b", "c"), **A_STOPS) == StopEpoch(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,6 @@ from .transfers import TransferCoordinator
 
 log = logging.getLogger(__name__)
 
-MIB = 1 << 20
 TELL_S = 3.0  #: Seconds that a member that has just come may take to report whether it has the model.
 
 
@@ -57,7 +55,7 @@ class LocalModel:
 
     @property
     def status(self) -> ModelStatus:
-        weight_mib = -(-self.weight_bytes // MIB)
+        weight_mib = -(-self.weight_bytes >> 20)  # rounded up
         shape = self._packed if self.fingerprint else b""
         return ModelStatus(self.name, self.fingerprint, self.problem, self._revision, weight_mib, shape)
 
@@ -213,7 +211,7 @@ class LocalModels:
         """Return until when to wait for linked members that have yet to report what they found of a model."""
         told, met_at = self._node.links.reports.of(ModelStatus, model), self._node.peer_info.met_at
         return {
-            node_id: met_at.get(node_id, -math.inf) + TELL_S
+            node_id: met_at.get(node_id, 0.0) + TELL_S
             for node_id in self._node.links.nodes()
             if (status := told.get(node_id)) is None or not (status.fingerprint or status.problem)
         }

@@ -32,8 +32,7 @@ from .api.server import serve
 from .background import CLOSE_S, Background, end_within, watched_loop
 from .cluster.authority import AuthorityKeeping
 from .cluster.cluster_state import NO_DEPLOYMENTS, PINNED, YIELDS
-from .cluster.control_port import ControlPort, TokenIssuing, bind_control
-from .cluster.dialer import Dialer
+from .cluster.control_port import ControlPort, Dialer, TokenIssuing, bind_control
 from .cluster.node import ClusterNode
 from .cluster.peer_reports import MachineReports, RoundTripTimes
 from .cluster.state_file import forget

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ..api.admin import Json
 from ..api.endpoint import Endpoint
-from ..cluster.dialer import Dialer
+from ..cluster.control_port import Dialer
 from ..config import Settings
 from ..diagnostics import checkup, failure_store
 from ..diagnostics.checkup import Checkup, attempts

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from string import Formatter
@@ -20,7 +20,7 @@ from typer.main import get_command
 from mlxtp.cli.main import app
 from mlxtp.description import CacheCapabilities
 from mlxtp.diagnostics.rows import FAULTS, MAC, ROWS
-from mlxtp.engine.families import DIVIDE
+from mlxtp.engine.families import COPIES_KV_HEADS, DIVIDE
 from mlxtp.errors import Exit
 from mlxtp.model_config import (
     ALSO_CALLED,
@@ -43,7 +43,6 @@ from mlxtp.settings import (
 from mlxtp.short_names import SHORT_NAMES
 from mlxtp.text.markups import CALLS, THOUGHTS
 from tests.engine.described_models import EVERY, description, families_of_pipelines
-from tests.engine.families import FAMILIES, NAMED, OWN
 from tests.engine.mlx_lm_sources import shardable_families
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -212,64 +211,39 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
-FAMILIES_HEAD = """# Families
-
-{generated}
-
-A family is what a model's `config.json` calls `model_type`. These can be shared by several Macs:
-
-- **tensor**: each rank has a part of each layer. `mlx-lm`: it divides the layers itself. `mlxtp`: mlx-lm has no way, and
-  `mlxtp/engine/families.py` has one. Sizes have to divide by the number of ranks ([placement.md](placement.md)).
-- **pipeline**: each rank has whole layers.
-- **caches**: the kind of its KV caches, in the second table. **reused**: where a later prompt can begin with them. **drafts**: whether
-  several tokens are guessed ahead (speculation). `MTP head`: that of the model proposes some, where its files have one.
-- **tried**: how tests compare it with mlx-lm alone on the same weights, in models of a few layers with random weights. `parts`: on
-  two ranks of a TCP ring, a batch of two rows, prompt and steps. `chunks`: on two, and some on four, prompts of unlike lengths in
-  several chunks, then in one batch, plain and in 4 and 8 bits. `types`: bfloat16, 4 and 8 bits too. `stages`: cut into two and three
-  stages. No family has run on Macs yet.
-
-"""
-
-FAMILIES_NOTES = """
-Some parts are whole on each rank: routers; Gemma 4's embeddings of single layers (E2B, E4B), and its gates behind them; in Nemotron-H the
-projections to and from a smaller size around experts. Mamba mixers are divided by their groups, gated linear attention by its key heads. If
-there are fewer KV heads than ranks, families of `mlxtp` and Qwen 3.5 have the same head on several ranks. OLMo 2 and 3 and MiniMax add up
-over the ranks for the norms of queries and keys: two small sums more a layer. The first OLMo needs a package that mlxtp does not
-install, so it is refused.
-
-## Caches
-
-What the engine leaves out with each kind of caches. `mlxtp plan` says it for any model.
-
-"""
+FAMILIES = ("<!-- Families, written by `make reference`. -->", "<!-- End of the families. -->")
+NAMES = ("<!-- Short names, written by `make reference`. -->", "<!-- End of the short names. -->")
+SHARED = {(True, True): "tensor, pipeline", (False, True): "pipeline", (True, False): "tensor"}
 
 
-def families_page() -> str:
-    """Return docs/families.md."""
-    known = sorted(shardable_families() | DIVIDE.keys() | families_of_pipelines(), key=str.lower)
-    head = FAMILIES_HEAD.format(generated=GENERATED)
-    rows = [
-        "| family | tensor | pipeline | caches | reused | drafts | tried |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    rows += [_family(family) for family in known]
-    return head + "\n".join(rows) + "\n" + FAMILIES_NOTES + "\n".join(_kinds(known)) + "\n"
+def models_page() -> str:
+    """Return docs/models.md with the families, what their caches allow, and the short names in it."""
+    page = _filled("models.md", FAMILIES, "\n".join(_families()))
+    return _filled(page, NAMES, "\n".join(_short_names()))
+
+
+def _families() -> Iterator[str]:
+    """Yield a table of families by caches and by how Macs share them, and one of the caches."""
+    tensor, pipeline = shardable_families() | DIVIDE.keys(), families_of_pipelines()
+    known = sorted(tensor | pipeline, key=str.lower)
+    rows: dict[tuple[str, str], list[str]] = {}
+    for family in known:
+        for name in dict.fromkeys(_named_caches(kind)[0] for kind in _caches(family)) or ["not known"]:
+            rows.setdefault((name, SHARED[family in tensor, family in pipeline]), []).append(_family(family))
+    yield "| caches | shared as | families |"
+    yield "|---|---|---|"
+    yield from (f"| {name} | {shared} | {', '.join(rows[name, shared])} |" for name, shared in sorted(rows))
+    yield "\n### Caches\n"
+    yield "A kind of caches decides what speeds up a model of it. `mlxtp plan MODEL` prints this for any model.\n"
+    yield "| caches | a later prompt begins | off | because |"
+    yield "|---|---|---|---|"
+    yield from sorted({f"| {' | '.join(_named_caches(kind))} |" for each in known for kind in _caches(each)})
 
 
 def _family(family: str) -> str:
-    also = [f"`{name}`" for name, same in ALSO_CALLED.items() if same == family]
-    name = f"`{family}`" + (f", also {', '.join(also)}" if also else "")
-    tensor = "mlxtp" if family in DIVIDE else "mlx-lm" if family in shardable_families() else "–"
-    kinds = _caches(family)
-    caches = ", or ".join(dict.fromkeys(words_of(kind).name for kind in kinds)) or "–"
-    ways = {"parts": FAMILIES, "chunks": OWN, "types": NAMED, "stages": families_of_pipelines()}
-    tried = ", ".join(way for way, families in ways.items() if family in families)
-    pipeline = "yes" if family in ways["stages"] else "–"
-    reused = ", or ".join(dict.fromkeys(map(_reused, kinds))) or "–"
-    drafts = "yes" if any(kind.rolls_back for kind in kinds) else "–"
-    if family in MTP_PLACES:
-        drafts = "yes, MTP head"
-    return f"| {name} | {tensor} | {pipeline} | {caches} | {reused} | {drafts} | {tried or '–'} |"
+    marks = ("†" if family in MTP_PLACES else "") + ("‡" if family in COPIES_KV_HEADS else "")
+    also = ", ".join(f"`{name}`" for name, same in ALSO_CALLED.items() if same == family)
+    return f"`{family}`{marks}{f' ({also})' if also else ''}"
 
 
 def _caches(family: str) -> list[CacheCapabilities]:
@@ -278,63 +252,47 @@ def _caches(family: str) -> list[CacheCapabilities]:
     return list(dict.fromkeys(description(name).caches for name in models))
 
 
-def _reused(kind: CacheCapabilities) -> str:
-    return "from any token on" if kind.truncatable else "whole, at chosen places"
+def _named_caches(kind: CacheCapabilities) -> tuple[str, str, str, str]:
+    """Return a row of the table of caches; its first cell names the kind."""
+    words = words_of(kind)
+    alone = kind.truncatable and not kind.batched  # has the name of the caches that lack nothing
+    begins = "after any token" if kind.truncatable else "where a copy was kept"
+    return f"{words.name}{', one at a time' if alone else ''}", begins, words.off or "–", words.why or "–"
 
 
-def _kinds(families: Iterable[str]) -> Iterator[str]:
-    yield "| caches | reused by later prompts | off | because |"
-    yield "|---|---|---|---|"
-    every = (kind for family in families for kind in _caches(family))
-    for words, reused in sorted({(words_of(kind), _reused(kind)) for kind in every}, key=str):
-        yield f"| {words.name} | {reused} | {words.off or '–'} | {words.why or '–'} |"
-
-
-SHORT_NAMES_HEAD = """# Short names
-
-{generated}
-
-`mlxtp serve llama3.2:3b` serves `mlx-community/Llama-3.2-3B-Instruct-4bit`. `serve`, `unload`, `pull`, `remove`,
-`verify`, `plan`, `chat`, `bench` and `key create` take such names, and so do `--model`, `--draft-model` and the `model` of a request. Names
-with a colon are Ollama's, the others are those of exo 1.0, written small. Capitals do not matter, and `:latest` at the end is left out.
-
-- The model is of the same family and size. Its quantization, and sometimes its release, are not those of Ollama.
-- Exact names come first: a folder of that name, also in a `--model-folder`, or a deployment.
-- Replies, lists and `mlxtp status` have the name of the repository.
-- A name that is not here is refused, with those that are spelled much like it.
-
-| short name | repository |
-|---|---|
-"""
-
-
-def short_names_page() -> str:
-    """Return docs/short-names.md."""
+def _short_names() -> Iterator[str]:
     rows: dict[str, list[str]] = {}
     for name, full in SHORT_NAMES.items():
         rows.setdefault(full, []).append(f"`{name}`")
-    lines = [f"| {', '.join(names)} | `{full}` |" for full, names in rows.items()]
-    return SHORT_NAMES_HEAD.format(generated=GENERATED) + "\n".join(lines) + "\n"
+    yield "| short name | repository of `mlx-community` |"
+    yield "|---|---|"
+    yield from (
+        f"| {', '.join(names)} | `{full.removeprefix('mlx-community/')}` |" for full, names in rows.items()
+    )
+
+
+def _filled(page: str, markers: tuple[str, str], part: str) -> str:
+    """Return a page, by its name or its text, with this part between two markers."""
+    begin, end = markers
+    text = (DOCS / page).read_text() if page.endswith(".md") else page
+    before, rest = text.split(begin)
+    return f"{before}{begin}\n\n{part}\n\n{end}{rest.split(end)[1]}"
 
 
 MARKUPS = ("<!-- Markups, written by `make reference`. -->", "<!-- End of the markups. -->")
 
-MARKUPS_PART = """
-**Thoughts**: {thoughts}.
+MARKUPS_PART = """**Thoughts**: {thoughts}.
 
-**Calls**: {calls}.
-"""
+**Calls**: {calls}."""
 
 
 def api_page() -> str:
     """Return docs/api.md with the families whose markups are read in it."""
-    begin, end = MARKUPS
-    before, rest = (DOCS / "api.md").read_text().split(begin)
     part = MARKUPS_PART.format(
         thoughts="; ".join(row.families for row in THOUGHTS), calls="; ".join(row.families for row in CALLS)
     )
     wrapped = "\n".join(textwrap.fill(line, 140, break_on_hyphens=False) for line in part.splitlines())
-    return f"{before}{begin}\n{wrapped}\n\n{end}{rest.split(end)[1]}"
+    return _filled("api.md", MARKUPS, wrapped)
 
 
 FAULTS_OF = ("<!-- Faults, written by `make reference`. -->", "<!-- End of the faults. -->")
@@ -342,8 +300,6 @@ FAULTS_OF = ("<!-- Faults, written by `make reference`. -->", "<!-- End of the f
 
 def doctor_page() -> str:
     """Return docs/doctor.md with the rows of the doctor and the faults in it."""
-    begin, end = FAULTS_OF
-    before, rest = (DOCS / "doctor.md").read_text().split(begin)
     heads = {
         row.id: f"### {row.title}\n\n`{row.id}`{' (macOS)' if row.systems == MAC else ''}: {row.why}."
         for row in ROWS
@@ -353,7 +309,7 @@ def doctor_page() -> str:
         + "".join(_fault(fault) for fault in FAULTS if fault.row == row)
         for row, head in heads.items()
     ]
-    return f"{before}{begin}\n\n{chr(10).join(parts)}\n{end}{rest.split(end)[1]}"
+    return _filled("doctor.md", FAULTS_OF, "\n".join(parts).rstrip())
 
 
 def _fault(fault: Fault[Any]) -> str:
@@ -386,8 +342,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "doctor.md": doctor_page,
     "settings.md": settings_page,
     "commands.md": commands_page,
-    "families.md": families_page,
-    "short-names.md": short_names_page,
+    "models.md": models_page,
 }
 
 

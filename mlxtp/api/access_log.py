@@ -39,19 +39,19 @@ _POLLS = frozenset(f"{ADMIN}/{each.path}" for each in VERBS.values() if each.pol
 
 
 FOREIGN_S = 60.0
-#: Lines in that time that one source may cause by what no guard admitted, and sources that are told apart.
+#: In that time: log lines for refused requests of one source, and sources counted separately.
 FOREIGN_LINES = 10
 FOREIGN_SOURCES = 32
 
 
 class ForeignLines:
-    """Limiter of the log lines that strangers cause. The others are counted in one line at the end."""
+    """Limiter of log lines about refused clients. At the end, it logs how many it held back."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
 
     def admit(self, address: str) -> bool:
-        """Return True where something of this address gets a line."""
+        """Return True if the next event from this address gets a log line."""
         if not self._counts:
             asyncio.get_running_loop().call_later(FOREIGN_S, self._sum_up)
         source = source_of(address)[0]
@@ -68,7 +68,7 @@ class ForeignLines:
 
 
 class AccessLog:
-    """ASGI middleware, outside of all others. `epoch` returns the epoch for the log."""
+    """Outermost ASGI middleware. `epoch` returns the epoch for the log."""
 
     def __init__(self, app: Starlette, metrics: RequestMetrics, epoch: Callable[[], int] = lambda: 0) -> None:
         self._app = app
@@ -121,7 +121,7 @@ class AccessLog:
         )
 
     def _path(self, scope: Scope) -> str:
-        """Return the route's path. The router sets no route for a request that was refused before it."""
+        """Return the route's path, also for a request that was refused before the router saw it."""
         route = scope.get("route")
         if route is None:
             routes = (each for each in self._routes if each.matches(scope)[0] is not Match.NONE)
@@ -130,7 +130,7 @@ class AccessLog:
 
 
 class _Exchange:
-    """Wrapper of `receive` and `send` of one request, which notes status and times."""
+    """Wrapper of one request's `receive` and `send` that records status and times."""
 
     def __init__(
         self, account: RequestContext, clock: Callable[[], float], receive: Receive, send: Send
@@ -175,7 +175,7 @@ def app_of(headers: list[tuple[bytes, bytes]]) -> str:
 
 
 def described(account: RequestContext) -> dict[str, object]:
-    """Return the log fields of a request besides HTTP. No text of messages."""
+    """Return a request's log fields other than HTTP's. They never contain message text."""
     fields: dict[str, object] = {}
     if account.answers:
         fields |= {"prompt_tokens": account.prompt_tokens, "generated_tokens": account.generated_tokens}

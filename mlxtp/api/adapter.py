@@ -1,4 +1,4 @@
-"""Interface of an HTTP dialect: from its body to a `GenerationRequest`, from events to its answers. Pure.
+"""Interface of an HTTP dialect, from request body to `GenerationRequest` and from events to answer. Pure.
 
 Each dialect is one object (`generation.Adapter`), listed in `app.adapters`. `generation.py` handles the rest:
 models, tokens, queues, clients that leave, keep-alive, failures.
@@ -31,10 +31,10 @@ _REFERENCE = "#/components/schemas/{model}"
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One method of one path of a route. `summary`: empty for one that is not described.
+    """One method of one path of a route. An operation with an empty `summary` is left out of the document.
 
-    `body`: a model or a dataclass; None: it takes none. `stream` is the media type of an answer that may come
-    in pieces, `media` that of any other. `always`: the status of an operation that refuses every request.
+    `body`: a model or a dataclass, or None if it takes none. `stream` is the media type of a streamed answer,
+    `media` of a whole one. `always`: the status of an operation that refuses every request.
     """
 
     method: str
@@ -111,7 +111,7 @@ def compact(data: Any) -> bytes:
 
 
 def named_event(data: Json) -> bytes:
-    """Return a server-sent event with the name that is its type."""
+    """Return a server-sent event, named by its type."""
     return b"event: %b\ndata: %b\n\n" % (data["type"].encode(), compact(data))
 
 
@@ -120,7 +120,7 @@ class About:
     """Facts that all parts of one answer share.
 
     `id` is 32 hexadecimal digits. `created` in seconds since 1970. `prompt_tokens`: of each prompt; 0 until
-    the model is loaded. `prompts`: the text of each that is continued. `names` maps a token to its text when
+    the model is loaded. `prompts`: the text of each prompt to continue. `names` maps a token to its text when
     shown alone, and its bytes. `group` is the id of the group that began the answer; empty where unknown.
     """
 
@@ -135,7 +135,7 @@ class About:
 
     @property
     def choices(self) -> int:
-        """Number of answers; those of the first prompt come first."""
+        """Number of answers, ordered by prompt."""
         return len(self.prompt_tokens) * self.ask.options.n
 
 
@@ -154,18 +154,18 @@ class AnswerWriter(Protocol):
         """Return the last part, after every choice has had its `Finish`."""
 
     def fail(self, error: MlxtpError) -> bytes:
-        """Return the last part of a failed answer, instead of `close`. The whole must not look complete."""
+        """Return the last part of a failed answer, instead of `close`. The answer must not look complete."""
 
     def idle(self, more: Json) -> bytes:
         """Return an event without content, but for the progress in `more`, for clients that count events."""
 
 
 class Dialect(ABC):
-    """Reader and writer of one dialect. What most share is OpenAI's.
+    """Reader and writer of one dialect. The defaults are OpenAI's.
 
-    `names`: the dialect's names of fields of `GenerationRequest`, `GenerationOptions` or `Conversation`,
-    where they differ; errors use them. `too_long` is its message for a prompt of {tokens} tokens where {most}
-    fit. `media_type` is that of its streams.
+    `names` maps fields of `GenerationRequest`, `GenerationOptions` or `Conversation` to the dialect's own
+    names, for errors. `too_long` is its message for a prompt of {tokens} tokens if only {most} fit.
+    `media_type` is the media type of its streams.
     """
 
     names: Mapping[str, str] = {}
@@ -191,7 +191,7 @@ class Dialect(ABC):
 
 
 def error_status(error: MlxtpError) -> int:
-    """Return the HTTP status. A lost group is being formed again, so the client may retry."""
+    """Return the HTTP status. After a lost group the client may retry, since the cluster forms a new one."""
     if isinstance(error, RequestError):
         return error.status
     if error.code is Code.DEADLINE:
@@ -221,7 +221,7 @@ def internal_error() -> MlxtpError:
 
 
 def in_words_of(dialect: Dialect, error: MlxtpError) -> MlxtpError:
-    """Return the same error, with its field, `param`, under the dialect's name, also where its text begins.
+    """Return the error with the dialect's name for its field, in `param` and at the start of its text.
 
     The rest of the text may quote the client and stays unchanged.
     """

@@ -1,7 +1,7 @@
 """Routes for people who run this agent: commands below `/admin`, and the page at `/`.
 
-Commands need a key that only this user can read. The page is read-only, and consists of the files in `page/`,
-unchanged. Its data are at `/cluster`; its headers forbid the browser to run anything but these files.
+Commands need a key that only this user can read. The page is read-only and is served from `page/` unchanged.
+It gets its data from `/cluster`. Its headers forbid the browser to run anything else.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _check_key(request: Request, key: str) -> None:
 
 
 def _check_models(verb: Verb) -> None:
-    """Refuse a key that is for some models to change others."""
+    """Refuse to let a key that is limited to some models change others."""
     request, body = current(), verb.body()
     if request is not None and request.models and verb.method == "POST":
         if body.get("only") or body.get("everything"):
@@ -103,7 +103,7 @@ def _check_models(verb: Verb) -> None:
 
 
 def _without_others(found: Json) -> Json:
-    """Return a reply without the models that the request's key is not for."""
+    """Return a reply with only the models that the request's key may use."""
     if not (models := own_models()):
         return found
     names = {*models, *map(stands_for, models)}
@@ -135,7 +135,7 @@ async def _body(request: Request) -> Mapping[str, Any]:
 
 
 FOLDER = Path(__file__).parent / "page"
-LOOK_S = 0.5  # seconds between two updates of a watcher, at least
+LOOK_S = 0.5  # least time between two updates of a watcher
 KEEP_ALIVE_S = 3.0
 _SCRIPT = "text/javascript; charset=utf-8"
 _TYPES = {
@@ -165,7 +165,7 @@ class Observed(Protocol):
 
 
 def page_routes(observed: Observed, keys: KeyRing | None = None) -> list[Route]:
-    """Return the routes of the page. A watcher whose key ends is let go."""
+    """Return the routes of the page. A watcher is disconnected when its key is revoked or expires."""
     shared = _Shared(observed)
 
     async def moment(request: Request) -> Response:
@@ -188,7 +188,7 @@ def page_routes(observed: Observed, keys: KeyRing | None = None) -> list[Route]:
 class _Shared:
     """One snapshot for all simultaneous watchers, never older than `LOOK_S` / 2.
 
-    A viewer with an API key sees its own open requests: the lengths of others tell about their prompts.
+    A viewer with an API key sees only its own open requests, since lengths reveal something about prompts.
     """
 
     def __init__(self, observed: Observed) -> None:
@@ -198,7 +198,7 @@ class _Shared:
         self._texts: dict[str | None, bytes] = {}  # by viewer
 
     def now(self, viewer: str | None, *, fresh: bool = False) -> bytes:
-        """Return the snapshot as JSON, the same bytes as long as nothing changes; all of it for None."""
+        """Return the snapshot as JSON, the same bytes until something changes. Viewer None sees all."""
         clock = time.monotonic()
         if fresh or clock >= self._until:
             self._until = clock + LOOK_S / 2

@@ -1,6 +1,6 @@
-"""API keys of a home: its `keys.json`, access by them in a running agent, and their use, which outlives it.
+"""API keys of a home: the file `keys.json`, access decisions in a running agent, and counts kept on disk.
 
-A key is 256 random bits, which cannot be searched: a plain SHA-256 of it is kept, and no slow hash is needed.
+A key has 256 random bits, too many to guess, so a plain SHA-256 of it is stored and no slow hash is needed.
 The agent notices changes of the file within a second. A crash loses the counts of the last half minute.
 """
 
@@ -38,7 +38,7 @@ PREFIX = "mlxtp_"
 KEY_BYTES = 32
 MAX_KEYS = 256
 _VERSION = 1
-#: Fields that are written where they differ from these.
+#: Fields written only if they differ from these.
 _DEFAULTS = {each.name: each.default for each in fields(ApiKey)[4:]}
 _LISTS = ("models", "scopes")
 
@@ -53,7 +53,7 @@ class KeyFile:
         self.path = home / FILE
 
     def stamp(self) -> Stamp | None:
-        """Return the version of the file's content; None where there is no file. Raises ConfigError."""
+        """Return the version of the file's content; None without a file. Raises ConfigError."""
         try:
             status = self.path.stat()
         except FileNotFoundError:
@@ -91,7 +91,7 @@ class KeyFile:
             if any(each.name == name for each in keys):
                 raise UserError(f"there is a key called {name!r}; `mlxtp key revoke {name}` ends it")
             if len(keys) >= MAX_KEYS:
-                raise UserError(f"there are {MAX_KEYS} keys, the most possible; revoke one that is unused")
+                raise UserError(f"there are {MAX_KEYS} keys, the most possible; revoke an unused one")
             keys.append(made)
         return made, text
 
@@ -134,7 +134,7 @@ def _parsed(table: Any) -> tuple[ApiKey, ...]:
 
 
 def _key(row: Any) -> ApiKey:
-    """Return the key of a row. What is not known may be a limit, so it is refused."""
+    """Return the key of a row. Refuse unknown fields, because one of them may be a limit."""
     values = {name: row[name] for name in ("name", "created", "per_minute")}
     values |= {name: row[name] for name in _DEFAULTS if name in row}
     if row.keys() - values.keys() - {"sha256"}:
@@ -173,7 +173,7 @@ _HOW = "on the Mac that answers here, `mlxtp key create NAME` makes one"
 
 
 def keys_needed(rule: str, *, beyond: bool, exist: bool) -> bool:
-    """Return True where requests have to show a key, by the setting `api_keys`.
+    """Return True if the setting `api_keys` makes requests show a key.
 
     `beyond`: other machines reach the endpoint. `exist`: there are keys.
     """
@@ -181,9 +181,9 @@ def keys_needed(rule: str, *, beyond: bool, exist: bool) -> bool:
 
 
 class KeyRing:
-    """Access decisions by the keys of one home, which may have none yet.
+    """Access decisions based on one home's keys, if it has any.
 
-    `own_key` is that of this Mac's own commands and opens everything.
+    `own_key` belongs to this Mac's own commands and opens everything.
     """
 
     def __init__(
@@ -249,7 +249,7 @@ class KeyRing:
                 use.end(request, self._now())
 
     def admits(self, given: Sequence[str]) -> bool:
-        """Return True where one of `given` is valid or none is needed. Does not count as a use."""
+        """Return True if a key in `given` is valid or none is needed. Does not count as a use."""
         self._reload(self._clock())
         if not self.needed or self._is_own(given):
             return True
@@ -262,7 +262,7 @@ class KeyRing:
         return use.key.models if use is not None else ()
 
     async def keep(self) -> None:
-        """Write the counts now and then, until it is cancelled, and then for the last time."""
+        """Write the counts periodically, and once more on cancellation."""
         import asyncio
 
         try:
@@ -292,7 +292,7 @@ class KeyRing:
     def _find(self, given: Sequence[str]) -> KeyUse | None:
         digests = [digest_of(key) for key in given]
         found = None
-        for use in self._uses.values():  # always all of them, so that the time reveals nothing
+        for use in self._uses.values():  # never stops early: the time would reveal a match
             if _among(use.key.digest, digests):
                 found = use
         return found
@@ -344,9 +344,9 @@ class KeyRing:
 
 
 def kept_use(home: Path) -> dict[str, KeyCounts]:
-    """Return the counts that a home keeps, by the hash of each key in hexadecimal digits.
+    """Return a home's saved counts, by the hash of each key in hexadecimal digits.
 
-    A file that is damaged or open to others has none.
+    A file that is damaged or open to other users counts as empty.
     """
     try:
         data = read_private(home / USE_FILE)

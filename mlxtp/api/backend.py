@@ -1,4 +1,4 @@
-"""The HTTP side's interface to the agent: `gateway/gateway.py` implements it, tests bring their own."""
+"""The HTTP side's interface to the agent. `gateway/gateway.py` implements it; tests have their own."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from ..text.tokenizer import Text
 
 DRAINING = "draining"  # State of an agent that finishes its open requests and takes no new ones.
-#: States of an agent that may soon have a model, whose name is not known here yet.
+#: States of an agent that may soon have a model whose name it does not know yet.
 COMING = ("starting", "forming", "loading", "restarting")
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """State of a request between two tokens, such as "loading 40 %"; empty while tokens come.
+    """State of a request between two tokens, such as "loading 40 %"; empty while it generates.
 
     In a prefill, `processed` of the prompt's `total` tokens are computed. It began with `cached` of them,
     `time_ms` ago.
@@ -47,8 +47,8 @@ class Progress:
 class ModelInfo:
     """A model that can be served: `path` its folder, `context` in tokens, `created` in seconds since 1970.
 
-    `defaults` are for requests that leave a setting out; their seed is unused. `features` are those of
-    `Text.features`. `checkpoints`: its KV caches cannot be cut, so that requests name places to keep them at.
+    `defaults` are for requests that leave a setting out; their seed is unused. `features`: `Text.features`.
+    `checkpoints`: its KV caches cannot be truncated, so requests name positions to save them at.
     """
 
     id: str
@@ -77,9 +77,9 @@ class StoredModelInfo:
 class DeploymentHealth:
     """State of one deployment, by its `name`.
 
-    `model` is the `ModelInfo.id` that it has or will have, empty where unknown. `pinned`: it stays until a
-    person unloads it. `groups_wanted` 0: as many as there is room for. `reason` says why it is not ready, or
-    why fewer groups are. `expires_s`: seconds until it is unloaded if no request comes; None for never.
+    `model` is the `ModelInfo.id` that it has or will have, empty if unknown. `pinned`: it stays until a user
+    unloads it. `groups_wanted` 0: as many as fit. `reason` says why it is not ready, or why fewer groups are.
+    `expires_s`: seconds until an idle deployment is unloaded; None for never.
     """
 
     name: str
@@ -98,7 +98,7 @@ class Health:
     """Snapshot of the cluster as this agent sees it. `reason` says why it is not ready, in plain words.
 
     `starting` describes the model that is loading, such as "tiny is loading (40 %)"; empty when no model is.
-    Of several deployments, `ready` says whether each pinned one has a ready group.
+    With several deployments, `ready` means that every pinned one has a ready group.
     """
 
     state: str
@@ -125,12 +125,12 @@ class TokenStream(Protocol):
 
     @property
     def group(self) -> str:
-        """Id of the group that has the request; empty while none has it, or where unknown."""
+        """Id of the group that has the request; empty while none has it, or if unknown."""
 
     def progress(self) -> Progress: ...
     @property
     def cached(self) -> int:
-        """Prompt tokens that came from the prefix cache, as far as known."""
+        """Prompt tokens from the prefix cache, as far as known."""
 
     def __aiter__(self) -> TokenStream: ...
     async def __anext__(self) -> TokenEvent: ...
@@ -151,13 +151,13 @@ class ModelLease(Protocol):
         """True once the request may begin. From then on its model stays loaded until `close`."""
 
     def progress(self) -> str:
-        """Return what the request waits for, such as "loading 40 %"."""
+        """Return the reason for the wait, such as "loading 40 %"."""
 
     def wait(self) -> AsyncIterator[str]:
-        """Wait for the lease; yield what it waits for, now and then.
+        """Wait for the lease; yield the progress now and then.
 
-        Raises RequestError when it can never be granted: the model cannot be loaded, another one was pinned
-        meanwhile, or other requests take too long.
+        Raises RequestError when the lease cannot be granted: the model cannot be loaded, another one was
+        pinned meanwhile, or other requests take too long.
         """
 
     def close(self) -> None:
@@ -197,7 +197,7 @@ class Backend(Protocol):
         """Return the models that can be served now, the default first. Their ids differ."""
 
     async def on_request(self) -> tuple[StoredModelInfo, ...]:
-        """Return the models that a request can load by naming them; none where requests load nothing."""
+        """Return the models that a request can load by name; none if requests may load nothing."""
 
     async def acquire_model(
         self, name: str | None, within_s: float = 0.0, keep_s: float | None = None, client: str = ""
@@ -207,11 +207,11 @@ class Backend(Protocol):
         While it waits, it counts among the open requests of its `client`.
 
         `keep_s`: seconds that the model stays loaded after the request, unless it is pinned; 0 unloads it
-        once no request needs it, -1 keeps it for ever, None leaves that as it is.
+        once no request needs it, -1 keeps it forever, None changes nothing.
 
         Raises RequestError: 404 when its files are missing, or another model is pinned under its name; 400
         when it cannot be served; 503 when it is not served soon, or when it names none and nothing is loaded;
-        429 or 503 OVERLOADED when it would wait, and too many requests are open.
+        429 or 503 OVERLOADED when it would wait while too many requests are open.
 
         An unknown model gets its lease at once; the request then fails because its model is not loaded. The
         caller closes the lease after the request.
@@ -221,9 +221,9 @@ class Backend(Protocol):
         """Return the reason to refuse large requests now, such as a lack of memory; else None."""
 
     def text(self, model: str = "") -> Text | None:
-        """Return the tokenizer side of a loaded model, the same object while that model stays loaded.
+        """Return the text side of a loaded model, the same object while that model stays loaded.
 
-        `model` is a `ModelInfo.id`; empty for the default. None where it is not loaded.
+        `model` is a `ModelInfo.id`; empty for the default. None if it is not loaded.
         """
 
     def generate(
@@ -236,13 +236,13 @@ class Backend(Protocol):
         sharer: str = "",
         deadline_s: float = 0.0,
     ) -> TokenStream:
-        """Start a request, which has no uid and no numbers of clients yet.
+        """Start a request. It has no uid and no client numbers yet.
 
-        `model` is a `ModelInfo.id`; empty for the default. Clients are served in turn, and so are the users
-        of one `client`; the empty name is one, too. Requests of one `sharer` share cached beginnings of
-        prompts. `deadline_s` 0 is the server's own.
+        `model` is a `ModelInfo.id`; empty for the default. Clients take turns, and so do the users of one
+        `client`; an empty name is a client, too. Requests with one `sharer` share cached prompt prefixes.
+        `deadline_s` 0 means the server's own.
 
-        Raises immediate refusals (nothing loaded: RequestError 503 NOT_READY; full: 429 or 503 OVERLOADED);
-        `TokenStream.accepted` raises those that only rank 0 can decide (a grammar, the KV cache). The caller
-        closes the answer or cancels the task that waits in it: either cancels the request on every rank.
+        Raises immediate refusals: RequestError 503 NOT_READY if nothing is loaded, 429 or 503 OVERLOADED if
+        full. Rank 0 decides about grammars and the KV cache; `TokenStream.accepted` raises its refusals. The
+        caller closes the answer or cancels the task that reads it: both cancel the request on every rank.
         """

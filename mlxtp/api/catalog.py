@@ -1,6 +1,6 @@
-"""The models that a request may name: loaded or not, the choice among them, their contexts and facts on disk.
+"""The models that a request may name, loaded or not: how to find one, its context, its facts on disk.
 
-Facts that are not on disk stay unknown: nothing is guessed.
+A fact that is not on disk stays unknown; nothing is guessed.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _UNITS = (("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3))
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """Facts of a model. An empty string, or 0, is unknown.
+    """Facts about a model. An empty string, or 0, means unknown.
 
-    `family` is the `model_type` of `config`, the whole of config.json. `parameters` is such as "8.0B",
-    `quantization` such as "4-bit" or "BF16". `weight_bytes` on this disk. `digest`, 64 hexadecimal digits,
-    identifies a folder by its configuration and by the names and sizes of the files of weights. `template` is
-    the chat template, in Jinja.
+    `family` is the `model_type` of `config`, the whole of config.json. Examples of `parameters`: "8.0B"; of
+    `quantization`: "4-bit", "BF16". `weight_bytes` are on this disk. `digest` (64 hexadecimal digits)
+    identifies a folder by its configuration and the names and sizes of its weight files. `template` is the
+    chat template, in Jinja.
     """
 
     config: Mapping[str, Any]
@@ -65,7 +65,7 @@ class ModelCard:
     template: str
 
     def number(self, name: str) -> int | None:
-        """Return an integer of the language model's configuration."""
+        """Return an integer from the language model's configuration."""
         text = self.config.get("text_config")
         for config in (text if isinstance(text, dict) else {}, self.config):
             if type(config.get(name)) is int:
@@ -170,9 +170,9 @@ def find_model(name: str | None, models: Sequence[ModelInfo]) -> ModelInfo | Non
 def permitted_name(
     name: str | None, models: Sequence[ModelInfo], request: RequestContext | None
 ) -> str | None:
-    """Return the name by which a request gets a model that its key may use. Raises RequestError, 403.
+    """Return a model name that the request's key may use. Raises RequestError, 403.
 
-    Without a name, or as `default`, that is the first loaded one, else the first that the key names.
+    For `default` or no name, it is the first such model that is loaded, else the first that the key names.
     """
     if request is None or not request.models:
         return name
@@ -200,7 +200,7 @@ def not_permitted(request: RequestContext, name: str) -> RequestError:
 def find_deployment(
     name: str | None, models: Sequence[ModelInfo], deployments: Sequence[DeploymentHealth]
 ) -> DeploymentHealth | None:
-    """Return the deployment of the model that `find_model` finds, or of one that is yet to be loaded."""
+    """Return the deployment of the model, also if the model is yet to be loaded."""
     model = find_model(name, models)
     names = (name, stands_for(name) or name) if model is None else (name, model.id)
     named = [each for each in deployments if each.name in names or each.model in names]
@@ -228,7 +228,7 @@ class TooLong(RequestError):
 
     def __init__(self, tokens: int, context: int, *, more: bool = False) -> None:
         self.counted = f"more than {tokens}" if more else str(tokens)
-        self.most = min(context, tokens - 1)  # at least one token is left for the answer
+        self.most = min(context, tokens - 1)  # leaves at least one token for the answer
         detail = f"the prompt has {self.counted} tokens, and the model's context holds {self.most} at most"
         super().__init__(detail, Code.CONTEXT_OVERFLOW, param="messages")
 
@@ -251,7 +251,7 @@ def check_may_fit(
 
 
 def token_budget(asked: int | None, prompt: Sequence[int], model: ModelInfo) -> int:
-    """Return the most tokens that the answer may have: as requested, or as fit. Raises RequestError."""
+    """Return the answer's token limit: as requested, or as many as fit. Raises RequestError."""
     if not prompt:
         raise RequestError("the prompt is empty", param="messages")
     if min(prompt) < 0 or max(prompt) >= model.vocabulary:
@@ -275,30 +275,30 @@ KEPT = 2  # tokenizers of unloaded models kept in memory, tens of megabytes each
 
 
 class Catalog:
-    """Facts of models that do not need their weights, for `backend`."""
+    """Lookup of models and tokenizers, without weights, for `backend`."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._texts: dict[Path, Text] = {}  # by folder, the last one used at the end
+        self._texts: dict[Path, Text] = {}  # by folder, most recently used last
         self._reading = asyncio.Lock()
 
     async def listed(self) -> tuple[ModelInfo | StoredModelInfo, ...]:
-        """Return the models that can be served now, then those that a request can load."""
+        """Return the loaded models, then the models that a request can load."""
         return self._with_loaded(await self._backend.on_request())
 
     async def loaded(self, name: str | None) -> tuple[ModelInfo, Text]:
-        """Return the loaded model, by one of its names.
+        """Return a loaded model by one of its names.
 
-        Raises RequestError: 404 for a model that no request could load either, 503 where none is loaded.
+        Raises RequestError: 404 for a model that no request could load either, 503 if none is loaded.
         """
         if (here := self._here(name)) is None:
             raise self._missing(name, await self._backend.on_request())
         return here
 
     async def find(self, name: str | None) -> ModelInfo | StoredModelInfo:
-        """Return a loaded model, or one that a request can load. Raises RequestError as `loaded` does.
+        """Return a model that is loaded, or that a request can load.
 
-        403 for one that the request's key may not use.
+        Raises RequestError as `loaded` does, and 403 if the request's key may not use the model.
         """
         name = self.permitted(name)
         if (here := self._here(name)) is not None:
@@ -310,7 +310,7 @@ class Catalog:
         raise self._missing(name, stored)
 
     async def opened(self, name: str | None) -> tuple[ModelInfo | StoredModelInfo, Text]:
-        """Return the same with its tokenizer, read from the disk where the model is not loaded.
+        """Return the model and its tokenizer, which is read from disk if the model is not loaded.
 
         Raises RequestError as `find` does, and 400 for a folder that cannot be read.
         """
@@ -332,7 +332,7 @@ class Catalog:
         return permitted_name(name, self._backend.models(), current())
 
     async def check_loads(self, name: str | None) -> None:
-        """Raise RequestError, 403, for a request that would have a model loaded that its key may not load."""
+        """Raise RequestError, 403, if the request would load a model and its key may not."""
         request = current()
         if request is None or request.loads or self.deployment(name) is not None:
             return
@@ -345,9 +345,9 @@ class Catalog:
         return find_deployment(name, self._backend.models(), self._backend.health().deployments)
 
     def health(self, name: str | None, models: Sequence[str] = ()) -> Health:
-        """Return the state of the deployment of this name; of the whole for None, or where there is none.
+        """Return the state of the deployment with this name; of the cluster for None, or without such one.
 
-        For a key that may use only `models`: without other deployments, and without words if there are any.
+        A key limited to `models` sees neither other deployments nor, if there are any, the reasons.
         """
         deployment = self.deployment(name) if name is not None else None
         health = self._backend.health(deployment.name if deployment is not None else "")
@@ -392,7 +392,7 @@ class Catalog:
         own = self.health(None, own_models()).deployments
         known += [each.model for each in own if each.model and each.model not in known]
         loads = not self._backend.models() and health.state in COMING
-        there = known or self._backend.models() or health.deployments  # some of them for other keys alone
+        there = known or self._backend.models() or health.deployments  # some only for other keys
         if loads or not there or name in (*UNNAMED, *known) or self.deployment(name) is not None:
             return self.not_ready(name)
         return unknown_model(name, known)

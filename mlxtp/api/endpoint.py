@@ -1,6 +1,6 @@
 """The HTTP endpoint of one agent: its addresses and names, its certificate, and who may use it.
 
-With HTTPS, the certificate is from files, or one that this Mac signs itself, unrelated to the cluster's.
+The certificate for HTTPS is read from files, or this Mac signs its own, unrelated to the cluster's.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _UNREADABLE = (ValueError, TypeError, UnsupportedAlgorithm, x509.InvalidVersion,
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """HTTPS of the endpoint. `certificate` is the one for clients, as PEM."""
+    """HTTPS of the endpoint. `certificate` is for clients, as PEM."""
 
     context: ssl.SSLContext
     certificate: str
@@ -109,8 +109,8 @@ def own_tls(
 ) -> Tls:
     """Load the home's certificate, or make one for these host names and addresses.
 
-    Clients have to trust a new one, with the same key: it is made only where the present one does not cover
-    the `needed` names, by default all. Raises ConfigError: the home is not writable, others read the key.
+    Clients have to trust each new one, so it is made only if the present one lacks `needed` names, by default
+    all. It keeps the key. Raises ConfigError if the home is not writable or other users can read the key.
     """
     needed = (*names, *addresses) if needed is None else needed
     certificate = _own_certificate(home, names, addresses, now, needed)
@@ -120,7 +120,7 @@ def own_tls(
 
 
 def renewed(tls: Tls, home: Path, names: Sequence[str], addresses: Sequence[str], now: datetime) -> Tls:
-    """Return the same while it is valid; else one with a new certificate, at once for new connections.
+    """Return `tls` while it is valid; else one with a new certificate, which new connections use at once.
 
     Raises ConfigError as `own_tls` does; then `tls` keeps its certificate.
     """
@@ -135,7 +135,7 @@ def renewed(tls: Tls, home: Path, names: Sequence[str], addresses: Sequence[str]
 def _own_certificate(
     home: Path, names: Sequence[str], addresses: Sequence[str], now: datetime, needed: Sequence[str]
 ) -> bytes:
-    """Return the home's certificate as PEM, a new one where the present one is not usable."""
+    """Return the home's certificate as PEM, a new one if the present one is not usable."""
     if_read = f"remove it together with {OWN_CERTIFICATE}, for another one"
     pem = read_private(home / OWN, if_read) or b""
     if why := why_new(pem, needed, now):
@@ -146,7 +146,7 @@ def _own_certificate(
 
 
 def _key(pem: bytes) -> ec.EllipticCurvePrivateKey | None:
-    """Return the key if it can be used again: one of the kind that `make` makes."""
+    """Return the key if it is of the kind that `make` uses."""
     try:
         key = load_pem_private_key(pem, password=None)
     except _UNREADABLE:
@@ -228,7 +228,7 @@ def _context(certificate: str, key: str) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
     try:
-        # OpenSSL would prompt for an encrypted key's password at the terminal; here it is refused before.
+        # With a password given, OpenSSL refuses an encrypted key instead of prompting at the terminal.
         context.load_cert_chain(certificate, key, password=b"")
     except (OSError, ValueError) as error:
         raise ConfigError(f"{certificate} and {key} cannot be used for HTTPS: {error}") from None
@@ -241,7 +241,7 @@ def _read(path: str, flag: str) -> bytes:
 
 
 def _read_key(path: str) -> bytes:
-    """Read a key. Follows links, since programs that renew certificates use them."""
+    """Read a key. Follows links, because programs that renew certificates use them."""
     pem = _read(path, "http-key")
     check_closed(Path(path), Path(path).stat(), "get another certificate, with another key")
     return pem
@@ -273,13 +273,13 @@ class OwnCertificate:
     home: Path
     names: tuple[str, ...]
     addresses: tuple[str, ...]
-    #: Names and addresses that it must have. The others, which this Mac found, change with the network.
+    #: Names and addresses that it must have. This Mac found the others, which change with the network.
     needed: tuple[str, ...]
 
 
 @dataclass(slots=True)
 class Endpoint:
-    """A listening socket, without a server yet. `keys` is None where none are ever required."""
+    """A listening socket without a server yet. `keys` is None if none are ever required."""
 
     sock: socket.socket
     url: str  # for programs on this Mac, such as http://127.0.0.1:52415
@@ -302,7 +302,7 @@ class Endpoint:
         return Access(self.hosts, self.origins, self.keys)
 
     def renew(self, now: datetime) -> bool:
-        """Replace the agent's own certificate if it is about to expire. Return True if so."""
+        """Replace the agent's own certificate if it is about to expire. Return True if it was replaced."""
         if self.tls is None or self.own is None:
             return False
         before, own = self.tls, self.own
@@ -325,7 +325,7 @@ class Endpoint:
 
 @contextlib.contextmanager
 def open_endpoint(settings: Settings) -> Iterator[Endpoint]:
-    """Listen, until the context ends. Log the addresses, and what other machines can do there.
+    """Listen until the context ends. Log the addresses, and whether other machines can use them.
 
     Raises ConfigError for an address, keys or certificates that cannot be used.
     """
@@ -351,7 +351,7 @@ def open_endpoint(settings: Settings) -> Iterator[Endpoint]:
 
 
 def names_here(host_name: str) -> tuple[str, ...]:
-    """Return the names of a Mac with this host name on its network: its own, and the one of Bonjour."""
+    """Return the names of a Mac with this host name on its network: its own and Bonjour's."""
     name = host_name.lower().removesuffix(".")
     label = name.partition(".")[0]
     return tuple(dict.fromkeys(filter(is_host_name, (name, label, f"{label}.local"))))
@@ -439,7 +439,7 @@ def _announce(endpoint: Endpoint, home: Path, *, beyond: bool) -> None:
 
 
 def _local(host: str) -> str:
-    """Return the host at which programs on this Mac connect to a listener at `host`."""
+    """Return the host for programs on this Mac to connect to a listener at `host`."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

@@ -42,12 +42,12 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ACCEPT_S = 1.0  # seconds that headers wait for acceptance
-_PLAIN = "/#:@+=,;!~ "  # signs that stay as they are in a header, beside letters and digits
+_PLAIN = "/#:@+=,;!~ "  # not escaped in a header, nor are letters and digits
 
 
 @dataclass(frozen=True, slots=True)
 class _PreparedRequest:
-    """A checked request: one to the backend for each choice. Answers are remembered at `place`, if any."""
+    """A checked request, with one backend request a choice. Answers are remembered at `place`, if any."""
 
     text: Text
     model: ModelInfo
@@ -59,7 +59,7 @@ class _PreparedRequest:
     place: Beginning | None
 
     def transcripts(self) -> list[Transcript]:
-        finder = StopFinder(self.stops) if self.stops else None  # its tables are built once for all
+        finder = StopFinder(self.stops) if self.stops else None  # builds its tables once for all choices
         return [
             Transcript(
                 self.text.detokenizer(skip=self.model.eos),
@@ -106,7 +106,7 @@ class Generation:
         self._retry_after_s = retry_after_s
 
     async def parsed(self, request: Request, parse: Callable[[bytes], T]) -> T:
-        """Return the result of `parse` for the whole body. Raises as it does, and as `Bodies.read`."""
+        """Return the result of `parse` for the whole body. Raises the errors of `parse` and `Bodies.read`."""
         async with self._bodies.read(request) as body:
             return await body.parsed(parse)
 
@@ -131,8 +131,8 @@ class Generation:
     async def load(self, request: Request, name: str | None, keep_s: float | None) -> ModelInfo:
         """Return the model of this name, once it is loaded. The request's body must have been read.
 
-        `keep_s` is that of `Backend.acquire_model`. Raises RequestError when there is no such model, it can
-        never be loaded, or the key may not load it, or change how long it stays.
+        `keep_s`: see `Backend.acquire_model`. Raises RequestError if there is no such model, it cannot be
+        loaded, or the key may not load it or change how long it stays.
         """
         name = await self._permitted(name)
         if keep_s is not None and (context := current()) is not None and not context.loads:
@@ -187,11 +187,11 @@ class Generation:
             wholes = await unless_gone(request.receive, _wholes(asking, about.choices))
         if ask.options.logprobs < 0:
             return _json(dialect.whole(about, wholes), _headers(about))
-        # Scores take long to encode, and other requests' tokens must not wait for that.
+        # Scores take long to encode; a thread keeps other requests' tokens moving.
         return await asyncio.to_thread(lambda: _json(dialect.whole(about, wholes), _headers(about)))
 
     def refusal(self, dialect: Dialect, error: MlxtpError, more: Mapping[str, str] | None = None) -> Response:
-        """Return the response that refuses. `more` headers add to those of the status, or replace them."""
+        """Return the response that refuses. `more` adds or replaces headers."""
         status = error_status(error)
         note(error.code)
         if not isinstance(error, RequestError):
@@ -314,7 +314,7 @@ class Adapter(Dialect):
     @property
     @abstractmethod
     def endpoints(self) -> Mapping[Operation, Handler]:
-        """Handlers, each of an entry in `/openapi.json`. One that generates calls `Generation.answer`."""
+        """Handlers, each of an entry in `/openapi.json`. A generating one calls `Generation.answer`."""
 
 
 async def _come(lease: ModelLease) -> None:
@@ -353,7 +353,7 @@ def _client(request: Request) -> str:
 
 
 def _sharer(request: Request) -> str:
-    """Return the name under which a request shares cached beginnings: its key, else its address.
+    """Return the name under which a request shares cached prompt prefixes: its key, else its address.
 
     Empty for all programs on this Mac that need no key.
     """
@@ -369,13 +369,13 @@ async def _end(task: asyncio.Task[AsyncGenerator[AnswerEvent]]) -> None:
 
 
 def _size(ask: GenerationRequest, body: Body) -> int:
-    """Return bytes of the body, or characters of its prompts: a short body may name a long conversation."""
+    """Return the larger of body and prompts, since a short body may refer to a long conversation."""
     prompt = ask.prompt
     return max(body.size, characters(prompt) if isinstance(prompt, Conversation) else sum(map(len, prompt)))
 
 
 def _headers(about: About) -> dict[str, str]:
-    """Return the headers of an answer. The id of its group is percent-encoded where it is not ASCII."""
+    """Return the headers of an answer. The group's id is percent-encoded if it is not ASCII."""
     return {"x-mlxtp-group": quote(about.group, safe=_PLAIN)} if about.group else {}
 
 

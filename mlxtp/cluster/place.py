@@ -334,11 +334,15 @@ class _Packing:
     # --- groups that run -----------------------------------------------------------------------------
 
     def keep(self) -> None:
-        """Seat the groups that run well where they run; one that forms again, over the best fabric there."""
-        well = [each for groups in self.facts.groups.values() for each in groups if self.facts.well(each)]
-        for group in well:
-            self._stay(group)
-        for group in well:
+        """Seat the groups that run well where they run; one that forms again, over the best fabric there.
+
+        Of two replicas on one Mac, which a coordinator that did not know the first has made, one moves.
+        """
+        for groups in self.facts.groups.values():
+            for group in [each for each in groups if self.facts.well(each)]:
+                if not any(self.seats.on[node] & set(groups) for node in self.facts.reports[group].ranks):
+                    self._stay(group)
+        for group in list(self.seats.of):
             report, wanted = self.facts.reports[group], self.facts.by_name[_name(group)]
             if report.between and len(report.ranks) > 1:
                 again = replace(wanted, options=replace(wanted.options, nodes=len(report.ranks)))

@@ -577,6 +577,12 @@ def test_of_two_groups_of_one_name_the_ready_one_stays() -> None:
     assert where(seen(lan(64, 64), [wanted("x", nodes=1)], reports=reports)) == {"x#0": "b"}
 
 
+def test_of_two_replicas_that_run_on_one_mac_the_second_moves() -> None:
+    """A coordinator that did not know yet of the one has made the other."""
+    reports = [ready("r#0", "b"), ready("r#1", "b")]
+    assert where(seen(lan(20, 8, 8), [wanted("r", replicas=2)], reports=reports)) == {"r#0": "b", "r#1": "a"}
+
+
 def test_a_group_that_is_given_up_waits_for_another_version_or_a_new_agent() -> None:
     macs = [replace(m, boot_id=f"boot {m.name}") for m in lan(64, 64)]
     given = {"x#0": GivenUp("it failed 5 times", 3, frozenset({"boot a", "boot b"}))}

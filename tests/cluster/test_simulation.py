@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mlxtp.cluster.membership import Change, MemberState
@@ -684,6 +684,12 @@ _memory = st.fixed_dictionaries(dict.fromkeys(NAMES, _gib))
         st.tuples(steps(_few) | _serving | _unserving, st.sampled_from((0.0, 0.4, 1.2, 4.0))), max_size=10
     ),
     st.integers(0, 3),
+)
+@example(
+    {"a": 20, "b": 8, "c": 8},
+    [("a", "small", 2, "auto"), ("a", "middle", 1, "auto")],
+    [(("restart", "a"), 0.0)],
+    0,
 )
 def test_after_any_events_every_deployment_that_fits_is_served_within_its_macs(
     memory: dict[str, int], rows: list[tuple[str, str, int, str]], story: Story, seed: int

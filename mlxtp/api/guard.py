@@ -1,8 +1,8 @@
-"""Access to this server by Host, by Origin, and by API key. Checked before all routes.
+"""Access control by Host, Origin and API key, before any route.
 
-A web page can have a browser send cross-site requests to 127.0.0.1, which Origin or Sec-Fetch-Site reveals,
-or have a name that resolves to it (DNS rebinding), which Host reveals. Host must be a name of this Mac or the
-address of the connection. Origin must be this server's, with scheme, host and port, or one on the list.
+A web page can make a browser send cross-site requests to 127.0.0.1; Origin or Sec-Fetch-Site reveals them. Or
+its own name resolves to 127.0.0.1 (DNS rebinding), which Host reveals. Host must be a name of this Mac or the
+address of the connection. Origin must match this server's scheme, host and port, or be on the list.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from .request_context import RequestContext, answering, current, note
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 ANY = "*"
 ADMIN = "/admin"  # Paths below it require the key in `agent.json`.
-#: Those for which an API key is valid, too, with the scope that it needs.
+#: Paths below it that also accept an API key, each with the scope that the key needs.
 SHARED_ADMIN = {f"{ADMIN}/{each.path}": each.key_scope for each in VERBS.values() if each.key_scope}
-PERMITTED = "mlxtp.permitted"  #: Entry of an ASGI scope: the scope of keys that the request's key has.
-#: Entry of an ASGI scope's state: a call that reports its admission with the hash of its key, and returns why
-#: that key may take no further connection, or "".
+PERMITTED = "mlxtp.permitted"  #: ASGI scope entry: the key scope that admitted the request.
+#: ASGI state entry: a function that takes the hash of an admitted request's key, and returns why that key may
+#: not take another connection, or "".
 ADMITTED = "mlxtp.admitted"
 #: Paths without data, which need no key: the page, its files (below `/page/`), and `/health`.
 PUBLIC = ("/", "/health", "/page/")
@@ -43,8 +43,7 @@ EXPOSED = ("Retry-After", "WWW-Authenticate", "X-Request-Id", "Request-Id", "X-S
 PREFLIGHT_S = 600
 _PORTS = {"http": 80, "https": 443}
 _PROXIES = ("forwarded", "via", "x-real-ip")
-#: Bytes of a refused request's body that are read and discarded: a client that is still sending cannot read
-#: the answer.
+#: Bytes of a refused request's body to read and discard: a client reads no answer while it is sending.
 UNREAD_BYTES = 16 * 1024 * 1024
 
 #: Maker of the response to an error, with these headers added.
@@ -55,8 +54,8 @@ RefusalResponse = Callable[[Scope, RequestError, Mapping[str, str]], Response]
 class Access:
     """Rules of access to the endpoint.
 
-    `hosts`: names of this Mac, beside those of loopback; `*` for any. `origins`: other pages that may use it,
-    such as `http://localhost:3000`; `*` for any. `keys`: None where no client needs one.
+    `hosts`: names of this Mac in addition to loopback's; `*` for any. `origins`: other pages that may use it,
+    such as `http://localhost:3000`; `*` for any. `keys`: None if no client needs one.
     """
 
     hosts: Collection[str] = ()
@@ -67,7 +66,7 @@ class Access:
 def guards(access: Access, answer: RefusalResponse) -> list[Middleware]:
     """Return the middleware of an app, the first one outermost. `answer` builds refusals."""
     found = [Middleware(HostGuard, access=access, answer=answer)]
-    if access.origins:  # behind `HostGuard`, so that no request of another page reaches it
+    if access.origins:  # inside `HostGuard`, which stops requests of other pages
         found.append(
             Middleware(
                 CORSMiddleware,
@@ -85,7 +84,7 @@ def guards(access: Access, answer: RefusalResponse) -> list[Middleware]:
 
 
 class HostGuard:
-    """Middleware that admits requests for this Mac, from no page or from an allowed one."""
+    """Middleware that admits requests for this Mac, from allowed pages or from no page."""
 
     def __init__(self, app: ASGIApp, access: Access, answer: RefusalResponse) -> None:
         self._app = app
@@ -103,7 +102,7 @@ class HostGuard:
 
 
 class KeyGuard:
-    """Middleware that admits requests with a valid API key, and those that need none."""
+    """Middleware that admits a request if it has a valid API key or needs none."""
 
     def __init__(self, app: ASGIApp, keys: KeyRing, answer: RefusalResponse) -> None:
         self._app = app
@@ -138,7 +137,7 @@ class KeyGuard:
 
 
 def misdirected(access: Access, scope: Scope) -> Refusal | None:
-    """Return a refusal by Host, Origin and the connection's address; None to admit the request."""
+    """Check Host, Origin and the connection's address. Return a refusal; None to admit the request."""
     headers, path = Headers(scope=scope), scope["path"]
     here = address_of(scope.get("server"))
     shared = access.keys is not None and path in SHARED_ADMIN
@@ -164,7 +163,7 @@ def misdirected(access: Access, scope: Scope) -> Refusal | None:
 
 
 def is_local(scope: Scope) -> bool:
-    """Return True for a request that a program on this Mac sent, and no proxy forwarded."""
+    """Return True if a program on this Mac sent the request and no proxy forwarded it."""
     here, peer = address_of(scope.get("server")), address_of(scope.get("client"))
     return peer in (here, *LOOPBACK_HOSTS) and not is_forwarded(Headers(scope=scope))
 
@@ -174,23 +173,23 @@ def is_forwarded(headers: Headers) -> bool:
 
 
 def is_stranger(access: Access, scope: Scope) -> bool:
-    """Return True for a client beyond this Mac without a key, which gets no details."""
+    """Return True for a client on another machine without a key; it gets no details."""
     if is_local(scope):
         return False
     return access.keys is None or not access.keys.admits(keys_in(Headers(scope=scope)))
 
 
 def origin_of(url: str) -> tuple[str, str, int] | None:
-    """Return scheme, host and port of `scheme://host:port`; None where there is no such origin."""
+    """Return scheme, host and port of `scheme://host:port`; None if it is no such origin."""
     if (name := host_name(url)) is None or (parts := urlsplit(url)).scheme not in _PORTS:
         return None
     return parts.scheme, name, _PORTS[parts.scheme] if parts.port is None else parts.port
 
 
 def _is_own(origin: str, hosts: Sequence[str], scope: Scope) -> bool:
-    """Return True for an origin at which the request came in.
+    """Return True if the request was sent to this origin.
 
-    Behind a proxy, which may have another scheme and port, the browser's Sec-Fetch-Site has to confirm it.
+    A proxy may have another scheme and port; then the browser's Sec-Fetch-Site has to confirm the origin.
     """
     page, scheme = origin_of(origin), scope.get("scheme", "http")
     if page is None:
@@ -202,7 +201,7 @@ def _is_own(origin: str, hosts: Sequence[str], scope: Scope) -> bool:
 
 
 def _is_link(scope: Scope) -> bool:
-    """Return True where a user follows a link to this server's page, which holds no data."""
+    """Return True if a user follows a link to this server's page, which itself contains no data."""
     headers = Headers(scope=scope)
     how = headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")
     return scope["path"] == "/" and scope["method"] == "GET" and how == ("navigate", "document")
@@ -213,7 +212,7 @@ def is_preflight(method: str, headers: Headers) -> bool:
 
 
 def scope_of(method: str, path: str) -> str | None:
-    """Return the scope that a key needs for a request, "" for any; None where no API key is asked for."""
+    """Return the scope that a key needs for a request, "" for any; None if it needs no API key."""
     if is_public(path) or is_admin(path):
         return SHARED_ADMIN.get(path)
     if path == "/metrics":
@@ -264,7 +263,7 @@ def address_of(end: Sequence[Any] | None) -> str:
 
 
 def source_of(address: str) -> tuple[str, bool]:
-    """Return the source that one of those addresses counts as, True for loopback. IPv6 counts by /64."""
+    """Return the source that limits count this address as, and True for loopback. IPv6 counts by /64."""
     try:
         found = ipaddress.ip_address(address)
     except ValueError:
@@ -292,7 +291,7 @@ def _unknown_page(origin: str) -> str:
 
 
 def _admit(scope: Scope, key: str = "") -> str:
-    """Note that a request is admitted, and report it to its connection, unless that returns why not."""
+    """Report an admitted request to its connection. Return why that refuses it, or ""."""
     if (request := current()) is not None:
         request.admitted = True
     report: Callable[[str], str] = scope.get("state", {}).get(ADMITTED, lambda _key: "")

@@ -1,6 +1,6 @@
-"""Rights and limits of API keys, their use, and the decision about a request. Pure.
+"""Scopes, limits and counts of API keys, and the decision about a request. Pure.
 
-Times of buckets are seconds of any one clock (`clock`). All others are seconds since 1970 (`now`).
+Token buckets use seconds of any one clock (`clock`). All other times are seconds since 1970 (`now`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..errors import Code
 from .request_context import RequestContext
 
 CHAT, ON_REQUEST, LOAD, METRICS = "chat", "on-request", "load", "metrics"
-#: Scopes of keys, each with what it permits.
+#: Scopes of keys, and the permission that each grants.
 SCOPES: Mapping[str, str] = {
     CHAT: "answers",
     ON_REQUEST: "requests that load the model that they name, where the agent does so",
@@ -28,7 +28,7 @@ MAX_COUNT = 1_000_000_000_000
 MAX_PER_MINUTE = 1_000_000
 MAX_MODELS = 64
 MAX_MODEL_CHARS = 500
-PATIENCE_S = 120  #: Longest `Retry-After` that clients wait for; beyond it they are told not to retry.
+PATIENCE_S = 120  #: Longest `Retry-After` for clients. Beyond it, the answer tells them not to retry.
 CHALLENGE = 'Bearer realm="mlxtp"'
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _TIME = "%Y-%m-%d %H:%M %Z"
@@ -38,8 +38,8 @@ _TIME = "%Y-%m-%d %H:%M %Z"
 class ApiKey:
     """Stored record of a key. `expires` 0 is never.
 
-    The limits are requests a minute, tokens a minute and a day, and requests at one time; 0 for any number.
-    `models` are names that it may use, none for all.
+    Its limits: requests a minute, tokens a minute and a day, concurrent requests; 0 is no limit. `models` are
+    the names it may use; empty for all.
     """
 
     name: str
@@ -55,7 +55,7 @@ class ApiKey:
 
     @property
     def problem(self) -> str:
-        """Description of a field that no key can have; empty for a good key. It begins with the option."""
+        """Description of an invalid field, which begins with the option; empty for a good key."""
         if not _NAME.fullmatch(self.name):
             return (
                 f"{self.name!r:.80} cannot be the name of a key; take up to 64 letters, digits, dots, dashes "
@@ -80,7 +80,7 @@ class ApiKey:
 REQUESTS, A_MINUTE, A_DAY, AT_ONCE = (
     "requests a minute", "tokens a minute", "tokens a day", "requests at one time"
 )  # fmt: skip
-#: Fields that count something, the most of each, and what.
+#: The counted limits: field, greatest value, and its unit in words.
 COUNTS = (
     ("per_minute", MAX_PER_MINUTE, REQUESTS),
     ("tokens_per_minute", MAX_COUNT, A_MINUTE),
@@ -96,7 +96,7 @@ def counted(count: int, what: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """An answer in place of the route's. `headers` are added to those of every answer."""
+    """A refusal, sent instead of the route's answer. `headers` go on top of the usual ones."""
 
     status: int
     code: Code
@@ -106,7 +106,7 @@ class Refusal:
 
 # --- the use of a key -------------------------------------------------------------------------------------
 
-_ROUNDING = 1e-6  # tokens by which a sum of floats may be short
+_ROUNDING = 1e-6  # tokens; tolerance for sums of floats
 
 
 class TokenBucket:
@@ -123,7 +123,7 @@ class TokenBucket:
         return wait_s
 
     def wait_s(self, now: float, pending: int = 0) -> float:
-        """Return the seconds until one is left beside `pending` ones yet to be spent; 0 if so now."""
+        """Return the seconds until the bucket has `pending` tokens and one more; 0 if it has them now."""
         rate = self._most / 60
         self._level = min(self._most, self._level + max(now - self._at, 0.0) * rate)
         self._at = max(now, self._at)
@@ -131,13 +131,13 @@ class TokenBucket:
         return short / rate if short > _ROUNDING else 0.0
 
     def spend(self, count: int) -> None:
-        """Take any number, also more than there are."""
+        """Take any number, even more than the bucket has."""
         self._level -= count
 
 
 @dataclass(slots=True)
 class KeyCounts:
-    """Counts of a key since it was made. `day_tokens` are those of the local day with the ordinal `day`."""
+    """Counts of a key since its creation. `day_tokens` count the local day with the ordinal `day`."""
 
     requests: int = 0
     refused: int = 0
@@ -148,7 +148,7 @@ class KeyCounts:
     day_tokens: int = 0
 
     def tokens_of(self, day: int) -> int:
-        """Return the tokens of that day. A clock that went back by less than two days begins no new day."""
+        """Return the tokens of that day. A clock that goes back by a day begins no new day."""
         return self.day_tokens if self._goes_on(day) else 0
 
     def count(self, tokens: int, day: int) -> None:
@@ -156,12 +156,12 @@ class KeyCounts:
         self.day = max(day, self.day) if self._goes_on(day) else day
 
     def _goes_on(self, day: int) -> bool:
-        """Return True on the day that is counted. Were it further ahead, its clock was wrong."""
+        """Return True if `day` is the counted day, or the day before it (a clock that went back)."""
         return 0 <= self.day - day <= 1
 
 
 class KeyUse:
-    """Use of one key: its counts, and its open requests, whose tokens count as they come."""
+    """Use of one key: its counts, and its open requests, whose tokens count as they are generated."""
 
     def __init__(self, key: ApiKey, counts: KeyCounts, clock: float) -> None:
         self.key = key
@@ -191,7 +191,7 @@ class KeyUse:
             self._tokens.spend(used + request.counted_tokens)
 
     def summary(self, now: float) -> dict[str, Any]:
-        """Return limits and counts for people, with those of open requests. A limit of None is none."""
+        """Return limits and counts, including open requests, to show to users. None is no limit."""
         names = ("expires", *(name for name, *_ in COUNTS))
         limits = {name: getattr(self.key, name) or None for name in names}
         found = asdict(self.counts) | limits

@@ -1,4 +1,4 @@
-"""Prompts of requests, as the chat template or the client writes them, with remembered answers in them."""
+"""Prompts written by the chat template or the client, with remembered answers in them."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from .backend import ModelInfo, StoredModelInfo
 from .catalog import check_may_fit
 from .request_body import MOST_MESSAGES, not_supported, shown, wrong
 
-_BORDER = 2  # tokens that a border in the text may change, on either side
+_BORDER = 2  # tokens on either side that a boundary in the text may change
 _ROOM = 4  # a prompt with remembered answers leaves a fourth of the context, or as much as the client wants
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenPrompts:
-    """Prompts as text, and then as tokens. `conversation` is theirs; None where the client wrote them.
+    """Prompts as text, then as tokens. `conversation` is their source; None if the client wrote them.
 
     `replay` begins with the tokens of an earlier answer. `place` is the end of the conversation, where its
-    answer is remembered. `places`: ascending positions in the first one from which other requests may differ.
+    answer is remembered. `places`: ascending positions in the first prompt, where other requests may diverge.
     """
 
     texts: tuple[Prompt, ...]
@@ -45,7 +45,7 @@ class WrittenPrompts:
 
 
 class Prompts:
-    """Prompts, with the answers that this agent remembers. One object serves all models and clients."""
+    """Writer of prompts, with the answers that this agent remembers, for all models and clients."""
 
     def __init__(self) -> None:
         self._memory = AnswerMemory()
@@ -59,7 +59,7 @@ class Prompts:
         guided: bool,
         client: str,
     ) -> WrittenPrompts:
-        """Return the prompts of a request. Blocks. Raises RequestError. `guided`: it allows no thoughts."""
+        """Return a request's prompts. Blocks. Raises RequestError. `guided`: without thoughts."""
         if not isinstance(ask.prompt, Conversation):
             check_may_fit(sum(map(len, ask.prompt)), text.longest_token, model, len(ask.prompt))
             assert isinstance(model, ModelInfo)
@@ -93,8 +93,8 @@ async def encoded(
 ) -> WrittenPrompts:
     """Return a client's prompts with their tokens, and with places if `checkpoints`. Raises RequestError.
 
-    They wait in the queue for their own size, as a template may write a long text for a short body. A
-    prompt with remembered answers that leaves little of `context` is written without them.
+    They queue by their own size, because a template may expand a short body to a long text. If remembered
+    answers leave too little of `context`, the prompt is written without them.
     """
     wanted = min(ask.options.max_tokens or context, context // _ROOM)
 
@@ -108,7 +108,7 @@ async def encoded(
         tokens = replay.encoded(text) if replay is not None else None
         if replay is not None and tokens is not None and len(tokens) + wanted <= context:
             tail = replay.rest
-            if place is not None:  # its tokens have thoughts that the client may have left out
+            if place is not None:  # its tokens may have thoughts that the client left out
                 known = len(replay.thoughts)
                 place = replace(place, thoughts=(*replay.thoughts, *place.thoughts[known:]))
         else:
@@ -122,9 +122,9 @@ async def encoded(
 
 
 def places(text: Text, conversation: Conversation, tail: str, prompt: tuple[int, ...]) -> tuple[int, ...]:
-    """Return where the last user's message and the beginning of the answer start in a prompt. Blocks.
+    """Return the positions of the last user message and of the answer in a prompt. Blocks.
 
-    The prompt ends with the text `tail`. A place that it does not show is left out.
+    The prompt ends with the text `tail`. A position that cannot be found there is left out.
     """
     found = set[int]()
     with contextlib.suppress(RequestError):
@@ -132,7 +132,7 @@ def places(text: Text, conversation: Conversation, tail: str, prompt: tuple[int,
         rests = [opening] if tail.endswith(opening) else []
         said = [turn.text.strip() for turn in conversation.messages if turn.role == "user"]
         last = next(filter(None, reversed(said)), "")
-        # `rfind` takes squared time for some texts, and no other thread runs meanwhile.
+        # `rfind` takes quadratic time for some texts, and holds the GIL.
         if last and (behind := tail[::-1].find(last[::-1], len(opening))) >= 0:
             rests.append(tail[len(tail) - behind - len(last) :])
         for rest in rests:
@@ -141,16 +141,16 @@ def places(text: Text, conversation: Conversation, tail: str, prompt: tuple[int,
 
 
 def _opening(text: Text, conversation: Conversation) -> str:
-    """Return the text with which the template begins an answer, also of a short conversation, or ""."""
+    """Return the start of an answer as the template writes it even after a short conversation, or ""."""
     short = replace(conversation, messages=(ChatMessage("user", "x"),), tools=())
     asked, before = (text.rendered(short, prompting) for prompting in (True, False))
     return asked.removeprefix(before) if asked.startswith(before) else ""
 
 
 def _begins(rest: tuple[int, ...], prompt: tuple[int, ...]) -> int:
-    """Return where a text begins in a prompt that ends with it, 0 for nowhere. `rest` are its tokens alone.
+    """Return the start of a text at a prompt's end, 0 if not found. `rest` is the text's own tokens.
 
-    Its first ones may be others in the prompt, together with what is before.
+    The prompt's tokens may differ at the boundary, where they span the text before.
     """
     for other in range(min(_BORDER + 1, len(rest))):
         if rest[other:] == prompt[other - len(rest) :]:
@@ -161,7 +161,7 @@ def _begins(rest: tuple[int, ...], prompt: tuple[int, ...]) -> int:
 def _checked(
     conversation: Conversation, text: Text, model: ModelInfo | StoredModelInfo, guided: bool
 ) -> Conversation:
-    """Return the conversation as the template gets it. Raises RequestError."""
+    """Return the conversation for the template. Raises RequestError."""
     if conversation.needs_thinking and text.markup.think is None:
         raise not_supported(
             f"needs_thinking: {shown(model.id)} does not support thinking; leave it out", "needs_thinking"

@@ -1,4 +1,4 @@
-"""Bodies of requests: read within limits, counted until their prompts are tokens, and validated (pure)."""
+"""Request bodies: read within limits, counted until their prompts are tokens, and validated (pure)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _HALF = re.compile("[\ud800-\udfff]")
 
 
 def _failing_fast(schema: CoreSchema) -> CoreSchema:
-    """End each list and object at its first error, which alone is reported: a million take 1 GB."""
+    """Stop each list and object at its first error: a million errors take 1 GB, and only one is reported."""
     left: list[Any] = [schema]
     while left:
         part = left.pop()
@@ -129,7 +129,7 @@ def refusal(error: ValidationError, where: str = "") -> RequestError:
 
 
 def _unreadable(body: bytes, words: str) -> RequestError:
-    """Return the error of a body that the parser refuses, as for half a character, such as "\\ud83d"."""
+    """Return the error for a body that the parser refuses, such as for half a character ("\\ud83d")."""
     try:
         text = body.decode()
     except UnicodeDecodeError as error:
@@ -143,7 +143,7 @@ def _unreadable(body: bytes, words: str) -> RequestError:
 
 
 def _half_character(value: object, path: tuple[int | str, ...] = ()) -> tuple[str, str] | None:
-    """Return the place and the escape of the first lone surrogate. The place is empty for one in a name."""
+    """Return place and escape of the first lone surrogate. In a field's name, the place is empty."""
     found: tuple[str, str] | None = None
     parts: Iterable[tuple[int | str, object]] = ()
     if isinstance(value, str):
@@ -206,15 +206,15 @@ MOST_MESSAGES = 10_000  #: of one request; conversations of agents have hundreds
 BODY_S = 60.0
 #: Bytes of all bodies and of the text in them. The first 64 KiB of each do not count.
 MAX_BODIES_BYTES = 96 * 1024 * 1024
-SHARE = 7 / 8  # of what other clients leave, the most that one client's bodies may take
-#: Bytes a second below which a body is given up while another one needs its room.
+SHARE = 7 / 8  # most that one client's bodies may take of the room left by other clients
+#: Bytes a second. A slower body is dropped when another one needs its room.
 LEAST_RATE = 64 * 1024
-RATE_S = 2.0  # seconds for which a body may send nothing
-WIDE = 4  # bytes of a character in Python, in a text that is not ASCII
+RATE_S = 2.0  # longest silence, in seconds, before a body counts as slow
+WIDE = 4  # most bytes that Python needs for a character of a text that is not ASCII
 
 
 class Body:
-    """The body of one request. It takes room, together with its text, until it is released."""
+    """The body of one request. It and its text take room until released."""
 
     def __init__(self, bodies: Bodies) -> None:
         self.size = 0  # bytes
@@ -224,11 +224,11 @@ class Body:
         self._taken = 0
         self._parts: list[bytes] = []
         self._data = b""
-        self._slow_at = time.monotonic() + RATE_S  # when it is too slow, if nothing comes before
-        self.late: RequestError | None = None  # why it gave way, if that is because it was slow
+        self._slow_at = time.monotonic() + RATE_S  # counts as slow from then on, unless data arrive before
+        self.late: RequestError | None = None  # the reason, if it gave way because it was slow
 
     async def parsed(self, parse: Callable[[bytes], T], *, slow: bool = False) -> T:
-        """Return what `parse` makes of the body, once. `slow`: it may take long for a short one, too."""
+        """Return the result of `parse` for the body, once. `slow`: even a short body may take long."""
         data, self._data = self._data, b""
         if not slow and self.size <= SHORT:
             return parse(data)
@@ -244,7 +244,7 @@ class Body:
         held = self._bodies.held
         held[self._client] += more
         if not held[self._client]:
-            del held[self._client]  # a client that is gone takes no memory
+            del held[self._client]  # else clients that are gone would take memory
 
     def _has_room(self, more: int, leaving: Iterable[Body] = ()) -> bool:
         """Return True if `more` bytes fit once some bodies are gone."""
@@ -256,8 +256,7 @@ class Body:
     def _take(self, size: int) -> bool:
         """Take room for `size` bytes in all; False where there is too little.
 
-        Bodies that are too slow give way, then those that began later: else many at once would all be
-        refused.
+        Slow bodies give way first, then the latest to begin: otherwise many at once would all be refused.
         """
         bodies, more = self._bodies, max(size - SHORT - self._taken, 0)
         if self not in bodies.coming:
@@ -274,7 +273,7 @@ class Body:
         while not self._has_room(more) and slow:
             given_up = slow.pop(0)
             given_up._give_way()
-            words = f"the body came at less than {LEAST_RATE} bytes a second while others waited"
+            words = f"the body arrived at less than {LEAST_RATE} bytes a second while others waited"
             given_up.late = RequestError(words, status=408)
         later = [each for each in coming[coming.index(self) + 1 :] if each._taken]
         if not self._has_room(more, later):
@@ -288,9 +287,9 @@ class Body:
         self.release()
 
     async def read(self, request: Request, limit: int) -> None:
-        """Read the body. Raises RequestError 413 for one that is too large, 503 where there is no room.
+        """Read the body. Raises RequestError: 413 if it is too large, 503 if there is no room.
 
-        Up to 4 times the limit is read and discarded: a client that is still sending sees no reply.
+        Reads and discards up to 4 times the limit, since a client sees no reply while it is sending.
         """
         declared = request.headers.get("content-length", "")
         size = int(declared) if declared.isdecimal() else 0
@@ -325,8 +324,8 @@ class Bodies:
     def __init__(self, backend: Backend, limit: int, body_s: float) -> None:
         self.room = MAX_BODIES_BYTES  # bytes
         self.held: Counter[str] = Counter()  # bytes of each client
-        self.coming: list[Body] = []  # Bodies that are being read and have room, the earliest first.
-        #: Slow parsing, one body after the other, so that threads that open models stay free.
+        self.coming: list[Body] = []  # bodies with room that are still being read, oldest first
+        #: Slow parsing, one body at a time, so that it does not take all threads.
         self.parsing = WorkerQueue("other bodies kept the parser busy")
         self.backend = backend
         self._limit = limit

@@ -1,4 +1,4 @@
-"""The current HTTP request, which `current` returns: facts for its log line and the metrics."""
+"""The current HTTP request, returned by `current`: facts for its log line and the metrics."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class SequenceProgress(Protocol):
 
 
 class RequestContext:
-    """One HTTP request. `arrived` is the time at which all of it was here, by the metrics' clock.
+    """One HTTP request. `arrived` is the time when all of it had arrived, by the metrics' clock.
 
-    `origin` describes its sender where no key does, `app` is the name that its program gives itself.
+    `origin` describes the sender if there is no key. `app` is the client program's name for itself.
     """
 
     __slots__ = (
@@ -42,11 +42,11 @@ class RequestContext:
         self.app = ""
         self.key = ""  # name of the client's key, for servers that require one
         self.key_hash = ""  # SHA-256 of that key, equal on all servers that know it
-        self.models: tuple[str, ...] = ()  # names of models that it may use; empty for all
+        self.models: tuple[str, ...] = ()  # models that it may use; empty for all
         self.admitted = False  # a guard let it through
-        self.loads = True  # it may have models loaded
+        self.loads = True  # it may load models
         self.code = ""  # code of the error in its answer
-        self.counted_tokens = 0  # of prompts that were counted and not answered
+        self.counted_tokens = 0  # of prompts that the client only had counted
         self.answers: list[SequenceProgress] = []
 
     def settle(self, *, delivered: bool) -> None:
@@ -60,7 +60,7 @@ class RequestContext:
 
     @property
     def cached_tokens(self) -> int | None:
-        """Prompt tokens that rank 0 reports as not computed again."""
+        """Prompt tokens that rank 0 took from the cache."""
         known = {id(answer.prompt): answer.cached for answer in self.answers if answer.cached is not None}
         return sum(known.values()) if known else None
 
@@ -86,14 +86,14 @@ def current() -> RequestContext | None:
 
 
 def own_models() -> tuple[str, ...]:
-    """Return the models that the current request's key is for; () for all."""
+    """Return the models that the current request's key may use; () for all."""
     account = _current.get()
     return () if account is None else account.models
 
 
 @contextmanager
 def answering(account: RequestContext) -> Iterator[None]:
-    """Make `account` the current request, in this task and those that it starts."""
+    """Make `account` the current request in this task and its child tasks."""
     token = _current.set(account)
     try:
         yield

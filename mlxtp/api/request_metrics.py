@@ -1,4 +1,4 @@
-"""Counters of requests, which the gateway reports to a `RequestMeter`. Pure, but for an injected clock."""
+"""Metrics of requests. The gateway reports to a `RequestMeter`. Pure, but for an injected clock."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from ..errors import MlxtpError
 from .backend import StreamEnd
 from .request_context import RequestContext, current
 
-#: Seconds, from a cached prompt on a small model to 100,000 tokens, for which a Mac needs minutes.
+#: Seconds: from a cached prompt on a small model to 100,000 tokens, which take a Mac minutes.
 FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
-#: Seconds, finest from 5 to 200 tokens per second. Above a second, something else came between, such as a
-#: recovery.
+#: Seconds, finest from 5 to 200 tokens per second. Gaps above a second have another cause, such as recovery.
 INTER_TOKEN_S = (
     0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05,
     0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5, 10, 30, 60,
 )  # fmt: skip
-#: Seconds, up to the longest allowed time of a request.
+#: Seconds, up to the longest time that a request may take.
 LATENCY_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600)
 ACCEPT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
-#: Models with counters of their own; later ones share one. An agent hardly serves so many in its life.
+#: Models with counters of their own; later ones share one. An agent rarely serves so many.
 MAX_MODELS = 32
 #: Groups of all these models with counters of their own; later ones share one for each model.
 MAX_GROUPS = 128
@@ -34,36 +33,36 @@ _METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"
 
 
 class SequenceMeter:
-    """Meter of one sequence of a request, of which the first end counts. This one counts nothing."""
+    """Meter of one sequence of a request. Only its first end counts. This base class counts nothing."""
 
     __slots__ = ()
 
     def moved(self, group: str) -> None:
-        """Note the id of the group that has it from now on, and counts its tokens and its end."""
+        """Note the id of the group that serves the sequence from now on."""
 
     def accepted(self) -> None:
         """Note that rank 0 has checked it and will run it."""
 
     def tokens(self, count: int, now: float) -> None:
-        """Add tokens; those of one step have the same time."""
+        """Add tokens; all tokens of one step have the same time."""
 
     def end(self, end: StreamEnd) -> None: ...
     def fail(self, error: MlxtpError) -> None: ...
     def leave(self) -> None:
-        """Note that its client needs no further tokens: it went away, or a stop string came."""
+        """Note that no further tokens are needed: the client left, or the answer hit a stop string."""
 
 
 UNWATCHED = SequenceMeter()
 
 
 class RequestMeter:
-    """Meter of the gateway's own requests. This one counts nothing."""
+    """Meter of the gateway's own requests. This base class counts nothing."""
 
     def __init__(self, clock: Callable[[], float] = lambda: 0.0) -> None:
         self.clock = clock  # in seconds, from any start
 
     def begin(self, model: str, group: str, prompt: Sequence[int]) -> SequenceMeter:
-        """Return the meter of a sequence that arrives now, and that `group` has; empty while none has it."""
+        """Return the meter of a sequence that arrives now in `group`; empty if no group has it yet."""
         return UNWATCHED
 
 
@@ -88,8 +87,8 @@ class GroupMetrics(NamedTuple):
 class RequestMetrics(RequestMeter):
     """Metrics of all requests of one agent.
 
-    Names with `vllm:` are those that vLLM made common, so that existing dashboards work. `registry` has no
-    metrics of other agents in the same process.
+    Names with `vllm:` follow vLLM, so existing dashboards work. `registry` has no metrics of other agents in
+    the same process.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -129,7 +128,7 @@ class RequestMetrics(RequestMeter):
         )
 
     def group(self, model: str, group: str) -> GroupMetrics:
-        """Return the metrics of a group of a model; from then on they have samples."""
+        """Return the metrics of a model's group. From then on they have samples."""
         labels = model, group
         if labels in self._groups:
             return self._groups[labels]
@@ -155,7 +154,7 @@ class RequestMetrics(RequestMeter):
         return watch
 
     def over(self, method: str, path: str, status: int, code: str) -> None:
-        """Count one answered HTTP request. `path` is a route's, of which there are few."""
+        """Count one answered HTTP request. `path` is a route's, so there are few labels."""
         self._answered.labels(method if method in _METHODS else OTHER, path, status).inc()
         if code:
             (self._refused if status >= 400 else self._failed).labels(path, code).inc()
@@ -203,9 +202,9 @@ _COUNTERS = (
 
 
 class CountedSequence(SequenceMeter):
-    """One counted sequence, in the metrics of the group that has it, which `of` returns for its id.
+    """One counted sequence. `of` returns the metrics of the group with the given id.
 
-    `moved` comes before anything is counted. `arrived`: the time of its request, by the clock.
+    `moved` has to be called before anything is counted. `arrived`: when its request arrived, by the clock.
     """
 
     __slots__ = (
@@ -276,7 +275,7 @@ class CountedSequence(SequenceMeter):
             self._over("abort")
 
     def settle(self, *, delivered: bool) -> None:
-        """Note the end of the HTTP request. Without an end before, a whole answer ended by a stop string."""
+        """Note the end of the HTTP request. A whole answer without an end hit a stop string."""
         self.leave()
         self._over("stop" if delivered else "abort")
 

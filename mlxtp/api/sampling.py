@@ -1,6 +1,6 @@
-"""From a client's options to the engine's: sampling, shaping, stop strings, constraints of the answer. Pure.
+"""The client's options as the engine's: sampling, shaping, stop strings, constraints of the answer. Pure.
 
-`SETTINGS` says what clients of each dialect may set of the engine's `Sampling` and `Shaping`.
+`SETTINGS` lists the fields of the engine's `Sampling` and `Shaping` that clients of each dialect may set.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ DialectName = Literal["openai", "anthropic", "ollama"]  #: "openai": of all its 
 
 @dataclass(frozen=True, slots=True)
 class ClientSetting:
-    """Least and most value that clients of each dialect may give to a field of `Sampling` or `Shaping`.
+    """Range, by dialect, of a client's values for one field of `Sampling` or `Shaping`.
 
-    A dialect without a range does not have it. `ollama_name` is Ollama's own name for it, if it has one.
-    `of_model`: the model's `generation_config.json` has the value for requests that leave it out.
+    A dialect without a range lacks the setting. `ollama_name` is Ollama's own name for it, if it has one.
+    `of_model`: requests that leave it out get the value in the model's `generation_config.json`.
     """
 
     openai: Range
@@ -82,7 +82,7 @@ def _names(dialect: DialectName) -> dict[str, str]:
 
 
 def with_settings(dialect: DialectName) -> Callable[[type[S]], type[S]]:
-    """Give the schema of a body the settings of its dialect."""
+    """Add a dialect's settings to the schema of a body."""
     shape: dict[str, Any] = {}
     for field, name in _names(dialect).items():
         kind = Integer if isinstance(_UNSET[field], int) else float
@@ -93,7 +93,7 @@ def with_settings(dialect: DialectName) -> Callable[[type[S]], type[S]]:
 
 
 def given_settings(body: Schema, dialect: DialectName) -> dict[str, float]:
-    """Return the settings that a body has, by their fields in `Sampling` and `Shaping`."""
+    """Return a body's settings, by their fields in `Sampling` and `Shaping`."""
     values = {field: getattr(body, name) for field, name in _names(dialect).items()}
     return {field: value for field, value in values.items() if value is not None}
 
@@ -201,7 +201,7 @@ _MOST_DIGITS = 10  # of a token id
 # --- constraints ------------------------------------------------------------------------------------------
 
 
-MOST_SCHEMAS = 16_000  # characters of all tools' schemas that a grammar may hold beside another
+MOST_SCHEMAS = 16_000  # characters of all tools' schemas that fit in a grammar with another one
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +212,7 @@ class Guidance:
     calls: CallFormat | None = None  #: None: it has no calls.
     forced: bool = False  #: It is one call in plain JSON.
     banned: tuple[int, ...] = ()  #: These tokens begin calls, which are not allowed.
-    dropped: bool = False  #: Calls are not allowed, and any that come are left out.
+    dropped: bool = False  #: Calls are not allowed; the answer leaves out any that the model writes.
 
 
 def guidance(ask: GenerationRequest, text: Text, eos: tuple[int, ...]) -> Guidance:
@@ -222,7 +222,7 @@ def guidance(ask: GenerationRequest, text: Text, eos: tuple[int, ...]) -> Guidan
         return Guidance(_grammar(format_, Separators()))
     if not prompt.tools:
         if prompt.tool_choice not in (AUTO, NONE):
-            words = f"tool_choice {prompt.tool_choice!r} needs tools beside it"
+            words = f"tool_choice {prompt.tool_choice!r} needs tools"
             raise RequestError(words, param="tool_choice")
         return Guidance(_behind_prefix(_grammar(format_, Separators()), text))
     style = text.call_style(eos)
@@ -239,9 +239,9 @@ def guidance(ask: GenerationRequest, text: Text, eos: tuple[int, ...]) -> Guidan
 
 
 def _without_calls(grammar: tuple[str, str], text: Text) -> Guidance:
-    """Ban the token that begins a call. A grammar allows none anyway.
+    """Ban the token that begins a call. A grammar never allows one anyway.
 
-    Without such a token, and where bare JSON is a call, one may come: it is read and left out.
+    If no token begins a call, or a call is bare JSON, the model may still write one; the answer omits it.
     """
     banned, calls = text.call_tokens, text.tool_calls
     if grammar[0] or (banned and not calls.bare):
@@ -259,13 +259,13 @@ def _behind_prefix(grammar: tuple[str, str], text: Text) -> tuple[str, str]:
 def _or_call(
     grammar: tuple[str, str], tools: Mapping[str, Mapping[str, Any]], style: CallStyle | None, text: Text
 ) -> tuple[str, str]:
-    """Allow a call instead of the answer: with any arguments where the schemas of all tools are too large."""
+    """Allow a call instead of the answer, with any arguments if the tools' schemas are too large."""
     kind, schema = grammar
     if not kind:
         return grammar
     if kind != "json_schema":
         raise not_supported(
-            f"response_format of type {kind} is not supported beside tools: "
+            f"response_format of type {kind} is not supported together with tools: "
             'leave one of them out, or send tool_choice "none"',
             "response_format",
         )

@@ -197,7 +197,7 @@ def test_a_failure_in_the_middle_of_a_call_is_no_end(server: Server) -> None:
         (
             {"tools": TOOLS, "response_format": {"type": "regex", "pattern": "a"}},
             "response_format",
-            "beside tools",
+            "together with tools",
         ),
         (
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": "object"}}]},

@@ -2,7 +2,7 @@
 
     make reference
 
-`tests/test_reference.py` compares them.
+`tests/repository/test_reference.py` compares them.
 """
 
 from __future__ import annotations

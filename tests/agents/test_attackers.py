@@ -3,7 +3,7 @@
 | attack | test |
 |---|---|
 | 1. large bodies, more than memory holds | here |
-| 2. a chat template that never ends, or takes all memory | here; `tests/api/text/test_contained.py` |
+| 2. a chat template that never ends, or takes all memory | here; `tests/text/test_renderer_contained.py` |
 | 3. a lender whose manifest lists code and pickles | here |
 | 4. join tokens that a member asked for before its removal | here |
 | 5. a founder that answers with a shell command for a token | here |
@@ -15,8 +15,8 @@
 | 11. a client that calls itself by many names | here |
 | 12. a page of another origin that posts blindly | here; in a browser `tests/page/test_other_origins.py` |
 | 13. slow grammars | here |
-| 14. a kill at any moment | `tests/test_crashes.py` |
-| 15. damaged headers of weights | `tests/fuzzing`, `tests/engine/test_tensor_headers.py` |
+| 14. a kill at any moment | `tests/stories/test_crashes.py` |
+| 15. damaged headers of weights | `tests/fuzzing`, `tests/engine/test_loader_tensor_headers.py` |
 | 16. a member that sends messages as fast as it can | here |
 """
 

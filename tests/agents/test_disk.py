@@ -11,9 +11,9 @@ import pytest
 
 from mlxtp.wire.messages import BLOCK, Generate
 
-from ..engine.test_features_disk import LONG, blocks, new_tokens, written
 from ..hosts import Hosts, requires_namespaces
 from ..reference import expected, text
+from ..stories.test_features_disk import LONG, blocks, new_tokens, written
 from .agents import Agent, wait
 
 pytestmark = [requires_namespaces, pytest.mark.chaos]

@@ -43,8 +43,8 @@ from mlxtp.text.tokenizer import Text
 from mlxtp.wire.messages import Generate
 
 from ..api.conftest import FakeAnswer, FakeBackend, score
-from ..api.text.families import WRITERS
 from ..reference import TINY
+from ..text.families import WRITERS
 
 CONTEXT = 200_000  # tokens
 LONGEST_RESULT = 2000  # characters of a tool's result that are repeated

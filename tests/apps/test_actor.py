@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from ..api.text.templates import TEMPLATES
+from ..text.templates import TEMPLATES
 from .actor import Stage, common, stage, with_template
 
 TOOL: Any = {

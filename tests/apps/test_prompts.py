@@ -14,7 +14,7 @@ from mlxtp.api.dialects.responses_request import ResponseStore
 from mlxtp.text.conversation import Conversation
 from mlxtp.text.tokenizer import Text
 
-from ..api.text.templates import TEMPLATES, text_of
+from ..text.templates import TEMPLATES, text_of
 from .replay import recordings
 
 PARSERS = {

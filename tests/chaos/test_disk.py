@@ -30,9 +30,9 @@ from mlxtp.models.disk_cache import folder_in
 from mlxtp.wire.messages import BLOCK, Generate
 
 from ..engine.small_models import change_config, write_model
-from ..engine.test_features_disk import DRAWN, LONG, ask, new_tokens, on_disk, written
 from ..live_cluster import SLOWNESS, WAIT_S, Cluster, until
 from ..reference import expected, model_of, text
+from ..stories.test_features_disk import DRAWN, LONG, ask, new_tokens, on_disk, written
 from .harness import FAULT_LIMITS, kill
 from .orders import Order, OrderBook
 from .test_agent import Agent

@@ -25,7 +25,7 @@ from .described_models import described
 from .families import FAMILIES, NAMED, QWEN3_5, asked_for
 from .mlx_lm_sources import shardable_families
 from .small_models import change_weights, write_model
-from .test_parallel_numerics import free_hosts
+from .test_group_numerics import free_hosts
 from .vocabulary_member import STEPS, hard_rows, prompts
 
 pytestmark = pytest.mark.group

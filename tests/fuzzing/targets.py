@@ -58,9 +58,9 @@ from mlxtp.wire.messages import Generate
 from mlxtp.wire.peer_messages import JoinGrant, JoinOffer, JoinRequest
 from mlxtp.wire.protocol import LinkKind
 
-from ..api.text.families import WRITERS
-from ..api.text.test_families import check
 from ..placement.recorded_macs import MACS, outputs, over_the_wire, recorded
+from ..text.families import WRITERS
+from ..text.test_markups_families import check
 from ..wire.samples import EXAMPLES
 from . import links, lying_member
 

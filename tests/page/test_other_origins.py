@@ -15,7 +15,7 @@ from mlxtp.text.renderer import LocalRenderer
 from mlxtp.text.tokenizer import Text
 
 from ..api.conftest import FakeBackend, byte_level, save, says
-from ..api.test_access import BODY, Door, door
+from ..api.test_server_access import BODY, Door, door
 from ..live_cluster import WAIT_S
 
 if TYPE_CHECKING:

@@ -38,7 +38,7 @@ from mlxtp.wire.tls import (
 )
 
 from .members import Member, founder, member_of
-from .test_link import in_background
+from .test_blocking_link import in_background
 
 TIMEOUT_S = 5.0
 """Far longer than anything here takes: a test that reaches it fails."""

@@ -1,4 +1,4 @@
-"""The stories of `test_link.py` once more, over TLS: a `BlockingLink` must not notice what carries it."""
+"""The stories of `test_blocking_link.py` once more, over TLS: a `BlockingLink` must not notice what carries it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mlxtp.wire.tls import ALPN_DECODE, member_context_client, member_context_se
 
 from .forwards import of_prompt
 from .members import founder, member_of
-from .test_link import (
+from .test_blocking_link import (
     TIMEOUT_S,
     Joined,
     in_background,

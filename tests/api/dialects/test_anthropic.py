@@ -39,8 +39,8 @@ from mlxtp.text.tokenizer import Text
 from mlxtp.text.tool_grammar import log_once
 
 from ..conftest import WAIT_S, FakeBackend, Server, byte_level, forever, save, says, then
-from ..test_access import backend as backend
-from ..test_access import door
+from ..test_server_access import backend as backend
+from ..test_server_access import door
 from .anthropic_shapes import (
     AnthropicError,
     AnthropicMessage,

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from ..conftest import WAIT_S, Server, says, says_scored
 from ..test_app import ask, data_of, get, post
-from ..test_tools import CALL, TOOLS, answers_with
+from .test_openai_tools import CALL, TOOLS, answers_with
 
 ADDED = {
     "ChatCompletionMessage": {"reasoning_content"},

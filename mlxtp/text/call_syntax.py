@@ -273,6 +273,23 @@ class _NamedCall(CallBody):
         return json.dumps(whole.get(self._syntax.wrapper, {}), ensure_ascii=False), ""
 
 
+class _TagBalance:
+    def __init__(self, tags: re.Pattern[str]) -> None:
+        self._tags = tags
+        self._seen = 0  # characters
+        self.open = 0  # values
+
+    def lowest(self, text: str) -> int | None:
+        """Count the tags in what is new of a text. Return the least count among them; None without tags."""
+        lowest = None
+        for tag in self._tags.finditer(text, self._seen):
+            count = self.open + (1 if tag["key"] else -1)
+            lowest = count if lowest is None else min(lowest, count)
+            self.open = max(0, count)
+        self._seen = len(text)
+        return lowest
+
+
 class _TaggedCall(CallBody):
     """Call whose values may hold calls themselves, so that only what follows shows which end is its own.
 
@@ -290,8 +307,7 @@ class _TaggedCall(CallBody):
         self._text: list[str] = []
         self._length = 0
         self._tail = ""  # in which an end may begin
-        self._counted = 0  # characters whose tags are in `_open`
-        self._open = 0  # values
+        self._balance = _TagBalance(syntax.tags)
         self._end = self._own_end = -1  # of the text, at the latest end and at the likely one
         self._own_open = 0  # values that were open there
 
@@ -318,29 +334,19 @@ class _TaggedCall(CallBody):
         self._text = ["".join(self._text)]
         return self._text[0]
 
-    def _lowest_open(self, written: str) -> int | None:
-        """Count the tags in what is new of a text. Return the least count among them; None without tags."""
-        lowest = None
-        for tag in self._syntax.tags.finditer(written, self._counted):
-            count = self._open + (1 if tag["key"] else -1)
-            lowest = count if lowest is None else min(lowest, count)
-            self._open = max(0, count)
-        self._counted = len(written)
-        return lowest
-
     def _judge(self, mark: str, rest: str) -> None:
         written = self._written()
-        lowest = self._lowest_open(written)
+        lowest, open_ = self._balance.lowest(written), self._balance.open
         if self._own_end >= 0 and (lowest is None or lowest >= self._own_open):
-            if lowest is not None and self._open == self._own_open == 0:
+            if lowest is not None and open_ == self._own_open == 0:
                 self._end_at(self._own_end, rest)
             return
         inside = written.removesuffix(mark)
         closes = self._syntax.closes(inside) or not self._syntax.opening.search(inside)
         closes = closes and not self._in_string(inside)
         self.doubtful, self.rest = closes, rest
-        self.end_is_own = closes and self._open == 0 and mark == self._syntax.end
-        self._own_end, self._own_open = (self._end, self._open) if closes else (-1, 0)
+        self.end_is_own = closes and open_ == 0 and mark == self._syntax.end
+        self._own_end, self._own_open = (self._end, open_) if closes else (-1, 0)
 
     def _in_string(self, written: str) -> bool:
         """Return True if this ends in a string of a value that the schema wants in JSON."""
@@ -359,7 +365,7 @@ class _TaggedCall(CallBody):
     def close(self) -> str:
         if self.done:
             return ""
-        lowest = self._lowest_open(self._written())
+        lowest = self._balance.lowest(self._written())
         if self.doubtful:
             self._end_at(self._end, self.rest)
         elif self._own_end >= 0 and (lowest is None or lowest >= self._own_open):

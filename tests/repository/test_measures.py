@@ -52,7 +52,7 @@ MOST_LINES: Mapping[str, int] = {
     "models": 3_299,
     "placement": 4_250,
     "service": 626,
-    "text": 5_130,
+    "text": 5_136,
     "wire": 4_142,
 }
 """Lines of each package; those of files beside the packages are "". A commit that adds some says why."""

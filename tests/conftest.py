@@ -38,6 +38,8 @@ TESTS = Path(__file__).parent
 OF_GROUPS = (TESTS / "agents", TESTS / "chaos")
 """Folders in which every test has a real group."""
 SLOW_FOLDERS = (TESTS / "apps", TESTS / "page")
+OF_FAULTS = tuple(TESTS / name for name in ("agents", "chaos", "clients", "page", "soak"))
+"""Folders that `make chaos` runs as a whole."""
 SLOW_FIXTURES = frozenset({"browser", "one_rank", "running", "keep_alive_running", "roomy_running"})
 """Processes, and servers that answer HTTP."""
 
@@ -93,6 +95,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.group)
         elif not SLOW_FIXTURES.isdisjoint(fixtures) or _lies_in(item.path, SLOW_FOLDERS):
             item.add_marker(pytest.mark.slow)
+        if _lies_in(item.path, OF_FAULTS):
+            item.add_marker(pytest.mark.fault)
         if item.get_closest_marker("group") and not _has_groups(item.path):
             raise pytest.UsageError(f"{item.nodeid} has a group: its file must name two_ranks or mark.group")
 

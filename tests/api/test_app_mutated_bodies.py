@@ -17,7 +17,7 @@ from mlxtp.api.app import adapters
 from .conftest import MAX_BODY_BYTES, WAIT_S, Server
 from .dialects.shapes import shape_of
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.fault]
 
 Json = dict[str, Any]
 ROUNDS, BODIES_A_ROUND = 10, 100

@@ -25,7 +25,7 @@ from mlxtp.verbs import Status
 
 from ..live_cluster import WAIT_S, Cluster, until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.fault]
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
 

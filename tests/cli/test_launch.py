@@ -34,7 +34,7 @@ from mlxtp.verbs import Status, Verb
 from ..api.test_admin import KEY, FakeAdmin
 from ..live_cluster import WAIT_S, until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.fault]
 
 MODEL = "org/model-70b"
 STATUS = {"state": "ready", "reason": "", "model": MODEL, "deployments": []}

@@ -17,6 +17,8 @@ from ..reference import reference
 from .families import FAMILIES, PIPELINE
 from .small_models import remember, write_model
 
+pytestmark = pytest.mark.fault
+
 PROMPT = [n % 500 for n in range(2 * CHUNK + 100)]
 SHORT = [5, 6, 7, 8]
 

@@ -31,6 +31,8 @@ from ..live_cluster import WAIT_S
 from ..wire.forwards import of_prompt
 from .small_models import write_model
 
+pytestmark = pytest.mark.fault
+
 
 @pytest.mark.parametrize(("ranks", "metal", "expected"), [(2, True, [2]), (2, False, []), (1, True, [1])])
 def test_on_metal_a_rank_runs_its_first_forwards_alone(

@@ -28,7 +28,7 @@ from .small_models import change_weights, write_model
 from .test_group_numerics import free_hosts
 from .vocabulary_member import STEPS, hard_rows, prompts
 
-pytestmark = pytest.mark.group
+pytestmark = [pytest.mark.group, pytest.mark.fault]
 
 ROOT = Path(__file__).parents[2]
 MEMBER = "tests.engine.vocabulary_member"

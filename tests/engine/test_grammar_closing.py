@@ -21,7 +21,7 @@ from mlxtp.text.tool_grammar import call_grammar, marked_call_grammar
 
 from ..reference import TINY, model_of
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.fault]
 
 VOCABULARY = 512
 EOS = model_of(TINY)[1]

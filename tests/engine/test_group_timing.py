@@ -29,7 +29,7 @@ from mlxtp.wire.messages import CollectivesTimed, Loaded, Message
 from ..live_cluster import Cluster, until
 from ..reference import endless_prompt
 
-pytestmark = pytest.mark.group
+pytestmark = [pytest.mark.group, pytest.mark.fault]
 
 ANSWER = "FALCON-MERCURY-7749"
 QUESTION = f"Repeat exactly: {ANSWER}"

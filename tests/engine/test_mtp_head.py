@@ -46,6 +46,8 @@ from . import families
 from .mtp_heads import add_head
 from .small_models import change_config, remember, write_model
 
+pytestmark = pytest.mark.fault
+
 PROMPT = (7, 8, 9, 10, 11, 12, 13, 14)
 OTHER = tuple(Random(3).randrange(6, 500) for _ in range(21))
 PLACES = dict.fromkeys(("mimo", "glm4_moe", "qwen3_5"), "model.safetensors")

@@ -41,6 +41,8 @@ from .described_models import described, families_of_pipelines
 from .families import FAMILIES, GEMMA4, OTHERS, PIPELINE, WINDOWS, asked_for
 from .small_models import remember, write_model
 
+pytestmark = pytest.mark.fault
+
 PIPELINE_FAMILIES = families_of_pipelines()
 LAYERS = 4
 PARTS = (slice(0, 9), slice(9, 20), slice(20, 21), slice(21, 22))  # two chunks and two steps

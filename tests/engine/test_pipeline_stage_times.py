@@ -16,6 +16,8 @@ from ..live_cluster import Cluster, until
 from ..wire.forwards import of_prompt, of_prompts
 from .small_models import write_model
 
+pytestmark = pytest.mark.fault
+
 STEP = Forward((1,), (5,))
 
 

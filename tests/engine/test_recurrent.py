@@ -26,6 +26,8 @@ from .families import FAMILIES, PIPELINE
 from .small_models import remember, write_model
 from .test_runner import active_bytes, runner_of
 
+pytestmark = pytest.mark.fault
+
 LENGTH = 60
 KINDS = (
     *("bailing_moe_v3", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe"),

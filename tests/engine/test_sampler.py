@@ -17,6 +17,8 @@ from mlxtp.engine.logit_shaping import Shaper
 from mlxtp.engine.sampler import Sampler, draw, scores, stream_keys, uniforms
 from mlxtp.wire.messages import Sampling, Shaping
 
+pytestmark = pytest.mark.fault
+
 VOCABULARY = 512
 LARGE_VOCABULARY = 131072
 

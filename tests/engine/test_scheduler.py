@@ -37,6 +37,8 @@ from mlxtp.wire.messages import (
 from ..wire.forwards import is_step, reads_prompts
 from .simulation import EOS, Disk, FakeGuide, Request, Simulation, next_frame
 
+pytestmark = pytest.mark.fault
+
 RUN_AHEAD = pytest.mark.parametrize("run_ahead", [0, 1])
 LONG = tuple(range(100, 300))
 """A beginning that prompts share."""

@@ -39,7 +39,7 @@ from ..live_cluster import LIMITS, WAIT_S, rank_processes
 from .fake_rank import Orders
 from .scenes import run, sees, within
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.fault]
 
 HOST, OTHER, HERE = "a" * 32, "b" * 32, "c" * 32
 EPOCH_ID = epoch_id(bytes(32))

@@ -39,7 +39,7 @@ from ..live_cluster import LIMITS, WAIT_S, rank_processes
 from .fake_rank import CONTEXT, ENDLESS, Orders
 from .scenes import made, run, sees, within
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.fault]
 
 ALONE = EpochGroup(1, 1, "none", kind="one Mac alone")
 CLOSED = GroupError("the server is shutting down", Code.SHUTTING_DOWN)

@@ -33,7 +33,7 @@ from ..live_cluster import LIMITS, SLOWNESS, Cluster, rank_processes, until
 from .fake_rank import SPARE, Orders
 from .scenes import run, sees, within
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.fault]
 
 HOST = "a" * 32
 TOLD = Bootstrap(1, 2, "ring", ("127.0.0.1:1", "127.0.0.1:2"), "127.0.0.1:3", bytes(32), 5, 5, 1)

@@ -28,7 +28,7 @@ from mlxtp.identity.store import Store
 
 from ..live_cluster import START_S, WAIT_S, rank_processes, until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.fault]
 
 COMMAND = (sys.executable, "-m", "mlxtp")
 ANY_PORT = ("--http", "127.0.0.1:0")

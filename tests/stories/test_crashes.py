@@ -21,7 +21,7 @@ from .. import crash_writer
 from ..agents.agents import Agent, wait
 from ..agents.test_one_machine import free_port
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.fault]
 
 LONGEST_S = 0.06
 """Some rounds of the writer."""

@@ -27,7 +27,7 @@ from ..groups.two_agents import owner, two_agents
 from ..live_cluster import LIMITS, SLOWNESS, START_S
 from .test_jaccl_agents import DEVICES, pretending, say
 
-pytestmark = pytest.mark.group
+pytestmark = [pytest.mark.group, pytest.mark.fault]
 
 BROKEN: dict[str, Any] = {"whole": True, "fault": "raise", "at": 3}
 

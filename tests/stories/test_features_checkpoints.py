@@ -16,7 +16,7 @@ from ..engine.small_models import write_model
 from ..live_cluster import Cluster
 from ..reference import expected, random_text
 
-pytestmark = pytest.mark.group
+pytestmark = [pytest.mark.group, pytest.mark.fault]
 
 KINDS = [
     "qwen3_5",  # recurrent states beside plain caches

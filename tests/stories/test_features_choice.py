@@ -26,7 +26,7 @@ from ..engine.small_models import change_weights, write_model
 from ..live_cluster import Cluster, Outcome, until
 from ..reference import TINY, Expected, expected, model_of, prompt_ids, random_text
 
-pytestmark = pytest.mark.group
+pytestmark = [pytest.mark.group, pytest.mark.fault]
 
 HOT = 1.0
 """A temperature at which this model's answers depend on chance."""

@@ -24,7 +24,7 @@ from ..engine.small_models import write_model
 from ..live_cluster import Cluster, until
 from ..reference import expected, model_of
 
-pytestmark = pytest.mark.group
+pytestmark = [pytest.mark.group, pytest.mark.fault]
 
 KINDS = ["llama", "gpt_oss", "qwen3_5", "deepseek_v32"]
 FAMILY_CASES = [

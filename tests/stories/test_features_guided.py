@@ -20,7 +20,7 @@ from ..engine.small_models import write_model
 from ..live_cluster import Cluster, Outcome
 from ..reference import answer, expected, prompt_ids, spoken
 
-pytestmark = pytest.mark.group
+pytestmark = [pytest.mark.group, pytest.mark.fault]
 
 MAX_TOKENS = 250
 QUESTION = prompt_ids("Repeat exactly: FALCON-MERCURY-7749")

@@ -22,7 +22,7 @@ from ..engine.small_models import write_model
 from ..live_cluster import SLOWNESS, WAIT_S, Cluster, until
 from ..reference import expected
 
-pytestmark = pytest.mark.group
+pytestmark = [pytest.mark.group, pytest.mark.fault]
 
 AT_ONCE = 40
 GRAMMARS = (

@@ -29,7 +29,7 @@ from ..live_cluster import Cluster, until
 from ..reference import expected, text
 from .test_features_choice import GREEDY, SAMPLED, SCORED, SHAPED, assert_right, prompt
 
-pytestmark = pytest.mark.group
+pytestmark = [pytest.mark.group, pytest.mark.fault]
 
 SETTINGS = {
     "two ranks": {},

@@ -23,7 +23,7 @@ from ..live_cluster import Cluster, until
 from ..reference import expected
 from .test_features_ledger import crowd
 
-pytestmark = pytest.mark.group
+pytestmark = [pytest.mark.group, pytest.mark.fault]
 
 SPLIT = "1,2,1"
 KINDS = ("llama", "gpt_oss")

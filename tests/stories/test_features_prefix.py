@@ -14,7 +14,7 @@ from mlxtp.wire.messages import Generate
 from ..live_cluster import Cluster
 from ..reference import answer, chat_ids, endless_prompt, prompt_ids, random_text, reference, spoken, text
 
-pytestmark = pytest.mark.group
+pytestmark = [pytest.mark.group, pytest.mark.fault]
 
 MAX_TOKENS = 60
 

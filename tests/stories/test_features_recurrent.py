@@ -21,7 +21,7 @@ from ..reference import expected
 from .test_features_choice import assert_right, copying, prompt
 from .test_features_mtp import LONG
 
-pytestmark = pytest.mark.group
+pytestmark = [pytest.mark.group, pytest.mark.fault]
 
 SETTINGS: Mapping[str, dict[str, Any]] = {
     "two ranks": {},

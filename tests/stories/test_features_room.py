@@ -18,7 +18,7 @@ from ..engine.small_models import write_model
 from ..live_cluster import Cluster, Outcome, Request
 from ..reference import expected
 
-pytestmark = pytest.mark.group
+pytestmark = [pytest.mark.group, pytest.mark.fault]
 
 LAYERS, HEADS, HEAD_SIZE, NUMBER_BYTES = 2, 2, 16, 4
 WHOLE_TOKEN_BYTES = LAYERS * 2 * HEADS * HEAD_SIZE * NUMBER_BYTES

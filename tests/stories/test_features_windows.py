@@ -22,7 +22,7 @@ from ..live_cluster import Cluster
 from ..reference import expected
 from .test_features_choice import assert_right
 
-pytestmark = pytest.mark.group
+pytestmark = [pytest.mark.group, pytest.mark.fault]
 
 WINDOW = 60
 """With the widest step this is a ring of 128 slots, to within four. The texts below are longer."""

@@ -21,7 +21,7 @@ from ..groups.scenes import sees
 from ..groups.two_agents import owner, two_agents
 from ..live_cluster import START_S, WAIT_S
 
-pytestmark = pytest.mark.group
+pytestmark = [pytest.mark.group, pytest.mark.fault]
 
 DEVICES = ("a=rdma_en5", "b=rdma_en4")
 

@@ -20,7 +20,7 @@ from ..engine.small_models import change_weights, split_weights, write_model
 from ..live_cluster import Cluster, until
 from ..reference import TINY, answer, endless_prompt, prompt_ids, reference
 
-pytestmark = pytest.mark.group
+pytestmark = [pytest.mark.group, pytest.mark.fault]
 
 ANSWER = "FALCON-MERCURY-7749"
 QUESTION = f"Repeat exactly: {ANSWER}"

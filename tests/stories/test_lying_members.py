@@ -35,6 +35,8 @@ from ..groups.one_node import GROUP, A, B, Node, play
 from ..wire.members import Member, founder
 from ..wire.samples import EXAMPLES
 
+pytestmark = pytest.mark.fault
+
 INVENTED = 10_000
 MOST = 1024
 """Elements that no collection of an agent has more of, whatever its members say."""

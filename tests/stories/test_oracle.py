@@ -14,7 +14,7 @@ from mlxtp.errors import Code, MlxtpError
 from ..live_cluster import Cluster, Snapshot
 from ..reference import answer, endless_prompt, prompt_ids, random_text, reference, spoken
 
-pytestmark = pytest.mark.group
+pytestmark = [pytest.mark.group, pytest.mark.fault]
 
 SECRET = "FALCON-MERCURY-7749"
 QUESTION = f"Repeat exactly: {SECRET}"

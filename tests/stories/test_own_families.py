@@ -27,6 +27,8 @@ from ..engine.test_families import Group, assert_as_counted, run_group
 from ..live_cluster import Cluster
 from ..reference import expected
 
+pytestmark = pytest.mark.fault
+
 MODELS: Mapping[str, Mapping[str, Any]] = {
     **{family: {"model_type": family, **config} for family, config in OWN.items()},
     **VARIANTS,

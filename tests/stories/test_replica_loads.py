@@ -18,6 +18,8 @@ from mlxtp.wire.messages import BLOCK, DIGEST_BYTES, Generate
 from ..groups.scenes import run, sees, within
 from ..groups.two_agents import two_agents
 
+pytestmark = pytest.mark.fault
+
 GROUPS = {"tiny#0", "tiny#1"}
 
 

@@ -24,7 +24,7 @@ from ..groups.two_agents import two_agents
 from ..live_cluster import START_S
 from ..reference import prompt_ids, reference
 
-pytestmark = pytest.mark.group
+pytestmark = [pytest.mark.group, pytest.mark.fault]
 
 COUNT = prompt_ids("Count from 1 to 60.")
 

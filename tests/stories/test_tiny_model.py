@@ -19,6 +19,8 @@ from examples.tiny_model.drafting import right_drafts
 from ..live_cluster import Cluster
 from ..reference import TINY, answer, model_of, prompt_ids
 
+pytestmark = pytest.mark.fault
+
 NAMES = ("Dorvan", "Kelmira", "Tasko", "Brenzo", "Lumida", "Pirrel")
 FILLER = (
     "The river was quiet in the morning.",

@@ -18,6 +18,8 @@ from mlxtp.text.markups import CALLS, JSON_CALLS, Markup, call_format
 from .families import SPECIALS, WRITERS
 from .reading import ADD, FORMATS, MARKUPS, THINK, collected, read, tool
 
+pytestmark = pytest.mark.fault
+
 NAMES = ("add", "fs-v2.read_file", "a/b", "ns__do.it", "x")
 KEYS = ("path", "content", "user-id", "n", "opt.x", "flag")
 TYPES = ("string", "string", "integer", "number", "boolean", "array", "object")

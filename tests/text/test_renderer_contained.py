@@ -25,7 +25,7 @@ from mlxtp.text.tokenizer import Text
 from ..api.conftest import TEMPLATE, WAIT_S, FakeBackend, Loaded, byte_level, save, says, serving
 from ..reference import chat_ids, conversation_ids
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.fault]
 
 HOSTILE = {
     "endless": (

@@ -54,6 +54,8 @@ from mlxtp.wire.peer_messages import JoinGrant, JoinOffer, JoinRequest
 from .forwards import of_prompt, of_prompts
 from .samples import EXAMPLES, MESSAGE, field_codecs, fullest_generate, to_body
 
+pytestmark = pytest.mark.fault
+
 
 def open_decoder() -> Decoder:
     decoder = Decoder()

@@ -1,4 +1,4 @@
-"""The stories of `test_blocking_link.py` once more, over TLS: a `BlockingLink` must not notice what carries it."""
+"""The stories of `test_blocking_link.py` over TLS: a `BlockingLink` must not notice what carries it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """KV caches of the sequences that decode together. The same frames make them the same on every rank.
 
-A layer with a window of tokens has a ring buffer (*ring*): position p is in slot p mod the number of slots,
-which exceeds the window by the widest step, so what wrong drafts leave is in no window.
+A sliding-window layer has a ring buffer (*ring*): slot p mod the number of slots holds position p. A ring is
+longer than the window by the widest step, so entries of rejected drafts always fall outside the window.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from .recurrent import STATE, Recurrence, States, StateView, recurrent_layers, s
 #: Numbers that share a scale, the best first. A head's keys and values must divide by it.
 QUANTIZATION_GROUPS = (64, 32)
 
-WHOLE = (1 << 31) - 1  # more tokens than any sequence has
+WHOLE = (1 << 31) - 1  # longer than any sequence
 
 Caches = list[Any]  # one mlx-lm cache a layer, of one sequence
 
-#: Shape and type of the keys or values that a layer holds for a row without tokens, and the most slots.
+#: A layer's keys or values for a row without tokens: shape, type, and the maximum number of slots.
 Empty = tuple[tuple[int, ...], mx.Dtype, int]
 
 
@@ -48,7 +48,7 @@ class LayerView:
         return self._forward.positions
 
     def at(self, positions: mx.array) -> LayerView:
-        """Return the view of a forward of one token a row, at `positions` int32 [rows], after this one."""
+        """Return the view for a later forward of one token a row, at `positions` int32 [rows]."""
         view = copy(self)
         view._forward = ForwardShape(*ForwardShape.arrays(positions, 1, self._forward.view))
         return view
@@ -61,7 +61,7 @@ class LayerView:
         self.arrays = [write(kept, each) for kept, each in zip(self.arrays, new, strict=True)]
         return [read(array) for array in self.arrays]
 
-    def keys_and_values(self) -> Any:  # for a layer that reads those of another
+    def keys_and_values(self) -> Any:  # for a layer that shares another layer's keys and values
         return [self._forward.read(array) for array in self.arrays]
 
     def make_mask(self, count: int, window_size: int | None = None, **_: object) -> mx.array | None:
@@ -69,7 +69,7 @@ class LayerView:
 
 
 class QuantizedView(LayerView):
-    """The same with packed numbers, scales and biases of the keys, then of the values."""
+    """View of quantized arrays: packed numbers, scales and biases of the keys, then of the values."""
 
     def __init__(self, arrays: list[mx.array], forward: ForwardShape, group_size: int, bits: int) -> None:
         super().__init__(arrays, forward)
@@ -82,7 +82,7 @@ class QuantizedView(LayerView):
         return fetched[:3], fetched[3:]
 
 
-#: Whether a row alone is written in one piece, for which Metal computes the place in a kernel of its own.
+#: Write a single row with one slice update. On Metal, an extra kernel would compute the slice's position.
 PIECES = not mx.metal.is_available()
 
 
@@ -91,19 +91,19 @@ class ForwardShape:
 
     def __init__(self, positions: mx.array, targets: mx.array, mask: mx.array, *rings: mx.array) -> None:
         self.positions: mx.array | int = positions  # int32 [rows], of each row's first new token
-        self._starts: mx.array | None = positions  # of what a row writes in one piece
+        self._starts: mx.array | None = positions  # where each row's slice begins
         self._targets = targets  # int32 [rows, width], where each new token goes
         #: Bool [rows, 1 or query heads, width, view]: each new token sees its row up to itself.
         self._mask = mask
         self._rows, _, _, self.view = mask.shape
-        self._places: dict[int, tuple[mx.array, mx.array]] = {}  # rows and KV heads, by the number of these
-        self.rings = _rings(positions, rings)  # targets and mask in each kind of ring
+        self._places: dict[int, tuple[mx.array, mx.array]] = {}  # row and head indices, by number of KV heads
+        self.rings = _rings(positions, rings)  # one shape for each kind of ring
 
     @staticmethod
     def arrays(
         positions: mx.array, width: int, view: int, rings: Sequence[tuple[int, int]] = ()
     ) -> list[mx.array]:
-        """Return the constructor's arguments. `rings`: window and slots of each kind."""
+        """Return the constructor's arguments. `rings`: window and slots of each kind of ring."""
         targets = positions[:, None] + mx.arange(width)[None]
         shape = [positions, targets, (mx.arange(view) <= targets[:, :, None])[:, None]]
         for window, slots in rings:
@@ -112,7 +112,7 @@ class ForwardShape:
         return shape
 
     def write(self, kept: mx.array, new: mx.array) -> mx.array:
-        """Return `kept` with `new` [rows, KV heads, width, head size] in it."""
+        """Write `new` [rows, KV heads, width, head size] into `kept`, and return the result."""
         if PIECES and self._rows == 1 and kept.shape[0] == 1 and self._starts is not None:
             return mx.slice_update(kept, new, self._starts, axes=(2,))
         heads = new.shape[1]
@@ -131,7 +131,7 @@ class ForwardShape:
 
 
 class RingShape(ForwardShape):
-    """The same for rings. `mask`: what is in the window, by its age."""
+    """ForwardShape of ring buffers. The mask shows the slots whose age is within the window."""
 
     def __init__(self, positions: mx.array, targets: mx.array, mask: mx.array) -> None:
         super().__init__(positions, targets, mask)
@@ -142,7 +142,7 @@ class RingShape(ForwardShape):
 
 
 class ExactShape(ForwardShape):
-    """The same for a row alone that is fed one token at a known `position`: it needs no mask."""
+    """ForwardShape of a single row that is fed one token at a known `position`: it needs no mask."""
 
     def __init__(self, position: int, positions: mx.array, *rings: mx.array) -> None:
         self.positions = position
@@ -163,25 +163,25 @@ def _rings(positions: mx.array, arrays: Sequence[mx.array]) -> list[ForwardShape
     return [RingShape(positions, *arrays[at : at + 2]) for at in range(0, len(arrays), 2)]
 
 
-#: Keys from which a row alone is read exactly: without a mask, MLX then reads keys and values once for 8, 12
-#: or 16 query heads (`sdpa_vector_2pass_1_gqa`). Below, a traced graph saves more.
+#: A single row with this many keys is read without a mask: MLX then reads keys and values once for 8, 12 or
+#: 16 query heads (`sdpa_vector_2pass_1_gqa`). For fewer keys, a traced graph saves more.
 EXACT_FROM = 8192
-VECTOR_WIDTH = 8  #: queries a row up to which MLX's attention takes its kernel for vectors
-VECTOR_QUERIES = 32  #: the most that this kernel takes: queries a row times query heads of a KV head
+VECTOR_WIDTH = 8  #: most queries a row that MLX's vector kernel for attention accepts
+VECTOR_QUERIES = 32  #: most queries a row times query heads of a KV head that the same kernel accepts
 
 
 def unfused_drafts(heads: int, kv_heads: int) -> range:
-    """Return the drafts of a row for which Metal's attention has no kernel; none if that would be all."""
+    """Return the draft counts that Metal's attention has no fused kernel for; none if no count has one."""
     queries = VECTOR_QUERIES * kv_heads // heads if heads else 0
     return range(queries, VECTOR_WIDTH) if queries > 1 else range(0)
 
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """Needs of this device's attention, by default a CPU's."""
+    """Requirements of this device's attention; the defaults are a CPU's."""
 
-    exact_from: int = WHOLE  # keys from which a row alone has an `ExactShape`, whose graph is not traced
-    heads: int = 0  # for which masks of several rows are repeated, as Metal's attention would in each layer
+    exact_from: int = WHOLE  # a single row with this many keys gets an `ExactShape`, and no traced graph
+    heads: int = 0  # repeat masks of several rows for so many heads; Metal would do it again in each layer
 
     @classmethod
     def here(cls, model: Any, kv_bits: int) -> StepLayout:
@@ -205,13 +205,13 @@ class StepLayout:
 
 @dataclass(eq=False, repr=False, slots=True)
 class Bucket:
-    """Rows in arrays of one size: keys, then values of the first layer, of the second, and so on."""
+    """Rows that share arrays: keys, then values of the first layer, of the second, and so on."""
 
     rows: list[int]
     arrays: list[mx.array]  # each [slots, KV heads, capacity, ...]
-    room: int  # their capacity, but for a ring with fewer slots
-    most: Sequence[int]  # slots of each array
-    #: What the arrays of an MTP head lack: positions, hidden states and embeddings of the last steps.
+    room: int  # capacity of the arrays; a ring may have fewer slots
+    most: Sequence[int]  # maximum slots of each array
+    #: Entries that the MTP head's arrays still lack: positions, hidden states and embeddings of recent steps.
     behind: list[tuple[tuple[int, ...], mx.array, mx.array]] = field(default_factory=list)
     states: States | None = None
 
@@ -238,7 +238,7 @@ class Bucket:
         row, last = self.rows.index(uid), len(self.rows) - 1
         if row != last:
             moved = [mx.contiguous(array[last : last + 1]) for array in self.arrays]
-            # Computed before their source arrays are written to, so that those can be written in place.
+            # Compute these copies first: MLX can then write to the source arrays in place.
             mx.async_eval(moved)
             self.arrays = _placed(self.arrays, moved, row)
             self.rows[row] = self.rows[last]
@@ -248,7 +248,7 @@ class Bucket:
 
 
 class MergedBucket:
-    """Rows of mlx-lm's own batched caches; a sequence alone keeps its plain ones."""
+    """Rows of mlx-lm's own batched caches; a single sequence keeps its plain caches."""
 
     def __init__(self) -> None:
         self.rows: list[int] = []
@@ -287,7 +287,7 @@ class MergedBucket:
 
 
 def rows_without(row: int, last: int) -> list[int]:
-    """Return the order of rows without `row`, whose place the `last` one takes."""
+    """Return the order of rows after the `last` one has moved to the place of `row`."""
     return [*range(row), last, *range(row + 1, last)][:last]
 
 
@@ -295,11 +295,11 @@ P = TypeVar("P", Bucket, MergedBucket)
 
 
 class SequenceCaches(Generic[P]):
-    """KV caches of the rows that decode together. The last row takes the place of one that leaves."""
+    """KV caches of the rows that decode together. When a row leaves, the last row takes its place."""
 
     def __init__(self) -> None:
-        self.rows: list[int] = []  # in the order in which steps name them
-        self.every: list[P] = []  # parts, for each of which one forward runs
+        self.rows: list[int] = []  # in the order of a step's rows
+        self.every: list[P] = []  # parts; a step runs one forward for each
 
     def copy(self, uid: int, length: int) -> Caches:
         raise NotImplementedError
@@ -325,7 +325,7 @@ class SequenceCaches(Generic[P]):
 
 
 class SlotCaches(SequenceCaches[Bucket]):
-    """Rows of like lengths in one array a layer, apart until arranged. `empty`: a row without tokens."""
+    """Rows of similar lengths in shared arrays; a new row has its own until `arrange`. `empty`: see Empty."""
 
     def __init__(
         self,
@@ -340,7 +340,7 @@ class SlotCaches(SequenceCaches[Bucket]):
         self._recurrence = recurrence
 
     def join(self, uid: int, caches: Caches) -> None:
-        """Add `uid` as the last row. `caches` belong to this object from now on."""
+        """Add `uid` as the last row; this object then owns `caches`."""
         self.rows.append(uid)
         growing = [cache for cache in leaves(caches) if not _is_state(cache)]
         length, room = growing[0].offset, SMALLEST
@@ -418,7 +418,7 @@ def _resized(arrays: list[mx.array], held: int, room: int, most: Sequence[int]) 
 
 
 def _rings_of(cache: Any, room: int) -> list[mx.array]:
-    *arrays, length, _, window, end = cache.state  # the newest token is before `end`
+    *arrays, length, _, window, end = cache.state  # the newest token is at `end - 1`
     count, slots = min(length, window), min(room, ring_slots(window))
     tokens = [mx.roll(array, -end, 2)[:, :, -count:] for array in arrays]
     padded = [mx.pad(each, [(0, 0), (0, 0), (0, slots - count), (0, 0)]) for each in tokens]
@@ -448,7 +448,7 @@ def _arrays_of(cache: Any) -> list[mx.array]:
     return [array for each in both for array in (each if isinstance(each, list | tuple) else (each,))]
 
 
-# Of the module, because a closure that calls itself would keep its arrays alive.
+# A module function, because a closure that calls itself would keep its arrays alive.
 def _next_view(cache: Any, growing: Iterator[LayerView], recurrent: Iterator[StateView]) -> Any:
     if hasattr(cache, "caches"):
         return [_next_view(each, growing, recurrent) for each in cache.caches]
@@ -463,7 +463,7 @@ def in_parts(
     *,
     forward: Callable[[Bucket | MergedBucket, list[mx.array], tuple[int, ...]], list[mx.array]],
 ) -> list[mx.array]:
-    """Call `forward` for each part of a batch. Inputs [rows, ...], positions and results are by `rows`."""
+    """Call `forward` for each part of a batch. Inputs [rows, ...], positions and results follow `rows`."""
     if len(parts) == 1 and parts[0].rows == list(rows):
         return forward(parts[0], inputs, positions)
     place = {uid: row for row, uid in enumerate(rows)}
@@ -473,7 +473,7 @@ def in_parts(
         places = [place[uid] for uid in part.rows]
         at = mx.array(places)
         own = [each[at] for each in inputs]
-        if outcomes and outcomes[-1]:  # so that the order of collectives is the same on all ranks
+        if outcomes and outcomes[-1]:  # every rank must run its collectives in the same order
             own = mx.depends(own, outcomes[-1])
         outcomes.append(forward(part, own, tuple([positions[each] for each in places])))
         order += places
@@ -482,7 +482,7 @@ def in_parts(
 
 
 class MergedCaches(SequenceCaches[MergedBucket]):
-    """Rows in mlx-lm's own batched caches. With `lanes`, a row that joins is alone until it is arranged."""
+    """Rows in mlx-lm's own batched caches. With `lanes`, a joining row stays alone until `arrange`."""
 
     def __init__(self, *, lanes: bool = False) -> None:
         super().__init__()
@@ -517,16 +517,16 @@ class MergedCaches(SequenceCaches[MergedBucket]):
 
 
 def share(caches: Caches, length: int) -> Caches:
-    """Return separate caches of the first `length` tokens. Arrays are shared until one side writes."""
+    """Return separate caches of the first `length` tokens. They share arrays until one side writes."""
     shared: Caches = deepcopy(caches)  # handles, not buffers: mlx arrays are immutable underneath
     for cache in leaves(shared):
         if _kind(cache) in _PLAIN and cache.keys is not None:
-            # The next write copies the whole array, so it holds only the tokens that are needed.
+            # The next write copies the whole array, so leave only the needed tokens in it.
             _only_first(cache, length)
             cache.offset = min(cache.offset, length)
         elif _is_window(cache) and cache.keys is not None:
             keys, values, offset, keep, window, end = cache.state
-            if end == keys.shape[2] > window:  # a chunk of a prompt leaves tokens before the window
+            if end == keys.shape[2] > window:  # prefill leaves tokens from before the window
                 cache.state = keys[..., -window:, :], values[..., -window:, :], offset, keep, window, window
     return cut(shared, length)
 
@@ -538,7 +538,7 @@ def snapshot(caches: Caches, length: int) -> Caches:
 
 
 def overlap(caches: Caches, longer: Caches) -> None:
-    """Have plain caches share the arrays of `longer` ones, which begin with their tokens."""
+    """Make plain caches share the arrays of `longer` ones, whose first tokens are the same."""
     for cache, other in zip(leaves(caches), leaves(longer), strict=True):
         if plain(cache):
             cache.keys, cache.values = other.keys, other.values
@@ -549,7 +549,7 @@ def separate(caches: Caches) -> None:
     for cache in leaves(caches):
         if plain(cache) or (_kind(cache) == _WINDOW and cache.keys is not None):
             cache.keys, cache.values = mx.contiguous(cache.keys), mx.contiguous(cache.values)
-        elif _is_state(cache):  # inputs of convolutions, which mlx-lm cuts out of those of a whole chunk
+        elif _is_state(cache):  # mlx-lm's convolution inputs are slices of a whole chunk's
             cache.cache = [mx.contiguous(array) for array in cache.cache]
 
 
@@ -568,21 +568,21 @@ def cut(caches: Caches, length: int) -> Caches:
     return caches
 
 
-#: mlx-lm's caches that hold the keys and values of every token, so that they can be cut anywhere.
+#: mlx-lm's caches that hold the keys and values of every token, and so can be truncated anywhere.
 _PLAIN = frozenset({"KVCache", "QuantizedKVCache"})
 _WINDOW = "RotatingKVCache"
-#: Those whose copies are independent: the plain ones, windows of tokens, and states of fixed size.
+#: Caches whose copies are independent: plain caches, windows, and states of fixed size.
 _COPIED = _PLAIN | {STATE, "ChunkedKVCache", "LayerCache", _WINDOW}
-#: Those of them that grow with each token and cannot be cut.
+#: Caches that can be copied and grow with each token, but cannot be truncated.
 _GROWING = frozenset({"LayerCache"})
-#: mlx-lm's rotary embedding that compares a position with the model's context, so all rows must share one.
+#: A rotary embedding of mlx-lm that compares one position with the model's context: all rows must share it.
 _ONE_OFFSET = "DynamicNTKScalingRoPE"
 
 
 class CacheKind:
-    """A model's KV caches, and what they can do. `kv_bits` 0 leaves keys and values as they are.
+    """Kinds and capabilities of a model's KV caches. With `kv_bits` 0, they are not quantized.
 
-    Raises ModelError (MODEL_UNSUPPORTED) when they cannot be quantized.
+    Raises ModelError (MODEL_UNSUPPORTED) if `kv_bits` is set and they cannot be quantized.
     """
 
     def __init__(
@@ -599,21 +599,21 @@ class CacheKind:
         inside, names = (set(map(_kind, leaves(caches))) for caches in (new, every))
         alone = _ONE_OFFSET in map(_kind, model.modules())
         self._own = make_cache(model)
-        #: Kind of its recurrent layers, if these go back, and those of this stage.
+        # The kind of the model's recurrent layers, if they can undo drafts, and this stage's own layers.
         self.recurrence, self._recurrent = recurrent_layers(model, sum(map(_is_state, leaves(new))))
         if self.recurrence is None:
             uniform = len(kinds) == 1 and kinds <= _PLAIN
         else:
             uniform = inside == {"KVCache", STATE} and (stage is None or stage.counting)
         own = [cache for cache in leaves(self._own) if not _is_state(cache)]
-        #: The window of each of this rank's layers that grow; 0 for those without.
+        #: Window of each of this rank's layers with keys and values; 0 for a layer without a window.
         self._windows = [cache.max_size if _is_window(cache) else 0 for cache in own]
         rolls_back = uniform and not alone
         batched = rolls_back or (all(hasattr(cache, "merge") for cache in new) and not alone)
         self._empty = self._shapes() if rolls_back else []
         if rolls_back and self.recurrence is None and not self._has_masks_by_row():
             rolls_back = batched = False
-        self.can = CacheCapabilities(  # on a stage of a pipeline those of the whole model
+        self.can = CacheCapabilities(  # of the whole model, also on a pipeline stage
             batched=batched,
             rolls_back=rolls_back,
             truncatable=inside <= _PLAIN,
@@ -621,7 +621,7 @@ class CacheKind:
             quantizable=rolls_back and names == {"KVCache"},
             kinds=tuple(sorted(names)),
         )
-        #: They cannot be truncated, but `overlap` frees all that grows with each token.
+        #: These caches cannot be truncated, but `overlap` frees every array that grows with tokens.
         self.overlapping = self.can.copyable and not self.can.truncatable and not inside & _GROWING
 
     @property
@@ -666,7 +666,7 @@ class CacheKind:
         return [_next_view(cache, growing, recurrent) for cache in self._own]
 
     def reserve(self, caches: Caches, offset: int, total: int) -> None:
-        """Have caches grow once for a prompt, because mlx-lm's steps copy them for each chunk."""
+        """Grow caches once for a whole prompt; by default mlx-lm would copy them for each chunk."""
         if not self.can.rolls_back:
             return
         for cache in [cache for cache in leaves(caches) if _kind(cache) in _PLAIN]:
@@ -675,7 +675,7 @@ class CacheKind:
             cache.step = capacity(total) - offset
 
     def _has_masks_by_row(self) -> bool:
-        rows = self._empty[0][0][1] + 1  # with one less, gemma2's would take them for its heads' and be wrong
+        rows = self._empty[0][0][1] + 1  # one more than heads: gemma2 would take as many for its heads
         arrays = [mx.zeros((rows, *shape[1:]), dtype=dtype) for shape, dtype, _ in self._empty]
         shape = ForwardShape.arrays(mx.zeros(rows, dtype=mx.int32), 1, SMALLEST, self.rings(SMALLEST))
         views = self.views(arrays, ForwardShape(*shape))

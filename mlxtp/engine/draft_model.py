@@ -1,4 +1,4 @@
-"""Small model that proposes tokens, on rank 0 alone, without collectives: for speed, never another text."""
+"""Draft model: a small model that proposes tokens, on rank 0 alone. It changes the speed, never the text."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from .loader import load, make_cache
 from .recurrent import views_of
 from .steps import Drafts
 
-MAX_KEPT = 4  # ended sequences whose caches it keeps
-CACHES_SHARE = 8  # one part in so many of the room for KV caches
+MAX_KEPT = 4  # most kept caches of ended sequences
+CACHES_SHARE = 8  # its caches get 1 / CACHES_SHARE of the room for KV caches
 CHUNK = 512
-#: Most tokens that a row is fed in a forward with others, all padded to the widest. More are read apart.
+#: Most tokens of a row in a batched forward, padded to the widest row. More are read in another forward.
 FEW = 32
 
 
 class DraftModel:
-    """Greedy implementation of `steps.Drafter`: one forward of all rows for each place of a draft."""
+    """Greedy `steps.Drafter`: each forward adds one token to the drafts of all rows."""
 
     def __init__(self, folder: Path, vocabulary: int, progress: Callable[[], None] = lambda: None) -> None:
-        """Raises ModelError when `folder` has no model, or one with another vocabulary."""
+        """Load the model. Raises ModelError if `folder` has none, or its vocabulary size differs."""
         loaded = load(folder, LoneGroup(), progress)
         if loaded.vocabulary.size != vocabulary:
             sizes = f"{loaded.vocabulary.size} tokens, the model's has {vocabulary}; they must be the same"
@@ -38,9 +38,9 @@ class DraftModel:
         self._model = loaded.model
         self._kinds = _kinds(self._model, folder.name)
         self._token_bytes = max(loaded.kv_token_bytes, 1)
-        #: States of a row, and those before its drafts.
+        #: Bytes of a row's states, twice: a copy from before its drafts is kept.
         self._row_bytes = 0 if self._kinds.can.truncatable else 2 * loaded.kv_row_bytes
-        #: By row, the tokens in its cache: that of a row of the batch, or one that is still reading a prompt.
+        #: Tokens in each row's cache, which is in the batch, or in `_reading` while it reads its prompt.
         self._fed: dict[int, list[int]] = {}
         self._reading: dict[int, Caches] = {}
         self._batch = cast("SlotCaches", self._kinds.empty_batch())
@@ -48,15 +48,15 @@ class DraftModel:
         self._kept: list[tuple[list[int], Caches]] = []
 
     def propose(self, rows: Mapping[int, Sequence[int]], limit: int) -> Drafts:
-        """Return the most likely `limit` tokens after those of each row; rows that are not named have ended.
+        """Return the most likely `limit` next tokens of each row. Rows that are not in `rows` have ended.
 
-        None for a row without room, or that still reads its prompt, one chunk a call, as others wait.
+        A row gets no draft while it lacks room or still reads its prompt, one chunk a call.
         """
         fitting = self._fitting(rows, limit)
         for row in [row for row in self._fed if row not in fitting]:
             fed = self._fed.pop(row)
             caches = self._reading.pop(row, None) or self._batch.leave(row, len(fed))
-            if caches is not None:  # another row may begin with its tokens
+            if caches is not None:  # another row may begin with the same tokens
                 self._kept = [*self._kept[-MAX_KEPT + 1 :], (fed, caches)]
         ready = [row for row, tokens in fitting.items() if self._has_read(row, tokens)]
         drafts = self._drafts(fitting, limit) if ready else {}
@@ -87,12 +87,12 @@ class DraftModel:
         return fitting
 
     def _has_read(self, row: int, tokens: Sequence[int]) -> bool:
-        """Cut a row to what it has of `tokens`, and read a chunk of the rest. True if it is in the batch."""
+        """Truncate a row to its prefix of `tokens`, and read a chunk of the rest. True if in the batch."""
         if row not in self._fed:
             self._fed[row], self._reading[row] = self._resume(tokens)
         fed = self._fed[row]
         had = len(fed)
-        del fed[min(_shared(fed, tokens), len(tokens) - 1) :]  # at least one token is left to feed
+        del fed[min(_shared(fed, tokens), len(tokens) - 1) :]  # leave at least one token to feed
         if len(fed) < had and not self._goes_back(row, len(fed)):
             if row not in self._reading:
                 self._batch.leave(row, 0)
@@ -113,7 +113,7 @@ class DraftModel:
         return True
 
     def _goes_back(self, row: int, length: int) -> bool:
-        """Return True if a row can be cut to `length` tokens. States are as before the last ones."""
+        """Return True if a row can be truncated to `length` tokens. States lag behind the last tokens."""
         if self._kinds.can.truncatable:
             return True
         if row in self._reading:
@@ -122,7 +122,7 @@ class DraftModel:
         return bucket.states is not None and bucket.states.held[bucket.rows.index(row)] <= length
 
     def _drafts(self, rows: Mapping[int, Sequence[int]], limit: int) -> Drafts:
-        """Tokens to read are padded on the right; drafts overwrite that. States stay as before the drafts."""
+        """Draft for all rows. Drafts overwrite the padding on the right; states exclude the drafts."""
         batch = self._batch
         longest = max([len(rows[row]) for row in batch.rows]) + limit
         size = kv_cache.roomy(longest + FEW)
@@ -151,13 +151,13 @@ class DraftModel:
         return {row: tuple(drafts) for row, drafts in zip(bucket.rows, found, strict=True)}
 
     def _forward(self, bucket: Bucket, tokens: mx.array, starts: Sequence[int], view: int) -> mx.array:
-        """Feed tokens [rows, width] behind `starts`; returns logits. Attention reads `view` positions."""
+        """Feed tokens [rows, width] at `starts`; return logits. Attention reads `view` positions."""
         shape = ForwardShape(*ForwardShape.arrays(mx.array(list(starts)), tokens.shape[1], view))
         arrays, bucket.arrays, states = bucket.arrays, [], bucket.states
         growing = self._kinds.views(arrays, shape)
         recurrent = [] if states is None else views_of(states.kind, states.kept, states.stood(starts))
         layers = self._kinds.beside(growing, recurrent)
-        del arrays  # no other owner: written in place
+        del arrays  # the last other owner, so MLX writes in place
         logits: mx.array = self._model(tokens, cache=layers)
         bucket.arrays = [array for view in growing for array in view.arrays]
         if states is not None:
@@ -173,7 +173,7 @@ class DraftModel:
 
 
 def _kinds(model: Any, name: str) -> CacheKind:
-    """Return the kind of its caches. Windows keep all tokens, so that they can be rolled back."""
+    """Return the kind of its caches. Windows become plain caches of all tokens, which can roll back."""
     from mlx_lm.models.cache import KVCache, RotatingKVCache
 
     caches = make_cache(model)

@@ -1,7 +1,7 @@
 """Division of layers among ranks, for families without a `shard` in mlx-lm: one small function each.
 
-As mlx-lm does: a projection into more numbers by its rows, one back by its columns, and one sum of all ranks'
-results behind it. Shapes of weights are [out, in], and [experts, out, in] for a layer's experts.
+As in mlx-lm, input projections are divided by rows and output projections by columns, and one sum adds all
+ranks' results. Shapes of weights are [out, in], and [experts, out, in] for a layer's experts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _GATED = ("gate_proj", "up_proj")
 
 
 def attention_heads(model: Any) -> tuple[int, int]:
-    """Return a rank's heads of queries, and the fewest of keys and values; 0, 0 where the former differ."""
+    """Return a rank's query heads, and its fewest KV heads; 0, 0 if query heads differ between layers."""
     found = [(_first_of(part, _HEADS), _first_of(part, _KV_HEADS)) for part in model.modules()]
     pairs = sorted(pair for pair in found if all(pair))
     return pairs[0] if pairs and pairs[0][0] == pairs[-1][0] else (0, 0)
@@ -50,7 +50,7 @@ def _name_in(part: Any, names: Sequence[str]) -> str:
 def attention(part: Any, group: Group) -> None:
     heads, kv_heads = _name_in(part, _HEADS), _name_in(part, _KV_HEADS)
     count = getattr(part, kv_heads)
-    into = [name for name in ("k_proj", "v_proj") if name in part]  # a layer may read another one's keys
+    into = [name for name in ("k_proj", "v_proj") if name in part]  # a layer may share another one's keys
     for name in into:
         copy_heads(part[name], count, group)
     projections(part, group, ["q_proj", *into], "o_proj")
@@ -81,7 +81,7 @@ def projections(part: Any, group: Group, into: Sequence[str] = _GATED, back: str
 
 
 def experts(part: Any, group: Group, into: Sequence[str] = _GATED, back: str = "down_proj") -> None:
-    """Divide every expert by its width, in place. Results have to be added up: see `summed`."""
+    """Divide every expert by its width, in place. The results need a sum over ranks: see `summed`."""
     for name in into:
         shard_inplace(part[name], "all-to-sharded", group=group.handle)
     shard_inplace(part[back], "sharded-to-all", group=group.handle)
@@ -112,7 +112,7 @@ def shard_segments(module: Any, axis: int, segments: Sequence[int], group: Group
 
 
 class SharedNorm(nn.Module):  # type: ignore[misc]  # mlx is untyped here
-    """RMS norm over numbers of which each rank has an equal part, `weight` for its own. One small sum."""
+    """RMS norm over numbers that ranks share equally, with one small sum. `weight`: of this rank's part."""
 
     def __init__(self, norm: Any, group: Group) -> None:
         super().__init__()
@@ -137,8 +137,8 @@ def change(module: Any, call: Callable[..., Any], **methods: Callable[..., Any])
 
 
 def attend_to_latents(model: Any) -> None:
-    """Have attentions over compressed keys compute several tokens by scores over `kv_lora_rank` numbers,
-    where that is less than all heads' keys and values of the whole cache, as mlx-lm does but for one.
+    """Make MLA attention use latents for several new tokens, as mlx-lm does for one, while that takes less
+    work than computing all heads' keys and values of the whole cache.
     """
     for part in model.modules():
         if "embed_q" in part and "unembed_out" in part:
@@ -169,14 +169,14 @@ def _to_latents(kind: Any) -> Callable[..., mx.array]:
     return cast("Callable[..., mx.array]", made["__call__"])
 
 
-#: Sizes of a head for which Metal's attention takes a kernel for many tokens that holds no scores (MLX
-#: 0.32.4, `has_fused_kernel` and `use_fallback`).
+#: Head sizes of Metal's fused attention kernel for many tokens, which stores no scores (MLX 0.32.4,
+#: `has_fused_kernel` and `use_fallback`).
 FUSED = frozenset({64, 72, 80, 96, 128})
-SCORES = 3 * 2  #: bytes a score: as computed, masked, and as weights, in 16 bits
+SCORES = 3 * 2  #: bytes a score: computed, masked, and as a weight, with 16 bits each
 
 
 def score_bytes(model: Any, kv_bits: int) -> int:
-    """Return a layer's bytes of scores for each token of a chunk and of its context; 0 with GPU kernels."""
+    """Return a layer's bytes of scores per token of a chunk and per token of context; 0 if fused."""
     found = [0]
     for part in model.modules():
         if "embed_q" in part:
@@ -194,7 +194,7 @@ def divide_usual(model: Any, group: Group) -> None:
     for layer in model.layers:
         part = layer.self_attn
         if "q_norm" in part and part.q_norm.weight.size == part.q_proj.weight.shape[0]:
-            # In olmo2 and olmo3 the norms of queries and keys are over all heads, and not over one each.
+            # In olmo2 and olmo3, norms of queries and keys are over all heads, not over each head.
             copy_heads(part.k_norm, part.k_norm.weight.size // part.head_dim, group)
             part.q_norm, part.k_norm = SharedNorm(part.q_norm, group), SharedNorm(part.k_norm, group)
         attention(part, group)
@@ -215,7 +215,7 @@ def divide_gemma4(model: Any, group: Group) -> None:
         projections(layer.mlp, group)
         if layer.enable_moe:
             experts(layer.experts.switch_glu, group)
-            summed(layer.experts, group)  # apart from the MLP: each has a norm of its own behind it
+            summed(layer.experts, group)  # not with the MLP's sum: each is normed separately
 
 
 def divide_nemotron_h(model: Any, group: Group) -> None:
@@ -232,7 +232,7 @@ def divide_nemotron_h(model: Any, group: Group) -> None:
 
 
 def _mamba(part: Any, group: Group) -> None:
-    """Divide by groups of heads, which share one B and one C, and are normed together."""
+    """Divide by groups of heads; a group shares B, C and a norm."""
     inner, states = part.intermediate_size, part.n_groups * part.ssm_state_size
     convolved = (inner, inner + states)
     ends = (inner, *(inner + end for end in convolved), inner + part.conv_dim)
@@ -262,7 +262,7 @@ def divide_qwen3_next(model: Any, group: Group) -> None:
         else:
             attention(layer.self_attn, group)
         if "switch_mlp" in layer.mlp:
-            layer.mlp.sharding_group = group.handle  # it adds up by itself
+            layer.mlp.sharding_group = group.handle  # the MLP then sums over ranks
             experts(layer.mlp.switch_mlp, group)
             experts(layer.mlp.shared_expert, group)
         else:
@@ -270,7 +270,7 @@ def divide_qwen3_next(model: Any, group: Group) -> None:
 
 
 def _linear(part: Any, group: Group) -> None:
-    """Divide by key heads, each of which has its queries, keys, values and gates in one run of rows."""
+    """Divide by key heads. A head's queries, keys, values and gates are consecutive rows."""
     projections(part, group, ("in_proj_qkvz", "in_proj_ba"), "out_proj")
     shard_segments(part.conv1d, 0, (part.key_dim, 2 * part.key_dim), group)  # all queries, keys, values
     part.conv1d.groups //= group.size
@@ -289,7 +289,7 @@ def divide_deepseek(model: Any, group: Group) -> None:
     Model.shard(model.language_model, group.handle)
 
 
-#: A model and the group of ranks; divides the layers in place. Nothing is evaluated, and no collective runs.
+#: Divides a model's layers among a group of ranks, in place, without evaluation or collectives.
 Divide = Callable[[Any, Group], None]
 
 #: By mlx-lm's names of families. `dimensions_of` has the sizes that they divide.
@@ -315,16 +315,16 @@ def divide_layers(model: Any, group: Group) -> None:
 
 # --- sizes that ranks divide ------------------------------------------------------------------------------
 
-#: Families in which several ranks have the same KV head if there are fewer heads than ranks.
+#: Families whose ranks share KV heads if there are fewer heads than ranks.
 COPIES_KV_HEADS = frozenset({"qwen3_5", "qwen3_5_moe"}) | {
     name for name, by in DIVIDE.items() if by not in (divide_language_model, divide_deepseek)
 }
-#: Families whose few dense MLPs stay whole on each rank where ranks cannot share them, beside experts.
+#: Families of experts with a few dense MLPs, which stay whole on each rank if they do not divide.
 KEEPS_MLP_WHOLE = frozenset({"deepseek_v2", "glm4_moe"})
 
 
 def dimensions_of(config: Config) -> Dimensions:
-    """Raises ModelError (MODEL_INVALID) for one that is no number."""
+    """Return the sizes that ranks divide. Raises ModelError (MODEL_INVALID) if one is no number."""
     return Dimensions(tuple(_dimensions(config)), number(quantization(config), "group_size") or 1)
 
 

@@ -1,4 +1,4 @@
-"""Forwards of one loaded model over KV caches that are given to it, and those of its MTP head behind them."""
+"""Forwards of one loaded model over the caller's KV caches, each followed by its MTP head."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .mtp_head import ChosenStep, MtpHead, follow
 from .recurrent import views_of
 from .sharding import at_ends
 
-MAX_GRAPHS, MAX_SHAPES = 128, 1024  # that are kept
-#: Steps without drafts whose entries an MTP head gets together, because one by one they cost much.
+MAX_GRAPHS, MAX_SHAPES = 128, 1024  # most to keep
+#: Without drafts, the MTP head's cache is updated once for so many steps: single entries cost much.
 BEHIND = 32
 STEPS_BEFORE_TRACE = 3  #: of several rows; few enough that warming up compiles the kernels
 
@@ -59,7 +59,7 @@ class DecodeGraphs:
         before = self._counter.count
         if graph is not None:
             outcome = graph(*inputs)
-            # A replay bypasses the counter. Where MLX has no compiler it runs the body again, which counts.
+            # A replay bypasses the counter. Without a compiler, MLX runs the body again, and that counts.
             self._counter.count = before + collectives
             return outcome
         if len(self._graphs) == MAX_GRAPHS:
@@ -68,7 +68,7 @@ class DecodeGraphs:
         try:
             outcome = graph(*inputs)
         except (ValueError, RuntimeError):
-            # A model that reads its own values cannot be traced. Every rank fails here, before anything runs.
+            # A model that reads its own values cannot be traced. All ranks fail here, before anything runs.
             self._traces = False
             self._counter.count = before
             return self._body(*key[1], *inputs)
@@ -79,8 +79,8 @@ class DecodeGraphs:
 @dataclass(frozen=True, slots=True)
 class StepInputs:
     tokens: mx.array  # int32 [rows, width]
-    given: mx.array | None  # their embeddings, or hidden states of the stage before, [rows, width, hidden]
-    widths: tuple[int, ...]  # how many tokens of each row count
+    given: mx.array | None  # embeddings, or the previous stage's hidden states, [rows, width, hidden]
+    widths: tuple[int, ...]  # tokens of each row without padding
 
     def chose(self, hidden: mx.array, following: mx.array, chosen: mx.array) -> ChosenStep:
         counts = mx.array(self.widths, dtype=mx.int32)
@@ -108,10 +108,10 @@ class ModelForwards:
         ends: mx.array,
         following: int = 0,
     ) -> tuple[mx.array, Callable[[mx.array | None], mx.array | None]]:
-        """Queue a forward over prompts' `tokens` int32 [rows, length]; returns logits at `ends` int32 [rows].
+        """Queue a forward over prompts' `tokens` int32 [rows, length]; return logits at `ends` int32 [rows].
 
-        Also returns what puts the prompts into the MTP head's cache and returns its output at `ends`. It
-        takes the embeddings [rows, 1, hidden] of the tokens behind these, or None where all are `following`.
+        Also return a function that adds the prompts to the MTP head's cache and returns the head's output at
+        `ends`. Its argument: embeddings [rows, 1, hidden] of the next tokens, or None if all are `following`.
         """
         head, forward = self.head, partial(self._vocabulary.forward, self._model, ends=ends)
         if head is None:
@@ -145,7 +145,7 @@ class ModelForwards:
     ) -> list[mx.array]:
         """Return this rank's share of the logits [rows, width, share], or its winners: tokens, embeddings.
 
-        Behind them are hidden states [rows, width, hidden] for an MTP head, whose `drafts` get room.
+        With an MTP head, hidden states [rows, width, hidden] are last, and its `drafts` get room.
         """
         arrays = [inputs.tokens, *([] if inputs.given is None else [inputs.given])]
         forward = partial(self._step, winners=winners, drafts=drafts)
@@ -160,12 +160,12 @@ class ModelForwards:
         *,
         drafts: int,
     ) -> list[mx.array]:
-        """Run the MTP head after a choice; returns its proposals, int32 [rows, drafts], if it makes any."""
+        """Run the MTP head on chosen tokens; return its proposals, int32 [rows, drafts], or [] for none."""
         arrays = [step.hidden, step.following, step.chosen, step.fed, step.counts]
         return in_parts(parts, rows, arrays, positions, forward=partial(self._follow, drafts=drafts))
 
     def catch_up(self, parts: Sequence[Bucket | MergedBucket]) -> None:
-        """Put the last steps without drafts into the MTP head's cache, before that is used or moved."""
+        """Add recent steps without drafts to the MTP head's cache, before it is used or moved."""
         for part in parts:
             if not isinstance(part, Bucket) or self.head is None or not part.behind:
                 continue
@@ -201,14 +201,14 @@ class ModelForwards:
         key, shape = _shape(part, positions, tokens.shape[1], drafts, self._caches)
         if not given and self._vocabulary.embedding is not None:
             given = [self._vocabulary.embedding(tokens)]
-        arrays, part.arrays = part.arrays, []  # no other owner: written in place
+        arrays, part.arrays = part.arrays, []  # the last other owner, so MLX writes in place
         states, kept, stood, waiting = part.states, list[list[mx.array]](), list[mx.array](), 0
         if states is not None:
             stood, waiting = states.stood(positions), states.waiting
             kept, states.kept = states.kept, []
         values = ((tokens, given), shape, (arrays, kept, stood))
         outcome: list[mx.array]
-        again = _again(key, drafts) and not isinstance(shape[0], int)  # a place known here never comes again
+        again = _again(key, drafts) and not isinstance(shape[0], int)  # a known position never repeats
         outcome, part.arrays, kept = self.graphs.run(key, (int(winners), waiting), values, again=again)
         if states is not None:
             states.fed(positions, tokens.shape[1], kept)
@@ -261,7 +261,7 @@ class ModelForwards:
 
 
 def _again(key: ShapeKey, drafts: int) -> bool:
-    """Return True for steps of few shapes: of one token a row, or of one row with an MTP head's drafts."""
+    """Return True if a step's shape will repeat: one token a row, or one row with an MTP head's drafts."""
     rows, *_, width = key
     return width == 1 or (rows == 1 and drafts > 0)
 
@@ -269,7 +269,7 @@ def _again(key: ShapeKey, drafts: int) -> bool:
 def _shape(
     bucket: Bucket, positions: tuple[int, ...], width: int, drafts: int, kinds: CacheKind | None = None
 ) -> tuple[ShapeKey, list[Any]]:
-    """Make room for a step; returns its key, and arguments of its ForwardShape, kept out of graphs.
+    """Make room for a step; return its key, and arguments of its ForwardShape, which stay out of graphs.
 
     `kinds`: None for the MTP head's caches alone.
     """

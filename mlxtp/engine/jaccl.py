@@ -1,7 +1,7 @@
-"""Needs of a JACCL group: a file, an environment, and an all-gather of bytes among the ranks.
+"""Setup of a JACCL group: a file, an environment, and an all-gather of bytes among the ranks.
 
-The ranks exchange the addresses of their RDMA connections before there are any. MLX calls the factory for
-that, and the bytes go through the pipe to the agent, whose links are authenticated.
+Before RDMA connections exist, ranks exchange their addresses over this side channel. MLX calls the factory,
+and the bytes go through the pipe to the agent, whose links are authenticated.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Gather = Callable[[bytes, int], bytes]  # `gather(src, n)` returns every rank's 
 #: `factory(rank, size)`, called once by `init` in the thread that called it.
 Factory = Callable[[int, int], Gather]
 
-#: Prefixes of the variables that JACCL reads; its own take precedence over those that begin with MLX_.
+#: Prefixes of the variables that JACCL reads; JACCL_ takes precedence.
 _READ_BY_JACCL = ("JACCL_", "MLX_JACCL_")
 
 
@@ -29,7 +29,7 @@ class JacclFabric:
 
     @classmethod
     def of(cls, entries: tuple[str, ...], size: int, *, ring: bool, factory: Factory) -> JacclFabric:
-        """Read the entries of a Bootstrap. Raises ConfigError for a matrix that JACCL would misread."""
+        """Read a Bootstrap's entries. Raises ConfigError for a matrix that JACCL would misread."""
         try:
             matrix = square(entries, size)
         except ValueError as error:
@@ -39,8 +39,8 @@ class JacclFabric:
         return cls(matrix, ring, factory)
 
     def environment(self, present: Iterable[str], rank: int, path: str) -> dict[str, str | None]:
-        """Return variables to set, and with None those of `present` to remove. `path`: of a `device_file`."""
-        # The mere presence of one prefers the ring, a missing rank means 0, and JACCL_RANK hides MLX_RANK.
+        """Return variables to set; None removes one of `present`. `path`: of a `device_file`."""
+        # A RING variable counts even if it is empty, a missing rank means 0, and JACCL_RANK hides MLX_RANK.
         strangers = [name for name in present if name.startswith(_READ_BY_JACCL)]
         variables: dict[str, str | None] = dict.fromkeys(strangers)
         variables |= {"MLX_RANK": str(rank), "MLX_IBV_DEVICES": path}
@@ -51,9 +51,9 @@ class JacclFabric:
 
 @dataclass(eq=False, repr=False)
 class SideChannelExchange:
-    """One rank's end of the side channel, for one `init`. `receive` waits so many seconds; raises LinkError.
+    """One rank's end of the side channel, for one `init`. `receive(seconds)` waits and raises LinkError.
 
-    `init` holds the GIL except while it waits: only then do other threads read links and reply to Pings.
+    `init` holds the GIL except during `receive`: only then can other threads read links and reply to Pings.
     """
 
     rank: int
@@ -95,7 +95,7 @@ class SideChannelExchange:
             raise self._failed(answer.error)
         if answer.round != self._round or len(answer.data) != n * self.size:
             expected = f"expected {n * self.size} for round {self._round}"
-            raise self._failed(f"{len(answer.data)} bytes came for round {answer.round}, {expected}")
+            raise self._failed(f"{len(answer.data)} bytes arrived for round {answer.round}, {expected}")
         return answer.data
 
     def _failed(self, detail: str, code: Code = Code.FORM_FAILED) -> GroupError:

@@ -1,6 +1,6 @@
 """Probe of MLX's kernels on this machine, for `mlxtp qualify`: `python -m mlxtp.engine.kernel_probe MODEL`.
 
-It prints JSON; with `large` only the time of a step with large command buffers, read once in a process.
+Prints JSON; with `large`, only a step's time with large command buffers, whose size MLX reads just once.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from .loader import ModelShare, load, make_cache, steps
 
 PROMPT = tuple(range(7, 39))
 ROUNDS = 64
-#: Heads of queries, of keys and values, and their size: those of models of 32 or 70 billion weights.
+#: Query heads, KV heads and head size of models with 32 or 70 billion weights.
 ATTENTION = (64, 8, 128)
-KEYS, FEW_KEYS = 16_384, 512  #: a long chat on a GPU, and what a CPU is done with soon
-#: Seconds after which macOS has been seen to unwire weights, and the bytes with which (MLX issue 4609).
+KEYS, FEW_KEYS = 16_384, 512  #: a long chat on a GPU; few enough for a CPU
+#: After such a pause, macOS was seen to unwire so many bytes of weights (MLX issue 4609).
 PAUSE_S, WEIGHTS_BYTES, FEW_WEIGHTS_BYTES = 3.0, 4 << 30, 64 << 20
 
 
 def launches(*arrays: mx.array) -> int:
     found = steps(*arrays)
-    computed_places = found.count("DynamicSliceUpdate")  # each takes a kernel for the place on Metal
+    computed_places = found.count("DynamicSliceUpdate")  # on Metal, a further kernel each, for the position
     return computed_places + len([name for name in found if name not in VIEWS])
 
 
@@ -78,7 +78,7 @@ def seconds_of(act: Callable[[], mx.array], rounds: int = 5) -> float:
 
 
 def attention_s(keys: int) -> tuple[float, float]:
-    """Return the seconds of attention over `keys` without a mask, and with one that hides nothing."""
+    """Return the seconds of attention over `keys` without a mask, and with a mask that hides nothing."""
     heads, kv_heads, size = ATTENTION
     q = mx.ones((1, heads, 1, size), mx.bfloat16)
     k, v = (mx.ones((1, kv_heads, keys, size), mx.bfloat16) for _ in range(2))
@@ -127,6 +127,6 @@ if __name__ == "__main__":
     if large := "large" in sys.argv[2:]:
         use_large_buffers()
     sys.stdout.write(json.dumps(probe(Path(sys.argv[1]), large=large)))
-    gc.collect()  # A Mac may lose memory that a process has wired when it ends.
+    gc.collect()  # A Mac may leak memory that is still wired when a process ends.
     mx.clear_cache()
     mx.set_wired_limit(0)

@@ -1,4 +1,4 @@
-"""Accounts of KV caches: the room that they take, the index of the kept ones, and evictions. Pure."""
+"""Accounts of KV caches: how much room they take, an index of the kept ones, and evictions. Pure."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from .sequence import SequenceState, WaitingQueue
 from .steps import DecodeFrame, Policy, StopReason
 
 # --- room; the same on every rank, and the basis of rank 0's budget --------------------------------------
-# Rows of like lengths share one array a layer. While there is room, its sizes grow in steps of a half and a
-# third (64, 96, 128, 192, ...), so it is copied seldom. Else they grow in steps that leave little empty.
+# Rows of similar lengths share one array a layer. While there is room, arrays grow by a half or a third (64,
+# 96, 128, 192, ...), so they are rarely copied. When room is short, they grow in small steps.
 
 SMALLEST = 64
-#: Steps of a row's room, each up to a length. Copies take at most a twentieth of what attention reads.
+#: Small steps of a row's room, each up to a length. Copying costs at most 1/20 of what attention reads.
 STEPS = ((1024, 32), (4096, 64))
 LONG_STEP = 256
-MOST_BUCKETS = 3  #: arrays in which rows stand, and so forwards in one step
-LEAST_SAVED = 16  #: A further bucket must save one part in so many of the room.
-STAYS = 4  #: Another number of buckets must save one part in so many of a step.
-#: Bytes whose reading takes as long as the rest of a layer in a further forward: on a CPU 0.7 ms at 2.7 GB/s,
-#: measured; on a GPU 30 kernels of 5 µs at 800 GB/s, an estimate.
+MOST_BUCKETS = 3  #: most buckets of rows, and so most forwards in one step
+LEAST_SAVED = 16  #: Adding a bucket must save at least 1 / LEAST_SAVED of the room.
+STAYS = 4  #: Changing the number of buckets must save at least 1 / STAYS of a step.
+#: An extra forward's fixed cost per layer, as bytes read in the same time. Measured on a CPU: 0.7 ms at
+#: 2.7 GB/s. Estimated on a GPU: 30 kernels of 5 µs at 800 GB/s.
 LAYER_ON_CPU, LAYER_ON_GPU = 2 << 20, 128 << 20
-SKIPS = 2  #: Masked positions that take Metal's fused attention as long as another one; an assumption.
+SKIPS = 2  #: Metal's fused attention skips so many masked positions in the time of a visible one; assumed.
 
 
 def capacity(length: int) -> int:
@@ -64,8 +64,8 @@ def view(length: int) -> int:
 
 @lru_cache(maxsize=512)
 def layouts(lengths: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Return the ways to lay out rows of these lengths, in ascending order of buckets: the room of each row
-    in order, then of free slots. Each number of buckets has two: with room to grow and to join, and without.
+    """Return layouts for rows of these lengths, fewest buckets first: each row's room, then that of free
+    slots. Each number of buckets has two layouts: one with spare room to grow and join, one without.
     """
     if not lengths:
         return ((),)
@@ -93,7 +93,7 @@ def layouts(lengths: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     return tuple(found)
 
 
-Slots = tuple[tuple[int, int], ...]  #: The room and the lane of each.
+Slots = tuple[tuple[int, int], ...]  #: Room and lane of each slot.
 
 
 @lru_cache(maxsize=512)
@@ -104,7 +104,7 @@ def laned_layouts(lengths: tuple[int, ...], lanes: tuple[int, ...]) -> tuple[Slo
     }
     found: list[Slots] = []
     for way in range(max([len(ways) for ways in own.values()], default=1)):
-        # Of a lane with fewer ways, the last with room to grow, or the last without.
+        # A lane with fewer ways repeats its last two: with spare room, and without.
         left = {lane: deque(ways[way if way < len(ways) else way % 2 - 2]) for lane, ways in own.items()}
         rows = [(left[lane].popleft(), lane) for lane in lanes]
         found.append((*rows, *[(room, lane) for lane, free in left.items() for room in free]))
@@ -131,34 +131,34 @@ def batch_tokens(lengths: Sequence[int]) -> int:
     return slots(len(lengths)) * roomy(max(lengths)) if lengths else 0
 
 
-# --- index of kept caches: the longest shared beginning with a new prompt, and evictions -----------------
-# Only rank 0 has it, with tokens, not caches. A uid is of a sequence that is kept, or runs and shares.
+# --- index of kept caches: the longest prefix shared with a new prompt, and evictions --------------------
+# Only rank 0 has the index, which holds tokens, not caches. A uid names a kept cache or a running sequence.
 
 SHORTEST_HIT = 16  # tokens that a hit must save
-#: The same for a cache that is kept whole: tokens that it must have beyond the next shorter one.
+#: Tokens that a cache which cannot be truncated must have beyond the next shorter one.
 SHORTEST_CHECKPOINT = 32
-KEPT_SHARE = 2  # kept caches take at most one part in so many of the room
+KEPT_SHARE = 2  # kept caches take at most 1 / KEPT_SHARE of the room
 
 _WORD = 4  # bytes of a packed token
-_SALT_WORDS = 2  # words before the packed tokens: no two salts have a beginning in common
+_SALT_WORDS = 2  # words of salt before the packed tokens
 _MOST_UIDS = 1 << 32
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """Cache that begins like a prompt, whose last token is always left to feed."""
+    """Cache that shares a prefix with a prompt. The prompt's last token never counts: it must be fed."""
 
     uid: int
     length: int  # tokens in common
-    whole: bool  # kept, and with no other tokens: it may be taken over, not just copied
+    whole: bool  # a kept cache with no other tokens: a sequence may take it over instead of copying it
 
 
 class PrefixCache:
-    """Kept caches of at most `max_entries` sequences and `budget` positions, beside those of running ones.
+    """Index of kept caches (at most `max_entries` with `budget` positions) and of running sequences.
 
-    A cache counts as the `capacity` of its tokens and `row_tokens` for the part that does not grow. Prompts
-    of different salts share nothing. Caches that are not `truncatable` are found only if all their tokens
-    begin a prompt, and not while they run. `overlapping`: those that a kept one begins with share its arrays.
+    A cache counts as the `capacity` of its tokens, plus `row_tokens` for the part that does not grow. Prompts
+    with different salts share nothing. If caches are not `truncatable`, only a kept one whose every token
+    begins the prompt is a hit. With `overlapping`, a kept cache lends its arrays to kept prefixes of itself.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class PrefixCache:
     ) -> None:
         self.truncatable = truncatable
         self._overlapping = overlapping
-        #: Kept caches without arrays of their own, each with the uid of the one whose arrays it shares.
+        #: Kept caches without arrays of their own, each with the uid of the cache that lends it arrays.
         self._within: dict[int, int] = {}
         self._row_tokens = row_tokens
         self._budget = budget
@@ -181,10 +181,10 @@ class PrefixCache:
         self._shortest_hit = shortest_hit
         self._kept: dict[int, bytes] = {}  # packed tokens by uid, least recently used first
         self._running: dict[int, bytes] = {}
-        #: Packed tokens of both and their uids. What a prompt has most in common with stands beside it.
+        #: Packed tokens of both, with their uids. A prompt's longest match is next to its own sorted place.
         self._sorted: list[tuple[bytes, int]] = []
         self.positions = 0  #: Positions that the kept caches take.
-        self.changes = 0  # grows whenever `find` may return another result than before
+        self.changes = 0  # grows whenever the result of `find` may change
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -192,8 +192,8 @@ class PrefixCache:
     def keep(self, uid: int, tokens: Sequence[int], salt: int = 0) -> tuple[int, ...]:
         """Keep a cache; returns the uids of caches to free. Raises ValueError when it is kept already.
 
-        Those are kept ones that can be cut from it, then the least recently used until there is room; only
-        `uid` itself when it is too short or too large, or a kept one serves as well.
+        Frees kept caches that truncating this one would give, then the least recently used until there is
+        room. Returns only `uid` itself if it is too short, too large, or no better than a kept cache.
         """
         if uid in self._kept:
             raise ValueError(f"uid {uid} is kept already")
@@ -251,7 +251,7 @@ class PrefixCache:
             self._remove(uid, words)
 
     def find(self, prompt: Sequence[int], salt: int = 0) -> Hit | None:
-        """Return the longest beginning: one that may be taken over, then a kept one, then the latest used."""
+        """Return the longest match. Of equals, prefer a cache to take over, then kept, then running ones."""
         words = _pack(prompt, salt)
         usable = words[:-_WORD]
         if not self.truncatable:
@@ -275,7 +275,7 @@ class PrefixCache:
             held, uid = self._sorted[at - 1]
             if words.startswith(held):
                 return Hit(uid, len(held) // _WORD - _SALT_WORDS, whole=True)
-            # A shorter one that `words` begins with stands before this one, which begins with it as well.
+            # Any shorter prefix of `words` sorts before `held` and is a prefix of their common part, too.
             words = words[: _common(held, words) * _WORD]
         return None
 
@@ -292,7 +292,7 @@ class PrefixCache:
         tokens = len(words) // _WORD - _SALT_WORDS
         self.positions -= self._row_tokens + (0 if self._within.pop(uid, 0) else capacity(tokens))
         self._remove(uid, words)
-        if heirs := self.covered(uid):  # the longest gets arrays of its own, which the others share
+        if heirs := self.covered(uid):  # the longest gets its own arrays and lends them to the others
             longest = max(heirs, key=lambda other: len(self._kept[other]))
             self._within.update(dict.fromkeys(heirs, longest))
             del self._within[longest]
@@ -321,7 +321,7 @@ def _pack(tokens: Sequence[int], salt: int) -> bytes:
 
 def _common(one: bytes, other: bytes) -> int:
     same, differs = 0, min(len(one), len(other)) // _WORD + 1
-    # Both agree before `same`, and not up to `differs`; each slice is half as long as the last.
+    # They agree in the first `same` words, but not in the first `differs`; each round halves the gap.
     while differs - same > 1:
         middle = (same + differs) // 2
         part = slice(same * _WORD, middle * _WORD)
@@ -331,12 +331,12 @@ def _common(one: bytes, other: bytes) -> int:
 
 # --- room for running sequences, which kept caches make way for ------------------------------------------
 
-#: Tokens that a prompt must share with one that is being computed, beyond a kept cache, to wait for it.
+#: A prompt waits for another one's prefill if that saves it at least so many tokens beyond any kept cache.
 SHARED_BEGINNING = 32
 
 
 def places_to_save(sequence: SequenceState, hit: int) -> tuple[int, ...]:
-    """Return the places where a copy is worth it: the request's own, and the last one of a new prompt."""
+    """Return where to snapshot the cache: the request's own places, and before a new prompt's last token."""
     places = [place for place in sequence.wants.places if place < sequence.progress.prompt]
     if not sequence.generated and sequence.progress.prompt - max(places, default=0) > SHORTEST_CHECKPOINT:
         places.append(sequence.progress.prompt - 1)
@@ -350,8 +350,8 @@ def places_to_save(sequence: SequenceState, hit: int) -> tuple[int, ...]:
 class KVCacheManager:
     """Room for the KV caches of `running` and `waiting` sequences, and of kept ones in `prefixes`.
 
-    Where caches roll back, rows stand in arrays whose sizes are chosen here, not by mlx-lm; of more stages,
-    only rows of one lane share arrays.
+    If caches roll back, this class rather than mlx-lm chooses the sizes of arrays. In a pipeline, only rows
+    of one lane share arrays.
     """
 
     def __init__(
@@ -362,7 +362,7 @@ class KVCacheManager:
         waiting: WaitingQueue,
         disk: DiskIndex | None,
     ) -> None:
-        #: Those that free caches, and what waits for them; they come before any other.
+        #: Frames that free caches, and the frames that depend on them; sent before all other frames.
         self.frames: deque[DecodeFrame] = deque()
         self.disk = disk or DiskIndex()
         self.disk.holds = self._holds
@@ -372,9 +372,9 @@ class KVCacheManager:
         self._prefixes = PrefixCache(0, 0) if prefixes is None else prefixes
         self._running = running
         self._waiting = waiting
-        #: All slots, the free ones too. A slot is free until its bucket has no rows.
+        #: All slots, including free ones. A free slot remains until its bucket has no rows.
         self._slots: Slots = ()
-        self._is_stale = False  # something has left or changed since rows were laid out
+        self._is_stale = False  # a row has left or the room has changed since rows were laid out
 
     @property
     def keeps_snapshots(self) -> bool:
@@ -386,11 +386,11 @@ class KVCacheManager:
             hit = self._prefixes.find(sequence.tokens[: sequence.progress.prompt], sequence.wants.salt)
             sequence.progress.hit_length = 0 if hit is None else hit.length
             if hit is not None:
-                self._prefixes.touch(hit.uid)  # others make room before it
+                self._prefixes.touch(hit.uid)  # evict others first
         return max(sequence.progress.hit_length, sequence.disk.fetched)
 
     def is_being_computed(self, sequence: SequenceState, others: Sequence[SequenceState]) -> bool:
-        """Return True if one of `others` will have more of this prompt than caches, and soon enough."""
+        """Return True if one of `others` will soon have computed more of this prompt than caches hold."""
         if not (self._keeps and others):
             return False
         enough = self.hit_length(sequence) + SHARED_BEGINNING
@@ -413,7 +413,7 @@ class KVCacheManager:
         )
 
     def start_from(self, sequence: SequenceState, *, may_take: bool) -> tuple[int, bool]:
-        """Find a KV cache that begins like this prompt: its uid, 0 for none, and True if it is taken over."""
+        """Return the uid of the KV cache to start from (0: none), and True to take it over."""
         hit = self._prefixes.find(sequence.tokens[: sequence.progress.prompt], sequence.wants.salt)
         uid, length, take = (0, 0, False) if hit is None else (hit.uid, hit.length, hit.whole and may_take)
         fetch, fetched = sequence.disk.fetch, sequence.disk.fetched > length
@@ -440,8 +440,8 @@ class KVCacheManager:
             self.frames.append(Evict(others))
         save = 0 if uid in freed else uid
         if save and self._policy.rolls_back:
-            self._lay_out()  # its room may be what rows have to grow
-        take = part.take or part.source in freed  # what would be evicted is taken over
+            self._lay_out()  # the kept cache may take room that rows had to grow
+        take = part.take or part.source in freed  # take over a cache that would be evicted
         return replace(part, save=save, take=take, covers=self._prefixes.covered(save))
 
     def line_up(self, sequence: SequenceState) -> None:
@@ -453,20 +453,20 @@ class KVCacheManager:
             self.frames += self.disk.forget(sequence)  # memory has as much by now
             return True
         if sequence.disk.fetch:
-            return not sequence.disk.fetched  # its room is counted
+            return not sequence.disk.fetched  # its room is already counted
         return full or self.is_being_computed(sequence, others)
 
     def _holds(self, uid: int, tokens: int) -> bool:
         if self._prefixes.length(uid) >= tokens:
             return True
-        # Tokens of one row cannot be taken out of mlx-lm's own batched caches, nor out of states.
+        # A part of a row cannot be extracted from mlx-lm's own batched caches, nor from states.
         running = self._running if self._policy.rolls_back and not self.keeps_snapshots else ()
         rows = (*running, *self._waiting.started())
         known = [max(row.progress.position, row.progress.prefilled) for row in rows if row.uid == uid]
         return max(known, default=-1) >= tokens
 
     def must_wait(self, sequence: SequenceState) -> bool:
-        """Return True if the next step ends an answer whose cache is kept only with known tokens."""
+        """Return True if the next step ends an answer whose cache can be kept only with known tokens."""
         return self.keeps_snapshots and sequence.scheduled + 1 >= sequence.wants.max_tokens
 
     def share(self, sequence: SequenceState) -> None:
@@ -484,7 +484,7 @@ class KVCacheManager:
         covers: tuple[int, ...] = ()
         evicted: tuple[int, ...] = ()
         known = len(sequence.tokens)
-        # With steps in flight, a cache that goes beyond the known tokens cannot always be cut to them.
+        # With steps in flight, a cache that extends beyond the known tokens cannot always be truncated.
         held = 0 if held > known and sequence.in_flight and self.keeps_snapshots else min(held, known)
         self._prefixes.unshare(sequence.uid)
         if reason != "preempt" and held:
@@ -515,18 +515,18 @@ class KVCacheManager:
         fetching = next((each for each in reversed(self._waiting) if each.disk.fetch), None)
         if joining or fetching is None:
             return False
-        self.frames += self.disk.forget(fetching)  # those that run come first
+        self.frames += self.disk.forget(fetching)  # running sequences take precedence
         return self.make_room()
 
     def _has_room(self) -> bool:
-        """Called before each step; cheaper than lengths."""
+        """Check room before each step, without computing lengths."""
         held = [sequence.progress for sequence in self._running]
         return all(at.position + MAX_WIDTH <= at.room for at in held) or (
             len(held) == 1 and self._running[0].longest <= held[0].room
         )
 
     def _lay_out(self, joining: Sequence[SequenceState] = ()) -> bool:
-        """Lay out the running rows, beside prompts with caches of their own; False if they do not fit."""
+        """Lay out the running rows in the room that prefilling prompts leave; False if they do not fit."""
         if not self._policy.rolls_back:
             if self._policy.stages > 1 and not all(sequence.progress.room for sequence in self._running):
                 self.frames.append(Arrange(lanes=_lanes(self._running)))
@@ -537,7 +537,7 @@ class KVCacheManager:
         running, started = self._running, self._waiting.holding()
         own = [capacity(sequence.progress.prompt) for sequence in started]
         longest = max([sequence.progress.prompt for sequence in joining], default=0)
-        # Several that are computed together share arrays, with a place for padding.
+        # Several prompts that are computed together share arrays, with one position for padding.
         own += [capacity(longest + (len(joining) > 1))] * len(joining)
         left = self.kv_tokens - self._prefixes.positions - sum(own) - self._policy.row_tokens * len(own)
         lengths, now = _lengths(running), tuple([(row.progress.room, row.progress.lane) for row in running])
@@ -547,7 +547,7 @@ class KVCacheManager:
             return False
         held, needed = [_room_of(each, self._policy.row_tokens) for each in (self._slots, ways[0])]
         self._is_stale = False
-        # They stay, unless no prompt joins and half of their room is free, or another layout is much faster.
+        # Keep the layout, unless no prompt joins and half of the room is free, or another is much faster.
         stays = self._has_room() and held <= left and (bool(joining) or held <= 2 * needed)
         ways = (now, *ways) if stays else ways
         slots = cheapest(ways, lengths, self._policy.forward_tokens, len(set(self._slots)))
@@ -576,7 +576,7 @@ class KVCacheManager:
         lengths, kept = _lengths(rows), self._prefixes.positions
         if self._policy.rolls_back:
             return _room_of(laned_layouts(lengths, _lanes(rows))[-1], self._policy.row_tokens) + kept
-        # A prompt has its own cache until it runs, unless no other sequence does.
+        # A prompt has its own cache until it decodes, unless it is the only sequence.
         own = (
             [capacity(sequence.progress.prompt) for sequence in [*started, *joining]] if len(rows) > 1 else []
         )

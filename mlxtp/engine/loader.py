@@ -32,7 +32,7 @@ from .pipeline import Stage, StageVocabulary, cut_into_stage
 from .recurrent import STATE, recurrent_layers
 
 # --- headers of safetensors, checked before MLX reads them -----------------------------------------------
-# MLX multiplies a shape without an overflow check, and reads beyond the array where the product wraps.
+# MLX multiplies a shape without an overflow check: if the product wraps, it reads beyond the array.
 
 MAX_HEADER_BYTES = 1 << 25  #: enough for some 200,000 tensors in one file; models have a few thousand
 MAX_AXES = 16
@@ -61,7 +61,7 @@ class StoredTensor:
 
 
 def check_header(text: bytes, file_bytes: int) -> list[StoredTensor]:
-    """Return the tensors in file order. Raises ValueError unless they fill the file."""
+    """Return the tensors in file order. Raises ValueError unless they fill the file exactly."""
     try:
         table = json.loads(text.decode(), object_pairs_hook=_without_doubles)
     except RecursionError:
@@ -124,7 +124,7 @@ def _without_doubles(pairs: Iterable[tuple[str, object]]) -> dict[str, object]:
 
 
 # --- rows of a tensor ------------------------------------------------------------------------------------
-# MLX reads a tensor whole before it cuts it. For the largest ones that would be most of a load's memory.
+# MLX reads a whole tensor before it cuts it. The largest tensors would take most of a load's memory.
 
 #: Types for weights and their scales; tensors of other types are read whole.
 TYPES = {
@@ -146,7 +146,7 @@ def untouched(folder: Path, parameters: Mapping[str, mx.array]) -> dict[str, Sto
     def own(name: str) -> str:  # "model.language_model" in a file can be "language_model.model" in mlx-lm
         return "".join(f".{part}" for part in name.split(".") if part not in ("model", "language_model"))
 
-    def same_end(one: str, other: str) -> bool:  # other prefixes differ, too
+    def same_end(one: str, other: str) -> bool:  # further prefixes may differ, too
         return one.endswith(other) or other.endswith(one)
 
     found = {}
@@ -191,7 +191,7 @@ def _read_rows(stored: StoredTensor, first: int, rows: int, axis: int = 0) -> mx
 
 
 class _Window(io.RawIOBase):
-    """File of some rows, along `axis`, of a stored tensor, which MLX reads straight into an array's memory.
+    """Virtual file of a stored tensor's rows along `axis`. MLX reads it straight into an array's memory.
 
     It has a run of rows for each index of the axes before, and zeros beyond the end of axis 0.
     """
@@ -224,7 +224,7 @@ class _Window(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
         done = 0
-        while done < len(view):  # all of it, because MLX calls this once
+        while done < len(view):  # fill the buffer, because MLX calls this once
             done += self._read_some(view[done:], self._at + done)
         self._at += done
         return done
@@ -253,7 +253,7 @@ class _Window(io.RawIOBase):
 # --- models ----------------------------------------------------------------------------------------------
 
 _BRIEF = 200
-#: Raised for missing and surplus tensors, wrong shapes, broken files, layers that do not divide, no memory.
+#: For missing and surplus tensors, wrong shapes, broken files, layers that do not divide, no memory.
 MLX_LM_RAISES = (
     ValueError,
     LookupError,
@@ -267,22 +267,22 @@ MLX_LM_RAISES = (
     ArithmeticError,  # sizes of 0
     ImportError,
 )
-_AT_ONCE = 256 << 20  #: bytes of weights that are read and checked in one evaluation
-_CUT_AT_ONCE = 1 / 16  #: part of a rank's share that whole tensors may take while they are cut
-#: A type's bits as signed and unsigned numbers, and those of infinity and minus infinity. As bits, NaN and
-#: infinities are the largest signed and the largest unsigned numbers, and finding these takes no memory.
+_AT_ONCE = 256 << 20  #: most bytes of weights to read and check in one evaluation
+_CUT_AT_ONCE = 1 / 16  #: fraction of a rank's share that whole tensors may take while they are cut
+#: Signed and unsigned types of the same size, and the bits of infinity and minus infinity. Read as integers,
+#: infinities and NaN are the largest signed and unsigned numbers; finding a maximum takes no memory.
 _FLOATS = {
     mx.float32: (mx.int32, mx.uint32, 0x7F800000, 0xFF800000),
     mx.bfloat16: (mx.int16, mx.uint16, 0x7F80, 0xFF80),
     mx.float16: (mx.int16, mx.uint16, 0x7C00, 0xFC00),
 }
-#: NaN in the one-byte scales of mxfp4 and mxfp8 weights, and a NaN in those of nvfp4.
+#: NaN in one-byte scales: the only one for mxfp4 and mxfp8 weights, one of two for nvfp4.
 _NAN_SCALE = 255
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShare:
-    """Model whose weights are this rank's share, all of them in memory."""
+    """Model with this rank's share of the weights in memory."""
 
     model: Any
     name: str
@@ -290,10 +290,10 @@ class ModelShare:
     vocabulary: sharding.Vocabulary
     eos: frozenset[int]
     weight_bytes: int
-    peak_bytes: int  # the most that arrays took at any time of the load
+    peak_bytes: int  # peak memory of arrays during the load
     kv_token_bytes: int  # of one more token in this rank's caches, over all layers
     kv_row_bytes: int  # of a sequence's caches that do not grow: windows of tokens, and recurrent states
-    stage: Stage | None = None  # the layers of this rank where it has whole ones
+    stage: Stage | None = None  # this rank's layers in a pipeline
 
     @property
     def mtp_head(self) -> Any:
@@ -313,11 +313,11 @@ def load(
     """Load this rank's share. `split`: layers of each rank, or (). `read_head` returns the MTP head, or None.
 
     Raises ModelError that names the folder, or GroupError (OUT_OF_MEMORY, GPU_TIMEOUT) if the machine failed.
-    No collective runs, so a rank may fail alone. Peak memory is about the share plus one tensor.
+    Runs no collective, so one rank may fail alone. Peak memory is about the share plus one tensor.
     """
     from mlx_lm.utils import maybe_set_recommended_wired_limit
 
-    maybe_set_recommended_wired_limit()  # keeps Metal from paging out the weights; elsewhere no effect
+    maybe_set_recommended_wired_limit()  # keeps Metal from paging out the weights; no effect elsewhere
     config = read_config(folder)
     if why := unreadable(config):
         raise ModelError(f"{folder.name}: {why}", Code.MODEL_UNSUPPORTED)
@@ -410,7 +410,7 @@ def _evaluate(
     progress: Callable[[], None],
     stored: Mapping[str, StoredTensor],
 ) -> None:
-    """Read every weight: the vocabulary, each layer in order, then the rest. Errors as of `read_numbers`."""
+    """Read every weight: vocabulary, each layer in order, then the rest. Raises as `read_numbers` does."""
     done: set[str] = set()
     weights = _weights(model)
     room = int(min(sum(weight.nbytes for weight in weights.values()) * _CUT_AT_ONCE, _AT_ONCE))
@@ -436,7 +436,7 @@ def _evaluate(
 def read_numbers(
     where: str, names: Iterable[str], weights: Mapping[str, mx.array], ranks: int = 1, room: int = 0
 ) -> Iterator[list[str]]:
-    """Yield the names of each batch that is in memory. Raises ModelError (MODEL_INVALID) at the end."""
+    """Read weights; yield each batch's names. At the end, raises ModelError (MODEL_INVALID) for NaN."""
     looks: dict[str, mx.array] = {}
     for batch in _batches(names, weights, ranks, room):
         found = {weight: _look(weights[weight], weight) for weight in batch}
@@ -455,8 +455,8 @@ def _batches(
 ) -> Iterator[list[str]]:
     """Yield names of weights to evaluate together, because a wait for each costs seconds on a GPU.
 
-    At most `_AT_ONCE` bytes, because Metal ends a command that waits too long for a disk. What is computed
-    takes a whole tensor meanwhile: at most `room` bytes, but for a single larger one.
+    A batch has at most `_AT_ONCE` bytes, because Metal ends a command that waits too long for a disk. Cutting
+    a weight holds the whole tensor in memory: at most `room` bytes in a batch, unless a single one is larger.
     """
     batch: list[str] = []
     held = wholes = 0
@@ -473,7 +473,7 @@ def _batches(
 
 
 def _by_columns(weight: mx.array) -> mx.array:
-    """Return a weight by columns on a CPU: BLAS multiplies twice as fast by its transpose, to equal bits."""
+    """Store a weight by columns on a CPU: BLAS then multiplies twice as fast, with the same bits."""
     if mx.default_device() != mx.cpu or weight.ndim != 2 or weight.dtype != mx.float32:
         return weight
     view: mx.array = mx.contiguous(weight.T).T
@@ -482,7 +482,7 @@ def _by_columns(weight: mx.array) -> mx.array:
 
 
 def _look(array: mx.array, name: str) -> mx.array | None:
-    """Return one boolean, true if some values are NaN or infinite; None if none can be."""
+    """Return one boolean, true if any value is NaN or infinite; None if the type has no such values."""
     row = array.reshape(-1)
     if not row.size:
         return None
@@ -495,7 +495,7 @@ def _look(array: mx.array, name: str) -> mx.array | None:
 
 
 def cache_facts(model: Any) -> list[PartFacts]:
-    """Return the sizes of each cache of a sequence, which may be a list of several."""
+    """Return the sizes of each layer's cache, which may consist of several."""
     few, many = 256, 512  # mlx-lm's caches grow by 256
     caches = [make_cache(model) for _ in (few, many)]
     for each, tokens in zip(caches, (few, many), strict=True):
@@ -520,7 +520,7 @@ def cache_facts(model: Any) -> list[PartFacts]:
 
 
 def kv_sizes(model: Any) -> tuple[int, int]:
-    """Return the bytes of one more token in a sequence's caches, and those that do not grow with it."""
+    """Return the bytes of one more token in a sequence's caches, and the bytes that do not grow."""
     found = cache_facts(model)
     rows = [cache.kv_window_bytes * cache.window + cache.state_bytes for cache in found]
     return sum(cache.kv_token_bytes - cache.kv_window_bytes for cache in found), sum(rows)
@@ -529,7 +529,7 @@ def kv_sizes(model: Any) -> tuple[int, int]:
 def read_each_forward(model: Any) -> tuple[int, int]:
     arrays = [array for _, array in tree_flatten(model.parameters())]
     layers = sum([bool(tree_flatten(layer.parameters())) for layer in model.layers])
-    return sum([array.nbytes for array in arrays if array.ndim < 3]), layers  # three are those of experts
+    return sum([array.nbytes for array in arrays if array.ndim < 3]), layers  # experts have three
 
 
 def leaves(caches: Iterable[Any]) -> Iterator[Any]:
@@ -538,7 +538,7 @@ def leaves(caches: Iterable[Any]) -> Iterator[Any]:
 
 
 def unrun_arrays(model: Any, caches: list[Any], tokens: int = 1) -> list[mx.array]:
-    """Return the arrays of `caches` after a forward that is built for their shapes and never run."""
+    """Return the arrays of `caches` after a forward that is never computed, to learn their shapes."""
     head = getattr(model, _HEAD, None)
     with uncounted():
         model(mx.zeros((1, tokens), dtype=mx.int32), cache=caches[:-1] if head else caches)
@@ -553,7 +553,7 @@ def arrays_of(caches: list[Any]) -> list[mx.array]:
 
 
 def run_alone(loaded: ModelShare, ranks: int, forwards: Callable[[], None]) -> None:
-    """Call `forwards` without the other ranks: macOS ends command buffers that wait while one compiles.
+    """Call `forwards` without the other ranks: macOS ends command buffers that wait while a rank compiles.
     Raises as `load` does.
     """
     try:
@@ -571,7 +571,7 @@ def make_cache(model: Any) -> list[Any]:
 
 
 def read_config(folder: Path) -> Config:
-    """Raises ModelError when it is missing or is not JSON."""
+    """Return config.json. Raises ModelError if it is missing or is not JSON."""
     try:
         return config_in(folder)
     except FileNotFoundError:
@@ -603,7 +603,7 @@ def _read_weights(folder: Path, config: Config) -> tuple[Any, Config]:
 
 @contextlib.contextmanager
 def as_mlx_lm_reads(folder: Path) -> Iterator[Path]:
-    """Yield a folder with the model's files alone, because mlx-lm reads stray files of weights, too."""
+    """Yield a folder with only the model's files, because mlx-lm would read stray weight files, too."""
     if not stray_files(folder):
         yield folder
         return
@@ -623,7 +623,7 @@ def _failure(what: str, error: Exception) -> MlxtpError:
 
 
 def brief(error: Exception) -> str:
-    """Return one line, so short that those of all ranks fit one frame."""
+    """Return one line that is short enough for one frame with a line from every rank."""
     return textwrap.shorten(str(error), _BRIEF, placeholder=" ...")
 
 

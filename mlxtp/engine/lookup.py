@@ -1,26 +1,26 @@
-"""Drafts: likely next tokens, found in the sequence so far."""
+"""Prompt lookup: drafts copied from earlier in the same sequence."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
 
-SHORTEST_MATCH = 3  # tokens that must have occurred before, in this order, for a draft
-LONGEST_MATCH = 64  # most tokens of a match that count
-CANDIDATES = 16  # latest earlier places that are compared
+SHORTEST_MATCH = 3  # the last tokens must have occurred before, in this order, for a draft
+LONGEST_MATCH = 64  # most tokens of a match to count
+CANDIDATES = 16  # latest earlier places to compare
 
 
 class Lookup:
-    """Prompt and answer of one sequence. Drafts follow the longest match of its end, the latest of equals."""
+    """Prompt and answer of one sequence. Drafts continue the longest earlier match of its end."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens = list(tokens)
-        #: End of the latest n-gram by its tokens, without the one at the sequence's own end.
+        #: Where each n-gram last ended, apart from the end of the sequence.
         self._latest: dict[tuple[int, ...], int] = {}
-        #: For each n-gram before another token, in order, the end of the same one before; 0 for none.
+        #: For each n-gram in order, where the same one ended before; 0 for nowhere.
         self._previous = array("q")
-        self._place = 0  # index of the token that predicts the next one; 0 for none
-        self.matched = 0  #: Tokens before that place which match the end, at most 64.
+        self._place = 0  # index of the token that is the next draft; 0 for none
+        self.matched = 0  #: Length of the match before that place, at most LONGEST_MATCH.
         shortest = SHORTEST_MATCH
         grams = zip(*(self._tokens[i:-1] for i in range(shortest)), strict=False)
         for end, gram in enumerate(grams, shortest):
@@ -43,7 +43,7 @@ class Lookup:
             self._find()
 
     def draft(self, limit: int) -> tuple[int, ...]:
-        """Past the end of the sequence, the draft repeats itself."""
+        """Return the next draft tokens. A draft that reaches the end of the sequence repeats itself."""
         if not self._place or limit <= 0:
             return ()
         known = self._tokens[self._place : self._place + limit]

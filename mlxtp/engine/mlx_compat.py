@@ -9,7 +9,7 @@ from types import ModuleType
 from ..errors import Code
 
 # --- import of mlx-lm; only agents handle text and the Hub -----------------------------------------------
-# Transformers and huggingface-hub take 2.2 of the 2.7 s of `import mlx_lm`; a recovering group waits for it.
+# Transformers and huggingface-hub take 2.2 of the 2.7 s of `import mlx_lm`, and delay a group's recovery.
 
 #: Names that mlx-lm imports from modules that it needs only to tokenize and to download.
 _ABSENT = {
@@ -20,7 +20,7 @@ _ABSENT = {
 
 
 def import_mlx_lm() -> None:
-    """Import mlx-lm while these modules are empty, or else as a whole. Later imports get the real ones."""
+    """Import mlx-lm with empty stand-ins for these modules, or if that fails, with the real ones."""
     if "mlx_lm" in sys.modules:
         return
     empty = {name: _empty(name, needed) for name, needed in _ABSENT.items() if name not in sys.modules}
@@ -50,8 +50,8 @@ class _Absent:
 
 
 # --- MLX's errors by their text: out of memory, and a GPU that took too long -----------------------------
-# A lack of memory is a MemoryError on Linux. On Metal it is a RuntimeError, as is one of time,
-# in words of the user's language, with the name of its error in parentheses.
+# Out of memory is a MemoryError on Linux. On Metal, it is a RuntimeError, as is a timeout. Its text is in the
+# user's language, with the error's name in parentheses.
 
 _NAME = "kIOGPUCommandBufferCallbackError"
 _MEMORY = rf"^\[(?:metal::)?malloc\] |\[METAL\] .*(?:Insufficient Memory|{_NAME}OutOfMemory)"

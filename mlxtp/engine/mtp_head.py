@@ -1,7 +1,7 @@
-"""MTP head of a model: one more layer behind its own, which predicts the token after the next one.
+"""MTP head of a model: an extra layer after the model's own that predicts the token after the next one.
 
-It reads the hidden state of a position and the embedding of the token that follows, then its own output and
-proposal. After its KV cache is cut, the last entry may be of another token, which changes no text.
+It reads a position's hidden state and the embedding of the next token; for more drafts, its own output and
+proposal. After a truncation, the last entry of its KV cache may be another token's, which changes no text.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from .loader import MLX_LM_RAISES, as_mlx_lm_reads, brief, read_config, read_hea
 from .mlx_compat import code_of, import_mlx_lm
 from .sharding import Vocabulary, at_ends
 
-PROPOSES = 3  #: most tokens that a head proposes in one step
+PROPOSES = 3  #: most tokens that a head proposes in a step
 
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Names of the parts of a family's head in its files, behind those of `MTP_PLACES`."""
+    """Names of a family's head parts in model files, after the prefix in `MTP_PLACES`."""
 
     embedding_norm: str
     hidden_norm: str
     projection: str
     norm: str
-    layer: str = ""  # before the names of the layer's parts
-    hidden_first: bool = False  # in the input of the projection; else the embedding comes first
-    less_one: bool = False  # weights of norms are stored so, except in conversions
+    layer: str = ""  # prefix of the layer's parts
+    hidden_first: bool = False  # order of the projection's input; False: the embedding is first
+    less_one: bool = False  # original files store norm weights minus 1; conversions do not
 
 
 _NEXT_N = Names("enorm", "hnorm", "eh_proj", "shared_head.norm")
 _QWEN = Names("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", layer="layers.0.", less_one=True)
 #: Heads by mlx-lm's name of the family. Their projection's input is ordered as in vLLM (`deepseek_mtp.py`,
-#: `glm4_moe_mtp.py`, `mimo_mtp.py`, `qwen3_next_mtp.py`) and transformers (`modular_glm4_moe.py`). All heads
-#: get hidden states behind the final norm, and their own output behind theirs, as in vLLM. More drafts were
-#: right with that for DeepSeek R1 (ROCm/ATOM #1764), GLM-5 (vLLM #46075, #47448) and Qwen3.5 (llama.cpp
-#: #24025, Rapid-MLX #3371).
+#: `glm4_moe_mtp.py`, `mimo_mtp.py`, `qwen3_next_mtp.py`) and transformers (`modular_glm4_moe.py`). As there,
+#: a head reads hidden states after the model's final norm, and its own output after its norm. This raised
+#: acceptance for DeepSeek R1 (ROCm/ATOM #1764), GLM-5 (vLLM #46075, #47448) and Qwen3.5 (llama.cpp #24025,
+#: Rapid-MLX #3371).
 FAMILIES: Mapping[str, Names] = {
     "deepseek_v3": _NEXT_N,
     "glm4_moe": _NEXT_N,
@@ -79,7 +79,7 @@ class MtpHead(nn.Module):  # type: ignore[misc]  # mlx is untyped here
         self._hidden_first = hidden_first
 
     def __call__(self, hidden: mx.array, following: mx.array, cache: Any) -> mx.array:
-        """Turn hidden states, and embeddings of the tokens after each, into the head's: [B, L, hidden]."""
+        """Turn hidden states and the next tokens' embeddings into the head's output, [B, L, hidden]."""
         from mlx_lm.models.base import create_attention_mask
 
         kind = self.hidden_norm.weight.dtype
@@ -96,9 +96,9 @@ class MtpHead(nn.Module):  # type: ignore[misc]  # mlx is untyped here
     def propose(
         self, vocabulary: Vocabulary, found: mx.array, ends: mx.array, view: LayerView, count: int
     ) -> mx.array:
-        """Return the next `count` tokens of each row, int32 [rows, count], by one collective for each.
+        """Return the next `count` tokens of each row, int32 [rows, count], with one collective for each.
 
-        `found` [rows, 1, hidden]: its output at each row's last token; `ends` int32 [rows]: the next place.
+        `found` [rows, 1, hidden]: its output at each row's last token; `ends` int32 [rows]: next position.
         """
         tokens, embeddings = vocabulary.winners(vocabulary.logits(found))
         drafts = [tokens]
@@ -114,15 +114,15 @@ class MtpHead(nn.Module):  # type: ignore[misc]  # mlx is untyped here
 class ChosenStep:
     hidden: mx.array  # hidden states [rows, width, hidden]
     following: mx.array  # embeddings of the chosen tokens, of the same shape
-    chosen: mx.array  # these tokens, int32 [rows, width]
-    fed: mx.array  # the tokens that the model was fed, int32 [rows, width]
-    counts: mx.array  # how many of each row's count, int32 [rows]
+    chosen: mx.array  # the chosen tokens, int32 [rows, width]
+    fed: mx.array  # the model's input tokens, int32 [rows, width]
+    counts: mx.array  # tokens of each row without padding, int32 [rows]
 
 
 def follow(
     head: MtpHead, vocabulary: Vocabulary, step: ChosenStep, view: LayerView, drafts: int
 ) -> list[mx.array]:
-    """Put a step into the head's cache; returns its proposals, int32 [rows, drafts], if there are any."""
+    """Add a step to the head's cache. Returns its proposals, int32 [rows, drafts], or [] without drafts."""
     found = head(step.hidden, step.following, view)
     if not drafts:
         return []
@@ -131,7 +131,7 @@ def follow(
 
 
 def accepted(fed: mx.array, chosen: mx.array, counts: mx.array) -> mx.array:
-    """Return how many tokens of `fed`, int32 [rows, width], behind a row's first were chosen before them."""
+    """Return how many drafts in `fed`, int32 [rows, width], equal the token that the model chose."""
     if fed.shape[1] == 1:
         return mx.zeros_like(counts)
     right = (fed[:, 1:] == chosen[:, :-1]) & (mx.arange(1, fed.shape[1]) < counts[:, None])
@@ -139,7 +139,7 @@ def accepted(fed: mx.array, chosen: mx.array, counts: mx.array) -> mx.array:
 
 
 def read_head(folder: Path, config: Config, *, numbers: bool = True) -> MtpHead | None:
-    """Read the MTP head, if it is complete and fits, with weights for `numbers`. Raises `MLX_LM_RAISES`."""
+    """Read the MTP head if it is complete and fits; with `numbers`, its weights. Raises `MLX_LM_RAISES`."""
     try:
         place = mtp_place(config)
         head = _read(folder, config, place) if place and _has_head(folder, place) else None
@@ -157,7 +157,7 @@ def read_head(folder: Path, config: Config, *, numbers: bool = True) -> MtpHead 
 
 def _has_head(folder: Path, place: str) -> bool:
     files = [*weight_files(folder), *folder.glob(MTP_FILE)]
-    tensors = [tensor for path in files for tensor in read_header(path)]  # of all, as MLX reads all of them
+    tensors = [tensor for path in files for tensor in read_header(path)]  # check all, as MLX reads all
     return any(name_in_head(tensor.name, place) for tensor in tensors)
 
 
@@ -221,7 +221,7 @@ def _own_weights(
 
 
 def _factors(weights: Mapping[str, mx.array], names: Names) -> dict[str, mx.array]:
-    """Norms are stored less 1 but in conversions; those before the projection are small (omlx #3750)."""
+    """Add 1 to norms that are stored minus 1; the layer's norms tell for small ones (omlx #3750)."""
     norms = {name: weight for name, weight in weights.items() if "norm" in name}
     small = {_ONLY_LAYER + name + ".weight" for name in (names.embedding_norm, names.hidden_norm)}
     less = {name for name in norms.keys() - small if cast("float", norms[name].mean().item()) < 0.5}
@@ -231,7 +231,7 @@ def _factors(weights: Mapping[str, mx.array], names: Names) -> dict[str, mx.arra
 
 
 def main() -> None:
-    """Exit with 0 if ranks would load an MTP head from the folder that is named, by names and shapes."""
+    """Exit with 0 if ranks would load an MTP head from the given folder, by names and shapes."""
     folder = Path(sys.argv[1])
     mx.set_default_device(mx.cpu)  # the GPU may serve others
     import_mlx_lm()

@@ -1,7 +1,7 @@
-"""Choice of who proposes drafts and how many: the most tokens a second, by measured costs and acceptance.
+"""Choice of the source and number of drafts with the most tokens a second, by measured cost and acceptance.
 
 A source that does not beat plain steps is tried again after an interval, which doubles up to a bound. A
-credit bounds what trials may lose. Pure: seconds are passed in.
+credit limits the time lost to trials. Pure: seconds are passed in.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
 Proposer = Literal["lookup", "mtp", "draft"]
-#: A proposer, and for a lookup how long its match is: acceptance differs much between these.
+#: A proposer, and a lookup's class of match length: longer matches are accepted much more often.
 Source = tuple[Proposer, int]
 
 PROPOSERS: tuple[Proposer, ...] = ("lookup", "mtp", "draft")
@@ -24,20 +24,20 @@ RECENT_STEPS = 1000  #: steps over which the gain in heartbeats is averaged
 
 @dataclass(slots=True)
 class DraftUse:
-    """Use of drafts in an epoch, for heartbeats."""
+    """An epoch's counts of drafts, for heartbeats."""
 
     drafted: list[int] = field(default_factory=lambda: [0] * len(PROPOSERS))  # tokens by PROPOSERS
     accepted: list[int] = field(default_factory=lambda: [0] * len(PROPOSERS))
     right_at: list[int] = field(default_factory=lambda: [0] * MOST_DRAFTED)  # by their place in the draft
     steps: int = 0
-    widths: int = 0  # sum of the most tokens that each step fed one row
+    widths: int = 0  # sum over steps of the most tokens fed to one row
     mtp: bool = False  # the model's MTP head is loaded
     _took_s: float = 0.0
     _plain_s: float = 0.0
 
     @property
     def gain(self) -> float:
-        """Tokens a second of recent steps, in those that plain steps would have given; 0 if unknown."""
+        """Speedup of recent steps over plain steps; 0 if unknown."""
         return self._plain_s / self._took_s if self._took_s else 0.0
 
     def figures(self) -> dict[str, Any]:
@@ -52,7 +52,7 @@ class DraftUse:
             self.right_at[place] += 1
 
     def took(self, seconds: float, plain_s: float) -> None:
-        """`plain_s`: of plain steps for as many tokens, 0 if unknown."""
+        """`plain_s`: seconds that plain steps take for as many tokens; 0 if unknown."""
         if plain_s:
             self._took_s += seconds - self._took_s / RECENT_STEPS
             self._plain_s += plain_s - self._plain_s / RECENT_STEPS
@@ -60,13 +60,13 @@ class DraftUse:
 
 # --- costs -----------------------------------------------------------------------------------------------
 
-SAMPLES, FEW = 10, 3  #: newest steps of a kind, which are averaged; plain ones that are measured first
-SHORT = 1024  #: tokens of a row, above which each doubling has costs of its own
+SAMPLES, FEW = 10, 3  #: newest steps of a kind to average; plain steps to measure before any drafts
+SHORT = 1024  #: tokens of a row; costs are kept apart for each doubling above it
 WIDER = 0.1  #: guess: cost of each token that the host feeds a row, in plain steps
 
 
 class StepKind(NamedTuple):
-    """A plain step feeds none, because it runs ahead of the tokens before it. Drafts follow one token."""
+    """`fed`: tokens that the host feeds a row: 1 and the drafts, or 0 in a plain step, which runs ahead."""
 
     rows: int
     fed: int = 0
@@ -74,11 +74,11 @@ class StepKind(NamedTuple):
 
 
 class StepCosts:
-    """Average costs of steps by context and kind, in plain ones of as many rows, or guesses."""
+    """Average or guessed costs of steps by context and kind, in plain steps of as many rows."""
 
     def __init__(self) -> None:
         self.context = 0  #: doublings of SHORT in the longest row, rounded up
-        #: Costs of the newest steps, for plain ones their seconds.
+        #: Costs of the newest steps; of plain steps, seconds.
         self._samples = defaultdict[tuple[int, StepKind], deque[float]](lambda: deque(maxlen=SAMPLES))
         #: By context, rows and proposer: fed tokens and cost of the newest step with drafts.
         self._newest: dict[tuple[int, int, Proposer], tuple[int, float]] = {}
@@ -90,7 +90,7 @@ class StepCosts:
         return len(self._samples.get((self.context, StepKind(rows)), range(FEW))) >= FEW
 
     def cost(self, kind: StepKind) -> float:
-        """One step that was slower than guessed may have compiled kernels."""
+        """Return a step's cost. A single sample above the guess is ignored: it may have compiled kernels."""
         if not kind.fed:
             return 1.0
         samples: Collection[float] = self._samples.get((self.context, kind), ())
@@ -104,7 +104,7 @@ class StepCosts:
         return min((guess, *samples))
 
     def took(self, kind: StepKind, seconds: float) -> float:
-        """Record a step; returns its cost, with that of a slow one before it which did not count."""
+        """Record a step; return its cost, doubled if the first sample was slow and so was left out."""
         samples, usual = self._samples[self.context, kind], self.cost(kind)
         if not kind.fed:
             samples.append(seconds)
@@ -119,7 +119,7 @@ class StepCosts:
         for drafts in [drafts for drafts in LENGTHS if 1 + drafts < kind.fed]:
             shorter = self.context, kind._replace(fed=1 + drafts)
             if _average(self._samples.get(shorter, ())) > cost:
-                del self._samples[shorter]  # because a shorter draft costs less
+                del self._samples[shorter]  # outdated: a shorter draft costs less
         return cost * 2 if len(samples) == 2 and samples[0] > usual else cost
 
     def forget(self, rows: int, proposer: Proposer | None = None) -> None:
@@ -133,22 +133,22 @@ class StepCosts:
 
 
 def _average(samples: Collection[float]) -> float:
-    """Leave out the largest fifth: plain steps that run ahead may come two at a time."""
+    """Average without the largest fifth: the results of two plain steps may arrive together."""
     return fmean(sorted(samples)[: max(len(samples) * 4 // 5, 1)]) if samples else 0.0
 
 
 # --- acceptance ------------------------------------------------------------------------------------------
 
-#: Shares of right drafts, if those before were right: of the first, the second, two, four, and the rest, each
-#: with the number of reports that it counts for. One that was never seen is like the one before it.
+#: Acceptance of drafts, given that the drafts before were accepted: first, second, next two, next four, and
+#: the rest, each with its weight in reports. A place without reports takes the one before.
 Shares = list[tuple[float, float]]
 
 FIRST_SHARE: Mapping[Source, float] = {
     ("lookup", 0): 0.4, ("lookup", 1): 0.65, ("lookup", 2): 0.9, ("mtp", 0): 0.7, ("draft", 0): 0.7,
 }  # fmt: skip
-FIRST_WEIGHT, MOST_WEIGHT = 2.0, 20  #: reports that a first share counts for, and those that are averaged
-DRIFT = 0.01  #: part of the way to the place before it that one goes with each report that is too short
-LIKELY, TRIED = 0.05, 2  #: least probability of a draft that is fed; most drafts before the first report
+FIRST_WEIGHT, MOST_WEIGHT = 2.0, 20  #: weight of a first share in reports; most reports in an average
+DRIFT = 0.01  #: with each report too short to reach it, a place moves this far to the place before it
+LIKELY, TRIED = 0.05, 2  #: least probability of a draft to feed it; most drafts before the first report
 
 
 def source_of_match(matched: int) -> Source:
@@ -180,12 +180,12 @@ def gains(shares: Shares, limit: int) -> list[float]:
 
 # --- the policy ------------------------------------------------------------------------------------------
 
-FLOOR = 1.04  #: times the tokens a second of plain steps with which drafts begin
-FIRST_RETRY, LAST_RETRY = 48, 512  #: steps without a source, or at last without plain steps; doubled
-CREDIT, FIRST_CREDIT, MOST_CREDIT = 0.015, 3.0, 8.0  #: plain steps that drafts may lose: by a step, at first
-SURE = 1.5  #: times the tokens a second of plain steps with which drafts begin without credit
+FLOOR = 1.04  #: least expected speedup over plain steps to begin with drafts
+FIRST_RETRY, LAST_RETRY = 48, 512  #: steps until a source is tried again, doubled; LAST also for plain steps
+CREDIT, FIRST_CREDIT, MOST_CREDIT = 0.015, 3.0, 8.0  #: plain steps to lose: earned a step, at first, most
+SURE = 1.5  #: the same as FLOOR, without credit
 
-#: Sources of one row's drafts, with the most that each may give now, and their shares in this row.
+#: One row's sources with the most drafts that each may propose now, and their shares in this row.
 RowOptions = tuple[Mapping[Source, int], dict[Source, Shares]]
 
 
@@ -207,7 +207,7 @@ class DraftPolicy:
     _shares: dict[Source, Shares] = field(default_factory=dict)  # of all rows
     _retries: dict[Source, tuple[int, int]] = field(default_factory=dict)  # number of a step, and interval
     _last: DraftPlan = NO_DRAFTS
-    _asked: Any = None  # options that were compared last, while nothing changes, and the plan
+    _asked: Any = None  # options that `_best` is the plan for; None once something changes
     _best: DraftPlan = NO_DRAFTS
     _steps: int = 0
     _plain_at: int = 0  # number of the newest plain step
@@ -274,7 +274,7 @@ class DraftPolicy:
         return self._shares.setdefault(source, [(FIRST_SHARE[source], FIRST_WEIGHT)])
 
     def suspends(self, source: Source) -> bool:
-        """Return True for a source that failed in several trials and will not be tried soon."""
+        """Return True if a source failed in several trials and will not be tried soon."""
         at, interval = self._retries.get(source, (0, 0))
         return interval > 2 * FIRST_RETRY and (self._steps < at or self.credit <= 0)
 
@@ -290,7 +290,7 @@ class DraftPolicy:
         report(self._of_all(source), drafted, right)
 
     def step(self, kind: StepKind, tokens: int, seconds: float = 0.0, *, paid: bool = True) -> None:
-        """`seconds`: 0 where unknown. `paid`: the cost is that of drafts, and not of forced tokens."""
+        """Record a step. `seconds`: 0 if unknown. `paid`: drafts caused the cost, not forced tokens."""
         self._steps += 1
         if kind.fed:
             self._asked = None

@@ -1,7 +1,7 @@
-"""Stages of a model: the whole layers that one rank of a pipeline has, and the hidden states between them.
+"""Stages of a pipeline: each rank computes some whole layers and passes hidden states on.
 
-Rank 0 has the last layers and the output head, the last rank the first layers and the embedding. Hidden
-states go from each rank to the one below it. Others' layers have no weights and return their input.
+Rank 0 has the last layers and the output head; the last rank has the first layers and the embedding. Each
+rank sends hidden states to the next lower rank. Layers of other ranks have no weights and return their input.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ class _Reached(Exception): ...
 
 @dataclass(slots=True)
 class LayerTrace:
-    caches: tuple[int, ...]  # numbers of those that it is given
-    needs: tuple[int, ...]  # layers that its stage must have, for more than the hidden states before it
-    extras: int | None  # results beside the hidden states; None where it returns these alone
-    counted: bool  # it is given the position of the first token, or arrays that may be made of it
+    caches: tuple[int, ...]  # numbers of the caches that it uses
+    needs: tuple[int, ...]  # earlier layers that must be on its stage, as it needs more than hidden states
+    extras: int | None  # further results; None: it returns the hidden states alone
+    counted: bool  # an argument depends, or may depend, on the position of the first token
     hidden: mx.array
 
 
 class Stage:
-    """Layers `first` to `end` (exclusive) of `model`, which `rank` of `ranks` computes.
+    """Layers `first` to `end` (exclusive) of `model`, computed by `rank` of `ranks`.
 
-    Raises ModelError (MODEL_UNSUPPORTED) when other ranks would need more than hidden states.
+    Raises ModelError (MODEL_UNSUPPORTED) if a stage would need more than hidden states from another.
     """
 
     def __init__(self, model: Any, rank: int, split: Sequence[int]) -> None:
@@ -62,8 +62,8 @@ class Stage:
         self.rank, self.ranks = rank, len(split)
         self.first = sum(split[rank + 1 :])
         self.end = self.first + split[rank]
-        self.embeds, self.chooses = self.first == 0, rank == 0  # it has the embedding, or the output head
-        self.given: mx.array | None = None  # hidden states [B, L, hidden] that the next forward begins with
+        self.embeds, self.chooses = self.first == 0, rank == 0  # has the embedding; has the output head
+        self.given: mx.array | None = None  # input of the next forward: hidden states [B, L, hidden]
         self._empty: list[Any] = make_prompt_cache(model)
         try:
             facts = trace_layers(model, self._empty)
@@ -124,7 +124,7 @@ class Stage:
 
     def _own_model(self, kind: type) -> Callable[..., Any]:
         def forward(model: Any, tokens: mx.array, cache: list[Any] | None = None) -> Any:
-            if cache is not None:  # a model makes masks by the caches of certain layers
+            if cache is not None:  # a model makes its masks from the caches of certain layers
                 places = enumerate(self._stand_ins)
                 cache = [self._empty[at] if place is None else cache[place] for at, place in places]
             try:
@@ -158,19 +158,19 @@ _uncut = partial(ModelError, code=Code.MODEL_UNSUPPORTED)
 
 
 class _ForwardTrace:
-    """Forward that is never computed, with zeros for layers' results, to see what depends on which."""
+    """Forward that is traced and never computed; zeros replace layers' results to show what uses them."""
 
     ROWS = (3, 1)  # of tokens
 
     def __init__(self, caches: list[Any]) -> None:
         self.caches = caches
         self.facts: dict[int, LayerTrace] = {}
-        self._marks: dict[str, mx.array] = {}  # those zeros: "layer:number", of the embedding "-1:number"
+        self._marks: dict[str, mx.array] = {}  # the zeros, by "layer:number"; the embedding's layer is -1
 
     def mark(self, like: mx.array, at: int) -> mx.array:
         zeros = mx.zeros(like.shape, dtype=like.dtype)
         mx.eval(zeros)
-        # Another object, because a model may change its own in place.
+        # Keep another object, because a model may change this one in place.
         self._marks[f"{at}:{len(self._marks)}"] = zeros.reshape(zeros.shape)
         return zeros
 
@@ -203,7 +203,7 @@ class _ForwardTrace:
         sharing = {other for other, fact in self.facts.items() if numbers.intersection(fact.caches)}
         needs = self.sources(out) | sharing
         if at and (self.sources(x) != {at - 1} or self.graph(x).count("rectangle") > 1):
-            needs |= self.sources(x)  # which is not just what the layer before has returned
+            needs |= self.sources(x)  # the input is not just the previous layer's result
         like = next(iter(self.facts.values())).hidden if self.facts else hidden
         if hidden.shape != (*self.ROWS, like.shape[-1]) or hidden.dtype != like.dtype:
             raise _uncut(f"layer {at} returns other hidden states than a row of numbers for each token")
@@ -220,7 +220,7 @@ class _ForwardTrace:
 
 
 def trace_layers(model: Any, empty: Sequence[Any]) -> list[LayerTrace]:
-    """Raises ModelError (MODEL_UNSUPPORTED) with why none can be cut off."""
+    """Trace each layer. Raises ModelError (MODEL_UNSUPPORTED) that says why the model cannot be cut."""
     layers, embeddings, trace = list(model.layers), embeddings_of(model), _ForwardTrace(deepcopy(list(empty)))
     kinds = [(module, type(module)) for module in [*embeddings, *layers]]
     try:
@@ -248,7 +248,7 @@ def trace_layers(model: Any, empty: Sequence[Any]) -> list[LayerTrace]:
 def border_rules(
     facts: Sequence[LayerTrace], caches: Sequence[Any]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return layers that must be with the one before, and those of which each rank needs one to count."""
+    """Return the layers to keep with the one before, and the layers of which each rank needs at least one."""
     spans = [range(min(layer.needs) + 1, at + 1) for at, layer in enumerate(facts) if layer.needs]
     counted = any(layer.counted for layer in facts)
     keepers = [
@@ -297,7 +297,7 @@ def embeddings_of(model: Any) -> list[Any]:
 
 
 def _empty_out(module: Any) -> None:
-    """A model may read a module's flags and submodules, which stay."""
+    """Delete a module's arrays. Keep flags and submodules, which a model may read."""
     for part in module.modules():
         for name in [name for name, value in part.items() if isinstance(value, mx.array)]:
             del part[name]
@@ -311,7 +311,7 @@ def _pass_on(extras: int | None) -> Callable[..., Any]:
 
 
 class StageVocabulary(Vocabulary):
-    """Vocabulary of a stage: of `whole`, embedding and head where they are, and `beside` for an MTP head."""
+    """The parts of `whole` that a stage has. `beside`: an MTP head's embedding, if the stage has none."""
 
     def __init__(self, whole: Vocabulary, stage: Stage, beside: ShardedEmbedding | None = None) -> None:
         embedding = whole.embedding if stage.embeds else beside
@@ -339,12 +339,12 @@ class StageVocabulary(Vocabulary):
 
 
 def nothing_chosen(rows: int, width: int, after: list[mx.array]) -> mx.array:
-    """Return zeros in the place of tokens, int32 [rows, width], known once `after` is computed."""
+    """Return zeros in place of tokens, int32 [rows, width], that are ready once `after` is computed."""
     return cast("mx.array", mx.depends([mx.zeros((rows, width), dtype=mx.int32)], after)[0])
 
 
 def whole_vocabulary(model: Any, size: int = 0) -> Vocabulary:
-    """Raises ModelError without a known embedding."""
+    """Return the whole model's vocabulary. Raises ModelError if it has no known embedding."""
     whole = shard(model, LoneGroup(), size=size)
     if whole.embedding is None:
         raise ModelError(f"{model.model_type}: no embedding was found", Code.MODEL_UNSUPPORTED)
@@ -354,20 +354,20 @@ def whole_vocabulary(model: Any, size: int = 0) -> Vocabulary:
 def cut_into_stage(
     model: Any, group: Group, split: Sequence[int], size: int, *, embeds: bool = False
 ) -> StageVocabulary:
-    """Leave the layers of this rank. Evaluates nothing; `size` and errors are those of `shard`."""
+    """Cut a model to the layers of this rank, without evaluation. `size` and errors: see `shard`."""
     check_split(split, group.size, len(model.layers))
     whole, beside = whole_vocabulary(model, size), None
     if embeds:
-        # This rank chooses tokens and has an embedding, too: of its own where the stage drops the model's.
+        # This rank needs an embedding, too: a copy, unless the output head is the same module.
         beside = whole.embedding if whole.head is whole.embedding else deepcopy(whole.embedding)
     return StageVocabulary(whole, Stage(model, group.rank, split), beside)
 
 
 # --- borders: one message for each forward, from the rank above and to the rank below ---------------------
 
-#: Hidden states of so many tokens are one message, where all messages must have the same shape.
+#: Tokens of a message of hidden states, on links whose messages must all have the same shape.
 UNIT_TOKENS = 16
-LAST = 1 << 62  # no forward has a higher number
+LAST = 1 << 62  # above the number of any forward
 
 _MASK = 0xFFFFFFFF
 _WORDS = {2: mx.uint16, 4: mx.uint32}  # bits of a number, by its bytes
@@ -376,8 +376,8 @@ _WORDS = {2: mx.uint16, 4: mx.uint32}  # bits of a number, by its bytes
 @dataclass(frozen=True, slots=True)
 class HiddenStates:
     given: mx.array | None = None  # [rows, width, hidden]
-    number: mx.array | None = None  # of the forward at the sender, uint32 [1]; known once all pieces are here
-    pieces: Sequence[mx.array] = ()  # that receive both, in this order
+    number: mx.array | None = None  # the sender's forward, uint32 [1]; known when all pieces have arrived
+    pieces: Sequence[mx.array] = ()  # receives of both, in this order
 
     def post_receives(self) -> None:
         for piece in self.pieces:
@@ -386,7 +386,7 @@ class HiddenStates:
             mx.async_eval(self.number)
 
     def wait(self, forward: int) -> None:
-        """Wait until they are here. Raises GroupError (DESYNC) for those of another forward."""
+        """Wait for arrival. Raises GroupError (DESYNC) if the sender's forward is another one."""
         if self.number is not None and (sent := self.number.item()) != forward & _MASK:
             raise GroupError(
                 f"the stage before sent the hidden states of forward {sent}, not {forward}", Code.DESYNC
@@ -398,7 +398,7 @@ class StageTimes:
         self.busy_s = self.waiting_s = 0.0
         self._ended = 0.0  # when the newest forward ended
         self._blocked_s = 0.0  # since then
-        self._prompt = 0  # uid of the prompt whose next tokens are to come
+        self._prompt = 0  # uid of the prompt in prefill
         self._running = 0  # forwards that were submitted and have not ended
 
     def began(self, frame: Forward, now: float, *, idle: bool) -> None:
@@ -407,7 +407,7 @@ class StageTimes:
         if idle and goes_on:
             self.waiting_s += now - self._ended
         if idle:
-            self._ended = now  # what came before is counted
+            self._ended = now  # the time before is already counted
 
     @contextlib.contextmanager
     def blocked(self) -> Iterator[None]:
@@ -432,22 +432,22 @@ class StageTimes:
 
 
 def padded(tokens: Sequence[int], widths: Sequence[int], width: int) -> mx.array:
-    """Return the tokens of rows of these widths, int32 [rows, width], padded with zeros that no row sees."""
+    """Return the tokens of rows of these widths, int32 [rows, width], padded with zeros."""
     each = iter(tokens)
     table = [[*islice(each, count), *[0] * (width - count)] for count in widths]
     return mx.array(table, dtype=mx.int32)
 
 
 class LateTokens:
-    """Tokens that the rows of a pipeline feed. Queued steps may have zeros in their place until `supply`."""
+    """Input tokens of a pipeline's rows. In queued steps, zeros stand for unknown tokens until `supply`."""
 
     def __init__(self) -> None:
-        self.needs = 0  #: the forward that chooses tokens of the next one to be submitted; 0 if it has all
-        self._newest = 0  # the newest forward whose choice is known
-        self._last: dict[int, int] = {}  # by uid
-        #: Forwards whose choice is not known: number, rows, and how many tokens each row gets.
+        self.needs = 0  #: forward that chooses input tokens of the next one to submit; 0 if all are known
+        self._newest = 0  # the newest forward whose tokens are known
+        self._last: dict[int, int] = {}  # last known token by uid
+        #: Forwards whose tokens are not known yet: number, rows, and how many tokens each row gets.
         self._choosing: deque[tuple[int, tuple[int, ...], tuple[int, ...]]] = deque()
-        #: Steps without all their tokens: number, the forward that chooses these, their rows, all tokens.
+        #: Steps that lack input tokens: number, the forward that chooses them, rows without one, all inputs.
         self._open: deque[tuple[int, int, list[tuple[int, int]], mx.array]] = deque()
 
     def feed(self, frame: Forward, width: int, forward: int) -> tuple[mx.array, mx.array | None]:
@@ -470,7 +470,7 @@ class LateTokens:
         self.chose(chosen, None)
 
     def supply(self, forward: int, tokens: tuple[int, ...]) -> None:
-        """Take what a forward chose, in row order. Raises GroupError (DESYNC) for another one's."""
+        """Take a forward's tokens, in row order. Raises GroupError (DESYNC) if another forward is next."""
         number, rows, widths = self._choosing.popleft() if self._choosing else (0, (), ())
         if number != forward or sum(widths) != len(tokens):
             raise GroupError(
@@ -492,7 +492,7 @@ class LateTokens:
     def _fill(self) -> None:
         while self._open and self._open[0][1] <= self._newest:
             _, _, inside, tokens = self._open.popleft()
-            view = memoryview(tokens)  # type: ignore[arg-type]  # of its own memory, which no forward has read
+            view = memoryview(tokens)  # type: ignore[arg-type]  # of memory that no forward has read yet
             for row, uid in inside:
                 view[row, 0] = self._last[uid]
 
@@ -507,12 +507,12 @@ class _HeldForward:
 
 
 class Border:
-    """Messages of hidden states over the borders of `stage`; none where a rank has part of each layer.
+    """Messages of hidden states to and from `stage`; none if ranks share each layer instead.
 
-    All ranks queue them in the order of forwards, so that no two wait for each other. A forward is submitted
-    when its tokens and hidden states are here, because macOS ends a GPU's work that waits for some seconds:
-    rank 0, with other frames to send, holds it for hidden states, the others for tokens. Raises GroupError
-    (DESYNC) for those of another forward.
+    All ranks queue messages in the order of forwards, so no two ranks wait for each other. macOS ends GPU
+    work that waits for some seconds, so a forward is submitted once its tokens and hidden states are here.
+    Rank 0 can send other frames while it holds a forward for hidden states; other ranks hold it for tokens.
+    Raises GroupError (DESYNC) if hidden states are another forward's.
     """
 
     def __init__(self, stage: Stage | None, group: Group) -> None:
@@ -521,11 +521,11 @@ class Border:
         self._chooses = stage is not None and stage.chooses
         self._held: deque[_HeldForward] = deque()
         self._handing_on: tuple[mx.array, ...] = ()  # by the forward that is being queued
-        self._handed_on: tuple[mx.array, ...] = ()  # by the newest forward that was submitted
-        self._receiving = 0  # the newest forward whose hidden states are being received
+        self._handed_on: tuple[mx.array, ...] = ()  # by the newest submitted forward
+        self._receiving = 0  # the newest forward with posted receives
         self.tokens = LateTokens()
         self.times = StageTimes()
-        self.queued_s = 0.0  #: seconds in which MLX queued the newest forward; 0 in a pipeline
+        self.queued_s = 0.0  #: seconds that MLX took to queue the newest forward; 0 in a pipeline
 
     def expect(self, rows: int, width: int) -> HiddenStates:
         stage = self.stage
@@ -537,7 +537,7 @@ class Border:
         pieces = self._group.receive_row(
             size + 4 // bits.size, bits, stage.rank + 1, UNIT_TOKENS * stage.hidden
         )
-        with mx.stream(self._group.messages):  # and not behind forwards
+        with mx.stream(self._group.messages):  # not in the queue of forwards
             message = mx.concatenate(pieces) if len(pieces) > 1 else pieces[0]
             number = message[size : size + 4 // bits.size].view(mx.uint32)
         hidden = message[:size].view(stage.dtype).reshape(rows, width, stage.hidden)
@@ -559,18 +559,18 @@ class Border:
             mx.async_eval(*arrays)
             self.queued_s = time.monotonic() - began
             return
-        # Handles of their own, because a later forward may assign to these.
+        # Copy the handles, because a later forward may assign to them.
         self._held.append(_HeldForward(forward, self.tokens.needs, after, deepcopy(arrays), self._handing_on))
         self.tokens.needs, self._handing_on = 0, ()
         self._go_on()
 
     def supply(self, forward: int, tokens: tuple[int, ...]) -> None:
-        """Take the tokens that a forward chose, none if it ended no prompt, and submit what they held up."""
+        """Take a forward's tokens (none if it ended no prompt), and submit forwards that waited for them."""
         if tokens:
             self.tokens.supply(forward, tokens)
         if self.stage is None:
             return
-        is_lane = bool(self._held) and 0 < self._held[0].needs < forward  # and no chunk of a prompt
+        is_lane = bool(self._held) and 0 < self._held[0].needs < forward  # not a chunk of a prompt
         if not self._chooses and self._is_known():
             self.times.tokens_came(time.monotonic())
         self._go_on()
@@ -582,14 +582,14 @@ class Border:
             self.flush(self._held[0].forward)
 
     def flush(self, forward: int = LAST) -> None:
-        """Submit what is held, up to a forward, and wait for the stages before this one."""
+        """Submit held forwards up to `forward`, and wait for earlier stages."""
         while self._held and self._held[0].forward <= forward:
             held = self._held.popleft()
             self.times.submitted()
             if held.after.number is not None:
                 if not self._chooses:
                     held.after.post_receives()
-                    mx.eval(self._handed_on[:1])  # is sent before: time to compute it is no waiting
+                    mx.eval(self._handed_on[:1])  # finish the forward before; its compute time is not waiting
                 with self.times.blocked():
                     held.after.wait(held.forward)
             self._handed_on = held.handed_on
@@ -602,7 +602,7 @@ class Border:
             while self._is_known():
                 self.flush(self._held[0].forward)
             return
-        for held in self._held:  # those alone, because MLX may wait for them when others are submitted
+        for held in self._held:  # post only these receives: on submitting more, MLX may wait for them
             if held.forward > self._receiving and self.tokens.known(held.forward):
                 held.after.post_receives()
                 self._receiving = held.forward

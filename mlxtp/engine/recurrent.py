@@ -1,7 +1,7 @@
-"""Recurrent layers, as in Qwen3.5, Nemotron-H or LFM2, and their way back behind wrong drafts.
+"""Recurrent layers, as in Qwen3.5, Nemotron-H or LFM2, and how they undo rejected drafts.
 
-A step of several tokens leaves a state, which cannot be cut, as it was, and keeps the inputs of the
-recurrence. The next step first feeds those again that were right. Convolutions keep all their inputs.
+A recurrent state cannot be truncated. A step of several tokens therefore leaves it unchanged and keeps the
+recurrence's inputs; the next step first replays the accepted ones. Convolutions keep all their inputs.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ def _attributes(*names: str) -> Callable[[Any], dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Recurrence:
-    """Kind of mlx-lm's recurrent layers, by names in its code. Their caches: convolutions, then a state."""
+    """Kind of recurrent layer, by names in mlx-lm's code. Its cache: convolution inputs, then a state."""
 
-    inputs: tuple[str, ...] = ("conv_kernel_size",)  # attributes, one more than a convolution's inputs
-    update: str = ""  # function of the module, or method, of the recurrence; "" for convolutions alone
-    taken: tuple[str, ...] = ()  # its arguments of each token, [rows, tokens, ...], that change the state
-    read: tuple[tuple[str, str], ...] = ()  # those which do not, each with one of `taken` of its shape
-    constants: Callable[[Any], dict[str, Any]] = lambda _: {}  # its further arguments for a layer
-    together: bool = False  # it takes several tokens and a mask, with the bits of one after another
+    inputs: tuple[str, ...] = ("conv_kernel_size",)  # attributes with the kernel size: kept inputs plus one
+    update: str = ""  # module function or method that computes the recurrence; "" for convolutions alone
+    taken: tuple[str, ...] = ()  # its arguments per token, [rows, tokens, ...], that change the state
+    read: tuple[tuple[str, str], ...] = ()  # its other arguments per token, each with a `taken` of its shape
+    constants: Callable[[Any], dict[str, Any]] = lambda _: {}  # its arguments that depend only on the layer
+    together: bool = False  # it takes several tokens and a mask, and gives the same bits as one by one
 
     @property
     def size(self) -> int:
         return len(self.inputs) + bool(self.update)
 
     def run(self, update: Callable[..., Any], given: dict[str, Any], stands: mx.array | None = None) -> Any:
-        """Return results and state of `update`. Only what `stands`, bool [rows, tokens], changes it."""
+        """Return results and state of `update`. Only tokens in `stands`, bool [rows, tokens], change it."""
         if self.together:
             return update(**{**given, "mask": stands})
         count = given[self.taken[0]].shape[1]
@@ -81,7 +81,7 @@ _KIMI = replace(
         "lower_bound": getattr(layer, "lower_bound", None),
     },
 )
-#: By module and class; Mamba 2 is known by its `time_step_limit`. Further families have layers of the same.
+#: By module and class. Mamba 2 is recognized by its `time_step_limit`. Other families subclass these layers.
 _KINDS: Mapping[str, Recurrence] = {
     "bailing_moe_v3.BailingKDA": replace(_KIMI, inputs=("conv_kernel_size",) * 3),
     "jamba.JambaMambaMixer": Recurrence(
@@ -101,11 +101,11 @@ _KINDS: Mapping[str, Recurrence] = {
 
 
 class StateView:
-    """View that a layer has of the rows' states during one forward, in place of mlx-lm's `ArraysCache`.
+    """A layer's view of the rows' states during one forward, in place of mlx-lm's `ArraysCache`.
 
-    `kept`: the last inputs of each convolution [rows, inputs, channels], and the state of the recurrence;
-    behind them, after a step of several tokens, its arguments [rows, tokens, ...]. Of these the first `stood`
-    of a row, int32 [rows], are fed again; `stands` marks them, bool [rows, tokens].
+    `kept`: the last inputs of each convolution [rows, inputs, channels] and the recurrent state; after a step
+    of several tokens, also its arguments [rows, tokens, ...]. The first `stood` of them in each row, int32
+    [rows], are replayed; `stands`, bool [rows, tokens], marks the same.
     """
 
     lengths = left_padding = None
@@ -179,16 +179,16 @@ class States:
     """States of the rows of a bucket."""
 
     kind: Recurrence
-    kept: list[list[mx.array]]  # those of each layer, as in `StateView`
-    held: list[int]  # the tokens of each row that the states hold
-    waiting: int = 0  # how many more were fed to each row, of which only some may stand
+    kept: list[list[mx.array]]  # for each layer, as in `StateView`
+    held: list[int]  # tokens of each row that the states include
+    waiting: int = 0  # further tokens that were fed to each row; some may be rejected
 
     @property
     def arrays(self) -> list[mx.array]:
         return [array for layer in self.kept for array in layer]
 
     def stood(self, lengths: Iterable[int]) -> list[mx.array]:
-        """Return how many tokens that wait stand for rows of these lengths, and which; [] if none wait."""
+        """Return how many waiting tokens of each row are accepted, and a mask of them; [] if none wait."""
         if not self.waiting:
             return []
         pairs = zip(lengths, self.held, strict=True)
@@ -236,7 +236,7 @@ def states_of(kind: Recurrence, caches: Sequence[Any], length: int) -> States:
 
 
 def recurrent_layers(model: Any, states: int) -> tuple[Recurrence | None, list[Any]]:
-    """Have recurrent layers take a `StateView`. Returns their kind, and those with weights."""
+    """Make recurrent layers accept a `StateView`. Returns their kind, and the layers that have weights."""
     parts = [part for layer in model.layers if states for part in layer.children().values()]
     known = [(part, *found) for part in parts if (found := _known(part))]
     if not known or len(known) != states:
@@ -265,7 +265,7 @@ def _taught(own: Any, layer_class: Any, kind: Recurrence) -> Any:
     }
     if kind.update:
         update = _taking_views(getattr(_owner(layer_class, kind.update), kind.update))
-        # A function of the module is another one for these methods alone.
+        # Only these methods see the replacement of a module function.
         functions = {name: _seeing(each, {kind.update: update}) for name, each in functions.items()}
         if hasattr(layer_class, kind.update):
             functions[kind.update] = update
@@ -301,13 +301,13 @@ def _taking_views(update: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _keeping_inputs(call: Callable[..., mx.array], inputs: Sequence[str]) -> Callable[..., mx.array]:
-    """Return a layer's call that leaves all inputs of its convolutions in a StateView, not just the last."""
+    """Wrap a layer's call so that all inputs of its convolutions stay in a StateView, not just the last."""
 
     def keep_more(layer: Any, count: int) -> None:
         for path in inputs:
             *parts, name = path.split(".")
             part = reduce(getattr, parts, layer)
-            setattr(part, name, getattr(part, name) + count)  # which only says how many are kept
+            setattr(part, name, getattr(part, name) + count)  # mlx-lm reads it only to know how many to keep
 
     @wraps(call)
     def keeping(layer: Any, *args: Any, **named: Any) -> mx.array:

@@ -1,4 +1,4 @@
-"""Lazy choice of tokens from logits: filters, seeded draws, log-probabilities, and agreement of all ranks.
+"""Lazy sampling from logits: filters, seeded draws, log-probabilities, and agreement of all ranks.
 
 Everything here builds a graph and evaluates nothing.
 """
@@ -15,7 +15,7 @@ import numpy as np
 from ..wire.messages import Sampling
 from .group import Group
 
-_BLOCK = 256  # tokens of one block of the cumulative sum that a token is drawn from
+_BLOCK = 256  # tokens in a block of the cumulative sum for a draw
 #: Largest 1 / temperature: finite in float32, and enough to separate any two different logits.
 _COLDEST = 1e30
 
@@ -23,7 +23,7 @@ _COLDEST = 1e30
 # --- random numbers -----------------------------------------------------------------------------------
 
 #: Words uint32 [n, 2] of Threefry-2x32 with 20 rounds at counter (0, 1), for keys uint32 [n, 2]. Salmon,
-#: Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC 2011. One operation of MLX.
+#: Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC 2011. A single MLX operation.
 _threefry = mx.vmap(lambda key: mx.random.split(key, num=1)[0])
 
 
@@ -34,18 +34,18 @@ def stream_keys(seeds: Sequence[int]) -> mx.array:
 
 def uniforms(keys: mx.array, positions: mx.array) -> mx.array:
     """Return two independent numbers of [0, 1) for each of `positions` [R, L]: float32 [R, L, 2]."""
-    # They are on a grid of 2^-24, by position and seed alone: `keys` are `stream_keys` of the rows' seeds.
+    # On a grid of 2^-24; they depend only on position and seed: `keys` are `stream_keys` of the rows' seeds.
     low = keys[:, :1] + positions.astype(mx.uint32)
     words = _threefry(mx.stack([low, mx.broadcast_to(keys[:, 1:], low.shape)], axis=-1).reshape(-1, 2))
     return (words.reshape(*low.shape, 2) >> 8).astype(mx.float32) * 2.0**-24
 
 
-# --- filters, as mlx-lm's of the same names: removed tokens become -inf ----------------------------------
+# --- filters, like mlx-lm's of the same names: removed tokens become -inf --------------------------------
 # `logprobs` is float32 [R, L, V], settings are [R, 1, 1] or [R, L, 1].
 
 
 def keep_top_p(logprobs: mx.array, top_p: mx.array, ascending: mx.array) -> mx.array:
-    """Keep the likeliest tokens with the one that reaches `top_p`, above 1 all. `ascending`: all, sorted."""
+    """Keep the likeliest tokens until they reach `top_p`; above 1, keep all. `ascending`: sorted logprobs."""
     probabilities = mx.exp(ascending)
     above = mx.cumsum(probabilities, axis=-1, reverse=True, inclusive=False)
     total = above[..., :1] + probabilities[..., :1]
@@ -58,7 +58,7 @@ def keep_min_p(logprobs: mx.array, log_min_p: mx.array) -> mx.array:
 
 
 def exclude_top(logprobs: mx.array, on: mx.array, threshold: mx.array, special: tuple[int, ...]) -> mx.array:
-    """Apply XTC where it is `on`: of tokens above `threshold`, keep the least likely and `special` ones."""
+    """Apply XTC to rows that are `on`: of tokens above `threshold`, keep the least likely and `special`."""
     probabilities = mx.softmax(logprobs, axis=-1)
     least = mx.where(probabilities > threshold, probabilities, mx.inf).min(axis=-1, keepdims=True)
     excluded = probabilities > least
@@ -68,7 +68,7 @@ def exclude_top(logprobs: mx.array, on: mx.array, threshold: mx.array, special: 
 
 
 def keep_top_k(logprobs: mx.array, top_k: mx.array, leaders: mx.array) -> mx.array:
-    """Keep `top_k` (int32) tokens, lower ids first among equals. `leaders`: as many or more, ascending."""
+    """Keep `top_k` (int32) tokens; of equals, the lower ids. `leaders`: the top ones or more, ascending."""
     which = mx.broadcast_to(leaders.shape[-1] - top_k, (*logprobs.shape[:-1], 1))
     last = mx.take_along_axis(leaders, which, axis=-1)
     above, level = logprobs > last, (logprobs == last).astype(mx.int32)
@@ -78,7 +78,7 @@ def keep_top_k(logprobs: mx.array, top_k: mx.array, leaders: mx.array) -> mx.arr
 
 
 # --- choosing -------------------------------------------------------------------------------------------
-LEAST_P = 1e-30  # smaller ones would be 0 as 32-bit numbers, and keep nothing
+LEAST_P = 1e-30  # a smaller top_p would be 0 in 32 bits, and keep nothing
 
 
 def _column(values: list[float] | list[int] | list[bool]) -> mx.array:
@@ -86,7 +86,7 @@ def _column(values: list[float] | list[int] | list[bool]) -> mx.array:
 
 
 class Sampler:
-    """Choice of tokens for rows with these settings. `top_p` 0 keeps everything, as 1 does."""
+    """Sampler of rows with these settings. `top_p` 0 keeps everything, as 1 does."""
 
     def __init__(self, rows: tuple[Sampling, ...], xtc_special: tuple[int, ...] = ()) -> None:
         self._rows = len(rows)
@@ -111,8 +111,7 @@ class Sampler:
         self._some_min_p = any(row.min_p for row in drawn)
 
     def choose(self, logits: mx.array, positions: mx.array) -> mx.array:
-        """Return the chosen tokens, int32 [R, L], of `logits` [R, L, V]: greedy rows' by the lowest id of
-        equals.
+        """Choose tokens, int32 [R, L], from `logits` [R, L, V]; greedy rows take the lowest id of equals.
 
         `positions`: the chosen tokens' places in the sequence, int32 [R, L], or [R] for consecutive ones.
         """
@@ -128,7 +127,7 @@ class Sampler:
         return chosen
 
     def filter(self, logits: mx.array, coins: mx.array) -> mx.array:
-        """Return log-probabilities [D, L, V] of rows that draw, -inf where filtered. `coins`: [D, L, 1]."""
+        """Return log-probabilities [D, L, V] of rows that draw; -inf if filtered out. `coins`: [D, L, 1]."""
         logits = logits.astype(mx.float32)
         kept = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         if self._some_top_p:
@@ -143,7 +142,7 @@ class Sampler:
             vocabulary = logits.shape[-1]
             top_k = mx.where(self._all_k, vocabulary, mx.clip(self._top_k, 1, vocabulary))
             largest_k = vocabulary if self._largest_k >= vocabulary else self._largest_k
-            if not self._some_top_p or self._xtc:  # XTC removes the most likely ones
+            if not self._some_top_p or self._xtc:  # XTC removes the most likely tokens
                 leaders = mx.sort(mx.topk(kept, largest_k, axis=-1), axis=-1)
             kept = mx.where(self._all_k, kept, keep_top_k(kept, mx.minimum(top_k, largest_k), leaders))
         return kept
@@ -156,8 +155,8 @@ class Sampler:
 
 
 def draw(weights: mx.array, uniform: mx.array) -> mx.array:
-    """Draw tokens int32 [R, L] in proportion to `weights` [R, L, V] by `uniform` [R, L, 1]; never of 0."""
-    # By blocks, because a running sum would lose a long tail of rare tokens to rounding.
+    """Draw tokens int32 [R, L] in proportion to `weights` [R, L, V], never one of 0. `uniform`: [R, L, 1]."""
+    # By blocks, because one running sum would lose a long tail of rare tokens to rounding.
     pad = -weights.shape[-1] % _BLOCK
     blocks = mx.pad(weights, [(0, 0), (0, 0), (0, pad)]).reshape(*weights.shape[:-1], -1, _BLOCK)
     within = mx.cumsum(blocks, axis=-1)
@@ -175,8 +174,8 @@ def draw(weights: mx.array, uniform: mx.array) -> mx.array:
 
 
 def _first_past(weights: mx.array, ends: mx.array, target: mx.array) -> mx.array:
-    """Return the first index with weight where `ends`, the cumulative sum, is past `target`: int32 [.., 1];
-    else the first with weight at which it is largest.
+    """Return the first index with weight whose cumulative sum in `ends` is past `target`, int32 [.., 1]; if
+    none is, the first index with weight and the largest sum.
     """
     real = weights > 0
     reached = mx.where(real, ends, -1)
@@ -188,8 +187,8 @@ def _first_past(weights: mx.array, ends: mx.array, target: mx.array) -> mx.array
 
 
 def scores(logits: mx.array, tokens: mx.array, top: int) -> tuple[mx.array, mx.array, mx.array]:
-    """Return log-probabilities under raw `logits` [L, V]: float32 [L] of `tokens` [L], the `top` tokens int32
-    [L, top], theirs float32 [L, top], most likely first, then lower ids.
+    """Return log-probabilities under raw `logits` [L, V]: of `tokens` [L], float32 [L]; the `top` tokens,
+    int32 [L, top], and theirs, float32 [L, top]: most likely first, then lower ids.
     """
     logprobs = logits.astype(mx.float32)
     logprobs = logprobs - mx.logsumexp(logprobs, axis=-1, keepdims=True)
@@ -209,11 +208,11 @@ def _order(logprobs: mx.array) -> mx.array:
 
 
 # --- agreement of all ranks on each token, from the logits that every rank gathered ----------------------
-# `verify`: every rank samples alike; the digests in the Acks are compared before the token leaves.
-# `broadcast`: rank 0 samples, and one small sum in the graph carries its choice to all. What only rank 0
-# knows about a request (penalties, grammars) is in its `LogitShaping`; the other ranks have none.
+# `verify`: every rank samples the same way; rank 0 compares the digests in Acks before it sends the token.
+# `broadcast`: rank 0 samples, and one small sum in the graph carries its choice to all. Only rank 0 knows a
+# request's penalties and grammar: they are in its `LogitShaping`.
 
-#: Wanted ones by uid: log-probabilities [width], alternatives [width, top], theirs.
+#: Requested scores by uid: log-probabilities [width], alternatives [width, top], theirs.
 Scores = Mapping[int, tuple[mx.array, mx.array, mx.array]]
 
 
@@ -221,22 +220,22 @@ Scores = Mapping[int, tuple[mx.array, mx.array, mx.array]]
 class Chosen:
     tokens: mx.array  # int32 [rows, width]
     rows: tuple[int, ...]
-    widths: tuple[int, ...]  # tokens of each row that count, its first
+    widths: tuple[int, ...]  # tokens of each row without padding
     scores: Scores  # on rank 0
     forward: int = 0  # its number
     fed: mx.array | None = None  #: a step's input, int32 [rows, width]
-    drafts: mx.array | None = None  #: what the MTP head proposes for each row, int32 [rows, n]
+    drafts: mx.array | None = None  #: the MTP head's proposals for each row, int32 [rows, n]
 
 
 class LogitShaping:
-    """Changes to the logits of its rows that rank 0 alone makes. These, of the other ranks, are none."""
+    """Changes to logits, which rank 0 alone makes. This base class, on the other ranks, makes none."""
 
     def shape(self, uid: int, logits: mx.array) -> mx.array:
         """Return the row's logits [width, V] with penalties, biases and its grammar's mask."""
         return logits
 
     def chosen(self, uid: int, tokens: mx.array) -> None:
-        """Take the row's new tokens, int32 [width], perhaps not computed yet."""
+        """Take the row's new tokens, int32 [width], which may not be computed yet."""
 
     def top(self, uid: int) -> int:
         return -1
@@ -262,8 +261,8 @@ class Chooser:
     ) -> tuple[mx.array, Scores]:
         """Return tokens int32 [rows, width] from `logits` [rows, width, V], and the scores by uid.
 
-        `at`, int32 [rows]: the position that each row's first column chooses. Under `broadcast` rank 0's
-        choice counts; the others sample too, to depend on the same collectives.
+        `at`, int32 [rows]: the position of each row's first chosen token. With `broadcast`, rank 0 decides;
+        other ranks sample, too, so that their graphs depend on the same collectives.
         """
         if samplings != self._samplings:
             self._sampler, self._samplings = Sampler(samplings, self._special), samplings

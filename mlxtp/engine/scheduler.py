@@ -1,11 +1,11 @@
 """Choice of the next forward, on rank 0 alone. Pure: no MLX, no clock, no I/O.
 
-`next` returns one frame; `record` takes the tokens that a forward chose. With run-ahead, `next` comes before
-the results of the forward before; where a row's step depends on them (drafts in flight), it returns None
-until they are known. A grammar's mask is not needed before a forward has its logits: such a step is `late`.
+`next` returns one frame; `record` takes the tokens that a forward chose. With run-ahead, the loop calls
+`next` without the previous results. If a row's step depends on them (drafts in flight), it returns None.
+A step with a grammar may be `late`: rank 0 needs the grammar's mask only once the forward has its logits.
 
-When the KV caches exceed their budget, the youngest sequence is removed, and later prefilled again with its
-tokens so far, as is a request that an earlier group left unfinished.
+When the KV caches exceed their budget, the scheduler preempts the youngest sequence and later prefills its
+prompt and answer again. It does the same with a request that an earlier group left unfinished.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from .kv_cache import KVCacheManager, PrefixCache
 from .sequence import FedRow, Lanes, SequenceState, WaitingQueue
 from .speculation import Speculation
 
-#: Prompts that are partly computed at once. Long ones alternate, and those of one chunk do not count.
+#: Most prompts in prefill at once. Long prompts alternate; a prompt of a single chunk does not count.
 MAX_PREFILLING = 4
 
 
 @dataclass(frozen=True, slots=True)
 class QueuedForward:
-    """Forward that was queued: rows for which it chooses, and what it reads of prompts."""
+    """Queued forward: the rows that it samples, and the prompts that it prefills."""
 
     rows: tuple[FedRow, ...]
     reads: tuple[SequenceState, ...] = ()
     tokens: int = 0
-    late: bool = False  # rank 0 chooses once the tokens of the forward before are known, for a grammar
+    late: bool = False  # a grammar needs the previous tokens before rank 0 samples
 
 
-NO_FORWARD = QueuedForward(())  #: for frames that are no forward
+NO_FORWARD = QueuedForward(())  #: for other frames
 
 
 class Scheduler:
@@ -48,7 +48,7 @@ class Scheduler:
         last_uid: int = 0,
         disk: DiskIndex | None = None,
     ) -> None:
-        #: Newest uid of a sequence. No uid is used again on the same links.
+        #: Newest uid. Uids are never reused on the same links.
         self.last_uid = last_uid
         self._policy = policy
         self._requests: dict[int, SequenceState] = {}
@@ -56,10 +56,10 @@ class Scheduler:
         self._running: list[SequenceState] = []
         self._kv = KVCacheManager(policy, prefixes, self._running, self._waiting, disk)
         self.disk = self._kv.disk
-        #: Those that end sequences or free KV caches, which come before any other.
+        #: Frames that end sequences or free KV caches; sent before all other frames.
         self.frames = self._kv.frames
         self.speculation = Speculation(policy, self._running)
-        #: Forwards without results. The last one is the last that `next` returned.
+        #: Forwards without results, in the order that `next` returned them.
         self.in_flight: deque[QueuedForward] = deque()
         self._lanes = Lanes(self._running, policy.stages)
         self._spilled = False  # True if the last frame was a block for the disk
@@ -91,9 +91,7 @@ class Scheduler:
         return sequence.end("cancel")
 
     def resize(self, kv_tokens: int, *, clear: bool = False) -> None:
-        """No forward may be in flight. Ends sequences that outgrow the room; with `clear`, evicts kept
-        caches.
-        """
+        """End sequences that outgrow the room; `clear`: evict kept caches. No forward may be in flight."""
         larger = kv_tokens > self._kv.kv_tokens
         self._kv.resize(kv_tokens, clear=clear)
         for sequence in tuple(self._requests.values()):
@@ -105,10 +103,10 @@ class Scheduler:
             self.frames.append(Arrange(trim=True))
 
     def next(self) -> steps.DecodeFrame | None:
-        """Return the next frame, or None when there is nothing to run before more results or requests arrive.
+        """Return the next frame, or None if nothing can run before more results or requests arrive.
 
-        Ended sequences leave first. Then prompts run, at most one chunk of tokens between two decode steps,
-        then these. Between two forwards, at most one block goes to disk.
+        Ended sequences leave first. Prefill runs next, at most one chunk between two decode steps, then a
+        decode step. Between two forwards, at most one block goes to disk.
         """
         if self.frames:
             return self.frames.popleft()
@@ -120,7 +118,7 @@ class Scheduler:
         if forward is None and self._running and not self.frames:
             forward = self._next_decode()
         if forward is None and self.frames:
-            return self.frames.popleft()  # room is made first
+            return self.frames.popleft()  # make room first
         return forward or self.disk.next_spill()
 
     def _next_prefill(self) -> Forward | None:
@@ -135,7 +133,7 @@ class Scheduler:
                 started, min(free, MAX_PROMPTS), min(policy.together, limit, self._budget)
             )
             if self.frames:
-                return None  # room is made first
+                return None  # make room first
             if len(group) > 1:
                 chunks = [self._chunk(each, each.progress.prompt, may_take=False) for each in group]
                 for each in group:
@@ -154,7 +152,7 @@ class Scheduler:
                 return None
             if not sequence.uid and not sequence.disk.fetch:
                 if not self._kv.make_room([sequence]):
-                    full = True  # later requests must not overtake it
+                    full = True  # later requests must not overtake this one
                     continue
                 uid = self.last_uid + 1
                 if not self.frames and (
@@ -209,9 +207,9 @@ class Scheduler:
         return forward
 
     def _chunk(self, sequence: SequenceState, limit: int, *, may_take: bool = True) -> tuple[int, PromptPart]:
-        """Return where the next tokens of a prompt begin, and what is read. The sequence no longer waits.
+        """Remove a sequence from the queue; return where its next chunk begins, and the chunk.
 
-        Without `may_take`, it takes over no cache, because another sequence of the same forward may need it.
+        Pass False for `may_take` if another sequence of the same forward may need the same cache.
         """
         source, take = 0, False
         if not sequence.uid:
@@ -253,7 +251,7 @@ class Scheduler:
         self._kv.share(sequence)
         if self._policy.rolls_back and not self._kv.keeps_snapshots:
             self._kv.line_up(sequence)
-        else:  # what is not on disk by now has to wait until it ends
+        else:  # blocks that are not on disk yet must wait until the sequence ends
             sequence.disk.spilled = 0
         self.speculation.join(sequence)
 
@@ -272,7 +270,7 @@ class Scheduler:
             self._preempt()
             return None
         if self.frames:
-            return None  # room is made first
+            return None  # make room first
         self._budget = self._chunks.beside
         feeds = self.speculation.feeds(running)
         widths: tuple[int, ...] = ()
@@ -322,10 +320,10 @@ class Scheduler:
         at_s: float = 0.0,
         proposed: Sequence[tuple[int, ...]] = (),
     ) -> list[steps.StepResult]:
-        """Take the choice of the oldest forward in flight; returns the results for clients.
+        """Record the tokens of the oldest forward in flight; return the results for clients.
 
-        `tokens`: in row order, as many as each row was fed; `scores`: by uid; `took_s`: seconds, 0 where
-        unknown; `at_s`: when they were known, by the same clock; `proposed`: each row's by the MTP head.
+        `tokens`: in row order, as many as each row was fed; `scores`: by uid; `took_s`: seconds, 0 if
+        unknown; `at_s`: when the tokens were known, by the same clock; `proposed`: the MTP head's, by row.
         """
         outcomes, self._late = self._late, []
         at = given_tokens = live = 0
@@ -393,7 +391,7 @@ class Scheduler:
         started = self._waiting.started()
         youngest = max([*self._running, *started], key=lambda sequence: sequence.request)
         if youngest.in_flight:
-            return  # its tokens must be known first
+            return  # wait for its tokens first
         if not self._kv.fits_alone(youngest):
             self._late.append(self._fail(youngest, _outgrown(youngest, self._kv.kv_tokens)))
             return
@@ -421,7 +419,7 @@ def _outgrown(sequence: SequenceState, room: int) -> RequestError:
 
 
 def _take_out(sequence: SequenceState, running: list[SequenceState]) -> None:
-    """Remove a row; the last row takes its place, as in every rank's `SequenceCaches`."""
+    """Remove a row. The last row takes its place, as in every rank's `SequenceCaches`."""
     row = running.index(sequence)
     running[row] = running[-1]
     running.pop()

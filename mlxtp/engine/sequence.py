@@ -1,4 +1,4 @@
-"""Sequences, and the queue in which they wait for their prefill, fair to clients and users. Pure."""
+"""Sequences, and the queue for prefill, which is fair to clients and users. Pure."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from .steps import EndReason, ExchangeKind, Guide, SampledToken, Score, StepResu
 
 @dataclass(slots=True, eq=False, repr=False)
 class BlockFetch:
-    """Blocks of a prompt that all ranks read from disk, until its sequence starts behind them."""
+    """Blocks of a prompt that all ranks read from disk, until the sequence starts from them."""
 
-    uid: int  # of the cache that they become
+    uid: int  # of the cache that the blocks form
     block: int  # tokens of a block
     wanted: int
     sequence: SequenceState | None  # None once it no longer waits
-    blocks: int  # those that every rank has which has replied
-    silent: set[int]  # the other ranks
-    until: float = inf  # when these are late
-    #: "late" ones are given up, and a disk hangs until the last rank replies; "held" are each rank's cache.
+    blocks: int  # blocks that every rank with a reply has
+    silent: set[int]  # ranks that have not replied
+    until: float = inf  # when they are late
+    #: "late": given up; the disk hangs until the last rank replies. "held": every rank has the cache.
     phase: Literal["reading", "late", "held"] = "reading"
 
 
 @dataclass(slots=True)
 class DiskState:
-    digests: PrefixDigests | None = None  # of its tokens, once they were needed
-    spilled: int = 0  # tokens in blocks that are on disk, or were lined up for it
+    digests: PrefixDigests | None = None  # computed when first needed
+    spilled: int = 0  # tokens in blocks that are on disk or queued for it
     asked: bool = False
     fetch: BlockFetch | None = None
 
@@ -45,31 +45,31 @@ class DiskState:
 
 @dataclass(slots=True)
 class ProgressState:
-    prompt: int = 0  # tokens to prefill; after a preemption the answer so far is among them
+    prompt: int = 0  # tokens to prefill; after a preemption they include the answer so far
     prefilled: int = 0
-    reused: int = 0  # tokens of the prefill that a kept KV cache held
-    saves: tuple[int, ...] = ()  # the places after which a copy of its KV cache is kept
+    reused: int = 0  # prefill tokens taken from a kept KV cache
+    saves: tuple[int, ...] = ()  # lengths where a copy of its KV cache is kept
     position: int = 0  # length of its KV cache before its next step
-    room: int = 0  # tokens for which its row's arrays have room, 0 while its KV cache is its own
+    room: int = 0  # capacity of its row's arrays in tokens; 0 while its KV cache is its own
     lane: int = 0  # rows of one lane step together
     forwards: int = 0
     fed_inside: bool = True  # the ranks hold its next input in their graphs
-    #: Value of `PrefixCache.changes` at which `hit_length` of its prompt's tokens were found in a cache.
+    #: Value of `PrefixCache.changes` when `hit_length` was looked up.
     asked_at: int = -1
     hit_length: int = 0
 
 
 @dataclass(slots=True)
 class DraftState:
-    lookup: Lookup | None = None  # None where it has no drafts
-    proposed: tuple[int, ...] = ()  # by the MTP head, after the tokens that are known
-    mtp_stale: bool = False  # the MTP head lacks entries of its cache
-    shares: dict[Source, Shares] = field(default_factory=dict)  # of its drafts, those that were right
-    choice: DraftPolicy | None = None  # where it has one of its own
+    lookup: Lookup | None = None  # None: no drafts
+    proposed: tuple[int, ...] = ()  # by the MTP head, after the known tokens
+    mtp_stale: bool = False  # the MTP head's cache lacks entries
+    shares: dict[Source, Shares] = field(default_factory=dict)  # acceptance rates of its drafts
+    choice: DraftPolicy | None = None  # its own policy; None: the one of all rows
     source: Source | None = None  # of its last drafts
-    refused: bool = False  # its grammar left out some of them
-    awaited: Source | None = None  # for whose drafts its next step waits
-    expected: tuple[int, ...] = ()  # token by a lookup, meanwhile
+    refused: bool = False  # its grammar rejected some of its drafts
+    awaited: Source | None = None  # the next step waits to draft from this source
+    expected: tuple[int, ...] = ()  # the lookup's guess of the token in flight
     fed: int = 0
     accepted: int = 0
 
@@ -78,23 +78,22 @@ class DraftState:
 class SequenceState:
     wants: Generate
     guide: Guide | None = None
-    tokens: list[int] = field(default_factory=list)  # prompt and answer, as far as the host knows it
+    tokens: list[int] = field(default_factory=list)  # prompt, and the answer as far as it is known
     uid: int = 0  # its name in frames, assigned when it starts
     progress: ProgressState = field(default_factory=ProgressState)
     drafts: DraftState = field(default_factory=DraftState)
     disk: DiskState = field(default_factory=DiskState)
-    generated: int = 0  # tokens of the answer that are known
-    #: Tokens of the answer for which forwards have been queued; drafts count when they are right.
-    scheduled: int = 0
-    in_flight: int = 0  # forwards that will choose a token and have not been recorded
+    generated: int = 0  # known tokens of the answer
+    scheduled: int = 0  # tokens of the answer with a queued forward; drafts count once they are accepted
+    in_flight: int = 0  # forwards that choose a token and whose result is not recorded yet
     drafting: bool = False
     forced: tuple[int, ...] = ()
     known_at: int = 0  # tokens of the answer that must be known before its next step
     stopped: bool = False
     cached: int = 0
     all_forwards: int = 0
-    turn: int = 0  # its client's number in FairQueue; `user_turn` is its user's among those of the client
-    user_turn: int = 0
+    turn: int = 0  # number in the FairQueue of clients
+    user_turn: int = 0  # number in the client's FairQueue of users
     shaped: bool = field(init=False)  # only rank 0 can choose its tokens
     exchange: ExchangeKind = field(init=False)
 
@@ -147,7 +146,7 @@ class SequenceState:
             if lookup is not None:
                 lookup.append(token)
             if guide is not None:
-                guide.accept(token)  # a token that it refuses never leaves
+                guide.accept(token)  # raises for a refused token, so clients never get one
             score = scores[i] if scores is not None else None
             outcomes.append(SampledToken(self.request, self.generated - 1, token, score))
             if guide is not None and guide.finished:
@@ -174,7 +173,7 @@ class SequenceState:
 
 
 class Lanes:
-    """Lanes of the `running` rows, as many as a pipeline has stages: while one waits, others step."""
+    """Lanes of `running` rows, one for each stage of a pipeline: while one lane waits, others step."""
 
     def __init__(self, running: Sequence[SequenceState], count: int) -> None:
         self._running = running
@@ -192,7 +191,7 @@ class Lanes:
         return []
 
     def _balance(self) -> None:
-        """Even out the lanes, first by rows without a step in flight, for which a lane would wait."""
+        """Even out the lanes. Move rows without a step in flight first: the new lane would wait for one."""
         members: list[list[SequenceState]] = [[] for _ in range(self._count)]
         for sequence in self._running:
             members[sequence.progress.lane].append(sequence)
@@ -214,7 +213,7 @@ class FedRow:
 
 
 class WaitingQueue(deque[SequenceState]):
-    """Sequences whose prefill is not complete. FairQueue orders clients, and then the users of each."""
+    """Sequences whose prefill is not complete. FairQueue orders clients, and then each client's users."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -13,15 +13,15 @@ from .sequence import FedRow, SequenceState
 from .steps import Policy
 
 HEAD: payoff.Source = ("mtp", 0)
-LEAST_LEFT = 8  #: tokens that a row still gets; fewer, as in a warm-up, would judge the MTP head by its costs
-LOOKED_UP = 32_768  # tokens of a prompt, from its end, that are searched for drafts
+LEAST_LEFT = 8  #: tokens that a row must have left; with fewer, as in a warm-up, an MTP head seems slow
+LOOKED_UP = 32_768  # last tokens of a prompt to search for drafts
 
 Feed = tuple[tuple[int, ...], tuple[int, ...]]  # drafts and forced tokens
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """`waited`: because of drafts, perhaps refused. `asked`: of the MTP head, or RESTS."""
+    """`waited`: for drafts, even if all were refused. `asked`: drafts requested of the MTP head, or RESTS."""
 
     waited: bool
     proposed: bool = False
@@ -34,17 +34,17 @@ class _Step:
 
 
 class Speculation:
-    """Drafts and forced tokens of the `running` rows, as many as pay."""
+    """Drafts and forced tokens of the `running` rows, as many as pay off."""
 
     def __init__(self, policy: Policy, running: Sequence[SequenceState]) -> None:
-        self.choice = payoff.DraftPolicy()  # unless times may not decide: then no other row changes a row's
+        self.choice = payoff.DraftPolicy()  # of all rows; if times may not decide, each row has its own
         self.use = payoff.DraftUse()
         self._policy = policy
         self._running = running
-        #: By request, until the next results: the source and the number of its drafts.
+        #: Source and number of drafts by request; valid until the next results.
         self._plans: dict[int, tuple[payoff.Source, int]] | None = None
         self._steps: deque[_Step] = deque()
-        #: Kind and time of the last step, and whether another one was on its way then.
+        #: Kind and time of the last step, and whether another step was in flight then.
         self._last: tuple[payoff.StepKind, float, bool] | None = None
 
     def join(self, sequence: SequenceState) -> None:
@@ -60,7 +60,7 @@ class Speculation:
         if sequence.guide is not None and (
             not self._policy.late or all(other.guide is not None for other in self._running)
         ):
-            return True  # forced tokens save more than run-ahead does, unless others would wait
+            return True  # forced tokens save more than run-ahead, unless rows without a grammar would wait
         if (planned := self._planned().get(sequence.request)) is None:
             return False
         # With a likely continuation, waiting for the token in flight gains more than run-ahead.
@@ -72,7 +72,7 @@ class Speculation:
         return True
 
     def feeds(self, rows: Sequence[SequenceState]) -> list[Feed | None]:
-        """Return drafts and forced tokens by row; None for one that feeds only the token in the graph."""
+        """Return each row's drafts and forced tokens; None if its only input is the token in the graph."""
         known = [row for row in rows if not row.in_flight]
         waited = [row for row in known if row.drafts.awaited is not None]
         for row in waited:
@@ -126,7 +126,7 @@ class Speculation:
             return
         most = min(wants.max_tokens - sequence.generated - 1, self._room(), MAX_WIDTH - 1)
         wide = self._policy.rolls_back and wants.logprobs < 0
-        # A late step in flight has its input, and chooses the first of forced tokens itself.
+        # A late step in flight already has its input; it samples the first forced token itself.
         sequence.forced = guide.forced(most if wide and not sequence.in_flight else 0)
         pays = self.choice.forced(self._rows(), len(sequence.forced))
         if pays < len(sequence.forced):
@@ -146,7 +146,7 @@ class Speculation:
         drafts.refused = False
 
     def record(self, rows: Sequence[FedRow], tokens: int, at_s: float, *, complete: bool) -> None:
-        """`at_s`: when its tokens were known, 0 without a clock. `complete`: no row had ended meanwhile."""
+        """Record a step. `at_s`: when its tokens were known, 0 without a clock. `complete`: no row ended."""
         step, last = self._steps.popleft(), self._last
         drafted, forced = max([len(row.drafts) for row in rows]), max([len(row.forced) for row in rows])
         width = max(drafted, forced)
@@ -156,16 +156,16 @@ class Speculation:
         self.use.widths += 1 + width
         if not complete or not self._policy.timed:
             return
-        took_s = 0.0  # with what the host did between the steps
+        took_s = 0.0  # includes the host's work between the steps
         if self._last and last and last[0].rows == len(rows):
             took_s, plain = at_s - last[1], kind.fed == last[0].fed == 0
-            if not forced:  # late plain steps are no loss by drafts
+            if not forced:  # a slow plain step is no loss by drafts
                 usual_s = self.choice.costs.plain_s(len(rows)) * tokens / len(rows)
                 self.use.took(took_s, took_s if plain else usual_s)
             if not kind.fed and last[0].fed and self._policy.run_ahead:
-                kind = payoff.StepKind(len(rows), 1)  # it did not run ahead yet, after the drafts before it
+                kind = payoff.StepKind(len(rows), 1)  # after drafts, the first plain step does not run ahead
             elif plain and self._last[2] != last[2]:
-                took_s = 0.0  # the last one that ran ahead: the host was late with the result before it
+                took_s = 0.0  # run-ahead began or ended, so the time between the two results says nothing
         self.choice.step(kind, tokens, took_s, paid=not forced)
 
     def prompted(self) -> None:
@@ -222,7 +222,7 @@ class Speculation:
         return -(-running // min(self._policy.stages, running))
 
     def _room(self) -> int:
-        """Return the tokens that a row may be fed beside its own, because all are padded to the widest."""
+        """Return how many more tokens each row may be fed; all rows are padded to the widest."""
         return self._policy.draft_room // self._rows() - 1
 
 

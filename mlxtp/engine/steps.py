@@ -1,4 +1,4 @@
-"""Plain data of the scheduler: results, policy; and the sizes of chunks."""
+"""Data of the scheduler: results and policy; and the sizes of chunks."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ DraftKind = Literal["auto", "off", "lookup", "mtp", "draft"]
 
 #: Frames that change sequences or KV caches and run no forward.
 CacheFrame = SessionStop | Evict | Arrange | Spill | FetchBlocks | Restore
-#: Frames on decode links by which a scheduler drives all ranks.
+#: Frames on decode links; a scheduler drives all ranks with them.
 DecodeFrame = Forward | CacheFrame
 
-#: Log-probability of a chosen token, and its most probable alternatives with theirs.
+#: Log-probability of a chosen token, and the most probable alternatives with their log-probabilities.
 Score = tuple[float, tuple[tuple[int, float], ...]]
 
 
@@ -49,23 +49,23 @@ class Guide(Protocol):
     def finished(self) -> bool: ...  # only an end token may follow
 
     @property
-    def cut(self) -> bool: ...  # the text was cut short so that it could be completed
+    def cut(self) -> bool: ...  # the text was ended early so that it would be complete
 
     @property
-    def foretells(self) -> bool: ...  # one forward can be fed the next few tokens, without alternative
+    def foretells(self) -> bool: ...  # the next few tokens have no alternative, so one forward can take them
 
     @property
-    def draftable(self) -> int: ...  # tokens that may be drafted, as the text need not be complete soon
+    def draftable(self) -> int: ...  # most tokens that may be drafted before the text must be completed
 
     def accept(self, token: int) -> None: ...  # raises MlxtpError when the grammar has no continuation
 
     def forced(self, limit: int) -> tuple[int, ...]:
-        """At most `limit` next tokens without alternative, not accepted. Raises MlxtpError for none."""
+        """Return at most `limit` next tokens without alternative. Raises MlxtpError if none is allowed."""
 
     def allowed(self, drafts: Sequence[int]) -> tuple[int, ...]:
-        """Return the first of `drafts` that may come, where no token is forced, with masks as `forced`.
+        """Return the longest allowed prefix of `drafts`; no token is forced. Sets masks as `forced` does.
 
-        They end before one after which the choice could differ from that of a step for each token.
+        It ends where several tokens in one step could give another choice than one token a step.
         """
 
 
@@ -79,36 +79,36 @@ class Policy:
 
     eos: frozenset[int]
     prefill_chunk: int = 2048  # most of a prompt in one forward
-    chunk_beside: int = 256  # the same while others decode, and between two of their steps
-    chunk_s: float = 0.0  # if not 0, seconds of such a chunk, once chunks have been timed
+    chunk_beside: int = 256  # most of prompts between two decode steps of other rows
+    chunk_s: float = 0.0  # target seconds of such a chunk, once chunks have been timed; 0: none
     max_rows: int = 64  # most sequences in the running batch
-    together: int = 512  # most of a forward over several prompts
-    kv_tokens: int = 1 << 40  # room of the KV caches, on the rank with the least
-    row_tokens: int = 0  # the part of each sequence's cache that does not grow with it
-    forward_tokens: int = 1 << 40  # cached ones whose reading takes as long as another forward of a step
-    rolls_back: bool = True  # caches do, so that rows may be fed several tokens at once
-    drafts: DraftKind = "auto"  # source of such tokens
-    draft_room: int = 64  # most of such a step, all rows padded to the widest
-    late: bool = True  # a row with a grammar runs ahead beside others
+    together: int = 512  # most in a forward over several prompts
+    kv_tokens: int = 1 << 40  # room for KV caches, on the rank with the least
+    row_tokens: int = 0  # size of the part of a sequence's cache that does not grow
+    forward_tokens: int = 1 << 40  # cost of one more forward in a step, as cached tokens read in that time
+    rolls_back: bool = True  # caches can drop rejected tokens, so a step may feed a row several
+    drafts: DraftKind = "auto"  # source of drafts
+    draft_room: int = 64  # most in a step with drafts, with all rows padded to the widest
+    late: bool = True  # a row with a grammar runs ahead if other rows do
     timed: bool = True  # measured times may influence the frames
     agreement: Literal["auto", "broadcast", "broadcast-draws", "verify"] = "auto"
     drafter: Drafter | None = None
     stages: int = 1  # of a pipeline
-    run_ahead: int = 1  # most steps of a row that are queued there before the tokens of the one before
-    mtp: int = 0  # most that the model's MTP head proposes in a step; 0 without a head
-    unfused: range = range(0)  # lengths of drafts to avoid, for which attention has no kernel
-    scores: int = 1 << 62  # most of a chunk times those of its context, because of attention's memory
+    run_ahead: int = 1  # most steps of a row that a pipeline queues before it knows the tokens before
+    mtp: int = 0  # most that the model's MTP head proposes in a step; 0: no head
+    unfused: range = range(0)  # lengths of drafts to avoid: attention has no fused kernel for them
+    scores: int = 1 << 62  # most tokens of a chunk times tokens of its context: bounds attention's memory
 
 
-# --- sizes of a prompt's chunks: large alone, about a quarter of a second's work beside decoding rows ----
-LEAST, MOST = 64, 2048  #: tokens of a chunk beside others; times of smaller ones do not count
-ON_CPU = 512  #: the same without a GPU, where attention over a larger chunk costs more than it saves
-TARGET_S = 0.25  #: seconds that such a chunk may take
+# --- sizes of a prompt's chunks: large when it runs alone, about 0.25 s of work while rows decode --------
+LEAST, MOST = 64, 2048  #: tokens of a chunk while rows decode; smaller chunks are not timed
+ON_CPU = 512  #: most tokens of a chunk without a GPU: attention over a larger one costs more than it saves
+TARGET_S = 0.25  #: seconds of a chunk while rows decode
 NEWEST = 0.5  #: weight of the newest chunk in the average
 
 
 def chunk_sizes(wanted: int, *, gpu: bool, stages: int = 1) -> tuple[int, int, float]:
-    """Return `prefill_chunk`, `chunk_beside`, `chunk_s` of a Policy. Above USUAL pauses do not matter."""
+    """Return a Policy's `prefill_chunk`, `chunk_beside`, `chunk_s`. Above USUAL, pauses do not matter."""
     if wanted > USUAL:
         return wanted, wanted, 0.0
     alone = chunk_of(wanted if gpu else min(wanted, ON_CPU), stages, BESIDE if gpu else LEAST)
@@ -116,14 +116,14 @@ def chunk_sizes(wanted: int, *, gpu: bool, stages: int = 1) -> tuple[int, int, f
 
 
 def within(scores: int, offset: int, limit: int) -> int:
-    """Return as many of `limit` as keep the chunk's tokens times its context's within `scores`, or LEAST."""
+    """Reduce `limit` until a chunk's tokens times its context's are at most `scores`; stop at LEAST."""
     while limit > LEAST and limit * (offset + limit) > scores:
         limit = 1 << (limit - 1).bit_length() - 1
     return limit
 
 
 class Chunks:
-    """Choice of the size of chunks beside decoding rows, from the times of earlier ones: a power of two."""
+    """Choice of a chunk's size while rows decode: a power of two, from the times of earlier chunks."""
 
     def __init__(self, policy: Policy) -> None:
         self._most = policy.prefill_chunk

@@ -64,9 +64,9 @@ def fails(gather: Any, src: bytes = b"BBBB", n: int = 4) -> GroupError:
     ("answer", "code", "words"),
     [
         (Gathered(1, b"", "rank 0 is gone"), Code.FORM_FAILED, "rank 0 is gone"),
-        (Gathered(2, b"AAAABBBB"), Code.FORM_FAILED, "8 bytes came for round 2, expected 8 for round 1"),
-        (Gathered(1, b"AAAABBB"), Code.FORM_FAILED, "7 bytes came for round 1, expected 8 for round 1"),
-        (Gathered(1, b"AAAABBBBCCCC"), Code.FORM_FAILED, "12 bytes came for round 1, expected 8"),
+        (Gathered(2, b"AAAABBBB"), Code.FORM_FAILED, "8 bytes arrived for round 2, expected 8 for round 1"),
+        (Gathered(1, b"AAAABBB"), Code.FORM_FAILED, "7 bytes arrived for round 1, expected 8 for round 1"),
+        (Gathered(1, b"AAAABBBBCCCC"), Code.FORM_FAILED, "12 bytes arrived for round 1, expected 8"),
         (Shutdown(), Code.SHUTTING_DOWN, "the agent sent Shutdown while JACCL was forming"),
         (TIMEOUT, Code.FORM_FAILED, "rank 1: round 1 of JACCL's side channel got no reply within 15 s"),
     ],

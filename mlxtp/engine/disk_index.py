@@ -1,7 +1,7 @@
-"""Choice of what goes to disk and of what comes back, on rank 0 alone. Pure.
+"""Choice of blocks to write to disk and to read back, on rank 0 alone. Pure.
 
-The digest of all tokens up to its end, and of the salt, names a block. It holds `BLOCK` tokens; of caches
-that cannot be cut all, behind the digest up to the last multiple of `STEM`, so few ends are compared.
+A digest of the salt and all tokens up to its end names a block of `BLOCK` tokens. A cache that cannot be
+truncated is one block; the digest up to its last multiple of `STEM` (the stem) keeps comparisons few.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from ..wire.messages import BLOCK, Evict, FetchBlocks, PrefixDigests, Restore, S
 from .sequence import BlockFetch, SequenceState
 
 STEM = 1024
-#: Tokens from which a sequence is worth a place on disk, unless it began with a kept cache.
+#: Least tokens of a sequence to write it to disk, unless it began with a kept cache.
 SPILL_FROM = 1024
-MAX_FETCHES = 4  # sequences that wait for the disk at once; as many prompts are computed at once
+MAX_FETCHES = 4  # sequences that wait for the disk at once; as many prompts are in prefill at once
 
 
 class Blocks(Protocol):
-    """Blocks on rank 0's disk. The other ranks are expected to have the same."""
+    """Blocks on rank 0's disk. Rank 0 expects the same on the other ranks."""
 
     @property
     def room_bytes(self) -> int: ...  # 0 for a while after the disk has failed
 
     @property
-    def takes(self) -> bool: ...  # another one can be written now
+    def takes(self) -> bool: ...  # another block can be written now
 
-    def has(self, digest: bytes) -> bool: ...  # it can be read
+    def has(self, digest: bytes) -> bool: ...  # the block can be read
 
-    def is_kept(self, digest: bytes) -> bool: ...  # it can be read, or will be
+    def is_kept(self, digest: bytes) -> bool: ...  # the block can be read, now or soon
 
-    def ends(self, stems: Container[bytes]) -> list[int]: ...  # of blocks behind these, in descending order
+    def ends(self, stems: Container[bytes]) -> list[int]: ...  # of blocks with these stems, descending
 
 
 class DiskIndex:
@@ -44,19 +44,19 @@ class DiskIndex:
         spill_from: int = SPILL_FROM,
         ranks: Iterable[int] = (0,),
     ) -> None:
-        #: Whether a uid's cache still has so many tokens.
+        #: Tells whether a uid's cache still has so many tokens.
         self.holds: Callable[[int, int], bool] = lambda _uid, _tokens: False
         self._blocks = blocks
         self._truncatable = truncatable
         self._block = block
         self._spill_from = spill_from
-        #: By digest, oldest first. The newest cache that holds a block writes it.
+        #: Blocks to write by digest, oldest first. The newest cache that holds a block writes it.
         self._due: dict[bytes, Spill] = {}
         self._ranks = frozenset(ranks)
-        self._fetches: dict[int, BlockFetch] = {}  # by uid, those that some rank has not replied to
+        self._fetches: dict[int, BlockFetch] = {}  # by uid, until every rank has replied
 
     def line_up(self, sequence: SequenceState, uid: int, held: int) -> None:
-        """Line up what no block has of the first `held` tokens, which the cache of `uid` holds."""
+        """Queue blocks that are not on disk for the first `held` tokens, from the cache of `uid`."""
         if self._blocks is None or not self._blocks.room_bytes:
             return
         if held < self._spill_from and not sequence.progress.reused:
@@ -86,10 +86,10 @@ class DiskIndex:
         return None
 
     def fetch(self, sequence: SequenceState, uid: int, hit: int) -> FetchBlocks | None:
-        """Begin to fetch what the disk has of a prompt; None if that is little beyond `hit` tokens."""
+        """Begin to fetch a prompt's blocks from disk; None unless they save a block more than `hit`."""
         hangs = any(each.phase == "late" for each in self._fetches.values())
         busy = hangs or len(self._fetches) >= MAX_FETCHES
-        if self._blocks is None or sequence.disk.asked or busy:  # it asks once
+        if self._blocks is None or sequence.disk.asked or busy:  # a sequence tries once
             return None
         sequence.disk.asked = True
         found = self._found(sequence, self._blocks)

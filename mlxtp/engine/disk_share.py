@@ -1,4 +1,4 @@
-"""One rank's share of the KV caches on disk, for one loaded model. Frames of rank 0 drive it."""
+"""One rank's share of the KV caches on disk, for one loaded model. Rank 0's frames drive it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .block_store import BlockStore, Read, caches_of
 from .loader import leaves
 from .runner import Runner
 
-LAYOUT = 1  # of blocks; another number makes those that are there useless
+LAYOUT = 1  # version of blocks; a new number makes older blocks useless
 
 
 class DiskShare:
-    """Blocks of this rank. Without a `store`, it has none, and replies so. `post` gets results of threads."""
+    """Blocks of this rank. Without a `store`, it replies that it has none. `post` gets threads' results."""
 
     def __init__(
         self, runner: Runner, kinds: CacheKind, store: BlockStore | None, post: Callable[[object], None]
@@ -29,11 +29,11 @@ class DiskShare:
         self._runner = runner
         self._kinds = kinds
         self._post = post
-        #: By uid: the frame that wants blocks, None once it is restored, and what was read, None before.
+        #: By uid: the frame that requests blocks (None once it is restored), and caches (None until read).
         self._fetches: dict[int, tuple[FetchBlocks | None, Caches | None]] = {}
 
     def spill(self, frame: Spill) -> None:
-        """Queue a block. A disk that lags far behind rank 0's loses it."""
+        """Queue a block, unless this rank's disk lags far behind rank 0's."""
         if self.store is not None and self.store.follows:
             items = self._runner.block(frame.uid, frame.start, frame.end)
             self.store.put(frame.digest, frame.end, frame.previous, items)
@@ -46,7 +46,7 @@ class DiskShare:
             self.store.read(frame.uid, digests_in(frame.digests))
 
     def arrived(self, read: Read) -> tuple[int, int] | None:
-        """Return the uid and the number of leading blocks that are of use; None if no frame wanted them."""
+        """Return the uid and the number of usable leading blocks; None if no frame requested them."""
         if read.uid not in self._fetches:
             return None
         frame, _ = self._fetches.pop(read.uid)
@@ -58,7 +58,7 @@ class DiskShare:
                 length, truncatable = frame.block * blocks, self._kinds.can.truncatable
                 caches = caches_of(self._kinds.new(), read.items, length, truncatable=truncatable)
             except (ValueError, TypeError, KeyError, IndexError, AttributeError):
-                blocks = 0  # of another layout
+                blocks = 0  # they have another layout
         self._fetches[read.uid] = frame, caches
         return read.uid, blocks
 
@@ -66,7 +66,7 @@ class DiskShare:
         wanted, caches = self._fetches.pop(frame.uid)
         assert wanted is not None, "the protocol admits one Restore of a fetch"
         if caches is None:
-            self._fetches[frame.uid] = None, None  # its blocks are still to come
+            self._fetches[frame.uid] = None, None  # its blocks are not read yet
         if frame.blocks and caches is not None:
             length = frame.blocks * wanted.block
             kept = share(caches, length) if self._kinds.can.truncatable else caches
@@ -101,11 +101,11 @@ def open_store(
     }
     try:
         weights = fingerprint(folder)
-    except OSError:  # they are in memory, so this rank serves without a disk
+    except OSError:  # the weights are in memory, so this rank serves without a disk
         return None
     parts = {
         **about,
-        "model": "",  # the same weights in another folder are the same
+        "model": "",  # another folder may hold the same weights
         "layout": LAYOUT,
         "split": command.split,
         "weights": weights,

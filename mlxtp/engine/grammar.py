@@ -1,7 +1,7 @@
-"""Grammars of answers: masks of the tokens that may come next. On rank 0 alone, without MLX.
+"""Grammars of answers: masks of the allowed next tokens. On rank 0 alone, without MLX.
 
-JSON is on one line, with its schema's `x-guidance` as separators, else `", "` and `": "`, and properties in
-order; others are allowed unless `additionalProperties` forbids them. What cannot be enforced is refused.
+JSON is on one line, with separators from its schema's `x-guidance`, or `", "` and `": "`. Properties are in
+order; others are allowed unless `additionalProperties` forbids them. An unenforceable schema is refused.
 """
 
 from __future__ import annotations
@@ -34,53 +34,53 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 DEADLINE_S = 5.0  # seconds that one grammar may take to compile
-FUEL, STATES = 300_000, 50_000  # what the compiler may spend on it
-ITEMS = 10_000  #: Parser's items of one step; an object of 500 optional properties takes nearly as many.
-#: CPU seconds of a step on average. With 128,000 tokens JSON takes 0.0001, 300 optional properties 0.0002.
+FUEL, STATES = 300_000, 50_000  # the compiler's limits for one grammar
+ITEMS = 10_000  #: Most parser items in a step. An object of 500 optional properties needs almost as many.
+#: Average CPU seconds of a step. With 128,000 tokens, JSON takes 0.0001 and 300 optional properties 0.0002.
 STEP_S = 0.001
-BURST_S, SEARCH_BURST_S = 0.3, 0.1  #: More in all, for answers and for the search of their endings.
+BURST_S, SEARCH_BURST_S = 0.3, 0.1  #: CPU seconds beyond that average: for an answer, to search its ending.
 MAX_KEPT = 64
 MAX_KEPT_BYTES = 256 << 20
 
 _WORD_BITS = 32
-_MOST_SUFFIXES = 32  # that a search for an ending tries
+_MOST_SUFFIXES = 32  # most that a search for an ending tries
 
 PLAIN_TEXT = r'[^"\\{}\[\],:]+'
 INSIDE_STRINGS = r'[^"]+'
-# How a text ends in a Lark grammar, as `text/tool_grammar.py` writes it.
+# The end of a text in a Lark grammar of `text/tool_grammar.py`.
 _SUFFIX = re.compile(r'\[suffix=("(?:[^"\\]|\\.)+")\]|\btext <\[(\d+)\]>')
-CLOSING = '}],:"@-./0123456789tfn{['  # in this order, so that an object or a list ends before it grows
+CLOSING = '}],:"@-./0123456789tfn{['  # in this order, objects and lists end before they grow
 
 GrammarCallback = Callable[["Grammar | RequestError"], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """Tokens that help to end JSON in one vocabulary, -1 for one that it lacks, and masks of tokens."""
+    """Tokens of one vocabulary that help to end JSON (-1 if it lacks one), and masks of tokens."""
 
     quote: int
     letter: int
     newline: int
     closing: tuple[int, ...]  # to try outside strings, the most helpful first
-    #: Text without JSON's own characters. Beside `suffixes`, digits: letters name optional fields.
+    #: Text without JSON's own characters. With `suffixes`, only digits, because letters name optional fields.
     plain: NDArray[np.uint32]
     inside: NDArray[np.uint32]  # text without a quote
-    whole: NDArray[np.uint32]  # what ends with a whole character
-    text: NDArray[np.uint32]  # adds nothing behind one of `suffixes`
+    whole: NDArray[np.uint32]  # tokens that end with a whole character
+    text: NDArray[np.uint32]  # tokens with nothing after one of `suffixes`
     suffixes: tuple[tuple[int, ...], ...] = ()  # each ends a text in this grammar
 
 
 class CpuAllowance:
-    """CPU time, so that a busy machine ends no answer: `burst_s`, and STEP_S more for each mask or token."""
+    """Budget of CPU time: `burst_s`, and STEP_S more a step. Waiting on a busy machine does not count."""
 
     def __init__(self, burst_s: float = BURST_S, search: CpuAllowance | None = None) -> None:
-        self.search = search or self  #: the allowance of searches for an answer's ending
+        self.search = search or self  #: separate budget to search for an answer's ending
         self._burst_s = burst_s
         self._left_s = burst_s
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Raises MlxtpError while too much was spent."""
+        """Spend the time of one step. Raises MlxtpError while the budget is exceeded."""
         self._spend(-STEP_S)
         begun = time.thread_time()
         yield
@@ -102,9 +102,9 @@ class Matcher:
     _cpu: CpuAllowance = field(default_factory=lambda: CpuAllowance(search=CpuAllowance(SEARCH_BURST_S)))
 
     def mask(self) -> NDArray[np.uint32]:
-        """Return the tokens that may come next, in 32-bit words; end tokens where the answer may end.
+        """Return the allowed next tokens in 32-bit words, with end tokens if the answer may end here.
 
-        Raises MlxtpError where no token may come, or a step exceeds a limit of time or memory.
+        Raises MlxtpError if no token is allowed, or a step exceeds a limit of time or memory.
         """
         words = np.full(-(-self._tokens // _WORD_BITS), 0xFFFFFFFF, np.uint32)
         with self._cpu.step():
@@ -118,7 +118,7 @@ class Matcher:
         return words
 
     def accept(self, token: int) -> None:
-        """Raises MlxtpError, now and later, for a token that `mask` does not allow."""
+        """Accept a token. If `mask` does not allow it, raises MlxtpError now and in later calls."""
         with self._cpu.step():
             self._state.consume_token(token)
             self._check()
@@ -187,7 +187,7 @@ class Grammars:
             return grammar
 
     def read(self) -> None:
-        """Read the tokenizer while a model loads. Later it would stop all requests for a second or two."""
+        """Read the tokenizer while a model loads. Later, it would block all requests for a second or two."""
         with contextlib.suppress(RequestError):
             self._tokenizer_and_hints()
 
@@ -196,7 +196,7 @@ class Grammars:
             return self.kept(kind, text) or self._keep(kind, text, self._compile(kind, text))
 
     def submit(self, kind: str, text: str, done: GrammarCallback) -> Future[None]:
-        """Compile in the background, in order; the thread there calls `done`, but not after `close`."""
+        """Compile in a background thread, in order. The thread calls `done`, but not after `close`."""
         return self._thread.submit(self._run, kind, text, done)
 
     def close(self) -> None:
@@ -258,7 +258,7 @@ def _hints(tokenizer: LLTokenizer, vocabulary: int) -> Hints:
 def _with_suffixes(hints: Hints, text: str, tokenizer: LLTokenizer, vocabulary: int) -> Hints:
     suffixes, last = list[tuple[int, ...]](), ""
     for written, token in dict.fromkeys(_SUFFIX.findall(text)):
-        with contextlib.suppress(ValueError):  # in a client's own grammar: no such token or escape
+        with contextlib.suppress(ValueError):  # a client's own grammar may have invalid tokens or escapes
             if token:
                 suffixes += [(id_,)] if (id_ := int(token)) < vocabulary else []
                 continue
@@ -285,11 +285,11 @@ def _whole(tokenizer: LLTokenizer, vocabulary: int) -> NDArray[np.uint32]:
     return np.packbits(whole, bitorder="little").view("<u4").astype(np.uint32, copy=False)
 
 
-# --- process that compiles each client's grammar first, with a deadline, where it can do no harm ---------
+# --- sandbox: a process that compiles each client's grammar first, with a deadline -----------------------
 # Some grammars take minutes and gigabytes to compile, and a thread cannot be stopped; some overflow a stack.
-# This process has a deadline and a smaller stack than rank 0, where those that pass are compiled again.
+# The sandbox has a deadline and a smaller stack than rank 0, which compiles a grammar again if it passes.
 # `python -m mlxtp.engine.grammar FOLDER VOCABULARY DEADLINE_S EOS...` reads one JSON line `[kind, text]`
-# for each grammar and replies with one line `[error or null, bytes]`, the first for the tokenizer.
+# for each grammar and replies with one line `[error or null, bytes]`. Its first line is about the tokenizer.
 
 START_S = 60.0  # seconds to read a tokenizer; large ones need about one
 #: Stack of the compiling thread. The threads of rank 0 have at least four times as much.
@@ -303,7 +303,7 @@ _SUBJECT = {"json_schema": "the JSON schema", "regex": "the regular expression",
 
 
 def read_tokenizer(folder: Path, vocabulary: int, eos: frozenset[int]) -> LLTokenizer:
-    """Raises RequestError (NOT_SUPPORTED) without a usable one. Holds the GIL, 1 s for 128,000 tokens."""
+    """Read a tokenizer; hold the GIL, 1 s for 128,000 tokens. Raises RequestError (NOT_SUPPORTED)."""
     from llguidance import LLTokenizer
 
     def refusal(why: object) -> RequestError:
@@ -315,7 +315,7 @@ def read_tokenizer(folder: Path, vocabulary: int, eos: frozenset[int]) -> LLToke
         raise refusal("it has no tokenizer.json") from None
     except ModelError as error:
         raise refusal(error.detail) from None
-    with contextlib.suppress(ValueError):  # in most models it fits the vocabulary and knows each end token
+    with contextlib.suppress(ValueError):  # in most models it fits the vocabulary and has each end token
         return LLTokenizer(content, n_vocab=vocabulary, eos_token=sorted(eos))
     try:
         size = LLTokenizer(content).vocab_size
@@ -326,7 +326,7 @@ def read_tokenizer(folder: Path, vocabulary: int, eos: frozenset[int]) -> LLToke
 
 
 def build(tokenizer: LLTokenizer, kind: str, text: str) -> LLMatcher:
-    """Return a matcher at its start, with its first mask, made without the GIL. Raises RequestError."""
+    """Return a matcher at its start, with its first mask; release the GIL. Raises RequestError."""
     from llguidance import LLMatcher, LLParserLimits
 
     if kind not in _SUBJECT:
@@ -402,7 +402,7 @@ class GrammarSandbox:
         self._greeted = False
 
     def run(self, kind: str, text: str) -> int:
-        """Compile a grammar there; returns the bytes by which the process grew. Raises RequestError."""
+        """Compile a grammar in the sandbox; return how many bytes it grew. Raises RequestError."""
         self.start()
         assert self._process is not None
         if not self._greeted:

@@ -1,7 +1,7 @@
 """Distributed group of one epoch: forming it, proving it, agreeing on tokens.
 
-The only file besides the models that names `mx.distributed`. Ranks that enter collectives in different order
-get wrong numbers, so none here is in a branch that ranks could take differently, and each is counted.
+Apart from models, only this file names `mx.distributed`. Ranks that run collectives in different order get
+wrong numbers. So each collective is counted, and none is in a branch that ranks could take differently.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from ..errors import Code, ConfigError, GroupError, why_not_written
 from ..wire.rdma import device_file
 from .jaccl import Factory, JacclFabric
 
-#: Elements of the smallest collective. Shorter ones stall: a single int32 took 8 ms where 64 took 0.7 ms.
+#: Elements of the smallest collective. Shorter ones stall: one int32 took 8 ms, and 64 took 0.7 ms.
 PAD = 64
-RING_WAIT_US = 1000  # that a thread of MLX's ring waits for data before it sends what is queued meanwhile
+RING_WAIT_US = 1000  # how long a thread of MLX's ring waits for data before it checks what to send
 CHAINS = 3  # timings of a chain of collectives
 Timed = Literal["sum", "gather", "chain"]
 
@@ -38,12 +38,12 @@ _COLLECTIVES = ("all_sum", "all_gather", "all_max", "all_min", "sum_scatter", *_
 
 
 class CollectiveCounter:
-    """Count of collectives as graphs are built, by mlx-lm's layers too. Install once per process."""
+    """Count of collectives at graph building, including mlx-lm's layers. Install once per process."""
 
     paused = False
-    #: Size of the group whose other ranks are left out, see `alone`; 0 for none.
+    #: Size of the group if other ranks are left out, see `alone`; else 0.
     alone_of = 0
-    left_out = 0  #: Collectives that were left out so.
+    left_out = 0  #: Collectives that were left out.
 
     def __init__(self) -> None:
         self.count = 0
@@ -51,13 +51,13 @@ class CollectiveCounter:
 
     @property
     def total(self) -> int:
-        """Collectives and messages over a border of this rank: as many as rank 0's, or some are missing."""
-        # A rank between two others receives as many as it sends, which counts once.
+        """Collectives, and messages to or from a neighbor. It must equal rank 0's, or some are missing."""
+        # A rank between two others receives as many messages as it sends; count them once.
         one_way = 0 in (self._sent, self._received) or self._sent == self._received
         return self.count + (max if one_way else sum)((self._sent, self._received))
 
     def install(self) -> None:
-        for name in _COLLECTIVES:  # layers look these up at each call
+        for name in _COLLECTIVES:  # layers look them up at each call
             setattr(mx.distributed, name, self._counted(name, getattr(mx.distributed, name)))
 
     def _counted(self, name: str, collective: Any) -> Any:
@@ -85,9 +85,9 @@ def uncounted() -> Iterator[None]:
 
 @contextlib.contextmanager
 def alone(ranks: int, *, compiled: bool) -> Iterator[None]:
-    """Have collectives return this rank's own input: results have the right shape and meaningless numbers.
+    """Make collectives return this rank's own input: results have the right shape and meaningless numbers.
 
-    Without `compiled` nothing is traced: compiled collectives would leave the other ranks out forever.
+    Without `compiled`, MLX traces nothing: a compiled collective would leave the other ranks out forever.
     """
     if not compiled:
         mx.disable_compile()
@@ -96,7 +96,7 @@ def alone(ranks: int, *, compiled: bool) -> Iterator[None]:
         yield
     finally:
         CollectiveCounter.alone_of = 0
-        # MLX reads the variable once, and this would overrule it.
+        # MLX reads the variable only once, and `enable_compile` would override it.
         if not compiled and "MLX_DISABLE_COMPILE" not in os.environ:
             mx.enable_compile()
 
@@ -141,11 +141,11 @@ class RingGroup:
     def __init__(self, handle: Any, *, uniform: bool = False) -> None:
         self.handle = handle
         self._uniform = uniform
-        #: Messages wait here for other ranks, and not where this rank computes.
+        #: Messages wait for other ranks in this stream, so that computing does not.
         self.messages = mx.new_stream(mx.cpu)
         self.rank: int = handle.rank()
         self.size: int = handle.size()
-        #: Factor of its choice, in `agree`: a rank that ignored its logits would skip the last collectives.
+        #: Factor in `agree`: 0, so that other ranks still depend on their logits and the last collectives.
         self._mine = 1 if self.rank == 0 else 0
 
     def prove(self, digest: int) -> Proof:
@@ -155,9 +155,9 @@ class RingGroup:
         return Proof(cast(int, total.item()), ranks, digests)
 
     def timed(self, kind: Timed, size: int, rounds: int, progress: Callable[[], None]) -> float:
-        """Return the median seconds of `rounds` collectives over `size` bytes of each rank, run by all ranks.
+        """Return the median seconds of `rounds` collectives over `size` bytes. All ranks must call it.
 
-        A "chain" is one graph of dependent sums, so that on a GPU each includes a fence, as in a forward.
+        A "chain" is one graph of dependent sums: on a GPU, each includes a fence, as in a forward.
         """
         array = mx.ones((max(size // _NUMBER.size, 1),), dtype=_NUMBER)
         mx.eval(array, self.total(array))  # waits for late ranks
@@ -180,7 +180,7 @@ class RingGroup:
         return total[: array.size].reshape(array.shape)
 
     def send_row(self, row: mx.array, rank: int, unit: int) -> list[mx.array]:
-        """Return arrays that send a message [n], to be evaluated in order, each of `unit` where `uniform`."""
+        """Return arrays that send a message [n]; evaluate them in order. If `uniform`, each has `unit`."""
         whole = mx.pad(row, (0, -row.size % unit)) if self._uniform else row
         pieces = mx.split(whole, whole.size // unit) if self._uniform else [row]
         return [self._send(piece, rank) for piece in pieces]
@@ -202,7 +202,7 @@ class RingGroup:
         return rows[:, : array.size].reshape(self.size, *array.shape)
 
 
-_NUMBER = mx.bfloat16  # type of the numbers that ranks exchange in most models' forwards
+_NUMBER = mx.bfloat16  # the type that ranks exchange in most models' forwards
 
 
 def _clocked(array: mx.array, progress: Callable[[], None]) -> float:
@@ -230,16 +230,16 @@ def init(backend: str, factory: Factory | None) -> Any:
 
 
 def use_fast_fences(fast: bool) -> None:
-    """Fast fences between CPU and GPU can wedge a GPU. MLX reads this once."""
+    """Set whether MLX uses fast fences between CPU and GPU, which can wedge a GPU. MLX reads this once."""
     os.environ["MLX_METAL_FAST_SYNCH"] = "1" if fast else "0"
 
 
-#: MLX's limits of one command buffer, as an owner of an M3 Ultra tried them (MLX issue 4521).
+#: Limits of a command buffer that the owner of an M3 Ultra tried (MLX issue 4521).
 LARGE_BUFFERS = {"MLX_MAX_OPS_PER_BUFFER": "1000", "MLX_MAX_MB_PER_BUFFER": "400"}
 
 
 def use_large_buffers() -> None:
-    """Have MLX make larger command buffers, unless a user set their size. MLX reads it once."""
+    """Make MLX use larger command buffers, unless the user has set their size. MLX reads it once."""
     for name, value in LARGE_BUFFERS.items():
         os.environ.setdefault(name, value)
 
@@ -256,11 +256,11 @@ def form(
     available: Callable[[str], bool] = is_available,
     init: Callable[[str, Factory | None], Any] = init,
 ) -> Group:
-    """Form the group; blocks until every rank is here. `hosts`, for the ring: "ip:port" in rank order.
+    """Form the group; block until every rank is here. `hosts`, for the ring: "ip:port" in rank order.
 
-    MLX holds the GIL (but see `SideChannelExchange`), and its accept never times out, so the deadline is an
-    alarm that ends the process without Python. Raises ConfigError without such a backend, the errors of the
-    fabric's all-gather, and GroupError (FORM_FAILED) when MLX fails or forms another group.
+    MLX holds the GIL (but see `SideChannelExchange`) and its accept never times out, so an alarm that needs
+    no Python ends the process at the deadline. Raises ConfigError without such a backend, errors of the
+    fabric's all-gather, and GroupError (FORM_FAILED) if MLX fails or forms another group.
     """
     if backend == "none":
         if world_size != 1:
@@ -295,14 +295,14 @@ def form(
 def _sockets() -> set[int]:
     found = set()
     for each in Path("/dev/fd").iterdir():
-        with contextlib.suppress(OSError):  # the descriptor of the folder itself is closed by now
+        with contextlib.suppress(OSError):  # the folder's own descriptor is already closed
             if stat.S_ISSOCK(os.fstat(descriptor := int(each.name)).st_mode):
                 found.add(descriptor)
     return found
 
 
 def _sleep_while_waiting(ring: set[int]) -> None:
-    """Make the sockets of MLX's ring block: its threads spin, on a core that other ranks may compute with."""
+    """Make the sockets of MLX's ring block; otherwise its threads spin on cores that other ranks may need."""
     wait = struct.pack("@ll", 0, RING_WAIT_US)
     for descriptor in ring:
         with socket.socket(fileno=os.dup(descriptor)) as same:

@@ -1,4 +1,4 @@
-"""Division of a model among ranks: checks of its sizes, and the rows of its embedding and output head."""
+"""Division of a model among ranks: checks of sizes, and the rows of the embedding and the output head."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ..model_config import Config, family
 from .families import DIVIDE, dimensions_of, divide_layers
 from .group import Group
 
-# --- checks: a configuration in, a refusal out -----------------------------------------------------------
+# --- checks of a configuration ---------------------------------------------------------------------------
 
 
 def check_divisible(config: Config, world_size: int) -> None:
-    # Else layers of mlx-lm would floor their head counts, and go wrong later.
+    # Without this check, mlx-lm's layers would round head counts down, and fail later.
     if world_size == 1:
         return
     dimensions = dimensions_of(config)
@@ -58,13 +58,13 @@ def is_divided(family: str) -> bool:
         return True
     try:
         module: Any = importlib.import_module(f"mlx_lm.models.{family}")
-    except (ImportError, SystemExit):  # some end the process where a package is missing
+    except (ImportError, SystemExit):  # some modules end the process if a package is missing
         return False
     return hasattr(module.Model, "shard")
 
 
 _MLP = ("gate_proj", "up_proj", "down_proj")
-#: Modules with a collective in a compiled function. A test holds this equal to what mlx-lm's sources have.
+#: Modules with a collective in a compiled function. A test compares this set with mlx-lm's sources.
 COMPILED_COLLECTIVES = frozenset({"mlx_lm.models.minimax"})
 
 
@@ -74,7 +74,7 @@ def compiles_collectives(model: Any) -> bool:
 
 @contextlib.contextmanager
 def divided_vocabulary(owner: Any, size: int) -> Iterator[None]:
-    """Set the vocabulary of a head's `owner`, which may refuse its own, while its layers are cut."""
+    """Set another vocabulary size for a head's `owner` while layers are cut: it may refuse its own size."""
     arguments: Any = getattr(owner, "args", None)
     candidates: tuple[Any, ...] = (arguments, getattr(arguments, "text", None))
     holders = [each for each in candidates if hasattr(each, "vocab_size")]
@@ -88,8 +88,8 @@ def divided_vocabulary(owner: Any, size: int) -> Iterator[None]:
             holder.vocab_size = true_size
 
 
-# --- token embedding and output head, of which each rank holds an equal run of rows ----------------------
-# A forward embeds tokens with one sum and ends in logits of own rows, of which one gather finds the winners.
+# --- token embedding and output head: each rank holds an equal run of rows -------------------------------
+# A forward embeds tokens with one sum and returns logits of own rows; one gather finds the winners.
 
 #: Names of the module that embeds tokens, in the families of mlx-lm.
 EMBEDDINGS = (
@@ -105,12 +105,12 @@ EMBEDDINGS = (
 )
 HEADS = ("lm_head", "output")
 
-#: (tensor, its name, first row, rows) -> those rows, zeros beyond the end.
+#: (tensor, its name, first row, rows) -> the rows, with zeros beyond the end.
 Cut = Callable[[mx.array, str, int, int], mx.array]
 
 
 def at_ends(x: mx.array, ends: mx.array) -> mx.array:
-    """Return one position of each row: [B, L, n], and int32 [B] -> [B, 1, n]."""
+    """Return one position of each row: [B, L, n] and int32 [B] -> [B, 1, n]."""
     return mx.take_along_axis(x, ends[:, None, None], axis=1)
 
 
@@ -126,7 +126,7 @@ def cut_rows(array: mx.array, _name: str, first: int, rows: int) -> mx.array:
 
 
 class Tap:
-    """Hidden states [.., L, hidden] that a forward gave its output head, until they are taken."""
+    """The output head's last input, hidden states [.., L, hidden], until `Vocabulary.hidden` takes it."""
 
     hidden: mx.array | None = None
 
@@ -139,7 +139,7 @@ class ShardedHead(nn.Module):  # type: ignore[misc]  # mlx is untyped here
         self.tap: Tap | None = None
 
     @property
-    def weight(self) -> mx.array:  # from which models take the type of their numbers
+    def weight(self) -> mx.array:  # models read its type
         return cast("mx.array", self.rows.weight)
 
     def as_linear(self, x: mx.array) -> mx.array:
@@ -169,18 +169,18 @@ class ShardedEmbedding(ShardedHead):
             return self.local(tokens)
         index = tokens - self._first
         mine = (index >= 0) & (index < self._share)
-        # Other ranks' rows are negative zeros here, which change no number, not even its sign.
+        # For other ranks' rows, add negative zero: it changes no number, not even a sign.
         return self._group.total(mx.where(mine[..., None], self.local(mx.where(mine, index, 0)), -0.0))
 
     def local(self, rows: mx.array) -> mx.array:
-        """Return rows of this rank's share by their index in it, [..] int -> [.., hidden]; no collective."""
+        """Return rows by their index in this rank's share, [..] int -> [.., hidden], without a collective."""
         return cast("mx.array", self.rows(rows))
 
 
 class Vocabulary:
-    """Division of one loaded model's vocabulary among the ranks.
+    """Division of a loaded model's vocabulary among ranks.
 
-    Without known `embedding` and `head`, `given` is not used and the embeddings of `winners` are empty.
+    Without a known embedding, forwards ignore `given`, and `winners` returns empty embeddings.
     """
 
     chooses = True  # this rank has logits
@@ -194,7 +194,7 @@ class Vocabulary:
     ) -> None:
         self.size = size
         self.group = group
-        self.share = -(-size // group.size)  # rows on each rank; the last ranks' beyond the size are padding
+        self.share = -(-size // group.size)  # rows on each rank; rows beyond the size are padding
         self.first = group.rank * self.share  # the token of this rank's first row
         self.embedding = embedding
         self.head = head
@@ -208,8 +208,8 @@ class Vocabulary:
         return self.chooses and self.head is not None and self.embedding is not None
 
     def limit(self, tokens: int) -> None:
-        """Treat ids from `tokens` on as padding, because the tokenizer has none of them."""
-        if 2 * tokens > self.size:  # fewer are those of another tokenizer
+        """Treat ids from `tokens` on as padding, because the tokenizer does not have them."""
+        if 2 * tokens > self.size:  # with fewer, the count is probably another tokenizer's
             self._real = min(tokens, self.size)
             self._padded = self.first + self.share > self._real
 
@@ -224,8 +224,8 @@ class Vocabulary:
     ) -> mx.array:
         """Run one forward: tokens [B, L] int32 -> this rank's logits [B, L, share], -inf for padding.
 
-        given  embeddings [B, L, hidden] of the tokens, which must be right: some models read them, too
-        ends   int32 [B]: logits of only this position of each row, [B, 1, share]
+        given  embeddings [B, L, hidden] of the tokens; `tokens` must be right even so: some models read them
+        ends   int32 [B]: return logits of only this position of each row, [B, 1, share]
         """
         if self.embedding is not None:
             self.embedding.given = given
@@ -243,7 +243,7 @@ class Vocabulary:
         return self._without_padding(logits)
 
     def hidden(self) -> mx.array:
-        """Take the last forward's hidden states [B, L, hidden], behind the final norm; needs `taps`."""
+        """Take the last forward's hidden states [B, L, hidden] after the final norm; call `taps` before."""
         hidden, self._tap.hidden = self._tap.hidden, None
         assert hidden is not None
         return hidden
@@ -255,12 +255,12 @@ class Vocabulary:
     def _without_padding(self, logits: mx.array) -> mx.array:
         if not self._padded:
             return logits
-        # Here and not in the head, because some models transform logits, and -inf would become a number.
+        # Not in the head, because some models transform logits: -inf would become a number.
         rows = mx.arange(logits.shape[-1]) < self._real - self.first
         return mx.where(rows, logits, mx.array(-mx.inf, dtype=logits.dtype))
 
     def gather(self, local: mx.array) -> mx.array:
-        """Combine [.., share] of each rank into [.., size] on all, in vocabulary order, by one collective."""
+        """Combine each rank's [.., share] into [.., size] on all, in vocabulary order, by one collective."""
         if self.group.size == 1:
             return local
         parts = mx.moveaxis(self.group.gather(local), 0, -2)
@@ -269,8 +269,8 @@ class Vocabulary:
     def winners(self, local: mx.array) -> tuple[mx.array, mx.array]:
         """Return the greedy choice of each row: (tokens int32 [..], their embeddings [.., hidden]).
 
-        Takes [.., share] of each rank and returns the same bits on all ranks, with one collective: the argmax
-        of the gathered logits, among equals the smallest token. NaN counts as -inf.
+        Takes each rank's [.., share] and returns the same bits on all ranks, with one collective: the argmax
+        of the gathered logits, and the smallest token of equals. NaN counts as -inf.
         """
         values = mx.where(mx.isnan(local), mx.array(-mx.inf, dtype=local.dtype), local)
         index = mx.argmax(values, axis=-1, keepdims=True)
@@ -282,7 +282,7 @@ class Vocabulary:
         embeddings = self.embedding.local(index[..., 0])
         if self.group.size == 1:
             return tokens, embeddings
-        # Bits of all three in one array, because conversions between their types would change numbers.
+        # Join the bits of all three in one array: conversion between their types would change numbers.
         bits = {2: mx.uint16, 4: mx.uint32}[embeddings.dtype.size]
         mine = [best.astype(mx.float32).view(bits), tokens[..., None].view(bits), embeddings.view(bits)]
         offers = self.group.gather(mx.concatenate(mine, axis=-1))
@@ -295,9 +295,9 @@ class Vocabulary:
 
 
 def shard(model: Any, group: Group, *, cut: Cut = cut_rows, size: int = 0) -> Vocabulary:
-    """Divide embedding and head over the vocabulary, the layers as their family is. Only `cut` evaluates.
+    """Divide embedding and head by rows, and layers by their family's rules. Only `cut` may evaluate.
 
-    Raises ModelError (MODEL_UNSUPPORTED) when a group of several ranks finds no known embedding or head.
+    Raises ModelError (MODEL_UNSUPPORTED) if a group of several ranks finds no known embedding or head.
     """
     modules = dict(model.named_modules())
     embeddings = [
@@ -322,7 +322,7 @@ def shard(model: Any, group: Group, *, cut: Cut = cut_rows, size: int = 0) -> Vo
     _put(model, embeddings[0], embedding)
     head = ShardedHead(modules[heads[0]]) if heads else None
     if group.size > 1:
-        # Some families cut and gather their head themselves, and get this one.
+        # Some families cut and gather their head themselves; give them a stand-in.
         owner = modules[heads[0].rpartition(".")[0]] if heads else model
         if heads:
             _put(model, heads[0], nn.Linear(1, group.size, bias=False))
@@ -337,7 +337,7 @@ def shard(model: Any, group: Group, *, cut: Cut = cut_rows, size: int = 0) -> Vo
 
 @contextlib.contextmanager
 def _whole_mlps(model: Any, ranks: int) -> Iterator[None]:
-    """Keep dense MLPs whole that `ranks` ranks cannot share, while stand-ins are cut. They need no sum."""
+    """Keep MLPs whole if `ranks` ranks cannot share them: cut stand-ins instead. Whole MLPs need no sum."""
     kept = []
     for mlp in dense_mlps(model):
         gate, up, down = (getattr(mlp, name) for name in _MLP)

@@ -1,7 +1,7 @@
-"""Blocks of KV caches on disk: files, the room that they take, and the threads that write and read them.
+"""Blocks of KV caches on disk: files, the room they take, and the threads that write and read them.
 
 A file ends with a checksum. Its name has the digest of all tokens up to its end, their number, and the digest
-of the block before it. Anything torn, damaged or of another layout is a miss, and is deleted.
+of the block before. A torn or damaged file, or one of another layout, is a miss, and is deleted.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from .batch import Caches
 from .loader import leaves
 
-#: Names and values of a block: arrays of MLX when it is written, of numpy (see `_Raw`) when it was read.
+#: Names and values of a block: MLX arrays to write, `Raw` arrays after reading.
 Items = list[tuple[str, Any]]
 
 _WORD = struct.Struct("<I")  # the checksum is a CRC-32: others take longer than the disk
-QUEUED_BLOCKS = 8  # blocks that wait to be written, before rank 0 sends further ones
-LAG_BYTES = 1 << 28  # of waiting blocks, up to which another rank, which may be slower, takes more
-RETRY_S = 600.0  # seconds without writing after an error in writing
-CLOSE_S = 1.0  # seconds that queued blocks have to be written at the end
-FULL_SHARE = 0.95  # of the room, which an eviction leaves filled, so that not every block evicts
+QUEUED_BLOCKS = 8  # most blocks that wait for the disk before rank 0 stops sending more
+LAG_BYTES = 1 << 28  # most waiting bytes on another rank, whose disk may be slower
+RETRY_S = 600.0  # seconds without writing after an error
+CLOSE_S = 1.0  # seconds to write queued blocks at the end
+FULL_SHARE = 0.95  # an eviction leaves this share of the room filled, so that not every block evicts
 TOUCH_S = 60.0  # least seconds between two marks of a block as used
-UNFINISHED_S = 600.0  # seconds after which an unfinished file is left over from a process that ended
-_AHEAD_S = 60.0  # seconds by which a file may be newer than the clock
+UNFINISHED_S = 600.0  # age in seconds of an unfinished file whose process must have ended
+_AHEAD_S = 60.0  # most seconds that a file may be newer than the clock
 _CHUNK = 1 << 22
 
 
@@ -60,14 +60,14 @@ class Block(NamedTuple):
     def named(path: os.DirEntry[str]) -> Block | None:
         with contextlib.suppress(ValueError, OSError):
             digest, end, previous = path.name.split("-")
-            size, used_s = path.stat().st_size, path.stat().st_mtime  # which scandir keeps
+            size, used_s = path.stat().st_size, path.stat().st_mtime  # DirEntry caches the result
             return Block(bytes.fromhex(digest), int(end), bytes.fromhex(previous), size, used_s)
         return None
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Items of the first `blocks` of those asked for, joined."""
+    """Joined items of the first `blocks` requested blocks."""
 
     uid: int
     blocks: int
@@ -81,7 +81,7 @@ class Written: ...
 
 
 class Raw(NamedTuple):
-    """Array that was read: its bits as unsigned numbers, in numpy or MLX, and its type's name in MLX."""
+    """Array as read: its bits as unsigned numbers, in numpy or MLX, and the name of its MLX type."""
 
     bits: Any
     dtype: str
@@ -98,7 +98,7 @@ def array_of(raw: Raw) -> mx.array:
 
 
 def write_block(path: Path, items: Items, name: str) -> int:
-    """Write contiguous arrays to a new file, for `read_block` with the same `name`; returns its bytes."""
+    """Write contiguous arrays to a new file; return its size. `read_block` must use the same `name`."""
     arrays = [(name, value) for name, value in items if isinstance(value, mx.array)]
     shapes = [(name, str(value.dtype).rpartition(".")[2], value.shape) for name, value in arrays]
     plain = [(name, value) for name, value in items if not isinstance(value, mx.array)]
@@ -123,7 +123,7 @@ def write_block(path: Path, items: Items, name: str) -> int:
 
 
 def read_block(path: Path, name: str) -> list[tuple[str, Any]]:
-    """Return items, arrays as `Raw`. Raises OSError, or ValueError for a damaged file or another `name`."""
+    """Return items, with arrays as `Raw`. Raises OSError, or ValueError if damaged or of another `name`."""
     data = path.read_bytes()
     body = memoryview(data)[: -_WORD.size]
     if _WORD.unpack_from(data, len(body)) != (zlib.crc32(body),):
@@ -144,7 +144,7 @@ def read_block(path: Path, name: str) -> list[tuple[str, Any]]:
 
 
 def joined(parts: Sequence[Items]) -> Iterator[tuple[str, Any]]:
-    """Join blocks, one item after the other: arrays along the second-last axis. Raises ValueError."""
+    """Join blocks, item by item: arrays along the second-last axis. Raises ValueError."""
     columns: list[dict[str, Any]] = [dict(part) for part in parts]
     kinds = [{name: getattr(value, "dtype", "") for name, value in part.items()} for part in columns]
     if any(each != kinds[0] for each in kinds):
@@ -156,7 +156,7 @@ def joined(parts: Sequence[Items]) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-# --- KV caches as the items of a block, and back; for the thread that computes with MLX -------------------
+# --- KV caches as the items of a block, and back; on the MLX thread ---------------------------------------
 
 
 def block_of(caches: Caches, start: int, end: int, *, truncatable: bool) -> Items:
@@ -172,7 +172,7 @@ def block_of(caches: Caches, start: int, end: int, *, truncatable: bool) -> Item
 
 
 def caches_of(new: Caches, items: Items, length: int, *, truncatable: bool) -> Caches:
-    """Fill `new` caches with blocks of `length` tokens. Raises ValueError, or others, for what misfits."""
+    """Fill `new` caches with blocks of `length` tokens. Raises ValueError, or others, if they do not fit."""
     values = [(name, array_of(value) if isinstance(value, Raw) else value) for name, value in items]
     for cache, held in zip(leaves(new), tree_unflatten(values), strict=True):
         if truncatable:
@@ -189,7 +189,7 @@ def caches_of(new: Caches, items: Items, length: int, *, truncatable: bool) -> C
 
 
 class _Account:
-    """Sum of all blocks in a folder, of at most `room` bytes, for all ranks of a Mac."""
+    """Total size of all blocks in a folder, at most `room` bytes, for all ranks of a Mac."""
 
     def __init__(self, folder: Path, room: int, clock: Callable[[], float]) -> None:
         self._folder = folder
@@ -264,13 +264,13 @@ class _Account:
                         if abs(now - entry.stat().st_mtime) > UNFINISHED_S:
                             Path(entry.path).unlink()
                 elif block := Block.named(entry):
-                    # A file of the future was written before the clock was set back.
+                    # A file from the future was written before the clock was set back.
                     used_s = block.used_s if block.used_s <= now + _AHEAD_S else 0.0
                     found.append(((used_s, -block.end), block.size, entry.path))
         total = sum(each for _, each, _ in found)
         if total + size <= self._room:
             return total
-        for _, each, path in sorted(found):  # the oldest, of one conversation its end before its beginning
+        for _, each, path in sorted(found):  # oldest first, and a conversation from its end
             if total + size <= self._room * FULL_SHARE:
                 break
             with contextlib.suppress(OSError):
@@ -285,9 +285,9 @@ def _write_text(path: Path, text: str) -> None:
 
 
 class BlockStore:
-    """Blocks in `folder`/`layout`, which `about` describes for people. `room`: bytes for all of `folder`.
+    """Blocks in `folder`/`layout`; `about` describes them for people. `room`: bytes for all of `folder`.
 
-    Threads `post` a Read, or Written. An error ends writing for RETRY_S.
+    Threads `post` a Read or Written. An error stops writing for RETRY_S.
     """
 
     def __init__(
@@ -304,7 +304,7 @@ class BlockStore:
         self._folder = folder / layout
         self._post = post
         self._account = _Account(folder, room, clock)
-        self._lock = threading.Lock()  # of what follows, which threads write and the main thread reads
+        self._lock = threading.Lock()  # of the following: threads write it, the main thread reads it
         self._blocks: dict[bytes, Block] = {}
         self._writing: set[bytes] = set()
         self._writes: queue.SimpleQueue[tuple[Block, Items | None] | None] = queue.SimpleQueue()
@@ -331,7 +331,7 @@ class BlockStore:
 
     @property
     def follows(self) -> bool:
-        """As `takes`, for a block that rank 0 takes, whose disk may be faster."""
+        """Return True if this rank, whose disk may be slower than rank 0's, can queue another block."""
         return self.takes or (self.room_bytes > 0 and self._waiting_bytes < LAG_BYTES)
 
     def has(self, digest: bytes) -> bool:
@@ -346,7 +346,7 @@ class BlockStore:
         return digest in self._blocks or digest in self._writing
 
     def put(self, digest: bytes, end: int, previous: bytes, items: Items) -> bool:
-        """Queue a block of contiguous arrays, perhaps not computed yet; False if the queue is full."""
+        """Queue a block of contiguous arrays, even before they are computed. False if the queue is full."""
         if not self.follows:
             return False
         self._writing.add(digest)
@@ -381,7 +381,7 @@ class BlockStore:
                 self._remove(block)
                 continue
             try:
-                # Other processes may have removed its file.
+                # Another process may have removed the file.
                 there = self.has(block.digest) and (self._folder / block.name).exists()
                 if self.room_bytes and not there:
                     self._write_one(block, items)
@@ -398,7 +398,7 @@ class BlockStore:
 
     def _open(self) -> None:
         try:
-            self._look()  # what is there is read, also where nothing can be written
+            self._look()  # blocks can be read even if the folder is not writable
             self._folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._folder.mkdir(mode=0o700, exist_ok=True)
             _write_text(self._folder / "about.json", self._about)
@@ -424,7 +424,7 @@ class BlockStore:
             self._blocks[block.digest] = block
         before = self._blocks.get(block.previous)
         if before is not None and not (self._folder / before.name).exists():
-            self._look()  # others have been removed, too, and may be written again
+            self._look()  # more blocks may be gone; forget them, so that they are written again
         self._touch(block.previous)
 
     def _touch(self, digest: bytes) -> None:
@@ -433,7 +433,7 @@ class BlockStore:
             with contextlib.suppress(OSError):
                 os.utime(self._folder / block.name, (now, now))
             with self._lock:
-                if digest in self._blocks:  # still
+                if digest in self._blocks:
                     self._blocks[digest] = block._replace(used_s=now)
             digest = block.previous
 
@@ -449,7 +449,7 @@ class BlockStore:
                 break
             try:
                 parts.append(read_block(self._folder / block.name, f"{self._folder.name}/{block.name}"))
-            except FileNotFoundError:  # another process evicted it, or a person deleted all
+            except FileNotFoundError:  # another process evicted it, or a user deleted the folder
                 with contextlib.suppress(OSError):
                     self._look()
                 break
@@ -458,12 +458,12 @@ class BlockStore:
                     self._blocks.pop(digest, None)
                 self._remove(block)
                 break
-        try:  # one item after the other, because the parts already take the room of all
+        try:  # one item at a time, because the parts already hold all of it in memory
             items = [
                 (name, Raw(mx.array(value.bits), value.dtype) if isinstance(value, Raw) else value)
                 for name, value in joined(parts)
             ]
-        except (ValueError, RuntimeError, MemoryError):  # MLX raises RuntimeError where memory ends
+        except (ValueError, RuntimeError, MemoryError):  # MLX raises RuntimeError when out of memory
             parts, items = [], []
         if parts:
             self._touch(digests[len(parts) - 1])

@@ -1,7 +1,7 @@
 """Opening of one epoch's decode links: rank 0 accepts one from every other rank.
 
-Within one agent they are plain TCP on loopback; between agents TLS 1.3, with the key of the other rank's
-agent pinned. Either way both ends prove that they hold the epoch's key.
+Between ranks of one agent, links are plain TCP on loopback; between agents, TLS 1.3 with the key of the other
+rank's agent pinned. In both cases, both ends prove that they have the epoch's key.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ..wire.session import LinkKind, Session, Side
 
 SEND_TIMEOUT_S = 5.0
 HANDSHAKE_S = 3.0
-FASTER_S = 3.0  #: for an address of rank 0 that is not the last one to try
-MAX_STRANGERS = 32  # connections that may be checked at one time; further ones are closed at once
-MAX_STRANGERS_PER_SOURCE = 2  # of these, from one address other than this machine's own
+FASTER_S = 3.0  #: for each address of rank 0 before the last one
+MAX_STRANGERS = 32  # most connections under check at a time; more are closed at once
+MAX_STRANGERS_PER_SOURCE = 2  # the same from one address, other than this machine's own
 _ACCEPT_TICK_S = 0.05
 
 Socket = socket.socket | tls.TlsSocket
@@ -48,7 +48,7 @@ class Epoch:
         return Welcome(PROTOCOL_VERSION, proof)
 
     def check_pin(self, sock: Socket, rank: int) -> None:
-        """Check that rank `rank`'s agent is at the other end. Raises ProtocolError (NOT_AUTHENTIC)."""
+        """Check that the peer is the agent of `rank`. Raises ProtocolError (NOT_AUTHENTIC)."""
         pins = self.bootstrap.pins
         if pins and (isinstance(sock, socket.socket) or tls.peer_identity(sock).fingerprint != pins[rank]):
             raise ProtocolError(f"the peer that claims rank {rank} has another key", Code.NOT_AUTHENTIC)
@@ -57,9 +57,9 @@ class Epoch:
 def open_links(
     number: int, bootstrap: Bootstrap, listener: socket.socket | None, identity: Path | None
 ) -> dict[int, BlockingLink]:
-    """Open this rank's decode links, by the rank at their other end. `identity`: folder of this node's key.
+    """Open this rank's decode links, by the rank at the other end. `identity`: folder of this node's key.
 
-    Raises LinkError (LINK_TIMEOUT), or ProtocolError (NOT_AUTHENTIC) when another answers as rank 0.
+    Raises LinkError (LINK_TIMEOUT), or ProtocolError (NOT_AUTHENTIC) if the peer is not rank 0.
     """
     if bootstrap.world_size == 1:
         return {}
@@ -72,7 +72,7 @@ def open_links(
 
 
 class _Reception:
-    """Rank 0's side. Each connection is checked in its own thread, so a silent stranger delays no rank."""
+    """Rank 0's side. A thread checks each connection, so a silent stranger delays no rank."""
 
     def __init__(self, epoch: Epoch) -> None:
         self._epoch = epoch
@@ -93,7 +93,7 @@ class _Reception:
                     missing = sorted(set(range(1, bootstrap.world_size)) - set(self._links))
                     detail = f"ranks {missing} did not connect within {bootstrap.deadline_s:g} s"
                     raise LinkError(detail, Code.LINK_TIMEOUT)
-                with contextlib.suppress(TimeoutError, ConnectionError):  # it may be gone again
+                with contextlib.suppress(TimeoutError, ConnectionError):  # the peer may have left again
                     sock, address = listener.accept()
                     self._begin(sock, str(address[0]))
         return self._links
@@ -109,7 +109,7 @@ class _Reception:
         try:
             self._let_in(sock)
         except (MlxtpError, OSError):
-            sock.close()  # a peer that fails is a stranger; the ranks that belong here are still expected
+            sock.close()  # a peer that fails is a stranger; keep waiting for the real ranks
         finally:
             with self._taking:
                 self._strangers.release(source)
@@ -138,7 +138,7 @@ class _Reception:
 
 
 def _is_here(address: str) -> bool:
-    return ipaddress.ip_address(address).is_loopback  # as of ranks of one agent, and not of strangers
+    return ipaddress.ip_address(address).is_loopback  # ranks of this agent, not strangers
 
 
 def _connect(epoch: Epoch) -> BlockingLink:
@@ -166,7 +166,7 @@ def _connect_to(address: str, deadline_s: float, epoch: Epoch) -> BlockingLink:
             raise ProtocolError(detail, Code.NOT_AUTHENTIC)
         return link
     except BaseException:
-        sock.close()  # a peer that is not rank 0 need not wait
+        sock.close()  # do not keep a peer waiting that is not rank 0
         raise
 
 

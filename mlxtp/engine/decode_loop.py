@@ -1,9 +1,9 @@
 """The loop of rank 0, from requests to confirmed tokens. Each round decides the next forward, then:
 
-send the step's frame on every decode link
-queue the same forward here
-wait for the forward before it, while this one runs
-emit tokens whose step every rank has acknowledged with the same digest
+sends the step's frame on every decode link
+queues the same forward here
+waits for the previous forward, while this one runs
+emits tokens of steps that every rank has acknowledged with the same digest
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from .requests import Emitter, Requests
 from .scheduler import NO_FORWARD, QueuedForward
 from .steps import DecodeFrame, StepResult
 
-# --- ranks 1..N-1: frames go to all of them, replies and Acks come from each -----------------------------
+# --- ranks 1..N-1 ----------------------------------------------------------------------------------------
 
 
 class Followers:
-    """Decode links to ranks 1..N-1. Every message goes to all of them; every reply is read from all."""
+    """Decode links to ranks 1..N-1. Every frame goes to all of them; every reply is read from all."""
 
     def __init__(self, links: Mapping[int, BlockingLink], mail: Mailbox) -> None:
         self._links = dict(sorted(links.items()))
@@ -41,14 +41,14 @@ class Followers:
         self._acknowledged: set[int] = set()
 
     def send(self, message: msg.Message) -> int:
-        """Send to every rank; returns the frame's seq, the same on all links, even without other ranks."""
+        """Send to every rank; return the frame's seq, the same on all links. It counts without ranks, too."""
         self._step += 1
         for link in self._links.values():
             self._step = link.send(message)
         return self._step
 
     def replies(self, deadline_s: float | None) -> dict[int, msg.Message]:
-        """Read one reply of each rank, within `deadline_s` in all. Raises LinkError with all silent ranks."""
+        """Read one reply of each rank within `deadline_s`. Raises LinkError that names all silent ranks."""
         ends_at = None if deadline_s is None else time.monotonic() + deadline_s
         replies: dict[int, msg.Message] = {}
         for rank in self._links:
@@ -61,7 +61,7 @@ class Followers:
         return replies
 
     def acknowledged(self, result: Result) -> bool:
-        """True once all ranks acknowledged this; only then check the next. Raises GroupError (DESYNC)."""
+        """Return True once all ranks acknowledged; then check the next. Raises GroupError (DESYNC)."""
         for rank in self.awaited:
             received = self._mail.take(rank)
             if received is None:
@@ -96,8 +96,8 @@ def _compare(rank: int, ack: msg.Ack, result: Result) -> None:
 
 
 # --- the loop --------------------------------------------------------------------------------------------
-FETCH_S = 30.0  # seconds that all ranks have to read blocks; then the prompt is computed
-SPILL_S = 2.0  # seconds for blocks that are not on disk when a model is unloaded
+FETCH_S = 30.0  # seconds for all ranks to read blocks; after that, the prompt is computed
+SPILL_S = 2.0  # seconds to write remaining blocks to disk when a model is unloaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class Unconfirmed:
 
 
 class DecodeLoop:
-    """Rank 0's loop: `run_ahead` forwards, and one for each other stage, are queued ahead of known tokens."""
+    """Rank 0's loop. It runs `run_ahead` forwards, plus one for each other stage, ahead of known tokens."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class DecodeLoop:
         self._followers = followers
         self._requests = Requests(rank, mail, shaping, Emitter(pipe, rank.status))
         self._stages = 1  # of a pipeline
-        self._loaded: msg.Loaded | None = None  # with the room that the ranks found for KV caches
+        self._loaded: msg.Loaded | None = None  # with the ranks' own room for KV caches
         self._drafter: DraftModel | None = None
         self._running: deque[RunningForward] = deque()
         self._unconfirmed: deque[Unconfirmed] = deque()
@@ -217,11 +217,11 @@ class DecodeLoop:
             status.enter("idle")
 
     def _everywhere(self, command: msg.Message) -> msg.Message:
-        """Carry out a command on every rank; returns this rank's reply, or one Error for all errors."""
-        self._followers.send(command)  # every reply is read before anything else happens
+        """Carry out a command on every rank; return this rank's reply, or one Error for all errors."""
+        self._followers.send(command)  # read every reply before anything else
         replies: dict[int, msg.Message] = {0: self._rank.execute(command)}
         if isinstance(command, msg.LoadShard):
-            # A load may take as long as some rank makes progress, which the agent judges by the phase.
+            # A load has no deadline; the agent watches the phase and ends a load without progress.
             self._rank.status.enter("loading")
             replies |= self._followers.replies(None)
             self._rank.status.enter("idle")
@@ -233,7 +233,7 @@ class DecodeLoop:
         if not errors:
             _check_layers({rank: r.layers for rank, r in replies.items() if isinstance(r, msg.Loaded)})
             return _combined(replies)
-        if isinstance(command, msg.LoadShard):  # those that could load it unload it again
+        if isinstance(command, msg.LoadShard):  # ranks that loaded the model must unload it
             self._everywhere(msg.Unload())
         detail = "; ".join(f"rank {rank}: {error.detail}" for rank, error in sorted(errors.items()))
         return msg.Error(errors[min(errors)].code, detail, 0)
@@ -259,7 +259,7 @@ class DecodeLoop:
         forward = scheduler.in_flight[-1] if isinstance(frame, msg.Forward) else NO_FORWARD
         first = bool(self._running) and self._running[-1].first
         if first and self._stages == 1 and forward.reads:
-            self._drain()  # a first token leaves before another prompt occupies the device
+            self._drain()  # send a first token before another prompt occupies the device
         self._run(frame, forward)
         return True
 
@@ -288,20 +288,20 @@ class DecodeLoop:
             if spill := scheduler.disk.next_spill():
                 self._run(spill)
             else:
-                time.sleep(0.005)  # until the disk takes another
+                time.sleep(0.005)  # until the disk accepts another block
 
     def _run(self, frame: DecodeFrame, forward: QueuedForward = NO_FORWARD) -> None:
         decodes = isinstance(frame, msg.Forward) and not frame.prompts
         while self._running and not decodes and not self._rank.runner.border.tokens.known():
-            self._settle(len(self._running) - 1)  # the other ranks must have what they hold before
+            self._settle(len(self._running) - 1)  # the other ranks need the tokens of held forwards first
         if isinstance(frame, msg.Forward):
             self._requests.feeds(frame, forward.reads)
         step = self._followers.send(frame)
         if isinstance(frame, msg.FetchBlocks) and self._requests.scheduler is not None:
             self._requests.scheduler.disk.expect(frame.uid, time.monotonic() + FETCH_S)
         try:
-            self._confirm()  # launching may wait for the device, so acknowledged tokens leave before
-        finally:  # the other ranks run their frames, and their forward ends only with this one
+            self._confirm()  # launching may wait for the device, so send acknowledged tokens first
+        finally:  # even on an error, because the other ranks' forward ends only with this one
             if isinstance(frame, msg.Forward):
                 known = partial(self._settle, 0) if forward.late else None
                 self._running.append(self._rank.launch(step, frame, known))
@@ -309,7 +309,7 @@ class DecodeLoop:
                 self._rank.apply(frame)
         if isinstance(frame, msg.Forward) and forward.reads:
             if len(forward.reads) == 1:
-                # Everything before this chunk, but for those that other stages are computing.
+                # Settle everything before this chunk, except forwards that other stages are computing.
                 self._settle(keep=max(self._stages - 1, 1))
             self._requests.prefilled(frame, forward.reads)
 
@@ -329,7 +329,7 @@ class DecodeLoop:
         return True
 
     def _confirm(self) -> None:
-        """Emit, in order, the steps that all ranks have acknowledged. Raises GroupError (ACK_MISSING)."""
+        """Emit steps that all ranks have acknowledged, in order. Raises GroupError (ACK_MISSING)."""
         while self._unconfirmed:
             oldest = self._unconfirmed[0]
             if not self._followers.acknowledged(oldest.result):
@@ -387,7 +387,7 @@ def _fitting(reply: msg.Loaded, longest: int) -> msg.Loaded:
 
 
 def _check_layers(owned: Mapping[int, tuple[int, ...]]) -> None:
-    """Check that each layer of a pipeline is on one rank, the last ones on rank 0. Raises GroupError."""
+    """Check that each pipeline layer is on one rank, the last layers on rank 0. Raises GroupError."""
     found = [layer for rank in sorted(owned, reverse=True) for layer in owned[rank]]
     if found != list(range(len(found))) or (found and not all(owned.values())):
         words = "; ".join(f"rank {rank}: {list(layers)}" for rank, layers in sorted(owned.items()))
@@ -397,7 +397,7 @@ def _check_layers(owned: Mapping[int, tuple[int, ...]]) -> None:
 def _without_head(loads: Mapping[int, msg.Loaded]) -> dict[int, msg.Error]:
     if all(load.mtp for load in loads.values()) or not any(load.mtp for load in loads.values()):
         return {}
-    detail = "its copy of the model has no MTP head that can be used, unlike that of another rank"
+    detail = "its copy of the model lacks a usable MTP head, and another rank's copy has one"
     lacks = [rank for rank, load in loads.items() if not load.mtp and not load.layers]
     return {rank: msg.Error(Code.MODEL_INVALID, detail, 0) for rank in lacks}
 

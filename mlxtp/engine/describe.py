@@ -1,6 +1,6 @@
-"""Description of a model by its own modules, built of config.json without weights, and printed as JSON.
+"""Description of a model from its own modules, built from config.json without weights, printed as JSON.
 
-Agents have this done by a short-lived process, because mlx-lm's modules run for a configuration of others.
+Agents run this in a short-lived process, because a stranger's configuration decides which mlx-lm code runs.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from .pipeline import LayerTrace, border_rules, embeddings_of, trace_layers, who
 from .sharding import HEADS, dense_mlps, family_of, is_divided, shard
 
 _LAYERS = ("num_layers", "num_hidden_layers", "n_layer", "n_layers")
-_ROWS = (nn.Embedding, nn.QuantizedEmbedding)  #: of which a token meets one row
+_ROWS = (nn.Embedding, nn.QuantizedEmbedding)  #: modules of which a token reads one row
 _GATHERING = ("gather_mm", "gather_qmm")
-MOST_SHARING = 8  #: ranks that are tried to share layers
-#: Widths of heads for which Metal's attention has a kernel for one query; for others it takes five.
+MOST_SHARING = 8  #: most ranks to try sharing layers with
+#: Head sizes of Metal's fused attention kernel for one query; other sizes take five kernels.
 _FUSED_HEADS, _UNFUSED_KERNELS = frozenset((64, 96, 128, 256)), 5
 #: Operations that start no kernel: other shapes of the same numbers, and new caches.
 VIEWS = frozenset(
@@ -76,7 +76,7 @@ def _why(error: Exception) -> str:
 
 
 def _lack(said: str) -> str:
-    """Return the fields that config.json lacks, if Python said so of a constructor; else ""."""
+    """Return a sentence on fields that config.json lacks, if a constructor's error names them; else ""."""
     fields = re.findall(r"'(\w+)'", said) if "required positional argument" in said else []
     return f"config.json lacks {', '.join(fields)}" if fields else ""
 
@@ -145,7 +145,7 @@ def _described(family: str, config: Config) -> Description:
 
 
 class _Pretended:
-    """Group of several ranks of which this one alone is there; `alone` leaves collectives out."""
+    """Pretended group of several ranks; only this rank exists, and `alone` leaves collectives out."""
 
     rank = 0
 
@@ -173,7 +173,7 @@ def _share_of(model: Any, ranks: int) -> tuple[Any, int]:
 
 
 def hollow_model(family: str, config: Config) -> Any:
-    """Build a model, quantized as its configuration says, whose weights are one zero each, however large."""
+    """Build a model, quantized as its configuration says. Each weight is a view of a single zero."""
     module: Any = import_module(f"mlx_lm.models.{family}")
     model = module.Model(module.ModelArgs.from_dict(dict(config)))
     model.set_dtype(plain_type(config))
@@ -216,16 +216,16 @@ def _hollow_out(model: Any) -> None:
         return mx.broadcast_to(zero, array.shape)
 
     model.update(tree_map(hollow, model.parameters()))
-    mx.eval(model.parameters())  # views of the zeros, so that a forward begins at them
+    mx.eval(model.parameters())  # a forward's graph then begins at these views
 
 
 class _Watch(contextlib.ExitStack):
-    """Watch of a forward that is built, with MLX's fast operations as one each, as on a GPU."""
+    """Watch of a forward's graph, with each of MLX's fast operations as one kernel, as on a GPU."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.experts = self.picked = 0  #: experts of a layer, and those of them that a token meets
-        self.hidden = 0  #: numbers of a token that were normalized last
+        self.experts = self.picked = 0  #: experts of a layer; experts of a token
+        self.hidden = 0  #: size of the last normalization
         patches: list[Any] = [
             *(patch.object(mx.fast, name, self._norm) for name in ("rms_norm", "layer_norm")),
             patch.object(mx.fast, "rope", lambda x, *_args, **_named: mx.abs(x)),

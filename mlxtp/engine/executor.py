@@ -1,4 +1,4 @@
-"""One rank's own part of a group: the commands that every rank carries out alike, rank 0 included."""
+"""One rank's part of a group: the commands that every rank carries out, including rank 0."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from .sampler import Chooser, Chosen, LogitShaping
 from .steps import CacheFrame, Score
 from .telemetry import PROMPT, PROMPTS, STEP, Phase, RankTelemetry
 
-KV_TYPE_BITS = 16  # bits of a key's or value's number that is not quantized
-SMALL_BYTES, SMALL_ROUNDS = 128, 8  # of a small collective, to time it
-#: Bytes that MLX may keep for reuse on Metal; its own bound is nearly all memory. Arrays of a chunk take few.
+KV_TYPE_BITS = 16  # bits of a number in unquantized keys and values
+SMALL_BYTES, SMALL_ROUNDS = 128, 8  # size and rounds to time a small collective
+#: Most bytes that MLX keeps for reuse on Metal; its own limit is nearly all memory. A chunk needs few.
 POOL_BYTES = 4 << 30
 
 
@@ -48,25 +48,25 @@ class RunningForward:
     launched_at: float
     fed: int = 0  # digest of its input
     entry: int = 0  # its place in the flight recorder
-    queued_s: float = 0.0  # in which MLX queued it, and blocked if much was queued before
-    first: bool = False  # it gives prompts their first tokens
+    queued_s: float = 0.0  # time to queue it; MLX blocks if much is queued already
+    first: bool = False  # it chooses prompts' first tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Forward whose tokens are known here: as many for each row as it was fed, in row order."""
+    """Forward with known tokens, in row order: as many for each row as it was fed."""
 
     step: int
     tokens: tuple[int, ...]
-    scores: Mapping[int, Sequence[Score]]  # one a token, for each uid that wanted them
+    scores: Mapping[int, Sequence[Score]]  # by uid, one for each token, if requested
     forwards: int
     collectives: int
     digest: int
     step_us: int  # as in Ack
     wait_us: int
-    took_s: float  # since the forward before it, or since it began
+    took_s: float  # since the previous forward ended, or since this one began
     at_s: float  # when the tokens were known (monotonic)
-    drafts: tuple[tuple[int, ...], ...] = ()  # each row's by the MTP head
+    drafts: tuple[tuple[int, ...], ...] = ()  # the MTP head's proposals for each row
 
 
 @dataclass(eq=False, repr=False)
@@ -127,7 +127,7 @@ class RankExecutor:
         return RunningForward(step, chosen, *totals, launched_at, fed(frame), entry, border.queued_s, first)
 
     def settle(self, forward: RunningForward) -> Result:
-        """Wait for a forward. The GIL is free meanwhile, so that other threads can reply to Pings."""
+        """Wait for a forward without the GIL, so that other threads can reply to Pings."""
         waiting_since = time.monotonic()
         chosen, status, border = forward.chosen, self.status, self.runner.border
         border.flush(forward.forwards)
@@ -142,7 +142,7 @@ class RankExecutor:
             border.times.ended(took_s, now)
             status.stats.stage_busy_us = int(border.times.busy_s * 1e6)
             status.stats.stage_waiting_us = int(border.times.waiting_s * 1e6)
-            chose = ()  # rank 0 alone knows it
+            chose = ()  # only rank 0 knows it
             if chosen.fed is not None:
                 fed = zlib.crc32(chosen.fed, fed)  # type: ignore[arg-type]
         status.step = forward.step
@@ -191,7 +191,7 @@ class RankExecutor:
         mx.synchronize()
 
     def give_back(self) -> None:
-        """A Mac may lose what a process has wired when it ends."""
+        """Free all memory. A Mac may leak memory that is still wired when a process ends."""
         self._group = LoneGroup()
         self._unload()
         mx.set_wired_limit(0)
@@ -249,7 +249,7 @@ class RankExecutor:
             refused = msg.Error(error.code, error.detail, 0)
         finally:
             self.status.enter("idle")
-        if refused is not None:  # now no frame of the exception holds the weights that were read
+        if refused is not None:  # here, no frame of the exception holds the weights any more
             self._unload()
             return refused
         loaded, caches = self.loaded, self.caches
@@ -266,7 +266,7 @@ class RankExecutor:
         context = min(loaded.context, command.max_context or loaded.context)
         token_bytes = loaded.kv_token_bytes
         if command.kv_bits:
-            # Each group has a scale and a bias of the numbers' own type.
+            # Each group has a scale and a bias of the original type.
             bits = command.kv_bits + 2 * KV_TYPE_BITS / caches.group_size
             token_bytes = int(token_bytes * bits / KV_TYPE_BITS)
         return msg.Loaded(
@@ -295,14 +295,14 @@ class RankExecutor:
         runner = self._new_runner(CollectiveCounter())
         runner.first_forwards(chunk)
         del runner
-        gc.collect()  # graphs that were traced hold the runner that holds them
+        gc.collect()  # traced graphs and the runner refer to each other
         clear_pool()
 
     def _unload(self) -> None:
         if self.disk is not None:
             self.disk.close()
         self.disk = self.loaded = self.caches = self._runner = None
-        gc.collect()  # graphs that were traced hold the runner that holds them
+        gc.collect()  # traced graphs and the runner refer to each other
         self.status.unloaded()
         clear_pool()
 
@@ -314,8 +314,8 @@ class RankExecutor:
 
 
 def check_share(share: ModelShare, counted: msg.CountedShare) -> None:
-    """Raise ModelError (MODEL_INVALID) for a share that takes far more memory than its plan counted on."""
-    # Plans leave out some scales, norms, and KV heads that two ranks have; caches may be twice as wide.
+    """Raise ModelError (MODEL_INVALID) if a share takes far more memory than its plan counted on."""
+    # Plans leave out some scales, norms, and KV heads on two ranks; caches may be twice as wide.
     most = msg.CountedShare(counted.weight_bytes * 5 // 4 + (64 << 20), counted.kv_token_bytes * 2)
     for name, what in {"weight_bytes": "of weights", "kv_token_bytes": "of KV caches for a token"}.items():
         if (found := getattr(share, name)) > getattr(most, name):
@@ -328,7 +328,7 @@ def check_share(share: ModelShare, counted: msg.CountedShare) -> None:
 
 
 def digest(step: int, tokens: tuple[int, ...], fed: int = 0) -> int:
-    """Return the CRC-32 of a step. `fed` is in it, as ranks that exchange results agree on wrong tokens."""
+    """Return the CRC-32 of a step with its input `fed`: ranks that exchange results agree on wrong tokens."""
     return zlib.crc32(struct.pack(f"<Q{len(tokens)}i", step, *tokens), fed)
 
 
@@ -354,12 +354,12 @@ def gpu_bytes() -> int:
 def ranks_here(bootstrap: msg.Bootstrap) -> int:
     addresses = [host.rpartition(":")[0] for host in bootstrap.hosts]
     mine = addresses[bootstrap.rank] if addresses else ""
-    return addresses.count(mine) if mine else 1  # JACCL has no addresses, and one rank on each Mac
+    return addresses.count(mine) if mine else 1  # JACCL has no addresses here, and one rank on each Mac
 
 
 def kv_room_bytes(ranks: int) -> int:
-    """Return bytes for KV caches: three quarters of what is free for one of the machine's `ranks`."""
+    """Return bytes for KV caches: three quarters of one rank's part of free memory."""
     room = free_bytes() // ranks
-    if mx.metal.is_available():  # at most what is recommended for the GPU, less what this rank has
+    if mx.metal.is_available():  # at most the GPU's recommended memory, less this rank's
         room = min(room, gpu_bytes() - mx.get_active_memory())
     return max(room, 0) * 3 // 4

@@ -64,8 +64,8 @@ def view(length: int) -> int:
 
 @lru_cache(maxsize=512)
 def layouts(lengths: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Return layouts for rows of these lengths, fewest buckets first: each row's room, then that of free
-    slots. Each number of buckets has two layouts: one with spare room to grow and join, one without.
+    """Return layouts for rows of these lengths, fewest buckets first: the rows' room, then the free slots'.
+    Each number of buckets has two layouts: one with spare room to grow and join, one without.
     """
     if not lengths:
         return ((),)
@@ -251,7 +251,7 @@ class PrefixCache:
             self._remove(uid, words)
 
     def find(self, prompt: Sequence[int], salt: int = 0) -> Hit | None:
-        """Return the longest match. Of equals, prefer a cache to take over, then kept, then running ones."""
+        """Return the longest match. If several are equal, prefer one to take over, then a kept one."""
         words = _pack(prompt, salt)
         usable = words[:-_WORD]
         if not self.truncatable:

@@ -15,7 +15,7 @@ from ..wire.messages import PLAIN, Generate, Shaping
 from .grammar import Matcher, unpack
 from .sampler import LogitShaping
 
-RECENT = 16  # tokens of an interrupted answer that are searched again for its ending
+RECENT = 16  # last tokens of an interrupted answer whose ending is searched again
 
 
 @dataclass(slots=True)
@@ -23,25 +23,25 @@ class _Order:
     wants: Generate
     shaper: Shaper | None
     guide: Guided | None
-    generated: int = 0  # tokens of its answer before the first that the next forward chooses
-    ahead: tuple[int, ...] = ()  # tokens fed behind that one, as drafts or forced ones
+    generated: int = 0  # tokens of its answer before the next forward's first choice
+    ahead: tuple[int, ...] = ()  # drafts or forced tokens that the next forward is fed
 
 
 class Guided:
-    """Implementation of `steps.Guide`: a matcher, and the masks for the next step's tokens."""
+    """A `steps.Guide`: a matcher, and the masks for the next step's tokens."""
 
     def __init__(self, matcher: Matcher, vocabulary: int, left: int, answered: Sequence[int] = ()) -> None:
-        """`left`: tokens, `answered` included. Raises MlxtpError where none can come."""
+        """`left`: most tokens, including `answered`. Raises MlxtpError if no token is allowed."""
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._left = left
         self._room = AnswerBudget(matcher, left)
         for number, token in enumerate(answered, RECENT - len(answered)):
-            # It may have been cut just before it was interrupted. Searching further back would delay rows.
+            # The answer may have been ended early before the interruption. A longer search would delay rows.
             if number >= 0 and self._room.watched(self._left):
                 self._room.fitting(matcher, self._left)
             self.accept(token)
-        #: Bool [n + 1, vocabulary]: what may come in place of each of the n tokens returned last, and behind.
+        #: Bool [n + 1, vocabulary]: tokens allowed in place of the n tokens returned last, and after them.
         self.masks = np.zeros((1, vocabulary), np.bool_)
         if not self.finished:
             self.masks[0] = unpack(self._room.fitting(matcher, self._left), vocabulary)
@@ -70,7 +70,7 @@ class Guided:
         tokens = self._matcher.forced(limit) if limit > 0 else ()
         matcher = self._matcher
         if tokens:
-            matcher = matcher.copy()  # they are accepted when their step is recorded
+            matcher = matcher.copy()  # `accept` is called when their step is recorded
             for token in tokens:
                 matcher.accept(token)
         words = self._room.fitting(matcher, self._left - len(tokens))
@@ -81,7 +81,7 @@ class Guided:
 
     def allowed(self, drafts: Sequence[int]) -> tuple[int, ...]:
         masks, matcher, left = [self.masks[-1]], self._matcher.copy(), self._left
-        with contextlib.suppress(MlxtpError):  # a draft may not come, or nothing after it
+        with contextlib.suppress(MlxtpError):  # a draft is not allowed, or no token after it is
             for token in drafts:
                 matcher.accept(token)
                 left -= 1
@@ -127,7 +127,7 @@ class RequestShaping(LogitShaping):
             self._sequences[uid] = order
 
     def feeds(self, uid: int, at: int, ahead: tuple[int, ...] = ()) -> None:
-        """Prepare to choose token `at`, counted from the prompt's start, and one behind each of `ahead`."""
+        """Prepare to choose token `at`, counted from the prompt's start, and one after each of `ahead`."""
         if (order := self._sequences.get(uid)) is not None:
             order.generated, order.ahead = at - len(order.wants.tokens) + order.wants.answered, ahead
 
@@ -136,7 +136,7 @@ class RequestShaping(LogitShaping):
         if order is None or order.shaper is None:
             return logits
         own = 1 + len(order.ahead)  # the others are padding
-        # A grammar that has just ended with forced tokens still has their masks. That choice never leaves.
+        # After its last forced tokens, a grammar still has their masks; the choice is not sent to clients.
         masks = None if order.guide is None else order.guide.masks[-own:]
         shaped = order.shaper.apply(logits[:own], generated=order.generated, mask=masks, ahead=order.ahead)
         return shaped if own == len(logits) else mx.concatenate([shaped, logits[own:].astype(mx.float32)])
@@ -154,11 +154,11 @@ class RequestShaping(LogitShaping):
 
 
 class Shaper:
-    """Changes to one row's logits by its request, from its prompt and its answer so far.
+    """Changes that a request makes to its row's logits, in this order:
 
-    In this order: logit bias is added; tokens of prompt and answer have positive logits divided and negative
-    ones multiplied by the repetition penalty; each token of the answer loses the presence penalty once and
-    the frequency penalty for each occurrence; end tokens wait for `min_tokens`; a mask is last.
+    add the logit bias; for tokens of prompt and answer, divide positive logits and multiply negative ones by
+    the repetition penalty; for tokens of the answer, subtract the presence penalty once and the frequency
+    penalty for each occurrence; forbid end tokens before `min_tokens`; apply the mask.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class Shaper:
             self._counts = mx.array(came.astype(np.float32))
 
     def advance(self, tokens: mx.array, ahead: Sequence[int] = ()) -> None:
-        """Count chosen tokens int32 [L], up to the first that differs from `ahead`, the L - 1 fed tokens."""
+        """Count chosen tokens int32 [L], up to the first that differs from the L - 1 fed tokens `ahead`."""
         if self._seen is None and self._counts is None:
             return
         came = self._ids == tokens[:, None]
@@ -208,7 +208,7 @@ class Shaper:
         """Return logits float32 [L, V] of `row_logits` [L, V]. The answer has `generated` tokens before them.
 
         `mask`: the grammar's tokens, bool [L, V]; if only end tokens, they do not wait for `min_tokens`.
-        `ahead`: the L - 1 tokens fed between the columns, which penalties see and the kept counts do not.
+        `ahead`: the L - 1 fed tokens between the columns; penalties include them, kept counts do not.
         """
         shaping, logits = self._shaping, row_logits.astype(mx.float32)
         columns = logits.shape[0]
@@ -246,26 +246,26 @@ class Shaper:
 # Only the model ends a string. Near its budget's end, tokens must leave room for the shortest known ending.
 
 LEAST_MARGIN, MOST_MARGIN = 32, 512  # tokens; between them, the length of the grammar itself
-ESCAPE = 16  # tokens that an escape in a string adds at most
-SLACK = 3  # tokens that plain text adds at most: the rest of a character, a digit behind a point
-MOST_TRIED = 24  # candidates that are tried one by one; where more are allowed, text is free
+ESCAPE = 16  # most tokens that an escape adds to a string
+SLACK = 3  # most tokens that plain text adds: the rest of a character, a digit after a point
+MOST_TRIED = 24  # most allowed tokens to try one by one; with more, plain text is free
 MOST_STEPS = 1000  # of all candidates' endings together, because other requests wait for this step
 LONGEST_ENDING = 1024  # tokens
-SAME = 4  # times in a row that an ending may repeat a token
+SAME = 4  # most times in a row that an ending repeats a token
 Ending = tuple[int, ...]  # tokens
-GROWTH = 8  # tokens by which the ending grows at most for each token of the answer, beyond the margin
+GROWTH = 8  # most tokens that each token of the answer adds to the ending, beyond the margin
 
 
 class AnswerBudget:
     def __init__(self, matcher: Matcher, left: int) -> None:
         self.cut = False  #: The ending left the model no choice.
-        # One token lengthens the ending by an object at most, whose names and braces are in the grammar.
+        # A token adds at most one object to the ending; its names and braces are in the grammar.
         self._margin = min(max(LEAST_MARGIN, matcher.grammar_tokens), MOST_MARGIN)
         self._check_at = left  # tokens left
         self._planned: tuple[Ending, int] = (), 0  # the last ending, and the room at its start
 
     def fitting(self, matcher: Matcher, left: int) -> NDArray[np.uint32]:
-        """Return the grammar's mask; near the end of `left`, of tokens after which an ending still fits."""
+        """Return the grammar's mask; near the end of `left`, keep tokens after which an ending still fits."""
         words = matcher.mask()
         if not self.watched(left):
             return words
@@ -273,7 +273,7 @@ class AnswerBudget:
         found = _ending(matcher, left)
         ending = self._continued(matcher, left, found)
         spare = 0 if ending is None else left - len(ending)
-        if ending is None or spare > self._margin:  # without an ending: perhaps there is one later
+        if ending is None or spare > self._margin:  # a later search may find one
             self._check_at = left - max(1, (left if ending is None else spare - self._margin) // GROWTH)
             return words
         allowed = [int(token) for token in np.flatnonzero(unpack(words, 32 * len(words)))]
@@ -283,7 +283,7 @@ class AnswerBudget:
             return _mask(kept, len(words))
         if not ending:
             return words
-        # Any other token than the ending's makes the ending begin again.
+        # After any other token than the ending's, the ending starts again.
         free = words & _text(matcher, words, 0 if found is None else left - len(found))
         self.cut = self.cut or (ending is found and not free.any())
         return free | _mask(ending[:1], len(words))
@@ -330,7 +330,7 @@ def _fits(matcher: Matcher, token: int, left: int) -> bool:
 
 
 def _ending(matcher: Matcher, most: int) -> Ending | None:
-    """Return tokens that complete the text, as few as a greedy search finds; None if they exceed `most`."""
+    """Return the ending of the text that a greedy search finds; None if it is longer than `most`."""
     state, found = matcher.copy(), list[int]()
     most = min(most, LONGEST_ENDING)
     try:
@@ -341,13 +341,13 @@ def _ending(matcher: Matcher, most: int) -> Ending | None:
                 return None
             for token in tokens:
                 state.accept(token)
-    except MlxtpError:  # no way on
+    except MlxtpError:  # a dead end
         return None
     return tuple(found)
 
 
 def _closing(state: Matcher, last: list[int]) -> tuple[int, ...]:
-    """Return tokens that bring JSON or a text closest to its end. What all of `last` repeat leads nowhere."""
+    """Return tokens that bring JSON or a text closest to its end, but no token that fills all of `last`."""
     words, hints = state.mask(), state.hints
     stale = last[0] if len(last) == SAME and len(set(last)) == 1 else -1
     if _in_text(state, words):
@@ -370,12 +370,12 @@ def _leads_out(state: Matcher, end: tuple[int, ...]) -> bool:
 
 
 def _in_string(state: Matcher, words: NDArray[np.uint32]) -> bool:
-    """A string of JSON without a pattern may end or continue with any letter."""
+    """Return True in a JSON string without a pattern: it may end or continue with any letter."""
     return _has(words, state.hints.quote) and _has(words, state.hints.letter)
 
 
 def _in_text(state: Matcher, words: NDArray[np.uint32]) -> bool:
-    """No string of JSON has a line break in it."""
+    """Return True in a text: unlike a JSON string, it may contain a line break."""
     return _in_string(state, words) and _has(words, state.hints.newline)
 
 

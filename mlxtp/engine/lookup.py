@@ -15,7 +15,7 @@ class Lookup:
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens = list(tokens)
-        #: Where each n-gram last ended, apart from the end of the sequence.
+        #: Last end of each n-gram, apart from the end of the sequence.
         self._latest: dict[tuple[int, ...], int] = {}
         #: For each n-gram in order, where the same one ended before; 0 for nowhere.
         self._previous = array("q")

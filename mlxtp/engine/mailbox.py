@@ -1,4 +1,4 @@
-"""Incoming messages of a rank: reader threads put them here, the one MLX thread takes them out."""
+"""Incoming messages of a rank: reader threads put them in, and the MLX thread takes them out."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ..errors import Code, GroupError, LinkError, MlxtpError
 from ..wire.blocking import BlockingLink
 from ..wire.session import Received
 
-AGENT = -1  # the sender that is this rank's own agent; senders from 0 on are ranks
-COMPILER = -2  # the sender of compiled grammars
-DISK = -3  # the sender of what was read from disk, or written there
-LEADER = 0  # the sender whose frames ranks above 0 execute
+AGENT = -1  # this rank's own agent; senders from 0 on are ranks
+COMPILER = -2  # sends compiled grammars
+DISK = -3  # sends results of disk reads and writes
+LEADER = 0  # rank 0, whose frames the other ranks execute
 
 
 class Terminated(BaseException):
@@ -26,7 +26,7 @@ class Terminated(BaseException):
 
 
 class Mailbox:
-    """Messages sorted by sender, each sender's in order. `warm` does the waits of an idle rank, if given."""
+    """Messages by sender, in order. If `warm` is set, an idle rank waits through it."""
 
     def __init__(self) -> None:
         self.warm: KeepWarm | None = None
@@ -34,11 +34,11 @@ class Mailbox:
         self._by_sender: dict[int, deque[Any]] = {}
 
     def post(self, sender: int, received: Any) -> None:
-        """Add one message, or Terminated, to be raised in order. For any thread or signal handler."""
+        """Add a message, or Terminated, which `take` raises in order. For any thread or signal handler."""
         self._arrived.put((sender, received))
 
     def take(self, sender: int) -> Any:
-        """Return the sender's oldest message, or None. Raises Terminated in order."""
+        """Return the sender's oldest message, or None. Raises Terminated if it is next."""
         while not self._arrived.empty():
             self.wait(0)
         waiting = self._by_sender.get(sender)
@@ -48,7 +48,7 @@ class Mailbox:
         return received
 
     def wait(self, timeout_s: float | None = None, of: Iterable[int] = ()) -> bool:
-        """Block until a message arrives, unless a sender in `of` has one. False when the time is up."""
+        """Block until a message arrives, unless a sender in `of` has one. False after `timeout_s`."""
         if any(self._by_sender.get(sender) for sender in of):
             return True
         try:
@@ -124,16 +124,16 @@ def runs_on_battery() -> bool:
 
 @dataclass(eq=False, repr=False)
 class KeepWarm:
-    """Idle waits that keep weights wired, for the MLX thread, which alone gives the GPU work."""
+    """Idle waits of the MLX thread that keep weights wired by giving the GPU a little work."""
 
     mail: Mailbox
     loaded: Callable[[], bool]  # True while a model is loaded
-    touch: Callable[[], None] = touch_gpu  # has the GPU run something short
+    touch: Callable[[], None] = touch_gpu  # gives the GPU something short to run
     on_battery: Callable[[], bool] = runs_on_battery
     clock: Callable[[], float] = time.monotonic
 
     def wait(self, timeout_s: float | None = None, of: Iterable[int] = ()) -> bool:
-        """Wait as `Mailbox.wait` does; meanwhile touch the GPU each second, unless this Mac is on battery."""
+        """Wait like `Mailbox.wait`, and touch the GPU each second, unless this Mac runs on battery."""
         now = self.clock()
         ends_at = float("inf") if timeout_s is None else now + timeout_s
         read_at, pause_s = now, EVERY_S
@@ -144,6 +144,6 @@ class KeepWarm:
             if now >= read_at:
                 read_at, pause_s = now + POWER_S, POWER_S if self.on_battery() else EVERY_S
             if pause_s == EVERY_S:
-                with suppress(RuntimeError):  # the next forward fails for the same reason, if that lasts
+                with suppress(RuntimeError):  # if the failure lasts, the next forward reports it
                     self.touch()
         return self.mail.wait(None if timeout_s is None else max(ends_at - now, 0.0), of)

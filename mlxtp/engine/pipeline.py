@@ -297,7 +297,7 @@ def embeddings_of(model: Any) -> list[Any]:
 
 
 def _empty_out(module: Any) -> None:
-    """Delete a module's arrays. Keep flags and submodules, which a model may read."""
+    """Delete a module's arrays, but keep flags and submodules: a model may read them."""
     for part in module.modules():
         for name in [name for name, value in part.items() if isinstance(value, mx.array)]:
             del part[name]

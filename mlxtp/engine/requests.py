@@ -1,7 +1,7 @@
 """Requests on rank 0, from Generate to the scheduler and out again.
 
-A request is checked, its grammar is compiled while others continue, and then it belongs to the scheduler.
-`RequestShaping` holds what only rank 0 knows of it.
+Rank 0 checks a request, compiles its grammar while others continue, and gives it to the scheduler.
+`RequestShaping` holds the parts of a request that only rank 0 knows.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .steps import Policy, SampledToken, StepResult
 from .telemetry import RankTelemetry
 
 # --- output of the group: tokens, scores, ends and errors, from rank 0 to its agent ----------------------
-LEAST_LOGPROB = -1e9  # stands for the logarithm of zero, because frames carry no infinities
+LEAST_LOGPROB = -1e9  # stands for the logarithm of zero, because frames have no infinities
 PROGRESS_S = 0.3  # least time between two Prefilled of one request
 
 
@@ -51,13 +51,13 @@ class Emitter:
         self._pipe = pipe
         self._status = status
         self._clock = clock
-        self._open: dict[int, float] = {}  # by uid: when the next Prefilled may go out
+        self._open: dict[int, float] = {}  # by uid: the earliest time for the next Prefilled
 
     def admit(self, uid: int) -> None:
         self._open[uid] = 0.0
 
     def emit(self, outcomes: tuple[StepResult, ...]) -> None:
-        """Send a step's tokens in one frame, then the ends. Drops results of requests that have ended."""
+        """Send a step's tokens in one frame, then the ends. Drop results of requests that have ended."""
         tokens = [o for o in outcomes if isinstance(o, SampledToken) and o.uid in self._open]
         self._status.stats.emitted += len(tokens)
         if scored := [token for token in tokens if token.score is not None]:
@@ -107,25 +107,25 @@ class Emitter:
 
 
 def _finite(logprob: float) -> float:
-    """NaN counts as zero's logarithm, as it does for a greedy choice."""
+    """Replace NaN and minus infinity; a greedy choice treats NaN as minus infinity, too."""
     return logprob if logprob >= LEAST_LOGPROB else LEAST_LOGPROB
 
 
 # --- requests --------------------------------------------------------------------------------------------
 MAX_ROWS = 64  # sequences that decode at once; others wait
-#: Tokens of one forward over several prompts. A GPU reads the weights once for all of them.
+#: Most tokens in a forward over several prompts. A GPU reads the weights once for all of them.
 TOGETHER_ON_GPU = 512
-#: The same on a CPU, which takes as long for each token as for one alone and saves only a forward's own cost.
+#: The same on a CPU, which needs as long for each token, and saves only the fixed cost of a forward.
 TOGETHER_ON_CPU = 64
-#: Tokens of a step, all rows padded to the widest, up to which drafts pay: a GPU waits for weights anyway.
+#: Most tokens in a step with drafts, with all rows padded to the widest: a GPU waits for weights anyway.
 DRAFTS_ON_GPU = 64
 DRAFTS_ON_CPU = 24
 MAX_PREFIXES = 64  # KV caches kept after their sequence has ended
-#: Grammars that wait to be compiled, each for up to some seconds. Resumed answers are not refused.
+#: Most grammars that wait for compilation, which may take seconds each. Resumed answers are exempt.
 MAX_COMPILING = 32
-MAX_OWN_COMPILING = 28  # of these, grammars of one client
+MAX_OWN_COMPILING = 28  # the same of one client
 UNLIMITED = 1 << 40
-LEAST_FOR_SCORES = 256 << 20  #: bytes, where caches were given less room than there is
+LEAST_FOR_SCORES = 256 << 20  #: bytes, even if caches got little room
 
 
 class Requests:
@@ -140,17 +140,17 @@ class Requests:
         self._policy: Policy | None = None
         self._grammars: Grammars | None = None
         self._compiling: dict[int, msg.Generate] = {}
-        #: Grammars that wait to be compiled, by kind and text: the number in FairQueue and the client.
+        #: Grammars that wait for compilation, by kind and text: the number in FairQueue, and the client.
         self._lined_up: dict[tuple[str, str], tuple[int, int]] = {}
         self._turns = FairQueue()
-        self._compiles: tuple[str, str] | None = None  # the grammar that is being compiled
+        self._compiles: tuple[str, str] | None = None  # the grammar in compilation
         #: Arrival (monotonic, in seconds) of requests without a forward yet, oldest first.
         self._waiting_since: dict[int, float] = {}
         self._context = self._vocabulary = 0
         self._last_uid = 0
 
     def open(self, command: msg.LoadShard, reply: msg.Loaded, drafter: DraftModel | None) -> int:
-        """Begin with a model that all ranks loaded. Returns the tokens of the longest sequence that fits."""
+        """Begin with a model that all ranks loaded. Return the length of the longest sequence that fits."""
         rank, bootstrap = self._rank, self._rank.bootstrap
         assert rank.loaded is not None
         assert rank.caches is not None
@@ -160,7 +160,7 @@ class Requests:
         most = bounded(command.prefill_chunk, large_buffers=bootstrap.large_buffers)
         chunk, beside, chunk_s = steps.chunk_sizes(most, gpu=gpu, stages=stages)
         score = score_bytes(model, command.kv_bits) if gpu else 0
-        # A quarter of what caches leave free, which is a third of their room.
+        # A quarter of the memory that caches leave free, which is a third of their room.
         scores_bytes = max(reply.kv_bytes // 3 // 4, LEAST_FOR_SCORES)
         self._policy = Policy(
             eos=rank.eos,
@@ -194,7 +194,7 @@ class Requests:
         return kv_cache.fitting(self._policy.kv_tokens - self._policy.row_tokens)
 
     def resize(self, reply: msg.Loaded, *, clear: bool) -> int:
-        """No forward may run. `clear` evicts kept caches. Returns as `open`."""
+        """Change the room for KV caches; return as `open`. `clear`: evict kept caches. No forward may run."""
         assert self._policy is not None
         assert self.scheduler is not None
         self._policy = replace(self._policy, kv_tokens=_room(reply))
@@ -290,7 +290,7 @@ class Requests:
 
     def compiled(self, grammars: Grammars, kind: str, text: str, outcome: Grammar | RequestError) -> None:
         if grammars is not self._grammars:
-            return  # it belongs to the tokens of an unloaded model
+            return  # it belongs to an unloaded model
         self._compiles = None
         self._compile_next()
         for request in self._who_waits_for(kind, text):
@@ -316,11 +316,11 @@ class Requests:
         except MlxtpError as error:
             self._emitter.send_error(request.uid, error.code, error.detail)
             return
-        if guide is not None and guide.finished:  # the answer is complete except for its end
+        if guide is not None and guide.finished:  # the resumed answer lacks only its end
             self.emit((msg.Finished(request.uid, "length" if guide.cut else "stop", request.answered, 0),))
             return
         self._shaping.enter(request, guide)
-        if not request.answered:  # an answer that has begun is not ended for lack of room
+        if not request.answered:  # never give up on an answer that has begun
             self._waiting_since[request.uid] = time.monotonic()
         self._emitter.accept(request.uid)
 

@@ -1,4 +1,4 @@
-"""Forwards, on every rank alike: prefill chunks and decode steps over the running batch.
+"""Forwards on every rank: prefill chunks and decode steps over the running batch.
 
 The runner decides nothing: frames name every forward, and every sequence that joins or leaves. The same
 frames give the same graph on every rank. Results are lazy arrays; only reading them waits.
@@ -39,15 +39,15 @@ from .loader import ModelShare, leaves
 from .pipeline import Border, HiddenStates, nothing_chosen, padded
 from .sampler import Chooser, Chosen, Scores
 
-#: Forwards after which buffers that MLX keeps for reuse go back to the system, as in mlx-lm.
+#: Return MLX's unused buffers to the system after so many forwards, as mlx-lm does.
 CLEAR_EVERY = 256
 
 
 class InputBatch:
-    """Token that each row's last forward chose and its next one feeds, still being computed."""
+    """Each row's next input token, still being computed by its last forward."""
 
     def __init__(self) -> None:
-        #: Tokens int32 [rows], and their embeddings [rows, hidden] where the choice returned them.
+        #: Tokens int32 [rows], and their embeddings [rows, hidden] if the choice returned them.
         self._last: list[mx.array] = []
 
     def feed(self, frame: Forward, width: int, _forward: int) -> tuple[mx.array, mx.array | None]:
@@ -71,7 +71,7 @@ class InputBatch:
             self._last = [array[rows, last] for array in found]
 
     def joined(self, chosen: Chosen, embeddings: mx.array | None) -> None:
-        """Add joining rows with their first tokens, and the embeddings of these [rows, 1, hidden]."""
+        """Add joining rows with their first tokens, and the tokens' embeddings [rows, 1, hidden]."""
         found = [chosen.tokens] if embeddings is None else [chosen.tokens, embeddings]
         new = [array[:, 0] for array in found]
         both = zip(self._last, new, strict=False)  # without embeddings, unless all have them
@@ -83,7 +83,7 @@ class InputBatch:
 
 @dataclass(slots=True)
 class KeptCache:
-    """Caches of `length` tokens. `within`: the uid whose arrays they share; 0 for none."""
+    """Caches of `length` tokens. `within`: uid of the caches that lend them arrays; 0 for none."""
 
     caches: Caches
     length: int
@@ -93,7 +93,7 @@ class KeptCache:
 
 class KeptCaches:
     def __init__(self) -> None:
-        self.fetched: set[int] = set()  # uids of those that came from disk
+        self.fetched: set[int] = set()  # uids of caches from disk
         self._entries: dict[int, KeptCache] = {}
 
     def insert(
@@ -116,7 +116,7 @@ class KeptCaches:
     def pop(self, uid: int) -> Caches:
         kept = self._entries.pop(uid)
         self.fetched.discard(uid)
-        # The longest of those that share its arrays gets its own, which the others share.
+        # The longest cache that used its arrays gets its own, and lends them to the others.
         heirs = sorted([(each.length, other) for other, each in self._entries.items() if each.within == uid])
         if heirs:
             (_, heir), others = heirs.pop(), tuple([other for _, other in heirs])
@@ -158,11 +158,11 @@ class Runner:
         self._chooser = chooser
         self._prefilling: dict[int, Caches] = {}
         self.kept = KeptCaches()
-        self._use: Counter[str] = Counter()  # figures of caches that only grow
-        #: Number of forwards of each sequence, and the number of the newest of them.
+        self._use: Counter[str] = Counter()  # counters of cache use
+        #: Count of each sequence's forwards, and the number of the newest.
         self._forwards: dict[int, tuple[int, int]] = {}
         self._samplings: dict[int, Sampling] = {}
-        #: Possible lengths of each sequence's KV cache at its next forward, as drafts may have been wrong.
+        #: Possible lengths of each sequence's KV cache at its next forward, as drafts may be rejected.
         self._lengths: dict[int, range] = {}
         self._batch: SlotCaches | MergedCaches = caches.empty_batch()
         self._inputs = self.border.tokens if self.border.stage else InputBatch()
@@ -171,8 +171,8 @@ class Runner:
     def run(self, frame: Forward, known: Callable[[], object] | None = None) -> Chosen:
         """Queue one forward. Raises GroupError (DESYNC) for a step of other rows or lengths than this rank's.
 
-        Parts of a prompt but the last return a zero to wait for. `known` waits for what rank 0 needs before
-        it chooses from a step's gathered logits, while these are being computed.
+        A chunk that does not end its prompt returns a zero to wait for. `known`: called while a step's logits
+        are computed, to wait until rank 0 can choose from them.
         """
         if not frame.prompts:
             return self._step(frame, known)
@@ -195,14 +195,14 @@ class Runner:
         )
         if end < prompt.total:
             remember(None)
-            # Waiting for the caches alone leaves out the output head and the last layer's output.
+            # Wait only for the caches: the output head and the last layer's output are then never computed.
             sent = [] if self._vocabulary.chooses else [self.border.hand_on(local, self.forwards)]
             done = nothing_chosen(1, 1, [*arrays_of(caches), *sent])
             self.border.submit(self.forwards, received, done)
             if prompt.save:
                 self.border.flush(self.forwards)
                 self.kept.insert(prompt.save, snapshot(caches, end), end, prompt.covers)
-            clear_pool()  # scores over all keys have another size in each part
+            clear_pool()  # attention scores have another size in each chunk
             return Chosen(done, (), (), {}, self.forwards)
         outcome = self._first_tokens(
             local, frame, after=received, arrays=lambda: arrays_of(caches), remember=remember
@@ -219,16 +219,16 @@ class Runner:
             batch.join(uid, self._begin(uid, offset, prompt))
         self._count(frame.rows)
         longest = max([prompt.total for prompt in frame.prompts])
-        room = kv_cache.capacity(longest + 1)  # the last place is for padding
+        room = kv_cache.capacity(longest + 1)  # the last position is for padding
         bucket = batch.gather(frame.rows, room)
         positions, targets, mask = ForwardShape.arrays(
             mx.array(frame.positions, dtype=mx.int32), max(widths), min(kv_cache.view(longest), room)
         )
-        # Padding behind the room goes to the last place. Later tokens overwrite all of it.
+        # Padding beyond the room goes to the last position. Later tokens overwrite all padding.
         shape = ForwardShape(positions, mx.minimum(targets, room - 1), mask)
         arrays, bucket.arrays = bucket.arrays, []
         layers = self._caches.views(arrays, shape)
-        del arrays  # no other owner: written in place
+        del arrays  # the last other owner, so MLX writes in place
         tokens = padded(frame.tokens, widths, max(widths))
         received = self.border.expect(*tokens.shape)
         ends = mx.array(widths, dtype=mx.int32) - 1
@@ -288,7 +288,7 @@ class Runner:
         return outcome
 
     def first_forwards(self, chunk: int) -> None:
-        """Run a chunk of a prompt and one step, traced like those of requests, for their own kernels."""
+        """Run a chunk of a prompt and one step, traced as for requests, to compile their kernels."""
         caches = self._caches.new()
         zeros, chooses = mx.zeros((1, chunk), dtype=mx.int32), self._vocabulary.chooses
         local, remember = self._model.read(zeros, caches, ends=mx.array([chunk - 1]))
@@ -307,14 +307,13 @@ class Runner:
         mx.eval(found, self._batch.arrays())
 
     def stop(self, uid: int, keep: int, covers: tuple[int, ...] = ()) -> int:
-        """Remove a sequence, keep `keep` tokens of its cache, overlapped by `covers`; returns the number of
-        its forwards.
+        """Remove a sequence, keep `keep` tokens of its cache, and return the number of its forwards.
 
-        Raises GroupError (DESYNC) for caches that would have to be cut and cannot.
+        The kept cache lends arrays to `covers`. Raises GroupError (DESYNC) if it cannot be truncated so.
         """
         self._samplings.pop(uid, None)
         lengths = self._lengths.pop(uid, range(0))
-        # States are as before a step of several tokens until the next one.
+        # After a step of several tokens, states lag behind until the next step.
         reached = lengths if len(lengths) < 2 else range(lengths[0] - 1, lengths[-1] + 1)
         if keep and not self._caches.can.truncatable and keep not in reached:
             held = f"this rank holds {lengths[-1]}, not to be cut"
@@ -342,7 +341,7 @@ class Runner:
         self._use["evicted_bytes"] += before - self.kept.size_bytes
 
     def arrange(self, rooms: tuple[int, ...], lanes: tuple[int, ...] = (), *, trim: bool = False) -> None:
-        """`trim`: give unused memory back. Raises GroupError (DESYNC) for other or longer rows."""
+        """Lay out rows. `trim`: free unused memory. Raises GroupError (DESYNC) for other or longer rows."""
         self.border.flush()
         batch = self._batch
         lengths = [self._lengths[uid][-1] for uid in batch.rows]
@@ -393,7 +392,7 @@ class Runner:
             return self._batch.copy(source, offset)
         kept, held = self.kept.held(source)
         if held < offset or (held > offset and not self._caches.can.truncatable):
-            why = f"sequence {uid} starts behind {offset} tokens of sequence {source}; this rank keeps {held}"
+            why = f"sequence {uid} starts after {offset} tokens of sequence {source}; this rank keeps {held}"
             raise GroupError(why, Code.DESYNC)
         return cut(self.kept.pop(source), offset) if prompt.take else share(kept, offset)
 
@@ -406,7 +405,7 @@ class Runner:
         arrays: Callable[[], list[mx.array]],
         remember: Callable[[mx.array | None], mx.array | None],
     ) -> Chosen:
-        """Submit a forward that ends prompts. Calls `remember` with its tokens' embeddings, then `arrays`."""
+        """Submit a forward that ends prompts. Call `remember` with its tokens' embeddings, then `arrays`."""
         rows, widths = frame.rows, (1,) * len(frame.rows)
         scores: Scores = {}
         embeddings: mx.array | None = None
@@ -438,7 +437,7 @@ class Runner:
         return self._chooser.choose(logits, rows, widths, samplings, at, broadcast=broadcast)
 
     def _lengthen(self, frame: Forward, widths: tuple[int, ...]) -> None:
-        """Check and update the rows' lengths: sums would spread a wrong one, so that no digest differs."""
+        """Check and update the rows' lengths. Sums would spread a wrong one to all ranks, and hide it."""
         for uid, position, width in zip(frame.rows, frame.positions, widths, strict=True):
             if position not in (lengths := self._lengths[uid]):
                 held = f"this rank holds from {lengths[0]} to {lengths[-1]} tokens"
@@ -454,7 +453,7 @@ class Runner:
 
 
 def clear_pool() -> None:
-    """Without Metal, MLX keeps 32 MB at most, and waits for others' messages, with the GIL, to free them."""
+    """Free MLX's unused buffers on Metal. Elsewhere they are few, and MLX would wait for other ranks."""
     if mx.metal.is_available():
         mx.clear_cache()
 

@@ -1,6 +1,6 @@
-"""Loop of every rank above 0: execute rank 0's frames, reply to each with one message.
+"""Loop of every rank above 0: execute rank 0's frames, and reply to each with one message.
 
-It cannot emit a token, because its pipe has no message for that.
+Such a rank cannot emit a token, because its pipe has no message for that.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from .executor import RankExecutor, RunningForward
 from .mailbox import DISK, LEADER, Mailbox
 from .steps import CacheFrame
 
-#: Seconds to wait for the next frame before waiting for the running forward. While rank 0 runs ahead, it is
-#: only microseconds away, and building its graph hides behind the running forward.
+#: Seconds to wait for the next frame before waiting for the running forward. While rank 0 runs ahead, that
+#: frame is only microseconds away, and its graph can be built while the forward runs.
 NEXT_FRAME_WAIT_S = 0.002
 
 

@@ -1,4 +1,4 @@
-"""State of a rank: its last steps, in memory that outlives it, and the current one, for replies to Pings."""
+"""State of a rank: its last steps, in memory that outlives it, and the current state that Pongs report."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from ..wire.rank_stats import RankStats
 from .payoff import DraftUse
 
 # --- flight recorder -------------------------------------------------------------------------------------
-# The memory is a file's, which the agent reads after this process has ended: a failing one need not write. It
-# holds counts, times and digests, no token and no text of a request. A step costs about a microsecond.
+# The memory is a mapped file. The agent reads it after this process has ended, even if it crashed. The file
+# has counts, times and digests, but no token or text of a request. A step costs about a microsecond.
 
 PROMPT, PROMPTS, STEP = (recording.KINDS.index(kind) for kind in ("prompt", "prompts", "step"))
 _PHASES = {phase: place for place, phase in enumerate(recording.PHASES)}
-_THIRD, _END = Struct("=dQQ"), Struct("=dQ")  # parts of a slot, each of which begins with a time
+_THIRD, _END = Struct("=dQQ"), Struct("=dQ")  # parts of a slot; each begins with a time
 _NO_FILE = -1
 
 
 class Recorder:
-    """Writer of one recording. One thread writes steps, any the last words. Without a file it is lost."""
+    """Writer of a recording. One thread writes steps; any thread may write last words. No file: no record."""
 
     def __init__(self, descriptor: int = _NO_FILE) -> None:
         self._descriptor = descriptor
@@ -45,7 +45,7 @@ class Recorder:
         return cls(os.open(path, os.O_RDWR | os.O_APPEND))
 
     def catch_crashes(self) -> None:
-        """Write all stacks at a fatal signal, the main one's at SIGTERM, whose handler must be set before."""
+        """Write all stacks at a fatal signal, and the main one at SIGTERM; set SIGTERM's handler before."""
         if self._descriptor != _NO_FILE:
             faulthandler.enable(self._descriptor)
             faulthandler.register(signal.SIGTERM, self._descriptor, all_threads=False, chain=True)
@@ -80,16 +80,16 @@ Phase = Literal[
     "starting", "forming", "proving", "loading", "idle", "measuring", "prefill", "decode", "closing"
 ]
 
-LEAST_PATIENCE_S = 1.0  # that the main thread has to return from its current work
+LEAST_PATIENCE_S = 1.0  # least time for the main thread to return from its current work
 RECENT = 0.1  # weight of the newest forward in the averages
-#: The same for the expected time, when the newest took longer, such as to compile kernels, and when less.
+#: Weights in the expected time, if the newest forward took longer (as with new kernels), or less.
 _SLOWER, _FASTER = 0.05, 0.3
-#: Part of one row's time that is expected of each row of a step: few on a GPU, all on a CPU; limits are wide.
+#: Expected time of each row in a step, in times of a single row: about 0 on a GPU, 1 on a CPU.
 _ROWS = 0.2
 
 
 class RankTelemetry:
-    """Plain attributes: each is written by one thread and read by another, which copies `stats`."""
+    """Current state in plain attributes: one thread writes each, and another reads it and copies `stats`."""
 
     def __init__(self, recorder: Recorder | None = None) -> None:
         self.recorder = recorder or Recorder()
@@ -103,7 +103,7 @@ class RankTelemetry:
         self._since = time.monotonic()
         #: Phase and tokens of the forwards in flight. The device runs them in order.
         self._flying: deque[tuple[Phase, int]] = deque()
-        self._began = 0.0  # when the oldest of these began
+        self._began = 0.0  # when the oldest one began
         self._step_us = self._wait_us = 0.0
         self._step_s: float | None = None  # time of a decode step with any number of rows
         self._token_s: dict[Phase, float] = {}  # time of a forward for each of its tokens
@@ -112,7 +112,7 @@ class RankTelemetry:
         had, self.model, self.drafts.mtp = self.stats, "", False
         left = RankStats(forwards=had.forwards, collectives=had.collectives)
         left.emitted, left.collective_us = had.emitted, had.collective_us
-        self.stats = left  # whole, as another thread reads it
+        self.stats = left  # in one assignment, because another thread reads it
 
     def enter(self, phase: Phase) -> None:
         self.phase = phase
@@ -132,7 +132,7 @@ class RankTelemetry:
 
     def settled(self, now: float) -> float:
         """Return the seconds that the oldest forward in flight took; 0 without one."""
-        if not self._flying:  # it failed in flight; the ledgers show what is wrong
+        if not self._flying:  # the forward failed in flight
             return 0.0
         self.in_flight -= 1
         phase, tokens = self._flying.popleft()
@@ -161,7 +161,7 @@ class RankTelemetry:
         return self.in_flight > 0 or self.phase in ("forming", "proving", "measuring")
 
     def patience_s(self) -> float:
-        """Return the seconds that the main thread may still take; few where no weights are to be freed."""
+        """Return the seconds that the main thread may still take; few if it has no weights to free."""
         if not self.stats.weight_bytes and self.phase != "loading":
             return LEAST_PATIENCE_S
         stood_s = 0.0 if self.phase in ("idle", "closing") else time.monotonic() - self._since
@@ -174,8 +174,8 @@ class RankTelemetry:
         import mlx.core as mx
 
         pool_bytes = mx.get_cache_memory()
-        since = self._since  # read before the time, because the main thread may begin a phase meanwhile
-        phase, in_flight, step = self.phase, self.in_flight, self.step  # before what a forward counts
+        since = self._since  # read before the clock, because the main thread may begin a phase meanwhile
+        phase, in_flight, step = self.phase, self.in_flight, self.step  # read before `stats`
         stats = replace(
             self.stats,
             memory_bytes=mx.get_active_memory() + pool_bytes,

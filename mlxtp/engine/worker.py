@@ -1,7 +1,7 @@
 """The rank process: `python -m mlxtp.engine.worker`, started by an agent, for one epoch.
 
-The main thread owns all MLX work on one stream. One reader thread for each link reads its frames, replies to
-Pings, and ends the process when the link breaks, even while the main thread is stuck in a collective.
+The main thread owns all MLX work on one stream. A reader thread for each link reads frames, replies to Pings,
+and ends the process when the link breaks, even while the main thread is stuck in a collective.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from .telemetry import LEAST_PATIENCE_S, RankTelemetry, Recorder
 if TYPE_CHECKING:
     from .executor import RankExecutor
 
-# --- warm start: everything is imported before the rank's arguments arrive -------------------------------
+# --- warm start: import everything before the rank's arguments arrive ------------------------------------
 # Nothing here may depend on an epoch, form a group, or touch the GPU. MLX reads its environment at its
 # first use, and `Bootstrap` sets some of it.
 
-#: Modules that every rank imports, which take nearly all of its start.
+#: Modules that every rank imports; they take nearly all of its start.
 _IMPORTS = (
     *(f"mlxtp.engine.{name}" for name in ("group", "logit_shaping", "executor", "decode_loop", "serve_loop")),
     "mlx_lm.models.llama",
@@ -50,7 +50,7 @@ _IMPORTS = (
 
 
 def told(argv: Sequence[str]) -> list[str]:
-    """Return `argv`, or the arguments that a warm process (`--spare-fd FD`) receives; FD becomes its pipe."""
+    """Return `argv`, or with `--spare-fd FD`, the arguments that arrive at FD, which becomes the pipe."""
     if argv[:1] != ["--spare-fd"]:
         return list(argv)
     import_mlx_lm()
@@ -66,18 +66,18 @@ def told(argv: Sequence[str]) -> list[str]:
 
 
 # --- the rank --------------------------------------------------------------------------------------------
-PIPE_STALL_S = 60.0  #: Seconds that rank 0 waits for an agent that does not read, and may yet continue.
-REPORT_S = 5.0  #: Seconds that the report of a failure to every link may take.
-EXIT_S = 2.0  #: Seconds that exit functions may take. JACCL's waits for no other rank.
-FORMING_S = 3.0  #: Seconds to leave a group that forms once another rank is lost.
+PIPE_STALL_S = 60.0  #: Seconds to wait for an agent that does not read but may continue.
+REPORT_S = 5.0  #: Seconds to report a failure on every link.
+EXIT_S = 2.0  #: Seconds for exit functions. JACCL's waits for no other rank.
+FORMING_S = 3.0  #: Seconds to leave a forming group once another rank is lost.
 _LAST = contextlib.ExitStack()  # closed at the very end of the interpreter
 _CACHE = type(cache(lambda: None))
 
 
 @dataclass(eq=False, repr=False)
 class RankProcessLinks:
-    """Links of this process and its only exit: `leave`, on the main thread, which other threads end as
-    SIGTERM does, or without it if it does not return.
+    """Links of this process, and its only exit: `leave`, on the main thread. Other threads interrupt that
+    thread like SIGTERM does, or end the process if it does not return.
     """
 
     rank: int
@@ -87,18 +87,18 @@ class RankProcessLinks:
     status: RankTelemetry
 
     mail: Mailbox = field(default_factory=Mailbox)
-    memory: RankExecutor | None = None  # the rank, once there is one
-    obeying: bool = False  # while frames of rank 0 are executed
+    memory: RankExecutor | None = None  # the rank, to free its memory
+    obeying: bool = False  # this rank is executing rank 0's frames
     keeps_warm: bool = False  # give an idle GPU small work
     _decode: list[BlockingLink] = field(default_factory=list)
     _reporting: threading.Lock = field(default_factory=threading.Lock)
     _exit_status: int = 0  # of the reported failure; 0 for none
-    _finishes: bool = False  # another rank has reported that it will end after its forwards
-    _lost: bool = False  # the link to another rank has ended without that report
+    _finishes: bool = False  # another rank has reported that it ends after its forwards
+    _lost: bool = False  # a link to another rank has ended without that report
     _leaving: threading.Event = field(default_factory=threading.Event)
 
     def report(self, error: MlxtpError) -> int:
-        """Report the first failure on every link, from any thread; returns its exit status."""
+        """Report the first failure on every link, from any thread; return its exit status."""
         if self._reporting.acquire(blocking=False):
             self._exit_status = exit_status(error.code)
             self.status.recorder.last_words(error.code, error.detail)
@@ -110,7 +110,7 @@ class RankProcessLinks:
 
     def _tell(self, word: msg.Error) -> None:
         for link in (self.pipe, *self._decode):
-            # The peer of a link that is broken or not open yet notices its end.
+            # If a link is broken or not open yet, its peer notices the end.
             with contextlib.suppress(MlxtpError, OSError):
                 link.send(word)
 
@@ -118,26 +118,26 @@ class RankProcessLinks:
         if self._exit_status:
             return
         self.report(error)
-        # To that thread itself, because a signal to the process may wake another thread instead.
+        # Signal the main thread itself: a signal to the process may wake another thread.
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
     def _over(self) -> None:
         self._lost = not self._finishes
         patience_s = LEAST_PATIENCE_S if self._finishes else 0.0
-        if self.status.phase == "forming":  # over JACCL SIGTERM ends the wait for the other's addresses
+        if self.status.phase == "forming":  # with JACCL, SIGTERM ends the wait for addresses
             patience_s = FORMING_S
         if self._exit_status and self.status.in_collective and not self._leaving.wait(patience_s):
             os._exit(self._exit_status)
 
     def terminate(self, _signal: int, _frame: FrameType | None) -> None:
-        """Handle SIGTERM, after the frames that are here: rank 0 runs them, too, and waits for this rank."""
+        """Handle SIGTERM after all frames in the mailbox: rank 0 runs them, too, and waits for this rank."""
         if self.obeying and self.status.phase in ("prefill", "decode", "idle"):
             self.mail.post(LEADER, Terminated)
         else:
             raise Terminated
 
     def leave(self, status: int = 0, *, wait: bool = True) -> NoReturn:
-        """Free memory on the main thread, then end without destructors that could wait for other ranks."""
+        """Free memory on the main thread, then exit without destructors that could wait for other ranks."""
         self._leaving.set()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         status = self._exit_status or status
@@ -158,12 +158,12 @@ class RankProcessLinks:
         self._leave_devices(status)
 
     def _leave_devices(self, status: int) -> NoReturn:
-        """End the interpreter by MLX's exit function. It holds the GIL, so an alarm ends one that hangs."""
+        """Exit through MLX's exit functions. They hold the GIL, so an alarm ends the process if one hangs."""
         for each in gc.get_objects():
-            if isinstance(each, _CACHE):  # MLX's layers and models keep functions by group
+            if isinstance(each, _CACHE):  # layers of MLX cache functions by group
                 each.cache_clear()
         _LAST.callback(os._exit, status)
-        _LAST.callback(self.status.recorder.gave_back)  # before that
+        _LAST.callback(self.status.recorder.gave_back)  # called first
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, EXIT_S)
         sys.exit(status)
@@ -184,7 +184,7 @@ class RankProcessLinks:
     def listen_to_agent(self) -> None:
         def deliver(received: Received) -> None:
             if isinstance(received.message, msg.Ping):
-                with contextlib.suppress(LinkError):  # this end may just have sent its last message
+                with contextlib.suppress(LinkError):  # this rank may just have sent its last message
                     self.pipe.send(self.status.pong())
             else:
                 self.mail.post(AGENT, received)
@@ -201,7 +201,7 @@ class RankProcessLinks:
                 code = Code(received.message.code)
                 self._finishes = code is Code.DESYNC
                 self.abort(GroupError(detail, code))
-            elif isinstance(received.message, msg.FetchedBlocks):  # it comes between Acks
+            elif isinstance(received.message, msg.FetchedBlocks):  # it arrives between Acks
                 self.mail.post(DISK, (rank, received.message))
             else:
                 self.mail.post(rank, received)
@@ -224,7 +224,7 @@ def run(process: RankProcessLinks, listener: socket.socket | None, identity: Pat
     pipe, mail = process.pipe, process.mail
     pipe.send(msg.Hello(msg.PROTOCOL_VERSION, process.rank, os.getpid(), os.urandom(16), b""))
     process.listen_to_agent()
-    # imports MLX, which takes a second during which the agent already sees this rank
+    # Importing MLX takes a second; by now, the agent knows this rank.
     import mlx.core as mx
 
     from .group import CollectiveCounter, is_available, use_fast_fences, use_large_buffers
@@ -254,9 +254,9 @@ def run(process: RankProcessLinks, listener: socket.socket | None, identity: Pat
         post=partial(mail.post, DISK),
     )
     process.memory = rank
-    import_mlx_lm()  # now no client waits for a token
+    import_mlx_lm()  # while no client waits for a token
 
-    if process.keeps_warm and mx.metal.is_available():  # nothing but Metal un-wires weights
+    if process.keeps_warm and mx.metal.is_available():  # only Metal unwires weights
         mail.warm = KeepWarm(mail, lambda: rank.loaded is not None)
     pipe.send(msg.Done(jaccl=is_available("jaccl"), gpu_bytes=gpu_bytes()))
     process.status.enter("idle")
@@ -286,7 +286,7 @@ def _bootstrap(process: RankProcessLinks) -> msg.Bootstrap:
 
 def _await_shutdown(mail: Mailbox) -> None:
     while not ((received := mail.take(AGENT)) and isinstance(received.message, msg.Shutdown)):
-        while mail.take(LEADER):  # a SIGTERM may have come after the Shutdown of rank 0
+        while mail.take(LEADER):  # a SIGTERM may have followed rank 0's Shutdown
             pass
         mail.wait(of=(AGENT, LEADER))
 
@@ -296,10 +296,10 @@ def _await_shutdown(mail: Mailbox) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a rank process. Exits with 0, TERMINATED_STATUS, WEDGED_STATUS or the `exit_status` of an error."""
-    if sys.platform == "linux":  # the kernel ends this process with its agent; else the end of the pipe does
+    if sys.platform == "linux":  # the kernel ends this process with its agent; on macOS, the pipe's end does
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    atexit.register(_LAST.close)  # before MLX is imported, because what is registered first runs last
+    atexit.register(_LAST.close)  # before importing MLX: functions registered first run last
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the agent decides
     parser = argparse.ArgumentParser(prog="mlxtp.engine.worker", description="One rank; started by an agent.")
     parser.add_argument("--rank", type=int, required=True)
@@ -324,7 +324,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     outcome, wait = TERMINATED_STATUS, True
     with contextlib.suppress(Terminated):
         outcome, wait = _run_or_fail(process, listener, args.identity)
-    # No frame of the run is left by now, nor an error that holds one, so nothing else holds the model.
+    # By now, no frame or traceback of the run refers to the model.
     process.leave(outcome, wait=wait)
 
 

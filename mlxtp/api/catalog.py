@@ -310,7 +310,7 @@ class Catalog:
         raise self._missing(name, stored)
 
     async def opened(self, name: str | None) -> tuple[ModelInfo | StoredModelInfo, Text]:
-        """Return the model and its tokenizer, which is read from disk if the model is not loaded.
+        """Return the model and its tokenizer, from disk if the model is not loaded.
 
         Raises RequestError as `find` does, and 400 for a folder that cannot be read.
         """

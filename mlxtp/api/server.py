@@ -1,7 +1,7 @@
-"""HTTP server on a socket, inside the caller's event loop. Its connections end when their clients stall.
+"""HTTP server on a socket, in the caller's event loop. It closes the connections of clients that stall.
 
-uvicorn waits without limit for the rest of a request, and for a client to read. Here, a connection that makes
-no progress is cut, also in its TLS handshake, which uvicorn does not see. That cancels its request.
+uvicorn waits forever for the rest of a request, and for a client to read. This server cuts a connection that
+makes no progress, which cancels its request. It does so during the TLS handshake, too, unseen by uvicorn.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ RESERVED = 64  #: Places that loopback alone may take.
 
 @dataclass(eq=False, slots=True)
 class Place:
-    """Place of one connection, which `close` cuts. `refusal`: why all its requests are refused; else "".
+    """Place of one connection. `close` cuts it. `refusal`: why all its requests are refused; else "".
 
-    `key` is the hash of the key of its latest request.
+    `key` is the hash of the latest request's key.
     """
 
     close: Callable[[], None]
@@ -57,11 +57,11 @@ class Place:
 
 
 class Places:
-    """All places: `most` and `most_of_one` that are served, and those that at least get a refusal.
+    """All places: up to `most`, and `most_of_one` address, are served; some more only get a refusal.
 
-    A connection is silent until a complete head was admitted. Beyond half of all places, each newcomer closes
-    the oldest silent one, but none from elsewhere closes one of this Mac. One key takes at most SHARE of what
-    other keys leave, from any number of addresses.
+    A connection is silent until the server has admitted a complete request head. Once half of all places are
+    taken, each newcomer closes the oldest silent connection, but another machine never closes one of this
+    Mac. One key takes at most SHARE of what other keys leave, across all addresses.
     """
 
     def __init__(self, most: int, most_of_one: int, refused: int, refused_of_one: int) -> None:
@@ -77,7 +77,7 @@ class Places:
         }
 
     def enter(self, address: str, close: Callable[[], None]) -> Place | None:
-        """Return a place, which may cost another connection its own; None where there is none at all."""
+        """Return a place, possibly by closing another connection; None if there is none at all."""
         place = Place(close, *source_of(address))
         if self._open.total >= self._most // 2:
             self._close_oldest(place.local, known=False)
@@ -97,7 +97,7 @@ class Places:
         return place
 
     def admit(self, place: Place, key: str = "") -> str:
-        """Note that a request of this connection was admitted. Return why not, where its key has too many."""
+        """Admit a request of this connection. Return why not if its key has too many; else ""."""
         if key and key != place.key and place.source and not place.local:
             own = self._of_key[key]
             others = self._of_key.total() - own - bool(place.key)
@@ -125,7 +125,7 @@ class Places:
         if place.key:
             self._of_key[place.key] -= 1
             if not self._of_key[place.key]:
-                del self._of_key[place.key]  # a key that is gone takes no memory
+                del self._of_key[place.key]  # else keys that are gone would take memory
         if key:
             self._of_key[key] += 1
         place.key = key
@@ -135,7 +135,7 @@ class Places:
         return total < self._most and (local or total - self._local < self._most_elsewhere)
 
     def _close_oldest(self, local: bool, *, known: bool) -> None:
-        """Close one of another machine; if there is none, for a newcomer of this Mac, one of this Mac."""
+        """Close another machine's connection, else, for a `local` newcomer, one of this Mac."""
         for own in (False, True)[: 1 + local]:
             if (oldest := next(iter(self._weak[own, known]), None)) is not None:
                 self.release(oldest)
@@ -148,22 +148,21 @@ class Places:
 
 log = logging.getLogger(__name__)
 
-#: Bytes that the system may hold for a client that does not read; asyncio holds one chunk more, with TLS 64
-#: KiB.
+#: Bytes that the system may hold for a client that does not read. asyncio holds a chunk more, TLS 64 KiB.
 UNREAD_BYTES = 256 * 1024
-#: Bytes that a slow client must read in `stall_s`. With TLS, up to 48 KiB more, as the data in asyncio's
-#: socket below it is not counted.
+#: Bytes that a slow client must read in `stall_s`. With TLS up to 48 KiB more, because the count
+#: leaves out the data in the socket below.
 LEAST_READ_BYTES = 16 * 1024
-BEHIND_BYTES = 64 * 1024  # bytes of further requests, while one is answered
+BEHIND_BYTES = 64 * 1024  # bytes of further requests while the server answers one
 #: Half of the descriptors that an agent requests; the others are for ranks, links and files.
 MAX_CONNECTIONS = 2048
-MAX_REFUSALS = 512  # Further connections that get an answer 503; those beyond are cut without one.
+MAX_REFUSALS = 512  # further connections get a 503; any beyond are cut without an answer
 MOST_CONNECTIONS = MAX_CONNECTIONS + MAX_REFUSALS
-#: Connections of one address: a chat app for a school has a thousand, and other clients still find room.
+#: Connections of one address: enough for a school's chat app with a thousand, and some left for others.
 MAX_PER_ADDRESS = MAX_CONNECTIONS * 3 // 4
 MOST_PER_ADDRESS = MAX_PER_ADDRESS + MAX_REFUSALS // 4
-#: Bytes of a small chunk of a body, and the most of these in one request: each is an event of its own, and
-#: the event loop handles all that arrived before it does anything else.
+#: Bytes of a small chunk of a body, and the most of them in one request: each is an event, and the event loop
+#: handles all that have arrived before anything else.
 SMALL_CHUNK, MOST_SMALL = 256, 1000
 _ENDED = (h11.MUST_CLOSE, h11.CLOSED, h11.ERROR)
 
@@ -191,9 +190,9 @@ class HttpConnection(H11Protocol):
 
     request_s = 90.0
     stall_s = 60.0
-    places: Places  #: Those of all connections of this server.
+    places: Places  #: Shared by all connections of this server.
     lines: ForeignLines
-    place: Place | None = None  #: Its own; that of its TLS handshake, where there was one.
+    place: Place | None = None  #: Its own; with TLS, taken at the handshake.
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -208,20 +207,20 @@ class HttpConnection(H11Protocol):
         if place is None:
             # at once, as more connections may arrive in this iteration of the event loop
             self.connections.discard(self)
-            transport.abort()  # a client that was refused so often ignores the answers
+            transport.abort()  # a client refused so often ignores the answers
             return
         if place.refusal:
             self.app = _refusing(f"{place.refusal}; retry later")
         else:
             self.app_state = {ADMITTED: partial(self.places.admit, place)}
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNREAD_BYTES)
-        # `pause_writing` comes with the first byte left over. asyncio's TLS calls it at that size, its TCP
-        # above it: with 0, TLS would pause before the first answer, for ever.
+        # Pause writing at the first byte left over. asyncio pauses at this size with TLS, above it with TCP.
+        # With 0, TLS would pause before the first answer, forever.
         transport.set_write_buffer_limits(high=1 if transport.get_extra_info("ssl_object") else 0)
         self._watch_request()
 
     def data_received(self, data: bytes) -> None:
-        if self.conn.their_state not in _ENDED:  # no further request can come or be answered
+        if self.conn.their_state not in _ENDED:  # no further request can arrive or be answered
             Context().run(self._feed, data)
 
     def _feed(self, data: bytes) -> None:
@@ -229,7 +228,7 @@ class HttpConnection(H11Protocol):
         self._watch_request()
 
     def handle_events(self) -> None:
-        """Handle events in an empty context: the caller's may be that of a finished request."""
+        """Handle events in an empty context: the caller's may belong to a finished request."""
         Context().run(self._handle_events)
 
     def _handle_events(self) -> None:
@@ -300,9 +299,9 @@ class HttpConnection(H11Protocol):
 
 
 class _GuardedTransport:
-    """A transport to which nothing is written once its connection is closing.
+    """A transport that drops writes once its connection is closing.
 
-    uvicorn notices that in a later iteration of the event loop; a burst of parts goes out within one.
+    uvicorn notices the close one iteration of the event loop later, after a whole burst of parts.
     """
 
     def __init__(self, transport: asyncio.Transport) -> None:
@@ -326,7 +325,7 @@ def connection_class(stall_s: float, request_s: float) -> type[HttpConnection]:
 
 
 class _Alarm:
-    """A timer that calls once, unless it is stopped before."""
+    """A timer that calls once unless stopped."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -370,7 +369,7 @@ HANDSHAKE_S = 10.0
 
 
 class TlsHandshake(SSLProtocol):
-    """TLS of one connection, which is in `all_` from TCP's start to its end."""
+    """TLS of one connection. `all_` contains it while the TCP connection is open."""
 
     def __init__(
         self,
@@ -407,7 +406,7 @@ class TlsHandshake(SSLProtocol):
         super().connection_lost(exc)
 
     def end_handshake(self) -> None:
-        """Cut the connection, unless uvicorn already knows it."""
+        """Cut the connection unless uvicorn already knows it."""
         if self._tcp is not None and self._connection not in self._connection.connections:
             self._tcp.abort()
 
@@ -426,7 +425,7 @@ def bind(host: str, port: int) -> socket.socket:
     Raises ConfigError: port in use, no such address, not allowed.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio disables Nagle's delay only if the protocol is named: else reused connections wait 40 ms.
+    # asyncio disables Nagle's delay only for an explicit protocol; otherwise reused connections wait 40 ms.
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -455,8 +454,8 @@ async def serve(
 ) -> None:
     """Serve until `stop` is set or the task is cancelled, then take at most about `grace_s` to finish.
 
-    A connection whose client leaves its answer unread for `stall_s`, or needs more than `request_s` to send a
-    request, is closed. Closes `sock`. Signals are left to the caller.
+    Closes a connection if its client leaves an answer unread for `stall_s`, or needs more than `request_s` to
+    send a request. Closes `sock`. The caller handles signals.
     """
     connection = connection_class(stall_s, request_s)
     config = uvicorn.Config(
@@ -479,7 +478,7 @@ async def serve(
         )
 
     def few(record: logging.LogRecord) -> bool:
-        """Limit the lines that uvicorn writes, without an address, about what is no HTTP."""
+        """Limit uvicorn's log lines about input that is not HTTP. They have no address."""
         return record.msg != "Invalid HTTP request received." or connection.lines.admit("what is no HTTP")
 
     logging.getLogger("uvicorn.error").addFilter(few)
@@ -498,7 +497,7 @@ async def serve(
 
 
 def _in_origin_form(app: ASGIApp) -> ASGIApp:
-    """Accept whole URLs (RFC 9112, 3.2.2). Their host is added to Host: the guard checks both."""
+    """Accept whole URLs (RFC 9112, 3.2.2). Add their host to Host, so the guard checks both."""
 
     async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
         if match := _ABSOLUTE.fullmatch(scope["raw_path"]):

@@ -1,6 +1,6 @@
-"""Answers on their way to a client that may leave, with comments that keep proxies from timing out.
+"""Streaming of answers to clients that may leave, with comments that keep proxies from timing out.
 
-A stream may begin before its answer does: its model loads, or its request waits.
+A stream may begin before its answer, while a model loads or the request waits.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 T = TypeVar("T")
-PARTS_AT_ONCE = 16  # parts of one answer before other tasks may run
+PARTS_AT_ONCE = 16  # parts of one answer to send before other tasks run
 
 COMMENT = b": mlxtp\n\n"  # a server-sent event without content
 
@@ -44,9 +44,9 @@ class ClientGone(Exception):
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` as a task; when the client goes away, cancel it, and raise ClientGone once it has ended.
+    """Run `work` as a task. When the client leaves, cancel it, and raise ClientGone once it has ended.
 
-    The request's body must have been read.
+    The caller has read the request's body.
     """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_gone(receive))
@@ -64,8 +64,8 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 class AnswerStream(Response):
     """Response that sends the parts of an answer as they are made. `parts` handles its own failures.
 
-    After each `keep_alive_s` of silence, it sends the bytes that `idle` returns. `source`, from which the
-    parts are made, is closed however the stream ends, even before it began.
+    After each `keep_alive_s` of silence, it sends the bytes that `idle` returns. It closes `source`, the
+    generator behind the parts, however the stream ends, even before it began.
     """
 
     def __init__(
@@ -270,7 +270,7 @@ async def _recorded(events: AsyncGenerator[AnswerEvent], end: End) -> AsyncGener
 
 
 def _finish(index: int, transcript: Transcript, end: StreamEnd, began_ns: int) -> Finish:
-    """Return the last event. "length" takes precedence over a call that the budget cut off."""
+    """Return the last event. "length" takes precedence over a call that the limit cut off."""
     why: ChoiceFinishReason = (
         "length" if end.reason == "length" else "tool_calls" if transcript.called else "stop"
     )
@@ -283,7 +283,7 @@ def _finish(index: int, transcript: Transcript, end: StreamEnd, began_ns: int) -
 class LoadingStream:
     """Parts of a stream with `about.choices` answers. A failure is the last one.
 
-    `asking` returns the events once rank 0 has accepted the request. `progress`: of the request until then.
+    `asking` returns the events once rank 0 has accepted the request; `progress` is for the time until then.
     """
 
     def __init__(
@@ -326,7 +326,7 @@ class LoadingStream:
             yield writer.fail(internal_error())
 
     def idle(self) -> bytes:
-        """Return an event with the progress; empty once the last part is made, which may still be read."""
+        """Return an event with the progress; empty after the last part, which may still be unread."""
         return b"" if self._over else self._writer.idle(_fields(self._progress()))
 
 

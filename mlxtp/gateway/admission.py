@@ -1,4 +1,4 @@
-"""Admission of requests, and refusals when there is too much already.
+"""Admission of requests, and refusals under overload.
 
 A refusal costs one client seconds. Accepting too much costs all clients, when memory runs out or waits never
 end.
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from ..errors import Code, RequestError
 
-RESERVED = 8  #: One in so many tokens is kept for other clients than the one that has all the rest.
+RESERVED = 8  #: One token in so many stays free for others if one client has all the rest.
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,8 @@ class AdmissionLimits:
 
     requests        most open requests; 0 for no bound
     tokens          most tokens of all open requests
-    free_bytes      least free memory of this machine with which a new request is accepted
-    request_tokens  least tokens that a request counts, since its connection and place in the queue cost, too
+    free_bytes      least free memory of this machine to accept a new request
+    request_tokens  least tokens that a request counts as, for its connection and place in the queue
     """
 
     requests: int = 0
@@ -37,7 +37,7 @@ class AdmissionLimits:
 
 @dataclass(frozen=True, slots=True)
 class SystemMemory:
-    """Available bytes. `critical`: the system reports that it is about to end processes."""
+    """Available bytes. `critical`: the system is about to end processes."""
 
     available: int
     critical: bool = False
@@ -45,7 +45,7 @@ class SystemMemory:
 
 @dataclass(frozen=True, slots=True)
 class OpenLoad:
-    """Open requests and their tokens: of all clients, and of the requesting client (`own_...`)."""
+    """Open requests and tokens of all clients, and of the requesting client (`own_...`)."""
 
     requests: int
     tokens: int
@@ -54,7 +54,7 @@ class OpenLoad:
 
 
 def load_of(client: int, open_: Iterable[tuple[int, int]], least: int = 0) -> OpenLoad:
-    """Sum up open requests. `open_`: client and tokens of each, which counts at least `least` tokens."""
+    """Sum up open requests. `open_`: client and tokens of each. Each counts at least `least` tokens."""
     requests = tokens = own_requests = own_tokens = 0
     for other, length in open_:
         count = max(length, least)
@@ -67,22 +67,22 @@ def load_of(client: int, open_: Iterable[tuple[int, int]], least: int = 0) -> Op
 
 
 def is_short(bounds: AdmissionLimits, memory: SystemMemory) -> bool:
-    """Return whether a machine has too little memory left for a new request."""
+    """Return True if a machine has too little memory left for a new request."""
     return memory.critical or memory.available < bounds.free_bytes
 
 
 def refusal(
     bounds: AdmissionLimits, load: OpenLoad, prompt: int, memory: SystemMemory, elsewhere: str = ""
 ) -> RequestError | None:
-    """Return the 429 or 503 that refuses a request with `prompt` tokens, with the numbers; None to accept it.
+    """Return the 429 or 503 that refuses a request with `prompt` tokens; None to accept it.
 
-    `elsewhere` is the name of another Mac that would work on it and is short of memory.
+    `elsewhere` is the name of another Mac of the group that is short of memory.
     """
     return too_much(bounds, load, prompt) or short_of_memory(bounds, memory, elsewhere)
 
 
 def too_much(bounds: AdmissionLimits, load: OpenLoad, prompt: int) -> RequestError | None:
-    """Return the 429 or 503 for a request with `prompt` tokens that is too much beside the open ones.
+    """Return the 429 or 503 for a request with `prompt` tokens if it is too much on top of the open ones.
 
     An idle gateway never refuses a prompt for its length; the model's context is checked elsewhere.
     """
@@ -97,14 +97,14 @@ def too_much(bounds: AdmissionLimits, load: OpenLoad, prompt: int) -> RequestErr
     cost = max(prompt, bounds.request_tokens)
     if load.requests and load.tokens + cost > bounds.tokens:
         return _full(
-            f"{load.requests} requests are open, with {load.tokens} tokens; with the {cost} of this one that "
-            f"is more than the {bounds.tokens} this server takes",
+            f"{load.requests} requests are open, with {load.tokens} tokens; this one has {cost} more, and "
+            f"this server takes {bounds.tokens}",
             503,
         )
     if load.own_requests and load.own_tokens + cost > (most := _share(bounds.tokens)):
         return _full(
-            f"{load.own_requests} requests of this client are open, with {load.own_tokens} tokens; with the "
-            f"{cost} of this one that is more than one client may have, {most} of {bounds.tokens}"
+            f"{load.own_requests} requests of this client are open, with {load.own_tokens} tokens; this one "
+            f"has {cost} more, and one client may have {most} of {bounds.tokens}"
         )
     return None
 
@@ -123,7 +123,7 @@ class Admission:
         self._held = ""
 
     def check(self, client: int, prompt: int, open_: Iterable[tuple[int, int]]) -> None:
-        """Raise RequestError for a new request of `client` that is refused. `open_` is as for `load_of`."""
+        """Raise RequestError if a new request of `client` is refused. `open_`: see `load_of`."""
         if self._held:
             raise RequestError(self._held, Code.NOT_READY, status=503)
         load = load_of(client, open_, self._bounds.request_tokens)
@@ -132,7 +132,7 @@ class Admission:
             raise refused
 
     def check_bounds(self, client: int, prompt: int, open_: Iterable[tuple[int, int]]) -> None:
-        """Do the same for a request that takes no memory of a group yet."""
+        """Do the same for a request that needs no memory of a group yet."""
         if refused := too_much(self._bounds, load_of(client, open_, self._bounds.request_tokens), prompt):
             raise refused
 
@@ -156,9 +156,9 @@ class Admission:
 
 
 def client_number(client: str, salt: bytes) -> int:
-    """Return 63 bits in the place of a client's name, which no other Mac needs to know; 0 for no name.
+    """Return 63 bits to keep a client's name from other Macs; 0 for no name.
 
-    `salt`: up to 64 bytes. Equal names are different clients where the salt differs.
+    `salt`: up to 64 bytes. With different salts, equal names are different clients.
     """
     if not client:
         return 0
@@ -199,8 +199,8 @@ def _full(detail: str, status: int = 429) -> RequestError:
 
 # --- free memory of this machine, read when a request arrives --------------------------------------------
 
-FRESH_S = 0.5  #: Seconds that a reading counts, so that a crowd of requests reads once.
-#: Of 1 (normal), 2 (warning) and 4: `kern.memorystatus_vm_pressure_level`, as <dispatch/source.h> has it.
+FRESH_S = 0.5  #: Seconds to reuse a reading, so that a burst of requests reads once.
+#: `kern.memorystatus_vm_pressure_level` is 1 (normal), 2 (warning) or 4, as in <dispatch/source.h>.
 CRITICAL = 4
 
 
@@ -226,7 +226,7 @@ def look_at_memory(
 ) -> SystemMemory:
     """Return the available memory, and on a Mac whether the kernel calls the pressure critical.
 
-    `read_bytes` is what the agent last read to be free, 0 if unknown. On a Mac it counts, not psutil.
+    `read_bytes` is the agent's last reading of free memory, 0 if unknown. A Mac uses it instead of psutil.
     """
     import psutil
 

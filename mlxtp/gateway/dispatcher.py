@@ -1,4 +1,4 @@
-"""Open requests of each deployment on their way from group to group. Each ends, with a token or an error."""
+"""Dispatch of open requests to the groups of each deployment. Every request ends, if only with an error."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ from .routing import GroupLoad
 
 log = logging.getLogger(__name__)
 
-LOADS = 3  #: A request waits for at most so many loads: one may fail, and fewer Macs take longer.
+LOADS = 3  #: Loads that a request waits for: one may fail, and fewer Macs take longer.
 NOT_READY = GroupError("no group is ready", Code.NOT_READY)
-#: Phases of open requests: with tokens of the present group; before the first one, in rank 0's queue or in
-#: prefill; without a group; behind a suspect.
+#: Phases of open requests: the present group has sent tokens; it has not yet (queue or prefill); no group has
+#: the request; it waits behind a suspect.
 PHASES = ("generating", "first_token", "group", "held_back")
-ASK_AGAIN_S = 0.5  #: Seconds until a request goes again to an agent whose rank 0 was not ready.
+ASK_AGAIN_S = 0.5  #: Seconds before retrying an agent whose rank 0 was not ready.
 
 
 @dataclass(frozen=True, slots=True)
 class OpenRequests:
-    """Open requests of local clients for `model`, without those that the agent itself makes.
+    """Open requests of local clients for `model`. The agent's own requests do not count.
 
     running  requests with a first token
     waiting  requests that wait for one: in a queue, in prefill, or for another group
@@ -66,16 +66,16 @@ class OpenRequests:
 class RequestDispatcher:
     """Open requests of one deployment: at a group, paused until one is ready, or behind a suspect.
 
-    recovery_s  seconds that a request waits for a group before it ends with an error; or `LOADS` times
-                the last load of the model, if that is longer
+    recovery_s  seconds that a request waits for a group before it ends with an error, but at least
+                `LOADS` times the model's last load
     meter       returns the meter of local clients' requests
     uids        gives numbers that no other request of this gateway has
     """
 
     def __init__(self, recovery_s: float, meter: Callable[[], RequestMeter], uids: Iterator[int]) -> None:
         self.recovery_s = recovery_s
-        self.load_s = 0.0  #: Seconds that the served model took to load; 0 where unknown.
-        self.served: ModelInfo | None = None  #: The model that open requests are for.
+        self.load_s = 0.0  #: Seconds that the served model took to load; 0 if unknown.
+        self.served: ModelInfo | None = None  #: The model of the open requests.
         self.text: Text | None = None
         #: The reason for the gap between two groups while the second is on its way.
         self.handover: MlxtpError | None = None
@@ -83,7 +83,7 @@ class RequestDispatcher:
         self.confirmed_tokens = 0
         self._meter = meter
         self._uids = uids
-        self._open: dict[int, OpenRequest] = {}  #: By uid: the requests that a backend works on.
+        self._open: dict[int, OpenRequest] = {}  #: By uid: the requests at a backend.
         self.groups = ReadyGroups(self._open)
         self._paused: dict[ClientRequest, None] = {}  #: In order: the requests that wait for a group.
         #: The requests that wait until the suspect before them has proven harmless.
@@ -96,8 +96,8 @@ class RequestDispatcher:
     def admit(self, request: OpenRequest, error: MlxtpError = NOT_READY, without: Iterable[str] = ()) -> None:
         """Send a request to the best ready group, or queue it behind suspects.
 
-        Without a ready group a local client's request waits for one, and ends with `error` if none comes.
-        Raises RequestError for one of another agent. Groups in `without` do not count.
+        Without a ready group, a local client's request waits for one, and ends with `error` if it waits too
+        long; another agent's raises RequestError. Groups in `without` do not count.
         """
         if isinstance(request, ClientRequest) and request.got >= request.generate.max_tokens:
             request.put(Finished(request.uid, "length", request.got, 0))  # only the end is missing
@@ -110,7 +110,7 @@ class RequestDispatcher:
         if self.groups and alone and waits:
             self._suspects.append(request)
             if isinstance(request, ClientRequest):
-                request.wait_no_more()  # there is a group, which will run it later
+                request.wait_no_more()  # there is a group; it will run the request later
             return
         failed = error
         tried = set(without)
@@ -118,7 +118,7 @@ class RequestDispatcher:
             group = self.groups[name]
             try:
                 self.send(request, group.backend, "" if group.here else name)
-            except MlxtpError as gone:  # the group's end, or that of its link, is about to be noticed
+            except MlxtpError as gone:  # the agent is about to notice that the group or its link ended
                 failed = GroupError(f"rank 0 is gone: {gone.detail}", Code.NOT_READY)
                 tried.add(name)
                 continue
@@ -127,7 +127,7 @@ class RequestDispatcher:
                 self._suspect = request
             return
         if isinstance(request, ForwardedRequest):
-            if failed is not error:  # its own gateway has it wait, as for a group whose end was noticed
+            if failed is not error:  # its own gateway makes it wait, as after any end of a group
                 raise GroupError(failed.detail, Code.LINK_LOST)
             raise RequestError(failed.detail, Code.NOT_READY, status=503)
         self.park(request, failed)
@@ -152,12 +152,12 @@ class RequestDispatcher:
             del self._open[request.uid]
             self.groups.used(request)
             assert request.backend is not None
-            with contextlib.suppress(MlxtpError):  # rank 0 is gone: nothing decodes any more
+            with contextlib.suppress(MlxtpError):  # rank 0 is gone, so nothing decodes it anymore
                 request.backend.send(Cancel(request.uid))
         self._next_suspect()
 
     def on_event(self, event: RequestEvent) -> None:
-        """Process an event of a group. One about no request of this deployment is dropped."""
+        """Process an event of a group. Drop it if its request is unknown here."""
         match event:
             case Delta():
                 now = self._meter().clock()
@@ -191,10 +191,10 @@ class RequestDispatcher:
     # --- from one group to another -------------------------------------------------------------------
 
     def attach(self, name: str, group: ReadyGroup, model: ModelInfo, text: Text, load_s: float) -> None:
-        """Send requests to a group from now on, those first that are paused.
+        """Send requests to a group from now on, paused requests first.
 
-        If it serves another model than the groups before it, these get no new requests. What they work on
-        they complete; what waits for them ends.
+        If it serves another model than the groups before it, these get no new requests. They complete their
+        open requests; requests that wait for them end.
         """
         if self.served is not None and (self.served.id, self.served.path) != (model.id, model.path):
             self.groups.clear()
@@ -206,7 +206,7 @@ class RequestDispatcher:
     def detach(self, name: str, until: MlxtpError | None = None) -> None:
         """Send no new requests to a group; open ones stay with it.
 
-        With the reason `until` of the gap before the next one, new requests wait if no other group is ready.
+        `until` is the reason for a gap before the next group: new requests wait if no other group is ready.
         """
         ready = self.groups.pop(name, None) is not None
         if until is None or self.groups:
@@ -215,9 +215,9 @@ class RequestDispatcher:
             self.handover = until
 
     def park_group(self, name: str, error: MlxtpError, *, spare: bool = False) -> None:
-        """Move the open requests of a group, which ended with `error`, to another one, or have them wait.
+        """A group ended with `error`: move its open requests to another one, or make them wait.
 
-        Requests of other agents go back there. A request that may be the reason ends, but with `spare`.
+        Requests of other agents go back there. A suspect request ends; `spare` prevents that.
         """
         ready = name in self.groups or self.handover is not None
         self.detach(name)
@@ -234,7 +234,7 @@ class RequestDispatcher:
         if self._suspect in own:
             self._suspect = None
         self._suspects = deque(each for each in waiting if not _goes_back(each, name))
-        # Those that are no suspects go on first.
+        # Requests without strikes continue first.
         for request, count in sorted(zip(own, strikes, strict=False), key=lambda each: each[1] or 0):
             if count is None:
                 log.error("a request ends and is not sent to another group: %s", error.detail)
@@ -250,7 +250,7 @@ class RequestDispatcher:
         self._next_suspect()
 
     def park(self, request: ClientRequest, error: MlxtpError) -> None:
-        """Have a request wait for the next group, for so long before it ends with `error`."""
+        """Make a request wait for the next group. If none takes it in time, it ends with `error`."""
         request.uid, request.group = 0, ""
         self._paused[request] = None
         if request.pending is None:
@@ -258,7 +258,7 @@ class RequestDispatcher:
             request.pending = loop.call_later(wait_s, self._give_up, request, error, wait_s)
 
     def resume(self) -> None:
-        """Send the paused requests to ready groups, for the parts that are missing."""
+        """Send the paused requests to ready groups, which generate the rest of the answers."""
         if self.groups:
             paused, self._paused = self._paused, {}
             for request in paused:
@@ -266,7 +266,7 @@ class RequestDispatcher:
         self._next_suspect()
 
     def give_back(self, error: MlxtpError) -> None:
-        """Return the requests of other agents, which may continue elsewhere."""
+        """Return the requests of other agents, where they may continue."""
         for request in [*self._open.values(), *self._suspects]:
             if isinstance(request, ForwardedRequest):
                 request.give_back(error, struck=False)
@@ -297,7 +297,7 @@ class RequestDispatcher:
         request.put(GroupError(detail, error.code))
 
     def _refused(self, request: OpenRequest, error: MlxtpError) -> None:
-        """Handle an Error for a request: from rank 0 it is final, from another agent it may not be."""
+        """Handle an Error for a request. From rank 0 it is final; from another agent it may not be."""
         if isinstance(request, ForwardedRequest) or not request.elsewhere:
             request.put(error)
             return
@@ -318,7 +318,7 @@ class RequestDispatcher:
             asyncio.get_running_loop().call_later(ASK_AGAIN_S, self.resume)
 
     def _next_suspect(self) -> None:
-        """Let the next suspect go, once the one before it has ended or proven harmless."""
+        """Send the next suspect once the one before it has ended or proven harmless."""
         suspect = self._suspect
         if suspect is not None:
             if self._open.get(suspect.uid) is suspect and suspect.came < PROVEN_TOKENS:
@@ -335,7 +335,7 @@ class RequestDispatcher:
 
     @property
     def model(self) -> ModelInfo | None:
-        """The model that new requests may be for; None while they are refused."""
+        """The model for new requests; None while they are refused."""
         return self.served if self.groups or self.handover is not None else None
 
     @property
@@ -366,7 +366,7 @@ class RequestDispatcher:
 
 
 def _goes_on_with(model: ModelInfo, request: OpenRequest) -> bool:
-    """Return whether a model can go on with a request: only one of the same vocabulary can begin it again."""
+    """Return True if a model can continue a request; one of the same id and vocabulary can start it over."""
     before = request.begun_with
     if before is None or before.path == model.path:
         return True
@@ -379,19 +379,19 @@ def _replaced(model: ModelInfo) -> GroupError:
 
 
 def _wait_s(of: RequestDispatcher) -> float:
-    """Return the seconds for which a request waits for a group."""
+    """Return the seconds that a request waits for a group."""
     return max(of.recovery_s, LOADS * of.load_s)
 
 
 def _goes_back(request: OpenRequest, group: str) -> bool:
-    """Return whether a waiting suspect is another agent's, for a group that has ended."""
+    """Return True if a waiting suspect is another agent's, for a group that has ended."""
     return isinstance(request, ForwardedRequest) and request.generate.group in ("", group)
 
 
 def _another_group_may(asked: ClientRequest, error: MlxtpError, *, refused: bool, others: bool) -> bool:
-    """Return whether a request that another agent has given back can continue at another or the next group.
+    """Return True if a request that another agent returned can continue at another or the next group.
 
-    `others`: there are ready groups that have not refused it.
+    `others`: some ready groups have not refused it.
     """
     if refused:
         come_back = (Code.NOT_READY, Code.OVERLOADED, Code.SHUTTING_DOWN)
@@ -411,12 +411,12 @@ def _refusal(code: Code, detail: str) -> MlxtpError:
 
 # --- all deployments ------------------------------------------------------------------------------------
 
-STEP_S = 10  #: Seconds of disuse are counted in such steps, so that reports seldom change.
+STEP_S = 10  #: Granularity of idle time in seconds, so that reports seldom change.
 
 
 @dataclass(frozen=True, slots=True)
 class GroupWork:
-    """Work of one group. `running` of its open `requests` have a first token; `tokens` came from it in all.
+    """Work of one group: open `requests`, `running` ones with a first token, and all `tokens` it has sent.
 
     `cached`: prompt and answer tokens that it keeps for later prompts.
     """
@@ -428,7 +428,7 @@ class GroupWork:
 
 
 class ServedDeployments:
-    """Dispatchers by the names of their deployments. `recovery_s` is that of `RequestDispatcher`."""
+    """Dispatchers by the names of their deployments. `recovery_s`: see `RequestDispatcher`."""
 
     def __init__(self, recovery_s: float) -> None:
         self.by_name: dict[str, RequestDispatcher] = {}
@@ -440,11 +440,11 @@ class ServedDeployments:
         self.leased: Callable[[str], bool] = lambda _name: False
         #: Returns the client of each request that waits for its model.
         self.waiting: Callable[[], Iterable[int]] = tuple
-        #: Returns whether a group of a deployment is on its way to be ready.
+        #: Returns whether a deployment has a group that is starting.
         self.coming: Callable[[str], bool] = lambda _name: False
         self._recovery_s = recovery_s
         self._uids = itertools.count(1)
-        self._past_tokens = 0  #: Tokens of deployments that are over.
+        self._past_tokens = 0  #: Tokens of former deployments.
 
     def keep(self, groups: Container[str], deployments: Container[str]) -> None:
         """Forget all other groups, and all other deployments without open requests."""
@@ -481,7 +481,7 @@ class ServedDeployments:
         return None
 
     def of_group(self, group: str) -> RequestDispatcher | None:
-        """Return the deployment for which a group was served last."""
+        """Return the deployment that a group last served."""
         return self.by_name.get(self.homes.get(group, ""))
 
     def on_event(self, event: RequestEvent) -> None:
@@ -497,36 +497,36 @@ class ServedDeployments:
         return [request for each in self.by_name.values() for request in each.requests]
 
     def open(self) -> Iterator[tuple[int, int]]:
-        """Yield client and tokens of each open request, and of those that wait for their model."""
+        """Yield client and tokens of each request that is open or waits for its model."""
         for request in self.requests:
             yield request.generate.client, request.length
         for client in self.waiting():
             yield client, 0
 
     def open_at(self, group: str) -> int:
-        """Return the number of open requests that a group works on, other agents' included."""
+        """Return the number of a group's open requests, other agents' included."""
         return sum(each.group == group for each in self.requests)
 
     def blamed(self, group: str, code: Code) -> int:
-        """Return the failures in a row under the request that ends with a group; 0 if none does."""
+        """Return the failures in a row of the request that a group's failure ends; 0 if it ends none."""
         own = [each for each in self.requests if each.group == group]
         after = zip(own, strikes_after(own, code), strict=True)
         return max((each.strikes + 1 for each, count in after if count is None), default=0)
 
     def work_of(self, group: str) -> GroupWork:
-        """Return the work of a group as this gateway knows it: all of it where its rank 0 is."""
+        """Return the work of a group as far as this gateway knows it; all of it on rank 0's Mac."""
         own = [each.came > 0 for each in self.requests if each.group == group]
         ready = named.groups.get(group) if (named := self.of_group(group)) is not None else None
         tokens, blocks = (ready.tokens, len(ready.prefixes.hashes)) if ready is not None else (0, 0)
         return GroupWork(len(own), sum(own), tokens, blocks * BLOCK)
 
     def forget_prefixes(self, group: str) -> None:
-        """Note that a group has no cached beginnings left."""
+        """Note that a group has no cached prefixes left."""
         if (named := self.of_group(group)) is not None and group in named.groups:
             named.groups[group].prefixes.replace(())
 
     def unused_s(self, group: str) -> int:
-        """Return the seconds of a ready group's disuse; from 10 s on in steps of 10 s. 0 while it is used."""
+        """Return a ready group's idle time in seconds, from 10 s on in steps of 10 s; 0 while in use."""
         home = self.of_group(group)
         if home is None or group not in home.groups or self.leased(self.homes[group]):
             return 0
@@ -535,7 +535,7 @@ class ServedDeployments:
 
     @property
     def confirmed_tokens(self) -> int:
-        """Tokens from ranks for requests of this gateway; on the Macs of ranks 0, for all requests."""
+        """Tokens from ranks for requests of this gateway; on a Mac with a rank 0, for all requests."""
         return self._past_tokens + sum(each.confirmed_tokens for each in self.by_name.values())
 
     @property
@@ -548,5 +548,5 @@ class ServedDeployments:
         return phases
 
     def count_open(self) -> tuple[OpenRequests, ...]:
-        """Count the requests that are open now, for each deployment; the one served first comes first."""
+        """Count the open requests of each deployment, the one served first at the start."""
         return tuple(each.count_open() for each in self.by_name.values())

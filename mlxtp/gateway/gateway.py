@@ -1,9 +1,8 @@
 """The path from HTTP to rank 0: client requests in, confirmed tokens out. `api/` sees the cluster through it.
 
-A group may end under open requests. Requests of local clients then go to another ready group of the same
-deployment, or wait for the next one. It gets the part that is missing (`ClientRequest.again`). Requests of
-other agents go back to them: each agent looks after its own clients, so that no answer depends on a Mac that
-died.
+If a group ends, open requests of local clients go to another ready group of the same deployment, or wait for
+the next one. The new group generates the rest (`ClientRequest.again`). Requests of other agents go back to
+them: each agent looks after its own clients, so no answer depends on a Mac that died.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ WARM_UP_TOKENS = 6
 
 
 class ModelSwitch:
-    """The part of a `Backend` that loads a model because a request names it. This one loads none."""
+    """The part of a `Backend` that loads the models requests name. This base class loads none."""
 
     async def on_request(self) -> tuple[StoredModelInfo, ...]:
         return ()
@@ -54,7 +53,7 @@ class ModelSwitch:
 class Gateway:
     """Implementation of `api.backend.Backend`. Every open request ends, with its last token or with an error.
 
-    health      returns the health of a deployment, by its name, or of the whole for ""
+    health      returns the health of a deployment, by its name, or of the cluster for ""
     recovery_s  seconds that a request waits for another group; see `RequestDispatcher`
     deadline_s  seconds that a request may take in all
     memory      returns the memory that this machine has left
@@ -75,7 +74,7 @@ class Gateway:
         self.deployments = ServedDeployments(recovery_s)
         self._switch = ModelSwitch()
         self._on_serving: Callable[[], None] = lambda: None
-        #: The reason why new requests are refused. Open ones continue, from group to group if need be.
+        #: The reason to refuse new requests; else "". Open ones continue, from group to group if need be.
         self.closing = ""
 
     # --- called by the agent -------------------------------------------------------------------------
@@ -92,10 +91,10 @@ class Gateway:
         load_s: float = 0.0,
         room: int = 0,
     ) -> None:
-        """Send requests for a deployment to one more ready group, by `backend`; or change what it has.
+        """Send requests for a deployment to one more ready group through `backend`, or update that group.
 
         `here`: the backend is rank 0, and takes forwarded requests, too. `load_s`: seconds that the model
-        took to load, 0 where unknown. `room`: tokens that its KV caches may hold, 0 without a bound.
+        took to load, 0 if unknown. `room`: tokens that its KV caches may hold, 0 without a bound.
         """
         self.deployments.homes[group] = deployment
         dispatcher = self.deployments.named(deployment)
@@ -109,7 +108,7 @@ class Gateway:
         self._on_serving()
 
     def switch_models(self, switch: ModelSwitch, on_serving: Callable[[], None]) -> None:
-        """Have requests name models that `switch` loads. Call `on_serving` when a model is available."""
+        """Let requests name models for `switch` to load. Call `on_serving` when a model is available."""
         self._switch, self._on_serving = switch, on_serving
 
     def detach(self, group: str, until: MlxtpError | None = None) -> None:
@@ -118,16 +117,16 @@ class Gateway:
             deployment.detach(group, until)
 
     def park(self, group: str, error: MlxtpError, *, spare: bool = False) -> None:
-        """Move a group's open requests to another ready group at once, or have them wait for one.
+        """Move a group's open requests to another ready group at once, or make them wait for one.
 
-        It, or the link to it, ended with `error`. If a better group takes its place, new requests wait, too.
-        With `spare` none is ended for it.
+        The group, or the link to it, ended with `error`. If a better group replaces it, new requests wait,
+        too. `spare`: end no suspect.
         """
         if (deployment := self.deployments.of_group(group)) is not None:
             deployment.park_group(group, error, spare=spare)
 
     def load(self, group: str, load: GroupLoad) -> None:
-        """Take in the owner's report of a group's work, which may have come before the group is served."""
+        """Store the owner's report of a group's work. It may arrive before the group is served."""
         self.deployments.loads[group] = load
         deployment = self.deployments.of_group(group)
         if deployment is not None and group in deployment.groups:
@@ -211,7 +210,7 @@ class Gateway:
             told,
             client=client_number(client, self._salt),
             user=client_number(user, self._salt),
-            # The same number on all Macs, because each may send it to the group that has its beginning.
+            # The same number on all Macs: each may send the request to the group with its cached prefix.
             salt=client_number(sharer, b""),
         )
         deployment = self.deployments.serving(model)
@@ -227,11 +226,11 @@ class Gateway:
     def relay(self, generate: Generate, tell: Callable[[Message], None]) -> Callable[[], None]:
         """Start a request that another agent forwarded. `tell` gets its events under the uid it has there.
 
-        Returns the function that cancels it. Raises RequestError if it is refused at once. Raises the reason
-        of the gap between two groups if it came in one, GroupError (LINK_LOST) if that is about to be
-        noticed: its own gateway has it wait for the next group.
+        Returns the function that cancels it. Raises RequestError for an immediate refusal. Between two
+        groups, it raises the reason for the gap, or GroupError (LINK_LOST) if the agent has not noticed the
+        gap yet; the request's own gateway then makes it wait for the next group.
         """
-        # Two agents that each take the other for rank 0's would forward it for ever.
+        # If it forwarded, two agents that each take the other for rank 0's would do so forever.
         deployment = self.deployments.owning(generate.group)
         between = self.deployments.of_group(generate.group) if deployment is None else None
         if between is not None and between.handover is not None and not self.closing:
@@ -267,12 +266,12 @@ class GroupSelfTest:
         self._start = start
 
     async def warm_up(self, prompts: Sequence[tuple[int, ...]]) -> self_test.SelfTestTokens:
-        """Run short sequences before the first request: a first forward compiles kernels for seconds.
+        """Run short sequences before the first request, since a first forward compiles kernels for seconds.
 
-        Returns the answers to the golden prompts, which run first. Raises what a request would raise.
+        Returns the answers to the golden prompts, which run first. Raises the errors of a request.
         """
         answers = await self.golden_answers(prompts)
-        # Two at once cover the other kinds of steps: one has something to copy, one samples.
+        # Two at once cover the other kinds of steps: one can copy from its prompt, one samples.
         repeated = prompts[0][: max(WARM_UP_PROMPT // 2, 1)] * 2
         sampled = Sampling(temperature=1.0, seed=1)
         await asyncio.gather(

@@ -1,4 +1,4 @@
-"""Ready groups of one deployment as a gateway knows them, and its choice among them for each request."""
+"""Ready groups of one deployment, and the gateway's choice among them for each request."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .routing import GroupLoad, PrefillMeter, PrefixSummary, RouteOption, choose
 
 OpenRequest = ClientRequest | ForwardedRequest
 
-FIRST_S = 10.0  #: Seconds that a new group's first request may take to come; they do not count as disuse.
+FIRST_S = 10.0  #: Seconds that a new group may wait for its first request without counting as idle.
 
 
 class ReadyGroup:
-    """A group that takes requests: their way there, and its work as far as this gateway knows it.
+    """A group that takes requests: its backend, and its work as far as this gateway knows it.
 
     `here`: the backend is rank 0, and takes forwarded requests, too; else it is the agent that has rank 0.
     `room`: tokens that its KV caches may hold, 0 without a bound.
@@ -25,16 +25,16 @@ class ReadyGroup:
     def __init__(self, backend: RequestBackend, *, here: bool, room: int = 0) -> None:
         self.backend = backend
         self.here = here
-        self.others = GroupLoad()  #: A group elsewhere: speed, and the work for clients of other agents.
+        self.others = GroupLoad()  #: For a group elsewhere: its speed, and its work for other agents.
         self.prefill = PrefillMeter()
         self.prefixes = PrefixSummary(room)
-        self.tokens = 0  #: Tokens that came from it.
+        self.tokens = 0  #: Tokens it has sent.
         self.used_at = time.monotonic() + FIRST_S  #: Time of the last request, by a monotonic clock.
 
     def take(self, report: GroupLoad, own: GroupLoad) -> None:
-        """Take in the owner's report, less the part that is due to this gateway's `own` requests.
+        """Store the owner's report without the share of this gateway's `own` requests.
 
-        Of those it knows the present work, while the report is up to a beat old.
+        Their present work is known here, while the report may be a heartbeat old.
         """
         queued, requests = max(report.queued - own.queued, 0), max(report.requests - own.requests, 0)
         self.others = GroupLoad(queued, requests, report.speed)
@@ -49,14 +49,14 @@ class ReadyGroups(dict[str, ReadyGroup]):
         self._requests = requests
 
     def load_of(self, name: str) -> GroupLoad:
-        """Return the work of a group: of one here exactly, of one elsewhere the most that is known."""
+        """Return the work of a group: exact if it is here, else the most that is known."""
         group, own = self[name], self._own(name)
         queued, requests = group.others.queued + own.queued, group.others.requests + own.requests
         speed = group.others.speed or group.prefill.speed
         return GroupLoad(queued, requests, speed, group.prefixes.hashes)
 
     def take(self, name: str, report: GroupLoad) -> None:
-        """Take in the owner's report of a group elsewhere."""
+        """Store the owner's report of a group elsewhere."""
         self[name].take(report, self._own(name))
 
     def _own(self, name: str) -> GroupLoad:
@@ -71,7 +71,7 @@ class ReadyGroups(dict[str, ReadyGroup]):
         return max(time.monotonic() - self[name].used_at, 0.0)
 
     def choose(self, request: OpenRequest, tried: Container[str]) -> str:
-        """Return the id of the group for a request, but none of those `tried`; empty if there is none."""
+        """Return the id of the best group for a request, except `tried` ones; empty if there is none."""
         forwarded = isinstance(request, ForwardedRequest)
         own = request.generate.group if forwarded else ""
         names = [
@@ -105,7 +105,7 @@ class ReadyGroups(dict[str, ReadyGroup]):
             group.used_at = time.monotonic()
 
     def confirmed(self, request: OpenRequest, count: int) -> None:
-        """Note that `count` tokens of a request have come."""
+        """Note `count` new tokens of a request."""
         self.advanced(request)
         if (group := self.get(request.group)) is not None:
             group.tokens += count
@@ -121,7 +121,7 @@ class ReadyGroups(dict[str, ReadyGroup]):
         group.prefill.computed(before - request.left, time.monotonic())
 
     def ended(self, request: OpenRequest) -> None:
-        """Note that a group has completed a request, whose answer it keeps in its cache."""
+        """Note that a group has completed a request and keeps the answer in its cache."""
         self.used(request)
         if group := self.get(request.group):
             group.prefixes.note(request.hashes())
@@ -130,7 +130,7 @@ class ReadyGroups(dict[str, ReadyGroup]):
 class FallenGroups:
     """Groups that ended under requests and are not ready again. No request may take down the last group.
 
-    Each is waited for as long as requests wait for a group; then `given_up` is called.
+    A group is given up, and `given_up` called, after the time that requests wait for a group.
     """
 
     def __init__(self, given_up: Callable[[], None]) -> None:
@@ -143,21 +143,21 @@ class FallenGroups:
         self._timers[name] = asyncio.get_running_loop().call_later(wait_s, self._over, name)
 
     def rose(self, name: str) -> None:
-        """Note that a group is ready again, or has no requests to wait for it."""
+        """Note that a group is ready again, or no requests wait for it."""
         if (timer := self._timers.pop(name, None)) is not None:
             timer.cancel()
 
     def clear(self) -> None:
-        """Wait for no group."""
+        """Stop waiting for all groups."""
         for name in list(self._timers):
             self.rose(name)
 
     def least_strikes(self, ready: Collection[str]) -> int:
-        """Return the strikes of a request that has to run alone: it might take one group after the other."""
+        """Return the strikes that make a request run alone, lest it take down group after group."""
         return 1 if len({*ready, *self._timers}) > 1 else SUSPECT
 
     def spare(self, ready: Collection[str]) -> bool:
-        """Return True while at most one of several groups is left: suspects wait for another one."""
+        """Return True while at most one of several groups is left, so that suspects have to wait."""
         return bool(self._timers) and len(set(ready) - self._timers.keys()) <= 1
 
     def _over(self, name: str) -> None:

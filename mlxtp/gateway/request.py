@@ -1,4 +1,4 @@
-"""One open request, of a local client or of another agent's gateway, and its retries."""
+"""One open request of a local client or of another agent's gateway, and its retries."""
 
 from __future__ import annotations
 
@@ -16,29 +16,28 @@ from ..wire.codecs import Message
 from ..wire.messages import Accepted, Delta, Error, Finished, Generate, Prefilled, PrefixDigests, ScoredDelta
 
 # --- retries after a group has failed under a request. Pure ----------------------------------------------
-# Most groups fail for reasons of their own, and then every request continues in the next one. A request
-# may also be the reason: it fills the memory, or makes a kernel crash. This policy finds it without ending
-# others. A request is a suspect after two failures in a row without progress in between. A single suspect
-# is ended. Several are sent again one at a time, and the one under which the group fails once more is
-# ended.
+# Most groups fail for reasons of their own, and every request continues in the next one. But a request may
+# be the reason: it fills the memory, or crashes a kernel. This policy finds it without ending others. A
+# request is a suspect after two failures in a row without progress in between. A single suspect is ended.
+# Several are sent again one at a time. If the group fails once more, the suspect that ran is ended.
 
-#: A request that got so many tokens from a group is not why that group failed, or not for certain.
+#: A request that got so many tokens from a group is not blamed for its failure.
 PROVEN_TOKENS = 16
 SUSPECT = 2  #: Failures in a row that make a suspect.
 
-#: Codes of epochs that ended, or became unreachable, through no request's fault.
+#: Codes of epochs that ended or became unreachable for reasons other than a request.
 _NOBODYS = frozenset((Code.REPLANNED, Code.SHUTTING_DOWN, Code.LINK_LOST, Code.NOT_READY))
 
 
 def may_blame(code: Code) -> bool:
-    """Return True if a request may be why a group ended with `code`."""
+    """Return True if a request may have caused an end with `code`."""
     return code not in _NOBODYS
 
 
 def strikes_after(requests: Sequence[RoutedRequest], code: Code, *, spare: bool = False) -> list[int | None]:
-    """Return the strikes of each request once its group has ended with `code`; None for one that is ended.
+    """Return the strikes of each request after its group ended with `code`; None to end the request.
 
-    With `spare` none is: the group's fabric may be to blame, and the next group has another one.
+    `spare` ends none unless memory ran out: the fabric may be to blame, and the next group has another.
     """
     if not may_blame(code):
         return [each.strikes for each in requests]
@@ -63,7 +62,7 @@ def struck(request: RoutedRequest) -> int:
 
 
 def _without_the_largest(requests: Sequence[RoutedRequest]) -> list[int | None]:
-    """End the request that filled the memory: the longest of those that just began, else of all."""
+    """End the request that filled the memory: the longest without a token yet, else the longest."""
     strikes: list[int | None] = [each.strikes for each in requests]
     running = [i for i, each in enumerate(requests) if each.running]
     begun = [i for i in running if not requests[i].came]
@@ -73,7 +72,7 @@ def _without_the_largest(requests: Sequence[RoutedRequest]) -> list[int | None]:
 
 
 def ended(code: Code, detail: str) -> GroupError:
-    """Return the error for a request that is not sent again after a group ended with `code`."""
+    """Return the error for a request that is not sent again after an end with `code`."""
     if code is Code.OUT_OF_MEMORY:
         return GroupError(f"memory ran out under this request: {detail}", Code.OUT_OF_MEMORY)
     return GroupError(f"the ranks failed twice under this request: {detail}", Code.REQUEST_FATAL)
@@ -81,13 +80,13 @@ def ended(code: Code, detail: str) -> GroupError:
 
 # --- requests --------------------------------------------------------------------------------------------
 
-# --- of another agent's gateway; the events of rank 0 go back under the uid it has there -----------------
+# --- of another agent's gateway; rank 0's events go back under the uid it has there -----------------------
 
 RequestResult = Delta | ScoredDelta | Finished | MlxtpError  #: A Delta has one token.
 
 
 class RequestBackend(Protocol):
-    """The destination of requests: rank 0, or the agent that has it."""
+    """The destination of requests: rank 0, or the agent on its Mac."""
 
     def send(self, message: Message) -> None:
         """Send Generate or Cancel. Raises MlxtpError if the backend is gone."""
@@ -97,19 +96,19 @@ _numbers = itertools.count(1)
 
 
 class RoutedRequest:
-    """An open request: its message, the group that works on it, and what it has of its answer."""
+    """An open request: its message, its group, and its answer so far."""
 
     def __init__(self, generate: Generate) -> None:
         self.generate = generate  #: As its present group has it, or as it arrived here.
-        self.number = next(_numbers)  #: Names it as long as this agent runs.
+        self.number = next(_numbers)  #: Unique while this agent runs.
         self.uid = 0  #: Its uid at the backend; 0 while no backend has it.
         self.group = ""  #: Id of the group that has it; empty while none has it, and for a self-test.
         self.backend: RequestBackend | None = None
         self.elsewhere = False  #: True if that backend is on another Mac.
         self.strikes = generate.strikes  #: Failures of groups in a row that it may have caused.
         self.begun_with: ModelInfo | None = None  #: The model that has it, or had it; None before.
-        self.left = 0  #: Tokens that the group has yet to compute before it gives one.
-        self._tokens = list(generate.tokens)  #: Of prompt and answer so far.
+        self.left = 0  #: Tokens left to prefill before the next token.
+        self._tokens = list(generate.tokens)  #: Prompt and answer so far.
         self._digests = PrefixDigests(self._tokens, generate.salt)
 
     @property
@@ -123,16 +122,16 @@ class RoutedRequest:
 
     @property
     def came(self) -> int:
-        """Number of tokens of the answer that are not in the message."""
+        """Number of answer tokens that are not in the message."""
         return len(self._tokens) - len(self.generate.tokens)
 
     @property
     def got(self) -> int:
-        """Number of tokens of the answer so far."""
+        """Number of answer tokens so far."""
         return self.generate.answered + self.came
 
     def hashes(self) -> list[bytes]:
-        """Return the digests of the blocks of prompt and answer so far."""
+        """Return the block digests of prompt and answer so far."""
         return self._digests.blocks()
 
 
@@ -150,14 +149,14 @@ class ForwardedRequest(RoutedRequest):
         return replace(self.generate, uid=uid, group="")
 
     def cancelled(self) -> None:
-        """Send the last event, because its own gateway has given it up."""
+        """Send the last event: the request's own gateway has given it up."""
         self._notify(Finished(self.generate.uid, "cancel", self.got, 0))
 
     def advance(self, event: Accepted | Prefilled) -> None:
         self._notify(replace(event, uid=self.generate.uid))
 
     def give_back(self, error: MlxtpError, *, struck: bool) -> None:
-        """Return it to its own gateway, to be sent again. `struck`: it may have caused the failure."""
+        """Return it to its own gateway to retry. `struck`: it may have caused the failure."""
         self._notify(Error(Code.RANK_LOST if struck else Code.REPLANNED, error.detail, self.generate.uid))
 
     def put(self, item: RequestResult) -> None:
@@ -173,9 +172,9 @@ class ForwardedRequest(RoutedRequest):
                 self._notify(Error(item.code, item.detail, uid))
 
 
-# --- of a local client: its tokens so far, and those that the client has yet to read ---------------------
+# --- of a local client, with its unread tokens -----------------------------------------------------------
 
-#: Tokens, more or less, that may wait for a client. The request of a client further behind ends.
+#: Approximate limit of a client's unread tokens. Beyond it, the request ends.
 MAX_UNREAD = 16_384
 
 
@@ -185,18 +184,18 @@ _QUEUED = Progress("queued")
 class ClientRequest(RoutedRequest):
     """Implementation of `api.backend.TokenStream`. Closing it early cancels the request, even uniterated.
 
-    It outlives the group that works on it: `again` returns the message for the next group.
+    It outlives its group: `again` returns the message for the next one.
     """
 
     def __init__(self, generate: Generate, abandon: Callable[[ClientRequest], None]) -> None:
         super().__init__(generate)
         self.times = 0  #: Number of times it was sent to a group.
         self.refusals = 0  #: Number of times an agent with a group refused it.
-        self.pending: asyncio.TimerHandle | None = None  #: Ends the request, unless a group takes it before.
-        self.deadline: asyncio.TimerHandle | None = None  #: Ends the request, unless it is complete before.
+        self.pending: asyncio.TimerHandle | None = None  #: Ends the request unless a group takes it first.
+        self.deadline: asyncio.TimerHandle | None = None  #: Ends the request unless it completes first.
         self.watch: SequenceMeter = UNWATCHED  #: Counts its tokens and its end.
         self._prefill = _QUEUED
-        self._began = 0.0  # when the prefill did, by the clock
+        self._began = 0.0  # start of the prefill, by the clock
         self._items: asyncio.Queue[TokenEvent | MlxtpError] = asyncio.Queue()
         self._abandon = abandon
         #: The refusal of the request, or None once a backend has accepted it. Its client waits for that.
@@ -206,7 +205,7 @@ class ClientRequest(RoutedRequest):
     # --- called by the gateway -----------------------------------------------------------------------
 
     def again(self, uid: int) -> Generate:
-        """Return the message for the part that is missing, under a new uid."""
+        """Return the message for the rest of the answer, under a new uid."""
         self.times += 1
         self._prefill = _QUEUED
         self.generate = replace(
@@ -232,7 +231,7 @@ class ClientRequest(RoutedRequest):
         self._prefill = Progress("prefill", prompt, event.cached, event.computed, time_ms)
 
     def wait_no_more(self) -> None:
-        """End the wait for a group: one has taken the request, or none has to."""
+        """Stop waiting for a group: one has taken the request, or none needs to."""
         if self.pending is not None:
             self.pending.cancel()
             self.pending = None

@@ -1,7 +1,7 @@
-"""Choice of the group for a request: where its first token and its steps are expected soonest. Pure.
+"""Choice of the group that is expected to answer a request soonest. Pure.
 
-A group that has the beginning of a prompt in its KV caches computes less of it. So a gateway remembers the
-beginnings of prompts, by the digests of `wire.messages.PrefixDigests`.
+A group computes less of a prompt if its KV caches contain a prefix of it. So a gateway remembers prefixes of
+prompts, by the digests in `wire.messages.PrefixDigests`.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from dataclasses import dataclass
 
 from ..wire.messages import BLOCK
 
-SPEED = 500.0  #: Prompt tokens per second of a group while no group of its deployment is measured.
+SPEED = 500.0  #: Assumed prompt tokens per second until a group of the deployment is measured.
 TIE = 1.1  #: Expected times count as equal up to this factor, since speeds are measured.
-ANSWER = 400  #: Tokens of an answer, as of the plan's chat, unless the request wants fewer.
-#: Prompt tokens that take as long as a further row of a step: 1.4 with the embedded model on a CPU, 3.5 with
+ANSWER = 400  #: Assumed tokens of an answer, as in the plan's chat, unless the request wants fewer.
+#: Prompt tokens that take as long as one more row of a step: 1.4 with the embedded model on a CPU, 3.5 with
 #: DeepSeek V4 Flash on two M3 Ultra, as published.
 ROW = 2
-ROWS = 64  #: Rows of a step. Further requests wait for answers to end.
+ROWS = 64  #: Rows of a step. More requests than that wait for others to end.
 LEAST_TOKENS = 64  #: A shorter prefill says nothing about speed.
-MAX_HASHES = 512  #: Digests of beginnings that one group reports: 131,072 tokens.
-KEPT = 0.9  #: Share of a measurement that is left after the next one.
+MAX_HASHES = 512  #: Prefix digests that one group reports: 131,072 tokens.
+KEPT = 0.9  #: Weight that a measurement keeps after each later one.
 
 
 @dataclass(frozen=True, slots=True)
 class GroupLoad:
     """Work of one group, as its owner knows it.
 
-    queued    prompt tokens that are not computed yet, of all its requests
+    queued    prompt tokens of all its requests that are not computed yet
     requests  open requests
-    speed     prompt tokens that it computes per second; 0 where not measured
-    prefixes  digests of beginnings that it has cached; see `PrefixSummary.hashes`
+    speed     prompt tokens per second; 0 if not measured
+    prefixes  digests of the prefixes in its cache; see `PrefixSummary.hashes`
     """
 
     queued: int = 0
@@ -41,7 +41,7 @@ class GroupLoad:
 
 @dataclass(frozen=True, slots=True)
 class RouteOption:
-    """A group that can take a request. It has `cached` tokens of its prompt.
+    """A group that can take a request, with `cached` tokens of its prompt.
 
     `here`: this agent has its rank 0.
     """
@@ -53,17 +53,16 @@ class RouteOption:
 
 
 def load_tokens(answer: int, requests: int) -> int:
-    """Return the prompt tokens that take as long as what open requests add to an answer of so many tokens."""
+    """Return, in prompt tokens, the time that open requests add to an answer of `answer` tokens."""
     return ROW * (answer * min(requests, ROWS) + ANSWER * max(requests - ROWS, 0))
 
 
 def choose(prompt: int, options: Sequence[RouteOption], answer: int = ANSWER) -> RouteOption:
-    """Return the option with the least expected time. There has to be one.
+    """Return the option with the least expected time. `options` is not empty.
 
-    That is the time to the first token, and the time that more open requests than elsewhere add to an answer
-    of at most `answer` tokens. Where times are about equal: fewest open requests, then a group here, then by
-    id. A group that was not measured counts as fast as the fastest one, so that it gets requests and is
-    measured.
+    That is the time to the first token, plus the time that more open requests than elsewhere add to an answer
+    of at most `answer` tokens. If times are about equal, it prefers fewer open requests, then a group here,
+    then the lower id. An unmeasured group counts as fast as the fastest, so it gets requests to measure.
     """
     answer = min(answer, ANSWER)
     unknown = max(option.load.speed for option in options) or SPEED
@@ -78,7 +77,7 @@ def choose(prompt: int, options: Sequence[RouteOption], answer: int = ANSWER) ->
 
 
 class PrefillMeter:
-    """Measured prefill speed of one group. It counts time only while the group has prompts to compute."""
+    """Measured prefill speed of one group, over the time when it has prompts to compute."""
 
     def __init__(self) -> None:
         self.speed = 0.0  #: Tokens per second; 0 before the first measurement.
@@ -99,11 +98,11 @@ class PrefillMeter:
         self.speed = self._tokens / self._seconds
 
 
-# --- beginnings of prompts that groups have -------------------------------------------------------------
+# --- prefixes of prompts in the groups' caches -----------------------------------------------------------
 
 
 class PrefixSummary:
-    """Beginnings that a group has computed, the latest last, within the room of its KV caches.
+    """Prefixes that a group has computed, the latest last, within the room of its KV caches.
 
     room  tokens that the KV caches may hold; 0 without a bound
     """
@@ -118,9 +117,9 @@ class PrefixSummary:
         self._trim()
 
     def note(self, hashes: Sequence[bytes]) -> None:
-        """Note that the group has, or will have, these blocks of one sequence. The oldest give way.
+        """Note that the group has, or will have, these blocks of one sequence. Drop the oldest.
 
-        The first blocks of a sequence count as used after its last ones, which so give way before them.
+        The first blocks of a sequence count as the most recently used, so its last blocks go first.
         """
         for each in reversed(hashes):
             self._hashes.pop(each, None)
@@ -137,7 +136,7 @@ class PrefixSummary:
         return next((count * BLOCK for count in range(len(hashes), 0, -1) if hashes[count - 1] in known), 0)
 
     def replace(self, hashes: Iterable[bytes]) -> None:
-        """Take over the owner's report, the oldest first."""
+        """Replace all by the owner's report, oldest first."""
         self._hashes = dict.fromkeys(hashes)
 
     @property

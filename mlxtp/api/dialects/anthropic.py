@@ -1,6 +1,6 @@
 """The Anthropic dialect: `POST /v1/messages`, whole and streamed, and `/v1/messages/count_tokens`.
 
-Unknown fields, betas and `cache_control` are ignored. The shapes are those of Anthropic's client library.
+Unknown fields, betas and `cache_control` are ignored. The shapes follow Anthropic's client library.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Metadata(Schema):
 
 
 class Thinking(Schema):
-    """`budget_tokens` is only checked: `max_tokens` alone bounds thoughts and answer together."""
+    """`budget_tokens` is checked and otherwise unused: `max_tokens` bounds thoughts and answer together."""
 
     type: str
     budget_tokens: Annotated[Integer, in_range(1, MOST_TOKENS)] | None = None
@@ -213,7 +213,7 @@ def _tool_choice(request: CountRequest) -> str:
     if choice.type not in _CHOICES:
         raise none_of(choice.type, _CHOICES, "tool_choice.type")
     if choice.type in ("any", "tool") and not request.tools:
-        raise RequestError(f"tool_choice {shown(choice.type)} needs tools beside it", param="tool_choice")
+        raise RequestError(f"tool_choice {shown(choice.type)} needs tools", param="tool_choice")
     if choice.type != "tool":
         return _CHOICES[choice.type]
     if not choice.name:
@@ -227,9 +227,9 @@ def _tool_choice(request: CountRequest) -> str:
 
 
 def _tools(request: CountRequest) -> tuple[Tool, ...]:
-    """Return the tools that a model may call. Leave out those that only Anthropic's servers run.
+    """Return the tools that a model may call, without tools that only Anthropic's servers run.
 
-    Refuse them when alone or chosen: Claude Code would take invented text for the web's results.
+    Refuse such a tool if alone or chosen: Claude Code would take invented text for results from the web.
     """
     tools: list[Tool] = []
     theirs = [("mcp_servers", "", "mcp_servers")] if request.mcp_servers else []
@@ -291,7 +291,7 @@ def _message(
 ) -> list[ChatMessage]:
     """Return the turns of one message. `called` has the names of all calls so far, by id.
 
-    Results of tools come first: they belong to the calls before.
+    Tool results go first, right after their calls.
     """
     if role == "system":
         return _system(message.content)
@@ -303,7 +303,7 @@ def _message(
 
 
 def _result(result: Json, called: Mapping[str, str]) -> ChatMessage:
-    """Return the result of a tool. The client may have cut its call away."""
+    """Return a tool's result. The client may have dropped its call."""
     text = content_text(result.get("content", ""))
     if result.get("is_error"):
         text = f"Error: {text}"
@@ -323,9 +323,9 @@ def _assistant(blocks: Sequence[Json], called: dict[str, str]) -> ChatMessage:
 
 
 def _system(content: object) -> list[ChatMessage]:
-    """Return a system prompt, unless it is empty, without Claude Code's first line.
+    """Return a system prompt, if not empty, without Claude Code's first line.
 
-    The hash in that line differs from request to request: no prompt would share a prefix with the one before.
+    The hash in that line changes with every request, so no prompt would share a prefix with the last.
     """
     texts = map(part_text, _blocks(content))
     lasting = lines(text.partition("\n")[2] if text.startswith(_BILLING) else text for text in texts)
@@ -349,7 +349,7 @@ def _said(blocks: Sequence[Json]) -> str:
 # --- answers ----------------------------------------------------------------------------------------------
 
 
-SIGNATURE = "mlxtp"  # signature of every thinking block; proves nothing, but clients drop blocks without one
+SIGNATURE = "mlxtp"  # on every thinking block; proves nothing, but clients drop blocks without a signature
 
 OVERLOADED_STATUS = 529
 
@@ -401,7 +401,7 @@ def _content(answer: WholeAnswer, hide_thoughts: bool) -> list[Json]:
 
 
 def _input(arguments: str) -> Json:
-    """Return the object in a call's arguments; a text in it where Python cannot read or write that."""
+    """Return a call's arguments as an object, with their text in it if Python cannot read or write them."""
     try:
         input_: Json = json.loads(arguments)
         json.dumps(input_, allow_nan=False)
@@ -453,7 +453,7 @@ class MessageWriter(AnswerWriter):
         return named_event(error_body(error, error_status(error)))
 
     def idle(self, more: Json) -> bytes:
-        """Return a ping, which has no room for more. Clients accept it before the message, too."""
+        """Return a ping, which cannot hold `more`. Clients accept it before the message, too."""
         return _PING
 
     def _said(self, text: str) -> bytes:

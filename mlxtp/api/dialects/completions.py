@@ -1,6 +1,6 @@
-"""OpenAI's older dialect, `POST /v1/completions`: prompts that are continued, without a chat template.
+"""OpenAI's older dialect, `POST /v1/completions`: continues prompts, without a chat template.
 
-OpenAI's endpoints that mlxtp does not serve are here, too.
+It also refuses the OpenAI endpoints that mlxtp does not serve.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .request_parts import MOST_TOKENS
 # --- requests ---------------------------------------------------------------------------------------------
 
 
-DEFAULT_MAX_TOKENS = 16  # or the most that fits, as in OpenAI's API
+DEFAULT_MAX_TOKENS = 16  # or as many as fit, as in OpenAI's API
 MOST_ANSWERS = 128  # of one request, over all of its prompts
 
 
@@ -117,7 +117,7 @@ def _tokens(given: Sequence[object], where: str) -> tuple[int, ...]:
 class Logprobs:
     """The scores of one answer in the older shape, piece by piece.
 
-    `text_offset` is in characters of the answer's own text. `top_logprobs` has the chosen token, too.
+    `text_offset` counts characters of the answer's own text. `top_logprobs` includes the chosen token.
     """
 
     def __init__(self, about: About) -> None:
@@ -165,7 +165,7 @@ class CompletionWriter(SseWriter):
             case Finish(choice, reason, end):
                 self.ends[choice] = end
                 return self._chunk(choice, "", reason=reason)
-            case _:  # a prompt that is continued has neither thoughts nor calls
+            case _:  # a continued prompt has neither thoughts nor calls
                 return b""
 
     def idle(self, more: Json) -> bytes:
@@ -210,7 +210,7 @@ PATH = "/v1/completions"
 
 
 class Completions(Adapter):
-    """The adapter of `/v1/completions`, and of OpenAI's endpoints that are not served."""
+    """The adapter of `/v1/completions` and of OpenAI's endpoints that mlxtp does not serve."""
 
     prefixes = (PATH, *UNSERVED_PREFIXES)
     names: Mapping[str, str] = {"messages": "prompt"}

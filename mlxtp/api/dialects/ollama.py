@@ -1,4 +1,4 @@
-"""The Ollama dialect: `/api/chat`, `/api/generate`, and model information that its clients request first."""
+"""The Ollama dialect: `/api/chat`, `/api/generate`, and the model facts that its clients request first."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from .ollama_request import (
 )
 from .openai import logprobs
 
-FOREVER = "9999-12-31T23:59:59Z"  # Expiry, as clients see it, of a model that stays loaded.
+FOREVER = "9999-12-31T23:59:59Z"  # expiry that clients see for a model that stays loaded
 
 # --- from events to lines ---------------------------------------------------------------------------------
 
@@ -65,7 +65,7 @@ class LineWriter(AnswerWriter):
     def write(self, event: AnswerEvent) -> bytes:
         match event:
             case ContentDelta(text=text, scores=scores):
-                # Scores alone may come in the middle of a call.
+                # Scores without text may arrive in the middle of a call.
                 before = self._end_call() if text else b""
                 more = {"done": False} | _logprobs(scores, self._about)
                 return before + (self._line(text, more) if text or scores else b"")
@@ -112,7 +112,7 @@ def no_answer(asked: OllamaAnswerOptions, model: ModelInfo | StoredModelInfo, re
 
 
 def _piece(about: About, text: str, thinking: str = "", calls: Sequence[Json] = ()) -> Json:
-    """Return a piece of an answer, or all of it, but for what tells whether it is the last."""
+    """Return a piece of an answer, or all of it, without the fields that mark the last one."""
     asked: OllamaAnswerOptions = about.ask.dialect
     head = {"model": asked.model or about.model, "created_at": _rfc3339(time.time())}
     return head | _message(asked, text, thinking, calls)
@@ -129,9 +129,9 @@ def _message(asked: OllamaAnswerOptions, text: str, thinking: str = "", calls: S
 
 
 def _counts(about: About, finish: Finish) -> Json:
-    """Return the counts of an answer. The prompt's time, in ns, is from arrival to the first token.
+    """Return the counts of an answer. Clients divide by some of them, so these are never 0.
 
-    It includes loading the model. Values that clients divide by are never 0.
+    The prompt's time, in ns, is from arrival to the first token, including the load of the model.
     """
     now_ns = time.perf_counter_ns()
     began_ns = finish.began_ns or now_ns
@@ -149,7 +149,7 @@ def _counts(about: About, finish: Finish) -> Json:
 
 
 def _told_apart(calls: Sequence[Call], first: int = 0) -> tuple[str, list[Json]]:
-    """Return calls in Ollama's shape, and the text of those whose arguments were cut off."""
+    """Return complete calls in Ollama's shape, and the text of calls with cut-off arguments."""
     texts, whole = [], []
     for index, call in enumerate(calls, first):
         arguments = _object(call.arguments)
@@ -174,7 +174,7 @@ def _no_number(name: str) -> float:
 
 
 def _logprobs(scores: Sequence[Scored], about: About) -> Json:
-    """Return scores in OpenAI's shape, but for the `bytes` of a token that has none."""
+    """Return scores in OpenAI's shape, except the `bytes` of a token without bytes."""
     rows = logprobs(scores, about.names)["content"]
     for each in [row for scored in rows for row in (scored, *scored["top_logprobs"])]:
         if each["bytes"] is None:
@@ -210,9 +210,9 @@ def list_row(model: ModelInfo | StoredModelInfo, card: ModelCard) -> Json:
 def running_row(
     model: ModelInfo, card: ModelCard, health: Health, deployment: DeploymentHealth | None
 ) -> Json:
-    """Return a model in `/api/ps`. Its size is the memory of all ranks if all report it, else its weights'.
+    """Return a model in `/api/ps`. Its size is the memory of all ranks if all report it, else of its weights.
 
-    On a Mac, all memory is the GPU's. `health` is that of the model's deployment.
+    On a Mac, all memory is the GPU's. `health` describes the model's deployment.
     """
     expires_s = deployment.expires_s if deployment is not None else None
     told = [rank.get("memory_bytes") for rank in health.ranks]
@@ -268,8 +268,8 @@ def _details(card: ModelCard) -> Json:
 # --- the adapter ------------------------------------------------------------------------------------------
 
 
-#: Version of Ollama's API, not of mlxtp, that has all features that are served here. Clients compare it with
-#: the least that they accept (0.6.4 for Copilot Chat, 0.14.2 for those that use Ollama's `/v1/messages` too).
+#: Version of Ollama's API, not of mlxtp, with all features served here. Clients require a least version:
+#: 0.6.4 for Copilot Chat, 0.14.2 for clients that also use Ollama's `/v1/messages`.
 VERSION = "0.14.2"
 
 _MANAGED = (
@@ -350,7 +350,7 @@ class Ollama(Adapter):
             return JSONResponse(no_answer(wish.asked, loaded, "unload" if wish.keep_s == 0 else "load"))
 
 
-# The folders of models are read again each time.
+# Read the model folders again each time.
 
 
 async def _tags(generation: Generation, _request: Request) -> Response:
@@ -385,7 +385,7 @@ def _shown(model: ModelInfo | StoredModelInfo, capabilities: Sequence[str]) -> J
 
 
 def _check_unloads(deployment: DeploymentHealth | None, name: str) -> None:
-    """Refuse to unload a model that stays until a person unloads it: other clients use it, too."""
+    """Refuse to unload a pinned model: other clients use it, too."""
     if deployment is None or deployment.pinned:
         raise not_supported(
             f"keep_alive 0 does not unload {shown(name)}, which the cluster serves to all its clients; "

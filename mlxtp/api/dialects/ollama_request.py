@@ -1,4 +1,4 @@
-"""The Ollama dialect: schema of a request, and its conversion to a `GenerationRequest`. Pure."""
+"""Ollama's request schema, and its conversion to a `GenerationRequest`. Pure."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ def _stop_strings(value: object) -> tuple[str, ...]:
 _DURATION = re.compile(r"[-+]?(?:0|(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:ns|us|µs|μs|ms|s|m|h))+)")
 _PARTS = re.compile(r"([0-9.]+)([a-zµμ]+)")
 _UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-_FOREVER_S = 1e9  # seconds; a longer time has no end
+_FOREVER_S = 1e9  # seconds; a longer time counts as endless
 
 
 def _keep_alive(value: object) -> float | None:
-    """Return seconds; -1 for a duration without an end, which is negative or very long; None if absent."""
+    """Return seconds; -1 for an endless duration, negative or very long; None if absent."""
     if value is None:
         return None
     if isinstance(value, int | float) and not isinstance(value, bool) and value == value:  # noqa: PLR0124
@@ -268,7 +268,7 @@ def _options(body: OllamaBody) -> GenerationOptions:
 
 
 def _thinking(conversation: Conversation, body: OllamaBody) -> Conversation:
-    """Set the thinking options. A level goes to the template under the name that gpt-oss gave it."""
+    """Set the thinking options. The template gets a level under gpt-oss's name for it."""
     if isinstance(body.think, str):
         level = {"reasoning_effort": body.think}
         return replace(conversation, thinking=True, needs_thinking=True, template_options=level)
@@ -292,9 +292,9 @@ def _check_supported(body: OllamaGenerate) -> None:
 
 
 def _turns(messages: Sequence[OllamaMessage]) -> tuple[ChatMessage, ...]:
-    """Return the turns. Calls without ids are numbered, and matched to results by name or order.
+    """Return the turns. Number calls without ids, and match them to results by name or order.
 
-    A number has nine letters and digits: Mistral's templates accept nothing else.
+    A number has nine letters and digits; Mistral's templates accept nothing else.
     """
     turns: list[ChatMessage] = []
     unanswered: list[Call] = []

@@ -1,6 +1,6 @@
 """The OpenAI dialect: `POST /v1/chat/completions`, whole and streamed, and `/v1/models`.
 
-Shapes of answers that OpenAI's other dialects share are here, too, and the cluster's health.
+It also has the answer shapes that OpenAI's other dialects share, and the cluster's health.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from .request_parts import (
 
 
 class Function(Schema):
-    """The function of a tool call. A model may have written no name, and any arguments."""
+    """The function of a tool call. The name may be missing and the arguments may be anything."""
 
     name: str | None = None
     arguments: Any = None
@@ -175,7 +175,7 @@ def parse_chat(body: bytes) -> GenerationRequest:
             param="max_tokens",
         )
     if request.top_logprobs and not request.logprobs:
-        words = f"top_logprobs {request.top_logprobs} needs logprobs true beside it"
+        words = f"top_logprobs {request.top_logprobs} needs logprobs true"
         raise RequestError(words, param="top_logprobs")
     _check_supported(request)
     tools = _tools(request.tools or ())
@@ -227,7 +227,7 @@ def turns(messages: Sequence[MessageInput]) -> tuple[ChatMessage, ...]:
 
 
 def _calls(message: MessageInput) -> Iterator[Call]:
-    """Yield the calls of a message, also one in the older form."""
+    """Yield the calls of a message, including one in the older form."""
     for call in (*(message.tool_calls or ()), ToolCallInput(function=message.function_call)):
         match call:
             case ToolCallInput(id=id_, custom=CustomCallInput() as custom):
@@ -244,7 +244,7 @@ def _thoughts(message: MessageInput) -> str:
 
 
 def _thinking(message: MessageInput) -> tuple[Any, ...]:
-    """Return what different servers name thoughts, in the order in which they are read."""
+    """Return the fields that different servers use for thoughts, in order of precedence."""
     return (
         message.reasoning_content,
         message.reasoning,
@@ -282,7 +282,7 @@ def _check_supported(request: ChatRequest) -> None:
 
 
 def _tools(given: Sequence[OfferedTool]) -> list[ClientTool]:
-    """Return the tools that a model may call; the provider's own are left out."""
+    """Return the tools that a model may call, without the provider's own."""
     tools: list[ClientTool] = []
     for i, tool in enumerate(given):
         match tool:
@@ -374,7 +374,7 @@ def _logprob(token: int, logprob: float, names: Names) -> Json:
 
 
 def bounded(logprob: float) -> float:
-    """Return a logprob that JSON has."""
+    """Return a finite logprob, for JSON."""
     return min(max(logprob, LEAST_LOGPROB), 0.0)
 
 
@@ -388,7 +388,7 @@ def head(about: About, prefix: str, object_: str) -> Json:
 
 
 class SseWriter(AnswerWriter):
-    """Writer of chunks that begin with the same fields. `include_usage`: the last has that of all choices."""
+    """Writer of chunks that begin with the same fields. `include_usage`: the last has the usage."""
 
     def __init__(self, about: About, prefix: str, object_: str, include_usage: bool) -> None:
         self.about = about
@@ -417,7 +417,7 @@ _DONE = b"data: [DONE]\n\n"
 
 
 class ChunkWriter(SseWriter):
-    """Writer of a chat's chunks. The part that all share is encoded once."""
+    """Writer of a chat's chunks. It encodes their common part once."""
 
     def __init__(self, about: About, include_usage: bool, custom: Collection[str] = ()) -> None:
         super().__init__(about, "chatcmpl", "chat.completion.chunk", include_usage)
@@ -425,7 +425,7 @@ class ChunkWriter(SseWriter):
         self._texts: dict[tuple[int, int], TextReader] = {}  # of the custom calls, by choice and number
         self._before = b"data: " + compact(self.head)[:-1] + b',"choices":[{"index":'
         self._after = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
-        self._silent = set(range(about.choices))  # Choices of which nothing was sent yet, not even the role.
+        self._silent = set(range(about.choices))  # choices with nothing sent yet, not even the role
 
     def idle(self, more: Json) -> bytes:
         """Return an empty chunk of the first open choice, with its role in its first chunk."""

@@ -1,8 +1,8 @@
-"""Parts of requests that all dialects share: settings, words of messages, tools. Pure, but for log lines.
+"""Parts of requests that all dialects share: settings, message text, tools. Pure, but for log lines.
 
-Clients send their history at every turn and cannot change it. So history is never refused: what can be text
-becomes text, a short note stands for the rest. Of the client's tools, which may be in namespaces, take plain
-text, or be its provider's alone, a model gets functions under unique names.
+Clients resend their history at every turn and cannot change it. So history is never refused: every part
+becomes text if possible, else a short note. A client's tools may be in namespaces, take plain text, or be
+its provider's own. The model gets them as functions under unique names, without the provider's.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ..sampling import given_settings, with_settings
 
 @with_settings("openai")
 class OpenAIBody(Schema):
-    """Fields of all of OpenAI's bodies. Those with an asterisk in `docs/api.md` are not in its own API."""
+    """Fields of all of OpenAI's bodies. `docs/api.md` marks additions to its API with an asterisk."""
 
     model: str | None = None
     stream: bool | None = None
@@ -54,7 +54,7 @@ class OpenAIBody(Schema):
     def generation(
         self, prompt: Conversation | tuple[Prompt, ...], own: GenerationOptions, dialect: Any
     ) -> GenerationRequest:
-        """Return the request, with the options of these fields beside `own`, which each dialect names."""
+        """Return the request with the options in these fields and the dialect's `own`."""
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         same = self.model_dump(include={"ignore_eos", "seed", "logit_bias", "deadline_s"}, exclude_none=True)
         options = replace(own, stop=stops, settings=given_settings(self, "openai"), **same)
@@ -63,7 +63,7 @@ class OpenAIBody(Schema):
 
     @property
     def users(self) -> tuple[Any, ...]:
-        """Names of the user, of which the first text counts."""
+        """Names of the user; the first that is text counts."""
         return (self.user,)
 
 
@@ -77,9 +77,9 @@ _ROLES: Mapping[str, Role] = {
 
 
 def role_of(name: str, where: str, *, last: bool) -> tuple[Role, str]:
-    """Return the role, and words that name an unknown one in history, which becomes the user's.
+    """Return the role, and a mark that names an unknown role in history, which becomes the user's.
 
-    Raises RequestError for an unknown one in the last message: its sender can still mend it.
+    Raises RequestError for an unknown role in the last message, since the client can still change that.
     """
     if last and name not in _ROLES:
         raise none_of(name, _ROLES, where)
@@ -89,7 +89,7 @@ def role_of(name: str, where: str, *, last: bool) -> tuple[Role, str]:
 def newest(roles: Sequence[str]) -> int:
     """Return the index of the last message if it is the user's own, else -1.
 
-    Behind a tool's result it is the agent's: agents show what a tool returned in that way, too.
+    After a tool's result it is the agent's: agents also use such messages to show what a tool returned.
     """
     *_, before, last = ("", "", *roles)
     return len(roles) - 1 if last == "user" and _ROLES.get(before) != "tool" else -1
@@ -102,29 +102,29 @@ def check_parts(*contents: object) -> None:
 
 
 def _count(content: object) -> int:
-    """Return the number of parts in a content, with those in its parts, unless it alone has too many."""
+    """Count the parts in a content, and the parts in these unless it alone has too many."""
     parts = content if isinstance(content, list) else []
     whole = parts if len(parts) <= MOST_CONTAINERS else []
     return len(parts) + sum(_count(part.get("content")) for part in whole if isinstance(part, dict))
 
 
 def content_text(content: object, where: str = "", *, strict: bool = False) -> str:
-    """Return the words of a message or of a tool's result, in any dialect.
+    """Return the text of a message or of a tool's result, in any dialect.
 
-    `strict`: raise RequestError that names the place of what is no text, instead of a note.
+    `strict`: raise RequestError with the place of a part that is not text, instead of a note.
     """
     return lines(content_texts(content, where, strict=strict))
 
 
 def content_texts(content: object, where: str = "", *, strict: bool = False) -> list[str]:
-    """Return the words of each part of a content. `strict` as in `content_text`."""
+    """Return the text of each part of a content. `strict` as in `content_text`."""
     if isinstance(content, list) and (strict or are_parts(content)):
         return [part_text(part, f"{where}[{i}]", strict=strict) for i, part in enumerate(content)]
     return [part_text(content, where, strict=strict)]
 
 
 def part_text(part: object, where: str = "", *, strict: bool = False) -> str:
-    """Return the words of one part of a content. `strict` as in `content_text`."""
+    """Return the text of one part of a content. `strict` as in `content_text`."""
     if (text := _plain(part)) is not None:
         return text
     pieces = list(_pieces(part))
@@ -138,7 +138,7 @@ def part_text(part: object, where: str = "", *, strict: bool = False) -> str:
 
 
 def words_of(item: Mapping[str, Any]) -> str:
-    """Return the words in an item of a kind that is unknown; empty if it has none."""
+    """Return the text in an item of an unknown kind; empty if it has none."""
     return lines(text for text, why in _pieces(item) if why != _NO_BLOCKS)
 
 
@@ -147,17 +147,17 @@ def lines(texts: Iterable[str]) -> str:
 
 
 def thought_text(*given: object) -> str:
-    """Return the words of the first of these thoughts that has any."""
+    """Return the text of the first of these thoughts that has any."""
     return next(filter(None, map(_thought, given)), "")
 
 
 def arguments_text(given: object) -> str:
-    """Return a call's arguments as text. What a model wrote may be no JSON, or no object."""
+    """Return a call's arguments as text. The model may have written no JSON, or no object."""
     text = given if isinstance(given, str) else "" if given is None else _json(given)
     return text if text.strip() else "{}"
 
 
-_Piece = tuple[str, str]  # text, and why it is not what the client meant: it is a note, or odd
+_Piece = tuple[str, str]  # text, and why it is not the client's own: it is a note, or odd
 _ODD = "odd"
 _NO_BLOCKS = "this server reads no such blocks"
 _MEDIA = {  # words in the names of types
@@ -171,7 +171,7 @@ _UNSPOKEN = (  # parts without words; thoughts are read elsewhere, the others by
     *THOUGHTS, "redacted_thinking", "fallback", "tool_addition", "tool_removal", "mcp_tool_listing",
     "mcp_list_tools", "mcp_approval_request", "mcp_approval_response", "tool_search_call",
 )  # fmt: skip
-_SPOKEN = (  # fields of other parts, in the order in which they are read
+_SPOKEN = (  # fields of other parts, in order of precedence
     "text", "data", "value", "title", "name", "tool_name", "url", "uri", "source", "refusal", "content",
     "input", "message", "output", "outputs", "results", "logs", "tool_references", "stdout", "stderr",
     "error_code",
@@ -182,7 +182,7 @@ SUMMARY = "[Summary of the conversation so far]"
 
 
 def _plain(value: object) -> str | None:
-    """Return a string, or that of a part of text; None for anything else."""
+    """Return a string, or a text part's string; None for anything else."""
     if isinstance(value, dict) and str(value.get("type") or "text").endswith("text"):
         value = value.get("text")
     return value if isinstance(value, str) else None
@@ -243,7 +243,7 @@ def _note(what: str, kinds: str) -> _Piece:
 
 
 def _document(part: Mapping[Any, Any]) -> Iterator[_Piece]:
-    """Yield the title and the text of a document or a file; a note for one that is no text."""
+    """Yield title and text of a document or file, or a note if it is not text."""
     for name in ("title", "context"):
         if isinstance(part.get(name), str):
             yield part[name], ""
@@ -259,7 +259,7 @@ def _document(part: Mapping[Any, Any]) -> Iterator[_Piece]:
 
 
 def _decoded(data: str, about: Mapping[Any, Any]) -> str:
-    """Return the text of a file, which is plain, in base64 or in a data URL; empty for another file."""
+    """Return the text of a file: plain, in base64, or in a data URL; empty for any other file."""
     kind = str(about.get("media_type") or about.get("mime_type") or "")
     if data.startswith("data:"):
         kind, _, data = data.partition(",")
@@ -293,7 +293,7 @@ def _json(value: object) -> str:
 
 
 def _parameters(given: object) -> object:
-    """Return the schema of any arguments for what means that: PHP writes an empty object as a list."""
+    """Return {}, which permits any arguments, for its other spellings: PHP writes it as a list."""
     return {} if given == [] or given is True else given
 
 
@@ -350,7 +350,7 @@ def joined(namespace: str | None, name: str) -> str:
 
 
 def plain_choice(given: object) -> Any:
-    """Return a choice among tools, in any dialect's words, as a word or as `{"type", "name"}`."""
+    """Return any dialect's choice among tools as a word or as `{"type", "name"}`."""
     match given:
         case "any" | {"type": "any" | "required"}:
             return REQUIRED
@@ -445,7 +445,7 @@ def text_arguments(text: str) -> str:
 
 
 def text_of(arguments: str) -> str:
-    """Return the text in such arguments, as far as it is written."""
+    """Return the text in such arguments, as far as it has arrived."""
     return TextReader().push(arguments)
 
 

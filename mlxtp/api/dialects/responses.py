@@ -1,4 +1,4 @@
-"""OpenAI's newer dialect: items instead of messages, named events, answers that a request can continue."""
+"""OpenAI's newer dialect: items instead of messages, named events, answers that later requests continue."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from .responses_request import ResponseRequest, ResponsesAnswerOptions, Response
 
 # --- items of an answer -----------------------------------------------------------------------------------
 
-# `more`, `opened` (behind the announcement of an item) and `closed` (before the whole item) return events,
-# without their numbers and the item's place. `json` returns the item; "in_progress", it has no content.
+# `opened` (after an item is announced), `more`, and `closed` (before the whole item) return events without
+# their numbers and the item's place. `json` returns the item, without content if it is "in_progress".
 
 
 class TextOutput:
@@ -88,7 +88,7 @@ _FORMS: Mapping[str, tuple[str, str, str, str]] = {  # item, prefix of its id, i
 
 
 class ToolCallOutput:
-    """A call as an item. Custom tools get its text, others its arguments; searches have no own events."""
+    """A call as an item. Custom tools get its text, others its arguments. Searches have no events."""
 
     def __init__(self, place: str, call_id: str, tool: ClientTool) -> None:
         self.kind, prefix, self._events, self._field = _FORMS[tool.kind]
@@ -124,7 +124,7 @@ class ToolCallOutput:
 
 
 def tool_call(about: About, place: str, call_id: str, name: str) -> ToolCallOutput:
-    """Return the item of a call. `name` is the model's; the item has the client's."""
+    """Return the item of a call. `name` is the model's name for the tool; the item has the client's."""
     return ToolCallOutput(place, call_id, called(name, about.ask.dialect.tools))
 
 
@@ -146,7 +146,7 @@ def place(about: About, index: int) -> str:
 
 
 def items_of_whole(about: About, whole: WholeAnswer) -> list[Json]:
-    """Return the output of an answer that is not streamed. An item that was cut off is the last one."""
+    """Return the output of an answer that is not streamed. Only the last item can be cut off."""
     items: list[TextOutput | ToolCallOutput] = []
     if whole.reasoning:
         items.append(TextOutput("reasoning", place(about, 0)))
@@ -162,9 +162,9 @@ def items_of_whole(about: About, whole: WholeAnswer) -> list[Json]:
 
 
 def compaction_of_whole(about: About, whole: WholeAnswer) -> list[Json]:
-    """Return a summary as an item, which says itself if it was cut off: the model's text, else its thoughts.
+    """Return a summary, the model's text or else its thoughts, as an item. A note marks a cut-off summary.
 
-    Raises MlxtpError where the model has written nothing: its client would lose the conversation.
+    Raises MlxtpError if the model has written nothing, because the client would lose the conversation.
     """
     summary = whole.text.strip() or whole.reasoning.strip()
     if not summary:
@@ -178,7 +178,7 @@ def _compaction(about: About, summary: str) -> Json:
 
 
 def speaks(finish: Finish, thought: bool, called: bool) -> bool:
-    """Return True where an answer without text has an empty message: clients look for its text."""
+    """Return True if an answer without text needs an empty message, since clients look for its text."""
     return not called and not (thought and finish.reason == "length")
 
 
@@ -188,13 +188,13 @@ def status_of(finish: Finish) -> str:
 
 
 def scores_of_first(about: About, text: str, scores: Sequence[Scored]) -> Sequence[Scored]:
-    """Return the scores of the first `text` after thoughts, without those of the thoughts."""
+    """Return the scores from the first `text` after thoughts on, without the thoughts'."""
     start = b"".join(_pieces(about, scores)).rfind(text.encode())
     return _overlapping(about, scores, start, None) if start >= 0 else scores
 
 
 def _of_text(about: About, whole: WholeAnswer) -> Sequence[Scored]:
-    """Return the scores of the text, without those of thoughts before it and calls after it."""
+    """Return the scores of the text alone, not of thoughts before it or calls after it."""
     if not (whole.reasoning or whole.calls):
         return whole.scores
     text = whole.text.encode()
@@ -208,7 +208,7 @@ def _pieces(about: About, scores: Sequence[Scored]) -> list[bytes]:
 
 
 def _overlapping(about: About, scores: Sequence[Scored], start: int, end: int | None) -> list[Scored]:
-    """Return the scores of tokens that overlap the bytes from `start` to `end`, and of empty ones between."""
+    """Return the scores of tokens that overlap the bytes from `start` to `end`, and of empty ones."""
     kept: list[Scored] = []
     at = 0
     for piece, scored in zip(_pieces(about, scores), scores, strict=True):
@@ -231,7 +231,7 @@ class ResponseWriter(AnswerWriter):
         self._number = 0
         self._output: list[Json] = []
         self._item: TextOutput | ToolCallOutput | None = None
-        self._late: list[Scored] = []  # Scores of tokens that may still turn out not to belong to the text.
+        self._late: list[Scored] = []  # scores of tokens that may still turn out not to be text
         self._finish: Finish | None = None
 
     def open(self) -> bytes:
@@ -279,7 +279,7 @@ class ResponseWriter(AnswerWriter):
         return before + self._sent(self._item.more(text))
 
     def _say(self, text: str, scores: Sequence[Scored]) -> bytes:
-        """Write text. Scores without a text are those of thoughts and calls, or of what ends the answer."""
+        """Write text. Scores without text belong to thoughts, to calls, or to the end of the answer."""
         if not text:
             self._late += scores if self._kind == "message" else ()
             return b""
@@ -341,7 +341,7 @@ class ResponseWriter(AnswerWriter):
 
 
 class CompactionWriter(ResponseWriter):
-    """Writer of a summary as events. A response with a summary that was cut off is complete: see its item."""
+    """Writer of a summary as events. The response is complete even if its summary, an item, was cut off."""
 
     _added: Json | None = None
 
@@ -429,7 +429,7 @@ def response_body(
 
 
 def history_body(about: About, output: Sequence[Json], finish: Finish) -> Json:
-    """Return a new history: the messages of the user that stay, and the summary in `output`."""
+    """Return a new history: the user's messages that stay, and the summary in `output`."""
     wanted: ResponsesAnswerOptions = about.ask.dialect
     users = [{"id": f"msg_{place(about, i)}"} | item for i, item in enumerate(wanted.users, 1)]
     return {
@@ -454,7 +454,7 @@ def _usage(about: About, finish: Finish) -> Json:
 
 
 def _error(error: MlxtpError) -> Json:
-    """Return an error. `code` is one of the few that this dialect knows, `type` ours."""
+    """Return an error. `code` is one of this dialect's few, `type` is ours."""
     code = "rate_limit_exceeded" if error_status(error) == 429 else "server_error"
     return {"code": code, "message": error.detail, "type": error.code.value, "param": None}
 
@@ -532,6 +532,6 @@ class Responses(Adapter):
 
 
 def _client() -> str:
-    """Return the hash of the current request's key, which no later key has; "" for clients without one."""
+    """Return the hash of the current request's key; "" without one. No later key has the same."""
     account = current()
     return account.key_hash if account is not None else ""

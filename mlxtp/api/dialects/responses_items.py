@@ -1,6 +1,6 @@
-"""Items of `/v1/responses`, the parts of a conversation: their tools, and the messages made of them. Pure.
+"""Items of `/v1/responses`, the parts of a conversation, and their conversion to tools and messages. Pure.
 
-An item is checked once, on arrival. From then on it has the shape of this module, without ids.
+An item is checked once, on arrival. From then on it has this module's shape, without ids.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Message(Schema):
 
 
 class _Call(Schema):
-    """A call. A model may have written no name, and any arguments."""
+    """A call. The name may be missing and the arguments may be anything."""
 
     call_id: str | None = None
     id: str | None = None
@@ -80,7 +80,7 @@ class _Reference(Schema):
 def items_of(given: str | list[Any], find: Callable[[str, str], Json]) -> list[Json]:
     """Return the items of `input`. Raises RequestError that names the place.
 
-    `find` returns the item with an id, for a reference to it at a place.
+    `find` resolves a reference: it takes the id of an item and the place of the reference.
     """
     if isinstance(given, str):
         return [_spoken("user", [given])]
@@ -121,11 +121,11 @@ def _speaker(item: object) -> str:
 
 
 def _item(kind: str, item: Json, where: str) -> Json | None:
-    """Return an item in the shape of this module; None for one that only its provider can read or run."""
+    """Return an item in this module's shape; None if only its provider can read or run it."""
     has_id = item.get("call_id") is not None
     if kind.startswith("tool_search_") and (item.get("execution") == "server" or not has_id):
         return None
-    if kind not in _READ:  # a tool of the provider that the client ran, such as a shell, becomes a function
+    if kind not in _READ:  # a provider's tool that the client ran, such as a shell, becomes a function
         if kind.endswith("_call_output"):
             given = item.get("output") or item.get("status")
             return _call_output(item | {"type": "function_call_output", "output": given}, where)
@@ -138,7 +138,7 @@ def _item(kind: str, item: Json, where: str) -> Json | None:
 
 
 def _message(item: Json, where: str, *, last: bool, own: bool) -> Json:
-    """Return a message. `own`: the newest one, if it is the user's own."""
+    """Return a message. `own`: it is the newest, and the user's own."""
     message = checked(_Message, item, where)
     role, mark = role_of(message.role, f"{where}.role", last=last)
     texts = [mark, *content_texts(message.content, f"{where}.content", strict=own)]
@@ -175,7 +175,7 @@ def _status(given: str | None) -> str:
 
 
 def call_item(kind: str, call: Call, status: str, namespace: str | None = None) -> Json:
-    """Return a call as an item. The arguments of a custom tool's call are its text."""
+    """Return a call as an item. A custom tool's call has text for arguments."""
     item = {
         "type": kind,
         "call_id": call.id,
@@ -204,7 +204,7 @@ def _more_tools(item: Json, where: str) -> Json:
 
 
 def _call_output(item: Json, where: str) -> Json:
-    """Return a call's output. Its call may be cut away."""
+    """Return a call's output. The client may have dropped the call."""
     output = checked(_CallOutput, item, where)
     given = output.output if isinstance(output.output, str) else _parts(content_texts(output.output))
     id_ = output.call_id or output.id or ""
@@ -212,7 +212,7 @@ def _call_output(item: Json, where: str) -> Json:
 
 
 def _reasoning(item: Json, _where: str) -> Json:
-    """Return thoughts. Leave out `encrypted_content`, which only its maker can read."""
+    """Return thoughts, without `encrypted_content`: only its maker can read it."""
 
     def parts(given: object) -> list[Json]:
         return _parts(map(thought_text, given if isinstance(given, list) else [given]))
@@ -232,7 +232,7 @@ def object_in(text: str) -> Json | None:
 # --- compactions ------------------------------------------------------------------------------------------
 
 
-_OURS = "mlxtp:"  # the beginning of the content of a compaction that was made here
+_OURS = "mlxtp:"  # begins the content of mlxtp's own compactions
 _OTHERS = ("user", "system", "developer")
 _LEAST_KEPT = 2000  # characters
 #: Request for a summary, the last words of a user.
@@ -248,7 +248,7 @@ def compaction_content(summary: str) -> str:
 
 
 def _summary(content: object) -> str:
-    """Return the summary in a compaction; empty for one of another server, which only that can read."""
+    """Return the summary in a compaction; empty if another server made it, since only that can read it."""
     if not isinstance(content, str) or not content.startswith(_OURS):
         return ""
     try:
@@ -263,10 +263,10 @@ def _compaction(item: Json, _where: str) -> Json | None:
 
 
 def still_meant(items: Sequence[Json]) -> list[Json]:
-    """Return the items that a prompt is made of.
+    """Return the items to make a prompt of.
 
-    Before a compaction only the words of others count. A call that was cut off was never made, unless the
-    client answered it.
+    Before a compaction, only messages that are not the assistant's stay. A cut-off call counts as never made
+    unless the client answered it.
     """
     found: list[Json] = []
     answered: set[str] = set()
@@ -351,7 +351,7 @@ class _SearchTool(Schema):
 def read_tools(
     given: Sequence[Json], where: str, namespace: str | None = None
 ) -> tuple[list[ClientTool], list[Json]]:
-    """Return the tools that a model may call, and the same as an answer repeats them. Raises RequestError."""
+    """Return the tools that a model may call, and their JSON for the answer. Raises RequestError."""
     tools: list[ClientTool] = []
     repeated: list[Json] = []
     for i, each in enumerate(given):
@@ -398,7 +398,7 @@ def _tool(given: Json, where: str, namespace: str | None) -> tuple[ClientTool, J
 def tools_of_items(items: Sequence[Json], known: int, offered: Sequence[ClientTool]) -> list[ClientTool]:
     """Return the tools that items add to `offered`. A search may find a tool that is already offered.
 
-    The first `known` items are those of earlier answers.
+    The first `known` items belong to earlier answers.
     """
     names = {(tool.namespace, tool.name) for tool in offered}
     added: list[ClientTool] = []
@@ -428,10 +428,10 @@ def repeated_choice(given: Any) -> Json | str:
 
 
 def turns_of(instructions: str | None, items: Sequence[Json], tools: Tools) -> tuple[ChatMessage, ...]:
-    """Return the conversation of items that are still meant.
+    """Return the turns of a conversation, made of the items from `still_meant`.
 
     `tools` are by the model's names. Consecutive thoughts, text and calls of the assistant are one turn. So
-    are consecutive system messages: many templates take only one.
+    are consecutive system messages, since many templates take only one.
     """
     reader = _Reader(instructions, {(tool.namespace, tool.name): name for name, tool in tools.items()})
     for item in items:
@@ -443,7 +443,7 @@ def turns_of(instructions: str | None, items: Sequence[Json], tools: Tools) -> t
 
 
 def worth_keeping(items: Sequence[Json]) -> list[Json]:
-    """Return the items that make turns. Leave out thoughts without an answer."""
+    """Return the items that make turns, without thoughts that led to no answer."""
     found: list[Json] = []
     thoughts: list[Json] = []
     for item in items:
@@ -512,7 +512,7 @@ class _Reader:
         self._calls: list[Call] = []
 
     def _assistant(self, *, begins: bool) -> None:
-        """Close the turn before the assistant's. `begins`: also one with text or calls of the assistant."""
+        """Close the turn before the assistant's. `begins`: also one of the assistant with text or calls."""
         if self._system or (begins and (self._said or self._calls)):
             self.close()
 

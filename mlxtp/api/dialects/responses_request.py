@@ -1,7 +1,7 @@
 """The body of `POST /v1/responses`: its schema, and its conversion to a `GenerationRequest`.
 
-Four fields mean less than at OpenAI: any `reasoning.effort` but "none" lets the model think, any
-`reasoning.summary` shows the thoughts, `truncation` "auto" cuts nothing, `text.verbosity` changes nothing.
+Four fields mean less than at OpenAI: any `reasoning.effort` except "none" lets the model think, any
+`reasoning.summary` shows the thoughts, `truncation` "auto" cuts nothing, `text.verbosity` has no effect.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ from .responses_items import (
 MOST = 1000
 MOST_BYTES = 64 * 1024 * 1024
 AGE_S = 6 * 3600.0
-#: Python's memory for an answer besides its JSON.
+#: Python's memory for an answer in addition to its JSON.
 OVERHEAD_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """The whole input of an answer with earlier answers, and its output, as JSON lists, until a time."""
+    """An answer's whole input, earlier answers included, and its output, as JSON lists, until a time."""
 
     input: bytes
     output: bytes
@@ -62,14 +62,14 @@ class StoredResponse:
 
     @property
     def size(self) -> int:
-        """Memory in bytes: JSON text takes the same space for any content of a client."""
+        """Memory in bytes, which depends only on the length of the JSON, not on its content."""
         return len(self.input) + len(self.output) + OVERHEAD_BYTES
 
 
 class ResponseStore:
     """Memory-only store of at most `most` answers and `most_bytes`, each for `age_s` seconds, for any thread.
 
-    The oldest make room. An answer is kept for one client, the name of its key or "".
+    The oldest make room. An answer belongs to one client: the hash of its key, or "".
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class ResponseStore:
         self.size = 0  # bytes of all stored answers
 
     def put(self, client: str, id_: str, input_: bytes, output: Sequence[Json]) -> None:
-        """Keep an answer with its whole input, a JSON list. One that is too large by itself is not kept."""
+        """Keep an answer with its whole input, a JSON list, unless it is larger than the store."""
         kept = StoredResponse(input_, compact(output), self._clock() + self._age_s)
         with self._lock:
             if kept.size > self._most_bytes:
@@ -105,7 +105,7 @@ class ResponseStore:
         return [*json.loads(kept.input), *json.loads(kept.output)]
 
     def output(self, client: str, id_: str) -> list[Json]:
-        """Return the output of an answer. One that is not known has none."""
+        """Return the output of an answer; empty for an unknown one."""
         kept = self._find(client, id_)
         return [] if kept is None else json.loads(kept.output)
 
@@ -199,8 +199,8 @@ class ResponseRequest(OpenAIBody):
 class ResponsesAnswerOptions:
     """A checked request, for its answer, without unknown fields.
 
-    `input` is a JSON list that includes the items of earlier answers; None where it is not to be kept.
-    `compacts`: the answer is a summary, as an item of a response or, behind `users`, as a new history.
+    `input` is a JSON list that includes the items of earlier answers; None if the client wants none kept.
+    `compacts`: the answer is a summary, as an item of a response or, after `users`, as a new history.
     """
 
     request: ResponseRequest
@@ -215,7 +215,7 @@ class ResponsesAnswerOptions:
 
 
 def parse_compact(body: bytes, store: ResponseStore, client: str) -> GenerationRequest:
-    """Return the request for a new history, which is a conversation with a trigger. Raises RequestError."""
+    """Return the request for a new history: a conversation that ends with a trigger. Raises RequestError."""
     request = parsed(ResponseRequest, body)
     given = request.input
     if isinstance(given, str):
@@ -254,7 +254,7 @@ def _ask(request: ResponseRequest, store: ResponseStore, client: str) -> Generat
         choice,
         request.parallel_tool_calls is not False,
         None if effort is None else effort != "none",
-        {} if effort is None else {"reasoning_effort": effort},  # for templates with levels of it
+        {} if effort is None else {"reasoning_effort": effort},  # for templates with effort levels
     )
     given = request.text.format if request.text is not None else None
     format_ = None if given is None else _understood(given)
@@ -278,7 +278,7 @@ def _ask(request: ResponseRequest, store: ResponseStore, client: str) -> Generat
 def _compacting(
     ask: GenerationRequest, conversation: Conversation, items: Sequence[Json]
 ) -> GenerationRequest:
-    """Return the request for a summary. Tools and thoughts stay, so that the prompt begins like the last."""
+    """Return the request for a summary. It keeps tools and thoughts, so the prompt begins like the last."""
     messages = (*conversation.messages, ChatMessage("user", COMPACT))
     left = still_meant([*items, {"type": "compaction"}])[:-1]
     wanted: ResponsesAnswerOptions = ask.dialect
@@ -323,7 +323,7 @@ def _check_metadata(metadata: Mapping[str, str]) -> None:
 
 
 def _check_finite(request: ResponseRequest) -> None:
-    """Refuse NaN and Infinity in fields that the answer repeats, since JSON has neither."""
+    """Refuse NaN and Infinity in fields that the answer repeats; JSON has neither."""
     check_finite(request.tools, "tools")
     check_finite(request.tool_choice, "tool_choice")
     check_finite(request.text.format if request.text is not None else None, "text.format")
@@ -336,13 +336,13 @@ def _logprobs(request: ResponseRequest) -> int:
     if LOGPROBS in (request.include or ()):
         return request.top_logprobs or 0
     if request.top_logprobs:
-        words = f'top_logprobs {request.top_logprobs} needs include ["{LOGPROBS}"] beside it'
+        words = f'top_logprobs {request.top_logprobs} needs include ["{LOGPROBS}"]'
         raise RequestError(words, param="top_logprobs")
     return -1
 
 
 def _check_count(before: int, given: int) -> None:
-    """Limit the items of a conversation, which every later request reads again, however short it is."""
+    """Limit the items of a conversation: every later request, however short, reads them again."""
     if before + given > _MOST_PIECES:
         earlier = f" after {before} of previous_response_id," if before else ""
         raise RequestError(
@@ -352,17 +352,17 @@ def _check_count(before: int, given: int) -> None:
 
 
 def _items(request: ResponseRequest, store: ResponseStore, client: str) -> list[Json]:
-    unnamed: dict[str, dict[str, Json]] = {}  # items of answers, each of which is read once
+    unnamed: dict[str, dict[str, Json]] = {}  # items of answers; each answer is read once
 
     def find(id_: str, where: str) -> Json:
-        """Take the item, so that a short body cannot name a long one many times."""
+        """Take the item, so that a short body cannot refer to a long item many times."""
         answer = f"resp_{id_.partition('_')[2].rpartition('_')[0]}"  # an item's id contains its answer's
         if answer not in unnamed:
             unnamed[answer] = {item["id"]: item for item in store.output(client, answer)}
         if id_ not in unnamed[answer]:
             raise RequestError(
                 f"{where}: the item {shown(id_)} is not known here, or is named twice: {store.bounds}. "
-                "A client that makes references by itself sends items with store false",
+                "A client that makes its own references sends items with store false",
                 param=where,
             )
         return unnamed[answer].pop(id_)
@@ -391,7 +391,7 @@ def _understood(given: Json) -> Json:
 
 
 def _format(given: Json | None) -> Json | None:
-    """Return the format in chat's shape, where the schema lies one level deeper."""
+    """Return the format in chat's shape, with the schema one level deeper."""
     match given:
         case {"type": "json_schema", "schema": dict(schema), **rest}:
             known = ("name", "description", "strict")

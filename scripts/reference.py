@@ -295,6 +295,7 @@ def api_page() -> str:
     return _filled("api.md", MARKUPS, wrapped)
 
 
+LONG = 6  #: Words of a remedy that the page has once, though several faults have it.
 FAULTS_OF = ("<!-- Faults, written by `make reference`. -->", "<!-- End of the faults. -->")
 
 
@@ -303,10 +304,9 @@ def doctor_page() -> str:
     heads = {
         row.id: f"### {row.title}\n\n`{row.id}`{' (macOS)' if row.systems == MAC else ''}: {row.why}."
         for row in ROWS
-    } | {"": "### Groups over JACCL\n\nIn errors and logs, beforehand or afterwards:"}
+    } | {"": "### Groups over JACCL\n\nIn errors and logs, beforehand or afterward."}
     parts = [
-        f"{head}\n\n| fault | it says | why it matters | what to do |\n|---|---|---|---|\n"
-        + "".join(_fault(fault) for fault in FAULTS if fault.row == row)
+        f"{head}\n\n" + "".join(_fault(fault) for fault in FAULTS if fault.row == row)
         for row, head in heads.items()
     ]
     return _filled("doctor.md", FAULTS_OF, "\n".join(parts).rstrip())
@@ -314,11 +314,14 @@ def doctor_page() -> str:
 
 def _fault(fault: Fault[Any]) -> str:
     level = f", {fault.level}" if fault.row else ""
-    marks = f"`{fault.id}`{level}{' **×**' if fault.stops_rdma else ''}"
-    what, why, fix = (_cell(_with_words(text)) for text in (fault.what, fault.why, fault.fix))
+    what, why, fix = (_with_words(text) for text in (fault.what, fault.why, fault.fix))
     if isinstance(fault.test, partial):
-        what = f"{_code(fault.test.args[0])} means: {what}"
-    return f"| {marks} | {what} | {why} | {fix} |\n"
+        what = f"{_code(fault.test.args[0])} means that {what}"
+    same = next(each for each in FAULTS if each.fix == fault.fix)
+    if same is not fault and len(fix.split()) > LONG:
+        fix = f"as for `{same.id}`"
+    marks = f"`{fault.id}`{level}{' **×**' if fault.stops_rdma else ''}"
+    return f"- {marks}: {what}{': ' if why else ''}{why}. To do: {fix}\n"
 
 
 def _with_words(template: str) -> str:
@@ -332,9 +335,9 @@ def _with_words(template: str) -> str:
 
 
 def _code(text: str) -> str:
-    """Return a text as code in a table. A new line is `⏎`."""
-    fence = "````" if "`" in text else "`"
-    return f"{fence}{_cell(text.replace(chr(10), '⏎'))}{' ' * (len(fence) > 1)}{fence}"
+    """Return a text as code in a sentence."""
+    fence = "``" if "`" in text else "`"
+    return f"{fence}{text}{fence}"
 
 
 PAGES: Mapping[str, Callable[[], str]] = {

@@ -126,7 +126,7 @@ def _memory(facts: MachineFacts, *, refuses: bool) -> Iterator[Words]:
         yield {"free": gb(machine.free_bytes), "total": gb(machine.memory_bytes), "how": how}
 
 
-_CLOSE = "end programs that are not needed, or serve a smaller model (`mlxtp plan M` shows what fits)"
+_CLOSE = "end programs, or serve a smaller model (`mlxtp plan M` shows what fits)"
 
 
 def _sleeps(facts: MachineFacts, *, kept_awake: bool) -> bool:
@@ -259,7 +259,7 @@ OF_FACTS: tuple[Fault[MachineFacts], ...] = (
         "an agent holds this home, but did not answer: {at.agent.problem}",
         "read its log; if it hangs, end it and start it again"),
     Fault("agent-absent", "agent", INFO, lambda f: not f.agent.problem and not f.agent.runs_here,
-        "no agent runs, so the findings below are this command's own; those of a service may differ",
+        "no agent runs: these findings are this command's own, and a service's may differ",
         "mlxtp node"),
     Fault("cluster-problem", "serving", ERROR,
         lambda f: f.agent.runs_here and bool(f.agent.problem_of_cluster),
@@ -318,15 +318,14 @@ OF_FACTS: tuple[Fault[MachineFacts], ...] = (
         "the firewall does not know {at.program}, and may wait for a click on its screen",
         f"{_FIREWALL} --add '{{at.program}}' && {_FIREWALL} --unblockapp '{{at.program}}'"),
     Fault("firewall-of-linux", "firewall", INFO, lambda f: bool(f.firewall.drops) and f.among_others,
-        "connections without a rule are dropped; each group opens fresh TCP ports, so one rule for the "
-        "control port is too little",
+        "connections without a rule are dropped, and each group opens fresh TCP ports",
         "allow this program on all TCP ports from the other members"),
     Fault("port-taken", "ports", ERROR, lambda f: _taken(f, by_mlxtp=False),
         "{port.name} {port.address} is not available: {port.problem}",
         "find its process: sudo lsof -nP -iTCP:{port.number} -sTCP:LISTEN; or take another with {port.flag}"),
     Fault("port-of-mlxtp", "ports", INFO, lambda f: _taken(f, by_mlxtp=True),
         "{port.name} {port.address} is that of another mlxtp, a demo or an agent with another home",
-        "`mlxtp doctor --home` with its home; or for one more agent another port, with {port.flag}"),
+        "`mlxtp doctor --home` with its home; or another port, with {port.flag}"),
     Fault("multicast-denied", "mdns", WARNING, lambda f: _multicast(f, denied=True),
         "{reason}",
         ALLOW),
@@ -335,7 +334,7 @@ OF_FACTS: tuple[Fault[MachineFacts], ...] = (
         "see that a network is up, or name addresses: --peer HOST:PORT"),
     Fault("multicast-lost", "mdns", WARNING, _unheard,
         "no Mac is found, though {missed} {are} linked: multicast does not get through",
-        "use a network without guest isolation, VPN or router in between, or --peer HOST:PORT"),
+        "use a network without guest isolation, VPN or router, or --peer HOST:PORT"),
     Fault("member-refused", "peers", WARNING,
         lambda f: [{"m": each} for each in f.members if each.refused and not each.linked],
         "{m.name} has no link: the last one was refused: {m.refused}",
@@ -352,15 +351,15 @@ OF_FACTS: tuple[Fault[MachineFacts], ...] = (
     Fault("member-unlike", "peers", WARNING,
         lambda f: [{"m": each} for each in f.members if each.linked and each.unlike],
         "{m.unlike}",
-        "on the Mac with the older one use a Python whose platform.mac_ver() says 26 or newer (one made with "
-        "an old SDK says 16.0): `uv python install 3.13`, remove .venv, and run `make setup`",
+        "on the Mac with the older one, use a Python whose platform.mac_ver() says 26 or newer: `uv python "
+        "install 3.13`, remove .venv, and run `make setup`",
         "ranks with unlike kernels differ in speed and rounding"),
     Fault("member-unreached", "peers", WARNING, lambda f: _unreached(f, at_all=True),
         "this machine does not reach {m.name}: {tried}",
         "run `mlxtp doctor` on {m.name}, and look at its firewall and addresses"),
     Fault("address-unreached", "peers", WARNING, lambda f: _unreached(f, at_all=False),
         "to {m.name}, no way over {tried}",
-        "look at the cable, and at the addresses at both of its ends; the other ways work"),
+        "look at the cable and the addresses at both ends; the other ways work"),
     Fault("identity-broken", "identity", ERROR, lambda f: bool(f.identity.problem),
         "{at.identity.problem}",
         "as it says"),
@@ -403,12 +402,11 @@ OF_FACTS: tuple[Fault[MachineFacts], ...] = (
         "sudo sysctl iogpu.wired_limit_mb={mb}, or =0 for macOS's own limit"),
     Fault("memory-left-wired", "gpu-memory", WARNING, lambda f: bool(f.agent.left_wired),
         "{at.agent.left_wired}",
-        "restart this machine", "wired memory is not there for the next model"),
+        "restart this machine", "the next model cannot use it"),
     Fault("memory-wired", "gpu-memory", WARNING, _wired,
         "{wired} are wired although no model of this agent is loaded",
-        "end other programs that use the GPU; if it stays, a model was killed, and only a restart gives its "
-        "memory back: restart this machine",
-        "wired memory is not there for the next model"),
+        "end other programs that use the GPU; if it stays, it was a killed model's: restart this machine",
+        "the next model cannot use it"),
     Fault("memory-short", "memory", ERROR, lambda f: _memory(f, refuses=True),
         "{free} of {total} are free, {how}: requests are refused",
         _CLOSE),
@@ -423,8 +421,7 @@ OF_FACTS: tuple[Fault[MachineFacts], ...] = (
         "this Mac falls asleep after {at.power.settings[sleep]} idle min",
         "sudo pmset -c sleep 0, or omit --no-keep-awake"),
     Fault("kept-awake", "power", INFO, lambda f: _sleeps(f, kept_awake=True),
-        "this Mac falls asleep after {at.power.settings[sleep]} idle min, but mlxtp keeps it awake while it "
-        "serves",
+        "this Mac falls asleep after {at.power.settings[sleep]} idle min, but not while mlxtp serves",
         "sudo pmset -c sleep 0"),
     Fault("stays-off", "power", INFO, lambda f: f.power.settings.get("autorestart") == 0,
         "after a power cut this Mac stays off",

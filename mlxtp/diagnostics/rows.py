@@ -188,7 +188,7 @@ def _ports(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
             yield ok(f"{port.name} {port.address} {'is ours' if port.ours else 'is free'}")
 
 
-@_row("mdns", "Bonjour", "members find each other by it; without it, each has to be named by address")
+@_row("mdns", "Bonjour", "without it, each member has to be named by address")
 def _mdns(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
     network = facts.network
     missed = [each.name for each in facts.members if each.linked and not each.heard]
@@ -243,7 +243,7 @@ def _identity(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
         yield info(f"no Mac can join now: only {who} issues join tokens, and cannot be reached")
 
 
-@_row("models", "Model files", "ranks with different files compute different tokens, so they form no group")
+@_row("models", "Model files", "ranks with different files form no group")
 def _models(facts: MachineFacts, bad: bool) -> Iterator[Finding]:
     model = facts.model
     if not facts.identity.cluster_id:

@@ -162,8 +162,8 @@ def is_copy(service: str, sighting: DiscoveredPeer, own_service: str, own_addres
 #: Remedy for a process that macOS keeps from the local network. The exemptions are from Apple's TN3179.
 ALLOW = (
     "allow it, or the app that it was started in (iTerm, an editor), in System Settings > Privacy & Security "
-    "> Local Network; what a LaunchDaemon (`mlxtp service install`) starts is exempt, and what Terminal or "
-    "ssh starts in a session that stays open"
+    "> Local Network; a LaunchDaemon (`mlxtp service install`) needs no permission, nor does a session of "
+    "Terminal or ssh that stays open"
 )
 
 

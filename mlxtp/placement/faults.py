@@ -29,16 +29,16 @@ FORMATIONS_A_BOOT = 3
 
 REPLUG = "unplug the cable and plug it in again; on a Mac, look with: system_profiler SPThunderboltDataType"
 _RDMA_ON = (
-    "shut this Mac down, hold the power button until the options load, choose Options, then Terminal in the "
-    "Utilities menu, and run: rdma_ctl enable"
+    "shut this Mac down, hold the power button until the options load, choose Options, then Utilities > "
+    "Terminal, and run: rdma_ctl enable"
 )
 _PORT_UP = (
-    "plug the cable in at both ends, see that the other Mac is awake and has RDMA on (rdma_ctl status), and "
-    "look with `ibv_devinfo` for PORT_ACTIVE"
+    "plug the cable in at both ends, wake the other Mac, see that its RDMA is on (rdma_ctl status), and look "
+    "for PORT_ACTIVE in `ibv_devinfo`"
 )
 _FREE = (
-    "end what else uses RDMA on this Mac, above all ranks of an earlier group that are still there; where "
-    "there is nothing, restart it"
+    "end other programs that use RDMA on this Mac, above all ranks of an earlier group; if there are none, "
+    "restart it"
 )
 _BY_HAND = "name the device by hand (--rdma NODE=DEVICE)"
 
@@ -156,7 +156,7 @@ _BRIDGE_DOWN = "{until}: sudo ifconfig bridge0 down{down}"
 OF_MACS: tuple[Fault[Machine], ...] = (
     Fault("rdma-off", "rdma", WARNING, lambda mac: mac.rdma == "disabled",
         "RDMA over Thunderbolt is off",
-        _RDMA_ON, "Macs exchange over TCP, with a multiple of the latency", stops_rdma=True),
+        _RDMA_ON, "exchanges over TCP take several times as long", stops_rdma=True),
     Fault("rdma-needs-macos", "rdma", WARNING,
         _could_have_rdma,
         "macOS {at.release} has no RDMA over Thunderbolt",
@@ -177,12 +177,12 @@ OF_MACS: tuple[Fault[Machine], ...] = (
     Fault("bridge-of-several", "bridge", WARNING, lambda mac: _bridge_bare(mac, several=True),
         "the Thunderbolt bridge holds {count} cables to Macs",
         f"{_BRIDGE_DOWN}; then each cable gets a pair of its own",
-        "a pair of addresses does not do for them, and a circle of such bridges makes a broadcast storm"),
+        "they need a pair of addresses each, and a circle of such bridges makes a broadcast storm"),
     Fault("bridge-without-address", "addresses", WARNING, lambda mac: _bridge_bare(mac, several=False),
         "the Thunderbolt bridge has {has}",
         f"{{until}}: sudo ifconfig bridge0 inet {{own}} netmask {_NETMASK}{{give}}"
         "; the other end gets {other}",
-        "macOS may route self-assigned addresses over Wi-Fi, so TCP over the cable needs a lasting one"),
+        "macOS may route a self-assigned address over Wi-Fi"),
     Fault("cable-to-itself", "cables", WARNING,
         lambda mac: [{"port": place(port)} for port in mac.ports if port.peer_domain in _own(mac)],
         "{port} is cabled to another port of this same Mac",
@@ -289,13 +289,13 @@ OF_PORTS: tuple[Fault[PortOf], ...] = (
         lambda at: at.is_used and bool(at.addresses) and all(map(self_assigned, at.addresses)),
         "{at.name} has only the address {at.addresses[0]}, which it gave itself",
         _GIVE_ADDRESS,
-        "it may change with the next cable, and TCP to such an address may leave by Wi-Fi or Ethernet"),
+        "it may change, and macOS may route it over Wi-Fi or Ethernet"),
     Fault("hub", "cables", WARNING, lambda at: at.port.hub,
         "{at.name} reaches the other Mac through a hub or dock",
         "cable the two Macs directly", "it adds latency and shares its bandwidth"),
     Fault("rdma-scarce", "rdma", WARNING, lambda at: is_scarce(at.port.formations),
         "the next RDMA group over {at.port.rdma} may need a restart of this Mac",
-        "restart it when that suits you; without RDMA, mlxtp goes on over the TCP ring",
+        "restart it when that suits you; until then mlxtp can use the TCP ring",
         "{at.port.formations} serve or were killed since it started; owners report room for two or three"),
 )  # fmt: skip
 
@@ -449,33 +449,30 @@ OF_FORMING: tuple[Fault[GroupFailure], ...] = (
     Fault("jaccl-address", "", WARNING,
         partial(_init, r"Changing queue pair to \w+ failed with errno 22\b|No IPv4-mapped GID"),
         "an RDMA port has no IPv4 address or an old one, or bridge0 holds it",
-        "give each cabled Thunderbolt port an IPv4 address that stays, a /30 for each cable (sudo ifconfig "
-        f"en5 inet ADDRESS netmask {_NETMASK}; sudo route change PEER -interface en5), and set it again if "
-        "it changed since the port came up; take the bridge down, until the next restart: sudo ifconfig "
-        "bridge0 down; for good: the command that `mlxtp doctor` names on that Mac; where all that is right, "
-        "restart this Mac, as the device may be used up"),
+        "give each cabled Thunderbolt port a lasting IPv4 address, a /30 for each cable (sudo ifconfig en5 "
+        f"inet ADDRESS netmask {_NETMASK}; sudo route change PEER -interface en5), again if it changed; take "
+        "the bridge down: sudo ifconfig bridge0 down (`mlxtp doctor` there has the command that lasts); if "
+        "all that is right, restart this Mac, as the device may be used up"),
     Fault("jaccl-cable", "", WARNING, partial(_init, r"Changing queue pair to \w+ failed with errno 60\b"),
         "the cable of an RDMA device ends in another port than the matrix says",
         "move the cable to the port that `mlxtp plan` names, or {by_hand}"),
     Fault("jaccl-busy", "", WARNING,
         partial(_init, r"queue pair\b.* failed with .*\b16\b|Couldn't create completion queue"),
-        "all queue pairs of an RDMA device are taken, of which it has about 10; trying again frees none",
+        "all of an RDMA device's queue pairs, about 10, are taken; trying again frees none",
         _FREE),
     Fault("jaccl-used-up", "", WARNING,
         partial(_init, r"Couldn't allocate protection domain|queue pair\b.* failed with .*\b96\b"
                        r"|Creating the queue pair failed with .*\b22\b"),
-        "JACCL got no protection domain or queue pair: the port of an RDMA device is down, or the device is "
-        "used up",
-        f"{_PORT_UP}; where it is active, {_FREE}; only that is said to give back those of killed ranks"),
+        "JACCL got no protection domain or queue pair: the device's port is down, or it is used up",
+        f"{_PORT_UP}; if it is active, {_FREE}; only that is said to give back those of killed ranks"),
     Fault("jaccl-memory", "", WARNING, partial(_init, "Register memory region failed"),
-        "JACCL could not register its memory: a device has room for 100 regions, of which one connection "
-        "takes 64 or more",
+        "JACCL could not register its memory: one connection takes 64 or more of a device's 100 regions",
         f"use each device for one cable and one group; {_FREE}"),
     Fault("jaccl-device", "", WARNING, partial(_init, r"Could not (?:find|open) device (?P<device>\S+)"),
         "the matrix names an RDMA device that is not there or cannot be opened",
-        "look with `ibv_devices` (where it lists none, with `rdma_ctl status`), or {by_hand}"),
+        "look with `ibv_devices` (if it lists none, with `rdma_ctl status`), or {by_hand}"),
     Fault("jaccl-matrix", "", WARNING, partial(_init, "valid mesh|valid ring|connectivity"),
-        "the RDMA devices in the matrix join these Macs neither each with each nor in a circle",
+        "the RDMA devices in the matrix join these Macs neither each to each nor in a circle",
         "look at the cables that `mlxtp plan` names, or {by_hand}"),
     Fault("jaccl-size", "", WARNING, partial(_init, "mesh supports up to|per direction supported"),
         "JACCL joins at most 8 Macs in a mesh, and two in a ring by at most 4 cables",
@@ -485,22 +482,20 @@ OF_FORMING: tuple[Fault[GroupFailure], ...] = (
         "correct the devices that --rdma names"),
     Fault("jaccl-environment", "", WARNING, partial(_init, "need to provide via environment variables"),
         "JACCL got no rank, no devices or no coordinator from its environment",
-        "unset variables that begin with JACCL_ or MLX_JACCL_ where the agent starts, and restart it; else "
-        "report it with `mlxtp version --verbose`"),
+        "unset variables that begin with JACCL_ or MLX_JACCL_, and restart the agent; else report it with "
+        "`mlxtp version --verbose`"),
 )  # fmt: skip
 
 OF_ENDS: tuple[Fault[GroupFailure], ...] = (
     Fault("jaccl-driver", "", WARNING, partial(_end, "did not (form the group in time|come to round)"),
-        "the RDMA driver of that Mac most likely did not return while JACCL opened or connected its devices",
+        "most likely the RDMA driver of that Mac did not return when JACCL opened or connected a device",
         "restart that Mac; if it happens again, unplug its Thunderbolt cables and plug them in again"),
     Fault("jaccl-idle-crash", "", WARNING, partial(_end, "signal 1[01] in phase (idle|proving)"),
-        "JACCL crashed in a sum after it had idled, with all cables in place: a known fault of MLX (issue "
-        "4319)",
-        "nothing; the group starts again by itself"),
+        "JACCL crashed after it had idled, with all cables in place: a known fault of MLX (issue 4319)",
+        "nothing; the group starts again on its own"),
     Fault("jaccl-crash", "", WARNING, partial(_end, "signal 1[01] in phase (prefill|decode|measuring)"),
-        "JACCL crashed in the middle of its work, as it does when a cable is pulled (MLX issue 4192) or, "
-        "seldom, after idling (issue 4319)",
-        "see that both ends of each Thunderbolt cable are plugged in; the group starts again by itself"),
+        "JACCL crashed at work, as when a cable is pulled (MLX issue 4192), seldom after idling (4319)",
+        "see that each Thunderbolt cable is plugged in at both ends; the group starts again on its own"),
 )  # fmt: skip
 
 FAULTS: tuple[Fault[Any], ...] = (*OF_MACS, *OF_PORTS, *OF_USES, *OF_FORMING, *OF_ENDS)

@@ -1,7 +1,8 @@
 # make demo     set up, start two ranks on the embedded model, answer a prompt, serve until Ctrl-C
 # make quick    pure modules and fakes, about a minute, for while you write
 # make test     one story for each promise       make chaos   the whole fault matrix
-# make lint     ruff and strict types            make bench   benchmarks, one table
+# make lint     ruff and strict types            make format  what ruff can mend, mended
+# make bench    benchmarks, one table
 # make fuzz     inputs that reach new code of everything that reads what others wrote (Linux)
 # make images   the pictures of the page in docs/images, by the system's Chromium
 # make reference  the pages of docs/ that are read off the code: settings, commands, faults
@@ -30,7 +31,7 @@ SOAK_ARGS ?=
 APPS_ARGS ?=
 RELEASE_ARGS ?=
 
-.PHONY: setup demo quick test test-groups test-others lint bench chaos fuzz soak apps images reference package release fresh clean
+.PHONY: setup demo quick test test-groups test-others lint bench chaos format fuzz soak apps images reference package release fresh clean
 
 setup: $(STAMP)
 
@@ -60,6 +61,10 @@ test-groups: setup
 
 chaos: setup
 	$(MANY) -m pytest -m "chaos or fault" $(CHAOS_ARGS)
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
 
 lint: setup
 	$(BIN)/ruff check .

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from io import StringIO
 from itertools import chain
 from typing import NamedTuple
 
@@ -149,7 +148,7 @@ class AnswerParser:
 
     @property
     def held(self) -> int:
-        waiting = [self._finder.held, self._waiting.tell(), self._shown.held, len(self._first_words)]
+        waiting = [self._finder.held, len(self._waiting), self._shown.held, len(self._first_words)]
         if self._kind is PartKind.CALL and self._reader is not None:
             waiting.append(self._reader.held)
         return sum(waiting)
@@ -315,7 +314,7 @@ class AnswerParser:
             self._long_texts += sum(len(text) for text, _ in reader.rest) > LONG_TEXT
             space = self._waiting.take()
             self._enter(PartKind.SAID, self._bare)
-            self._waiting.write(space)
+            self._waiting.add(space)
             word = reader.rest.pop(0) if reader.marker and reader.rest else None
             self._unread.extendleft(reversed(reader.rest))
             if word is not None:
@@ -342,13 +341,13 @@ class AnswerParser:
         self._thought += pieces if self._kind is PartKind.THOUGHT else ()
         text = "".join([piece if not special else " " * header for piece, special in pieces])
         if header:
-            self._waiting.write(text)
+            self._waiting.add(text)
             return
         if self._bare:
             text = text.lstrip()
             self._bare = not text
         elif said and not self._spoken:
-            self._waiting.write(text)
+            self._waiting.add(text)
             text = self._waiting.take() if text.strip() else ""
         if text:
             self._spoken, self._answered = self._spoken or said, self._answered or said
@@ -409,7 +408,7 @@ class _ShownParts:
 
     @property
     def held(self) -> int:
-        return self._trailing.tell()
+        return len(self._trailing)
 
     def pass_on(self, parts: Iterable[AnswerPart]) -> Iterator[AnswerPart]:
         yield from self._trimmed(self._stopping(parts))
@@ -449,12 +448,25 @@ class _ShownParts:
                 yield AnswerPart(part.kind, self._trailing.take() + shown)
             elif part.call is not None and not self.dropped:
                 yield part
-            self._trailing.write(part.text[len(shown) :])
+            self._trailing.add(part.text[len(shown) :])
 
 
-class _HeldText(StringIO):
+class _HeldText:
+    """Text in pieces, because joining them at each new one would take quadratic time."""
+
+    def __init__(self) -> None:
+        self._pieces: list[str] = []
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def add(self, text: str) -> None:
+        if text:
+            self._pieces.append(text)
+            self._length += len(text)
+
     def take(self) -> str:
-        text = self.getvalue()
-        self.seek(0)
-        self.truncate()
+        text = "".join(self._pieces)
+        self._pieces, self._length = [], 0
         return text

@@ -289,7 +289,7 @@ def test_caches_that_cannot_be_cut_are_kept_and_started_from_whole_or_not_at_all
     runner = runner_of(folder)
     prefill(runner, 3, PROMPT)
     runner.stop(3, 8)
-    with pytest.raises(GroupError, match="behind 7 tokens of sequence 3; this rank keeps 8"):
+    with pytest.raises(GroupError, match="after 7 tokens of sequence 3; this rank keeps 8"):
         prefill(runner, 4, PROMPT, offset=7, source=3)
 
 

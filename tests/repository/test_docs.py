@@ -19,6 +19,7 @@ from mlxtp.cli.main import _with_values, app
 from mlxtp.config import resolve_settings
 from mlxtp.errors import ConfigError
 from mlxtp.settings import BY_KEY
+from scripts import prose
 
 from ..pages import DOCS, ROOT, blocks, code_in_sentences, simple_commands
 
@@ -67,7 +68,18 @@ def test_every_page_is_in_the_list_of_pages() -> None:
 def test_a_newcomer_has_little_to_read() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
     assert len((ROOT / "docs" / "architecture.md").read_text().splitlines()) <= 150
-    assert len(list((ROOT / "docs").glob("*.md"))) <= 14
+    pages = sorted((ROOT / "docs").glob("*.md"))
+    assert len(pages) <= 14
+    assert sum(len(page.read_text().split()) for page in (*pages, *ROOT.glob("[RC]*.md"))) <= 55_000
+
+
+MOST_MARKS = {"documents": 7, "docstrings": 29, "comments": 29, "printed": 7}
+"""Sentences of 1,000 with any one turn of phrase of `scripts/prose.py`, at most. They may only fall."""
+
+
+def test_prose_is_no_harder_to_read_than_it_was() -> None:
+    rates = {kind: prose.rates(found) for kind, found in prose.everything().items()}
+    assert {kind: round(max(each.values())) for kind, each in rates.items()} == MOST_MARKS
 
 
 def anchors(text: str) -> set[str]:

@@ -941,23 +941,6 @@ def asserts(function: ast.AST) -> bool:
 
 
 @pytest.mark.slow
-def test_make_chaos_runs_every_file_with_cases_for_it() -> None:
-    text = (ROOT / "Makefile").read_text().replace("\\\n", " ")
-    (run,) = (line.split()[2:] for line in text.splitlines() if line.startswith("FAULTS :="))
-    marked = [
-        f"{module.replace('.', '/')}.py"
-        for module, text in TESTS.items()
-        if "mark.chaos" in text
-        and any(
-            isinstance(node, ast.Attribute) and dotted(node) == "pytest.mark.chaos"
-            for node in walked(parsed(text))
-        )
-    ]
-    assert marked
-    assert [path for path in marked if not path.startswith(tuple(run))] == []
-
-
-@pytest.mark.slow
 def test_every_test_can_fail() -> None:
     assert toothless(TESTS) == []
     assert len(TESTS) > 10

@@ -148,7 +148,7 @@ def test_a_long_prompt_that_ends_jaccl_twice_is_tried_over_the_ring(
             assert status.group.backend == ("jaccl" if everywhere else "ring")
             lines_out = here.parts.machines.left_out_lines()
             assert len(lines_out) == (not everywhere)
-            assert all("in phase prefill. Cause: JACCL crashed in the middle" in each for each in lines_out)
+            assert all("in phase prefill. Cause: JACCL crashed at work" in each for each in lines_out)
             assert ServingState.FAILED not in {status.state, there.parts.groups.shown.supervisor.status.state}
             assert len(owned.supervisor._policy.failures) == everywhere
 

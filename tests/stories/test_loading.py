@@ -33,7 +33,11 @@ class Group:
 
     def __init__(self, folder: Path, signposts: Path) -> None:
         self._signposts = signposts
-        worker = (sys.executable, str(Path(__file__).parent / "misled_worker.py"), str(signposts))
+        worker = (
+            sys.executable,
+            str(Path(__file__).parents[1] / "engine" / "misled_worker.py"),
+            str(signposts),
+        )
         self.cluster = Cluster(folder, ranks=2, worker=worker)
 
     def mislead(self, **folders: Path) -> None:

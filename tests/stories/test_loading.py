@@ -149,7 +149,7 @@ def test_a_head_that_is_damaged_on_one_rank_is_used_by_none(
     head = {name: mx.full(weight.shape, mx.nan) for name, weight in mx.load(str(whole / MTP_FILE)).items()}
     mx.save_safetensors(str(broken / MTP_FILE), head)
     group.mislead(rank_1=broken)
-    assert "rank 1: its copy of the model has no MTP head" in refusal(group, whole).detail
+    assert "rank 1: its copy of the model lacks a usable MTP head" in refusal(group, whole).detail
     cluster.load(broken)
     ranks = cluster.supervisor.status.ranks
     assert ranks is not None

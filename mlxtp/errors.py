@@ -89,6 +89,7 @@ WEDGED_STATUS = 128 + 9
 
 
 def exit_status(code: Code) -> int:
+    """Return the exit status of a rank that ends because of `code`: 64 + its position in `Code`."""
     return _EXIT_STATUS_BASE + list(Code).index(code)
 
 

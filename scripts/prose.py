@@ -114,8 +114,8 @@ def rates(found: Iterable[str]) -> dict[str, float]:
 def main() -> None:
     if sys.argv[1:]:
         for path in map(Path, sys.argv[1:]):
-            kinds = of_sources([path]) if path.suffix == ".py" else (list(of_documents([path])),)
-            for sentence in (each for kind in kinds for each in kind):
+            found = of_sources([path]) if path.suffix == ".py" else (of_documents([path]),)
+            for sentence in (each for kind in found for each in kind):
                 for mark, pattern in MARKS.items():
                     if pattern.search(sentence):
                         print(f"{path}: {mark}: {sentence}")

@@ -81,7 +81,7 @@ def _lacking(facts: MachineFacts, *, here: bool) -> Iterator[Words]:
             }
 
 
-_ROOM = "a model comes only where all of it has room, and 1 GB more"
+_ROOM = "a model comes only where all of it has room, and 1 GiB more"
 
 
 def fingerprints(facts: MachineFacts) -> dict[str, str]:

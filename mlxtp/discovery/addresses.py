@@ -518,7 +518,7 @@ class Dialing:
             self._drop_if_idle(oldest)
 
     def _give_hope(self, address: str, now: float) -> None:
-        """Let the address be dialled now, though never twice within the shortest backoff."""
+        """Make the address due now; `_node_to_dial` keeps two attempts the shortest backoff apart."""
         entry = self._addresses[address]
         entry.tries = 0
         entry.due = max(now, self._foreign.get(address, now))

@@ -99,7 +99,7 @@ class Sampling:
 class Shaping:
     """Changes that only rank 0 makes to the logits before a token is chosen from them.
 
-    Penalties apply to prompt and answer as described in `engine/sampler.py`.
+    Penalties apply to prompt and answer as described in `engine/logit_shaping.py`.
     """
 
     repetition_penalty: float = _f(number(0.01, 100.0), default=1.0)
@@ -320,7 +320,7 @@ class Ack(Message, number=0x10):
     step: int = _f(_count)
     forwards: int = _f(_count)
     collectives: int = _f(_count)
-    digest: int = _f(integer(0, U32))  #: covers the tokens it chose
+    digest: int = _f(integer(0, U32))  #: covers its input and the tokens it chose
     step_us: int = _f(_count, default=0)  #: from the forward's launch to its end on that rank
     wait_us: int = _f(_count, default=0)  #: part of it in which MLX queued it and blocked for the device
 

@@ -73,7 +73,7 @@ MAX_FILES = 4096
 
 
 class FilesWanted(Message, number=0x64):
-    """Request for the state of a model (OWNER/NAME[@REVISION]), and all later ones. Reply: FilesHeld."""
+    """Request for the files of a model (OWNER/NAME[@REVISION]); FileWanted numbers them. Reply: FilesHeld."""
 
     model: str = _f(text(MAX_FILE_NAME))
 

@@ -41,7 +41,7 @@ def _beginning() -> Iterator[str]:
         f"msgpack array `[number, epoch, seq, body]`; the body is a map of exactly the fields below. A frame "
         f"has at most {MAX_OPENING_FRAME} bytes until a link is open, {MAX_FRAME} from then on, at most "
         f"{MAX_DEPTH} levels, {MAX_ITEMS} items in an array or map, and {MAX_OBJECTS} objects. `seq` counts "
-        f"the frames of each direction from 0; `epoch` is 0 on links between agents. What breaks a rule ends "
+        f"the frames of each direction from 1; `epoch` is 0 on links between agents. What breaks a rule ends "
         f"the link. The section on frames in docs/cluster.md explains the layers."
     )
 

@@ -160,6 +160,11 @@ def test_rank_1_has_another_position(cluster: FaultyCluster) -> None:
     run(cluster, "another position", "misread_step", 1, Code.DESYNC, at=20, how="positions")
 
 
+def test_rank_1_reads_another_token_of_a_prompt(cluster: FaultyCluster) -> None:
+    """Its hidden states are in the sums of all, so both ranks would agree on an answer to another prompt."""
+    run(cluster, "another token of a prompt", "misread_prompt", 1, Code.DESYNC)
+
+
 def test_a_stop_with_another_number_of_forwards(cluster: FaultyCluster) -> None:
     run(
         cluster,

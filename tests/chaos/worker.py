@@ -380,6 +380,8 @@ def misread_step(
                 frame = dataclasses.replace(frame, rows=frame.rows[::-1], positions=frame.positions[::-1])
             case "order":  # as if this rank had let another row take a place that became free
                 rank.runner._batch.rows.reverse()
+    if frame.prompts and orders.due("misread_prompt"):
+        frame = dataclasses.replace(frame, tokens=(*frame.tokens[:-1], frame.tokens[-1] ^ 1))
     return original(rank, step, frame, known)
 
 

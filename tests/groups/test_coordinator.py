@@ -458,6 +458,40 @@ def test_a_faster_place_is_told_to_all(tmp_path: Path, member: Member) -> None:
     play(tmp_path, member, story)
 
 
+def test_a_deployment_waits_until_a_mac_that_has_just_come_has_told_of_its_model(
+    tmp_path: Path, member: Member, weights: ModelSource
+) -> None:
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        node.lead(weights)
+        node.parts.node.desired.serve("other")
+        node.live_once(a)
+        assert node.parts.coordinator.waiting == "mac-a has not yet reported whether it has the model"
+        assert assigned(a, "other#0") == []
+        has(node, "other", a)
+        node.live_once(a)
+        assert node.parts.coordinator.waiting == ""
+        assert assigned(a, "other#0") != []
+
+    play(tmp_path, member, story)
+
+
+def test_more_requests_at_a_group_that_has_some_are_no_reason_to_plan_again(
+    tmp_path: Path, member: Member, weights: ModelSource
+) -> None:
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        node.lead(weights)
+        coordinator = node.parts.coordinator
+        views = []
+        for requests in (0, 1, 2):
+            node.hear(a, replace(served(3, A), open_requests=requests))
+            views.append(coordinator._view(CLOCK.now))
+        assert views[0] != views[1] == views[2]
+
+    play(tmp_path, member, story)
+
+
 # --- groups that are wanted no longer ---------------------------------------------------------------------
 
 

@@ -261,6 +261,8 @@ class RankProcess:
         for each in (self._connection, self._port):
             if each is not None:
                 each.close()
+        if self._connection is not None:
+            await self._connection.wait_closed()  # reads the error of a pipe that broke
         if self.recorder != _CLOSED:
             end.ended_at = end.ended_at or time.monotonic()
             end.memory = read_recording(self.recorder)

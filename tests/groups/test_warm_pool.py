@@ -26,7 +26,7 @@ from mlxtp.groups.process_group import ProcessGroup
 from mlxtp.groups.warm_pool import BUSY_S, QUIET_S, RETRY, WarmPool, WarmPoolPolicy, new_pipe
 from mlxtp.wire.cluster_messages import EndEpoch, EpochEnded, Prepare, Prepared, RankStarted, StartRank
 from mlxtp.wire.codecs import Message
-from mlxtp.wire.messages import Bootstrap, Pong
+from mlxtp.wire.messages import Bootstrap, Ping, Pong
 from mlxtp.wire.rank_stats import RankStats
 
 from ..live_cluster import LIMITS, SLOWNESS, Cluster, rank_processes, until
@@ -257,6 +257,26 @@ def test_one_that_does_not_answer_is_ended_and_not_waited_for(
         assert stage.spares.ready == (pid,)
         assert pid not in await stage.serve()
         await sees(lambda: not psutil.pid_exists(pid), "it is reaped")
+
+    play(tmp_path, story)
+
+
+def test_the_error_of_a_pipe_that_broke_is_read_when_its_rank_is_ended(tmp_path: Path) -> None:
+    """Otherwise asyncio reports it, or not, by the order in which the garbage collector finds it."""
+
+    async def story(stage: Story) -> None:
+        [pid] = await stage.serve()
+        assert stage.ranks is not None
+        link = stage.ranks.processes[0]._connection
+        assert link is not None
+        closed = link._writer.transport.get_protocol()._closed
+        os.kill(pid, signal.SIGKILL)
+        while runs(pid):
+            pass  # the agent must not have had a turn to notice
+        link.send(Ping())
+        await stage.end()
+        assert "Broken pipe" in str(closed)
+        assert not closed._log_traceback
 
     play(tmp_path, story)
 

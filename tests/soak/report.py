@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -56,12 +55,16 @@ class Watched:
 
     @property
     def growth_mb(self) -> float:
-        """By a straight line through all samples that count, from the first of them to the last."""
+        """Twice what its second half's least is above its first half's: of steady growth, all.
+
+        Memory swings by what is computed at once; only what a process keeps lifts its least.
+        """
         warm = self.warm
-        if len(warm) < 2:
+        half = len(warm) // 2
+        if not half:
             return 0.0
-        span_s = warm[-1].at - warm[0].at
-        return slope([(sample.at, sample.memory_mb) for sample in warm]) * span_s
+        first, second = (min(each.memory_mb for each in part) for part in (warm[:half], warm[half:]))
+        return 2 * (second - first)
 
     @property
     def allowed_mb(self) -> float:
@@ -155,14 +158,6 @@ class Soak:
             "problems": self.problems,
             "growth_mb": {process.name: round(process.growth_mb, 2) for process in self.processes},
         }
-
-
-def slope(points: Sequence[tuple[float, float]]) -> float:
-    """Of the straight line with the least squares; 0 if all stand above one another."""
-    mean_x = sum(x for x, _ in points) / len(points)
-    mean_y = sum(y for _, y in points) / len(points)
-    spread = sum((x - mean_x) ** 2 for x, _ in points)
-    return sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else 0.0
 
 
 def tables(soak: Soak) -> list[Table]:

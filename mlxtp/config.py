@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import ConfigError
-from .settings import BY_KEY, GONE, JOIN, SETTINGS, ValueKind, nearest, variable_of
+from .settings import BY_KEY, JOIN, SETTINGS, ValueKind, nearest, variable_of
 from .settings import EMBEDDED_MODEL as EMBEDDED_MODEL
 from .settings import Limits as Limits
 from .settings import Settings as Settings
@@ -213,8 +213,6 @@ def _is_table(key: str) -> bool:
 def _unknown(key: str) -> str:
     if _is_table(key):
         return f"{key} is a table, which begins with the line [{key}]"
-    if key in GONE:
-        return f"{key} is no longer a setting: {GONE[key]}; remove that line"
     if meant := nearest(key):
         table, _, _ = meant.rpartition(".")
         return f"unknown key {key!r}; did you mean {meant}" + (f", in the table [{table}]?" if table else "?")

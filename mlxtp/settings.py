@@ -379,21 +379,6 @@ OTHER_VARIABLES = {
     JOIN: "The token for `mlxtp node --join`, hidden from the list of processes.",
     "MLXTP_KEY": "The API key that `mlxtp launch` gives to a client, where `--key` is not given.",
 }
-#: Former settings, with what holds instead.
-GONE = {
-    "agreement": "the Macs of a group decide how it agrees",
-    "compiled": "MLX_DISABLE_COMPILE=1, a variable of MLX, turns tracing off",
-    "interface": "agents of one machine have a `control` on loopback",
-    "prefix_cache": "common beginnings of prompts are computed once",
-    "sandbox_ranks": "ranks run without a sandbox",
-    "share_cache": "clients with different API keys share no beginnings of prompts",
-    "spare": "a warm process is kept ready",
-    "workload": "plans are for chat requests; `mlxtp plan --workload` compares for others",
-    "limits.client_stall": "a client that leaves its data unread is cut off",
-    "limits.free_memory": "requests are refused where hardly any memory is free",
-    "limits.open_tokens": "the tokens of open requests have a fixed bound",
-    "limits.recovery": "a request waits a minute for another group, or three loads of the model",
-}
 #: Variables that the examples read, and that settings of clients name.
 _FOR_CLIENTS = frozenset(("MLXTP_URL", "MLXTP_API_KEY"))
 
@@ -412,15 +397,12 @@ def unknown_variables(names: tuple[str, ...]) -> list[str]:
     """Return a sentence for each environment variable that looks like one of mlxtp's but is unknown."""
     known = {key: variable_of(key) for key in BY_KEY}
     known |= {name.removeprefix("MLXTP_").lower(): name for name in OTHER_VARIABLES}
-    gone = {variable_of(key): instead for key, instead in GONE.items()}
     passed = _FOR_CLIENTS.union(known.values())
     found = []
     for name in sorted(names):
         if not name.startswith("MLXTP_") or name.startswith("MLXTP_TEST_") or name in passed:
             continue
-        if name in gone:
-            found.append(f"{name} is no longer a setting: {gone[name]}")
-        elif meant := nearest(name.removeprefix("MLXTP_").lower(), tuple(known)):
+        if meant := nearest(name.removeprefix("MLXTP_").lower(), tuple(known)):
             found.append(f"{name} is unknown; did you mean {known[meant]}?")
         else:
             found.append(f"{name} is unknown; docs/settings.md lists all")

@@ -26,7 +26,7 @@ from mlxtp.config import (
 from mlxtp.errors import Code, ConfigError, ModelError
 from mlxtp.groups.machines import local_split, placement_options
 from mlxtp.placement.model_shape import shape_of
-from mlxtp.settings import BY_KEY, GONE, SETTINGS, unknown_variables, variable_of
+from mlxtp.settings import BY_KEY, SETTINGS, unknown_variables, variable_of
 from mlxtp.values import DEFAULT_HTTP
 from mlxtp.wire.cluster_messages import Deployment
 
@@ -601,20 +601,6 @@ def test_limits_by_file_and_variable(tmp_path: Path) -> None:
     limits = resolve(tmp_path, file, MLXTP_LIMITS_QUEUE="7").limits
     assert limits == Limits(queue_s=7.0, max_open_requests=50)
     assert refusal(tmp_path, MLXTP_LIMITS_QUEUE="0").startswith("MLXTP_LIMITS_QUEUE: '0' is not a ")
-
-
-@pytest.mark.parametrize("gone", GONE)
-def test_a_setting_that_is_gone_is_refused_by_its_name_with_what_holds_instead(
-    tmp_path: Path, gone: str
-) -> None:
-    said = f"{gone} is no longer a setting: {GONE[gone]}"
-    assert refusal(tmp_path, f"{gone} = 1") == f"{tmp_path / 'config.toml'}, line 1: {said}; remove that line"
-    variable = f"MLXTP_{gone.upper().replace('.', '_')}"
-    assert unknown_variables((variable,)) == [f"{variable} is no longer a setting: {GONE[gone]}"]
-
-
-def test_no_setting_is_gone() -> None:
-    assert not GONE.keys() & BY_KEY.keys()
 
 
 def test_variables_that_mean_nothing() -> None:

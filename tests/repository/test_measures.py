@@ -38,7 +38,7 @@ LEFT: Mapping[str, int] = {
     "functions of an object of a class beside them": 70,
 }
 MOST_LINES: Mapping[str, int] = {
-    "": 3_876,
+    "": 3_856,
     "admin": 1_769,
     "api": 9_584,
     "cli": 5_469,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from string import Formatter
-from typing import Any
+from typing import Any, NamedTuple
 
 from typer.main import get_command
 
@@ -228,16 +228,22 @@ def _families() -> Iterator[str]:
     known = sorted(tensor | pipeline, key=str.lower)
     rows: dict[tuple[str, str], list[str]] = {}
     for family in known:
-        for name in dict.fromkeys(_named_caches(kind)[0] for kind in _caches(family)) or ["not known"]:
+        for name in dict.fromkeys(_named_caches(kind).name for kind in _caches(family)) or ["not known"]:
             rows.setdefault((name, SHARED[family in tensor, family in pipeline]), []).append(_family(family))
     yield "| caches | shared as | families |"
     yield "|---|---|---|"
     yield from (f"| {name} | {shared} | {', '.join(rows[name, shared])} |" for name, shared in sorted(rows))
     yield "\n### Caches\n"
-    yield "A kind of caches decides what speeds up a model of it. `mlxtp plan MODEL` prints this for any model.\n"
-    yield "| caches | a later prompt begins | off | because |"
+    named = sorted({_named_caches(kind) for each in known for kind in _caches(each)})
+    off = [each.off for each in named if each.off]
+    always = [part for part in off[0] if all(part in each for each in off)]
+    yield "A kind of caches decides what speeds up a model of it; `mlxtp plan MODEL` prints this for any model."
+    yield f"With all kinds that have a reason below, {' and '.join(always)} are off.\n"
+    yield "| caches | a later prompt begins | also off | because |"
     yield "|---|---|---|---|"
-    yield from sorted({f"| {' | '.join(_named_caches(kind))} |" for each in known for kind in _caches(each)})
+    for each in named:
+        also = ", ".join(part for part in each.off if part not in always)
+        yield f"| {each.name} | {each.begins} | {also or '–'} | {each.why or '–'} |"
 
 
 def _family(family: str) -> str:
@@ -252,12 +258,21 @@ def _caches(family: str) -> list[CacheCapabilities]:
     return list(dict.fromkeys(description(name).caches for name in models))
 
 
-def _named_caches(kind: CacheCapabilities) -> tuple[str, str, str, str]:
-    """Return a row of the table of caches; its first cell names the kind."""
+class _Caches(NamedTuple):
+    """A row of the table of caches."""
+
+    name: str
+    begins: str
+    off: tuple[str, ...]
+    why: str
+
+
+def _named_caches(kind: CacheCapabilities) -> _Caches:
     words = words_of(kind)
     alone = kind.truncatable and not kind.batched  # has the name of the caches that lack nothing
     begins = "after any token" if kind.truncatable else "where a copy was kept"
-    return f"{words.name}{', one at a time' if alone else ''}", begins, words.off or "–", words.why or "–"
+    off = tuple(words.off.split(", ")) if words.off else ()
+    return _Caches(f"{words.name}{', one at a time' if alone else ''}", begins, off, words.why)
 
 
 def _short_names() -> Iterator[str]:

@@ -1,5 +1,5 @@
-"""The commands of `mlxtp`: a module for each, or for those that go together. Parsing and printing only.
+"""Commands of `mlxtp`: one module per command or group of commands. They only parse and print.
 
-`main` has `mlxtp node` and names the other modules. A command talks to the running agent by `AgentClient` of
-`mlxtp/client.py`. `options` and `printing` are what commands share.
+`main` has `mlxtp node` and registers the others. Commands reach the running agent through `AgentClient` of
+`mlxtp/client.py`; `options` and `printing` are shared.
 """

@@ -31,7 +31,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 def version_facts(home: Path) -> dict[str, str]:
-    """Return the facts, most important first. Paths name the folders of the user, and nothing else."""
+    """Return the facts, most important first. They reveal nothing of the user but paths of folders."""
     return {
         "mlxtp": __version__,
         "python": f"{platform.python_version()} ({sys.executable})",
@@ -51,7 +51,7 @@ def _system() -> str:
 
 
 def _needed() -> list[str]:
-    """Return the packages that pyproject.toml requires; [] where mlxtp is not installed."""
+    """Return the packages that pyproject.toml requires; [] if mlxtp is not installed."""
     from importlib.metadata import PackageNotFoundError, requires
 
     try:
@@ -108,7 +108,7 @@ def path(home: SettingsHome = None, as_json: AsJson = False) -> None:
 
 
 def _running(settings: Settings) -> dict[str, dict[str, Any]] | None:
-    """Return the settings of this home's agent that differ, as `_told` does; None without a reply."""
+    """Return the agent's settings that differ from `settings`, as `_told` does; None without a reply."""
     try:
         told = AgentClient(settings.home.resolve()).send(AgentSettings())
     except UserError:
@@ -159,7 +159,7 @@ def _assignment(setting: Setting, value: object, name: str = "") -> str:
     return f"{name} = {json.dumps(value, ensure_ascii=False)}"
 
 
-# --- doctor: the agent's report, or one of its own, or why a group failed ---------------------------------
+# --- doctor: the agent's report, or this command's own, or why a group failed -----------------------------
 
 
 def doctor(
@@ -200,7 +200,7 @@ def doctor(
 
 
 def _report(home: Path | None) -> Mapping[str, Any]:
-    """Return the agent's report, or this command's own where no agent replies."""
+    """Return the agent's report, or this command's own if no agent replies."""
     folder, problem = home_of(home), ""
     if agent_runs(folder):
         try:

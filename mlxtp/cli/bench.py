@@ -69,7 +69,7 @@ _WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class BenchAnswer:
-    """One reply. Times are of one clock, in seconds. `drafted`: tokens that were accepted drafts."""
+    """One reply. Times are readings of one clock, in seconds; `drafted` counts accepted draft tokens."""
 
     asked_at: float
     first_at: float
@@ -82,7 +82,7 @@ class BenchAnswer:
 
 @dataclass(frozen=True, slots=True)
 class BenchRow:
-    """One measurement. `rate` is in tokens per second: of prompts in rows that read, else of replies."""
+    """One measurement. `rate`: tokens/s, of prompts in rows that read, else of replies."""
 
     what: str
     prompt: int
@@ -93,7 +93,7 @@ class BenchRow:
 
 
 def measure(served: Served, agent: AgentClient, say: Callable[[str], None]) -> dict[str, Any]:
-    """Return all rows, with their group. Raises UserError while other requests are open, or if it changes."""
+    """Return all rows, with their group. Raises UserError if requests are open or the group changes."""
     before = agent.send(Status())
     if before["open_requests"]:
         words = f"{before['open_requests']} requests are open; wait until they have ended"
@@ -140,7 +140,7 @@ def _about(status: Mapping[str, Any], served: Served) -> dict[str, Any]:
 
 
 def _group(status: Mapping[str, Any], model: str) -> Mapping[str, Any]:
-    """Return what serves a model: the first ready group, and how many there are; by default the shown one."""
+    """Describe the first ready group of `model`, else the group that `Status` shows, and all its Macs."""
     found = [each for each in status["deployments"] if model in (each["name"], each["model"])]
     groups = [group for each in found for group in each["groups"] if group["state"] == "ready"]
     own = {
@@ -184,7 +184,7 @@ def read(answer: BenchAnswer) -> BenchRow:
 
 
 def wrote(answers: Sequence[BenchAnswer]) -> BenchRow:
-    """Return the speed of all replies together. For a single one, time begins at its first token."""
+    """Return the speed of all replies together. A single reply's time starts at its first token."""
     tokens = sum(answer.tokens for answer in answers)
     firsts = sorted(answer.first_at - answer.asked_at for answer in answers)
     ended_at = max(answer.ended_at for answer in answers)
@@ -233,7 +233,7 @@ class _Asker:
         return answers
 
     def ask(self, text: str, tokens: int) -> BenchAnswer:
-        """Request exactly so many tokens. Raises MlxtpError."""
+        """Request exactly `tokens` tokens. Raises MlxtpError."""
         body = {"model": self.served.model, "prompt": text, "max_tokens": tokens}
         body |= {"ignore_eos": True, "temperature": 0}
         connection = connection_to(self.served.url, self.certificate, _ANSWER_S)
@@ -242,7 +242,7 @@ class _Asker:
 
 
 def _read(events: Iterable[Mapping[str, Any]], asked_at: float) -> BenchAnswer:
-    """Return a reply by its events. Empty ones before the first token only keep the connection."""
+    """Build a reply from its events. Empty ones before the first token only keep the connection alive."""
     first_at = ended_at = 0.0
     usage: Mapping[str, Any] | None = None
     for event in events:
@@ -273,7 +273,7 @@ _LEAST_DECADES = 1.0
 
 
 def fabric_shown(answer: Mapping[str, Any]) -> list[Any]:
-    """Return the agent's measurement, line by line. Times are of the slowest rank."""
+    """Return the agent's measurement, line by line. Times are the slowest rank's."""
     names = " + ".join(answer["names"])
     fences = "fast fences (--fast-fences)" if answer["fast_fences"] else "default fences"
     return [
@@ -342,7 +342,7 @@ def fabric_summary(result: Mapping[str, Any]) -> str:
 
 
 def bars(values: Sequence[float], color: str, *, logarithmic: bool = False) -> list[Bar]:
-    """Return a bar for each of these positive values, the largest one full."""
+    """Return one bar per value, all of them positive; the largest value fills its bar."""
     largest, smallest = max(values), min(values)
     if logarithmic:
         decades = max(math.log10(largest / smallest), _LEAST_DECADES)

@@ -1,4 +1,4 @@
-"""`mlxtp chat`: a conversation with the model of this Mac's endpoint. It is kept in memory, until /save."""
+"""`mlxtp chat`: a conversation with the model at this Mac's endpoint, kept in memory until /save."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from .options import AsJson, Home, model_names
 from .printing import Console, print_json, when_started, without_controls
 
 PROMPT = ">>> "
-MEASURED_S = 0.1  #: Least seconds of a reply for a meaningful speed.
-NOTICED_S = 0.25  #: Most seconds until a Ctrl-C takes effect.
+MEASURED_S = 0.1  #: Shortest reply whose speed means something.
+NOTICED_S = 0.25  #: Longest delay until a Ctrl-C takes effect.
 COMMANDS = {
     "/clear": "forget the conversation",
     "/system": "/system TEXT: instructions for the model from now on; without a text, none",
@@ -100,7 +100,7 @@ class Talk:
         return [*([{"role": "system", "content": self.system}] if self.system else []), *self.messages]
 
     def save(self, path: Path) -> None:
-        """Write it to a new file. Raises UserError if the file exists or cannot be written."""
+        """Write the conversation to a new file. Raises UserError if it exists or cannot be written."""
         if path.suffix == ".json":
             talk = {**self.options, "messages": self.all()}
             content = json.dumps(talk, ensure_ascii=False, indent=2) + "\n"
@@ -115,9 +115,9 @@ class Talk:
 
 @contextmanager
 def _noticing_ctrl_c() -> Iterator[None]:
-    """Interrupt the main thread's system calls every NOTICED_S seconds, so that it handles a pending Ctrl-C.
+    """Interrupt the main thread's system calls every NOTICED_S seconds, so that it notices a Ctrl-C.
 
-    A Ctrl-C that arrives just before a system call, or in another thread, does not end that call.
+    A Ctrl-C that arrives just before a system call, or in another thread, would not end that call.
     """
     previous = signal.signal(signal.SIGALRM, lambda *_: None)
     signal.setitimer(signal.ITIMER_REAL, NOTICED_S, NOTICED_S)
@@ -129,7 +129,7 @@ def _noticing_ctrl_c() -> Iterator[None]:
 
 
 def _ask_once(talk: Talk, asked: str, *, as_json: bool) -> None:
-    """Print only the reply, as a stream. Raises MlxtpError when there is none."""
+    """Print only the reply, streamed unless `as_json`. Raises MlxtpError if there is none."""
     when_started(talk.home)
     answer = EndpointAnswer(time.monotonic())
     with _noticing_ctrl_c(), closing(talk.ask(asked)) as pieces:
@@ -156,10 +156,10 @@ class ChatScreen:
     def __init__(self, talk: Talk) -> None:
         self._talk = talk
         self._console = Console(highlight=False)
-        self._stopped = False  #: True while the last event was Ctrl-C.
+        self._stopped = False  #: The last event was Ctrl-C.
 
     def run(self) -> None:
-        """Read lines until the user leaves. Raises UserError when no agent runs at the start."""
+        """Read lines until the user leaves. Raises UserError if no agent runs at the start."""
         _, status = when_started(self._talk.home)
         served = status["model"] or f"no model yet ({status['state']})"
         self._console.print(Text.assemble((served, "cyan"), "   /help lists the commands, Ctrl-D leaves"))
@@ -191,7 +191,7 @@ class ChatScreen:
                 self._say("Ctrl-C again, or Ctrl-D, leaves")
 
     def _obey(self, text: str) -> bool:
-        """Run a command that begins with /. False: leave. Raises UserError."""
+        """Run a command that begins with /. Return False to leave. Raises UserError."""
         command, _, rest = text.partition(" ")
         rest = rest.strip()
         if command == "/quit":
@@ -232,7 +232,7 @@ class ChatScreen:
             self._talk.add_exchange(text, answer.text)
 
     def _write(self, pieces: Iterator[Piece], answer: EndpointAnswer) -> None:
-        """Show the reason for a wait until the first token, then thoughts, dim, and the text."""
+        """Show why the reply waits until its first token, then its thoughts, dimmed, and its text."""
         with self._console.status("", spinner="line") as shown:
             for first in pieces:
                 if first.text or first.thought:

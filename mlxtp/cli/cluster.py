@@ -62,7 +62,7 @@ def drain(verb: verbs.StartDrain, home: Home = None, as_json: AsJson = False) ->
 
 
 def drain_agent(folder: Path, start: verbs.StartDrain) -> int:
-    """Drain the agent of a home, and wait until it has ended. Return the number of requests that were cut."""
+    """Drain the agent and wait until it has ended. Return the number of requests that were cut off."""
     client = AgentClient(folder)
     progress = client.send(start)
     with Console(stderr=True, highlight=False).status(_drain_line(progress)) as shown:

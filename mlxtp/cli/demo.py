@@ -53,7 +53,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class DemoConsole(Console):
-    """A console whose reader may leave. rich would end the process from the task that printed last."""
+    """Console that raises BrokenPipeError once its reader has left; rich's own ends the process."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
@@ -114,9 +114,9 @@ class DemoView:
         )
 
     def serving(self, url: str) -> None:
-        """Print the addresses and commands to paste, none wider than 80 columns."""
+        """Print the addresses, and commands to paste, in at most 80 columns."""
         home, program = shlex.quote(str(self._settings.home)), Path(sys.argv[0])
-        # In a checkout the command is not on the path of a new shell.
+        # A checkout's command is not on a new shell's PATH.
         aside = program.name == "mlxtp" and shutil.which("mlxtp") is None
         command = shlex.quote(os.path.relpath(program)) if aside else "mlxtp"
         self._console.print(
@@ -133,9 +133,9 @@ class DemoView:
 async def run(
     settings: Settings, prompt: str | None, view: DemoView, *, once: bool, replicas: int = 1
 ) -> dict[str, Any]:
-    """Start, send the prompt, and either return the outcome or serve until cancelled.
+    """Start, send the prompt, then return the outcome (`once`) or serve until cancelled.
 
-    Raises ConfigError, ModelError or GroupError when the cluster does not get ready.
+    Raises ConfigError, ModelError or GroupError if the cluster fails to get ready.
     """
     question = prompt or (EMBEDDED_PROMPT if settings.model == EMBEDDED_MODEL else OTHER_PROMPT)
     began = time.monotonic()
@@ -182,7 +182,7 @@ async def run(
 
 @asynccontextmanager
 async def running_replicas(settings: Settings, replicas: int, view: DemoView) -> AsyncIterator[Agent]:
-    """Run a cluster of so many agents on loopback, with one replica on each. Yields the first agent."""
+    """Run a cluster of `replicas` agents on loopback, with a replica on each. Yields the first agent."""
     began = time.monotonic()
     own = replace(
         settings, cluster=True, name="mac-1", control_host=LOOPBACK, control_port=0, discovery=False,
@@ -217,12 +217,12 @@ async def running_replicas(settings: Settings, replicas: int, view: DemoView) ->
                     view.progress(f"{each.group} is ready on {where}", time.monotonic() - began)
         try:
             yield first
-        finally:  # each end of an agent leaves the others without room for all replicas
+        finally:  # as each agent ends, the others warn that they lack room for all replicas
             logging.getLogger("mlxtp").setLevel(logging.ERROR)
 
 
 async def answering_groups(agent: Agent, prompt: str, requests: int) -> Mapping[str, int]:
-    """Send so many requests at once, and return how many of them each group answered."""
+    """Send `requests` requests at once, and return how many of them each group answered."""
     body = json.dumps(_request(prompt))
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {agent.key}"}
 

@@ -32,20 +32,20 @@ Variables = Mapping[str, str | None]  # of an environment; None unsets one
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Endpoint as a client sees it."""
+    """The endpoint as a client sees it."""
 
     url: str  #: without a path
     model: str
     context: int  #: tokens
     key: str = ""
-    certificate: str = ""  #: file of one that clients have to trust
-    folder: Path = Path()  #: of the files that `launch` writes
+    certificate: str = ""  #: path of a certificate that clients must trust
+    folder: Path = Path()  #: for the files that `launch` writes
     features: frozenset[str] = frozenset()  #: as in `/v1/models`, such as "tools"
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Settings of one program. `arguments` precede those of the user; `files` are JSON, by path."""
+    """Settings of one program. `arguments` precede the user's own; `files` are JSON, by path."""
 
     variables: Variables
     arguments: tuple[str, ...] = ()
@@ -54,17 +54,15 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A program that can be launched."""
-
     command: str
     install: str
     setup: Callable[[Served], Setup]
-    least_context: int  #: tokens below which its instructions and tools leave no room to work
+    least_context: int  #: tokens; with fewer, its instructions and tools leave no room to work
     elsewhere: tuple[str, ...] = ()  #: places outside of PATH where its installers put it
 
 
 def output_limit(context: int) -> int:
-    """Return the tokens to reserve for one reply. Agents compact a conversation that would leave less."""
+    """Return the tokens to reserve for one reply. Agents compact a conversation that leaves fewer."""
     return max(min(max(context // 8, LEAST_OUTPUT), MOST_OUTPUT, context // 2), 1)
 
 
@@ -75,21 +73,21 @@ def claude(served: Served) -> Setup:
         "ANTHROPIC_BASE_URL": served.url,
         "ANTHROPIC_AUTH_TOKEN": served.key or NO_KEY,  # sent as `Authorization: Bearer`
         "ANTHROPIC_MODEL": model,
-        # Its names for larger and smaller models; here there is one.
+        # Claude Code names models by size; here one serves for all.
         "ANTHROPIC_DEFAULT_OPUS_MODEL": model,
         "ANTHROPIC_DEFAULT_SONNET_MODEL": model,
         "ANTHROPIC_DEFAULT_HAIKU_MODEL": model,
-        "ANTHROPIC_SMALL_FAST_MODEL": model,  # the name of the one before in older versions
+        "ANTHROPIC_SMALL_FAST_MODEL": model,  # older versions' name for the Haiku model
         "CLAUDE_CODE_SUBAGENT_MODEL": model,
         "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(served.context),  # it assumes 200,000 for unknown models
         "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(output_limit(served.context)),  # it assumes 32,000 for replies
         "API_TIMEOUT_MS": str(PATIENCE_MS),  # until a reply begins; 600,000 by default
-        # Without an event other than a ping; 300,000 by default.
+        # The longest wait for an event other than a ping; 300,000 by default.
         "CLAUDE_STREAM_IDLE_TIMEOUT_MS": str(PATIENCE_MS),
         "API_FORCE_IDLE_TIMEOUT": "0",  # turns off the limit of its HTTP client, 300 s
         # Updates, telemetry and reports go to Anthropic.
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-        # A line that changes with each request, at the top of the system prompt.
+        # Removes a line atop the system prompt that changes with each request, so that caches match.
         "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
         # Credentials and switches for other providers.
         "ANTHROPIC_API_KEY": None,
@@ -102,7 +100,7 @@ def claude(served: Served) -> Setup:
 
 
 def codex(served: Served) -> Setup:
-    """Codex: a provider by `-c`, and a catalog of one model, without which it warns of missing metadata."""
+    """Codex: a provider by `-c`, and a catalog of one model; without it Codex warns of missing metadata."""
     catalog = served.folder / "codex-models.json"
     provider = {
         "name": "mlxtp",
@@ -174,7 +172,7 @@ def opencode(served: Served) -> Setup:
         },
         "model": f"mlxtp/{served.model}",
         "small_model": f"mlxtp/{served.model}",
-        # With less room it endlessly compacts a conversation that is only its own prompt.
+        # In a smaller context opencode endlessly compacts a conversation that is only its own prompt.
         "compaction": {"auto": served.context >= OPENCODE_CONTEXT},
     }
     key = {KEY_VARIABLE: served.key or NO_KEY}
@@ -183,7 +181,7 @@ def opencode(served: Served) -> Setup:
 
 
 def aider(served: Served) -> Setup:
-    """Use LiteLLM's OpenAI client. A file has the context, which aider cannot look up."""
+    """aider: LiteLLM's OpenAI client, and a file with the context, which aider cannot look up."""
     name, metadata = f"openai/{served.model}", served.folder / "aider-models.json"
     limits = {
         "max_input_tokens": served.context,
@@ -279,7 +277,7 @@ def launch(
 def find_served(home: Path, key: str, name: str = "") -> Served:
     """Return the deployed model `name`, or the default one, as clients with the API key `key` see it.
 
-    Raises UserError when no agent runs, no model is loaded, that one is not, or the key is refused.
+    Raises UserError if no agent runs, the model is not loaded, or the key is refused.
     """
     client, status = when_started(home)
     if not status["model"]:
@@ -290,7 +288,7 @@ def find_served(home: Path, key: str, name: str = "") -> Served:
             Code.NOT_READY,
         )
     listed = {str(model["id"]): model for model in client.models(key)}
-    # Other models may be listed that a request would load first.
+    # The list also has models that a request would load first.
     deployed = deployed_as(name, status["deployments"])
     model = listed.get((deployed[0]["name"] if deployed else name) or status["model"])
     if name and (model is None or not any(each["replicas"]["ready"] for each in deployed)):
@@ -317,7 +315,7 @@ def find_served(home: Path, key: str, name: str = "") -> Served:
 
 
 def deployed_as(name: str, deployments: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the deployments of this name, else those of the model that it is short for."""
+    """Return deployments of this name; if there is none, deployments of the model that it is short for."""
     found = [each for each in deployments if name in (each["name"], each["model"])]
     full = stands_for(name) if name and not found else ""
     return deployed_as(full, deployments) if full else found
@@ -338,7 +336,7 @@ def changed(environment: Mapping[str, str], variables: Variables) -> dict[str, s
 
 
 def summary(app_name: str, served: Served, setup: Setup) -> Iterator[str]:
-    """Yield lines for people: the model, and the settings for the program. Keys are not shown."""
+    """Yield the model and the program's settings as lines for people, without keys."""
     gone = [name for name, value in setup.variables.items() if value is None]
     kept = [name for name in setup.variables if name not in gone]
     yield f"mlxtp: {app_name} uses {served.model} ({served.context:,} tokens) at {served.url}"

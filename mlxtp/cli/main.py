@@ -1,4 +1,4 @@
-"""The commands. Parsing and printing only."""
+"""The entry point: `mlxtp node`, `demo` and `version`, and the list of all commands."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ _COMMANDS: Mapping[str, tuple[typer.Typer | Callable[..., Any], ...]] = {
 
 
 def _flowing(command: object) -> str:
-    """Return a docstring with each paragraph on one line; `--help` keeps the line breaks inside of one."""
+    """Join the lines of each paragraph of a docstring; `--help` would keep its line breaks."""
     return "\n\n".join(" ".join(each.split()) for each in (inspect.getdoc(command) or "").split("\n\n"))
 
 
@@ -226,21 +226,21 @@ async def _node(settings: Settings) -> None:
 
 
 async def _serve(agent: Agent, settings: Settings) -> None:
-    """Run until the agent has nothing left to do. Raises MlxtpError when it had nothing from the start."""
+    """Run until the agent ends. Raises MlxtpError if it runs alone and cannot load its first model."""
     import asyncio
 
     from ..identity.store import Store
 
     log = logging.getLogger("mlxtp")
     if agent.founded:
-        # A log file has more readers than a terminal.
+        # More people read a log file than a terminal.
         token = "TOKEN, from `mlxtp token`" if settings.log_file else await agent.parts.tokens.token()
         log.info("another Mac joins with: mlxtp node --join %s", token)
     try:
         await agent.wait_ready()
     except MlxtpError as error:
-        # The agent outlives its ranks, and continues to report why there is no model. An agent that runs
-        # alone, and whose first model cannot be loaded, has nothing else to do.
+        # A member's agent outlives its ranks, and reports why there is no model. An agent that runs alone
+        # has nothing to do without its first model.
         if agent.parts.node.alone and not isinstance(error, GroupError):
             raise
         log.error("%s; %s/health tells more", error.detail, agent.url)
@@ -263,7 +263,7 @@ def _settings(flags: Mapping[str, object], defaults: Mapping[str, object] | None
 
 
 def _run(work: Coroutine[Any, Any, Any], interrupted: int = 0) -> Any:
-    """Run to the end or until a signal. Either way everything is shut down in order."""
+    """Run `work` to its end or until a signal. Either way everything is shut down in order."""
     with importing():
         import asyncio
 
@@ -275,7 +275,7 @@ def _run(work: Coroutine[Any, Any, Any], interrupted: int = 0) -> Any:
 
 
 def _log(log_format: str, log_file: str = "") -> None:
-    """Log to a file, or to standard error. Raises ConfigError when the file cannot be written."""
+    """Log to a file, or to standard error. Raises ConfigError if the file cannot be written."""
     from ..logs import PrintableLines, RotatingLog, log_formatter
 
     handler: logging.Handler
@@ -332,7 +332,7 @@ def _problem_of_stdout(error: OSError) -> str | None:
 
 
 def _with_values(arguments: list[str]) -> list[str]:
-    """Give a bare --join an empty value. click wants each option to have a value always, or never."""
+    """Give a bare --join an empty value: to click, an option takes a value always or never."""
     return [
         "--join=" if argument == "--join" and following.startswith("-") and following != "-" else argument
         for argument, following in zip(arguments, [*arguments[1:], "--"], strict=False)

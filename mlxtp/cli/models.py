@@ -1,6 +1,6 @@
 """`mlxtp pull`, `list`, `remove` and `verify`: models of the Hub on this Mac's disk.
 
-A running agent downloads, so that its cluster does so once; without an agent this process does.
+If an agent runs, it downloads, so that its cluster does so once; else this process does.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def _by_agent(
                     bars.show(row["name"], row["held_bytes"], row["total_bytes"], waits=row["waits"])
                 if rows and all(row["complete"] or row["problem"] for row in rows):
                     return rows
-                time.sleep(LOOK_S)  # the agent does not notify of progress
+                time.sleep(LOOK_S)  # the agent does not push progress
         except KeyboardInterrupt:
             print("mlxtp: the agent continues; the same command shows the progress", file=sys.stderr)
             raise typer.Exit(Exit.INTERRUPTED) from None
@@ -219,7 +219,7 @@ def _by_itself(model: str, as_json: bool) -> Mapping[str, Any]:
 
 
 class _Speed(TransferSpeedColumn):
-    """Present speed; the average of a finished download; empty while unknown."""
+    """Current speed; the average of a finished download; empty while unknown."""
 
     def render(self, task: Task) -> Text:
         if task.finished_speed or task.speed:
@@ -257,7 +257,7 @@ class _Bars:
             self._progress.live.stop()
 
     def show(self, name: str, held: int, total: int, *, waits: bool = False) -> None:
-        """Show the bytes present and in all (0: unknown). `waits`: other downloads come first."""
+        """Show the bytes here and in total (0: unknown). `waits`: other downloads run first."""
         self._progress.start()
         if name not in self._tasks:
             self._tasks[name] = self._progress.add_task(name, completed=held, begun=held)
@@ -269,7 +269,7 @@ class _Bars:
 
 
 def _damaged(repo: Repo, manifest: Manifest, *, quiet: bool) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the problems by path: files with wrong content, and files that cannot be read."""
+    """Return problems by path: of files with wrong content, and of unreadable files."""
     bad: dict[str, str] = {}
     unread: dict[str, str] = {}
     done = 0
@@ -294,7 +294,7 @@ def _damaged(repo: Repo, manifest: Manifest, *, quiet: bool) -> tuple[dict[str, 
 
 
 def _repair(repo: Repo, manifest: Manifest, bad: Collection[str], home: Path | None, as_json: bool) -> None:
-    """Remove bad files and pull them, once a source for them is known. Raises UserError."""
+    """Remove bad files and pull them again, if a member or the Hub has them. Raises UserError."""
     from ..models import hub_client
 
     model = f"{repo.name}@{manifest.revision}"
@@ -315,7 +315,7 @@ def _repair(repo: Repo, manifest: Manifest, bad: Collection[str], home: Path | N
 
 
 def _check_hub(model: str) -> str:
-    """Return the name of a Hub model, also for a short name of one. Raises UserError for any other."""
+    """Return the Hub name for a name or short name of a model. Raises UserError for anything else."""
     from ..models.inspect import full_name, is_hub_id
 
     model = full_name(model)

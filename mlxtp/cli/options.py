@@ -1,4 +1,4 @@
-"""Options that commands share, the settings among them, and shell completion: suggestions for values."""
+"""Options that commands share, including settings, and suggestions for shell completion."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ FLAGS = tuple(setting.key for setting in SETTINGS if setting.option)
 
 
 def takes(*keys: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that gives a command an option for each of these settings, None if not given."""
+    """Return a decorator that gives a command an option for each of these settings; None if not given."""
     options = [_parameter(key, _type(BY_KEY[key]), _option(BY_KEY[key]), None) for key in keys]
 
     def with_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -56,7 +56,7 @@ def takes(*keys: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
 
 
 def sends(verb: type[Verb]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that gives a command the options of `verb` in the place of its parameter `verb`."""
+    """Return a decorator that replaces a command's parameter `verb` by the options of that verb."""
     offered = [each for each in fields(verb) if "flag" in each.metadata]
 
     def with_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -108,7 +108,7 @@ def _of_field(of: Field[Any]) -> inspect.Parameter:
 
 
 def like(key: str, description: str, **more: Any) -> Any:
-    """Return an option whose value is written like the setting of this name."""
+    """Return an option that takes the same values as the setting `key`."""
     metavar = BY_KEY[key].kind.metavar
     return typer.Option(metavar=metavar, help=description, autocompletion=words(metavar), **more)
 
@@ -131,11 +131,11 @@ def _option(setting: Setting) -> Any:
     )
 
 
-# --- facts of the agent that runs here, or of one that would ---------------------------------------------
+# --- facts of the agent, running or not ------------------------------------------------------------------
 
 
 def setting_of(key: str, home: Path) -> Any:
-    """Return the value of a setting, as the file would have it. Raises ConfigError."""
+    """Return the agent's value of a setting, in the format of the file. Raises ConfigError."""
     try:
         return AgentClient(home).send(AgentSettings())["settings"][key]
     except UserError:
@@ -143,7 +143,7 @@ def setting_of(key: str, home: Path) -> Any:
 
 
 def models_stored(home: Path, timeout_s: float | None = None) -> tuple[Path, list[Mapping[str, Any]]]:
-    """Return the cache folder, and the models of other members."""
+    """Return the cache folder, and the models of other members, none if no agent replies."""
     from ..models.hub_cache import cache_folder
 
     try:
@@ -191,7 +191,7 @@ def model_names() -> list[str]:
 
 
 def hub_model_names(ctx: typer.Context) -> list[str]:
-    """Return models of the Hub that are on this disk at least in part, in the agent's cache."""
+    """Return the Hub models that are in the agent's cache, at least in part."""
     from ..models.hub_cache import repos_here
 
     return [each.name for each in repos_here(models_stored(_home(ctx), _ASK_S)[0]) if each.commits()]

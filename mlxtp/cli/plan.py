@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..wire.cluster_messages import FabricResult
 
 
-#: Settings of the running agent that a plan has too, as they are where none runs or the Macs are in a file.
+#: Settings that a plan takes from the running agent, and their values without one.
 _UNSET: Mapping[str, str] = {"parallel": "auto", "fabric_networks": "any"}
 _WORKLOADS = "chat|agent|batch"
 
@@ -164,10 +164,7 @@ def plan(
 
 
 def named_model(typed: str, home: Path | None) -> tuple[str, str | Path]:
-    """Return a name for people, and what `planning.read_shape` reads, of a model that the user named.
-
-    What comes from the Hub lies in a folder whose name says nothing. Raises ModelError.
-    """
+    """Return a name for people ("" if the path has it), and the path to read. Raises ModelError."""
     from ..models.inspect import find_config, full_name, in_folders, is_hub_id
 
     model = typed
@@ -180,9 +177,7 @@ def named_model(typed: str, home: Path | None) -> tuple[str, str | Path]:
 def members_here(
     home: Path,
 ) -> tuple[tuple[MemberMachine, ...], str, tuple[FabricResult, ...], Mapping[str, str]]:
-    """Return the cluster's machines (without an agent this one), coordinator and measurements, and the
-    agent's settings `parallel` and `fabric_networks`.
-    """
+    """Return the cluster's machines (without an agent, this Mac), coordinator, results and settings."""
     import asyncio
 
     from ..description import built

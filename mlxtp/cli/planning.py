@@ -32,7 +32,7 @@ GB = 1e9
 _COLUMNS = ("way", "nodes", "request", "first token", "tokens/s", "GB a rank", "verdict", "why")
 _RIGHT = ("request", "first token", "tokens/s", "GB a rank")
 _WORDY = ("nodes", "why")
-#: Characters of a line with room for the wordy columns.
+#: Characters of a line with room for the wordy columns too.
 _WIDE = 130
 _COLOURS = {"chosen": "bold green", "possible": "default", "refused": "dim"}
 
@@ -73,7 +73,7 @@ def _now_line(placed: Mapping[str, Any]) -> str:
 
 
 def _console() -> Console:
-    """Return a console for standard output that wraps lines for people only."""
+    """Return a console for standard output that wraps lines in a terminal only."""
     return Console(highlight=False, soft_wrap=not sys.stdout.isatty())
 
 
@@ -98,16 +98,15 @@ def _plan(
 def expected(
     model: str | Path, members: Sequence[MemberMachine], coordinator: str, options: PlacementOptions
 ) -> float:
-    """Return the tokens a second of one answer that a plan foretells; 0 if it cannot."""
+    """Return the tokens/s that a plan expects of one answer; 0 if it expects none."""
     chosen = _plan(str(model), members, read_shape(model), coordinator, options).chosen
     return chosen.speed.tokens_per_second if chosen is not None and chosen.speed is not None else 0.0
 
 
 def hostfile(one: Candidate, addresses: Mapping[str, str], *, fast_fences: bool) -> dict[str, Any]:
-    """Return the file of `mlx.launch` for the Macs of a candidate, in rank order.
+    """Return the hostfile of `mlx.launch` for a candidate's Macs, in rank order.
 
-    `addresses`: those at which members are reached, by node id. Source of the fields: `Hostfile` in MLX's
-    `_distributed_utils/common.py`.
+    `addresses`: of members, by node id. Fields: `Hostfile` in MLX's `_distributed_utils/common.py`.
     """
     ring = one.ring_addresses or tuple(addresses.get(node, "") for node in one.ranks)
     hosts = [
@@ -123,7 +122,7 @@ def hostfile(one: Candidate, addresses: Mapping[str, str], *, fast_fences: bool)
 
 
 def over_all(members: Sequence[MemberMachine], coordinator: str, options: PlacementOptions) -> Candidate:
-    """Return the best way for all Macs to work together. Raises UserError with the reason."""
+    """Return the best candidate with all Macs. Raises UserError with the reasons if there is none."""
     refused: dict[str, None] = {}
     shape = read_shape(EMBEDDED_MODEL)
     for parallel in ("tensor", "pipeline"):
@@ -136,13 +135,12 @@ def over_all(members: Sequence[MemberMachine], coordinator: str, options: Placem
 
 
 def as_served(model: str, options: PlacementOptions) -> PlacementOptions:
-    """Return the cluster's options: all share the embedded model, unless the user sets a number or a way."""
+    """Spread the embedded model over all Macs, as clusters do, unless the user chose a number or a way."""
     demonstrates = model == EMBEDDED_MODEL and options.nodes == "auto" and options.parallel == "auto"
     return replace(options, nodes="all", parallel="tensor") if demonstrates else options
 
 
 def read_shape(model: str | Path, name: str = "") -> ModelShape:
-    """Return the shape of what `read_model` reads, with a name for people."""
     return read_model(model).shape(name or _path_of(model).name, 0)
 
 
@@ -151,7 +149,7 @@ def _path_of(model: str | Path) -> Path:
 
 
 def read_model(model: str | Path) -> DescribedModel:
-    """Return what is known of a model folder, a config.json, or the embedded model. Raises ModelError."""
+    """Describe a model folder, a config.json, or the embedded model. Raises ModelError."""
     path = _path_of(model)
     config = path / "config.json" if path.is_dir() else path
     if not config.is_file():
@@ -188,9 +186,9 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _has_head(path: Path, config: Mapping[str, Any]) -> bool:
-    """Return True for an MTP head among the weights; False where a folder has a configuration alone.
+    """Return True if the weights have an MTP head.
 
-    If all weights are there, ranks' own code looks at the head, and says on standard error what is wrong.
+    If all weights are there, ranks' own code checks the head, and prints problems on standard error.
     """
     try:
         named = has_mtp_head(path, config)
@@ -203,7 +201,7 @@ def _has_head(path: Path, config: Mapping[str, Any]) -> bool:
 
 
 def _weight_bytes(path: Path) -> int:
-    """Return the bytes of the weights in a folder, from their index if there is one; 0 without either."""
+    """Return the bytes of a folder's weights, from the index if there is one; 0 if it is no folder."""
     if not path.is_dir():
         return 0
     beside = sum(file.stat().st_size for file in path.glob(MTP_FILE))
@@ -245,7 +243,7 @@ def _way(one: Candidate, workload: Workload) -> dict[str, Any]:
 
 
 def show(made: Placement, shape: ModelShape, console: Console) -> None:
-    """Print the plan for people. Reasons appear in their rows, or once below where lines are short."""
+    """Print the plan. Reasons appear in their rows, or below the table if lines are short."""
     console.print(escape(_model_line(made, shape)))
     wide = console.width >= _WIDE
     columns = [column for column in _COLUMNS if wide or column not in _WORDY]
@@ -283,7 +281,7 @@ def show(made: Placement, shape: ModelShape, console: Console) -> None:
 
 
 def _shown(alternatives: Sequence[Candidate]) -> list[Candidate]:
-    """Return the ways to print: of pipelines of so many nodes the best one, of all fabrics."""
+    """Return all ways but pipelines, and of these the best one for each number of nodes."""
     first = {one.nodes: one for one in reversed(alternatives) if one.is_pipeline}
     return [one for one in alternatives if not one.is_pipeline or one is first[one.nodes]]
 
@@ -357,7 +355,7 @@ def _gb(size: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """One model in a packing. `why`: the reason for no group, empty where `plan` has one."""
+    """One model of a packing. `why`: the reason if it gets no group."""
 
     shape: ModelShape
     plan: Placement | None
@@ -371,7 +369,7 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class MacMemory:
-    """Memory of a Mac in bytes: what ranks may have, and their weights, KV caches and headroom."""
+    """Memory of a Mac in bytes: the share for ranks, and their weights, KV caches and headroom."""
 
     node_id: str
     name: str
@@ -388,8 +386,8 @@ class MacMemory:
 def pack(
     members: Sequence[MemberMachine], wanted: Sequence[tuple[ModelShape, PlacementOptions]]
 ) -> tuple[Packed, ...]:
-    """Return a group for each model, as a cluster without any group would assign them, in order."""
-    # A model's place in the command is the name of its deployment.
+    """Assign a group to each model, in order, as a cluster without any group would."""
+    # Deployments are named by their model's place in the command.
     rows = [WantedDeployment(Deployment(str(i)), options, shape) for i, (shape, options) in enumerate(wanted)]
     taken = {member.node_id: 0 for member in members}
     busy: set[str] = set()  # with a rank of a group over several Macs
@@ -431,7 +429,7 @@ def run_several(
     options: PlacementOptions,
     as_json: bool = False,
 ) -> tuple[Packed, ...]:
-    """Plan `models` as `run` does one. The first counts most; each has its name before it."""
+    """Plan and print several models, each a name and a model as in `run`, most important first."""
     wanted = [(read_shape(model, name), as_served(str(model), options)) for name, model in models]
     packed = pack(members, wanted)
     macs = memory_of(members, packed)
@@ -452,7 +450,7 @@ def run_several(
 
 
 def _show(packed: Sequence[Packed], macs: Sequence[MacMemory], workload: Workload) -> None:
-    """Print which model runs on which Macs, the memory of each Mac, and reasons below."""
+    """Print each model's Macs, the memory of each Mac, and the reasons."""
     console = _console()
     numbers = ("request", "first token", "tokens/s")
     table = table_of("model", "Macs", *numbers, right=numbers, wrapped=("model", "Macs"))

@@ -38,12 +38,12 @@ _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def without_controls(text: str) -> str:
-    """Return a text without what a terminal obeys: C0, DEL and C1, but for line feeds and tabs."""
+    """Remove the characters that a terminal obeys: C0, DEL and C1, except line feeds and tabs."""
     return _CONTROLS.sub("", text)
 
 
 class Console(rich_console.Console):
-    """A rich console that writes no control characters of the texts that it gets."""
+    """Rich console that drops the control characters of its texts."""
 
     def render(self, *given: Any, **options: Any) -> Iterable[Segment]:
         for segment in super().render(*given, **options):
@@ -56,7 +56,7 @@ def home_of(home: Path | None) -> Path:
 
 @contextmanager
 def typed() -> Iterator[None]:
-    """Mark errors of values that the user typed, for the exit status."""
+    """Give a UserError the exit status of a mistyped value."""
     try:
         yield
     except UserError as error:
@@ -65,10 +65,7 @@ def typed() -> Iterator[None]:
 
 
 def when_started(home: Path) -> tuple[AgentClient, dict[str, Any]]:
-    """Return the agent of this home and its status. Wait while a model is loading, and show the progress.
-
-    Raises UserError when no agent runs.
-    """
+    """Wait, with progress on stderr, until the agent has started. Raises UserError if none runs."""
     console = Console(stderr=True, highlight=False)
     with console.status("") as shown:
 
@@ -87,7 +84,7 @@ def when_started(home: Path) -> tuple[AgentClient, dict[str, Any]]:
 
 
 def table_of(*columns: str, right: Collection[str] = (), wrapped: Collection[str] | None = None) -> Table:
-    """Return an empty table; only the columns in `wrapped` may have cells of several lines."""
+    """Return an empty table. Only cells of the columns in `wrapped` (None: all) may wrap."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         justify: Literal["left", "right"] = "right" if column in right else "left"
@@ -104,18 +101,18 @@ def size_of(count: int) -> str:
 
 
 def joined(group: Mapping[str, Any]) -> str:
-    """Return in words how the ranks of a group share a model, with a comma before each part."""
+    """Return in words how a group's ranks share a model, with a comma before each part."""
     return "".join(f", {each}" for each in (group["kind"], stage_words(group["split"])) if each)
 
 
 def print_json(answer: Mapping[str, Any]) -> None:
-    """Print one object on one line, with escapes for the control characters that JSON leaves."""
+    """Print one object on one line, with escapes for control characters that `json` leaves."""
     text = json.dumps(answer, ensure_ascii=False)
     print(_CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
 def print_answer(answer: Mapping[str, Any], as_json: bool, show: Any) -> None:
-    """Print one JSON object, or `show`: a string, or one or several rich renderables, or what it returns."""
+    """Print `answer` as JSON, or `show`: a string, rich renderables, or a function that returns them."""
     if as_json:
         print_json(answer)
         return
@@ -133,14 +130,14 @@ MAX_NAME = 400  #: Characters of a file's name that an error shows.
 
 # --- errors and log lines -------------------------------------------------------------------------------
 
-COMPLETION_VARIABLE = "_MLXTP_COMPLETE"  #: A shell requests completions with it; see typer.
+COMPLETION_VARIABLE = "_MLXTP_COMPLETE"  #: Set by a shell that requests completions; see typer.
 
 
 class Commands(TyperGroup):
-    """The `mlxtp` command, whose errors go to stderr as text.
+    """The `mlxtp` command. It prints errors as text on stderr.
 
-    With --json they go to stdout, in place of the result: {"error": {"code", "message"}}, and nothing else.
-    The exit status (`Exit`) is the same.
+    With --json it prints {"error": {"code", "message"}} on stdout instead of the result. The exit status
+    (`Exit`) is the same.
     """
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> Any:
@@ -168,10 +165,7 @@ class Commands(TyperGroup):
 
 
 class TerminalLog(logging.Handler):
-    """Log lines on standard error with time, level and colours.
-
-    A log line is one line of any length, so that a command in copied text still works.
-    """
+    """Log in color to standard error, one line per record, so that a command in it can be copied."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,7 +174,7 @@ class TerminalLog(logging.Handler):
         self._last = ""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print the record, with the time only if it differs from that of the line before."""
+        """Print the record; omit the time if the line before shows the same."""
         try:
             now = datetime.fromtimestamp(record.created).strftime("[%x %X]")
             shown = " " * len(now) if now == self._last else now
@@ -188,7 +182,7 @@ class TerminalLog(logging.Handler):
             level = (record.levelname.ljust(8), f"logging.level.{record.levelname.lower()}")
             begin = Text.assemble((shown, "log.time"), " ", level, " ")
             self._console.print(begin + self._colour(Text(self.format(record))))
-        except Exception:  # noqa: BLE001 - as every handler of `logging`: a failed write ends nothing
+        except Exception:  # noqa: BLE001 - as in every handler of `logging`, a failed write ends nothing
             self.handleError(record)
 
 

@@ -49,16 +49,16 @@ IDLE_S = 60.0  # after about a minute without messages, JACCL's next large sum h
 BACK_S = 120.0  # seconds until an agent that was killed is back
 STREAMS = 4  # at once, while a rank is killed
 STREAM_S = 8.0
-SLOWER = 1.5  # times as long, from which on a difference is a warning
+SLOWER = 1.5  # a time longer by this factor is a warning
 ITS_OWN = 0.2  # share of answers that the embedded model may get wrong on one Mac
-UNLIKE = 0.3  # share by which speeds may differ from the plan's
+UNLIKE = 0.3  # a speed that is less than planned by this share is a warning
 
 _POLL_S = 0.25
 _ECHOES = 16
 _COUNT = "Count from 1 to 60."
 _COUNTED = " ".join(map(str, range(1, 61)))
 _HAYSTACKS = 6
-_SENTENCES = 40  # of each
+_SENTENCES = 40  # of each haystack, without the codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Bed:
-    """The cluster that is tried: its agent here, its members' names, and what shows progress."""
+    """The cluster under test: its agent here, its members' names, and a callback for progress."""
 
     agent: AgentClient
     home: Path
@@ -146,9 +146,9 @@ def qualify(
                 rows.append(row)
                 if not as_json:
                     console.print(f"[{COLOURS[row.verdict]}]{row.verdict:>8}[/]  {escape(row.what)}")
-        except MlxtpError as error:  # the agent is gone, and with it the deployment as it was before
+        except MlxtpError as error:  # the agent is gone, so nothing restores the earlier deployment
             rows.append(Row("the deployment of before", "failed", error.detail))
-    with suppress(MlxtpError):  # what the tries have used up and stranded
+    with suppress(MlxtpError):  # with the formations and the wired memory that the tries left behind
         status = AgentClient(folder).send(Status())
     everyone = tuple(dict.fromkeys([*macs, *(each["name"] for each in status["members"])]))
     hide = (lambda text: text) if with_names else hider(everyone, status, folder)
@@ -166,7 +166,7 @@ def qualify(
 
 
 def tries(bed: Bed, status: Mapping[str, Any], idle_s: float, may: Callable[[str], bool]) -> Iterator[Row]:
-    """Try everything in order. A try that cannot go on is a row that failed, and the next one begins."""
+    """Run all tries in order. A try that raises is a failed row, and the next one starts."""
     yield from tried("doctor", lambda: doctor(bed))
     yield from tried("kernels", lambda: kernels(bed))
     if status["model"] and status["model"] != EMBEDDED_MODEL:
@@ -201,10 +201,10 @@ def tried(what: str, act: Callable[[], Row | Sequence[Row]]) -> Sequence[Row]:
 
 
 def impossible(kind: str, macs: int, key_heads: int) -> str:
-    """Return the reason why so many Macs cannot share the embedded model in this way, if there is one."""
+    """Return why so many Macs cannot share the embedded model in this way; "" if they can."""
     if kind == "tensor" and key_heads % macs:
         return f"{key_heads} key/value heads of the embedded model do not divide among {macs} Macs"
-    if kind == "pipeline" and macs > key_heads:  # it has as many layers
+    if kind == "pipeline" and macs > key_heads:  # it has as many layers as key/value heads
         return f"the embedded model has too few layers for {macs} Macs"
     return ""
 
@@ -236,7 +236,7 @@ def kernels(bed: Bed) -> Row:
 
 
 def watts(bed: Bed) -> Row:
-    """Read the power of this Mac's chip, idle and while the embedded model answers."""
+    """Measure the power of this Mac's chip, idle and while the embedded model answers."""
     bed.say("watts, idle and answering")
     try:
         idle = qualify_here.watts()
@@ -276,7 +276,7 @@ def speed(bed: Bed) -> Row:
 
 
 def compared(measured: float, planned: float, figures: Mapping[str, Any]) -> Row:
-    """Judge a speed in tokens a second by the plan's; 0 where the plan knows none."""
+    """Compare a speed with the planned one, both in tokens/s; 0 if the plan has none."""
     words = f"{measured:.3g} tokens/s"
     if not planned:
         return Row("speed", "warning", f"{words}; the plan does not know these Macs", figures)
@@ -287,9 +287,9 @@ def compared(measured: float, planned: float, figures: Mapping[str, Any]) -> Row
 
 
 def exact(bed: Bed, kind: str, nodes: str, parallel: str, asked: dict[str, str]) -> Row:
-    """Ask the embedded model for what has one right answer, several at a time.
+    """Ask the embedded model questions with one right answer, several at a time.
 
-    What it cannot answer on one Mac alone is dropped from `asked`.
+    Questions that it gets wrong on one Mac are removed from `asked`.
     """
     from concurrent.futures import ThreadPoolExecutor
 
@@ -339,7 +339,7 @@ def links(bed: Bed, idle_s: float) -> Iterator[Row]:
 
 
 def kill(bed: Bed) -> list[Row]:
-    """Kill the rank on this Mac under streams. They must go on, with not one token changed."""
+    """Kill the rank on this Mac while streams run. They must go on, with not one token changed."""
     bed.say("streams while a rank is killed")
     before = free_bytes()
     epoch = group_of(bed)["epoch"]
@@ -360,7 +360,7 @@ def kill(bed: Bed) -> list[Row]:
 
 
 def kill_own_agent(bed: Bed) -> Row:
-    """Kill this Mac's agent, and wait until it is back and serves. Its own clients lose their answers."""
+    """Kill this Mac's agent, and wait until it serves again. Its own clients lose their answers."""
     bed.say("the agent of this Mac was killed; it must be started again")
     killed, began = agent_pid(bed.home), time.monotonic()
     os.kill(killed, signal.SIGKILL)
@@ -390,7 +390,7 @@ def _survived(what: str, words: str, wrong: Sequence[str], figures: Mapping[str,
 
 @contextmanager
 def deployed(bed: Bed, status: Mapping[str, Any]) -> Iterator[None]:
-    """Have the embedded model deployed as it was before, at the end: with its own choices, or not at all."""
+    """Restore the embedded model's deployment at the end: as it was before, or none."""
     was = next((each for each in status["deployments"] if each["name"] == EMBEDDED_MODEL), None)
     try:
         yield
@@ -435,7 +435,7 @@ def agent_pid(home: Path) -> int:
 
 
 def ask(agent: AgentClient, text: str) -> str:
-    """Return the answer, or the words of an error."""
+    """Return the answer, or the message of an error."""
     message = {"role": "user", "content": text}
     body = {"model": EMBEDDED_MODEL, "messages": [message], "temperature": 0, "max_tokens": 300}
     try:
@@ -445,9 +445,9 @@ def ask(agent: AgentClient, text: str) -> str:
 
 
 def counting(agent: AgentClient, until: float) -> tuple[float, list[str], int]:
-    """Have the model count in STREAMS streams until then (monotonic).
+    """Have the model count in STREAMS streams until `until` (monotonic).
 
-    Returns the seconds of the longest answer, what was wrong, and the number of answers.
+    Returns the seconds of the longest answer, the wrong answers, and the number of answers.
     """
     answers: list[tuple[float, str]] = []
 
@@ -469,7 +469,7 @@ def echo(number: int) -> tuple[str, str]:
 
 
 def haystack() -> tuple[str, str]:
-    """Return a long text with codes and the question for one of them, and the right answer."""
+    """Return a long text with codes that asks for one of them, and the right answer."""
     names, letter = ("Ada", "Bob", "Eve"), partial(secrets.choice, string.ascii_uppercase)
     codes = {name: f"{letter()}{letter()}-{secrets.randbelow(9000) + 1000}" for name in names}
     sentences = [f"The code for {name} is {code}." for name, code in codes.items()]
@@ -487,7 +487,7 @@ _ADDRESS = re.compile(r"\b\d{1,3}(\.\d{1,3}){3}\b|\b[0-9a-fA-F]{0,4}(:[0-9a-fA-F
 def hider(
     macs: Sequence[str], status: Mapping[str, Any], home: Path, *, addresses: bool = True
 ) -> Callable[[str], str]:
-    """Return what replaces names of Macs and of the user, ids, and perhaps addresses in a text."""
+    """Return a function that replaces names, ids, home folders and perhaps addresses in a text."""
     names = {name: f"Mac {number}" for number, name in enumerate(macs, 1)}
     names |= {
         str(each["node_id"]): names[each["name"]] for each in status["members"] if each["name"] in names
@@ -520,7 +520,7 @@ def report(rows: Sequence[Row], status: Mapping[str, Any], hide: Callable[[str],
     return cast("dict[str, Any]", _hidden(found, hide))
 
 
-_OWN_WORDS = frozenset({"what", "verdict", "chip"})  #: Fields that hold no name, but perhaps words like one.
+_OWN_WORDS = frozenset({"what", "verdict", "chip"})  #: Fields without names, though their words may look so.
 
 
 def _hidden(value: Any, hide: Callable[[str], str]) -> Any:

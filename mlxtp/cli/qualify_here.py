@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 PROBE_S = 120.0  # of the kernels, with the import of MLX
 COMMAND_S = 20.0
-#: Samples the power of the whole chip for a second. It needs root, and is not run if that takes a password.
+#: Samples the whole chip's power for a second. It needs root; with -n it fails if that takes a password.
 POWER = ("sudo", "-n", "powermetrics", "-n", "1", "-i", "1000", "--samplers", "cpu_power,gpu_power")
 _WATTS = re.compile(r"^Combined Power \([^)]*\): +(\d+(?:\.\d+)?) mW", re.MULTILINE)
 
 
 def probe_kernels(*how: str) -> dict[str, Any]:
-    """Return what `engine.kernel_probe` found in a process of its own. Raises UserError."""
+    """Return the findings of `engine.kernel_probe`, run as a process. Raises UserError."""
     command = [sys.executable, "-m", "mlxtp.engine.kernel_probe", str(embedded_model_path()), *how]
     ended = _run(command, PROBE_S)
     if ended.returncode:
@@ -48,10 +48,7 @@ def kernel_summary(plain: Mapping[str, Any], large_s: float) -> str:
 
 
 def carried(answer: Mapping[str, Any]) -> tuple[float, float]:
-    """Return the bytes/s of a link that `bench/fabric` measured, 0 if too noisy, and those of such a cable.
-
-    The latter is 0 for links without a cable, whose networks have any speed.
-    """
+    """Return a link's bytes/s as measured (0 if too noisy) and as expected (0 without a cable)."""
     from ..placement import cost_model, measurements
     from ..wire.cluster_messages import FabricResult
 
@@ -60,7 +57,7 @@ def carried(answer: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def replug(carried: float, expected: float) -> str:
-    """Return what to do about a cable that carries far less than expected; empty for another one."""
+    """Return the remedy for a cable that carries far less than expected; "" for any other."""
     from ..placement.faults import MUCH_SLOWER, REPLUG
 
     return REPLUG if 0 < carried * MUCH_SLOWER < expected else ""
@@ -94,23 +91,23 @@ def _run(command: tuple[str, ...] | list[str], within_s: float) -> subprocess.Co
 # --- outputs of commands, as tests take them --------------------------------------------------------------
 
 _HEX = "[0-9A-Fa-f]"
-#: Values that tell a Mac from others: UUIDs, ids of Thunderbolt switches, GUIDs, hardware and IPv6 addresses.
+#: Values that identify a Mac: UUIDs, ids of Thunderbolt switches, GUIDs, hardware and IPv6 addresses.
 _ID = re.compile(
     rf"\b(?:fe80::|f[cd]{_HEX}{{2}}:|[23]{_HEX}{{3}}:)[0-9A-Fa-f:]+"
     rf"|\b{_HEX}{{8}}(?:-{_HEX}{{4}}){{3}}-{_HEX}{{12}}\b|\b{_HEX}{{8}}-{_HEX}{{16}}\b|\b0x{_HEX}{{16}}\b"
     rf"|\b(?:{_HEX}{{2}}:){{5}}{_HEX}{{2}}\b|\b(?:{_HEX}{{4}}:){{3}}{_HEX}{{4}}\b"
     r'|(?<=serial[_-]number" : ")[^"]+'
 )
-#: Names of network services, such as those of a phone or a company's VPN. Those of Thunderbolt stay.
+#: Network services except Thunderbolt's: they may name a phone or a company's VPN.
 _SERVICE = re.compile(r"^(\((?:\d+|\*)\)) (?!.*Thunderbolt).*$", re.MULTILINE)
 _IPV4 = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b")
 
 
 def anonymous(text: str) -> str:
-    """Return outputs without serial numbers, ids, and addresses of their Mac, but for private IPv4 ones.
+    """Replace serial numbers, ids, and addresses but for private IPv4 ones, in outputs of commands.
 
-    Each is replaced by another one of its form, alike in all places. Private addresses stay, as a test needs
-    them to tell which Macs are in one network.
+    Equal values get equal replacements, in the same form. Private addresses tell tests which Macs share a
+    network.
     """
     known: dict[str, str] = {}
 
@@ -131,7 +128,7 @@ def _is_public(address: str) -> bool:
 
 
 def recording(system: str = sys.platform, run: RunProbe | None = None) -> str:
-    """Return what the commands of the probe print on this Mac, as a recording for the tests; else nothing."""
+    """Return what the probe's commands print on this Mac, as a recording for tests; "" on other systems."""
     import asyncio
 
     from ..placement import hardware

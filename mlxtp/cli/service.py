@@ -256,7 +256,7 @@ def _service_with(home: Path | None) -> installed.Installed | None:
 
 
 def _log_of_agent(home: Path) -> Path:
-    """Return the log file of the agent with that home, or of one that would start. Raises UserError."""
+    """Return the log file of that home's agent, running or not. Raises UserError if it has none."""
     if not (log := setting_of("log_file", home)):
         raise UserError(
             f"no service with home {home} is installed here, and neither its config.toml nor its agent has a "
@@ -292,7 +292,7 @@ def _installed(dry_run: bool) -> tuple[installed.Installed, ServiceState]:
 def _described(
     context: typer.Context, owner: Owner, home: Path, arguments: Sequence[str], *, login: bool
 ) -> Service:
-    """Raise UserError, or print the usage of `node`, for arguments that no agent accepts."""
+    """Describe the service. For arguments that no agent accepts, raise UserError or print a usage."""
     commands = context.find_root()
     node = commands.command.get_command(commands, "node")  # type: ignore[attr-defined]  # it is a group
     given = node.make_context("mlxtp node", list(arguments)).params
@@ -321,7 +321,7 @@ def _passed_on() -> dict[str, str]:
 
 
 def _typed(user: bool, home: Path | None, arguments: Sequence[str]) -> tuple[str, ...]:
-    """Return the command with which root installs the same service, because root has other variables."""
+    """Return the command for root to install the same service, because root has other variables."""
     variables = [f"{name}={value}" for name, value in _passed_on().items()]
     given = home or os.environ.get("MLXTP_HOME")
     return (

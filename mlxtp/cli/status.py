@@ -78,7 +78,7 @@ def _shown(answer: Mapping[str, Any]) -> list[Any]:
 
 
 def _head(told: Mapping[str, Any], how: str, since: str = "") -> Text:
-    """Return the first line. `how`: on which Macs or ranks the model runs, if there is one."""
+    """Return the first line. `how`: the Macs or ranks that run the model, if there is one."""
     line = Text.assemble((told["state"], f"bold {COLOURS.get(told['state'], 'yellow')}"))
     if told["model"]:
         line.append(" ").append(told["model"], "cyan").append(how)
@@ -100,7 +100,7 @@ def _caches(groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _drafts(groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a sentence on the drafts of each group that had some, or a note on why it cannot."""
+    """Yield how many drafts were right in each group that had some, and why a group cannot draft."""
     names = {"lookup": "lookup", "mtp": "MTP head", "draft": "draft model"}
     for each in groups:
         of = f" of {each['group']}" if len(groups) > 1 else ""
@@ -129,7 +129,7 @@ def _stages(answer: Mapping[str, Any]) -> Iterator[str]:
 
 
 def stage_shares(rank: Mapping[str, Any]) -> list[str]:
-    """Return in words the parts of the time in which a stage computes and waits; [] for other ranks."""
+    """Return a stage's shares of time computing and waiting, in words; [] for other ranks."""
     busy, waiting = rank["stage_busy_us"], rank["stage_waiting_us"]
     if not busy:
         return []
@@ -250,9 +250,9 @@ def _looks(home: Path) -> Iterator[tuple[Moment | None, Mapping[str, str] | None
 def picture(
     snapshot: Moment | None, now: float, away: Mapping[str, str] | None = None, width: int = 80
 ) -> Group:
-    """Return one snapshot, as in `docs/operations.md`, for a terminal `width` columns wide.
+    """Draw one snapshot, as in `docs/operations.md`, for a terminal `width` columns wide.
 
-    `now` is in seconds since 1970. `away`: why there is no newer one.
+    `now` is in seconds since 1970. `away`: why there is no newer snapshot.
     """
     parts: list[RenderableType] = []
     if away is not None:
@@ -263,7 +263,7 @@ def picture(
     parts += [_state(snapshot, history, now), _speed(snapshot)]
     nodes = snapshot["nodes"]
     about = (("model_problem", "red"), ("refused", "red"), ("model_progress", "cyan"))
-    told = {node.get(name) for node in nodes for name, _ in about}  # with its name
+    told = {node.get(name) for node in nodes for name, _ in about}  # shown below, with the node's name
     for name, style in (("problem", "red"), ("reason", ""), ("waiting", "yellow")):
         if (words := snapshot[name]) and words not in told and not (name == "reason" and snapshot["ready"]):
             parts.append(Text(f"  {words}", style))
@@ -314,7 +314,7 @@ def _nodes(snapshot: Moment) -> Table:
 
 
 def _ranks(node: str, ranks: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """Return a row for each rank of a node, one without any. Heartbeats reach the Mac of rank 0 only."""
+    """Return a row for each rank of a node, or an empty row. Only rank 0's Mac gets heartbeats."""
     return [
         (
             str(rank["rank"]),
@@ -370,7 +370,7 @@ def _chosen(shown: Mapping[str, Any]) -> str:
 
 
 def chosen(shown: Mapping[str, Any], *but: str) -> list[str]:
-    """Return what a user chose for a deployment, but for fields that other words say, as options."""
+    """Return the options that a user chose for a deployment, except the fields `but`."""
     asked = Deployment("").wishes().items()
     return [f"--{name} {shown[name]}" for name, value in asked if name not in but and shown[name] != value]
 

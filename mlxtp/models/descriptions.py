@@ -1,4 +1,4 @@
-"""Descriptions of models, each made once by a process with limits, and kept on disk for the next time."""
+"""Descriptions of models, each made once by a process with limits, and kept on disk."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from ..wire.rank_process import without_secrets
 log = logging.getLogger(__name__)
 
 MOST_CPU_S = 60.0  #: The largest published models take 3 s.
-MOST_BYTES = 2 << 30  #: The same take 0.6 GB.
+MOST_BYTES = 2 << 30  #: The largest published models take 0.6 GB.
 MOST_S = 300.0
-MOST_KEPT = 256  #: descriptions on disk; the oldest go
-TICK_S = 0.2  #: between looks at the process
-_REFUSED = "mlxtp: "  # what the process says first of a model that mlx-lm cannot build
+MOST_KEPT = 256  #: descriptions on disk; the oldest are removed
+TICK_S = 0.2  #: between looks at the process's memory and time
+_REFUSED = "mlxtp: "  # begins the process's message about a model that mlx-lm cannot build
 
 
 def description_of(config: Config) -> Description:
     """Return the description of the model with this config.json. Raises ModelError.
 
-    Reads the disk, and the first time waits for a process that takes seconds: call it in a thread.
+    It blocks: on the disk, and the first time for seconds on a process. Call it in a thread.
     """
     text = json.dumps(config, sort_keys=True)
     path = folder() / f"{sha256((_made_by() + text).encode()).hexdigest()[:40]}.json"
@@ -59,7 +59,7 @@ def folder() -> Path:
 
 @cache
 def _made_by() -> str:
-    """Return what a description depends on beside its configuration: libraries, and our own code."""
+    """Return the versions that a description depends on: of the libraries and of our own code."""
     package = Path(__file__).parents[1]
     own = ("description.py", "model_config.py", "model_files.py", "chunks.py")
     sources = [*sorted((package / "engine").glob("*.py")), *(package / name for name in own)]
@@ -81,7 +81,7 @@ def _said_of(text: str) -> str:
     import psutil
 
     command, environment = [sys.executable, "-m", "mlxtp.engine.describe", "-"], without_secrets(os.environ)
-    environment.pop("MLX_DISABLE_COMPILE", None)  # with it a graph would have other kernels
+    environment.pop("MLX_DISABLE_COMPILE", None)  # it would change the graph's kernels
     pipe, given = subprocess.PIPE, text
     try:
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment)

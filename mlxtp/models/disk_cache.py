@@ -1,8 +1,8 @@
-"""KV caches of earlier prompts on this Mac's disk, as its agent sees them: their room, a list, their removal.
+"""KV caches of earlier prompts on this Mac's disk, as its agent sees them: room, list, removal.
 
-Rank processes alone write them, each its own share. FOLDER/LAYOUT/about.json names the model and the rank
-whose blocks lie beside it, one file each. Files whose names begin with "." are unfinished. FOLDER/.used has
-the bytes of all blocks, and changes under a lock on FOLDER/.lock. A rank goes on without a removed block.
+Only rank processes write them. FOLDER/LAYOUT/ has one rank's share of a model: about.json names both, and
+each block is a file. A name that begins with "." marks an unfinished block. FOLDER/.used has the bytes of all
+blocks; it changes under a lock on FOLDER/.lock. A rank tolerates the removal of a block.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from ..errors import UserError
 from ..model_files import table
 from ..wire.cluster_messages import MAX_CACHES
 
-MOST_BYTES = 50 * 10**9  #: Room by default, if a tenth of the free disk is more.
+MOST_BYTES = 50 * 10**9  #: Default room, unless a tenth of the free disk is less.
 _ABOUT, _LOCK, _USED = "about.json", ".lock", ".used"
 _SNAPSHOT = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/[^/]+/?$")
-#: Errors of an about.json: OverflowError for a number without end.
+#: Errors of an about.json: OverflowError for an infinite number.
 _UNUSABLE = (OSError, ValueError, TypeError, LookupError, OverflowError)
 
 
 @dataclass(frozen=True, slots=True)
 class DiskRoom:
-    """Folder for the caches of all ranks of this Mac, and the bytes that they may have there."""
+    """Folder for the caches of all this Mac's ranks, and the bytes that they may use there."""
 
     folder: str = ""
     bytes: int = 0
@@ -42,8 +42,9 @@ def folder_in(home: Path) -> Path:
 
 
 def room_in(home: Path, setting: int | None) -> DiskRoom:
-    """Return the room in an agent's home. `setting` is `Settings.cache_disk`; None stands for a tenth of what
-    would be free without these caches.
+    """Return the room in an agent's home for `Settings.cache_disk`.
+
+    None stands for a tenth of the disk space that would be free without these caches, at most MOST_BYTES.
     """
     folder = folder_in(home)
     if setting is None:
@@ -56,7 +57,7 @@ def room_in(home: Path, setting: int | None) -> DiskRoom:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Blocks of one rank's share of a model; `used_at`: the last use of one, in seconds since 1970."""
+    """Blocks of one rank's share of a model. `used_at`: the last use, in seconds since 1970."""
 
     model: str
     rank: int
@@ -73,7 +74,7 @@ def layouts(folder: Path) -> list[Layout]:
 
 
 def ranks_in(home: Path) -> tuple[str, ...]:
-    """Return `Machine.caches` of an agent's home: of each model that ranks shared, the rank of the newest."""
+    """Return `Machine.caches` for an agent's home: this Mac's latest rank of each model that ranks shared."""
     found: dict[str, tuple[float, int]] = {}
     for each in _folders(folder_in(home)):
         with suppress(*_UNUSABLE):
@@ -111,9 +112,9 @@ def by_model(found: list[Layout]) -> list[dict[str, Any]]:
 
 
 def clear(folder: Path, model: str = "", *, agent_runs: bool) -> list[Layout]:
-    """Remove the blocks of a model (a folder, or OWNER/NAME), or of all, and return them. Raises UserError.
+    """Remove and return the blocks of a model (a folder, or OWNER/NAME), or of all. Raises UserError.
 
-    Unfinished ones and the folders stay while an agent runs, because a rank may be writing there.
+    While an agent runs, unfinished blocks and folders stay, because a rank may be writing there.
     """
     if not folder.is_dir():
         return []
@@ -126,7 +127,7 @@ def clear(folder: Path, model: str = "", *, agent_runs: bool) -> list[Layout]:
                 if not name or name == name_of(layout.model):
                     freed += _remove(each, unfinished=not agent_runs)
                     removed.append(layout)
-        finally:  # count again where no rank adds to it
+        finally:  # without an agent count anew, because no rank adds to it
             left = _used(folder) - freed if agent_runs else sum(each.bytes for each in layouts(folder))
             used = os.open(folder / _USED, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             with os.fdopen(used, "w") as account:
@@ -175,7 +176,7 @@ def _files(folder: Path, *, unfinished: bool) -> Iterator[tuple[Path, os.stat_re
 
 
 def _remove(folder: Path, *, unfinished: bool) -> int:
-    """Remove the blocks of one layout; return their bytes. With `unfinished` ones, its folder goes, too."""
+    """Remove the blocks of one layout, with `unfinished` its folder too; return the bytes freed."""
     freed = 0
     for path, status in _files(folder, unfinished=unfinished):
         try:

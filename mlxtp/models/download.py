@@ -17,22 +17,22 @@ from . import hub_client, peer_copy
 from .hub_cache import Damaged, FileQueue, PartialFile, Repo, Stopped, hub_name, take
 from .manifest import Manifest, is_commit, wanted
 
-FILES_AT_ONCE = 4  #: Files downloaded from the Hub at one time.
+FILES_AT_ONCE = 4  #: Files that the Hub sends at the same time.
 LOOK_S = 0.25
-END_S = 1.0  #: Seconds to wait for threads that are to end; later, they write nothing.
+END_S = 1.0  #: Seconds to wait for threads to end. Threads that end later write nothing.
 PROGRESS_S = 1.0
 CLOSE_S = 2.0  #: Seconds that the end of a program waits for threads that wait for the network.
 
 T = TypeVar("T")
 Connect = Callable[[], peer_copy.PeerConnection]
-#: Gets the bytes that are here, and those of all files (0: not known yet).
+#: Called with the bytes that are here and the bytes of all files (0: not known yet).
 OnProgress = Callable[[int, int], None]
-#: Brings files of the queue until there is none, or the function returns True.
+#: Fetches files of the queue until it is empty or the function returns True.
 Bring = Callable[[FileQueue, Callable[[], bool]], None]
 
 
 def begin(work: Callable[[], T]) -> Future[T]:
-    """Start `work` in a daemon thread. It may wait for a network, so it can only be abandoned."""
+    """Start `work` in a daemon thread. A caller can only abandon it, since it may wait for a network."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
 
@@ -49,22 +49,22 @@ def begin(work: Callable[[], T]) -> Future[T]:
 
 
 async def apart(work: Callable[[], T]) -> T:
-    """Do `begin` and wait for its result. Cancellation ends only the wait."""
+    """Run `work` as `begin` does and await its result. Cancellation ends only the wait."""
     return await asyncio.wrap_future(begin(work))
 
 
 async def download(name: str, on_progress: OnProgress, known: Manifest | None = None) -> Path:
     """Download OWNER/NAME[@REVISION] as the Hub has it now, or its missing files; return the folder.
 
-    `known`: the Hub's answer about the name, if it was asked just now. Raises ModelError.
+    `known`: the Hub's manifest, if it has just been requested. Raises ModelError.
     """
     return await Fetch(*hub_name(name), known=known).run(on_progress)
 
 
 class Fetch:
-    """Download of `revision`, from the Hub or a member. `refs`: branches and tags that will name it, too.
+    """Download of `revision`, from the Hub or a member. `refs`: more branches and tags to point at it.
 
-    `known`: the manifest, if the Hub was asked already. It named this commit for `by_hub`.
+    `known`: the Hub's manifest, if it has been requested. `by_hub`: refs that the Hub mapped to this commit.
     """
 
     def __init__(
@@ -80,15 +80,15 @@ class Fetch:
         self.revision = revision
         self.manifest: Manifest | None = None  #: None until it is known.
         self.refs = frozenset(each for each in (revision, *refs) if not is_commit(each))
-        #: Those of `refs` for which the Hub itself names the commit, not only a member.
+        #: The subset of `refs` that the Hub itself, not only a member, maps to the commit.
         self.by_hub = self.refs & frozenset(by_hub)
         self._known = known
-        #: Parts of the files that are to come, once the check for room has passed.
+        #: Files that are missing; None until the disk is known to have room for them.
         self._parts: Sequence[PartialFile] | None = None
         self._stop = threading.Event()
 
     def stop(self) -> None:
-        """Stop the download: it raises Stopped within two seconds, and the bytes on the disk stay."""
+        """Stop the download: within two seconds it raises Stopped. Bytes on the disk stay."""
         self._stop.set()
 
     @property
@@ -98,7 +98,7 @@ class Fetch:
         return self.manifest.size - sum(part.file.size - part.held_bytes for part in self._parts)
 
     async def run(self, on_progress: OnProgress, connect: Connect | None = None, model: str = "") -> Path:
-        """Do `from_hub`, or with `connect` `from_member`, and call `on_progress` once a second."""
+        """Run `from_hub`, or with `connect` `from_member`, and call `on_progress` once a second."""
         work = self.from_hub if connect is None else partial(self.from_member, model, connect)
         running = asyncio.ensure_future(apart(work))
         try:
@@ -114,7 +114,7 @@ class Fetch:
             running.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     def from_hub(self) -> Path:
-        """Download all of it from the Hub; return the folder. Raises ModelError and Stopped."""
+        """Download all files from the Hub; return the folder. Raises ModelError and Stopped."""
         (manifest,) = self._run([self._look_up], threading.Event())
 
         def bring(queue: FileQueue, _: object) -> None:
@@ -135,10 +135,10 @@ class Fetch:
         return found
 
     def from_member(self, model: str, connect: Connect) -> Path:
-        """Copy all of it from the seeder behind `connect`; return the folder.
+        """Copy all files from the seeder behind `connect`; return the folder.
 
-        The seeder's manifest is only a hint: see `needed`, `hub_client.confirm`. Raises LinkError,
-        ProtocolError and Damaged for a failure of the seeder, ModelError for one of this Mac.
+        A seeder's manifest is only a hint: see `needed`, `hub_client.confirm`. Raises LinkError,
+        ProtocolError or Damaged if the seeder fails, ModelError if this Mac does.
         """
 
         def ask() -> Manifest:
@@ -191,7 +191,7 @@ class Fetch:
                 try:
                     for part in parts:
                         if part.held_bytes:
-                            part.open()  # before a connection would be idle while this is hashed
+                            part.open()  # now, lest a connection idle while this is hashed
                     work = partial(bring, list(parts), stopped)
                     self._run([*beside, *([work] * times if parts else ())], ended)
                 finally:
@@ -202,7 +202,7 @@ class Fetch:
             raise ModelError(f"{repo.name}: {why_not_written(error, repo.cache)}") from None
 
     def _run(self, works: Sequence[Callable[[], T]], ended: threading.Event) -> list[T]:
-        """Run all of them at once; raise the first failure, at which `ended` is set, as at `stop`."""
+        """Run all at once. At `stop` or the first failure, set `ended` and raise Stopped or the failure."""
         begun = [begin(each) for each in works]
         while not self._stop.is_set():
             done, running = wait(begun, LOOK_S, FIRST_EXCEPTION)
@@ -219,7 +219,7 @@ class Fetch:
 
 
 def needed(offered: Manifest) -> Manifest:
-    """Return what serving needs of a member's manifest. Raises ProtocolError if that is no model."""
+    """Return the files of a member's manifest that serving needs. Raises ProtocolError if it is no model."""
     manifest = replace(offered, files=wanted(offered.files))
     paths = [file.path for file in manifest.files]
     if "config.json" not in paths or not any(path.endswith(".safetensors") for path in paths):

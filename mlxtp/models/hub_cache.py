@@ -1,17 +1,17 @@
-"""Models in the Hub's own cache (HF_HUB_CACHE), shared with other programs, so that nothing is stored twice.
+"""Models in the Hub's own cache (HF_HUB_CACHE), shared with other programs so that nothing is stored twice.
 
     models--OWNER--NAME/
         blobs/HASH                    a file's content; its name is its hash
-        blobs/HASH.mlxtp-part         the beginning of one
+        blobs/HASH.mlxtp-part         the beginning of a file's content
         snapshots/COMMIT/PATH         links to blobs; appears when all of them are complete
         refs/REVISION                 the commit of a branch or tag, as reported by the Hub
-        .mlxtp/refs/REVISION          the same as reported by a member, for mlxtp alone
+        .mlxtp/refs/REVISION          the same as reported by a member; only mlxtp reads it
         .mlxtp/COMMIT.json            the manifest, once it is known
-    .locks/models--OWNER--NAME/mlxtp.lock   held by the process that adds or removes
+    .locks/models--OWNER--NAME/mlxtp.lock   held by a process that adds or removes files
 
-`scan_cache_dir` of the Hub's client leaves out models that are damaged or begun. `delete_revisions` deletes
-only one of two models with the same commit, and of a folder that is a link only the link. What changes the
-disk, or reads a file, raises OSError.
+The Hub client's `scan_cache_dir` omits damaged and incomplete models. Its `delete_revisions` deletes only one
+of two models with the same commit, and of a linked folder only the link. Functions that change the disk, or
+read a file, raise OSError.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ from .manifest import (
 )
 
 FOLDER = ".mlxtp"
-_READ_BYTES = 1 << 18  #: Bytes hashed at a time: few enough to stay in a processor's cache between the two.
+_READ_BYTES = 1 << 18  #: Bytes read and hashed at a time: few enough to stay in a processor's cache.
 _LOOK_S = 0.5
-#: Bytes. Blobs up to this size are hashed before they become part of a model: that takes no time.
+#: Bytes. Blobs up to this size are hashed before they become part of a model: it takes no time.
 SMALL_BYTES = 64 << 20
-ROOM_BYTES = 1 << 30  #: Bytes left free on the disk beside a model.
+ROOM_BYTES = 1 << 30  #: Bytes that a model must leave free on the disk.
 _SHARD = re.compile(r".*-(\d+)-of-(\d+)\.safetensors")
 
 
 class Stopped(Exception):
-    """The caller no longer wants this."""
+    """The caller has stopped this work."""
 
 
 class Damaged(Exception):
-    """Error: a file's content does not have its hash. It has been deleted."""
+    """A file's content does not match its hash. The file has been deleted."""
 
     def __init__(self, file: ModelFile) -> None:
         super().__init__(f"{file.path} does not have the hash {file.hash[:12]}… that it should have")
@@ -69,18 +69,18 @@ def cache_folder() -> Path:
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the free bytes of the disk that has this folder, or will have it."""
+    """Return the free bytes of the disk that has or would have this folder."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return shutil.disk_usage(folder).free
 
 
 def lacks(folder: Path) -> str:
-    """Return what this folder lacks of configuration, tokenizer and weights, in words; empty for nothing."""
+    """Return the configuration, tokenizer and weights that this folder lacks, in words; "" for nothing."""
     try:
         missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
         if (folder / TIKTOKEN_FILE).is_file() and (folder / "tokenizer_config.json").is_file():
-            missing = [name for name in missing if name != "tokenizer.json"]  # made from these two
+            missing = [name for name in missing if name != "tokenizer.json"]  # it is made from these two
         weights = [path for path in weight_files(folder) if path.is_file()]
         absent = [name for name in indexed(folder) if not (folder / name).is_file()]
         pointers = [path for path in weights if is_lfs_pointer(path)]
@@ -121,7 +121,7 @@ class Blobs:
         return sum(self.held(file) for file in manifest.blobs)
 
     def readable(self, file: ModelFile) -> Path:
-        """Return the path of its content. Raises OSError for a link out of cache and model's folder."""
+        """Return the path of its content. Raises OSError for a link out of the cache and model's folder."""
         path = self.path(file)
         found = path.resolve(strict=True)
         if not any(found.is_relative_to(each.resolve()) for each in (self._folder, self._cache)):
@@ -129,20 +129,20 @@ class Blobs:
         return found
 
     def check(self, file: ModelFile, path: Path) -> None:
-        """Raise Damaged, and delete it, if `path` does not lead to content with the file's hash."""
+        """Raise Damaged, and delete the file, if the content at `path` does not match its hash."""
         if hash_of(path, file, lambda _: None) != file.hash:
             path.unlink(missing_ok=True)
             self.path(file).unlink(missing_ok=True)
             raise Damaged(file)
 
     def drop_if_wrong(self, file: ModelFile) -> None:
-        """Delete a small file that does not have its hash: other programs write unhashed."""
+        """Delete a small file that does not match its hash: other programs do not check what they write."""
         if file.size <= SMALL_BYTES and self.has(file):
             with contextlib.suppress(Damaged):
                 self.check(file, self.path(file))
 
     def check_room(self, manifest: Manifest) -> None:
-        """Raise ModelError, with the numbers, if the disk has no room for the rest of it."""
+        """Raise ModelError if the disk has no room for the missing bytes."""
         missing, free = manifest.size - self.held_bytes(manifest), free_bytes(self._cache)
         if missing + ROOM_BYTES > free:
             raise ModelError(
@@ -153,13 +153,13 @@ class Blobs:
 
 
 class Refs:
-    """Commits of a model's branches and tags: from the Hub, which other programs read, and from members."""
+    """Commits of a model's branches and tags: from the Hub, for all programs, and from members."""
 
     def __init__(self, folder: Path) -> None:
         self._hubs, self._members = folder / "refs", folder / FOLDER / "refs"
 
     def commit(self, revision: str) -> str:
-        """Return the commit of a revision when it was last looked up; empty if unknown."""
+        """Return the commit of a revision at its last lookup; "" if unknown."""
         if is_commit(revision):
             return revision
         latest, commit = 0, ""
@@ -176,7 +176,7 @@ class Refs:
         return {name: self.commit(name) for name in sorted(found)}
 
     def point(self, ref: str, commit: str, *, by_hub: bool) -> None:
-        """Point a branch or tag at a commit. In the Hub's folder, others take each file for a branch."""
+        """Point a branch or tag at a commit. The draft lies elsewhere: files in the Hub's folder are refs."""
         _write(self._members / ref, commit.encode())
         if by_hub:
             path = self._hubs / ref
@@ -190,16 +190,16 @@ class Refs:
                 path.unlink()
 
     def _files(self) -> list[tuple[Path, Path]]:
-        """Return the folder and the path of each. No name in a ref begins with a dot; drafts and notes do."""
+        """Return each ref's folder and path. A name that begins with a dot is a draft, not a ref."""
         found = [(each, path) for each in (self._hubs, self._members) for path in each.rglob("*")]
         return [(each, path) for each, path in found if path.is_file() and not path.name.startswith(".")]
 
 
 @dataclass(frozen=True, slots=True)
 class StoredCommit:
-    """State of a commit on this disk: `held` of `total` bytes. `folder`: None until all of it is here.
+    """State of a commit on this disk: `held` of `total` bytes. `folder`: None until it is complete.
 
-    `manifest`: None, too, for a snapshot of another program with file names that no manifest may have.
+    `manifest`: None also for another program's snapshot with file names that no manifest may have.
     """
 
     name: str
@@ -216,7 +216,7 @@ class StoredCommit:
 
 
 class Repo:
-    """One model of the cache, OWNER/NAME, complete or not. Raises ValueError for an invalid name."""
+    """One model of the cache, complete or not. Raises ValueError for a name that is not OWNER/NAME."""
 
     def __init__(self, name: str, cache: Path | None = None) -> None:
         if split_name(name) != (name, "main"):
@@ -229,9 +229,10 @@ class Repo:
 
     @contextlib.contextmanager
     def locked(self, stopped: Callable[[], bool] | None = None) -> Iterator[None]:
-        """Keep other mlxtp programs from changing it. Raises ModelError if nothing can be written here.
+        """Hold the model's lock against other mlxtp processes. Raises ModelError if nothing can be written.
 
-        Raises Stopped while it waits for them, and without `stopped` ModelError instead of waiting.
+        While it waits it raises Stopped if `stopped` says so. Without `stopped` it raises ModelError instead
+        of waiting.
         """
         path = self.cache / ".locks" / self.folder.name / "mlxtp.lock"
         try:
@@ -255,7 +256,7 @@ class Repo:
     # --- what is here
 
     def stored(self, revision: str) -> StoredCommit:
-        """Return how much of a commit is here, or of that of a branch or tag; all else asks this."""
+        """Return how much is here of a commit, or of the commit of a branch or tag."""
         commit = self.refs.commit(revision)
         folder, manifest = self.folder / "snapshots" / commit, self._kept(commit)
         if manifest is not None:
@@ -273,7 +274,7 @@ class Repo:
         return self.stored(revision).folder
 
     def manifest(self, revision: str) -> Manifest | None:
-        """Return the kept manifest of a revision, or one made of the links of another program's snapshot."""
+        """Return the kept manifest of a revision, or one made from another program's links."""
         return self.stored(revision).manifest
 
     def _kept(self, commit: str) -> Manifest | None:
@@ -295,7 +296,7 @@ class Repo:
             return None
 
     def begun(self) -> StoredCommit | None:
-        """Return the newest commit whose manifest was kept and of which something is missing."""
+        """Return the newest commit that has a kept manifest and is incomplete."""
         try:
             kept = sorted((self.folder / FOLDER).glob("*.json"), key=lambda path: path.stat().st_mtime)
         except OSError:
@@ -304,12 +305,12 @@ class Repo:
         return next((each for each in found if each.manifest and not each.complete), None)
 
     def as_here(self) -> Repo:
-        """Return the same model, by the name that its folder has on this disk: macOS ignores case."""
+        """Return the model under its folder's spelling on this disk, since macOS ignores case."""
         found = (each for each in repos_here(self.cache) if each.name.casefold() == self.name.casefold())
         return next((each for each in found if self._is(each.folder)), self)
 
     def has_inside(self, path: Path) -> bool:
-        """Return True if a path, in any spelling, leads into this model's folder."""
+        """Return True if a path, in any spelling, is inside this model's folder."""
         path = path.resolve()
         return any(self._is(each) for each in (path, *path.parents))
 
@@ -326,7 +327,7 @@ class Repo:
         (self.folder / "blobs").mkdir(exist_ok=True)
 
     def publish(self, manifest: Manifest, revision: str, *, by_hub: bool) -> Path:
-        """Return the new snapshot of complete blobs. `by_hub`: the Hub itself named it for `revision`."""
+        """Link a snapshot to complete blobs; return it. `by_hub`: the Hub named its commit for `revision`."""
         for file in manifest.files:
             if not self.blobs.has(file):
                 raise OSError(errno.ENOENT, f"{file.path} is not complete")
@@ -344,7 +345,7 @@ class Repo:
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-            for file in manifest.files:  # another program made it
+            for file in manifest.files:  # another program made the folder
                 (folder / file.path).parent.mkdir(parents=True, exist_ok=True)
                 (draft / file.path).replace(folder / file.path)
             shutil.rmtree(draft)
@@ -353,7 +354,7 @@ class Repo:
         return folder
 
     def refer(self, refs: Iterable[str], commit: str, stopped: Callable[[], bool], *, by_hub: bool) -> None:
-        """Do `Refs.point` under the lock, for which it waits as `locked` does."""
+        """Call `Refs.point` for each ref under the lock. It waits and raises as `locked` does."""
         with self.locked(stopped):
             for ref in refs:
                 self.refs.point(ref, commit, by_hub=by_hub)
@@ -393,14 +394,14 @@ class Repo:
         return {path.readlink().name for path in links} | {file.hash for file in (kept.files if kept else ())}
 
     def commits(self) -> frozenset[str]:
-        """Return the commits of which something is here."""
+        """Return the commits that have a snapshot or a kept manifest."""
         snapshots, kept = self.folder / "snapshots", self.folder / FOLDER
         found = [path.name for path in snapshots.glob("*")] + [path.stem for path in kept.glob("*.json")]
         return frozenset(filter(is_commit, found))
 
 
 class PartialFile:
-    """File that comes in order, from one thread, and is hashed as it comes. An earlier beginning counts."""
+    """A file that one thread writes in order and hashes on the way. It resumes an earlier beginning."""
 
     def __init__(self, blobs: Blobs, file: ModelFile, stopped: Callable[[], bool]) -> None:
         self.file = file
@@ -410,7 +411,7 @@ class PartialFile:
         self._lock = threading.Lock()
         self._data = -1
         self._digest = file.digest()
-        self._at = 0  #: Bytes that are hashed.
+        self._at = 0  #: Bytes hashed so far.
 
     @contextlib.contextmanager
     def _in_use(self) -> Iterator[None]:
@@ -420,7 +421,7 @@ class PartialFile:
             yield
 
     def open(self) -> int:
-        """Open it, and hash its beginning; return the number of those bytes. Raises Stopped."""
+        """Open the file and hash what it has; return the number of those bytes. Raises Stopped."""
         with self._in_use():
             if self._data < 0:
                 self._data = os.open(self._blobs.part(self.file), os.O_RDWR | os.O_CREAT, 0o644)
@@ -436,7 +437,7 @@ class PartialFile:
             return os.pread(self._data, _READ_BYTES, self._at)
 
     def write(self, data: memoryview | bytes) -> None:
-        """Write the next bytes. Raises OSError, also for too many, and Stopped after `close`."""
+        """Write the next bytes. Raises OSError, also for too many bytes, and Stopped after `close`."""
         view = memoryview(data)
         with self._in_use():
             if self._at + len(view) > self.file.size:
@@ -453,7 +454,7 @@ class PartialFile:
             self._digest, self._at, self.held_bytes = self.file.digest(), 0, 0
 
     def finish(self) -> None:
-        """Give the file its name, once all of it is here. Raises Damaged, Stopped."""
+        """Rename the complete file to its hash. Raises Damaged, Stopped."""
         with self._in_use():
             part = self._blobs.part(self.file)
             if self._digest.hexdigest() != self.file.hash:
@@ -463,7 +464,7 @@ class PartialFile:
             part.replace(self._blobs.path(self.file))
 
     def close(self) -> None:
-        """End all writes, even those of an abandoned thread. May be repeated."""
+        """Prevent all further writes, even by an abandoned thread. May be repeated."""
         with self._lock:
             self._stopped = lambda: True
             if self._data >= 0:
@@ -475,7 +476,7 @@ FileQueue = list[PartialFile]
 
 
 def take(queue: FileQueue, there: Container[str] | None = None) -> PartialFile | None:
-    """Take the next file from a queue that threads share, or the next whose hash is `there`, or None."""
+    """Take from a queue that threads share: the next file, or the next with a hash in `there`, or None."""
     for part in [each for each in queue if there is None or each.file.hash in there]:
         with contextlib.suppress(ValueError):  # another thread took it
             queue.remove(part)
@@ -493,7 +494,7 @@ def hash_of(path: Path, file: ModelFile, on_bytes: Callable[[int], None]) -> str
 
 
 def hub_name(name: str) -> tuple[Repo, str]:
-    """Return the place of OWNER/NAME[@REVISION] in the cache, and the revision. Raises ModelError."""
+    """Return the cache's Repo for OWNER/NAME[@REVISION], and the revision. Raises ModelError."""
     try:
         repo, revision = split_name(name)
     except ValueError as error:
@@ -502,7 +503,7 @@ def hub_name(name: str) -> tuple[Repo, str]:
 
 
 def _size(path: Path) -> int:
-    """Return the bytes of a file, or -1 for none."""
+    """Return a file's size in bytes, -1 if it does not exist."""
     try:
         return path.stat().st_size
     except OSError:
@@ -510,7 +511,7 @@ def _size(path: Path) -> int:
 
 
 def folder_bytes(folder: Path, *, links: bool = False) -> int:
-    """Return the bytes of the files below a folder; with `links`, of those that they lead to, too."""
+    """Return the bytes of the files below a folder. With `links`, the targets of links count too."""
     files = (path for path in folder.rglob("*") if path.is_file() and (links or not path.is_symlink()))
     try:
         return sum(path.stat().st_size for path in files)
@@ -532,7 +533,7 @@ def repos_here(cache: Path | None = None) -> list[Repo]:
 
 
 def commits_here(cache: Path | None = None) -> list[StoredCommit]:
-    """Return the commits in this Mac's Hub cache that are complete, or have begun to come by mlxtp."""
+    """Return the commits in this Mac's Hub cache that are complete, or that mlxtp has begun to download."""
     found = []
     for repo in repos_here(cache):
         refs = repo.refs.commits()

@@ -1,7 +1,7 @@
-"""Requests to the Hub: for the list of a model's files, and for the files. All of it blocks.
+"""Blocking requests to the Hub: for the list of a model's files, and for the files.
 
-Files come by plain HTTP, in order, so that an interruption loses nothing that has come: the client's own
-`hf_hub_download` restarts a file after one.
+Files come by plain HTTP and in order, so that an interrupted download resumes; `hf_hub_download` of the Hub's
+client starts the file over.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .hub_cache import Damaged, PartialFile, Repo
 from .manifest import DEFAULT_REVISION, Manifest, ModelFile, from_bytes, is_commit, to_bytes, wanted
 
 TIMEOUT_S = 15.0
-TRIES = 5  #: Broken connections, one after the other and without a new byte, before a file is given up.
+TRIES = 5  #: Broken connections in a row, without a new byte, before a download fails.
 AGAIN_S = 1.0  #: Seconds from a broken connection to the next one.
 _BLOCK_BYTES = 1 << 20
 
@@ -60,7 +60,7 @@ def look_up(name: str, revision: str) -> Manifest:
 
 
 def _without_strays(manifest: Manifest) -> Manifest:
-    """Return it without files of weights that its index, which is fetched if names differ, does not name."""
+    """Drop weight files that the model's index does not name. Fetches the index unless names are uniform."""
     weights = {file.path for file in manifest.files if fnmatch(file.path, WEIGHTS)}
     alike = all(path.endswith(f"-of-{len(weights):05}.safetensors") for path in weights)
     if len(weights) == 1 or alike or not any(file.path == INDEX for file in manifest.files):
@@ -72,7 +72,7 @@ def _without_strays(manifest: Manifest) -> Manifest:
 
 
 def _check_tokenizer(manifest: Manifest) -> None:
-    """Raise ModelError for a model without a usable tokenizer, before large files of it come."""
+    """Raise ModelError if a model has no usable tokenizer, before its large files are downloaded."""
     paths = {file.path for file in manifest.files}
     if paths & {"tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json"}:
         return
@@ -89,9 +89,9 @@ def _check_tokenizer(manifest: Manifest) -> None:
 
 
 def confirm(manifest: Manifest, refs: Iterable[str], known: Manifest | None) -> frozenset[str]:
-    """Compare a member's manifest with the Hub's, `known` or asked now; return as `named`.
+    """Compare a member's manifest with the Hub's, `known` or requested now. Returns `named`'s refs.
 
-    Raises ProtocolError if the Hub has other files, or no such commit.
+    Raises ProtocolError if the Hub has other files, or no such commit. Returns none if it is unreachable.
     """
     found = named(manifest.name, manifest.revision, refs)
     try:
@@ -108,7 +108,7 @@ def confirm(manifest: Manifest, refs: Iterable[str], known: Manifest | None) -> 
 
 
 def named(name: str, commit: str, refs: Iterable[str]) -> dict[str, Manifest]:
-    """Return those branches and tags that the Hub maps to this commit now, as far as it can be reached."""
+    """Return the branches and tags that the Hub maps to this commit now, as far as it can be reached."""
     found = {}
     for ref in refs:
         with contextlib.suppress(ModelError):
@@ -121,7 +121,7 @@ class _NoSuchRevision(ModelError): ...
 
 
 def fetch(manifest: Manifest, part: PartialFile) -> None:
-    """Have the Hub send the rest of a file. Raises ModelError, Damaged, Stopped."""
+    """Download the rest of a file from the Hub. Raises ModelError, Damaged, Stopped."""
     from huggingface_hub.errors import HfHubHTTPError
 
     at, tries = part.open(), 0
@@ -153,16 +153,16 @@ def _stream(manifest: Manifest, part: PartialFile, at: int) -> None:
     timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
     with http_stream_backoff("GET", url, headers=headers, timeout=timeout, retry_on_exceptions=()) as answer:
         hf_raise_for_status(answer)
-        if at and answer.status_code == 200:  # the server sends all of it
+        if at and answer.status_code == 200:  # the server ignores the range and sends all of it
             part.restart()
         for data in answer.iter_bytes(_BLOCK_BYTES):
             part.write(data)
 
 
 def fetch_some(manifest: Manifest, patterns: tuple[str, ...]) -> Path:
-    """Return a folder with the files that match. It is no model, and no branch names it. Raises ModelError.
+    """Return a folder with the files that match. No ref points at it, so it is no model. Raises ModelError.
 
-    The client would keep a list of all files, so each is requested by itself; it compares only sizes.
+    One request per file, because the Hub's client would keep a list of all files; it compares only sizes.
     """
     from huggingface_hub import hf_hub_download
 
@@ -171,7 +171,7 @@ def fetch_some(manifest: Manifest, patterns: tuple[str, ...]) -> Path:
     with _understood(manifest.name):
         for file in manifest.files:
             if any(fnmatch(file.path, pattern) for pattern in patterns):
-                # By its commit, so that only a complete download points a branch at it.
+                # By its commit, so that no branch points at an incomplete download.
                 path = Path(hf_hub_download(manifest.name, file.path, revision=manifest.revision))
                 if path.resolve() != (folder / file.path).resolve():
                     raise ValueError(f"{file.path} is of another commit")
@@ -185,9 +185,9 @@ def fetch_some(manifest: Manifest, patterns: tuple[str, ...]) -> Path:
 
 @contextlib.contextmanager
 def _understood(name: str, named: str = "", file: str = "") -> Iterator[None]:
-    """Raise ModelError for any error of the client, which trusts any server's answer.
+    """Raise ModelError for any error of the Hub's client, which trusts any server's answer.
 
-    `named`: what cannot be had, `name` by default. `file`: which one of it.
+    `named`: the model in the message, `name` by default. `file`: the file in it.
     """
     from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
     from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # as above
@@ -216,7 +216,7 @@ def _why(error: Exception) -> str:
         RepositoryNotFoundError,
     )
 
-    # Queries of addresses may contain a signature.
+    # The query of a URL may contain a signature.
     said = (re.sub(r"\?\S+", "?…", str(error).strip())[:300] or type(error).__name__).splitlines()[0]
     match error:
         case GatedRepoError():

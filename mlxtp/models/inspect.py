@@ -1,7 +1,7 @@
-"""From a user's name of a model to its folder on this machine, its shape, and reasons against serving it.
+"""From a user's name of a model to its folder on this machine, its shape, and reasons not to serve it.
 
-Functions that are no coroutines read the disk: call them in threads. Only `inspect` and `find_config` ask the
-Hub. Without a model that can be used they raise ModelError.
+Plain functions read the disk: call them in threads. Only `inspect` and `find_config` contact the Hub. They
+raise ModelError if no usable model is found.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from .descriptions import description_of
 from .hub_cache import folder_bytes, hub_name, lacks, repos_here
 from .manifest import Manifest
 
-#: Classes for embeddings and labels. Those that write are called ForCausalLM, LMHeadModel or the like.
+#: Classes for embeddings and labels. Generators of text are named ForCausalLM, LMHeadModel or the like.
 _WRITES_NO_TEXT = re.compile(
     r"(?:(?<!LMHead)Model|For(?:SequenceClassification|TokenClassification|MaskedLM|QuestionAnswering))$"
 )
 _CONFIG_FILES = ("config.json", "hf_quant_config.json")
-#: Fields of tokenizer_config.json, of which one names a chat template of mlx-lm.
+#: Fields of tokenizer_config.json; each names a chat template of mlx-lm.
 _TEMPLATES = frozenset({"chat_template", "chat_template_type"})
-MOST = 200  #: Models listed for users, at most: a cache may hold anything.
+MOST = 200  #: Models listed for users. A cache may hold any number.
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Model to serve, by its public name. `shape`: by which its ranks were planned; None if they were not."""
+    """Model to serve, under its public name. `shape`: the basis of its ranks' plan; None without a plan."""
 
     id: str
     path: Path
@@ -81,7 +81,7 @@ def folder_of(name: str) -> Path:
 
 
 def hub_folder(name: str) -> Path | None:
-    """Return the snapshot of OWNER/NAME[@REVISION] in this Mac's Hub cache; None unless it is complete."""
+    """Return the complete snapshot of OWNER/NAME[@REVISION] in this Mac's Hub cache, or None."""
     with contextlib.suppress(ModelError):
         repo, revision = hub_name(name)
         return repo.snapshot(revision)
@@ -116,7 +116,7 @@ def _find(name: str) -> Path:
 
 
 def in_folders(name: str, folders: Sequence[str]) -> str:
-    """Return the path of a model with a plain name in the model folders, or the name itself."""
+    """Return the path of a plainly named model in the model folders, else the name itself."""
     if "/" not in name and name != EMBEDDED_MODEL:
         for folder in folders:
             if (Path(folder) / name / "config.json").is_file():
@@ -125,7 +125,7 @@ def in_folders(name: str, folders: Sequence[str]) -> str:
 
 
 def full_name(name: str, folders: Sequence[str] = ()) -> str:
-    """Return OWNER/NAME for a short name such as llama3.2:3b that no folder has, and any other name."""
+    """Expand a short name such as llama3.2:3b to OWNER/NAME, unless a folder has that name."""
     if not (full := stands_for(name)) or in_folders(name, folders) != name or _is_folder(Path(name)):
         return name
     return full
@@ -142,7 +142,7 @@ def named_folders(folders: Sequence[str]) -> dict[str, Path]:
 
 
 def lasting_name(name: str) -> str:
-    """Return a model's name that holds in any working directory: the whole path for a folder."""
+    """Return a model's name that holds in any working directory: for a folder its absolute path."""
     folder = _as_path(name)
     return str(folder.resolve()) if name != EMBEDDED_MODEL and _is_folder(folder) else name
 
@@ -176,7 +176,7 @@ def _is_folder(path: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Servable:
-    """Model that a group could serve. `folder`: None until all of it is here. `manifest`: from the Hub."""
+    """Model that a group could serve. `folder`: None unless complete. `manifest`: the Hub's, else None."""
 
     name: str
     shape: ModelShape
@@ -185,10 +185,10 @@ class Servable:
 
 
 def inspect(name: str, kv_bits: int = 0, *, ask_hub: bool = False) -> Servable:
-    """Return what placement and a download need to know of a model, before anything of it is loaded.
+    """Return the facts that placement and a download need, before any of the model is loaded.
 
-    Raises ModelError for a model that is neither here nor, with `ask_hub`, on the Hub; that lacks files; that
-    has no room on this disk; that no group could run.
+    Raises ModelError if the model is neither here nor, with `ask_hub`, on the Hub. It also does if the model
+    lacks files, exceeds the free disk, or cannot run on any group.
     """
     if not (ask_hub and is_hub_id(name) and hub_folder(name) is None):
         folder = folder_of(name)
@@ -201,7 +201,7 @@ def inspect(name: str, kv_bits: int = 0, *, ask_hub: bool = False) -> Servable:
     some = hub_client.fetch_some(manifest, _CONFIG_FILES)
     found = description_of(_checked(some, lambda: hub_client.fetch_some(manifest, TEMPLATE_FILES)))
     weights = sum(file.size for file in manifest.files if file.path.endswith(".safetensors"))
-    # A head in the model's own files is seen once they are here.
+    # An MTP head within the model's own files shows once they are here.
     mtp = any(file.path == MTP_FILE for file in manifest.files)
     shape = shape_of(found, name=name, weight_bytes=weights, kv_bits=kv_bits, mtp=mtp)
     return Servable(name, shape, None, manifest)
@@ -222,7 +222,7 @@ def find_config(name: str) -> Path:
 
 
 def stored_name(name: str) -> str | None:
-    """Return the name for a deployment of a model that is complete on this machine; None for any other.
+    """Return a deployment's name for a model that is complete on this machine; None for any other.
 
     Raises ModelError for a folder that lacks files, and for a configuration that cannot be served.
     """
@@ -246,7 +246,7 @@ def stored_name(name: str) -> str | None:
 def read_config(folder: Path) -> Config:
     try:
         return config_in(folder)
-    except (OSError, ValueError) as error:  # its disk may have gone
+    except (OSError, ValueError) as error:  # its disk may be unplugged
         raise ModelError(f"{folder} cannot be read: {error}") from None
 
 
@@ -259,7 +259,7 @@ def weight_bytes(folder: Path) -> int:
 
 
 def facts_in(folder: Path) -> DescribedModel:
-    """Return what is known of the model in this folder. Raises ModelError. Waits as `description_of` does."""
+    """Describe the model in this folder. Raises ModelError. Blocks as `description_of` does."""
     config = read_config(folder)
     try:
         weights = sum(weight_sizes(folder).values())
@@ -286,9 +286,9 @@ def check_servable(config: Config) -> None:
 
 
 def _checked(folder: Path, tokenizer: Callable[[], Path]) -> Config:
-    """Return the configuration in a folder. Raises ModelError for a model that no group could serve.
+    """Return the configuration in a folder. Raises ModelError if no group could serve its model.
 
-    `tokenizer` returns the folder with its tokenizer's settings; it is called for few families.
+    `tokenizer` returns the folder with its tokenizer's settings. Only a few families need the call.
     """
     config = read_config(folder)
     check_servable(config)
@@ -303,7 +303,7 @@ def _checked(folder: Path, tokenizer: Callable[[], Path]) -> Config:
 
 @cache
 def _families() -> frozenset[str]:
-    """Return the families that the installed mlx-lm supports, by its files: an import would load MLX."""
+    """Return mlx-lm's model families by its file names, because an import would load MLX."""
     mlx_lm = importlib.util.find_spec("mlx_lm")
     assert mlx_lm is not None
     assert mlx_lm.submodule_search_locations
@@ -312,7 +312,7 @@ def _families() -> frozenset[str]:
 
 
 def models_here() -> list[dict[str, Any]]:
-    """Return the models here now as JSON, complete or not: the embedded model first, then by name."""
+    """Return the models here as JSON, complete or not: the embedded model first, then by name."""
     found = [(EMBEDDED_MODEL, "embedded", folder_bytes(embedded_model_path()), True)]
     sizes = [(repo, folder_bytes(repo.folder)) for repo in repos_here()[: MOST - 1]]
     found += [(repo.name, "hub", size, repo.snapshot("main") is not None) for repo, size in sizes if size]
@@ -320,7 +320,7 @@ def models_here() -> list[dict[str, Any]]:
 
 
 def stored_models(folders: Iterable[tuple[str, Path]] = ()) -> tuple[StoredModelInfo, ...]:
-    """Return the complete models that a request may name, but for those that `check_servable` refuses."""
+    """Return the complete models that a request may name, without models that `check_servable` refuses."""
     found = [
         (EMBEDDED_MODEL, embedded_model_path()),
         *((repo.name, repo.snapshot("main")) for repo in repos_here()),

@@ -1,4 +1,4 @@
-"""The wanted models on this machine: found or downloaded ahead of time, so that an epoch need not wait."""
+"""The wanted models on this machine: found or downloaded in advance, so that an epoch need not wait."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .transfers import TransferCoordinator
 
 log = logging.getLogger(__name__)
 
-TELL_S = 3.0  #: Seconds that a member that has just come may take to report whether it has the model.
+TELL_S = 3.0  #: Seconds that a new member may take to report whether it has the model.
 
 
 class LocalModel:
@@ -38,8 +38,8 @@ class LocalModel:
         transfers: TransferCoordinator,
         report: Callable[[LocalModel], None],
     ) -> None:
-        self.name = name  #: As a deployment has it; empty for none.
-        self.may_download = False  #: True once a user chose it: no model is downloaded for a request.
+        self.name = name  #: As in the deployment; "" for none.
+        self.may_download = False  #: True once a user chose it. A request alone causes no download.
         self.source: ModelSource | None = None
         self.path: Path | None = None
         self.fingerprint = ""
@@ -51,7 +51,7 @@ class LocalModel:
         self._background = Background(self._failed)
         self._search: asyncio.Task[None] | None = None
         self._shape: ModelShape | None = None
-        self._packed = b""  #: Its `DescribedModel`, for the others.
+        self._packed = b""  #: Its `DescribedModel`, sent to other members.
 
     @property
     def status(self) -> ModelStatus:
@@ -70,12 +70,12 @@ class LocalModel:
 
     @property
     def left_s(self) -> float:
-        """Seconds until its files are on this node, 0 where unknown."""
+        """Seconds until its files are on this node; 0 if unknown."""
         return next((r["left_s"] or 0.0 for r in self._transfers.progress(self.name) if r["self"]), 0.0)
 
     @property
     def _revision(self) -> str:
-        """The commit of a model in the Hub's cache that was searched by its name; else empty."""
+        """The commit of a Hub model that was found by its name; else ""."""
         path = self.path if self.fingerprint and is_hub_id(self.name) else None
         return path.name if path is not None and is_commit(path.name) else ""
 
@@ -84,7 +84,7 @@ class LocalModel:
         return self._search is not None and not self._search.done()
 
     def search(self) -> None:
-        """Begin the search, and report at once that no result is known."""
+        """Start the search, and report at once that there is no result yet."""
         if self._search is not None:
             self._search.cancel()
         self.source, self.path, self.fingerprint, self.problem, self.weight_bytes = None, None, "", "", 0
@@ -92,12 +92,12 @@ class LocalModel:
         self._report(self)
 
     def retry(self) -> None:
-        """Search again for a missing folder; failures on the Hub are left to the user."""
+        """Search again for a missing folder. Only a user retries a failed download from the Hub."""
         if self.problem and not self._searching and not is_hub_id(self.name):
             self._start(self._find())
 
     def files_arrived(self, repository: str) -> None:
-        """Search again after files of OWNER/NAME came or changed: the model may be there now, or differ."""
+        """Search again after files of OWNER/NAME appeared or changed."""
         if not self._searching and is_hub_id(self.name) and self.name.partition("@")[0] == repository:
             self._start(self._compare())
 
@@ -139,7 +139,7 @@ class LocalModel:
         self._report(self)
 
     def _failed(self, _search: asyncio.Task[None], error: BaseException) -> None:
-        """Log a bug, so that it does not look like a slow download."""
+        """Log a bug, lest it look like a slow download."""
         log.error("%s cannot be opened", self.name, exc_info=error)
         self.fingerprint, self.problem = "", f"{self.name}: {type(error).__name__}: {error}"
         self._report(self)
@@ -151,7 +151,7 @@ class LocalModel:
 
 
 class LocalModels:
-    """The wanted models on this machine, by name, of which this node reports the status."""
+    """The wanted models on this machine, by name. This node reports their status."""
 
     def __init__(self, node: ClusterNode, transfers: TransferCoordinator) -> None:
         self._node = node
@@ -165,16 +165,16 @@ class LocalModels:
         node.rounds.every(REPORT_S, lambda _now: self.retry(), first_s=REPORT_S)
 
     def of(self, name: str) -> LocalModel:
-        """Return what is known of a model: nothing if it is not wanted."""
+        """Return the search for a model; an empty one if the model is not wanted."""
         return self._wanted.get(name) or self._new(name)
 
     def _new(self, name: str) -> LocalModel:
         return LocalModel(name, self._node.settings, self._transfers, self._report)
 
     def want(self, models: Mapping[str, bool]) -> None:
-        """Search for these models alone. The value tells whether a missing one may be downloaded.
+        """Search for these models and no others. The value permits the download of a missing one.
 
-        The result for a model stays while it is wanted. The search for any other one ends.
+        Results stay while their models are wanted. Other searches end.
         """
         for name in self._wanted.keys() - models.keys():
             self._background.start(self._wanted.pop(name).close(), f"the end of the search for {name}")
@@ -187,7 +187,7 @@ class LocalModels:
         self._publish()
 
     def resolve(self, before: DeploymentTable, after: DeploymentTable) -> None:
-        """Want the models of all deployments. A new version of a row restarts a search that failed."""
+        """Want the models of all deployments. A changed row restarts a search that failed."""
         self.want({row.model: row.pinned for row in after.live()})
         for row in after.live():
             known = self._wanted[row.model]
@@ -199,7 +199,7 @@ class LocalModels:
             each.retry()
 
     def folder(self, name: str) -> Path:
-        """Return the folder of a model. Raises ModelError if it is not wanted here, or not (yet) found."""
+        """Return the folder of a model. Raises ModelError if it is not wanted here or not yet found."""
         found = self._wanted.get(name)
         if found is None:
             raise ModelError(f"{name} is not wanted here", Code.MODEL_NOT_FOUND)
@@ -208,7 +208,7 @@ class LocalModels:
         return found.path
 
     def unreported(self, model: str) -> dict[str, float]:
-        """Return until when to wait for linked members that have yet to report what they found of a model."""
+        """Return the linked members that have yet to report on a model, and until when to wait for each."""
         told, met_at = self._node.links.reports.of(ModelStatus, model), self._node.peer_info.met_at
         return {
             node_id: met_at.get(node_id, 0.0) + TELL_S
@@ -231,7 +231,7 @@ class LocalModels:
                 raise ProtocolError(f"the shape of {status.model}: {error}", Code.FIELD_INVALID) from None
 
     def _report(self, found: LocalModel) -> None:
-        if self._wanted.get(found.name) is found:  # a search may find its model after the end of the wish
+        if self._wanted.get(found.name) is found:  # a search may succeed after the model is unwanted
             self._publish()
             self._node.changed()
 

@@ -1,4 +1,4 @@
-"""Manifest of a model: its files, by size and hash, and who gives it to the others. Pure.
+"""Manifest of a model: its files by size and hash; and the election of the member that seeds it. Pure.
 
 A model on the Hub is called OWNER/NAME, or OWNER/NAME@REVISION: a branch, a tag or a commit.
 """
@@ -19,7 +19,7 @@ from ..wire.cluster_messages import ModelHeld
 
 MAX_FILES = 4096
 MAX_FILE_BYTES = 1 << 43
-MAX_MODEL_BYTES = 1 << 46  #: Bytes of all its files: far more than any model has.
+MAX_MODEL_BYTES = 1 << 46  #: Bytes of all its files, far more than any model has.
 MAX_MANIFEST_BYTES = 1 << 20
 DEFAULT_REVISION = "main"
 
@@ -38,7 +38,7 @@ _WANTED = (
 class ModelFile:
     """One file: its path inside the snapshot, its size in bytes, its hash.
 
-    On the Hub that is its blob's name: SHA-256 of a large file (64 hex digits), git's id of another (40).
+    The hash is the Hub's name of the blob: SHA-256 (64 hex digits) if large, else git's id (40).
     """
 
     path: str
@@ -66,12 +66,12 @@ class Manifest:
 
     @property
     def blobs(self) -> tuple[ModelFile, ...]:
-        """One file of each content, in their order."""
+        """One file for each distinct content, in order."""
         return tuple({file.hash: file for file in reversed(self.files)}.values())[::-1]
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Return OWNER/NAME and the revision of `name`, "main" where it has none. Raises ValueError."""
+    """Return OWNER/NAME and the revision of `name`, "main" by default. Raises ValueError."""
     repo, _, revision = name.partition("@")
     owner, _, model = repo.partition("/")
     if not (_PART.fullmatch(owner) and _PART.fullmatch(model)) or ".." in repo or "--" in owner:
@@ -86,10 +86,7 @@ def is_commit(revision: str) -> bool:
 
 
 def wanted(files: Iterable[ModelFile]) -> tuple[ModelFile, ...]:
-    """Return the files that serving the model needs, small ones first.
-
-    Repositories often have the same weights a second time, in another format or folder.
-    """
+    """Return the files that serving needs, small ones first: many models have weights in several formats."""
     files = tuple(files)
     plain = [each for each in files if any(_matches(each.path, name) for name in (WEIGHTS, MTP_FILE))]
     others = [
@@ -106,7 +103,7 @@ def to_bytes(manifest: Manifest) -> bytes:
 
 
 def from_bytes(data: bytes) -> Manifest:
-    """Return the manifest of `to_bytes`, checked. Raises ValueError."""
+    """Parse and check the output of `to_bytes`. Raises ValueError."""
     if len(data) > MAX_MANIFEST_BYTES:
         raise ValueError(f"a manifest of {len(data)} bytes; at most {MAX_MANIFEST_BYTES} are taken")
     try:
@@ -118,7 +115,7 @@ def from_bytes(data: bytes) -> Manifest:
 
 
 def check(manifest: Manifest) -> Manifest:
-    """Return the manifest. Raises ValueError for paths that lead elsewhere, wrong sizes and hashes."""
+    """Return the manifest. Raises ValueError for paths outside the snapshot, wrong sizes and hashes."""
     if split_name(manifest.name) != (manifest.name, DEFAULT_REVISION):
         raise ValueError(f"{manifest.name!r:.200} is no OWNER/NAME")
     if not is_commit(manifest.revision):
@@ -161,9 +158,9 @@ RATE_S = 10.0  #: Seconds over which speeds are measured.
 
 
 def elect_seeder(members: Mapping[str, ModelHeld], now: str) -> str:
-    """Return the node id of the seeder, `now` while it is able; "" if no member is.
+    """Return the node id of the seeder, `now` as long as it is able; "" if no member is.
 
-    That is a member that has all of it, or one that is to get it from the Hub.
+    Members that have all of the model come first, then members that want it and can get it from the Hub.
     """
     able = {
         node: each for node, each in members.items() if each.complete or (each.wants and not each.problem)

@@ -1,4 +1,4 @@
-"""Models on the members' disks and on their way there: reports of all, and transfers to this node."""
+"""Models on the members' disks, reports of them, and transfers to this node."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REPORT_S = 10.0  #: Seconds between two looks at the models on this disk.
 
 
 class StoredModels:
-    """Models that each member has reported as stored, and the handlers of changes on this disk."""
+    """Models that members have reported as stored, and the handlers of changes on this disk."""
 
     def __init__(self, node: ClusterNode) -> None:
         self._node = node
@@ -43,7 +43,7 @@ class StoredModels:
             handler(name)
 
     def refresh(self) -> None:
-        """Report to the others which models are here, if that has changed."""
+        """Report this disk's models to the other members if the list has changed."""
         self._background.start(self._list(), "the list of models on this disk")
 
     def has(self, node_id: str, model: str) -> bool:
@@ -72,18 +72,18 @@ class StoredModels:
 
 # --- transfers ------------------------------------------------------------------------------------------
 
-MAX_JOBS = ModelHeld.MOST  #: Models for which a transfer is kept.
+MAX_JOBS = ModelHeld.MOST  #: Transfers kept at a time.
 
 
 class MemberReports:
-    """Reports about one model: those of other members, and the last that this node sent."""
+    """Reports about one model: the other members' and the last one of this node."""
 
     def __init__(self, rows: Callable[[], Mapping[str, ModelHeld]]) -> None:
-        self._rows = rows  #: Returns those of other members, by node id.
+        self._rows = rows  #: Returns the other members' reports, by node id.
         self._forgiven: Mapping[str, ModelHeld] = {}
         self.sent: ModelHeld | None = None
         self.sent_at = 0.0
-        self.since = time.monotonic()  #: Time from which all present members have some seconds to report.
+        self.since = time.monotonic()  #: Start of the seconds that all present members have to report.
         self.rates: defaultdict[str, TransferRate] = defaultdict(TransferRate)
 
     @property
@@ -99,7 +99,7 @@ class MemberReports:
         self.rates[node_id].add(time.monotonic(), report.held)
 
     def clear_problems(self) -> None:
-        """Forget why others could not get it: they try again."""
+        """Forget why other members could not get the model, because they try again."""
         self._forgiven = self._rows()
 
     def last_at(self, node_id: str) -> float:
@@ -108,28 +108,28 @@ class MemberReports:
 
     @property
     def needed(self) -> bool:
-        """True if another member is to have the model and lacks some of it."""
+        """True if another member wants the model and lacks some of it."""
         return any(report.wants and not report.complete for report in self.others.values())
 
 
 class ModelTransfer:
-    """Transfer of one model, kept while this agent runs. `refs`: branches and tags that will name it."""
+    """Transfer of one model, kept while this agent runs. `refs`: branches and tags to point at it."""
 
     def __init__(self, model: str, rows: Callable[[], Mapping[str, ModelHeld]]) -> None:
         self.model = model
         self.repo, self.revision = hub_name(model)
         self.refs: set[str] = set()
-        self.of_hub: set[str] = set()  #: Those that the Hub itself mapped to this commit here.
-        self.known: Manifest | None = None  #: The Hub's answer about `model` for the next download.
+        self.of_hub: set[str] = set()  #: The subset of `refs` that the Hub itself mapped to this commit.
+        self.known: Manifest | None = None  #: The Hub's manifest of `model`, for the next download.
         self.own: ModelHeld | None = None  #: None until a member needs the model.
         self.reports = MemberReports(rows)
-        #: The seeder that the coordinator named; None until it has, "" if no member can be it.
+        #: The seeder that the coordinator chose; None before that, "" if no member is able.
         self.lender: str | None = None
         self.fetch: Fetch | None = None
         self.task: asyncio.Task[Path] | None = None
         self.waiting = 0
-        self.inspecting = False  #: True while the disk is read for another member's report.
-        #: True if it was requested on all Macs. It then starts again when a member has it later.
+        self.inspecting = False  #: True while the disk is read because of another member's report.
+        #: True if all Macs are to get it. It then restarts when a member gets it later.
         self.everywhere = False
         self.changed = asyncio.Event()
 
@@ -139,7 +139,7 @@ class ModelTransfer:
 
     @property
     def complete(self) -> bool:
-        """True if all of it was here at the end of the last request."""
+        """True if the last request ended with a complete model."""
         task = self.task
         return task is not None and task.done() and not task.cancelled() and task.exception() is None
 
@@ -153,23 +153,23 @@ class ModelTransfer:
     def ended(self, task: asyncio.Task[Path]) -> None:
         self.known = None
         if not task.cancelled():
-            task.exception()  # read, as there may be no caller that raises it
+            task.exception()  # retrieved, because there may be no caller
 
     @property
     def ends(self) -> bool:
-        """True if it was cancelled and has not ended yet."""
+        """True if it was cancelled but has not ended yet."""
         return self.task is not None and not self.task.done() and bool(self.task.cancelling())
 
     def lends(self, me: str) -> bool:
         return self.lender == me and self.reports.needed
 
     def begins_again(self, wanted: Collection[str]) -> bool:
-        """Return True if it failed, but starts again when a member has it. `wanted`: the deployed models."""
+        """Return True if it failed but will restart once a member has it. `wanted`: deployed models."""
         failed = not self.runs and self.own is not None and bool(self.own.wants and self.own.problem)
         return failed and (self.everywhere or self.model in wanted)
 
     def rows(self, me: str, name_of: Callable[[str], str]) -> list[dict[str, Any]]:
-        """Return the progress of each member that is to have the model, this node (`me`) first."""
+        """Return the progress of each member that is to get the model, this node (`me`) first."""
         mine, why = self.own or (ModelHeld(self.model) if self.runs else None), self.failure
         if why:
             mine = mine or ModelHeld(self.model)
@@ -195,19 +195,19 @@ class ModelTransfer:
         }
 
     def look(self, revision: str, wants: bool) -> tuple[Path | None, ModelHeld]:
-        """Return the folder of the model if it is complete here, and its progress. Reads the disk."""
+        """Return the model's folder if it is complete here, and its progress. Reads the disk."""
         here, held = self.repo.stored(revision), ModelHeld(self.model, wants=wants)
         with contextlib.suppress(OSError):
             held = replace(held, free=free_bytes(self.repo.cache))
         if not here.complete:
             begun = self.repo.begun()
             return None, replace(held, held=begun.held if begun is not None else 0)
-        if here.manifest is None:  # from a program with other file names: usable, but not for copies
+        if here.manifest is None:  # another program's file names: usable, but cannot be copied
             return here.folder, replace(held, revision=here.revision, wants=False)
         return here.folder, replace(held, revision=here.revision, held=here.held, total=here.total)
 
     async def pause(self) -> None:
-        """Wait for a message about the transfer, at most half a second."""
+        """Wait up to half a second for a change of the transfer."""
         self.changed.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.5):
@@ -226,11 +226,11 @@ class TransferTable:
         return iter(list(self._all.values()))
 
     def find(self, model: str) -> ModelTransfer | None:
-        """Return the transfer of a model; None if there is none. May be called from threads."""
+        """Return the transfer of a model, or None. May be called from threads."""
         return self._all.get(model)
 
     def of(self, model: str) -> ModelTransfer:
-        """Return the transfer of a model, new if needed. Raises ModelError for a bad name, or too many."""
+        """Return the transfer of a model, new if needed. Raises ModelError for a bad name or too many."""
         if (found := self._all.get(model)) is not None:
             return found
         found = ModelTransfer(model, lambda: self._others(model))

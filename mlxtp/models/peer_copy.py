@@ -1,7 +1,7 @@
-"""Copies of models from one member to another: TLS connections of their own, in threads.
+"""Copies of models between members, over TLS connections of their own, in threads.
 
-The seeder has a model, or is getting it from the Hub. Each of a copy's few connections brings one file after
-the other, as soon as the seeder has it. Both ends show certificates of the cluster.
+The seeder has a model, or is downloading it from the Hub. Each of a copy's few connections carries one file
+after the other, as soon as the seeder has it. Both ends authenticate with certificates of the cluster.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ log = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=Message)
 
-CONNECTIONS = 2  #: Connections of one copy. Python decrypts in one thread at a time, so more gain nothing.
-MAX_CONNECTIONS = 32  #: Connections of a seeder at one time, of all members.
-MAX_PER_MEMBER = 12  #: Connections. A Mac gets four models at one time, and some connections are ending.
-#: Connections without a certificate so far. The address with the most loses its oldest for one more.
+CONNECTIONS = 2  #: Connections per copy. More gain nothing, as Python decrypts in one thread at a time.
+MAX_CONNECTIONS = 32  #: Connections that a seeder serves at once.
+MAX_PER_MEMBER = 12  #: Connections of one member: four models at once, plus some that are ending.
+#: Connections not yet authenticated. One more closes the oldest of the address that has the most.
 MAX_STRANGERS = 8
-IDLE_S = 60  #: Seconds that the other end may be silent, or not read.
-#: Seconds that a seeder may take for each STEP_BYTES, or get nothing new itself.
+IDLE_S = 60  #: Seconds that the other end may neither send nor read.
+#: Seconds that a seeder may take to send STEP_BYTES, or to get new bytes itself.
 STEP_S = 300
 STEP_BYTES = 4 << 20
-AGAIN_S = 1.0  #: Seconds between two requests for the files that a seeder has by now.
+AGAIN_S = 1.0  #: Seconds between two requests for the list of files that a seeder has.
 _BLOCK_BYTES = 1 << 18
 _LENGTH_BYTES = 4  # before each frame
 
-#: Returns the files to copy for a model, or None. Called from threads.
+#: Returns the files that a model's copy may have, or None. Called from threads.
 Lent = Callable[[str], tuple[Repo, Manifest] | None]
 
 
 class PeerConnection:
-    """End of a connection that copies. Raises LinkError if the other end is gone or silent."""
+    """One end of a copying connection. Raises LinkError if the other end is gone or silent."""
 
     def __init__(self, tls: ssl.SSLSocket, limit: int) -> None:
         self._tls = tls
@@ -66,7 +66,7 @@ class PeerConnection:
         self._ends_at = math.inf
 
     def hurry(self) -> None:
-        """Give the other end STEP_S for its replies, from now until the next call."""
+        """Give the other end STEP_S seconds for its replies, until the next call."""
         self._ends_at = time.monotonic() + STEP_S
 
     def send(self, message: Message) -> None:
@@ -79,18 +79,18 @@ class PeerConnection:
             raise _cut_short(error) from None
 
     def receive(self, expected: type[M]) -> M:
-        """Return the message that is due. Raises RemoteProtocolError for another one."""
+        """Return the next message. Raises RemoteProtocolError if it is not of this type."""
         message = self.next()
         if not isinstance(message, expected):
             raise RemoteProtocolError(f"{type(message).__name__} where {expected.__name__} was due")
         return message
 
     def next(self) -> Message:
-        """Return the next message, reading no byte beyond it."""
+        """Return the next message without reading past it."""
         decoder, header = Decoder(), self._exactly(_LENGTH_BYTES)
         decoder.limit = self._limit
         decoder.feed(header)
-        if (frame := decoder.next_frame()) is None:  # its length is within the limit
+        if (frame := decoder.next_frame()) is None:  # no error: the length is within the limit
             decoder.feed(self._exactly(int.from_bytes(header, "big")))
             frame = decoder.next_frame()
         assert frame is not None
@@ -119,9 +119,9 @@ class PeerConnection:
 
 
 def connect(addresses: Sequence[str], node_id: str, credentials: Credentials) -> PeerConnection:
-    """Return a connection to the seeder at the first of its addresses ("ip:port") that answers.
+    """Connect to the seeder at the first of its addresses ("ip:port") that answers.
 
-    Raises LinkError if none does, ProtocolError (NOT_AUTHENTIC) if it is not that node.
+    Raises LinkError if none does, ProtocolError (NOT_AUTHENTIC) if another node answers.
     """
     context = member_context_client(credentials, ALPN_MODELS)
     why = "it has no address"
@@ -143,7 +143,7 @@ def connect(addresses: Sequence[str], node_id: str, credentials: Credentials) ->
 
 
 def ask(connection: PeerConnection, model: str) -> tuple[Manifest, FilesHeld]:
-    """Return the seeder's manifest of a model, and its whole reply. Raises LinkError if there is nothing."""
+    """Return the seeder's manifest of a model, and its whole reply. Raises LinkError if it has nothing."""
     connection.send(FilesWanted(model))
     held = connection.receive(FilesHeld)
     if not held.manifest:
@@ -161,7 +161,7 @@ def ask(connection: PeerConnection, model: str) -> tuple[Manifest, FilesHeld]:
 def bring(
     connection: PeerConnection, manifest: Manifest, model: str, queue: FileQueue, stopped: Callable[[], bool]
 ) -> None:
-    """Copy files until there are none left. Raises LinkError, Damaged, Stopped, OSError."""
+    """Copy files until the queue is empty. Raises LinkError, Damaged, Stopped, OSError."""
     places = {file.hash: place for place, file in enumerate(manifest.blobs)}
     connection.hurry()
     block, held = memoryview(bytearray(_BLOCK_BYTES)), 0
@@ -200,7 +200,7 @@ def _receive(connection: PeerConnection, place: int, part: PartialFile, block: m
 
 
 class PeerServer:
-    """Server of models to other members. It calls `may_copy` again for each STEP_BYTES."""
+    """Serves models to other members. It calls `may_copy` again for each STEP_BYTES."""
 
     def __init__(
         self, host: str, credentials: Credentials, lent: Lent, may_copy: Callable[[NodeIdentity], bool]
@@ -210,8 +210,8 @@ class PeerServer:
         self._credentials = credentials
         self._lent = lent
         self._may_copy = may_copy
-        self._open: dict[socket.socket, str] = {}  #: The node id of each connection.
-        #: The address of each connection that has not shown a certificate yet, the oldest first.
+        self._open: dict[socket.socket, str] = {}  #: Authenticated connections, with their node ids.
+        #: Connections not yet authenticated, with their addresses, oldest first.
         self._strangers: dict[socket.socket, str] = {}
         self._lock = threading.Lock()
         self._wake, self._woken = socket.socketpair()
@@ -257,11 +257,11 @@ class PeerServer:
 
     def _welcome(self, sock: socket.socket) -> tuple[PeerConnection, NodeIdentity]:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # A deadline for all of the handshake, because each byte restarts a socket's own timeout.
+        # One deadline for the whole handshake, because each byte restarts a socket's own timeout.
         hurry = threading.Timer(HANDSHAKE_S, lambda: _cut(sock))
         hurry.start()
         try:
-            copy = sock.dup()  # `close` can still cut `sock` when this one is closed
+            copy = sock.dup()  # so that `close` can cut `sock` even when this copy is closed
             tls = member_context_server(self._credentials, (ALPN_MODELS,)).wrap_socket(copy, server_side=True)
         finally:
             hurry.cancel()

@@ -1,7 +1,7 @@
-"""Transfers of models: one member gets a model from the Hub, the others copy it from there.
+"""Transfers of models: one member downloads a model from the Hub, the others copy it from that seeder.
 
 Members report what they have of a wanted model (`ModelHeld`). The coordinator names the seeder
-(`ModelLender`), and another one when it fails or leaves. Without a model that can be had, ModelError.
+(`ModelLender`), and another if it fails or leaves. A model that cannot be had raises ModelError.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from .model_transfer import ModelTransfer, StoredModels, TransferTable
 log = logging.getLogger(__name__)
 
 REPORT_AGAIN_S = 1.0  #: Seconds between two progress reports to the others.
-#: Seconds that the coordinator waits for the reports of all present members: a sleeping disk takes seconds.
+#: Seconds that the coordinator waits for all present members' reports; a sleeping disk takes seconds.
 ALL_REPORT_S = 10.0
-#: Seconds that a member waits for the coordinator's choice, before it goes to the Hub itself.
+#: Seconds that a member waits for the coordinator's choice before it uses the Hub itself.
 NO_SEEDER_S = 15.0
-NO_FILES_S = 120.0  #: Seconds that it waits for the seeder to know the files.
-AGAIN_S = 1.0  #: Seconds from an interrupted copy to the next try.
-TRIES = 4  #: Failed copies from a seeder before this Mac goes to the Hub itself.
-AT_ONCE = 4  #: Models that come to this Mac at one time; the next ones wait.
-MAX_PULLS = 8  #: Models that come to this Mac at one time at the request of one other member.
-CLOSE_S = 2.0  #: Seconds that the end of this agent waits for threads that wait for the network.
+NO_FILES_S = 120.0  #: Seconds that it waits for the seeder to learn the list of files.
+AGAIN_S = 1.0  #: Seconds from an interrupted copy to the next attempt.
+TRIES = 4  #: Failed copies from seeders before this Mac uses the Hub itself.
+AT_ONCE = 4  #: Models that this Mac gets at the same time. More wait.
+MAX_PULLS = 8  #: Models that this Mac gets at the same time for one other member's requests.
+CLOSE_S = 2.0  #: Seconds that the agent's end waits for threads that wait for the network.
 
 
 class SeederElection:
-    """Agreement on the seeder of each model, and the server of copies while this node is one."""
+    """Agreement on each model's seeder, and the server of copies while this node is a seeder."""
 
     def __init__(
         self, node: ClusterNode, credentials: Credentials, table: TransferTable, background: Background
@@ -60,7 +60,7 @@ class SeederElection:
         node.rounds.add(self._advance)
 
     def announce(self, job: ModelTransfer) -> None:
-        """Broadcast what this node has of a model."""
+        """Publish how much of a model this node has."""
         if job.own is None:
             return
         port = self._port if job.lends(self._node.node_id) else 0
@@ -89,7 +89,7 @@ class SeederElection:
             self.announce(job)
 
     def decide(self, job: ModelTransfer) -> None:
-        """Choose the seeder, if this node is the coordinator; else take the one that it has chosen."""
+        """Choose the seeder if this node is the coordinator, else adopt the coordinator's choice."""
         chosen = self._elected(job) if self._node.leadership.leading else self._named(job)
         if chosen not in (None, job.lender):
             job.lender = chosen
@@ -115,7 +115,7 @@ class SeederElection:
         return elect_seeder(members, job.lender or "")
 
     def update_lending(self) -> None:
-        """Serve copies to other members as long as they need them."""
+        """Serve copies as long as other members need them."""
         lent = [job for job in self._table if job.lends(self._node.node_id)]
         if not lent:
             self.close()
@@ -131,7 +131,7 @@ class SeederElection:
                 self.announce(job)
 
     def _lent(self, model: str) -> tuple[Repo, Manifest] | None:
-        """Return the files to copy for a model; None if there are none. Called from threads."""
+        """Return the files of a model to serve, or None. Called from threads."""
         job = self._table.find(model)
         if job is None or job.own is None:
             return None
@@ -139,7 +139,7 @@ class SeederElection:
         return (job.repo, manifest) if manifest is not None else None
 
     def _may_copy(self, identity: NodeIdentity) -> bool:
-        """Return True for members with a control link, as with requests. Called from threads."""
+        """Return True for a member that has a control link and is not removed. Called from threads."""
         removed = self._node.replica.roster.removed(identity.fingerprint)
         return not removed and self._node.links.linked(identity)
 
@@ -167,19 +167,19 @@ class SeederElection:
 
 
 class Downloads:
-    """Models that come to this Mac: some at one time, the next ones in line, each from its seeder."""
+    """Models that this Mac gets: AT_ONCE at a time, the others in line, each from its seeder."""
 
     def __init__(self, node: ClusterNode, credentials: Credentials, election: SeederElection) -> None:
         self._node = node
         self._credentials = credentials
         self._election = election
-        self._line: list[ModelTransfer] = []  #: Running transfers (the first AT_ONCE), then those that wait.
+        self._line: list[ModelTransfer] = []  #: The first AT_ONCE are running, the others wait.
 
     def waits(self, job: ModelTransfer) -> bool:
         return job in self._line[AT_ONCE:]
 
     async def run(self, job: ModelTransfer) -> Path:
-        """Get one model; return its folder. Raises ModelError."""
+        """Get one model and return its folder. Raises ModelError."""
         job.lender, job.reports.since = None, time.monotonic()
         here, mine = await asyncio.to_thread(job.look, job.revision, True)
         job.own = mine
@@ -198,7 +198,7 @@ class Downloads:
                 here = await self._download_in_turn(job, lender if tries < TRIES else me)
                 break
             except Stopped:
-                continue  # there is another seeder
+                continue  # the seeder has changed
             except ModelError as error:
                 job.own = replace(job.own or mine, problem=error.detail[:1000])
                 self._election.announce(job)
@@ -234,7 +234,7 @@ class Downloads:
                 if job.lender not in (named, None):
                     raise Stopped
                 if time.monotonic() - job.reports.sent_at >= REPORT_AGAIN_S:
-                    self._election.announce(job)  # the others learn that it will come
+                    self._election.announce(job)  # so that the others know it is in line
                 await job.pause()
             return await self._download(job, lender, named)
         finally:
@@ -251,7 +251,7 @@ class Downloads:
 
         def on_progress(held: int, total: int) -> None:
             if job.lender not in (named, None):
-                fetch.stop()  # there is another seeder
+                fetch.stop()  # the seeder has changed
             if fetch.manifest is None or job.own is None or not total:
                 return
             held = min(held, total - 1)
@@ -265,7 +265,7 @@ class Downloads:
         return found
 
     async def _wait_for_seeder(self, job: ModelTransfer, complete: bool) -> str:
-        """Return the seeder; this node means the Hub. Raises ModelError if no member can get it."""
+        """Return the seeder; this node's own id means the Hub. Raises ModelError if no member can get it."""
         began = time.monotonic()
         while True:
             last_at = max(began, job.reports.last_at(job.lender or ""))
@@ -286,7 +286,7 @@ class Downloads:
             await job.pause()
 
     async def _finds_other_seeder(self, job: ModelTransfer, *, patient: bool) -> bool:
-        """Return True if another member can give it, after the Hub did not. `patient`: wait for one."""
+        """Return True if another member can seed it after the Hub failed. `patient`: wait for one."""
         ends_at, me = time.monotonic() + NO_SEEDER_S, self._node.node_id
         while time.monotonic() < ends_at:
             self._election.decide(job)
@@ -303,7 +303,7 @@ class Downloads:
         addresses = [f"{host}:{port}" for host in self._hosts(lender)]
         return partial(peer_copy.connect, addresses, lender, self._credentials)
 
-    def _hosts(self, node_id: str) -> list[str]:  # those on the fastest network first
+    def _hosts(self, node_id: str) -> list[str]:  # fastest network first
         node = self._node
         me, link = node.node_id, node.links.to(node_id)
         machines = node.links.reports.of(Machine)
@@ -323,22 +323,22 @@ class TransferCoordinator:
         self._background = Background(_log_failure)
         self._election = SeederElection(node, credentials, self.table, self._background)
         self._downloads = Downloads(node, credentials, self._election)
-        self._requested: Counter[str] = Counter()  #: Models that come at the request of each other member.
-        self._refused: set[str] = set()  #: Members of which a request was refused, to log each once.
+        self._requested: Counter[str] = Counter()  #: Models under way for each other member's requests.
+        self._refused: set[str] = set()  #: Members with a refused request, so that each is logged once.
         stored.on_change(self._look_again)
         node.links.reports.on(self._received, ModelHeld)
         node.links.on(lambda link, message: self._received(link.node_id, message), ModelPull)
         node.links.on_lost(lambda node_id, _why: self._refused.discard(node_id))
 
     async def get(self, model: str) -> Path:
-        """Return OWNER/NAME[@REVISION] on this Mac: from its disk, a member or the Hub. Raises ModelError.
+        """Return the folder of OWNER/NAME[@REVISION], from this disk, a member or the Hub.
 
-        Cancelling the last waiting caller ends the work.
+        Cancelling the last waiting caller cancels the transfer. Raises ModelError.
         """
         return await self._wait(self.table.of(model))
 
     def learned(self, model: str, manifest: Manifest) -> None:
-        """Keep the Hub's answer about a model, so that its next download does not ask again."""
+        """Keep the Hub's manifest of a model for its next download."""
         self.table.of(model).known = manifest
 
     async def _wait(self, job: ModelTransfer, *refs: str) -> Path:
@@ -364,9 +364,9 @@ class TransferCoordinator:
         return job.task
 
     async def pull(self, model: str, *, everywhere: bool, known: Manifest | None = None) -> str:
-        """Begin to get what the Hub has under this name now; return the name by which `progress` knows it.
+        """Start a transfer of what the Hub has under this name now; return its name for `progress`.
 
-        `known`: the Hub's answer, if it was asked just now. Without one, members' models count.
+        `known`: the Hub's manifest, if it has just been requested. If the Hub fails, a member's model counts.
         """
         repo, revision = hub_name(model)
         if known is None:
@@ -383,14 +383,14 @@ class TransferCoordinator:
         return name
 
     def _begin(self, name: str, *refs: str, everywhere: bool) -> asyncio.Task[Path]:
-        """Begin a transfer. Raises ModelError for too many."""
+        """Start a transfer. Raises ModelError for too many."""
         job = self.table.of(name)
         job.everywhere = everywhere or job.everywhere
         if job.ends:
             job.own = None
         else:
             self._run(job, *refs)
-        if everywhere:  # the others try it again as well
+        if everywhere:  # the other members retry too
             job.reports.clear_problems()
 
         def ended(done: asyncio.Task[Path]) -> None:
@@ -402,7 +402,7 @@ class TransferCoordinator:
         return task
 
     def progress(self, model: str) -> list[dict[str, Any]]:
-        """Return the progress of each member that needs a model, as `ModelTransfer.rows`."""
+        """Return the progress of each member that needs a model; see `ModelTransfer.rows`."""
         job = self.table.find(model)
         if job is None:
             return []
@@ -412,7 +412,7 @@ class TransferCoordinator:
         ]
 
     def progress_text(self, model: str, node_id: str = "") -> str:
-        """Return the progress of a model to a node, this one by default, for people; empty for none."""
+        """Return a node's progress with a model in words; "" if none. `node_id` defaults to this node."""
         node_id = node_id or self._node.node_id
         rows = [row for row in self.progress(model) if row["node_id"] == node_id]
         coming = rows and not rows[0]["complete"] and not rows[0]["problem"]
@@ -423,11 +423,11 @@ class TransferCoordinator:
         return [row for row in rows if not row["complete"] and not row["problem"]]
 
     def under_way(self) -> list[str]:
-        """Return the models that come to this Mac now, by the names that `progress` knows."""
+        """Return the models that this Mac is getting, under their names for `progress`."""
         return [job.model for job in self.table if job.runs and job.own is not None and job.own.wants]
 
     def is_getting(self, name: str) -> bool:
-        """Return True if this Mac is getting or seeding OWNER/NAME, as its disk spells that."""
+        """Return True if this Mac is getting or seeding OWNER/NAME, spelled as on its disk."""
         busy = (job for job in self.table if job.runs or job.lends(self._node.node_id))
         return any(job.repo.as_here().name == name for job in busy)
 
@@ -457,7 +457,7 @@ class TransferCoordinator:
         if self._requested[node_id] >= MAX_PULLS:
             why = f"{MAX_PULLS} models come here at your request already; request {name} when some are done"
             refusal = ModelHeld(name, problem=why)
-            with contextlib.suppress(MlxtpError):  # it has just gone
+            with contextlib.suppress(MlxtpError):  # its link is gone
                 self._node.links.send(node_id, self._node.links.reports.report(refusal))
             self._log_refusal(node_id, f"{MAX_PULLS} models come here at its request already")
             return
@@ -487,7 +487,7 @@ class TransferCoordinator:
                 self._election.look_again(job)
 
     async def close(self) -> None:
-        """Stop everything; downloaded pieces stay."""
+        """Stop everything. Downloaded bytes stay."""
         for job in self.table:
             if job.fetch is not None:
                 job.fetch.stop()

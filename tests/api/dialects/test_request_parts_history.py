@@ -72,20 +72,36 @@ class Form:
         return caught.value
 
 
+def part(kind: str, **fields: Any) -> Json:
+    return {"type": kind, **fields}
+
+
+def text(words: Any) -> Json:
+    return part("text", text=words)
+
+
+def user(*content: Any) -> Json:
+    return {"role": "user", "content": [*content]}
+
+
+def assistant(*content: Any) -> Json:
+    return {"role": "assistant", "content": [*content]}
+
+
+def chat_calls(*calls: Json | None) -> Json:
+    return {"role": "assistant", "tool_calls": [*calls]}
+
+
 def chat_call(arguments: Any = "{}", name: Any = "f") -> Json:
-    return {
-        "role": "assistant",
-        "tool_calls": [{"id": "c", "function": {"name": name, "arguments": arguments}}],
-    }
+    return chat_calls({"id": "c", "function": {"name": name, "arguments": arguments}})
 
 
 def tool_use(arguments: Any = "{}", name: Any = "f") -> Json:
-    use = {"type": "tool_use", "id": "c", "name": name, "input": arguments}
-    return {"role": "assistant", "content": [use]}
+    return assistant(part("tool_use", id="c", name=name, input=arguments))
 
 
 def function_call(arguments: Any = "{}", name: Any = "f") -> Json:
-    return {"type": "function_call", "call_id": "c", "name": name, "arguments": arguments}
+    return part("function_call", call_id="c", name=name, arguments=arguments)
 
 
 def chat_result(content: Any, id_: str | None = "c") -> Json:
@@ -93,11 +109,11 @@ def chat_result(content: Any, id_: str | None = "c") -> Json:
 
 
 def tool_result(content: Any, id_: str | None = "c") -> Json:
-    return {"role": "user", "content": [{"type": "tool_result", "tool_use_id": id_, "content": content}]}
+    return user(part("tool_result", tool_use_id=id_, content=content))
 
 
 def call_output(content: Any, id_: str | None = "c") -> Json:
-    return {"type": "function_call_output", "call_id": id_, "output": content}
+    return part("function_call_output", call_id=id_, output=content)
 
 
 CHAT = Form("/v1/chat/completions", "messages", parse_openai, chat_call, chat_result, {"max_tokens": 5})
@@ -135,115 +151,79 @@ IMAGE, AUDIO, DOCUMENT = note("image"), note("audio", "audio"), note("document")
 PNG, PDF = "iVBORw0KGgo=", "JVBERi0="
 
 
-def document(**source: Any) -> Json:
-    return {"type": "document", "source": source}
+def document(kind: str, **source: Any) -> Json:
+    return part("document", source=part(kind, **source))
 
 
 def web(*found: Json) -> Json:
-    return {"type": "web_search_tool_result", "tool_use_id": "s", "content": [*found]}
+    return part("web_search_tool_result", tool_use_id="s", content=[*found])
 
 
-RUN = {"type": "code_execution_result", "stdout": "out", "stderr": "err", "return_code": 1, "content": []}
+SEARCHED = part("server_tool_use", id="s", name="web_search", input={"query": "x"})
+PAGE = document("text", media_type="text/plain", data="page")
+FETCHED = part("web_fetch_result", url="u", content=PAGE)
+RUN = part("code_execution_result", stdout="out", stderr="err", return_code=1, content=[])
 UNREADABLE: list[tuple[Json, str]] = [
-    ({"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PNG}"}}, IMAGE),
-    ({"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PNG}}, IMAGE),
-    ({"type": "image", "data": PNG, "mimeType": "image/png"}, IMAGE),
-    ({"type": "input_image", "image_url": "https://x.org/a.png", "detail": "auto"}, IMAGE),
-    ({"type": "computer_screenshot", "image_url": "u"}, IMAGE),
-    ({"type": "input_audio", "input_audio": {"data": "x", "format": "wav"}}, AUDIO),
-    ({"type": "video_url", "video_url": {"url": "u"}}, note("video")),
-    (
-        {"type": "file", "file": {"file_data": f"data:application/pdf;base64,{PDF}", "filename": "a.pdf"}},
-        DOCUMENT,
-    ),
-    ({"type": "input_file", "file_data": PDF}, DOCUMENT),
-    ({"type": "input_file", "file_id": "file-1"}, DOCUMENT),
-    (document(type="base64", media_type="application/pdf", data=PDF), DOCUMENT),
-    (document(type="url", url="https://x.org/a.pdf"), DOCUMENT),
-    (document(type="base64", media_type="application/pdf", data=PDF) | {"title": "A"}, f"A\n{DOCUMENT}"),
-    ({"type": "resource", "resource": {"uri": "file:///a", "blob": PNG}}, DOCUMENT),
-    ({"type": "hologram", "x": 1}, note('block of type "hologram"', "such blocks")),
-    ({"type": "container_upload", "file_id": "f"}, note('block of type "container_upload"', "such blocks")),
+    (part("image_url", image_url={"url": f"data:image/png;base64,{PNG}"}), IMAGE),
+    (part("image", source={"type": "base64", "media_type": "image/png", "data": PNG}), IMAGE),
+    (part("image", data=PNG, mimeType="image/png"), IMAGE),
+    (part("input_image", image_url="https://x.org/a.png", detail="auto"), IMAGE),
+    (part("computer_screenshot", image_url="u"), IMAGE),
+    (part("input_audio", input_audio={"data": "x", "format": "wav"}), AUDIO),
+    (part("video_url", video_url={"url": "u"}), note("video")),
+    (part("file", file={"file_data": f"data:application/pdf;base64,{PDF}", "filename": "a.pdf"}), DOCUMENT),
+    (part("input_file", file_data=PDF), DOCUMENT),
+    (part("input_file", file_id="file-1"), DOCUMENT),
+    (document("base64", media_type="application/pdf", data=PDF), DOCUMENT),
+    (document("url", url="https://x.org/a.pdf"), DOCUMENT),
+    (document("base64", media_type="application/pdf", data=PDF) | {"title": "A"}, f"A\n{DOCUMENT}"),
+    (part("resource", resource={"uri": "file:///a", "blob": PNG}), DOCUMENT),
+    (part("hologram", x=1), note('block of type "hologram"', "such blocks")),
+    (part("container_upload", file_id="f"), note('block of type "container_upload"', "such blocks")),
 ]
 READABLE: list[tuple[Any, str]] = [
-    ({"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}, "citations": None}, "a"),
-    ({"type": "input_text", "text": "a"}, "a"),
-    ({"type": "output_text", "text": "a", "annotations": [], "logprobs": []}, "a"),
+    (text("a") | {"cache_control": {"type": "ephemeral"}, "citations": None}, "a"),
+    (part("input_text", text="a"), "a"),
+    (part("output_text", text="a", annotations=[], logprobs=[]), "a"),
     ({"text": "a"}, "a"),
     ("a", "a"),
-    ({"type": "refusal", "refusal": "no"}, "no"),
-    ({"type": "output_audio", "data": "x", "transcript": "spoken"}, "spoken"),
+    (part("refusal", refusal="no"), "no"),
+    (part("output_audio", data="x", transcript="spoken"), "spoken"),
+    (document("text", media_type="text/plain", data="abc") | {"title": "T", "context": "C"}, "T\nC\nabc"),
+    (document("content", content="abc"), "abc"),
+    (document("content", content=[text("a"), text("b")]), "a\nb"),
+    (document("base64", media_type="text/csv", data=in_base64("a,ü")), "a,ü"),
+    (part("file", file={"file_data": f"data:text/plain;base64,{in_base64('abc')}"}), "abc"),
+    (part("input_file", file_data="plain words", filename="a.txt"), "plain words"),
+    (part("input_file", file_data=in_base64("abc\n")), "abc\n"),
     (
-        document(type="text", media_type="text/plain", data="abc") | {"title": "T", "context": "C"},
-        "T\nC\nabc",
-    ),
-    (document(type="content", content="abc"), "abc"),
-    (
-        document(type="content", content=[{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]),
-        "a\nb",
-    ),
-    (document(type="base64", media_type="text/csv", data=in_base64("a,ü")), "a,ü"),
-    ({"type": "file", "file": {"file_data": f"data:text/plain;base64,{in_base64('abc')}"}}, "abc"),
-    ({"type": "input_file", "file_data": "plain words", "filename": "a.txt"}, "plain words"),
-    ({"type": "input_file", "file_data": in_base64("abc\n")}, "abc\n"),
-    (
-        {
-            "type": "search_result",
-            "title": "T",
-            "source": "https://x.org",
-            "content": [{"type": "text", "text": "a"}],
-        },
+        part("search_result", title="T", source="https://x.org", content=[text("a")]),
         "T\nhttps://x.org\na",
     ),
-    ({"type": "tool_reference", "tool_name": "weather"}, "weather"),
-    (web({"type": "web_search_result", "title": "T", "url": "u", "encrypted_content": "e"}), "T\nu"),
-    (
-        web() | {"content": {"type": "web_search_tool_result_error", "error_code": "unavailable"}},
-        "unavailable",
-    ),
-    (
-        {
-            "type": "web_fetch_tool_result",
-            "tool_use_id": "s",
-            "content": {
-                "type": "web_fetch_result",
-                "url": "u",
-                "content": document(type="text", media_type="text/plain", data="page"),
-            },
-        },
-        "u\npage",
-    ),
-    ({"type": "code_execution_tool_result", "tool_use_id": "s", "content": RUN}, "out\nerr"),
-    ({"type": "mcp_tool_use", "id": "m", "name": "n", "server_name": "s", "input": {"a": 1}}, '[n {"a": 1}]'),
-    (
-        {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "x"}},
-        '[web_search {"query": "x"}]',
-    ),
-    ({"type": "error-text", "value": "no"}, "no"),
-    ({"type": "json", "value": {"a": 1}}, '{"a": 1}'),
-    ({"type": "hologram", "text": "abc"}, "abc"),
-    ({"type": "error", "message": "no"}, "no"),
-    (
-        {
-            "type": "mcp_tool_result",
-            "tool_use_id": "m",
-            "is_error": False,
-            "content": [{"type": "text", "text": "a"}],
-        },
-        "a",
-    ),
-    ({"type": "resource", "resource": {"uri": "file:///a", "text": "abc"}}, "abc"),
-    ({"type": "resource_link", "name": "a", "uri": "file:///a"}, "a\nfile:///a"),
-    ({"type": "compaction", "content": "all"}, "[Summary of the conversation so far]\nall"),
-    ({"type": "hologram", "content": "abc"}, "abc"),
+    (part("tool_reference", tool_name="weather"), "weather"),
+    (web(part("web_search_result", title="T", url="u", encrypted_content="e")), "T\nu"),
+    (web() | {"content": part("web_search_tool_result_error", error_code="unavailable")}, "unavailable"),
+    (part("web_fetch_tool_result", tool_use_id="s", content=FETCHED), "u\npage"),
+    (part("code_execution_tool_result", tool_use_id="s", content=RUN), "out\nerr"),
+    (part("mcp_tool_use", id="m", name="n", server_name="s", input={"a": 1}), '[n {"a": 1}]'),
+    (SEARCHED, '[web_search {"query": "x"}]'),
+    (part("error-text", value="no"), "no"),
+    (part("json", value={"a": 1}), '{"a": 1}'),
+    (part("hologram", text="abc"), "abc"),
+    (part("error", message="no"), "no"),
+    (part("mcp_tool_result", tool_use_id="m", is_error=False, content=[text("a")]), "a"),
+    (part("resource", resource={"uri": "file:///a", "text": "abc"}), "abc"),
+    (part("resource_link", name="a", uri="file:///a"), "a\nfile:///a"),
+    (part("compaction", content="all"), "[Summary of the conversation so far]\nall"),
+    (part("hologram", content="abc"), "abc"),
 ]
 SILENT: list[Any] = [
     None,
-    {"type": "text", "text": None},
-    {"type": "text"},
-    {"type": "redacted_thinking", "data": "x"},
-    {"type": "compaction", "content": None},
-    {"type": "fallback", "from": {"model": "a"}, "to": {"model": "b"}},
+    text(None),
+    part("text"),
+    part("redacted_thinking", data="x"),
+    part("compaction", content=None),
+    part("fallback", **{"from": {"model": "a"}, "to": {"model": "b"}}),
 ]
 
 
@@ -254,11 +234,10 @@ SILENT: list[Any] = [
     ids=lambda value: str(value)[:40],
 )
 def test_a_part_of_history_in_words(form: Form, part: Any, words: str) -> None:
-    beside = {"type": "text", "text": "beside"}
     expected = "\n".join(filter(None, [words, "beside"]))
-    content = [part, beside]
-    assert form.turns({"role": "user", "content": content}, SAID, ASKED)[0].text == expected
-    assert form.turns(ASKED, {"role": "assistant", "content": content}, ASKED)[1].text == expected
+    content = [part, text("beside")]
+    assert form.turns(user(*content), SAID, ASKED)[0].text == expected
+    assert form.turns(ASKED, assistant(*content), ASKED)[1].text == expected
     turns = form.turns(ASKED, form.call(), form.result(content))
     assert [turn.text for turn in turns if turn.role == "tool"] == [expected]
 
@@ -269,15 +248,13 @@ def test_a_part_of_history_in_words(form: Form, part: Any, words: str) -> None:
     [
         (None, ""), ("", ""), ([], ""), ("a", "a"), (5, "5"), (True, "true"), (2.5, "2.5"),
         ({"a": 1}, '{"a": 1}'), ([1, "é"], '[1, "é"]'), ([{"a": 1}, {"b": 2}], '{"a": 1}\n{"b": 2}'),
-        ({"type": "text", "text": "a"}, "a"),
+        (text("a"), "a"),
     ],
     ids=str,
 )  # fmt: skip
 def test_what_a_tool_returned_in_words(form: Form, content: Any, words: str) -> None:
     *_, result = form.turns(ASKED, form.call(), form.result(content))
-    assert result == ChatMessage(
-        "tool", words, call_id="c" if form is not OLLAMA else result.call_id, name="f"
-    )
+    assert result == returned(words, "c" if form is not OLLAMA else result.call_id)
 
 
 @every_dialect
@@ -294,7 +271,7 @@ def test_a_message_of_history_without_words_is_taken(form: Form, content: Any) -
 @every_dialect
 @pytest.mark.parametrize("part", [part for part, _ in UNREADABLE], ids=lambda value: str(value)[:40])
 def test_what_is_no_text_is_refused_by_name_in_the_newest_message_alone(form: Form, part: Json) -> None:
-    newest = {"role": "user", "content": [{"type": "text", "text": "a"}, part]}
+    newest = user(text("a"), part)
     error = form.refusal(ASKED, SAID, newest)
     assert (error.code, error.param) == (Code.NOT_SUPPORTED, f"{form.field}[2].content[1]")
     assert f'a part of type "{part["type"]}" is not supported: this ' in error.detail
@@ -305,8 +282,7 @@ def test_what_is_no_text_is_refused_by_name_in_the_newest_message_alone(form: Fo
 @every_dialect
 def test_what_an_agent_shows_behind_a_result_is_never_refused(form: Form) -> None:
     """An image cannot stand in a tool's result of every dialect: agents send it as the user's."""
-    shown = {"role": "user", "content": [UNREADABLE[0][0]]}
-    turns = form.turns(ASKED, form.call(), form.result("see below"), shown)
+    turns = form.turns(ASKED, form.call(), form.result("see below"), user(UNREADABLE[0][0]))
     assert [turn.text for turn in turns[2:]] == ["see below", IMAGE]
 
 
@@ -375,7 +351,16 @@ def test_results_under_other_roles(form: Form, role: str) -> None:
 
 
 CALLED = {"name": "f", "arguments": "{}"}
-F = (Call("c", "f", "{}"),)
+LISTED = '{"type": "exec", "command": ["ls"]}'
+DELETED = '{"type": "delete_file", "path": "a"}'
+
+
+def called(arguments: str = "{}", name: str = "f", id_: str = "c") -> ChatMessage:
+    return ChatMessage("assistant", "", calls=(Call(id_, name, arguments),))
+
+
+def returned(words: str, id_: str = "c", name: str = "f") -> ChatMessage:
+    return ChatMessage("tool", words, call_id=id_, name=name)
 
 
 @pytest.mark.parametrize(
@@ -387,27 +372,24 @@ F = (Call("c", "f", "{}"),)
                 {"role": "assistant", "content": None, "function_call": CALLED},
                 {"role": "function", "name": "f", "content": "x"},
             ],
-            [ChatMessage("assistant", "", calls=(Call("", "f", "{}"),)), ChatMessage("tool", "x", name="f")],
+            [called(id_=""), returned("x", "")],
         ),
         (
             CHAT,
             [
-                {
-                    "role": "assistant",
-                    "tool_calls": [
-                        None,
-                        {"id": "c", "index": 0, "type": "builtin_function", "function": CALLED},
-                        {"id": "d"},
-                    ],
-                    "function_call": None,
-                }
+                chat_calls(
+                    None,
+                    {"id": "c", "index": 0, "type": "builtin_function", "function": CALLED},
+                    {"id": "d"},
+                )
+                | {"function_call": None}
             ],
-            [ChatMessage("assistant", "", calls=(*F, Call("d", "", "{}")))],
+            [ChatMessage("assistant", "", calls=(*called().calls, Call("d", "", "{}")))],
         ),
         (
             CHAT,
-            [{"role": "assistant", "tool_calls": [{"id": "c", "type": "custom", "custom": {"name": "f"}}]}],
-            [ChatMessage("assistant", "", calls=(Call("c", "f", '{"input": ""}'),))],
+            [chat_calls({"id": "c", "type": "custom", "custom": {"name": "f"}})],
+            [called('{"input": ""}')],
         ),
         (
             CHAT,
@@ -417,12 +399,7 @@ F = (Call("c", "f", "{}"),)
         (
             CHAT,
             [
-                {
-                    "role": "assistant",
-                    "content": None,
-                    "refusal": None,
-                    "audio": {"id": "a", "transcript": "s"},
-                },
+                SAID | {"content": None, "refusal": None, "audio": {"id": "a", "transcript": "s"}},
                 ASKED,
                 {"role": "assistant", "audio": {"id": "a"}},
             ],
@@ -430,98 +407,53 @@ F = (Call("c", "f", "{}"),)
         ),
         (
             MESSAGES,
-            [
-                {
-                    "role": "assistant",
-                    "content": [
-                        {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "x"}},
-                        web({"type": "web_search_result", "title": "T", "url": "u"}),
-                        {"type": "text", "text": "Found."},
-                    ],
-                }
-            ],
+            [assistant(SEARCHED, web(part("web_search_result", title="T", url="u")), text("Found."))],
             [ChatMessage("assistant", '[web_search {"query": "x"}]\nT\nu\nFound.')],
         ),
         (
             MESSAGES,
             [
                 tool_use({}),
-                {
-                    "role": "user",
-                    "content": [
-                        {"type": "tool_result", "tool_use_id": "c", "is_error": True, "content": None},
-                        UNREADABLE[1][0],
-                    ],
-                },
+                user(part("tool_result", tool_use_id="c", is_error=True, content=None), UNREADABLE[1][0]),
             ],
-            [
-                ChatMessage("assistant", "", calls=F),
-                ChatMessage("tool", "Error: ", call_id="c", name="f"),
-                ChatMessage("user", f"{IMAGE}\nhello"),
-            ],
+            [called(), returned("Error: "), ChatMessage("user", f"{IMAGE}\nhello")],
         ),
-        (
-            RESPONSES,
-            [{"type": "function_call_output", "call_id": "z", "name": "f", "output": "x"}],
-            [ChatMessage("tool", "x", call_id="z", name="f")],
-        ),
+        (RESPONSES, [call_output("x", "z") | {"name": "f"}], [returned("x", "z")]),
         (
             RESPONSES,
             [function_call('{"a') | {"status": "incomplete"}, call_output("no JSON")],
-            [
-                ChatMessage("assistant", "", calls=(Call("c", "f", '{"a'),)),
-                ChatMessage("tool", "no JSON", call_id="c", name="f"),
-            ],
+            [called('{"a'), returned("no JSON")],
         ),
         (
             RESPONSES,
             [function_call() | {"status": "in_progress"}, call_output("x")],
-            [ChatMessage("assistant", "", calls=F), ChatMessage("tool", "x", call_id="c", name="f")],
+            [called(), returned("x")],
         ),
         (
             RESPONSES,
             [
-                {
-                    "type": "local_shell_call",
-                    "call_id": "c",
-                    "status": "completed",
-                    "action": {"type": "exec", "command": ["ls"]},
-                },
+                part("local_shell_call", call_id="c", status="completed", action=json.loads(LISTED)),
                 call_output("x"),
             ],
-            [
-                ChatMessage(
-                    "assistant", "", calls=(Call("c", "local_shell", '{"type": "exec", "command": ["ls"]}'),)
-                ),
-                ChatMessage("tool", "x", call_id="c", name="local_shell"),
-            ],
+            [called(LISTED, "local_shell"), returned("x", name="local_shell")],
         ),
         (
             RESPONSES,
             [
-                {
-                    "type": "apply_patch_call",
-                    "call_id": "c",
-                    "operation": {"type": "delete_file", "path": "a"},
-                },
-                {"type": "apply_patch_call_output", "call_id": "c", "status": "failed"},
+                part("apply_patch_call", call_id="c", operation=json.loads(DELETED)),
+                part("apply_patch_call_output", call_id="c", status="failed"),
             ],
-            [
-                ChatMessage(
-                    "assistant", "", calls=(Call("c", "apply_patch", '{"type": "delete_file", "path": "a"}'),)
-                ),
-                ChatMessage("tool", "failed", call_id="c", name="apply_patch"),
-            ],
+            [called(DELETED, "apply_patch"), returned("failed", name="apply_patch")],
         ),
         (
             RESPONSES,
-            [{"type": "computer_call_output", "call_id": "c", "output": UNREADABLE[4][0]}],
-            [ChatMessage("tool", IMAGE, call_id="c")],
+            [part("computer_call_output", call_id="c", output=UNREADABLE[4][0])],
+            [returned(IMAGE, name="")],
         ),
         (
             RESPONSES,
-            [{"type": "custom_tool_call", "call_id": "c", "name": "", "input": None}],
-            [ChatMessage("assistant", "", calls=(Call("c", "", '{"input": ""}'),))],
+            [part("custom_tool_call", call_id="c", name="", input=None)],
+            [called('{"input": ""}', "")],
         ),
     ],
 )
@@ -534,29 +466,19 @@ def test_forms_of_one_dialect(form: Form, messages: list[Any], expected: list[Ch
 @pytest.mark.parametrize(
     ("item", "words"),
     [
-        ({"type": "hologram", "content": [{"type": "output_text", "text": "x"}]}, "x"),
+        (part("hologram", content=[part("output_text", text="x")]), "x"),
+        (part("mcp_call", name="n", arguments='{"a": 1}', output="found"), '[n {"a": 1}]\nfound'),
         (
-            {"type": "mcp_call", "name": "n", "arguments": '{"a": 1}', "output": "found"},
-            '[n {"a": 1}]\nfound',
-        ),
-        (
-            {"type": "code_interpreter_call", "code": "1+1", "outputs": [{"type": "logs", "logs": "2"}]},
+            part("code_interpreter_call", code="1+1", outputs=[part("logs", logs="2")]),
             "[code_interpreter 1+1]\n2",
         ),
-        (
-            {"type": "file_search_call", "queries": ["q"], "results": [{"text": "found"}]},
-            '[file_search ["q"]]\nfound',
-        ),
-        ({"type": "web_search_call", "action": {"query": "q"}}, '[web_search {"query": "q"}]'),
+        (part("file_search_call", queries=["q"], results=[{"text": "found"}]), '[file_search ["q"]]\nfound'),
+        (part("web_search_call", action={"query": "q"}), '[web_search {"query": "q"}]'),
     ],
 )
 def test_items_of_the_provider_keep_their_words(item: Any, words: str) -> None:
-    turns = RESPONSES.turns(ASKED, item, ASKED)
-    assert [(turn.role, turn.text) for turn in turns] == [
-        ("user", "hello"),
-        ("assistant", words),
-        ("user", "hello"),
-    ]
+    said = [(turn.role, turn.text) for turn in RESPONSES.turns(ASKED, item, ASKED)]
+    assert said == [("user", "hello"), ("assistant", words), ("user", "hello")]
 
 
 def test_items_that_are_unknown_are_left_out_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -572,11 +494,14 @@ def test_items_that_are_unknown_are_left_out_and_logged_once(caplog: pytest.LogC
 # --- thoughts ---------------------------------------------------------------------------------------------
 
 
+THOUGHT = part("thinking", thinking="hm")
+
+
 @pytest.mark.parametrize(
     ("form", "messages"),
     [
         (CHAT, [SAID | {"reasoning_content": "hm"}]),
-        (CHAT, [SAID | {"reasoning_content": [{"type": "text", "text": "hm"}]}]),
+        (CHAT, [SAID | {"reasoning_content": [text("hm")]}]),
         (CHAT, [SAID | {"reasoning_content": "", "reasoning": {"content": "hm"}}]),
         (
             CHAT,
@@ -585,48 +510,28 @@ def test_items_that_are_unknown_are_left_out_and_logged_once(caplog: pytest.LogC
                 | {
                     "reasoning": {"effort": "low"},
                     "reasoning_details": [
-                        {"type": "reasoning.text", "text": "hm", "signature": None},
-                        {"type": "reasoning.encrypted", "data": "x"},
+                        part("reasoning.text", text="hm", signature=None),
+                        part("reasoning.encrypted", data="x"),
                     ],
                 }
             ],
         ),
-        (CHAT, [SAID | {"reasoning_details": [{"type": "reasoning.summary", "summary": "hm"}]}]),
-        (CHAT, [SAID | {"thinking_blocks": [{"type": "thinking", "thinking": "hm", "signature": "s"}]}]),
-        (
-            CHAT,
-            [
-                {
-                    "role": "assistant",
-                    "content": [
-                        {"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]},
-                        {"type": "text", "text": "hi"},
-                    ],
-                }
-            ],
-        ),
-        *[
-            (MESSAGES, [{"role": "assistant", "content": [thought, {"type": "text", "text": "hi"}]}])
-            for thought in (
-                {"type": "thinking", "thinking": "hm", "signature": "EqQB"},
-                {"type": "thinking", "thinking": "hm", "signature": ""},
-                {"type": "thinking", "thinking": "hm"},
-            )
-        ],
-        (RESPONSES, [{"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]}, SAID]),
+        (CHAT, [SAID | {"reasoning_details": [part("reasoning.summary", summary="hm")]}]),
+        (CHAT, [SAID | {"thinking_blocks": [THOUGHT | {"signature": "s"}]}]),
+        (CHAT, [assistant(part("thinking", thinking=[text("hm")]), text("hi"))]),
+        (MESSAGES, [assistant(THOUGHT | {"signature": "EqQB"}, text("hi"))]),
+        (MESSAGES, [assistant(THOUGHT | {"signature": ""}, text("hi"))]),
+        (MESSAGES, [assistant(THOUGHT, text("hi"))]),
+        (RESPONSES, [part("reasoning", content=[part("reasoning_text", text="hm")]), SAID]),
         (
             RESPONSES,
             [
-                {
-                    "type": "reasoning",
-                    "summary": [{"type": "summary_text", "text": "hm"}],
-                    "content": None,
-                    "encrypted_content": "x",
-                },
+                part("reasoning", summary=[part("summary_text", text="hm")], content=None)
+                | {"encrypted_content": "x"},
                 SAID,
             ],
         ),
-        (RESPONSES, [{"type": "reasoning", "summary": "hm", "content": []}, SAID]),
+        (RESPONSES, [part("reasoning", summary="hm", content=[]), SAID]),
         (OLLAMA, [SAID | {"thinking": "hm"}]),
         (OLLAMA, [SAID | {"thinking": ["hm"]}]),
     ],
@@ -639,13 +544,14 @@ def test_thoughts_come_back_in_any_form(form: Form, messages: list[Any]) -> None
     ("form", "messages"),
     [
         (CHAT, [SAID | {"reasoning_content": None, "reasoning": [], "reasoning_details": None}]),
-        (MESSAGES, [{"role": "assistant", "content": [
-            {"type": "thinking", "thinking": None}, {"type": "redacted_thinking", "data": "x"},
-            {"type": "text", "text": "hi"}]}]),
-        (RESPONSES, [{"type": "reasoning", "summary": None, "encrypted_content": "x"}, SAID]),
+        (
+            MESSAGES,
+            [assistant(part("thinking", thinking=None), part("redacted_thinking", data="x"), text("hi"))],
+        ),
+        (RESPONSES, [part("reasoning", summary=None, encrypted_content="x"), SAID]),
         (OLLAMA, [SAID | {"thinking": None}]),
     ],
-)  # fmt: skip
+)
 def test_thoughts_without_words(form: Form, messages: list[Any]) -> None:
     assert form.turns(ASKED, *messages, ASKED)[1] == ChatMessage("assistant", "hi")
 
@@ -653,36 +559,17 @@ def test_thoughts_without_words(form: Form, messages: list[Any]) -> None:
 # --- settings as clients write them -----------------------------------------------------------------------
 
 
+NUMBERS = {"n": 2.0, "seed": 3.0, "top_k": 5.0, "min_tokens": 1.0, "logprobs": True, "top_logprobs": 2.0}
+INCLUDED = {"top_logprobs": 2.0, "include": ["message.output_text.logprobs"]}
+
+
 @pytest.mark.parametrize(
     ("form", "fields"),
     [
-        (
-            CHAT,
-            {
-                "max_tokens": 40.0,
-                "n": 2.0,
-                "seed": 3.0,
-                "top_k": 5.0,
-                "min_tokens": 1.0,
-                "logprobs": True,
-                "top_logprobs": 2.0,
-            },
-        ),
+        (CHAT, {"max_tokens": 40.0} | NUMBERS),
         (CHAT, {"max_completion_tokens": 5.0}),
-        (
-            MESSAGES,
-            {"max_tokens": 40.0, "top_k": 5.0, "thinking": {"type": "enabled", "budget_tokens": 1024.0}},
-        ),
-        (
-            RESPONSES,
-            {
-                "max_output_tokens": 40.0,
-                "top_logprobs": 2.0,
-                "seed": 3.0,
-                "max_tool_calls": 3.0,
-                "include": ["message.output_text.logprobs"],
-            },
-        ),
+        (MESSAGES, {"max_tokens": 40.0, "top_k": 5.0, "thinking": part("enabled", budget_tokens=1024.0)}),
+        (RESPONSES, {"max_output_tokens": 40.0, "seed": 3.0, "max_tool_calls": 3.0} | INCLUDED),
         (OLLAMA, {"options": {"num_predict": 40.0, "num_ctx": 4096.0, "seed": 3.0, "top_k": 5.0}}),
     ],
 )
@@ -729,30 +616,36 @@ def test_a_choice_without_tools_asks_for_nothing(form: Form, word: str) -> None:
     assert form.conversation([ASKED], tool_choice={"type": word}).tool_choice in ("auto", word)
 
 
+def function(**fields: Any) -> Json:
+    return part("function", name="f", **fields)
+
+
+NULLABLE = {"type": ["object", "null"]}
+
+
 @pytest.mark.parametrize(
     ("form", "tool", "parameters"),
     [
-        (MESSAGES, {"name": "f"}, None), (MESSAGES, {"name": "f", "input_schema": None}, None),
+        (MESSAGES, {"name": "f"}, None),
+        (MESSAGES, {"name": "f", "input_schema": None}, None),
         (MESSAGES, {"name": "f", "input_schema": {"properties": {}}}, {"properties": {}}),
-        (RESPONSES, {"type": "function", "name": "f"}, None),
-        (RESPONSES, {"type": "function", "name": "f", "parameters": None}, None),
-        (RESPONSES, {"type": "function", "name": "f", "parameters": {"type": ["object", "null"]}},
-         {"type": ["object", "null"]}),
-        (RESPONSES, {"type": "function", "name": "f", "parameters": {"type": None}}, {"type": None}),
-        (CHAT, {"type": "function", "function": {"name": "f"}}, None),
-        (CHAT, {"type": "function", "function": {"name": "f", "parameters": []}}, {}),
         (MESSAGES, {"name": "f", "input_schema": True}, {}),
-        (CHAT, {"type": "function", "function": {"name": "f", "parameters": {"type": ["object", "null"]}}},
-         {"type": ["object", "null"]}),
+        (RESPONSES, function(), None),
+        (RESPONSES, function(parameters=None), None),
+        (RESPONSES, function(parameters=NULLABLE), NULLABLE),
+        (RESPONSES, function(parameters={"type": None}), {"type": None}),
+        (CHAT, part("function", function={"name": "f"}), None),
+        (CHAT, part("function", function={"name": "f", "parameters": []}), {}),
+        (CHAT, part("function", function={"name": "f", "parameters": NULLABLE}), NULLABLE),
     ],
-)  # fmt: skip
+)
 def test_a_schema_that_says_less(form: Form, tool: Json, parameters: Json | None) -> None:
     assert form.conversation([ASKED], tools=[tool]).tools == (Tool("f", "", parameters),)
 
 
 def test_a_tool_of_a_namespace_has_its_whole_name_as_an_alias() -> None:
-    group = {"type": "namespace", "name": "a", "tools": [{"type": "function", "name": name} for name in "fg"]}
-    tools = RESPONSES.conversation([ASKED], tools=[group, {"type": "function", "name": "g"}]).tools
+    group = part("namespace", name="a", tools=[function(), function() | {"name": "g"}])
+    tools = RESPONSES.conversation([ASKED], tools=[group, function() | {"name": "g"}]).tools
     assert [(tool.name, tool.aliases) for tool in tools] == [("f", ("a__f",)), ("a__g", ()), ("g", ())]
     assert ClientTool("f").function("f").aliases == ()
 
@@ -803,20 +696,19 @@ def whole_of(events: Sequence[AnswerEvent]) -> WholeAnswer:
 
 def chat_message(chunks: Sequence[Json]) -> Json:
     """Put a streamed message together as clients do: by fields, calls by their numbers."""
-    message: Json = {"role": "assistant", "content": None, "tool_calls": []}
+    message: Json = {"role": "assistant", "content": None}
+    calls: list[Json] = []
     for chunk in chunks:
         for key, value in chunk["choices"][0]["delta"].items():
             if key == "tool_calls":
                 for call in value:
                     if "id" in call:
-                        message["tool_calls"].append(call)
+                        calls.append(call)
                     else:
-                        message["tool_calls"][call["index"]]["function"]["arguments"] += call["function"][
-                            "arguments"
-                        ]
+                        calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
             elif key != "role":
                 message[key] = (message.get(key) or "") + value
-    return message
+    return message | {"tool_calls": calls}
 
 
 def block_message(events: Sequence[Json]) -> Json:
@@ -830,7 +722,7 @@ def block_message(events: Sequence[Json]) -> Json:
                 for key, value in delta.items():
                     name = "input" if key == "partial_json" else key
                     blocks[index][name] += value
-    return {"role": "assistant", "content": blocks}
+    return assistant(*blocks)
 
 
 def line_message(lines: Sequence[Json]) -> Json:
@@ -844,11 +736,10 @@ def line_message(lines: Sequence[Json]) -> Json:
 
 ADAPTERS: list[tuple[Form, Any, Callable[[Json], list[Json]], Callable[[list[Json]], list[Json]]]] = [
     (CHAT, OpenAIChat(), lambda body: [body["choices"][0]["message"]], lambda rows: [chat_message(rows)]),
-    (MESSAGES, ANTHROPIC, lambda body: [{"role": "assistant", "content": body["content"]}],
-     lambda rows: [block_message(rows)]),
+    (MESSAGES, ANTHROPIC, lambda body: [assistant(*body["content"])], lambda rows: [block_message(rows)]),
     (OLLAMA, Ollama(), lambda body: [body["message"]], lambda rows: [line_message(rows)]),
     (RESPONSES, Responses(), lambda body: body["output"], lambda rows: rows[-1]["response"]["output"]),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("form", "adapter", "of_whole", "of_stream"), ADAPTERS)
@@ -877,17 +768,9 @@ def test_an_answer_that_comes_back_is_taken(
 @every_dialect
 def test_history_with_all_of_this_is_answered(roomy: Server, form: Form) -> None:
     parts = [part for part, _ in (*UNREADABLE, *READABLE)] + SILENT
-    messages = [
-        ASKED,
-        {"role": "assistant", "content": parts},
-        {"role": "user", "content": parts},
-        {"role": "critic", "content": parts},
-        form.call('{"a": '),
-        form.result(parts),
-        form.call(None, None),
-        form.result(None, "gone"),
-        ASKED,
-    ]
-    answer = httpx.post(roomy.url + form.path, json=form.body(messages), timeout=WAIT_S, trust_env=False)
+    said = [assistant(*parts), user(*parts), {"role": "critic", "content": parts}]
+    calls = [form.call('{"a": '), form.result(parts), form.call(None, None), form.result(None, "gone")]
+    body = form.body([ASKED, *said, *calls, ASKED])
+    answer = httpx.post(roomy.url + form.path, json=body, timeout=WAIT_S, trust_env=False)
     assert answer.status_code == 200, answer.text
     assert "hello" in answer.text

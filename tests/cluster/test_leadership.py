@@ -88,209 +88,150 @@ def led_by(claim: LeaderClaim) -> Story:
 
 A5 = LeaderClaim(5, "a")
 B6 = LeaderClaim(6, "b")
-C5 = LeaderClaim(5, "c")
 
 
-# --- claiming ---------------------------------------------------------------------------------------------
+# --- who coordinates --------------------------------------------------------------------------------------
 
 
-def test_a_node_alone_claims_at_once() -> None:
-    story = Story(known=())
-    story.tick()
-    assert (story.claim, story.leadership.leading) == (LeaderClaim(1, "b"), True)
+def claim_of(text: str) -> LeaderClaim:
+    """Return the claim of "c5", of "?5", which has no name, or of "-", none at all."""
+    return NO_CLAIM if text == "-" else LeaderClaim(int(text[1:]), text[0].strip("?"))
 
 
-def test_a_node_that_misses_others_gives_them_time_to_show_up() -> None:
-    story = Story().beats(CALM.start_s - BEAT_S)
-    assert story.claim == NO_CLAIM
-    assert story.beats(BEAT_S).claim == LeaderClaim(1, "b")
+def word(text: str) -> Beat:
+    """Return the beat of "c5^10": one with this claim and pulse."""
+    claim, _, pulse = text.partition("^")
+    return beat(claim_of(claim), int(pulse or 0))
 
 
-def test_when_all_are_here_no_member_is_waited_for() -> None:
-    story = Story(known=("c",))
-    story.up(3, "c-1")
-    story.tick()
-    assert story.claim == NO_CLAIM  # it has not told yet whom it follows
-    story.hear(3, beat())
-    story.tick()
-    assert story.claim == LeaderClaim(1, "b")
+def played(script: str) -> Story:
+    """Return the story of a script, such as "led c5, goodbye 1, beats 0.5 3=c5^20, is c5"."""
+    opening, *steps = script.split(", ")
+    match opening.split():
+        case ["led", claim]:
+            story = led_by(claim_of(claim))
+        case ["knows", names, *kept]:
+            state = ClusterState(claim=claim_of(kept[1])) if kept else None
+            story = Story(state, tuple(names.strip("-")))
+    for step in steps:
+        match step.split():
+            case ["up", link, boot_id]:
+                story.up(int(link), boot_id)
+            case ["hears", link, text]:
+                assert not story.hear(int(link), word(text))
+            case ["follows", link, text]:
+                assert story.hear(int(link), word(text))
+            case ["beats", seconds, *words]:
+                story.beats(float(seconds), **{f"link_{each[0]}": word(each[2:]) for each in words})
+            case ["leaves", link, text]:
+                story.hear(int(link), replace(word(text), draining=True))
+            case ["stands", seconds]:
+                story.now += float(seconds)
+            case ["removed", name]:
+                story.membership.removed(name)
+            case [("goodbye" | "link_down") as what, link]:
+                getattr(story.membership, what)(int(link), story.now)
+            case ["is", *what]:
+                assert standing(story) == " ".join(what)
+            case ["drain"]:
+                story.leadership.drain()
+            case _:
+                assert step == "tick"
+                story.tick()
+    return story
 
 
-def test_a_node_that_starts_follows_whom_the_others_follow() -> None:
-    story = Story(known=("c",))
-    story.up(3, "c-1")
-    assert story.hear(3, beat(C5, 10))
-    assert story.beats(10, link_3=beat(C5, 11)).claim == C5
+def standing(story: Story) -> str:
+    """Return the claim, whether it is our own, what the next start would begin with, and who is to stop."""
+    leadership = story.leadership
+    kept = leadership.persistent_state().claim
+    claims = [f"{each.node_id or '?'}{each.term}" if each.term else "-" for each in (story.claim, kept)]
+    return " ".join(
+        [
+            claims[0],
+            *["leads"] * leadership.leading,
+            *([f"keeps {claims[1]}"] if kept != story.claim else []),
+            *([f"draining {''.join(sorted(leadership.draining))}"] if leadership.draining else []),
+        ]
+    )
 
 
-def test_the_smallest_of_the_living_claims_and_the_others_wait() -> None:
-    story = Story()
-    story.up(1, "a-1")
-    story.up(3, "c-1")
-    assert story.beats(10, link_1=beat(), link_3=beat()).claim == NO_CLAIM
-    story.membership.goodbye(1, story.now)
-    assert story.beats(0.5, link_3=beat()).claim == LeaderClaim(1, "b")
+STORIES = """
+a node alone claims at once: knows -, tick
+    b1 leads
+one that misses others gives them time to show up: knows ac, beats 1.5, is -, beats 0.5
+    b1 leads
+when all are here no member is waited for but its word: knows c, up 3 c-1, tick, is -, hears 3 -, tick
+    b1 leads
+a node that starts follows whom the others follow: knows c, up 3 c-1, follows 3 c5^10, beats 10 3=c5^11
+    c5
+the smallest of the living claims and others wait: knows ac, up 1 a-1, up 3 c-1, beats 10 1=- 3=-
+    -
+it is the smallest once another left: knows ac, up 1 a-1, up 3 c-1, beats 1 1=- 3=-, goodbye 1, beats 0.5 3=-
+    b1 leads
+terms go on after a restart and an old claim is void: knows - kept b7, is - keeps ?7, tick
+    b8 leads
+hearing of its own past makes no coordinator: knows c kept b7, up 3 c-1, follows 3 b7^10, is b7, tick
+    b8 leads
+a lower term than before is followed: knows c kept z9, up 3 c-1, beats 3 3=c5^10
+    c5 keeps ?9
+and topped later: knows c kept z9, up 3 c-1, beats 3 3=c5^10, goodbye 3, tick
+    b10 leads
+as long as it lives the coordinator stays, with any id: led c5, beats 60 1=c5^20 3=c5^20
+    c5
+a weaker claim changes nothing: led c5, hears 1 a4^99, hears 1 -
+    c5
+a claim without a name is none: led c5, hears 1 ?9^99
+    c5
+a coordinator gives way to a stronger claim: knows ac, beats 3, is b1 leads, up 1 a-1, follows 1 a5^10
+    a5
+the named member coordinates: led a5, follows 1 b6
+    b6 leads
+a broken link costs it after its time: led a5, link_down 1, tick, beats 1 3=a5, is a5, beats 0.5 3=a5
+    b6 leads
+silence costs it too: led a5, beats 2.5 3=a5, is a5, beats 0.5 3=a5
+    b6 leads
+pulses that others pass on keep it: led a5, link_down 1, tick, beats 20 3=a5^20
+    a5
+they may come in jerks: led a5, link_down 1, tick, beats 20 3=a5^20, beats 2.5 3=a5, is a5, beats 0.5 3=a5
+    b6 leads
+one that is here and does not know it: led c5, goodbye 1, tick, beats 2.5 3=c4^50, is c5, beats 0.5 3=c4^60
+    b6 leads
+a goodbye costs it at once: led a5, goodbye 1, tick
+    b6 leads
+a removal costs it at once: led a5, removed a, tick
+    b6 leads
+one that only others heard, when it is removed: knows ac, up 3 c-1, beats 3 3=a5^10, is a5, removed a, tick
+    b6 leads
+and one with a link without a word: knows ac, up 3 c-1, up 1 a-1, beats 3 3=a5^10, is a5, removed a, tick
+    b6 leads
+a restart costs it at once: led c5, goodbye 1, up 4 c-2, tick, hears 4 -, tick
+    b6 leads
+a claim of the new start is not lost with the old one: led c5, goodbye 1, up 4 c-2, follows 4 c6^1, tick
+    c6
+time that we stood still does not depose it: led c5, goodbye 1, tick, stands 60, tick, is c5, beats 30 3=c5^50
+    c5
+who is to stop says so itself, until it ends: led c5, leaves 1 c5^10, is c5 draining a, goodbye 1, tick
+    c5
+its next start is not to stop: led c5, leaves 1 c5^10, goodbye 1, tick, up 4 a-2, beats 1 4=c5^10 3=c5^10
+    c5
+nor after an unannounced restart: led c5, leaves 1 c5^10, up 4 a-2, hears 4 c5^10, tick
+    c5
+who is to stop does not claim while another is here: led c5, leaves 1 c5^10, goodbye 3, tick
+    b6 leads draining a
+of those that are all to stop the smallest claims: led c5, leaves 1 c5^10, drain, goodbye 3, tick
+    c5 draining ab
+and alone any: led c5, leaves 1 c5^10, drain, goodbye 3, tick, goodbye 1, tick
+    b6 leads draining b
+"""
+"""What node `b` sees of `a` and `c`, and then the claim that it follows."""
+LINES = STORIES.strip().split("\n")
+CASES = [(*story.split(": "), end.strip()) for story, end in zip(LINES[::2], LINES[1::2], strict=True)]
 
 
-def test_terms_go_on_after_a_restart_and_an_old_claim_is_void() -> None:
-    story = Story(ClusterState(claim=LeaderClaim(7, "b")), known=())
-    assert not story.leadership.leading
-    assert story.leadership.persistent_state().claim == LeaderClaim(7)
-    story.tick()
-    assert story.claim == LeaderClaim(8, "b")
-
-
-def test_hearing_of_ones_own_past_makes_no_coordinator() -> None:
-    story = Story(ClusterState(claim=LeaderClaim(7, "b")), known=("c",))
-    story.up(3, "c-1")
-    story.hear(3, beat(LeaderClaim(7, "b"), 10))
-    assert not story.leadership.leading
-    story.tick()
-    assert story.claim == LeaderClaim(8, "b")
-
-
-def test_a_lower_term_than_before_is_followed_and_topped_later() -> None:
-    story = Story(ClusterState(claim=LeaderClaim(9, "z")), known=("c",))
-    story.up(3, "c-1")
-    assert story.beats(3, link_3=beat(C5, 10)).claim == C5
-    assert story.leadership.persistent_state().claim == LeaderClaim(9)
-    story.membership.goodbye(3, story.now)
-    story.tick()
-    assert story.claim == LeaderClaim(10, "b")
-
-
-# --- following --------------------------------------------------------------------------------------------
-
-
-def test_as_long_as_it_lives_the_coordinator_stays_with_any_id() -> None:
-    assert led_by(C5).beats(60, link_1=beat(C5, 20), link_3=beat(C5, 20)).claim == C5
-
-
-def test_a_weaker_claim_changes_nothing() -> None:
-    story = led_by(C5)
-    assert not story.hear(1, beat(LeaderClaim(4, "a"), 99))
-    assert not story.hear(1, beat())
-    assert story.claim == C5
-
-
-def test_a_claim_without_a_name_is_none() -> None:
-    story = led_by(C5)
-    assert not story.hear(1, beat(LeaderClaim(9, ""), 99))
-    assert story.claim == C5
-
-
-def test_a_coordinator_gives_way_to_a_stronger_claim() -> None:
-    story = Story(known=("a", "c"))
-    story.beats(3)
-    assert story.leadership.leading
-    story.up(1, "a-1")
-    assert story.hear(1, beat(A5, 10))
-    assert not story.leadership.leading
-    assert story.claim == A5
-
-
-def test_the_named_member_coordinates() -> None:
-    story = led_by(A5)
-    assert story.hear(1, beat(B6))
-    assert story.leadership.leading
-
-
-# --- losing the coordinator -------------------------------------------------------------------------------
-
-
-def since_link_broke(story: Story, **words: Beat) -> float:
-    story.membership.link_down(1, story.now)
-    story.tick()
-    waited_s = 0.0
-    while not story.claimed and waited_s < 20:
-        story.beats(BEAT_S, **words)
-        waited_s += BEAT_S
-    return waited_s
-
-
-def test_a_broken_link_costs_the_coordination_after_its_time() -> None:
-    story = led_by(A5)
-    assert since_link_broke(story, link_3=beat(A5)) == 1.5
-    assert story.claim == B6
-
-
-def test_silence_costs_it_too() -> None:
-    story = led_by(A5)
-    assert story.beats(2.5, link_3=beat(A5)).claim == A5
-    assert story.beats(0.5, link_3=beat(A5)).claim == B6
-
-
-def test_pulses_that_others_pass_on_keep_it() -> None:
-    story = led_by(A5)
-    assert since_link_broke(story, link_3=beat(A5, 20)) == 20
-    assert story.claim == A5
-
-
-def test_what_is_passed_on_may_come_in_jerks() -> None:
-    story = led_by(A5)
-    since_link_broke(story, link_3=beat(A5, 20))
-    assert story.beats(2.5, link_3=beat(A5)).claim == A5
-    assert story.beats(0.5, link_3=beat(A5)).claim == B6
-
-
-def test_a_coordinator_that_is_here_and_does_not_know_it_is_none() -> None:
-    story = led_by(C5)
-    story.membership.goodbye(1, story.now)
-    story.tick()
-    assert story.beats(2.5, link_3=beat(LeaderClaim(4, "c"), 50)).claim == C5
-    assert story.beats(0.5, link_3=beat(LeaderClaim(4, "c"), 60)).claim == B6
-
-
-def test_a_goodbye_and_a_removal_cost_it_at_once() -> None:
-    for how in ("goodbye", "removed"):
-        story = led_by(A5)
-        if how == "goodbye":
-            story.membership.goodbye(1, story.now)
-        else:
-            story.membership.removed("a")
-        story.tick()
-        assert story.claim == B6, how
-
-
-@pytest.mark.parametrize("linked", [True, False])
-def test_a_coordinator_that_only_others_heard_is_lost_when_it_is_removed(linked: bool) -> None:
-    story = Story()
-    story.up(3, "c-1")
-    if linked:
-        story.up(1, "a-1")
-    assert story.beats(3, link_3=beat(A5, 10)).claim == A5
-    story.membership.removed("a")
-    story.tick()
-    assert story.claim == B6
-
-
-def test_a_restart_costs_it_at_once() -> None:
-    story = led_by(C5)
-    story.membership.goodbye(1, story.now)
-    story.up(4, "c-2")
-    story.tick()
-    story.hear(4, beat())
-    story.tick()
-    assert story.claim == B6
-
-
-def test_a_claim_of_the_new_start_is_not_lost_with_the_old_one() -> None:
-    story = led_by(C5)
-    story.membership.goodbye(1, story.now)
-    story.up(4, "c-2")
-    story.hear(4, beat(LeaderClaim(6, "c"), 1))
-    story.tick()
-    assert story.claim == LeaderClaim(6, "c")
-
-
-def test_time_that_we_stood_still_does_not_depose_it() -> None:
-    story = led_by(C5)
-    story.membership.goodbye(1, story.now)
-    story.tick()
-    story.now += 60
-    story.tick()
-    assert story.claim == C5
-    assert story.beats(30, link_3=beat(C5, 50)).claim == C5
+@pytest.mark.parametrize(("script", "end"), [each[1:] for each in CASES], ids=[each[0] for each in CASES])
+def test_who_coordinates(script: str, end: str) -> None:
+    assert standing(played(script)) == end
 
 
 # --- what is said -----------------------------------------------------------------------------------------
@@ -491,10 +432,6 @@ def test_a_node_that_returns_has_to_tell_again_what_it_believes() -> None:
 # --- those that are about to stop -------------------------------------------------------------------------
 
 
-def leaving(claim: LeaderClaim, pulse: int = 0) -> Beat:
-    return replace(beat(claim, pulse), draining=True)
-
-
 def test_who_is_about_to_stop_says_so_with_every_beat() -> None:
     story = led_by(A5)
     assert not story.leadership.beat(healthy=True).draining
@@ -502,43 +439,3 @@ def test_who_is_about_to_stop_says_so_with_every_beat() -> None:
     story.beats(1, link_1=beat(A5, 10), link_3=beat(A5, 10))
     assert story.leadership.beat(healthy=True).draining
     assert story.leadership.draining == {"b"}
-
-
-def test_what_a_start_of_an_agent_said_of_itself_ends_with_it() -> None:
-    story = led_by(C5)
-    story.hear(1, leaving(C5, 10))
-    assert story.leadership.draining == {"a"}
-    story.membership.goodbye(1, story.now)
-    story.tick()
-    assert story.leadership.draining == frozenset()
-    story.up(4, "a-2")
-    story.boots[1] = "a-2"
-    story.beats(1, link_4=beat(C5, 10), link_3=beat(C5, 10))
-    assert story.leadership.draining == frozenset()
-
-
-def test_an_unannounced_restart_ends_it_too() -> None:
-    story = led_by(C5)
-    story.hear(1, leaving(C5, 10))
-    story.up(4, "a-2")
-    story.boots[4] = "a-2"
-    story.hear(4, beat(C5, 10))
-    story.tick()
-    assert story.leadership.draining == frozenset()
-
-
-def test_an_agent_about_to_stop_claims_only_if_it_is_alone() -> None:
-    story = led_by(C5)
-    story.hear(1, leaving(C5, 10))
-    story.membership.goodbye(3, story.now)
-    story.tick()
-    assert story.claim == B6  # not a, though it has the smaller id
-    story = led_by(C5)
-    story.hear(1, leaving(C5, 10))
-    story.leadership.drain()
-    story.membership.goodbye(3, story.now)
-    story.tick()
-    assert story.claim == C5  # now a is the smallest of all again
-    story.membership.goodbye(1, story.now)
-    story.tick()
-    assert story.claim == B6

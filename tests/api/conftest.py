@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import sys
 import threading
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -360,8 +362,8 @@ def serving(backend: FakeBackend, tokenizer: Tokenizer, **settings: Any) -> Iter
     thread.start()
     yield Server(backend, sock.getsockname()[1], tokenizer)
     loop.call_soon_threadsafe(stop.set)
-    thread.join(WAIT_S)
-    assert not thread.is_alive()
+    thread.join(3 * WAIT_S)
+    assert not thread.is_alive(), "".join(traceback.format_stack(sys._current_frames()[thread.ident or 0]))
     loop.close()
 
 

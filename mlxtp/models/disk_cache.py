@@ -127,7 +127,7 @@ def clear(folder: Path, model: str = "", *, agent_runs: bool) -> list[Layout]:
                 if not name or name == name_of(layout.model):
                     freed += _remove(each, unfinished=not agent_runs)
                     removed.append(layout)
-        finally:  # without an agent count anew, because no rank adds to it
+        finally:  # without an agent count again, because no rank adds to it
             left = _used(folder) - freed if agent_runs else sum(each.bytes for each in layouts(folder))
             used = os.open(folder / _USED, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             with os.fdopen(used, "w") as account:

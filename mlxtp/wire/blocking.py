@@ -1,4 +1,4 @@
-"""Link for threads: a `Session` over a blocking socket, and functions that open such sockets."""
+"""Links for threads: a `Session` over a blocking socket, and functions that open such sockets."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ _BACKLOG = 16
 
 
 class BlockingLink:
-    """One end of a link. Any thread may send or close; one thread receives.
-
-    None waits for the socket under the protocol's lock: a peer that does not read keeps no end from reading.
+    """One end of a link. Any thread may send or close; one thread receives. No thread waits for the socket
+    while it holds the protocol's lock, so a peer that does not read cannot block `receive`.
     """
 
     def __init__(self, sock: socket.socket | TlsSocket, protocol: Session, send_timeout_s: float) -> None:
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # One timeout serves both directions; `receive` goes on waiting when it passes.
+        # One timeout serves both directions; after it, `receive` continues to wait.
         sock.settimeout(send_timeout_s)
         self.protocol = protocol
         self._sock = sock
@@ -37,10 +36,8 @@ class BlockingLink:
         self._closed = False
 
     def send(self, message: Message) -> int:
-        """Send one message; returns the seq of its frame. Raises what `Session.send` raises.
-
-        Raises LinkError, and closes the link: LINK_TIMEOUT when the peer did not take all of it within
-        `send_timeout_s`, LINK_LOST when the link is gone.
+        """Send a message; return its frame's seq. Raises as `Session.send`, and LinkError, which closes it:
+        LINK_TIMEOUT if the peer did not take all of it within `send_timeout_s`, LINK_LOST without a peer.
         """
         with self._turn_to_send:
             with self._protocol_lock:
@@ -60,10 +57,8 @@ class BlockingLink:
         return seq
 
     def receive(self, timeout_s: float | None = None) -> list[Received]:
-        """Wait for messages; [] only at the end, in order or by `close` here. Raises as
-        `Session.receive_data`.
-
-        Raises LinkError: LINK_LOST when the peer is gone, LINK_TIMEOUT after `timeout_s` seconds.
+        """Wait for messages; return [] only after an orderly end or `close`. Raises LinkError (LINK_LOST
+        without a peer, LINK_TIMEOUT after `timeout_s` seconds), and as `Session.receive_data`.
         """
         ends_at = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
@@ -73,7 +68,7 @@ class BlockingLink:
             try:
                 data: bytes | None = self._sock.recv(_READ_BYTES)
             except TimeoutError:
-                data = None  # no whole record has come
+                data = None  # no complete TLS record yet
             except OSError:
                 data = b""
             with self._protocol_lock:
@@ -89,7 +84,7 @@ class BlockingLink:
                 return received
 
     def close(self) -> None:
-        """End the link at once and wake a thread that waits in `receive` or `send`. May be repeated."""
+        """Close the link and wake threads that wait in `receive` or `send`. May be called again."""
         with self._protocol_lock:
             if self._closed:
                 return
@@ -101,20 +96,20 @@ class BlockingLink:
     def _readable(self, timeout_s: float) -> bool:
         descriptor = self._sock.fileno()
         if descriptor < 0:
-            return True  # closed here; the read that follows reports it
+            return True  # closed at this end; the next read reports it
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
         return bool(poll.poll(max(timeout_s, 0.0) * 1000))
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """Listen on `host`, at a free port unless one is named. Raises OSError."""
+    """Listen on `host` at `port`, by default a free one. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=_BACKLOG)
 
 
 def connect(address: str, deadline_s: float) -> socket.socket:
-    """Connect to "host:port", retrying while none listens. Raises LinkError, LINK_TIMEOUT at the deadline."""
+    """Connect to "host:port"; retry while refused. Raises LinkError, LINK_TIMEOUT at the deadline."""
     host, _, port = address.rpartition(":")
     deadline = time.monotonic() + deadline_s
     while (left := deadline - time.monotonic()) > 0:

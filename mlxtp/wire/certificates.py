@@ -1,7 +1,7 @@
-"""Certificates (DER) of a cluster: made, read and judged. Bytes in, bytes out; no file, no clock.
+"""Certificates (DER) of a cluster: how to make, read and judge them. Bytes in, bytes out; no file, no clock.
 
-An authority certifies for each member that a P-256 key belongs to a node id. Only one name is read, a URI:
-`mlxtp:cluster:CLUSTER` or `mlxtp:node:CLUSTER:NODE`. No certificate ends, so no clock ends a membership.
+An authority certifies for each member that a P-256 key belongs to a node id. A certificate's only name is a
+URI: `mlxtp:cluster:CLUSTER` or `mlxtp:node:CLUSTER:NODE`. Certificates do not expire, so no clock matters.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _USES = (
     "digital_signature", "key_cert_sign", "content_commitment", "key_encipherment", "data_encipherment",
     "key_agreement", "crl_sign", "encipher_only", "decipher_only",
 )  # fmt: skip
-#: Errors of the parser for bytes that are no certificate, or none of ours.
+#: Errors of the parser for bytes that are no certificate of mlxtp.
 _UNREADABLE = (
     ValueError,
     TypeError,
@@ -75,7 +75,7 @@ class MemberCertificates:
 
     @classmethod
     def from_pem(cls, pem: bytes) -> MemberCertificates:
-        """Raises ValueError for anything but a member's file."""
+        """Read a member's file. Raises ValueError for any other."""
         found = certificates_from_pem(pem)
         if len(found) != 2:
             raise ValueError(f"it holds {len(found)} certificates instead of 2")
@@ -116,7 +116,7 @@ def found(cluster_id: str, key: PrivateKey) -> Authority:
 
 
 def authority_of(certificate: bytes, key: PrivateKey) -> Authority:
-    """Raises ProtocolError (NOT_AUTHENTIC) if the two do not belong together."""
+    """Join a certificate and its key. Raises ProtocolError (NOT_AUTHENTIC) if they do not match."""
     cluster_of(certificate)
     if fingerprint(authority_key(certificate)) != fingerprint(key.public_key()):
         raise _not_authentic("the authority's certificate and key do not belong together")
@@ -128,11 +128,11 @@ def new_key() -> PrivateKey:
 
 
 # --- reading and judging ---------------------------------------------------------------------------------
-# What reads a certificate raises ProtocolError (NOT_AUTHENTIC) for any other, but for `authority_key`.
+# Except for `authority_key`, functions raise ProtocolError (NOT_AUTHENTIC) for other certificates.
 
 
 def check_node(certificate: bytes, authority: bytes) -> NodeIdentity:
-    """Return the identity in a certificate that `authority` signed; of others only the signature is read."""
+    """Return the identity in a certificate that `authority` signed; check the signature first."""
     cluster_id = cluster_of(authority)
     try:
         _parsed(certificate).verify_directly_issued_by(_parsed(authority))
@@ -146,7 +146,7 @@ def check_node(certificate: bytes, authority: bytes) -> NodeIdentity:
 
 
 def read_node(certificate: bytes) -> NodeIdentity:
-    """Return the identity in a member's certificate. The caller decides whether to trust it."""
+    """Return the identity in a member's certificate, unchecked."""
     try:
         parsed = _parsed(certificate)
         names = _NODE_URI.fullmatch(_uri_of(parsed))
@@ -159,7 +159,7 @@ def read_node(certificate: bytes) -> NodeIdentity:
 
 
 def cluster_of(authority: bytes) -> str:
-    """Return the cluster id in an authority's certificate, which must have signed itself."""
+    """Return the cluster id in an authority's self-signed certificate."""
     try:
         parsed = _parsed(authority)
         names = _CLUSTER_URI.fullmatch(_uri_of(parsed))
@@ -178,7 +178,7 @@ def fingerprint(key: PublicKey) -> str:
 
 
 def authority_key(authority: bytes) -> PublicKey:
-    """Return the public key in an authority's certificate, which `cluster_of` has judged."""
+    """Return the public key in an authority's certificate. Call `cluster_of` first to check it."""
     key = _parsed(authority).public_key()
     assert isinstance(key, PublicKey)
     return key
@@ -223,7 +223,7 @@ def key_to_pem(key: PrivateKey) -> bytes:
 
 
 def key_from_pem(pem: bytes) -> PrivateKey:
-    """Raises ValueError when there is no private key, or none on P-256."""
+    """Read a private key. Raises ValueError if there is none, or it is not on P-256."""
     try:
         key = load_pem_private_key(pem, password=None)
     except _UNREADABLE:
@@ -238,7 +238,7 @@ def certificates_to_pem(*certificates: bytes) -> bytes:
 
 
 def certificates_from_pem(pem: bytes) -> list[bytes]:
-    """Raises ValueError when there is none."""
+    """Read certificates. Raises ValueError if there is none."""
     try:
         return [parsed.public_bytes(Encoding.DER) for parsed in x509.load_pem_x509_certificates(pem)]
     except _UNREADABLE:
@@ -270,7 +270,7 @@ def _uri(text: str) -> x509.SubjectAlternativeName:
 
 
 def _uri_of(certificate: x509.Certificate) -> str:
-    """Return the only name in a certificate, or an empty string where there are others."""
+    """Return the only name in a certificate, or an empty string if it has several."""
     names = list(certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
     return str(names[0].value) if len(names) == 1 else ""
 

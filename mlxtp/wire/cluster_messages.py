@@ -1,7 +1,7 @@
 """Messages of links between agents.
 
-A *control* link joins two agents, which both send the same messages: identity, heartbeats, deployments; the
-owner of a group also has others start and end its ranks. A *requests* link carries those of a pipe.
+A *control* link joins two agents. Both send the same messages: identity, heartbeats, deployments; a group's
+owner also commands other agents to start and end its ranks. A *requests* link carries a pipe's requests.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from .messages import (
 from .peer_messages import MAX_CERTIFICATE_BYTES
 
 # --- a Mac: chip, memory, addresses, cables --------------------------------------------------------------
-# `placement/hardware.py` fills it in, `cluster/peer_reports.py` reports it, `placement/planner.py` judges it.
+# `placement/hardware.py` reads it, and `cluster/peer_reports.py` reports it.
 
 MAX_MEMBERS = 64
 MAX_INTERFACES = 32
@@ -87,7 +87,7 @@ class Port:
 
 
 class Machine(NodeRow, number=0x32):
-    """One machine. A value that could not be found out is 0 or empty, and `notes` has the reason."""
+    """One machine. An unknown value is 0 or empty, and `notes` has the reason."""
 
     LAST = True
 
@@ -109,14 +109,14 @@ class Machine(NodeRow, number=0x32):
     ports: tuple[Port, ...] = _f(records(Port, 0, MAX_PORTS), default=())
     notes: tuple[str, ...] = _f(texts(MAX_NOTES, 1000), default=())  #: sentences for people
     bridge_service: str = _f(text(MAX_SERVICE), default="")  #: network service of bridge0, or empty
-    stranded_bytes: int = _f(_count, default=0)  #: which ended ranks may have left wired until its restart
+    stranded_bytes: int = _f(_count, default=0)  #: that ended ranks may have left wired until a restart
     caches: tuple[str, ...] = _f(texts(MAX_CACHES, 400), default=())  #: on disk: rank and model ("1 tiny")
     reached: tuple[str, ...] = _f(texts(MAX_MEMBERS, 100), default=())  #: both addresses of each link
     by_hand: tuple[str, ...] = _f(texts(MAX_BY_HAND, 200), default=())  #: its setting `rdma`
 
 
 # --- measurements of the collectives of one group of ranks -----------------------------------------------
-# `groups/fabric.py` measures them, `placement/measurements.py` keeps and judges them.
+# `groups/fabric.py` takes them, and `placement/measurements.py` keeps and judges them.
 
 MAX_SIZES = 16
 _NODES = 8
@@ -143,7 +143,7 @@ class FabricResult(NodeRow, number=0x4A):
 # --- messages --------------------------------------------------------------------------------------------
 
 
-MAX_TOLD = 32  #: Deployments in one message: what one frame may hold in objects.
+MAX_TOLD = 32  #: Deployments in one message, within the limit of objects in a frame.
 MAX_ENTERED = 24  #: Entries of the roster in one message, for the same reason.
 MAX_PARTING = 3000  #: Characters of one part; frames before a link is open hold 4 KiB.
 MAX_MODEL = 1000
@@ -161,8 +161,8 @@ _state = choice(
 class AgentHello(Message, number=0x30, grows=True):
     """First frame of both ends: the agent's identity, its start, and its versions.
 
-    Fields of other versions are ignored, and none is ever taken away: two versions that cannot work together
-    must read each other's. `versions` and `flags` must be compatible for ranks to compute alike.
+    No version may remove a field, and unknown fields are ignored, so incompatible versions can still read
+    each other's. `versions` and `flags` must be compatible, so that ranks compute the same.
     """
 
     version: int = _f(integer(0, U32))
@@ -186,39 +186,39 @@ class Beat(Message, number=0x31):
     epoch: int = _f(_count)  #: the highest it has seen
     healthy: bool = _f(boolean())
     pulse: int = _f(_count)  #: the highest received; the coordinator counts it up with each Beat
-    draining: bool = _f(boolean(), default=False)  #: it is about to stop, and must not be counted on
+    draining: bool = _f(boolean(), default=False)  #: it is about to stop: do not rely on it
 
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """One row of the table of deployments: a model that the cluster should serve, or one `removed`."""
+    """Row of the table of deployments: a model that the cluster should serve, or a `removed` one."""
 
     name: str = _f(text(MAX_MODEL))  #: the model without its revision
     model: str = _f(text(MAX_MODEL), default="")
     replicas: int = _f(integer(0, MAX_MEMBERS), default=1)  #: groups; 0 for as many as fit
     nodes: str = _f(text(8), default="auto")  #: "auto", "all" or the number of Macs of each group
     on: tuple[str, ...] = _f(joined(MAX_MEMBERS, 32), default=())  #: node ids that may serve it; none for any
-    keep_s: int = _f(integer(-1, U32), default=-1)  #: disuse after which it ends; -1: never, it is pinned
+    keep_s: int = _f(integer(-1, U32), default=-1)  #: unload it after so much disuse; -1: never, it is pinned
     version: int = _f(_count, default=0)  #: the higher one of a name holds
     writer: str = _f(_id, default="")  #: node that wrote this version
     removed: bool = _f(boolean(), default=False)
     since: int = _f(_count, default=0)  #: version that pinned it, 0 for this one
     parallel: str = _f(text(8), default="")  #: "auto", "tensor", "pipeline"; empty: as the settings
     split: str = _f(text(40), default="auto")  #: layers of each rank of a pipeline ("20,12"), or "auto"
-    again: int = _f(_count, default=0)  #: times that its groups were to be placed again
+    again: int = _f(_count, default=0)  #: how often users requested to place its groups again
 
     @property
     def pinned(self) -> bool:
         return self.keep_s < 0 and not self.removed
 
     def wishes(self) -> dict[str, Any]:
-        """Return by name the fields that users set, beside the model."""
+        """Return the fields that users set, except the model, by name."""
         kept = ("name", "model", "version", "writer", "removed", "since", "again")
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in kept}
 
 
 class Deployments(Message, number=0x05):
-    """Part of the table of deployments, which `cluster.cluster_state` merges with another."""
+    """Part of the table of deployments, for `cluster.cluster_state` to merge."""
 
     rows: tuple[Deployment, ...] = _f(records(Deployment, 0, MAX_TOLD))
     floor: int = _f(_count)  #: rows up to this version that the table lacks are over
@@ -227,12 +227,12 @@ class Deployments(Message, number=0x05):
 
 @dataclass(frozen=True, slots=True)
 class RosterEntry:
-    """One member, or one that was removed.
+    """Member, present or removed.
 
-    Keys and signatures are in hex, and sign the cluster id, too. The authority signed `admission` (`node_id`,
-    `name`, `fingerprint`, `version`, `admitted_by`, `address`, `at`) and `holding` (`fingerprint`,
-    `holds_in`, `holds`). The key `remover` signed `removal` (`fingerprint`, `removed_in`), and the authority
-    the same with `remover` as `authorized`, if the remover held its key.
+    Keys and signatures are in hex; each signature includes the cluster id. The authority signed `admission`
+    (`node_id`, `name`, `fingerprint`, `version`, `admitted_by`, `address`, `at`) and `holding`
+    (`fingerprint`, `holds_in`, `holds`). The key `remover` signed `removal` (`fingerprint`, `removed_in`). If
+    the remover held the authority's key, `authorized` is the authority's signature of the same and `remover`.
     """
 
     node_id: str = _f(_id)
@@ -241,7 +241,7 @@ class RosterEntry:
     removed: bool = _f(boolean())
     version: int = _f(_count)
     admitted_by: str = _f(_id, default="")  #: the member that requested its token; the founder names itself
-    address: str = _f(text(64), default="")  #: from which it joined
+    address: str = _f(text(64), default="")  #: its address when it joined
     at: int = _f(_count, default=0)  #: time when it joined, in seconds since 1970
     admission: str = _f(text(160), default="")
     removed_in: int = _f(_count, default=0)  #: version
@@ -249,21 +249,21 @@ class RosterEntry:
     removal: str = _f(text(160), default="")
     authorized: str = _f(text(160), default="")
     holds: bool = _f(boolean(), default=False)  #: this member holds the authority's key
-    holds_in: int = _f(_count, default=0)  #: version that says so
+    holds_in: int = _f(_count, default=0)  #: version of `holds`
     holding: str = _f(text(160), default="")
 
 
 class Members(Message, number=0x06):
-    """Part of the roster: members, present or not, and those that were removed."""
+    """Part of the roster: members, present or not, and removed ones."""
 
     entries: tuple[RosterEntry, ...] = _f(records(RosterEntry, 0, MAX_ENTERED))
 
 
 class RosterParting(Message, number=0x5C):
-    """Part of the roster of an end that cannot work with the other one, sent before the link ends.
+    """Part of the sender's roster for an agent of an incompatible version, sent before the link ends.
 
-    The parts together are a text of `cluster_state.roster_text`, with a version of its own: this message
-    stays as it is in all protocol versions.
+    The parts make a text of `cluster_state.roster_text`, which has its own version: this message is the same
+    in all protocol versions.
     """
 
     part: str = _f(text(MAX_PARTING))
@@ -271,15 +271,15 @@ class RosterParting(Message, number=0x5C):
 
 
 class Report(Message, number=0x3D):
-    """NodeRow of the sender's, for the table that all members have of all (`cluster.links.ReportTable`)."""
+    """A NodeRow of the sender, for every member's table of all rows (`cluster.links.ReportTable`)."""
 
-    number: int = _f(_count)  #: counts up with each report; of two links, the later report holds
+    number: int = _f(_count)  #: counts up with each report; from two links, the later report applies
     row: NodeRow = _f(row())
-    over: bool = _f(boolean())  #: the sender has no such row any longer
+    over: bool = _f(boolean())  #: the sender no longer has this row
 
 
 class ReportsSent(Message, number=0x3E):
-    """Behind all rows of the sender, which it sends over each new link: earlier ones are over."""
+    """End of the sender's rows, which it sends over each new link: older rows are over."""
 
     since: int = _f(_count)  #: number of the first of these reports
 
@@ -295,7 +295,7 @@ class ModelStatus(NodeRow, number=0x33):
     MOST = MAX_MEMBERS  # at most as many deployments count
     model: str = _f(text(MAX_MODEL))  #: its name in a deployment
     fingerprint: str = _f(text(64))  #: of its files; empty without them
-    problem: str = _f(_detail)  #: why it has none; empty while it works on it
+    problem: str = _f(_detail)  #: why the node has none; empty while it checks or downloads
     revision: str = _f(text(40), default="")  #: its commit, if known
     weight_mib: int = _f(_count, default=0)  #: of its weights, rounded up; 0 while unknown
     shape: bytes = _f(binary(0, MAX_SHAPE_BYTES), default=b"")  #: `ModelFacts.packed`; empty while unknown
@@ -308,11 +308,11 @@ class Prepare(Message, number=0x34):
     rank: int = _f(_rank)
     fabric: str = _f(text(64))  #: the participant's own address for MLX's sockets; may be empty
     model: str = _f(text(MAX_MODEL))  #: its name in its deployment
-    group: str = _f(group_id(MAX_GROUP_ID), default="")  #: whose earlier rank ends
+    group: str = _f(group_id(MAX_GROUP_ID), default="")  #: the group; its earlier rank ends
 
 
 class Prepared(Message, number=0x35):
-    """The rank process sent its Hello."""
+    """Report that the rank process sent its Hello."""
 
     epoch: int = _f(_epoch)
     ring: str = _f(text(64))  #: free port on its fabric address ("ip:port")
@@ -327,7 +327,7 @@ class StartRank(Message, number=0x36):
 
 
 class RankStarted(Message, number=0x37):
-    """The rank process has its decode link."""
+    """Report that the rank process has its decode link."""
 
     epoch: int = _f(_epoch)
     jaccl: bool = _f(boolean())
@@ -373,7 +373,7 @@ class RankSide(Message, number=0x44):
 
 
 class RankGathered(Message, number=0x48):
-    """Bytes of all ranks for that round, or the error in their place, on the way back."""
+    """Bytes of all ranks for that round, or an error, on the way back."""
 
     epoch: int = _f(_epoch)
     rank: int = _f(_rank)
@@ -381,7 +381,7 @@ class RankGathered(Message, number=0x48):
 
 
 class Serving(NodeRow, number=0x45):
-    """State of a group, by the agent of its rank 0."""
+    """State of a group, from the agent of its rank 0."""
 
     KEYS = ("group",)
     MOST = 128  # two for each deployment that counts
@@ -400,23 +400,23 @@ class Serving(NodeRow, number=0x45):
     load_s: int = _f(integer(0, U32), default=0)  #: time to load the model
     held_mib: tuple[int, ...] = _f(integers(0, U32, 0, MAX_RANKS), default=())  #: by rank, once all loaded
     group: str = _f(group_id(MAX_GROUP_ID), default="")
-    deployment: str = _f(text(MAX_MODEL), default="")  #: name of what it serves
-    running: int = _f(_count, default=0)  #: open requests that have their first token
+    deployment: str = _f(text(MAX_MODEL), default="")  #: name of its deployment
+    running: int = _f(_count, default=0)  #: open requests with a first token
     speed: int = _f(_count, default=0)  #: tokens per second, over the last seconds
-    cached: int = _f(_count, default=0)  #: tokens that it keeps for later prompts
+    cached: int = _f(_count, default=0)  #: tokens kept for later prompts
     idle_s: int = _f(integer(0, U32), default=0)  #: seconds, in steps of 10 from 10 on; 0 with open requests
-    broken: bool = _f(boolean(), default=False)  #: the model itself is at fault for a failure
+    broken: bool = _f(boolean(), default=False)  #: it failed because of the model itself
     checkpoints: bool = _f(boolean(), default=False)  #: as in Loaded
     split: tuple[int, ...] = _f(integers(1, MAX_LAYERS, 0, MAX_RANKS), default=())  #: as in LoadShard
-    ready_s: int = _f(integer(0, U32), default=0)  #: for which the epoch has been ready
-    used: bool = _f(boolean(), default=False)  #: it was asked something since
+    ready_s: int = _f(integer(0, U32), default=0)  #: since the epoch became ready
+    used: bool = _f(boolean(), default=False)  #: it has had a request since
 
 
 class GroupAssignment(NodeRow, number=0x55):
-    """The coordinator's word: the ranks of a group of a deployment, which the owner, rank 0, forms."""
+    """The coordinator's assignment of ranks to a group. The owner (the agent of rank 0) forms it."""
 
     KEYS = ("group",)
-    MOST = 16 * MAX_MEMBERS  # as many groups as Macs may have ranks
+    MOST = 16 * MAX_MEMBERS  # as many groups as all Macs together may have ranks
     group: str = _f(group_id(MAX_GROUP_ID))
     deployment: str = _f(text(MAX_MODEL))
     term: int = _f(_count, default=0)
@@ -428,7 +428,7 @@ class GroupAssignment(NodeRow, number=0x55):
     faster: str = _f(_detail, default="")  #: a place where it would be much faster
     kv_mib: int = _f(integer(0, U32), default=0)  #: bounds the KV caches of each rank; 0 is no bound
     again: int = _f(_count, default=0)  #: as in the deployment, when this place was chosen
-    leaving: tuple[str, ...] = _f(texts(MAX_MEMBERS, 32), default=())  #: known then to be about to stop
+    leaving: tuple[str, ...] = _f(texts(MAX_MEMBERS, 32), default=())  #: then known to be about to stop
 
     @property
     def owner(self) -> str:
@@ -436,18 +436,18 @@ class GroupAssignment(NodeRow, number=0x55):
 
 
 class LeftOutGroup(NodeRow, number=0x66):
-    """A group that failed, by its fabric and links, which plans leave out for a while, and why."""
+    """Failed group's fabric and links, which plans leave out for a while, and the reason."""
 
     KEYS = ("kind", "links")
     MOST = 16
     kind: str = _f(text(60))
     links: tuple[str, ...] = _f(texts(MAX_RANKS * (MAX_RANKS - 1) // 2, 200))  #: node, node, device, device
     reason: str = _f(_detail)
-    over: bool = _f(boolean())  #: it may be planned again, but no group that runs is moved there
+    over: bool = _f(boolean())  #: plans may use it again, but running groups do not move there
 
 
 class MemoryShortage(NodeRow, number=0x53):
-    """A Mac with less free memory than new requests need."""
+    """Report of a Mac with less free memory than new requests need."""
 
 
 class TokenWanted(Message, number=0x46):
@@ -465,7 +465,7 @@ class TokenIssued(Message, number=0x47):
 
 
 class AuthorityHandover(Message, number=0x57):
-    """From a Mac that holds the authority's key: hold it, too. Over their link only. Reply: AuthorityKept."""
+    """Copy of the authority's key, from a Mac that holds it. Reply: AuthorityKept."""
 
     nonce: bytes = _f(binary(16, 16))
     certificate: bytes = _f(binary(1, MAX_CERTIFICATE_BYTES))  #: the authority's (DER)
@@ -520,7 +520,7 @@ class ModelHeld(NodeRow, number=0x60):
     held: int = _f(_count, default=0)  #: bytes
     total: int = _f(_count, default=0)  #: bytes; 0 while unknown
     free: int = _f(_count, default=0)  #: bytes of space on its disk
-    wants: bool = _f(boolean(), default=True)  #: the node is to get the model
+    wants: bool = _f(boolean(), default=True)  #: the node should get the model
     problem: str = _f(_detail, default="")  #: why it cannot get it from the Hub
     port: int = _f(integer(0, 65535), default=0)  #: that serves its files to other Macs, 0 for none
 
@@ -530,7 +530,7 @@ class ModelHeld(NodeRow, number=0x60):
 
 
 class ModelLender(NodeRow, number=0x61):
-    """The coordinator's word: this node has the model, or gets it from the Hub, for others to copy."""
+    """The coordinator's choice of the node that has a model, or downloads it, for others to copy."""
 
     KEYS = ("model",)
     MOST = ModelHeld.MOST
@@ -539,7 +539,7 @@ class ModelLender(NodeRow, number=0x61):
 
 
 class ModelPull(Message, number=0x62):
-    """To all: get this model."""
+    """Request to all nodes to get this model."""
 
     model: str = _f(text(MAX_MODEL))
     commit: str = _f(text(40))  #: or empty for any
@@ -553,11 +553,11 @@ class StoredModel(NodeRow, number=0x63):
     name: str = _f(text(MAX_MODEL))
     revision: str = _f(text(40))
     size: int = _f(_count)
-    complete: bool = _f(boolean())  #: all of `revision` is there
+    complete: bool = _f(boolean())  #: the disk has all of `revision`
 
 
-#: Messages that either end of an open control link may send: each may own groups, and coordinate.
-#: All of this module but rows and the two named: one of a handshake or of another link must be named, too.
+#: Messages that either end of an open control link may send: all of this module except rows and the two
+#: below. List a new message of a handshake or another link with these two.
 BOTH_WAYS: tuple[type[Message], ...] = tuple(
     message
     for message in NUMBERED.values()

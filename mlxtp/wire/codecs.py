@@ -1,4 +1,4 @@
-"""Codecs of message fields, where each kind is packed, checked and unpacked, and the base of all messages."""
+"""Codecs that pack, check and unpack message fields, and the base of all messages."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, ClassVar, dataclass_transform
 
-_FEW = 65  # integers of one field whose format is kept
+_FEW = 65  # formats of fewer integers are kept
 Wire = Any  #: values that msgpack packs: int, str, bytes, bool, float, list, dict
 
 
 @dataclass(frozen=True, slots=True)
 class FieldCodec:
-    """Codec of one field. `from_wire` raises ValueError with what it expected instead of what came."""
+    """Codec of one field. `from_wire` raises a ValueError that describes the expected value."""
 
     to_wire: Callable[[Any], Wire]
     from_wire: Callable[[Wire], Any]
@@ -61,8 +61,7 @@ def printable(text: str) -> str:
 
 def text(max_chars: int, *, cut: bool = False, raw: bool = False) -> FieldCodec:
     """Printable characters on one line, because names and reasons of other Macs reach terminals and logs.
-
-    With `cut`, a text that is too long or not printable is mended, not refused. With `raw`, any is taken.
+    `cut` shortens and mends a text instead of refusing it. `raw` accepts any.
     """
 
     def check(value: Wire) -> str:
@@ -74,7 +73,7 @@ def text(max_chars: int, *, cut: bool = False, raw: bool = False) -> FieldCodec:
             raise ValueError("printable characters")
         return value
 
-    # File names and arguments that are not UTF-8 contain surrogates, which cannot be sent.
+    # File names and arguments outside UTF-8 contain surrogates, which msgpack refuses.
     return FieldCodec((lambda value: printable(value[:max_chars])) if cut else _same, check)
 
 
@@ -82,7 +81,7 @@ _GROUP = re.compile(r".+#(0|[1-9][0-9]?)")
 
 
 def group_id(max_chars: int) -> FieldCodec:
-    """Id of a group, a name, "#" and an index below 100, or an empty text: an index is read as a number."""
+    """Id of a group (a name, "#" and an index below 100, for code that reads it as a number), or empty."""
     name = text(max_chars)
 
     def check(value: Wire) -> str:
@@ -158,19 +157,19 @@ def numbers(low: float, high: float, max_items: int) -> FieldCodec:
 
 
 class _FieldError(ValueError):
-    """Fault of a field of a record, as `located` says it."""
+    """Fault of a record's field, located by `located`."""
 
 
 def located(name: str, error: ValueError) -> str:
-    """Return "name: expected that" for a fault of a field, "name.field: expected that" for one within it."""
+    """Return "name: expected VALUES", or for a fault within a field "name.field: expected VALUES"."""
     return f"{name}{'.' if isinstance(error, _FieldError) else ': expected '}{error}"
 
 
 def record(kind: type[Any]) -> FieldCodec:
-    """A message, or a part of one that is a dataclass itself: a map of its fields."""
+    """Map of the fields of a message, or of a dataclass within one."""
     codecs = {f.name: f.metadata["codec"] for f in fields(kind)}
     packs = tuple((name, codec.to_wire) for name, codec in codecs.items())
-    # Setters of slots, because the `__init__` of a frozen dataclass takes twice as long.
+    # Set slots directly, because the `__init__` of a frozen dataclass takes twice as long.
     checks = tuple((name, codec.from_wire, getattr(kind, name).__set__) for name, codec in codecs.items())
     count, new = len(checks), object.__new__
     grows = issubclass(kind, Message) and kind.GROWS
@@ -197,7 +196,7 @@ def record(kind: type[Any]) -> FieldCodec:
 
 
 def records(kind: type[Any], min_items: int, max_items: int) -> FieldCodec:
-    """Tuple of such parts."""
+    """Tuple of records."""
     one = record(kind)
 
     def pack(value: tuple[Any, ...]) -> Wire:
@@ -205,7 +204,7 @@ def records(kind: type[Any], min_items: int, max_items: int) -> FieldCodec:
 
     def check(value: Wire) -> tuple[Any, ...]:
         if value == [] and not min_items:
-            return ()  # of every decode step
+            return ()  # the case of every decode step
         if type(value) is not list or not min_items <= len(value) <= max_items:
             raise ValueError(f"a list of {min_items} to {max_items} {kind.__name__}")
         return tuple([one.from_wire(item) for item in value])
@@ -226,7 +225,7 @@ def texts(max_items: int, max_chars: int, *, raw: bool = False) -> FieldCodec:
 
 
 def joined(max_items: int, max_chars: int) -> FieldCodec:
-    """Tuple of texts without commas, as one text: a list in a list of parts would be nested too deep."""
+    """Tuple of texts without commas, joined in one text: lists within records would nest too deep."""
     whole, one = text(max_items * (max_chars + 1)), texts(max_items, max_chars)
 
     return FieldCodec(
@@ -238,24 +237,23 @@ def joined(max_items: int, max_chars: int) -> FieldCodec:
 
 U32 = 2**32 - 1
 U63 = 2**63 - 1
-#: Characters of one grammar or schema: with four bytes each, a quarter of the largest frame.
-MAX_GRAMMAR = 1 << 19
+MAX_GRAMMAR = 1 << 19  #: Characters of a grammar or schema, each of up to four bytes.
 
 
 def holding(codec: FieldCodec, **default: Any) -> Any:
-    """Return a dataclass field whose values `codec` packs and checks."""
+    """Return a dataclass field with this codec."""
     return field(metadata={"codec": codec}, **default)
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(holding,))
 class MessageType(type):
-    """Makes what has a `number` a frozen dataclass with slots. One that `grows` may have surplus fields."""
+    """Turns a class with a `number` into a frozen dataclass with slots. `grows`: ignore unknown fields."""
 
     def __new__(
         cls, name: str, bases: tuple[type, ...], body: dict[str, Any], number: int = 0, grows: bool = False
     ) -> Any:
         made: Any = super().__new__(cls, name, bases, body)
-        if not number:  # also what `dataclass` puts in the place of a message, to give it slots
+        if not number:  # a base, or the class with slots that `dataclass` makes of a message
             return made
         assert number not in NUMBERED, f"two messages with number {number:#04x}"
         made = NUMBERED[number] = dataclass(frozen=True, slots=True)(made)
@@ -274,14 +272,14 @@ class Message(metaclass=MessageType):
     GROWS: ClassVar[bool] = False
 
 
-NUMBERED: dict[int, type[Message]] = {}  #: messages of all modules that were imported
+NUMBERED: dict[int, type[Message]] = {}  #: messages of all imported modules
 
 
 class NodeRow(Message):
-    """Base of what a node reports of itself to all, in a `Report`: see `cluster.links.ReportTable`.
+    """Base of a node's reports about itself, sent to all in a `Report`: see `cluster.links.ReportTable`.
 
-    A node has one row of a kind for each value of its `KEYS`, and at most `MOST`. Rows that `LAST` stay when
-    its link ends, until it starts again or is no member any longer.
+    A node has one row of a kind for each value of its `KEYS`, and at most `MOST`. Rows with `LAST` stay when
+    the node's link ends, until it restarts or is removed from the cluster.
     """
 
     __slots__ = ()
@@ -295,7 +293,7 @@ class NodeRow(Message):
 
 
 def row() -> FieldCodec:
-    """A row of any kind: a map of its fields and, by an empty name, of its number."""
+    """Row of any kind: a map of its fields, with its number under an empty name."""
 
     def check(value: Wire) -> NodeRow:
         number = value.get("") if type(value) is dict else None

@@ -1,8 +1,8 @@
 """Frames: bytes to messages and back; no I/O.
 
-A frame is a 4-byte big-endian length, judged before anything is stored for it, then the msgpack array
+A frame is a 4-byte big-endian length, checked before anything is stored for it, then the msgpack array
 `[type, epoch, seq, body]`. `_scan` walks it without creating an object, then msgpack unpacks it. The scan
-bounds memory (1 MB of empty maps would unpack to 73 MB); 4 KiB on an open link need none.
+bounds memory (1 MB of empty maps would unpack to 73 MB). Frames up to 4 KiB on an open link skip it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .messages import Ack, Forward
 
 @cache
 def messages() -> dict[int, type[Message]]:
-    """Return all messages by number. A rank gets none of agents, so it never imports those."""
-    from . import cluster_messages, peer_messages  # noqa: F401 - they number theirs
+    """Return all messages by number. A rank receives no messages of agents, so it never imports them."""
+    from . import cluster_messages, peer_messages  # noqa: F401 - importing numbers their messages
 
     return NUMBERED
 
@@ -29,18 +29,17 @@ def messages() -> dict[int, type[Message]]:
 # --- frames ----------------------------------------------------------------------------------------------
 
 MAX_OPENING_FRAME: Final = 4 * 1024  #: bytes of one frame, without its length, until the link is open
-MAX_FRAME: Final = 8 * 1024 * 1024  #: bytes of one frame, without its length, from then on
+MAX_FRAME: Final = 8 * 1024 * 1024  #: the same on an open link
 MAX_DEPTH: Final = 5
 #: Items of one array, entries of one map. Lists of numbers travel as one packed string of bytes.
 MAX_ITEMS: Final = 64
 MAX_OBJECTS: Final = 1024  #: objects in one scanned frame
 
-_UNCHECKED: Final = frozenset((Forward, Ack))  #: sent with every step; the receiver alone checks them
+_UNCHECKED: Final = frozenset((Forward, Ack))  #: sent with every step; only the receiver checks them
 _LENGTH = struct.Struct(">I")
 _HEADER_BYTES: Final = _LENGTH.size
 
-# One Packer for all threads: it runs no Python code, so the interpreter lock makes each call atomic.
-_pack = msgpack.Packer().pack
+_pack = msgpack.Packer().pack  # for all threads: each call is atomic, because it runs no Python code
 
 
 class Frame(NamedTuple):
@@ -52,8 +51,8 @@ class Frame(NamedTuple):
 def encode(message: Message, epoch: int, seq: int, limit: int = MAX_FRAME) -> bytes:
     """Return the frame of `message`, length included. Raises LocalProtocolError.
 
-    FIELD_INVALID: no receiver would accept a value; those of a decode step or an Ack must only fit their 32
-    or 64 bits. FRAME_OVERSIZE: more than `limit` bytes.
+    FIELD_INVALID: no receiver would accept a value (a decode step and an Ack are checked only for the size of
+    their integers). FRAME_OVERSIZE: more than `limit` bytes.
     """
     try:
         body = message.CODEC.to_wire(message)
@@ -70,7 +69,7 @@ def encode(message: Message, epoch: int, seq: int, limit: int = MAX_FRAME) -> by
 
 
 class Decoder:
-    """Cutter of a byte stream into frames. Holds less than one frame, plus the bytes fed last."""
+    """Splitter of a byte stream into frames. Holds less than one frame, plus the bytes fed last."""
 
     __slots__ = ("_at", "_buffer", "limit")
 
@@ -80,11 +79,11 @@ class Decoder:
         self._at = 0
 
     def feed(self, data: bytes) -> None:
-        """Call `next_frame` until it returns None before feeding more."""
+        """Add bytes. Before adding more, call `next_frame` until it returns None."""
         self._buffer += data
 
     def next_frame(self) -> Frame | None:
-        """Return the next whole frame, or None. Raises RemoteProtocolError; the stream is then unreadable."""
+        """Return the next whole frame, or None. After a RemoteProtocolError, the stream is unreadable."""
         buffer, at = self._buffer, self._at
         start = at + _HEADER_BYTES
         if len(buffer) < start:
@@ -163,12 +162,11 @@ def _no_extension(code: int, data: bytes) -> Any:
 
 _SCALAR, _ARRAY, _MAP = range(3)
 
-#: Kind, bytes of the length that follows the first byte, and the size when that is 0.
-_Form = tuple[int, int, int]
+_Form = tuple[int, int, int]  #: kind, bytes of the length after the first byte, and the size if that is 0
 
 
 def _forms() -> list[_Form | None]:
-    """Return the form that each first byte of a msgpack object announces; None for forbidden ones."""
+    """Return the form for each first byte of a msgpack object; None for forbidden ones."""
     forms: list[_Form | None] = [(_SCALAR, 0, 0)] * 256  # numbers in one byte, nil, false, true
     forms[0x80:0x90] = [(_MAP, 0, n) for n in range(16)]
     forms[0x90:0xA0] = [(_ARRAY, 0, n) for n in range(16)]
@@ -189,9 +187,9 @@ _FORMS = _forms()
 
 
 def _scan(payload: bytearray) -> None:
-    """Walk one msgpack object. Raises ValueError if it is cut short or breaks one of the limits above."""
+    """Walk one msgpack object. Raises ValueError if it is incomplete or breaks one of the limits above."""
     at, objects, size = 0, 0, len(payload)
-    missing = [1]  # objects still to come, on each level that is open
+    missing = [1]  # objects still missing on each open level
     while missing:
         if not missing[-1]:
             missing.pop()

@@ -1,7 +1,7 @@
-"""Messages of links that end at a rank; `cluster_messages.py` and `peer_messages.py` have those of agents.
+"""Messages on links that end at a rank; `cluster_messages` and `peer_messages` have the agents' messages.
 
-A *pipe* joins an agent and one rank of its own, a *decode* link rank 0 and one other rank. Each field
-declares its limits once. A message that breaks them is refused before it is sent and after it is received.
+A *pipe* joins an agent and one of its ranks; a *decode* link joins rank 0 and another rank. Each field
+declares its limits once. A message that breaks them is refused before sending and after receiving.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ MAX_PROMPTS = 16  #: prompts in one forward
 MAX_PLACES = 2  #: positions of a prompt that a request names
 MAX_WIDTH = 64  #: tokens that one row may feed in one step
 MAX_DRAFTS = 16  #: tokens that an MTP head proposes for a row in one step
-RESTS = -1  #: in place of a number of drafts: the MTP head gets no entries of a step
-BLOCK = 256  #: tokens of a block, of which a chain of digests has one each
-DIGEST_BYTES = 16  #: of the tokens that a block and all before it hold
+RESTS = -1  #: in place of a number of drafts: the MTP head's cache gets no entries from a step
+BLOCK = 256  #: tokens of a block; each block has a digest
+DIGEST_BYTES = 16  #: of a digest over the tokens of a block and all blocks before it
 MAX_BLOCKS = 1 << 16  #: blocks on disk that one sequence starts from
-MAX_ROOM = 2 * MAX_CONTEXT  #: tokens for which one row has room
+MAX_ROOM = 2 * MAX_CONTEXT  #: tokens of room for one row
 MAX_DELTA = MAX_ROWS * (MAX_WIDTH + 1)
 MAX_FRAME_TOKENS = 1 << 20  #: tokens in one frame: half of what the largest frame would hold
 MAX_GROUP_ID = 1008  #: Characters of a group's id: its deployment's name, "#" and an index.
@@ -84,7 +84,7 @@ _phase = choice(
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Parameters of the choice of a token, by logits and position only: all ranks choose alike."""
+    """Parameters of sampling, which uses only logits and position, so all ranks choose the same token."""
 
     temperature: float = _f(number(0.0, 100.0), default=0.0)  #: 0 is greedy
     top_p: float = _f(number(0.0, 1.0), default=1.0)  #: 1 excludes nothing, as does 0 in the next three
@@ -97,10 +97,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Shaping:
-    """Changes that only rank 0 makes to the logits before a token is chosen from them.
-
-    Penalties apply to prompt and answer as described in `engine/logit_shaping.py`.
-    """
+    """Changes by rank 0 to the logits before it samples (`engine/logit_shaping.py`)."""
 
     repetition_penalty: float = _f(number(0.01, 100.0), default=1.0)
     presence_penalty: float = _f(number(-100.0, 100.0), default=0.0)
@@ -122,7 +119,7 @@ _shaping = record(Shaping)
 
 
 class Hello(Message, number=0x01):
-    """First frame of the end that opens a link."""
+    """First frame on a link, from the end that opens it."""
 
     version: int = _f(integer(0, U32))
     rank: int = _f(integer(0, MAX_RANKS - 1))
@@ -132,7 +129,7 @@ class Hello(Message, number=0x01):
 
 
 class Welcome(Message, number=0x02):
-    """Reply to a Hello that was accepted. A refused one gets an Error and the link ends."""
+    """Reply to an accepted Hello. A refused Hello gets an Error, and the link ends."""
 
     version: int = _f(integer(0, U32))
     proof: bytes = _f(binary(0, 32))
@@ -151,11 +148,11 @@ class Pong(Message, number=0x04):
     step: int = _f(_count)
     model: str = _f(text(1000, cut=True))
     stats: RankStats = _f(_stats)
-    expected_us: int = _f(_count, default=0)  #: time of the running forward, judged by those before it
+    expected_us: int = _f(_count, default=0)  #: time of the running forward, as expected from earlier ones
 
 
 class Bootstrap(Message, number=0x07):
-    """Agent to its rank: the group that this process belongs to, for one epoch."""
+    """Agent to its rank: the group of this process, for one epoch."""
 
     rank: int = _f(integer(0, MAX_RANKS - 1))
     world_size: int = _f(integer(1, MAX_RANKS))
@@ -171,13 +168,13 @@ class Bootstrap(Message, number=0x07):
     agreement: str = _f(choice("auto", "broadcast-draws"), default="auto")
     speculation: str = _f(choice("auto", "off", "lookup", "mtp", "draft"), default="auto")
     rdma: tuple[str, ...] = _f(_matrix, default=())  #: of devices, row by row as in `wire/rdma.py`
-    jaccl_ring: bool = _f(boolean(), default=False)  #: JACCL joins only neighbours
+    jaccl_ring: bool = _f(boolean(), default=False)  #: JACCL joins only neighbors
     fast_fences: bool = _f(boolean(), default=False)  #: turns MLX_METAL_FAST_SYNCH on
     round_s: float = _f(_seconds, default=15.0)  #: bound of one round of the side channel
     pins: tuple[str, ...] = _f(_pins, default=())  #: of agents' keys, by rank, for TLS; none if one has all
     repeatable: bool = _f(boolean(), default=False)  #: no computation depends on how long something took
     disk_folder: str = _f(text(4000, raw=True), default="")  #: for KV caches; set by the rank's own agent
-    disk_bytes: int = _f(_count, default=0)  #: bound of what all ranks of this Mac keep there
+    disk_bytes: int = _f(_count, default=0)  #: limit for all ranks of this Mac together
     large_buffers: bool = _f(boolean(), default=False)  #: MLX makes larger command buffers
 
 
@@ -189,7 +186,7 @@ class SideChannel(Message, number=0x0B):
 
 
 class Gathered(Message, number=0x0E):
-    """Bytes of every rank in that round, in rank order. An error may come unsolicited, between two rounds."""
+    """Bytes of every rank in that round, in rank order. An error may arrive unsolicited between rounds."""
 
     round: int = _f(integer(0, MAX_ROUNDS))
     data: bytes = _f(binary(0, MAX_RANKS * MAX_ROUND_BYTES))
@@ -201,32 +198,32 @@ class Gathered(Message, number=0x0E):
 
 @dataclass(frozen=True, slots=True)
 class PromptPart:
-    """Part of a prompt that a Forward reads: the row's tokens, behind as many others as its position.
+    """Part of a prompt in a Forward: the row's tokens, from the row's position on.
 
-    The part that reaches the prompt's end makes the sequence a row of the batch, and chooses its first new
-    token. A first part behind position 0 needs a `source`, whose KV cache up to there it starts with.
+    After the last part, the sequence has its first new token and is a row of the batch. If the first part
+    begins after position 0, it starts from the KV cache of `source`, truncated there.
     """
 
     total: int = _f(integer(1, MAX_CONTEXT))  #: tokens of the whole prompt
     source: int = _f(integer(0, U32), default=0)  #: uid of a running or kept sequence; 0 in later parts
-    take: bool = _f(boolean(), default=False)  #: `source` ends with it
+    take: bool = _f(boolean(), default=False)  #: take over the KV cache of `source` instead of copying it
     sampling: Sampling = _f(_sampling, default=GREEDY)
     save: int = _f(integer(0, U32), default=0)  #: uid of a copy of the KV cache so far; not of a whole prompt
     covers: tuple[int, ...] = _f(_uids, default=())  #: kept caches that begin it and share its arrays now
-    following: int = _f(integer(0, 2**31 - 1), default=0)  #: next token, for an MTP head; 0 in the last part
+    following: int = _f(integer(0, 2**31 - 1), default=0)  #: next token for an MTP head; 0 in the last part
 
 
 class Forward(Message, number=0x08):
     """One forward over the sequences in `rows`: a decode step of the running batch, in its order, or prompts.
 
-    Ranks roll back what KV caches hold beyond `positions`. For a width of 0, or without `widths`, a row feeds
-    the token that its previous forward chose, inside the graph; in a pipeline, ChosenTokens brings it, and a
-    step is for the rows of one lane. The reply has the choice after each token of a decode step. `prompts`
-    has a part for each row, of one prompt or the last ones of several; none in a decode step.
+    Ranks drop KV cache entries beyond `positions`. A row without tokens (width 0, or no `widths`) is fed the
+    last token that it chose, inside the graph; in a pipeline, from ChosenTokens. A pipeline's step has the
+    rows of one lane. A decode step chooses a token after each of its input tokens. `prompts` is empty in a
+    decode step; else it has a part for each row: of one prompt, or the last parts of several.
 
-    `exchange` is "winners" when every row is greedy and ranks only exchange the best of their share of the
-    vocabulary. `agreement` is "verify" when every rank chooses alike and digests are compared, "broadcast"
-    when rank 0's choice is summed into every rank's graph.
+    With `exchange` "winners", every row is greedy, and ranks exchange only the best token of their share of
+    the vocabulary. With `agreement` "verify", every rank samples, and rank 0 compares digests; with
+    "broadcast", rank 0's choice is summed into every rank's graph.
     """
 
     rows: tuple[int, ...] = _f(integers(1, U32, 1, MAX_ROWS))
@@ -240,14 +237,14 @@ class Forward(Message, number=0x08):
 
     @property
     def unfinished(self) -> int:
-        """Uid of the prompt that goes on after this forward, which then chooses nothing; 0 for none."""
+        """Uid of the prompt that this forward leaves incomplete (it then chooses no token); 0 for none."""
         if self.prompts and self.positions[0] + self.widths[0] < self.prompts[0].total:
             return self.rows[0]
         return 0
 
 
 class ChosenTokens(Message, number=0x2C):
-    """Tokens that a forward of a pipeline chose, by row, for ranks above 0. The next step feeds the last."""
+    """Tokens that a pipeline's forward chose, by row, for ranks above 0. The next step feeds the last."""
 
     forward: int = _f(_count)  #: its number
     tokens: tuple[int, ...] = _f(integers(0, 2**31 - 1, 1, MAX_FRAME_TOKENS))
@@ -264,20 +261,18 @@ class SessionStop(Message, number=0x0A):
 
 
 class Evict(Message, number=0x0C):
-    """Command to drop KV caches that were kept."""
+    """Command to drop kept KV caches."""
 
     uids: tuple[int, ...] = _f(_uids)
 
 
 class Arrange(Message, number=0x2B):
-    """Command to lay out the KV arrays of the running rows. Rows of one room and lane share arrays.
-
-    `rooms` has one for each running row, in the order of the batch, then those of free slots. Without
-    `lanes`, all rows of one room may share.
+    """Command to lay out the KV arrays of the running rows, in batch order, and then of free slots. Rows of
+    one room and lane share arrays.
     """
 
     rooms: tuple[int, ...] = _f(integers(1, MAX_ROOM, 0, MAX_ROWS), default=())  #: tokens
-    trim: bool = _f(boolean(), default=False)  #: give back memory to the system that MLX keeps for reuse
+    trim: bool = _f(boolean(), default=False)  #: free the memory that MLX keeps for reuse
     lanes: tuple[int, ...] = _f(integers(0, MAX_RANKS - 1, 0, MAX_ROWS), default=())  #: by room, else row
 
 
@@ -300,44 +295,40 @@ class FetchBlocks(Message, number=0x28):
 
 
 class FetchedBlocks(Message, number=0x29):
-    """Reply to FetchBlocks, between Acks: the first `blocks` of them are in this rank's memory."""
+    """Reply to FetchBlocks, between Acks: this rank has the first `blocks` of them in memory."""
 
     uid: int = _f(_uid)
     blocks: int = _f(integer(0, MAX_BLOCKS))
 
 
 class Restore(Message, number=0x2A):
-    """Rank 0 to the others: keep the first `blocks` fetched for uid as its KV cache, and drop the others."""
+    """Rank 0 to the others: keep the first `blocks` fetched for uid as its KV cache, and drop the rest."""
 
     uid: int = _f(_uid)
     blocks: int = _f(integer(0, MAX_BLOCKS))
-    bad: bool = _f(boolean(), default=False)  #: every rank deletes them, as some rank has not got the first
+    bad: bool = _f(boolean(), default=False)  #: every rank deletes the rest: some rank lacks its first block
 
 
 class Ack(Message, number=0x10):
-    """Reply to exactly one Forward, named by the seq of its frame. Totals are the rank's, after that step."""
+    """Reply to one Forward, named by its frame's seq. Totals are the rank's, after that step."""
 
     step: int = _f(_count)
     forwards: int = _f(_count)
     collectives: int = _f(_count)
     digest: int = _f(integer(0, U32))  #: covers its input and the tokens it chose
     step_us: int = _f(_count, default=0)  #: from the forward's launch to its end on that rank
-    wait_us: int = _f(_count, default=0)  #: part of it in which MLX queued it and blocked for the device
+    wait_us: int = _f(_count, default=0)  #: part of it that MLX spent queuing it and waiting for the device
 
 
 class Error(Message, number=0x11):
-    """Report of a failure.
-
-    With a `uid`, only that request is over. Without one (0), it replaces the reply to a command, or is
-    unsolicited and means that the sender is ending.
-    """
+    """Failure of request `uid`; with 0, of a command, as its reply, or of the sender, which then ends."""
 
     code: str = _f(_code)
     detail: str = _f(_detail)
     uid: int = _f(integer(0, U32))
 
 
-# --- the life of a rank: each gets exactly one reply ------------------------------------------------
+# --- lifecycle of a rank: each command gets exactly one reply ---------------------------------------
 
 
 class Init(Message, number=0x12):
@@ -350,17 +341,14 @@ class SanityCheck(Message, number=0x13):
 
 @dataclass(frozen=True, slots=True)
 class CountedShare:
-    """Part of LoadShard: memory that plans count on for one rank."""
+    """Memory that the plan expects one rank to need."""
 
     weight_bytes: int = _f(_count)
     kv_token_bytes: int = _f(_count)  #: of caches that keep all tokens, in the type that config.json names
 
 
 class LoadShard(Message, number=0x14):
-    """Command to load this rank's share of a model. Reply: Loaded.
-
-    0 leaves `max_context`, `kv_bits` and `kv_bytes` to the model and the machine.
-    """
+    """Command to load this rank's share of a model; 0 means not set. Reply: Loaded."""
 
     path: str = _f(text(4000, raw=True))  #: folder of the model
     prefill_chunk: int = _f(integer(1, MAX_CONTEXT))
@@ -375,14 +363,14 @@ class LoadShard(Message, number=0x14):
 
 
 class KvBudget(Message, number=0x1F):
-    """Agent to rank 0: bound the KV caches of all sequences on each rank to `kv_bytes` from now on.
+    """Agent to rank 0: limit the KV caches of all sequences on each rank to `kv_bytes` from now on.
 
-    Rank 0 evicts and preempts what no longer fits, and ends longer sequences with an Error. Unless the room
-    grows, ranks give memory back. Reply: Loaded, with the room in force: at least that of the shortest one.
+    Rank 0 evicts caches and preempts sequences that no longer fit, and ends longer sequences with an Error.
+    Unless the limit grows, ranks free memory. Reply: Loaded, with the new limit: at least one small cache.
     """
 
-    kv_bytes: int = _f(_count)  #: 0 is the room that was found when the model was loaded
-    clear: bool = _f(boolean(), default=False)  #: evict all caches that no sequence runs with
+    kv_bytes: int = _f(_count)  #: 0: the memory that ranks found when they loaded the model
+    clear: bool = _f(boolean(), default=False)  #: evict all kept caches
 
 
 class Unload(Message, number=0x16):
@@ -411,8 +399,8 @@ class SanityDone(Message, number=0x1A):
 class Loaded(Message, number=0x1B):
     """Reply to LoadShard and KvBudget: the shard is in memory. Figures are this rank's.
 
-    From rank 0 to the agent, they are the group's: `kv_bytes` is in force on all ranks, `kv_token_bytes` is
-    the largest, `kv_row_bytes` worth most tokens in these, `context` the most that a sequence has room for.
+    From rank 0 to the agent, figures are the group's: `kv_bytes` applies to all ranks, `kv_token_bytes` is
+    the largest, `kv_row_bytes` is worth the most tokens, and `context` is the longest sequence that fits.
     """
 
     context: int = _f(integer(1, U32))  #: tokens
@@ -423,22 +411,21 @@ class Loaded(Message, number=0x1B):
     kv_token_bytes: int = _f(_count, default=0)  #: one token in its KV cache
     kv_bytes: int = _f(_count, default=0)  #: memory for all caches together
     kv_row_bytes: int = _f(_count, default=0)  #: part of a KV cache that each sequence has once
-    checkpoints: bool = _f(boolean(), default=False)  #: KV caches are kept, and cannot be cut
+    checkpoints: bool = _f(boolean(), default=False)  #: kept KV caches cannot be truncated
     layers: tuple[int, ...] = _f(integers(0, MAX_LAYERS, 0, MAX_LAYERS), default=())  #: of a stage
     mtp: bool = _f(boolean(), default=False)  #: it has the model's MTP head
 
 
 class Done(Message, number=0x1C):
-    """Reply to Bootstrap, Unload and Shutdown. Fields tell of this machine, after Bootstrap."""
+    """Reply to Bootstrap, Unload and Shutdown. After Bootstrap, fields describe this machine."""
 
     jaccl: bool = _f(boolean(), default=False)  #: MLX has JACCL
     gpu_bytes: int = _f(_count, default=0)  #: memory that Metal recommends for the GPU; 0 without Metal
 
 
 class TimeCollectives(Message, number=0x1D):
-    """Command to time `rounds` collectives over `size` bytes of every rank. Reply: CollectivesTimed.
-
-    A "chain" is sums in one graph, each of the result of the one before, with arithmetic between them.
+    """Command to time `rounds` collectives over `size` bytes of every rank. A "chain" is one graph of sums,
+    each of the sum before it, with arithmetic in between. Reply: CollectivesTimed.
     """
 
     kind: str = _f(choice("sum", "gather", "chain"))
@@ -450,7 +437,7 @@ class CollectivesTimed(Message, number=0x1E):
     """Time of one collective on this rank; from rank 0 to the agent, on the slowest rank."""
 
     seconds: float = _f(_seconds)
-    metal: bool = _f(boolean())  #: a GPU computes there, so that each collective includes a fence
+    metal: bool = _f(boolean())  #: a GPU computes there, so each collective includes a fence
 
 
 # --- requests in, tokens out ------------------------------------------------------------------------
@@ -459,9 +446,8 @@ class CollectivesTimed(Message, number=0x1E):
 class Generate(Message, number=0x20):
     """Agent to rank 0: decode after this prompt until an end token or `max_tokens`.
 
-    The last `answered` of `tokens` are the beginning of the answer, given by an earlier group; `max_tokens`
-    and indices count them. Scheduling is fair between clients, and between users of one. Reply: Accepted, or
-    an Error with the uid.
+    The last `answered` of `tokens` are an earlier group's part of the answer; `max_tokens` and indices
+    include them. Scheduling is fair between clients, and between a client's users. Reply: Accepted or Error.
     """
 
     uid: int = _f(_uid)
@@ -472,16 +458,16 @@ class Generate(Message, number=0x20):
     logprobs: int = _f(integer(-1, MAX_TOP_LOGPROBS), default=-1)  #: -1: none, 0: of chosen tokens, n: of n
     ignore_eos: bool = _f(boolean(), default=False)  #: the answer continues after an end token
     answered: int = _f(integer(0, MAX_FRAME_TOKENS), default=0)
-    strikes: int = _f(integer(0, MAX_STRIKES), default=0)  #: groups that failed during this request
+    strikes: int = _f(integer(0, MAX_STRIKES), default=0)  #: failures of groups during this request
     client: int = _f(_count, default=0)
     user: int = _f(_count, default=0)
     salt: int = _f(_count, default=0)  #: only prompts of one salt share KV caches
     group: str = _f(group_id(MAX_GROUP_ID), default="")  #: between agents: of the receiver, or any
-    places: tuple[int, ...] = _f(_places, default=())  #: ascending; up to each, other prompts likely agree
+    places: tuple[int, ...] = _f(_places, default=())  #: ascending; other prompts may agree up to each
 
 
 class Accepted(Message, number=0x24):
-    """Rank 0 to agent: this request passed every check and will be run."""
+    """Rank 0 to agent: the request is valid and will run."""
 
     uid: int = _f(_uid)
 
@@ -491,11 +477,11 @@ class Prefilled(Message, number=0x26):
 
     uid: int = _f(_uid)
     computed: int = _f(_count)  #: tokens in a KV cache
-    cached: int = _f(_count)  #: of which the prefill began with these
+    cached: int = _f(_count)  #: tokens of these that were cached before the prefill
 
 
 class Delta(Message, number=0x21):
-    """Rank 0 to agent: the confirmed tokens of one step, in order. A request may have several of them."""
+    """Rank 0 to agent: the confirmed tokens of one step, in order. A request may have several."""
 
     uids: tuple[int, ...] = _f(integers(1, U32, 1, MAX_DELTA))  #: by token
     indices: tuple[int, ...] = _f(integers(0, 2**31 - 1, 1, MAX_DELTA))  #: of a token in its answer
@@ -515,7 +501,7 @@ class ScoredDelta(Message, number=0x25):
 
 
 class Cancel(Message, number=0x22):
-    """Agent to rank 0: the client no longer wants this request. Reply: Finished, unless it is over."""
+    """Agent to rank 0: the client canceled this request. Reply: Finished, unless it is over."""
 
     uid: int = _f(_uid)
 
@@ -536,21 +522,21 @@ class SessionEnd(Message, number=0xFF):
     """Last frame of a link that closes in order."""
 
 
-#: Events of a request, from rank 0 to the agent that has it.
+#: From rank 0 to the client's agent.
 RequestEvent = Accepted | Prefilled | Delta | ScoredDelta | Finished | Error
 
 
-# --- names of what a KV cache holds, alike on all ranks and for all gateways --------------------------
+# --- digests that name the contents of KV caches, for all ranks and gateways --------------------------
 
 
 class PrefixDigests:
-    """Digests of the beginnings of `tokens`, which may grow, each computed once. They cover the salt, too."""
+    """Digests of prefixes of `tokens`, each computed once. `tokens` may grow."""
 
     def __init__(self, tokens: Sequence[int], salt: int = 0) -> None:
         self._tokens = tokens
         self._hash = hashlib.blake2b(salt.to_bytes(8, "little"), digest_size=DIGEST_BYTES)
         self._at = 0
-        #: By end: the digest, and the state from which a later end goes on.
+        #: By end: the digest, and the hash's state, to continue from.
         self._known = {0: (self._hash.digest(), self._hash.copy())}
 
     def up_to(self, end: int) -> bytes:
@@ -575,14 +561,14 @@ def digests_in(data: bytes) -> tuple[bytes, ...]:
     return tuple(data[at : at + DIGEST_BYTES] for at in range(0, len(data), DIGEST_BYTES))
 
 
-# --- proofs in Hello and Welcome, which hold the key of the epoch (HMAC-SHA256, a label for each use) -----
+# --- proofs in Hello and Welcome, with the epoch's key (HMAC-SHA256, a label for each use) ----------------
 
 
 def _proof(label: bytes, key: bytes, epoch: int, rank: int, nonce: bytes) -> bytes:
     return hmac.digest(key, label + struct.pack(">QI", epoch, rank) + nonce, hashlib.sha256)
 
 
-#: 32 bytes that prove, in a Hello of `rank` with `nonce` and in the Welcome to it, that its end holds `key`.
+#: 32 bytes to prove that the sender has `key`: in a Hello of `rank` with `nonce`, and in its Welcome.
 hello_proof = partial(_proof, b"mlxtp hello\0")
 welcome_proof = partial(_proof, b"mlxtp welcome\0")
 
@@ -593,6 +579,6 @@ def verify(proof: bytes, expected: bytes) -> bool:
 
 
 def epoch_digest(key: bytes, epoch: int) -> int:
-    """Return 32 bits that every rank of the epoch computes alike, for the group's proof by value."""
+    """Return an epoch's 32 bits, equal on every rank, for the group's proof by value."""
     digest = hmac.digest(key, b"mlxtp epoch\0" + struct.pack(">Q", epoch), hashlib.sha256)
     return int.from_bytes(digest[:4], "big")

@@ -1,4 +1,4 @@
-"""Messages between Macs on connections of their own: one to join a cluster, one to copy a model."""
+"""Messages between Macs on separate connections: to join a cluster, and to copy a model."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from .codecs import U32, U63, Message, binary, integer, text, texts
 from .codecs import holding as _f
 
 # --- joining a cluster; `identity/join_protocol.py` describes the proofs ---------------------------------
-# They travel on a link of their own (`LinkKind.JOIN`), where one end has no certificate yet. Each fits a
-# frame of 4 KiB, the limit on that link.
+# They travel on a separate link (`LinkKind.JOIN`), because one end has no certificate yet. Frames on this
+# link are limited to 4 KiB, and each message fits.
 
 NODE_ID_BYTES = 16
 POINT_BYTES = 65  #: a P-256 public key as an uncompressed point (SEC 1)
@@ -27,7 +27,7 @@ _addresses = texts(MAX_ADDRESSES, MAX_ADDRESS)
 
 
 class JoinOffer(Message, number=0x38):
-    """First frame of the link, from the member that was dialled."""
+    """First frame of the link, from the member."""
 
     authority: bytes = _f(_certificate)  #: of its cluster
     nonce: bytes = _f(_nonce)
@@ -56,7 +56,7 @@ class JoinGrant(Message, number=0x3A):
 
 
 class JoinRefusal(Message, number=0x3B):
-    """Reply: the joiner is not admitted. Without its token, `ask` and `at` are as in JoinOffer."""
+    """Reply: the joiner is not admitted. If this Mac lacks its token, `ask` and `at` are as in JoinOffer."""
 
     detail: str = _f(text(1000, cut=True))
     signature: bytes = _f(binary(8, 80))  #: the authority's, over the exchange and the rest
@@ -73,7 +73,7 @@ MAX_FILES = 4096
 
 
 class FilesWanted(Message, number=0x64):
-    """Request for the files of a model (OWNER/NAME[@REVISION]); FileWanted numbers them. Reply: FilesHeld."""
+    """Request for the list of a model's files (OWNER/NAME[@REVISION]). Reply: FilesHeld."""
 
     model: str = _f(text(MAX_FILE_NAME))
 

@@ -1,14 +1,14 @@
 """Tables of the legal order of messages: for each kind of link, (state, sender, message) -> next state.
 
-A move that is not in the table is illegal. States that mean the same have the same name on every link:
+A move that is not in the table is illegal. States have the same names on every link:
 
     new -Hello-> greeted -Welcome-> open -Bootstrap-> linking -Done-> linked
     linked -Init-> forming -InitDone-> formed -SanityCheck-> proving -SanityDone-> proven
     proven -LoadShard-> loading -Loaded-> loaded -KvBudget-> resizing -Loaded-> loaded
     new -JoinOffer-> offered -JoinRequest-> asked -JoinGrant or JoinRefusal-> closed
 
-A state in -ing waits for the reply to one command. Both ends run this table, each at its own time. Where a
-message may cross another, the table holds both orders, and both end in the same state.
+A state in -ing waits for the reply to one command. Both ends run this table, each at its own time. If a
+message may cross another, the table has both orders, which lead to the same state.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class LinkKind(Enum):
 
 
 class LinkState(Enum):
-    """State of a link. A plain CLOSING owes the Done of Shutdown, CLOSING_AFTER_* another reply first."""
+    """State of a link. In CLOSING, Shutdown's Done is due; in CLOSING_AFTER_*, another reply is due first."""
 
     NEW = "new"
     GREETED = "greeted"
@@ -83,14 +83,14 @@ class LinkState(Enum):
         return self.value
 
 
-TERMINAL = frozenset((LinkState.CLOSED, LinkState.FAILED))  #: states in which nothing is legal
+TERMINAL = frozenset((LinkState.CLOSED, LinkState.FAILED))  #: no message is legal
 
-#: States in which the peer has proven nothing yet. Frames are limited to 4 KiB.
+#: The peer has proven nothing yet, so frames are limited to 4 KiB.
 OPENING = frozenset((LinkState.NEW, LinkState.GREETED, LinkState.PARTING, LinkState.OFFERED, LinkState.ASKED))
 
 
 class RequestFailed(msg.Message):
-    """An Error with a uid, as the table names it: it ends one request, not the link. Never sent itself."""
+    """Name in the table for an Error with a uid, which ends one request, not the link. Never sent."""
 
     __slots__ = ()
 
@@ -104,7 +104,7 @@ _EVENTS = (msg.Accepted, msg.Prefilled, msg.Delta, msg.ScoredDelta, msg.Finished
 
 
 def _in(states: Iterable[LinkState], side: Side, *messages: type[msg.Message]) -> tuple[Transition, ...]:
-    """Return moves that make these messages of `side` legal in `states`, and change none."""
+    """Return moves that make these messages of `side` legal in `states` and keep the state."""
     return tuple((state, side, message, state) for state in states for message in messages)
 
 
@@ -145,7 +145,7 @@ _SHUTDOWN_WHEN_IDLE = dict.fromkeys(
     LinkState.CLOSING,
 )
 
-#: Next state after Shutdown when a reply is owed, which may be on its way: it comes before that of Shutdown.
+#: Next state after Shutdown when a reply is owed and maybe on its way: it precedes the reply to Shutdown.
 _SHUTDOWN_WHEN_BUSY = {
     LinkState.LINKING: LinkState.CLOSING_AFTER_DONE,
     LinkState.FORMING: LinkState.CLOSING_AFTER_INIT,
@@ -160,20 +160,20 @@ _STEPS = (msg.Forward, msg.ChosenTokens, msg.SessionStop, msg.Evict, msg.Arrange
 _BLOCKS = (msg.Spill, msg.FetchBlocks, msg.Restore)
 _DECODING = _in([LinkState.LOADED], _UPPER, *_STEPS, *_BLOCKS) + _in([LinkState.LOADED], _LOWER, msg.Ack)
 
-#: A rank has read from disk. That may cross any command.
+#: A rank has read from disk. This reply may cross any command.
 _FETCHED = _in(
     (LinkState.LOADED, LinkState.CHECKING, LinkState.MEASURING, LinkState.UNLOADING, LinkState.CLOSING),
     _LOWER,
     msg.FetchedBlocks,
 )
 
-#: Rank 0 may request the proof by value again between forwards of an idle group.
+#: Rank 0 may request the proof by value again while the group is idle.
 _CANARY: tuple[Transition, ...] = (
     (LinkState.LOADED, _UPPER, msg.SanityCheck, LinkState.CHECKING),
     (LinkState.CHECKING, _LOWER, msg.SanityDone, LinkState.LOADED),
 )
 
-#: Requests come while the room for KV caches changes, too. Cancel may come anywhere.
+#: Requests may arrive while the room for KV caches changes, too. Cancel may arrive in any state.
 _REQUESTS: tuple[Transition, ...] = (
     (LinkState.LOADED, _UPPER, msg.Generate, LinkState.LOADED),
     (LinkState.LOADED, _UPPER, msg.KvBudget, LinkState.RESIZING),
@@ -181,9 +181,9 @@ _REQUESTS: tuple[Transition, ...] = (
     (LinkState.RESIZING, _LOWER, msg.Loaded, LinkState.LOADED),
 )
 
-#: A rank above 0 forms the group at rank 0's command. Its pipe does not carry that command.
+#: A rank above 0 forms the group at rank 0's command, which its pipe does not carry.
 _ROUNDS = (
-    *_in((LinkState.LINKED, LinkState.CLOSING), _LOWER, msg.SideChannel),  # which may cross Shutdown
+    *_in((LinkState.LINKED, LinkState.CLOSING), _LOWER, msg.SideChannel),  # may cross Shutdown
     *_in([LinkState.LINKED], _UPPER, msg.Gathered),
 )
 _ROUNDS_OF_LEADER = (
@@ -191,7 +191,7 @@ _ROUNDS_OF_LEADER = (
     *_in((LinkState.FORMING, LinkState.FORMED), _UPPER, msg.Gathered),  # an error may cross InitDone
 )
 
-#: Rank 0 sends tokens until it replies to the command that crossed them. No other link of a rank has these.
+#: Rank 0 sends tokens until it replies to the command that crossed them. Only its pipe has these messages.
 _CROSSED = (LinkState.RESIZING, LinkState.UNLOADING, LinkState.MEASURING)
 _CLOSING = (LinkState.CLOSING, *(_SHUTDOWN_WHEN_BUSY[state] for state in _CROSSED))
 _VOICE = _in((LinkState.LOADED, *_CROSSED, *_CLOSING), _LOWER, *_EVENTS)
@@ -206,7 +206,7 @@ def _anywhere(rows: Iterable[Transition], side: Side, *messages: type[msg.Messag
 
 
 def _failures(rows: tuple[Transition, ...], side: Side) -> Iterator[Transition]:
-    """Yield the moves of an unsolicited Error of `side`, which is ending: not where it is a reply."""
+    """Yield moves for an unsolicited Error of `side`, except in states where an Error is a reply."""
     replies = {start for start, sender, message, _ in rows if sender is side and message is msg.Error}
     return ((state, side, msg.Error, LinkState.FAILED) for state in _states(rows) - replies - {LinkState.NEW})
 
@@ -286,7 +286,7 @@ def _join() -> Table:
 
 @cache
 def table(kind: LinkKind) -> Table:
-    """Return the legal moves on links of a kind. Only links between agents import the messages of agents."""
+    """Return the legal moves on links of a kind. Only links between agents import the agents' messages."""
     match kind:
         case LinkKind.PIPE:
             return _pipe(_GREETING + _PIPE_START + _ROUNDS)

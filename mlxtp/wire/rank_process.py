@@ -1,4 +1,4 @@
-"""Start of a warm rank process and end of any: what a rank and its agent have in common beside frames."""
+"""Start of a warm rank process, and time limits at the end of any: shared by a rank and its agent."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..errors import LinkError
 
 # --- start: arguments over the socket that becomes the pipe, before any frame ----------------------------
 
-READY = b"r"  #: from the warm process, once it has imported the modules of a rank
-TAKEN = b"t"  #: its reply to arguments of a worker and a listening socket: it is that rank from then on
-MAX_ARGUMENTS = 8000  #: Bytes of all arguments. A socket pair of macOS holds 8192 at once.
+READY = b"r"  #: from the warm process, after it imports a rank's modules
+TAKEN = b"t"  #: its reply to a worker's arguments and listening socket: it is now that rank
+MAX_ARGUMENTS = 8000  #: Bytes of all arguments. A socket pair on macOS holds 8192 at once.
 
 _LENGTH = struct.Struct(">I")
-#: Variables of which a rank needs some: of the system, Python, MLX, the Hub's cache, and mlxtp itself.
+#: Variables that a rank may need: of the system, Python, MLX, the Hub's cache, and mlxtp itself.
 _NEEDED = re.compile(
     r"PATH|HOME|USER|LOGNAME|SHELL|TMPDIR|TZ|LANG|LANGUAGE|LC_\w+|__CF_USER_TEXT_ENCODING|Malloc\w+|VIRTUAL_ENV|"
     r"XDG_CACHE_HOME|(DY)?LD_\w+|\w+_NUM_THREADS|RUST_\w+|"
@@ -27,7 +27,7 @@ _SECRET = re.compile(r"TOKEN(?!IZER)|SECRET|KEY|PASS|CREDENTIAL|AUTH|COOKIE|^MLX
 
 
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that a process needs that reads models' files, and none that may be a secret."""
+    """Return the variables that a process needs to read models, and none that may be a secret."""
     needed = [name for name in environment if _NEEDED.fullmatch(name) and not _SECRET.search(name)]
     return {name: environment[name] for name in needed}
 
@@ -44,8 +44,8 @@ def hand_over(sock: socket.socket, arguments: Sequence[str], listener: socket.so
 
 
 def take_over(sock: socket.socket) -> tuple[list[str], int | None] | None:
-    """Send READY, and wait for arguments and the listener's descriptor; None when the agent has gone or needs
-    no process. Raises LinkError for anything else.
+    """Send READY, and wait for arguments and the listener's descriptor; None if the agent closes the socket.
+    Raises LinkError for anything else.
     """
     data, fds = b"", []
     try:
@@ -76,11 +76,11 @@ def _size(data: bytes) -> int:
 # --- end: time limits, the same for a rank and its agent -------------------------------------------------
 
 PATIENCE_S = 10.0  #: seconds for the main thread to return from its work
-PATIENCE_FORWARDS = 4  #: forwards that the main thread may take instead, if that is longer
-FREE_S = 20.0  #: seconds for giving memory back
-ANSWER_S = 2.0  #: seconds for any sign of a rank after SIGTERM; without one its interpreter hangs
+PATIENCE_FORWARDS = 4  #: the same in forwards, if that is longer
+FREE_S = 20.0  #: seconds to free memory
+ANSWER_S = 2.0  #: seconds for any sign of a rank after SIGTERM; without one, its interpreter hangs
 
 
 def patience_s(forward_s: float) -> float:
-    """Return the seconds within which a main thread must return whose forwards take `forward_s`."""
+    """Return the seconds that a main thread may take to return, if forwards take `forward_s`."""
     return max(PATIENCE_S, PATIENCE_FORWARDS * forward_s)

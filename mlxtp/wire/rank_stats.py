@@ -1,4 +1,4 @@
-"""Figures of a rank: each told once here, with its metric. Heartbeats carry them, reports show them all."""
+"""Figures of a rank, each defined once here with its metric. Heartbeats carry them, and reports show them."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any, Literal
 
 from .codecs import U32, U63, FieldCodec, boolean, integer, integers, number
 
-MAX_PLACES = 64  #: in a draft that are counted
+MAX_PLACES = 64  #: of a draft with counts
 Caches = Literal["", "sum", "first", "Macs"]
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """Facts of a figure beside its value. Metrics show microseconds in seconds."""
+    """Description of a figure. Metrics show microseconds in seconds."""
 
-    metric: str = ""  #: its name, of each rank; empty for a figure that has none of its own
-    says: str = ""  #: in words what it is, and the metric's help
+    metric: str = ""  #: name of the metric for each rank; empty: none
+    says: str = ""  #: its meaning in words, which is the metric's help
     counts: bool = False  #: it only grows in an epoch
-    #: How ranks' figures of KV caches make that of their group: the "sum", that of the "first" because all
-    #: have the same, or the sum over the "Macs", whose disk ranks may share.
+    #: For figures of KV caches, how to combine the ranks of a group: their "sum"; the "first", because all
+    #: have the same; or a sum over "Macs", because ranks of a Mac share its disk.
     caches: Caches = ""
 
 
@@ -38,7 +38,7 @@ def _told(codec: FieldCodec, default: Any, figure: Figure) -> Any:
 
 @dataclass(slots=True)
 class RankStats:
-    """Figures of a rank. Rank 0 alone counts drafts: by lookup, by the MTP head and by a draft model."""
+    """Figures of a rank. Only rank 0 counts drafts: by lookup, by the MTP head and by a draft model."""
 
     forwards: int = _counter("forwards", "Forwards of a rank in this epoch.")
     collectives: int = _figure(says="Collectives of a rank in this epoch.")
@@ -88,23 +88,23 @@ class RankStats:
     step_us: int = _figure("step_seconds", "Duration of a forward, on average over the last ten.")
     wait_us: int = _figure(
         "wait_seconds",
-        "Part of a forward in which MLX queued it and blocked for the device, on average over the last ten.",
+        "Part of a forward that MLX spent queuing and waiting for the device, on average over the last ten.",
     )
     collective_us: int = _figure(
         "collective_seconds",
         "Duration of one small collective at the last proof, including links between ranks.",
     )
     stage_busy_us: int = _counter(
-        "stage_busy_seconds", "Time in which a rank of a pipeline computed its layers."
+        "stage_busy_seconds", "Time that a rank of a pipeline spent computing its layers."
     )
     stage_waiting_us: int = _counter(
         "stage_waiting_seconds",
-        "Time in which a rank of a pipeline waited for other stages while sequences ran.",
+        "Time that a rank of a pipeline waited for other stages while sequences ran.",
     )
-    drafted: tuple[int, ...] = _told(integers(0, U32, 0, 8), (), Figure(says="Tokens by proposer."))
-    accepted: tuple[int, ...] = _told(integers(0, U32, 0, 8), (), Figure(says="Those that were right."))
+    drafted: tuple[int, ...] = _told(integers(0, U32, 0, 8), (), Figure(says="Drafts by proposer."))
+    accepted: tuple[int, ...] = _told(integers(0, U32, 0, 8), (), Figure(says="Accepted drafts."))
     right_at: tuple[int, ...] = _told(
-        integers(0, U32, 0, MAX_PLACES), (), Figure(says="Those that were right, by their place in a draft.")
+        integers(0, U32, 0, MAX_PLACES), (), Figure(says="Accepted drafts by place.")
     )
     decode_steps: int = _figure(says="Steps that decoded tokens.")
     decode_widths: int = _figure(says="Tokens that these steps fed their widest row.")
@@ -122,7 +122,7 @@ def shown(stats: RankStats) -> dict[str, Any]:
 
 
 def of_group(stats: Iterable[RankStats], of_macs: Iterable[RankStats]) -> dict[str, int]:
-    """Return the figures of a group's KV caches. `of_macs` has one of the ranks of each Mac."""
+    """Return the figures of a group's KV caches. `of_macs` has one rank of each Mac."""
     every = list(stats)
     among = {"sum": every, "first": every[:1], "Macs": list(of_macs)}
     return {

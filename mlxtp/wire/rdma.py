@@ -1,7 +1,7 @@
-"""RDMA devices between ranks: the matrix for JACCL, and the checks of one.
+"""RDMA devices between ranks: the matrix for JACCL, and its checks.
 
-With an entry on the diagonal or a cable with one end, JACCL forms another group than intended or raises an
-error about something else. Code that makes or uses a matrix therefore calls `fault` first.
+Given an entry on the diagonal or a cable with one end, JACCL forms a wrong group or raises a misleading
+error. Code that makes or uses a matrix therefore calls `fault` first.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import re
 from collections.abc import Sequence
 
 Entry = str | None
-#: `matrix[i][j]` names the devices of rank i that are cabled to rank j: "rdma_en5", or several with commas
-#: between them; None or "" where there are none.
+#: `matrix[i][j]` names the devices of rank i with cables to rank j: "rdma_en5", or several, separated by
+#: commas; None or "" for none.
 Matrix = tuple[tuple[Entry, ...], ...]
 
-MAX_SIZE = 8  #: ranks that JACCL joins at most
-MAX_LANES = 4  #: devices between two neighbours of a ring at most
+MAX_SIZE = 8  #: most ranks that JACCL joins
+MAX_LANES = 4  #: most devices between two neighbors of a ring
 MAX_NAME = 60
 MAX_ENTRY = MAX_LANES * (MAX_NAME + 1)  #: characters of one entry
 
@@ -32,7 +32,7 @@ def flat(matrix: Matrix) -> tuple[str, ...]:
 
 
 def square(entries: Sequence[str], size: int) -> Matrix:
-    """Raises ValueError unless the entries, row by row, are size²."""
+    """Return a matrix of `entries`, given row by row. Raises ValueError unless there are size²."""
     if len(entries) != size * size:
         raise ValueError(f"an RDMA matrix of {size} ranks has {size * size} entries, not {len(entries)}")
     return tuple(tuple(entries[start : start + size]) for start in range(0, len(entries), size))
@@ -53,10 +53,8 @@ def peers(rank: int, size: int, *, ring: bool) -> list[int]:
 
 
 def fault(matrix: Matrix, *, ring: bool) -> str | None:
-    """Return the first fault of a matrix, as a message for its author; None when JACCL can use it.
-
-    Neighbours of a `ring` need each other, with equally many devices each; without, each two ranks, both
-    ways.
+    """Return the first fault of a matrix, as a message for its author; None if JACCL can use it. In a `ring`,
+    neighbors need a cable, all with equally many devices. Otherwise, every two ranks need one.
     """
     size = len(matrix)
     if not 2 <= size <= MAX_SIZE:

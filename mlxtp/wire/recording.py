@@ -1,10 +1,10 @@
 """Flight recorder of a rank: memory that the rank writes and its agent reads when the rank is gone.
 
-    0      header: magic, when it began on both clocks, the phase, the last error
+    0      header: magic, start time on both clocks, phase, last error
     4096   STEPS slots of eight words, used as a ring
     then   output of `faulthandler`, as text
 
-A word is eight bytes, a double or an unsigned integer, in the machine's own order, because both ends are on
+A word is eight bytes, a double or an unsigned integer, in the machine's byte order, because both ends are on
 one machine. Times are monotonic, in seconds. Words of a slot: started (double), seq, rows << 8 | kind, queued
 (double), forwards, collectives, finished (double), fed << 32 | digest. A time before `started` is left over
 from the slot's previous step.
@@ -20,14 +20,14 @@ WORD_BYTES = 8
 SLOT_WORDS = 8
 HEADER_BYTES = 4096
 RECORDING_BYTES = HEADER_BYTES + STEPS * SLOT_WORDS * WORD_BYTES
-MAX_CRASH_BYTES = 16 * 1024  #: bytes of `faulthandler`'s output that are kept
+MAX_CRASH_BYTES = 16 * 1024  #: most bytes of `faulthandler`'s output to keep
 
 MAGIC = b"mlxtp-fr"
 BEGAN = struct.Struct("=8sdd")  #: At 0: the magic; time.time() and time.monotonic() when the recording began.
 PHASE_AT = 32
 PHASE = struct.Struct("=dB")  #: start of the phase, and its index in PHASES
 PHASES = ("starting", "forming", "proving", "loading", "idle", "prefill", "decode", "measuring", "closing")
-GAVE_BACK_AT = 48  #: A byte: 1 once the rank holds no RDMA device any longer.
+GAVE_BACK_AT = 48  #: A byte: 1 once the rank has released its RDMA devices.
 WORDS_AT = 64
 WORDS = struct.Struct("=dHH")  #: Time of the last error, bytes of its code and of its detail; both follow.
 MAX_WORDS_BYTES = 2000
@@ -41,7 +41,7 @@ KINDS = ("", "prompt", "prompts", "step")
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One forward. Times are microseconds since the recording began; what is not known yet is 0."""
+    """One forward. Times are microseconds since the recording began. Unknown values are 0."""
 
     seq: int  #: its frame's number
     kind: str
@@ -51,8 +51,8 @@ class Step:
     finished_us: int
     forwards: int  #: total with this one, once it is queued; so are `collectives`
     collectives: int
-    digest: int  #: of the tokens it chose, once it is finished
-    fed: int  #: digest of the tokens it was fed, once it is finished
+    digest: int  #: of its chosen tokens, once it is finished
+    fed: int  #: digest of its input tokens, once it is finished
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def gave_back(data: bytes) -> bool:
 
 
 def decode(data: bytes) -> Recording | None:
-    """Return None when the process ended before it began a recording. Wrong values are left out, or 0."""
+    """Decode a recording; None if the process ended before it began one. Skip wrong values, or use 0."""
     if len(data) < RECORDING_BYTES:
         return None
     magic, began, origin = BEGAN.unpack_from(data, 0)
@@ -86,7 +86,7 @@ def decode(data: bytes) -> Recording | None:
     steps: list[Step] = []
     for slot in sorted(slot for slot in slots if 0 < slot[0] < _MOST_S):
         step = _step(slot, origin)
-        if not steps or step.seq > steps[-1].seq:  # else the process ended while it wrote this one
+        if not steps or step.seq > steps[-1].seq:  # else the process ended while writing this step
             steps.append(step)
     since_us = _us(since, origin)
     name = PHASES[phase] if phase < len(PHASES) else ""

@@ -1,6 +1,6 @@
-"""The reference of all messages between agents and ranks, from the tables that both ends run.
+"""Reference of all messages between agents and ranks, from the tables that both ends run.
 
-It has the messages of imported modules: the caller imports `agent`, which imports all.
+It covers the messages of imported modules: the caller imports `agent`, which imports them all.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def _beginning() -> Iterator[str]:
         f"msgpack array `[number, epoch, seq, body]`; the body is a map of exactly the fields below. A frame "
         f"has at most {MAX_OPENING_FRAME} bytes until a link is open, {MAX_FRAME} from then on, at most "
         f"{MAX_DEPTH} levels, {MAX_ITEMS} items in an array or map, and {MAX_OBJECTS} objects. `seq` counts "
-        f"the frames of each direction from 1; `epoch` is 0 on links between agents. What breaks a rule ends "
-        f"the link. The section on frames in docs/cluster.md explains the layers."
+        f"the frames of each direction from 1; `epoch` is 0 on links between agents. A message that breaks a "
+        f"rule ends the link. The section on frames in docs/cluster.md explains the layers."
     )
 
 
@@ -65,7 +65,7 @@ def _orders() -> Iterator[str]:
 
 
 def _moves(kind: LinkKind, state: LinkState, side: Side) -> Iterator[tuple[LinkState, list[str]]]:
-    """Yield the legal messages by the state that follows; those that keep the state come last."""
+    """Yield the legal messages by the next state; messages that keep the state are last."""
     if state in TERMINAL or state not in table(kind):
         return
     found: dict[LinkState, list[str]] = defaultdict(list)
@@ -87,7 +87,7 @@ def _messages() -> Iterator[str]:
         yield from _table(message)
         parts |= {part.__name__: part for part in _parts_of(message)}
     yield from ("", "## Parts of messages", "")
-    yield "Maps that stand in a field, with exactly these fields."
+    yield "Maps in a field of a message, with exactly these fields."
     for name, part in sorted(parts.items()):
         yield from ("", f"### {name}", "")
         yield from _described(part)
@@ -105,14 +105,13 @@ def _table(part: type[object]) -> Iterator[str]:
 
 
 def _comments(part: type[object]) -> dict[str, str]:
-    """Return the comments behind fields."""
     own = [kind for kind in reversed(part.__mro__) if hasattr(kind, "__dataclass_fields__")]
     found = (re.findall(r"(?m)^    (\w+): .*#: (.*)$", inspect.getsource(kind)) for kind in own)
     return {name: comment for each in found for name, comment in each}
 
 
 def _holds(codec: FieldCodec) -> str:
-    """Return the values of a field, in the words of the error for any other value."""
+    """Return the allowed values of a field, in the words of the error for any other value."""
     try:
         codec.from_wire(object())
     except ValueError as error:
@@ -136,7 +135,7 @@ def _described(part: type[object]) -> Iterator[str]:
         if number:
             yield ""
         listed = any(line.startswith("  ") or "   " in line.strip() for line in paragraph.splitlines())
-        if listed:  # a table in a docstring stays one
+        if listed:  # keep a docstring's table
             yield from ("```", *paragraph.splitlines(), "```")
         else:
             yield from _wrapped(" ".join(paragraph.split()))

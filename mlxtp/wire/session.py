@@ -1,7 +1,6 @@
-"""One end of one link; no I/O.
+"""One end of one link: messages to bytes and back, without I/O.
 
-Messages go in and bytes come out, and the other way. Anything that breaks the rules of `messages.py`, of
-`protocol.py` or of the ledgers below raises.
+It raises for anything that breaks the rules of `messages.py`, of `protocol.py` or of the ledgers below.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from .protocol import OPENING, TERMINAL, LinkKind, LinkState, Moves, RequestFail
 __all__ = ["LinkKind", "LinkState", "Received", "Session", "Side"]
 
 # --- rules between the messages of a link beyond their order: uids, offsets, indices, one reply each -----
-# Both ends keep a ledger, which sees every message, sent or received, in the link's order. `Session` calls
-# its rules with a message that the table in `protocol.py` allows and the seq of its frame. They raise
-# `Violation`, of which `Session` makes a local or a remote error, depending on the sender.
+# Both ends keep a ledger. For every message, sent or received, that the table in `protocol.py` allows,
+# `Session` calls its rule with the message and the seq of its frame. A rule raises `Violation`, which
+# `Session` turns into a local or a remote error, depending on the sender.
 
 Rules = dict[type[msg.Message], Callable[[Any, int], None]]
 
@@ -38,9 +37,9 @@ _wrong_uid = partial(Violation, Code.WRONG_UID)
 
 
 class LinkLedger:
-    """Base of all ledgers, and that of links between agents and to joiners, where the order is enough."""
+    """Base of all ledgers. Control and join links use it as it is: their only rule is the order."""
 
-    outstanding = 0  #: replies that have not come
+    outstanding = 0  #: replies that have not arrived
 
     def rules(self) -> Rules:
         return {}
@@ -52,7 +51,7 @@ class PipeLedger(LinkLedger):
     """Pings and rounds of the side channel, with their replies, between an agent and any rank."""
 
     def __init__(self) -> None:
-        self.outstanding = 0  #: pings whose Pong has not come
+        self.outstanding = 0  #: pings without a Pong yet
         self.round = 0  #: number of the last round of the side channel
         self.round_is_open = False
         self.rounds_are_over = False
@@ -93,12 +92,12 @@ class PipeLedger(LinkLedger):
 
 
 class RequestLedger(PipeLedger):
-    """Requests between an agent and rank 0, and the tokens that came back."""
+    """Requests between an agent and rank 0, and the tokens that come back."""
 
     def __init__(self) -> None:
         super().__init__()
         self.last_uid = 0
-        self.tokens: dict[int, int] = {}  #: Tokens delivered for each live uid: the index of its next one.
+        self.tokens: dict[int, int] = {}  #: Delivered tokens of each live uid: the index of its next token.
 
     def rules(self) -> Rules:
         requests: Rules = {
@@ -167,16 +166,16 @@ class RequestLedger(PipeLedger):
 class DecodeLedger(LinkLedger):
     def __init__(self) -> None:
         self.last_uid = 0
-        #: Each uid whose prompt is incomplete: (offset of its next chunk, length of the prompt).
+        #: For each uid with an incomplete prompt: (offset of its next chunk, length of the prompt).
         self.prompts: dict[int, tuple[int, int]] = {}
-        #: Uids that a step may name, each with the token limit of its KV cache.
+        #: Uids that a step may name, each with the most tokens that its KV cache may hold.
         self.running: dict[int, int] = {}
         #: Uids of ended sequences whose KV cache is still held, with its length in tokens.
         self.kept: dict[int, int] = {}
-        #: Blocks to fetch for each uid until its Restore, or those that the rank has, and tokens of each.
+        #: For each uid until its Restore: blocks to fetch, then fetched blocks; and tokens of a block.
         self.fetches: dict[int, tuple[int, int]] = {}
-        self.reading: dict[int, int] = {}  #: Blocks to fetch for each uid that has no reply.
-        self.chosen = 0  #: The newest forward whose choice was told.
+        self.reading: dict[int, int] = {}  #: Blocks to fetch for each uid without a reply.
+        self.chosen = 0  #: The newest forward with ChosenTokens.
         self.steps: deque[int] = deque()  #: Seqs of the steps that wait for their Ack, oldest first.
 
     @property
@@ -262,7 +261,7 @@ class DecodeLedger(LinkLedger):
             if prompt.save:
                 self._save(prompt.save, end, whole=uid in ended)
             self._cover(forward, prompt.covers, end if prompt.save else 0)
-        # Last, so that none of them can start from another one, which this forward has yet to compute.
+        # Add them last, so that none can start from another prompt of the same forward.
         self.running |= ended
 
     def _save(self, uid: int, length: int, *, whole: bool) -> None:
@@ -309,7 +308,7 @@ class DecodeLedger(LinkLedger):
             self.kept[stop.uid] = stop.keep
 
     def _cover(self, message: msg.Message, uids: tuple[int, ...], length: int) -> None:
-        """Check that a cache of `length` tokens can begin with those of `uids`."""
+        """Check that the caches of `uids` can be prefixes of a cache of `length` tokens."""
         for uid in uids:
             if not 0 < self.kept.get(uid, 0) < length:
                 name, held = type(message).__name__, self.kept.get(uid, 0)
@@ -353,7 +352,7 @@ class DecodeLedger(LinkLedger):
             raise _wrong_uid(f"FetchedBlocks for uid {fetched.uid}, which is not wanted")
         if fetched.blocks > wanted:
             raise _bad_field(f"FetchedBlocks with {fetched.blocks} of {wanted} blocks of uid {fetched.uid}")
-        if fetched.uid in self.fetches:  # else a Restore has crossed it
+        if fetched.uid in self.fetches:  # else a Restore crossed it
             self.fetches[fetched.uid] = fetched.blocks, self.fetches[fetched.uid][1]
 
     def _restore(self, restore: msg.Restore, seq: int) -> None:
@@ -398,9 +397,9 @@ class Received(NamedTuple):
 
 
 class Session:
-    """One end of a link, for one epoch. Not safe for several threads at once.
+    """One end of a link, for one epoch. Not thread-safe.
 
-    Each direction numbers its frames 1, 2, 3 ...; a frame of another epoch is dropped and counted. The first
+    Each direction numbers its frames 1, 2, 3 ...; frames of other epochs are dropped and counted. The first
     error is final: every later call raises it again.
     """
 
@@ -408,8 +407,8 @@ class Session:
         self.link = link
         self.side = side
         self.epoch = epoch
-        self.seq = 0  #: number of the frame sent last
-        self.dropped = 0  #: frames of other epochs that came and were ignored
+        self.seq = 0  #: number of the last sent frame
+        self.dropped = 0  #: received frames of other epochs
         self.ledger = LEDGERS.get(link, LinkLedger)()
         self._peer = side.peer
         self._rules = self.ledger.rules()
@@ -421,7 +420,7 @@ class Session:
 
     @property
     def closed(self) -> bool:
-        """True when the link has ended in order; EOF is then no error."""
+        """True once the link ended in order, so that EOF is no error."""
         return self.state is LinkState.CLOSED
 
     @property
@@ -430,7 +429,7 @@ class Session:
 
     def send(self, message: msg.Message) -> bytes:
         """Return the frame to transmit, numbered `seq`. Raises LinkError (LINK_LOST) once the link has ended,
-        LocalProtocolError for a message that is not legal now or that no peer would accept.
+        LocalProtocolError for an illegal message or one with bad fields.
         """
         self._check_failure()
         seq = self.seq + 1
@@ -447,8 +446,8 @@ class Session:
         return data
 
     def receive_data(self, data: bytes) -> list[Received]:
-        """Return the messages that `data` completes; none after an Error or a SessionEnd of this end. Raises
-        RemoteProtocolError, with which messages before the fault in the same `data` are lost.
+        """Return the messages that `data` completes; none after this end's Error or SessionEnd. Raises
+        RemoteProtocolError, and loses the messages before the fault in `data`.
         """
         self._check_failure()
         received: list[Received] = []
@@ -475,7 +474,7 @@ class Session:
         return received
 
     def receive_eof(self) -> None:
-        """Raises LinkError (LINK_LOST) unless the link had ended."""
+        """Handle EOF. Raises LinkError (LINK_LOST) unless the link had ended."""
         self._check_failure()
         if self.closed or self._ended_here:
             return
@@ -499,7 +498,7 @@ class Session:
             self._ended_here = state in TERMINAL and sender is self.side
 
     def _enter(self, state: LinkState) -> None:
-        self.state = state  #: Of the link, as far as this end knows.
+        self.state = state  #: The link's state, as far as this end knows.
         moves = table(self.link)[state]
         self._sendable = moves[self.side]
         self._receivable = moves[self._peer]

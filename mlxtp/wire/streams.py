@@ -1,4 +1,4 @@
-"""Links for asyncio: a `Session` over a pair of streams, and TLS streams from an acceptor or a client."""
+"""Links for asyncio: a `Session` over two streams, and TLS streams from an acceptor or a client."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class StreamLink:
         self._reader = reader
         self._writer = writer
         self.closed = False  #: by this end
-        #: From the CPU seconds of decoding to those to wait before more is read; may raise.
+        #: Takes the CPU seconds of decoding; returns the seconds to wait before reading more. May raise.
         self.pace: Callable[[float], float] = lambda _cpu_s: 0.0
 
     @classmethod
@@ -43,23 +43,22 @@ class StreamLink:
         return cls(reader, writer, protocol)
 
     def send(self, message: Message) -> int:
-        """Hand one message to the transport; a lost peer may show only later. Raises as `Session.send`."""
+        """Pass a message to the transport; a lost peer may show only later. Raises as `Session.send`."""
         if self._writer.is_closing():
             raise LinkError(f"{self.protocol.link}: the connection is closed")
         self._writer.write(self.protocol.send(message))
         return self.protocol.seq
 
     async def drain(self) -> None:
-        """Wait until the peer has taken most of what was sent. Raises LinkError (LINK_LOST)."""
+        """Wait until the peer has taken most of the sent bytes. Raises LinkError (LINK_LOST)."""
         try:
             await self._writer.drain()
         except OSError as error:
             raise LinkError(f"{self.protocol.link}: cannot send: {error}") from error
 
     async def receive(self) -> list[Received]:
-        """Wait for messages; [] only at the end, in order or by `close` here. Cancelled, it loses none.
-
-        Raises LinkError (LINK_LOST) when the peer is gone, and what `Session.receive_data` raises.
+        """Wait for messages; return [] only after an orderly end or `close`. Cancellation loses none. Raises
+        LinkError (LINK_LOST) without a peer, and the errors of `Session.receive_data`.
         """
         while True:
             try:
@@ -87,17 +86,17 @@ class StreamLink:
         if self.closed:
             return
         self.closed = True
-        # Wakes a task in `receive`: an unreachable peer never answers TLS's close message.
+        # Wake a task in `receive`: an unreachable peer never replies to TLS's close message.
         self._reader.set_exception(ConnectionAbortedError())
         self._writer.close()
 
     async def wait_closed(self) -> None:
-        with contextlib.suppress(OSError):  # it may have broken before it closed
+        with contextlib.suppress(OSError):  # the connection may have broken before
             await self._writer.wait_closed()
 
 
 # --- TLS: an acceptor with limits on unauthenticated peers, and the client's connection ------------------
-# A stranger has not shown a certificate of this cluster yet. Strangers beyond the limits are closed at once.
+# A stranger has shown no certificate of this cluster yet. Strangers beyond the limits are closed at once.
 
 MAX_STRANGERS = 32
 MAX_STRANGERS_PER_SOURCE = 2
@@ -113,8 +112,8 @@ class TlsAcceptor:
     """Acceptor of TLS connections on a listening socket, as long as `run` runs.
 
     `on_connection(reader, writer, peer)` owns the connection and handles its errors until it returns.
-    Joiners, and members that do not belong, count as strangers until then. `strangers` may be here at once,
-    `per_source` of one address (of loopback, any if `exempt_loopback`); more are closed at once.
+    Joiners, and members that `belongs` refuses, count as strangers until then. At most `strangers` may be
+    connected, and `per_source` from one address (loopback is unlimited with `exempt_loopback`).
     """
 
     def __init__(
@@ -130,8 +129,8 @@ class TlsAcceptor:
         belongs: Callable[[NodeIdentity], bool] = lambda _identity: True,
     ) -> None:
         sock.setblocking(False)
-        self.turned_away: Counter[str] = Counter()  #: connections that were refused, by reason
-        self.context = context  #: of the next connections; may be replaced
+        self.turned_away: Counter[str] = Counter()  #: refused connections by reason
+        self.context = context  #: for new connections; may be replaced
         self._sock = sock
         self._on_connection = on_connection
         self._handshake_s = handshake_s
@@ -145,7 +144,7 @@ class TlsAcceptor:
         return self._strangers.total
 
     async def run(self) -> None:
-        """Accept until cancelled. Raises OSError only when the socket no longer listens."""
+        """Accept until cancelled. Raises OSError only if the socket no longer listens."""
         loop = asyncio.get_running_loop()
         try:
             while True:
@@ -155,10 +154,10 @@ class TlsAcceptor:
                     if error.errno in _NOT_LISTENING:
                         raise
                     self.turned_away["no room in the system"] += 1
-                    await asyncio.sleep(ACCEPT_PAUSE_S)  # no event reports that there is room again
+                    await asyncio.sleep(ACCEPT_PAUSE_S)  # the system sends no event when it has room
                     continue
                 self._let_in(sock, str(address[0]))
-                await asyncio.sleep(0)  # a flood of connections leaves the loop to others, too
+                await asyncio.sleep(0)  # even in a flood of connections, other tasks run
         finally:
             self._sock.close()
             for task in self._tasks:
@@ -215,7 +214,7 @@ class TlsAcceptor:
 async def open_tls(
     host: str, port: int, context: ssl.SSLContext, alpn: str, deadline_s: float
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Open a TLS connection that speaks `alpn`; only the first reply shows that our certificate is accepted.
+    """Open a TLS connection with `alpn`; only the peer's first message shows that it accepts our certificate.
     Raises what `explained` returns, and ProtocolError (NOT_AUTHENTIC).
     """
     where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

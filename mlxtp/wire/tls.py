@@ -1,7 +1,7 @@
-"""TLS 1.3 between the members of a cluster: contexts, identity of the peer, and TLS over blocking sockets.
+"""TLS 1.3 between members of a cluster: contexts, the peer's identity, and TLS over blocking sockets.
 
-A member accepts only certificates of its own cluster's authority. Host names do not matter. ALPN selects the
-protocol of a connection; a Mac that wants to join has no certificate yet, and may speak `mlxtp-join` only.
+A member accepts only certificates from its own cluster's authority. Host names do not matter. ALPN selects
+the protocol of a connection. A joining Mac has no certificate yet, so it may use only `mlxtp-join`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import Code, LinkError, MlxtpError, ProtocolError
 
-if TYPE_CHECKING:  # a rank whose links are all of one Mac reads no certificate, whose import takes 0.05 s
+if TYPE_CHECKING:  # importing this takes 0.05 s, and a rank with links on one Mac only needs no certificate
     from .certificates import NodeIdentity
 
 ALPN_CONTROL = "mlxtp-control"
@@ -29,7 +29,7 @@ ALPN_MODELS = "mlxtp-models"
 AGENT_ALPNS = (ALPN_CONTROL, ALPN_REQUESTS, ALPN_JOIN)  #: protocols of an agent's control port
 
 HANDSHAKE_S = 3.0  #: seconds from TCP connection to the end of the handshake
-GOODBYE_S = 1.0  #: seconds that closing a connection waits for the peer's TLS close message
+GOODBYE_S = 1.0  #: seconds to wait for the peer's TLS close message
 
 _HEADER_BYTES = 5
 _RECORD_BYTES = 16 * 1024
@@ -37,7 +37,7 @@ _RECORD_BYTES = 16 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """Files (PEM) of a member: its private key; its certificate, followed by that of the authority."""
+    """Files (PEM) of a member: its private key; its certificate, followed by the authority's."""
 
     key: Path
     member: Path
@@ -58,16 +58,16 @@ class Peer:
 
 
 def member_context_server(credentials: Credentials, alpns: Sequence[str] = AGENT_ALPNS) -> ssl.SSLContext:
-    """Return a context for accepting peers. With `mlxtp-join`, `judge_client` decides about each of them."""
+    """Return a context to accept peers. With `mlxtp-join`, the caller must `judge_client` each peer."""
     context = _context(ssl.PROTOCOL_TLS_SERVER, alpns)
     context.verify_mode = ssl.CERT_OPTIONAL if ALPN_JOIN in alpns else ssl.CERT_REQUIRED
-    context.num_tickets = 0  # no session is resumed: each connection shows its certificate
+    context.num_tickets = 0  # no session resumption: each connection shows its certificate
     _load(context, credentials)
     return context
 
 
 def member_context_client(credentials: Credentials, alpn: str) -> ssl.SSLContext:
-    """Raises ProtocolError when the files cannot be used."""
+    """Return a context to connect to a member. Raises ProtocolError if the files cannot be used."""
     context = _context(ssl.PROTOCOL_TLS_CLIENT, (alpn,))
     context.verify_mode = ssl.CERT_REQUIRED
     _load(context, credentials)
@@ -75,13 +75,13 @@ def member_context_client(credentials: Credentials, alpn: str) -> ssl.SSLContext
 
 
 def join_context() -> ssl.SSLContext:
-    """No certificate, no check: the caller judges the peer."""
+    """Return a context without certificate or check: the caller judges the peer."""
     return _context(ssl.PROTOCOL_TLS_CLIENT, (ALPN_JOIN,))
 
 
 def _context(side: int, alpns: Sequence[str]) -> ssl.SSLContext:
     context = ssl.SSLContext(side)
-    context.check_hostname = False  # members are known by node id, not by address
+    context.check_hostname = False  # certificates name node ids, not addresses
     context.verify_mode = ssl.CERT_NONE
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_flags |= ssl.VERIFY_X509_STRICT
@@ -96,7 +96,7 @@ def _load(context: ssl.SSLContext, credentials: Credentials) -> None:
     try:
         shown = MemberCertificates.from_pem(credentials.member.read_bytes())
         context.load_verify_locations(cadata=shown.authority)
-        # With an encrypted key, OpenSSL would prompt at the terminal; ours never is.
+        # Without a password, OpenSSL would prompt at the terminal for an encrypted key.
         context.load_cert_chain(credentials.member, credentials.key, password=b"")
     except (OSError, ValueError) as error:
         raise ProtocolError(
@@ -108,7 +108,7 @@ def _load(context: ssl.SSLContext, credentials: Credentials) -> None:
 
 
 def peer_identity(secured: ssl.SSLObject | ssl.SSLSocket | TlsSocket) -> NodeIdentity:
-    """Return the peer's identity after a handshake. Raises ProtocolError (NOT_AUTHENTIC) without one."""
+    """Return the peer's identity after a handshake. Raises ProtocolError (NOT_AUTHENTIC) if it has none."""
     from .certificates import read_node
 
     certificate = secured.getpeercert(True)
@@ -118,7 +118,7 @@ def peer_identity(secured: ssl.SSLObject | ssl.SSLSocket | TlsSocket) -> NodeIde
 
 
 def judge_client(secured: ssl.SSLObject | ssl.SSLSocket | TlsSocket, address: str) -> Peer:
-    """Return the peer. Raises ProtocolError (NOT_AUTHENTIC) without a protocol of ours or its certificate."""
+    """Return the peer. Raises ProtocolError (NOT_AUTHENTIC) for an unknown protocol, or no certificate."""
     alpn = secured.selected_alpn_protocol()
     if alpn is None:
         raise ProtocolError(f"{address} speaks none of this port's protocols", Code.NOT_AUTHENTIC)
@@ -126,8 +126,8 @@ def judge_client(secured: ssl.SSLObject | ssl.SSLSocket | TlsSocket, address: st
 
 
 def explained(error: Exception, where: str, deadline_s: float) -> MlxtpError:
-    """Return our error: ProtocolError (NOT_AUTHENTIC) for a peer of no such cluster or TLS 1.3, else
-    LinkError (LINK_TIMEOUT after `deadline_s` seconds, LINK_LOST).
+    """Return an error of mlxtp: ProtocolError (NOT_AUTHENTIC) for a peer of another cluster or without TLS
+    1.3, else LinkError (LINK_TIMEOUT after `deadline_s` seconds, LINK_LOST).
     """
     if isinstance(error, ssl.SSLCertVerificationError):
         why = error.verify_message or "not accepted"
@@ -143,9 +143,8 @@ def explained(error: Exception, where: str, deadline_s: float) -> MlxtpError:
 
 
 class TlsSocket:
-    """Connected blocking TLS socket: one thread may receive while another sends, as with a plain one.
-
-    One thread at a time uses OpenSSL's object, under a lock that none holds while it waits for the network.
+    """Connected blocking TLS socket: one thread may receive while another sends, as with a plain socket. The
+    lock of OpenSSL's object is free while a thread waits for the network.
     """
 
     def __init__(
@@ -164,8 +163,8 @@ class TlsSocket:
         self._ended = False
 
     def sendall(self, data: bytes) -> None:
-        """After an error nothing more can be sent."""
-        with self._turn_to_send:  # records leave in the order in which they were made
+        """Send all of `data`. After an error, nothing more can be sent."""
+        with self._turn_to_send:  # send records in the order of their encryption
             with self._lock:
                 rest = memoryview(data)
                 while rest:
@@ -174,10 +173,8 @@ class TlsSocket:
             self._sock.sendall(records)
 
     def recv(self, size: int) -> bytes:
-        """Return at most `size` received bytes, decrypted, or b"" at the end of the stream.
-
-        All of them, because a poll would not report what stays behind. Raises TimeoutError also for part of a
-        record.
+        """Decrypt at most `size` received bytes; b"" at the end of the stream. No decrypted bytes stay
+        behind, because a poll would not report them. Raises TimeoutError also for part of a record.
         """
         if self._ended:
             return b""
@@ -193,7 +190,7 @@ class TlsSocket:
         return data
 
     def _decrypted(self) -> Iterator[bytes]:
-        # OpenSSL's reply to this (to a change of keys) goes out with the next `sendall`.
+        # If OpenSSL must reply (to a change of keys), the reply goes out with the next `sendall`.
         with contextlib.suppress(ssl.SSLWantReadError):
             while part := self._tls.read(_RECORD_BYTES):
                 yield part
@@ -205,7 +202,7 @@ class TlsSocket:
 def wrap_blocking(
     sock: socket.socket, context: ssl.SSLContext, *, server_side: bool, handshake_s: float = HANDSHAKE_S
 ) -> TlsSocket:
-    """Shake hands; the server may still refuse. Raises what `explained` returns, and closes the socket."""
+    """Shake hands; the server may still refuse. On failure, closes the socket and raises `explained`."""
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     tls = context.wrap_bio(incoming, outgoing, server_side=server_side)
     timeout_s = sock.gettimeout()
@@ -214,7 +211,7 @@ def wrap_blocking(
         sock.settimeout(timeout_s)
     except OSError as error:
         where = _where(sock)
-        with contextlib.suppress(OSError):  # send the TLS alert, if that is still possible
+        with contextlib.suppress(OSError):  # send the TLS alert if possible
             sock.settimeout(0)
             sock.sendall(outgoing.read())
         sock.close()
@@ -241,7 +238,7 @@ def _shake_hands(
 
 
 def _records(sock: socket.socket, ends_at: float) -> Iterator[bytes]:
-    """Yield bytes, never beyond one record, so that data after the handshake stays in the socket."""
+    """Yield bytes, never beyond a record, so that data after the handshake stays in the socket."""
     while True:
         header = yield from _exactly(sock, _HEADER_BYTES, ends_at)
         yield from _exactly(sock, int.from_bytes(header[3:], "big"), ends_at)

@@ -41,7 +41,7 @@ MOST_LINES: Mapping[str, int] = {
     "": 3_856,
     "admin": 1_769,
     "api": 9_584,
-    "cli": 5_469,
+    "cli": 5_451,
     "cluster": 4_626,
     "diagnostics": 2_355,
     "discovery": 987,
@@ -49,11 +49,11 @@ MOST_LINES: Mapping[str, int] = {
     "gateway": 1_743,
     "groups": 6_057,
     "identity": 1_230,
-    "models": 3_299,
+    "models": 3_298,
     "placement": 4_245,
     "service": 626,
     "text": 5_148,
-    "wire": 4_142,
+    "wire": 4_111,
 }
 """Lines of each package; those of files beside the packages are "". A commit that adds some says why."""
 TOUCHES: Mapping[str, tuple[str, int]] = {
